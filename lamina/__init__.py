@@ -1,0 +1,38 @@
+"""Lamina: decode Hugging Face causal LMs with attention and the KV cache on a pool of memory workers.
+
+Public names load on first use, so that ``import lamina`` imports neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import EngineConfig as EngineConfig
+    from .llm import LLM as LLM
+    from .models.wrap import wrap as wrap
+    from .request import CompletionOutput as CompletionOutput
+    from .request import RequestOutput as RequestOutput
+    from .request import SamplingParams as SamplingParams
+
+_PUBLIC = {
+    "LLM": "llm",
+    "EngineConfig": "config",
+    "SamplingParams": "request",
+    "RequestOutput": "request",
+    "CompletionOutput": "request",
+    "wrap": "models.wrap",
+}
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams", "__version__", "wrap"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'lamina' has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

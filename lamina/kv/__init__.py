@@ -1,0 +1,1 @@
+"""Where the KV cache lives: tensors, block ids, partitions."""

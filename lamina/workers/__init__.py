@@ -1,0 +1,1 @@
+"""The processes of the two pools and the messages between them."""

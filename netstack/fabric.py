@@ -1,0 +1,189 @@
+"""The seam of the network stack: a fabric opens channels, a channel moves messages into granted slots.
+
+The vocabulary is one-sided, because that is what RDMA hardware does and the other transports can imitate it
+without loss: memory is *registered*, a place in the peer's inbox is *reserved*, bytes are put there and the
+*signal* (a sequence number) is written behind them. The receiver polls the signal; nobody asks its CPU.
+
+Contract, the same for every transport (tests/contract/test_transports.py runs it over the whole table):
+
+1. Order. Signals of one direction become visible in the order of ``put_signal``; when a signal is visible, all
+   bytes of its message are visible. ``wait_signal`` hands messages out in that order, each exactly once.
+2. Ownership. Between ``reserve`` and ``put_signal`` the slot's bytes belong to the sender; between
+   ``wait_signal`` and ``release`` the arrival's bytes belong to the receiver and do not change. Touching a view
+   outside its span is undefined. Arrivals are released in the order in which they came.
+3. Flow. A direction has ``Geometry.slots`` slots. ``reserve`` never waits silently: with no slot free it raises
+   ``NoResource`` once its timeout (default 0) has passed. A slot is free again when the peer has released it.
+4. Bounds. A message is at most ``Geometry.slot_bytes`` long; more raises ``ValueError`` before anything is sent.
+   Nothing that a peer writes can make this side touch memory outside the channel's own slots.
+5. Time. Every blocking call takes a timeout and raises ``ChannelTimeout`` when it has passed. Peer death is
+   noticed within ``DEATH_NOTICED_S`` and raises ``PeerFault`` from the calls in progress and from all later ones;
+   messages that were complete before the death may still be received first.
+6. Epoch. A channel lives in exactly one epoch, the top 16 bits of its 64-bit sequence numbers. A link is reset by
+   connecting again with a higher epoch: fresh memory, fresh numbers, so that a late writer of the old epoch hits
+   nothing. There is no way to revive a channel.
+7. Threads. One thread sends and one receives on a channel (they may be the same); ``abort`` and ``close`` may be
+   called from any thread and wake both.
+
+Peers authenticate each other with the fabric's key before either allocates anything for the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+DEATH_NOTICED_S = 2.0
+TAG_BYTES = 32
+EPOCH_SHIFT = 48
+
+
+class ChannelError(Exception):
+    """A transport failed; the text names the peer, the operation and the cause."""
+
+
+class NoResource(ChannelError):
+    """No free slot within the timeout: the peer has not released enough arrivals."""
+
+
+class ChannelTimeout(ChannelError):
+    """The deadline of a wait passed; the channel itself is still usable."""
+
+
+class PeerFault(ChannelError):
+    """The peer died, closed, or broke the protocol; the channel is unusable."""
+
+
+class ChannelAborted(ChannelError):
+    """``abort`` or ``close`` was called on this side; the channel is unusable."""
+
+
+class HandshakeError(ChannelError):
+    """The peer has another key, version, epoch or geometry than ours; nothing was allocated for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """The inbox of one direction: ``slots`` places of ``slot_bytes`` payload bytes each."""
+
+    slots: int
+    slot_bytes: int
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.slots <= 1024 and 1 <= self.slot_bytes <= 1 << 32):
+            raise ValueError(f"geometry needs 1..1024 slots of 1 B..4 GiB, not {self.slots} x {self.slot_bytes} B")
+
+
+@dataclass(frozen=True)
+class Region:
+    """Registered local memory that a message may be put from without staging. Obtained from ``Fabric.register``."""
+
+    data: memoryview  # flat bytes; the owner keeps it alive until the fabric is closed
+
+    def slice(self, offset: int, nbytes: int) -> Region:
+        """A part of the region. Raises ValueError outside ``[0, len)``."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.data.nbytes:
+            raise ValueError(f"slice [{offset}, {offset + nbytes}) leaves a region of {self.data.nbytes} bytes")
+        return Region(self.data[offset : offset + nbytes])
+
+
+@dataclass
+class Slot:
+    """A granted place in the peer's inbox. ``data`` is where the sender writes: the inbox itself where memory is
+    shared, else registered staging that ``put_signal`` transmits."""
+
+    data: memoryview  # writable, flat, exactly the reserved size
+    index: int  # position in the ring; put_signal takes slots in the order reserved
+
+
+@dataclass
+class Arrival:
+    """One received message. ``data`` is readable until ``Channel.release``."""
+
+    seqno: int  # epoch << 48 | count, count from 1
+    tag: bytes  # TAG_BYTES, opaque to this layer
+    data: memoryview  # read-only, flat
+
+
+@dataclass
+class ChannelStats:
+    """Counters since the channel was opened (payload bytes; seconds spent in wait_signal and reserve)."""
+
+    messages_sent: int = 0
+    bytes_sent: int = 0
+    messages_received: int = 0
+    bytes_received: int = 0
+    wait_s: float = 0.0
+
+
+class Channel(Protocol):
+    """One peer, one epoch, both directions. See the module's contract."""
+
+    peer: str  # URL or address of the other side, for messages to people
+    epoch: int
+    stats: ChannelStats
+
+    def reserve(self, nbytes: int, *, timeout_s: float = 0.0) -> Slot:
+        """Grant the next slot of the peer's inbox, for a message of exactly ``nbytes``."""
+        ...
+
+    def put_signal(self, slot: Slot, tag: bytes, source: Region | None = None) -> int:
+        """Publish the slot: its bytes (or, if given, ``source``'s, which must be as long), then the signal.
+
+        ``tag`` is at most TAG_BYTES and arrives zero-padded. Returns the signal's sequence number.
+        """
+        ...
+
+    def wait_signal(self, *, timeout_s: float) -> Arrival:
+        """The next message in order. ``timeout_s=0`` polls."""
+        ...
+
+    def release(self, arrival: Arrival) -> None:
+        """Give the arrival's slot back to the sender; its ``data`` must not be touched afterwards."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Fail this side's calls with ChannelAborted and the peer's with PeerFault; safe from any thread, idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back: memory, sockets, descriptors. Idempotent. Views handed out die with it."""
+        ...
+
+
+class Listener(Protocol):
+    """A place where peers connect."""
+
+    url: str  # what to pass to Fabric.connect; contains the real port or name
+
+    def accept(self, *, timeout_s: float) -> Channel:
+        """The next authenticated peer. Strangers are dropped without ending the wait."""
+        ...
+
+    def close(self) -> None:
+        """Stop listening; channels that were accepted live on. Idempotent."""
+        ...
+
+
+class Fabric(Protocol):
+    """A transport, opened with the key that its peers share."""
+
+    scheme: str
+    in_process: bool  # True: both ends must live in one process
+
+    def register(self, buffer: memoryview) -> Region:
+        """Register local memory as a source of messages. ``buffer`` is contiguous."""
+        ...
+
+    def listen(self, address: str = "") -> Listener:
+        """Listen at ``address`` (the part of a URL behind ``scheme://``); empty takes any free private one."""
+        ...
+
+    def connect(
+        self, url: str, *, outbound: Geometry, inbound: Geometry, epoch: int = 0, timeout_s: float = 10.0
+    ) -> Channel:
+        """Connect to a listener. ``outbound`` is the inbox the peer grants us, ``inbound`` the one we grant it."""
+        ...
+
+    def close(self) -> None:
+        """Close all listeners and channels of this fabric. Idempotent."""
+        ...
