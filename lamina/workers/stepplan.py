@@ -1,0 +1,224 @@
+"""The wire contract between compute and memory workers: the StepPlan and the messages of a layer.
+
+A step begins with one PLAN message to every memory worker. It fixes everything variable about the step, so that the
+layer messages behind it have a fixed place and size: Q, KV and O carry tensors and nothing else.
+
+    PLAN    msgpack of StepPlan
+    Q       q [rows, Hq_w, D]                       Hq_w, Hkv_w: the heads of the receiving worker's share
+    KV      k [rows, Hkv_w, D], then v [rows, Hkv_w, Dv]
+    O       o [rows, Hq_w, Dv]                      back to the replica that the plan names
+    BIND    msgpack of Bind, once, before any plan;  BOUND answers it
+    REFUSED utf-8 text, in place of BOUND or of the step's first O: nothing of the step was applied
+
+Tensors are contiguous, in the wire dtype of Bind, rows in the order of the plan. Every message carries its Key as tag.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from lamina.kv.partition import Partition
+
+VERSION = 1
+
+
+class Kind(enum.IntEnum):
+    BIND = 1
+    BOUND = 2
+    PLAN = 3
+    Q = 4
+    KV = 5
+    O = 6  # noqa: E741 - the attention output's name in the literature
+    REFUSED = 7
+
+
+_KEY = struct.Struct("<QIIiI")
+
+
+class Key(NamedTuple):
+    """Names a message: (view, batch, step, layer, kind). Together with the channel's epoch it is unique."""
+
+    kind: int
+    step: int = 0
+    batch: int = 0
+    view: int = 0
+    layer: int = -1  # -1: not of a layer
+
+    def pack(self) -> bytes:
+        """24 bytes, little-endian; fits a channel's tag."""
+        return _KEY.pack(self.step, self.batch, self.view, self.layer, self.kind)
+
+    @staticmethod
+    def unpack(tag: bytes) -> Key:
+        """Inverse of ``pack``; bytes behind the first 24 are ignored."""
+        step, batch, view, layer, kind = _KEY.unpack_from(tag)
+        return Key(kind, step, batch, view, layer)
+
+
+class Rows(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive new tokens of one sequence: positions ``first .. first + count``. A sequence is in a step once.
+
+    Attention reads positions ``0 .. first`` from the store and the new ones from this step, whatever was stored behind
+    ``first``. Writes are positional, so a step can be sent again.
+    """
+
+    sequence: int
+    first: int
+    count: int
+
+
+class New(msgspec.Struct, frozen=True, array_like=True, tag="new"):
+    """Start an empty sequence. Its id must not be in use."""
+
+    sequence: int
+
+
+class Free(msgspec.Struct, frozen=True, array_like=True, tag="free"):
+    """Forget a sequence and give its blocks back. It must exist."""
+
+    sequence: int
+
+
+class Truncate(msgspec.Struct, frozen=True, array_like=True, tag="truncate"):
+    """Keep the first ``length`` tokens and give the blocks behind them back."""
+
+    sequence: int
+    length: int
+
+
+class Fork(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
+    """Start ``sequence`` with the first ``length`` tokens of ``source``."""
+
+    sequence: int
+    source: int
+    length: int
+
+
+class Shift(msgspec.Struct, frozen=True, array_like=True, tag="shift"):
+    """Move a sequence's positions by ``delta`` (rotates the stored K)."""
+
+    sequence: int
+    delta: int
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
+    """Grant a prefill worker slots for the K, V of ``count`` tokens from ``first``."""
+
+    sequence: int
+    first: int
+    count: int
+
+
+class Export(msgspec.Struct, frozen=True, array_like=True, tag="export"):
+    """Hand a sequence's blocks to a KV tier or another worker."""
+
+    sequence: int
+
+
+class Import(msgspec.Struct, frozen=True, array_like=True, tag="import"):
+    """Take a sequence's blocks from a KV tier or another worker."""
+
+    sequence: int
+
+
+SequenceOp = New | Free | Truncate | Fork | Shift | Grant | Export | Import
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Everything a memory worker must know of one pass of one batch over all slices (arXiv 2405.01814 section 4.3).
+
+    Sent by the batch's leader only. The ops apply in order, all or nothing, before layer 0; then blocks for all rows
+    are allocated, or the step is refused as a whole.
+    """
+
+    version: int = VERSION
+    view: int = 0
+    batch: int = 0
+    step: int
+    ops: list[SequenceOp]
+    rows: list[Rows]
+    source: list[int] = []  # layer -> replica that sends its Q and KV; empty = replica 0 for all
+    reply_to: list[int] = []  # layer -> replica that receives its O; empty = replica 0 for all
+    partition: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return sum(r.count for r in self.rows)
+
+
+class LayerShape(msgspec.Struct, frozen=True, array_like=True):
+    """One attention operator of the model, all heads. Static operands ([Hq], fp32, little-endian) travel as bytes."""
+
+    q_heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    spec: str  # AttentionSpec.encode()
+    sinks: bytes = b""
+    slopes: bytes = b""
+
+
+class Bind(msgspec.Struct, frozen=True, kw_only=True):
+    """What a memory worker must know before the first plan. It takes its own heads of everything by its share."""
+
+    version: int = VERSION
+    worker: int
+    partition: Partition
+    layers: list[LayerShape]
+    dtype: str  # of the wire and of the store: "float32", "bfloat16", "float16"
+    block_size: int  # tokens in a KV block
+    kv_bytes: int  # memory for KV blocks on this worker
+    max_rows: int  # rows in a step at most
+    max_model_len: int  # tokens in a sequence at most
+    overlap: bool = True  # attend the stored tokens as soon as Q is there, not only once KV has come
+    backend: str = "reference"
+
+
+class Bound(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to Bind: the capacity of every layer group (layers of one window length share their block tables)."""
+
+    windows: list[int]  # group -> window in tokens, 0 = all tokens
+    num_blocks: list[int]  # group -> KV blocks
+
+
+class ProtocolError(Exception):
+    """A message that does not fit the contract: wrong version, key, size, or an op that this worker cannot do."""
+
+
+T = TypeVar("T", StepPlan, Bind)
+_plan_decoder = msgspec.msgpack.Decoder(StepPlan)
+_bind_decoder = msgspec.msgpack.Decoder(Bind)
+_bound_decoder = msgspec.msgpack.Decoder(Bound)
+encode = msgspec.msgpack.Encoder().encode
+
+
+def decode_plan(data: bytes | memoryview) -> StepPlan:
+    """Raises ProtocolError on anything that is not a StepPlan of this version."""
+    return _checked(_plan_decoder, data)
+
+
+def decode_bind(data: bytes | memoryview) -> Bind:
+    """Raises ProtocolError on anything that is not a Bind of this version."""
+    return _checked(_bind_decoder, data)
+
+
+def decode_bound(data: bytes | memoryview) -> Bound:
+    """Raises ProtocolError on anything that is not a Bound."""
+    try:
+        return _bound_decoder.decode(data)
+    except msgspec.MsgspecError as e:
+        raise ProtocolError(f"not a Bound: {e}") from e
+
+
+def _checked(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
+    try:
+        message = decoder.decode(data)
+    except msgspec.MsgspecError as e:
+        raise ProtocolError(f"not a {decoder.type.__name__}: {e}") from e
+    if message.version != VERSION:
+        raise ProtocolError(f"{decoder.type.__name__} of version {message.version}, this worker speaks {VERSION}")
+    return message
