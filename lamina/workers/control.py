@@ -1,11 +1,12 @@
 """The control link between the driver (engine, launcher) and one worker: small typed messages over a stream socket.
 
-Layer messages never pass here. The link is also the worker's life line: when the driver dies, the link reaches its end and the
-worker goes too, so nothing is left behind whatever killed the driver.
+Layer messages never pass here. The link is also the worker's life line: when the driver dies, the link reaches its end
+and the worker goes too, so nothing is left behind whatever killed the driver.
 """
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import struct
@@ -15,11 +16,13 @@ from typing import Any
 
 import msgspec
 
+from .stepplan import StepPlan
+
 MAX_FRAME = 1 << 28
 _LENGTH = struct.Struct("<I")
 
 
-class LinkClosed(Exception):
+class LinkClosedError(Exception):
     """The other end is gone."""
 
 
@@ -46,12 +49,92 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     values: dict[str, float]
 
 
+class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute"):
+    """Driver -> compute worker, first message. Answered by Progress messages, then ComputeReady or Failed."""
+
+    model: str  # path or hub id; "" where the worker was given a module in its own process
+    dtype: str
+    trust_remote_code: bool
+    max_model_len: int  # 0 = the model's own
+    max_rows: int
+    max_num_seqs: int
+    block_size: int
+    kv_bytes: int  # on each memory worker; 0 = choose
+    overlap: bool
+    deterministic: bool
+    backend: str  # attention backend of the memory workers
+    threads: int  # 0 = torch's own choice
+    scheme: str
+    key: bytes
+    memory_urls: list[str]
+    step_timeout_s: float
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """Compute worker -> driver while it starts: what it does, and how much of it is done."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready"):
+    """Compute worker -> driver: the model is cut, the memory workers are bound."""
+
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    eos_token_ids: list[int]
+    windows: list[int]  # as in Bound
+    num_blocks: list[int]  # the least of all memory workers, per layer group
+    block_size: int
+    summary: dict[str, Any]  # of the program: slices, cut and message bytes, seconds of each stage
+
+
+class Draw(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """How to sample behind one row. A pure function of the row's logits and these fields."""
+
+    row: int  # index into the step's rows, flat
+    sequence: int
+    temperature: float  # 0 = greedy
+    top_k: int  # 0 = all
+    top_p: float
+    seed: int
+    index: int  # of the output token; with seed it keys the random number
+    logprobs: int  # -1 = none, else the number of alternatives to report besides the chosen token
+    banned: list[int] = []  # token ids that must not be chosen (the stop tokens before min_tokens)
+
+
+class RunStep(msgspec.Struct, frozen=True, kw_only=True, tag="run-step"):
+    """Driver -> compute worker: one step. Several may be queued; they run in order."""
+
+    plan: StepPlan
+    tokens: list[int]  # per row; -1 = what the previous step of this batch drew for the row's sequence
+    draws: list[Draw]
+
+
+class Drawn(msgspec.Struct, frozen=True, array_like=True):
+    """One sampled token. ``logprobs``: (token, log-probability), the chosen one first, then the best alternatives."""
+
+    sequence: int
+    token: int
+    logprobs: list[tuple[int, float]] = []
+
+
+class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step-done"):
+    """Compute worker -> driver: the tokens of one step, in the order of its draws."""
+
+    batch: int
+    step: int
+    drawn: list[Drawn]
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Driver -> any worker: finish and exit with status 0. The end of the link means the same."""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """Worker -> driver: what happened, in one line for people. ``user_error``: bad input, not a defect (exit code 2)."""
+    """Worker -> driver: what happened, in one line for people. ``user_error``: bad input, not a defect."""
 
     text: str
     user_error: bool = False
@@ -69,27 +152,27 @@ class ControlLink:
         self._decoder = msgspec.msgpack.Decoder(messages)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Raises LinkClosed when the other end is gone."""
+        """Raises LinkClosedError when the other end is gone."""
         data = self._encoder.encode(message)
         try:
             with self._lock:
                 self._sock.sendall(_LENGTH.pack(len(data)) + data)
         except OSError as e:
-            raise LinkClosed(f"control link: {e}") from e
+            raise LinkClosedError(f"control link: {e}") from e
 
     def recv(self, timeout_s: float | None = None) -> Any:
         """The next message. None waits for ever, which is right only where the end of the link is the deadline.
 
-        Raises TimeoutError, LinkClosed at the end of the link or on a frame that does not decode.
+        Raises TimeoutError, LinkClosedError at the end of the link or on a frame that does not decode.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
         if length > MAX_FRAME:
-            raise LinkClosed(f"control link: frame of {length} bytes")
+            raise LinkClosedError(f"control link: frame of {length} bytes")
         try:
             return self._decoder.decode(self._read(length, deadline))
         except msgspec.MsgspecError as e:
-            raise LinkClosed(f"control link: {e}") from e
+            raise LinkClosedError(f"control link: {e}") from e
 
     def fileno(self) -> int:
         """For select and poll."""
@@ -97,10 +180,8 @@ class ControlLink:
 
     def close(self) -> None:
         """Ends the link in both directions and wakes a blocked recv. Idempotent."""
-        try:
+        with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self._sock.close()
 
     def _read(self, nbytes: int, deadline: float | None) -> bytearray:
@@ -116,8 +197,8 @@ class ControlLink:
             except (OSError, ValueError) as e:
                 if isinstance(e, TimeoutError):
                     raise
-                raise LinkClosed(f"control link: {e}") from e
+                raise LinkClosedError(f"control link: {e}") from e
             if got == 0:
-                raise LinkClosed("control link: the other end is gone")
+                raise LinkClosedError("control link: the other end is gone")
             view = view[got:]
         return data

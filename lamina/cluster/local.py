@@ -1,0 +1,92 @@
+"""Starts workers on this machine, as processes or, for a transport that stays in one process, as threads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+# role -> (module to run as a process, its function that serves one control socket)
+ROLES = {
+    "memory": ("lamina.workers.memory", "serve_memory"),
+    "compute": ("lamina.workers.compute_main", "serve_compute"),
+}
+
+
+class WorkerHandle(Protocol):
+    """A started worker, as the driver sees it."""
+
+    role: str
+    index: int
+    pid: int
+    sock: socket.socket  # the driver's end of the control link
+
+    def fate(self) -> str | None:
+        """How it ended, in words; None while it runs."""
+        ...
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for its end; past the timeout end it by force. The control link has been closed before."""
+        ...
+
+
+class ProcessWorker:
+    """A worker that is its own process, started with ``python -m``."""
+
+    def __init__(self, role: str, index: int) -> None:
+        self.role, self.index = role, index
+        self.sock, theirs = socket.socketpair()
+        module, _ = ROLES[role]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, "--control-fd", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=_environment(),
+            )
+        self.pid = self._process.pid
+
+    def fate(self) -> str | None:
+        code = self._process.poll()
+        if code is None:
+            return None
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+
+    def join(self, timeout_s: float) -> None:
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class ThreadWorker:
+    """A worker on a thread of the driver's process; ``extra`` goes to its serve function behind the socket."""
+
+    def __init__(self, role: str, index: int, *extra: Any) -> None:
+        self.role, self.index, self.pid = role, index, os.getpid()
+        self.sock, theirs = socket.socketpair()
+        module, function = ROLES[role]
+        serve: Callable[..., None] = getattr(import_module(module), function)
+        self._thread = threading.Thread(target=serve, args=(theirs, *extra), name=f"lamina-{role}-{index}", daemon=True)
+        self._thread.start()
+
+    def fate(self) -> str | None:
+        return None if self._thread.is_alive() else "ended"
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+
+def _environment() -> dict[str, str]:
+    # The package need not be installed: workers find it where this process did.
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

@@ -1,0 +1,85 @@
+"""The engine's configuration: frozen, keyword-only, checked where it is made. Command-line flags come from here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def option(default: Any, help: str) -> Any:
+    """A field with the text that ``lamina-launch`` prints for its flag."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything about an engine except its model. Flags of ``lamina-launch`` have the same names with dashes."""
+
+    memory_workers: int = option(2, "memory workers; each holds an equal share of the KV heads")
+    transport: str = option("shm", "how the pools talk: shm, tcp, or loopback (everything in one process)")
+    dtype: str = option("auto", "of weights, KV cache and wire: auto (as stored), float32, bfloat16, float16")
+    max_model_len: int = option(0, "tokens of a sequence, prompt included; 0 = the model's own limit")
+    block_size: int = option(32, "tokens in a KV block")
+    kv_memory: str = option("auto", "memory for KV blocks on each memory worker, such as 512MiB or 4GiB")
+    max_num_seqs: int = option(64, "sequences that decode at once")
+    prefill_chunk: int = option(512, "prompt tokens in a step at most; other requests decode between chunks")
+    overlap: bool = option(True, "memory workers attend stored tokens on Q alone, while K and V are still projected")
+    deterministic: bool = option(False, "fixed slice shapes: results do not depend on batch mates; slower")
+    attention: str = option("reference", "attention backend of the memory workers")
+    compute_threads: int = option(0, "threads of the compute worker; 0 = all cores")
+    memory_threads: int = option(0, "threads of each memory worker; 0 = all cores")
+    seed: int = option(0, "where requests without a seed get theirs from")
+    trust_remote_code: bool = option(False, "run Python code that ships with the model")
+    start_timeout_s: float = option(600.0, "seconds for loading, cutting and binding")
+    step_timeout_s: float = option(60.0, "seconds for one step before a worker counts as hung")
+
+    def __post_init__(self) -> None:
+        for name, low in (
+            ("memory_workers", 1), ("max_num_seqs", 1), ("prefill_chunk", 1), ("block_size", 1), ("max_model_len", 0),
+            ("compute_threads", 0), ("memory_threads", 0), ("seed", 0),
+        ):  # fmt: skip
+            if getattr(self, name) < low:
+                raise ValueError(f"{flag(name)} must be at least {low}, not {getattr(self, name)}")
+        for name in ("start_timeout_s", "step_timeout_s"):
+            if not 0.0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{flag(name)} must be a positive number of seconds, not {getattr(self, name)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if 256 % self.block_size:
+            raise ValueError(f"--block-size must divide 256, not {self.block_size}: use 16, 32 or 64")
+        self.kv_bytes()
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of a step at most: every sequence decodes one token, beside one prefill chunk."""
+        return self.max_num_seqs + self.prefill_chunk
+
+    def kv_bytes(self) -> int:
+        """``kv_memory`` in bytes; 0 = choose at start. Raises ValueError on anything else than a size."""
+        return 0 if self.kv_memory == "auto" else parse_size(self.kv_memory, "--kv-memory")
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def parse_size(text: str | int, name: str) -> int:
+    """Bytes of "4GiB", "512MB", "1048576". Raises ValueError that names ``name``."""
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    if match is None or match[2].upper() not in units or float(match[1]) <= 0:
+        raise ValueError(f"{name} must be a size such as 512MiB or 4GiB, not {text!r}")
+    return int(float(match[1]) * units[match[2].upper()])
+
+
+def make_config(options: dict[str, Any]) -> EngineConfig:
+    """An EngineConfig of keyword options. Raises ValueError on an unknown name, with the known ones."""
+    known = [f.name for f in fields(EngineConfig)]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ValueError(f"unknown option {unknown[0]!r}; known: {', '.join(known)}")
+    return EngineConfig(**options)

@@ -1,0 +1,189 @@
+"""The engine: schedule, run, postprocess. One thread calls it; requests come and go between steps."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from lamina.config import EngineConfig
+from lamina.kv.blocks import BlockManager
+from lamina.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from lamina.workers.control import Draw, Drawn, RunStep, StepDone
+
+from .pools import Pools
+from .scheduler import ScheduledStep, Scheduler
+from .sequence import Sequence
+
+
+class TextSink(Protocol):
+    """Turns the tokens of one completion into text as they come; models.tokens has the real one."""
+
+    def push(self, token_ids: list[int]) -> str:
+        """The new text that is certain."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back."""
+        ...
+
+
+class Request:
+    """A RequestOutput under way, with its sequences and text sinks."""
+
+    def __init__(self, output: RequestOutput, sequences: list[Sequence], sinks: list[TextSink | None]) -> None:
+        self.output = output
+        self.sequences = sequences
+        self.sinks = sinks
+
+
+class Engine:
+    """Continuous batching over one compute worker and a pool of memory workers."""
+
+    def __init__(self, model: Any, config: EngineConfig, on_progress: Callable[[str, int, int], None]) -> None:
+        self.config = config
+        self.pools = Pools(model, config, on_progress)
+        ready = self.pools.ready
+        self.info = ready
+        self._ledger = BlockManager(ready.windows, ready.num_blocks, ready.block_size)
+        self.scheduler = Scheduler(self._ledger, max_num_seqs=config.max_num_seqs, prefill_chunk=config.prefill_chunk)
+        self._steps: deque[ScheduledStep] = deque()
+        self._requests: dict[int, Request] = {}
+        self._next_request = 0
+        self._seeds = random.Random(config.seed)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether some request is unfinished."""
+        return bool(self._requests)
+
+    def add(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        text: str | None = None,
+        make_sink: Callable[[], TextSink] | None = None,
+    ) -> int:
+        """Queue a prompt; returns the request's id. Raises ValueError for a prompt that cannot be served."""
+        self.check(prompt, params)
+        request_id, self._next_request = self._next_request, self._next_request + 1
+        seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+        sequences = [self._sequence(request_id, prompt, params, seed + i, i) for i in range(params.n)]
+        output = RequestOutput(request_id, text, list(prompt), [s.output for s in sequences])
+        sinks = [make_sink() if make_sink else None for _ in sequences]
+        self._requests[request_id] = Request(output, sequences, sinks)
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+        return request_id
+
+    def check(self, prompt: list[int], params: SamplingParams) -> None:
+        """Raises ValueError, in one line, for a prompt or parameters that cannot be served."""
+        limit, vocab = self.info.max_model_len, self.info.vocab_size
+        if not prompt:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        if len(prompt) >= limit:
+            raise ValueError(f"the prompt has {len(prompt)} tokens; at most {limit - 1} fit (--max-model-len {limit})")
+        bad = next((t for t in (*prompt, *params.stop_token_ids) if not 0 <= t < vocab), None)
+        if bad is not None:
+            raise ValueError(f"token id {bad} is outside the vocabulary of {vocab} tokens")
+        longest = limit if params.max_tokens is None else min(limit, len(prompt) + params.max_tokens)
+        if not self._ledger.fits_alone(longest):
+            raise ValueError(
+                f"{longest} tokens (prompt and max_tokens) do not fit the KV memory of a worker: "
+                f"raise --kv-memory or lower max_tokens"
+            )
+
+    def step(self) -> list[RequestOutput]:
+        """One pass of the loop; returns the requests that got tokens. Raises WorkerError when a worker is lost."""
+        step = self.scheduler.schedule()
+        done = self.pools.run(self._submit(step))
+        return self._postprocess(done)
+
+    def cancel(self, request_id: int) -> None:
+        """End a request; its KV is freed with the next step. Unknown and finished ids are ignored."""
+        request = self._requests.pop(request_id, None)
+        for sequence in request.sequences if request else []:
+            sequence.finish("abort")
+
+    def close(self) -> None:
+        """End the workers. Idempotent."""
+        self.pools.close()
+
+    def _sequence(self, request_id: int, prompt: list[int], params: SamplingParams, seed: int, index: int) -> Sequence:
+        limit = self.info.max_model_len
+        max_len = limit if params.max_tokens is None else min(limit, len(prompt) + params.max_tokens)
+        eos = [] if params.ignore_eos else self.info.eos_token_ids
+        output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
+        stops = frozenset([*eos, *params.stop_token_ids])
+        return Sequence(request_id, params, seed, list(prompt), output, max_len, stops)
+
+    def _submit(self, step: ScheduledStep | None) -> RunStep | None:
+        if step is None:
+            return None
+        self._steps.append(step)
+        ends, row = {}, 0
+        for sequence, rows in zip(step.parts, step.plan.rows, strict=True):
+            row += rows.count
+            ends[sequence] = row - 1
+        return RunStep(plan=step.plan, tokens=step.tokens, draws=[_draw(s, ends[s]) for s in step.draws])
+
+    def _postprocess(self, done: StepDone | None) -> list[RequestOutput]:
+        if done is None:
+            return []
+        step = self._steps.popleft()
+        touched = {}
+        for sequence, drawn in zip(step.draws, done.drawn, strict=True):
+            request = self._requests.get(sequence.request_id)
+            if sequence.finished or request is None:
+                sequence.num_drawing -= 1  # a row that turned out to be one too many
+                continue
+            self._append(request, sequence, drawn)
+            touched[sequence.request_id] = request
+        self.scheduler.complete(step)
+        for request_id, request in touched.items():
+            if request.output.finished:
+                del self._requests[request_id]
+        return [r.output for r in touched.values()]
+
+    def _append(self, request: Request, sequence: Sequence, drawn: Drawn) -> None:
+        output, sink = sequence.output, request.sinks[sequence.output.index]
+        sequence.append(drawn.token)
+        output.token_ids.append(drawn.token)
+        if output.logprobs is not None:
+            output.logprobs.append([Logprob(*pair) for pair in drawn.logprobs])
+        if sink is not None:
+            is_stop_token = output.finish_reason == "stop"
+            output.text += "" if is_stop_token else sink.push([drawn.token])
+            output.text += sink.finish() if sequence.finished else ""
+            _stop_at_string(sequence)
+
+
+def _draw(sequence: Sequence, row: int) -> Draw:
+    params = sequence.params
+    index = sequence.num_outputs + sequence.num_drawing - 1
+    return Draw(
+        row=row,
+        sequence=sequence.id,
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        seed=sequence.seed,
+        index=index,
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+        banned=sorted(sequence.stop_tokens) if index < params.min_tokens else [],
+    )
+
+
+def _stop_at_string(sequence: Sequence) -> None:
+    """Cut the text at the first stop string in it. Stop strings count only behind min_tokens."""
+    output, params = sequence.output, sequence.params
+    if sequence.num_outputs < params.min_tokens:
+        return
+    found = [(at, s) for s in params.stop_strings if (at := output.text.find(s)) >= 0]
+    if found:
+        at, text = min(found)
+        output.text = output.text[:at]
+        sequence.finish("stop", text)
+        output.finish_reason, output.stop_reason = "stop", text

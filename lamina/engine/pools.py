@@ -1,0 +1,237 @@
+"""Both pools as the engine sees them: started together, given steps, ended together. Every wait has a deadline."""
+
+from __future__ import annotations
+
+import secrets
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from lamina import netstack
+from lamina.cluster.local import ProcessWorker, ThreadWorker, WorkerHandle
+from lamina.config import EngineConfig
+from lamina.workers.control import (
+    AskStats,
+    ComputeReady,
+    ControlLink,
+    Failed,
+    LinkClosedError,
+    MemoryReady,
+    Progress,
+    RunStep,
+    StartCompute,
+    StartMemory,
+    Stats,
+    StepDone,
+    Stop,
+)
+
+FROM_WORKERS = MemoryReady | ComputeReady | Progress | StepDone | Stats | Failed
+JOIN_S = 5.0
+STATS_S = 5.0
+
+
+class WorkerError(RuntimeError):
+    """A worker died, hung or failed; the text says which and how. The pools have been ended."""
+
+
+class _Member:
+    def __init__(self, handle: WorkerHandle) -> None:
+        self.handle = handle
+        self.link = ControlLink(handle.sock, FROM_WORKERS)
+        self.stats: dict[str, float] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.handle.role} worker {self.handle.index} (pid {self.handle.pid})"
+
+
+class Pools:
+    """1 compute worker and ``config.memory_workers`` memory workers, and the steps in flight between them and the engine.
+
+    ``run`` keeps LOOKAHEAD steps queued behind the running one, so that the compute worker goes from one step to the next
+    without asking the driver.
+    """
+
+    LOOKAHEAD = 1
+
+    def __init__(
+        self,
+        model: Any,
+        config: EngineConfig,
+        on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    ) -> None:
+        """``model``: path, hub id, or an nn.Module, which then runs in this process. Raises ValueError, WorkerError."""
+        self._config = config
+        self._in_flight: deque[RunStep] = deque()
+        self._members: list[_Member] = []
+        self._lock = threading.Lock()  # one reader of the links at a time: run or stats
+        self._closed = False
+        try:
+            self.ready = self._start(model, on_progress)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Name of each worker -> its process."""
+        return {f"{m.handle.role}-{m.handle.index}": m.handle.pid for m in self._members}
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def run(self, step: RunStep | None) -> StepDone | None:
+        """Queue ``step``; return the oldest result once more than LOOKAHEAD are in flight, or when ``step`` is None."""
+        if step is not None:
+            self._send(self._compute, step)
+            self._in_flight.append(step)
+            if len(self._in_flight) <= self.LOOKAHEAD:
+                return None
+        if not self._in_flight:
+            return None
+        with self._lock:
+            done = self._await(self._compute, StepDone, self._config.step_timeout_s, "to finish a step")
+        self._in_flight.popleft()
+        return done  # type: ignore[no-any-return]
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """The counters of every worker, by the names of ``pids``."""
+        with self._lock:
+            for member in self._members:
+                member.stats = None
+                self._send(member, AskStats())
+            deadline = time.monotonic() + STATS_S
+            found = {}
+            for member in self._members:
+                if member.stats is None:
+                    self._await(member, Stats, deadline - time.monotonic(), "to report its counters")
+                found[f"{member.handle.role}-{member.handle.index}"] = member.stats or {}
+        return found
+
+    def close(self) -> None:
+        """End all workers: ask, wait, then by force. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for member in self._members:
+            try:
+                member.link.send(Stop())
+            except LinkClosedError:
+                pass
+        for member in self._members:
+            member.link.close()
+        deadline = time.monotonic() + JOIN_S
+        for member in self._members:
+            member.handle.join(max(0.0, deadline - time.monotonic()))
+
+    @property
+    def _compute(self) -> _Member:
+        return self._members[-1]
+
+    def _start(self, model: Any, on_progress: Callable[[str, int, int], None]) -> ComputeReady:
+        config, key = self._config, secrets.token_bytes(32)
+        with_module = not isinstance(model, str)
+        one_process = netstack.open(config.transport, key=key).in_process
+        for index in range(config.memory_workers):
+            worker = ThreadWorker("memory", index) if one_process else ProcessWorker("memory", index)
+            self._members.append(_Member(worker))
+        here = one_process or with_module
+        extra = (model,) if with_module else ()
+        self._members.append(_Member(ThreadWorker("compute", 0, *extra) if here else ProcessWorker("compute", 0)))
+        for member in self._members[:-1]:
+            threads = config.memory_threads
+            self._send(member, StartMemory(scheme=config.transport, address="", key=key, threads=threads))
+        deadline = time.monotonic() + config.start_timeout_s
+        urls = []
+        for member in self._members[:-1]:
+            ready = self._await(member, MemoryReady, deadline - time.monotonic(), "to start")
+            urls.append(ready.url)
+        self._send(self._compute, self._start_compute("" if with_module else model, key, urls))
+        on_progress("starting workers", 1, 1)
+        return self._await_compute(deadline, on_progress)
+
+    def _start_compute(self, model: str, key: bytes, urls: list[str]) -> StartCompute:
+        c = self._config
+        return StartCompute(
+            model=model,
+            dtype=c.dtype,
+            trust_remote_code=c.trust_remote_code,
+            max_model_len=c.max_model_len,
+            max_rows=c.max_rows,
+            max_num_seqs=c.max_num_seqs,
+            block_size=c.block_size,
+            kv_bytes=c.kv_bytes(),
+            overlap=c.overlap,
+            deterministic=c.deterministic,
+            backend=c.attention,
+            threads=c.compute_threads,
+            scheme=c.transport,
+            key=key,
+            memory_urls=urls,
+            step_timeout_s=c.step_timeout_s,
+        )
+
+    def _await_compute(self, deadline: float, on_progress: Callable[[str, int, int], None]) -> ComputeReady:
+        while True:
+            left = deadline - time.monotonic()
+            message = self._await(self._compute, Progress | ComputeReady, left, "to load the model (--start-timeout-s)")
+            if isinstance(message, ComputeReady):
+                return message
+            on_progress(message.stage, message.done, message.total)
+
+    def _send(self, member: _Member, message: Any) -> None:
+        try:
+            member.link.send(message)
+        except LinkClosedError:
+            raise self._lost(member) from None
+
+    def _await(self, wanted: _Member, kind: Any, timeout_s: float, what: str) -> Any:
+        """The next ``kind`` from ``wanted``. A death or failure of any worker meanwhile ends the pools."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select([m.link for m in self._members], [], [], left)
+            if not ready:
+                self.close()
+                raise WorkerError(f"{wanted.name} took more than {timeout_s:.0f} s {what}")
+            for member in self._members:
+                if member.link not in ready:
+                    continue
+                message = self._receive(member)
+                if isinstance(message, Stats):
+                    member.stats = message.values
+                if member is wanted and isinstance(message, kind):
+                    return message
+
+    def _receive(self, member: _Member) -> Any:
+        try:
+            message = member.link.recv(timeout_s=STATS_S)
+        except LinkClosedError:
+            raise self._lost(member) from None
+        if isinstance(message, Failed):
+            raise self._failed(member, message)
+        return message
+
+    def _failed(self, member: _Member, message: Failed) -> Exception:
+        if message.user_error:
+            self.close()
+            return ValueError(message.text)
+        # A worker often fails because another one died: then that one is the news.
+        for other in self._members:
+            if other is not member and other.handle.fate() is not None:
+                return self._lost(other)
+        self.close()
+        return WorkerError(message.text)
+
+    def _lost(self, member: _Member) -> WorkerError:
+        deadline = time.monotonic() + 1.0
+        while member.handle.fate() is None and time.monotonic() < deadline:
+            threading.Event().wait(0.01)  # the link ends a moment before the process can be waited for
+        fate = member.handle.fate() or "closed its control link"
+        self.close()
+        return WorkerError(f"{member.name} {fate}; its pool cannot go on: create the engine again")

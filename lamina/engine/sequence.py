@@ -1,0 +1,75 @@
+"""One completion on its way: its tokens, how far it has been scheduled, and when it is finished."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lamina.request import CompletionOutput, SamplingParams
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request's n completions are n sequences. Positions count from 0; all fields are the driver's.
+
+    ``id`` names the KV on the memory workers: a preempted sequence comes back under a new one.
+    """
+
+    request_id: int
+    params: SamplingParams
+    seed: int
+    prompt: list[int]
+    output: CompletionOutput  # filled by the engine as tokens arrive
+    max_len: int  # tokens, prompt included, at which it ends
+    stop_tokens: frozenset[int]
+    id: int = -1  # set by the scheduler on admission
+    num_scheduled: int = 0  # positions whose KV is stored or on its way
+    num_drawing: int = 0  # tokens being drawn by steps in flight
+    steps_in_flight: int = 0
+    finished: bool = False
+    tokens: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def num_promised(self) -> int:
+        """Tokens known or being drawn: positions below may be scheduled."""
+        return len(self.tokens) + self.num_drawing
+
+    @property
+    def wants_rows(self) -> bool:
+        """False once the last token that its length allows is known or being drawn."""
+        return not self.finished and self.num_promised < self.max_len and self.num_scheduled < self.num_promised
+
+    def rows(self, budget: int) -> int:
+        """How many positions to schedule next, given room for ``budget`` prompt tokens in this step."""
+        return min(self.num_promised - self.num_scheduled, max(budget, 0))
+
+    def token_at(self, position: int) -> int:
+        """The token of a scheduled row; -1 where the step before draws it."""
+        return self.tokens[position] if position < len(self.tokens) else -1
+
+    def append(self, token: int) -> None:
+        """Take a drawn token and decide whether it ends the sequence by token or by length."""
+        self.tokens.append(token)
+        self.num_drawing -= 1
+        if token in self.stop_tokens and self.num_outputs > self.params.min_tokens:
+            self.finish("stop", token)
+        elif len(self.tokens) >= self.max_len:
+            self.finish("length")
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        """Idempotent: the first reason stays."""
+        if not self.finished:
+            self.finished = True
+            self.output.finish_reason = reason
+            self.output.stop_reason = stop_reason
+
+    def restart(self) -> None:
+        """Forget what was scheduled; everything that is known will be computed again under a new id."""
+        self.id = -1
+        self.num_scheduled = 0

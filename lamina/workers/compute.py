@@ -1,0 +1,149 @@
+"""The compute worker: runs the slices of a model, sends Q, K, V as they appear, takes O back, samples.
+
+It holds weights and no request state: all it keeps from one step to the next are the tokens just drawn.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lamina.engine.sampler import sample
+
+from .control import Drawn, RunStep, StepDone
+from .links import MemoryPool
+
+FIXED_ROWS = 32
+
+
+class Program(Protocol):
+    """The part of converter.SlicedProgram that a compute worker runs."""
+
+    slices: list[Any]  # L + 1 callables; see converter.slices.Slice
+
+
+@dataclass
+class Pass:
+    """A step on its way: the tensors that the next slice takes from the one before."""
+
+    step: RunStep
+    num_rows: int
+    carry: tuple[Tensor, ...]
+
+
+class ComputeWorker:
+    """One replica. ``turn`` is the program between two rotations: last slice, sampling, first slice of the next step."""
+
+    def __init__(self, program: Program, pool: MemoryPool, *, dtype: torch.dtype, deterministic: bool = False) -> None:
+        self._slices = program.slices
+        self._pool = pool
+        self._dtype = dtype
+        self._call = self._call_fixed if deterministic else self._call_plain
+        self._last: dict[int, int] = {}  # sequence -> token drawn by the step before
+        self.slice_s = 0.0
+        self.sample_s = 0.0
+        self.steps = 0
+        self.rows = 0
+
+    @torch.inference_mode()
+    def turn(self, ending: Pass | None, starting: RunStep | None) -> tuple[StepDone | None, Pass | None]:
+        """Finish one step and begin the next without a pause between them; either may be missing."""
+        done = self._finish(ending) if ending else None
+        return done, self._begin(starting) if starting else None
+
+    @torch.inference_mode()
+    def advance(self, current: Pass) -> None:
+        """All slices between the first and the last."""
+        for layer in range(len(self._slices) - 2 if current.num_rows else 0):
+            current.carry = self._call(layer + 1, (*current.carry, self._receive(layer, current)))
+
+    def stats(self) -> dict[str, float]:
+        """Seconds by activity (``slice_s`` excludes sending), and counts."""
+        return {
+            "slice_s": self.slice_s - self._pool.send_s,
+            "send_s": self._pool.send_s,
+            "wait_s": self._pool.wait_s,
+            "sample_s": self.sample_s,
+            "steps": float(self.steps),
+            "rows": float(self.rows),
+        }
+
+    def _begin(self, step: RunStep) -> Pass:
+        self._pool.begin(step.plan)
+        self.steps += 1
+        self.rows += len(step.tokens)
+        current = Pass(step, len(step.tokens), ())
+        if current.num_rows:
+            ids = torch.tensor([[t] for t in self._resolve(step)])
+            positions = torch.tensor([[p] for r in step.plan.rows for p in range(r.first, r.first + r.count)])
+            current.carry = self._call(0, (ids, positions))
+        return current
+
+    def _resolve(self, step: RunStep) -> list[int]:
+        if -1 not in step.tokens:
+            return step.tokens
+        owners = [r.sequence for r in step.plan.rows for _ in range(r.count)]
+        return [self._last[s] if t == -1 else t for s, t in zip(owners, step.tokens, strict=True)]
+
+    def _finish(self, ending: Pass) -> StepDone:
+        step, drawn = ending.step, list[Drawn]()
+        if ending.num_rows:
+            o = self._receive(len(self._slices) - 2, ending)
+            if step.draws:
+                wanted = torch.tensor([d.row for d in step.draws])
+                (logits,) = self._call(len(self._slices) - 1, tuple(x[wanted] for x in (*ending.carry, o)))
+                start = time.perf_counter()
+                drawn = sample(logits[:, -1], step.draws)
+                self.sample_s += time.perf_counter() - start
+        self._last = {d.sequence: d.token for d in drawn}
+        return StepDone(batch=step.plan.batch, step=step.plan.step, drawn=drawn)
+
+    def _receive(self, layer: int, current: Pass) -> Tensor:
+        return self._pool.o(layer, current.num_rows, self._dtype)
+
+    def _call_plain(self, index: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        start = time.perf_counter()
+        send = () if index == len(self._slices) - 1 else (self._pool,)
+        out: tuple[Tensor, ...] = self._slices[index](*inputs, *send)
+        self.slice_s += time.perf_counter() - start
+        return out
+
+    def _call_fixed(self, index: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """In calls of FIXED_ROWS rows, the last one padded, so that no GEMM's shape depends on batch mates."""
+        start = time.perf_counter()
+        rows = inputs[0].shape[0]
+        held = _Held()
+        send = () if index == len(self._slices) - 1 else (held,)
+        outs = []
+        for at in range(0, rows, FIXED_ROWS):
+            part = [x[at : at + FIXED_ROWS] for x in inputs]
+            missing = FIXED_ROWS - part[0].shape[0]
+            if missing:
+                part = [torch.cat([x, x[:1].expand(missing, *x.shape[1:])]) for x in part]
+            outs.append(self._slices[index](*part, *send))
+        held.forward(self._pool, rows)
+        self.slice_s += time.perf_counter() - start
+        return tuple(torch.cat(parts)[:rows] for parts in zip(*outs, strict=True))
+
+
+class _Held:
+    """Takes the sends of several calls of one slice and forwards them as one message each."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[tuple[Tensor, ...]]] = {}
+        self._layer = -1
+
+    def q(self, layer: int, q: Tensor) -> None:
+        self._layer = layer
+        self._parts.setdefault("q", []).append((q,))
+
+    def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self._parts.setdefault("kv", []).append((k, v))
+
+    def forward(self, pool: MemoryPool, rows: int) -> None:
+        for kind, parts in self._parts.items():
+            getattr(pool, kind)(self._layer, *(torch.cat(p)[:rows] for p in zip(*parts, strict=True)))

@@ -1,0 +1,196 @@
+"""Start of a compute worker: load, cut, connect, bind; then serve steps. ``python -m lamina.workers.compute_main``."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+import torch
+
+from lamina import netstack
+from lamina.kv.partition import Partition, by_head
+from lamina.netstack import ChannelError, Geometry
+
+from .compute import ComputeWorker
+from .control import AskStats, ComputeReady, ControlLink, LinkClosedError, Progress, RunStep, StartCompute, Stop
+from .links import MemoryLink, MemoryPool, RefusedError
+from .service import Service, run_process
+from .stepplan import Bind, Bound, LayerShape, ProtocolError
+
+SLOTS = 4  # PLAN, Q and KV of a step are in flight together; one more so that the next PLAN need not wait
+LEAST_SLOT_BYTES = 1 << 20  # a PLAN or a Bind
+
+
+def serve_compute(sock: socket.socket, module: Any = None) -> None:
+    """Serve one driver until its link ends. ``module``: the model itself, where the driver is this process."""
+    link = ControlLink(sock, StartCompute | RunStep | AskStats | Stop)
+    try:
+        start = link.recv()
+    except LinkClosedError:
+        return
+    _Server(link, start, module).run()
+
+
+class _Server:
+    def __init__(self, link: ControlLink, start: StartCompute, module: Any) -> None:
+        self._start = start
+        self._module = module
+        self._fabric = netstack.open(start.scheme, key=start.key)
+        self._worker: ComputeWorker | None = None
+        self._service = Service(link, self._stats, lambda reason: self._fabric.close())
+
+    def run(self) -> None:
+        try:
+            self._worker, ready = self._prepare()
+            self._service.link.send(ready)
+            self._loop(self._worker)
+        except LinkClosedError:
+            pass  # the driver is gone: so are we
+        except (RefusedError, ValueError) as e:
+            self._service.fail(str(e), user_error=True)
+        except (ChannelError, ProtocolError) as e:
+            if not self._service.stopped.is_set():
+                self._service.fail(f"compute worker: {e}")
+        except Exception as e:
+            self._service.fail(f"compute worker: {type(e).__name__}: {e}")
+            raise
+        finally:
+            self._fabric.close()
+            self._service.link.close()
+
+    def _loop(self, worker: ComputeWorker) -> None:
+        current = None
+        while True:
+            step = self._service.next(block=current is None)
+            if self._service.stopped.is_set():
+                return
+            done, current = worker.turn(current, step)
+            if done is not None:
+                self._service.link.send(done)
+            if current is not None:
+                worker.advance(current)
+
+    def _stats(self) -> dict[str, float]:
+        return self._worker.stats() if self._worker else {}
+
+    def _progress(self, stage: str, done: int, total: int) -> None:
+        self._service.link.send(Progress(stage=stage, done=done, total=total))
+
+    def _prepare(self) -> tuple[ComputeWorker, ComputeReady]:
+        from lamina.models.convert import convert_model, layer_shapes
+        from lamina.models.load import load
+
+        start, clock = self._start, _Clock()
+        if start.threads:
+            torch.set_num_threads(start.threads)
+        source = self._module if self._module is not None else start.model
+        loaded = load(source, dtype=start.dtype, trust_remote_code=start.trust_remote_code, progress=self._progress)
+        max_len = _sequence_limit(start.max_model_len, loaded.max_model_len)
+        clock.lap("load_s")
+        self._progress("cutting the model", 0, 1)
+        program = convert_model(loaded.model, max_model_len=max_len)
+        clock.lap("convert_s")
+        shapes = layer_shapes(program)
+        dtype = program.calls[0].q.dtype
+        pool, bounds = self._connect(shapes, dtype, max_len)
+        clock.lap("bind_s")
+        worker = ComputeWorker(program, pool, dtype=dtype, deterministic=start.deterministic)
+        ready = ComputeReady(
+            vocab_size=loaded.config.get_text_config().vocab_size,
+            max_model_len=max_len,
+            dtype=str(dtype).removeprefix("torch."),
+            eos_token_ids=list(loaded.eos_token_ids),
+            windows=bounds[0].windows,
+            num_blocks=[min(n) for n in zip(*(b.num_blocks for b in bounds), strict=True)],
+            block_size=start.block_size,
+            summary={**_summary(program, shapes, dtype), **clock.laps},
+        )
+        return worker, ready
+
+    def _connect(self, shapes: list[LayerShape], dtype: torch.dtype, max_len: int) -> tuple[MemoryPool, list[Bound]]:
+        start = self._start
+        partition = by_head([s.kv_heads for s in shapes], len(start.memory_urls))
+        outbound, inbound = geometries(shapes, partition, start.max_rows, dtype.itemsize)
+        links, bounds = [], []
+        for worker, url in enumerate(start.memory_urls):
+            channel = self._fabric.connect(url, outbound=outbound, inbound=inbound)
+            links.append(MemoryLink(channel, worker, start.step_timeout_s))
+            bind = Bind(
+                worker=worker,
+                partition=partition,
+                layers=shapes,
+                dtype=str(dtype).removeprefix("torch."),
+                block_size=start.block_size,
+                kv_bytes=start.kv_bytes or _choose_kv_bytes(shapes, partition, dtype, max_len, start),
+                max_rows=start.max_rows,
+                max_model_len=max_len,
+                overlap=start.overlap,
+                backend=start.backend,
+            )
+            bounds.append(links[-1].bind(bind))
+        return MemoryPool(links, partition, shapes), bounds
+
+
+def geometries(
+    layers: list[LayerShape], partition: Partition, max_rows: int, itemsize: int
+) -> tuple[Geometry, Geometry]:
+    """The inboxes of a memory worker and of the compute worker, for messages of up to ``max_rows`` rows."""
+    out_bytes, in_bytes = LEAST_SLOT_BYTES, LEAST_SLOT_BYTES
+    for i, layer in enumerate(layers):
+        group = layer.q_heads // layer.kv_heads
+        for share in partition.shares(i):
+            row = share.num_kv_heads * itemsize
+            out_bytes = max(out_bytes, max_rows * row * max(group * layer.qk_dim, layer.qk_dim + layer.v_dim))
+            in_bytes = max(in_bytes, max_rows * row * group * layer.v_dim)
+    return Geometry(slots=SLOTS, slot_bytes=out_bytes), Geometry(slots=SLOTS, slot_bytes=in_bytes)
+
+
+def _sequence_limit(asked: int, own: int) -> int:
+    if asked > own:
+        raise ValueError(f"--max-model-len {asked} exceeds the model's own limit of {own} tokens")
+    return asked or own
+
+
+def _choose_kv_bytes(
+    layers: list[LayerShape], partition: Partition, dtype: torch.dtype, max_len: int, start: StartCompute
+) -> int:
+    """Room for every sequence at full length, but at most a quarter of the free memory over all memory workers."""
+    token = sum(
+        max(s.num_kv_heads for s in partition.shares(i)) * (x.qk_dim + x.v_dim) * dtype.itemsize
+        for i, x in enumerate(layers)
+    )
+    blocks = -(-max_len // start.block_size) + 1
+    wanted = token * start.block_size * blocks * start.max_num_seqs
+    return min(wanted, max(_available_bytes() // 4 // partition.num_workers, token * start.block_size * 2))
+
+
+def _available_bytes() -> int:
+    with open("/proc/meminfo") as f:
+        fields = dict(line.split(":") for line in f)
+    return int(fields["MemAvailable"].split()[0]) << 10
+
+
+def _summary(program: Any, layers: list[LayerShape], dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "num_slices": len(program.slices),
+        "cut_bytes_per_token": [c.bytes_per_token for c in program.cuts],
+        "q_bytes": [s.q_heads * s.qk_dim * dtype.itemsize for s in layers],
+        "kv_bytes": [s.kv_heads * (s.qk_dim + s.v_dim) * dtype.itemsize for s in layers],
+        "o_bytes": [s.q_heads * s.v_dim * dtype.itemsize for s in layers],
+    }
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now
+
+
+if __name__ == "__main__":
+    run_process(serve_compute)

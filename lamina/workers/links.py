@@ -1,0 +1,124 @@
+"""The compute worker's side of the layer messages: what to send to which memory worker, and the O that comes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lamina.kv.partition import Partition, Share
+from lamina.netstack import Channel
+
+from .stepplan import Bind, Bound, Key, Kind, LayerShape, ProtocolError, StepPlan, decode_bound, encode
+
+
+class RefusedError(Exception):
+    """A memory worker refused a Bind or a step; its reason is the text."""
+
+
+class MemoryLink:
+    """The channel to one memory worker, and its share of every layer."""
+
+    def __init__(self, channel: Channel, worker: int, timeout_s: float) -> None:
+        self.channel = channel
+        self.worker = worker
+        self._timeout_s = timeout_s
+
+    def bind(self, bind: Bind) -> Bound:
+        """Raises RefusedError with the worker's reason."""
+        self.send(Key(Kind.BIND), encode(bind))
+        arrival = self.channel.wait_signal(timeout_s=self._timeout_s)
+        key, data = Key.unpack(arrival.tag), bytes(arrival.data)
+        self.channel.release(arrival)
+        if key.kind == Kind.REFUSED:
+            raise RefusedError(data.decode(errors="replace"))
+        return decode_bound(data)
+
+    def send(self, key: Key, data: bytes) -> None:
+        """Copy ``data`` into the peer's inbox."""
+        slot = self.channel.reserve(len(data), timeout_s=self._timeout_s)
+        slot.data[:] = data
+        self.channel.put_signal(slot, key.pack())
+
+    def send_tensors(self, key: Key, parts: Sequence[Tensor]) -> None:
+        """Write ``parts`` one behind the other straight into the peer's inbox; they may be strided."""
+        total = sum(p.numel() for p in parts)
+        slot = self.channel.reserve(total * parts[0].element_size(), timeout_s=self._timeout_s)
+        flat = torch.frombuffer(slot.data, dtype=parts[0].dtype)
+        for part in parts:
+            flat[: part.numel()].view(part.shape).copy_(part)
+            flat = flat[part.numel() :]
+        self.channel.put_signal(slot, key.pack())
+
+    def receive_into(self, key: Key, out: Tensor) -> None:
+        """Wait for the O that ``key`` names and copy it to ``out`` (strided). Raises RefusedError, ProtocolError."""
+        arrival = self.channel.wait_signal(timeout_s=self._timeout_s)
+        try:
+            got = Key.unpack(arrival.tag)
+            if got.kind == Kind.REFUSED:
+                raise RefusedError(bytes(arrival.data).decode(errors="replace"))
+            if got != key or arrival.data.nbytes != out.numel() * out.element_size():
+                raise ProtocolError(f"memory worker {self.worker}: {got} of {arrival.data.nbytes} B in place of {key}")
+            out.copy_(torch.frombuffer(arrival.data, dtype=out.dtype).view(out.shape))
+        finally:
+            self.channel.release(arrival)
+
+
+class MemoryPool:
+    """All memory workers as one: scatters Q, K, V by the partition, gathers O.
+
+    It is also the ``send`` that slices call: ``send.q(layer, q)`` and ``send.kv(layer, k, v)``.
+    """
+
+    def __init__(self, links: list[MemoryLink], partition: Partition, layers: list[LayerShape]) -> None:
+        self.links = links
+        self._partition = partition
+        self._layers = layers
+        self._step = 0
+        self._batch = 0
+        self._view = 0
+        self.send_s = 0.0
+        self.wait_s = 0.0
+
+    def begin(self, plan: StepPlan) -> None:
+        """Announce a step to all memory workers."""
+        self._step, self._batch, self._view = plan.step, plan.batch, plan.view
+        data = encode(plan)
+        for link in self.links:
+            link.send(self._key(Kind.PLAN, -1), data)
+
+    def q(self, layer: int, q: Tensor) -> None:
+        """q [R, Hq, 1, D]: to each memory worker the query heads of its KV heads."""
+        start = time.perf_counter()
+        for share, group in self._shares(layer):
+            part = q[:, share.head_start * group : share.head_stop * group, 0]
+            self.links[share.worker].send_tensors(self._key(Kind.Q, layer), [part])
+        self.send_s += time.perf_counter() - start
+
+    def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]: to each memory worker its KV heads."""
+        start = time.perf_counter()
+        for share, _ in self._shares(layer):
+            heads = slice(share.head_start, share.head_stop)
+            self.links[share.worker].send_tensors(self._key(Kind.KV, layer), [k[:, heads, 0], v[:, heads, 0]])
+        self.send_s += time.perf_counter() - start
+
+    def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
+        """Gather [R, 1, Hq, Dv] from all memory workers."""
+        start = time.perf_counter()
+        shape = self._layers[layer]
+        out = torch.empty(num_rows, 1, shape.q_heads, shape.v_dim, dtype=dtype)
+        for share, group in self._shares(layer):
+            heads = slice(share.head_start * group, share.head_stop * group)
+            self.links[share.worker].receive_into(self._key(Kind.O, layer), out[:, 0, heads])
+        self.wait_s += time.perf_counter() - start
+        return out
+
+    def _shares(self, layer: int) -> list[tuple[Share, int]]:
+        shape = self._layers[layer]
+        return [(s, shape.q_heads // shape.kv_heads) for s in self._partition.shares(layer)]
+
+    def _key(self, kind: Kind, layer: int) -> Key:
+        return Key(kind, self._step, self._batch, self._view, layer)

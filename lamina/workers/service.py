@@ -1,0 +1,93 @@
+"""What every worker process does beside its role: answer the driver during a step, and go when the driver goes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from .control import AskStats, ControlLink, Failed, LinkClosedError, Stats, Stop
+
+ORPHAN_EXIT_S = 2.0
+
+
+class Service:
+    """Reads the control link on its own thread: stats are answered at once, all else is queued for the worker's thread.
+
+    When the link ends or says Stop, ``abort`` is called (it must wake whatever the worker waits for) and the queue ends.
+    """
+
+    def __init__(self, link: ControlLink, stats: Callable[[], dict[str, float]], abort: Callable[[str], None]) -> None:
+        self.link = link
+        self.stopped = threading.Event()
+        self._stats = stats
+        self._abort = abort
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="lamina-control", daemon=True).start()
+
+    def next(self, *, block: bool) -> Any:
+        """The next message for the worker; None if there is none yet (``block=False``) or never will be (``stopped``)."""
+        try:
+            message = self._inbox.get(block)
+        except queue.Empty:
+            return None
+        if message is None:
+            self._inbox.put(None)  # the end stays the end for later calls
+        return message
+
+    def fail(self, text: str, *, user_error: bool = False) -> None:
+        """Tell the driver why this worker ends; nobody is told if the driver is gone too."""
+        try:
+            self.link.send(Failed(text=text, user_error=user_error))
+        except LinkClosedError:
+            self.stopped.set()
+
+    def _read(self) -> None:
+        reason = "stopped by the driver"
+        while True:
+            try:
+                message = self.link.recv()
+            except LinkClosedError as e:
+                reason = f"the driver is gone ({e})"
+                break
+            if isinstance(message, Stop):
+                break
+            if isinstance(message, AskStats):
+                self.link.send(Stats(values=self._stats()))
+            else:
+                self._inbox.put(message)
+        self.stopped.set()
+        self._abort(reason)
+        self._inbox.put(None)
+
+
+def run_process(serve: Callable[[socket.socket], None]) -> None:
+    """The main function of a worker process: ``--control-fd N`` names the inherited socket.
+
+    Ctrl-C is the driver's to handle. A process that does not end soon after its driver is ended by force.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--control-fd", type=int, required=True, help="inherited socket of the control link")
+    fd = parser.parse_args().control_fd
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sock = socket.socket(fileno=fd)
+    _exit_when_orphaned(os.dup(fd))
+    serve(sock)
+
+
+def _exit_when_orphaned(fd: int) -> None:
+    def watch() -> None:
+        import select
+
+        poll = select.poll()
+        poll.register(fd, select.POLLRDHUP)
+        poll.poll()
+        threading.Event().wait(ORPHAN_EXIT_S)  # the time for an orderly end
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lamina-orphan", daemon=True).start()
