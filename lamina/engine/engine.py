@@ -107,6 +107,11 @@ class Engine:
         for sequence in request.sequences if request else []:
             sequence.finish("abort")
 
+    def settle(self) -> None:
+        """Where no request is left: take in the steps in flight and free their blocks, so that an idle engine holds none."""
+        while not self._requests and (self.scheduler.num_running or self._steps):
+            self.step()
+
     def close(self) -> None:
         """End the workers. Idempotent."""
         self.pools.close()

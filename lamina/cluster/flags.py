@@ -1,0 +1,35 @@
+"""Command-line flags made from the fields of the configuration dataclasses, so that the two cannot drift apart."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+from lamina.config import EngineConfig, flag, make_config
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag for each field of EngineConfig, plus --print-config and --dry-run."""
+    group = parser.add_argument_group("engine")
+    for f in dataclasses.fields(EngineConfig):
+        kind: dict[str, Any] = (
+            {"action": argparse.BooleanOptionalAction} if f.type == "bool" else {"type": _TYPES[str(f.type)]}
+        )
+        group.add_argument(flag(f.name), default=f.default, help=f"{f.metadata['help']} (default: {f.default})", **kind)
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration as JSON and exit")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be started, and exit")
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The EngineConfig of parsed flags. Raises ValueError that names the flag."""
+    return make_config({f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig)})
+
+
+def print_config(config: EngineConfig, **more: Any) -> None:
+    """JSON on stdout: what a run with these flags would use."""
+    print(json.dumps({**more, **dataclasses.asdict(config)}, indent=2))
+
+
+_TYPES = {"int": int, "float": float, "str": str}

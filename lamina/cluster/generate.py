@@ -1,0 +1,104 @@
+"""``lamina-launch generate MODEL --prompt ...``"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from lamina.request import RequestOutput, SamplingParams
+
+from .flags import add_engine_flags, engine_config, print_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this sub-command."""
+    parser.add_argument("model", help="a directory or a hub id")
+    parser.add_argument("--prompt", action="append", default=[], help="a prompt; may be given several times")
+    parser.add_argument("--prompt-file", help="a file with one prompt a line; - for standard input")
+    parser.add_argument("--json", action="store_true", help="one JSON line for each prompt, once it is finished")
+    group = parser.add_argument_group("sampling")
+    defaults = SamplingParams(temperature=0.0, max_tokens=64)
+    group.add_argument("--max-tokens", type=int, default=defaults.max_tokens)
+    group.add_argument("--temperature", type=float, default=defaults.temperature, help="0 = greedy")
+    group.add_argument("--top-p", type=float, default=defaults.top_p)
+    group.add_argument("--top-k", type=int, default=defaults.top_k)
+    group.add_argument("--min-tokens", type=int, default=defaults.min_tokens)
+    group.add_argument(
+        "--stop", action="append", default=[], help="a string that ends the text; may be given several times"
+    )
+    group.add_argument("--ignore-eos", action="store_true")
+    group.add_argument("--sampling-seed", type=int, default=None)
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0; raises ValueError for bad input."""
+    config = engine_config(args)
+    params = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_tokens=args.min_tokens,
+        stop=args.stop,
+        ignore_eos=args.ignore_eos,
+        seed=args.sampling_seed,
+    )
+    prompts = args.prompt + _read_prompts(args.prompt_file)
+    if args.print_config:
+        print_config(config, model=args.model)
+        return 0
+    if not prompts:
+        raise ValueError("no prompt: give --prompt TEXT or --prompt-file FILE")
+    if args.dry_run:
+        return _dry_run(args.model, config.memory_workers, config.transport, len(prompts))
+    from lamina.llm import LLM
+
+    with LLM(args.model, progress=sys.stderr.isatty(), **dataclasses.asdict(config)) as llm:
+        show = _print_json if args.json else _Text(len(prompts))
+        for output in llm.stream(prompts, params):
+            show(output)
+    return 0
+
+
+def _read_prompts(path: str | None) -> list[str]:
+    if path is None:
+        return []
+    text = sys.stdin.read() if path == "-" else Path(path).read_text()
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _dry_run(model: str, memory_workers: int, transport: str, num_prompts: int) -> int:
+    from lamina.models.load import check_source
+
+    check_source(model)
+    print(f"would start 1 compute worker and {memory_workers} memory workers over {transport} for {model}")
+    print(f"would complete {num_prompts} prompt{'s' if num_prompts > 1 else ''}")
+    return 0
+
+
+def _print_json(output: RequestOutput) -> None:
+    if output.finished:
+        print(json.dumps(dataclasses.asdict(output)), flush=True)
+
+
+class _Text:
+    """Streams a single prompt's text as it comes; several prompts are printed whole, in the order they finish."""
+
+    def __init__(self, num_prompts: int) -> None:
+        self._live = num_prompts == 1
+        self._shown = 0
+
+    def __call__(self, output: RequestOutput) -> None:
+        text = output.outputs[0].text
+        if self._live:
+            sys.stdout.write(text[self._shown :])
+            self._shown = len(text)
+            if output.finished:
+                sys.stdout.write("\n")
+        elif output.finished:
+            sys.stdout.write(f"{output.prompt}{text}\n\n")
+        sys.stdout.flush()

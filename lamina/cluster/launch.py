@@ -1,0 +1,55 @@
+"""``lamina-launch``: the command line. Each sub-command is a module of this package with two functions:
+``add_arguments(parser)`` and ``run(args) -> exit status``; it is imported when it is chosen."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+
+# sub-command -> (module, one line for --help)
+COMMANDS = {
+    "generate": ("generate", "complete prompts and print the text as it comes"),
+    "explain": ("explain", "show how a model is cut: slices, bytes across each cut, messages, bandwidth"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 = done, 1 = a worker was lost, 2 = bad input (one line on stderr), 130 = interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="lamina-launch", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = argv[0] if argv and argv[0] in COMMANDS else None
+    for name, (module, help) in COMMANDS.items():
+        sub = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+        if name == chosen:
+            import_module(f"lamina.cluster.{module}").add_arguments(sub)
+    args = parser.parse_args(argv)
+    return _guarded(import_module(f"lamina.cluster.{COMMANDS[args.command][0]}").run, args)
+
+
+def _guarded(run: object, args: argparse.Namespace) -> int:
+    from lamina.engine.pools import WorkerError
+
+    try:
+        status: int = run(args)  # type: ignore[operator]
+    except (ValueError, OSError, ImportError) as e:
+        print(f"lamina-launch {args.command}: {_one_line(e)}", file=sys.stderr)
+        return 2
+    except WorkerError as e:
+        print(f"lamina-launch {args.command}: {_one_line(e)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return status
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""``lamina.LLM``: a model, its two pools and its tokenizer behind one object."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .config import make_config
+from .engine.engine import Engine
+from .models.tokens import Detokenizer, load_tokenizer
+from .progress import progress_bar
+from .request import RequestOutput, SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """Decodes a Hugging Face causal LM with its attention and KV cache on memory workers.
+
+    ``model`` is a directory, a hub id, or a ``torch.nn.Module`` (which then computes in this process and is left as it
+    was). Options are the fields of ``EngineConfig``. Use it as a context manager, or call ``close``: worker processes
+    live as long as the object.
+
+        with LLM("path/to/model", memory_workers=2) as llm:
+            print(llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].outputs[0].text)
+
+    Raises ValueError, in one line that names the option and the fix, for anything a user can put right; WorkerError
+    when a worker process is lost.
+    """
+
+    def __init__(self, model: Any, *, tokenizer: Any = None, progress: bool = False, **options: Any) -> None:
+        """``tokenizer``: a Hugging Face tokenizer, a path, or None for the model's own (a module has none).
+
+        ``progress``: show a bar on stderr while workers start and load.
+        """
+        config = make_config(options)
+        with progress_bar(progress) as on_progress:
+            self._tokenizer = load_tokenizer(
+                tokenizer if tokenizer is not None else model, trust_remote_code=config.trust_remote_code
+            )
+            self.engine = Engine(model, config, on_progress)
+        self._finalizer = weakref.finalize(self, self.engine.close)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The Hugging Face tokenizer, or None."""
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete all prompts (text or token ids); results in their order, each finished.
+
+        One SamplingParams serves all prompts, a list gives each its own. If this is interrupted, its requests are
+        cancelled and the engine stays usable.
+        """
+        order = self._add_all(prompts, sampling_params)
+        finished: dict[int, RequestOutput] = {}
+        for output in self._run(order):
+            if output.finished:
+                finished[output.request_id] = output
+        return [finished[request_id] for request_id in order]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Like ``generate``, but yields a copy of a RequestOutput each time it has grown. Text never shrinks again.
+
+        Closing the iterator early cancels what is unfinished.
+        """
+        for output in self._run(self._add_all(prompts, sampling_params)):
+            yield copy.deepcopy(output)
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """Counters of every worker since its start: seconds by activity, steps, rows, bytes. Keys like "memory-0"."""
+        return self.engine.pools.stats()
+
+    def close(self) -> None:
+        """End the workers and give everything back. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _add_all(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[int]:
+        if not self._finalizer.alive:
+            raise ValueError("this LLM is closed: create a new one")
+        batch = _as_list(prompts)
+        each = _params_for(batch, params)
+        encoded = [self._encode(p) for p in batch]
+        for prompt, p in zip(encoded, each, strict=True):
+            self._check(prompt, p)
+        return [self._add(text, ids, p) for text, ids, p in zip(batch, encoded, each, strict=True)]
+
+    def _check(self, prompt: list[int], params: SamplingParams) -> None:
+        self.engine.check(prompt, params)
+        if params.stop_strings and self._tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: pass tokenizer= or use stop_token_ids")
+
+    def _add(self, prompt: Prompt, ids: list[int], params: SamplingParams) -> int:
+        text = prompt if isinstance(prompt, str) else None
+        make_sink = None
+        if self._tokenizer is not None:
+            make_sink = lambda: Detokenizer(self._tokenizer, ids)  # noqa: E731
+        return self.engine.add(ids, params, text=text, make_sink=make_sink)
+
+    def _run(self, request_ids: list[int]) -> Iterator[RequestOutput]:
+        wanted = set(request_ids)
+        try:
+            while wanted:
+                for output in self.engine.step():
+                    if output.request_id in wanted:
+                        if output.finished:
+                            wanted.remove(output.request_id)
+                        yield output
+        finally:
+            for request_id in wanted:
+                self.engine.cancel(request_id)
+            if self._finalizer.alive:
+                self.engine.settle()
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return [int(t) for t in prompt]
+        if self._tokenizer is None:
+            raise ValueError("text prompts need a tokenizer: pass tokenizer= or prompts as token ids")
+        return list(self._tokenizer(prompt)["input_ids"])
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_for(
+    prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts: pass one, or one for each")
+    return list(params)

@@ -1,0 +1,33 @@
+"""A progress bar on stderr for loading, as a callback of (stage, done, total)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+OnProgress = Callable[[str, int, int], None]
+
+
+@contextlib.contextmanager
+def progress_bar(enabled: bool) -> Iterator[OnProgress]:
+    """One bar per stage; a callback that does nothing where ``enabled`` is false."""
+    if not enabled:
+        yield lambda stage, done, total: None
+        return
+    from tqdm import tqdm
+
+    bars: dict[str, tqdm[None]] = {}
+
+    def show(stage: str, done: int, total: int) -> None:
+        if stage not in bars:
+            for bar in bars.values():
+                bar.close()
+            bars[stage] = tqdm(total=total, desc=stage, bar_format="{desc:<22} {bar:30} {n_fmt}/{total_fmt} {elapsed}")
+        bars[stage].total = total
+        bars[stage].update(done - bars[stage].n)
+
+    try:
+        yield show
+    finally:
+        for bar in bars.values():
+            bar.close()

@@ -1,0 +1,176 @@
+"""The scheduler alone: no torch, no workers. A fake pool executes the plans with a one-step delay."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.engine.scheduler import ScheduledStep, Scheduler
+from lamina.engine.sequence import Sequence
+from lamina.kv.blocks import BlockManager
+from lamina.request import CompletionOutput, SamplingParams
+from lamina.workers.stepplan import Free, New
+
+MAX_ROWS = 12
+
+
+def make(request_id: int, prompt: int, outputs: int, stop_at: int | None = None) -> Sequence:
+    params = SamplingParams(max_tokens=outputs)
+    tokens = [request_id * 1000 + i for i in range(prompt)]
+    seq = Sequence(request_id, params, 0, tokens, CompletionOutput(0), prompt + outputs, frozenset([-5]))
+    seq.stop_at = stop_at  # type: ignore[attr-defined]
+    return seq
+
+
+class FakePool:
+    """Keeps what each sequence id has stored, and checks every plan the way a memory worker would."""
+
+    def __init__(self) -> None:
+        self.stored: dict[int, list[int]] = {}
+        self.drawn: dict[int, int] = {}
+
+    def run(self, step: ScheduledStep) -> None:
+        for op in step.plan.ops:
+            if isinstance(op, New):
+                assert op.sequence not in self.stored
+                self.stored[op.sequence] = []
+            elif isinstance(op, Free):
+                del self.stored[op.sequence]
+        at = 0
+        for sequence, rows in zip(step.parts, step.plan.rows, strict=True):
+            tokens = step.tokens[at : at + rows.count]
+            at += rows.count
+            tokens = [self.drawn[rows.sequence] if t == -1 else t for t in tokens]
+            kv = self.stored[rows.sequence]
+            assert rows.first <= len(kv), "a hole in the stored tokens"
+            kv[rows.first :] = tokens
+            if sequence in step.draws:
+                # the model: the next token is a function of everything stored, so a wrong token would show
+                self.drawn[rows.sequence] = next_token(kv)
+
+
+def next_token(tokens: list[int]) -> int:
+    return sum((i + 1) * t for i, t in enumerate(tokens)) % 9973
+
+
+def drive(
+    sequences: list[Sequence], *, blocks: int, block_size: int = 4, arrivals: random.Random | None = None
+) -> Scheduler:
+    ledger = BlockManager([0], [blocks], block_size)
+    scheduler = Scheduler(ledger, max_num_seqs=4, prefill_chunk=MAX_ROWS - 4)
+    pool, flight = FakePool(), []
+    queue = list(sequences)
+    for _ in range(5000):
+        while queue and (arrivals is None or arrivals.random() < 0.4):
+            scheduler.add(queue.pop(0))
+        step = scheduler.schedule()
+        if step is not None:
+            assert step.plan.num_rows <= MAX_ROWS
+            pool.run(step)
+            flight.append((step, [pool.drawn[s.id] for s in step.draws]))
+        if flight and (len(flight) > 1 or step is None):
+            done, tokens = flight.pop(0)
+            for sequence, token in zip(done.draws, tokens, strict=True):
+                if sequence.finished:
+                    sequence.num_drawing -= 1
+                else:
+                    sequence.append(-5 if sequence.num_outputs == sequence.stop_at else token)  # type: ignore[attr-defined]
+            scheduler.complete(done)
+        if not queue and not flight and step is None and all(s.finished for s in sequences):
+            break
+    assert all(s.finished for s in sequences), "stuck"
+    assert not pool.stored, "sequences left on the memory workers"
+    assert ledger.free_blocks == [blocks]
+    return scheduler
+
+
+def expected(prompt: list[int], outputs: int, stop_at: int | None) -> list[int]:
+    tokens = list(prompt)
+    for i in range(outputs):
+        tokens.append(-5 if i == stop_at else next_token(tokens))
+        if i == stop_at:
+            break
+    return tokens[len(prompt) :]
+
+
+def check_tokens(sequences: list[Sequence]) -> None:
+    for s in sequences:
+        outputs = s.params.max_tokens or 0
+        assert s.tokens[len(s.prompt) :] == expected(s.prompt, outputs, s.stop_at)  # type: ignore[attr-defined]
+
+
+def test_one_sequence_is_chunked_then_decoded() -> None:
+    sequence = make(1, prompt=21, outputs=5)
+    drive([sequence], blocks=100)
+    check_tokens([sequence])
+    assert sequence.output.finish_reason == "length"
+
+
+def test_stop_token_ends_and_drops_the_row_in_flight() -> None:
+    sequences = [make(1, 5, 20, stop_at=3), make(2, 9, 20)]
+    drive(sequences, blocks=100)
+    check_tokens(sequences)
+    assert [s.output.finish_reason for s in sequences] == ["stop", "length"]
+
+
+def test_preemption_loses_nothing() -> None:
+    sequences = [make(i, 10, 30) for i in range(4)]
+    scheduler = drive(sequences, blocks=20)  # 4 x 40 tokens would need 40 blocks
+    check_tokens(sequences)
+    assert scheduler.num_preemptions > 0
+
+
+def test_decode_goes_on_between_prefill_chunks() -> None:
+    ledger = BlockManager([0], [100], 4)
+    scheduler = Scheduler(ledger, max_num_seqs=4, prefill_chunk=8)
+    short, long = make(1, 3, 50), make(2, 60, 5)
+    scheduler.add(short)
+    first = scheduler.schedule()
+    assert first is not None
+    short.append(7)
+    scheduler.complete(first)
+    scheduler.add(long)
+    for _ in range(5):
+        step = scheduler.schedule()
+        assert step is not None
+        assert set(step.parts) == {short, long}, "the long prompt must not stall the short one"
+        assert step.draws == [short]
+        short.append(7)
+        scheduler.complete(step)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 12), st.none() | st.integers(0, 11)), min_size=1, max_size=8
+    ),
+    blocks=st.integers(11, 40),
+    seed=st.integers(0, 1000),
+)
+def test_any_mix_gives_every_sequence_its_own_tokens(
+    shapes: list[tuple[int, int, int | None]], blocks: int, seed: int
+) -> None:
+    sequences = [make(i, p, o, stop) for i, (p, o, stop) in enumerate(shapes)]
+    drive(sequences, blocks=blocks, arrivals=random.Random(seed))
+    check_tokens(sequences)
+
+
+def test_policy_imports_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, lamina.engine.scheduler, lamina.kv.blocks, lamina.kv.partition; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": float("nan")}, {"top_p": 0.0}, {"top_k": -2}, {"max_tokens": 0}, {"n": 0}]
+)
+def test_bad_sampling_values_are_named(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        SamplingParams(**bad)  # type: ignore[arg-type]
