@@ -1,0 +1,1 @@
+"""The demo's language model: its corpus, its training and its evaluation."""
