@@ -1,0 +1,72 @@
+"""A Hugging Face causal LM to slices and the attention layers between them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lamina.attention.op import ATTENTION_OP
+from lamina.attention.spec import AttentionSpec
+from lamina.converter import ConversionError, CutCall, SlicedProgram, convert
+from lamina.workers.stepplan import LayerShape
+
+from .errors import UnsupportedModelError
+from .refuse import check_config, check_layers
+from .route import DecodeStep, routed
+
+
+def convert_model(
+    model: nn.Module, *, max_model_len: int, overlap: bool = False, check_rows: bool = True
+) -> SlicedProgram:
+    """Cut ``model`` at its attention layers. Weights are bound, not copied; the model is left as it was found.
+
+    ``max_model_len``: tokens of a text at most; a model whose attention or rotary embedding changes with longer texts
+    is served up to there. ``overlap``, ``check_rows``: see lamina.converter.convert. On the meta device the result is
+    a plan.
+
+    Raises UnsupportedModelError, naming the layer and the reason, for a model that would not give the same tokens.
+    """
+    if max_model_len < 1:
+        raise ValueError(f"--max-model-len must be at least 1, not {max_model_len}")
+    check_config(model)
+    with routed(model, max_model_len=max_model_len) as router:
+        layers = check_layers(model, router)
+        try:
+            return convert(
+                DecodeStep(model),
+                ATTENTION_OP,
+                expect=len(layers),
+                overlap=overlap,
+                check_rows=check_rows,
+                max_positions=max_model_len,
+            )
+        except ConversionError as error:
+            raise UnsupportedModelError(f"{type(model).__name__} cannot be cut: {error}") from error
+
+
+def layer_shapes(program: SlicedProgram) -> list[LayerShape]:
+    """What a memory worker must know of every attention layer, in order."""
+    return [_layer_shape(call) for call in program.calls]
+
+
+def _layer_shape(call: CutCall) -> LayerShape:
+    layer, spec, sinks, slopes = call.rest
+    if layer != call.index:
+        raise UnsupportedModelError(f"layer {layer} ({call.name}) runs as attention {call.index}")
+    AttentionSpec.decode(spec)
+    return LayerShape(
+        q_heads=call.q.shape[0],
+        kv_heads=call.k.shape[0],
+        qk_dim=call.q.shape[2],
+        v_dim=call.v.shape[2],
+        spec=spec,
+        sinks=_as_bytes(sinks),
+        slopes=_as_bytes(slopes),
+    )
+
+
+def _as_bytes(operand: Tensor | None) -> bytes:
+    """Little-endian fp32. Without weights (meta) there are no values: empty."""
+    if operand is None or operand.is_meta:
+        return b""
+    return operand.detach().to("cpu", torch.float32).numpy().astype("<f4").tobytes()

@@ -1,0 +1,109 @@
+"""Refuses models whose tokens see each other in any way but through the attention that memory workers compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import UnsupportedModelError
+from .route import DecodeStep, RoutedLayer, Router
+
+_PROBE_TOKENS = 8
+_PROBE_SEED = 20240501
+_LOCAL = 1e-2  # largest difference, relative to the logits' spread, of two runs that should be equal
+
+
+def check_config(model: nn.Module) -> None:
+    """Raises UnsupportedModelError for what the model's class and configuration already rule out."""
+    name = type(model).__name__
+    config = getattr(model, "config", None)
+    if config is None:
+        raise UnsupportedModelError(f"{name} has no config: a Hugging Face causal LM is needed")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder: only decoder-only models can be served")
+    if getattr(config, "add_cross_attention", False):
+        raise UnsupportedModelError(f"{name} has cross-attention: only decoder-only models can be served")
+    if getattr(model, "get_output_embeddings", lambda: None)() is None:
+        raise UnsupportedModelError(f"{name} has no language-model head: load it as AutoModelForCausalLM")
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        raise UnsupportedModelError(f"{name} is quantised ({method}): load or convert it to bfloat16 or float32")
+
+
+def num_layers(model: nn.Module) -> int:
+    """Decoder layers, one attention each, as the configuration says. Raises UnsupportedModelError."""
+    config: Any = model.config
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if not isinstance(layers, int):
+        raise UnsupportedModelError(f"the configuration of {type(model).__name__} has no num_hidden_layers")
+    return layers
+
+
+def check_layers(model: nn.Module, router: Router) -> list[RoutedLayer]:
+    """Run the routed model on a few tokens and return its attention layers.
+
+    Raises UnsupportedModelError if a layer has no attention, or if a token's result depends on earlier tokens even
+    though attention was confined to each token itself: convolutions, recurrences, positions counted inside.
+    Models without weights (meta device) are only counted.
+    """
+    step = DecodeStep(model)
+    router.local = True
+    try:
+        with torch.no_grad():
+            coupling = _coupling(step)
+    finally:
+        router.local = False
+    layers = router.layers
+    _check_count(model, layers)
+    if coupling > _LOCAL:
+        raise UnsupportedModelError(
+            f"tokens of {type(model).__name__} depend on each other outside of attention (relative difference "
+            f"{coupling:.1e}): a convolution, recurrence or position count keeps state that memory workers do not have"
+        )
+    return layers
+
+
+def _coupling(step: DecodeStep) -> float:
+    """How much a token's logits change when its text runs as one row instead of token by token. Meta: 0."""
+    config: Any = step.model.config
+    device = next(step.parameters()).device
+    draw = torch.Generator().manual_seed(_PROBE_SEED)
+    ids = torch.randint(config.get_text_config(decoder=True).vocab_size, (_PROBE_TOKENS, 1), generator=draw).to(device)
+    positions = torch.arange(_PROBE_TOKENS, device=device)[:, None]
+    as_text = step(ids.T, positions.T)[0].float()
+    as_rows = step(ids, positions)[:, 0].float()
+    if as_rows.is_meta:
+        return 0.0
+    return float((_relative(as_rows, as_text)).median())
+
+
+def _relative(a: Tensor, b: Tensor) -> Tensor:
+    return (a - b).abs().amax(-1) / b.std(-1).clamp_min(1e-6)
+
+
+def _check_count(model: nn.Module, layers: list[RoutedLayer]) -> None:
+    expected = num_layers(model)
+    if len(layers) == expected:
+        return
+    blocks = _decoder_layers(model, expected)
+    for index, (name, block) in enumerate(blocks):
+        if not any(layer.name == name or layer.name.startswith(f"{name}.") for layer in layers):
+            parts = ", ".join(f"{n} ({type(m).__name__})" for n, m in block.named_children())
+            raise UnsupportedModelError(
+                f"layer {index} ({name}, {type(block).__name__}) has no softmax attention that can be routed to memory "
+                f"workers; its parts: {parts}"
+            )
+    found = ", ".join(layer.name for layer in layers) or "none"
+    raise UnsupportedModelError(
+        f"{type(model).__name__} has {expected} layers but {len(layers)} attentions that can be routed ({found})"
+    )
+
+
+def _decoder_layers(model: nn.Module, count: int) -> list[tuple[str, nn.Module]]:
+    """The decoder layers by name: the first list of ``count`` modules."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return [(f"{name}.{i}", m) for i, m in enumerate(module)]
+    return []
