@@ -142,7 +142,7 @@ class Channel(Protocol):
         ...
 
     def abort(self, reason: str) -> None:
-        """Fail this side's calls with ChannelAborted and the peer's with PeerFault; safe from any thread, idempotent."""
+        """Fail this side's calls with ChannelAborted, the peer's with PeerFault. From any thread; idempotent."""
         ...
 
     def close(self) -> None:

@@ -1,0 +1,264 @@
+// A channel in shared memory: two rings of fixed slots, one for each direction.
+//
+// Nothing here knows Python. The peer can write any byte of the mapping at any time, so every word that it owns is
+// loaded once, checked against what this side knows, and only the checked copy is used.
+#pragma once
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <ctime>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace lamina {
+
+constexpr std::uint64_t kLine = 64;
+constexpr std::uint64_t kPage = 4096;
+constexpr std::uint64_t kTagBytes = 32;
+constexpr std::uint64_t kReasonBytes = 256;
+constexpr int kEpochShift = 48;
+constexpr std::uint64_t kSliceNs = 50'000'000;  // a sleeper looks at the life line this often
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "rings need lock-free 64-bit atomics");
+
+inline std::uint64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return std::uint64_t(t.tv_sec) * 1'000'000'000 + std::uint64_t(t.tv_nsec);
+}
+
+inline void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// An event count. Whoever changes what the sleeper waits for rings it; the sleeper reads `rings` before it looks and
+// sleeps only while the number is still the same, so no ring is lost. At most one thread sleeps on a bell.
+struct Bell {
+  std::atomic<std::uint32_t> rings;
+  std::atomic<std::uint32_t> sleeping;
+
+  void ring() {
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // what changed, before the look at `sleeping`
+    if (sleeping.load(std::memory_order_relaxed)) shout();
+  }
+  void shout() {
+    rings.fetch_add(1, std::memory_order_seq_cst);
+    syscall(SYS_futex, &rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
+  void sleep(std::uint32_t seen, std::uint64_t ns) {
+    const timespec t{time_t(ns / 1'000'000'000), long(ns % 1'000'000'000)};
+    syscall(SYS_futex, &rings, FUTEX_WAIT, seen, &t, nullptr, 0);
+  }
+};
+
+enum Farewell : std::uint32_t { kStaying = 0, kClosed = 1, kAborted = 2 };
+
+struct Control {
+  alignas(kLine) std::atomic<std::uint64_t> signal;  // sender: seqno of the newest message
+  alignas(kLine) std::atomic<std::uint64_t> credit;  // receiver: seqno of the newest message it has released
+  alignas(kLine) Bell arrival;                       // the receiver sleeps on it
+  alignas(kLine) Bell space;                         // the sender sleeps on it
+  alignas(kLine) std::atomic<std::uint32_t> farewell;  // sender: why it left; `reason` is written first
+  char reason[kReasonBytes];
+};
+static_assert(sizeof(Control) <= kPage);
+
+struct Header {
+  std::atomic<std::uint64_t> seqno;
+  std::atomic<std::uint64_t> length;
+  std::uint8_t tag[kTagBytes];
+  std::uint8_t unused[kLine - 16 - kTagBytes];
+};
+static_assert(sizeof(Header) == kLine);
+
+// One direction: a control page, then `slots` slots of a header line and the payload, each on its own pages.
+struct Ring {
+  Control* control;
+  std::uint8_t* first;
+  std::uint64_t slots, slot_bytes, zero;  // zero: epoch << 48, the seqno before the first message
+
+  static std::uint64_t stride(std::uint64_t slot_bytes) { return (kLine + slot_bytes + kPage - 1) / kPage * kPage; }
+  static std::uint64_t bytes(std::uint64_t slots, std::uint64_t slot_bytes) {
+    return kPage + slots * stride(slot_bytes);
+  }
+
+  Ring(std::uint8_t* base, std::uint64_t slots_, std::uint64_t slot_bytes_, std::uint64_t epoch)
+      : control(reinterpret_cast<Control*>(base)),
+        first(base + kPage),
+        slots(slots_),
+        slot_bytes(slot_bytes_),
+        zero(epoch << kEpochShift) {}
+
+  std::uint64_t index(std::uint64_t message) const { return message % slots; }
+  std::uint8_t* slot(std::uint64_t message) const { return first + index(message) * stride(slot_bytes); }
+  Header* header(std::uint64_t message) const { return reinterpret_cast<Header*>(slot(message)); }
+  std::uint8_t* payload(std::uint64_t message) const { return slot(message) + kLine; }
+};
+
+enum class Status { ready, pending, timeout, stopped, gone, fault };
+
+// The sending end. Counts run from 0 and never wrap: message n is in slot n % slots and has seqno zero + n + 1.
+struct Sender {
+  Ring ring;
+  std::uint64_t granted = 0, published = 0, credited = 0;
+  std::uint64_t bad = 0;  // what the peer wrote, when look() says fault
+
+  std::uint64_t done() const { return published; }
+
+  Status look() {
+    if (granted - credited < ring.slots) return Status::ready;
+    // A wrong epoch makes the difference huge, so the one comparison covers it.
+    const std::uint64_t credit = ring.control->credit.load(std::memory_order_acquire) - ring.zero;
+    if (credit < credited || credit > published) {
+      bad = credit + ring.zero;
+      return Status::fault;
+    }
+    credited = credit;
+    return granted - credited < ring.slots ? Status::ready : Status::pending;
+  }
+
+  std::uint64_t publish(std::uint64_t nbytes, const std::uint8_t* tag, std::uint64_t tag_bytes) {
+    const std::uint64_t seqno = ring.zero + published + 1;
+    Header* header = ring.header(published);
+    header->seqno.store(seqno, std::memory_order_relaxed);
+    header->length.store(nbytes, std::memory_order_relaxed);
+    std::memset(header->tag, 0, kTagBytes);
+    std::memcpy(header->tag, tag, std::min(tag_bytes, kTagBytes));
+#if defined(__x86_64__)
+    _mm_sfence();  // the caller may have filled the payload with streaming stores, which release does not order
+#endif
+    ring.control->signal.store(seqno, std::memory_order_release);
+    ring.control->arrival.ring();
+    ++published;
+    return seqno;
+  }
+};
+
+// The receiving end.
+struct Receiver {
+  Ring ring;
+  std::uint64_t received = 0, released = 0;
+  std::uint64_t bad = 0;  // what the peer wrote, when look() says fault
+
+  std::uint64_t done() const { return received; }
+
+  Status look() {
+    const std::uint64_t signal = ring.control->signal.load(std::memory_order_acquire) - ring.zero;
+    if (signal < received || signal > released + ring.slots) {
+      bad = signal + ring.zero;
+      return Status::fault;
+    }
+    return signal > received ? Status::ready : Status::pending;
+  }
+
+  // The next message's length and tag, copied; false if the header is not that of the next message.
+  bool take(std::uint64_t* seqno, std::uint64_t* length, std::uint8_t* tag) {
+    const Header* header = ring.header(received);
+    *seqno = header->seqno.load(std::memory_order_relaxed);
+    *length = header->length.load(std::memory_order_relaxed);
+    std::memcpy(tag, header->tag, kTagBytes);
+    if (*seqno != ring.zero + received + 1 || *length > ring.slot_bytes) return false;
+    ++received;
+    return true;
+  }
+
+  void release() {
+    ++released;
+    ring.control->credit.store(ring.zero + released, std::memory_order_release);
+    ring.control->space.ring();
+  }
+};
+
+// Both directions, the life line and this side's own stop flag.
+struct Link {
+  Sender out;
+  Receiver in;
+  int life_line;  // stream socket to the peer, silent after the handshake: any event on it is the peer's end
+  std::uint64_t spin_ns;
+  std::atomic<bool> stopped{false};  // by this side
+  std::atomic<bool> dead{false};     // the peer, by its life line
+  std::atomic<std::uint64_t> looked_ns{0};
+
+  bool peer_left() const {
+    return dead.load(std::memory_order_relaxed) || in.ring.control->farewell.load(std::memory_order_acquire) != kStaying;
+  }
+
+  // Asks the kernel, at most once a slice; a death is remembered.
+  bool peer_dead() {
+    const std::uint64_t now = now_ns();
+    if (now - looked_ns.load(std::memory_order_relaxed) < kSliceNs) return false;
+    looked_ns.store(now, std::memory_order_relaxed);
+    pollfd p{life_line, POLLIN | POLLRDHUP, 0};
+    if (poll(&p, 1, 0) > 0) dead.store(true, std::memory_order_relaxed);
+    return dead.load(std::memory_order_relaxed);
+  }
+
+  // Is there a message? What was complete before the peer's end is still handed out.
+  Status look(Receiver& receiver, bool ask) {
+    if (stopped.load(std::memory_order_acquire)) return Status::stopped;
+    Status status = receiver.look();
+    if (status != Status::pending || !(peer_left() || (ask && peer_dead()))) return status;
+    status = receiver.look();
+    return status == Status::pending ? Status::gone : status;
+  }
+
+  // Is there a free slot?
+  Status look(Sender& sender, bool ask) {
+    if (stopped.load(std::memory_order_acquire)) return Status::stopped;
+    if (peer_left() || (ask && peer_dead())) return Status::gone;
+    return sender.look();
+  }
+
+  Bell& bell(const Receiver& receiver) { return receiver.ring.control->arrival; }
+  Bell& bell(const Sender& sender) { return sender.ring.control->space; }
+
+  // Waits for at most one slice. Returns pending when the slice is over and the deadline is not.
+  template <class End>
+  Status wait(End& end, std::uint64_t deadline_ns) {
+    std::uint64_t now = now_ns();
+    for (const std::uint64_t until = std::min(now + spin_ns, deadline_ns); now < until; now = now_ns()) {
+      for (int i = 0; i < 32; ++i) {
+        const Status status = look(end, false);
+        if (status != Status::pending) return status;
+        relax();
+      }
+    }
+    const std::uint32_t seen = bell(end).rings.load(std::memory_order_seq_cst);
+    bell(end).sleeping.store(1, std::memory_order_seq_cst);
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // the promise to sleep, before the last look
+    Status status = look(end, true);
+    if (status == Status::pending && now < deadline_ns) {
+      bell(end).sleep(seen, std::min(deadline_ns - now, kSliceNs));
+      status = look(end, true);
+    }
+    bell(end).sleeping.store(0, std::memory_order_relaxed);
+    return status == Status::pending && now_ns() >= deadline_ns ? Status::timeout : status;
+  }
+
+  // Stops this side, tells the peer why, wakes every sleeper of both sides. Only the first call counts.
+  void stop(Farewell farewell, const char* reason, std::uint64_t reason_bytes) {
+    if (stopped.exchange(true)) return;
+    Control* mine = out.ring.control;
+    std::memcpy(mine->reason, reason, std::min(reason_bytes, kReasonBytes));
+    mine->farewell.store(farewell, std::memory_order_release);
+    for (Bell* bell : {&mine->arrival, &mine->space, &in.ring.control->arrival, &in.ring.control->space}) bell->shout();
+  }
+};
+
+}  // namespace lamina

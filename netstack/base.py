@@ -1,0 +1,131 @@
+"""What every transport shares: the checks of the contract that need no wire, and what a fabric has open."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from time import perf_counter
+from typing import ClassVar, Protocol
+from weakref import WeakSet
+
+from .fabric import EPOCH_SHIFT, TAG_BYTES, Arrival, ChannelStats, Geometry, Region, Slot
+
+KEY_BYTES_MIN = 16
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+class BaseChannel(ABC):
+    """Order, bounds and counters of a channel; a transport fills in four steps, ``abort`` and ``close``."""
+
+    def __init__(self, peer: str, epoch: int, outbound: Geometry, inbound: Geometry) -> None:
+        self.peer = peer
+        self.epoch = epoch
+        self.stats = ChannelStats()
+        self.outbound = outbound
+        self.inbound = inbound
+        self._granted: deque[Slot] = deque()
+        self._arrived: deque[Arrival] = deque()
+
+    def reserve(self, nbytes: int, *, timeout_s: float = 0.0) -> Slot:
+        if not 0 <= nbytes <= self.outbound.slot_bytes:
+            raise ValueError(f"{self.peer}: a message has 0..{self.outbound.slot_bytes} bytes, not {nbytes}")
+        start = perf_counter()
+        try:
+            index, data = self._grant(nbytes, timeout_s)
+        finally:
+            self.stats.wait_s += perf_counter() - start
+        slot = Slot(data, index)
+        self._granted.append(slot)
+        return slot
+
+    def put_signal(self, slot: Slot, tag: bytes, source: Region | None = None) -> int:
+        if not self._granted or self._granted[0] is not slot:
+            raise ValueError(f"{self.peer}: put_signal takes each reserved slot once, in the order reserved")
+        nbytes = slot.data.nbytes
+        if len(tag) > TAG_BYTES:
+            raise ValueError(f"{self.peer}: a tag has at most {TAG_BYTES} bytes, not {len(tag)}")
+        if source is not None and source.data.nbytes != nbytes:
+            raise ValueError(f"{self.peer}: the source has {source.data.nbytes} bytes, the slot has {nbytes}")
+        seqno = self._publish(slot, nbytes, tag, None if source is None else source.data)
+        self._granted.popleft()
+        self.stats.messages_sent += 1
+        self.stats.bytes_sent += nbytes
+        return seqno
+
+    def wait_signal(self, *, timeout_s: float) -> Arrival:
+        start = perf_counter()
+        try:
+            seqno, tag, data = self._take(timeout_s)
+        finally:
+            self.stats.wait_s += perf_counter() - start
+        arrival = Arrival(seqno, tag, data)
+        self._arrived.append(arrival)
+        self.stats.messages_received += 1
+        self.stats.bytes_received += data.nbytes
+        return arrival
+
+    def release(self, arrival: Arrival) -> None:
+        if not self._arrived or self._arrived[0] is not arrival:
+            raise ValueError(f"{self.peer}: release takes each arrival once, in the order in which they came")
+        self._arrived.popleft()
+        self._give_back()
+
+    @abstractmethod
+    def _grant(self, nbytes: int, timeout_s: float) -> tuple[int, memoryview]:
+        """Wait for a free slot: its index and a writable view of ``nbytes``."""
+
+    @abstractmethod
+    def _publish(self, slot: Slot, nbytes: int, tag: bytes, source: memoryview | None) -> int:
+        """Send the oldest granted slot; its seqno."""
+
+    @abstractmethod
+    def _take(self, timeout_s: float) -> tuple[int, bytes, memoryview]:
+        """Wait for the next message: seqno, padded tag, read-only view."""
+
+    @abstractmethod
+    def _give_back(self) -> None:
+        """Free the slot of the oldest arrival. Does nothing once the channel is unusable."""
+
+    @abstractmethod
+    def abort(self, reason: str) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class BaseFabric:
+    """The key and everything that was opened and not yet dropped."""
+
+    scheme: ClassVar[str]
+    in_process: ClassVar[bool] = False
+
+    def __init__(self, key: bytes) -> None:
+        if len(key) < KEY_BYTES_MIN:
+            raise ValueError(f"key needs {KEY_BYTES_MIN} bytes or more, not {len(key)}; use secrets.token_bytes(32)")
+        self._key = key
+        self._opened: WeakSet[_Closable] = WeakSet()
+
+    def register(self, buffer: memoryview) -> Region:
+        view = memoryview(buffer)
+        if not view.c_contiguous:
+            raise ValueError("register takes C-contiguous memory")
+        return Region(view.cast("B") if view.nbytes else memoryview(b""))
+
+    def close(self) -> None:
+        for opened in list(self._opened):
+            opened.close()
+
+    def _address(self, url: str) -> str:
+        prefix = f"{self.scheme}://"
+        if not url.startswith(prefix):
+            raise ValueError(f"url {url!r} is not of this transport; it starts with {prefix}")
+        return url.removeprefix(prefix)
+
+
+def check_epoch(epoch: int) -> None:
+    """Raise ValueError unless ``epoch`` fits the top bits of a sequence number."""
+    if not 0 <= epoch < 1 << (64 - EPOCH_SHIFT):
+        raise ValueError(f"epoch must be 0..{(1 << (64 - EPOCH_SHIFT)) - 1}, not {epoch}")

@@ -1,0 +1,169 @@
+"""Mutual authentication of two peers over any connected stream socket, before anything is allocated.
+
+Both prove by HMAC-SHA256 (RFC 2104) that they hold the same key, over a transcript that covers protocol version,
+transport, epoch, both geometries and a fresh nonce of each side; the label of each proof names its role, so neither
+can be replayed, reflected or moved to another link. The connector proves itself first. Frames have fixed sizes:
+
+    connector -> listener   hello      magic, version, epoch, transport, outbound and inbound geometry, nonce
+    listener -> connector   challenge  magic, version, nonce
+    connector -> listener   proof      HMAC(key, "connector" + hello + challenge)
+    listener -> connector   proof      HMAC(key, "listener" + hello + challenge)
+
+The protocol itself does no I/O: ``offer`` and ``answer`` are generators, so a listener can hold many handshakes at
+once and a silent stranger delays nobody.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import select
+import socket
+import struct
+from collections.abc import Generator
+from dataclasses import dataclass
+from hashlib import sha256
+from time import monotonic
+
+from .base import check_epoch
+from .fabric import ChannelTimeout, Geometry, HandshakeError
+
+VERSION = 1
+MAGIC = b"LMNA"
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+HELLO = struct.Struct("!4sHH8sIQIQ32s")
+CHALLENGE = struct.Struct("!4sH32s")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a connector asks for, in its own view: ``outbound`` is the inbox that the listening side grants it."""
+
+    scheme: str
+    epoch: int
+    outbound: Geometry
+    inbound: Geometry
+
+    def __post_init__(self) -> None:
+        check_epoch(self.epoch)
+        if not 1 <= len(self.scheme.encode()) <= 8:
+            raise ValueError(f"a transport's name has 1 to 8 bytes, not {self.scheme!r}")
+
+
+# Yields (bytes to send, number of bytes wanted next, what it means if the peer hangs up instead).
+Steps = Generator[tuple[bytes, int, str], bytes, Terms]
+
+
+def offer(key: bytes, terms: Terms) -> Steps:
+    """The connector's side. Raises HandshakeError."""
+    out, into = terms.outbound, terms.inbound
+    hello = HELLO.pack(
+        MAGIC, VERSION, terms.epoch, terms.scheme.encode(),
+        out.slots, out.slot_bytes, into.slots, into.slot_bytes, secrets.token_bytes(NONCE_BYTES),
+    )  # fmt: skip
+    challenge = yield hello, CHALLENGE.size, "it hung up before its challenge"
+    magic, version, _ = CHALLENGE.unpack(challenge)
+    _check_protocol(magic, version)
+    transcript = hello + challenge
+    proof = yield (
+        _proof(key, b"connector", transcript),
+        PROOF_BYTES,
+        "it refused our proof: the keys differ",
+    )
+    if not hmac.compare_digest(proof, _proof(key, b"listener", transcript)):
+        raise HandshakeError("the listener's proof is wrong: the keys differ")
+    return terms
+
+
+def answer(key: bytes, scheme: str) -> Steps:
+    """The listener's side; returns the connector's terms. Raises HandshakeError."""
+    hello = yield b"", HELLO.size, "it hung up before its hello"
+    magic, version, epoch, named, out_slots, out_bytes, in_slots, in_bytes, _ = HELLO.unpack(hello)
+    challenge = CHALLENGE.pack(MAGIC, VERSION, secrets.token_bytes(NONCE_BYTES))
+    if magic == MAGIC and version != VERSION:
+        yield challenge, 0, ""  # so that the other side can name the versions too
+    _check_protocol(magic, version)
+    proof = yield challenge, PROOF_BYTES, "it hung up before its proof"
+    transcript = hello + challenge
+    if not hmac.compare_digest(proof, _proof(key, b"connector", transcript)):
+        raise HandshakeError("the connector's proof is wrong: the keys differ")
+    if named.rstrip(b"\0") != scheme.encode():
+        raise HandshakeError(f"the connector speaks {named!r}, we speak {scheme!r}")
+    try:
+        terms = Terms(
+            scheme,
+            epoch,
+            Geometry(slots=out_slots, slot_bytes=out_bytes),
+            Geometry(slots=in_slots, slot_bytes=in_bytes),
+        )
+    except ValueError as error:
+        raise HandshakeError(f"the connector's terms are bad: {error}") from error
+    yield _proof(key, b"listener", transcript), 0, ""
+    return terms
+
+
+def _check_protocol(magic: bytes, version: int) -> None:
+    if magic != MAGIC:
+        raise HandshakeError(f"the peer does not speak Lamina's protocol (it began with {magic!r})")
+    if version != VERSION:
+        raise HandshakeError(f"the peer speaks version {version} of the protocol, we speak version {VERSION}")
+
+
+def _proof(key: bytes, role: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(key, b"lamina " + role + b"\0" + transcript, sha256().name)
+
+
+class Exchange:
+    """One handshake in progress on ``sock``, which it makes non-blocking and never reads beyond the handshake."""
+
+    def __init__(self, sock: socket.socket, steps: Steps) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self._steps = steps
+        self._unsent, self._wanted, self._if_closed = next(steps)
+        self._got = bytearray()
+
+    @property
+    def events(self) -> int:
+        """What to poll the socket for."""
+        return select.POLLOUT if self._unsent else select.POLLIN
+
+    def advance(self) -> Terms | None:
+        """Go on as far as the socket allows; the terms once both sides are proven. Raises HandshakeError."""
+        try:
+            while True:
+                if self._unsent:
+                    self._unsent = self._unsent[self.sock.send(self._unsent) :]
+                elif len(self._got) < self._wanted:
+                    chunk = self.sock.recv(self._wanted - len(self._got))
+                    if not chunk:
+                        raise HandshakeError(self._if_closed)
+                    self._got += chunk
+                else:
+                    self._unsent, self._wanted, self._if_closed = self._steps.send(bytes(self._got))
+                    self._got.clear()
+        except BlockingIOError:
+            return None
+        except StopIteration as end:
+            terms: Terms = end.value
+            return terms
+        except OSError as error:
+            raise HandshakeError(f"{self._if_closed or 'the peer hung up'} ({error.strerror})") from error
+
+
+def run(sock: socket.socket, steps: Steps, peer: str, *, deadline: float) -> Terms:
+    """Run one handshake to its end, by ``deadline`` (``time.monotonic``) at the latest; ``sock`` is non-blocking then.
+
+    Raises HandshakeError, and ChannelTimeout when the peer is too slow; both texts begin with ``peer``.
+    """
+    exchange = Exchange(sock, steps)
+    try:
+        while (terms := exchange.advance()) is None:
+            poller = select.poll()
+            poller.register(sock, exchange.events)
+            if not poller.poll(max(0.0, deadline - monotonic()) * 1000):
+                raise ChannelTimeout(f"{peer}: connect: the listener did not finish the handshake in time")
+    except HandshakeError as error:
+        raise HandshakeError(f"{peer}: connect: {error}") from error
+    return terms

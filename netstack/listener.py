@@ -1,0 +1,129 @@
+"""Accepting peers on a stream socket: many handshakes at once, none of which can hold up the others."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections.abc import Callable
+from time import monotonic
+
+from .fabric import Channel, ChannelAborted, ChannelTimeout, HandshakeError
+from .handshake import Exchange, Terms, answer
+
+HANDSHAKE_S = 5.0
+HALF_OPEN_MAX = 64  # handshakes in progress; one more drops the oldest
+
+
+class StreamListener:
+    """Listens on ``sock`` (owned from here on) and turns each authenticated peer into a channel.
+
+    ``screen(sock)`` may refuse a peer before the handshake by raising HandshakeError; ``welcome(sock, terms)`` makes
+    the channel, owning ``sock``, and may raise OSError when there is no memory for the terms. A refused peer is
+    dropped; the reason of the last one is part of the text of accept's ChannelTimeout.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        url: str,
+        key: bytes,
+        scheme: str,
+        *,
+        screen: Callable[[socket.socket], None],
+        welcome: Callable[[socket.socket, Terms], Channel],
+    ) -> None:
+        sock.setblocking(False)
+        self.url = url
+        self._sock = sock
+        self._key = key
+        self._scheme = scheme
+        self._screen = screen
+        self._welcome = welcome
+        self._half_open: dict[int, tuple[Exchange, float]] = {}  # by descriptor, oldest first
+        self._refusal = ""
+        self._wake, self._waker = socket.socketpair()
+        self._accepting = threading.Lock()
+
+    def accept(self, *, timeout_s: float) -> Channel:
+        deadline = monotonic() + timeout_s
+        with self._accepting:
+            while True:
+                sock, terms = self._next(deadline)
+                try:
+                    return self._welcome(sock, terms)
+                except OSError as error:
+                    sock.close()
+                    self._refusal = f"no memory for its terms: {error}"
+
+    def close(self) -> None:
+        self._waker.close()  # ends an accept in progress
+        with self._accepting:
+            for exchange, _ in self._half_open.values():
+                exchange.sock.close()
+            self._half_open.clear()
+            self._sock.close()
+            self._wake.close()
+
+    def _next(self, deadline: float) -> tuple[socket.socket, Terms]:
+        """The next peer that has passed the handshake."""
+        while self._wake.fileno() >= 0:
+            poller = select.poll()
+            poller.register(self._wake, select.POLLIN)
+            poller.register(self._sock, select.POLLIN)
+            until = deadline
+            for exchange, expiry in self._half_open.values():
+                poller.register(exchange.sock, exchange.events)
+                until = min(until, expiry)
+            for fd, _ in poller.poll(max(0.0, until - monotonic()) * 1000):
+                if fd == self._wake.fileno():
+                    break
+                if fd == self._sock.fileno():
+                    self._admit()
+                elif fd in self._half_open and (passed := self._advance(fd)):
+                    return passed
+            else:
+                self._drop_late()
+                if monotonic() >= deadline:
+                    refusal = f"; the last one was refused: {self._refusal}" if self._refusal else ""
+                    raise ChannelTimeout(f"{self.url}: accept: no peer came in time{refusal}")
+                continue
+            break
+        raise ChannelAborted(f"{self.url}: accept: the listener was closed")
+
+    def _admit(self) -> None:
+        try:
+            sock, _ = self._sock.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        try:
+            self._screen(sock)
+        except HandshakeError as error:
+            self._refusal = str(error)
+            sock.close()
+            return
+        if len(self._half_open) >= HALF_OPEN_MAX:
+            self._drop(next(iter(self._half_open)), "too many strangers at once")
+        self._half_open[sock.fileno()] = (Exchange(sock, answer(self._key, self._scheme)), monotonic() + HANDSHAKE_S)
+
+    def _advance(self, fd: int) -> tuple[socket.socket, Terms] | None:
+        exchange, _ = self._half_open[fd]
+        try:
+            terms = exchange.advance()
+        except HandshakeError as error:
+            self._drop(fd, str(error))
+            return None
+        if terms is None:
+            return None
+        del self._half_open[fd]
+        return exchange.sock, terms
+
+    def _drop_late(self) -> None:
+        now = monotonic()
+        for fd in [fd for fd, (_, expiry) in self._half_open.items() if expiry <= now]:
+            self._drop(fd, f"it was silent for {HANDSHAKE_S:g} s")
+
+    def _drop(self, fd: int, refusal: str) -> None:
+        exchange, _ = self._half_open.pop(fd)
+        exchange.sock.close()
+        self._refusal = refusal

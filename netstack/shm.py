@@ -1,0 +1,181 @@
+"""Shared memory between processes of one host and one user: the sender writes straight into the receiver's inbox.
+
+Peers meet on an abstract-namespace Unix socket (unix(7)), so no file appears anywhere. After the handshake the
+listening side makes one memfd for both directions, seals its size and passes the descriptor; the kernel frees it
+with the last mapping, however the processes end. The socket stays open, silent, as the life line: its end is the
+peer's end. Layout, waiting and the checks of what the peer writes: csrc/netstack/ring.h.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import select
+import socket
+import struct
+from functools import partial
+from time import monotonic
+
+from .base import BaseChannel, BaseFabric
+from .fabric import ChannelError, ChannelTimeout, Geometry, HandshakeError, Slot
+from .handshake import Terms, offer, run
+from .listener import StreamListener
+
+try:
+    from ._native import Link, ring_bytes
+except ImportError as error:
+    raise ImportError(
+        f"transport 'shm' needs the native module lamina.netstack._native, which did not load ({error}); install "
+        "a C++17 compiler, then run `python setup.py build_ext --inplace` or install again; or use another transport"
+    ) from error
+
+SPIN_S = 30e-6  # short: the peer may need this very core
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_UCRED = struct.Struct("iII")  # pid, uid, gid
+
+
+class ShmChannel(BaseChannel):
+    """Owns ``life_line`` from here on; ``memory`` stays the caller's."""
+
+    def __init__(
+        self, memory: int, life_line: socket.socket, terms: Terms, *, listening: bool, peer: str, spin_s: float
+    ) -> None:
+        outbound, inbound = terms.outbound, terms.inbound
+        if listening:
+            outbound, inbound = inbound, outbound
+        super().__init__(peer, terms.epoch, outbound, inbound)
+        out = (outbound.slots, outbound.slot_bytes)
+        into = (inbound.slots, inbound.slot_bytes)
+        self._link = Link(memory, life_line.fileno(), listening, terms.epoch, out, into, spin_s, peer)
+        life_line.detach()
+
+    def abort(self, reason: str) -> None:
+        self._link.abort(reason)
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _grant(self, nbytes: int, timeout_s: float) -> tuple[int, memoryview]:
+        return self._link.reserve(nbytes, timeout_s)
+
+    def _publish(self, slot: Slot, nbytes: int, tag: bytes, source: memoryview | None) -> int:
+        return self._link.publish(nbytes, tag, source)
+
+    def _take(self, timeout_s: float) -> tuple[int, bytes, memoryview]:
+        return self._link.wait(timeout_s)
+
+    def _give_back(self) -> None:
+        self._link.release()
+
+
+class ShmFabric(BaseFabric):
+    """``spin_s``: how long a wait spins before it sleeps; not at all where this process has only one CPU."""
+
+    scheme = "shm"
+
+    def __init__(self, key: bytes, *, spin_s: float = SPIN_S) -> None:
+        super().__init__(key)
+        self._spin_s = spin_s if len(os.sched_getaffinity(0)) > 1 else 0.0
+
+    def listen(self, address: str = "") -> StreamListener:
+        name = address or f"lamina-{secrets.token_hex(8)}"
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.bind(f"\0{name}")
+            sock.listen()
+        except OSError as error:
+            sock.close()
+            raise ChannelError(
+                f"cannot listen at {self.scheme}://{name}: {error.strerror}; choose another name"
+            ) from error
+        url = f"{self.scheme}://{name}"
+        listener = StreamListener(
+            sock, url, self._key, self.scheme, screen=_check_user, welcome=partial(self._welcome, url)
+        )
+        self._opened.add(listener)
+        return listener
+
+    def connect(
+        self, url: str, *, outbound: Geometry, inbound: Geometry, epoch: int = 0, timeout_s: float = 10.0
+    ) -> ShmChannel:
+        deadline = monotonic() + timeout_s
+        name = self._address(url)
+        terms = Terms(self.scheme, epoch, outbound, inbound)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_s)
+            try:
+                sock.connect(f"\0{name}")
+            except TimeoutError as error:
+                raise ChannelTimeout(f"{url}: connect: the listener took nobody in time") from error
+            except OSError as error:
+                raise ChannelError(f"{url}: connect: {error.strerror}; is the listener's process alive?") from error
+            _check_user(sock)
+            run(sock, offer(self._key, terms), url, deadline=deadline)
+            memory = _receive_memory(sock, url, terms, deadline)
+            try:
+                channel = ShmChannel(memory, sock, terms, listening=False, peer=url, spin_s=self._spin_s)
+            finally:
+                os.close(memory)
+        except BaseException:
+            sock.close()
+            raise
+        self._opened.add(channel)
+        return channel
+
+    def _welcome(self, url: str, sock: socket.socket, terms: Terms) -> ShmChannel:
+        pid, _, _ = _credentials(sock)
+        memory = os.memfd_create("lamina", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(memory, _memory_bytes(terms))
+            fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
+            peer = f"{url} (process {pid})"
+            socket.send_fds(sock, [b"M"], [memory])
+            channel = ShmChannel(memory, sock, terms, listening=True, peer=peer, spin_s=self._spin_s)
+        finally:
+            os.close(memory)
+        self._opened.add(channel)
+        return channel
+
+
+def _memory_bytes(terms: Terms) -> int:
+    return sum(ring_bytes(geometry.slots, geometry.slot_bytes) for geometry in (terms.outbound, terms.inbound))
+
+
+def _receive_memory(sock: socket.socket, url: str, terms: Terms, deadline: float) -> int:
+    """The descriptor of the shared memory; checked, because its size must never change under the mapping."""
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    if not poller.poll(max(0.0, deadline - monotonic()) * 1000):
+        raise ChannelTimeout(f"{url}: connect: the listener sent no memory in time")
+    try:
+        _, fds, _, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    except OSError:
+        fds = []
+    if not fds:
+        raise HandshakeError(f"{url}: connect: the listener has no memory for {terms.outbound} and {terms.inbound}")
+    memory = fds[0]
+    try:
+        seals = fcntl.fcntl(memory, fcntl.F_GET_SEALS)
+    except OSError:  # not a memfd
+        seals = 0
+    if seals & _SEALS != _SEALS or os.fstat(memory).st_size != _memory_bytes(terms):
+        os.close(memory)
+        raise HandshakeError(f"{url}: connect: the listener sent memory of another size or without seals")
+    return memory
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int, int]:
+    pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return pid, uid, gid
+
+
+def _check_user(sock: socket.socket) -> None:
+    _, uid, _ = _credentials(sock)
+    if uid != os.geteuid():
+        raise HandshakeError(f"the peer belongs to user {uid}, we are user {os.geteuid()}")
+
+
+def open_fabric(key: bytes) -> ShmFabric:
+    return ShmFabric(key)
