@@ -1,7 +1,8 @@
 """Does Lamina say what ``transformers`` says? The rule by which greedy tokens are compared.
 
-Tokens must be equal wherever the reference's two best logits lie further apart than ten times the measured logit error. Nearer
-than that is a tie: rounding decides, so the comparison goes on behind Lamina's token, and ties may be at most 1 % of all.
+Tokens must be equal wherever the reference's two best logits lie further apart than ten times the measured logit
+error. Nearer than that is a tie: rounding decides, so the comparison goes on behind Lamina's token, and ties may be
+at most 1 % of all.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from lamina.config import EngineConfig
-from lamina.kv.blocks import BlockManager
+from lamina.kv.blocks import BlockTables
 from lamina.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from lamina.workers.control import Draw, Drawn, RunStep, StepDone
 
@@ -46,7 +46,7 @@ class Engine:
         self.pools = Pools(model, config, on_progress)
         ready = self.pools.ready
         self.info = ready
-        self._ledger = BlockManager(ready.windows, ready.num_blocks, ready.block_size)
+        self._ledger = BlockTables(ready.windows, ready.num_blocks, ready.block_size)
         self.scheduler = Scheduler(self._ledger, max_num_seqs=config.max_num_seqs, prefill_chunk=config.prefill_chunk)
         self._steps: deque[ScheduledStep] = deque()
         self._requests: dict[int, Request] = {}
@@ -88,12 +88,6 @@ class Engine:
         bad = next((t for t in (*prompt, *params.stop_token_ids) if not 0 <= t < vocab), None)
         if bad is not None:
             raise ValueError(f"token id {bad} is outside the vocabulary of {vocab} tokens")
-        longest = limit if params.max_tokens is None else min(limit, len(prompt) + params.max_tokens)
-        if not self._ledger.fits_alone(longest):
-            raise ValueError(
-                f"{longest} tokens (prompt and max_tokens) do not fit the KV memory of a worker: "
-                f"raise --kv-memory or lower max_tokens"
-            )
 
     def step(self) -> list[RequestOutput]:
         """One pass of the loop; returns the requests that got tokens. Raises WorkerError when a worker is lost."""
@@ -108,7 +102,9 @@ class Engine:
             sequence.finish("abort")
 
     def settle(self) -> None:
-        """Where no request is left: take in the steps in flight and free their blocks, so that an idle engine holds none."""
+        """Where no request is left: take in the steps in flight and free their blocks, so that an idle engine holds
+        none.
+        """
         while not self._requests and (self.scheduler.num_running or self._steps):
             self.step()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import select
 import threading
@@ -50,10 +51,11 @@ class _Member:
 
 
 class Pools:
-    """1 compute worker and ``config.memory_workers`` memory workers, and the steps in flight between them and the engine.
+    """1 compute worker and ``config.memory_workers`` memory workers, and the steps in flight between them and the
+    engine.
 
-    ``run`` keeps LOOKAHEAD steps queued behind the running one, so that the compute worker goes from one step to the next
-    without asking the driver.
+    ``run`` keeps LOOKAHEAD steps queued behind the running one, so that the compute worker goes from one step to
+    the next without asking the driver.
     """
 
     LOOKAHEAD = 1
@@ -119,10 +121,8 @@ class Pools:
             return
         self._closed = True
         for member in self._members:
-            try:
+            with contextlib.suppress(LinkClosedError):
                 member.link.send(Stop())
-            except LinkClosedError:
-                pass
         for member in self._members:
             member.link.close()
         deadline = time.monotonic() + JOIN_S

@@ -1,4 +1,6 @@
-"""Logits to tokens: a pure function, row by row, so that any replica may sample and results do not depend on batch mates."""
+"""Logits to tokens: a pure function, row by row, so that any replica may sample and results do not depend on batch
+mates.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from lamina.workers.control import Draw, Drawn
 def sample(logits: Tensor, draws: list[Draw]) -> list[Drawn]:
     """One token for each row. logits [len(draws), V], any float dtype.
 
-    Greedy takes the lowest token id among equals. Otherwise: temperature, then top_k, then top_p (the smallest set whose
-    probability reaches top_p, at least one token), then the inverse of the cumulative distribution at a uniform number
-    that depends on (seed, index) alone.
+    Greedy takes the lowest token id among equals. Otherwise: temperature, then top_k, then top_p (the smallest set
+    whose probability reaches top_p, at least one token), then the inverse of the cumulative distribution at a
+    uniform number that depends on (seed, index) alone.
     """
     scores = logits.float()
     reports = [_logprobs(scores[i], d.logprobs) for i, d in enumerate(draws)]

@@ -1,17 +1,35 @@
-"""Who is in the next step: continuous batching, chunked prefill, preemption. Pure policy: no torch, no I/O, no clock."""
+"""Who is in the next step: continuous batching, chunked prefill, preemption. Pure policy: no torch, no I/O, no
+clock.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Protocol
 
+from lamina.kv.blocks import blocks_of_one
 from lamina.workers.stepplan import Free, New, Rows, SequenceOp, StepPlan
 
 from .sequence import Sequence
 
 
 class Ledger(Protocol):
-    """The memory workers' KV blocks as the engine knows them; kv.blocks.BlockManager is one."""
+    """The memory workers' KV blocks as the engine knows them; kv.blocks.BlockTables is one. Counts are by layer
+    group.
+    """
+
+    windows: tuple[int, ...]
+    block_size: int
+
+    @property
+    def free_blocks(self) -> tuple[int, ...]:
+        """Blocks that nobody holds."""
+        ...
+
+    def blocks_needed(self, rows: Iterable[Rows]) -> tuple[int, ...]:
+        """Blocks that ``rows`` take more than they give back."""
+        ...
 
     def can_apply(self, plan: StepPlan) -> bool:
         """Whether every memory worker can take the plan."""
@@ -23,7 +41,9 @@ class Ledger(Protocol):
 
 
 class ScheduledStep:
-    """A StepPlan and who its rows belong to: ``parts[i]`` owns ``plan.rows[i]``; ``draws`` sample behind their last row."""
+    """A StepPlan and who its rows belong to: ``parts[i]`` owns ``plan.rows[i]``; ``draws`` sample behind their last
+    row.
+    """
 
     def __init__(self, plan: StepPlan, parts: list[Sequence], draws: list[Sequence]) -> None:
         self.plan = plan
@@ -38,14 +58,15 @@ class Scheduler:
     """First come, first served. The newest running sequence is preempted when KV blocks run out: its blocks are freed,
     and it is rebuilt from its tokens when there is room again, so nothing is lost.
 
-    Membership of a step is fixed before the tokens of the step before are known. A sequence that turns out to be finished
-    thus runs one row too many, whose token is dropped; its blocks are freed by the next plan.
+    Membership of a step is fixed before the tokens of the step before are known. A sequence that turns out to be
+    finished thus runs one row too many, whose token is dropped; its blocks are freed by the next plan.
     """
 
     def __init__(self, ledger: Ledger, *, max_num_seqs: int, prefill_chunk: int) -> None:
         self._ledger = ledger
         self._max_num_seqs = max_num_seqs
         self._prefill_chunk = prefill_chunk
+        self._max_rows = max_num_seqs + prefill_chunk
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._ops: list[SequenceOp] = []  # of the next plan
@@ -114,25 +135,31 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit(self, picked: dict[Sequence, int]) -> None:
+        """Take waiting sequences in while there is room for all of their known tokens; the first that does not fit
+        holds up those behind it, so that nobody starves. Blocks freed by this very plan count from the next one on."""
         budget = self._prefill_chunk - sum(c for c in picked.values() if c > 1)
-        while self._waiting and len(self._running) < self._max_num_seqs:
+        needed = self._ledger.blocks_needed(self._rows(picked))
+        left = [f - n for f, n in zip(self._ledger.free_blocks, needed, strict=True)]
+        while self._waiting and budget > 0 and len(self._running) < self._max_num_seqs:
             sequence = self._waiting[0]
-            if budget <= 0 or sequence.num_drawing:  # a preempted one whose last token is still being drawn waits
+            left = [f - n for f, n in zip(left, self._blocks_of(sequence), strict=True)]
+            if min(left) < 0 or sequence.num_drawing:  # a preempted one whose last token is still being drawn waits
                 return
-            sequence.id, self._ops = self._next_id, [*self._ops, New(self._next_id)]
-            whole = {**picked, sequence: sequence.num_promised}
-            if not self._ledger.can_apply(self._plan(whole)):
-                self._ops.pop()
-                sequence.id = -1
-                return
-            self._next_id += 1
+            sequence.id, self._next_id = self._next_id, self._next_id + 1
+            self._ops.append(New(sequence.id))
             self._running.append(self._waiting.popleft())
             picked[sequence] = sequence.rows(budget)
             budget -= picked[sequence]
 
+    def _blocks_of(self, sequence: Sequence) -> list[int]:
+        length, ledger = sequence.num_promised, self._ledger
+        return [blocks_of_one(length, w, ledger.block_size, self._max_rows) for w in ledger.windows]
+
+    def _rows(self, picked: dict[Sequence, int]) -> list[Rows]:
+        return [Rows(s.id, s.num_scheduled, count) for s, count in picked.items()]
+
     def _plan(self, picked: dict[Sequence, int]) -> StepPlan:
-        rows = [Rows(s.id, s.num_scheduled, count) for s, count in picked.items()]
-        return StepPlan(step=self._next_step, ops=self._ops, rows=rows)
+        return StepPlan(step=self._next_step, ops=self._ops, rows=self._rows(picked))
 
     def _commit(self, plan: StepPlan, picked: dict[Sequence, int]) -> ScheduledStep:
         draws = [s for s, count in picked.items() if s.num_scheduled + count == s.num_promised]

@@ -36,7 +36,9 @@ class Pass:
 
 
 class ComputeWorker:
-    """One replica. ``turn`` is the program between two rotations: last slice, sampling, first slice of the next step."""
+    """One replica. ``turn`` is the program between two rotations: last slice, sampling, first slice of the next
+    step.
+    """
 
     def __init__(self, program: Program, pool: MemoryPool, *, dtype: torch.dtype, deterministic: bool = False) -> None:
         self._slices = program.slices

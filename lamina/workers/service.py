@@ -19,7 +19,8 @@ ORPHAN_EXIT_S = 2.0
 class Service:
     """Reads the control link on its own thread: stats are answered at once, all else is queued for the worker's thread.
 
-    When the link ends or says Stop, ``abort`` is called (it must wake whatever the worker waits for) and the queue ends.
+    When the link ends or says Stop, ``abort`` is called (it must wake whatever the worker waits for) and the queue
+    ends.
     """
 
     def __init__(self, link: ControlLink, stats: Callable[[], dict[str, float]], abort: Callable[[str], None]) -> None:
@@ -31,7 +32,9 @@ class Service:
         threading.Thread(target=self._read, name="lamina-control", daemon=True).start()
 
     def next(self, *, block: bool) -> Any:
-        """The next message for the worker; None if there is none yet (``block=False``) or never will be (``stopped``)."""
+        """The next message for the worker; None if there is none yet (``block=False``) or never will be
+        (``stopped``).
+        """
         try:
             message = self._inbox.get(block)
         except queue.Empty:

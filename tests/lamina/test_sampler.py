@@ -1,0 +1,84 @@
+"""Sampling against distributions computed in fp64, and its independence of batch mates."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.engine.sampler import sample, uniform
+from lamina.workers.control import Draw
+
+
+def draw(row: int = 0, **options: object) -> Draw:
+    fields = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 7, "index": 0, "logprobs": -1, **options}
+    return Draw(row=row, sequence=row, **fields)  # type: ignore[arg-type]
+
+
+def frequencies(logits: torch.Tensor, count: int = 4000, **options: object) -> torch.Tensor:
+    drawn = [sample(logits[None], [draw(index=i, **options)])[0].token for i in range(count)]
+    return torch.bincount(torch.tensor(drawn), minlength=logits.numel()).double() / count
+
+
+def total_variation(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().sum() / 2)
+
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.9])
+
+
+def test_temperature_draws_from_the_softmax() -> None:
+    wanted = torch.softmax(LOGITS.double() / 0.7, -1)
+    got = frequencies(LOGITS, temperature=0.7)
+    assert total_variation(got, wanted) < 0.03
+    assert total_variation(got, torch.softmax(LOGITS.double(), -1)) > 0.05, "the control: temperature matters"
+
+
+def test_top_k_keeps_the_k_best() -> None:
+    got = frequencies(LOGITS, top_k=2)
+    wanted = torch.softmax(LOGITS.double().masked_fill(LOGITS < 1.9, float("-inf")), -1)
+    assert total_variation(got, wanted) < 0.03
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
+    probabilities = torch.softmax(LOGITS.double(), -1)
+    top_two = float(probabilities[0] + probabilities[5])
+    assert set(frequencies(LOGITS, 500, top_p=top_two - 1e-6).nonzero()[:, 0].tolist()) == {0, 5}
+    assert set(frequencies(LOGITS, 500, top_p=top_two + 1e-3).nonzero()[:, 0].tolist()) == {0, 1, 5}
+    assert set(frequencies(LOGITS, 100, top_p=1e-9).nonzero()[:, 0].tolist()) == {0}
+
+
+def test_greedy_takes_the_lowest_id_among_equals() -> None:
+    assert sample(torch.tensor([[1.0, 3.0, 3.0]]), [draw(temperature=0.0)])[0].token == 1
+
+
+def test_banned_tokens_are_never_drawn() -> None:
+    assert sample(LOGITS[None], [draw(temperature=0.0, banned=[0, 5])])[0].token == 1
+    assert frequencies(LOGITS, 200)[0] > 0
+    banned = [sample(LOGITS[None], [draw(index=i, banned=[0])])[0].token for i in range(200)]
+    assert 0 not in banned
+
+
+def test_logprobs_are_of_the_raw_distribution() -> None:
+    (got,) = sample(LOGITS[None], [draw(temperature=0.3, logprobs=2)])
+    wanted = torch.log_softmax(LOGITS.double(), -1)
+    assert abs(got.logprobs[0][1] - float(wanted[got.token])) < 1e-5
+    assert [t for t, _ in got.logprobs[1:]] == [0, 5]
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(1, 9), vocab=st.integers(2, 50), seed=st.integers(0, 10_000))
+def test_a_row_does_not_depend_on_its_mates(rows: int, vocab: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab, generator=generator) * 3
+    draws = [draw(i, temperature=0.8, top_p=0.9, top_k=5, seed=seed + i, index=i, logprobs=1) for i in range(rows)]
+    together = sample(logits, draws)
+    alone = [sample(logits[i : i + 1], [draws[i]])[0] for i in range(rows)]
+    assert together == alone
+
+
+def test_random_numbers_depend_on_seed_and_index_alone() -> None:
+    assert uniform(1, 2) == uniform(1, 2)
+    numbers = [uniform(s, i) for s in range(20) for i in range(20)]
+    assert len(set(numbers)) == 400
+    assert 0.4 < sum(numbers) / 400 < 0.6
