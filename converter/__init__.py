@@ -2,3 +2,10 @@
 
 if __name__ != "lamina.converter":
     raise ImportError("import lamina.converter, not the top-level folder converter/")
+
+from .convert import convert
+from .errors import ConversionError
+from .graph import RowTensor
+from .slices import Cut, CutCall, Send, Slice, SlicedProgram
+
+__all__ = ["ConversionError", "Cut", "CutCall", "RowTensor", "Send", "Slice", "SlicedProgram", "convert"]

@@ -1,0 +1,177 @@
+"""Captures one decode step of a model as a flat operator graph whose weights are the module's own tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+
+from .errors import ConversionError
+
+MAX_ROWS = 65536
+
+aten = torch.ops.aten
+
+# Operators that return their first argument unchanged, if its dtype, shape and device are already what they ask for.
+_IDENTITIES = {
+    aten.alias.default,
+    aten.detach.default,
+    aten.lift_fresh_copy.default,
+    aten.to.dtype,
+    aten.to.device,
+    aten.to.dtype_layout,
+    aten._to_copy.default,
+    aten.expand.default,
+    aten.expand_as.default,
+}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter, buffer or constant of the captured module: its dotted name and the very tensor, never a copy."""
+
+    fqn: str
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Capture:
+    """One decode step: ``logits`` [R, 1, V] from ``inputs`` (ids and positions, [R, 1] int64) through the ``calls``.
+
+    ``rows`` is the symbol R (of sympy) in the shapes that every node carries in ``meta["val"]``.
+    """
+
+    graph: fx.Graph
+    weights: dict[fx.Node, Weight]
+    inputs: tuple[fx.Node, ...]
+    calls: tuple[fx.Node, ...]
+    logits: fx.Node
+    rows: Any
+
+
+def size_expression(size: object) -> Any:
+    """The symbolic expression of a size that depends on R; None for a plain number."""
+    return size.node.expr if isinstance(size, torch.SymInt) else None
+
+
+def module_path(node: fx.Node) -> str:
+    """Dotted path of the submodule whose forward made this node; empty for the outermost."""
+    stack = node.meta.get("nn_module_stack") or {"": ("", "")}
+    path: str = list(stack.values())[-1][0]
+    return path
+
+
+@contextlib.contextmanager
+def _evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Dropout and the like off; every submodule's own flag is put back."""
+    training = [m for m in module.modules() if m.training]
+    for m in training:
+        m.training = False
+    try:
+        yield
+    finally:
+        for m in training:
+            m.training = True
+
+
+def _export(step: nn.Module, example_rows: int) -> ExportedProgram:
+    device = next((t.device for t in (*step.parameters(), *step.buffers())), torch.device("cpu"))
+    # Two tensors, not one used twice: the exporter would merge the inputs.
+    examples = tuple(torch.ones(example_rows, 1, dtype=torch.long, device=device) for _ in range(2))
+    rows = torch.export.Dim("R", min=1, max=MAX_ROWS)
+    try:
+        with _evaluation_mode(step), torch.no_grad():
+            program = torch.export.export(
+                step,
+                examples,
+                dynamic_shapes=({0: rows}, {0: rows}),
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+            if any(_is_mutable(n) for n in program.graph.nodes):
+                program = program.run_decompositions({})  # makes it functional, decomposes nothing
+    except RuntimeError as error:
+        raise ConversionError(f"the decode step cannot be captured by torch.export: {error}") from error
+    return program
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _bind_weights(step: nn.Module, program: ExportedProgram) -> dict[fx.Node, Weight]:
+    signature = program.graph_signature
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    names |= signature.inputs_to_lifted_tensor_constants
+    if signature.inputs_to_lifted_custom_objs:
+        found = sorted(signature.inputs_to_lifted_custom_objs.values())
+        raise ConversionError(f"the model keeps script objects, which have no place in a slice: {found}")
+    weights = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and (fqn := names.get(node.name)) is not None:
+            try:
+                tensor = operator.attrgetter(fqn)(step)
+            except AttributeError:  # made inside forward: torch.tensor(...)
+                tensor = program.constants[fqn]
+            weights[node] = Weight(fqn, tensor)
+    return weights
+
+
+def _same_tensor(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.device == b.device and a.layout == b.layout and a.shape == b.shape
+
+
+def _drop_identities(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not node.args or not isinstance(source := node.args[0], fx.Node):
+            continue
+        idle = node.target is aten.dropout.default and node.args[2] is False
+        idle |= node.target is aten.mul.Tensor and node.args[1] == 1.0 and isinstance(node.args[1], float)
+        idle |= node.target in _IDENTITIES
+        if idle and _same_tensor(source.meta["val"], node.meta["val"]):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _check_count(calls: tuple[fx.Node, ...], cut_op: torch._ops.OpOverload, expect: int | None) -> None:
+    if calls and expect in (None, len(calls)):
+        return
+    found = ", ".join(module_path(c) or c.name for c in calls) or "none"
+    wanted = "at least 1" if expect is None else str(expect)
+    raise ConversionError(
+        f"expected {wanted} {cut_op} operators, one per layer, but the captured step has {len(calls)} (in: {found}). "
+        "A layer without one (recurrent, linear attention) keeps state that no slice can carry."
+    )
+
+
+def capture(
+    step: nn.Module, cut_op: torch._ops.OpOverload, *, expect: int | None = None, example_rows: int = 3
+) -> Capture:
+    """Trace ``step(input_ids [R, 1], position_ids [R, 1]) -> logits [R, 1, V]`` with R free in 1..65536.
+
+    The module is left as it was found. Raises ConversionError if it cannot be traced, if the number of ``cut_op``
+    nodes is not ``expect``, or if a step writes to the module's own buffers.
+    """
+    program = _export(step, example_rows)
+    signature = program.graph_signature
+    if written := sorted({**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}.values()):
+        raise ConversionError(f"a decode step writes to {written}: state outside the KV cache cannot be sliced")
+    weights = _bind_weights(step, program)
+    graph = program.graph
+    _drop_identities(graph)
+    (results,) = graph.output_node().args
+    if not isinstance(results, tuple) or len(results) != 1 or not isinstance(results[0], fx.Node):
+        raise ConversionError("the decode step must return one tensor, the logits [R, 1, V]")
+    inputs = tuple(n for n in graph.nodes if n.op == "placeholder" and n not in weights)
+    rows = size_expression(inputs[0].meta["val"].shape[0])
+    if rows is None or not rows.is_Symbol:
+        raise ConversionError(f"the number of rows was fixed to {rows} while tracing: some operator depends on it")
+    calls = tuple(n for n in graph.nodes if n.target is cut_op)
+    _check_count(calls, cut_op, expect)
+    return Capture(graph, weights, inputs, calls, results[0], rows)

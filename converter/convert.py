@@ -1,0 +1,76 @@
+"""The whole conversion, stage by stage."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+
+from .capture import capture
+from .emit import Emitter, StaticValues, describe_call, describe_cut
+from .fused import split_fused_projections
+from .graph import RowGraph
+from .plan import plan_cuts
+from .reorder import schedule_slices
+from .rows import check_rows_by_rule, check_rows_by_running
+from .slices import SlicedProgram
+
+
+def convert(
+    step: nn.Module,
+    cut_op: torch._ops.OpOverload,
+    *,
+    expect: int | None = None,
+    overlap: bool = False,
+    split_fused: bool = True,
+    check_rows: bool = True,
+    max_positions: int = 2048,
+    example_rows: int = 3,
+) -> SlicedProgram:
+    """Cut a model at every ``cut_op`` into slices that carry as few bytes past attention as possible.
+
+    ``step`` maps (input_ids [R, 1] int64, position_ids [R, 1] int64) to logits [R, 1, V]; each attention layer calls
+    ``cut_op(q [R, Hq, 1, D], k [R, Hkv, 1, D], v [R, Hkv, 1, Dv], *rest) -> [R, 1, Hq, Dv]`` where ``rest`` are
+    constants or functions of weights. One program serves 1..65536 rows. Weights are bound, not copied, and the module
+    is left as found; on the meta device the result is a plan.
+
+    expect: the number of ``cut_op`` that there must be (one per layer); fewer means a layer that keeps other state.
+    overlap: keep work that does not wait for attention before it (parallel attention + MLP), for more carried bytes.
+    split_fused: compute Q apart from K and V where one GEMM over contiguous parts makes all three.
+    check_rows: show that no row's result depends on other rows, by rule and by running at positions up to
+        ``max_positions``.
+
+    Raises ConversionError, naming the operator and its module, for whatever would not compute the same thing.
+    """
+    timings: dict[str, float] = {}
+    clock = _Stages(timings)
+    captured = capture(step, cut_op, expect=expect, example_rows=example_rows)
+    clock.done("capture")
+    if split_fused:
+        split_fused_projections(captured)
+    graph = RowGraph(captured)
+    if check_rows:
+        check_rows_by_rule(graph)
+    cuts = plan_cuts(graph, overlap=overlap)
+    clock.done("plan")
+    values = StaticValues(graph)
+    calls = tuple(describe_call(graph, values, i) for i in range(len(graph.calls)))
+    schedules = schedule_slices(graph, cuts)
+    slices = tuple(Emitter(graph, values, i, s).build() for i, s in enumerate(schedules))
+    clock.done("emit")
+    described = tuple(describe_cut(graph, i, nodes) for i, nodes in enumerate(cuts))
+    rows = "unchecked"
+    if check_rows:
+        rows = "numeric" if check_rows_by_running(slices, calls, max_positions) else "static"
+        clock.done("check rows")
+    return SlicedProgram(slices, calls, described, overlap, rows, timings=timings)
+
+
+class _Stages:
+    def __init__(self, timings: dict[str, float]) -> None:
+        self._timings, self._start = timings, time.perf_counter()
+
+    def done(self, stage: str) -> None:
+        now = time.perf_counter()
+        self._timings[stage], self._start = now - self._start, now

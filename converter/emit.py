@@ -1,0 +1,205 @@
+"""Turns the schedule of a slice into a callable program whose weights are the model's own tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .capture import Capture, Weight, module_path
+from .errors import ConversionError
+from .graph import RowGraph, RowTensor, operator_name
+from .reorder import Schedule
+from .slices import Cut, CutCall, Slice
+
+aten = torch.ops.aten
+
+# These never copy, unlike reshape or to, which the schema calls views as well.
+_VIEWS = {"slice", "view", "transpose", "t", "permute", "unsqueeze", "squeeze", "expand", "select", "narrow"}
+
+
+class StaticValues:
+    """Evaluates nodes that need nothing but weights."""
+
+    def __init__(self, graph: RowGraph) -> None:
+        self._graph = graph
+        self._known: dict[fx.Node, Any] = {n: w.tensor for n, w in graph.capture.weights.items()}
+
+    def __call__(self, node: fx.Node) -> Any:
+        """The node's value, a view of a weight where the operators allow. KeyError if it depends on rows."""
+        if node not in self._known:
+            if node not in self._graph.static or self._graph.is_row_count(node) or node.op != "call_function":
+                raise KeyError(node.name)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self)
+            with torch.no_grad():
+                self._known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return self._known[node]
+
+
+def weight_below(capture: Capture, node: fx.Node) -> Weight | None:
+    """The weight that this node is, or is a pure view of."""
+    while node not in capture.weights:
+        if operator_name(node) not in _VIEWS or len(node.all_input_nodes) != 1:
+            return None
+        (node,) = node.all_input_nodes
+    return capture.weights[node]
+
+
+def carried_names(graph: RowGraph, nodes: Iterable[fx.Node]) -> list[str]:
+    """Readable names: graph inputs keep theirs, what follows from positions alone is "positions", the rest "hidden"."""
+    names: list[str] = []
+    for node in nodes:
+        name = node.name if node.op == "placeholder" else "hidden" if graph.reads_tokens(node) else "positions"
+        taken = sum(re.fullmatch(rf"{name}(_\d+)?", n) is not None for n in names)
+        names.append(f"{name}_{taken}" if taken else name)
+    return names
+
+
+def describe_cut(graph: RowGraph, index: int, nodes: list[fx.Node]) -> Cut:
+    """Names, shapes and bytes of the nodes of one cut."""
+    tensors = [graph.row_tensor(n, name) for n, name in zip(nodes, carried_names(graph, nodes), strict=True)]
+    return Cut(index, tuple(t for t in tensors if t is not None))
+
+
+def describe_call(graph: RowGraph, values: StaticValues, index: int) -> CutCall:
+    """Shapes of the messages of one call, and its other arguments as plain values and tensors."""
+    node = graph.calls[index]
+    where = module_path(node) or node.name
+    arguments = list(node.args)
+    for parameter in node.target._schema.arguments[len(arguments) :]:  # type: ignore[union-attr]
+        arguments.append(node.kwargs.get(parameter.name, parameter.default_value))
+
+    def rows(value: Any, name: str) -> RowTensor:
+        tensor = graph.row_tensor(value, name) if isinstance(value, fx.Node) else None
+        if tensor is None:
+            raise ConversionError(f"{name} of the attention of {where} must be a tensor with the row as dimension 0")
+        return tensor
+
+    try:
+        rest = fx.map_arg(tuple(arguments[3:]), values)
+    except KeyError as error:
+        raise ConversionError(
+            f"argument {error} of the attention of {where} depends on the tokens, not on weights"
+        ) from None
+    q, k, v = (rows(a, name) for a, name in zip(arguments, "qkv", strict=False))
+    return CutCall(index, where, q, k, v, rows(node, "o"), tuple(rest))
+
+
+class Emitter:
+    """Builds the graph of one slice; nodes are copied from the capture, weights bound by name."""
+
+    def __init__(self, graph: RowGraph, values: StaticValues, index: int, schedule: Schedule) -> None:
+        self._graph, self._values, self._index, self._schedule = graph, values, index, schedule
+        self._out = fx.Graph()
+        self._root = nn.Module()
+        self._weights: dict[str, Tensor] = {}
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._names: dict[fx.Node, str] = {}
+
+    def build(self) -> Slice:
+        """The finished slice."""
+        schedule, out = self._schedule, self._out
+        given = [*schedule.carried, *([schedule.arrives] if schedule.arrives else [])]
+        names = [*carried_names(self._graph, schedule.carried), *(["o"] if schedule.arrives else [])]
+        for node, name in zip(given, names, strict=True):
+            self._copies[node] = self._annotate(out.placeholder(name), node)
+        if schedule.leaves is not None:
+            self._names |= dict(zip(schedule.leaves.args[:3], "qkv", strict=True))  # type: ignore[arg-type]
+            self._names |= dict(zip(schedule.results, carried_names(self._graph, schedule.results), strict=True))
+            self._send(schedule, *schedule.leaves.args[:3])
+        for node in schedule.rest:
+            self._copy(node)
+        out.output(tuple(self._copy(n) for n in schedule.results))
+        module = fx.GraphModule(self._root, out, class_name=f"Slice{self._index}")
+        return Slice(self._index, module, signature(module), self._weights)
+
+    def _send(self, schedule: Schedule, q: Any, k: Any, v: Any) -> None:
+        send = self._out.placeholder("send")
+        for node in schedule.before_q:
+            self._copy(node)
+        self._out.create_node("call_method", "q", (send, self._index, self._copy(q)), name="sent_q")
+        for node in schedule.before_kv:
+            self._copy(node)
+        self._out.create_node("call_method", "kv", (send, self._index, self._copy(k), self._copy(v)), name="sent_kv")
+
+    def _annotate(self, copy: fx.Node, node: fx.Node) -> fx.Node:
+        copy.meta = {k: v for k, v in node.meta.items() if k in ("val", "nn_module_stack")}
+        return copy
+
+    def _copy(self, node: Any) -> fx.Node:
+        if node not in self._copies:
+            self._copies[node] = self._make(node)
+        return self._copies[node]
+
+    def _make(self, node: fx.Node) -> fx.Node:
+        capture = self._graph.capture
+        if self._graph.is_row_count(node):
+            anchor = next(n for n in self._out.nodes if n.op == "placeholder")
+            return self._annotate(self._out.call_function(aten.sym_size.int, (anchor, 0)), node)
+        if weight_below(capture, node) is not None:
+            return self._bind(node)
+        if node.op == "get_attr":  # the body of a higher-order operator
+            self._root.add_module(node.target, getattr(capture.graph.owning_module, node.target))  # type: ignore[arg-type]
+            return self._out.get_attr(node.target)  # type: ignore[arg-type]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._copy)
+        copy = self._out.create_node(node.op, node.target, args, kwargs, name=self._name(node))
+        return self._annotate(copy, node)
+
+    def _name(self, node: fx.Node) -> str:
+        """Messages and results by what they are, GEMMs and last values of a module after it, others by operator."""
+        if node in self._names:
+            return self._names[node]
+        weights = [weight_below(self._graph.capture, a) for a in node.all_input_nodes]
+        owner = next((w.fqn for w in weights if w is not None and w.tensor.dim() > 1), "").split(".")[:-1]
+        path = module_path(node)
+        if not owner and path and not all(module_path(u).startswith(path) for u in node.users):
+            owner = path.split(".")
+        return owner[-1] if owner and owner[-1].isidentifier() else operator_name(node)
+
+    def _bind(self, node: fx.Node) -> fx.Node:
+        label, tensor = weight_label(self._graph.capture, node), self._values(node)
+        attribute = re.sub(r"\W+", "_", label).strip("_")
+        while hasattr(self._root, attribute):  # a.b_c and a_b.c
+            attribute += "_"
+        if isinstance(tensor, nn.Parameter):
+            self._root.register_parameter(attribute, tensor)
+        else:
+            self._root.register_buffer(attribute, tensor, persistent=False)
+        self._weights[label] = tensor
+        copy = self._annotate(self._out.get_attr(attribute), node)
+        copy.meta["weight"] = label
+        return copy
+
+
+def weight_label(capture: Capture, node: fx.Node) -> str:
+    """Dotted name of a weight; views append what they do: ``wqkv.weight[0:4096]``, ``lm_head.weight.t()``."""
+    weight: Weight | None = capture.weights.get(node)
+    if weight is not None:
+        return weight.fqn
+    source, *args = node.args
+    assert isinstance(source, fx.Node)
+    label = weight_label(capture, source)
+    if node.target is aten.slice.Tensor:
+        dim, start, end = (*args, *(0, None, None)[len(args) :])[:3]
+        return f"{label}[{':, ' * int(dim)}{start}:{end}]"  # type: ignore[call-overload]
+    return f"{label}.{operator_name(node)}({', '.join(map(str, args))})"
+
+
+def signature(module: fx.GraphModule) -> str:
+    """Digest of the program: operators, wiring, constants, shapes and dtypes, without names and layer numbers."""
+    number = {n: i for i, n in enumerate(module.graph.nodes)}
+    lines = []
+    for node in module.graph.nodes:
+        args = node.args
+        if node.op == "call_method":
+            args = (args[0], *args[2:])  # the number of the call
+        target = "" if node.op in ("placeholder", "get_attr") else str(node.target)
+        wiring = fx.map_arg((args, node.kwargs), lambda a: f"%{number[a]}")  # type: ignore[arg-type, return-value]
+        value = node.meta.get("val") if node.op in ("placeholder", "get_attr") else None
+        kind = (tuple(map(str, value.shape)), str(value.dtype)) if isinstance(value, Tensor) else None
+        lines.append(f"{node.op} {target} {wiring} {kind}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -1,0 +1,156 @@
+"""Facts about a captured step: what is free, what is expensive, what crosses at which price, who waits for whom."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from .capture import Capture, size_expression
+
+# Work that must never be done twice to save bytes. Everything else (element-wise, views, RoPE tables) may be.
+_EXPENSIVE = {
+    "linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "einsum", "embedding", "_grouped_mm", "grouped_mm",
+    "scaled_dot_product_attention", "topk", "sort", "argsort", "nonzero", "conv1d", "conv2d", "convolution",
+    "_scaled_mm", "_weight_int4pack_mm", "_weight_int8pack_mm",
+}  # fmt: skip
+_OUTER_PRODUCTS = {"matmul", "bmm", "mm"}
+
+
+def operator_name(node: fx.Node) -> str:
+    """``linear`` for aten.linear.default; the Python name for anything that is no torch operator."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.split("::")[1]
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def is_expensive(node: fx.Node) -> bool:
+    """GEMMs, lookups, sorts and whatever is not aten; a product over one element (K = 1) is element-wise work."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return isinstance(node.target, torch._ops.HigherOrderOperator)
+    name = operator_name(node)
+    left = node.args[0] if node.args else None
+    if name in _OUTER_PRODUCTS and isinstance(left, fx.Node) and left.meta["val"].shape[-1] == 1:
+        return False
+    return node.target.namespace != "aten" or name in _EXPENSIVE
+
+
+@dataclass(frozen=True)
+class RowTensor:
+    """A tensor of R rows that crosses a boundary; ``shape`` is that of one row (without R)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        sizes = ", ".join(("R", *map(str, self.shape)))
+        return f"{self.name} [{sizes}] {str(self.dtype).removeprefix('torch.')}"
+
+
+class RowGraph:
+    """A capture and what the planner asks about its nodes. ``calls`` are numbered in program order.
+
+    A node is *static* if weights and the number of rows are all it needs: it is free and available in every slice.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        self.calls = capture.calls
+        self.nodes = [n for n in capture.graph.nodes if n.op != "output"]
+        self.order = {n: i for i, n in enumerate(self.nodes)}
+        self.static: set[fx.Node] = set()
+        for node in self.nodes:
+            if self._is_static(node):
+                self.static.add(node)
+        self._token_readers = self._readers_of(capture.inputs[0])
+        self._needed_by = self._first_call_that_needs()
+        self._waits_for = self._last_call_waited_for()
+
+    def _is_static(self, node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            return node in self.capture.weights
+        if self.is_row_count(node):
+            return True
+        return node not in self.calls and all(a in self.static for a in node.all_input_nodes)
+
+    def is_row_count(self, node: fx.Node) -> bool:
+        """Is this node the integer R itself, however it was measured?"""
+        return node.target is torch.ops.aten.sym_size.int and self._is_rows(node.meta["val"])
+
+    def _is_rows(self, size: object) -> bool:
+        return bool(size_expression(size) == self.capture.rows)
+
+    def row_tensor(self, node: fx.Node, name: str = "") -> RowTensor | None:
+        """Shape and dtype per row, or None if the node is not a tensor whose dimension 0, and only that, is the row."""
+        value = node.meta["val"]
+        if not isinstance(value, Tensor) or value.dim() == 0 or not self._is_rows(value.shape[0]):
+            return None
+        if any(size_expression(size) is not None for size in value.shape[1:]):
+            return None
+        return RowTensor(name or node.name, tuple(value.shape[1:]), value.dtype)
+
+    def _readers_of(self, source: fx.Node) -> set[fx.Node]:
+        readers = {source}
+        for node in self.nodes:
+            if not readers.isdisjoint(node.all_input_nodes):
+                readers.add(node)
+        return readers
+
+    def reads_tokens(self, node: fx.Node) -> bool:
+        """Does this node depend on the token ids (and not on positions alone)?"""
+        return node in self._token_readers
+
+    def _first_call_that_needs(self) -> dict[fx.Node, int]:
+        """For every node the number of the first call whose q, k or v needs it (len(calls) if none does)."""
+        first = dict.fromkeys(self.nodes, len(self.calls))
+        number = {c: i for i, c in enumerate(self.calls)}
+        for node in reversed(self.nodes):
+            reach = min(first[node], number.get(node, len(self.calls)))
+            for source in node.all_input_nodes:
+                first[source] = min(first[source], reach)
+        return first
+
+    def _last_call_waited_for(self) -> dict[fx.Node, int]:
+        last: dict[fx.Node, int] = {}
+        number = {c: i for i, c in enumerate(self.calls)}
+        for node in self.nodes:
+            last[node] = max((last[a] for a in node.all_input_nodes), default=-1)
+            last[node] = max(last[node], number.get(node, -1))
+        return last
+
+    def runs_before(self, node: fx.Node, call: int) -> bool:
+        """Has this node run, for the sake of q, k and v, by the time that call number ``call`` starts?"""
+        return self._needed_by[node] <= call
+
+    def waits_for(self, node: fx.Node, call: int) -> bool:
+        """Does this node depend on the output of call number ``call`` or a later one?"""
+        return self._waits_for[node] >= call
+
+    def closure(self, roots: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> set[fx.Node]:
+        """``roots`` and all that they are computed from, static nodes left out; nothing is followed beyond ``stop``."""
+        seen: set[fx.Node] = set()
+        stack = [r for r in roots if r not in self.static]
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if not stop(node):
+                stack += [a for a in node.all_input_nodes if a not in self.static and a not in seen]
+        return seen
+
+    def sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """Nodes in program order."""
+        return sorted(nodes, key=self.order.__getitem__)

@@ -1,0 +1,69 @@
+"""Minimum vertex cut of a weighted graph with ordering rules. Plain hashables in, plain hashables out."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Set
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import networkx as nx
+
+N = TypeVar("N", bound=Hashable)
+
+_SOURCE, _SINK = "source", "sink"
+
+
+@dataclass(frozen=True)
+class CutProblem(Generic[N]):
+    """Which values to carry over a boundary in time, so that everything needed after it can be computed there.
+
+    capacity: price of carrying a node's value, once for all of its consumers; None if it cannot be carried.
+    edges: (producer, consumer) pairs between nodes of ``capacity``.
+    before: have run when the boundary is reached.
+    after: cannot run before the boundary.
+    needed: their values are read after the boundary.
+    once: run on one side only; any other node may run on both.
+    """
+
+    capacity: Mapping[N, int | None]
+    edges: Iterable[tuple[N, N]]
+    before: Set[N]
+    after: Set[N]
+    needed: Set[N]
+    once: Set[N]
+
+
+@dataclass(frozen=True)
+class MinCut(Generic[N]):
+    """The cheapest set of values to carry and its total price."""
+
+    nodes: frozenset[N]
+    value: int
+
+
+def min_cut(problem: CutProblem[N]) -> MinCut[N] | None:
+    """The cheapest cut; among equal ones the one that leaves the least to do after the boundary. None if there is none.
+
+    A node v is the edge v_in -> v_out of its price, data flows over edges of no limit, so a value with many consumers
+    is paid once. The side of v_in says when v runs, the side of v_out whether its value must still be there afterwards
+    (Ford and Fulkerson's vertex-capacity construction). The sink's side of all minimum cuts is unique when smallest,
+    hence the answer does not depend on the order of the input.
+    """
+    network = nx.DiGraph()
+    network.add_nodes_from((_SOURCE, _SINK))
+    for node, price in problem.capacity.items():
+        limit = {} if price is None else {"capacity": price}
+        network.add_edge((node, "in"), (node, "out"), **limit)
+    for producer, consumer in problem.edges:
+        network.add_edge((producer, "out"), (consumer, "in"))
+        if producer in problem.once:  # a consumer that runs before the boundary drags it there
+            network.add_edge((consumer, "in"), (producer, "in"))
+    network.add_edges_from((_SOURCE, (node, "in")) for node in problem.before)
+    network.add_edges_from(((node, "in"), _SINK) for node in problem.after)
+    network.add_edges_from(((node, "out"), _SINK) for node in problem.needed)
+    try:
+        value, (early, _) = nx.minimum_cut(network, _SOURCE, _SINK)
+    except nx.NetworkXUnbounded:
+        return None
+    carried = frozenset(n for n in problem.capacity if (n, "in") in early and (n, "out") not in early)
+    return MinCut(carried, int(value))

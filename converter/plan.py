@@ -1,0 +1,62 @@
+"""Chooses what is carried past each attention operator: one minimum cut per call, from the last to the first."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from .capture import module_path
+from .errors import ConversionError
+from .graph import RowGraph, is_expensive
+from .mincut import CutProblem, min_cut
+
+
+def plan_cuts(graph: RowGraph, *, overlap: bool = False) -> list[list[fx.Node]]:
+    """For every call the nodes that cross from the slice before it to the slice after it.
+
+    They are in program order, what follows from positions alone last, so that equal layers get equal slices.
+
+    Going backwards makes each cut also supply what later cuts carry. ``overlap`` keeps every expensive node that does
+    not wait for the call before it (the free branch of parallel attention + MLP layers), at the price of more bytes.
+    """
+    cuts: list[list[fx.Node]] = []
+    needed = [graph.capture.logits]
+    for call in reversed(range(len(graph.calls))):
+        cut = _plan_cut(graph, call, needed, overlap)
+        cuts.append(cut)
+        needed = [*_operands(graph.calls[call]), *cut]
+    return cuts[::-1]
+
+
+def _operands(call: fx.Node) -> list[fx.Node]:
+    return [a for a in call.args[:3] if isinstance(a, fx.Node)]
+
+
+def _plan_cut(graph: RowGraph, call: int, needed: list[fx.Node], overlap: bool) -> list[fx.Node]:
+    attention = graph.calls[call]
+
+    def has_run(node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            return True
+        if not is_expensive(node):
+            return False
+        return graph.runs_before(node, call) or (overlap and not graph.waits_for(node, call))
+
+    # O itself needs no carrying: it is handed to the next slice.
+    local = graph.closure(needed, lambda n: n is attention or has_run(n)) - {attention}
+    before = {n for n in local if has_run(n)}
+    edges = [(a, n) for n in local - before for a in n.all_input_nodes if a in local]
+    problem = CutProblem(
+        capacity={n: t.bytes_per_token if (t := graph.row_tensor(n)) else None for n in local},
+        edges=edges,
+        before=before,
+        after={n for n in local if graph.waits_for(n, call)},
+        needed=(set(needed) - {attention}) & local,
+        once={n for n in local if is_expensive(n)},
+    )
+    cut = min_cut(problem)
+    if cut is None:
+        raise ConversionError(
+            f"nothing can be carried past the attention of {module_path(attention) or attention.name}: "
+            "every set of tensors that the rest needs has one whose dimension 0 is not the row"
+        )
+    return sorted(graph.sorted(cut.nodes), key=lambda n: not graph.reads_tokens(n))

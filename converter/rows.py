@@ -1,0 +1,228 @@
+"""Shows that rows are independent: what a slice computes for one token must not depend on the others in its batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .capture import module_path, size_expression
+from .errors import ConversionError
+from .graph import RowGraph, operator_name
+from .slices import CutCall, Slice
+
+_REDUCTIONS = {
+    "mean", "sum", "prod", "max", "min", "amax", "amin", "aminmax", "var", "std", "var_mean", "std_mean", "norm",
+    "linalg_vector_norm", "logsumexp", "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod",
+    "cummax", "cummin", "any", "all", "argmax", "argmin", "median", "flip", "roll", "quantile",
+}  # fmt: skip
+# Sums of integers count (tokens per expert, say): whether that couples rows is seen by running.
+_COUNTS = {"sum", "cumsum"}
+_PRODUCTS = {"mm", "bmm", "matmul", "linear"}
+_CHOICES = {"topk", "sort", "argsort", "argmax", "argmin"}
+
+# Of the largest element; what two batch sizes of the same GEMM may round differently, with room for a layer's depth.
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+_NUM_ROWS = 16
+
+
+def check_rows_by_rule(graph: RowGraph) -> None:
+    """Raise ConversionError at the first operator that, by its shapes, combines rows or draws random numbers."""
+    roots = [graph.capture.logits, *graph.calls]
+    for node in graph.sorted(graph.closure(roots, lambda _: False)):
+        if not isinstance(node.target, torch._ops.OpOverload) or node in graph.calls:
+            continue
+        where = f"{node.target} in {module_path(node) or 'the model'} ({node.name})"
+        if torch.Tag.nondeterministic_seeded in node.target.tags and operator_name(node) != "dropout":
+            raise ConversionError(f"{where} draws random numbers: a step could not be repeated")
+        if (reason := _combines_rows(graph, node)) is not None:
+            raise ConversionError(
+                f"{where} {reason}: the result for one sequence would depend on the others in its batch"
+            )
+
+
+def _row_dims(graph: RowGraph, node: object) -> set[int]:
+    value = node.meta["val"] if isinstance(node, fx.Node) else None
+    if not isinstance(value, Tensor) or node in graph.static:
+        return set()
+    rows = graph.capture.rows
+    expressions = enumerate(map(size_expression, value.shape))
+    return {d for d, expression in expressions if expression is not None and rows in expression.free_symbols}
+
+
+def _combines_rows(graph: RowGraph, node: fx.Node) -> str | None:
+    name, source = operator_name(node), node.args[0] if node.args else None
+    row_dims = _row_dims(graph, source)
+    if not row_dims or not isinstance(source, fx.Node):
+        return None
+    value = source.meta["val"]
+    sizes = ", ".join("R" if d in row_dims else str(s) for d, s in enumerate(value.shape))
+    if name in _REDUCTIONS and _argument(node, "other") is None:
+        counting = name in _COUNTS and not value.dtype.is_floating_point
+        if not counting and (mixed := _dims(node, value.dim()) & row_dims):
+            return f"reduces dimension {min(mixed)} of [{sizes}], the rows"
+    if name in _PRODUCTS and value.dim() - 1 in row_dims:
+        return f"multiplies and sums over the last dimension of [{sizes}], the rows"
+    if name in ("select", "narrow") and _dims(node, value.dim()) & row_dims:
+        return f"takes single rows out of [{sizes}]"
+    if name == "slice" and _dims(node, value.dim()) & row_dims:
+        start, end = _argument(node, "start") or 0, _argument(node, "end")
+        if start != 0 or (isinstance(end, int) and end < 2**31):
+            return f"takes rows {start}:{end} out of [{sizes}]"
+    return None
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    parameters = node.target._schema.arguments  # type: ignore[union-attr]
+    for i, parameter in enumerate(parameters):
+        if parameter.name == name:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(name, parameter.default_value)
+    return None
+
+
+def _dims(node: fx.Node, rank: int) -> set[int]:
+    dims = _argument(node, "dim")
+    if dims is None:
+        dims = _argument(node, "dims")
+    if dims is None or dims == []:
+        return set(range(rank))
+    return {d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])}
+
+
+@dataclass
+class _Messages:
+    """Keeps what a slice sends."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def q(self, call: int, q: Tensor) -> None:
+        self.tensors.append(q)
+
+    def kv(self, call: int, k: Tensor, v: Tensor) -> None:
+        self.tensors += [k, v]
+
+
+def stand_in_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A cheap function of q, k and v of one row, in the shapes of attention: [R, Hq, 1, D] ... -> [R, 1, Hq, Dv]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    score = (q.float() * k.float()).mean(-1, keepdim=True)
+    return (score.sigmoid().to(v.dtype) * v).transpose(1, 2)
+
+
+def check_rows_by_running(slices: Sequence[Slice], calls: Sequence[CutCall], max_positions: int) -> bool:
+    """Run each distinct slice on a batch, on that batch shuffled and doubled, and on parts of it; rows must agree.
+
+    Each slice gets the very rows that it got before, so rounding does not pile up. Positions are the smallest and the
+    largest below ``max_positions``, together and apart. False if there are no weights to run (meta device). Raises
+    ConversionError naming the slice and the first operator whose rows differ.
+    """
+    devices = {t.device for s in slices for t in s.weights.values()}
+    if any(d.type == "meta" for d in devices):
+        return False
+    device = next(iter(devices), torch.device("cpu"))
+    seen: set[str] = set()
+    for piece, inputs, sends in _walk(slices, calls, max_positions, device):
+        if piece.signature in seen:
+            continue
+        seen.add(piece.signature)
+        expected = _run(piece, inputs, sends)
+        for chosen in _selections(device):
+            part = tuple(t[chosen] for t in inputs)
+            if _differ(piece, [t[chosen] for t in expected], _run(piece, part, sends)):
+                raise ConversionError(
+                    f"slice {piece.index} couples its rows: with {len(chosen)} of {_NUM_ROWS} rows in another order "
+                    f"the results differ; {_first_difference(piece, inputs, chosen, sends)}"
+                )
+    return True
+
+
+def _walk(
+    slices: Sequence[Slice], calls: Sequence[CutCall], max_positions: int, device: torch.device
+) -> Iterator[tuple[Slice, tuple[Tensor, ...], bool]]:
+    """Every slice with its inputs on one pass of ``_NUM_ROWS`` rows."""
+    half = _NUM_ROWS // 2
+    if max_positions < _NUM_ROWS:
+        raise ConversionError(f"max_positions is {max_positions}: the row check needs at least {_NUM_ROWS}")
+    positions = torch.tensor([*range(half), *range(max_positions - half, max_positions)], device=device)[:, None]
+    vocabulary = slices[-1].module.graph.output_node().args[0][0].meta["val"].shape[-1]  # type: ignore[index, union-attr]
+    ids = (torch.arange(_NUM_ROWS, device=device)[:, None] * 7919 + 11) % vocabulary
+    inputs: tuple[Tensor, ...] = (ids, positions)
+    for piece in slices:
+        sends = piece.index < len(calls)
+        yield piece, inputs, sends
+        messages = _Messages()
+        try:
+            carried = piece(*inputs, *([messages] if sends else []))
+        except (IndexError, RuntimeError) as error:
+            raise ConversionError(
+                f"slice {piece.index} fails on {_NUM_ROWS} rows at positions below {max_positions}: {error}"
+            ) from error
+        inputs = (*carried, stand_in_attention(*messages.tensors)) if sends else ()
+
+
+def _selections(device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shuffled = torch.randperm(_NUM_ROWS, generator=generator)
+    half = _NUM_ROWS // 2
+    rows = [torch.cat([shuffled, shuffled]), torch.arange(half).flip(0), torch.arange(half + 1, half + 5)]
+    return [r.to(device) for r in (*rows, torch.tensor([_NUM_ROWS - 1]))]
+
+
+def _run(piece: Slice, inputs: tuple[Tensor, ...], sends: bool) -> list[Tensor]:
+    messages = _Messages()
+    results = piece(*inputs, *([messages] if sends else []))
+    return [*messages.tensors, *results]
+
+
+def _differ(piece: Slice, expected: list[Tensor], actual: list[Tensor]) -> bool:
+    """Is any row different beyond rounding?
+
+    Where a slice makes discrete choices (experts), rounding may tip a close one, so a quarter of the rows may differ;
+    coupled rows differ nearly all.
+    """
+    chooses = any(n.op == "call_function" and operator_name(n) in _CHOICES for n in piece.module.graph.nodes)
+    for want, have in zip(expected, actual, strict=True):
+        if want.shape != have.shape:
+            return True
+        limit = math.ceil(len(want) / 4) if chooses else 0
+        if _rows_apart(want, have) > limit:
+            return True
+    return False
+
+
+def _rows_apart(want: Tensor, have: Tensor) -> int:
+    """How many rows differ by more than rounding, measured against the largest element of ``want``."""
+    if not want.dtype.is_floating_point:
+        return int((want != have).flatten(1).any(1).sum())
+    tolerance = _TOLERANCES[want.dtype]
+    want, have = (t.double().nan_to_num().flatten(1) for t in (want, have))
+    return int(((want - have).abs().amax(1) > tolerance * want.abs().max()).sum())
+
+
+class _Tracing(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+
+    def values(self, *args: Any) -> dict[fx.Node, Any]:
+        with torch.no_grad():
+            self.run(*args)
+        return self.env
+
+
+def _first_difference(piece: Slice, inputs: tuple[Tensor, ...], chosen: Tensor, sends: bool) -> str:
+    extra = (_Messages(),) if sends else ()
+    whole = _Tracing(piece.module).values(*inputs, *extra)
+    part = _Tracing(piece.module).values(*(t[chosen] for t in inputs), *extra)
+    for node, want in whole.items():
+        have = part.get(node)
+        if node.op != "call_function" or not isinstance(want, Tensor) or not isinstance(have, Tensor):
+            continue
+        if want.dim() and len(want) == _NUM_ROWS and len(have) == len(chosen) and _rows_apart(want[chosen], have):
+            return f"first at {operator_name(node)} in {module_path(node) or 'the model'} ({node.name})"
+    return "no single operator to blame"

@@ -1,0 +1,151 @@
+"""What a conversion yields: slices to call, the cuts between them, and the attention calls that they leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from .graph import RowTensor
+from .render import render
+
+
+class Send(Protocol):
+    """Where a slice hands its messages; ``call`` counts attention calls from 0. Implemented by the caller."""
+
+    def q(self, call: int, q: Tensor, /) -> None:
+        """q [R, Hq, 1, D], as soon as it exists."""
+
+    def kv(self, call: int, k: Tensor, v: Tensor, /) -> None:
+        """k [R, Hkv, 1, D] and v [R, Hkv, 1, Dv], before the work that neither of the three messages needs."""
+
+
+@dataclass(frozen=True)
+class CutCall:
+    """An attention call between slices ``index`` and ``index + 1``.
+
+    Shapes are those of one row, as the operator took and gave them: q (Hq, 1, D), k (Hkv, 1, D), v (Hkv, 1, Dv),
+    out (1, Hq, Dv). ``rest`` holds the operator's arguments after q, k and v: constants as they are, tensors computed
+    from the weights (the weights themselves where possible). ``name`` is the path of the module that made the call.
+    """
+
+    index: int
+    name: str
+    q: RowTensor
+    k: RowTensor
+    v: RowTensor
+    out: RowTensor
+    rest: tuple[Any, ...]
+
+    @property
+    def q_bytes(self) -> int:
+        """Bytes of send Q per token."""
+        return self.q.bytes_per_token
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of send KV per token."""
+        return self.k.bytes_per_token + self.v.bytes_per_token
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of receive O per token."""
+        return self.out.bytes_per_token
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The tensors carried from slice ``index`` to slice ``index + 1`` on the compute side, in calling order."""
+
+    index: int
+    tensors: tuple[RowTensor, ...]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of all carried tensors per row."""
+        return sum(t.bytes_per_token for t in self.tensors)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The model between two attention calls, for any number of rows.
+
+    The first slice is called with (input_ids [R, 1] int64, position_ids [R, 1] int64, send), one in the middle with
+    (*carried, o [R, 1, Hq, Dv], send), the last one with (*carried, o). Results are the tensors of the next cut, or
+    (logits [R, 1, V],). Rows are dimension 0 of every tensor and independent, so they may be dropped between slices.
+    ``signature`` is equal for slices that differ in their weights and layer numbers alone.
+    """
+
+    index: int
+    module: fx.GraphModule
+    signature: str
+    weights: Mapping[str, Tensor]
+
+    def __call__(self, *args: Any) -> tuple[Tensor, ...]:
+        """Run the slice without recording gradients; messages leave through ``send`` while it runs."""
+        with torch.no_grad():
+            results: tuple[Tensor, ...] = self._forward(*args)
+        return results
+
+    @cached_property
+    def _forward(self) -> Any:
+        return self.module.forward
+
+    @cached_property
+    def code(self) -> str:
+        """The program as text to read, with weights by name and shapes; ``module.code`` is what Python runs."""
+        return render(self.module.graph, f"slice_{self.index}")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the distinct weights that this slice reads."""
+        return distinct_bytes(self.weights.values())
+
+
+@dataclass(frozen=True)
+class SlicedProgram:
+    """A model as L + 1 slices around L attention calls: slice i, call i, slice i + 1; ``cuts[i]`` crosses call i.
+
+    ``timings`` are seconds of each stage. ``rows`` says how row independence was shown: "numeric" (run on the weights
+    and by rule), "static" (by rule alone, there were no weights to run) or "unchecked". ``stamped`` counts the layers
+    that were not captured but derived from equal ones; such a program is a plan and cannot run.
+    """
+
+    slices: tuple[Slice, ...]
+    calls: tuple[CutCall, ...]
+    cuts: tuple[Cut, ...]
+    overlap: bool
+    rows: str
+    stamped: int = 0
+    timings: dict[str, float] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.slices)
+
+    def __iter__(self) -> Iterator[Slice]:
+        return iter(self.slices)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the distinct weights of all slices; a tied weight counts once."""
+        return distinct_bytes(t for s in self.slices for t in s.weights.values())
+
+    @property
+    def cut_bytes_per_token(self) -> int:
+        """Bytes carried past all attention calls together, per token."""
+        return sum(c.bytes_per_token for c in self.cuts)
+
+    @property
+    def message_bytes_per_token(self) -> int:
+        """Bytes of all Q, KV and O messages of one step, per token."""
+        return sum(c.q_bytes + c.kv_bytes + c.out_bytes for c in self.calls)
+
+
+def distinct_bytes(tensors: Any) -> int:
+    """Bytes of ``tensors``, where the same piece of the same storage counts once."""
+    extents = {(t.untyped_storage()._cdata, t.storage_offset(), t.shape): t.numel() * t.element_size() for t in tensors}
+    return sum(extents.values())
