@@ -69,9 +69,8 @@ def describe_call(graph: RowGraph, values: StaticValues, index: int) -> CutCall:
     """Shapes of the messages of one call, and its other arguments as plain values and tensors."""
     node = graph.calls[index]
     where = module_path(node) or node.name
-    arguments = list(node.args)
-    for parameter in node.target._schema.arguments[len(arguments) :]:  # type: ignore[union-attr]
-        arguments.append(node.kwargs.get(parameter.name, parameter.default_value))
+    missing = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
+    arguments = [*node.args, *(node.kwargs.get(p.name, p.default_value) for p in missing)]
 
     def rows(value: Any, name: str) -> RowTensor:
         tensor = graph.row_tensor(value, name) if isinstance(value, fx.Node) else None
@@ -82,9 +81,7 @@ def describe_call(graph: RowGraph, values: StaticValues, index: int) -> CutCall:
     try:
         rest = fx.map_arg(tuple(arguments[3:]), values)
     except KeyError as error:
-        raise ConversionError(
-            f"argument {error} of the attention of {where} depends on the tokens, not on weights"
-        ) from None
+        raise ConversionError(f"argument {error} of the attention of {where} depends on more than weights") from None
     q, k, v = (rows(a, name) for a, name in zip(arguments, "qkv", strict=False))
     return CutCall(index, where, q, k, v, rows(node, "o"), tuple(rest))
 
@@ -183,9 +180,9 @@ def weight_label(capture: Capture, node: fx.Node) -> str:
     source, *args = node.args
     assert isinstance(source, fx.Node)
     label = weight_label(capture, source)
-    if node.target is aten.slice.Tensor:
-        dim, start, end = (*args, *(0, None, None)[len(args) :])[:3]
-        return f"{label}[{':, ' * int(dim)}{start}:{end}]"  # type: ignore[call-overload]
+    if node.target is aten.slice.Tensor and len(args) >= 3:
+        dim, start, end = args[:3]
+        return f"{label}[{':, ' * int(str(dim))}{start}:{end}]"
     return f"{label}.{operator_name(node)}({', '.join(map(str, args))})"
 
 
@@ -198,7 +195,7 @@ def signature(module: fx.GraphModule) -> str:
         if node.op == "call_method":
             args = (args[0], *args[2:])  # the number of the call
         target = "" if node.op in ("placeholder", "get_attr") else str(node.target)
-        wiring = fx.map_arg((args, node.kwargs), lambda a: f"%{number[a]}")  # type: ignore[arg-type, return-value]
+        wiring = fx.map_arg((args, node.kwargs), lambda a: f"%{number[a]}")
         value = node.meta.get("val") if node.op in ("placeholder", "get_attr") else None
         kind = (tuple(map(str, value.shape)), str(value.dtype)) if isinstance(value, Tensor) else None
         lines.append(f"{node.op} {target} {wiring} {kind}")
