@@ -1,0 +1,140 @@
+"""A model's directory: found or fetched, its configuration read, its weights checked before anything is built."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from .errors import ModelError, UnsupportedModelError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+_HUB_TIMEOUT_S = 20.0
+
+
+def find_checkpoint(source: str | os.PathLike[str], *, trust_remote_code: bool = False, weights: bool = True) -> Path:
+    """The directory of a model: ``source`` itself, or where the hub's cache has it, fetched first.
+
+    Raises ModelError.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    name = os.fspath(source)
+    if path.exists():
+        raise ModelError(f"{name} is a file: give the directory that holds its config.json")
+    if not _HUB_ID.fullmatch(name):
+        raise ModelError(f"no such model directory: {name}")
+    patterns = [p for p in _HUB_FILES if weights or p != "*.safetensors"] + (["*.py"] if trust_remote_code else [])
+    return _download(name, patterns)
+
+
+def read_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
+    """The configuration in a model directory, of a causal LM that transformers knows. Raises ModelError."""
+    from transformers import AutoConfig
+
+    raw = _read_json(directory / "config.json", f"{directory} is no model directory: it has no config.json")
+    if "auto_map" in raw and not trust_remote_code:
+        raise ModelError(
+            f"{directory} brings its own code (auto_map in config.json), which is not run unless you ask: pass "
+            f"--trust-remote-code, or remove auto_map to use the {raw.get('model_type')} of transformers if it has one"
+        )
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown method")
+        raise UnsupportedModelError(f"{directory} is quantised ({method}): use a bfloat16 or float32 checkpoint")
+    _check_architecture(directory, raw)
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise ModelError(f"{directory}/config.json is not a valid configuration: {first_line(error)}") from error
+
+
+def check_weights(directory: Path) -> None:
+    """Raises ModelError unless the directory has whole safetensors files."""
+    from safetensors import SafetensorError, safe_open
+
+    files = _weight_files(directory)
+    if not files:
+        if pickled := sorted(p.name for ext in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in directory.glob(ext)):
+            raise ModelError(
+                f"{directory} has pickled weights ({pickled[0]}), which can run code and are refused: where you trust "
+                f"them, convert them once with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            )
+        if (directory / "adapter_config.json").exists():
+            raise ModelError(f"{directory} is an adapter, not a model: merge it into its base model first")
+        raise ModelError(f"{directory} has no weights: no model.safetensors")
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"{file} is missing: {file.parent.name} is incomplete, fetch it again")
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} is truncated or corrupt, fetch it again: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _check_architecture(directory: Path, raw: dict[str, Any]) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = raw.get("model_type")
+    if "auto_map" in raw:
+        return
+    if kind is None:
+        raise ModelError(f"{directory}/config.json names no model_type")
+    if kind not in CONFIG_MAPPING_NAMES:
+        raise UnsupportedModelError(f"{directory}: transformers has no architecture {kind!r}")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UnsupportedModelError(f"{directory}: {kind!r} is not a causal language model")
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        shards = _read_json(index, "").get("weight_map", {})
+        return sorted({directory / name for name in shards.values()})
+    return sorted(directory.glob("*.safetensors"))
+
+
+def _read_json(file: Path, absent: str) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(absent) from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {first_line(error)}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{file} is not a JSON object")
+    return value
+
+
+def _download(name: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=_HUB_TIMEOUT_S))
+    except GatedRepoError as error:
+        raise ModelError(
+            f"{name} is gated on the hub: accept its terms there and log in with `hf auth login`"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelError(f"{name} is neither a directory here nor a model on the hub") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ModelError(
+            f"{name} is not a directory here, and the hub cannot be reached: give a model directory, or fetch it into "
+            f"the hub's cache while online"
+        ) from error

@@ -1,0 +1,172 @@
+"""Loads Hugging Face causal LMs from safetensors, and says in one line what is wrong with one that cannot be."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .checkpoint import check_weights, find_checkpoint, first_line, read_config
+from .errors import ModelError
+
+OnProgress = Callable[[str, int, int], None]  # (stage, done, total)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NO_LIMIT = 1 << 20  # tokens; for models that state none
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to be cut. ``max_model_len``: tokens of the longest text that it can serve exactly."""
+
+    model: nn.Module
+    config: Any  # transformers.PretrainedConfig
+    generation_config: Any  # transformers.GenerationConfig or None
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    dtype: torch.dtype
+    path: Path | None  # of the checkpoint; None for a module
+
+
+def load(
+    source: str | os.PathLike[str] | nn.Module,
+    *,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    progress: OnProgress | None = None,
+) -> LoadedModel:
+    """A model directory, a hub id, or a module, which is taken as it is.
+
+    Weights are mapped from their files: where ``dtype`` ("auto" = the checkpoint's) is that of the file, nothing is
+    copied. The model is in evaluation mode and records no gradients. Raises ModelError.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ModelError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
+    if isinstance(source, nn.Module):
+        return _describe(_checked_module(source, dtype), None)
+    directory = find_checkpoint(source, trust_remote_code=trust_remote_code)
+    config = read_config(directory, trust_remote_code=trust_remote_code)
+    check_weights(directory)
+    model = _from_pretrained(directory, config, dtype, trust_remote_code, progress)
+    return _describe(model.eval().requires_grad_(False), directory)
+
+
+def from_config(source: str | os.PathLike[str] | Any, *, dtype: str = "auto", device: str = "meta") -> nn.Module:
+    """A causal LM of this architecture: a configuration, a directory with a config.json, or a hub id.
+
+    On the meta device it has no weights, takes no memory, and can be planned but not run. Raises ModelError.
+    """
+    from transformers import AutoModelForCausalLM, PretrainedConfig
+
+    config = source
+    if not isinstance(source, PretrainedConfig):
+        config = read_config(find_checkpoint(source, weights=False))
+    chosen = DTYPES.get(dtype) or getattr(config, "dtype", None) or torch.float32
+    with torch.device(device), _quiet():
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=chosen)
+    return model.eval().requires_grad_(False)
+
+
+def max_model_len(config: Any) -> int:
+    """Tokens of the longest text that a model of this configuration serves exactly.
+
+    That is its number of positions, or less where rotary frequencies or masks change for longer texts.
+    """
+    text = config.get_text_config(decoder=True)
+    limits = [getattr(text, key, None) for key in ("max_position_embeddings", "max_seq_len", "attention_chunk_size")]
+    rope = getattr(text, "rope_parameters", None) or {}
+    ropes = [rope, *(v for v in rope.values() if isinstance(v, dict))]
+    limits += [r.get("original_max_position_embeddings") for r in ropes if r.get("rope_type") == "longrope"]
+    return min((n for n in limits if isinstance(n, int) and n > 0), default=NO_LIMIT)
+
+
+def _describe(model: nn.Module, path: Path | None) -> LoadedModel:
+    config: Any = model.config
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(config.get_text_config(decoder=True), "eos_token_id", None)
+    ids = eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
+    return LoadedModel(
+        model=model,
+        config=config,
+        generation_config=generation,
+        eos_token_ids=tuple(int(i) for i in ids),
+        max_model_len=max_model_len(config),
+        dtype=_dtype_of(model),
+        path=path,
+    )
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _checked_module(model: nn.Module, dtype: str) -> nn.Module:
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise ModelError(f"{type(model).__name__} is not a Hugging Face model: it has no config")
+    own = _dtype_of(model)
+    if dtype != "auto" and DTYPES[dtype] != own:
+        raise ModelError(f"--dtype {dtype} on a module of {own}: a module is used as it is, call .to({DTYPES[dtype]})")
+    return model
+
+
+def _from_pretrained(
+    directory: Path, config: Any, dtype: str, trust_remote_code: bool, progress: OnProgress | None
+) -> nn.Module:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with _quiet(progress):
+            model, info = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                dtype="auto" if dtype == "auto" else DTYPES[dtype],
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except (SafetensorError, ValueError, RuntimeError, OSError, KeyError, ImportError) as error:
+        raise ModelError(f"{directory} cannot be loaded: {first_line(error)}") from error
+    if missing := sorted(info["missing_keys"]):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(f"{directory} lacks weights of {type(model).__name__}: {missing[0]}{more}")
+    loaded: nn.Module = model
+    return loaded
+
+
+class _Ticks:
+    """Stands in for a tqdm bar and passes its count on."""
+
+    def __init__(self, report: OnProgress, iterable: Any, total: int) -> None:
+        self._report, self._iterable, self._total = report, iterable, total
+
+    def __iter__(self) -> Iterator[Any]:
+        for done, item in enumerate(self._iterable):
+            self._report("loading weights", done, self._total)
+            yield item
+        self._report("loading weights", self._total, self._total)
+
+
+@contextlib.contextmanager
+def _quiet(progress: OnProgress | None = None) -> Iterator[None]:
+    """transformers without its own bars and notes; ``progress`` gets the count of loaded weights."""
+    from transformers.utils import logging
+
+    report = progress or (lambda stage, done, total: None)
+    level = logging.get_verbosity()
+    previous = logging.set_tqdm_hook(lambda factory, args, kwargs: _Ticks(report, args[0], len(args[0])))
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        logging.set_tqdm_hook(previous)

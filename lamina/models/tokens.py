@@ -1,0 +1,128 @@
+"""Tokenizers: text of tokens as they come, stop strings, chat templates."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from .checkpoint import find_checkpoint, first_line
+from .errors import ModelError
+
+_CONTEXT = 6  # prompt tokens that the first new token's text may depend on
+_OPEN_BYTES = 3  # of a UTF-8 character whose last byte is missing, at most; a token has at least one byte
+_REPLACEMENT = "\ufffd"
+
+
+def load_tokenizer(source: Any, *, trust_remote_code: bool = False) -> Any:
+    """The Hugging Face tokenizer of a model directory or hub id; a tokenizer is returned as it is.
+
+    None for a module, and where the model brings none. Raises ModelError.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+    if isinstance(source, PreTrainedTokenizerBase):
+        return source
+    if source is None or isinstance(source, nn.Module):
+        return None
+    if not isinstance(source, str | os.PathLike):
+        raise ModelError(f"tokenizer must be a path, a hub id or a Hugging Face tokenizer, not {type(source).__name__}")
+    directory = find_checkpoint(source, weights=False)
+    if not any((directory / n).exists() for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=trust_remote_code, local_files_only=True, use_fast=True
+        )
+    except (ValueError, OSError, KeyError, TypeError, ImportError, AttributeError) as error:
+        raise ModelError(f"the tokenizer in {directory} cannot be loaded: {first_line(error)}") from error
+
+
+class Detokenizer:
+    """The text of one completion, piece by piece.
+
+    ``push`` returns text that later tokens cannot change: tokens are decoded together with the ones before them, as
+    tokenizers space and merge by context, and an incomplete character at the end is held back. The pieces and
+    ``finish`` together are what prompt and completion decode to, behind what the prompt alone decodes to.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
+        """``prompt``: the token ids that the completion continues."""
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._context = list(prompt[-_CONTEXT:])  # the last tokens whose text is out
+        self._pending: list[int] = []
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The new text that is certain; empty while a character is incomplete."""
+        self._pending.extend(token_ids)
+        whole = self._text(len(self._pending))
+        for count in range(len(self._pending), 0, -1):
+            text = whole if count == len(self._pending) else self._text(count)
+            # What looks like a broken character may be one whose last bytes are still to come.
+            is_certain = not text.endswith(_REPLACEMENT) or len(self._pending) - count >= _OPEN_BYTES
+            if is_certain and whole.startswith(text):
+                return self._take(count, text)
+        return ""
+
+    def finish(self) -> str:
+        """What was held back, with U+FFFD for a character that was never completed."""
+        return self._take(len(self._pending), self._text(len(self._pending)))
+
+    def _text(self, count: int) -> str:
+        """What the first ``count`` pending tokens add to the text of the context."""
+        pending = self._pending[:count]
+        before, both = self._decode(self._context), self._decode(self._context + pending)
+        if both.startswith(before):
+            return both[len(before) :]
+        if before.endswith(_REPLACEMENT):  # the context ends within a character, which the pending tokens go on with
+            return both[len(before.rstrip(_REPLACEMENT)) :]
+        return self._decode(pending)  # some decoders turn all of a run of bytes into U+FFFD while its end is open
+
+    def _take(self, count: int, text: str) -> str:
+        self._context = (self._context + self._pending[:count])[-_CONTEXT:]
+        self._pending = self._pending[count:]
+        return text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(
+            self._tokenizer.decode(token_ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
+        )
+
+
+def find_stop(text: str, stops: Sequence[str], start: int = 0) -> tuple[int, str] | None:
+    """The first stop string in ``text`` from ``start`` on: where it begins, and which; the longest of several there."""
+    found = [(at, -len(s), s) for s in stops if s and (at := text.find(s, start)) >= 0]
+    if not found:
+        return None
+    at, _, stop = min(found)
+    return at, stop
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """Characters at the end of ``text`` that could be the beginning of a stop string, so must not be shown yet."""
+    longest = max((len(s) for s in stops), default=0) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(s.startswith(text[-size:]) for s in stops if len(s) > size):
+            return size
+    return 0
+
+
+def apply_chat_template(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
+    """Token ids of a conversation, up to where the assistant speaks next. ``messages``: {"role", "content"} each.
+
+    Raises ModelError where the model has no chat template, ValueError where the template refuses the messages.
+    """
+    import jinja2
+
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ModelError("this model has no chat template: use text prompts, or set tokenizer.chat_template")
+    try:
+        encoded = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=True, **options
+        )
+    except (jinja2.TemplateError, TypeError, KeyError) as error:
+        raise ValueError(f"the chat template refuses these messages: {first_line(error)}") from error
+    return [int(t) for t in encoded["input_ids"]]
