@@ -9,6 +9,7 @@ from typing import Any
 
 from .config import make_config
 from .engine.engine import Engine
+from .engine.pools import WorkerError
 from .models.tokens import Detokenizer, load_tokenizer
 from .progress import progress_bar
 from .request import RequestOutput, SamplingParams
@@ -55,8 +56,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete all prompts (text or token ids); results in their order, each finished.
 
-        One SamplingParams serves all prompts, a list gives each its own. If this is interrupted, its requests are
-        cancelled and the engine stays usable.
+        One SamplingParams serves all prompts, a list gives each its own. Ctrl-C ends the workers.
         """
         order = self._add_all(prompts, sampling_params)
         finished: dict[int, RequestOutput] = {}
@@ -110,10 +110,10 @@ class LLM:
 
     def _add(self, prompt: Prompt, ids: list[int], params: SamplingParams) -> int:
         text = prompt if isinstance(prompt, str) else None
-        make_sink = None
+        make_pieces = None
         if self._tokenizer is not None:
-            make_sink = lambda: Detokenizer(self._tokenizer, ids)  # noqa: E731
-        return self.engine.add(ids, params, text=text, make_sink=make_sink)
+            make_pieces = lambda: Detokenizer(self._tokenizer, ids)  # noqa: E731
+        return self.engine.add(ids, params, text=text, make_pieces=make_pieces)
 
     def _run(self, request_ids: list[int]) -> Iterator[RequestOutput]:
         wanted = set(request_ids)
@@ -124,6 +124,9 @@ class LLM:
                         if output.finished:
                             wanted.remove(output.request_id)
                         yield output
+        except (WorkerError, KeyboardInterrupt):
+            self.close()  # a step may be half read
+            raise
         finally:
             for request_id in wanted:
                 self.engine.cancel(request_id)

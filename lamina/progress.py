@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 OnProgress = Callable[[str, int, int], None]
 
@@ -16,7 +17,7 @@ def progress_bar(enabled: bool) -> Iterator[OnProgress]:
         return
     from tqdm import tqdm
 
-    bars: dict[str, tqdm[None]] = {}
+    bars: dict[str, Any] = {}
 
     def show(stage: str, done: int, total: int) -> None:
         if stage not in bars:

@@ -72,9 +72,11 @@ def _read_prompts(path: str | None) -> list[str]:
 
 
 def _dry_run(model: str, memory_workers: int, transport: str, num_prompts: int) -> int:
-    from lamina.models.load import check_source
+    from lamina.models.checkpoint import check_weights, find_checkpoint, read_config
 
-    check_source(model)
+    directory = find_checkpoint(model)
+    read_config(directory)
+    check_weights(directory)
     print(f"would start 1 compute worker and {memory_workers} memory workers over {transport} for {model}")
     print(f"would complete {num_prompts} prompt{'s' if num_prompts > 1 else ''}")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from lamina.config import EngineConfig
 from lamina.kv.blocks import BlockTables
@@ -15,27 +15,16 @@ from lamina.workers.control import Draw, Drawn, RunStep, StepDone
 from .pools import Pools
 from .scheduler import ScheduledStep, Scheduler
 from .sequence import Sequence
-
-
-class TextSink(Protocol):
-    """Turns the tokens of one completion into text as they come; models.tokens has the real one."""
-
-    def push(self, token_ids: list[int]) -> str:
-        """The new text that is certain."""
-        ...
-
-    def finish(self) -> str:
-        """What was held back."""
-        ...
+from .text import Pieces, TextStream
 
 
 class Request:
-    """A RequestOutput under way, with its sequences and text sinks."""
+    """A RequestOutput under way, with its sequences and, where there is a tokenizer, their texts."""
 
-    def __init__(self, output: RequestOutput, sequences: list[Sequence], sinks: list[TextSink | None]) -> None:
+    def __init__(self, output: RequestOutput, sequences: list[Sequence], texts: list[TextStream | None]) -> None:
         self.output = output
         self.sequences = sequences
-        self.sinks = sinks
+        self.texts = texts
 
 
 class Engine:
@@ -58,13 +47,18 @@ class Engine:
         """Whether some request is unfinished."""
         return bool(self._requests)
 
+    @property
+    def free_blocks(self) -> tuple[int, ...]:
+        """KV blocks of each layer group that no sequence holds, by the ledger."""
+        return self._ledger.free_blocks
+
     def add(
         self,
         prompt: list[int],
         params: SamplingParams,
         *,
         text: str | None = None,
-        make_sink: Callable[[], TextSink] | None = None,
+        make_pieces: Callable[[], Pieces] | None = None,
     ) -> int:
         """Queue a prompt; returns the request's id. Raises ValueError for a prompt that cannot be served."""
         self.check(prompt, params)
@@ -72,8 +66,8 @@ class Engine:
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         sequences = [self._sequence(request_id, prompt, params, seed + i, i) for i in range(params.n)]
         output = RequestOutput(request_id, text, list(prompt), [s.output for s in sequences])
-        sinks = [make_sink() if make_sink else None for _ in sequences]
-        self._requests[request_id] = Request(output, sequences, sinks)
+        texts = [TextStream(make_pieces(), params.stop_strings) if make_pieces else None for _ in sequences]
+        self._requests[request_id] = Request(output, sequences, texts)
         for sequence in sequences:
             self.scheduler.add(sequence)
         return request_id
@@ -149,16 +143,13 @@ class Engine:
         return [r.output for r in touched.values()]
 
     def _append(self, request: Request, sequence: Sequence, drawn: Drawn) -> None:
-        output, sink = sequence.output, request.sinks[sequence.output.index]
+        output, text = sequence.output, request.texts[sequence.output.index]
         sequence.append(drawn.token)
         output.token_ids.append(drawn.token)
         if output.logprobs is not None:
             output.logprobs.append([Logprob(*pair) for pair in drawn.logprobs])
-        if sink is not None:
-            is_stop_token = output.finish_reason == "stop"
-            output.text += "" if is_stop_token else sink.push([drawn.token])
-            output.text += sink.finish() if sequence.finished else ""
-            _stop_at_string(sequence)
+        if text is not None:
+            _extend(text, sequence, drawn.token)
 
 
 def _draw(sequence: Sequence, row: int) -> Draw:
@@ -177,14 +168,13 @@ def _draw(sequence: Sequence, row: int) -> Draw:
     )
 
 
-def _stop_at_string(sequence: Sequence) -> None:
-    """Cut the text at the first stop string in it. Stop strings count only behind min_tokens."""
-    output, params = sequence.output, sequence.params
-    if sequence.num_outputs < params.min_tokens:
-        return
-    found = [(at, s) for s in params.stop_strings if (at := output.text.find(s)) >= 0]
-    if found:
-        at, text = min(found)
-        output.text = output.text[:at]
-        sequence.finish("stop", text)
-        output.finish_reason, output.stop_reason = "stop", text
+def _extend(text: TextStream, sequence: Sequence, token: int) -> None:
+    """A token that stopped the sequence has no text of its own; a stop string overrules an end by length."""
+    output, search = sequence.output, sequence.num_outputs >= sequence.params.min_tokens
+    stop = None if output.finish_reason == "stop" else text.push(token, search=search)
+    if sequence.finished:
+        stop = stop or text.finish(search=search and output.finish_reason != "stop")
+    if stop is not None:
+        sequence.finish("stop", stop)
+        output.finish_reason, output.stop_reason = "stop", stop
+    output.text = text.text

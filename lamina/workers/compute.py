@@ -6,6 +6,7 @@ It holds weights and no request state: all it keeps from one step to the next ar
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +24,10 @@ FIXED_ROWS = 32
 class Program(Protocol):
     """The part of converter.SlicedProgram that a compute worker runs."""
 
-    slices: list[Any]  # L + 1 callables; see converter.slices.Slice
+    @property
+    def slices(self) -> Sequence[Any]:
+        """L + 1 callables; see converter.slices.Slice."""
+        ...
 
 
 @dataclass

@@ -1,0 +1,59 @@
+"""The text of one completion as a reader may see it: never more than is certain, cut at the first stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from lamina.models.tokens import find_stop, held_back
+
+
+class Pieces(Protocol):
+    """Turns tokens into text; models.tokens.Detokenizer is one."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The new text that later tokens cannot change."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back."""
+        ...
+
+
+class TextStream:
+    """``text`` only grows: what might turn out to be the beginning of a stop string is kept back until it is not."""
+
+    def __init__(self, pieces: Pieces, stops: Sequence[str]) -> None:
+        self._pieces = pieces
+        self._stops = stops
+        self._longest = max((len(s) for s in stops), default=0)
+        self._raw = ""
+        self._ended = False
+
+    @property
+    def text(self) -> str:
+        """What can be shown."""
+        return self._raw if self._ended else self._raw[: len(self._raw) - held_back(self._raw, self._stops)]
+
+    def push(self, token: int, *, search: bool) -> str | None:
+        """Take a token; the stop string that it completes, if ``search``. The text then ends before that string."""
+        start = max(0, len(self._raw) - self._longest + 1)
+        self._raw += self._pieces.push([token])
+        return self._cut(start) if search else None
+
+    def finish(self, *, search: bool) -> str | None:
+        """The completion has ended: show everything, unless what was held back completes a stop string."""
+        if self._ended:
+            return None
+        start = max(0, len(self._raw) - self._longest + 1)
+        self._raw += self._pieces.finish()
+        self._ended = True
+        return self._cut(start) if search else None
+
+    def _cut(self, start: int) -> str | None:
+        found = find_stop(self._raw, self._stops, start)
+        if found is None:
+            return None
+        self._raw = self._raw[: found[0]]
+        self._ended = True
+        return found[1]

@@ -1,0 +1,100 @@
+"""Kill things: a clear error soon, no hang, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lamina import LLM, SamplingParams
+from lamina.engine.pools import WorkerError
+
+LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+@pytest.mark.parametrize("victim", ["memory-0", "memory-1", "compute-0"])
+def test_kill_of_a_worker_is_told_within_five_seconds(victim: str, scheme: str, llama_path: Path) -> None:
+    llm = LLM(str(llama_path), transport=scheme, memory_workers=2)
+    pids = llm.engine.pools.pids
+    stream = llm.stream([[5, 6, 7]], LONG)
+    next(stream)
+    os.kill(pids[victim], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=victim.replace("-", " worker ") + r" .*killed by SIGKILL"):
+        for _ in stream:
+            pass
+    assert time.monotonic() - start < 5.0
+    assert all(gone(pid) for pid in pids.values())
+    with pytest.raises(ValueError, match="closed"):
+        llm.generate([[3]])
+
+
+def test_a_stopped_worker_counts_as_hung_at_the_deadline(llama_path: Path) -> None:
+    llm = LLM(str(llama_path), memory_workers=1, step_timeout_s=1.0)
+    pids = llm.engine.pools.pids
+    stream = llm.stream([[5, 6, 7]], LONG)
+    next(stream)
+    os.kill(pids["memory-0"], signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(WorkerError):
+        for _ in stream:
+            pass
+    assert time.monotonic() - start < 10.0
+    assert all(gone(pid) for pid in pids.values())
+
+
+DRIVER = """
+import sys
+from lamina import LLM, SamplingParams
+llm = LLM(sys.argv[1], memory_workers=2, transport=sys.argv[2])
+stream = llm.stream([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
+next(stream)
+print(*llm.engine.pools.pids.values(), flush=True)
+for _ in stream:
+    pass
+for _ in range(1000):
+    llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
+"""
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_when_the_driver_dies(how: signal.Signals, scheme: str, llama_path: Path) -> None:
+    before = shared_memory()
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(llama_path), scheme],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+    )
+    assert driver.stdout is not None
+    pids = [int(p) for p in driver.stdout.readline().split()]
+    assert len(pids) == 3
+    driver.send_signal(how)
+    driver.wait(timeout=20)
+    deadline = time.monotonic() + 10
+    while not all(gone(pid) for pid in pids):
+        assert time.monotonic() < deadline, "worker processes outlive their driver"
+        os.sched_yield()
+    driver.stdout.close()
+    assert shared_memory() == before
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended; a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def shared_memory() -> set[str]:
+    return {p.name for p in Path("/dev/shm").iterdir()}

@@ -1,0 +1,167 @@
+"""The whole product on small models: tokens of transformers, over every transport, whatever the batch does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lamina import LLM, SamplingParams, netstack
+from lamina.netstack import SCHEMES
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+Reference = Callable[[list[int], int], list[int]]
+
+
+def tokens(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list[int]]:
+    return [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_tokens_are_those_of_transformers(
+    scheme: str, llama_path: Path, prompts: list[list[int]], reference: Reference
+) -> None:
+    with LLM(str(llama_path), transport=scheme, memory_workers=2, prefill_chunk=32) as llm:
+        assert tokens(llm, prompts) == [reference(p, 24) for p in prompts]
+        pids, stats = llm.engine.pools.pids, llm.stats()
+        in_process = netstack.open(scheme, key=b"k" * 32).in_process
+        assert len({*pids.values(), os.getpid()}) == (1 if in_process else 4), "each worker is its own process"
+        summary = llm.engine.info.summary
+        rows = stats["compute-0"]["rows"]
+        layers = len(summary["q_bytes"])
+        for worker in ("memory-0", "memory-1"):
+            wire = stats[worker]["bytes_received"]
+            least = rows * (sum(summary["q_bytes"]) + sum(summary["kv_bytes"])) / 2
+            assert least <= wire <= 1.2 * least + 4096 * stats[worker]["steps"], "Q and KV crossed the wire"
+            assert stats[worker]["attend_s"] > 0
+        assert layers == 3
+
+
+def test_four_memory_workers_give_the_same_bits_as_one(llama_path: Path, prompts: list[list[int]]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=3, ignore_eos=True)
+    found = []
+    for workers, overlap in ((1, True), (4, True), (2, False)):
+        with LLM(str(llama_path), transport="loopback", memory_workers=workers, overlap=overlap) as llm:
+            found.append([o.outputs[0].logprobs for o in llm.generate(prompts, params)])
+    assert found[0] == found[1] == found[2]
+
+
+def test_deterministic_results_do_not_depend_on_batch_mates(llama_path: Path, prompts: list[list[int]]) -> None:
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=12, logprobs=3, ignore_eos=True)
+    with LLM(str(llama_path), transport="loopback", deterministic=True) as llm:
+        together = [o.outputs[0].logprobs for o in llm.generate(prompts, params)]
+        alone = [llm.generate([p], params)[0].outputs[0].logprobs for p in prompts]
+    assert together == alone
+
+
+def test_preemption_loses_nothing(llama_path: Path, prompts: list[list[int]], reference: Reference) -> None:
+    # one sequence of 130 tokens fits beside another, not five
+    with LLM(str(llama_path), transport="loopback", max_model_len=160, kv_memory="160KiB", block_size=16) as llm:
+        assert tokens(llm, prompts) == [reference(p, 24) for p in prompts]
+        assert llm.engine.scheduler.num_preemptions > 0
+
+
+def test_kv_is_freed_and_requests_come_and_go(llama_path: Path, prompts: list[list[int]], reference: Reference) -> None:
+    with LLM(str(llama_path), transport="loopback") as llm:
+        full = llm.engine.free_blocks
+        stream = llm.stream(prompts, GREEDY)
+        for _ in range(7):
+            next(stream)
+        stream.close()
+        assert llm.engine.free_blocks == full, "cancelled requests give their blocks back"
+        assert tokens(llm, prompts[:2]) == [reference(p, 24) for p in prompts[:2]]
+        assert llm.engine.free_blocks == full
+
+
+def test_stream_grows_and_ends(llama_path: Path, prompts: list[list[int]]) -> None:
+    with LLM(str(llama_path), transport="loopback") as llm:
+        lengths: dict[int, int] = {}
+        last = {}
+        for output in llm.stream(prompts, GREEDY):
+            assert len(output.outputs[0].token_ids) == lengths.get(output.request_id, 0) + 1
+            lengths[output.request_id] = len(output.outputs[0].token_ids)
+            last[output.request_id] = output
+        assert all(o.finished and o.outputs[0].finish_reason == "length" for o in last.values())
+
+
+def test_eos_stop_tokens_and_min_tokens(llama_path: Path, reference: Reference) -> None:
+    prompt = [5, 9, 200]
+    free = reference(prompt, 24)
+    stop = free[6]
+    first = free.index(stop)
+    with LLM(str(llama_path), transport="loopback") as llm:
+        got = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=[stop]))[0].outputs[
+            0
+        ]
+        assert got.token_ids == free[: first + 1]
+        assert (got.finish_reason, got.stop_reason) == ("stop", stop)
+        late = SamplingParams(
+            temperature=0.0, max_tokens=24, stop_token_ids=[stop], min_tokens=first + 2, ignore_eos=True
+        )
+        got = llm.generate([prompt], late)[0].outputs[0]
+        assert stop not in got.token_ids[: first + 2]
+        assert len(got.token_ids) > first + 2
+
+
+def test_n_completions_with_seeds(llama_path: Path) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=42, max_tokens=8, ignore_eos=True)
+    with LLM(str(llama_path), transport="loopback") as llm:
+        (first,) = llm.generate([[4, 5, 6]], params)
+        (again,) = llm.generate([[4, 5, 6]], params)
+    assert [o.token_ids for o in first.outputs] == [o.token_ids for o in again.outputs]
+    assert len({tuple(o.token_ids) for o in first.outputs}) == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda llm: llm.generate([[]]), "empty"),
+        (lambda llm: llm.generate([[3] * 512]), "--max-model-len"),
+        (lambda llm: llm.generate([[320]]), "vocabulary"),
+        (lambda llm: llm.generate([[-1]]), "vocabulary"),
+        (lambda llm: llm.generate("text"), "tokenizer"),
+        (lambda llm: llm.generate([[3], [4]], [GREEDY]), "2 prompts"),
+    ],
+)
+def test_bad_requests_are_refused_and_the_engine_lives(call: Any, words: str, shared_llm: LLM) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        call(shared_llm)
+    assert "\n" not in str(caught.value)
+    assert len(tokens(shared_llm, [[3, 4]])[0]) == 24
+
+
+@pytest.fixture(scope="module")
+def shared_llm(llama_path: Path) -> Any:
+    with LLM(str(llama_path), transport="loopback") as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"memory_workers": 3}, "--memory-workers 3 does not divide the 4 KV heads"),
+        ({"memory_workers": 0}, "--memory-workers"),
+        ({"transport": "carrier-pigeon"}, "unknown transport"),
+        ({"max_model_len": 4096}, "--max-model-len 4096"),
+        ({"kv_memory": "1KiB"}, "--kv-memory"),
+        ({"kv_memory": "lots"}, "--kv-memory"),
+        ({"dtype": "int3"}, "--dtype"),
+        ({"memroy_workers": 2}, "memroy_workers"),
+        ({"attention": "magic"}, "attention"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(options: dict[str, Any], words: str, llama_path: Path) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        LLM(str(llama_path), **{"transport": "loopback", **options})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_closed_llm_says_so(llama_path: Path) -> None:
+    llm = LLM(str(llama_path), transport="loopback")
+    llm.close()
+    llm.close()
+    with pytest.raises(ValueError, match="closed"):
+        llm.generate([[3]])
