@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from time import perf_counter
-from typing import ClassVar, Protocol
+from typing import Protocol
 from weakref import WeakSet
 
 from .fabric import EPOCH_SHIFT, TAG_BYTES, Arrival, ChannelStats, Geometry, Region, Slot
@@ -99,8 +99,8 @@ class BaseChannel(ABC):
 class BaseFabric:
     """The key and everything that was opened and not yet dropped."""
 
-    scheme: ClassVar[str]
-    in_process: ClassVar[bool] = False
+    scheme: str
+    in_process: bool = False
 
     def __init__(self, key: bytes) -> None:
         if len(key) < KEY_BYTES_MIN:

@@ -41,19 +41,19 @@ class ChannelError(Exception):
     """A transport failed; the text names the peer, the operation and the cause."""
 
 
-class NoResource(ChannelError):
+class NoResource(ChannelError):  # noqa: N818
     """No free slot within the timeout: the peer has not released enough arrivals."""
 
 
-class ChannelTimeout(ChannelError):
+class ChannelTimeout(ChannelError):  # noqa: N818
     """The deadline of a wait passed; the channel itself is still usable."""
 
 
-class PeerFault(ChannelError):
+class PeerFault(ChannelError):  # noqa: N818
     """The peer died, closed, or broke the protocol; the channel is unusable."""
 
 
-class ChannelAborted(ChannelError):
+class ChannelAborted(ChannelError):  # noqa: N818
     """``abort`` or ``close`` was called on this side; the channel is unusable."""
 
 

@@ -21,6 +21,7 @@ from .fabric import (
     ChannelAborted,
     ChannelError,
     ChannelTimeout,
+    Fabric,
     Geometry,
     HandshakeError,
     NoResource,
@@ -220,5 +221,5 @@ class LoopbackFabric(BaseFabric):
         return channel
 
 
-def open_fabric(key: bytes) -> LoopbackFabric:
+def open_fabric(key: bytes) -> Fabric:
     return LoopbackFabric(key)

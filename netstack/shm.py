@@ -18,7 +18,7 @@ from functools import partial
 from time import monotonic
 
 from .base import BaseChannel, BaseFabric
-from .fabric import ChannelError, ChannelTimeout, Geometry, HandshakeError, Slot
+from .fabric import ChannelError, ChannelTimeout, Fabric, Geometry, HandshakeError, Slot
 from .handshake import Terms, offer, run
 from .listener import StreamListener
 
@@ -177,5 +177,5 @@ def _check_user(sock: socket.socket) -> None:
         raise HandshakeError(f"the peer belongs to user {uid}, we are user {os.geteuid()}")
 
 
-def open_fabric(key: bytes) -> ShmFabric:
+def open_fabric(key: bytes) -> Fabric:
     return ShmFabric(key)
