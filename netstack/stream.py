@@ -90,7 +90,7 @@ class StreamChannel(BaseChannel):
         self._zero = terms.epoch << EPOCH_SHIFT
         self._staging, self._inbox = _Slots(outbound), _Slots(inbound)
         self._grants = self._sent = self._credited = 0
-        self._arrivals = self._released = self._reported = 0
+        self._arrivals = self._released = self._reported = self._pushed = 0
         self._messages: deque[tuple[int, bytes, memoryview]] = deque()
         self._header = memoryview(bytearray(HEADER.size))
         self._rest = self._header  # of the header or payload that is being read
@@ -179,6 +179,7 @@ class StreamChannel(BaseChannel):
                 header = HEADER.pack(DATA, nbytes, seqno, self._zero + self._reported, tag)
                 self._send([self._tail, header, payload])
                 self._tail = b""
+                self._pushed = self._reported
             self._report()  # what was released meanwhile
             return seqno
 
@@ -188,19 +189,33 @@ class StreamChannel(BaseChannel):
             self._report()
 
     def _report(self) -> None:
-        """Tell the peer what was released, unless another thread is writing, which then does so afterwards."""
+        """Tell the peer what was released, unless another thread is writing, which then does so afterwards.
+
+        While the peer still has at least half of its slots, the kernel may hold the frame back (MSG_MORE; 200 ms at
+        most) so that it leaves together with the next message instead of waking the peer on its own.
+        """
         while (self._tail or self._reported < self._released) and self._writing.acquire(blocking=False):
             try:
                 if self._reported < self._released and not self._tail:
                     self._reported = self._released
                     self._tail = HEADER.pack(CREDIT, 0, 0, self._zero + self._reported, b"")
-                self._tail = self._tail[self._sock.send(self._tail) :]
+                hold = self._reported - self._pushed < (self.inbound.slots + 1) // 2
+                self._tail = self._tail[self._sock.send(self._tail, socket.MSG_MORE if hold else 0) :]
+                if not hold and not self._tail:
+                    self._pushed = self._reported
             except BlockingIOError:
                 return  # the next call that waits goes on
             except OSError:
                 self._tail = b""  # the peer left; reading will say why
             finally:
                 self._writing.release()
+
+    def _push(self) -> None:
+        """Let go of what the kernel holds back."""
+        if self._pushed < self._reported:
+            self._pushed = self._reported
+            with suppress(OSError):
+                self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def _wait(self, sleeper: _Sleeper, ready: Callable[[], bool], timeout_s: float, operation: str) -> bool:
         """Read, and in between sleep, until ``ready()``; False once ``timeout_s`` has passed."""
@@ -216,6 +231,7 @@ class StreamChannel(BaseChannel):
             if left <= 0:
                 return False
             self._report()
+            self._push()
             sleeper.sleep(lambda: ready() or self._over(), select.POLLIN | (select.POLLOUT if self._tail else 0), left)
 
     def _send(self, pieces: list[bytes | memoryview]) -> None:
