@@ -1,0 +1,81 @@
+"""Attention backends of the memory workers. Each is a module of this package with ``open_backend``; see ``get``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from lamina.attention.merge import Partial
+    from lamina.attention.spec import AttentionSpec
+    from lamina.kv.pool import LayerStore, RowTable
+
+# name -> module of this package with a function open_backend(device) -> AttentionBackend; imported when first used
+BACKENDS: dict[str, str] = {"reference": "reference"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """One layer's attention as one memory worker does it: its own heads only."""
+
+    spec: AttentionSpec
+    q_heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    sinks: Tensor | None = None  # [Hq] fp32
+    slopes: Tensor | None = None  # [Hq] fp32
+
+
+class AttentionBackend(Protocol):
+    """Computes partial attention (``merge.Partial``) for the rows of a step, one layer at a time.
+
+    Contract, the same for every backend (tests/contract/test_attention.py runs it over the whole table):
+
+    1. Meaning. ``AttentionSpec``, for any numbers of rows in a sequence: one (decode), some, a whole prompt. Query head
+       h reads KV head h // (q_heads / kv_heads).
+    2. Precision. Scores, softmax and sums in fp32 or better, whatever the dtype of the store.
+    3. Exactness. What a (sequence, query head) gets depends, bit for bit, on that sequence's rows and stored tokens
+       alone: not on the other sequences of the step, the other heads of the worker, block ids or threads. Stored tokens
+       are cut into chunks and merged as ``merge`` describes.
+    4. Isolation. Stored bytes outside a sequence's visible positions have no influence, even if they are NaN; a NaN
+       stays in the (sequence, head) that it came from.
+    5. Lifetime. Results may share memory with the arguments of the call and with the backend; they hold until the next
+       ``prepare``, or the next call of the same method, whichever is first. Nothing is kept of q, k, v after that.
+    """
+
+    def prepare(self, rows: RowTable) -> Any:
+        """What all layers of one group share in one step; passed to the other two."""
+        ...
+
+    def attend_stored(self, op: Operator, prepared: Any, store: LayerStore, q: Tensor) -> Partial:
+        """Attention of the step's rows over their sequences' earlier tokens, positions ``0 .. first``, from the store.
+
+        q [R, Hq, D] in the wire dtype -> o [R, Hq, Dv], lse [R, Hq] fp32: the root over all chunks, empty where
+        nothing is stored or seen.
+        """
+        ...
+
+    def attend_new(self, op: Operator, prepared: Any, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+        """Causal attention of the step's rows over the rows of their own sequence.
+
+        q [R, Hq, D], k [R, Hkv, D], v [R, Hkv, Dv] in the wire dtype -> o [R, Hq, Dv], lse [R, Hq] fp32.
+        """
+        ...
+
+
+def get(name: str, device: torch.device) -> AttentionBackend:
+    """Open the backend ``name`` on ``device``.
+
+    Raises ValueError for an unknown name (it lists the known ones) and ImportError, with its cause, when something that
+    the backend needs is missing.
+    """
+    from importlib import import_module
+
+    if name not in BACKENDS:
+        raise ValueError(f"unknown attention backend {name!r}; choose one of {', '.join(BACKENDS)}")
+    backend: AttentionBackend = import_module(f"{__name__}.{BACKENDS[name]}").open_backend(device)
+    return backend

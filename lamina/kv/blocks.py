@@ -1,0 +1,251 @@
+"""Which KV blocks a sequence holds: ids and counts only, no tensors, no I/O.
+
+A memory worker keeps its store's block tables here; the engine keeps the same class as a ledger, so that it knows
+before it sends a plan whether every worker will take it. Layers of one window length form a *group* and share tables.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from lamina.workers.stepplan import Free, New, Rows, SequenceOp, StepPlan, Truncate
+
+
+class PlanError(ValueError):
+    """A plan that does not fit the sequences as they are: an unknown id, a gap, a position that was given back."""
+
+
+class UnsupportedOpError(PlanError):
+    """A sequence op of the StepPlan that these tables cannot do."""
+
+
+class NoBlocksError(Exception):
+    """Too few KV blocks for a plan. Nothing of the plan was applied."""
+
+
+def layer_groups(layer_windows: Sequence[int]) -> tuple[list[int], list[int]]:
+    """(group -> window, layer -> group): groups in the order in which their windows first appear."""
+    windows = list(dict.fromkeys(layer_windows))
+    return windows, [windows.index(w) for w in layer_windows]
+
+
+def blocks_of_one(length: int, window: int, block_size: int, max_rows: int) -> int:
+    """The most blocks that one sequence of up to ``length`` tokens holds in a group, with ``max_rows`` rows a step.
+
+    A windowed group keeps what the queries of the last two steps can see, and those steps' own tokens.
+    """
+    whole = -(-length // block_size)
+    return min(whole, -(-(window + 2 * max_rows) // block_size) + 1) if window else whole
+
+
+def split_memory(
+    kv_bytes: int, block_bytes: Sequence[int], windows: Sequence[int], *, block_size: int, max_rows: int, max_len: int
+) -> list[int]:
+    """Blocks for every group out of ``kv_bytes``; ``block_bytes[g]`` is the size of one block in all layers of group g.
+
+    A group's store has one block more, the null block, which counts against ``kv_bytes`` too. Every group can hold one
+    sequence of ``max_len`` tokens. What is left is shared out for sequences of a quarter of that length: with longer
+    ones the groups without a window run out first, with shorter ones the others.
+    Raises ValueError where ``kv_bytes`` cannot hold one sequence.
+    """
+    counts = [blocks_of_one(max_len, w, block_size, max_rows) for w in windows]
+    need = sum((n + 1) * b for n, b in zip(counts, block_bytes, strict=True))
+    if need > kv_bytes:
+        raise ValueError(
+            f"{kv_bytes} bytes of KV memory cannot hold one sequence of {max_len} tokens, which needs {need} bytes on "
+            f"each memory worker: raise --kv-memory or lower --max-model-len"
+        )
+    typical = [blocks_of_one(-(-max_len // 4), w, block_size, max_rows) for w in windows]
+    more = (kv_bytes - need) / sum(n * b for n, b in zip(typical, block_bytes, strict=True))
+    return [n + int(t * more) for n, t in zip(counts, typical, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """What a sequence holds. Its blocks in group g are ``starts[g] .. ceil(length / block_size)``."""
+
+    length: int  # tokens up to the end of its last rows
+    first: int  # first position of its last rows: a replay of them must still find its window
+    starts: tuple[int, ...]
+
+
+class BlockTables:
+    """The block tables of all sequences in all layer groups."""
+
+    def __init__(self, windows: Sequence[int], num_blocks: Sequence[int], block_size: int) -> None:
+        """``windows[g]`` in tokens (0 = all), ``num_blocks[g]`` KV blocks for group g."""
+        if not (len(windows) == len(num_blocks) > 0) or min(num_blocks) < 1 or min(windows) < 0 or block_size < 1:
+            raise ValueError(f"block tables of windows {windows}, {num_blocks} blocks of {block_size} tokens")
+        self.windows = tuple(windows)
+        self.num_blocks = tuple(num_blocks)
+        self.block_size = block_size
+        self._sequences: dict[int, _Extent] = {}
+        self._tables: list[dict[int, array[int]]] = [{} for _ in windows]
+        self._free = [array("q", range(n - 1, -1, -1)) for n in num_blocks]  # the last one is handed out next
+
+    @property
+    def free_blocks(self) -> tuple[int, ...]:
+        """Blocks that nobody holds, by group."""
+        return tuple(len(free) for free in self._free)
+
+    @property
+    def sequences(self) -> list[int]:
+        """The sequences that exist, oldest first."""
+        return list(self._sequences)
+
+    def length(self, sequence: int) -> int:
+        """Tokens of ``sequence`` up to the end of its last rows. Raises PlanError if it does not exist."""
+        return self._extent(self._sequences, sequence).length
+
+    def table(self, group: int, sequence: int) -> tuple[int, array[int]]:
+        """(start, ids): block ``start + i`` of the sequence, counted from its token 0, is ``ids[i]``. Read only."""
+        return self._extent(self._sequences, sequence).starts[group], self._tables[group][sequence]
+
+    def blocks_needed(self, rows: Iterable[Rows]) -> tuple[int, ...]:
+        """Blocks by group that ``rows`` take more than they give back. A sequence that is not there starts empty.
+
+        Raises PlanError.
+        """
+        change = [0] * len(self.windows)
+        for row in rows:
+            old = self._sequences.get(row.sequence, self._empty())
+            for g, blocks in enumerate(self._held(self._advance(old, row))):
+                change[g] += blocks - self._held(old)[g]
+        return tuple(change)
+
+    def can_apply(self, plan: StepPlan) -> bool:
+        """Whether there are blocks enough for ``plan``. Raises PlanError where blocks would not help."""
+        try:
+            self._after(plan)
+        except NoBlocksError:
+            return False
+        return True
+
+    def apply(self, plan: StepPlan) -> None:
+        """Do the plan's ops in order, then hold blocks for all its rows: everything, or nothing and an exception.
+
+        A plan may be applied again (a replay), as long as none of its sequences has gone two plans further.
+        Raises NoBlocksError, PlanError, UnsupportedOpError.
+        """
+        changes = self._after(plan)
+        for sequence, extent in changes.items():
+            self._give_back(sequence, extent)
+        for sequence, extent in changes.items():
+            if extent is None:
+                del self._sequences[sequence]
+            else:
+                self._take(sequence, extent)
+                self._sequences[sequence] = extent
+
+    def check_integrity(self) -> None:
+        """Every block is free or in one table, and every table is as long as its sequence, else RuntimeError."""
+        for g, tables in enumerate(self._tables):
+            owned = [b for table in tables.values() for b in table] + list(self._free[g])
+            if sorted(owned) != list(range(self.num_blocks[g])):
+                raise RuntimeError(f"layer group {g}: a KV block was lost or is owned twice")
+            for sequence, extent in self._sequences.items():
+                if len(tables[sequence]) != self._held(extent)[g]:
+                    raise RuntimeError(f"layer group {g}: sequence {sequence} holds {len(tables[sequence])} blocks")
+            if tables.keys() != self._sequences.keys():
+                raise RuntimeError(f"layer group {g}: a table without a sequence")
+
+    def _after(self, plan: StepPlan) -> dict[int, _Extent | None]:
+        """The extents that ``plan`` changes (None = gone from now on), or an exception; touches nothing."""
+        changes: dict[int, _Extent | None] = {}
+        for op in plan.ops:
+            changes[op.sequence] = self._operate(changes, op)
+        seen: set[int] = set()
+        for row in plan.rows:
+            if row.sequence in seen:
+                raise PlanError(f"sequence {row.sequence} is twice in step {plan.step}")
+            seen.add(row.sequence)
+            changes[row.sequence] = self._advance(self._extent(changes, row.sequence), row)
+        changes = {s: e for s, e in changes.items() if e is not None or s in self._sequences}
+        left = list(self.free_blocks)
+        for sequence, extent in changes.items():
+            before, after = self._held(self._sequences.get(sequence)), self._held(extent)
+            for g in range(len(left)):
+                left[g] += before[g] - after[g]
+        for g, blocks in enumerate(left):
+            if blocks < 0:
+                raise NoBlocksError(
+                    f"step {plan.step} needs {-blocks} KV blocks of {self.block_size} tokens more than the "
+                    f"{self.num_blocks[g]} of layer group {g} (window {self.windows[g]})"
+                )
+        return changes
+
+    def _operate(self, changes: dict[int, _Extent | None], op: SequenceOp) -> _Extent | None:
+        match op:
+            case New():
+                if changes.get(op.sequence, self._sequences.get(op.sequence)) is not None:
+                    raise PlanError(f"new sequence {op.sequence} exists already")
+                return self._empty()
+            case Free():
+                self._extent(changes, op.sequence)
+                return None
+            case Truncate():
+                extent = self._extent(changes, op.sequence)
+                if not 0 <= op.length <= extent.length:
+                    raise PlanError(f"cannot truncate sequence {op.sequence} of {extent.length} tokens to {op.length}")
+                return replace(extent, length=op.length) if op.length else self._empty()
+            case _:
+                raise UnsupportedOpError(f"sequence op {type(op).__name__.lower()!r} is not supported")
+
+    def _advance(self, extent: _Extent, row: Rows) -> _Extent:
+        """The extent once ``row`` is planned: blocks that neither it nor the rows before it can see are given back."""
+        if row.count < 1 or row.first < 0:
+            raise PlanError(f"sequence {row.sequence}: {row.count} rows from position {row.first}")
+        if row.first > extent.length:
+            raise PlanError(f"sequence {row.sequence} has {extent.length} tokens, its rows start at {row.first}")
+        starts = []
+        for window, start in zip(self.windows, extent.starts, strict=True):
+            if start * self.block_size > max(0, row.first - window + 1):
+                raise PlanError(
+                    f"sequence {row.sequence}: position {row.first} sees tokens before {start * self.block_size}, "
+                    f"whose blocks were given back (window {window}): free it and build it again"
+                )
+            unseen = min(extent.first, row.first) - window + 1 if window else 0
+            starts.append(max(start, unseen // self.block_size))
+        return _Extent(row.first + row.count, row.first, tuple(starts))
+
+    def _extent(self, changes: dict[int, _Extent | None] | dict[int, _Extent], sequence: int) -> _Extent:
+        extent = changes[sequence] if sequence in changes else self._sequences.get(sequence)
+        if extent is None:
+            raise PlanError(f"sequence {sequence} does not exist")
+        return extent
+
+    def _empty(self) -> _Extent:
+        return _Extent(0, 0, (0,) * len(self.windows))
+
+    def _held(self, extent: _Extent | None) -> tuple[int, ...]:
+        if extent is None:
+            return (0,) * len(self.windows)
+        stop = -(-extent.length // self.block_size)
+        return tuple(max(0, stop - start) for start in extent.starts)
+
+    def _give_back(self, sequence: int, extent: _Extent | None) -> None:
+        """Free what ``sequence`` holds outside ``extent``."""
+        old = self._sequences.get(sequence)
+        if old is None:
+            return
+        for g, tables in enumerate(self._tables):
+            ids = tables[sequence]
+            if extent is None or extent.starts[g] < old.starts[g]:  # gone, or a new one of the same id
+                drop, keep = len(ids), 0
+            else:
+                drop, keep = min(len(ids), extent.starts[g] - old.starts[g]), self._held(extent)[g]
+            self._free[g].extend(reversed(ids[:drop]))
+            del ids[:drop]
+            self._free[g].extend(reversed(ids[keep:]))
+            del ids[keep:]
+            if extent is None:
+                del tables[sequence]
+
+    def _take(self, sequence: int, extent: _Extent) -> None:
+        """Fill the tables of ``sequence`` up to ``extent``; the blocks are there."""
+        for g, tables in enumerate(self._tables):
+            ids, free = tables.setdefault(sequence, array("q")), self._free[g]
+            for _ in range(self._held(extent)[g] - len(ids)):
+                ids.append(free.pop())

@@ -1,0 +1,112 @@
+"""The KV store of one memory worker: a K and a V tensor per layer, written by position, read through block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lamina.kv.blocks import BlockTables
+from lamina.workers.stepplan import Rows
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class LayerStore:
+    """k [N + 1, Hkv, block_size, D], v [N + 1, Hkv, block_size, Dv], contiguous, in the store's dtype.
+
+    Blocks 0 .. N hold tokens. Block N is the null block: always zero, it stands in for tokens that nobody sees.
+    """
+
+    k: Tensor
+    v: Tensor
+
+    @property
+    def null_block(self) -> int:
+        return self.k.shape[0] - 1
+
+    def write(self, at: WriteIndex, k: Tensor, v: Tensor) -> None:
+        """Put row r at its position. k [R, Hkv, D], v [R, Hkv, Dv] in the store's dtype; overwrites what is there."""
+        self.k[at.blocks, :, at.offsets] = k
+        self.v[at.blocks, :, at.offsets] = v
+
+
+@dataclass(frozen=True)
+class WriteIndex:
+    """Where the rows of a step are stored, for one layer group: both [R] int64, on the store's device."""
+
+    blocks: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """The rows of one step and their sequences' stored tokens, for one layer group: host arrays, built once per step.
+
+    Sequence i of the step has rows ``row[i] .. row[i] + count[i]``, at positions from ``first[i]``. Column j of its
+    block table holds the tokens from ``origin[i] + j * block_size``; columns that no query sees hold the null block.
+    """
+
+    window: int
+    block_size: int
+    null_block: int
+    row: Ints  # [S]
+    first: Ints  # [S]
+    count: Ints  # [S]
+    origin: Ints  # [S] a multiple of ``align``, at or before the first stored token that is seen
+    table: Ints  # [S, W], W * block_size a multiple of ``align``
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.count.sum())
+
+
+def row_table(tables: BlockTables, group: int, rows: Sequence[Rows], *, align: int) -> RowTable:
+    """The row table of ``rows``, whose plan ``tables`` has applied. ``align``: tokens, a multiple of the block size."""
+    size, window, null = tables.block_size, tables.windows[group], tables.num_blocks[group]
+    first = np.array([r.first for r in rows], np.int64)
+    count = np.array([r.count for r in rows], np.int64)
+    seen = np.maximum(first - window + 1, 0) if window else np.zeros_like(first)
+    origin = np.minimum(seen, first) // align * align
+    width = -(-(first - origin).max(initial=0) // align) * (align // size)
+    table = np.full((len(rows), width), null, np.int64)
+    for i, r in enumerate(rows):
+        start, ids = tables.table(group, r.sequence)
+        lo, hi = int(seen[i]) // size, -(-r.first // size)
+        if hi > lo:
+            at = lo - int(origin[i]) // size
+            table[i, at : at + hi - lo] = ids[lo - start : hi - start]
+    return RowTable(window, size, null, np.cumsum(count) - count, first, count, origin, table)
+
+
+def write_index(tables: BlockTables, group: int, rows: Sequence[Rows], device: torch.device) -> WriteIndex:
+    """Where ``rows`` go, whose plan ``tables`` has applied."""
+    size = tables.block_size
+    blocks, offsets = [], []
+    for r in rows:
+        start, ids = tables.table(group, r.sequence)
+        positions = np.arange(r.first, r.first + r.count)
+        blocks.append(np.array(ids[r.first // size - start :], np.int64)[positions // size - r.first // size])
+        offsets.append(positions % size)
+    both = torch.from_numpy(np.stack([np.concatenate(blocks), np.concatenate(offsets)]))
+    return WriteIndex(*both.to(device))
+
+
+def allocate(
+    num_blocks: int, kv_heads: int, block_size: int, qk_dim: int, v_dim: int, dtype: torch.dtype, device: torch.device
+) -> LayerStore:
+    """A zeroed store of one layer, with its null block. Raises MemoryError, naming the size."""
+    shape = (num_blocks + 1, kv_heads, block_size)
+    try:
+        return LayerStore(
+            torch.zeros(*shape, qk_dim, dtype=dtype, device=device),
+            torch.zeros(*shape, v_dim, dtype=dtype, device=device),
+        )
+    except RuntimeError as e:
+        nbytes = (num_blocks + 1) * kv_heads * block_size * (qk_dim + v_dim) * dtype.itemsize
+        raise MemoryError(f"cannot allocate {nbytes} bytes for the KV blocks of a layer: lower --kv-memory") from e

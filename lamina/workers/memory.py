@@ -1,0 +1,278 @@
+"""The memory worker: keeps the KV cache and computes core attention. ``python -m lamina.workers.memory``.
+
+It serves one channel at a time. When the compute worker behind it is lost, it waits for the next one, which binds
+again; the sequences of the old one are dropped.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lamina import netstack
+from lamina.kv.blocks import NoBlocksError, PlanError
+from lamina.netstack import Arrival, Channel, ChannelError, ChannelTimeout, Listener
+
+from .control import AskStats, ControlLink, LinkClosedError, MemoryReady, StartMemory, Stop
+from .memory_store import Step, Store
+from .service import Service, run_process
+from .stepplan import Key, Kind, ProtocolError, StepPlan, decode_bind, decode_plan, encode
+
+POLL_S = 1.0  # of waits that only an event ends: a message, the peer's death, the driver's Stop
+RESERVE_S = 60.0  # for a compute worker to take what it was sent before
+
+
+class MemoryWorker:
+    """Serves channels, one after the other. Holds state, decides nothing."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
+        self._meter = Meter()
+        self._channel: Channel | None = None
+        _allow_read_only()
+
+    def stats(self) -> dict[str, float]:
+        """Since the start: attend_s, write_s, wait_s, plan_s; steps, rows, refused; payload bytes_received, bytes_sent.
+
+        Safe from any thread.
+        """
+        return self._meter.read()
+
+    def abort(self, reason: str) -> None:
+        """End ``serve`` from another thread."""
+        channel = self._channel
+        if channel is not None:
+            channel.abort(reason)
+
+    def serve(self, channel: Channel) -> None:
+        """Bind, then serve steps until the channel ends; close it and drop the sequences.
+
+        It ends by an exception only: ChannelError, or ProtocolError where the peer broke the contract or was refused.
+        """
+        self._channel = channel
+        try:
+            with torch.inference_mode():
+                _Session(channel, self._device, self._meter).run()
+        except ProtocolError as e:
+            channel.abort(str(e))
+            raise
+        finally:
+            self._channel = None
+            channel.close()
+
+
+class Meter:
+    """Seconds, counts and bytes by name."""
+
+    def __init__(self) -> None:
+        names = "attend_s write_s wait_s plan_s steps rows refused bytes_received bytes_sent"
+        self._values = dict.fromkeys(names.split(), 0.0)
+
+    def read(self) -> dict[str, float]:
+        return dict(self._values)
+
+    def add(self, name: str, value: float) -> None:
+        self._values[name] += value
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._values[name] += time.perf_counter() - start
+
+
+class _Session:
+    """One channel from its Bind to its end: steps in the strict order of their plans."""
+
+    def __init__(self, channel: Channel, device: torch.device, meter: Meter) -> None:
+        self._channel = channel
+        self._meter = meter
+        self._refused: Key | None = None  # the last plan, if refused: its layer messages are dropped
+        self._store = self._bind(device)
+
+    def run(self) -> None:
+        while True:
+            arrival = self._receive()
+            key = Key.unpack(arrival.tag)
+            if key.kind == Kind.PLAN:
+                step = self._begin(arrival, key)
+                if step and step.num_rows:
+                    for layer in range(len(self._store.layers)):
+                        self._layer(step, layer)
+            elif self._refused and key == self._refused._replace(kind=key.kind, layer=key.layer):
+                self._channel.release(arrival)
+            else:
+                raise ProtocolError(f"{key} in place of a plan")
+
+    def _bind(self, device: torch.device) -> Store:
+        arrival = self._receive()
+        key = Key.unpack(arrival.tag)
+        if key.kind != Kind.BIND:
+            raise ProtocolError(f"{key} in place of a bind")
+        try:
+            store = Store(decode_bind(arrival.data), device)
+        except (ValueError, ImportError, MemoryError, ProtocolError) as e:
+            self._send(Key(Kind.REFUSED), str(e).encode())
+            raise ProtocolError(f"bind refused: {e}") from e
+        self._channel.release(arrival)
+        self._send(Key(Kind.BOUND), encode(store.bound))
+        return store
+
+    def _begin(self, arrival: Arrival, key: Key) -> Step | None:
+        """Apply a plan, or refuse it and return None."""
+        try:
+            with self._meter.time("plan_s"):
+                plan = decode_plan(arrival.data)
+                if key != _key(Kind.PLAN, plan, -1):
+                    raise ProtocolError(f"the plan of step {plan.step} came as {key}")
+                step = self._store.begin(plan)
+        except (ProtocolError, PlanError, NoBlocksError) as e:
+            self._refused = key
+            self._meter.add("refused", 1)
+            self._send(key._replace(kind=Kind.REFUSED), str(e).encode())
+            return None
+        finally:
+            self._channel.release(arrival)
+        self._refused = None
+        self._meter.add("steps", 1)
+        self._meter.add("rows", step.num_rows)
+        return step
+
+    def _layer(self, step: Step, layer: int) -> None:
+        """Q in, attend the stored tokens; KV in, write, attend the new ones; O out.
+
+        Q and KV are released before O is signalled: whoever sees O has their slots back.
+        """
+        store, meter = self._store, self._meter
+        op, rows = store.operators[layer], step.num_rows
+        q_arrival, (q,) = self._take(step.plan, Kind.Q, layer, (rows, op.q_heads, op.qk_dim))
+        if store.bind.overlap:
+            with meter.time("attend_s"):
+                stored = step.attend_stored(layer, q)
+        kv_arrival, (k, v) = self._take(
+            step.plan, Kind.KV, layer, (rows, op.kv_heads, op.qk_dim), (rows, op.kv_heads, op.v_dim)
+        )
+        if not store.bind.overlap:
+            with meter.time("attend_s"):
+                stored = step.attend_stored(layer, q)
+        with meter.time("write_s"):
+            step.write(layer, k, v)
+        slot = self._channel.reserve(rows * op.q_heads * op.v_dim * store.dtype.itemsize, timeout_s=RESERVE_S)
+        with meter.time("attend_s"):
+            out = torch.frombuffer(slot.data, dtype=store.dtype).view(rows, op.q_heads, op.v_dim)
+            step.finish(layer, stored, step.attend_new(layer, q, k, v), out)
+        self._channel.release(q_arrival)
+        self._channel.release(kv_arrival)
+        self._channel.put_signal(slot, _key(Kind.O, step.plan, layer).pack())
+        meter.add("bytes_sent", out.numel() * out.element_size())
+
+    def _take(
+        self, plan: StepPlan, kind: Kind, layer: int, *shapes: tuple[int, int, int]
+    ) -> tuple[Arrival, list[Tensor]]:
+        """The layer message that must come next, as tensors over its bytes. Raises ProtocolError on any other."""
+        arrival = self._receive()
+        got, key, dtype = Key.unpack(arrival.tag), _key(kind, plan, layer), self._store.dtype
+        sizes = [a * b * c for a, b, c in shapes]
+        nbytes = sum(sizes) * dtype.itemsize
+        if got != key or arrival.data.nbytes != nbytes:
+            raise ProtocolError(f"{got} of {arrival.data.nbytes} bytes in place of {key} of {nbytes} bytes")
+        parts = torch.split(torch.frombuffer(arrival.data, dtype=dtype), sizes)
+        return arrival, [x.view(shape) for x, shape in zip(parts, shapes, strict=True)]
+
+    def _receive(self) -> Arrival:
+        """The next message. Waits as long as the peer and the driver live: an idle worker is no fault."""
+        with self._meter.time("wait_s"):
+            while True:
+                try:
+                    arrival = self._channel.wait_signal(timeout_s=POLL_S)
+                    break
+                except ChannelTimeout:
+                    continue
+        self._meter.add("bytes_received", arrival.data.nbytes)
+        return arrival
+
+    def _send(self, key: Key, data: bytes) -> None:
+        slot = self._channel.reserve(len(data), timeout_s=RESERVE_S)
+        slot.data[:] = data
+        self._channel.put_signal(slot, key.pack())
+        self._meter.add("bytes_sent", len(data))
+
+
+def _key(kind: Kind, plan: StepPlan, layer: int) -> Key:
+    return Key(kind, plan.step, plan.batch, plan.view, layer)
+
+
+def _allow_read_only() -> None:
+    """Tensors over arrivals are only read. torch warns of such buffers once per process: let that be here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.frombuffer(b"\0", dtype=torch.uint8)
+
+
+def serve_memory(sock: socket.socket) -> None:
+    """Serve one driver, over its control socket, until the link ends or says Stop."""
+    link = ControlLink(sock, StartMemory | AskStats | Stop)
+    try:
+        start = link.recv()
+    except LinkClosedError:
+        return
+    if isinstance(start, StartMemory):
+        _Server(link, start).run()
+    link.close()
+
+
+class _Server:
+    """The life of a memory worker's process, or thread."""
+
+    def __init__(self, link: ControlLink, start: StartMemory) -> None:
+        self._start = start
+        self._worker = MemoryWorker()
+        self._fabric: netstack.Fabric | None = None
+        self._service = Service(link, self._worker.stats, self._abort)
+
+    def run(self) -> None:
+        service, start = self._service, self._start
+        try:
+            if start.threads:
+                torch.set_num_threads(start.threads)
+            self._fabric = netstack.open(start.scheme, key=start.key)
+            listener = self._fabric.listen(start.address)
+            service.link.send(MemoryReady(url=listener.url))
+            while not service.stopped.is_set():
+                self._serve_next(listener)
+        except LinkClosedError:
+            pass  # the driver is gone: so are we
+        except (ValueError, ImportError, ChannelError) as e:
+            if not service.stopped.is_set():
+                service.fail(f"memory worker: {e}", user_error=True)
+        except Exception as e:
+            service.fail(f"memory worker: {type(e).__name__}: {e}")
+            raise
+        finally:
+            if self._fabric is not None:
+                self._fabric.close()
+
+    def _serve_next(self, listener: Listener) -> None:
+        try:
+            self._worker.serve(listener.accept(timeout_s=POLL_S))
+        except ChannelTimeout:
+            pass  # nobody came yet
+        except (ChannelError, ProtocolError):
+            pass  # the driver hears of it from the compute worker at the other end, and may send another one
+
+    def _abort(self, reason: str) -> None:
+        self._worker.abort(reason)
+        if self._fabric is not None:
+            self._fabric.close()
+
+
+if __name__ == "__main__":
+    run_process(serve_memory)

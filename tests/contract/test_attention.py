@@ -1,0 +1,195 @@
+"""The contract of lamina.attention.AttentionBackend, run over every backend of the table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lamina.attention import BACKENDS, AttentionBackend, Operator, get
+from lamina.attention.merge import CHUNK_TOKENS, Partial, finish
+from lamina.attention.spec import AttentionSpec
+from lamina.kv.blocks import BlockTables
+from lamina.kv.pool import LayerStore, allocate, row_table
+from lamina.workers.stepplan import New, Rows, StepPlan
+
+CPU = torch.device("cpu")
+DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # norm-wise error of o after rounding
+
+backends = pytest.mark.parametrize("name", sorted(BACKENDS))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences (stored tokens, rows of the step) and the operator."""
+
+    lengths: tuple[tuple[int, int], ...]
+    op: Operator
+    dtype: torch.dtype = torch.float32
+    block_size: int = 16
+    seed: int = 0
+
+    def tensors(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Per sequence q [count, Hq, D] of the new rows, k and v [stored + count, Hkv, D] of all tokens."""
+        op, out = self.op, []
+        for i, (stored, count) in enumerate(self.lengths):
+            g = torch.Generator().manual_seed(self.seed * 1000 + i)
+            q = torch.randn(count, op.q_heads, op.qk_dim, generator=g)
+            k = torch.randn(stored + count, op.kv_heads, op.qk_dim, generator=g)
+            v = torch.randn(stored + count, op.kv_heads, op.v_dim, generator=g)
+            out.append((q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)))
+        return out
+
+    def heads(self, start: int, stop: int) -> Case:
+        """The same with the KV heads ``start .. stop`` alone; take the tensors from the whole one."""
+        group = self.op.q_heads // self.op.kv_heads
+        cut = slice(start * group, stop * group)
+        sinks = None if self.op.sinks is None else self.op.sinks[cut]
+        slopes = None if self.op.slopes is None else self.op.slopes[cut]
+        heads = stop - start
+        return replace(self, op=replace(self.op, q_heads=heads * group, kv_heads=heads, sinks=sinks, slopes=slopes))
+
+
+def oracle(case: Case) -> Tensor:
+    """Dense attention in fp64, sequence by sequence and head by head, straight from AttentionSpec's text."""
+    op, spec, out = case.op, case.op.spec, []
+    for (stored, count), (q, k, v) in zip(case.lengths, case.tensors(), strict=True):
+        group = op.q_heads // op.kv_heads
+        k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+        t = torch.arange(stored, stored + count)[:, None]
+        s = torch.arange(stored + count)[None]
+        score = torch.einsum("thd,shd->hts", q.double(), k) * spec.scale
+        if spec.softcap:
+            score = spec.softcap * torch.tanh(score / spec.softcap)
+        if op.slopes is not None:
+            score = score + op.slopes.double()[:, None, None] * (s - t)
+        visible = (s <= t) & ((s > t - spec.window) if spec.window else torch.tensor(True))
+        score = score.masked_fill(~visible, float("-inf"))
+        if op.sinks is not None:
+            score = torch.cat([score, op.sinks.double()[:, None, None].expand(-1, count, 1)], -1)
+        out.append(torch.einsum("hts,shd->thd", score.softmax(-1)[..., : stored + count], v))
+    return torch.cat(out)
+
+
+def fill(case: Case, tensors: list[tuple[Tensor, Tensor, Tensor]], other: float) -> tuple[BlockTables, LayerStore]:
+    """A store that holds the stored tokens, with ``other`` in every place that is not theirs."""
+    op, size = case.op, case.block_size
+    needed = sum(-(-(a + b) // size) for a, b in case.lengths) + 3
+    tables = BlockTables([op.spec.window], [needed], size)
+    store = allocate(needed, op.kv_heads, size, op.qk_dim, op.v_dim, case.dtype, CPU)
+    store.k[:-1], store.v[:-1] = other, other
+    order = range(len(case.lengths))
+    tables.apply(StepPlan(step=0, ops=[New(i) for i in order], rows=[]))
+    longest = max(a for a, _ in case.lengths)
+    for at in range(0, longest, 40):  # sequences grow side by side, so their blocks interleave
+        rows = [Rows(i, at, min(40, a - at)) for i, (a, _) in enumerate(case.lengths) if at < a]
+        tables.apply(StepPlan(step=1, ops=[], rows=rows))
+        for row in rows:
+            start, ids = tables.table(0, row.sequence)
+            for p in range(row.first, row.first + row.count):
+                block = ids[p // size - start]
+                store.k[block, :, p % size] = tensors[row.sequence][1][p]
+                store.v[block, :, p % size] = tensors[row.sequence][2][p]
+    return tables, store
+
+
+def run(
+    backend: AttentionBackend,
+    case: Case,
+    tensors: list[tuple[Tensor, Tensor, Tensor]] | None = None,
+    *,
+    other: float = float("nan"),
+    order: list[int] | None = None,
+) -> tuple[Tensor, Partial, Partial]:
+    """(o after rounding, stored part, new part) of one step, in the order of ``case.lengths``."""
+    tensors = tensors or case.tensors()
+    tables, store = fill(case, tensors, other)
+    order = order or list(range(len(tensors)))
+    rows = [Rows(i, *case.lengths[i]) for i in order]
+    tables.apply(StepPlan(step=2, ops=[], rows=rows))
+    stored = [case.lengths[i][0] for i in order]
+    q = torch.cat([tensors[i][0] for i in order])
+    k = torch.cat([tensors[i][1][s:] for i, s in zip(order, stored, strict=True)])
+    v = torch.cat([tensors[i][2][s:] for i, s in zip(order, stored, strict=True)])
+    prepared = backend.prepare(row_table(tables, 0, rows, align=CHUNK_TOKENS))
+    part = backend.attend_stored(case.op, prepared, store, q)
+    new = backend.attend_new(case.op, prepared, q, k, v)
+    out = torch.full((len(q), case.op.q_heads, case.op.v_dim), float("nan"), dtype=case.dtype)
+    finish(part, new, case.op.sinks, out)
+    at = dict(zip(order, torch.arange(len(q)).split([r.count for r in rows]), strict=True))
+    back = torch.cat([at[i] for i in range(len(order))])
+    return out[back], *(Partial(p.o[back].clone(), p.lse[back].clone()) for p in (part, new))
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """The largest error of a row's head, relative to the norm of the expected vector's typical size."""
+    assert not got.isnan().any()
+    return float((got.double() - want).norm(dim=-1).max() / want.norm(dim=-1).max().clamp_min(1e-30))
+
+
+def operator(
+    q_heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 16,
+    v_dim: int = 0,
+    *,
+    sinks: bool = False,
+    alibi: bool = False,
+    **spec: float,
+) -> Operator:
+    g = torch.Generator().manual_seed(q_heads)
+    return Operator(
+        spec=AttentionSpec(**{"scale": dim**-0.5, **spec}, sinks=sinks, alibi=alibi),  # type: ignore[arg-type]
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        qk_dim=dim,
+        v_dim=v_dim or dim,
+        sinks=torch.randn(q_heads, generator=g) + 1 if sinks else None,
+        slopes=0.5 ** torch.arange(1, q_heads + 1).float() if alibi else None,
+    )
+
+
+EDGES = (0, 1, 15, 16, 17, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 2 * CHUNK_TOKENS, 5 * CHUNK_TOKENS + 3)
+lengths = st.one_of(st.sampled_from(EDGES), st.integers(0, 300))
+sequences = st.lists(st.tuples(lengths, st.one_of(st.just(1), st.integers(1, 20))), min_size=1, max_size=5).map(tuple)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    group, kv_heads = draw(st.sampled_from([(1, 4), (2, 2), (4, 1), (7, 2), (1, 1), (3, 4)]))
+    op = operator(
+        group * kv_heads,
+        kv_heads,
+        draw(st.sampled_from([8, 16, 20, 64])),
+        draw(st.sampled_from([0, 8, 24])),
+        sinks=draw(st.booleans()),
+        alibi=draw(st.booleans()),
+        window=draw(st.sampled_from([0, 0, 1, 16, 100, CHUNK_TOKENS, 200])),
+        softcap=draw(st.sampled_from([0.0, 0.0, 2.0])),
+        scale=draw(st.sampled_from([0.25, 1.0])),
+    )
+    return Case(
+        draw(sequences),
+        op,
+        draw(st.sampled_from(list(DTYPES))),
+        draw(st.sampled_from([1, 8, 16, 128])),
+        draw(st.integers(0, 99)),
+    )
+
+
+@backends
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases())
+def test_equals_the_oracle(name: str, case: Case) -> None:
+    out, stored, new = run(get(name, CPU), case)
+    assert error(out, oracle(case)) < DTYPES[case.dtype]
+    assert stored.o.dtype == stored.lse.dtype == new.o.dtype == new.lse.dtype == torch.float32
+    rows = torch.tensor([length == 0 for length, count in case.lengths for _ in range(count)])
+    assert (stored.lse[rows] == float("-inf")).all()
+    assert (stored.o[rows] == 0).all()
+    assert not stored.o.isnan().any()
+    assert not stored.lse.isnan().any()
