@@ -1,0 +1,529 @@
+"""The contract of lamina.netstack.fabric, for every transport in its table: a new transport needs no edit here."""
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lamina import netstack
+from lamina.netstack import Channel, Fabric, Geometry, Listener
+from lamina.netstack.fabric import DEATH_NOTICED_S, EPOCH_SHIFT, TAG_BYTES
+
+KEY = b"k" * 32
+LONG_S = 30.0  # a wait that must be ended by something else than its timeout
+SOON_S = 5.0  # for what is on its way
+SMALL = Geometry(slots=3, slot_bytes=257)
+
+
+class Task:
+    """A call in a thread, with its result or its error."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._call()
+        except BaseException as error:  # noqa: BLE001
+            self._error = error
+
+    def until_asleep(self) -> "Task":
+        """Return once the thread sleeps in the kernel, as its call does while it waits."""
+        deadline = time.monotonic() + SOON_S
+        quiet = 0
+        while quiet < 5 and time.monotonic() < deadline and self._thread.is_alive():
+            stat = Path(f"/proc/self/task/{self._thread.native_id}/stat").read_text()
+            quiet = quiet + 1 if stat.rpartition(")")[2].split()[0] == "S" else 0
+            time.sleep(0.005)
+        return self
+
+    def join(self, timeout_s: float = LONG_S / 2) -> Any:
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive(), f"still waiting after {timeout_s} s"
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+@dataclass
+class Pair:
+    """Both ends of a channel: ``a`` connected, ``b`` was accepted."""
+
+    fabric: Fabric
+    listener: Listener
+    a: Channel
+    b: Channel
+
+
+def connect(fabric: Fabric, listener: Listener, out: Geometry = SMALL, into: Geometry = SMALL, epoch: int = 0) -> Pair:
+    accepted = Task(lambda: listener.accept(timeout_s=SOON_S))
+    a = fabric.connect(listener.url, outbound=out, inbound=into, epoch=epoch, timeout_s=SOON_S)
+    return Pair(fabric, listener, a, accepted.join())
+
+
+def open_or_skip(scheme: str, key: bytes = KEY) -> Fabric:
+    try:
+        return netstack.open(scheme, key=key)
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=list(netstack.SCHEMES))
+def fabric(request: pytest.FixtureRequest) -> Iterator[Fabric]:
+    fabric = open_or_skip(request.param)
+    yield fabric
+    fabric.close()
+
+
+@pytest.fixture
+def pair(fabric: Fabric) -> Pair:
+    return connect(fabric, fabric.listen())
+
+
+def send(channel: Channel, payload: bytes, tag: bytes = b"", timeout_s: float = SOON_S) -> int:
+    slot = channel.reserve(len(payload), timeout_s=timeout_s)
+    slot.data[:] = payload
+    return channel.put_signal(slot, tag)
+
+
+def receive(channel: Channel, timeout_s: float = SOON_S) -> tuple[int, bytes, bytes]:
+    arrival = channel.wait_signal(timeout_s=timeout_s)
+    message = (arrival.seqno, arrival.tag, bytes(arrival.data))
+    channel.release(arrival)
+    return message
+
+
+def fill(channel: Channel) -> int:
+    """Send until the ring is full; how many fitted."""
+    for count in range(10_000):
+        try:
+            send(channel, b"x", timeout_s=0)
+        except netstack.NoResource:
+            return count
+    raise AssertionError("the ring never fills")
+
+
+def raises_soon(error: type[Exception], call: Callable[[], object]) -> None:
+    """The call raises ``error`` within the time in which a death must be noticed; other channel errors may precede."""
+    deadline = time.monotonic() + DEATH_NOTICED_S
+    while time.monotonic() < deadline:
+        try:
+            call()
+        except error:
+            return
+        except (netstack.NoResource, netstack.ChannelTimeout):
+            pass
+    call()  # the last chance shows what happens instead
+    raise AssertionError(f"no {error.__name__}")
+
+
+def test_messages_arrive_in_order_exactly_once_over_many_laps(pair: Pair) -> None:
+    rng = random.Random(1)
+    for sender, receiver in ((pair.a, pair.b), (pair.b, pair.a)):
+        for n in range(40 * SMALL.slots):
+            payload = rng.randbytes(rng.randint(0, SMALL.slot_bytes))
+            assert send(sender, payload, b"%d" % n) == n + 1
+            assert receive(receiver) == (n + 1, (b"%d" % n).ljust(TAG_BYTES, b"\0"), payload)
+        with pytest.raises(netstack.ChannelTimeout):
+            receiver.wait_signal(timeout_s=0)
+
+
+def test_pipelined_messages_keep_order_between_threads(pair: Pair) -> None:
+    rng = random.Random(2)
+    payloads = [rng.randbytes(rng.randint(0, SMALL.slot_bytes)) for _ in range(300)]
+
+    def pump(sender: Channel) -> None:
+        for payload in payloads:
+            send(sender, payload)
+
+    tasks = [Task(lambda: pump(pair.a)), Task(lambda: pump(pair.b))]
+    drains = [Task(lambda end=end: [receive(end)[2] for _ in payloads]) for end in (pair.a, pair.b)]
+    for task in tasks:
+        task.join()
+    for drain in drains:
+        assert drain.join() == payloads
+
+
+def test_slots_can_be_reserved_ahead_and_are_put_in_that_order(pair: Pair) -> None:
+    first, second = pair.a.reserve(3), pair.a.reserve(3)
+    second.data[:] = b"two"
+    first.data[:] = b"one"
+    with pytest.raises(ValueError, match="order"):
+        pair.a.put_signal(second, b"")
+    pair.a.put_signal(first, b"")
+    with pytest.raises(ValueError, match="order"):
+        pair.a.put_signal(first, b"")
+    pair.a.put_signal(second, b"")
+    assert [receive(pair.b)[2] for _ in range(2)] == [b"one", b"two"]
+
+
+def test_nothing_is_visible_before_put_signal(pair: Pair) -> None:
+    slot = pair.a.reserve(4)
+    slot.data[:] = b"data"
+    with pytest.raises(netstack.ChannelTimeout):
+        pair.b.wait_signal(timeout_s=0.05)
+    pair.a.put_signal(slot, b"")
+    assert receive(pair.b)[2] == b"data"
+
+
+def test_full_ring_raises_no_resource_and_honours_the_timeout(pair: Pair) -> None:
+    assert fill(pair.a) == SMALL.slots
+    start = time.monotonic()
+    with pytest.raises(netstack.NoResource):
+        pair.a.reserve(1, timeout_s=0.2)
+    assert 0.2 <= time.monotonic() - start < 2.0
+    arrival = pair.b.wait_signal(timeout_s=SOON_S)
+    with pytest.raises(netstack.NoResource):
+        pair.a.reserve(1)  # received is not released
+    pair.b.release(arrival)
+    pair.a.reserve(1, timeout_s=SOON_S)
+    with pytest.raises(netstack.NoResource):
+        pair.a.reserve(1, timeout_s=0.3)  # one released slot is one slot
+
+
+def test_a_release_wakes_a_sender_that_waits(pair: Pair) -> None:
+    fill(pair.a)
+    waiting = Task(lambda: pair.a.reserve(1, timeout_s=LONG_S)).until_asleep()
+    receive(pair.b)
+    assert waiting.join(SOON_S).data.nbytes == 1
+
+
+def test_a_message_wakes_a_receiver_that_waits(pair: Pair) -> None:
+    waiting = Task(lambda: receive(pair.b, LONG_S)).until_asleep()
+    send(pair.a, b"wake up")
+    assert waiting.join(SOON_S)[2] == b"wake up"
+
+
+def test_bounds(pair: Pair) -> None:
+    for nbytes in (SMALL.slot_bytes + 1, 1 << 40, -1):
+        with pytest.raises(ValueError):
+            pair.a.reserve(nbytes)
+    slot = pair.a.reserve(SMALL.slot_bytes)
+    assert slot.data.nbytes == SMALL.slot_bytes
+    assert not slot.data.readonly
+    with pytest.raises(ValueError, match="tag"):
+        pair.a.put_signal(slot, b"t" * (TAG_BYTES + 1))
+    short = pair.fabric.register(memoryview(bytes(SMALL.slot_bytes - 1)))
+    with pytest.raises(ValueError, match="source"):
+        pair.a.put_signal(slot, b"", short)
+    slot.data[:] = b"z" * SMALL.slot_bytes
+    pair.a.put_signal(slot, b"t" * TAG_BYTES)  # a refused put has changed nothing
+    assert receive(pair.b) == (1, b"t" * TAG_BYTES, b"z" * SMALL.slot_bytes)
+
+
+def test_region_slices(pair: Pair) -> None:
+    memory = bytearray(random.Random(3).randbytes(1000))
+    region = pair.fabric.register(memoryview(memory))
+    for offset, nbytes in ((0, 100), (900, 100), (13, 0), (1000, 0), (7, SMALL.slot_bytes)):
+        pair.a.put_signal(pair.a.reserve(nbytes, timeout_s=SOON_S), b"", region.slice(offset, nbytes))
+        assert receive(pair.b)[2] == memory[offset : offset + nbytes]
+    for offset, nbytes in ((-1, 2), (0, 1001), (1000, 1), (5, -1)):
+        with pytest.raises(ValueError):
+            region.slice(offset, nbytes)
+    with pytest.raises(ValueError):
+        pair.fabric.register(memoryview(memory)[::2])
+
+
+def test_a_source_may_be_reused_once_it_was_put(pair: Pair) -> None:
+    memory = bytearray(b"first")
+    region = pair.fabric.register(memoryview(memory))
+    pair.a.put_signal(pair.a.reserve(5), b"", region)
+    memory[:] = b"other"
+    assert receive(pair.b)[2] == b"first"
+
+
+def test_zero_length_message_and_tag_bytes(pair: Pair) -> None:
+    tag = bytes(range(TAG_BYTES))
+    assert send(pair.a, b"", tag) == 1
+    assert receive(pair.b) == (1, tag, b"")
+
+
+def test_an_arrival_does_not_change_until_released(pair: Pair) -> None:
+    for n in range(SMALL.slots):
+        send(pair.a, bytes([n]) * SMALL.slot_bytes)
+    arrivals = [pair.b.wait_signal(timeout_s=SOON_S) for _ in range(SMALL.slots)]
+    pair.b.release(arrivals[0])
+    send(pair.a, b"\xff" * SMALL.slot_bytes)
+    for n, arrival in enumerate(arrivals[1:], start=1):
+        assert arrival.data == bytes([n]) * SMALL.slot_bytes
+
+
+def test_views_are_read_only_and_released_in_order(pair: Pair) -> None:
+    send(pair.a, b"one")
+    send(pair.a, b"two")
+    first, second = (pair.b.wait_signal(timeout_s=SOON_S) for _ in range(2))
+    assert first.data.readonly
+    with pytest.raises(TypeError):
+        first.data[0] = 0
+    with pytest.raises(ValueError, match="order"):
+        pair.b.release(second)
+    pair.b.release(first)
+    with pytest.raises(ValueError, match="order"):
+        pair.b.release(first)
+    pair.b.release(second)
+
+
+def test_wait_honours_its_timeout_and_the_channel_stays_usable(pair: Pair) -> None:
+    start = time.monotonic()
+    with pytest.raises(netstack.ChannelTimeout):
+        pair.b.wait_signal(timeout_s=0.2)
+    assert 0.2 <= time.monotonic() - start < 2.0
+    send(pair.a, b"later")
+    assert receive(pair.b)[2] == b"later"
+
+
+@pytest.mark.parametrize("operation", ["wait_signal", "reserve"])
+@pytest.mark.parametrize("how", ["abort", "close"])
+def test_abort_and_close_wake_both_sides(pair: Pair, how: str, operation: str) -> None:
+    calls: dict[str, Callable[[Channel], object]] = {
+        "wait_signal": lambda end: end.wait_signal(timeout_s=LONG_S),
+        "reserve": lambda end: end.reserve(1, timeout_s=LONG_S),
+    }
+    if operation == "reserve":
+        fill(pair.a)
+        fill(pair.b)
+    mine, theirs = (Task(lambda end=end: calls[operation](end)).until_asleep() for end in (pair.a, pair.b))
+    if how == "abort":
+        pair.a.abort("enough")
+    else:
+        pair.a.close()
+    with pytest.raises(netstack.ChannelAborted):
+        mine.join(DEATH_NOTICED_S)
+    with pytest.raises(netstack.PeerFault):
+        theirs.join(DEATH_NOTICED_S)
+
+
+def test_abort_is_idempotent_final_and_carries_its_reason(pair: Pair) -> None:
+    slot = pair.a.reserve(1)
+    pair.a.abort("the step was cancelled")
+    pair.a.abort("again")
+    for call in (
+        lambda: pair.a.reserve(1),
+        lambda: pair.a.put_signal(slot, b""),
+        lambda: pair.a.wait_signal(timeout_s=0),
+    ):
+        with pytest.raises(netstack.ChannelAborted):
+            call()
+    with pytest.raises(netstack.PeerFault, match="the step was cancelled"):
+        pair.b.wait_signal(timeout_s=SOON_S)
+    with pytest.raises(netstack.PeerFault):
+        pair.b.reserve(1)
+
+
+def test_peer_close_is_noticed_by_every_call(pair: Pair) -> None:
+    pair.b.close()
+    raises_soon(netstack.PeerFault, lambda: pair.a.reserve(1))
+    raises_soon(netstack.PeerFault, lambda: pair.a.wait_signal(timeout_s=0))
+    with pytest.raises(netstack.PeerFault):
+        pair.a.wait_signal(timeout_s=LONG_S)
+
+
+def test_close_is_idempotent_and_release_after_it_does_nothing(pair: Pair) -> None:
+    send(pair.a, b"bye")
+    arrival = pair.b.wait_signal(timeout_s=SOON_S)
+    pair.b.close()
+    pair.b.close()
+    pair.b.release(arrival)
+    pair.a.close()
+    pair.fabric.close()
+    pair.fabric.close()
+
+
+def test_errors_name_the_peer_and_the_operation(pair: Pair) -> None:
+    with pytest.raises(netstack.ChannelTimeout) as error:
+        pair.a.wait_signal(timeout_s=0)
+    assert pair.a.peer in str(error.value)
+    assert "wait_signal" in str(error.value)
+
+
+def test_epoch_is_the_top_of_the_seqno_and_a_reset_is_a_new_channel(pair: Pair) -> None:
+    send(pair.a, b"old")
+    again = connect(pair.fabric, pair.listener, epoch=65535)
+    assert (again.a.epoch, again.b.epoch) == (65535, 65535)
+    for n in range(1, 5):
+        assert send(again.a, b"new") == (65535 << EPOCH_SHIFT) + n
+        seqno, _, payload = receive(again.b)
+        assert (seqno, payload) == ((65535 << EPOCH_SHIFT) + n, b"new")
+    assert receive(pair.b)[2] == b"old"
+    for epoch in (-1, 65536):
+        with pytest.raises(ValueError, match="epoch"):
+            pair.fabric.connect(pair.listener.url, outbound=SMALL, inbound=SMALL, epoch=epoch)
+
+
+def test_geometries_may_differ_and_are_seen_mirrored(fabric: Fabric) -> None:
+    pair = connect(fabric, fabric.listen(), out=Geometry(slots=1, slot_bytes=5), into=Geometry(slots=4, slot_bytes=9))
+    assert fill(pair.a) == 1
+    assert fill(pair.b) == 4
+    with pytest.raises(ValueError):
+        pair.a.reserve(6)
+    with pytest.raises(ValueError):
+        pair.b.reserve(10)
+
+
+def test_two_channels_do_not_mix(fabric: Fabric) -> None:
+    listener = fabric.listen()
+    pairs = [connect(fabric, listener) for _ in range(2)]
+    for n in range(30):
+        for k, pair in enumerate(pairs):
+            send(pair.a, b"a%d.%d" % (k, n))
+            send(pair.b, b"b%d.%d" % (k, n))
+        for k, pair in enumerate(pairs):
+            assert receive(pair.b)[2] == b"a%d.%d" % (k, n)
+            assert receive(pair.a)[2] == b"b%d.%d" % (k, n)
+    pairs[0].a.abort("alone")
+    send(pairs[1].a, b"unharmed")
+    assert receive(pairs[1].b)[2] == b"unharmed"
+
+
+def test_large_messages_put_by_both_at_once_do_not_deadlock(fabric: Fabric) -> None:
+    large = Geometry(slots=2, slot_bytes=8 << 20)
+    pair = connect(fabric, fabric.listen(), large, large)
+    payload = random.Random(4).randbytes(large.slot_bytes)
+
+    def exchange(end: Channel) -> bool:
+        for _ in range(2):
+            send(end, payload)
+        return all(receive(end)[2] == payload for _ in range(2))
+
+    tasks = [Task(lambda end=end: exchange(end)) for end in (pair.a, pair.b)]
+    assert [task.join() for task in tasks] == [True, True]
+
+
+def test_wrong_key_is_refused_and_the_listener_survives(fabric: Fabric) -> None:
+    listener = fabric.listen()
+    stranger = open_or_skip(fabric.scheme, b"x" * 32)
+    accepted = Task(lambda: listener.accept(timeout_s=LONG_S))
+    with pytest.raises(netstack.HandshakeError):
+        stranger.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=SOON_S)
+    channel = fabric.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=SOON_S)
+    send(channel, b"friend")
+    assert receive(accepted.join())[2] == b"friend"
+
+
+def test_accept_times_out_and_tells_of_the_refused(fabric: Fabric) -> None:
+    listener = fabric.listen()
+    with pytest.raises(netstack.ChannelTimeout, match="accept"):
+        listener.accept(timeout_s=0.1)
+    stranger = open_or_skip(fabric.scheme, b"x" * 32)
+    accepting = Task(lambda: listener.accept(timeout_s=1.0))
+    with pytest.raises(netstack.HandshakeError):
+        stranger.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=SOON_S)
+    with pytest.raises(netstack.ChannelTimeout, match="key"):
+        accepting.join()
+
+
+def test_closing_the_listener_ends_accept_but_no_channel(pair: Pair) -> None:
+    accepting = Task(lambda: pair.listener.accept(timeout_s=LONG_S)).until_asleep()
+    pair.listener.close()
+    pair.listener.close()
+    with pytest.raises(netstack.ChannelAborted):
+        accepting.join(SOON_S)
+    with pytest.raises(netstack.ChannelError):
+        pair.fabric.connect(pair.listener.url, outbound=SMALL, inbound=SMALL, timeout_s=0.5)
+    send(pair.a, b"alive")
+    assert receive(pair.b)[2] == b"alive"
+
+
+def test_connect_to_nobody_and_to_one_who_does_not_accept(fabric: Fabric) -> None:
+    listener = fabric.listen()
+    with pytest.raises(netstack.ChannelTimeout):
+        fabric.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=0.2)
+    listener.close()
+    with pytest.raises(netstack.ChannelError, match=listener.url.replace("[", r"\[")):
+        fabric.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=1.0)
+    with pytest.raises(ValueError, match="url"):
+        fabric.connect("nowhere://x", outbound=SMALL, inbound=SMALL)
+
+
+def test_an_address_in_use_is_one_clear_line(fabric: Fabric) -> None:
+    listener = fabric.listen()
+    address = listener.url.partition("://")[2]
+    with pytest.raises(netstack.ChannelError) as error:
+        fabric.listen(address)
+    assert address in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_stats_count_payloads(pair: Pair) -> None:
+    for nbytes in (0, 5, 100):
+        send(pair.a, bytes(nbytes))
+        receive(pair.b)
+    with suppress(netstack.ChannelTimeout):
+        pair.b.wait_signal(timeout_s=0.05)
+    assert (pair.a.stats.messages_sent, pair.a.stats.bytes_sent) == (3, 105)
+    assert (pair.b.stats.messages_received, pair.b.stats.bytes_received) == (3, 105)
+    assert pair.b.stats.wait_s >= 0.05
+
+
+def test_a_short_key_is_refused(fabric: Fabric) -> None:
+    with pytest.raises(ValueError, match="key"):
+        netstack.open(fabric.scheme, key=b"short")
+
+
+def test_an_unknown_scheme_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="loopback"):
+        netstack.open("carrier-pigeon", key=KEY)
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["send", "put", "receive", "release"]), st.integers(0, 1), st.integers(0, 64)),
+    max_size=60,
+)
+
+
+@pytest.mark.parametrize("scheme", list(netstack.SCHEMES))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(steps=STEPS, slots=st.integers(1, 4), seed=st.integers(0, 1 << 30))
+def test_random_traffic_equals_a_queue(scheme: str, steps: list[tuple[str, int, int]], slots: int, seed: int) -> None:
+    """Against the model: per direction a queue of sent payloads, and the arrivals not yet released."""
+    rng = random.Random(seed)
+    fabric = open_or_skip(scheme)
+    try:
+        geometry = Geometry(slots=slots, slot_bytes=64)
+        pair = connect(fabric, fabric.listen(), geometry, geometry)
+        ends = (pair.a, pair.b)
+        sent: tuple[deque[bytes], ...] = (deque(), deque())
+        held: tuple[deque[tuple[netstack.Arrival, bytes]], ...] = (deque(), deque())
+        for action, side, nbytes in steps:
+            other = 1 - side
+            if action in ("send", "put"):
+                payload = rng.randbytes(nbytes)
+                if len(sent[side]) + len(held[other]) == slots:
+                    with pytest.raises(netstack.NoResource):
+                        ends[side].reserve(nbytes)
+                    continue
+                slot = ends[side].reserve(nbytes, timeout_s=SOON_S)
+                source = fabric.register(memoryview(payload)) if action == "put" else None
+                if source is None:
+                    slot.data[:] = payload
+                ends[side].put_signal(slot, payload[:TAG_BYTES], source)
+                sent[side].append(payload)
+            elif action == "receive":
+                if not sent[other]:
+                    with pytest.raises(netstack.ChannelTimeout):
+                        ends[side].wait_signal(timeout_s=0)
+                    continue
+                arrival = ends[side].wait_signal(timeout_s=SOON_S)
+                payload = sent[other].popleft()
+                assert arrival.data == payload
+                assert arrival.tag == payload[:TAG_BYTES].ljust(TAG_BYTES, b"\0")
+                held[side].append((arrival, payload))
+            elif held[side]:
+                arrival, payload = held[side].popleft()
+                assert arrival.data == payload
+                ends[side].release(arrival)
+    finally:
+        fabric.close()
