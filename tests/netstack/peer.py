@@ -1,0 +1,68 @@
+"""A peer in its own process: ``peer.py ROLE`` connects to $PEER_URL and plays the role until it is killed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+
+from lamina import netstack
+from lamina.netstack import Channel, Fabric, Geometry
+
+SIZE = 1 << 20
+LONG_S = 60.0
+
+
+def echo(channel: Channel) -> None:
+    while True:
+        arrival = channel.wait_signal(timeout_s=LONG_S)
+        slot = channel.reserve(arrival.data.nbytes, timeout_s=LONG_S)
+        slot.data[:] = arrival.data
+        channel.put_signal(slot, arrival.tag)
+        channel.release(arrival)
+
+
+def wait(channel: Channel) -> None:
+    """Says that it is there and waits for a message that never comes."""
+    channel.put_signal(channel.reserve(0), b"ready")
+    channel.wait_signal(timeout_s=LONG_S)
+
+
+def put(channel: Channel) -> None:
+    """Puts as fast as it can, so that a kill at any moment is likely to hit a put."""
+    payload = bytes(range(256)) * (SIZE // 256)
+    while True:
+        slot = channel.reserve(SIZE, timeout_s=LONG_S)
+        slot.data[:] = payload
+        channel.put_signal(slot, b"put")
+
+
+def half(channel: Channel) -> None:
+    """One whole message, then half of another that is never signalled."""
+    channel.put_signal(channel.reserve(0), b"whole")
+    slot = channel.reserve(SIZE)
+    slot.data[: SIZE // 2] = b"h" * (SIZE // 2)
+    channel.wait_signal(timeout_s=LONG_S)
+
+
+def listen(fabric: Fabric) -> None:
+    """Listens, accepts one peer, tells it nothing; prints its address first."""
+    listener = fabric.listen()
+    print(listener.url, flush=True)
+    channel = listener.accept(timeout_s=LONG_S)
+    with suppress(netstack.ChannelError):
+        channel.wait_signal(timeout_s=LONG_S)
+
+
+def main() -> None:
+    url = os.environ["PEER_URL"]
+    fabric = netstack.open(url.partition("://")[0], key=bytes.fromhex(os.environ["PEER_KEY"]))
+    if sys.argv[1] == "listen":
+        return listen(fabric)
+    geometry = Geometry(slots=4, slot_bytes=SIZE)
+    channel = fabric.connect(url, outbound=geometry, inbound=geometry)
+    return {"echo": echo, "wait": wait, "put": put, "half": half}[sys.argv[1]](channel)
+
+
+if __name__ == "__main__":
+    main()

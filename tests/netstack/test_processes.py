@@ -1,0 +1,212 @@
+"""Peers in processes of their own: they die and stall at any moment, and nothing of them remains."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from wiring import GEOMETRY, KEY, ROOT, SOON_S, open_or_skip, peer_process, send
+
+from lamina import netstack
+from lamina.netstack import Channel, Fabric
+from lamina.netstack.fabric import DEATH_NOTICED_S
+
+SCHEMES = [scheme for scheme in netstack.SCHEMES if not open_or_skip(scheme).in_process]
+PATTERN = bytes(range(256)) * (GEOMETRY.slot_bytes // 256)
+
+
+@pytest.fixture(params=SCHEMES)
+def fabric(request: pytest.FixtureRequest) -> Iterator[Fabric]:
+    fabric = open_or_skip(request.param)
+    yield fabric
+    fabric.close()
+
+
+def fault_after(channel: Channel, call: str) -> tuple[int, float]:
+    """Receive until the channel faults: (messages, seconds)."""
+    start = time.monotonic()
+    messages = 0
+    with pytest.raises(netstack.PeerFault):
+        while True:
+            if call == "reserve":
+                channel.reserve(1, timeout_s=SOON_S)
+                continue
+            arrival = channel.wait_signal(timeout_s=SOON_S)
+            assert arrival.data == PATTERN[: arrival.data.nbytes]
+            channel.release(arrival)
+            messages += 1
+    return messages, time.monotonic() - start
+
+
+def test_echo_between_processes(fabric: Fabric) -> None:
+    listener = fabric.listen()
+    rng = random.Random(5)
+    with peer_process("echo", listener.url):
+        channel = listener.accept(timeout_s=SOON_S)
+        for n in range(200):
+            payload = rng.randbytes(rng.choice([0, 1, 63, 64, 65, 4096, 100_000]))
+            send(channel, payload, b"%d" % n)
+            arrival = channel.wait_signal(timeout_s=SOON_S)
+            assert (arrival.data, arrival.tag.rstrip(b"\0")) == (payload, b"%d" % n)
+            channel.release(arrival)
+
+
+@pytest.mark.parametrize("call", ["wait_signal", "reserve"])
+@pytest.mark.parametrize("role", ["wait", "put", "half"])
+def test_kill_of_the_peer_is_noticed(fabric: Fabric, role: str, call: str) -> None:
+    listener = fabric.listen()
+    with peer_process(role, listener.url) as peer:
+        channel = listener.accept(timeout_s=SOON_S)
+        channel.release(channel.wait_signal(timeout_s=SOON_S))  # now it is in its role
+        peer.kill()
+        _, seconds = fault_after(channel, call)
+        assert seconds < DEATH_NOTICED_S
+        fault_after(channel, "wait_signal")  # what was complete
+        for again in (lambda: channel.reserve(1), lambda: channel.wait_signal(timeout_s=0)):
+            with pytest.raises(netstack.PeerFault):
+                again()
+
+
+def test_a_kill_at_any_moment_leaves_only_whole_messages(fabric: Fabric) -> None:
+    listener = fabric.listen()
+    rng = random.Random(6)
+    for _ in range(4):
+        with peer_process("put", listener.url) as peer:
+            channel = listener.accept(timeout_s=SOON_S)
+            for _ in range(rng.randint(1, 30)):
+                channel.release(channel.wait_signal(timeout_s=SOON_S))
+            peer.kill()
+            messages, _ = fault_after(channel, "wait_signal")  # checks every payload
+            assert messages <= GEOMETRY.slots
+
+
+def test_half_a_message_is_never_seen(fabric: Fabric) -> None:
+    listener = fabric.listen()
+    with peer_process("half", listener.url) as peer:
+        channel = listener.accept(timeout_s=SOON_S)
+        assert channel.wait_signal(timeout_s=SOON_S).tag.startswith(b"whole")
+        with pytest.raises(netstack.ChannelTimeout):  # half a message is none
+            channel.wait_signal(timeout_s=0.2)
+        peer.kill()
+        with pytest.raises(netstack.PeerFault):
+            channel.wait_signal(timeout_s=SOON_S)
+
+
+def test_a_stopped_peer_is_a_timeout_at_the_deadline_and_no_fault(fabric: Fabric) -> None:
+    listener = fabric.listen()
+    with peer_process("echo", listener.url) as peer:
+        channel = listener.accept(timeout_s=SOON_S)
+        peer.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, peer.pid, os.WSTOPPED | os.WNOWAIT)
+        for n in range(GEOMETRY.slots):
+            send(channel, b"%d" % n)
+        start = time.monotonic()
+        with pytest.raises(netstack.ChannelTimeout):
+            channel.wait_signal(timeout_s=0.5)
+        with pytest.raises(netstack.NoResource):
+            channel.reserve(1, timeout_s=0.5)
+        assert 1.0 <= time.monotonic() - start < 2.0
+        peer.send_signal(signal.SIGCONT)
+        for n in range(GEOMETRY.slots):
+            arrival = channel.wait_signal(timeout_s=SOON_S)
+            assert arrival.data == b"%d" % n
+            channel.release(arrival)
+
+
+def footprint() -> dict[str, list[str]]:
+    """What this process and this host hold that a channel could have left behind."""
+    links = []
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(fd.readlink().name.split(":")[0].split(" ")[0])
+        except OSError:
+            continue  # the listing's own descriptor
+    sockets = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "lamina" in line]
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:lamina" in line]
+    return {"fds": sorted(links), "shm": sorted(os.listdir("/dev/shm")), "sockets": sockets, "maps": maps}
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_nothing_is_left_behind(fabric: Fabric, kill: bool) -> None:
+    before = footprint()
+    listener = fabric.listen()
+    with peer_process("echo", listener.url) as peer:
+        channel = listener.accept(timeout_s=SOON_S)
+        send(channel, b"x")
+        arrival = channel.wait_signal(timeout_s=SOON_S)
+        assert footprint() != before  # the look can fail
+        if kill:
+            peer.kill()
+            peer.wait(SOON_S)
+        channel.close()
+        listener.close()
+    del arrival, channel
+    assert footprint() == before
+
+
+def test_nothing_is_left_when_both_sides_are_killed(fabric: Fabric) -> None:
+    before = footprint()
+    environment = os.environ | {"PEER_URL": f"{fabric.scheme}://", "PEER_KEY": KEY.hex(), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(Path(__file__).with_name("peer.py")), "listen"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = server.stdout.readline().strip()
+        with peer_process("wait", url) as client:
+            client.kill()
+            server.kill()
+    assert footprint() == before
+
+
+@pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"LMNA", bytes(200)])
+def test_strangers_do_not_hold_up_a_peer(fabric: Fabric, noise: bytes) -> None:
+    listener = fabric.listen()
+    name = listener.url.partition("://")[2]
+    strangers = []
+    for _ in range(100):
+        if fabric.scheme == "shm":
+            stranger = socket.socket(socket.AF_UNIX)
+            stranger.connect(f"\0{name}")
+        else:
+            host, _, port = name.rpartition(":")
+            stranger = socket.create_connection((host, int(port)))
+        stranger.sendall(noise)
+        strangers.append(stranger)
+        if len(strangers) == 50:
+            with pytest.raises(netstack.ChannelTimeout):
+                listener.accept(timeout_s=0.1)
+    start = time.monotonic()
+    with peer_process("wait", listener.url):
+        channel = listener.accept(timeout_s=SOON_S)
+        assert channel.wait_signal(timeout_s=SOON_S).tag.startswith(b"ready")
+    assert time.monotonic() - start < SOON_S / 2
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_import_is_light() -> None:
+    code = "import sys, lamina.netstack; sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'ctypes')))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_ping_pong_command(scheme: str) -> None:
+    command = [sys.executable, "-m", "lamina.netstack", scheme, "--count", "50", "--bytes", "1000"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "verified 50" in done.stdout
+
+
+def test_the_ping_pong_command_refuses_bad_input_in_one_line() -> None:
+    command = [sys.executable, "-m", "lamina.netstack", "pigeon"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: unknown transport 'pigeon'")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,58 @@
+"""Helpers of the network tests: a pair of ends in this process, and a peer in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lamina import netstack
+from lamina.netstack import Channel, Fabric, Geometry, Listener
+
+KEY = b"k" * 32
+SOON_S = 10.0
+GEOMETRY = Geometry(slots=4, slot_bytes=1 << 20)
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+
+
+def open_or_skip(scheme: str) -> Fabric:
+    try:
+        return netstack.open(scheme, key=KEY)
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+def connect(
+    fabric: Fabric, listener: Listener | None = None, geometry: Geometry = GEOMETRY, epoch: int = 0
+) -> tuple[Channel, Channel]:
+    """(the connected end, the accepted end) of a new channel."""
+    place = listener or fabric.listen()
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(place.accept, timeout_s=SOON_S)
+        connected = fabric.connect(place.url, outbound=geometry, inbound=geometry, epoch=epoch, timeout_s=SOON_S)
+        return connected, accepted.result(SOON_S)
+
+
+def send(channel: Channel, payload: bytes, tag: bytes = b"") -> int:
+    slot = channel.reserve(len(payload), timeout_s=SOON_S)
+    slot.data[:] = payload
+    return channel.put_signal(slot, tag)
+
+
+@contextmanager
+def peer_process(role: str, url: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that connects to ``url`` and plays ``role`` of peer.py. It is killed at the end."""
+    environment = os.environ | {"PEER_URL": url, "PEER_KEY": KEY.hex(), "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, str(HERE / "peer.py"), role], env=environment)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(SOON_S)
