@@ -1,0 +1,80 @@
+"""The command line: flags come from the configuration, bad input is one line and exit status 2."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from lamina.cluster.launch import COMMANDS, main
+from lamina.config import EngineConfig, flag, make_config, parse_size
+
+
+def test_print_config_is_what_a_run_would_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "m", "--memory-workers", "4", "--no-overlap", "--print-config"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["memory_workers"] == 4
+    assert printed["overlap"] is False
+    assert {f.name for f in dataclasses.fields(EngineConfig)} < set(printed)
+
+
+def test_every_option_has_a_flag_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    text = capsys.readouterr().out
+    assert [f.name for f in dataclasses.fields(EngineConfig) if flag(f.name) not in text] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_helps(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert "--dry-run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["generate", "no/such/model", "--prompt", "x"], "no/such/model"),
+        (["generate", "no/such/model", "--prompt", "x", "--dry-run"], "no/such/model"),
+        (["generate", "m"], "--prompt"),
+        (["generate", "m", "--prompt", "x", "--memory-workers", "0"], "--memory-workers"),
+        (["generate", "m", "--prompt", "x", "--kv-memory", "9 bananas"], "--kv-memory"),
+        (["generate", "m", "--prompt", "x", "--temperature", "nan"], "temperature"),
+        (["generate", "m", "--prompt", "x", "--block-size", "48"], "--block-size"),
+        (["generate", "m", "--prompt-file", "no/such/file"], "no/such/file"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_pickled_weights_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    assert main(["generate", str(tmp_path), "--prompt", "x", "--dry-run"]) == 2
+    assert "pickled" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4GiB", 4 << 30), ("512MB", 512 * 10**6), ("1024", 1024), ("1.5kib", 1536)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text, "--kv-memory") == size
+
+
+@pytest.mark.parametrize("text", ["", "-1", "0", "4 GiB x", "nan", "4TiBs"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="--kv-memory"):
+        parse_size(text, "--kv-memory")
+
+
+def test_unknown_options_are_errors() -> None:
+    with pytest.raises(ValueError, match="block_sise"):
+        make_config({"block_sise": 16})
