@@ -1,0 +1,240 @@
+"""Every family decodes as transformers does, whatever the batch does; and a wrong attention is noticed.
+
+The checks need a ``Runner`` only. The one here runs the slices in this process with an attention and a KV store of its
+own, plain and in fp64: it is the oracle of the slices, not of the memory workers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import pytest
+import torch
+from families import FAMILIES, FIRST_TOKEN, MAX_LEN, VOCAB, Family
+from torch import Tensor
+
+from lamina.attention.spec import AttentionSpec
+from lamina.converter import SlicedProgram
+from lamina.models.convert import convert_model, layer_shapes
+from lamina.workers.stepplan import LayerShape
+
+PROMPTS = (19, 1, 7, 30)  # tokens; some shorter, some longer than the windows
+NEW_TOKENS = 64
+SHORT = 16  # new tokens where something is wrong on purpose
+LEAST_DISTINCT = 16
+LEAST_MARGIN = 100.0  # median distance of the two best logits, in units of the logit error
+TOLERANCE = 1e-4  # largest logit error, relative to the spread of the logits
+RED = 100.0  # a control must err by that many tolerances
+
+
+@dataclass(frozen=True)
+class Row:
+    """One token of one sequence. Rows of one sequence come in the order of their positions."""
+
+    sequence: int
+    position: int
+    token: int
+
+
+class Runner(Protocol):
+    """A model that decodes with its KV cache elsewhere."""
+
+    def step(self, rows: Sequence[Row]) -> Tensor:
+        """Store the K, V of the rows and return their logits [rows, vocabulary]."""
+        ...
+
+
+class Memory:
+    """A memory side for the slices: K, V by (layer, sequence, position), attention one query at a time, in fp64."""
+
+    def __init__(self, layers: list[LayerShape]) -> None:
+        self.layers = layers
+        self.zeroed_heads = 0  # of each layer's KV heads, the first so many are lost
+        self.rows: Sequence[Row] = ()
+        self._stored: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self._q: dict[int, Tensor] = {}
+
+    def q(self, layer: int, q: Tensor) -> None:
+        self._q[layer] = q.double()
+
+    def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
+        for i, row in enumerate(self.rows):
+            key, value = k[i, :, 0].double(), v[i, :, 0].double()
+            key[: self.zeroed_heads], value[: self.zeroed_heads] = 0.0, 0.0
+            self._stored[layer, row.sequence, row.position] = key, value
+
+    def o(self, layer: int, dtype: torch.dtype) -> Tensor:
+        q = self._q.pop(layer)
+        return torch.stack([self._attend(layer, row, q[i, :, 0]) for i, row in enumerate(self.rows)])[:, None].to(dtype)
+
+    def _attend(self, layer: int, row: Row, q: Tensor) -> Tensor:
+        shape = self.layers[layer]
+        spec = AttentionSpec.decode(shape.spec)
+        first = max(0, row.position + 1 - spec.window) if spec.window else 0
+        stored = [self._stored[layer, row.sequence, p] for p in range(first, row.position + 1)]
+        group = shape.q_heads // shape.kv_heads
+        k, v = (torch.stack(x, 1).repeat_interleave(group, 0) for x in zip(*stored, strict=True))
+        score = torch.einsum("hd,hsd->hs", q, k) * spec.scale
+        if spec.softcap:
+            score = spec.softcap * torch.tanh(score / spec.softcap)
+        if spec.alibi:
+            score += operand(shape.slopes)[:, None] * (torch.arange(first, row.position + 1) - row.position)
+        if spec.sinks:
+            score = torch.cat([score, operand(shape.sinks)[:, None]], 1)
+        return torch.einsum("hs,hsd->hd", score.softmax(1)[:, : v.shape[1]], v)
+
+
+def operand(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.float32).double()
+
+
+class LocalRunner:
+    """Runs the slices here, against a Memory."""
+
+    def __init__(self, program: SlicedProgram, memory: Memory) -> None:
+        self.program, self.memory = program, memory
+
+    def step(self, rows: Sequence[Row]) -> Tensor:
+        self.memory.rows = rows
+        first, *others = self.program.slices
+        carry = first(torch.tensor([[r.token] for r in rows]), torch.tensor([[r.position] for r in rows]), self.memory)
+        for layer, slice_ in enumerate(others):
+            send = () if slice_ is others[-1] else (self.memory,)
+            carry = slice_(*carry, self.memory.o(layer, self.program.calls[layer].out.dtype), *send)
+        return carry[0][:, -1]
+
+
+@dataclass
+class Text:
+    """A sequence and the logits that it got, position by position."""
+
+    id: int
+    tokens: list[int]
+    num_prompt: int
+    num_new: int
+    logits: list[Tensor] = field(default_factory=list)
+
+    @property
+    def missing(self) -> int:
+        return self.num_new - (len(self.tokens) - self.num_prompt)
+
+
+def decode(runner: Runner, num_new: int = NEW_TOKENS) -> list[Text]:
+    """Greedy decoding of ragged prompts, in batches that grow, shrink and change their order.
+
+    Prompts come in pieces of random length, next to the single rows of others; two texts swap rows in the middle.
+    """
+    draw = random.Random(7)
+    prompts = [[draw.randrange(FIRST_TOKEN, VOCAB) for _ in range(n)] for n in PROMPTS]
+    texts = [Text(i, p, len(p), num_new) for i, p in enumerate(prompts)]
+    running: list[Text] = []
+    waiting = list(texts)
+    for step in range(10_000):
+        if waiting and step % (num_new // 8) == 0:
+            running.insert(draw.randrange(len(running) + 1), waiting.pop(0))
+        if step == num_new // 2:
+            running[0], running[-1] = running[-1], running[0]
+        advance(runner, running, draw)
+        running = [t for t in running if t.missing > 0]
+        if not running and not waiting:
+            return texts
+    raise AssertionError("decoding does not end")
+
+
+def advance(runner: Runner, running: list[Text], draw: random.Random) -> None:
+    parts = []
+    for text in running:
+        done = len(text.logits)
+        count = min(len(text.tokens) - done, draw.randint(1, 11))
+        parts.append([Row(text.id, p, text.tokens[p]) for p in range(done, done + count)])
+    logits = runner.step([row for part in parts for row in part]).split([len(p) for p in parts])
+    for text, rows in zip(running, logits, strict=True):
+        text.logits += list(rows.float())
+        if len(text.logits) == len(text.tokens):
+            text.tokens.append(int(rows[-1].argmax()))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``error``: largest difference of a logit, over the spread of the logits; ``margin``: median, same unit."""
+
+    error: float
+    margin: float
+    distinct: int  # least number of different new tokens in a text
+    wrong: int  # tokens other than the reference's, where its margin is ten times the error
+
+
+def compare(model: Any, texts: list[Text]) -> Outcome:
+    """Against transformers, which reads each text as a whole."""
+    errors, margins, wrong = [], [], 0
+    for text in texts:
+        with torch.no_grad():
+            reference = model(torch.tensor([text.tokens[: len(text.logits)]])).logits[0].float()
+        spread = reference.std()
+        error = (torch.stack(text.logits) - reference).abs().max() / spread
+        drawn = reference[text.num_prompt - 1 :]
+        best = drawn.topk(2).values
+        margin = (best[:, 0] - best[:, 1]) / spread
+        differs = drawn.argmax(1) != torch.tensor(text.tokens[text.num_prompt :])
+        wrong += int((differs & (margin > 10 * error)).sum())
+        errors.append(error)
+        margins.append(margin)
+    distinct = min(len(set(t.tokens[t.num_prompt :])) for t in texts)
+    return Outcome(float(max(errors)), float(torch.cat(margins).median()), distinct, wrong)
+
+
+def changed(shape: LayerShape, **changes: Any) -> LayerShape:
+    spec = msgspec.structs.replace(AttentionSpec.decode(shape.spec), **changes)
+    return msgspec.structs.replace(shape, spec=spec.encode())
+
+
+def controls(layers: list[LayerShape]) -> dict[str, list[LayerShape]]:
+    """The layers with one feature dropped, for each feature that they use."""
+    specs = [AttentionSpec.decode(s.spec) for s in layers]
+    broken = {"scale": [changed(s, scale=1.5 * p.scale) for s, p in zip(layers, specs, strict=True)]}
+    for name, nothing in (("window", 0), ("softcap", 0.0), ("sinks", False), ("alibi", False)):
+        if any(getattr(p, name) for p in specs):
+            broken[name] = [changed(s, **{name: nothing}) for s in layers]
+    return broken
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda f: f.name)
+def case(request: pytest.FixtureRequest) -> tuple[Family, Any, SlicedProgram]:
+    family: Family = request.param
+    model = family.build()
+    return family, model, convert_model(model, max_model_len=MAX_LEN)
+
+
+Case = tuple[Family, Any, SlicedProgram]
+
+
+def test_logits_are_those_of_transformers(case: Case) -> None:
+    family, model, program = case
+    layers = layer_shapes(program)
+    assert {s.kv_heads for s in layers} == {family.kv_heads}
+    outcome = compare(model, decode(LocalRunner(program, Memory(layers))))
+    assert outcome.error < TOLERANCE
+    assert outcome.wrong == 0
+    assert outcome.distinct >= LEAST_DISTINCT
+    assert outcome.margin > LEAST_MARGIN * outcome.error
+
+
+def test_a_wrong_attention_is_noticed(case: Case) -> None:
+    family, model, program = case
+    layers = layer_shapes(program)
+    broken = controls(layers)
+    assert set(broken) == {"scale", *family.features}
+    for name, wrong_layers in broken.items():
+        outcome = compare(model, decode(LocalRunner(program, Memory(wrong_layers)), SHORT))
+        assert outcome.error > RED * TOLERANCE, name
+
+
+def test_lost_keys_and_values_are_noticed(case: Case) -> None:
+    family, model, program = case
+    memory = Memory(layer_shapes(program))
+    memory.zeroed_heads = max(1, family.kv_heads // 2)
+    assert compare(model, decode(LocalRunner(program, memory), SHORT)).error > RED * TOLERANCE
