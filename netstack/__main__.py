@@ -80,9 +80,10 @@ def main() -> int:
                 fabric.close()
                 child.wait(TIMEOUT_S)
             p50, p99 = (1e6 * times[int(len(times) * q)] for q in (0.50, 0.99))
-            print(f"{scheme:6} {args.bytes:8} B  round trip p50 {p50:8.1f} us  p99 {p99:8.1f} us  verified {args.count}")
+            round_trip = f"round trip p50 {p50:.1f} us  p99 {p99:.1f} us  verified {args.count}"
+            sys.stdout.write(f"{scheme}  {args.bytes} B  {round_trip}\n")
     except (ChannelError, ImportError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
 

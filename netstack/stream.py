@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from io import FileIO
 from mmap import mmap
 from time import monotonic
 
@@ -48,14 +49,14 @@ class _Sleeper:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")
         self._poller = select.poll()
         self._poller.register(self._bell, select.POLLIN)
         self._asleep = False
 
     def ring(self) -> None:
         if self._asleep:
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._bell.fileno(), 1)
 
     def sleep(self, awake: Callable[[], bool], events: int, timeout_s: float) -> None:
         """Sleep unless ``awake()``, which another thread makes true before it rings."""
@@ -66,11 +67,10 @@ class _Sleeper:
                 self._poller.poll(max(0.0, timeout_s) * 1000)
         finally:
             self._asleep = False
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
+        self._bell.read(8)
 
     def close(self) -> None:
-        os.close(self._bell)
+        self._bell.close()
 
 
 class StreamChannel(BaseChannel):

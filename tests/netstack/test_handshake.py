@@ -1,0 +1,167 @@
+"""The handshake over a socket pair: who gets in, who does not, and what a man in the middle can do (nothing)."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wiring import KEY, SOON_S
+
+from lamina.netstack import ChannelTimeout, Geometry, HandshakeError, handshake
+from lamina.netstack.handshake import CHALLENGE, HELLO, PROOF_BYTES, Exchange, Terms, answer, offer, run
+
+TERMS = Terms("shm", 3, Geometry(slots=4, slot_bytes=100), Geometry(slots=7, slot_bytes=1 << 32))
+SIZES = [HELLO.size, CHALLENGE.size, PROOF_BYTES, PROOF_BYTES]  # the four frames, connector first, then in turn
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def outcome(future: Future[Terms]) -> Terms | HandshakeError:
+    try:
+        return future.result(SOON_S)
+    except HandshakeError as error:
+        return error
+
+
+def shake(
+    pool: ThreadPoolExecutor, tamper: Callable[[int, bytes], bytes] = lambda _, frame: frame, key: bytes = KEY
+) -> tuple[Terms | HandshakeError, Terms | HandshakeError]:
+    """(the connector's, the listener's) outcome, with ``tamper(number, frame)`` between them."""
+    connector, left = socket.socketpair()
+    right, listener = socket.socketpair()
+    deadline = time.monotonic() + SOON_S
+
+    def closing(sock: socket.socket, steps: handshake.Steps) -> Terms:
+        with sock:
+            return run(sock, steps, "peer", deadline=deadline)
+
+    def carry() -> None:
+        with left, right:
+            for number, size in enumerate(SIZES):
+                source, target = (left, right) if number % 2 == 0 else (right, left)
+                frame = source.recv(size, socket.MSG_WAITALL)
+                if len(frame) < size:
+                    return
+                target.sendall(tamper(number, frame))
+
+    futures = [pool.submit(closing, connector, offer(key, TERMS)), pool.submit(closing, listener, answer(KEY, "shm"))]
+    pool.submit(carry)
+    return outcome(futures[0]), outcome(futures[1])
+
+
+def test_equal_keys_agree_on_the_terms(pool: ThreadPoolExecutor) -> None:
+    assert shake(pool) == (TERMS, TERMS)
+
+
+def test_different_keys_fail_on_both_sides(pool: ThreadPoolExecutor) -> None:
+    for error in shake(pool, key=b"another key of 32 bytes, roughly"):
+        assert isinstance(error, HandshakeError)
+        assert "keys differ" in str(error)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_one_flipped_bit_anywhere_is_refused(pool: ThreadPoolExecutor, number: int) -> None:
+    for position in range(SIZES[number]):
+
+        def flip(n: int, frame: bytes, position: int = position) -> bytes:
+            if n != number:
+                return frame
+            return frame[:position] + bytes([frame[position] ^ 1]) + frame[position + 1 :]
+
+        connector, listener = shake(pool, flip)
+        assert isinstance(connector, HandshakeError)
+        # By the last frame the listener has its proof already; the terms are then the true ones.
+        assert isinstance(listener, HandshakeError) if number < 3 else listener == TERMS
+
+
+def test_a_recorded_handshake_cannot_be_replayed(pool: ThreadPoolExecutor) -> None:
+    recorded: dict[int, bytes] = {}
+    shake(pool, recorded.setdefault)
+    to_listener = shake(pool, lambda n, frame: recorded[n] if n % 2 == 0 else frame)
+    to_connector = shake(pool, lambda n, frame: recorded[n] if n % 2 == 1 else frame)
+    assert isinstance(to_listener[1], HandshakeError)
+    assert isinstance(to_connector[0], HandshakeError)
+
+
+def test_a_proof_cannot_be_reflected() -> None:
+    """A listener without the key sends the connector's own proof back."""
+    steps = offer(KEY, TERMS)
+    hello, *_ = next(steps)
+    proof, *_ = steps.send(CHALLENGE.pack(handshake.MAGIC, handshake.VERSION, bytes(32)))
+    assert len(hello) == HELLO.size
+    with pytest.raises(HandshakeError):
+        steps.send(proof)
+
+
+def test_another_version_is_named_on_both_sides(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def older(number: int, frame: bytes) -> bytes:
+        return frame[:4] + (handshake.VERSION + 1).to_bytes(2, "big") + frame[6:] if number in (0, 1) else frame
+
+    for error in shake(pool, older):
+        assert f"version {handshake.VERSION + 1}" in str(error)
+
+
+def test_another_transport_is_refused(pool: ThreadPoolExecutor) -> None:
+    ours, theirs = socket.socketpair()
+    deadline = time.monotonic() + SOON_S
+    connecting = pool.submit(run, ours, offer(KEY, TERMS), "peer", deadline=deadline)
+    with theirs, pytest.raises(HandshakeError, match="shm"):
+        run(theirs, answer(KEY, "tcp"), "peer", deadline=deadline)
+    with ours:
+        assert isinstance(outcome(connecting), HandshakeError)
+
+
+@pytest.mark.parametrize("steps", [offer(KEY, TERMS), answer(KEY, "shm")], ids=["offer", "answer"])
+def test_a_silent_peer_costs_one_deadline_however_slowly_it_talks(steps: handshake.Steps) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.send(b"L")
+        start = time.monotonic()
+        with pytest.raises(ChannelTimeout, match="peer"):
+            run(ours, steps, "peer", deadline=start + 0.2)
+        assert 0.2 <= time.monotonic() - start < 2.0
+
+
+def test_frames_in_single_bytes_and_nothing_beyond_is_read(pool: ThreadPoolExecutor) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        exchange = Exchange(ours, answer(KEY, "shm"))
+        steps = offer(KEY, TERMS)
+        unsent, wanted, _ = next(steps)
+        terms = None
+        while wanted:
+            for k in range(len(unsent)):
+                assert terms is None
+                theirs.send(unsent[k : k + 1])
+                terms = exchange.advance()
+            if terms:
+                theirs.send(b"what comes after")
+            frame = theirs.recv(wanted, socket.MSG_WAITALL)
+            try:
+                unsent, wanted, _ = steps.send(frame)
+            except StopIteration:
+                break
+        assert terms == TERMS
+        assert ours.recv(100) == b"what comes after"
+
+
+@settings(max_examples=200, deadline=None)
+@given(noise=st.binary(max_size=300), start=st.booleans())
+def test_garbage_is_refused_and_never_anything_else(noise: bytes, start: bool) -> None:
+    hello, *_ = next(offer(b"another key" * 3, TERMS))
+    ours, theirs = socket.socketpair()
+    with ours:
+        exchange = Exchange(ours, answer(KEY, "shm"))
+        theirs.sendall(hello + noise if start else noise)
+        theirs.close()
+        with pytest.raises(HandshakeError):
+            exchange.advance()

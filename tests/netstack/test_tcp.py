@@ -1,0 +1,237 @@
+"""TCP against peers that hold the key and write what they like into the stream, and its addresses."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wiring import KEY, SOON_S, connect, send
+
+from lamina import netstack
+from lamina.netstack import Channel, Geometry, PeerFault, stream
+from lamina.netstack.handshake import Terms, offer, run
+from lamina.netstack.stream import CREDIT, DATA, FAREWELL, HEADER
+
+EPOCH = 9
+ZERO = EPOCH << 48
+SLOTS, SLOT_BYTES = 3, 100
+GEOMETRY = Geometry(slots=SLOTS, slot_bytes=SLOT_BYTES)
+TERMS = Terms("tcp", EPOCH, GEOMETRY, GEOMETRY)
+
+
+class Rogue:
+    """An authenticated connector with the raw stream."""
+
+    def __init__(self) -> None:
+        self.fabric = netstack.open("tcp", key=KEY)
+        listener = self.fabric.listen()
+        host, _, port = listener.url.partition("://")[2].rpartition(":")
+        with ThreadPoolExecutor(1) as pool:
+            accepted = pool.submit(listener.accept, timeout_s=SOON_S)
+            self.stream = socket.create_connection((host, int(port)))
+            run(self.stream, offer(KEY, TERMS), "listener", deadline=time.monotonic() + SOON_S)
+            self.victim: Channel = accepted.result(SOON_S)
+        self.stream.setblocking(True)
+
+    def frame(
+        self, kind: int = DATA, length: int = 0, seqno: int = ZERO + 1, credit: int = ZERO, payload: bytes = b""
+    ) -> None:
+        self.stream.sendall(HEADER.pack(kind, length, seqno % (1 << 64), credit % (1 << 64), b"") + payload)
+
+    def close(self) -> None:
+        self.fabric.close()
+        self.stream.close()
+
+
+@pytest.fixture
+def rogue() -> Iterator[Rogue]:
+    rogue = Rogue()
+    yield rogue
+    rogue.close()
+
+
+def faults_for_good(call: Callable[[], object]) -> None:
+    for _ in range(2):
+        with pytest.raises(PeerFault, match="broke the protocol"):
+            call()
+
+
+def test_the_rogue_can_behave(rogue: Rogue) -> None:
+    rogue.frame(length=4, payload=b"good")
+    arrival = rogue.victim.wait_signal(timeout_s=SOON_S)
+    assert arrival.data == b"good"
+    for _ in range(SLOTS):
+        send(rogue.victim, b"x")
+    rogue.frame(CREDIT, credit=ZERO + 1)
+    send(rogue.victim, b"x")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"length": SLOT_BYTES + 1},
+        {"length": (1 << 64) - 1},
+        {"seqno": ZERO + 2},
+        {"seqno": ZERO},
+        {"seqno": 1},
+        {"seqno": ((EPOCH + 1) << 48) + 1},
+        {"seqno": ((EPOCH - 1) << 48) + 1},
+        {"credit": ZERO + 1},
+        {"credit": ZERO - 1},
+        {"credit": 0},
+        {"kind": 0},
+        {"kind": 4},
+        {"kind": 65535},
+        {"kind": CREDIT, "length": 1},
+        {"kind": FAREWELL, "length": 257},
+        {"kind": FAREWELL, "length": (1 << 64) - 1},
+    ],
+    ids=str,
+)
+def test_a_bad_header_is_a_fault(rogue: Rogue, bad: dict[str, int]) -> None:
+    rogue.frame(**bad)
+    faults_for_good(lambda: rogue.victim.wait_signal(timeout_s=SOON_S))
+    faults_for_good(lambda: rogue.victim.reserve(1))
+
+
+def test_more_messages_than_slots_are_a_fault_after_the_honest_ones(rogue: Rogue) -> None:
+    for n in range(SLOTS + 1):
+        rogue.frame(seqno=ZERO + n + 1, length=1, payload=b"%d" % n)
+    arrivals = [rogue.victim.wait_signal(timeout_s=SOON_S) for _ in range(SLOTS)]
+    assert [bytes(arrival.data) for arrival in arrivals] == [b"0", b"1", b"2"]
+    faults_for_good(lambda: rogue.victim.wait_signal(timeout_s=SOON_S))
+    assert bytes(arrivals[0].data) == b"0"
+
+
+def test_a_cut_inside_a_frame_is_a_fault_and_no_message(rogue: Rogue) -> None:
+    rogue.frame(length=50, payload=b"half")
+    rogue.stream.shutdown(socket.SHUT_WR)
+    with pytest.raises(PeerFault, match="gone"):
+        rogue.victim.wait_signal(timeout_s=SOON_S)
+
+
+@pytest.mark.parametrize("reason", [b"\xff" * 256, b"", b"a" * 256])
+def test_any_farewell_text_is_only_a_text(rogue: Rogue, reason: bytes) -> None:
+    rogue.frame(FAREWELL, len(reason), payload=reason)
+    with pytest.raises(PeerFault):
+        rogue.victim.wait_signal(timeout_s=SOON_S)
+
+
+def test_frames_in_single_bytes(rogue: Rogue) -> None:
+    rogue.stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for byte in HEADER.pack(DATA, 3, ZERO + 1, ZERO, b"tag") + b"abc":
+        with pytest.raises(netstack.ChannelTimeout):
+            rogue.victim.wait_signal(timeout_s=0)
+        rogue.stream.send(bytes([byte]))
+    arrival = rogue.victim.wait_signal(timeout_s=SOON_S)
+    assert (arrival.data, arrival.tag.rstrip(b"\0")) == (b"abc", b"tag")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    frames=st.lists(
+        st.tuples(
+            st.sampled_from([DATA, DATA, CREDIT, FAREWELL, 0, 77]),
+            st.one_of(st.integers(0, SLOT_BYTES), st.integers(0, (1 << 64) - 1)),
+            st.one_of(st.integers(ZERO, ZERO + 4), st.integers(0, (1 << 64) - 1)),
+            st.one_of(st.just(ZERO), st.integers(ZERO, ZERO + 4)),
+        ),
+        max_size=8,
+    ),
+    noise=st.binary(max_size=300),
+)
+def test_random_streams_never_do_more_than_fault(frames: list[tuple[int, int, int, int]], noise: bytes) -> None:
+    rogue = Rogue()
+    try:
+        for kind, length, seqno, credit in frames:
+            with suppress(OSError):  # the victim has hung up
+                rogue.frame(kind, length, seqno, credit, bytes(min(length, SLOT_BYTES)))
+            with suppress(netstack.ChannelError):
+                slot = rogue.victim.reserve(SLOT_BYTES)
+                rogue.victim.put_signal(slot, b"")
+            with suppress(netstack.ChannelError):
+                arrival = rogue.victim.wait_signal(timeout_s=0.001)
+                assert arrival.data.nbytes <= SLOT_BYTES
+                rogue.victim.release(arrival)
+        with suppress(OSError):
+            rogue.stream.sendall(noise)
+        with suppress(netstack.ChannelError):
+            rogue.victim.wait_signal(timeout_s=0.001)
+    finally:
+        rogue.close()
+
+
+def put_until_full(channel: Channel, geometry: Geometry) -> None:
+    for _ in range(geometry.slots):
+        channel.put_signal(channel.reserve(geometry.slot_bytes), b"")
+
+
+def test_a_peer_that_takes_no_bytes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "STALL_S", 0.3)
+    fabric = netstack.open("tcp", key=KEY)
+    big = Geometry(slots=4, slot_bytes=16 << 20)
+    a, idle = connect(fabric, geometry=big)  # `idle` makes no call, so its kernel's buffer fills up
+    start = time.monotonic()
+    with pytest.raises(PeerFault, match="took no bytes"):
+        put_until_full(a, big)
+    idle.close()
+    assert time.monotonic() - start < 5.0
+    fabric.close()
+
+
+def test_abort_ends_a_put_that_is_stuck() -> None:
+    fabric = netstack.open("tcp", key=KEY)
+    big = Geometry(slots=4, slot_bytes=16 << 20)
+    a, idle = connect(fabric, geometry=big)
+    with ThreadPoolExecutor(1) as pool:
+        putting = pool.submit(put_until_full, a, big)
+        while a.stats.wait_s == 0:
+            time.sleep(0.01)
+        a.abort("enough")
+        with pytest.raises(netstack.ChannelAborted):
+            putting.result(2.0)
+    idle.close()
+    fabric.close()
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "192.0.2.1:80", "[::]:0", "[2001:db8::1]:80", "8.8.8.8:53"])
+def test_addresses_beyond_this_host_are_refused(address: str) -> None:
+    fabric = netstack.open("tcp", key=KEY)
+    with pytest.raises(ValueError, match="MAC"):
+        fabric.listen(address)
+    with pytest.raises(ValueError, match="MAC"):
+        fabric.connect(f"tcp://{address}", outbound=GEOMETRY, inbound=GEOMETRY)
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "example.org:80", "127.0.0.1:http", "127.0.0.1:-1", "127.0.0.1:65536", ":80", "127.0.0.1:"]
+)
+def test_malformed_addresses_are_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="address"):
+        netstack.open("tcp", key=KEY).listen(address)
+
+
+def test_a_free_port_is_chosen_and_localhost_is_understood() -> None:
+    fabric = netstack.open("tcp", key=KEY)
+    urls = {fabric.listen(address).url for address in ("", "127.0.0.1:0", "localhost:0")}
+    assert len(urls) == 3
+    assert not any(url.endswith(":0") for url in urls)
+    fabric.close()
+
+
+def test_ipv6_loopback() -> None:
+    fabric = netstack.open("tcp", key=KEY)
+    try:
+        listener = fabric.listen("[::1]:0")
+    except netstack.ChannelError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    a, b = connect(fabric, listener, GEOMETRY)
+    send(a, b"six")
+    assert b.wait_signal(timeout_s=SOON_S).data == b"six"
+    fabric.close()
