@@ -139,6 +139,25 @@ def _drop_identities(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def _merge_duplicates(graph: fx.Graph, cut_op: torch._ops.OpOverload) -> None:
+    """Layers often repeat work on positions; one node for it lets one value be carried for all of them."""
+    first: dict[tuple[object, str], fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is cut_op or not _is_function(node):
+            continue
+        known = first.setdefault((node.target, repr((node.args, node.kwargs))), node)
+        if known is not node:
+            node.replace_all_uses_with(known)
+            graph.erase_node(node)
+
+
+def _is_function(node: fx.Node) -> bool:
+    """Does it always give the same for the same arguments?"""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is operator.getitem
+    return torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
 def _check_count(calls: tuple[fx.Node, ...], cut_op: torch._ops.OpOverload, expect: int | None) -> None:
     if calls and expect in (None, len(calls)):
         return
@@ -165,6 +184,7 @@ def capture(
     weights = _bind_weights(step, program)
     graph = program.graph
     _drop_identities(graph)
+    _merge_duplicates(graph, cut_op)
     (results,) = graph.output_node().args
     if not isinstance(results, tuple) or len(results) != 1 or not isinstance(results[0], fx.Node):
         raise ConversionError("the decode step must return one tensor, the logits [R, 1, V]")

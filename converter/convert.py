@@ -25,7 +25,7 @@ def convert(
     overlap: bool = False,
     split_fused: bool = True,
     check_rows: bool = True,
-    max_positions: int = 2048,
+    max_positions: int = 64,
     example_rows: int = 3,
 ) -> SlicedProgram:
     """Cut a model at every ``cut_op`` into slices that carry as few bytes past attention as possible.
@@ -38,8 +38,8 @@ def convert(
     expect: the number of ``cut_op`` that there must be (one per layer); fewer means a layer that keeps other state.
     overlap: keep work that does not wait for attention before it (parallel attention + MLP), for more carried bytes.
     split_fused: compute Q apart from K and V where one GEMM over contiguous parts makes all three.
-    check_rows: show that no row's result depends on other rows, by rule and by running at positions up to
-        ``max_positions``.
+    check_rows: show that no row's result depends on other rows, by rule and by running at positions from 0 to
+        ``max_positions`` - 1, which must be positions that the model can take.
 
     Raises ConversionError, naming the operator and its module, for whatever would not compute the same thing.
     """

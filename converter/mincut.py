@@ -20,7 +20,7 @@ class CutProblem(Generic[N]):
     capacity: price of carrying a node's value, once for all of its consumers; None if it cannot be carried.
     edges: (producer, consumer) pairs between nodes of ``capacity``.
     before: have run when the boundary is reached.
-    after: cannot run before the boundary.
+    after: run after the boundary and cannot run before it, nor can what they lead to (which is in ``after`` too).
     needed: their values are read after the boundary.
     once: run on one side only; any other node may run on both.
     """

@@ -127,43 +127,35 @@ def check_rows_by_running(slices: Sequence[Slice], calls: Sequence[CutCall], max
         return False
     device = next(iter(devices), torch.device("cpu"))
     seen: set[str] = set()
-    for piece, inputs, sends in _walk(slices, calls, max_positions, device):
+    for piece, inputs, expected in _walk(slices, calls, max_positions, device):
         if piece.signature in seen:
             continue
         seen.add(piece.signature)
-        expected = _run(piece, inputs, sends)
         for chosen in _selections(device):
             part = tuple(t[chosen] for t in inputs)
-            if _differ(piece, [t[chosen] for t in expected], _run(piece, part, sends)):
+            if _differ(piece, [t[chosen] for t in expected], _run(piece, part, max_positions)):
                 raise ConversionError(
                     f"slice {piece.index} couples its rows: with {len(chosen)} of {_NUM_ROWS} rows in another order "
-                    f"the results differ; {_first_difference(piece, inputs, chosen, sends)}"
+                    f"the results differ; {_first_difference(piece, inputs, chosen)}"
                 )
     return True
 
 
 def _walk(
     slices: Sequence[Slice], calls: Sequence[CutCall], max_positions: int, device: torch.device
-) -> Iterator[tuple[Slice, tuple[Tensor, ...], bool]]:
-    """Every slice with its inputs on one pass of ``_NUM_ROWS`` rows."""
-    half = _NUM_ROWS // 2
-    if max_positions < _NUM_ROWS:
-        raise ConversionError(f"max_positions is {max_positions}: the row check needs at least {_NUM_ROWS}")
-    positions = torch.tensor([*range(half), *range(max_positions - half, max_positions)], device=device)[:, None]
+) -> Iterator[tuple[Slice, tuple[Tensor, ...], list[Tensor]]]:
+    """Every slice with its inputs, messages and results on one pass of ``_NUM_ROWS`` rows."""
+    first, last = torch.arange(_NUM_ROWS // 2, device=device), max_positions - 1
+    positions = torch.cat([first.clamp(max=last), (last - first).clamp(min=0)])[:, None]
     vocabulary = slices[-1].module.graph.output_node().args[0][0].meta["val"].shape[-1]  # type: ignore[index, union-attr]
     ids = (torch.arange(_NUM_ROWS, device=device)[:, None] * 7919 + 11) % vocabulary
     inputs: tuple[Tensor, ...] = (ids, positions)
     for piece in slices:
-        sends = piece.index < len(calls)
-        yield piece, inputs, sends
-        messages = _Messages()
-        try:
-            carried = piece(*inputs, *([messages] if sends else []))
-        except (IndexError, RuntimeError) as error:
-            raise ConversionError(
-                f"slice {piece.index} fails on {_NUM_ROWS} rows at positions below {max_positions}: {error}"
-            ) from error
-        inputs = (*carried, stand_in_attention(*messages.tensors)) if sends else ()
+        results = _run(piece, inputs, max_positions)
+        yield piece, inputs, results
+        if piece.index < len(calls):
+            q, k, v, *carried = results
+            inputs = (*carried, stand_in_attention(q, k, v))
 
 
 def _selections(device: torch.device) -> list[Tensor]:
@@ -174,9 +166,19 @@ def _selections(device: torch.device) -> list[Tensor]:
     return [r.to(device) for r in (*rows, torch.tensor([_NUM_ROWS - 1]))]
 
 
-def _run(piece: Slice, inputs: tuple[Tensor, ...], sends: bool) -> list[Tensor]:
+def _arguments(piece: Slice, inputs: tuple[Tensor, ...], messages: _Messages) -> tuple[Any, ...]:
+    sends = any(n.op == "call_method" for n in piece.module.graph.nodes)
+    return (*inputs, messages) if sends else inputs
+
+
+def _run(piece: Slice, inputs: tuple[Tensor, ...], max_positions: int) -> list[Tensor]:
     messages = _Messages()
-    results = piece(*inputs, *([messages] if sends else []))
+    try:
+        results = piece(*_arguments(piece, inputs, messages))
+    except (IndexError, RuntimeError) as error:
+        raise ConversionError(
+            f"slice {piece.index} fails on {len(inputs[0])} rows at positions below {max_positions}: {error}"
+        ) from error
     return [*messages.tensors, *results]
 
 
@@ -215,10 +217,9 @@ class _Tracing(fx.Interpreter):
         return self.env
 
 
-def _first_difference(piece: Slice, inputs: tuple[Tensor, ...], chosen: Tensor, sends: bool) -> str:
-    extra = (_Messages(),) if sends else ()
-    whole = _Tracing(piece.module).values(*inputs, *extra)
-    part = _Tracing(piece.module).values(*(t[chosen] for t in inputs), *extra)
+def _first_difference(piece: Slice, inputs: tuple[Tensor, ...], chosen: Tensor) -> str:
+    part_inputs = tuple(t[chosen] for t in inputs)
+    whole, part = (_Tracing(piece.module).values(*_arguments(piece, i, _Messages())) for i in (inputs, part_inputs))
     for node, want in whole.items():
         have = part.get(node)
         if node.op != "call_function" or not isinstance(want, Tensor) or not isinstance(have, Tensor):
