@@ -59,7 +59,7 @@ def test_deterministic_results_do_not_depend_on_batch_mates(llama_path: Path, pr
 
 def test_preemption_loses_nothing(llama_path: Path, prompts: list[list[int]], reference: Reference) -> None:
     # one sequence of 130 tokens fits beside another, not five
-    with LLM(str(llama_path), transport="loopback", max_model_len=160, kv_memory="160KiB", block_size=16) as llm:
+    with LLM(str(llama_path), transport="loopback", max_model_len=160, kv_memory="96KiB", block_size=16) as llm:
         assert tokens(llm, prompts) == [reference(p, 24) for p in prompts]
         assert llm.engine.scheduler.num_preemptions > 0
 
