@@ -18,7 +18,7 @@ def bits_per_byte(model: Any, tokenizer: Any, text: str, *, window: int = 1024) 
 
     The first token of the text is predicted from the tokenizer's beginning-of-text token.
     """
-    ids = torch.tensor([tokenizer.bos_token_id, *tokenizer.encode(text, add_special_tokens=False)])
+    ids = torch.tensor([tokenizer.bos_token_id, *tokenizer.encode(text, add_special_tokens=False, verbose=False)])
     bits, done = 0.0, 1
     while done < len(ids):
         start = max(0, done - window // 2)
@@ -47,7 +47,7 @@ def recall(
     ``filler``: ordinary text between statements and question; the held-out standard library by default. A model that
     picks a stated value blindly is right once in ``pairs``.
     """
-    ids = np.array(tokenizer.encode(filler or held_out_text(), add_special_tokens=False))
+    ids = np.array(tokenizer.encode(filler or held_out_text(), add_special_tokens=False, verbose=False))
     found = RecallTask(tokenizer).prompts(ids, distance, count=prompts, pairs=pairs, seed=seed)
     right = 0
     for first in range(0, prompts, batch):

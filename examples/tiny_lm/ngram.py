@@ -18,7 +18,7 @@ class _Level:
         self.totals = np.bincount(contexts, self.counts, size)
         self.kinds = np.bincount(contexts, minlength=size).astype(np.float64)
         ones, twos = int((counts == 1).sum()), int((counts == 2).sum())
-        self.discount = ones / (ones + 2 * twos) if ones else 0.0
+        self.discount = ones / (ones + 2 * twos) if ones else 0.5
 
     def find(self, grams: Ids) -> tuple[Ids, npt.NDArray[np.bool_]]:
         """Row numbers of ``grams`` and which of them were seen."""

@@ -77,8 +77,8 @@ class RecallTask:
     def training_sequence(self, rng: np.random.Generator, filler: Ids) -> tuple[Ids, Weights]:
         """A sequence as long as ``filler`` with statements, mostly early, and questions spread behind them.
 
-        Returns the token ids and, for each, the weight of its prediction in the loss: answers weigh most, the random
-        keys and stated values (which nobody can predict) nothing.
+        Returns the token ids and, for each, the weight of its prediction in the loss: answers weigh most; stated values
+        and keys, which nobody can predict, nothing; nor do the markers, lest the model write such lines unasked.
         """
         length = len(filler)
         events: list[tuple[float, list[int], list[float]]] = []
@@ -92,8 +92,8 @@ class RecallTask:
 
     def _weighted(self, start: list[int], key: int, value: list[int], weight: float) -> tuple[list[int], list[float]]:
         tokens = [*start, key, *self._equals, *value, *self._newline]
-        weights = [0.1] * len(start) + [0.0] + [0.1] * len(self._equals) + [weight] * len(value)
-        return tokens, weights + [0.1] * len(self._newline)
+        unasked = len(start) + 1 + len(self._equals)
+        return tokens, [0.0] * unasked + [weight] * len(value) + [0.1] * len(self._newline)
 
 
 def _spread(events: list[tuple[float, list[int], list[float]]], filler: Ids) -> tuple[Ids, Weights]:

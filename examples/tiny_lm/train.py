@@ -1,6 +1,6 @@
 """Train the demo's language model from scratch on the standard library, on a CPU, within a wall-clock budget.
 
-python examples/tiny_lm/train.py --minutes 55     # trains (or resumes), evaluates, writes model/ and results.json
+python examples/tiny_lm/train.py --minutes 60     # trains (or resumes), evaluates, writes model/ and results.json
 python examples/tiny_lm/train.py --eval-only      # measures model/ alone
 """
 
@@ -37,15 +37,30 @@ from tiny_lm.recall import Ids, RecallTask, Weights, copy_sequence
 
 Row = tuple[Ids, Weights]
 
+
+class Stage(NamedTuple):
+    """One stage of the curriculum; the rows that are neither recall nor copying are plain text."""
+
+    until: float  # Share of the time budget at which the stage ends.
+    length: int  # Tokens per row.
+    recall: float  # Share of the rows.
+    copy: float
+
+
 HERE = Path(__file__).resolve().parent
 MODEL, WORK, RESULTS = HERE / "model", HERE / "work", HERE / "results.json"
 SEED = 20240501
 VOCABULARY, CONTEXT = 2048, 2048
 BATCH_TOKENS, PART_TOKENS, THREADS = 4096, 1024, 2
-# (share of the budget at which it ends, sequence length): attention is cheap while sequences are short.
-CURRICULUM = ((0.08, 128), (0.35, 256), (0.54, 512), (0.74, 1024), (1.0, CONTEXT))
-# Shares of the rows of a batch; the rest is plain text.
-RECALL_SHARE, COPY_SHARE = 0.45, 0.15
+# Attention is cheap while sequences are short, and short ones with many questions teach to recall at all; the long
+# ones, of which most tokens are text anyway, stretch that over the whole context.
+CURRICULUM = (
+    Stage(until=0.08, length=128, recall=0.45, copy=0.15),
+    Stage(until=0.20, length=256, recall=0.45, copy=0.15),
+    Stage(until=0.37, length=512, recall=0.30, copy=0.05),
+    Stage(until=0.58, length=1024, recall=0.50, copy=0.00),
+    Stage(until=1.00, length=CONTEXT, recall=0.50, copy=0.00),
+)
 MATRIX_RATE, VECTOR_RATE = 0.02, 3e-3
 CHECKPOINT_SECONDS = 120
 RECALL_DISTANCES = (64, 256, 512, 1024, 1536, 1900)
@@ -106,7 +121,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Any:
 
 
 def training_ids(tokenizer: PreTrainedTokenizerFast, texts: dict[str, str]) -> Ids:
-    """One stream of tokens: every document and every few questions begin with TEXT, in a shuffled order."""
+    """One stream of tokens: documents and bundles of questions, each from TEXT to END, in a shuffled order."""
     chats = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], tokenize=False
@@ -116,25 +131,27 @@ def training_ids(tokenizer: PreTrainedTokenizerFast, texts: dict[str, str]) -> I
     pieces = [f"# {name}\n{text}" if name.endswith(".py") else text for name, text in texts.items()]
     pieces += ["".join(chats[first : first + 16]) for first in range(0, len(chats), 16)]
     order = np.random.default_rng(SEED).permutation(len(pieces))
-    encoded = tokenizer([TEXT + pieces[index] for index in order], add_special_tokens=False)["input_ids"]
+    encoded = tokenizer([TEXT + pieces[index] + END for index in order], add_special_tokens=False, verbose=False)[
+        "input_ids"
+    ]
     return np.concatenate([np.array(ids, dtype=np.int64) for ids in encoded])
 
 
-def batch(step: int, length: int, stream: Ids, task: RecallTask) -> list[Row]:
-    """The rows of one step, ``length`` + 1 tokens each; a function of the step, so that a resumed run goes on."""
-    rng = np.random.default_rng([SEED, step])
+def batch(step: int, stage: Stage, stream: Ids, task: RecallTask) -> list[Row]:
+    """The rows of one step, ``stage.length`` + 1 tokens each; a function of the step, so that a resumed run goes on."""
+    rng, length = np.random.default_rng([SEED, step]), stage.length
 
     def row() -> Row:
         kind = rng.uniform()
-        if kind < COPY_SHARE:
+        if kind < stage.copy:
             return copy_sequence(rng, length + 1, VOCABULARY)
         start = int(rng.integers(len(stream) - length - 1))
         text = stream[start : start + length + 1]
-        if kind < COPY_SHARE + RECALL_SHARE:
+        if kind < stage.copy + stage.recall:
             return task.training_sequence(rng, text)
         return text, np.ones(length + 1, dtype=np.float32)
 
-    return [row() for _ in range(max(BATCH_TOKENS // length, 4))]
+    return [row() for _ in range(BATCH_TOKENS // length)]
 
 
 class _Part(NamedTuple):
@@ -187,10 +204,10 @@ class Run:
         done = min(self.elapsed / self.seconds, 1.0)
         return min((self.step + 1) / 50, 1.0, 1.0 - 0.98 * max(0.0, (done - 0.45) / 0.55))
 
-    def length(self) -> int:
-        """Sequence length at this share of the time."""
+    def stage(self) -> Stage:
+        """The stage of the curriculum at this share of the time."""
         done = min(self.elapsed / self.seconds, 1.0)
-        return next(length for until, length in CURRICULUM if done <= until)
+        return next(stage for stage in CURRICULUM if done <= stage.until)
 
     def learn(self, rows: list[Row], workers: ThreadPoolExecutor) -> tuple[float, float]:
         """One optimizer step; returns the mean loss (nats per token) of plain text and of recall answers.
@@ -224,19 +241,19 @@ class Run:
         return _Part(gradients, float(weights.sum()), measured)
 
 
-def train(run: Run, batches: Callable[[int, int], list[Row]], report: Callable[[], None]) -> None:
+def train(run: Run, batches: Callable[[int, Stage], list[Row]], report: Callable[[], None]) -> None:
     """Train until the time is over; reports and checkpoints every CHECKPOINT_SECONDS and at the end."""
     losses: list[tuple[float, float]] = []
     since = run.elapsed
     with ThreadPoolExecutor(THREADS, initializer=torch.set_num_threads, initargs=(1,)) as workers:
         while run.elapsed < run.seconds:
             started = time.monotonic()
-            losses.append(run.learn(batches(run.step, run.length()), workers))
+            losses.append(run.learn(batches(run.step, run.stage()), workers))
             run.elapsed += time.monotonic() - started
             if run.elapsed - since >= CHECKPOINT_SECONDS or run.elapsed >= run.seconds:
                 since = run.elapsed
                 text, answers = np.nanmean(losses, axis=0)
-                row = {"minutes": run.elapsed / 60, "tokens": run.tokens, "length": run.length()}
+                row = {"minutes": run.elapsed / 60, "tokens": run.tokens, "length": run.stage().length}
                 row |= {"text_loss": float(text), "answer_loss": float(answers)}
                 run.curve.append({name: round(value, 4) for name, value in row.items()})
                 losses.clear()
@@ -251,7 +268,6 @@ def export(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        max_length=CONTEXT,
     )
     model.to(torch.bfloat16).save_pretrained(MODEL)
 
@@ -265,7 +281,7 @@ def measure() -> dict[str, Any]:
     size = len(text.encode())
 
     def token_ids(parts: list[str]) -> Ids:
-        encoded = tokenizer(parts, add_special_tokens=False)["input_ids"]
+        encoded = tokenizer(parts, add_special_tokens=False, verbose=False)["input_ids"]
         return np.concatenate([np.array(ids, dtype=np.int64) for ids in encoded])
 
     def byte_ids(parts: list[str]) -> Ids:
@@ -291,10 +307,11 @@ def measure() -> dict[str, Any]:
 def main() -> None:
     """Parse the command line; train or resume, export, measure, report."""
     parser = argparse.ArgumentParser(description="Train or measure the demo's language model.")
-    parser.add_argument("--minutes", type=float, default=55.0, help="training time, earlier runs' time included")
+    parser.add_argument("--minutes", type=float, default=60.0, help="training time, earlier runs' time included")
     parser.add_argument("--eval-only", action="store_true", help="measure model/ and print, without training")
     arguments = parser.parse_args()
-    torch.set_num_threads(THREADS)
+    # The workers of ``Run.learn`` are the parallelism: threads inside operators would wait for each other.
+    torch.set_num_threads(1)
     if not arguments.eval_only:
         WORK.mkdir(exist_ok=True)
         texts, _ = corpus.split(corpus.documents())
@@ -310,7 +327,7 @@ def main() -> None:
             row["recall_256"] = recall(model, tokenizer, 256, prompts=32, filler=sample)
             print(" ".join(f"{name}={value:g}" for name, value in row.items()), flush=True)
 
-        train(run, lambda step, length: batch(step, length, stream, task), report)
+        train(run, lambda step, stage: batch(step, stage, stream, task), report)
         export(model, tokenizer)
     results = measure()
     if not arguments.eval_only:
