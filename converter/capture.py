@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +96,9 @@ def _export(step: nn.Module, example_rows: int) -> ExportedProgram:
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
             if any(_is_mutable(n) for n in program.graph.nodes):
-                program = program.run_decompositions({})  # makes it functional, decomposes nothing
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", FutureWarning)  # of torch, about its own use of itself
+                    program = program.run_decompositions({})  # makes it functional, decomposes nothing
     except RuntimeError as error:
         raise ConversionError(f"the decode step cannot be captured by torch.export: {error}") from error
     return program
