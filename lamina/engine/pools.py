@@ -43,7 +43,7 @@ class _Member:
     def __init__(self, handle: WorkerHandle) -> None:
         self.handle = handle
         self.link = ControlLink(handle.sock, FROM_WORKERS)
-        self.stats: dict[str, float] | None = None
+        self.inbox: deque[Any] = deque()  # messages that came while another one was awaited
 
     @property
     def name(self) -> str:
@@ -105,14 +105,11 @@ class Pools:
         """The counters of every worker, by the names of ``pids``."""
         with self._lock:
             for member in self._members:
-                member.stats = None
                 self._send(member, AskStats())
-            deadline = time.monotonic() + STATS_S
             found = {}
             for member in self._members:
-                if member.stats is None:
-                    self._await(member, Stats, deadline - time.monotonic(), "to report its counters")
-                found[f"{member.handle.role}-{member.handle.index}"] = member.stats or {}
+                answer = self._await(member, Stats, STATS_S, "to report its counters")
+                found[f"{member.handle.role}-{member.handle.index}"] = answer.values
         return found
 
     def close(self) -> None:
@@ -194,19 +191,18 @@ class Pools:
         """The next ``kind`` from ``wanted``. A death or failure of any worker meanwhile ends the pools."""
         deadline = time.monotonic() + timeout_s
         while True:
+            for message in wanted.inbox:
+                if isinstance(message, kind):
+                    wanted.inbox.remove(message)
+                    return message
             left = max(0.0, deadline - time.monotonic())
             ready, _, _ = select.select([m.link for m in self._members], [], [], left)
             if not ready:
                 self.close()
                 raise WorkerError(f"{wanted.name} took more than {timeout_s:.0f} s {what}")
             for member in self._members:
-                if member.link not in ready:
-                    continue
-                message = self._receive(member)
-                if isinstance(message, Stats):
-                    member.stats = message.values
-                if member is wanted and isinstance(message, kind):
-                    return message
+                if member.link in ready:
+                    member.inbox.append(self._receive(member))
 
     def _receive(self, member: _Member) -> Any:
         try:

@@ -29,7 +29,8 @@ def serve_compute(sock: socket.socket, module: Any = None) -> None:
         start = link.recv()
     except LinkClosedError:
         return
-    _Server(link, start, module).run()
+    if isinstance(start, StartCompute):
+        _Server(link, start, module).run()
 
 
 class _Server:

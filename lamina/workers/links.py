@@ -11,6 +11,7 @@ from torch import Tensor
 from lamina.kv.partition import Partition, Share
 from lamina.netstack import Channel
 
+from .buffers import tensor_over
 from .stepplan import Bind, Bound, Key, Kind, LayerShape, ProtocolError, StepPlan, decode_bound, encode
 
 
@@ -46,7 +47,7 @@ class MemoryLink:
         """Write ``parts`` one behind the other straight into the peer's inbox; they may be strided."""
         total = sum(p.numel() for p in parts)
         slot = self.channel.reserve(total * parts[0].element_size(), timeout_s=self._timeout_s)
-        flat = torch.frombuffer(slot.data, dtype=parts[0].dtype)
+        flat = tensor_over(slot.data, parts[0].dtype)
         for part in parts:
             flat[: part.numel()].view(part.shape).copy_(part)
             flat = flat[part.numel() :]
@@ -61,7 +62,7 @@ class MemoryLink:
                 raise RefusedError(bytes(arrival.data).decode(errors="replace"))
             if got != key or arrival.data.nbytes != out.numel() * out.element_size():
                 raise ProtocolError(f"memory worker {self.worker}: {got} of {arrival.data.nbytes} B in place of {key}")
-            out.copy_(torch.frombuffer(arrival.data, dtype=out.dtype).view(out.shape))
+            out.copy_(tensor_over(arrival.data, out.dtype).view(out.shape))
         finally:
             self.channel.release(arrival)
 

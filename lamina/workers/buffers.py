@@ -1,0 +1,23 @@
+"""Tensors over the bytes of messages, without a copy."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+
+def tensor_over(data: memoryview, dtype: torch.dtype) -> Tensor:
+    """A flat tensor that shares ``data``. Over the read-only bytes of an arrival it must only be read."""
+    return torch.frombuffer(data, dtype=dtype)
+
+
+def _be_quiet_about_read_only() -> None:
+    # torch warns of read-only buffers once per process: let that be here.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.frombuffer(b"\0", dtype=torch.uint8)
+
+
+_be_quiet_about_read_only()
