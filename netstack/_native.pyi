@@ -7,8 +7,8 @@ class Link:
     """Both directions of one channel in shared memory. Raises the errors of ``lamina.netstack.fabric``.
 
     ``memory_fd`` stays the caller's; ``life_line`` (a connected stream socket that nobody writes to any more) is
-    owned and closed by the link. ``outbound`` and ``inbound`` are (slots, slot_bytes). A wait spins for ``spin_s``
-    before it sleeps.
+    owned and closed by the link. ``outbound`` and ``inbound`` are (slots, slot_bytes). A wait may spin
+    for ``spin_s`` before it sleeps; it learns whether that pays.
     """
 
     def __new__(

@@ -30,7 +30,7 @@ except ImportError as error:
         "a C++17 compiler, then run `python setup.py build_ext --inplace` or install again; or use another transport"
     ) from error
 
-SPIN_S = 30e-6  # short: the peer may need this very core
+SPIN_S = 50e-6  # about one wake-up of a sleeper on another core; a peer on this core needs it more
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _UCRED = struct.Struct("iII")  # pid, uid, gid
 

@@ -30,6 +30,7 @@ LOOK_S = 0.1  # a sender that never waits looks at the socket this often
 REASON_BYTES = 256
 HEADER = struct.Struct("!H6xQQQ32s")  # kind, length, seqno, credit (newest seqno released by the frame's sender), tag
 DATA, CREDIT, FAREWELL = 1, 2, 3
+POLLIN, POLLOUT = select.POLLIN, select.POLLOUT
 
 
 class _Slots:
@@ -49,25 +50,24 @@ class _Sleeper:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._events = 0
         self._bell = FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")
         self._poller = select.poll()
-        self._poller.register(self._bell, select.POLLIN)
-        self._asleep = False
+        self._poller.register(self._bell, POLLIN)
+        self.asleep = False
 
     def ring(self) -> None:
-        if self._asleep:
+        if self.asleep:
             os.eventfd_write(self._bell.fileno(), 1)
 
-    def sleep(self, awake: Callable[[], bool], events: int, timeout_s: float) -> None:
-        """Sleep unless ``awake()``, which another thread makes true before it rings."""
-        self._poller.register(self._sock, events)
-        self._asleep = True
-        try:
-            if not awake():
-                self._poller.poll(max(0.0, timeout_s) * 1000)
-        finally:
-            self._asleep = False
-        self._bell.read(8)
+    def sleep(self, events: int, timeout_s: float) -> None:
+        """Sleep until the socket or the bell. The caller has set ``asleep``, and looked again after that."""
+        if events != self._events:
+            self._poller.register(self._sock, events)
+            self._events = events
+        for fd, _ in self._poller.poll(max(0.0, timeout_s) * 1000):
+            if fd == self._bell.fileno():
+                self._bell.read(8)
 
     def close(self) -> None:
         self._bell.close()
@@ -88,6 +88,7 @@ class StreamChannel(BaseChannel):
         super().__init__(peer, terms.epoch, outbound, inbound)
         self._sock = sock
         self._zero = terms.epoch << EPOCH_SHIFT
+        self._out_slots, self._in_slots = outbound.slots, inbound.slots
         self._staging, self._inbox = _Slots(outbound), _Slots(inbound)
         self._grants = self._sent = self._credited = 0
         self._arrivals = self._released = self._reported = self._pushed = 0
@@ -133,18 +134,14 @@ class StreamChannel(BaseChannel):
         self._receiver.ring()
 
     def _check(self, operation: str) -> None:
+        """Raise if the channel is over, on either side."""
         if self._stopped:
             raise ChannelAborted(f"{self.peer}: {operation}: the channel was aborted or closed on this side")
-
-    def _check_peer(self, operation: str) -> None:
         if self._peer_end is not None:
             raise PeerFault(f"{self.peer}: {operation}: {self._peer_end}")
 
-    def _over(self) -> bool:
-        return self._stopped or self._peer_end is not None
-
     def _has_slot(self) -> bool:
-        return self._grants - self._credited < self.outbound.slots
+        return self._grants - self._credited < self._out_slots
 
     def _has_message(self) -> bool:
         return bool(self._messages)
@@ -153,34 +150,35 @@ class StreamChannel(BaseChannel):
         with self._sending:
             if monotonic() - self._looked > LOOK_S:
                 self._read(_never)
-            self._check_peer("reserve")
-            if not self._wait(self._sender, self._has_slot, timeout_s, "reserve"):
-                slots = self.outbound.slots
+            self._check("reserve")
+            if not self._has_slot() and not self._wait(self._sender, self._has_slot, timeout_s, "reserve"):
+                slots = self._out_slots
                 raise NoResource(f"{self.peer}: reserve: none of {slots} slots became free within {timeout_s:g} s")
-            index = self._grants % self.outbound.slots
+            index = self._grants % self._out_slots
             self._grants += 1
             return index, self._staging.view(index, nbytes)
 
     def _take(self, timeout_s: float) -> tuple[int, bytes, memoryview]:
         with self._receiving:
-            if not self._wait(self._receiver, self._has_message, timeout_s, "wait_signal"):
+            if self._stopped:
+                self._check("wait_signal")
+            if not self._messages and not self._wait(self._receiver, self._has_message, timeout_s, "wait_signal"):
                 raise ChannelTimeout(f"{self.peer}: wait_signal: no message within {timeout_s:g} s")
             return self._messages.popleft()
 
     def _publish(self, slot: Slot, nbytes: int, tag: bytes, source: memoryview | None) -> int:
+        payload = self._staging.view(slot.index, nbytes) if source is None else source
         with self._sending:
             self._check("put_signal")
-            self._check_peer("put_signal")
-            payload = self._staging.view(slot.index, nbytes) if source is None else source
-            seqno = self._zero + self._sent + 1
             with self._writing:
                 self._sent += 1
-                self._reported = self._released
+                seqno = self._zero + self._sent
+                self._reported = self._pushed = self._released
                 header = HEADER.pack(DATA, nbytes, seqno, self._zero + self._reported, tag)
-                self._send([self._tail, header, payload])
+                self._send([self._tail, header, payload], len(self._tail) + HEADER.size + nbytes)
                 self._tail = b""
-                self._pushed = self._reported
-            self._report()  # what was released meanwhile
+            if self._reported < self._released:
+                self._report()  # what another thread released meanwhile
             return seqno
 
     def _give_back(self) -> None:
@@ -191,17 +189,17 @@ class StreamChannel(BaseChannel):
     def _report(self) -> None:
         """Tell the peer what was released, unless another thread is writing, which then does so afterwards.
 
-        While the peer still has at least half of its slots, the kernel may hold the frame back (MSG_MORE; 200 ms at
-        most) so that it leaves together with the next message instead of waking the peer on its own.
+        As long as the peer has half of its slots for all we know, the kernel may hold the frame back (MSG_MORE, at
+        most 200 ms), so that it leaves with the next message instead of waking the peer on its own.
         """
         while (self._tail or self._reported < self._released) and self._writing.acquire(blocking=False):
             try:
                 if self._reported < self._released and not self._tail:
                     self._reported = self._released
                     self._tail = HEADER.pack(CREDIT, 0, 0, self._zero + self._reported, b"")
-                hold = self._reported - self._pushed < (self.inbound.slots + 1) // 2
-                self._tail = self._tail[self._sock.send(self._tail, socket.MSG_MORE if hold else 0) :]
-                if not hold and not self._tail:
+                scarce = self._scarce()
+                self._tail = self._tail[self._sock.send(self._tail, 0 if scarce else socket.MSG_MORE) :]
+                if scarce and not self._tail:
                     self._pushed = self._reported
             except BlockingIOError:
                 return  # the next call that waits goes on
@@ -210,9 +208,12 @@ class StreamChannel(BaseChannel):
             finally:
                 self._writing.release()
 
+    def _scarce(self) -> bool:
+        return 2 * (self._arrivals - self._pushed) >= self._in_slots
+
     def _push(self) -> None:
-        """Let go of what the kernel holds back."""
-        if self._pushed < self._reported:
+        """Let go of credit that the kernel holds back from a peer that may lack it."""
+        if self._pushed < self._reported and self._scarce():
             self._pushed = self._reported
             with suppress(OSError):
                 self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -220,97 +221,128 @@ class StreamChannel(BaseChannel):
     def _wait(self, sleeper: _Sleeper, ready: Callable[[], bool], timeout_s: float, operation: str) -> bool:
         """Read, and in between sleep, until ``ready()``; False once ``timeout_s`` has passed."""
         deadline = monotonic() + timeout_s
-        while True:
-            self._check(operation)
+        if timeout_s <= 0:
             self._read(ready)
-            if ready():
-                return True
+        while not ready():
             self._check(operation)
-            self._check_peer(operation)
             left = deadline - monotonic()
             if left <= 0:
                 return False
-            self._report()
-            self._push()
-            sleeper.sleep(lambda: ready() or self._over(), select.POLLIN | (select.POLLOUT if self._tail else 0), left)
-
-    def _send(self, pieces: list[bytes | memoryview]) -> None:
-        """Hand all pieces to the kernel; reads while it cannot take more. With ``_writing`` held."""
-        deadline = monotonic() + STALL_S
-        while pieces:
+            if self._tail or self._reported < self._released:
+                self._report()
+            if self._pushed < self._reported:
+                self._push()
+            sleeper.asleep = True
             try:
-                taken = self._sock.sendmsg(pieces)
-            except BlockingIOError:
-                if monotonic() >= deadline:
-                    self._lose(f"the peer took no bytes for {STALL_S:g} s")
-                self._read(_never)
-                self._check("put_signal")
-                self._check_peer("put_signal")
-                self._sender.sleep(self._over, select.POLLIN | select.POLLOUT, deadline - monotonic())
-                continue
-            except OSError as error:
-                self._read(_never)  # its farewell, if there is one
-                self._lose(f"the connection broke ({error.strerror})")
-                self._check("put_signal")
-                self._check_peer("put_signal")
-            deadline = monotonic() + STALL_S
-            pieces = _after(pieces, taken)
+                if not ready() and not self._stopped and self._peer_end is None:
+                    sleeper.sleep(POLLIN | POLLOUT if self._tail else POLLIN, left)
+            finally:
+                sleeper.asleep = False
+            self._read(ready)
+        if self._stopped:
+            self._check(operation)
+        return True
+
+    def _send(self, pieces: list[bytes | memoryview], nbytes: int) -> None:
+        """Hand all ``nbytes`` of the pieces to the kernel; reads while it cannot take more. With ``_writing`` held."""
+        deadline = monotonic() + STALL_S
+        try:
+            while True:
+                try:
+                    taken = self._sock.sendmsg(pieces)
+                except BlockingIOError:
+                    self._stall(deadline)
+                    continue
+                nbytes -= taken
+                if nbytes == 0:
+                    return
+                pieces = _after(pieces, taken)
+                deadline = monotonic() + STALL_S
+        except OSError as error:
+            self._read(_never)  # its farewell, if there is one
+            self._lose(f"the connection broke ({error.strerror})")
+            self._check("put_signal")
+        except BaseException:
+            self._lose("a put was interrupted half-way", shut=True)
+            raise
+
+    def _stall(self, deadline: float) -> None:
+        """The kernel takes no more: read, and sleep until it does. Raises when the peer is lost."""
+        left = deadline - monotonic()
+        if left <= 0:
+            self._lose(f"the peer took no bytes for {STALL_S:g} s")
+        self._read(_never)
+        self._sender.asleep = True
+        try:
+            self._check("put_signal")
+            self._sender.sleep(POLLIN | POLLOUT, left)
+        finally:
+            self._sender.asleep = False
 
     def _read(self, enough: Callable[[], bool]) -> None:
         """Read what has come, without waiting, until ``enough()`` or nothing is left."""
         with self._reading:
             self._looked = monotonic()
-            while self._peer_end is None and not enough():
-                try:
-                    got = self._sock.recv_into(self._rest)
-                except BlockingIOError:
-                    return
-                except OSError as error:
-                    self._lose(f"the connection broke ({error.strerror})")
-                    return
-                if got == 0:
-                    self._lose("the peer's process is gone")
-                    return
-                self._rest = self._rest[got:]
-                if not self._rest.nbytes:
-                    self._advance()
+            try:
+                while not enough() and self._peer_end is None:
+                    rest = self._rest
+                    got = self._sock.recv_into(rest)
+                    if got < rest.nbytes:
+                        self._rest = rest[got:]
+                        if got == 0:
+                            self._lose("the peer's process is gone")
+                    elif self._frame is None:
+                        self._open_frame()
+                    else:
+                        self._end_frame(self._frame)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._lose(f"the connection broke ({error.strerror})")
+            except BaseException:
+                self._lose("a read was interrupted half-way", shut=True)
+                raise
 
-    def _advance(self) -> None:
-        """A header or a payload is complete."""
-        if self._frame is None:
-            kind, length, seqno, credit, tag = HEADER.unpack(self._header)
-            why = self._why_bad(kind, length, seqno, credit)
-            if why:
-                self._lose(f"the peer broke the protocol: {why}", shut=True)
-                return
-            if credit - self._zero > self._credited:
-                self._credited = credit - self._zero
-                self._sender.ring()
-            if kind == DATA:
-                payload = self._inbox.view(self._arrivals % self.inbound.slots, length)
-            else:
-                payload = memoryview(bytearray(length))
-            self._frame = kind, seqno, tag, payload
-            self._rest = payload
-            if length:
-                return
-        kind, seqno, tag, payload = self._frame
+    def _open_frame(self) -> None:
+        """A header is complete."""
+        kind, length, seqno, credit, tag = HEADER.unpack(self._header)
+        credit -= self._zero
+        if why := self._why_bad(kind, length, seqno, credit):
+            self._lose(f"the peer broke the protocol: {why}", shut=True)
+            return
+        if credit > self._credited:
+            self._credited = credit
+            self._sender.ring()
+        if kind == CREDIT:
+            self._rest = self._header
+            return
+        index = self._arrivals % self._in_slots
+        payload = self._inbox.view(index, length) if kind == DATA else memoryview(bytearray(length))
+        frame = kind, seqno, tag, payload
+        if length:
+            self._frame, self._rest = frame, payload
+        else:
+            self._end_frame(frame)
+
+    def _end_frame(self, frame: tuple[int, int, bytes, memoryview]) -> None:
+        """A payload is complete."""
+        kind, seqno, tag, payload = frame
         self._frame, self._rest = None, self._header
-        if kind == DATA:
-            self._arrivals += 1
-            self._messages.append((seqno, tag, payload.toreadonly()))
-            self._receiver.ring()
-        elif kind == FAREWELL:
+        if kind == FAREWELL:
             self._lose(f"the peer {bytes(payload).decode(errors='replace')}")
+            return
+        self._arrivals += 1
+        self._messages.append((seqno, tag, payload.toreadonly()))
+        self._receiver.ring()
 
     def _why_bad(self, kind: int, length: int, seqno: int, credit: int) -> str:
         """Why a header cannot come from an honest peer; empty if it can."""
-        if not self._credited <= credit - self._zero <= self._sent:
-            return f"credit {credit:#x} when {self._zero + self._sent:#x} was sent"
+        if not self._credited <= credit <= self._sent:
+            return f"credit {self._zero + credit:#x} when {self._zero + self._sent:#x} was sent"
         if kind == DATA:
             if seqno != self._zero + self._arrivals + 1:
                 return f"seqno {seqno:#x} after {self._zero + self._arrivals:#x}"
-            if self._arrivals - self._released >= self.inbound.slots:
+            if self._arrivals - self._released >= self._in_slots:
                 return f"message {seqno:#x} without credit"
             if length > self.inbound.slot_bytes:
                 return f"{length} bytes for a slot of {self.inbound.slot_bytes}"

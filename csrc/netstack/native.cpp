@@ -241,9 +241,10 @@ bool await(LinkObject* self, End& end, double timeout_s, const char* operation) 
   if (status == Status::pending && !(timeout_s > 0)) status = Status::timeout;
   if (status == Status::pending) {
     const std::uint64_t deadline = now_ns() + std::uint64_t(std::min(timeout_s, 1e9) * 1e9);
-    while (status == Status::pending) {
+    for (bool first = true; status == Status::pending; first = false) {
       Py_BEGIN_ALLOW_THREADS;
-      status = link.wait(end, deadline);
+      if (first) status = link.spin(end, deadline);
+      if (status == Status::pending) status = link.sleep(end, deadline);
       Py_END_ALLOW_THREADS;
       if (PyErr_CheckSignals()) return false;
     }
@@ -265,8 +266,11 @@ bool await(LinkObject* self, End& end, double timeout_s, const char* operation) 
 PyObject* link_reserve(PyObject* object, PyObject* const* args, Py_ssize_t count) {
   auto* self = reinterpret_cast<LinkObject*>(object);
   if (count != 2) return PyErr_Format(PyExc_TypeError, "reserve takes (nbytes, timeout_s)");
-  const Number nbytes = PyLong_AsUnsignedLongLong(args[0]);
-  const double timeout_s = PyFloat_AsDouble(args[1]);
+  PyObject* index = PyNumber_Index(args[0]);
+  if (!index) return nullptr;
+  const Number nbytes = PyLong_AsUnsignedLongLong(index);
+  Py_DECREF(index);
+  const double timeout_s = PyErr_Occurred() ? 0.0 : PyFloat_AsDouble(args[1]);
   if (PyErr_Occurred()) return nullptr;
   Sender& out = self->link->out;
   if (nbytes > out.ring.slot_bytes)

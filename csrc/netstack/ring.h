@@ -67,6 +67,23 @@ struct Bell {
   }
 };
 
+// Spinning pays only while the peer runs on another core and answers at once. A spin that catches its event is
+// followed by another; one that does not by ever more waits that sleep right away, until the next try.
+struct Patience {
+  std::uint32_t skip = 0, backoff = 1;
+
+  bool spins() {
+    if (skip == 0) return true;
+    --skip;
+    return false;
+  }
+  void caught() { backoff = 1; }
+  void missed() {
+    skip = backoff;
+    backoff = std::min(2 * backoff, std::uint32_t{1024});
+  }
+};
+
 enum Farewell : std::uint32_t { kStaying = 0, kClosed = 1, kAborted = 2 };
 
 struct Control {
@@ -117,7 +134,10 @@ enum class Status { ready, pending, timeout, stopped, gone, fault };
 struct Sender {
   Ring ring;
   std::uint64_t granted = 0, published = 0, credited = 0;
+  Patience patience;
   std::uint64_t bad = 0;  // what the peer wrote, when look() says fault
+
+  explicit Sender(const Ring& r) : ring(r) {}
 
   std::uint64_t done() const { return published; }
 
@@ -154,7 +174,10 @@ struct Sender {
 struct Receiver {
   Ring ring;
   std::uint64_t received = 0, released = 0;
+  Patience patience;
   std::uint64_t bad = 0;  // what the peer wrote, when look() says fault
+
+  explicit Receiver(const Ring& r) : ring(r) {}
 
   std::uint64_t done() const { return received; }
 
@@ -228,17 +251,26 @@ struct Link {
   Bell& bell(const Receiver& receiver) { return receiver.ring.control->arrival; }
   Bell& bell(const Sender& sender) { return sender.ring.control->space; }
 
-  // Waits for at most one slice. Returns pending when the slice is over and the deadline is not.
+  // Spins for a moment. Returns pending when that did not help.
   template <class End>
-  Status wait(End& end, std::uint64_t deadline_ns) {
+  Status spin(End& end, std::uint64_t deadline_ns) {
+    if (spin_ns == 0 || !end.patience.spins()) return Status::pending;
     std::uint64_t now = now_ns();
     for (const std::uint64_t until = std::min(now + spin_ns, deadline_ns); now < until; now = now_ns()) {
       for (int i = 0; i < 32; ++i) {
         const Status status = look(end, false);
-        if (status != Status::pending) return status;
+        if (status != Status::pending) return end.patience.caught(), status;
         relax();
       }
     }
+    end.patience.missed();
+    return Status::pending;
+  }
+
+  // Sleeps for at most one slice. Returns pending when the slice is over and the deadline is not.
+  template <class End>
+  Status sleep(End& end, std::uint64_t deadline_ns) {
+    const std::uint64_t now = now_ns();
     const std::uint32_t seen = bell(end).rings.load(std::memory_order_seq_cst);
     bell(end).sleeping.store(1, std::memory_order_seq_cst);
     std::atomic_thread_fence(std::memory_order_seq_cst);  // the promise to sleep, before the last look
