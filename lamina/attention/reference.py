@@ -2,7 +2,8 @@
 
 S sequences with c rows each, P (sequence, chunk) pairs, H KV heads, G query heads per KV head, C = CHUNK_TOKENS. Every
 (pair, KV head) is one item of a batched product of a fixed shape, [c G, D] x [D, C], because what a product rounds to
-may depend on its shape. On CPUs it does not depend on the number of items, as long as that is not one.
+may depend on its shape. On CPUs it depends neither on the number of items, as long as that is not one, nor on the
+item, as long as all begin at a multiple of 64 bytes: so D and Dv are padded with zeros to a multiple of LANES.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from math import prod
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lamina.attention import Operator
@@ -17,6 +19,7 @@ from lamina.attention.merge import CHUNK_TOKENS, Fold, Partial, merge, root
 from lamina.attention.reference_tiles import Prepared, Tile
 from lamina.kv.pool import LayerStore, RowTable
 
+LANES = 16  # fp32 numbers in 64 bytes
 NEW_ROWS = 256  # rows of a prompt whose causal attention is computed at once; results do depend on it
 
 _LOWEST = torch.finfo(torch.float32).min
@@ -79,21 +82,21 @@ class Reference:
         _modify(op, by_pair, tile.distance if op.slopes is not None else None)
         by_pair[tile.masked_from :].masked_fill_(tile.mask, float("-inf"))
         v = self._gather(store.v, tile)  # overwrites k
-        v.view(-1, op.v_dim).index_fill_(0, tile.stale, 0.0)  # a weight of 0 does not help against NaN
+        v.flatten(0, 1).index_fill_(0, tile.stale, 0.0)  # a weight of 0 does not help against NaN
         flat = _softmax(score, v)
-        o, lse = flat.o.view(*by_pair.shape[:-1], op.v_dim), flat.lse.view(by_pair.shape[:-1])
+        o, lse = flat.o.view(*by_pair.shape[:-1], -1)[..., : op.v_dim], flat.lse.view(by_pair.shape[:-1])
         for left, right in tile.merges:
             o[left], lse[left] = merge(Partial(o[left], lse[left]), Partial(o[right], lse[right]))
         return Partial(o.index_select(0, tile.roots), lse.index_select(0, tile.roots))
 
     def _gather(self, stored: Tensor, tile: Tile) -> Tensor:
-        """The tile's chunks, [P H, C, D] fp32. Overwrites what the call before returned."""
+        """The tile's chunks, [P H, C, D padded] fp32. Overwrites what the call before returned."""
         blocks = stored.view(-1, stored.shape[2] * stored.shape[3])
         shape = (len(tile.blocks), blocks.shape[1])
         chunks = torch.index_select(blocks, 0, tile.blocks, out=self._buffer(shape, stored.dtype))
         if stored.dtype != torch.float32:
             chunks = self._buffer(shape, torch.float32).copy_(chunks)
-        return chunks.view(-1, CHUNK_TOKENS, stored.shape[3])
+        return _pad(chunks.view(-1, CHUNK_TOKENS, stored.shape[3]))
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Scratch, one for each dtype, that is kept: fresh pages cost more than what is done with them."""
@@ -120,19 +123,20 @@ def _attend_self(op: Operator, q: Tensor, k: Tensor, v: Tensor) -> Partial:
 def _attend_causal(op: Operator, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
     """One sequence's rows over each other, into ``out``; some rows at a time, over what these can see."""
     window, heads = op.spec.window, op.kv_heads
-    k_heads, v_heads = k.to(torch.float32).transpose(0, 1), v.to(torch.float32).transpose(0, 1)
+    k_heads, v_heads = (_pad(F.pad(x.to(torch.float32).transpose(0, 1), (0, 0, 0, LANES)).contiguous()) for x in (k, v))
     for start in range(0, q.shape[0], NEW_ROWS):
         stop = min(start + NEW_ROWS, q.shape[0])
         low = max(0, start - window + 1) if window else 0
-        score = _bmm(_by_kv_head(q[start:stop], stop - start, op)[0], k_heads[:, low:stop].transpose(1, 2))
-        by_row = score.view(heads, stop - start, -1, stop - low)
-        distance = torch.arange(low, stop, device=q.device) - torch.arange(start, stop, device=q.device)[:, None]
+        high = low + -(-(stop - low) // LANES) * LANES
+        score = _bmm(_by_kv_head(q[start:stop], stop - start, op)[0], k_heads[:, low:high].transpose(1, 2))
+        by_row = score.view(heads, stop - start, -1, high - low)
+        distance = torch.arange(low, high, device=q.device) - torch.arange(start, stop, device=q.device)[:, None]
         _modify(op, by_row.unsqueeze(0), distance[None, None, :, None].to(torch.float32))
         hidden = (distance > 0) | (distance <= -window) if window else distance > 0
         by_row.masked_fill_(hidden[:, None], float("-inf"))
-        flat = _softmax(score, v_heads[:, low:stop])
-        o, lse = _by_row(Partial(flat.o.view(1, *by_row.shape[:-1], op.v_dim), flat.lse.view(1, *by_row.shape[:-1])))
-        out.o[start:stop], out.lse[start:stop] = o, lse
+        flat = _softmax(score, v_heads[:, low:high])
+        o, lse = flat.o.view(1, *by_row.shape[:-1], -1)[..., : op.v_dim], flat.lse.view(1, *by_row.shape[:-1])
+        out.o[start:stop], out.lse[start:stop] = _by_row(Partial(o, lse))
 
 
 def _modify(op: Operator, score: Tensor, distance: Tensor | None) -> None:
@@ -156,13 +160,18 @@ def _bmm(a: Tensor, b: Tensor) -> Tensor:
     """Batched product whose items do not depend on their number: a single one would take another path."""
     if a.shape[0] > 1:
         return torch.bmm(a, b)
-    return torch.bmm(torch.cat([a, a]), torch.cat([b, b]))[:1]
+    return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
+
+
+def _pad(x: Tensor) -> Tensor:
+    """The last dimension filled with zeros to a multiple of LANES."""
+    return F.pad(x, (0, -x.shape[-1] % LANES)) if x.shape[-1] % LANES else x
 
 
 def _by_kv_head(q: Tensor, count: int, op: Operator) -> Tensor:
-    """[S c, Hq, D] -> [S, H, c G, D] fp32, scaled."""
+    """[S c, Hq, D] -> [S, H, c G, D padded] fp32, scaled."""
     split = q.reshape(-1, count, op.kv_heads, op.q_heads // op.kv_heads, op.qk_dim)
-    return (split.to(torch.float32) * op.spec.scale).transpose(1, 2).flatten(2, 3)
+    return _pad((split.to(torch.float32) * op.spec.scale).transpose(1, 2).flatten(2, 3))
 
 
 def _by_row(part: Partial) -> Partial:

@@ -193,3 +193,119 @@ def test_equals_the_oracle(name: str, case: Case) -> None:
     assert (stored.o[rows] == 0).all()
     assert not stored.o.isnan().any()
     assert not stored.lse.isnan().any()
+
+
+WHOLE = {"sinks": True, "alibi": True, "window": 150, "softcap": 3.0}
+STEP = ((300, 1), (0, 1), (700, 1), (5, 3), (130, 1), (200, 37), (0, 50), (129, 3))
+
+
+def same(a: tuple[Tensor, Partial, Partial], b: tuple[Tensor, Partial, Partial]) -> bool:
+    return torch.equal(a[0], b[0]) and all(
+        torch.equal(x, y) for p, r in zip(a[1:], b[1:], strict=True) for x, y in zip(p, r, strict=True)
+    )
+
+
+@backends
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", [{}, WHOLE], ids=["plain", "whole"])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(8, 4, 16), (4, 4, 64), (28, 4, 20)])
+def test_heads_are_independent_bit_for_bit(
+    name: str, dtype: torch.dtype, spec: dict[str, float], q_heads: int, kv_heads: int, dim: int
+) -> None:
+    case = Case(STEP, operator(q_heads, kv_heads, dim, **spec), dtype)
+    whole = run(get(name, CPU), case)
+    for workers in (2, 4):
+        each, parts = kv_heads // workers, []
+        for start in range(0, kv_heads, each):
+            group = q_heads // kv_heads
+            tensors = [
+                (q[:, start * group : (start + each) * group], k[:, start : start + each], v[:, start : start + each])
+                for q, k, v in case.tensors()
+            ]
+            parts.append(run(get(name, CPU), case.heads(start, start + each), tensors))
+        joined = (
+            torch.cat([p[0] for p in parts], 1),
+            *(Partial(*(torch.cat(x, 1) for x in zip(*(p[i] for p in parts), strict=True))) for i in (1, 2)),
+        )
+        assert same(joined, whole), workers
+
+
+@backends
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", [{}, WHOLE], ids=["plain", "whole"])
+def test_batch_mates_are_independent_bit_for_bit(name: str, dtype: torch.dtype, spec: dict[str, float]) -> None:
+    case = Case(STEP, operator(8, 2, 16, **spec), dtype)
+    backend, tensors = get(name, CPU), case.tensors()
+    whole = run(backend, case, other=0.5)
+    assert same(run(backend, case, order=[5, 2, 0, 7, 1, 6, 3, 4]), whole)
+    rows = torch.arange(len(whole[0])).split([count for _, count in STEP])
+    for i in range(len(STEP)):
+        alone = run(backend, replace(case, lengths=(STEP[i],)), [tensors[i]])
+        assert same(alone, (whole[0][rows[i]], *(Partial(p.o[rows[i]], p.lse[rows[i]]) for p in whole[1:]))), i
+
+
+@backends
+@pytest.mark.parametrize("spec", [{}, WHOLE], ids=["plain", "whole"])
+def test_threads_and_block_sizes_do_not_matter_bit_for_bit(name: str, spec: dict[str, float]) -> None:
+    case = Case(((600, 1), (200, 1), (40, 1), (300, 30)), operator(8, 4, 32, **spec), torch.bfloat16)
+    threads, one = torch.get_num_threads(), run(get(name, CPU), case)
+    try:
+        for n in (1, 2, 4):
+            torch.set_num_threads(n)
+            assert same(run(get(name, CPU), replace(case, block_size=2**n)), one)
+            assert same(run(get(name, CPU), case.heads(0, 4), case.tensors()), one)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@backends
+@pytest.mark.parametrize("stored", [1, 100, 1000])
+def test_nan_stays_where_it_came_from(name: str, stored: int) -> None:
+    case = Case(((stored, 1), (stored, 1), (stored, 4)), operator(4, 2, 16))
+    tensors = case.tensors()
+    clean = run(get(name, CPU), case, tensors)
+    tensors[1][1][stored // 2, 1] = float("nan")  # K of KV head 1 of sequence 1
+    out = run(get(name, CPU), case, tensors)[0]
+    assert out[1, 2:].isnan().all()
+    out[1, 2:] = clean[0][1, 2:]
+    assert torch.equal(out, clean[0])
+
+
+@backends
+def test_long_sequences_beside_short_ones(name: str) -> None:
+    """More chunks than a backend would compute at once."""
+    case = Case(((9000, 1), (3, 1), (4100, 2), (5000, 40)), operator(8, 2, 64), torch.bfloat16)
+    out, stored, _ = run(get(name, CPU), case)
+    assert error(out, oracle(case)) < DTYPES[case.dtype]
+    alone = run(get(name, CPU), replace(case, lengths=case.lengths[:1]), case.tensors()[:1])
+    assert torch.equal(alone[1].o, stored.o[:1])
+
+
+@backends
+@pytest.mark.parametrize("dropped", ["window", "softcap", "sinks", "alibi", "scale"])
+@pytest.mark.parametrize("count", [1, 24])
+def test_dropping_any_part_of_the_spec_would_show(name: str, dropped: str, count: int) -> None:
+    whole = {"window": 60, "softcap": 1.5, "sinks": True, "alibi": True, "scale": 0.4}
+    case = Case(((200, count),), operator(4, 2, 16, **whole))
+    want = oracle(case)
+    assert error(run(get(name, CPU), case)[0], want) < 1e-5
+    less = {k: v for k, v in whole.items() if k != dropped}
+    assert error(run(get(name, CPU), replace(case, op=operator(4, 2, 16, **less)))[0], want) > 1e-3
+
+
+@backends
+@pytest.mark.parametrize("count", [1, 5])
+def test_every_stored_token_counts(name: str, count: int) -> None:
+    """Zeroing the V of one stored token, anywhere, changes the result: nothing is skipped."""
+    stored = 2 * CHUNK_TOKENS + 17
+    case = Case(((stored, count),), operator(2, 1, 8))
+    want = run(get(name, CPU), case)[0]
+    for position in (0, 15, 16, CHUNK_TOKENS - 1, CHUNK_TOKENS, 2 * CHUNK_TOKENS, stored - 1):
+        tensors = case.tensors()
+        tensors[0][2][position] = 0
+        assert float((run(get(name, CPU), case, tensors)[0] - want).norm()) > 1e-4, position
+
+
+def test_the_table_refuses_unknown_names() -> None:
+    with pytest.raises(ValueError, match="reference"):
+        get("no-such-backend", CPU)
