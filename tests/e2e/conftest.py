@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -72,12 +73,10 @@ def prompts() -> list[list[int]]:
     return [torch.randint(2, 320, (n,), generator=generator).tolist() for n in (3, 17, 1, 90, 33)]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def no_child_left() -> Iterator[None]:
-    """Every test ends with no process of its own running."""
+    """The test ends with no worker of its own running."""
     yield
-    import os
-
     mine = str(os.getpid())
     left = []
     for entry in Path("/proc").iterdir():

@@ -14,6 +14,7 @@ import pytest
 from lamina import LLM, SamplingParams
 from lamina.engine.pools import WorkerError
 
+pytestmark = pytest.mark.usefixtures("no_child_left")
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,6 +12,7 @@ import pytest
 from lamina import LLM, SamplingParams, netstack
 from lamina.netstack import SCHEMES
 
+pytestmark = pytest.mark.usefixtures("no_child_left")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 Reference = Callable[[list[int], int], list[int]]
 

@@ -1,0 +1,21 @@
+"""A memory worker that stores zeros: what runs correctly against it does not depend on the KV cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lamina.kv.pool import LayerStore, WriteIndex
+from lamina.workers.memory import serve_memory
+from lamina.workers.service import run_process
+
+_write = LayerStore.write
+
+
+def _write_zeros(self: LayerStore, at: WriteIndex, k: Tensor, v: Tensor) -> None:
+    _write(self, at, torch.zeros_like(k), torch.zeros_like(v))
+
+
+if __name__ == "__main__":
+    LayerStore.write = _write_zeros  # type: ignore[method-assign]
+    run_process(serve_memory)

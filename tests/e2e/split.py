@@ -1,0 +1,116 @@
+"""Runs slices here and attention in real memory worker processes, which are started once and serve model after
+model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lamina import netstack
+from lamina.cluster.local import ProcessWorker
+from lamina.converter import SlicedProgram
+from lamina.kv.partition import by_head
+from lamina.models.convert import layer_shapes
+from lamina.workers.compute_main import geometries
+from lamina.workers.control import AskStats, ControlLink, Failed, MemoryReady, StartMemory, Stats, Stop
+from lamina.workers.links import MemoryLink, MemoryPool
+from lamina.workers.stepplan import Bind, New, Rows, StepPlan
+
+TIMEOUT_S = 60.0
+MAX_ROWS = 64
+MAX_LEN = 256
+
+
+class Row(Protocol):
+    """One token of one sequence."""
+
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def token(self) -> int: ...
+
+
+class MemoryWorkers:
+    """Memory worker processes of one transport; ``connect`` binds them to a model."""
+
+    def __init__(self, scheme: str, roles: Sequence[str]) -> None:
+        self.key = os.urandom(32)
+        self.fabric = netstack.open(scheme, key=self.key)
+        self._workers = [ProcessWorker(role, i) for i, role in enumerate(roles)]
+        self._controls = [ControlLink(w.sock, MemoryReady | Stats | Failed) for w in self._workers]
+        for control in self._controls:
+            control.send(StartMemory(scheme=scheme, address="", key=self.key, threads=1))
+        self.urls = [c.recv(TIMEOUT_S).url for c in self._controls]
+
+    @property
+    def pids(self) -> list[int]:
+        return [w.pid for w in self._workers]
+
+    def stats(self) -> list[dict[str, float]]:
+        for control in self._controls:
+            control.send(AskStats())
+        return [c.recv(TIMEOUT_S).values for c in self._controls]
+
+    def close(self) -> None:
+        self.fabric.close()
+        for control, worker in zip(self._controls, self._workers, strict=True):
+            control.send(Stop())
+            control.close()
+            worker.join(10.0)
+
+    @contextmanager
+    def connect(self, program: SlicedProgram, *, num_workers: int, **options: Any) -> Iterator[MemoryPool]:
+        """The first ``num_workers`` of them, bound to ``program``; ``options`` replace fields of the Bind."""
+        layers = layer_shapes(program)
+        partition = by_head([s.kv_heads for s in layers], num_workers)
+        dtype = program.calls[0].q.dtype
+        outbound, inbound = geometries(layers, partition, MAX_ROWS, dtype.itemsize)
+        links = []
+        try:
+            for worker, url in enumerate(self.urls[:num_workers]):
+                channel = self.fabric.connect(url, outbound=outbound, inbound=inbound, timeout_s=TIMEOUT_S)
+                links.append(MemoryLink(channel, worker, TIMEOUT_S))
+                fields = {
+                    "worker": worker, "partition": partition, "layers": layers, "dtype": str(dtype)[6:],
+                    "block_size": 16, "kv_bytes": 64 << 20, "max_rows": MAX_ROWS, "max_model_len": MAX_LEN, **options,
+                }  # fmt: skip
+                links[-1].bind(Bind(**fields))
+            yield MemoryPool(links, partition, layers)
+        finally:
+            for link in links:
+                link.channel.close()
+
+
+class SplitRunner:
+    """Slices in this process, attention behind ``pool``."""
+
+    def __init__(self, program: SlicedProgram, pool: MemoryPool) -> None:
+        self._program, self._pool = program, pool
+        self._known: set[int] = set()
+        self._step = 0
+
+    def step(self, rows: Sequence[Row]) -> Tensor:
+        """Store the K, V of the rows and return their logits [rows, vocabulary]."""
+        parts: dict[int, list[int]] = {}
+        for row in rows:
+            parts.setdefault(row.sequence, []).append(row.position)
+        ops = [New(s) for s in parts if s not in self._known]
+        self._known |= set(parts)
+        plan = StepPlan(step=self._step, ops=list(ops), rows=[Rows(s, p[0], len(p)) for s, p in parts.items()])
+        self._step += 1
+        self._pool.begin(plan)
+        first, *others = self._program.slices
+        carry = first(torch.tensor([[r.token] for r in rows]), torch.tensor([[r.position] for r in rows]), self._pool)
+        for layer, slice_ in enumerate(others):
+            send = () if slice_ is others[-1] else (self._pool,)
+            o = self._pool.o(layer, len(rows), self._program.calls[layer].out.dtype)
+            carry = slice_(*carry, o, *send)
+        return carry[0][:, -1]

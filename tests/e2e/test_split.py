@@ -1,0 +1,90 @@
+"""Every family through real memory workers: two processes over shared memory, three families over TCP as well."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from families import FAMILIES, Family
+from split import MemoryWorkers, SplitRunner
+from test_families import LEAST_DISTINCT, LEAST_MARGIN, RED, SHORT, TOLERANCE, compare, decode
+
+from lamina.cluster import local
+from lamina.converter import SlicedProgram
+from lamina.models.convert import convert_model
+
+MAX_LEN = 256
+OVER_TCP = ("llama-gqa", "gpt2", "gpt-oss")
+Case = tuple[Family, Any, SlicedProgram]
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda f: f.name)
+def case(request: pytest.FixtureRequest) -> Case:
+    family: Family = request.param
+    model = family.build()
+    return family, model, convert_model(model, max_model_len=MAX_LEN)
+
+
+@pytest.fixture(scope="module")
+def over_shm() -> Iterator[MemoryWorkers]:
+    workers = MemoryWorkers("shm", ["memory", "memory"])
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="module")
+def over_tcp() -> Iterator[MemoryWorkers]:
+    workers = MemoryWorkers("tcp", ["memory", "memory"])
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="module")
+def one_forgets() -> Iterator[MemoryWorkers]:
+    """Two memory workers, the second of which stores zeros."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.path.dirname(__file__), prepend=os.pathsep)
+        patch.setitem(local.ROLES, "forgetful", ("forgetful", "serve_memory"))
+        workers = MemoryWorkers("shm", ["memory", "forgetful"])
+    yield workers
+    workers.close()
+
+
+def check(case: Case, workers: MemoryWorkers) -> None:
+    family, model, program = case
+    num_workers = min(2, family.kv_heads)
+    before = workers.stats()
+    with workers.connect(program, num_workers=num_workers) as pool:
+        texts = decode(SplitRunner(program, pool))
+        outcome = compare(model, texts)
+    assert outcome.error < TOLERANCE
+    assert outcome.wrong == 0
+    assert outcome.distinct >= LEAST_DISTINCT
+    assert outcome.margin > LEAST_MARGIN * outcome.error
+    assert len({os.getpid(), *workers.pids}) == 3, "memory workers are processes of their own"
+    rows = sum(len(t.logits) for t in texts)
+    wire = rows * sum(c.q_bytes + c.kv_bytes for c in program.calls)
+    received = [a["bytes_received"] - b["bytes_received"] for a, b in zip(workers.stats(), before, strict=True)]
+    assert wire <= sum(received) <= 1.5 * wire + 65536, "all of Q, K and V crossed the wire, once"
+    assert all(r >= wire / num_workers for r in received[:num_workers]), "each worker had its heads"
+
+
+def test_two_memory_workers_over_shared_memory(case: Case, over_shm: MemoryWorkers) -> None:
+    check(case, over_shm)
+
+
+def test_two_memory_workers_over_tcp(case: Case, over_tcp: MemoryWorkers) -> None:
+    if case[0].name not in OVER_TCP:
+        pytest.skip(f"over tcp: {', '.join(OVER_TCP)}")
+    check(case, over_tcp)
+
+
+def test_kv_lost_on_one_worker_is_noticed(case: Case, one_forgets: MemoryWorkers) -> None:
+    family, model, program = case
+    if family.kv_heads < 2:
+        pytest.skip("one KV head: there is no second worker")
+    with one_forgets.connect(program, num_workers=2) as pool:
+        outcome = compare(model, decode(SplitRunner(program, pool), SHORT))
+    assert outcome.error > RED * TOLERANCE
