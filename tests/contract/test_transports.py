@@ -1,6 +1,8 @@
 """The contract of lamina.netstack.fabric, for every transport in its table: a new transport needs no edit here."""
 
+import os
 import random
+import signal
 import threading
 import time
 from collections import deque
@@ -283,6 +285,29 @@ def test_wait_honours_its_timeout_and_the_channel_stays_usable(pair: Pair) -> No
     assert 0.2 <= time.monotonic() - start < 2.0
     send(pair.a, b"later")
     assert receive(pair.b)[2] == b"later"
+
+
+class Interrupt(Exception):  # noqa: N818
+    pass
+
+
+@pytest.mark.parametrize("operation", ["wait_signal", "reserve"])
+def test_a_signal_handler_can_end_a_wait(pair: Pair, operation: str) -> None:
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        fill(pair.a)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        start = time.monotonic()
+        with pytest.raises(Interrupt):
+            pair.a.wait_signal(timeout_s=LONG_S) if operation == "wait_signal" else pair.a.reserve(1, timeout_s=LONG_S)
+        assert time.monotonic() - start < 2.0
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    receive(pair.b)  # the channel is still usable
+    pair.a.reserve(1, timeout_s=SOON_S)
 
 
 @pytest.mark.parametrize("operation", ["wait_signal", "reserve"])

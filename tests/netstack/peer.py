@@ -46,10 +46,11 @@ def half(channel: Channel) -> None:
 
 
 def listen(fabric: Fabric) -> None:
-    """Listens, accepts one peer, tells it nothing; prints its address first."""
+    """Listens, accepts one peer, tells it nothing; prints its address, then that it accepted."""
     listener = fabric.listen()
     print(listener.url, flush=True)
     channel = listener.accept(timeout_s=LONG_S)
+    print("accepted", flush=True)
     with suppress(netstack.ChannelError):
         channel.wait_signal(timeout_s=LONG_S)
 

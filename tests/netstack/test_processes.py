@@ -123,17 +123,19 @@ def test_a_stopped_peer_is_a_timeout_at_the_deadline_and_no_fault(fabric: Fabric
             channel.release(arrival)
 
 
-def footprint() -> dict[str, list[str]]:
-    """What this process and this host hold that a channel could have left behind."""
+def footprint(url: str = "") -> dict[str, list[str]]:
+    """What this process holds, and what this host holds for ``url``, that a channel could have left behind."""
     links = []
     for fd in Path("/proc/self/fd").iterdir():
         try:
             links.append(fd.readlink().name.split(":")[0].split(" ")[0])
         except OSError:
             continue  # the listing's own descriptor
-    sockets = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "lamina" in line]
+    name = url.partition("://")[2] or "no such name"
+    sockets = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if name in line]
+    files = [name for name in os.listdir("/dev/shm") if "lamina" in name]
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:lamina" in line]
-    return {"fds": sorted(links), "shm": sorted(os.listdir("/dev/shm")), "sockets": sockets, "maps": maps}
+    return {"fds": sorted(links), "files": files, "sockets": sockets, "maps": maps}
 
 
 @pytest.mark.parametrize("kill", [False, True])
@@ -144,14 +146,14 @@ def test_nothing_is_left_behind(fabric: Fabric, kill: bool) -> None:
         channel = listener.accept(timeout_s=SOON_S)
         send(channel, b"x")
         arrival = channel.wait_signal(timeout_s=SOON_S)
-        assert footprint() != before  # the look can fail
+        assert footprint(listener.url) != before  # the look can fail
         if kill:
             peer.kill()
             peer.wait(SOON_S)
         channel.close()
         listener.close()
     del arrival, channel
-    assert footprint() == before
+    assert footprint(listener.url) == before
 
 
 def test_nothing_is_left_when_both_sides_are_killed(fabric: Fabric) -> None:
@@ -162,9 +164,10 @@ def test_nothing_is_left_when_both_sides_are_killed(fabric: Fabric) -> None:
         assert server.stdout is not None
         url = server.stdout.readline().strip()
         with peer_process("wait", url) as client:
+            assert server.stdout.readline() == "accepted\n"
             client.kill()
             server.kill()
-    assert footprint() == before
+    assert footprint(url) == before
 
 
 @pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"LMNA", bytes(200)])
