@@ -73,8 +73,7 @@ def table(llm: LLM, outputs: list[RequestOutput], seconds: float) -> None:
         ("bytes per token and layer", "Q {}  KV {}  O {}".format(*(spread(summary[k]) for k in MESSAGES))),
         ("load / cut / bind", "  ".join(f"{summary[k]:.2f} s" for k in ("load_s", "convert_s", "bind_s"))),
         ("tokens per second", f"{tokens / seconds:.1f}  ({tokens} tokens, {len(outputs)} prompts at once)"),
-        ("compute worker", f"slices {compute['slice_s']:.2f} s, sending {compute['send_s']:.2f} s, "
-                           f"waiting for O {compute['wait_s']:.2f} s, sampling {compute['sample_s']:.2f} s"),
+        ("compute worker", COMPUTE.format(**compute)),
         *((f"memory worker {i}", f"attention {m['attend_s']:.2f} s, waiting {m['wait_s']:.2f} s")
           for i, m in enumerate(memory)),
     ]  # fmt: skip
@@ -103,6 +102,7 @@ def prove(model_path: str, dtype: str, outputs: list[RequestOutput]) -> int:
     return 0
 
 
+COMPUTE = "slices {slice_s:.2f} s, sending {send_s:.2f} s, waiting for O {wait_s:.2f} s, sampling {sample_s:.2f} s"
 MESSAGES = ("q_bytes", "kv_bytes", "o_bytes")
 
 
