@@ -36,7 +36,7 @@ def main() -> int:
         dtype=args.dtype,
         progress=True,
     ) as llm:
-        print(f"\nworkers (name: process): {llm.engine.pools.pids}\n")
+        print(f"\nworkers (name: process): {llm.pools.pids}\n")
         start = time.perf_counter()
         outputs = stream(llm, params)
         seconds = time.perf_counter() - start

@@ -9,7 +9,7 @@ from typing import Any
 
 from .config import make_config
 from .engine.engine import Engine
-from .engine.pools import WorkerError
+from .engine.pools import Pools, WorkerError
 from .models.tokens import Detokenizer, load_tokenizer
 from .progress import progress_bar
 from .request import RequestOutput, SamplingParams
@@ -41,8 +41,9 @@ class LLM:
             self._tokenizer = load_tokenizer(
                 tokenizer if tokenizer is not None else model, trust_remote_code=config.trust_remote_code
             )
-            self.engine = Engine(model, config, on_progress)
-        self._finalizer = weakref.finalize(self, self.engine.close)
+            self.pools = Pools(model, config, on_progress)
+            self.engine = Engine(self.pools, config)
+        self._finalizer = weakref.finalize(self, self.pools.close)
 
     @property
     def tokenizer(self) -> Any:
@@ -79,7 +80,7 @@ class LLM:
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Counters of every worker since its start: seconds by activity, steps, rows, bytes. Keys like "memory-0"."""
-        return self.engine.pools.stats()
+        return self.pools.stats()
 
     def close(self) -> None:
         """End the workers and give everything back. Idempotent."""

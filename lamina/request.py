@@ -71,6 +71,24 @@ class CompletionOutput:
 
 
 @dataclass
+class RequestTimes:
+    """When things happened, in seconds of the engine's clock; only differences mean something."""
+
+    arrival_s: float
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished_s: float | None = None
+
+    def mark(self, now_s: float, *, finished: bool) -> None:
+        """A token has come."""
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        self.last_token_s = now_s
+        if finished:
+            self.finished_s = now_s
+
+
+@dataclass
 class RequestOutput:
     """All completions of one prompt."""
 
@@ -78,6 +96,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    times: RequestTimes
 
     @property
     def finished(self) -> bool:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from lamina.config import EngineConfig
 from lamina.kv.blocks import BlockTables
-from lamina.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from lamina.request import CompletionOutput, Logprob, RequestOutput, RequestTimes, SamplingParams
 from lamina.workers.control import Draw, Drawn, RunStep, StepDone
 
-from .pools import Pools
 from .scheduler import ScheduledStep, Scheduler
 from .sequence import Sequence
 from .text import Pieces, TextStream
+from .wire import Clock, Wire
 
 
 class Request:
@@ -30,12 +30,12 @@ class Request:
 class Engine:
     """Continuous batching over one compute worker and a pool of memory workers."""
 
-    def __init__(self, model: Any, config: EngineConfig, on_progress: Callable[[str, int, int], None]) -> None:
+    def __init__(self, wire: Wire, config: EngineConfig, clock: Clock = time.monotonic) -> None:
         self.config = config
-        self.pools = Pools(model, config, on_progress)
-        ready = self.pools.ready
-        self.info = ready
-        self._ledger = BlockTables(ready.windows, ready.num_blocks, ready.block_size)
+        self.wire = wire
+        self.info = wire.ready
+        self._clock = clock
+        self._ledger = BlockTables(self.info.windows, self.info.num_blocks, self.info.block_size)
         self.scheduler = Scheduler(self._ledger, max_num_seqs=config.max_num_seqs, prefill_chunk=config.prefill_chunk)
         self._steps: deque[ScheduledStep] = deque()
         self._requests: dict[int, Request] = {}
@@ -65,7 +65,8 @@ class Engine:
         request_id, self._next_request = self._next_request, self._next_request + 1
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         sequences = [self._sequence(request_id, prompt, params, seed + i, i) for i in range(params.n)]
-        output = RequestOutput(request_id, text, list(prompt), [s.output for s in sequences])
+        outputs = [s.output for s in sequences]
+        output = RequestOutput(request_id, text, list(prompt), outputs, RequestTimes(self._clock()))
         texts = [TextStream(make_pieces(), params.stop_strings) if make_pieces else None for _ in sequences]
         self._requests[request_id] = Request(output, sequences, texts)
         for sequence in sequences:
@@ -86,7 +87,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """One pass of the loop; returns the requests that got tokens. Raises WorkerError when a worker is lost."""
         step = self.scheduler.schedule()
-        done = self.pools.run(self._submit(step))
+        done = self.wire.run(self._submit(step))
         return self._postprocess(done)
 
     def cancel(self, request_id: int) -> None:
@@ -104,7 +105,7 @@ class Engine:
 
     def close(self) -> None:
         """End the workers. Idempotent."""
-        self.pools.close()
+        self.wire.close()
 
     def _sequence(self, request_id: int, prompt: list[int], params: SamplingParams, seed: int, index: int) -> Sequence:
         limit = self.info.max_model_len
@@ -127,7 +128,7 @@ class Engine:
     def _postprocess(self, done: StepDone | None) -> list[RequestOutput]:
         if done is None:
             return []
-        step = self._steps.popleft()
+        step, now = self._steps.popleft(), self._clock()
         touched = {}
         for sequence, drawn in zip(step.draws, done.drawn, strict=True):
             request = self._requests.get(sequence.request_id)
@@ -138,6 +139,7 @@ class Engine:
             touched[sequence.request_id] = request
         self.scheduler.complete(step)
         for request_id, request in touched.items():
+            request.output.times.mark(now, finished=request.output.finished)
             if request.output.finished:
                 del self._requests[request_id]
         return [r.output for r in touched.values()]

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("victim", ["memory-0", "memory-1", "compute-0"])
 def test_kill_of_a_worker_is_told_within_five_seconds(victim: str, scheme: str, llama_path: Path) -> None:
     llm = LLM(str(llama_path), transport=scheme, memory_workers=2)
-    pids = llm.engine.pools.pids
+    pids = llm.pools.pids
     stream = llm.stream([[5, 6, 7]], LONG)
     next(stream)
     os.kill(pids[victim], signal.SIGKILL)
@@ -39,7 +39,7 @@ def test_kill_of_a_worker_is_told_within_five_seconds(victim: str, scheme: str, 
 
 def test_a_stopped_worker_counts_as_hung_at_the_deadline(llama_path: Path) -> None:
     llm = LLM(str(llama_path), memory_workers=1, step_timeout_s=1.0)
-    pids = llm.engine.pools.pids
+    pids = llm.pools.pids
     stream = llm.stream([[5, 6, 7]], LONG)
     next(stream)
     os.kill(pids["memory-0"], signal.SIGSTOP)
@@ -57,7 +57,7 @@ from lamina import LLM, SamplingParams
 llm = LLM(sys.argv[1], memory_workers=2, transport=sys.argv[2])
 stream = llm.stream([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
 next(stream)
-print(*llm.engine.pools.pids.values(), flush=True)
+print(*llm.pools.pids.values(), flush=True)
 for _ in stream:
     pass
 for _ in range(1000):

@@ -27,7 +27,7 @@ def test_tokens_are_those_of_transformers(
 ) -> None:
     with LLM(str(llama_path), transport=scheme, memory_workers=2, prefill_chunk=32) as llm:
         assert tokens(llm, prompts) == [reference(p, 24) for p in prompts]
-        pids, stats = llm.engine.pools.pids, llm.stats()
+        pids, stats = llm.pools.pids, llm.stats()
         in_process = netstack.open(scheme, key=b"k" * 32).in_process
         assert len({*pids.values(), os.getpid()}) == (1 if in_process else 4), "each worker is its own process"
         summary = llm.engine.info.summary

@@ -1,0 +1,201 @@
+"""The engine over a wire that has no workers: a fake model whose next token depends on every token before it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+
+from lamina.config import EngineConfig
+from lamina.engine.engine import Engine
+from lamina.kv.blocks import BlockTables
+from lamina.request import RequestOutput, SamplingParams
+from lamina.workers.control import ComputeReady, Drawn, RunStep, StepDone
+from lamina.workers.stepplan import Free, New
+
+VOCAB, EOS = 97, 96
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    return sum((i + 3) * (t + 1) for i, t in enumerate(tokens)) % (VOCAB - 1)
+
+
+def continuation(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class FakeWire:
+    """Executes plans when they are collected, one step late, as the pools do."""
+
+    LOOKAHEAD = 1
+
+    def __init__(self, num_blocks: int = 64) -> None:
+        self.ready = ComputeReady(
+            vocab_size=VOCAB, max_model_len=128, dtype="float32", eos_token_ids=[EOS], windows=[0],
+            num_blocks=[num_blocks], block_size=4, summary={},
+        )  # fmt: skip
+        self.tables = BlockTables([0], [num_blocks], 4)
+        self.stored: dict[int, list[int]] = {}
+        self.drawn: dict[int, int] = {}
+        self.flight: deque[RunStep] = deque()
+        self.closed = False
+
+    def run(self, step: RunStep | None) -> StepDone | None:
+        if step is not None:
+            self.flight.append(step)
+            if len(self.flight) <= self.LOOKAHEAD:
+                return None
+        return self._execute(self.flight.popleft()) if self.flight else None
+
+    def _execute(self, step: RunStep) -> StepDone:
+        self.tables.apply(step.plan)
+        for op in step.plan.ops:
+            if isinstance(op, New):
+                self.stored[op.sequence] = []
+            elif isinstance(op, Free):
+                del self.stored[op.sequence]
+        at = 0
+        for rows in step.plan.rows:
+            tokens = step.tokens[at : at + rows.count]
+            at += rows.count
+            self.stored[rows.sequence][rows.first :] = [self.drawn[rows.sequence] if t == -1 else t for t in tokens]
+        drawn = []
+        for d in step.draws:
+            token = next_token(self.stored[d.sequence])
+            drawn.append(Drawn(d.sequence, (token + 1) % (VOCAB - 1) if token in d.banned else token))
+        self.drawn = {d.sequence: d.token for d in drawn}
+        return StepDone(batch=0, step=step.plan.step, drawn=drawn)
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        return {}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Letters:
+    """A tokenizer in which token t is the letter chr(65 + t % 26)."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(65 + t % 26) for t in token_ids)
+
+    def finish(self) -> str:
+        return ""
+
+
+def run(engine: Engine) -> dict[int, RequestOutput]:
+    done = {}
+    while engine.has_work:
+        for output in engine.step():
+            done[output.request_id] = output
+    engine.settle()
+    return done
+
+
+def make_engine(wire: FakeWire | None = None, **options: int) -> Engine:
+    ticks = iter(range(10**9))
+    return Engine(wire or FakeWire(), EngineConfig(**options), clock=lambda: float(next(ticks)))  # type: ignore[arg-type]
+
+
+def test_tokens_times_and_blocks() -> None:
+    wire = FakeWire()
+    engine = make_engine(wire, prefill_chunk=8, max_num_seqs=3)
+    prompts = [[1, 2, 3], [5] * 30, [7], [9, 8], [4] * 11]
+    ids = [engine.add(p, SamplingParams(max_tokens=9)) for p in prompts]
+    done = run(engine)
+    assert [done[i].outputs[0].token_ids for i in ids] == [continuation(p, 9) for p in prompts]
+    assert engine.free_blocks == (64,)
+    assert wire.tables.free_blocks == (64,)
+    for output in done.values():
+        times = output.times
+        assert times.first_token_s is not None
+        assert times.finished_s is not None
+        assert times.arrival_s < times.first_token_s < times.finished_s
+
+
+def test_a_stop_string_ends_the_text_before_it() -> None:
+    tokens = continuation([1, 2, 3], 20)
+    text = Letters().push(tokens)
+    stop = text[7:10]
+    at = text.find(stop)
+    engine = make_engine()
+    engine.add([1, 2, 3], SamplingParams(max_tokens=20, stop=stop), make_pieces=Letters)
+    seen = []
+    while engine.has_work:
+        seen += [o.outputs[0].text for o in engine.step()]
+    assert seen[-1] == text[:at]
+    assert all(b.startswith(a) for a, b in pairwise(seen)), "shown text never shrinks"
+    assert all(text[:at].startswith(s) for s in seen), "no part of the stop string is ever shown"
+
+
+def test_stop_reasons() -> None:
+    tokens = continuation([1, 2, 3], 20)
+    engine = make_engine()
+    by_token = engine.add([1, 2, 3], SamplingParams(max_tokens=20, stop_token_ids=[tokens[4]]), make_pieces=Letters)
+    by_length = engine.add([1, 2, 3], SamplingParams(max_tokens=6), make_pieces=Letters)
+    by_string = engine.add(
+        [1, 2, 3], SamplingParams(max_tokens=20, stop=["~", "A", "B", "C", "D"]), make_pieces=Letters
+    )
+    done = {i: o.outputs[0] for i, o in run(engine).items()}
+    first = tokens.index(tokens[4])
+    assert (done[by_token].finish_reason, done[by_token].stop_reason) == ("stop", tokens[4])
+    assert done[by_token].token_ids == tokens[: first + 1]
+    assert done[by_token].text == Letters().push(tokens[:first]), "a stop token has no text"
+    assert (done[by_length].finish_reason, done[by_length].stop_reason) == ("length", None)
+    assert done[by_string].finish_reason == "stop"
+    assert done[by_string].stop_reason in ("A", "B", "C", "D")
+
+
+def test_min_tokens_bans_stop_tokens_before() -> None:
+    tokens = continuation([1, 2, 3], 3)
+    engine = make_engine()
+    request = engine.add([1, 2, 3], SamplingParams(max_tokens=8, min_tokens=4, stop_token_ids=[tokens[2]]))
+    output = run(engine)[request].outputs[0]
+    assert tokens[2] not in output.token_ids[:4]
+    assert len(output.token_ids) >= 4
+
+
+def test_cancel_frees_and_others_go_on() -> None:
+    wire = FakeWire()
+    engine = make_engine(wire)
+    gone = engine.add([1] * 20, SamplingParams(max_tokens=90))
+    kept = engine.add([2, 3], SamplingParams(max_tokens=30))
+    for _ in range(6):
+        engine.step()
+    engine.cancel(gone)
+    engine.cancel(gone)
+    engine.cancel(12345)
+    done = run(engine)
+    assert done.keys() == {kept}
+    assert done[kept].outputs[0].token_ids == continuation([2, 3], 30)
+    assert wire.tables.free_blocks == (64,)
+
+
+def test_blocks_run_out_and_nothing_is_lost() -> None:
+    engine = make_engine(FakeWire(num_blocks=34), max_num_seqs=8)
+    prompts = [[i, i + 1, i + 2] * 4 for i in range(6)]
+    ids = [engine.add(p, SamplingParams(max_tokens=40)) for p in prompts]
+    done = run(engine)
+    assert engine.scheduler.num_preemptions > 0
+    assert [done[i].outputs[0].token_ids for i in ids] == [continuation(p, 40) for p in prompts]
+
+
+def test_a_text_ends_at_the_models_length() -> None:
+    engine = make_engine()
+    request = engine.add([1] * 120, SamplingParams(max_tokens=None))
+    output = run(engine)[request].outputs[0]
+    assert len(output.token_ids) == 8
+    assert output.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"), [([], "empty"), ([1] * 128, "--max-model-len"), ([VOCAB], "vocabulary"), ([-1], "vocabulary")]
+)
+def test_bad_prompts(prompt: list[int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_engine().add(prompt, SamplingParams())
