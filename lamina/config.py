@@ -20,6 +20,7 @@ class EngineConfig:
 
     memory_workers: int = option(2, "memory workers; each holds an equal share of the KV heads")
     transport: str = option("shm", "how the pools talk: shm, tcp, or loopback (everything in one process)")
+    memory_addresses: str = option("", "where memory workers listen, one each, by comma; empty = any free place")
     dtype: str = option("auto", "of weights, KV cache and wire: auto (as stored), float32, bfloat16, float16")
     max_model_len: int = option(0, "tokens of a sequence, prompt included; 0 = the model's own limit")
     block_size: int = option(32, "tokens in a KV block")
@@ -30,7 +31,7 @@ class EngineConfig:
     deterministic: bool = option(False, "fixed slice shapes: results do not depend on batch mates; slower")
     attention: str = option("reference", "attention backend of the memory workers")
     compute_threads: int = option(0, "threads of the compute worker; 0 = all cores")
-    memory_threads: int = option(0, "threads of each memory worker; 0 = all cores")
+    memory_threads: int = option(0, "threads of each memory worker; 0 = an equal share of the cores")
     seed: int = option(0, "where requests without a seed get theirs from")
     trust_remote_code: bool = option(False, "run Python code that ships with the model")
     start_timeout_s: float = option(600.0, "seconds for loading, cutting and binding")
@@ -50,7 +51,16 @@ class EngineConfig:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         if 256 % self.block_size:
             raise ValueError(f"--block-size must divide 256, not {self.block_size}: use 16, 32 or 64")
+        if self.memory_addresses and len(self.addresses) != self.memory_workers:
+            raise ValueError(
+                f"--memory-addresses names {len(self.addresses)} places for --memory-workers {self.memory_workers}"
+            )
         self.kv_bytes()
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where each memory worker listens; "" = any free place."""
+        return self.memory_addresses.split(",") if self.memory_addresses else [""] * self.memory_workers
 
     @property
     def max_rows(self) -> int:

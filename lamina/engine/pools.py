@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import select
 import threading
@@ -140,9 +141,10 @@ class Pools:
         here = one_process or with_module
         extra = (model,) if with_module else ()
         self._members.append(_Member(ThreadWorker("compute", 0, *extra) if here else ProcessWorker("compute", 0)))
-        for member in self._members[:-1]:
-            threads = config.memory_threads
-            self._send(member, StartMemory(scheme=config.transport, address="", key=key, threads=threads))
+        # Memory workers of one host run at the same time, the compute worker while they rest.
+        threads = config.memory_threads or max(1, len(os.sched_getaffinity(0)) // config.memory_workers)
+        for member, address in zip(self._members, config.addresses, strict=False):
+            self._send(member, StartMemory(scheme=config.transport, address=address, key=key, threads=threads))
         deadline = time.monotonic() + config.start_timeout_s
         urls = []
         for member in self._members[:-1]:
@@ -216,7 +218,8 @@ class Pools:
     def _failed(self, member: _Member, message: Failed) -> Exception:
         if message.user_error:
             self.close()
-            return ValueError(message.text)
+            where = "--memory-addresses: " if member is not self._compute and self._config.memory_addresses else ""
+            return ValueError(where + message.text)
         # A worker often fails because another one died: then that one is the news.
         for other in self._members:
             if other is not member and other.handle.fate() is not None:

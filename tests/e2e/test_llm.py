@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,7 @@ def shared_llm(llama_path: Path) -> Any:
         ({"kv_memory": "1KiB"}, "--kv-memory"),
         ({"kv_memory": "lots"}, "--kv-memory"),
         ({"dtype": "int3"}, "--dtype"),
+        ({"memory_addresses": "127.0.0.1:0"}, "--memory-addresses"),
         ({"memroy_workers": 2}, "memroy_workers"),
         ({"attention": "magic"}, "attention"),
     ],
@@ -158,6 +160,13 @@ def test_bad_options_are_refused_in_one_line(options: dict[str, Any], words: str
     with pytest.raises(ValueError, match=words) as caught:
         LLM(str(llama_path), **{"transport": "loopback", **options})
     assert "\n" not in str(caught.value)
+
+
+def test_a_busy_port_is_named(llama_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"--memory-addresses.*{address}"):
+            LLM(str(llama_path), transport="tcp", memory_workers=1, memory_addresses=address)
 
 
 def test_a_closed_llm_says_so(llama_path: Path) -> None:
