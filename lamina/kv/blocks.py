@@ -82,6 +82,7 @@ class BlockTables:
         self.num_blocks = tuple(num_blocks)
         self.block_size = block_size
         self._sequences: dict[int, _Extent] = {}
+        self._last: dict[int, StepPlan] = {}  # batch -> its last plan
         self._tables: list[dict[int, array[int]]] = [{} for _ in windows]
         self._free = [array("q", range(n - 1, -1, -1)) for n in num_blocks]  # the last one is handed out next
 
@@ -126,10 +127,11 @@ class BlockTables:
     def apply(self, plan: StepPlan) -> None:
         """Do the plan's ops in order, then hold blocks for all its rows: everything, or nothing and an exception.
 
-        A plan may be applied again (a replay), as long as none of its sequences has gone two plans further.
-        Raises NoBlocksError, PlanError, UnsupportedOpError.
+        The last plan of a batch may come again (a replay): it changes nothing more. The rows of the one before it may
+        too, under a number of their own. Raises NoBlocksError, PlanError, UnsupportedOpError.
         """
         changes = self._after(plan)
+        self._last[plan.batch] = plan
         for sequence, extent in changes.items():
             self._give_back(sequence, extent)
         for sequence, extent in changes.items():
@@ -154,6 +156,9 @@ class BlockTables:
     def _after(self, plan: StepPlan) -> dict[int, _Extent | None]:
         """The extents that ``plan`` changes (None = gone from now on), or an exception; touches nothing."""
         changes: dict[int, _Extent | None] = {}
+        last = self._last.get(plan.batch)
+        if last and (last.step, last.ops, last.rows) == (plan.step, plan.ops, plan.rows):
+            return changes
         for op in plan.ops:
             changes[op.sequence] = self._operate(changes, op)
         seen: set[int] = set()

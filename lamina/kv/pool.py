@@ -78,7 +78,7 @@ def row_table(tables: BlockTables, group: int, rows: Sequence[Rows], *, align: i
     for i, r in enumerate(rows):
         start, ids = tables.table(group, r.sequence)
         lo, hi = int(seen[i]) // size, -(-r.first // size)
-        if hi > lo:
+        if seen[i] < r.first:
             at = lo - int(origin[i]) // size
             table[i, at : at + hi - lo] = ids[lo - start : hi - start]
     return RowTable(window, size, null, np.cumsum(count) - count, first, count, origin, table)

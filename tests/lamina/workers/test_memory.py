@@ -1,215 +1,32 @@
-"""A memory worker behind a real channel: the step protocol, what it refuses, and that it computes the right thing."""
+"""A memory worker behind a real channel: it computes the right thing, bit for bit the same however it is split."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import pytest
 import torch
+from memory_peer import WAIT_S, Pool, RefusedError, error, memory_pool, model, shape
 from torch import Tensor
 
-from lamina import netstack
-from lamina.attention.spec import AttentionSpec
-from lamina.kv.partition import Partition, by_head
-from lamina.netstack import Channel, ChannelError, Geometry
-from lamina.workers.memory import MemoryWorker
 from lamina.workers.stepplan import (
-    Bind,
     Bound,
-    Fork,
     Free,
     Key,
     Kind,
-    LayerShape,
     New,
-    ProtocolError,
     Rows,
     SequenceOp,
     StepPlan,
     Truncate,
-    decode_bound,
     encode,
 )
-
-WAIT_S = 20.0
-GEOMETRY = Geometry(slots=4, slot_bytes=1 << 20)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class RefusedError(Exception):
-    pass
-
-
-def shape(q_heads: int = 8, kv_heads: int = 4, dim: int = 16, v_dim: int = 16, **spec: float) -> LayerShape:
-    sinks, slopes = bool(spec.pop("sinks", 0)), bool(spec.pop("alibi", 0))
-    text = AttentionSpec(**{"scale": dim**-0.5, **spec}, sinks=sinks, alibi=slopes).encode()  # type: ignore[arg-type]
-    operand = torch.linspace(0.1, 1.0, q_heads).numpy().tobytes()
-    return LayerShape(q_heads, kv_heads, dim, v_dim, text, operand if sinks else b"", operand if slopes else b"")
-
-
-def bind(layers: list[LayerShape], *, workers: int = 1, worker: int = 0, **fields: object) -> Bind:
-    values: dict[str, object] = {
-        "worker": worker,
-        "partition": by_head([x.kv_heads for x in layers], workers),
-        "layers": layers,
-        "dtype": "float32",
-        "block_size": 16,
-        "kv_bytes": 4 << 20,
-        "max_rows": 64,
-        "max_model_len": 512,
-    }
-    return Bind(**{**values, **fields})  # type: ignore[arg-type]
-
-
-class Peer:
-    """The compute worker's side of one channel."""
-
-    def __init__(self, channel: Channel, bind: Bind) -> None:
-        self.channel = channel
-        self.bind = bind
-        self.send(Key(Kind.BIND), encode(bind))
-        self.bound: Bound = decode_bound(self.receive(Key(Kind.BOUND)))
-
-    def send(self, key: Key, data: bytes) -> None:
-        slot = self.channel.reserve(len(data), timeout_s=WAIT_S)
-        slot.data[:] = data
-        self.channel.put_signal(slot, key.pack())
-
-    def send_tensors(self, key: Key, *parts: Tensor) -> None:
-        self.send(key, b"".join(bytes(p.contiguous().view(torch.uint8).numpy().tobytes()) for p in parts))
-
-    def receive(self, key: Key) -> bytes:
-        arrival = self.channel.wait_signal(timeout_s=WAIT_S)
-        got, data = Key.unpack(arrival.tag), bytes(arrival.data)
-        self.channel.release(arrival)
-        if got.kind == Kind.REFUSED:
-            assert got == key._replace(kind=Kind.REFUSED, layer=-1)
-            raise RefusedError(data.decode())
-        assert got == key
-        return data
-
-    def plan(self, plan: StepPlan) -> None:
-        self.send(Key(Kind.PLAN, plan.step, plan.batch, plan.view), encode(plan))
-
-    def layer(self, plan: StepPlan, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v of this worker's heads."""
-        key = Key(Kind.Q, plan.step, plan.batch, plan.view, layer)
-        self.send_tensors(key, q)
-        self.send_tensors(key._replace(kind=Kind.KV), k, v)
-        data = self.receive(key._replace(kind=Kind.O))
-        return torch.frombuffer(bytearray(data), dtype=q.dtype).view(*q.shape[:2], v.shape[2])
-
-
-@dataclass
-class Pool:
-    """Memory workers on threads, and what became of them."""
-
-    fabric: netstack.Fabric = field(default_factory=lambda: netstack.open("loopback", key=b"k" * 32))
-    workers: list[MemoryWorker] = field(default_factory=list)
-    ends: list[Exception] = field(default_factory=list)
-    threads: list[threading.Thread] = field(default_factory=list)
-
-    def connect(self, bind: Bind) -> Peer:
-        worker, listener = MemoryWorker(), self.fabric.listen()
-        self.workers.append(worker)
-
-        def serve() -> None:
-            try:
-                worker.serve(listener.accept(timeout_s=WAIT_S))
-            except (ChannelError, ProtocolError) as e:
-                self.ends.append(e)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        self.threads.append(thread)
-        return Peer(self.fabric.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY), bind)
 
 
 @pytest.fixture
 def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.fabric.close()
-    for worker in pool.workers:
-        worker.abort("the test is over")
-    for thread in pool.threads:
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-
-
-class Model:
-    """Sequences of random q, k, v in every layer, by token; runs steps on peers that share the heads."""
-
-    def __init__(self, peers: list[Peer], partition: Partition, layers: list[LayerShape], dtype: str) -> None:
-        self.peers, self.partition, self.layers, self.dtype = peers, partition, layers, DTYPES[dtype]
-
-    def token(self, sequence: int, position: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        x, g = self.layers[layer], torch.Generator().manual_seed(hash((sequence, position, layer)) % 2**31)
-        sizes = (x.q_heads, x.qk_dim), (x.kv_heads, x.qk_dim), (x.kv_heads, x.v_dim)
-        q, k, v = (torch.randn(*s, generator=g).to(self.dtype) for s in sizes)
-        return q, k, v
-
-    def rows(self, rows: list[Rows], layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        tokens = [self.token(r.sequence, r.first + i, layer) for r in rows for i in range(r.count)]
-        q, k, v = (torch.stack(x) for x in zip(*tokens, strict=True))
-        return q, k, v
-
-    def step(self, step: int, ops: list[SequenceOp], rows: list[Rows], *, view: int = 0) -> list[Tensor]:
-        """O of every layer, all heads."""
-        plan, out = StepPlan(step=step, ops=ops, rows=rows, view=view), []
-        for peer in self.peers:
-            peer.plan(plan)
-        for layer in range(len(self.layers) if rows else 0):
-            q, k, v = self.rows(rows, layer)
-            group = q.shape[1] // k.shape[1]
-            parts = []
-            for share in self.partition.shares(layer):
-                kv, qs = (
-                    slice(share.head_start, share.head_stop),
-                    slice(share.head_start * group, share.head_stop * group),
-                )
-                parts.append(self.peers[share.worker].layer(plan, layer, q[:, qs], k[:, kv], v[:, kv]))
-            out.append(torch.cat(parts, 1))
-        return out
-
-    def oracle(self, rows: list[Rows], layer: int) -> Tensor:
-        """Dense attention in fp64."""
-        shape, out = self.layers[layer], []
-        spec, group = AttentionSpec.decode(shape.spec), shape.q_heads // shape.kv_heads
-        for row in rows:
-            tokens = [self.token(row.sequence, p, layer) for p in range(row.first + row.count)]
-            q, k, v = (torch.stack(x).double() for x in zip(*tokens, strict=True))
-            score = torch.einsum("thd,shd->hts", q[row.first :], k.repeat_interleave(group, 1)) * spec.scale
-            if spec.softcap:
-                score = spec.softcap * torch.tanh(score / spec.softcap)
-            t, s = torch.arange(row.first, row.first + row.count)[:, None], torch.arange(row.first + row.count)[None]
-            if spec.alibi:
-                score += torch.frombuffer(bytearray(shape.slopes), dtype=torch.float32).double()[:, None, None] * (
-                    s - t
-                )
-            seen = (s <= t) & (s > t - (spec.window or 1 << 40))
-            score = score.masked_fill(~seen, float("-inf"))
-            if spec.sinks:
-                sinks = torch.frombuffer(bytearray(shape.sinks), dtype=torch.float32).double()
-                score = torch.cat([score, sinks[:, None, None].expand(-1, row.count, 1)], -1)
-            weight = score.softmax(-1)[..., : row.first + row.count]
-            out.append(torch.einsum("hts,shd->thd", weight, v.repeat_interleave(group, 1)))
-        return torch.cat(out)
-
-
-LAYERS = [shape(), shape(window=40), shape(8, 4, 16, 24, softcap=3.0), shape(window=40, sinks=1), shape(8, 2, alibi=1)]
-
-
-def model(pool: Pool, workers: int = 1, layers: list[LayerShape] = LAYERS, **fields: object) -> Model:
-    binds = [bind(layers, workers=workers, worker=w, **fields) for w in range(workers)]
-    return Model([pool.connect(b) for b in binds], binds[0].partition, layers, binds[0].dtype)
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).norm(dim=-1).max() / want.norm(dim=-1).max())
+    with memory_pool() as pool:
+        yield pool
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 1e-2)])
@@ -228,3 +45,117 @@ def test_ragged_prefill_and_decode_in_one_step(pool: Pool, dtype: str, limit: fl
     for number, (ops, rows) in enumerate(steps):
         for layer, o in enumerate(m.step(number, ops, rows)):
             assert error(o, m.oracle(rows, layer)) < limit, (number, layer)
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+STEPS: list[tuple[list[SequenceOp], list[Rows]]] = [
+    ([New(1), New(2)], [Rows(1, 0, 40), Rows(2, 0, 5)]),
+    ([], [Rows(1, 40, 1), Rows(2, 5, 20)]),
+    ([], [Rows(2, 25, 1), Rows(1, 41, 1)]),
+    ([Free(2), New(3)], [Rows(3, 0, 10), Rows(1, 42, 1)]),
+    ([], [Rows(3, 10, 1), Rows(1, 43, 1)]),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_workers_by_heads_and_overlap_make_no_difference_bit_for_bit(pool: Pool, dtype: str) -> None:
+    models = [model(pool, w, dtype=dtype, overlap=o) for w, o in ((1, True), (1, False), (2, True), (2, False))]
+    for number, (ops, rows) in enumerate(STEPS):
+        first, *others = [m.step(number, ops, rows) for m in models]
+        assert all(equal(first, other) for other in others), number
+
+
+def test_a_step_can_be_sent_again(pool: Pool) -> None:
+    m = model(pool)
+    for number, (ops, rows) in enumerate(STEPS):
+        once = m.step(number, ops, rows)
+        assert equal(m.step(number, ops, rows), once), number
+        if number and not ops:  # the one before, too
+            _, earlier = STEPS[number - 1]
+            m.step(100 + number, [], [r for r in earlier if r.sequence in {x.sequence for x in rows}])
+            assert equal(m.step(200 + number, [], rows), once), number
+
+
+BLOCK = 16 * 4 * (16 + 16) * 4  # bytes of one KV block of ``shape()`` in fp32
+
+
+@pytest.mark.parametrize("messages", ["none", "q", "q and kv"])
+def test_without_blocks_a_step_is_refused_and_the_next_one_works(pool: Pool, messages: str) -> None:
+    m = model(pool, layers=[shape()], kv_bytes=35 * BLOCK, max_rows=200)
+    (peer,) = m.peers
+    assert peer.bound.num_blocks == [34]
+    m.step(0, [New(1)], [Rows(1, 0, 200)])
+    m.step(1, [], [Rows(1, 200, 200)])
+    plan = StepPlan(step=2, ops=[New(2)], rows=[Rows(2, 0, 145), Rows(1, 400, 1)])
+    key = Key(Kind.Q, 2, 0, 0, 0)
+    q, k, v = m.rows(plan.rows, 0)
+    peer.plan(plan)
+    if messages != "none":  # what had left before the refusal was known
+        peer.send_tensors(key, q)
+    if messages == "q and kv":
+        peer.send_tensors(key._replace(kind=Kind.KV), k, v)
+    with pytest.raises(RefusedError, match="step 2 needs 2 KV blocks of 16 tokens more than the 34"):
+        peer.receive(key._replace(kind=Kind.O))
+    rows = [Rows(2, 0, 128), Rows(1, 400, 1)]
+    (o,) = m.step(3, [New(2)], rows)
+    assert error(o, m.oracle(rows, 0)) < 1e-5
+    assert pool.workers[0].stats()["refused"] == 1
+
+
+def test_windowed_groups_give_blocks_back(pool: Pool) -> None:
+    """A sequence that is much longer than what the windowed group could hold."""
+    layers = [shape(), shape(window=20)]
+    m = model(pool, layers=layers, kv_bytes=(33 + 6) * BLOCK, max_rows=16, block_size=16)
+    assert m.peers[0].bound == Bound(windows=[0, 20], num_blocks=[32, 5])
+    m.step(0, [New(1)], [Rows(1, 0, 16)])
+    for first in range(16, 496, 16):
+        m.step(first, [], [Rows(1, first, 16)])
+    rows = [Rows(1, 496, 1)]
+    for layer, o in enumerate(m.step(1000, [], rows)):
+        assert error(o, m.oracle(rows, layer)) < 1e-5
+
+
+def test_a_nan_of_one_sequence_disturbs_no_other(pool: Pool) -> None:
+    m = model(pool)
+    clean = model(pool)
+    rows = [Rows(1, 0, 20), Rows(2, 0, 5), Rows(3, 0, 33)]
+    poisoned = m.token
+
+    def token(sequence: int, position: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = poisoned(sequence, position, layer)
+        return (q * torch.nan, k * torch.nan, v * torch.nan) if sequence == 2 else (q, k, v)
+
+    m.token = token  # type: ignore[method-assign]
+    new: list[SequenceOp] = [New(1), New(2), New(3)]
+    later = [Rows(3, 33, 1), Rows(2, 5, 1), Rows(1, 20, 1)]
+    for step, (ops, now, mine) in enumerate([(new, rows, [*range(20), *range(25, 58)]), ([], later, [0, 2])]):
+        for o, want in zip(m.step(step, ops, now), clean.step(step, ops, now), strict=True):
+            assert torch.equal(o[mine], want[mine])
+            assert o[[i for i in range(len(o)) if i not in mine]].isnan().all()
+    # its blocks go to another sequence, which is not disturbed either
+    reuse: list[SequenceOp] = [Free(2), New(4)]
+    for o, want in zip(*(x.step(5, reuse, [Rows(4, 0, 3)]) for x in (m, clean)), strict=True):
+        assert torch.equal(o, want)
+    for o, want in zip(*(x.step(6, [], [Rows(4, 3, 1)]) for x in (m, clean)), strict=True):
+        assert torch.equal(o, want)
+
+
+def test_stats_count_steps_rows_and_bytes(pool: Pool) -> None:
+    m = model(pool, layers=[shape()])
+    before = pool.workers[0].stats()
+    m.step(0, [New(1)], [Rows(1, 0, 5)])
+    m.step(1, [], [Rows(1, 5, 1)])
+    m.peers[0].channel.close()
+    pool.threads[0].join(WAIT_S)
+    after = pool.workers[0].stats()
+    assert (after["steps"], after["rows"]) == (2, 6)
+    assert after["bytes_sent"] - before["bytes_sent"] == 6 * 8 * 16 * 4
+    plans = [StepPlan(step=0, ops=[New(1)], rows=[Rows(1, 0, 5)]), StepPlan(step=1, ops=[], rows=[Rows(1, 5, 1)])]
+    layer_bytes = 6 * (8 + 4 + 4) * 16 * 4
+    bind_bytes = len(encode(m.peers[0].bind))
+    assert after["bytes_received"] == bind_bytes + layer_bytes + sum(len(encode(p)) for p in plans)
+    for name in ("attend_s", "write_s", "wait_s", "plan_s"):
+        assert after[name] > 0

@@ -1,0 +1,245 @@
+"""Block tables: nothing is lost or owned twice, plans apply as a whole or not at all, windows give blocks back."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from lamina.kv.blocks import (
+    BlockTables,
+    NoBlocksError,
+    PlanError,
+    UnsupportedOpError,
+    blocks_of_one,
+    layer_groups,
+    split_memory,
+)
+from lamina.workers.stepplan import Export, Fork, Free, Grant, Import, New, Rows, SequenceOp, Shift, StepPlan, Truncate
+
+SIZE = 4
+
+
+def plan(*parts: SequenceOp | Rows, step: int = 0) -> StepPlan:
+    rows = [p for p in parts if isinstance(p, Rows)]
+    return StepPlan(step=step, ops=[p for p in parts if not isinstance(p, Rows)], rows=rows)
+
+
+def tables(windows: list[int] | None = None, blocks: int = 10) -> BlockTables:
+    windows = windows or [0]
+    return BlockTables(windows, [blocks] * len(windows), SIZE)
+
+
+def snapshot(t: BlockTables) -> object:
+    state = [(s, t.length(s), [t.table(g, s) for g in range(len(t.windows))]) for s in t.sequences]
+    return copy.deepcopy((state, t.free_blocks))
+
+
+def test_blocks_follow_the_tokens() -> None:
+    t = tables()
+    t.apply(plan(New(7), Rows(7, 0, 5)))
+    assert t.free_blocks == (8,)
+    start, ids = t.table(0, 7)
+    assert (start, len(ids)) == (0, 2)
+    t.apply(plan(Rows(7, 5, 3)))
+    assert t.table(0, 7)[1] == ids
+    t.apply(plan(Rows(7, 8, 1)))
+    assert t.table(0, 7)[1][:2] == ids[:2]
+    assert t.free_blocks == (7,)
+    t.apply(plan(Truncate(7, 4)))
+    assert t.free_blocks == (9,)
+    assert t.length(7) == 4
+    t.apply(plan(Free(7), New(8)))
+    assert t.free_blocks == (10,)
+    assert t.sequences == [8]
+
+
+def test_a_plan_may_be_sent_again() -> None:
+    t = tables([0, 6])
+    t.apply(plan(New(1), Rows(1, 0, 20), step=1))
+    for step in (plan(Rows(1, 20, 9), step=2), plan(Free(1), New(2), New(3), Rows(2, 0, 40), step=3)):
+        t.apply(step)
+        before = snapshot(t)
+        assert t.can_apply(step)
+        t.apply(step)
+        assert snapshot(t) == before
+
+
+def test_without_blocks_nothing_happens() -> None:
+    t = tables(blocks=4)
+    t.apply(plan(New(1), Rows(1, 0, 6), New(2), Rows(2, 0, 1)))
+    before = snapshot(t)
+    too_much = plan(Truncate(1, 3), New(3), Rows(2, 1, 1), Rows(3, 0, 12))
+    assert not t.can_apply(too_much)
+    with pytest.raises(NoBlocksError, match="1 KV blocks of 4 tokens more than the 4"):
+        t.apply(too_much)
+    assert snapshot(t) == before
+    enough = plan(Free(1), New(3), Rows(2, 1, 1), Rows(3, 0, 12))
+    assert t.can_apply(enough)
+    t.apply(enough)
+    assert t.free_blocks == (0,)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        plan(New(1)),
+        plan(Free(9)),
+        plan(Free(1), Free(1)),
+        plan(Truncate(1, 7)),
+        plan(Truncate(1, -1)),
+        plan(Rows(9, 0, 1)),
+        plan(Rows(1, 7, 1)),
+        plan(Rows(1, -1, 1)),
+        plan(Rows(1, 6, 0)),
+        plan(Rows(1, 6, 1), Rows(1, 7, 1)),
+        plan(Free(1), Rows(1, 6, 1)),
+        plan(Free(1), New(1), Rows(1, 6, 1)),
+    ],
+    ids=str,
+)
+def test_plans_that_do_not_fit_change_nothing(bad: StepPlan) -> None:
+    t = tables()
+    t.apply(plan(New(1), Rows(1, 0, 6)))
+    before = snapshot(t)
+    with pytest.raises(PlanError):
+        t.apply(plan(New(2), *bad.ops, Rows(2, 0, 3), *bad.rows))
+    with pytest.raises(PlanError):
+        t.can_apply(bad)
+    assert snapshot(t) == before
+
+
+@pytest.mark.parametrize("op", [Fork(2, 1, 3), Shift(1, 2), Grant(1, 0, 4), Export(1), Import(1)], ids=str)
+def test_ops_of_later_features_are_refused_by_name(op: SequenceOp) -> None:
+    t = tables()
+    t.apply(plan(New(1), Rows(1, 0, 6)))
+    with pytest.raises(UnsupportedOpError, match=type(op).__name__.lower()):
+        t.apply(plan(op))
+
+
+def test_a_window_gives_back_what_no_query_can_see() -> None:
+    window, t = 6, tables([6], blocks=20)
+    t.apply(plan(New(1), Rows(1, 0, 30)))
+    previous = 0
+    for first in range(30, 60):
+        t.apply(plan(Rows(1, first, 1)))
+        start, ids = t.table(0, 1)
+        oldest = previous - window + 1  # the step before may be sent again, and still finds what it sees
+        assert start == max(0, oldest // SIZE)
+        assert start + len(ids) == -(-(first + 1) // SIZE)
+        previous = first
+    assert t.free_blocks[0] >= 20 - blocks_of_one(1000, window, SIZE, 1)
+
+
+def test_the_last_two_steps_of_a_window_can_be_replayed() -> None:
+    t = tables([6], blocks=20)
+    t.apply(plan(New(1), Rows(1, 0, 30)))
+    for first in range(30, 50):
+        t.apply(plan(Rows(1, first, 1)))
+        if first > 40:
+            t.apply(plan(Rows(1, first - 1, 1)))
+            t.apply(plan(Rows(1, first, 1)))
+    with pytest.raises(PlanError, match="given back"):
+        t.apply(plan(Rows(1, 30, 1)))
+    t.apply(plan(Truncate(1, 0)))
+    t.apply(plan(Rows(1, 0, 3)))
+    t.check_integrity()
+
+
+def test_blocks_needed_counts_what_comes_back_too() -> None:
+    t = tables([0, 6], blocks=40)
+    assert t.blocks_needed([Rows(1, 0, 9), Rows(2, 0, 1)]) == (4, 4)
+    t.apply(plan(New(1), Rows(1, 0, 40)))
+    t.apply(plan(Rows(1, 40, 1)))
+    for rows in ([Rows(1, 41, 1)], [Rows(1, 41, 20)], [Rows(1, 41, 1), Rows(5, 0, 4)]):
+        free, needed = t.free_blocks, t.blocks_needed(rows)
+        probe = copy.deepcopy(t)
+        probe.apply(plan(*[New(5)] * (len(rows) - 1), *rows))
+        assert probe.free_blocks == tuple(f - n for f, n in zip(free, needed, strict=True))
+
+
+def test_layer_groups_by_window() -> None:
+    assert layer_groups([0, 512, 0, 512, 1024]) == ([0, 512, 1024], [0, 1, 0, 1, 2])
+
+
+def test_memory_is_split_for_full_sequences_first() -> None:
+    fields = {"block_size": 16, "max_rows": 64, "max_len": 1024}
+    assert split_memory(1000 * 65, [1000], [0], **fields) == [64]
+    with pytest.raises(
+        ValueError, match=r"65000 bytes on each memory worker: raise --kv-memory or lower --max-model-len"
+    ):
+        split_memory(1000 * 65 - 1, [1000], [0], **fields)
+    for kv_bytes in (10**6, 10**7 + 123):
+        full, windowed = split_memory(kv_bytes, [2000, 5000], [0, 100], **fields)
+        assert full >= blocks_of_one(1024, 0, 16, 64)
+        assert windowed >= blocks_of_one(1024, 100, 16, 64)
+        assert kv_bytes - 7000 * 2 < (full + 1) * 2000 + (windowed + 1) * 5000 <= kv_bytes
+
+
+WINDOWS = [0, 5, 11]
+MAX_ROWS = 9
+
+
+class Machine(RuleBasedStateMachine):
+    """Random plans against a model that knows lengths only."""
+
+    @initialize(blocks=st.integers(8, 20))
+    def start(self, blocks: int) -> None:
+        self.tables = BlockTables(WINDOWS, [blocks, blocks, blocks - 3], SIZE)
+        self.lengths: dict[int, int] = {}
+        self.next_id = 0
+
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        lengths, ops, rows = dict(self.lengths), list[SequenceOp](), list[Rows]()
+        for sequence in list(lengths):
+            action = data.draw(st.sampled_from(["grow", "grow", "grow", "free", "truncate", "rest"]))
+            if action == "free":
+                ops.append(Free(sequence))
+                del lengths[sequence]
+                continue
+            if action == "truncate":
+                lengths[sequence] = data.draw(st.sampled_from([0, lengths[sequence]]))
+                ops.append(Truncate(sequence, lengths[sequence]))
+            if action in ("grow", "truncate"):
+                rows.append(Rows(sequence, lengths[sequence], data.draw(st.integers(1, MAX_ROWS))))
+        if data.draw(st.booleans()):
+            ops.append(New(self.next_id))
+            rows.append(Rows(self.next_id, 0, data.draw(st.integers(1, MAX_ROWS))))
+        this = plan(*ops, *rows)
+        before, fits = snapshot(self.tables), self.tables.can_apply(this)
+        try:
+            self.tables.apply(this)
+        except NoBlocksError:
+            assert not fits
+            assert snapshot(self.tables) == before
+            return
+        assert fits
+        self.next_id += 1
+        self.lengths = lengths | {r.sequence: r.first + r.count for r in rows}
+        if rows and data.draw(st.booleans()):
+            after = snapshot(self.tables)
+            self.tables.apply(plan(*rows))
+            assert {s: self.tables.length(s) for s in self.tables.sequences} == self.lengths
+            if not ops:
+                assert snapshot(self.tables)[0] == after[0]  # type: ignore[index]
+
+    @invariant()
+    def nothing_is_lost_or_owned_twice(self) -> None:
+        if not hasattr(self, "tables"):
+            return
+        self.tables.check_integrity()
+        assert {s: self.tables.length(s) for s in self.tables.sequences} == self.lengths
+        for sequence, length in self.lengths.items():
+            for g, window in enumerate(WINDOWS):
+                start, ids = self.tables.table(g, sequence)
+                assert (start + len(ids)) * SIZE >= length
+                assert start * SIZE <= max(0, length - window + 1 if window else 0), "the next query misses tokens"
+                assert len(ids) <= blocks_of_one(10**6, window, SIZE, MAX_ROWS)
+
+
+Machine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestMachine = Machine.TestCase

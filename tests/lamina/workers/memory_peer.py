@@ -1,0 +1,210 @@
+"""For tests of the memory worker: the compute worker's side of a channel, pools of workers, random tokens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lamina import netstack
+from lamina.attention.spec import AttentionSpec
+from lamina.kv.partition import Partition, by_head
+from lamina.netstack import Channel, ChannelError, Geometry
+from lamina.workers.memory import MemoryWorker
+from lamina.workers.stepplan import (
+    Bind,
+    Bound,
+    Key,
+    Kind,
+    LayerShape,
+    ProtocolError,
+    Rows,
+    SequenceOp,
+    StepPlan,
+    decode_bound,
+    encode,
+)
+
+WAIT_S = 20.0
+GEOMETRY = Geometry(slots=4, slot_bytes=1 << 20)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class RefusedError(Exception):
+    pass
+
+
+def shape(q_heads: int = 8, kv_heads: int = 4, dim: int = 16, v_dim: int = 16, **spec: float) -> LayerShape:
+    sinks, slopes = bool(spec.pop("sinks", 0)), bool(spec.pop("alibi", 0))
+    text = AttentionSpec(**{"scale": dim**-0.5, **spec}, sinks=sinks, alibi=slopes).encode()  # type: ignore[arg-type]
+    operand = torch.linspace(0.1, 1.0, q_heads).numpy().tobytes()
+    return LayerShape(q_heads, kv_heads, dim, v_dim, text, operand if sinks else b"", operand if slopes else b"")
+
+
+def bind(layers: list[LayerShape], *, workers: int = 1, worker: int = 0, **fields: object) -> Bind:
+    values: dict[str, object] = {
+        "worker": worker,
+        "partition": by_head([x.kv_heads for x in layers], workers),
+        "layers": layers,
+        "dtype": "float32",
+        "block_size": 16,
+        "kv_bytes": 4 << 20,
+        "max_rows": 64,
+        "max_model_len": 512,
+    }
+    return Bind(**{**values, **fields})  # type: ignore[arg-type]
+
+
+class Peer:
+    """The compute worker's side of one channel."""
+
+    def __init__(self, channel: Channel, bind: Bind) -> None:
+        self.channel = channel
+        self.bind = bind
+        self.send(Key(Kind.BIND), encode(bind))
+        self.bound: Bound = decode_bound(self.receive(Key(Kind.BOUND)))
+
+    def send(self, key: Key, data: bytes) -> None:
+        slot = self.channel.reserve(len(data), timeout_s=WAIT_S)
+        slot.data[:] = data
+        self.channel.put_signal(slot, key.pack())
+
+    def send_tensors(self, key: Key, *parts: Tensor) -> None:
+        self.send(key, b"".join(bytes(p.contiguous().view(torch.uint8).numpy().tobytes()) for p in parts))
+
+    def receive(self, key: Key) -> bytes:
+        arrival = self.channel.wait_signal(timeout_s=WAIT_S)
+        got, data = Key.unpack(arrival.tag), bytes(arrival.data)
+        self.channel.release(arrival)
+        if got.kind == Kind.REFUSED:
+            assert got == key._replace(kind=Kind.REFUSED, layer=-1)
+            raise RefusedError(data.decode())
+        assert got == key
+        return data
+
+    def plan(self, plan: StepPlan) -> None:
+        self.send(Key(Kind.PLAN, plan.step, plan.batch, plan.view), encode(plan))
+
+    def layer(self, plan: StepPlan, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q, k, v of this worker's heads."""
+        key = Key(Kind.Q, plan.step, plan.batch, plan.view, layer)
+        self.send_tensors(key, q)
+        self.send_tensors(key._replace(kind=Kind.KV), k, v)
+        data = self.receive(key._replace(kind=Kind.O))
+        return torch.frombuffer(bytearray(data), dtype=q.dtype).view(*q.shape[:2], v.shape[2])
+
+
+@dataclass
+class Pool:
+    """Memory workers on threads, and what became of them."""
+
+    fabric: netstack.Fabric = field(default_factory=lambda: netstack.open("loopback", key=b"k" * 32))
+    workers: list[MemoryWorker] = field(default_factory=list)
+    ends: list[Exception] = field(default_factory=list)
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    def connect(self, bind: Bind) -> Peer:
+        worker, listener = MemoryWorker(), self.fabric.listen()
+        self.workers.append(worker)
+
+        def serve() -> None:
+            try:
+                worker.serve(listener.accept(timeout_s=WAIT_S))
+            except (ChannelError, ProtocolError) as e:
+                self.ends.append(e)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        self.threads.append(thread)
+        return Peer(self.fabric.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY), bind)
+
+
+@contextmanager
+def memory_pool() -> Iterator[Pool]:
+    """Closed again, with all threads gone, at the end."""
+    pool = Pool()
+    try:
+        yield pool
+    finally:
+        pool.fabric.close()
+        for worker in pool.workers:
+            worker.abort("the test is over")
+        for thread in pool.threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+
+class Model:
+    """Sequences of random q, k, v in every layer, by token; runs steps on peers that share the heads."""
+
+    def __init__(self, peers: list[Peer], partition: Partition, layers: list[LayerShape], dtype: str) -> None:
+        self.peers, self.partition, self.layers, self.dtype = peers, partition, layers, DTYPES[dtype]
+
+    def token(self, sequence: int, position: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        x, g = self.layers[layer], torch.Generator().manual_seed(hash((sequence, position, layer)) % 2**31)
+        sizes = (x.q_heads, x.qk_dim), (x.kv_heads, x.qk_dim), (x.kv_heads, x.v_dim)
+        q, k, v = (torch.randn(*s, generator=g).to(self.dtype) for s in sizes)
+        return q, k, v
+
+    def rows(self, rows: list[Rows], layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        tokens = [self.token(r.sequence, r.first + i, layer) for r in rows for i in range(r.count)]
+        q, k, v = (torch.stack(x) for x in zip(*tokens, strict=True))
+        return q, k, v
+
+    def step(self, step: int, ops: list[SequenceOp], rows: list[Rows], *, view: int = 0) -> list[Tensor]:
+        """O of every layer, all heads."""
+        plan, out = StepPlan(step=step, ops=ops, rows=rows, view=view), []
+        for peer in self.peers:
+            peer.plan(plan)
+        for layer in range(len(self.layers) if rows else 0):
+            q, k, v = self.rows(rows, layer)
+            group = q.shape[1] // k.shape[1]
+            parts = []
+            for share in self.partition.shares(layer):
+                kv, qs = (
+                    slice(share.head_start, share.head_stop),
+                    slice(share.head_start * group, share.head_stop * group),
+                )
+                parts.append(self.peers[share.worker].layer(plan, layer, q[:, qs], k[:, kv], v[:, kv]))
+            out.append(torch.cat(parts, 1))
+        return out
+
+    def oracle(self, rows: list[Rows], layer: int) -> Tensor:
+        """Dense attention in fp64."""
+        shape, out = self.layers[layer], []
+        spec, group = AttentionSpec.decode(shape.spec), shape.q_heads // shape.kv_heads
+        for row in rows:
+            tokens = [self.token(row.sequence, p, layer) for p in range(row.first + row.count)]
+            q, k, v = (torch.stack(x).double() for x in zip(*tokens, strict=True))
+            score = torch.einsum("thd,shd->hts", q[row.first :], k.repeat_interleave(group, 1)) * spec.scale
+            if spec.softcap:
+                score = spec.softcap * torch.tanh(score / spec.softcap)
+            t, s = torch.arange(row.first, row.first + row.count)[:, None], torch.arange(row.first + row.count)[None]
+            if spec.alibi:
+                score += torch.frombuffer(bytearray(shape.slopes), dtype=torch.float32).double()[:, None, None] * (
+                    s - t
+                )
+            seen = (s <= t) & (s > t - (spec.window or 1 << 40))
+            score = score.masked_fill(~seen, float("-inf"))
+            if spec.sinks:
+                sinks = torch.frombuffer(bytearray(shape.sinks), dtype=torch.float32).double()
+                score = torch.cat([score, sinks[:, None, None].expand(-1, row.count, 1)], -1)
+            weight = score.softmax(-1)[..., : row.first + row.count]
+            out.append(torch.einsum("hts,shd->thd", weight, v.repeat_interleave(group, 1)))
+        return torch.cat(out)
+
+
+LAYERS = [shape(), shape(window=40), shape(8, 4, 16, 24, softcap=3.0), shape(window=40, sinks=1), shape(8, 2, alibi=1)]
+
+
+def model(pool: Pool, workers: int = 1, layers: list[LayerShape] = LAYERS, **fields: object) -> Model:
+    binds = [bind(layers, workers=workers, worker=w, **fields) for w in range(workers)]
+    return Model([pool.connect(b) for b in binds], binds[0].partition, layers, binds[0].dtype)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm(dim=-1).max() / want.norm(dim=-1).max())

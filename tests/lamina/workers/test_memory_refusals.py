@@ -1,0 +1,166 @@
+"""What a memory worker refuses, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from memory_peer import GEOMETRY, LAYERS, WAIT_S, Pool, RefusedError, bind, error, memory_pool, model, shape
+
+from lamina.attention.spec import AttentionSpec
+from lamina.kv.partition import Partition, Share
+from lamina.netstack import Channel, ChannelError, PeerFault
+from lamina.workers.memory import MemoryWorker
+from lamina.workers.stepplan import (
+    Bind,
+    Fork,
+    Key,
+    Kind,
+    New,
+    ProtocolError,
+    Rows,
+    StepPlan,
+    encode,
+)
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    with memory_pool() as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (StepPlan(step=5, ops=[], rows=[Rows(1, 10, 1), Rows(2, 0, 1)]), "sequence 2 does not exist"),
+        (StepPlan(step=5, ops=[], rows=[Rows(1, 11, 1)]), "its rows start at 11"),
+        (StepPlan(step=5, ops=[], rows=[Rows(1, 10, 65)]), "65 rows, 64 were bound"),
+        (StepPlan(step=5, ops=[], rows=[Rows(1, 10, 1 << 62)]), "64 were bound"),
+        (StepPlan(step=5, ops=[], rows=[Rows(1, 510, 3)]), "at most 512 tokens"),
+        (StepPlan(step=5, ops=[], rows=[Rows(1, 10, 0)]), "0 rows"),
+        (StepPlan(step=5, ops=[], rows=[Rows(1, -1, 5)]), "position -1"),
+        (StepPlan(step=5, ops=[New(1)], rows=[]), "exists already"),
+        (StepPlan(step=5, ops=[Fork(3, 1, 4)], rows=[]), "'fork' is not supported"),
+        (StepPlan(step=5, ops=[], rows=[], partition=3), "partition 3, not 0"),
+        (StepPlan(step=5, ops=[], rows=[], reply_to=[0, 1, 0, 0, 0]), "replica other than 0"),
+        (StepPlan(step=5, ops=[], rows=[], version=99), "version 99"),
+        (StepPlan(step=5, ops=[], rows=[], view=1), "is of view 1, this worker is in view 2"),
+    ],
+    ids=str,
+)
+def test_plans_that_cannot_be_are_refused_and_leave_no_trace(pool: Pool, plan: StepPlan, reason: str) -> None:
+    m = model(pool)
+    m.step(0, [New(1)], [Rows(1, 0, 10)], view=2)
+    plan = msgspec.structs.replace(plan, view=plan.view or 2)
+    m.peers[0].plan(plan)
+    with pytest.raises(RefusedError, match=reason):
+        m.peers[0].receive(Key(Kind.O, plan.step, plan.batch, plan.view))
+    rows = [Rows(1, 10, 1)]
+    for layer, o in enumerate(m.step(6, [], rows, view=2)):
+        assert error(o, m.oracle(rows, layer)) < 1e-5
+
+
+def test_a_plan_that_is_no_plan_is_refused(pool: Pool) -> None:
+    m = model(pool)
+    for data in (b"", b"\xc1", b"\x93\x01\x02\x03", encode(m.peers[0].bind)):
+        m.peers[0].send(Key(Kind.PLAN, 3), data)
+        with pytest.raises(RefusedError, match="not a StepPlan"):
+            m.peers[0].receive(Key(Kind.O, 3))
+    m.peers[0].send(Key(Kind.PLAN, 3), encode(StepPlan(step=4, ops=[], rows=[])))
+    with pytest.raises(RefusedError, match="step 4 came as"):
+        m.peers[0].receive(Key(Kind.O, 3))
+    m.step(4, [New(1)], [Rows(1, 0, 3)])
+
+
+def test_a_step_without_rows_has_no_layer_messages(pool: Pool) -> None:
+    m = model(pool)
+    assert m.step(0, [New(1), New(2)], []) == []
+    m.step(1, [], [Rows(2, 0, 3)])
+    assert pool.workers[0].stats()["steps"] == 2
+
+
+Q = Key(Kind.Q, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "nbytes"),
+    [
+        (Q, 3 * 8 * 16 * 4 - 1),
+        (Q, 0),
+        (Q, 4 * 8 * 16 * 4),
+        (Q._replace(layer=1), 3 * 8 * 16 * 4),
+        (Q._replace(step=1), 3 * 8 * 16 * 4),
+        (Q._replace(view=1), 3 * 8 * 16 * 4),
+        (Q._replace(batch=1), 3 * 8 * 16 * 4),
+        (Q._replace(kind=Kind.KV), 3 * 8 * 16 * 4),
+        (Key(Kind.PLAN, 1), 100),
+        (Key(Kind.BIND), 100),
+        (Key(77), 100),
+    ],
+    ids=str,
+)
+def test_a_layer_message_out_of_place_ends_the_channel(pool: Pool, key: Key, nbytes: int) -> None:
+    peer = pool.connect(bind(LAYERS))
+    peer.plan(StepPlan(step=0, ops=[New(1)], rows=[Rows(1, 0, 3)]))
+    peer.send(key, bytes(nbytes))
+    with pytest.raises(PeerFault, match="in place of"):
+        peer.receive(Q._replace(kind=Kind.O))
+    pool.threads[0].join(WAIT_S)
+    assert isinstance(pool.ends[0], ProtocolError)
+
+
+def bad_binds() -> Iterator[tuple[Bind, str]]:
+    good = bind([shape()])
+    layer = good.layers[0]
+
+    def with_layer(**fields: object) -> Bind:
+        return msgspec.structs.replace(good, layers=[msgspec.structs.replace(layer, **fields)])
+
+    yield msgspec.structs.replace(good, version=9), "version 9"
+    yield msgspec.structs.replace(good, dtype="int8"), "--dtype int8"
+    yield msgspec.structs.replace(good, block_size=48), "--block-size 48"
+    yield msgspec.structs.replace(good, block_size=0), "--block-size 0"
+    yield msgspec.structs.replace(good, kv_bytes=1000), "cannot hold one sequence of 512 tokens.*--kv-memory"
+    yield msgspec.structs.replace(good, kv_bytes=1 << 60), "lower --kv-memory"
+    yield msgspec.structs.replace(good, max_rows=0), "0 rows"
+    yield msgspec.structs.replace(good, max_model_len=-1), "-1 tokens"
+    yield msgspec.structs.replace(good, worker=1), "no share for memory worker 1"
+    yield msgspec.structs.replace(good, backend="abacus"), "attention backend 'abacus'"
+    yield msgspec.structs.replace(good, layers=[]), "0 layers"
+    yield msgspec.structs.replace(good, layers=[layer, layer]), "2 layers"
+    yield with_layer(q_heads=7), "7 query heads"
+    yield with_layer(kv_heads=2), "do not exist"
+    yield with_layer(v_dim=0), "4 KV heads"
+    yield with_layer(spec="{}"), "not an attention spec"
+    yield with_layer(sinks=b"1234"), "operand of 4 bytes"
+    yield with_layer(spec=AttentionSpec(scale=1.0, alibi=True).encode()), "operand of 0 bytes"
+    chunks = Partition(0, 1, [[Share(0, 0, 4, 2, 5)]], [0])
+    yield msgspec.structs.replace(good, partition=chunks), "not a range of their chunks"
+    yield msgspec.structs.replace(good, partition=Partition(0, 1, [], [0])), "no share"
+
+
+@pytest.mark.parametrize(("bad", "reason"), list(bad_binds()), ids=lambda x: x if isinstance(x, str) else "")
+def test_binds_that_cannot_be_are_refused(pool: Pool, bad: Bind, reason: str) -> None:
+    with pytest.raises(RefusedError, match=reason):
+        pool.connect(bad)
+
+
+def test_a_bind_comes_first(pool: Pool) -> None:
+    worker, listener = MemoryWorker(), pool.fabric.listen()
+    thread = threading.Thread(target=lambda: pool.ends.append(ended(worker, listener.accept(timeout_s=WAIT_S))))
+    thread.start()
+    channel = pool.fabric.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY)
+    channel.put_signal(channel.reserve(0), Key(Kind.PLAN).pack())
+    thread.join(WAIT_S)
+    assert "in place of a bind" in str(pool.ends[0])
+
+
+def ended(worker: MemoryWorker, channel: Channel) -> Exception:
+    try:
+        worker.serve(channel)
+    except (ChannelError, ProtocolError) as e:
+        return e
+    raise AssertionError("serve returned")
