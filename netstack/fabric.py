@@ -129,7 +129,9 @@ class Channel(Protocol):
     def put_signal(self, slot: Slot, tag: bytes, source: Region | None = None) -> int:
         """Publish the slot: its bytes (or, if given, ``source``'s, which must be as long), then the signal.
 
-        ``tag`` is at most TAG_BYTES and arrives zero-padded. Returns the signal's sequence number.
+        ``tag`` is at most TAG_BYTES and arrives zero-padded. Returns the signal's sequence number, and then neither
+        slot nor ``source`` is needed any more. A transport that has to wait for its wire gives a peer that takes
+        nothing up, with PeerFault, after a time of its own.
         """
         ...
 
@@ -138,7 +140,10 @@ class Channel(Protocol):
         ...
 
     def release(self, arrival: Arrival) -> None:
-        """Give the arrival's slot back to the sender; its ``data`` must not be touched afterwards."""
+        """Give the arrival's slot back to the sender; its ``data`` must not be touched afterwards.
+
+        Raises ValueError out of order; does nothing on a channel that is over, so it may stand in a ``finally``.
+        """
         ...
 
     def abort(self, reason: str) -> None:
@@ -156,7 +161,8 @@ class Listener(Protocol):
     url: str  # what to pass to Fabric.connect; contains the real port or name
 
     def accept(self, *, timeout_s: float) -> Channel:
-        """The next authenticated peer. Strangers are dropped without ending the wait."""
+        """The next authenticated peer. Strangers are dropped without ending the wait; a ChannelTimeout's text tells
+        why the last one was."""
         ...
 
     def close(self) -> None:

@@ -95,9 +95,7 @@ class StreamChannel(BaseChannel):
         self._messages: deque[tuple[int, bytes, memoryview]] = deque()
         self._header = memoryview(bytearray(HEADER.size))
         self._rest = self._header  # of the header or payload that is being read
-        self._frame: tuple[int, int, bytes, memoryview] | None = (
-            None  # kind, seqno, tag, payload; once its header is read
-        )
+        self._frame: tuple[int, int, bytes, memoryview] | None = None  # kind, seqno, tag, payload that is being read
         self._tail = b""  # of a credit frame that the kernel took in part
         self._looked = monotonic()
         self._stopped = False

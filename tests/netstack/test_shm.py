@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -125,6 +126,16 @@ def test_a_bad_credit_is_a_fault(rogue: Rogue, credit: int) -> None:
         send(rogue.victim, b"x")
     rogue.word(1, CREDIT, credit)
     faults_for_good(lambda: rogue.victim.reserve(1))
+
+
+def test_the_signal_does_not_go_back(rogue: Rogue) -> None:
+    for n in range(2):
+        rogue.header(n, ZERO + n + 1, 4)
+    rogue.word(0, SIGNAL, ZERO + 2)
+    for _ in range(2):
+        rogue.victim.wait_signal(timeout_s=0)
+    rogue.word(0, SIGNAL, ZERO + 1)
+    faults_for_good(lambda: rogue.victim.wait_signal(timeout_s=0))
 
 
 def test_credit_does_not_go_back(rogue: Rogue) -> None:
@@ -285,6 +296,39 @@ def test_a_wait_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
         a.wait_signal(timeout_s=1.0)
     assert time.thread_time() - before < 0.1
     fabric.close()
+
+
+@pytest.mark.parametrize("event", ["message", "release", "abort"])
+def test_a_sleeper_is_woken_by_the_event_and_not_by_the_next_look_at_the_life_line(event: str) -> None:
+    """A sleeper looks by itself every 50 ms; the median of many wake-ups is far below the mean of that, 25 ms."""
+    fabric = netstack.open("shm", key=KEY)
+    times = []
+    for _ in range(9):
+        a, b = connect(fabric, geometry=Geometry(slots=1, slot_bytes=64))
+        if event == "release":
+            send(b, b"full")
+            arrival = a.wait_signal(timeout_s=SOON_S)
+        woken: list[float] = []
+
+        def sleep(end: Channel = b, woken: list[float] = woken) -> None:
+            with suppress(netstack.ChannelError):
+                end.reserve(1, timeout_s=SOON_S) if event == "release" else end.wait_signal(timeout_s=SOON_S)
+            woken.append(time.monotonic())
+
+        sleeper = threading.Thread(target=sleep)
+        sleeper.start()
+        time.sleep(0.06 + 0.005 * len(times))  # not for order: it varies the phase of the sleeper's own looks
+        start = time.monotonic()
+        if event == "message":
+            send(a, b"x")
+        elif event == "release":
+            a.release(arrival)
+        else:
+            a.abort("enough")
+        sleeper.join(SOON_S)
+        times.append(woken[0] - start)
+    fabric.close()
+    assert sorted(times)[len(times) // 2] < 0.018
 
 
 def test_without_the_native_module_the_error_names_the_fix() -> None:
