@@ -45,6 +45,8 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown method")
         raise UnsupportedModelError(f"{directory} is quantised ({method}): use a bfloat16 or float32 checkpoint")
+    if raw.get("is_encoder_decoder"):
+        raise UnsupportedModelError(f"{directory} is an encoder-decoder: only decoder-only models can be served")
     _check_architecture(directory, raw)
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)

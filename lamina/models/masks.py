@@ -17,6 +17,7 @@ _QUERIES = 24  # query positions looked at, besides the last
 class _Indices(np.ndarray):
     """Positions as the rules of transformers expect them: an array with the few tensor methods that they call."""
 
+    __array_priority__ = 2000.0  # above a tensor's: arrays take tensors in, not the other way round
     device = "cpu"
 
     def to(self, *args: Any, **kwargs: Any) -> _Indices:

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .checkpoint import first_line
 from .errors import UnsupportedModelError
 from .route import DecodeStep, RoutedLayer, Router
 
 _PROBE_TOKENS = 8
 _PROBE_SEED = 20240501
+_ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _LOCAL = 1e-2  # largest difference, relative to the logits' spread, of two runs that should be equal
 
 
@@ -35,7 +37,9 @@ def check_config(model: nn.Module) -> None:
 def num_layers(model: nn.Module) -> int:
     """Decoder layers, one attention each, as the configuration says. Raises UnsupportedModelError."""
     config: Any = model.config
-    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    text = config.get_text_config(decoder=True)
+    # The decoder of what was an encoder-decoder counts its own layers apart.
+    layers = getattr(text, "decoder_layers", None) or getattr(text, "num_hidden_layers", None)
     if not isinstance(layers, int):
         raise UnsupportedModelError(f"the configuration of {type(model).__name__} has no num_hidden_layers")
     return layers
@@ -53,6 +57,11 @@ def check_layers(model: nn.Module, router: Router) -> list[RoutedLayer]:
     try:
         with torch.no_grad():
             coupling = _coupling(step)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # whatever a model's own code raises when it is run without a cache
+        where = f"{type(model).__name__}{_other_layers(model)}"
+        raise UnsupportedModelError(f"{where} cannot run a step without a cache: {first_line(error)}") from error
     finally:
         router.local = False
     layers = router.layers
@@ -77,6 +86,14 @@ def _coupling(step: DecodeStep) -> float:
     if as_rows.is_meta:
         return 0.0
     return float((_relative(as_rows, as_text)).median())
+
+
+def _other_layers(model: nn.Module) -> str:
+    """Names the first layer that its configuration does not call an attention layer, if there is one."""
+    config: Any = model.config
+    types = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
+    found = next(((i, t) for i, t in enumerate(types) if t not in _ATTENTION_TYPES), None)
+    return f" (layer {found[0]} is of type {found[1]})" if found else ""
 
 
 def _relative(a: Tensor, b: Tensor) -> Tensor:

@@ -55,8 +55,9 @@ class RoutedLayer:
 class Router:
     """Receives the attention of every layer, in order, and says what it means as an AttentionSpec.
 
-    ``layers`` holds what the latest forward pass went through. While ``local`` is true each token attends to itself
-    only, so a pass can be run with no memory of other tokens; otherwise attention is the operator, which is traced.
+    ``layers`` holds what the latest forward pass went through. While ``local`` is true, something that depends on
+    nothing but the token itself stands in for attention, so that a pass can run; otherwise it is the operator, which
+    can only be traced.
     """
 
     def __init__(self, model: nn.Module, max_model_len: int) -> None:
@@ -165,7 +166,7 @@ class Router:
         layer = len(self.layers)
         self.layers.append(RoutedLayer(self._name(module), module, spec))
         if self.local:
-            return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
+            return _local(query, key, value)
         if slopes is not None:
             slopes = slopes.to(query.device)
         o: Tensor = ATTENTION_OP(query, key, value, layer, spec.encode(), sinks, slopes)
@@ -242,6 +243,14 @@ class DecodeStep(nn.Module):
         output = self.model(input_ids=input_ids, **{k: v for k, v in arguments.items() if k in self._accepts})
         logits: Tensor = output.logits
         return logits
+
+
+def _local(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """In place of attention: a function of each token's own q, k and v, which also feels how q and k are rotated."""
+    group = query.shape[1] // value.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    gate = 1.0 + torch.tanh(query.mean(-1, keepdim=True)) + torch.tanh(key.mean(-1, keepdim=True))
+    return (gate * value).transpose(1, 2).contiguous()
 
 
 class _Hook:
