@@ -20,7 +20,13 @@ OVER_TCP = ("llama-gqa", "gpt2", "gpt-oss")
 Case = tuple[Family, Any, SlicedProgram]
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=lambda f: f.name)
+def families(*names: str, least_kv_heads: int = 1) -> pytest.MarkDecorator:
+    chosen = [f for f in FAMILIES if f.kv_heads >= least_kv_heads and (not names or f.name in names)]
+    assert len(chosen) >= len(names)
+    return pytest.mark.parametrize("case", chosen, ids=[f.name for f in chosen], indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest) -> Case:
     family: Family = request.param
     model = family.build()
@@ -71,20 +77,19 @@ def check(case: Case, workers: MemoryWorkers) -> None:
     assert all(r >= wire / num_workers for r in received[:num_workers]), "each worker had its heads"
 
 
+@families()
 def test_two_memory_workers_over_shared_memory(case: Case, over_shm: MemoryWorkers) -> None:
     check(case, over_shm)
 
 
+@families(*OVER_TCP)
 def test_two_memory_workers_over_tcp(case: Case, over_tcp: MemoryWorkers) -> None:
-    if case[0].name not in OVER_TCP:
-        pytest.skip(f"over tcp: {', '.join(OVER_TCP)}")
     check(case, over_tcp)
 
 
+@families(least_kv_heads=2)
 def test_kv_lost_on_one_worker_is_noticed(case: Case, one_forgets: MemoryWorkers) -> None:
-    family, model, program = case
-    if family.kv_heads < 2:
-        pytest.skip("one KV head: there is no second worker")
+    _, model, program = case
     with one_forgets.connect(program, num_workers=2) as pool:
         outcome = compare(model, decode(SplitRunner(program, pool), SHORT))
     assert outcome.error > RED * TOLERANCE
