@@ -13,6 +13,7 @@ from .errors import ModelError, UnsupportedModelError
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 _HUB_TIMEOUT_S = 20.0
+_LONGEST_CAUSE = 240  # characters
 
 
 def find_checkpoint(source: str | os.PathLike[str], *, trust_remote_code: bool = False, weights: bool = True) -> Path:
@@ -50,8 +51,8 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
     _check_architecture(directory, raw)
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        raise ModelError(f"{directory}/config.json is not a valid configuration: {first_line(error)}") from error
+    except Exception as error:  # of whatever class the architecture's own checks are
+        raise ModelError(f"{directory}/config.json is not a valid configuration: {one_line(error)}") from error
 
 
 def check_weights(directory: Path) -> None:
@@ -75,11 +76,13 @@ def check_weights(directory: Path) -> None:
             with safe_open(file, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} is truncated or corrupt, fetch it again: {first_line(error)}") from error
+            raise ModelError(f"{file} is truncated or corrupt, fetch it again: {one_line(error)}") from error
 
 
-def first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def one_line(error: BaseException) -> str:
+    """What an exception of another library says, for the end of a one-line message."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _LONGEST_CAUSE else f"{text[:_LONGEST_CAUSE]}..."
 
 
 def _check_architecture(directory: Path, raw: dict[str, Any]) -> None:
@@ -111,7 +114,7 @@ def _read_json(file: Path, absent: str) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ModelError(absent) from error
     except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {first_line(error)}") from error
+        raise ModelError(f"{file} cannot be read: {one_line(error)}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{file} is not a JSON object")
     return value

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .checkpoint import check_weights, find_checkpoint, first_line, read_config
+from .checkpoint import check_weights, find_checkpoint, one_line, read_config
 from .errors import ModelError
 
 OnProgress = Callable[[str, int, int], None]  # (stage, done, total)
@@ -135,7 +135,7 @@ def _from_pretrained(
                 output_loading_info=True,
             )
     except (SafetensorError, ValueError, RuntimeError, OSError, KeyError, ImportError) as error:
-        raise ModelError(f"{directory} cannot be loaded: {first_line(error)}") from error
+        raise ModelError(f"{directory} cannot be loaded: {one_line(error)}") from error
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"{directory} lacks weights of {type(model).__name__}: {missing[0]}{more}")

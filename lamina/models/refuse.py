@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import first_line
+from .checkpoint import one_line
 from .errors import UnsupportedModelError
 from .route import DecodeStep, RoutedLayer, Router
 
@@ -61,7 +61,7 @@ def check_layers(model: nn.Module, router: Router) -> list[RoutedLayer]:
         raise
     except Exception as error:  # whatever a model's own code raises when it is run without a cache
         where = f"{type(model).__name__}{_other_layers(model)}"
-        raise UnsupportedModelError(f"{where} cannot run a step without a cache: {first_line(error)}") from error
+        raise UnsupportedModelError(f"{where} cannot run a step without a cache: {one_line(error)}") from error
     finally:
         router.local = False
     layers = router.layers

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from .checkpoint import find_checkpoint, first_line
+from .checkpoint import find_checkpoint, one_line
 from .errors import ModelError
 
-_CONTEXT = 6  # prompt tokens that the first new token's text may depend on
+_CONTEXT = 8  # tokens kept for the text of the next one, at most
 _OPEN_BYTES = 3  # of a UTF-8 character whose last byte is missing, at most; a token has at least one byte
 _REPLACEMENT = "\ufffd"
 
@@ -37,7 +37,7 @@ def load_tokenizer(source: Any, *, trust_remote_code: bool = False) -> Any:
             directory, trust_remote_code=trust_remote_code, local_files_only=True, use_fast=True
         )
     except (ValueError, OSError, KeyError, TypeError, ImportError, AttributeError) as error:
-        raise ModelError(f"the tokenizer in {directory} cannot be loaded: {first_line(error)}") from error
+        raise ModelError(f"the tokenizer in {directory} cannot be loaded: {one_line(error)}") from error
 
 
 class Detokenizer:
@@ -52,7 +52,7 @@ class Detokenizer:
         """``prompt``: the token ids that the completion continues."""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._context = list(prompt[-_CONTEXT:])  # the last tokens whose text is out
+        self._context = self._last_characters(list(prompt))  # the last tokens whose text is out
         self._pending: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -82,9 +82,17 @@ class Detokenizer:
         return self._decode(pending)  # some decoders turn all of a run of bytes into U+FFFD while its end is open
 
     def _take(self, count: int, text: str) -> str:
-        self._context = (self._context + self._pending[:count])[-_CONTEXT:]
-        self._pending = self._pending[count:]
+        taken, self._pending = self._pending[:count], self._pending[count:]
+        # A context must begin where a character does; tokens without text (special ones) are no context by themselves.
+        self._context = taken if text else (self._context + taken)[-_CONTEXT:]
         return text
+
+    def _last_characters(self, prompt: list[int]) -> list[int]:
+        """The end of the prompt, from where a character begins."""
+        for count in range(_CONTEXT, _CONTEXT + _OPEN_BYTES):
+            if not self._decode(prompt[-count:]).startswith(_REPLACEMENT):
+                return prompt[-count:]
+        return prompt[-_CONTEXT:]
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(
@@ -124,5 +132,5 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[dict[str, Any]], **op
             list(messages), add_generation_prompt=True, tokenize=True, return_dict=True, **options
         )
     except (jinja2.TemplateError, TypeError, KeyError) as error:
-        raise ValueError(f"the chat template refuses these messages: {first_line(error)}") from error
+        raise ValueError(f"the chat template refuses these messages: {one_line(error)}") from error
     return [int(t) for t in encoded["input_ids"]]

@@ -16,6 +16,7 @@ SIZE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
 }  # fmt: skip
+GPT = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
 MAMBA = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
 T5 = {"vocab_size": 64, "d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "d_kv": 8}
 
@@ -41,7 +42,7 @@ def build(model: str, config: str, **options: Any) -> Any:
         ("T5ForConditionalGeneration", "T5Config", T5, "encoder-decoder"),
         ("LlamaModel", "LlamaConfig", SIZE, "no language-model head"),
         ("BertForMaskedLM", "BertConfig", {**SIZE, "num_key_value_heads": None}, "layer 0 .* is not causal"),
-        ("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}, "layer 0"),
+        ("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", GPT, "layer 0"),
     ],
 )  # fmt: skip
 def test_refused_with_the_layer_and_the_reason(model: str, config: str, options: dict[str, Any], words: str) -> None:

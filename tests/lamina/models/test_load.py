@@ -1,0 +1,198 @@
+"""Loading: the right weights, mapped and not copied; and one clear line for everything that is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Phi3Config
+
+from lamina.models.errors import ModelError, UnsupportedModelError
+from lamina.models.load import NO_LIMIT, from_config, load, max_model_len
+
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": [1, 5],
+    "pad_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).bfloat16().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def model(whole: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(whole, tmp_path / "model"))
+
+
+def edit(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    value = json.loads(file.read_text())
+    change(value)
+    file.write_text(json.dumps(value))
+
+
+def refused(source: Any, words: str, kind: type[ModelError] = ModelError, **options: Any) -> None:
+    with pytest.raises(kind, match=words) as caught:
+        load(source, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory(whole: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    loaded = load(str(whole), progress=lambda *tick: seen.append(tick))
+    assert loaded.dtype == torch.bfloat16
+    assert loaded.eos_token_ids == (1, 5)
+    assert loaded.max_model_len == 128
+    assert loaded.path == whole
+    assert not loaded.model.training
+    assert not any(p.requires_grad for p in loaded.model.parameters())
+    assert seen[0][0] == "loading weights"
+    assert seen[-1][1] == seen[-1][2] > 0
+    assert sorted(t[1] for t in seen) == [t[1] for t in seen]
+
+
+def test_dtypes(whole: Path) -> None:
+    plain, wide = load(whole).model, load(whole, dtype="float32").model
+    for a, b in zip(plain.parameters(), wide.parameters(), strict=True):
+        assert (a.dtype, b.dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(a.float(), b)
+    refused(whole, "--dtype int8 is not one of auto, float32", dtype="int8")
+
+
+def test_weights_are_mapped_from_the_file(whole: Path) -> None:
+    """A change of the file shows in the tensors, so they are not copies of it."""
+    loaded = load(whole)
+    weight = loaded.model.model.layers[0].mlp.up_proj.weight
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(whole) in line]
+    ranges = [[int(x, 16) for x in line.split()[0].split("-")] for line in mapped]
+    assert any(low <= weight.data_ptr() < high for low, high in ranges)
+
+
+def test_a_module_is_taken_as_it_is() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).train()
+    loaded = load(model)
+    assert loaded.model is model
+    assert model.training
+    assert all(p.requires_grad for p in model.parameters())
+    assert load(model, dtype="float32").dtype == torch.float32
+    refused(model, r"--dtype bfloat16 on a module of torch.float32", dtype="bfloat16")
+    refused(nn.Linear(2, 2), "Linear is not a Hugging Face model")
+
+
+def test_paths_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused("/no/such/place", "no such model directory: /no/such/place")
+    refused("./nothing", "no such model directory: ./nothing")
+    refused(str(tmp_path), "is no model directory: it has no config.json")
+    (tmp_path / "file.bin").write_text("x")
+    refused(str(tmp_path / "file.bin"), "is a file: give the directory")
+    refused("somebody/no-such-model", "is not a directory here, and the hub cannot be reached")
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "kind"),
+    [
+        (lambda c: c.update(model_type="novel"), "transformers has no architecture 'novel'", UnsupportedModelError),
+        (lambda c: c.update(model_type="vit"), "'vit' is not a causal language model", UnsupportedModelError),
+        (lambda c: c.pop("model_type"), "names no model_type", ModelError),
+        (lambda c: c.update(is_encoder_decoder=True), "is an encoder-decoder", UnsupportedModelError),
+        (lambda c: c.update(quantization_config={"quant_method": "awq"}), r"quantised \(awq\)", UnsupportedModelError),
+        (lambda c: c.update(num_attention_heads="many"), "not a valid configuration", ModelError),
+        (lambda c: c.update(hidden_size=48), "cannot be loaded", ModelError),
+    ],
+)
+def test_bad_configurations(model: Path, change: Any, words: str, kind: type[ModelError]) -> None:
+    edit(model / "config.json", change)
+    refused(model, words, kind)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"llama"'])
+def test_a_config_that_is_not_json(model: Path, text: str) -> None:
+    (model / "config.json").write_text(text)
+    refused(model, "config.json (cannot be read|is not a JSON object)")
+
+
+def test_code_of_a_model_is_not_run_unless_asked(model: Path, tmp_path: Path) -> None:
+    witness = tmp_path / "ran"
+    code = f"""
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+Path({str(witness)!r}).touch()
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+    (model / "own.py").write_text(code)
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    edit(model / "config.json", lambda c: c.update(auto_map=names, model_type="own"))
+    refused(model, "auto_map in config.json.*--trust-remote-code")
+    assert not witness.exists()
+    assert type(load(model, trust_remote_code=True).model).__name__ == "OwnForCausalLM"
+    assert witness.exists()
+
+
+def test_pickled_weights_are_refused(model: Path) -> None:
+    torch.save(load(model).model.state_dict(), model / "pytorch_model.bin")
+    load(model)
+    (model / "model.safetensors").unlink()
+    refused(model, r"pickled weights \(pytorch_model.bin\).*save_pretrained")
+
+
+def test_missing_and_damaged_weights(model: Path) -> None:
+    file = model / "model.safetensors"
+    data = file.read_bytes()
+    for size in (0, 5, 100, len(data) // 2, len(data) - 1):
+        file.write_bytes(data[:size])
+        refused(model, "model.safetensors is truncated or corrupt")
+    file.write_bytes(b"\xff" * 64 + data[64:])
+    refused(model, "model.safetensors is truncated or corrupt")
+    file.unlink()
+    refused(model, "has no weights: no model.safetensors")
+    (model / "adapter_config.json").write_text("{}")
+    refused(model, "is an adapter")
+
+
+def test_a_missing_shard(whole: Path, tmp_path: Path) -> None:
+    load(whole).model.save_pretrained(tmp_path / "m", max_shard_size="20KB")
+    shards = sorted((tmp_path / "m").glob("*.safetensors"))
+    assert len(shards) > 1
+    load(tmp_path / "m")
+    shards[1].unlink()
+    refused(tmp_path / "m", f"{shards[1].name} is missing")
+
+
+def test_weights_that_the_model_lacks_are_never_invented(tmp_path: Path) -> None:
+    LlamaForSequenceClassification(LlamaConfig(**SHAPE)).save_pretrained(tmp_path)
+    refused(tmp_path, "lacks weights of LlamaForCausalLM: lm_head.weight")
+
+
+def test_a_plan_has_no_weights(whole: Path) -> None:
+    model = from_config(whole)
+    assert all(p.is_meta for p in model.parameters())
+    assert next(model.parameters()).dtype == torch.bfloat16
+    big = from_config(LlamaConfig(hidden_size=8192, num_hidden_layers=4, vocab_size=128256), dtype="float16")
+    assert next(big.parameters()).dtype == torch.float16
+
+
+def test_the_longest_text_is_one_that_is_exact() -> None:
+    from transformers import BloomConfig, Llama4TextConfig, MptConfig
+
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    phi = Phi3Config(**SHAPE, original_max_position_embeddings=64, rope_parameters=rope)
+    assert max_model_len(phi) == 64
+    assert max_model_len(MptConfig(max_seq_len=77)) == 77
+    assert max_model_len(Llama4TextConfig(attention_chunk_size=100)) == 100
+    assert max_model_len(BloomConfig()) == NO_LIMIT
