@@ -30,7 +30,7 @@ def convert_model(
         raise ValueError(f"--max-model-len must be at least 1, not {max_model_len}")
     check_config(model)
     with routed(model, max_model_len=max_model_len) as router:
-        layers = check_layers(model, router)
+        layers = check_layers(model, router, max_model_len)
         try:
             return convert(
                 DecodeStep(model),

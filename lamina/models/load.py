@@ -76,10 +76,12 @@ def from_config(source: str | os.PathLike[str] | Any, *, dtype: str = "auto", de
 def max_model_len(config: Any) -> int:
     """Tokens of the longest text that a model of this configuration serves exactly.
 
-    That is its number of positions, or less where rotary frequencies or masks change for longer texts.
+    That is its number of positions, or less where rotary frequencies, masks or scales change for longer texts.
     """
     text = config.get_text_config(decoder=True)
     limits = [getattr(text, key, None) for key in ("max_position_embeddings", "max_seq_len", "attention_chunk_size")]
+    if getattr(text, "attn_temperature_tuning", False):  # scales queries by a position that it counts itself
+        limits.append(text.floor_scale - 1)
     rope = getattr(text, "rope_parameters", None) or {}
     ropes = [rope, *(v for v in rope.values() if isinstance(v, dict))]
     limits += [r.get("original_max_position_embeddings") for r in ropes if r.get("rope_type") == "longrope"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .checkpoint import one_line
 from .errors import UnsupportedModelError
@@ -14,7 +15,8 @@ from .route import DecodeStep, RoutedLayer, Router
 _PROBE_TOKENS = 8
 _PROBE_SEED = 20240501
 _ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-_LOCAL = 1e-2  # largest difference, relative to the logits' spread, of two runs that should be equal
+_COUPLED = 1e-2  # differences of logits, relative to their spread, from which on a model is refused
+_COUNTED = 1e-5
 
 
 def check_config(model: nn.Module) -> None:
@@ -45,18 +47,17 @@ def num_layers(model: nn.Module) -> int:
     return layers
 
 
-def check_layers(model: nn.Module, router: Router) -> list[RoutedLayer]:
+def check_layers(model: nn.Module, router: Router, max_model_len: int) -> list[RoutedLayer]:
     """Run the routed model on a few tokens and return its attention layers.
 
-    Raises UnsupportedModelError if a layer has no attention, or if a token's result depends on earlier tokens even
-    though attention was confined to each token itself: convolutions, recurrences, positions counted inside.
-    Models without weights (meta device) are only counted.
+    Raises UnsupportedModelError if a layer has no attention, or if a token's result depends on anything but the token
+    and its position even though attention was confined to each token itself: convolutions, recurrences, positions
+    counted inside. Models without weights (meta device) are only counted.
     """
-    step = DecodeStep(model)
     router.local = True
     try:
         with torch.no_grad():
-            coupling = _coupling(step)
+            coupling, counting = _dependence(DecodeStep(model), max_model_len)
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever a model's own code raises when it is run without a cache
@@ -66,16 +67,25 @@ def check_layers(model: nn.Module, router: Router) -> list[RoutedLayer]:
         router.local = False
     layers = router.layers
     _check_count(model, layers)
-    if coupling > _LOCAL:
+    if coupling > _COUPLED:
         raise UnsupportedModelError(
             f"tokens of {type(model).__name__} depend on each other outside of attention (relative difference "
             f"{coupling:.1e}): a convolution, recurrence or position count keeps state that memory workers do not have"
         )
+    if counting > _COUNTED:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} counts positions by itself instead of by position_ids, and its result depends on "
+            f"that within {max_model_len} tokens (relative difference {counting:.1e}): a lower --max-model-len may help"
+        )
     return layers
 
 
-def _coupling(step: DecodeStep) -> float:
-    """How much a token's logits change when its text runs as one row instead of token by token. Meta: 0."""
+def _dependence(step: DecodeStep, max_model_len: int) -> tuple[float, float]:
+    """How much logits change, relative to their spread, in two ways that should make no difference. Meta: 0.
+
+    First: a text runs as one row instead of token by token; the median over tokens, as a tie in an expert's routing may
+    upset one of them. Second: a step is told that it is far along in its text; the largest over tokens.
+    """
     config: Any = step.model.config
     device = next(step.parameters()).device
     draw = torch.Generator().manual_seed(_PROBE_SEED)
@@ -83,9 +93,11 @@ def _coupling(step: DecodeStep) -> float:
     positions = torch.arange(_PROBE_TOKENS, device=device)[:, None]
     as_text = step(ids.T, positions.T)[0].float()
     as_rows = step(ids, positions)[:, 0].float()
+    with _FarAlong(max_model_len):
+        far_along = step(ids, positions)[:, 0].float()
     if as_rows.is_meta:
-        return 0.0
-    return float((_relative(as_rows, as_text)).median())
+        return 0.0, 0.0
+    return float(_relative(as_rows, as_text).median()), float(_relative(far_along, as_rows).max())
 
 
 def _other_layers(model: nn.Module) -> str:
@@ -94,6 +106,18 @@ def _other_layers(model: nn.Module) -> str:
     types = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
     found = next(((i, t) for i, t in enumerate(types) if t not in _ATTENTION_TYPES), None)
     return f" (layer {found[0]} is of type {found[1]})" if found else ""
+
+
+class _FarAlong(TorchFunctionMode):
+    """Makes a step's own count of its tokens, arange(1), say that the token is the last of a text of ``length``."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result + (self._length - 1) if func is torch.arange and result.shape == (1,) else result
 
 
 def _relative(a: Tensor, b: Tensor) -> Tensor:

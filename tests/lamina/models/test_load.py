@@ -195,4 +195,5 @@ def test_the_longest_text_is_one_that_is_exact() -> None:
     assert max_model_len(phi) == 64
     assert max_model_len(MptConfig(max_seq_len=77)) == 77
     assert max_model_len(Llama4TextConfig(attention_chunk_size=100)) == 100
+    assert max_model_len(Llama4TextConfig(attention_chunk_size=8192, floor_scale=4096)) == 4095
     assert max_model_len(BloomConfig()) == NO_LIMIT

@@ -49,6 +49,15 @@ def test_refused_with_the_layer_and_the_reason(model: str, config: str, options:
     refused(build(model, config, **options), words)
 
 
+def test_scales_by_positions_counted_inside_are_refused_from_where_they_matter() -> None:
+    model = build(
+        "Llama4ForCausalLM", "Llama4TextConfig", **{**SIZE, "num_hidden_layers": 1}, intermediate_size_mlp=48,
+        num_local_experts=2, head_dim=8, no_rope_layers=[0], floor_scale=32, attention_chunk_size=64,
+    )  # fmt: skip
+    refused(model, "counts positions by itself.*within 32 tokens", max_model_len=32)
+    assert len(convert_model(model, max_model_len=31).calls) == 1
+
+
 def test_chunks_shorter_than_the_longest_text_are_refused() -> None:
     model = build(
         "Llama4ForCausalLM", "Llama4TextConfig", **SIZE, intermediate_size_mlp=48, num_local_experts=2,
