@@ -5,7 +5,6 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <sys/mman.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
 
 #include <new>
@@ -113,9 +112,7 @@ class Call {
 };
 
 void stop(LinkObject* self, Farewell farewell, const char* reason, Py_ssize_t bytes) {
-  if (self->closed) return;
-  self->link->stop(farewell, reason, std::uint64_t(bytes));
-  shutdown(self->life_line, SHUT_RDWR);
+  if (!self->closed) self->link->stop(farewell, reason, std::uint64_t(bytes));
 }
 
 void close_link(LinkObject* self) {

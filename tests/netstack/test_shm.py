@@ -266,6 +266,23 @@ def test_views_outlive_close_and_the_mapping_goes_with_the_last() -> None:
     assert not mapped()
 
 
+def test_calls_after_close_touch_no_memory() -> None:
+    """With no view left the mapping is gone, so a touch would be a crash."""
+    fabric = netstack.open("shm", key=KEY)
+    a, b = connect(fabric, geometry=GEOMETRY)
+    send(a, b"x")
+    arrival = b.wait_signal(timeout_s=SOON_S)
+    arrival.data.release()
+    a.close()
+    b.close()
+    assert not mapped()
+    b.release(arrival)
+    b.abort("late")
+    for call in (lambda: b.reserve(1), lambda: b.wait_signal(timeout_s=0)):
+        with pytest.raises(netstack.ChannelAborted):
+            call()
+
+
 def test_the_payload_is_the_inbox_itself() -> None:
     """Zero copy: what is written into a reserved slot is in the receiver's mapping before put_signal."""
     fabric = netstack.open("shm", key=KEY)
