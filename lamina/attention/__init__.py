@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from lamina.attention.spec import AttentionSpec
     from lamina.kv.pool import LayerStore, RowTable
 
-# name -> module of this package with a function open_backend(device) -> AttentionBackend; imported when first used
-BACKENDS: dict[str, str] = {"reference": "reference"}
+# name -> module of this package with a function open_backend(device, dtype); imported when first used
+BACKENDS: dict[str, str] = {"reference": "reference", "numba": "numba"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,15 +67,15 @@ class AttentionBackend(Protocol):
         ...
 
 
-def get(name: str, device: torch.device) -> AttentionBackend:
-    """Open the backend ``name`` on ``device``.
+def get(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    """Open the backend ``name`` on ``device``, for a store of ``dtype``.
 
-    Raises ValueError for an unknown name (it lists the known ones) and ImportError, with its cause, when something that
-    the backend needs is missing.
+    Raises ValueError for an unknown name (it lists the known ones) or a device that it cannot use, and ImportError,
+    with its cause, when something that it needs is missing.
     """
     from importlib import import_module
 
     if name not in BACKENDS:
         raise ValueError(f"unknown attention backend {name!r}; choose one of {', '.join(BACKENDS)}")
-    backend: AttentionBackend = import_module(f"{__name__}.{BACKENDS[name]}").open_backend(device)
+    backend: AttentionBackend = import_module(f"{__name__}.{BACKENDS[name]}").open_backend(device, dtype)
     return backend

@@ -25,8 +25,8 @@ NEW_ROWS = 256  # rows of a prompt whose causal attention is computed at once; r
 _LOWEST = torch.finfo(torch.float32).min
 
 
-def open_backend(device: torch.device) -> Reference:
-    """The backend on ``device``."""
+def open_backend(device: torch.device, dtype: torch.dtype) -> Reference:
+    """The backend on ``device``, for stores of any dtype."""
     return Reference(device)
 
 
@@ -61,12 +61,12 @@ class Reference:
 
     def attend_new(self, op: Operator, prepared: Prepared, q: Tensor, k: Tensor, v: Tensor) -> Partial:
         if prepared.equal[0].count == 1 and len(prepared.equal) == 1:
-            return _attend_self(op, q, k, v)
+            return attend_self(op, q, k, v)
         out = self._empty(op, q.shape[0])
         for equal in prepared.equal:
             if equal.count == 1:
                 rows = equal.rows
-                out.o[rows], out.lse[rows] = _attend_self(op, q[rows], k[rows], v[rows])
+                out.o[rows], out.lse[rows] = attend_self(op, q[rows], k[rows], v[rows])
                 continue
             for start in prepared.table.row[equal.members].tolist():
                 of = slice(start, start + equal.count)
@@ -110,7 +110,7 @@ class Reference:
         return Partial(o, torch.full((rows, op.q_heads), float("-inf"), device=self._device))
 
 
-def _attend_self(op: Operator, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+def attend_self(op: Operator, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     """Every row over itself alone: o is v, lse is the score."""
     rows, group = q.shape[0], op.q_heads // op.kv_heads
     q = q.reshape(rows, op.kv_heads, group, -1).to(torch.float32) * op.spec.scale

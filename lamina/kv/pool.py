@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -58,12 +58,26 @@ class RowTable:
     row: Ints  # [S]
     first: Ints  # [S]
     count: Ints  # [S]
-    origin: Ints  # [S] a multiple of ``align``, at or before the first stored token that is seen
+    seen: Ints  # [S] the first stored token that any of its rows sees; ``first`` if none
+    origin: Ints  # [S] ``seen`` rounded down to a multiple of ``align``
     table: Ints  # [S, W], W * block_size a multiple of ``align``
 
     @property
     def num_rows(self) -> int:
         return int(self.count.sum())
+
+    def select(self, which: NDArray[np.bool_]) -> RowTable:
+        """The table of some of the sequences [S], whose rows are numbered anew."""
+        count = self.count[which]
+        return replace(
+            self,
+            row=np.cumsum(count) - count,
+            first=self.first[which],
+            count=count,
+            seen=self.seen[which],
+            origin=self.origin[which],
+            table=self.table[which],
+        )
 
 
 def row_table(tables: BlockTables, group: int, rows: Sequence[Rows], *, align: int) -> RowTable:
@@ -71,8 +85,8 @@ def row_table(tables: BlockTables, group: int, rows: Sequence[Rows], *, align: i
     size, window, null = tables.block_size, tables.windows[group], tables.num_blocks[group]
     first = np.array([r.first for r in rows], np.int64)
     count = np.array([r.count for r in rows], np.int64)
-    seen = np.maximum(first - window + 1, 0) if window else np.zeros_like(first)
-    origin = np.minimum(seen, first) // align * align
+    seen = np.clip(first - window + 1, 0, first) if window else np.zeros_like(first)
+    origin = seen // align * align
     width = -(-(first - origin).max(initial=0) // align) * (align // size)
     table = np.full((len(rows), width), null, np.int64)
     for i, r in enumerate(rows):
@@ -81,7 +95,7 @@ def row_table(tables: BlockTables, group: int, rows: Sequence[Rows], *, align: i
         if seen[i] < r.first:
             at = lo - int(origin[i]) // size
             table[i, at : at + hi - lo] = ids[lo - start : hi - start]
-    return RowTable(window, size, null, np.cumsum(count) - count, first, count, origin, table)
+    return RowTable(window, size, null, np.cumsum(count) - count, first, count, seen, origin, table)
 
 
 def write_index(tables: BlockTables, group: int, rows: Sequence[Rows], device: torch.device) -> WriteIndex:

@@ -29,7 +29,7 @@ class Store:
         self.bind = bind
         self.dtype = DTYPES[bind.dtype]
         self.device = device
-        self.backend = get(bind.backend, device)
+        self.backend = get(bind.backend, device, self.dtype)
         self.operators = [_operator(x, _share(bind, i), device) for i, x in enumerate(bind.layers)]
         self.windows, self.group = layer_groups([op.spec.window for op in self.operators])
         self.view = 0

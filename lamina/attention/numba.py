@@ -1,0 +1,114 @@
+"""The numba backend: a compiled kernel for decode on CPUs, the reference backend for sequences with more rows."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lamina.attention import Operator, numba_kernels
+from lamina.attention.merge import Partial
+from lamina.attention.reference import Reference, attend_self
+from lamina.kv.pool import LayerStore, RowTable
+
+BITS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+THREAD_TOKENS = 4096  # (token, KV head) pairs for which it pays to wake another thread
+
+Array = NDArray[Any]
+
+
+def open_backend(device: torch.device, dtype: torch.dtype) -> Numba:
+    """The backend for stores of ``dtype``. Its first use on a machine takes some seconds, for compiling."""
+    if device.type != "cpu":
+        raise ValueError(f"attention backend 'numba' computes on CPUs, not on {device}")
+    return Numba(dtype)
+
+
+class _Prepared:
+    """The sequences with one row, as the kernel takes them; the others, as the reference backend takes them."""
+
+    def __init__(self, table: RowTable, reference: Reference) -> None:
+        single = table.count == 1
+        decode = table.select(single)
+        self.arrays = (table.row[single], decode.seen, decode.first, decode.origin, decode.table)
+        self.tokens = decode.first - decode.seen
+        self.rows = torch.from_numpy(table.row[single])
+        self.other_rows = torch.from_numpy(np.repeat(~single, table.count).nonzero()[0])
+        self.others = reference.prepare(table.select(~single)) if len(self.other_rows) else None
+
+    def bounds(self, kv_heads: int, threads: int) -> list[int]:
+        """Cuts the kernel's work items into runs of about equal cost, at most one for each thread."""
+        cost = np.repeat(self.tokens + 1, kv_heads).cumsum()
+        runs = max(1, min(threads, int(cost[-1]) // THREAD_TOKENS))
+        return [0, *np.searchsorted(cost, cost[-1] * np.arange(1, runs) / runs).tolist(), len(cost)]
+
+
+class Numba:
+    """See ``AttentionBackend`` for the contract."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._bits = BITS[dtype]
+        self._reference = Reference(torch.device("cpu"))
+        self._helpers: ThreadPoolExecutor | None = None
+        self._compile(dtype)
+
+    def prepare(self, rows: RowTable) -> _Prepared:
+        return _Prepared(rows, self._reference)
+
+    def attend_stored(self, op: Operator, prepared: _Prepared, store: LayerStore, q: Tensor) -> Partial:
+        out = _empty(op, q)
+        if prepared.others is not None:
+            rows = prepared.other_rows
+            out.o[rows], out.lse[rows] = self._reference.attend_stored(op, prepared.others, store, q[rows])
+        if len(prepared.rows):
+            scaled = (q.to(torch.float32) * op.spec.scale).numpy()
+            slopes = op.slopes.numpy() if op.slopes is not None else np.empty(0, np.float32)
+            inputs = (scaled, self._array(store.k), self._array(store.v), *prepared.arrays, slopes)
+            bounds = prepared.bounds(op.kv_heads, torch.get_num_threads())
+            self._run(inputs, np.float32(op.spec.softcap), bounds, (out.o.numpy(), out.lse.numpy()))
+        return out
+
+    def attend_new(self, op: Operator, prepared: _Prepared, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+        if prepared.others is None:
+            return attend_self(op, q, k, v)
+        out, rows = _empty(op, q), prepared.other_rows
+        out.o[rows], out.lse[rows] = self._reference.attend_new(op, prepared.others, q[rows], k[rows], v[rows])
+        rows = prepared.rows
+        if len(rows):
+            out.o[rows], out.lse[rows] = attend_self(op, q[rows], k[rows], v[rows])
+        return out
+
+    def _run(
+        self, inputs: tuple[Array, ...], softcap: np.float32, bounds: list[int], outputs: tuple[Array, ...]
+    ) -> None:
+        """The kernel over work items ``bounds[i] .. bounds[i + 1]``, the first run on this thread. It holds no lock."""
+        runs = list(pairwise(bounds))
+        if len(runs) > 1 and self._helpers is None:
+            self._helpers = ThreadPoolExecutor(thread_name_prefix="lamina-attention")
+        helped = [
+            self._helpers.submit(numba_kernels.attend_stored, *inputs, softcap, *run, *outputs)
+            for run in runs[1:]
+            if self._helpers is not None
+        ]
+        numba_kernels.attend_stored(*inputs, softcap, *runs[0], *outputs)
+        for run in helped:
+            run.result()
+
+    def _array(self, stored: Tensor) -> Array:
+        array: Array = stored.view(self._bits).numpy()
+        return array
+
+    def _compile(self, dtype: torch.dtype) -> None:
+        stored = self._array(torch.empty(1, 1, 1, 1, dtype=dtype))
+        numbers, integers = np.empty((1, 1, 1), np.float32), np.empty((1, 1), np.int64)
+        inputs = (numbers, stored, stored, *[integers[0]] * 4, integers, numbers[0, 0])
+        self._run(inputs, np.float32(0.0), [0, 0], (numbers, numbers[0]))
+
+
+def _empty(op: Operator, q: Tensor) -> Partial:
+    return Partial(torch.empty(q.shape[0], op.q_heads, op.v_dim), torch.empty(q.shape[0], op.q_heads))
