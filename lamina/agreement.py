@@ -2,7 +2,7 @@
 
 Tokens must be equal wherever the reference's two best logits lie further apart than ten times the measured logit
 error. Nearer than that is a tie: rounding decides, so the comparison goes on behind Lamina's token, and ties may be
-at most 1 % of all.
+at most 1 % of all. The logit error itself must be small: the rule is for fp32.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .request import RequestOutput
 
 MARGIN_FACTOR = 10.0
 TIES_ALLOWED = 0.01
+ERROR_ALLOWED = 0.01  # in natural-log units: a larger error would make everything a tie
 
 
 @dataclass
@@ -34,7 +35,8 @@ class Agreement:
     @property
     def identical(self) -> bool:
         """Whether the rule holds."""
-        return self.num_tokens > 0 and self.num_wrong == 0 and self.num_ties <= TIES_ALLOWED * self.num_tokens
+        few_ties = self.num_ties <= TIES_ALLOWED * self.num_tokens
+        return self.num_tokens > 0 and self.num_wrong == 0 and few_ties and self.logit_error <= ERROR_ALLOWED
 
     @property
     def share(self) -> float:
