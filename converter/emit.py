@@ -62,7 +62,7 @@ def carried_names(graph: RowGraph, nodes: Iterable[fx.Node]) -> list[str]:
 def describe_cut(graph: RowGraph, index: int, nodes: list[fx.Node]) -> Cut:
     """Names, shapes and bytes of the nodes of one cut."""
     tensors = [graph.row_tensor(n, name) for n, name in zip(nodes, carried_names(graph, nodes), strict=True)]
-    return Cut(index, tuple(t for t in tensors if t is not None))
+    return Cut(index, tuple(t for t in tensors if t is not None), graph.live_bytes(index))
 
 
 def describe_call(graph: RowGraph, values: StaticValues, index: int) -> CutCall:

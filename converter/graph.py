@@ -130,6 +130,16 @@ class RowGraph:
             last[node] = max(last[node], number.get(node, -1))
         return last
 
+    def live_bytes(self, call: int) -> int:
+        """Bytes per token of all that is computed before this call and used after it, in the model's own order."""
+        at = self.order[self.calls[call]]
+        alive = 0
+        for node in self.nodes[:at]:
+            crosses = node not in self.static and any(self.order.get(u, len(self.nodes)) > at for u in node.users)
+            if crosses and node.op != "placeholder" and (tensor := self.row_tensor(node)) is not None:
+                alive += tensor.bytes_per_token
+        return alive
+
     def runs_before(self, node: fx.Node, call: int) -> bool:
         """Has this node run, for the sake of q, k and v, by the time that call number ``call`` starts?"""
         return self._needed_by[node] <= call

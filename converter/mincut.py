@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Set
+from collections.abc import Collection, Hashable, Mapping, Set
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -26,7 +26,7 @@ class CutProblem(Generic[N]):
     """
 
     capacity: Mapping[N, int | None]
-    edges: Iterable[tuple[N, N]]
+    edges: Collection[tuple[N, N]]
     before: Set[N]
     after: Set[N]
     needed: Set[N]
@@ -49,21 +49,38 @@ def min_cut(problem: CutProblem[N]) -> MinCut[N] | None:
     (Ford and Fulkerson's vertex-capacity construction). The sink's side of all minimum cuts is unique when smallest,
     hence the answer does not depend on the order of the input.
     """
+    used = _leading_to(set(problem.needed) | problem.after, problem.edges)
     network = nx.DiGraph()
     network.add_nodes_from((_SOURCE, _SINK))
-    for node, price in problem.capacity.items():
+    for node in used:
+        price = problem.capacity[node]
         limit = {} if price is None else {"capacity": price}
         network.add_edge((node, "in"), (node, "out"), **limit)
     for producer, consumer in problem.edges:
+        if consumer not in used:
+            continue
         network.add_edge((producer, "out"), (consumer, "in"))
         if producer in problem.once:  # a consumer that runs before the boundary drags it there
             network.add_edge((consumer, "in"), (producer, "in"))
-    network.add_edges_from((_SOURCE, (node, "in")) for node in problem.before)
+    network.add_edges_from((_SOURCE, (node, "in")) for node in problem.before & used)
     network.add_edges_from(((node, "in"), _SINK) for node in problem.after)
     network.add_edges_from(((node, "out"), _SINK) for node in problem.needed)
     try:
         value, (early, _) = nx.minimum_cut(network, _SOURCE, _SINK)
     except nx.NetworkXUnbounded:
         return None
-    carried = frozenset(n for n in problem.capacity if (n, "in") in early and (n, "out") not in early)
+    carried = frozenset(n for n in used if (n, "in") in early and (n, "out") not in early)
     return MinCut(carried, int(value))
+
+
+def _leading_to(goals: Set[N], edges: Collection[tuple[N, N]]) -> set[N]:
+    """``goals`` and all that they are made from: nothing else has to run."""
+    producers: dict[N, list[N]] = {}
+    for producer, consumer in edges:
+        producers.setdefault(consumer, []).append(producer)
+    found, stack = set(goals), list(goals)
+    while stack:
+        new = [p for p in producers.get(stack.pop(), ()) if p not in found]
+        found.update(new)
+        stack += new
+    return found

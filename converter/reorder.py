@@ -27,7 +27,12 @@ class Schedule:
 
 
 def schedule_slices(graph: RowGraph, cuts: Sequence[list[fx.Node]]) -> list[Schedule]:
-    """L cuts give L + 1 slices; every list is in program order, so each keeps the model's own order of work."""
+    """L cuts give L + 1 slices.
+
+    Each list is in order of demand: a node comes right before what needs it first, operands from left to right. So
+    the order follows from what a slice computes, not from where in the model it was computed for the first time, and
+    equal layers get equal slices.
+    """
     starts = [list(graph.capture.inputs), *cuts]
     ends = [*cuts, [graph.capture.logits]]
     calls = [None, *graph.calls, None]
@@ -41,15 +46,26 @@ def _schedule(
     leaves: fx.Node | None,
     results: list[fx.Node],
 ) -> Schedule:
-    given = {*carried, *([arrives] if arrives else [])}
+    done = {*carried, *([arrives] if arrives else []), *graph.static}
+    operands = [a for a in leaves.args[:3] if isinstance(a, fx.Node)] if leaves else []
+    before_q = _by_demand(operands[:1], done)
+    before_kv = _by_demand(operands[1:], done)
+    rest = _by_demand(results, done)
+    return Schedule(carried, arrives, before_q, before_kv, rest, leaves, results)
 
-    def work(roots: Sequence[object]) -> set[fx.Node]:
-        nodes = [r for r in roots if isinstance(r, fx.Node)]
-        return graph.closure(nodes, given.__contains__) - given
 
-    before_q = work(leaves.args[:1]) if leaves else set()
-    before_kv = work(leaves.args[1:3]) - before_q if leaves else set()
-    rest = work(results) - before_q - before_kv
-    return Schedule(
-        carried, arrives, graph.sorted(before_q), graph.sorted(before_kv), graph.sorted(rest), leaves, results
-    )
+def _by_demand(roots: Sequence[fx.Node], done: set[fx.Node]) -> list[fx.Node]:
+    """What ``roots`` need beyond ``done``, each node after its operands; ``done`` grows by it."""
+    order: list[fx.Node] = []
+    stack = list(reversed(roots))
+    while stack:
+        node = stack[-1]
+        missing = [a for a in node.all_input_nodes if a not in done]
+        if node in done or not missing:
+            stack.pop()
+            if node not in done:
+                done.add(node)
+                order.append(node)
+        else:
+            stack += reversed(missing)
+    return order

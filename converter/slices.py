@@ -59,10 +59,14 @@ class CutCall:
 
 @dataclass(frozen=True)
 class Cut:
-    """The tensors carried from slice ``index`` to slice ``index + 1`` on the compute side, in calling order."""
+    """The tensors carried from slice ``index`` to slice ``index + 1`` on the compute side, in calling order.
+
+    ``live_bytes_per_token`` is what would cross if everything alive at the call were carried.
+    """
 
     index: int
     tensors: tuple[RowTensor, ...]
+    live_bytes_per_token: int
 
     @property
     def bytes_per_token(self) -> int:

@@ -64,6 +64,12 @@ def test_q_leaves_before_the_gemm_of_k_and_v(config: PreTrainedConfig) -> None:
     assert after == []
 
 
+def test_positions_cross_in_place_of_the_tables_that_are_alive() -> None:
+    _, program = build(_LLAMA)
+    assert [c.bytes_per_token for c in program.cuts] == [260, 260, 256]
+    assert [c.live_bytes_per_token for c in program.cuts] == [256 + 2 * 16 * 4] * 2 + [256]
+
+
 def test_gptj_overlaps_its_mlp_on_demand() -> None:
     _, plain = build(_GPTJ)
     _, program = build(_GPTJ, overlap=True)

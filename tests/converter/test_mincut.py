@@ -72,7 +72,7 @@ def _all_valid(problem: CutProblem[int]) -> list[set[int]]:
 
 
 @given(problems())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_cut_is_the_cheapest_of_all_and_leaves_least_to_do(problem: CutProblem[int]) -> None:
     cut, valid = min_cut(problem), _all_valid(problem)
     if not valid:

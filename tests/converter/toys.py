@@ -84,7 +84,7 @@ class Attention(nn.Module):
         else:
             self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden, w) for w in self.widths)
         self.o_proj = nn.Linear(self.heads * self.size, hidden)
-        self.register_buffer("frequencies", 1.0 / 100 ** torch.linspace(0, 1, self.size // 2), persistent=False)
+        self.register_buffer("frequencies", 1.0 / 100 ** torch.linspace(0, 1, self.size // 2)[None], persistent=False)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not self.fused:
@@ -103,7 +103,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, run: Callable[..., Tensor], slopes: Tensor | None) -> Tensor:
         q, k, v = (t.view(t.shape[0], 1, -1, self.size).transpose(1, 2) for t in self.project(x))
-        angle = (positions[:, :, None].float() * self.frequencies.float())[:, None]
+        angle = positions[:, None, :, None].float() @ self.frequencies.float()  # a GEMM of one element: cheap
         cos, sin = torch.cat([angle.cos()] * 2, -1).to(q.dtype), torch.cat([angle.sin()] * 2, -1).to(q.dtype)
         q, k = (t * cos + torch.cat([-t[..., self.size // 2 :], t[..., : self.size // 2]], -1) * sin for t in (q, k))
         return self.o_proj(run(q, k, v, self.layer, "full", slopes).flatten(2))

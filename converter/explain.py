@@ -1,0 +1,251 @@
+"""Facts about a sliced program, for people and tools: what crosses, what leaves when, how much work lies where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from .capture import module_path, size_expression
+from .graph import is_expensive, operator_name
+from .slices import CutCall, Slice, SlicedProgram
+
+BLOCKS = ("before_q", "between", "after_kv")
+
+_LOOKUPS = {"embedding"}
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A product with weights. ``block`` (one of BLOCKS) says on which side of the slice's two sends it runs.
+
+    ``flops_per_token`` counts what one row needs, so with experts it is less than 2 x the number of weights.
+    """
+
+    weight: str
+    weight_bytes: int
+    itemsize: int
+    flops_per_token: int
+    block: str
+
+
+@dataclass(frozen=True)
+class SliceFacts:
+    """What a slice is made of. ``q_first`` is None for the last slice, which sends nothing; ``why`` explains it."""
+
+    index: int
+    operators: int
+    weight_bytes: int
+    gemms: tuple[Gemm, ...]
+    q_first: bool | None
+    why: str
+
+    def gemm_bytes(self, block: str) -> int:
+        """Bytes of GEMM weights in one of BLOCKS."""
+        return sum(g.weight_bytes for g in self.gemms if g.block == block)
+
+
+def slice_facts(piece: Slice) -> SliceFacts:
+    """Read off the program of one slice."""
+    nodes = list(piece.module.graph.nodes)
+    sends = [n for n in nodes if n.op == "call_method"]
+    gemms: list[Gemm] = []
+    block = 0
+    for node in nodes:
+        block += node in sends
+        if is_gemm(node):
+            gemms.append(_gemm(node, BLOCKS[block if sends else 0]))
+    operators = sum(n.op == "call_function" for n in nodes)
+    q_first, why = _q_first(*sends) if sends else (None, "the last slice sends nothing")
+    return SliceFacts(piece.index, operators, piece.weight_bytes, tuple(gemms), q_first, why)
+
+
+def is_gemm(node: fx.Node) -> bool:
+    """Does this node of a slice multiply rows with weights?"""
+    lookup = operator_name(node) in _LOOKUPS
+    return node.op == "call_function" and is_expensive(node) and not lookup and bool(_matrices(node))
+
+
+def _matrices(node: fx.Node) -> list[fx.Node]:
+    """Weights of two or more dimensions among the operands, directly or through operators that only see weights."""
+    found: list[fx.Node] = []
+    stack = list(node.all_input_nodes)
+    while stack:
+        source = stack.pop()
+        if source.op == "get_attr" and isinstance(source.meta.get("val"), Tensor):
+            found += [source] if source.meta["val"].dim() > 1 else []
+        elif source.op == "call_function" and _only_weights(source):
+            stack += source.all_input_nodes
+    return found
+
+
+def _only_weights(node: fx.Node) -> bool:
+    return all(a.op == "get_attr" or (a.op == "call_function" and _only_weights(a)) for a in node.all_input_nodes)
+
+
+def _gemm(node: fx.Node, block: str) -> Gemm:
+    weights = _matrices(node)
+    values = [w.meta["val"] for w in weights]
+    left = next(a.meta["val"] for a in node.all_input_nodes if a not in weights and a.meta["val"].dim() > 1)
+    out = math.prod(_for_one_row(s) for s in node.meta["val"].shape)
+    return Gemm(
+        weight=", ".join(str(w.meta["weight"]) for w in weights),
+        weight_bytes=sum(v.numel() * v.itemsize for v in values),
+        itemsize=values[0].itemsize,
+        flops_per_token=2 * out * int(left.shape[-1]),
+        block=block,
+    )
+
+
+def _for_one_row(size: Any) -> int:
+    expression = size_expression(size)
+    return int(size) if expression is None else int(expression.subs(dict.fromkeys(expression.free_symbols, 1)))
+
+
+def _q_first(sent_q: fx.Node, sent_kv: fx.Node) -> tuple[bool, str]:
+    """Does Q leave before the GEMMs of K and V run, and if not, why not?"""
+    q, k, v = sent_q.args[2], *sent_kv.args[2:]
+    q_gemms, kv_gemms = _sources(q), _sources(k) | _sources(v)
+    shared = q_gemms & kv_gemms
+    if shared:
+        names = ", ".join(sorted({_label(n) for n in shared}))
+        return False, f"q, k and v come out of one GEMM ({names}) whose parts are not contiguous"
+    late = [n for n in kv_gemms if n > sent_q]
+    if late:
+        return True, "q leaves before " + ", ".join(_label(n) for n in sorted(late))
+    if not kv_gemms:
+        return False, "k and v need no GEMM of this slice"
+    return False, "q is computed from what k and v are computed from: " + ", ".join(sorted(map(_label, kv_gemms)))
+
+
+def _sources(node: Any) -> set[fx.Node]:
+    """The nearest GEMMs above a node."""
+    found: set[fx.Node] = set()
+    stack, seen = [node], set()
+    while stack:
+        source = stack.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        if is_gemm(source):
+            found.add(source)
+        else:
+            stack += source.all_input_nodes
+    return found
+
+
+def _label(node: fx.Node) -> str:
+    return str(_matrices(node)[0].meta["weight"])
+
+
+def message_bytes(calls: Iterable[CutCall]) -> dict[str, Any]:
+    """Bytes of send Q, send KV and receive O per layer and token; at the top those of the largest layer."""
+    layers = [{"layer": c.index, "q": c.q_bytes, "kv": c.kv_bytes, "o": c.out_bytes} for c in calls]
+    largest = {k: max(layer[k] for layer in layers) for k in ("q", "kv", "o")}
+    return {**largest, "total": sum(largest.values()), "layers": layers}
+
+
+def to_json(program: SlicedProgram) -> dict[str, Any]:
+    """Everything as plain data. Sizes are bytes; ``per_token`` ones are of one row."""
+    facts = facts_of(program)
+    return {
+        "num_slices": len(program),
+        "num_distinct_slices": len({s.signature for s in program}),
+        "stamped": program.stamped > 0,
+        "stamped_layers": program.stamped,
+        "rows": program.rows,
+        "overlap": program.overlap,
+        "weight_bytes": program.weight_bytes,
+        "cut_bytes_per_token": program.cut_bytes_per_token,
+        "message_bytes_per_token": program.message_bytes_per_token,
+        "messages": message_bytes(program.calls),
+        "cuts": [
+            {
+                "call": call.name,
+                "tensors": [
+                    {
+                        "name": t.name,
+                        "shape": list(t.shape),
+                        "dtype": str(t.dtype),
+                        "bytes_per_token": t.bytes_per_token,
+                    }
+                    for t in cut.tensors
+                ],
+                "bytes_per_token": cut.bytes_per_token,
+                "live_bytes_per_token": cut.live_bytes_per_token,
+            }
+            for cut, call in zip(program.cuts, program.calls, strict=True)
+        ],
+        "slices": [_slice_json(s, f) for s, f in zip(program, facts, strict=True)],
+        "timings_s": program.timings,
+    }
+
+
+def _slice_json(piece: Slice, facts: SliceFacts) -> dict[str, Any]:
+    total = sum(g.weight_bytes for g in facts.gemms)
+    return {
+        "index": piece.index,
+        "signature": piece.signature,
+        "operators": facts.operators,
+        "weight_bytes": facts.weight_bytes,
+        "q_first": facts.q_first,
+        "why": facts.why,
+        "gemm_bytes": {b: facts.gemm_bytes(b) for b in BLOCKS},
+        "gemm_share": {b: facts.gemm_bytes(b) / total if total else 0.0 for b in BLOCKS},
+    }
+
+
+def facts_of(program: SlicedProgram) -> list[SliceFacts]:
+    """The facts of every slice; slices that share a module (stamped ones) are read once."""
+    known: dict[int, SliceFacts] = {}
+    result = []
+    for piece in program:
+        if id(piece.module) not in known:
+            known[id(piece.module)] = slice_facts(piece)
+        facts = known[id(piece.module)]
+        result.append(
+            SliceFacts(piece.index, facts.operators, piece.weight_bytes, facts.gemms, facts.q_first, facts.why)
+        )
+    return result
+
+
+def to_dot(program: SlicedProgram) -> str:
+    """Graphviz text: one box for each slice, its operators drawn the first time that its kind appears.
+
+    Calls lie between the boxes; edges say what is carried, sent and received, with bytes per token.
+    """
+    lines = ["digraph slices {", "  compound=true; node [shape=box, fontsize=10]; edge [fontsize=9];"]
+    first: dict[str, int] = {}
+    for piece in program:
+        original = first.setdefault(piece.signature, piece.index)
+        lines += _dot_cluster(piece) if original == piece.index else _dot_copy(piece, original)
+    for call, cut in zip(program.calls, program.cuts, strict=True):
+        here, there, attention = f"s{call.index}", f"s{call.index + 1}", f"a{call.index}"
+        lines += [
+            f'  {attention} [label="{call.name}", shape=ellipse, style=filled, fillcolor=lightblue];',
+            f'  {here} -> {attention} [label="Q {call.q_bytes} B, KV {call.kv_bytes} B"];',
+            f'  {attention} -> {there} [label="O {call.out_bytes} B"];',
+            f'  {here} -> {there} [label="{", ".join(map(str, cut.tensors))}: {cut.bytes_per_token} B", style=bold];',
+        ]
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _dot_copy(piece: Slice, original: int) -> list[str]:
+    return [f'  s{piece.index} [label="slice {piece.index}\\nlike slice {original}", style=filled, fillcolor=gray90];']
+
+
+def _dot_cluster(piece: Slice) -> list[str]:
+    name, lines = f"s{piece.index}", [f"  subgraph cluster_{piece.index} {{", f'    label="slice {piece.index}";']
+    lines.append(f'    s{piece.index} [label="slice {piece.index}", shape=plaintext];')
+    for node in piece.module.graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        label = f"send {str(node.target).upper()}" if node.op == "call_method" else operator_name(node)
+        fill = ', style=filled, fillcolor="#ffd9a0"' if node.op == "call_method" or is_gemm(node) else ""
+        lines.append(f'    {name}_{node.name} [label="{label}", tooltip="{module_path(node)}"{fill}];')
+        sources = [a for a in node.all_input_nodes if a.op in ("call_function", "call_method")]
+        lines += [f"    {name}_{a.name} -> {name}_{node.name};" for a in sources]
+    return [*lines, "  }"]

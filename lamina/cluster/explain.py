@@ -1,0 +1,219 @@
+"""``lamina-launch explain MODEL``: how a model is cut, what crosses, and what that asks of the devices."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lamina.planner.hardware import DEVICES, Device, device
+from lamina.planner.report import estimate_text, explain_text
+from lamina.planner.roofline import AttentionWork, Estimate, GemmWork, estimate
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lamina.converter import SlicedProgram
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this sub-command."""
+    parser.add_argument("model", help="a directory or a hub id; with --no-weights also a configuration file")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--dot", metavar="FILE", help="write the sliced graph to FILE for Graphviz")
+    parser.add_argument("--no-weights", action="store_true", help="plan from the configuration alone")
+    parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16")
+    parser.add_argument("--overlap", action="store_true", help="keep work before attention that does not wait for it")
+    group = parser.add_argument_group("modelled bandwidth and times", f"devices: {', '.join(DEVICES)}")
+    group.add_argument("--compute-device", metavar="NAME", help="what computes the slices")
+    group.add_argument("--memory-device", metavar="NAME", help="what stores KV and computes attention")
+    group.add_argument("--dop", default="1,1", metavar="A,B", help="numbers of compute and memory devices (1,1)")
+    group.add_argument("--batch", type=int, default=300, help="sequences in a step (300)")
+    group.add_argument("--length", type=int, default=4096, help="stored tokens of each sequence (4096)")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration as JSON and exit")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be planned, and exit")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Devices:
+    compute: Device
+    memory: Device
+    num_compute: int
+    num_memory: int
+    batch: int
+    length: int
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0; raises ValueError for bad input."""
+    devices = _devices(args)
+    _check_dtype(args.dtype)
+    if args.print_config:
+        sys.stdout.write(json.dumps({k: v for k, v in vars(args).items() if k != "command"}, indent=2) + "\n")
+        return 0
+    if args.dry_run:
+        return _dry_run(args)
+    model, program = _plan(args) if args.no_weights else _convert(args)
+    from lamina.converter.explain import facts_of, to_dot, to_json
+
+    facts = {"model": args.model, **_describe(model), **to_json(program)}
+    modelled = None
+    if devices is not None:
+        gemms = [
+            GemmWork(weight_bytes=g.weight_bytes, itemsize=g.itemsize, flops_per_token=g.flops_per_token)
+            for f in facts_of(program)
+            for g in f.gemms
+        ]
+        modelled = estimate(gemms, _attention(program), program.weight_bytes, **vars(devices))
+    if args.dot:
+        Path(args.dot).write_text(to_dot(program))
+    _print(args, facts, modelled, devices)
+    return 0
+
+
+def _print(
+    args: argparse.Namespace, facts: dict[str, Any], modelled: Estimate | None, devices: _Devices | None
+) -> None:
+    if args.json:
+        if modelled is not None and devices is not None:
+            named = {"compute_device": devices.compute.name, "memory_device": devices.memory.name}
+            facts["modelled"] = {**named, **dataclasses.asdict(modelled)}
+        sys.stdout.write(json.dumps(facts, indent=2) + "\n")
+        return
+    sys.stdout.write(explain_text(facts))
+    if modelled is not None and devices is not None:
+        sys.stdout.write("\n" + estimate_text(modelled, devices.compute, devices.memory))
+    if args.dot:
+        sys.stdout.write(f"\nwrote {args.dot}; draw it with: dot -Tsvg -O {args.dot}\n")
+
+
+def _devices(args: argparse.Namespace) -> _Devices | None:
+    for name in ("batch", "length"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, not {getattr(args, name)}")
+    if args.compute_device is None and args.memory_device is None:
+        return None
+    for name in ("compute_device", "memory_device"):
+        if getattr(args, name) is None:
+            raise ValueError(f"--{name.replace('_', '-')} is missing: name both devices, or none")
+    try:
+        num_compute, num_memory = (int(n) for n in args.dop.split(","))
+    except ValueError:
+        raise ValueError(f"--dop {args.dop} is not two numbers such as 2,4") from None
+    if min(num_compute, num_memory) < 1:
+        raise ValueError(f"--dop {args.dop}: at least one device of each kind is needed")
+    compute = device(args.compute_device, "--compute-device")
+    memory = device(args.memory_device, "--memory-device")
+    return _Devices(compute, memory, num_compute, num_memory, args.batch, args.length)
+
+
+def _check_dtype(dtype: str) -> None:
+    from lamina.models.load import DTYPES
+
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
+
+
+def _describe(model: nn.Module) -> dict[str, str]:
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    return {"architecture": type(model).__name__, "dtype": "/".join(sorted(dtypes))}
+
+
+def _attention(program: SlicedProgram) -> list[AttentionWork]:
+    from lamina.attention.spec import AttentionSpec
+
+    return [
+        AttentionWork(
+            kv_bytes=call.kv_bytes,
+            flops=2 * call.q.shape[0] * (call.q.shape[-1] + call.v.shape[-1]),
+            window=AttentionSpec.decode(call.rest[1]).window,
+            message_bytes=call.q_bytes + call.kv_bytes + call.out_bytes,
+        )
+        for call in program.calls
+    ]
+
+
+def _convert(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
+    from lamina.models.convert import convert_model
+    from lamina.models.load import load
+
+    loaded = load(args.model, dtype=args.dtype)
+    return loaded.model, convert_model(loaded.model, max_model_len=loaded.max_model_len, overlap=args.overlap)
+
+
+def _plan(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
+    """Without weights: a few layers captured and the rest stamped if that is provably the same, else all captured."""
+    from lamina.converter.stamp import layer_stack, stamp
+    from lamina.models.convert import convert_model
+    from lamina.models.load import from_config, max_model_len
+    from lamina.models.refuse import num_layers
+
+    config = _read_config(args.model)
+    limit = max_model_len(config)
+    model = from_config(config, dtype=args.dtype)
+
+    def shallow(few: int) -> tuple[SlicedProgram, Sequence[nn.Module], Sequence[Hashable]]:
+        less = _with_layers(config, num_layers(model), few)
+        small = from_config(less, dtype=args.dtype)
+        program = convert_model(small, max_model_len=limit, overlap=args.overlap)
+        return program, layer_stack(small, few)[1], _layer_entries(less, few)
+
+    total = num_layers(model)
+    name, layers = layer_stack(model, total)
+    program = stamp(shallow, layers, _layer_entries(config, total), f"model.{name}")
+    if program is None:
+        program = convert_model(model, max_model_len=limit, overlap=args.overlap)
+    return model, program
+
+
+def _read_config(source: str) -> Any:
+    from lamina.models.checkpoint import find_checkpoint, read_config
+
+    path = Path(source).expanduser()
+    if not path.is_file():
+        return read_config(find_checkpoint(source, weights=False))
+    with tempfile.TemporaryDirectory() as directory:
+        shutil.copyfile(path, Path(directory) / "config.json")
+        return read_config(Path(directory))
+
+
+def _layer_lists(config: Any, num_layers: int) -> dict[str, list[Any]]:
+    """The configuration's entries that have one value for each layer."""
+    text = config.get_text_config(decoder=True)
+    return {k: v for k, v in vars(text).items() if isinstance(v, list) and len(v) == num_layers}
+
+
+def _layer_entries(config: Any, num_layers: int) -> list[Hashable]:
+    lists = _layer_lists(config, num_layers)
+    return [json.dumps({k: v[i] for k, v in lists.items()}, default=str) for i in range(num_layers)]
+
+
+def _with_layers(config: Any, num_layers: int, few: int) -> Any:
+    """The configuration with its first ``few`` layers."""
+    less = copy.deepcopy(config)
+    text = less.get_text_config(decoder=True)
+    text.num_hidden_layers = few
+    for key, values in _layer_lists(config, num_layers).items():
+        setattr(text, key, values[:few])
+    return less
+
+
+def _dry_run(args: argparse.Namespace) -> int:
+    from lamina.models.checkpoint import check_weights, find_checkpoint, read_config
+
+    if args.no_weights:
+        config = _read_config(args.model)
+    else:
+        directory = find_checkpoint(args.model)
+        config = read_config(directory)
+        check_weights(directory)
+    how = "without weights" if args.no_weights else "with its weights"
+    sys.stdout.write(f"would plan {args.model} ({', '.join(config.architectures or [config.model_type])}) {how}\n")
+    return 0

@@ -1,0 +1,128 @@
+"""The facts of a sliced model, and an estimate for it, as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+from .hardware import Device
+from .roofline import ALPHA, Estimate
+
+_BLOCKS = ("before_q", "between", "after_kv")
+
+
+def size(num_bytes: float) -> str:
+    """1.5 GB, decimal units."""
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """12.3 ms or 45.6 us."""
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+
+
+def explain_text(facts: dict[str, Any]) -> str:
+    """``facts`` is what lamina.converter.explain.to_json gives, plus "model", "architecture" and "dtype"."""
+    layers = len(facts["messages"]["layers"])
+    kinds, stamped = facts["num_distinct_slices"], facts["stamped_layers"]
+    how = f"{layers - stamped} layers captured, {stamped} stamped from equal slices" if stamped else "all captured"
+    rows = {"numeric": "shown by rule and by running", "static": "shown by rule", "unchecked": "not checked"}
+    weights = size(facts["weight_bytes"])
+    lines = [
+        f"{facts['model']}: {facts['architecture']}, {facts['dtype']}, {layers} attention layers, {weights} of weights",
+        f"{facts['num_slices']} slices of {kinds} kinds ({how}); row independence {rows[facts['rows']]}",
+        "",
+        *_slices(facts["slices"]),
+        "",
+        *_crossings(facts),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _ranges(items: Sequence[Any], key: Callable[[Any], Any]) -> list[tuple[str, Any, int]]:
+    """Runs of equal items as (their numbers, the first of them, how many)."""
+    runs, at = [], 0
+    for _, run in groupby(items, key):
+        members = list(run)
+        label = f"{at}" if len(members) == 1 else f"{at}-{at + len(members) - 1}"
+        runs.append((label, members[0], len(members)))
+        at += len(members)
+    return runs
+
+
+def _table(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
+    """Columns padded to their widest cell; column ``left`` is aligned left, the others right, the last one is free."""
+    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]) - 1)]
+    lines = []
+    for row in rows:
+        cells = [c.ljust(w) if i == left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))]
+        lines.append("  ".join(["", *cells, row[-1]]).rstrip())
+    return lines
+
+
+def _slices(slices: Sequence[dict[str, Any]]) -> list[str]:
+    rows = [["slices", "operators", "weights", "GEMM before Q", "Q to KV", "after KV", "Q first"]]
+    notes: dict[str, list[str]] = {}
+    for label, piece, _ in _ranges(slices, lambda s: s["signature"]):
+        first = piece["q_first"]
+        shares = [f"{100 * piece['gemm_share'][b]:.0f} %" for b in _BLOCKS] if first is not None else ["-"] * 3
+        verdict = "-" if first is None else "yes" if first else "no"
+        rows.append([label, str(piece["operators"]), size(piece["weight_bytes"]), *shares, verdict])
+        if first is False:
+            notes.setdefault(piece["why"], []).append(label)
+    explanations = [f"  Q is not first in {', '.join(where)}: {why}" for why, where in notes.items()]
+    return [*_table(rows), *explanations]
+
+
+def _crossings(facts: dict[str, Any]) -> list[str]:
+    rows = [["bytes per token", "", "total", ""]]
+    for label, cut, _ in _ranges(facts["cuts"], lambda c: [c["tensors"], c["live_bytes_per_token"]]):
+        tensors = ", ".join(f"{t['name']} {t['shape']} {t['dtype'].removeprefix('torch.')}" for t in cut["tensors"])
+        alive = f"{tensors}  (uncut {cut['live_bytes_per_token']:,})"
+        rows.append(["cut", label, f"{cut['bytes_per_token']:,}", alive])
+    sizes = ("q", "kv", "o")
+    for label, layer, _ in _ranges(facts["messages"]["layers"], lambda m: [m[k] for k in sizes]):
+        each = ", ".join(f"{k.upper()} {layer[k]:,}" for k in sizes)
+        rows.append(["messages", label, f"{sum(layer[k] for k in sizes):,}", each])
+    step = facts["message_bytes_per_token"]
+    return [*_table(rows), f"  all messages of one token: {size(step)}; all cuts: {size(facts['cut_bytes_per_token'])}"]
+
+
+def estimate_text(estimate: Estimate, compute: Device, memory: Device) -> str:
+    """The modelled part: times of one step, the bandwidth it needs, what fits where, and the devices' sources."""
+    network = "no network card is stated for these devices"
+    if estimate.network_s is not None:
+        network = f"{duration(estimate.network_s)} over the devices' own network cards, if nothing overlaps"
+    share = f"{100 * estimate.compute_bound:.0f} % of it limited by FLOP/s, the rest by memory"
+    rows = [
+        ["model", duration(estimate.model_s), share],
+        ["attention", duration(estimate.attention_s), f"limited by {estimate.attention_bound}"],
+        ["messages", size(estimate.message_bytes), network],
+        [
+            "minimum bandwidth",
+            f"{estimate.min_bandwidth / 1e9:.1f} GB/s",
+            f"for messages to take {ALPHA:.0%} of model + attention (arXiv 2405.01814, section 3)",
+        ],
+        ["weights", size(estimate.weight_bytes), _fits(estimate.compute_needed, estimate.num_compute, compute)],
+        ["KV cache", size(estimate.kv_bytes), _fits(estimate.memory_needed, estimate.num_memory, memory)],
+    ]
+    title = (
+        f"modelled, not measured: one step at peak rates, batch {estimate.batch}, length {estimate.length}, on "
+        f"{estimate.num_compute} {compute.name} + {estimate.num_memory} {memory.name}"
+    )
+    devices = {d.name: d for d in (compute, memory)}.values()
+    sources = [
+        f"  {d.name}: {d.title}, {d.tflops:g} TFLOP/s, {d.bandwidth_gbs:g} GB/s, {d.memory_gb:g} GB ({d.source})"
+        for d in devices
+    ]
+    return "\n".join([title, *_table(rows), *sources]) + "\n"
+
+
+def _fits(needed: int, given: int, device: Device) -> str:
+    if needed <= given:
+        return f"fits {given} {device.name}"
+    return f"does not fit {given} {device.name}: at least {needed} are needed, and times scale with their number"

@@ -1,0 +1,86 @@
+"""``lamina-launch explain`` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
+
+from lamina.cluster.launch import main
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def _config(directory: Path, num_layers: int) -> str:
+    config = LlamaConfig(num_hidden_layers=num_layers, dtype="bfloat16", architectures=["LlamaForCausalLM"], **_SIZES)
+    config.save_pretrained(directory)
+    return str(directory)
+
+
+def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["explain", *arguments, "--json"]) == 0
+    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return facts
+
+
+def test_plan_from_a_configuration_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = _json(capsys, _config(tmp_path, 8), "--no-weights")
+    assert (facts["num_slices"], facts["stamped"], facts["stamped_layers"]) == (9, True, 4)
+    assert [c["bytes_per_token"] for c in facts["cuts"]] == [132] * 7 + [128]
+    assert (facts["messages"]["q"], facts["messages"]["kv"], facts["messages"]["o"]) == (128, 128, 128)
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64
+    assert facts["weight_bytes"] == 2 * (8 * layer + 2 * 96 * 64 + 64) + 8 * 4  # and 8 fp32 frequencies
+    assert _json(capsys, str(tmp_path / "config.json"), "--no-weights")["cuts"] == facts["cuts"]
+
+
+def test_alternating_windows_are_stamped_by_their_period(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = (["sliding_attention"] * 2 + ["full_attention"]) * 4
+    special = {"layer_types": kinds, "sliding_window": 16, "head_dim": 16, "architectures": ["Gemma3ForCausalLM"]}
+    Gemma3TextConfig(num_hidden_layers=12, **special, **_SIZES).save_pretrained(tmp_path)
+    facts = _json(capsys, str(tmp_path), "--no-weights")
+    assert (facts["num_slices"], facts["stamped_layers"]) == (13, 3)
+
+
+def test_a_model_with_weights_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = LlamaConfig(num_hidden_layers=3, **_SIZES)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    dot = tmp_path / "graph.dot"
+    devices = ["--compute-device", "h100", "--memory-device", "h20", "--batch", "8", "--length", "32", "--dop", "2,4"]
+    assert main(["explain", str(tmp_path), "--dot", str(dot), *devices]) == 0
+    text = capsys.readouterr().out
+    assert "3 attention layers" in text
+    assert "4 slices of 4 kinds (all captured); row independence shown by rule and by running" in text
+    assert "modelled, not measured: one step at peak rates, batch 8, length 32, on 2 h100 + 4 h20" in text
+    assert dot.read_text().startswith("digraph")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compute-device", "h100"], "--memory-device is missing"),
+        (["--compute-device", "x", "--memory-device", "h20"], "--compute-device x is not one of"),
+        (["--batch", "0"], "--batch must be at least 1, not 0"),
+        (["--compute-device", "h100", "--memory-device", "h20", "--dop", "2"], "--dop 2 is not two numbers"),
+        (["--dtype", "int3"], "--dtype int3"),
+    ],
+)
+def test_bad_flags_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["explain", _config(tmp_path, 2), "--no-weights", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_nothing_is_planned_when_only_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = _config(tmp_path, 2)
+    assert main(["explain", model, "--no-weights", "--dry-run"]) == 0
+    assert "LlamaForCausalLM) without weights" in capsys.readouterr().out
+    assert main(["explain", model, "--batch", "7", "--print-config"]) == 0
+    assert json.loads(capsys.readouterr().out)["batch"] == 7
+    assert main(["explain", str(tmp_path / "absent"), "--no-weights"]) == 2
