@@ -90,9 +90,12 @@ def _flow(problem: CutProblem[int]) -> int:
     size = len(problem.capacity)
     source, sink = 2 * size, 2 * size + 1
     limits = np.zeros((2 * size + 2, 2 * size + 2), dtype=np.int32)
+    used = _closure(problem, set(problem.needed) | set(problem.after), set())  # nothing else has to run
     for node, price in problem.capacity.items():
         limits[2 * node, 2 * node + 1] = _UNLIMITED if price is None else price
     for a, b in problem.edges:
+        if b not in used:
+            continue
         limits[2 * a + 1, 2 * b] = _UNLIMITED
         if a in problem.once:
             limits[2 * b, 2 * a] = _UNLIMITED
