@@ -1,0 +1,156 @@
+"""A wrapped model generates as transformers does: the same call, the same tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+import lamina
+
+VOCAB = 96
+
+
+def build() -> Any:
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=3, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(2)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.normal_(std=1.5 * weight.shape[1] ** -0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build()
+
+
+@pytest.fixture(scope="module")
+def wrapped(model: Any) -> Iterator[Any]:
+    with lamina.wrap(model, memory_workers=2, transport="loopback") as wrapped:
+        yield wrapped
+
+
+@pytest.fixture
+def batch() -> dict[str, torch.Tensor]:
+    """Three prompts of 9, 4 and 1 tokens, padded on the left."""
+    ids = torch.randint(4, VOCAB, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(9) >= torch.tensor([0, 5, 8])[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def test_greedy(model: Any, wrapped: Any, batch: dict[str, torch.Tensor]) -> None:
+    for options in ({"max_new_tokens": 12}, {"max_length": 20}, {}):
+        assert torch.equal(wrapped.generate(**batch, **options), model.generate(**batch, **options))
+
+
+def test_end_tokens_and_padding(model: Any, wrapped: Any, batch: dict[str, torch.Tensor]) -> None:
+    free = model.generate(**batch, max_new_tokens=16)
+    ends = [int(free[0, 9 + 3]), int(free[1, 9 + 6])]
+    for options in (
+        {"eos_token_id": ends},
+        {"eos_token_id": ends[0], "pad_token_id": 7},
+        {"eos_token_id": ends, "min_new_tokens": 8},
+        {"eos_token_id": ends, "min_length": 14},
+    ):
+        expected = model.generate(**batch, max_new_tokens=16, **options)
+        assert torch.equal(wrapped.generate(**batch, max_new_tokens=16, **options), expected), options
+    assert (model.generate(**batch, max_new_tokens=16, eos_token_id=ends)[0, -2:] == 0).all(), "some row is padded"
+
+
+def test_prompts_padded_without_a_mask(model: Any, wrapped: Any, batch: dict[str, torch.Tensor]) -> None:
+    ids = batch["input_ids"]
+    assert torch.equal(wrapped.generate(ids, max_new_tokens=6), model.generate(ids, max_new_tokens=6))
+    assert torch.equal(wrapped.generate(max_new_tokens=6), model.generate(max_new_tokens=6))
+
+
+def test_settings_come_from_call_then_config_then_model(
+    model: Any, wrapped: Any, batch: dict[str, torch.Tensor]
+) -> None:
+    saved = model.generation_config
+    try:
+        model.generation_config = GenerationConfig(max_new_tokens=3, pad_token_id=0)
+        assert wrapped.generate(**batch).shape == (3, 12)
+        config = GenerationConfig(max_new_tokens=5)
+        assert wrapped.generate(**batch, generation_config=config).shape == (3, 14)
+        assert wrapped.generate(**batch, generation_config=config, max_new_tokens=7).shape == (3, 16)
+        out = wrapped.generate(**batch, return_dict_in_generate=True)
+        assert out.sequences.shape == (3, 12)
+    finally:
+        model.generation_config = saved
+
+
+def test_sampling_is_repeatable_and_follows_its_filters(wrapped: Any, batch: dict[str, torch.Tensor]) -> None:
+    options = {"max_new_tokens": 10, "do_sample": True, "num_return_sequences": 2}
+    draws = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        draws.append(wrapped.generate(**batch, temperature=1.5, **options))
+    assert draws[0].shape == (6, 19)
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+    assert not torch.equal(draws[0][0], draws[0][1])
+    assert torch.equal(draws[0][:, :9], batch["input_ids"].repeat_interleave(2, 0))
+    greedy = wrapped.generate(**batch, max_new_tokens=10)
+    assert torch.equal(wrapped.generate(**batch, max_new_tokens=10, do_sample=True, top_k=1), greedy)
+
+
+def test_streamers_get_the_prompt_and_every_token(wrapped: Any, batch: dict[str, torch.Tensor]) -> None:
+    class Streamer:
+        def __init__(self) -> None:
+            self.put_values: list[list[int]] = []
+            self.ended = False
+
+        def put(self, value: torch.Tensor) -> None:
+            self.put_values.append(value.flatten().tolist())
+
+        def end(self) -> None:
+            self.ended = True
+
+    streamer, ids = Streamer(), batch["input_ids"][:1]
+    out = wrapped.generate(ids, max_new_tokens=5, streamer=streamer)
+    assert streamer.put_values == [ids[0].tolist(), *([t] for t in out[0, 9:].tolist())]
+    assert streamer.ended
+    with pytest.raises(ValueError, match="one sequence"):
+        wrapped.generate(**batch, max_new_tokens=5, streamer=Streamer())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_beams": 4}, "num_beams=4: pass num_beams=1"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2: pass repetition_penalty=1.0"),
+        ({"logits_processor": [1]}, "does not take logits_processor"),
+        ({"position_ids": torch.ones(3, 9)}, "does not take position_ids"),
+        ({"num_return_sequences": 2}, "do_sample=True"),
+        ({"max_length": 9}, "no room"),
+        ({"max_new_tokens": 120}, "exceed the longest text of 128 tokens"),
+        ({"stop_strings": ["x"]}, "stop_strings"),
+        ({"attention_mask": torch.ones(3, 8)}, "does not fit"),
+        ({"attention_mask": torch.tensor([[1] * 8 + [0]] * 3)}, "padding_side='left'"),
+        ({"attention_mask": torch.tensor([[1, 0] * 4 + [1]] * 3)}, "padding_side='left'"),
+        ({"input_ids": torch.ones(3)}, r"\[batch, length\]"),
+        ({"input_ids": torch.full((1, 2), VOCAB), "attention_mask": None}, "outside the vocabulary"),
+    ],
+)
+def test_what_cannot_be_obeyed_is_refused(
+    wrapped: Any, batch: dict[str, torch.Tensor], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        wrapped.generate(**{**batch, **options})
+    assert "\n" not in str(caught.value)
+
+
+def test_the_model_is_still_itself(model: Any, wrapped: Any, batch: dict[str, torch.Tensor]) -> None:
+    fresh = build()
+    assert torch.equal(model.generate(**batch, max_new_tokens=4), fresh.generate(**batch, max_new_tokens=4))
+    assert wrapped.config is model.config
+    assert wrapped.device == torch.device("cpu")
