@@ -21,7 +21,9 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """12.3 ms or 45.6 us."""
+    """1.2 s, 12.3 ms or 45.6 us."""
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
 
 
@@ -69,13 +71,17 @@ def _slices(slices: Sequence[dict[str, Any]]) -> list[str]:
     notes: dict[str, list[str]] = {}
     for label, piece, _ in _ranges(slices, lambda s: s["signature"]):
         first = piece["q_first"]
-        shares = [f"{100 * piece['gemm_share'][b]:.0f} %" for b in _BLOCKS] if first is not None else ["-"] * 3
+        shares = [_percent(piece["gemm_share"][b]) for b in _BLOCKS] if first is not None else ["-"] * 3
         verdict = "-" if first is None else "yes" if first else "no"
         rows.append([label, str(piece["operators"]), size(piece["weight_bytes"]), *shares, verdict])
         if first is False:
             notes.setdefault(piece["why"], []).append(label)
     explanations = [f"  Q is not first in {', '.join(where)}: {why}" for why, where in notes.items()]
     return [*_table(rows), *explanations]
+
+
+def _percent(share: float) -> str:
+    return "< 1 %" if 0 < share < 0.01 else f"{100 * share:.0f} %"
 
 
 def _crossings(facts: dict[str, Any]) -> list[str]:
