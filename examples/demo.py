@@ -28,7 +28,6 @@ def main() -> int:
     parser.add_argument("--transport", default="shm")
     parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()
-    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, logprobs=0)
     with LLM(
         args.model,
         memory_workers=args.memory_workers,
@@ -37,32 +36,26 @@ def main() -> int:
         progress=True,
     ) as llm:
         print(f"\nworkers (name: process): {llm.pools.pids}\n")
+        stream(llm, SamplingParams(temperature=0.6, top_p=0.9, seed=1, max_tokens=args.max_tokens))
         start = time.perf_counter()
-        outputs = stream(llm, params)
-        seconds = time.perf_counter() - start
-        table(llm, outputs, seconds)
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=args.max_tokens, logprobs=0))
+        table(llm, outputs, time.perf_counter() - start)
     return prove(args.model, args.dtype, outputs)
 
 
-def stream(llm: LLM, params: SamplingParams) -> list[RequestOutput]:
-    """Print the first completion as it comes, the others when all are done."""
-    latest: dict[int, RequestOutput] = {}
-    shown = 0
-    print("\033[1m" + PROMPTS[0] + "\033[0m", end="", flush=True)
-    for output in llm.stream(PROMPTS, params):
-        latest[output.request_id] = output
-        if output.request_id == min(latest) and output.prompt == PROMPTS[0]:
+def stream(llm: LLM, params: SamplingParams) -> None:
+    """Sample each prompt in turn and print its text as it comes."""
+    for prompt in PROMPTS:
+        print(f"\033[1m{prompt}\033[0m", end="", flush=True)
+        shown = 0
+        for output in llm.stream(prompt, params):
             print(output.outputs[0].text[shown:], end="", flush=True)
             shown = len(output.outputs[0].text)
-    outputs = [latest[i] for i in sorted(latest)]
-    for output in outputs[1:]:
-        print(f"\n{'-' * 72}\n\033[1m{output.prompt}\033[0m{output.outputs[0].text}", end="")
-    print(f"\n{'-' * 72}")
-    return outputs
+        print(f"\n{'-' * 72}")
 
 
 def table(llm: LLM, outputs: list[RequestOutput], seconds: float) -> None:
-    """What the cut looks like and where the time went."""
+    """What the cut looks like and where the time went; ``outputs`` are those of a greedy run of ``seconds``."""
     summary, stats = llm.engine.info.summary, llm.stats()
     tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
     compute = stats["compute-0"]
