@@ -356,6 +356,17 @@ def test_peer_close_is_noticed_by_every_call(pair: Pair) -> None:
         pair.a.wait_signal(timeout_s=LONG_S)
 
 
+def test_a_sender_that_never_waits_notices_the_death(fabric: Fabric) -> None:
+    roomy = Geometry(slots=1024, slot_bytes=64)
+    pair = connect(fabric, fabric.listen(), roomy, roomy)
+    pair.b.close()
+    deadline = time.monotonic() + DEATH_NOTICED_S
+    with pytest.raises(netstack.PeerFault):  # noqa: PT012
+        while time.monotonic() < deadline:
+            pair.a.reserve(1)
+            time.sleep(0.02)  # the pace of a sender with free slots
+
+
 def test_close_is_idempotent_and_release_after_it_does_nothing(pair: Pair) -> None:
     send(pair.a, b"bye")
     arrival = pair.b.wait_signal(timeout_s=SOON_S)

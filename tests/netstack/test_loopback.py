@@ -38,6 +38,12 @@ def test_a_death_on_request_comes_after_the_last_message() -> None:
         a.reserve(1)
 
 
+def test_what_was_on_its_way_arrives_after_the_death() -> None:
+    a, b = connect(LoopbackFabric(KEY, faults=Faults(delay_s=0.1, die_after=1)))
+    send(a, b"late")
+    assert b.wait_signal(timeout_s=SOON_S).data == b"late"
+
+
 def test_the_network_forgets_listeners_that_are_closed_or_dropped() -> None:
     fabric = LoopbackFabric(KEY)
     listener = fabric.listen("here")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import mmap
 import os
@@ -209,7 +210,7 @@ def test_random_writes_never_do_more_than_fault(writes: list[tuple[int, int, int
 
 
 @pytest.mark.parametrize("seals", ["none", "size"])
-def test_unsealed_memory_of_a_rogue_listener_is_refused(seals: str) -> None:
+def test_unsealed_or_misfit_memory_of_a_rogue_listener_is_refused(seals: str) -> None:
     """Without seals the listener could shrink the file and so kill us with SIGBUS."""
     fabric = netstack.open("shm", key=KEY)
     place = socket.socket(socket.AF_UNIX)
@@ -220,7 +221,10 @@ def test_unsealed_memory_of_a_rogue_listener_is_refused(seals: str) -> None:
         sock, _ = place.accept()
         run(sock, answer(KEY, "shm"), "connector", deadline=time.monotonic() + SOON_S)
         memory = os.memfd_create("lamina", os.MFD_ALLOW_SEALING)
-        os.ftruncate(memory, 2 * RING + (PAGE if seals == "size" else 0))
+        os.ftruncate(memory, 2 * RING)
+        if seals == "size":
+            os.ftruncate(memory, 2 * RING + PAGE)
+            fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         socket.send_fds(sock, [b"M"], [memory])
         os.close(memory)
         sock.close()

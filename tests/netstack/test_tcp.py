@@ -123,6 +123,23 @@ def test_any_farewell_text_is_only_a_text(rogue: Rogue, reason: bytes) -> None:
         rogue.victim.wait_signal(timeout_s=SOON_S)
 
 
+def test_credit_leaves_at_once_when_it_is_scarce() -> None:
+    """Else the kernel would hold the frame back for 200 ms."""
+    fabric = netstack.open("tcp", key=KEY)
+    times = []
+    for _ in range(5):
+        a, b = connect(fabric, geometry=GEOMETRY)
+        for _ in range(SLOTS):
+            send(a, b"x")
+        arrivals = [b.wait_signal(timeout_s=SOON_S) for _ in range(SLOTS)]
+        b.release(arrivals[0])
+        start = time.monotonic()
+        a.reserve(1, timeout_s=SOON_S)
+        times.append(time.monotonic() - start)
+    fabric.close()
+    assert min(times) < 0.1
+
+
 def test_frames_in_single_bytes(rogue: Rogue) -> None:
     rogue.stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for byte in HEADER.pack(DATA, 3, ZERO + 1, ZERO, b"tag") + b"abc":
