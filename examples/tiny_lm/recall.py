@@ -2,9 +2,9 @@
 
 A pair is stated in one line of a text and asked for in a later one; ordinary text fills the distance:
 
-    # remember lock = window reader
+    # remember socket = thread header
     ...
-    # recall lock = window reader
+    # recall socket = thread header
 
 Keys and values are random words, so that nothing but the earlier line predicts the answer.
 """

@@ -24,12 +24,12 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tiny_lm import corpus
+from tiny_lm.build import CONTEXT, END, TEXT, VOCABULARY, build_model, build_tokenizer, export
 from tiny_lm.evaluate import bits_per_byte, recall
 from tiny_lm.ngram import KneserNey
 from tiny_lm.optimizer import Muon
@@ -50,7 +50,6 @@ class Stage(NamedTuple):
 HERE = Path(__file__).resolve().parent
 MODEL, WORK, RESULTS = HERE / "model", HERE / "work", HERE / "results.json"
 SEED = 20240501
-VOCABULARY, CONTEXT = 2048, 2048
 BATCH_TOKENS, PART_TOKENS, THREADS = 4096, 1024, 2
 # Attention is cheap while sequences are short, and short ones with many questions teach to recall at all; the long
 # ones, of which most tokens are text anyway, stretch that over the whole context.
@@ -64,60 +63,6 @@ CURRICULUM = (
 MATRIX_RATE, VECTOR_RATE = 0.02, 3e-3
 CHECKPOINT_SECONDS = 120
 RECALL_DISTANCES = (64, 256, 512, 1024, 1536, 1900)
-END, USER, ASSISTANT, TEXT = "<|end|>", "<|user|>", "<|assistant|>", "<|text|>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
-)
-
-
-def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, so that any text survives the round trip; every digit is a token of its own."""
-    bpe = Tokenizer(models.BPE())
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[TEXT, END, USER, ASSISTANT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator([*texts, "\n# remember\n# recall" * 3000], trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=TEXT,
-        eos_token=END,
-        pad_token=END,
-        additional_special_tokens=[USER, ASSISTANT],
-        model_max_length=CONTEXT,
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
-
-
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Any:
-    """A Llama of 1.7 million parameters: 4 layers, 8 query heads on 4 key-value heads of 32 elements."""
-    torch.manual_seed(SEED)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=160,
-        intermediate_size=448,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
 
 
 def training_ids(tokenizer: PreTrainedTokenizerFast, texts: dict[str, str]) -> Ids:
@@ -257,19 +202,8 @@ def train(run: Run, batches: Callable[[int, Stage], list[Row]], report: Callable
                 row |= {"text_loss": float(text), "answer_loss": float(answers)}
                 run.curve.append({name: round(value, 4) for name, value in row.items()})
                 losses.clear()
-                run.save()
                 report()
-
-
-def export(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write ``model/`` as users load it: bf16 weights, tokenizer with chat template, generation defaults."""
-    tokenizer.save_pretrained(MODEL)
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model.to(torch.bfloat16).save_pretrained(MODEL)
+                run.save()
 
 
 def measure() -> dict[str, Any]:
@@ -317,7 +251,7 @@ def main() -> None:
         texts, _ = corpus.split(corpus.documents())
         tokenizer = build_tokenizer(list(texts.values()))
         stream, task = training_ids(tokenizer, texts), RecallTask(tokenizer)
-        model = build_model(tokenizer)
+        model = build_model(tokenizer, SEED)
         run = Run(model, arguments.minutes * 60)
         run.load()
         sample = corpus.held_out_text()[:50_000]
@@ -328,7 +262,7 @@ def main() -> None:
             print(" ".join(f"{name}={value:g}" for name, value in row.items()), flush=True)
 
         train(run, lambda step, stage: batch(step, stage, stream, task), report)
-        export(model, tokenizer)
+        export(model, tokenizer, MODEL)
     results = measure()
     if not arguments.eval_only:
         results |= {
