@@ -1,11 +1,12 @@
 """Every family decodes as transformers does, whatever the batch does; and a wrong attention is noticed.
 
-The checks need a ``Runner`` only. The one here runs the slices in this process with an attention and a KV store of its
-own, plain and in fp64: it is the oracle of the slices, not of the memory workers.
+Logits are checked through a ``Runner`` that runs the slices in this process, on an attention and a KV store of its own:
+plain, in fp64, and easy to break. Tokens are checked through memory workers in processes of their own.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ import torch
 from families import FAMILIES, FIRST_TOKEN, MAX_LEN, VOCAB, Family
 from torch import Tensor
 
+import lamina.agreement
+from lamina import LLM, SamplingParams
 from lamina.attention.spec import AttentionSpec
 from lamina.converter import SlicedProgram
 from lamina.models.convert import convert_model, layer_shapes
@@ -123,14 +126,19 @@ class Text:
         return self.num_new - (len(self.tokens) - self.num_prompt)
 
 
+def ragged_texts(num_new: int) -> list[Text]:
+    draw = random.Random(7)
+    prompts = [[draw.randrange(FIRST_TOKEN, VOCAB) for _ in range(n)] for n in PROMPTS]
+    return [Text(i, p, len(p), num_new) for i, p in enumerate(prompts)]
+
+
 def decode(runner: Runner, num_new: int = NEW_TOKENS) -> list[Text]:
     """Greedy decoding of ragged prompts, in batches that grow, shrink and change their order.
 
     Prompts come in pieces of random length, next to the single rows of others; two texts swap rows in the middle.
     """
     draw = random.Random(7)
-    prompts = [[draw.randrange(FIRST_TOKEN, VOCAB) for _ in range(n)] for n in PROMPTS]
-    texts = [Text(i, p, len(p), num_new) for i, p in enumerate(prompts)]
+    texts = ragged_texts(num_new)
     running: list[Text] = []
     waiting = list(texts)
     for step in range(10_000):
@@ -238,3 +246,31 @@ def test_lost_keys_and_values_are_noticed(case: Case) -> None:
     memory = Memory(layer_shapes(program))
     memory.zeroed_heads = max(1, family.kv_heads // 2)
     assert compare(model, decode(LocalRunner(program, memory), SHORT)).error > RED * TOLERANCE
+
+
+OVER_TCP = ("llama-gqa", "gemma2", "gpt-oss")
+OVER_WORKERS = [("shm", f) for f in FAMILIES] + [("tcp", f) for f in FAMILIES if f.name in OVER_TCP]
+
+
+@pytest.mark.parametrize(("transport", "family"), OVER_WORKERS, ids=lambda x: x if isinstance(x, str) else x.name)
+def test_tokens_over_memory_workers_are_those_of_transformers(transport: str, family: Family) -> None:
+    """The product: KV in other processes. A family with an odd number of KV heads has one memory worker."""
+    model = family.build()
+    model.generation_config.eos_token_id = None
+    workers = 1 if family.kv_heads % 2 else 2
+    prompts = [t.tokens[: t.num_prompt] for t in ragged_texts(NEW_TOKENS)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1)
+    options: dict[str, Any] = {"memory_workers": workers, "transport": transport, "max_model_len": MAX_LEN}
+    with LLM(model, prefill_chunk=16, **options) as llm:
+        outputs = llm.generate(prompts, greedy)
+        pids, stats = llm.pools.pids, llm.stats()
+    memory = [f"memory-{i}" for i in range(workers)]
+    assert len({os.getpid(), *(pids[w] for w in memory)}) == workers + 1, "memory workers are processes of their own"
+    rows = sum(PROMPTS) + len(PROMPTS) * (NEW_TOKENS - 1)
+    sent = llm.engine.info.summary
+    for worker in memory:
+        assert stats[worker]["bytes_received"] >= rows * (sum(sent["q_bytes"]) + sum(sent["kv_bytes"])) / workers
+    agreement = lamina.agreement.compare(model, outputs)
+    assert agreement.identical, agreement
+    assert agreement.num_tokens == len(PROMPTS) * NEW_TOKENS
+    assert min(len(set(o.outputs[0].token_ids)) for o in outputs) >= LEAST_DISTINCT
