@@ -24,12 +24,23 @@ class Wide(Mlp):
         return super().forward(x) * self.gate(x)
 
 
+class Alternating(Mlp):
+    """Does something else in odd layers, which no attribute but the index tells."""
+
+    index = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2 if self.index % 2 else super().forward(x)
+
+
 def build(pattern: Sequence[Callable[[int], nn.Module]]) -> Decoder:
     """A model on the meta device, one layer for each entry of ``pattern``."""
     with torch.device("meta"):
         model = Decoder(layers=0)
         for i, mlp in enumerate(pattern):
             model.layers.append(Decoder(layers=i + 1, mlp=mlp).layers[i])
+            if mlp is Alternating:
+                model.layers[i].mlp.index = i
     return model.eval()
 
 
@@ -81,6 +92,12 @@ def test_layers_that_differ_by_an_attribute_are_not_alike() -> None:
 
 def test_a_shallow_model_of_other_layers_proves_nothing() -> None:
     assert stamped(build([Mlp] * 9), shallow=build([Wide] * 9)) is None
+
+
+def test_slices_must_repeat_even_if_the_layers_look_alike() -> None:
+    model = build([Alternating] * 9)
+    assert set(layer_kinds(list(model.layers))) == {0}
+    assert stamped(model) is None
 
 
 def test_facts_about_layers_tell_them_apart() -> None:
