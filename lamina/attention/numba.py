@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lamina.attention import Operator, numba_kernels
 from lamina.attention.merge import Partial
-from lamina.attention.reference import Reference, attend_self
+from lamina.attention.reference import Reference
 from lamina.kv.pool import LayerStore, RowTable
 
 BITS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
@@ -37,7 +37,6 @@ class _Prepared:
         decode = table.select(single)
         self.arrays = (table.row[single], decode.seen, decode.first, decode.origin, decode.table)
         self.tokens = decode.first - decode.seen
-        self.rows = torch.from_numpy(table.row[single])
         self.other_rows = torch.from_numpy(np.repeat(~single, table.count).nonzero()[0])
         self.others = reference.prepare(table.select(~single)) if len(self.other_rows) else None
 
@@ -54,7 +53,7 @@ class Numba:
     def __init__(self, dtype: torch.dtype) -> None:
         self._bits = BITS[dtype]
         self._reference = Reference(torch.device("cpu"))
-        self._helpers: ThreadPoolExecutor | None = None
+        self._helpers = ThreadPoolExecutor(thread_name_prefix="lamina-attention")  # starts a thread when it needs one
         self._compile(dtype)
 
     def prepare(self, rows: RowTable) -> _Prepared:
@@ -65,37 +64,31 @@ class Numba:
         if prepared.others is not None:
             rows = prepared.other_rows
             out.o[rows], out.lse[rows] = self._reference.attend_stored(op, prepared.others, store, q[rows])
-        if len(prepared.rows):
+        if len(prepared.tokens):
             scaled = (q.to(torch.float32) * op.spec.scale).numpy()
-            slopes = op.slopes.numpy() if op.slopes is not None else np.empty(0, np.float32)
+            slopes = np.empty(0, np.float32) if op.slopes is None else op.slopes.numpy()
             inputs = (scaled, self._array(store.k), self._array(store.v), *prepared.arrays, slopes)
             bounds = prepared.bounds(op.kv_heads, torch.get_num_threads())
             self._run(inputs, np.float32(op.spec.softcap), bounds, (out.o.numpy(), out.lse.numpy()))
         return out
 
     def attend_new(self, op: Operator, prepared: _Prepared, q: Tensor, k: Tensor, v: Tensor) -> Partial:
-        if prepared.others is None:
-            return attend_self(op, q, k, v)
-        out, rows = _empty(op, q), prepared.other_rows
-        out.o[rows], out.lse[rows] = self._reference.attend_new(op, prepared.others, q[rows], k[rows], v[rows])
-        rows = prepared.rows
-        if len(rows):
-            out.o[rows], out.lse[rows] = attend_self(op, q[rows], k[rows], v[rows])
+        out = _empty(op, q)
+        if prepared.others is not None:
+            rows = prepared.other_rows
+            out.o[rows], out.lse[rows] = self._reference.attend_new(op, prepared.others, q[rows], k[rows], v[rows])
+        arrays, spec = [self._array(x) for x in (q, k, v)], op.spec
+        scale, softcap = np.float32(spec.scale), np.float32(spec.softcap)
+        numba_kernels.attend_self(*arrays, prepared.arrays[0], scale, softcap, out.o.numpy(), out.lse.numpy())
         return out
 
     def _run(
         self, inputs: tuple[Array, ...], softcap: np.float32, bounds: list[int], outputs: tuple[Array, ...]
     ) -> None:
         """The kernel over work items ``bounds[i] .. bounds[i + 1]``, the first run on this thread. It holds no lock."""
-        runs = list(pairwise(bounds))
-        if len(runs) > 1 and self._helpers is None:
-            self._helpers = ThreadPoolExecutor(thread_name_prefix="lamina-attention")
-        helped = [
-            self._helpers.submit(numba_kernels.attend_stored, *inputs, softcap, *run, *outputs)
-            for run in runs[1:]
-            if self._helpers is not None
-        ]
-        numba_kernels.attend_stored(*inputs, softcap, *runs[0], *outputs)
+        first, *others = pairwise(bounds)
+        helped = [self._helpers.submit(numba_kernels.attend_stored, *inputs, softcap, *run, *outputs) for run in others]
+        numba_kernels.attend_stored(*inputs, softcap, *first, *outputs)
         for run in helped:
             run.result()
 
@@ -106,8 +99,9 @@ class Numba:
     def _compile(self, dtype: torch.dtype) -> None:
         stored = self._array(torch.empty(1, 1, 1, 1, dtype=dtype))
         numbers, integers = np.empty((1, 1, 1), np.float32), np.empty((1, 1), np.int64)
-        inputs = (numbers, stored, stored, *[integers[0]] * 4, integers, numbers[0, 0])
-        self._run(inputs, np.float32(0.0), [0, 0], (numbers, numbers[0]))
+        inputs, zero = (numbers, stored, stored, *[integers[0]] * 4, integers, numbers[0, 0]), np.float32(0.0)
+        self._run(inputs, zero, [0, 0], (numbers, numbers[0]))
+        numba_kernels.attend_self(stored[0], stored[0], stored[0], integers[0, :0], zero, zero, numbers, numbers[0])
 
 
 def _empty(op: Operator, q: Tensor) -> Partial:

@@ -185,7 +185,7 @@ def _root(o: Any, lse: Any, chunks: Any, places: Any) -> None:
 
 @_compiled({"contract"})
 def attend_stored(
-    q: Any, k: Any, v: Any, row: Any, seen: Any, first: Any, origin: Any, table: Any, slopes: Any, softcap: float,
+    q: Any, k: Any, v: Any, row: Any, seen: Any, first: Any, origin: Any, table: Any, slopes: Any, softcap: Any,
     begin: int, end: int, out: Any, lse_out: Any,
 ) -> None:  # fmt: skip
     """Work items ``begin .. end``, numbered (sequence, KV head): row ``row[s]`` over positions ``seen[s] .. first[s]``.
@@ -231,3 +231,22 @@ def attend_stored(
             out[row[s], mine], lse_out[row[s], mine] = o[0], lse[0]
         else:
             out[row[s], mine], lse_out[row[s], mine] = 0, -np.inf
+
+
+@_compiled({"contract", "reassoc"})
+def attend_self(q: Any, k: Any, v: Any, rows: Any, scale: Any, softcap: Any, out: Any, lse_out: Any) -> None:
+    """The rows ``rows``, each over itself alone: o is v, lse is the score.
+
+    q [R, Hq, D], k [R, H, D], v [R, H, Dv] as stored, out [R, Hq, Dv], lse_out [R, Hq].
+    """
+    groups = q.shape[1] // k.shape[1]
+    for r in rows:
+        for h in range(q.shape[1]):
+            score = _f32(0.0)
+            for i in range(q.shape[2]):
+                score += scale * _widen(q[r, h, i]) * _widen(k[r, h // groups, i])
+            if softcap > 0:
+                score = softcap * _f32(math.tanh(score / softcap))
+            lse_out[r, h] = score
+            for i in range(v.shape[2]):
+                out[r, h, i] = _widen(v[r, h // groups, i])

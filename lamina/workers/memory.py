@@ -241,8 +241,10 @@ class _Server:
     def run(self) -> None:
         service, start = self._service, self._start
         try:
-            if start.threads:
-                torch.set_num_threads(start.threads)
+            if start.threads not in (0, torch.get_num_threads()):
+                torch.set_num_threads(
+                    start.threads
+                )  # not for nothing: it makes torch wake threads for tiny tensors too
             self._fabric = netstack.open(start.scheme, key=start.key)
             listener = self._fabric.listen(start.address)
             service.link.send(MemoryReady(url=listener.url))

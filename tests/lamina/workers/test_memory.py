@@ -9,6 +9,7 @@ import torch
 from memory_peer import WAIT_S, Pool, RefusedError, error, memory_pool, model, shape
 from torch import Tensor
 
+from lamina.attention import BACKENDS
 from lamina.workers.stepplan import (
     Bound,
     Free,
@@ -31,8 +32,11 @@ def pool() -> Iterator[Pool]:
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 1e-2)])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_ragged_prefill_and_decode_in_one_step(pool: Pool, dtype: str, limit: float, overlap: bool) -> None:
-    m = model(pool, dtype=dtype, overlap=overlap)
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_ragged_prefill_and_decode_in_one_step(
+    pool: Pool, dtype: str, limit: float, overlap: bool, backend: str
+) -> None:
+    m = model(pool, dtype=dtype, overlap=overlap, backend=backend)
     steps: list[tuple[list[SequenceOp], list[Rows]]] = [
         ([New(1), New(2)], [Rows(1, 0, 30), Rows(2, 0, 7)]),
         ([], [Rows(2, 7, 1), Rows(1, 30, 50)]),
@@ -60,9 +64,11 @@ STEPS: list[tuple[list[SequenceOp], list[Rows]]] = [
 ]
 
 
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_workers_by_heads_and_overlap_make_no_difference_bit_for_bit(pool: Pool, dtype: str) -> None:
-    models = [model(pool, w, dtype=dtype, overlap=o) for w, o in ((1, True), (1, False), (2, True), (2, False))]
+def test_workers_by_heads_and_overlap_make_no_difference_bit_for_bit(pool: Pool, dtype: str, backend: str) -> None:
+    kinds = ((1, True), (1, False), (2, True), (2, False))
+    models = [model(pool, w, dtype=dtype, overlap=o, backend=backend) for w, o in kinds]
     for number, (ops, rows) in enumerate(STEPS):
         first, *others = [m.step(number, ops, rows) for m in models]
         assert all(equal(first, other) for other in others), number
