@@ -249,7 +249,9 @@ def test_lost_keys_and_values_are_noticed(case: Case) -> None:
 
 
 OVER_TCP = ("llama-gqa", "gemma2", "gpt-oss")
-OVER_WORKERS = [("shm", f) for f in FAMILIES] + [("tcp", f) for f in FAMILIES if f.name in OVER_TCP]
+# test_split.py takes every family through memory workers that are started once; this is the whole product, and slower.
+OVER_WORKERS = [pytest.param("shm", f, marks=() if f.name in OVER_TCP else pytest.mark.slow) for f in FAMILIES]
+OVER_WORKERS += [pytest.param("tcp", f) for f in FAMILIES if f.name in OVER_TCP]
 
 
 @pytest.mark.parametrize(("transport", "family"), OVER_WORKERS, ids=lambda x: x if isinstance(x, str) else x.name)
