@@ -10,7 +10,7 @@ import socket
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class MemoryWorker:
         self._device = device or torch.device("cpu")
         self._meter = Meter()
         self._channel: Channel | None = None
+        self._aborted = ""
         _allow_read_only()
 
     def stats(self) -> dict[str, float]:
@@ -45,7 +46,8 @@ class MemoryWorker:
         return self._meter.read()
 
     def abort(self, reason: str) -> None:
-        """End ``serve`` from another thread."""
+        """End ``serve``, now and whenever it is called again. Safe from any thread."""
+        self._aborted = reason
         channel = self._channel
         if channel is not None:
             channel.abort(reason)
@@ -53,9 +55,11 @@ class MemoryWorker:
     def serve(self, channel: Channel) -> None:
         """Bind, then serve steps until the channel ends; close it and drop the sequences.
 
-        It ends by an exception only: ChannelError, or ProtocolError where the peer broke the contract or was refused.
+        It ends by an exception only: ChannelError, or ProtocolError where the peer broke the contract.
         """
         self._channel = channel
+        if self._aborted:
+            channel.abort(self._aborted)
         try:
             with torch.inference_mode():
                 _Session(channel, self._device, self._meter).run()
@@ -113,18 +117,22 @@ class _Session:
                 raise ProtocolError(f"{key} in place of a plan")
 
     def _bind(self, device: torch.device) -> Store:
-        arrival = self._receive()
-        key = Key.unpack(arrival.tag)
-        if key.kind != Kind.BIND:
-            raise ProtocolError(f"{key} in place of a bind")
-        try:
-            store = Store(decode_bind(arrival.data), device)
-        except (ValueError, ImportError, MemoryError, ProtocolError) as e:
-            self._send(Key(Kind.REFUSED), str(e).encode())
-            raise ProtocolError(f"bind refused: {e}") from e
-        self._channel.release(arrival)
-        self._send(Key(Kind.BOUND), encode(store.bound))
-        return store
+        """Wait for a Bind that can be; the peer may try again after a refusal, or leave."""
+        while True:
+            arrival = self._receive()
+            key = Key.unpack(arrival.tag)
+            if key.kind != Kind.BIND:
+                raise ProtocolError(f"{key} in place of a bind")
+            try:
+                store = Store(decode_bind(arrival.data), device)
+            except (ValueError, ImportError, MemoryError, ProtocolError) as e:
+                answer, text = Kind.REFUSED, str(e).encode()
+            else:
+                answer, text = Kind.BOUND, encode(store.bound)
+            self._channel.release(arrival)
+            self._send(Key(answer), text)
+            if answer == Kind.BOUND:
+                return store
 
     def _begin(self, arrival: Arrival, key: Key) -> Step | None:
         """Apply a plan, or refuse it and return None."""
@@ -241,34 +249,39 @@ class _Server:
     def run(self) -> None:
         service, start = self._service, self._start
         try:
-            if start.threads not in (0, torch.get_num_threads()):
-                torch.set_num_threads(
-                    start.threads
-                )  # not for nothing: it makes torch wake threads for tiny tensors too
-            self._fabric = netstack.open(start.scheme, key=start.key)
-            listener = self._fabric.listen(start.address)
-            service.link.send(MemoryReady(url=listener.url))
-            while not service.stopped.is_set():
-                self._serve_next(listener)
+            if start.threads not in (0, torch.get_num_threads()):  # once called, it wakes threads for tiny tensors too
+                torch.set_num_threads(start.threads)
+            listener = self._listen()
+            if listener is not None:
+                service.link.send(MemoryReady(url=listener.url))
+                while not service.stopped.is_set():
+                    self._serve_next(listener)
         except LinkClosedError:
             pass  # the driver is gone: so are we
-        except (ValueError, ImportError, ChannelError) as e:
-            if not service.stopped.is_set():
-                service.fail(f"memory worker: {e}", user_error=True)
         except Exception as e:
-            service.fail(f"memory worker: {type(e).__name__}: {e}")
-            raise
+            if not service.stopped.is_set():
+                service.fail(f"memory worker: {type(e).__name__}: {e}")
+                raise
         finally:
             if self._fabric is not None:
                 self._fabric.close()
 
+    def _listen(self) -> Listener | None:
+        """None where that is impossible, and the driver knows why."""
+        try:
+            self._fabric = netstack.open(self._start.scheme, key=self._start.key)
+            return self._fabric.listen(self._start.address)
+        except (ValueError, ImportError, ChannelError) as e:
+            self._service.fail(f"memory worker: {e}", user_error=True)
+            return None
+
     def _serve_next(self, listener: Listener) -> None:
         try:
-            self._worker.serve(listener.accept(timeout_s=POLL_S))
+            channel = listener.accept(timeout_s=POLL_S)
         except ChannelTimeout:
-            pass  # nobody came yet
-        except (ChannelError, ProtocolError):
-            pass  # the driver hears of it from the compute worker at the other end, and may send another one
+            return  # nobody came yet
+        with suppress(ChannelError, ProtocolError):
+            self._worker.serve(channel)  # the driver hears from the other end why it ended, and may send another peer
 
     def _abort(self, reason: str) -> None:
         self._worker.abort(reason)

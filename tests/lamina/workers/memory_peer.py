@@ -108,6 +108,11 @@ class Pool:
     threads: list[threading.Thread] = field(default_factory=list)
 
     def connect(self, bind: Bind) -> Peer:
+        """A new worker, bound."""
+        return Peer(self.open(), bind)
+
+    def open(self) -> Channel:
+        """The channel to a new worker."""
         worker, listener = MemoryWorker(), self.fabric.listen()
         self.workers.append(worker)
 
@@ -120,7 +125,7 @@ class Pool:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         self.threads.append(thread)
-        return Peer(self.fabric.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY), bind)
+        return self.fabric.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY)
 
 
 @contextmanager

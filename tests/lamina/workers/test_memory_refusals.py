@@ -7,7 +7,20 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from memory_peer import GEOMETRY, LAYERS, WAIT_S, Pool, RefusedError, bind, error, memory_pool, model, shape
+from memory_peer import (
+    GEOMETRY,
+    LAYERS,
+    WAIT_S,
+    Model,
+    Peer,
+    Pool,
+    RefusedError,
+    bind,
+    error,
+    memory_pool,
+    model,
+    shape,
+)
 
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.partition import Partition, Share
@@ -146,6 +159,15 @@ def bad_binds() -> Iterator[tuple[Bind, str]]:
 def test_binds_that_cannot_be_are_refused(pool: Pool, bad: Bind, reason: str) -> None:
     with pytest.raises(RefusedError, match=reason):
         pool.connect(bad)
+
+
+def test_a_refused_peer_may_try_again(pool: Pool) -> None:
+    good, channel = bind([shape()]), pool.open()
+    for _ in range(3):
+        with pytest.raises(RefusedError, match="--dtype"):
+            Peer(channel, msgspec.structs.replace(good, dtype="int8"))
+    peer = Peer(channel, good)
+    Model([peer], good.partition, good.layers, good.dtype).step(0, [New(1)], [Rows(1, 0, 3)])
 
 
 def test_a_bind_comes_first(pool: Pool) -> None:
