@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import llama
+from tiny import llama
 
 from lamina import LLM, SamplingParams
 from lamina.agreement import compare
