@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from test_convert import blocks, step
@@ -26,22 +28,23 @@ _PHI3 = Phi3Config(hidden_size=64, intermediate_size=96, num_key_value_heads=2, 
 _GPT2 = GPT2Config(n_embd=64, n_layer=3, n_head=4, n_positions=64, vocab_size=96, bos_token_id=0, eos_token_id=0)
 _GPTJ = GPTJConfig(n_embd=64, n_layer=3, n_head=4, n_positions=64, rotary_dim=8, vocab_size=96)
 _MPT = MptConfig(d_model=64, n_layers=3, n_heads=4, vocab_size=96, max_seq_len=64)
+_CONFIGS: dict[str, PreTrainedConfig] = {c.model_type: c for c in (_LLAMA, _PHI3, _GPT2, _GPTJ, _MPT)}
 
 
-def build(
-    config: PreTrainedConfig, dtype: torch.dtype = torch.float32, overlap: bool = False
-) -> tuple[nn.Module, SlicedProgram]:
+@functools.cache
+def build(family: str, overlap: bool = False) -> tuple[nn.Module, SlicedProgram]:
+    """A small fp64 model and its slices; shared, as nothing changes them."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_config(_CONFIGS[family], dtype=torch.float64).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:  # larger than the default, so that attention is sharp and errors show
             nn.init.normal_(parameter, std=0.2)
     return model, convert_model(model, max_model_len=64, overlap=overlap)
 
 
-@pytest.mark.parametrize("config", [_LLAMA, _GPT2, _PHI3], ids=lambda c: c.model_type)
-def test_slices_continue_three_texts_as_the_model_would(config: PreTrainedConfig) -> None:
-    model, program = build(config, torch.float64)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
+def test_slices_continue_three_texts_as_the_model_would(family: str) -> None:
+    model, program = build(family)
     texts = torch.randint(0, 96, (3, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model(texts).logits
@@ -56,23 +59,23 @@ def test_slices_continue_three_texts_as_the_model_would(config: PreTrainedConfig
         torch.testing.assert_close(logits, truth, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("config", [_LLAMA, _PHI3, _MPT, _GPT2], ids=lambda c: c.model_type)
-def test_q_leaves_before_the_gemm_of_k_and_v(config: PreTrainedConfig) -> None:
-    before, between, after = blocks(build(config)[1].slices[1])
-    assert len(before) == (5 if config.model_type == "llama" else 4)
-    assert len(between) == (2 if config.model_type == "llama" else 1)
+@pytest.mark.parametrize("family", ["llama", "phi3", "mpt", "gpt2"])
+def test_q_leaves_before_the_gemm_of_k_and_v(family: str) -> None:
+    before, between, after = blocks(build(family)[1].slices[1])
+    assert len(before) == (5 if family == "llama" else 4)
+    assert len(between) == (2 if family == "llama" else 1)
     assert after == []
 
 
 def test_positions_cross_in_place_of_the_tables_that_are_alive() -> None:
-    _, program = build(_LLAMA)
-    assert [c.bytes_per_token for c in program.cuts] == [260, 260, 256]
-    assert [c.live_bytes_per_token for c in program.cuts] == [256 + 2 * 16 * 4] * 2 + [256]
+    _, program = build("llama")
+    assert [c.bytes_per_token for c in program.cuts] == [516, 516, 512]
+    assert [c.live_bytes_per_token for c in program.cuts] == [512 + 2 * 16 * 8] * 2 + [512]
 
 
 def test_gptj_overlaps_its_mlp_on_demand() -> None:
-    _, plain = build(_GPTJ)
-    _, program = build(_GPTJ, overlap=True)
+    _, plain = build("gptj")
+    _, program = build("gptj", overlap=True)
     before, between, after = blocks(program.slices[1])
     assert [w.split(".")[-2] for w in (before[-1], *between, *after)] == [
         "q_proj",
@@ -82,11 +85,11 @@ def test_gptj_overlaps_its_mlp_on_demand() -> None:
         "fc_out",
     ]
     assert [blocks(p.slices[1])[2] != [] for p in (plain, program)] == [False, True]
-    assert program.cuts[1].bytes_per_token - plain.cuts[1].bytes_per_token == 64 * 4
+    assert program.cuts[1].bytes_per_token - plain.cuts[1].bytes_per_token == 64 * 8
 
 
 def test_dead_masks_and_position_tables_vanish() -> None:
-    _, program = build(_GPT2)
-    assert program.cuts[1].bytes_per_token == 64 * 4
+    _, program = build("gpt2")
+    assert program.cuts[1].bytes_per_token == 64 * 8
     operators = {str(n.target) for n in program.slices[1].module.graph.nodes if n.op == "call_function"}
     assert not any(word in o for o in operators for word in ("arange", "where", "dropout", "assert", "masked"))

@@ -95,7 +95,7 @@ def test_a_shallow_model_of_other_layers_proves_nothing() -> None:
 
 
 def test_slices_must_repeat_even_if_the_layers_look_alike() -> None:
-    model = build([Alternating] * 9)
+    model = build([Alternating] * 6)
     assert set(layer_kinds(list(model.layers))) == {0}
     assert stamped(model) is None
 
