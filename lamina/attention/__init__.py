@@ -77,5 +77,9 @@ def get(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend
 
     if name not in BACKENDS:
         raise ValueError(f"unknown attention backend {name!r}; choose one of {', '.join(BACKENDS)}")
-    backend: AttentionBackend = import_module(f"{__name__}.{BACKENDS[name]}").open_backend(device, dtype)
+    try:
+        module = import_module(f"{__name__}.{BACKENDS[name]}")
+    except ImportError as e:
+        raise ImportError(f"attention backend {name!r} cannot be used here: {e}") from e
+    backend: AttentionBackend = module.open_backend(device, dtype)
     return backend

@@ -308,3 +308,9 @@ def test_every_stored_token_counts(name: str, count: int) -> None:
 def test_the_table_refuses_unknown_names() -> None:
     with pytest.raises(ValueError, match="reference"):
         get("no-such-backend", CPU, torch.float32)
+
+
+def test_a_backend_that_misses_something_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, "abacus", "no_such_module")
+    with pytest.raises(ImportError, match=r"'abacus' cannot be used here: No module named .*no_such_module"):
+        get("abacus", CPU, torch.float32)
