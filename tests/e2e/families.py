@@ -47,12 +47,12 @@ class Family:
         config._experts_implementation = "eager"
         torch.manual_seed(self.seed)
         model = getattr(transformers, self.model)(config)
-        _enlarge(model, self.sharpness, self.embeddings)
+        enlarge(model, self.sharpness, self.embeddings)
         return model.eval().requires_grad_(False)
 
 
 @torch.no_grad()
-def _enlarge(model: nn.Module, sharpness: float, embeddings: float) -> None:
+def enlarge(model: nn.Module, sharpness: float, embeddings: float) -> None:
     """Weights of unit gain, instead of the tiny ones of an untrained model whose layers hardly do anything."""
     for name, weight in model.named_parameters():
         if weight.dim() >= 2:
