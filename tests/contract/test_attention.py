@@ -245,9 +245,16 @@ def test_batch_mates_are_independent_bit_for_bit(name: str, dtype: torch.dtype, 
 
 
 @backends
-@pytest.mark.parametrize("spec", [{}, WHOLE], ids=["plain", "whole"])
-def test_threads_make_no_difference_bit_for_bit(name: str, spec: dict[str, float]) -> None:
-    case = Case(((2500, 1), (900, 1), (40, 1), (300, 30), (1200, 1)), operator(8, 4, 32, **spec), torch.bfloat16)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(((2500, 1), (900, 1), (40, 1), (300, 30), (1200, 1)), operator(8, 4, 32), torch.bfloat16),
+        Case(((2500, 1), (900, 1), (40, 1), (300, 30), (1200, 1)), operator(8, 4, 32, **WHOLE), torch.bfloat16),
+        Case(((100, 1),), operator(7, 1, 16)),  # one product alone is computed in another way by many threads
+    ],
+    ids=["plain", "whole", "one item"],
+)
+def test_threads_make_no_difference_bit_for_bit(name: str, case: Case) -> None:
     threads, one = torch.get_num_threads(), run(get(name, CPU, case.dtype), case)
     try:
         for n in (1, 2, 4):
