@@ -52,18 +52,17 @@ class Detokenizer:
         """``prompt``: the token ids that the completion continues."""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._context = self._last_characters(list(prompt))  # the last tokens whose text is out
-        self._pending: list[int] = []
+        open_tail = self._open_tail(list(prompt[-_CONTEXT:]))
+        self._context = self._last_characters(list(prompt[: len(prompt) - open_tail]))  # the last tokens that are out
+        self._pending = list(prompt[len(prompt) - open_tail :])
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The new text that is certain; empty while a character is incomplete."""
         self._pending.extend(token_ids)
-        whole = self._text(len(self._pending))
         for count in range(len(self._pending), 0, -1):
-            text = whole if count == len(self._pending) else self._text(count)
+            text = self._text(count)
             # What looks like a broken character may be one whose last bytes are still to come.
-            is_certain = not text.endswith(_REPLACEMENT) or len(self._pending) - count >= _OPEN_BYTES
-            if is_certain and whole.startswith(text):
+            if not text.endswith(_REPLACEMENT) or len(self._pending) - count >= _OPEN_BYTES:
                 return self._take(count, text)
         return ""
 
@@ -77,8 +76,6 @@ class Detokenizer:
         before, both = self._decode(self._context), self._decode(self._context + pending)
         if both.startswith(before):
             return both[len(before) :]
-        if before.endswith(_REPLACEMENT):  # the context ends within a character, which the pending tokens go on with
-            return both[len(before.rstrip(_REPLACEMENT)) :]
         return self._decode(pending)  # some decoders turn all of a run of bytes into U+FFFD while its end is open
 
     def _take(self, count: int, text: str) -> str:
@@ -86,6 +83,13 @@ class Detokenizer:
         # A context must begin where a character does; tokens without text (special ones) are no context by themselves.
         self._context = taken if text else (self._context + taken)[-_CONTEXT:]
         return text
+
+    def _open_tail(self, prompt: list[int]) -> int:
+        """How many tokens at the end of a prompt begin a character that the completion has to finish."""
+        for size in range(min(_OPEN_BYTES, len(prompt)) + 1):
+            if not self._decode(prompt[: len(prompt) - size]).endswith(_REPLACEMENT):
+                return size
+        return 0
 
     def _last_characters(self, prompt: list[int]) -> list[int]:
         """The end of the prompt, from where a character begins."""

@@ -108,6 +108,22 @@ def test_an_open_character_is_held_back_and_given_up_at_the_end() -> None:
     assert stream.finish() == ""
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_completion_may_go_on_within_a_character(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    start, ids = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("the cat", "the cat\u20acing"))
+    middle = len(start) + 2
+    assert "".join(pieces(tokenizer, ids[:middle], ids[middle:])) == "\u20acing"
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_whole_characters_before_an_open_one_come_at_once(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer("\u20ac\u20ac", add_special_tokens=False)["input_ids"]
+    stream = Detokenizer(tokenizer, tokenizer("the", add_special_tokens=False)["input_ids"])
+    assert [stream.push(ids[-6:-1]), stream.push(ids[-1:])] == ["\u20ac", "\u20ac"]
+
+
 def test_broken_bytes_do_not_hold_text_back_for_ever() -> None:
     tokenizer = TOKENIZERS["byte-level"]
     stray = tokenizer("\u20ac", add_special_tokens=False)["input_ids"][1]
