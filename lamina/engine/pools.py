@@ -141,8 +141,10 @@ class Pools:
         here = one_process or with_module
         extra = (model,) if with_module else ()
         self._members.append(_Member(ThreadWorker("compute", 0, *extra) if here else ProcessWorker("compute", 0)))
-        # Memory workers of one host run at the same time, the compute worker while they rest.
-        threads = config.memory_threads or max(1, len(os.sched_getaffinity(0)) // config.memory_workers)
+        # Memory workers of one host run at the same time, the compute worker while they rest. In one process all share
+        # torch's threads: those are left as they are.
+        share = max(1, len(os.sched_getaffinity(0)) // config.memory_workers)
+        threads = config.memory_threads or (0 if one_process else share)
         for member, address in zip(self._members, config.addresses, strict=False):
             self._send(member, StartMemory(scheme=config.transport, address=address, key=key, threads=threads))
         deadline = time.monotonic() + config.start_timeout_s
