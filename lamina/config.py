@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+CHUNK_TOKENS = 128  # of attention.merge, which this module does not import for torch's sake
+_ACCEPTED = {"int": ("int",), "float": ("float", "int"), "str": ("str",), "bool": ("bool",)}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -28,7 +30,10 @@ class EngineConfig:
     max_num_seqs: int = option(64, "sequences that decode at once")
     prefill_chunk: int = option(512, "prompt tokens in a step at most; other requests decode between chunks")
     overlap: bool = option(True, "memory workers attend stored tokens on Q alone, while K and V are still projected")
-    deterministic: bool = option(False, "fixed slice shapes: results do not depend on batch mates; slower")
+    deterministic: bool = option(
+        False,
+        "fixed shapes and cuts: results do not depend on batch mates (but for rounding after a preemption); slower",
+    )
     attention: str = option("reference", "attention backend of the memory workers")
     compute_threads: int = option(0, "threads of the compute worker; 0 = all cores")
     memory_threads: int = option(0, "threads of each memory worker; 0 = an equal share of the cores")
@@ -38,6 +43,10 @@ class EngineConfig:
     step_timeout_s: float = option(60.0, "seconds for one step before a worker counts as hung")
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if type(value).__name__ not in _ACCEPTED[str(f.type)]:
+                raise ValueError(f"{flag(f.name)} must be of type {f.type}, not {value!r}")
         for name, low in (
             ("memory_workers", 1), ("max_num_seqs", 1), ("prefill_chunk", 1), ("block_size", 1), ("max_model_len", 0),
             ("compute_threads", 0), ("memory_threads", 0), ("seed", 0),
@@ -49,8 +58,8 @@ class EngineConfig:
                 raise ValueError(f"{flag(name)} must be a positive number of seconds, not {getattr(self, name)}")
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        if 256 % self.block_size:
-            raise ValueError(f"--block-size must divide 256, not {self.block_size}: use 16, 32 or 64")
+        if CHUNK_TOKENS % self.block_size:
+            raise ValueError(f"--block-size must divide {CHUNK_TOKENS}, not {self.block_size}: use 16, 32 or 64")
         if self.memory_addresses and len(self.addresses) != self.memory_workers:
             raise ValueError(
                 f"--memory-addresses names {len(self.addresses)} places for --memory-workers {self.memory_workers}"

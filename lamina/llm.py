@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import os
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .config import make_config
 from .engine.engine import Engine
-from .engine.pools import Pools, WorkerError
+from .engine.pools import Pools
 from .models.tokens import Detokenizer, load_tokenizer
 from .progress import progress_bar
 from .request import RequestOutput, SamplingParams
@@ -37,12 +39,15 @@ class LLM:
         ``progress``: show a bar on stderr while workers start and load.
         """
         config = make_config(options)
+        model = _checked_model(model)
         with progress_bar(progress) as on_progress:
             self._tokenizer = load_tokenizer(
                 tokenizer if tokenizer is not None else model, trust_remote_code=config.trust_remote_code
             )
             self.pools = Pools(model, config, on_progress)
             self.engine = Engine(self.pools, config)
+        # By request: outputs that its iterator has not taken yet.
+        self._grown: dict[int, deque[RequestOutput]] = {}
         self._finalizer = weakref.finalize(self, self.pools.close)
 
     @property
@@ -57,7 +62,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete all prompts (text or token ids); results in their order, each finished.
 
-        One SamplingParams serves all prompts, a list gives each its own. Ctrl-C ends the workers.
+        One SamplingParams serves all prompts, a list gives each its own. Ctrl-C ends the workers. One thread at a time uses an LLM.
         """
         order = self._add_all(prompts, sampling_params)
         finished: dict[int, RequestOutput] = {}
@@ -75,11 +80,11 @@ class LLM:
 
         Closing the iterator early cancels what is unfinished.
         """
-        for output in self._run(self._add_all(prompts, sampling_params)):
-            yield copy.deepcopy(output)
+        return (copy.deepcopy(output) for output in self._run(self._add_all(prompts, sampling_params)))
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Counters of every worker since its start: seconds by activity, steps, rows, bytes. Keys like "memory-0"."""
+        self._check_open()
         return self.pools.stats()
 
     def close(self) -> None:
@@ -95,8 +100,7 @@ class LLM:
     def _add_all(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[int]:
-        if not self._finalizer.alive:
-            raise ValueError("this LLM is closed: create a new one")
+        self._check_open()
         batch = _as_list(prompts)
         each = _params_for(batch, params)
         encoded = [self._encode(p) for p in batch]
@@ -117,22 +121,41 @@ class LLM:
         return self.engine.add(ids, params, text=text, make_pieces=make_pieces)
 
     def _run(self, request_ids: list[int]) -> Iterator[RequestOutput]:
+        """Outputs of these requests as they grow; those of others wait for their own iterators."""
         wanted = set(request_ids)
+        self._grown |= {request_id: deque() for request_id in request_ids}
         try:
             while wanted:
-                for output in self.engine.step():
-                    if output.request_id in wanted:
-                        if output.finished:
-                            wanted.remove(output.request_id)
-                        yield output
-        except (WorkerError, KeyboardInterrupt):
-            self.close()  # a step may be half read
-            raise
+                for output in self._take(wanted):
+                    if output.finished:
+                        wanted.discard(output.request_id)
+                    yield output
         finally:
+            for request_id in request_ids:
+                self._grown.pop(request_id, None)
             for request_id in wanted:
                 self.engine.cancel(request_id)
-            if self._finalizer.alive:
+            if not self.pools.closed:
                 self.engine.settle()
+
+    def _take(self, wanted: set[int]) -> list[RequestOutput]:
+        waiting = [self._grown[i].popleft() for i in sorted(wanted) if self._grown[i]]
+        if waiting:
+            return waiting
+        self._check_open()
+        try:
+            outputs = self.engine.step()
+        except BaseException:
+            self.close()  # a step may be half read
+            raise
+        for output in outputs:
+            if output.request_id not in wanted and output.request_id in self._grown:
+                self._grown[output.request_id].append(copy.deepcopy(output))
+        return [o for o in outputs if o.request_id in wanted]
+
+    def _check_open(self) -> None:
+        if self.pools.closed:
+            raise ValueError("this LLM is closed: create a new one")
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
@@ -140,6 +163,22 @@ class LLM:
         if self._tokenizer is None:
             raise ValueError("text prompts need a tokenizer: pass tokenizer= or prompts as token ids")
         return list(self._tokenizer(prompt)["input_ids"])
+
+
+def _checked_model(model: Any) -> Any:
+    if isinstance(model, os.PathLike):
+        model = os.fspath(model)
+    if isinstance(model, str):
+        if not model:
+            raise ValueError("model is empty: give a directory, a hub id or a torch.nn.Module")
+        return model
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a directory, a hub id or a torch.nn.Module, not {type(model).__name__}")
+    if any(p.device.type != "cpu" for p in model.parameters()):
+        raise ValueError("model has weights that are not on the CPU: call model.to('cpu') first")
+    return model
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

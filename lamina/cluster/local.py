@@ -40,7 +40,8 @@ class WorkerHandle(Protocol):
 class ProcessWorker:
     """A worker that is its own process, started with ``python -m``."""
 
-    def __init__(self, role: str, index: int) -> None:
+    def __init__(self, role: str, index: int, threads: int = 0) -> None:
+        """``threads`` of OpenMP; 0 = what the environment says, else all cores."""
         self.role, self.index = role, index
         self.sock, theirs = socket.socketpair()
         module, _ = ROLES[role]
@@ -49,7 +50,8 @@ class ProcessWorker:
                 [sys.executable, "-m", module, "--control-fd", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=_environment(),
+                env=_environment(threads),
+                process_group=0,  # Ctrl-C is the driver's to handle, also while the worker still imports
             )
         self.pid = self._process.pid
 
@@ -57,7 +59,7 @@ class ProcessWorker:
         code = self._process.poll()
         if code is None:
             return None
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
 
     def join(self, timeout_s: float) -> None:
         try:
@@ -85,11 +87,20 @@ class ThreadWorker:
         self._thread.join(timeout_s)
 
 
-def _environment() -> dict[str, str]:
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _environment(threads: int) -> dict[str, str]:
     # The package need not be installed: workers find it where this process did.
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     # Both pools may share these cores: OpenMP threads that spin at the end of a loop take them from the other pool, and
     # on a busy machine from the very thread that they wait for (measured: 10 times slower steps).
     defaults = {"OMP_WAIT_POLICY": "passive"}
-    return {**defaults, **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    # Told at start, OpenMP makes no more threads than asked for; told later, it wakes them for the smallest loop.
+    wanted = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    return {**defaults, **os.environ, **wanted, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

@@ -36,7 +36,12 @@ class Engine:
         self.info = wire.ready
         self._clock = clock
         self._ledger = BlockTables(self.info.windows, self.info.num_blocks, self.info.block_size)
-        self.scheduler = Scheduler(self._ledger, max_num_seqs=config.max_num_seqs, prefill_chunk=config.prefill_chunk)
+        self.scheduler = Scheduler(
+            self._ledger,
+            max_num_seqs=config.max_num_seqs,
+            prefill_chunk=config.prefill_chunk,
+            aligned=config.deterministic,
+        )
         self._steps: deque[ScheduledStep] = deque()
         self._requests: dict[int, Request] = {}
         self._next_request = 0
@@ -64,7 +69,7 @@ class Engine:
         self.check(prompt, params)
         request_id, self._next_request = self._next_request, self._next_request + 1
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        sequences = [self._sequence(request_id, prompt, params, seed + i, i) for i in range(params.n)]
+        sequences = [self._sequence(request_id, prompt, params, _seed_of(seed, i), i) for i in range(params.n)]
         outputs = [s.output for s in sequences]
         output = RequestOutput(request_id, text, list(prompt), outputs, RequestTimes(self._clock()))
         texts = [TextStream(make_pieces(), params.stop_strings) if make_pieces else None for _ in sequences]
@@ -80,14 +85,14 @@ class Engine:
             raise ValueError("the prompt is empty: it needs at least one token")
         if len(prompt) >= limit:
             raise ValueError(f"the prompt has {len(prompt)} tokens; at most {limit - 1} fit (--max-model-len {limit})")
-        bad = next((t for t in (*prompt, *params.stop_token_ids) if not 0 <= t < vocab), None)
+        bad = next((t for t in (*prompt, *(params.stop_token_ids or [])) if not 0 <= t < vocab), None)
         if bad is not None:
             raise ValueError(f"token id {bad} is outside the vocabulary of {vocab} tokens")
 
     def step(self) -> list[RequestOutput]:
         """One pass of the loop; returns the requests that got tokens. Raises WorkerError when a worker is lost."""
         step = self.scheduler.schedule()
-        done = self.wire.run(self._submit(step))
+        done = self._run(step)
         return self._postprocess(done)
 
     def cancel(self, request_id: int) -> None:
@@ -112,18 +117,19 @@ class Engine:
         max_len = limit if params.max_tokens is None else min(limit, len(prompt) + params.max_tokens)
         eos = [] if params.ignore_eos else self.info.eos_token_ids
         output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
-        stops = frozenset([*eos, *params.stop_token_ids])
+        stops = frozenset([*eos, *(params.stop_token_ids or [])])
         return Sequence(request_id, params, seed, list(prompt), output, max_len, stops)
 
-    def _submit(self, step: ScheduledStep | None) -> RunStep | None:
+    def _run(self, step: ScheduledStep | None) -> StepDone | None:
         if step is None:
-            return None
-        self._steps.append(step)
+            return self.wire.run(None)
         ends, row = {}, 0
         for sequence, rows in zip(step.parts, step.plan.rows, strict=True):
             row += rows.count
             ends[sequence] = row - 1
-        return RunStep(plan=step.plan, tokens=step.tokens, draws=[_draw(s, ends[s]) for s in step.draws])
+        draws = [_draw(s, ends[s]) for s in step.draws]
+        self._steps.append(step)
+        return self.wire.run(RunStep(plan=step.plan, tokens=step.tokens, draws=draws))
 
     def _postprocess(self, done: StepDone | None) -> list[RequestOutput]:
         if done is None:
@@ -152,6 +158,11 @@ class Engine:
             output.logprobs.append([Logprob(*pair) for pair in drawn.logprobs])
         if text is not None:
             _extend(text, sequence, drawn.token)
+
+
+def _seed_of(seed: int, index: int) -> int:
+    """Of completion ``index``: far from those of other requests, whose seeds are often neighbours."""
+    return (seed + index * 0x9E3779B97F4A7C15) % (1 << 63)
 
 
 def _draw(sequence: Sequence, row: int) -> Draw:

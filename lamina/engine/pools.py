@@ -33,6 +33,7 @@ from lamina.workers.control import (
 
 FROM_WORKERS = MemoryReady | ComputeReady | Progress | StepDone | Stats | Failed
 JOIN_S = 5.0
+JOIN_AFTER_LOSS_S = 0.5
 STATS_S = 5.0
 
 
@@ -84,10 +85,6 @@ class Pools:
         """Name of each worker -> its process."""
         return {f"{m.handle.role}-{m.handle.index}": m.handle.pid for m in self._members}
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
     def run(self, step: RunStep | None) -> StepDone | None:
         """Queue ``step``; return the oldest result once more than LOOKAHEAD are in flight, or when ``step`` is None."""
         if step is not None:
@@ -98,7 +95,8 @@ class Pools:
         if not self._in_flight:
             return None
         with self._lock:
-            done = self._await(self._compute, StepDone, self._config.step_timeout_s, "to finish a step")
+            limit = self._config.step_timeout_s
+            done = self._await(self._compute, StepDone, limit, f"for a step (--step-timeout-s {limit:g})")
         self._in_flight.popleft()
         return done  # type: ignore[no-any-return]
 
@@ -117,15 +115,36 @@ class Pools:
         """End all workers: ask, wait, then by force. Idempotent."""
         if self._closed:
             return
-        self._closed = True
+        try:
+            self._end()
+        finally:
+            self._closed = True
+
+    def fail(self) -> None:
+        """End what is left after a loss: nobody can do anything useful any more, so by force and soon."""
+        try:
+            self._end(JOIN_AFTER_LOSS_S)
+        finally:
+            self._closed = True
+
+    def _end(self, join_s: float = JOIN_S) -> None:
         for member in self._members:
             with contextlib.suppress(LinkClosedError):
                 member.link.send(Stop())
         for member in self._members:
             member.link.close()
-        deadline = time.monotonic() + JOIN_S
+        deadline = time.monotonic() + join_s
         for member in self._members:
             member.handle.join(max(0.0, deadline - time.monotonic()))
+
+    @property
+    def _start_limit(self) -> str:
+        return f"to start (--start-timeout-s {self._config.start_timeout_s:g})"
+
+    @property
+    def closed(self) -> bool:
+        """Whether the workers have been ended, by ``close`` or because one was lost."""
+        return self._closed
 
     @property
     def _compute(self) -> _Member:
@@ -133,24 +152,26 @@ class Pools:
 
     def _start(self, model: Any, on_progress: Callable[[str, int, int], None]) -> ComputeReady:
         config, key = self._config, secrets.token_bytes(32)
-        with_module = not isinstance(model, str)
+        with_module = not isinstance(model, str)  # an nn.Module: LLM has checked
         one_process = netstack.open(config.transport, key=key).in_process
-        for index in range(config.memory_workers):
-            worker = ThreadWorker("memory", index) if one_process else ProcessWorker("memory", index)
-            self._members.append(_Member(worker))
-        here = one_process or with_module
-        extra = (model,) if with_module else ()
-        self._members.append(_Member(ThreadWorker("compute", 0, *extra) if here else ProcessWorker("compute", 0)))
         # Memory workers of one host run at the same time, the compute worker while they rest. In one process all share
         # torch's threads: those are left as they are.
         share = max(1, len(os.sched_getaffinity(0)) // config.memory_workers)
         threads = config.memory_threads or (0 if one_process else share)
+        for index in range(config.memory_workers):
+            worker = ThreadWorker("memory", index) if one_process else ProcessWorker("memory", index, threads)
+            self._members.append(_Member(worker))
+        here = one_process or with_module
+        extra = (model,) if with_module else ()
+        cores = config.compute_threads
+        compute = ThreadWorker("compute", 0, *extra) if here else ProcessWorker("compute", 0, cores)
+        self._members.append(_Member(compute))
         for member, address in zip(self._members, config.addresses, strict=False):
             self._send(member, StartMemory(scheme=config.transport, address=address, key=key, threads=threads))
         deadline = time.monotonic() + config.start_timeout_s
         urls = []
         for member in self._members[:-1]:
-            ready = self._await(member, MemoryReady, deadline - time.monotonic(), "to start")
+            ready = self._await(member, MemoryReady, deadline - time.monotonic(), self._start_limit)
             urls.append(ready.url)
         self._send(self._compute, self._start_compute("" if with_module else model, key, urls))
         on_progress("starting workers", 1, 1)
@@ -180,7 +201,7 @@ class Pools:
     def _await_compute(self, deadline: float, on_progress: Callable[[str, int, int], None]) -> ComputeReady:
         while True:
             left = deadline - time.monotonic()
-            message = self._await(self._compute, Progress | ComputeReady, left, "to load the model (--start-timeout-s)")
+            message = self._await(self._compute, Progress | ComputeReady, left, self._start_limit)
             if isinstance(message, ComputeReady):
                 return message
             on_progress(message.stage, message.done, message.total)
@@ -199,13 +220,15 @@ class Pools:
                 if isinstance(message, kind):
                     wanted.inbox.remove(message)
                     return message
-            left = max(0.0, deadline - time.monotonic())
-            ready, _, _ = select.select([m.link for m in self._members], [], [], left)
-            if not ready:
-                self.close()
-                raise WorkerError(f"{wanted.name} took more than {timeout_s:.0f} s {what}")
+            poller = select.poll()
             for member in self._members:
-                if member.link in ready:
+                poller.register(member.link, select.POLLIN)
+            ready = {fd for fd, _ in poller.poll(max(0.0, deadline - time.monotonic()) * 1000)}
+            if not ready:
+                self.fail()
+                raise WorkerError(f"{wanted.name} took too long {what}")
+            for member in self._members:
+                if member.link.fileno() in ready:
                     member.inbox.append(self._receive(member))
 
     def _receive(self, member: _Member) -> Any:
@@ -226,7 +249,7 @@ class Pools:
         for other in self._members:
             if other is not member and other.handle.fate() is not None:
                 return self._lost(other)
-        self.close()
+        self.fail()
         return WorkerError(message.text)
 
     def _lost(self, member: _Member) -> WorkerError:
@@ -234,5 +257,5 @@ class Pools:
         while member.handle.fate() is None and time.monotonic() < deadline:
             threading.Event().wait(0.01)  # the link ends a moment before the process can be waited for
         fate = member.handle.fate() or "closed its control link"
-        self.close()
+        self.fail()
         return WorkerError(f"{member.name} {fate}; its pool cannot go on: create the engine again")

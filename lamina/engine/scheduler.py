@@ -62,10 +62,12 @@ class Scheduler:
     finished thus runs one row too many, whose token is dropped; its blocks are freed by the next plan.
     """
 
-    def __init__(self, ledger: Ledger, *, max_num_seqs: int, prefill_chunk: int) -> None:
+    def __init__(self, ledger: Ledger, *, max_num_seqs: int, prefill_chunk: int, aligned: bool = False) -> None:
+        """``aligned``: cut prompts at multiples of ``prefill_chunk`` only, whatever else is in the step."""
         self._ledger = ledger
         self._max_num_seqs = max_num_seqs
         self._prefill_chunk = prefill_chunk
+        self._aligned = aligned
         self._max_rows = max_num_seqs + prefill_chunk
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -117,7 +119,7 @@ class Scheduler:
         for sequence in self._running:
             if sequence.wants_rows:
                 prefilling = sequence.num_promised - sequence.num_scheduled > 1
-                count = sequence.rows(budget if prefilling else 1)
+                count = self._count(sequence, budget) if prefilling else 1
                 if prefilling:
                     budget -= count
                 if count:
@@ -140,16 +142,30 @@ class Scheduler:
         budget = self._prefill_chunk - sum(c for c in picked.values() if c > 1)
         needed = self._ledger.blocks_needed(self._rows(picked))
         left = [f - n for f, n in zip(self._ledger.free_blocks, needed, strict=True)]
+        for sequence, count in picked.items():  # what running prefills will still take
+            missing = sequence.num_promised - sequence.num_scheduled - count
+            left = [n - -(-missing // self._ledger.block_size) for n in left]
         while self._waiting and budget > 0 and len(self._running) < self._max_num_seqs:
             sequence = self._waiting[0]
+            count = self._count(sequence, budget)
             left = [f - n for f, n in zip(left, self._blocks_of(sequence), strict=True)]
-            if min(left) < 0 or sequence.num_drawing:  # a preempted one whose last token is still being drawn waits
+            if (
+                not count or min(left) < 0 or sequence.num_drawing
+            ):  # a preempted one whose last token is still being drawn waits
                 return
             sequence.id, self._next_id = self._next_id, self._next_id + 1
             self._ops.append(New(sequence.id))
             self._running.append(self._waiting.popleft())
-            picked[sequence] = sequence.rows(budget)
-            budget -= picked[sequence]
+            picked[sequence] = count
+            budget -= count
+
+    def _count(self, sequence: Sequence, budget: int) -> int:
+        """Prompt tokens of ``sequence`` in this step, at most ``budget``; 0 = none yet."""
+        missing = sequence.num_promised - sequence.num_scheduled
+        if not self._aligned:
+            return min(missing, budget)
+        piece = min(missing, self._prefill_chunk - sequence.num_scheduled % self._prefill_chunk)
+        return piece if piece <= budget else 0
 
     def _blocks_of(self, sequence: Sequence) -> list[int]:
         length, ledger = sequence.num_promised, self._ledger

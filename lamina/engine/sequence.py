@@ -45,10 +45,6 @@ class Sequence:
         """False once the last token that its length allows is known or being drawn."""
         return not self.finished and self.num_promised < self.max_len and self.num_scheduled < self.num_promised
 
-    def rows(self, budget: int) -> int:
-        """How many positions to schedule next, given room for ``budget`` prompt tokens in this step."""
-        return min(self.num_promised - self.num_scheduled, max(budget, 0))
-
     def token_at(self, position: int) -> int:
         """The token of a scheduled row; -1 where the step before draws it."""
         return self.tokens[position] if position < len(self.tokens) else -1

@@ -43,14 +43,11 @@ class _Server:
 
     def run(self) -> None:
         try:
-            self._worker, ready = self._prepare()
-            self._service.link.send(ready)
-            self._loop(self._worker)
+            if self._start_up() and self._worker:
+                self._loop(self._worker)
         except LinkClosedError:
             pass  # the driver is gone: so are we
-        except (RefusedError, ValueError) as e:
-            self._service.fail(str(e), user_error=True)
-        except (ChannelError, ProtocolError) as e:
+        except (ChannelError, ProtocolError, RefusedError) as e:
             if not self._service.stopped.is_set():
                 self._service.fail(f"compute worker: {e}")
         except Exception as e:
@@ -59,6 +56,16 @@ class _Server:
         finally:
             self._fabric.close()
             self._service.link.close()
+
+    def _start_up(self) -> bool:
+        """Whether there is a model to serve; what a user can put right has been told."""
+        try:
+            self._worker, ready = self._prepare()
+        except (RefusedError, ValueError) as e:
+            self._service.fail(str(e), user_error=True)
+            return False
+        self._service.link.send(ready)
+        return True
 
     def _loop(self, worker: ComputeWorker) -> None:
         current = None
@@ -83,7 +90,7 @@ class _Server:
         from lamina.models.load import load
 
         start, clock = self._start, _Clock()
-        if start.threads:
+        if start.threads and start.threads != torch.get_num_threads():
             torch.set_num_threads(start.threads)
         source = self._module if self._module is not None else start.model
         loaded = load(source, dtype=start.dtype, trust_remote_code=start.trust_remote_code, progress=self._progress)

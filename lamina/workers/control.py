@@ -184,15 +184,19 @@ class ControlLink:
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
+    def _wait(self, deadline: float) -> None:
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise TimeoutError("control link: no message in time")
+
     def _read(self, nbytes: int, deadline: float | None) -> bytearray:
         data = bytearray(nbytes)
         view = memoryview(data)
         while view:
             try:
                 if deadline is not None:
-                    left = deadline - time.monotonic()
-                    if not select.select([self._sock], [], [], max(0.0, left))[0]:
-                        raise TimeoutError("control link: no message in time")
+                    self._wait(deadline)
                 got = self._sock.recv_into(view)
             except (OSError, ValueError) as e:
                 if isinstance(e, TimeoutError):

@@ -52,21 +52,21 @@ class Service:
 
     def _read(self) -> None:
         reason = "stopped by the driver"
-        while True:
-            try:
-                message = self.link.recv()
-            except LinkClosedError as e:
-                reason = f"the driver is gone ({e})"
-                break
-            if isinstance(message, Stop):
-                break
+        try:
+            self._read_until_stop()
+        except LinkClosedError as e:
+            reason = f"the driver is gone ({e})"
+        finally:
+            self.stopped.set()
+            self._abort(reason)
+            self._inbox.put(None)
+
+    def _read_until_stop(self) -> None:
+        while not isinstance(message := self.link.recv(), Stop):
             if isinstance(message, AskStats):
                 self.link.send(Stats(values=self._stats()))
             else:
                 self._inbox.put(message)
-        self.stopped.set()
-        self._abort(reason)
-        self._inbox.put(None)
 
 
 def run_process(serve: Callable[[socket.socket], None]) -> None:

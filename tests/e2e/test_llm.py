@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lamina import LLM, SamplingParams, netstack
@@ -53,7 +54,7 @@ def test_four_memory_workers_give_the_same_bits_as_one(llama_path: Path, prompts
 
 def test_deterministic_results_do_not_depend_on_batch_mates(llama_path: Path, prompts: list[list[int]]) -> None:
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=12, logprobs=3, ignore_eos=True)
-    with LLM(str(llama_path), transport="loopback", deterministic=True) as llm:
+    with LLM(str(llama_path), transport="loopback", deterministic=True, prefill_chunk=64) as llm:
         together = [o.outputs[0].logprobs for o in llm.generate(prompts, params)]
         alone = [llm.generate([p], params)[0].outputs[0].logprobs for p in prompts]
     assert together == alone
@@ -87,6 +88,26 @@ def test_stream_grows_and_ends(llama_path: Path, prompts: list[list[int]]) -> No
             lengths[output.request_id] = len(output.outputs[0].token_ids)
             last[output.request_id] = output
         assert all(o.finished and o.outputs[0].finish_reason == "length" for o in last.values())
+
+
+def test_iterators_do_not_take_each_others_outputs(
+    llama_path: Path, prompts: list[list[int]], reference: Reference
+) -> None:
+    with LLM(llama_path, transport="loopback") as llm:
+        first = llm.stream(prompts[1], GREEDY)
+        next(first)
+        assert tokens(llm, [prompts[0]]) == [reference(prompts[0], 24)]
+        second = llm.stream(prompts[2], GREEDY)
+        ends = [list(first)[-1], list(second)[-1]]
+        assert [e.outputs[0].token_ids for e in ends] == [reference(prompts[i], 24) for i in (1, 2)]
+
+
+def test_numbers_may_come_from_numpy(shared_llm: LLM) -> None:
+    params = SamplingParams(
+        temperature=np.float32(0.7), seed=np.int64(3), top_k=np.int32(5), max_tokens=np.int64(4), stop=None,
+        stop_token_ids=[np.int64(319)], min_tokens=np.int64(2), ignore_eos=True,
+    )  # fmt: skip
+    assert len(shared_llm.generate([[3, 4]], params)[0].outputs[0].token_ids) <= 4
 
 
 def test_eos_stop_tokens_and_min_tokens(llama_path: Path, reference: Reference) -> None:
@@ -151,6 +172,8 @@ def shared_llm(llama_path: Path) -> Any:
         ({"kv_memory": "1KiB"}, "--kv-memory"),
         ({"kv_memory": "lots"}, "--kv-memory"),
         ({"dtype": "int3"}, "--dtype"),
+        ({"memory_workers": "2"}, "--memory-workers"),
+        ({"block_size": 256}, "--block-size"),
         ({"memory_addresses": "127.0.0.1:0"}, "--memory-addresses"),
         ({"memroy_workers": 2}, "memroy_workers"),
         ({"attention": "magic"}, "attention"),
@@ -173,5 +196,12 @@ def test_a_closed_llm_says_so(llama_path: Path) -> None:
     llm = LLM(str(llama_path), transport="loopback")
     llm.close()
     llm.close()
-    with pytest.raises(ValueError, match="closed"):
-        llm.generate([[3]])
+    for call in (lambda: llm.generate([[3]]), llm.stats, lambda: llm.stream([[3]])):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+
+
+@pytest.mark.parametrize("model", [None, "", 7])
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match="model"):
+        LLM(model)

@@ -45,6 +45,7 @@ def test_every_command_helps(command: str, capsys: pytest.CaptureFixture[str]) -
         (["generate", "m", "--prompt", "x", "--kv-memory", "9 bananas"], "--kv-memory"),
         (["generate", "m", "--prompt", "x", "--temperature", "nan"], "temperature"),
         (["generate", "m", "--prompt", "x", "--block-size", "48"], "--block-size"),
+        (["generate", "", "--prompt", "x"], "model"),
         (["generate", "m", "--prompt-file", "no/such/file"], "no/such/file"),
     ],
 )
