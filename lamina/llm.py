@@ -62,7 +62,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete all prompts (text or token ids); results in their order, each finished.
 
-        One SamplingParams serves all prompts, a list gives each its own. Ctrl-C ends the workers. One thread at a time uses an LLM.
+        One SamplingParams serves all prompts, a list gives each its own. Ctrl-C ends the workers. One thread at a time
+        uses an LLM.
         """
         order = self._add_all(prompts, sampling_params)
         finished: dict[int, RequestOutput] = {}
