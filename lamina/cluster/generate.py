@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+from lamina.config import EngineConfig
 from lamina.request import RequestOutput, SamplingParams
 
 from .flags import add_engine_flags, engine_config, print_config
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if not prompts:
         raise ValueError("no prompt: give --prompt TEXT or --prompt-file FILE")
     if args.dry_run:
-        return _dry_run(args.model, config.memory_workers, config.transport, len(prompts))
+        return _dry_run(args.model, config, len(prompts))
     from lamina.llm import LLM
 
     with LLM(args.model, progress=sys.stderr.isatty(), **dataclasses.asdict(config)) as llm:
@@ -71,13 +72,22 @@ def _read_prompts(path: str | None) -> list[str]:
     return [line for line in text.splitlines() if line.strip()]
 
 
-def _dry_run(model: str, memory_workers: int, transport: str, num_prompts: int) -> int:
+def _dry_run(model: str, config: EngineConfig, num_prompts: int) -> int:
+    from lamina.attention import BACKENDS
     from lamina.models.checkpoint import check_weights, find_checkpoint, read_config
+    from lamina.models.load import max_model_len
+    from lamina.netstack import SCHEMES
 
-    directory = find_checkpoint(model)
-    read_config(directory)
+    for name, value, known in (("--transport", config.transport, SCHEMES), ("--attention", config.attention, BACKENDS)):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+    directory = find_checkpoint(model, trust_remote_code=config.trust_remote_code)
+    limit = max_model_len(read_config(directory, trust_remote_code=config.trust_remote_code))
+    if config.max_model_len > limit:
+        raise ValueError(f"--max-model-len {config.max_model_len} exceeds the model's own limit of {limit} tokens")
     check_weights(directory)
-    print(f"would start 1 compute worker and {memory_workers} memory workers over {transport} for {model}")
+    workers = f"{config.memory_workers} memory worker{'s' if config.memory_workers > 1 else ''}"
+    print(f"would start 1 compute worker and {workers} over {config.transport} for {model}")
     print(f"would complete {num_prompts} prompt{'s' if num_prompts > 1 else ''}")
     return 0
 

@@ -56,6 +56,23 @@ def test_bad_input_is_one_line_and_status_2(argv: list[str], words: str, capsys:
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--transport", "pigeon"], "--transport"),
+        (["--attention", "magic"], "--attention"),
+        (["--max-model-len", "99999"], "--max-model-len"),
+        ([], ""),
+    ],
+)
+def test_dry_run_checks_without_starting(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model")
+    assert main(["generate", model, "--prompt", "x", "--dry-run", *flags]) == (2 if flags else 0)
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert ("would start" in printed.out) == (not flags)
+
+
 def test_pickled_weights_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
