@@ -155,7 +155,9 @@ class Emitter:
         path = module_path(node)
         if not owner and path and not all(module_path(u).startswith(path) for u in node.users):
             owner = path.split(".")
-        return owner[-1] if owner and owner[-1].isidentifier() else operator_name(node)
+        # "self" would hide the module's own in the code that fx writes.
+        named = bool(owner) and owner[-1].isidentifier() and owner[-1] != "self"
+        return owner[-1] if named else operator_name(node)
 
     def _bind(self, node: fx.Node) -> fx.Node:
         label, tensor = weight_label(self._graph.capture, node), self._values(node)

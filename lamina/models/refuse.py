@@ -57,7 +57,7 @@ def check_layers(model: nn.Module, router: Router, max_model_len: int) -> list[R
     router.local = True
     try:
         with torch.no_grad():
-            coupling, counting = _dependence(DecodeStep(model), max_model_len)
+            coupling, counting, numbering = _dependence(DecodeStep(model), max_model_len)
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever a model's own code raises when it is run without a cache
@@ -77,14 +77,20 @@ def check_layers(model: nn.Module, router: Router, max_model_len: int) -> list[R
             f"{type(model).__name__} counts positions by itself instead of by position_ids, and its result depends on "
             f"that within {max_model_len} tokens (relative difference {counting:.1e}): a lower --max-model-len may help"
         )
+    if numbering > _COUNTED:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} numbers the tokens of a text otherwise than 0, 1, 2, ... (relative difference "
+            f"{numbering:.1e}): the positions that memory workers count by would not be its own"
+        )
     return layers
 
 
-def _dependence(step: DecodeStep, max_model_len: int) -> tuple[float, float]:
-    """How much logits change, relative to their spread, in two ways that should make no difference. Meta: 0.
+def _dependence(step: DecodeStep, max_model_len: int) -> tuple[float, float, float]:
+    """How much logits change, relative to their spread, in three ways that should make no difference. Meta: 0.
 
     First: a text runs as one row instead of token by token; the median over tokens, as a tie in an expert's routing may
-    upset one of them. Second: a step is told that it is far along in its text; the largest over tokens.
+    upset one of them. Second: a step is told that it is far along in its text; the largest over tokens. Third: the
+    model numbers the tokens of the text itself; the largest over tokens.
     """
     config: Any = step.model.config
     device = next(step.parameters()).device
@@ -92,12 +98,14 @@ def _dependence(step: DecodeStep, max_model_len: int) -> tuple[float, float]:
     ids = torch.randint(config.get_text_config(decoder=True).vocab_size, (_PROBE_TOKENS, 1), generator=draw).to(device)
     positions = torch.arange(_PROBE_TOKENS, device=device)[:, None]
     as_text = step(ids.T, positions.T)[0].float()
+    numbered = step(ids.T, None)[0].float()
     as_rows = step(ids, positions)[:, 0].float()
     with _FarAlong(max_model_len):
         far_along = step(ids, positions)[:, 0].float()
     if as_rows.is_meta:
-        return 0.0, 0.0
-    return float(_relative(as_rows, as_text).median()), float(_relative(far_along, as_rows).max())
+        return 0.0, 0.0, 0.0
+    coupling, counting = _relative(as_rows, as_text).median(), _relative(far_along, as_rows).max()
+    return float(coupling), float(counting), float(_relative(numbered, as_text).max())
 
 
 def _other_layers(model: nn.Module) -> str:

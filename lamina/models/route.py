@@ -231,8 +231,8 @@ class DecodeStep(nn.Module):
         if "input_ids" not in self._accepts:
             raise UnsupportedModelError(f"{type(model).__name__}.forward takes no input_ids: not a causal LM")
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Both int64. Rows do not see each other but through attention."""
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+        """Both int64. Rows do not see each other but through attention. No positions: the model numbers its tokens."""
         # Without a mask of ones, transformers looks for texts packed into one row and makes masks of data.
         arguments: dict[str, Any] = {
             "position_ids": position_ids,
@@ -240,7 +240,9 @@ class DecodeStep(nn.Module):
             "use_cache": False,
             "return_dict": True,
         }
-        output = self.model(input_ids=input_ids, **{k: v for k, v in arguments.items() if k in self._accepts})
+        output = self.model(
+            input_ids=input_ids, **{k: v for k, v in arguments.items() if k in self._accepts and v is not None}
+        )
         logits: Tensor = output.logits
         return logits
 
