@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens decoded by each competitor")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--memory-workers", type=int, default=1)
+    parser.add_argument("--attention", default="reference", help="backend of the memory workers")
     parser.add_argument("--threads", type=int, default=0, help="of each competitor; 0 = all cores")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--write", action="store_true", help="append to perf/results")
@@ -127,7 +128,7 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(1, 32000, (args.batch, args.prompt), generator=generator).tolist()
     threads = {"compute_threads": args.threads, "memory_threads": args.threads}
-    common = {"dtype": args.dtype, "memory_workers": args.memory_workers, **threads}
+    common = {"attention": args.attention, "dtype": args.dtype, "memory_workers": args.memory_workers, **threads}
     total = args.tokens + 2 * TURN_STEPS + args.tokens // TURN_STEPS
     makers: dict[str, Callable[[], Generate | Lamina]] = {
         "transformers static": lambda: Generate(model, prompts, total, "static"),
