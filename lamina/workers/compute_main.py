@@ -15,6 +15,7 @@ from lamina.netstack import ChannelError, Geometry
 from .compute import ComputeWorker
 from .control import AskStats, ComputeReady, ControlLink, LinkClosedError, Progress, RunStep, StartCompute, Stop
 from .links import MemoryLink, MemoryPool, RefusedError
+from .memory_store import available_bytes
 from .service import Service, run_process
 from .stepplan import Bind, Bound, LayerShape, ProtocolError
 
@@ -170,13 +171,7 @@ def _choose_kv_bytes(
     )
     blocks = -(-max_len // start.block_size) + 1
     wanted = token * start.block_size * blocks * start.max_num_seqs
-    return min(wanted, max(_available_bytes() // 4 // partition.num_workers, token * start.block_size * 2))
-
-
-def _available_bytes() -> int:
-    with open("/proc/meminfo") as f:
-        fields = dict(line.split(":") for line in f)
-    return int(fields["MemAvailable"].split()[0]) << 10
+    return min(wanted, max(available_bytes() // 4 // partition.num_workers, token * start.block_size * 2))
 
 
 def _summary(program: Any, layers: list[LayerShape], dtype: torch.dtype) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -19,6 +18,7 @@ from lamina import netstack
 from lamina.kv.blocks import NoBlocksError, PlanError
 from lamina.netstack import Arrival, Channel, ChannelError, ChannelTimeout, Listener
 
+from .buffers import tensor_over
 from .control import AskStats, ControlLink, LinkClosedError, MemoryReady, StartMemory, Stop
 from .memory_store import Step, Store
 from .service import Service, run_process
@@ -36,7 +36,6 @@ class MemoryWorker:
         self._meter = Meter()
         self._channel: Channel | None = None
         self._aborted = ""
-        _allow_read_only()
 
     def stats(self) -> dict[str, float]:
         """Since the start: attend_s, write_s, wait_s, plan_s; steps, rows, refused; payload bytes_received, bytes_sent.
@@ -175,7 +174,7 @@ class _Session:
             step.write(layer, k, v)
         slot = self._channel.reserve(rows * op.q_heads * op.v_dim * store.dtype.itemsize, timeout_s=RESERVE_S)
         with meter.time("attend_s"):
-            out = torch.frombuffer(slot.data, dtype=store.dtype).view(rows, op.q_heads, op.v_dim)
+            out = tensor_over(slot.data, store.dtype).view(rows, op.q_heads, op.v_dim)
             step.finish(layer, stored, step.attend_new(layer, q, k, v), out)
         self._channel.release(q_arrival)
         self._channel.release(kv_arrival)
@@ -192,7 +191,7 @@ class _Session:
         nbytes = sum(sizes) * dtype.itemsize
         if got != key or arrival.data.nbytes != nbytes:
             raise ProtocolError(f"{got} of {arrival.data.nbytes} bytes in place of {key} of {nbytes} bytes")
-        parts = torch.split(torch.frombuffer(arrival.data, dtype=dtype), sizes)
+        parts = torch.split(tensor_over(arrival.data, dtype), sizes)
         return arrival, [x.view(shape) for x, shape in zip(parts, shapes, strict=True)]
 
     def _receive(self) -> Arrival:
@@ -216,13 +215,6 @@ class _Session:
 
 def _key(kind: Kind, plan: StepPlan, layer: int) -> Key:
     return Key(kind, plan.step, plan.batch, plan.view, layer)
-
-
-def _allow_read_only() -> None:
-    """Tensors over arrivals are only read. torch warns of such buffers once per process: let that be here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 def serve_memory(sock: socket.socket) -> None:

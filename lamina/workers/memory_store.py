@@ -119,7 +119,7 @@ def _check(bind: Bind) -> None:
         raise ProtocolError(f"bind of {bind.max_rows} rows a step, {bind.max_model_len} tokens a sequence")
     if not len(bind.layers) == len(bind.partition.layer_table) > 0:
         raise ProtocolError(f"bind of {len(bind.layers)} layers, partition of {len(bind.partition.layer_table)}")
-    free = _available_bytes()
+    free = available_bytes()
     if bind.kv_bytes > free:
         raise ValueError(f"{bind.kv_bytes} bytes of KV memory asked for, {free} are free: lower --kv-memory")
 
@@ -164,7 +164,8 @@ def _operator(shape: LayerShape, share: Share, device: torch.device) -> Operator
     )
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
+    """Memory that this host could give to a process now."""
     with open("/proc/meminfo") as f:
         fields = dict(line.split(":") for line in f)
     return int(fields["MemAvailable"].split()[0]) << 10
