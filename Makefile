@@ -23,11 +23,11 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 # Installs pinned versions and builds the native parts; PIP_ARGS passes options to pip, such as another index.
-$(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*/*.cpp csrc/*/*.h)
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.cpp csrc/*/*/*.h)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	touch $@
 
 clean:
-	rm -rf build *.egg-info netstack/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build *.egg-info netstack/*.so lamina/*/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,15 +1,26 @@
 """Build of the native parts; everything else is declared in pyproject.toml."""
 
+from glob import glob
+
 from setuptools import Extension, setup
+
+
+def native(name: str, *sources: str) -> Extension:
+    """A native module. Without a compiler the install goes on; selecting what needs the module raises with the
+    cause.
+    """
+    return Extension(
+        name,
+        sources=list(sources),
+        depends=glob("csrc/**/*.h", recursive=True),
+        include_dirs=["csrc"],
+        extra_compile_args=["-std=c++17", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden"],
+        optional=True,
+    )
+
 
 setup(
     ext_modules=[
-        Extension(
-            "lamina.netstack._native",
-            sources=["csrc/netstack/native.cpp"],
-            depends=["csrc/netstack/ring.h"],
-            extra_compile_args=["-std=c++17", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden"],
-            optional=True,  # without a compiler the install goes on; selecting shm then raises with the cause
-        )
+        native("lamina.netstack._native", "csrc/netstack/native.cpp"),
     ]
 )
