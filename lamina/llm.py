@@ -6,17 +6,18 @@ import copy
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from .config import make_config
 from .engine.engine import Engine
 from .engine.pools import Pools
-from .models.tokens import Detokenizer, load_tokenizer
+from .models.tokens import Detokenizer, apply_chat_template, load_tokenizer
 from .progress import progress_bar
 from .request import RequestOutput, SamplingParams
 
 Prompt = str | Sequence[int]
+Conversation = Sequence[dict[str, Any]]
 
 
 class LLM:
@@ -83,6 +84,21 @@ class LLM:
         """
         return (copy.deepcopy(output) for output in self._run(self._add_all(prompts, sampling_params)))
 
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several: lists of {"role": ..., "content": ...}, put into the model's own template.
+
+        Raises ValueError for a model without a chat template and for messages that the template refuses.
+        """
+        if self._tokenizer is None:
+            raise ValueError("chat needs a tokenizer: pass tokenizer=")
+        several = len(messages) > 0 and not isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Conversation]", messages if several else [messages])
+        return self.generate([apply_chat_template(self._tokenizer, c) for c in conversations], sampling_params)
+
     def stats(self) -> dict[str, dict[str, float]]:
         """Counters of every worker since its start: seconds by activity, steps, rows, bytes. Keys like "memory-0"."""
         self._check_open()
@@ -118,7 +134,8 @@ class LLM:
         text = prompt if isinstance(prompt, str) else None
         make_pieces = None
         if self._tokenizer is not None:
-            make_pieces = lambda: Detokenizer(self._tokenizer, ids)  # noqa: E731
+            skip = params.skip_special_tokens
+            make_pieces = lambda: Detokenizer(self._tokenizer, ids, skip_special_tokens=skip)  # noqa: E731
         return self.engine.add(ids, params, text=text, make_pieces=make_pieces)
 
     def _run(self, request_ids: list[int]) -> Iterator[RequestOutput]:

@@ -8,30 +8,42 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to generate. The names and defaults are the ones that vLLM users know.
 
-    A token is a pure function of the logits, these parameters, ``seed`` and the index of the output token: it does not
-    depend on batch mates or on which worker samples.
+    A token is a pure function of the logits, these parameters, the tokens so far, ``seed`` and the index of the output
+    token: it does not depend on batch mates or on which worker samples. The logits are changed in this order:
+    repetition penalty, frequency and presence penalty, logit bias, stop tokens before ``min_tokens``; then temperature,
+    top_k, min_p, top_p.
     """
 
     n: int = 1  # completions of each prompt
     temperature: float = 1.0  # 0 = greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1 = all
+    min_p: float = 0.0  # drop tokens less probable than that share of the best one's probability
+    presence_penalty: float = 0.0  # off the logit of every token that the completion has
+    frequency_penalty: float = 0.0  # off the logit for each time that the completion has the token
+    repetition_penalty: float = 1.0  # logits of tokens of prompt and completion: divided if positive, else multiplied
+    logit_bias: dict[int, float] | None = None  # token id -> added to its logit
     max_tokens: int | None = 16  # None = up to the model's length
     min_tokens: int = 0  # no stop token before that many
-    stop: str | list[str] | None = field(default_factory=list)  # not part of the returned text
+    stop: str | list[str] | None = field(default_factory=list)
+    include_stop_str_in_output: bool = False  # whether the returned text ends with the stop string
     stop_token_ids: list[int] | None = field(default_factory=list)
     ignore_eos: bool = False
     seed: int | None = None  # None = the engine draws one
     logprobs: int | None = None  # alternatives reported for each token
+    prompt_logprobs: int | None = None  # alternatives reported for each token of the prompt but the first
+    skip_special_tokens: bool = True  # in the text
 
     def __post_init__(self) -> None:
         self._normalise()
-        for name in ("temperature", "top_p"):
+        for name in _FLOATS:
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} must be a finite number, not {getattr(self, name)}")
         _check(self.n >= 1, f"n must be at least 1, not {self.n}")
@@ -45,20 +57,38 @@ class SamplingParams:
                 self.min_tokens <= self.max_tokens, f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}"
             )
         _check(all(self.stop_strings), "stop must not contain an empty string")
-        _check(self.logprobs is None or 0 <= self.logprobs <= 20, f"logprobs must lie in 0..20, not {self.logprobs}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _check(count is None or 0 <= count <= 20, f"{name} must lie in 0..20, not {count}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(-2.0 <= getattr(self, name) <= 2.0, f"{name} must lie in -2..2, not {getattr(self, name)}")
+        _check(self.repetition_penalty > 0.0, f"repetition_penalty must be positive, not {self.repetition_penalty}")
+        _check(0.0 <= self.min_p <= 1.0, f"min_p must lie in 0..1, not {self.min_p}")
+        for token, bias in (self.logit_bias or {}).items():
+            _check(-100.0 <= bias <= 100.0, f"logit_bias of token {token} must lie in -100..100, not {bias}")
         _check(self.seed is None or 0 <= self.seed < 1 << 63, f"seed must lie in 0..2**63-1, not {self.seed}")
 
     def _normalise(self) -> None:
         """Plain Python numbers of what numpy and others pass; None for a list means none."""
         put = object.__setattr__  # frozen, but not yet handed out
-        for name in ("temperature", "top_p"):
+        for name in _FLOATS:
             put(self, name, _number(float, getattr(self, name), name))
-        for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs"):
+        for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None or name in ("n", "top_k", "min_tokens"):
                 put(self, name, _number(operator.index, value, name))
         put(self, "stop", self.stop if isinstance(self.stop, str) else list(self.stop or []))
+        if self.logit_bias is not None:
+            bias = self.logit_bias.items()
+            name = "logit_bias"
+            put(self, name, {_number(operator.index, t, name): _number(float, b, name) for t, b in bias})
         put(self, "stop_token_ids", [_number(operator.index, t, "stop_token_ids") for t in self.stop_token_ids or []])
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether logits are changed by penalties or bias."""
+        changed = self.presence_penalty or self.frequency_penalty or self.logit_bias
+        return bool(changed) or self.repetition_penalty != 1.0
 
     @property
     def stop_strings(self) -> list[str]:
@@ -113,6 +143,9 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     times: RequestTimes
+    prompt_logprobs: list[list[Logprob] | None] | None = (
+        None  # per token of the prompt, as in CompletionOutput; None first
+    )
 
     @property
     def finished(self) -> bool:

@@ -12,6 +12,7 @@ from lamina.kv.blocks import BlockTables
 from lamina.request import CompletionOutput, Logprob, RequestOutput, RequestTimes, SamplingParams
 from lamina.workers.control import Draw, Drawn, RunStep, StepDone
 
+from .draws import draw_of, scores_of
 from .scheduler import ScheduledStep, Scheduler
 from .sequence import Sequence
 from .text import Pieces, TextStream
@@ -25,6 +26,11 @@ class Request:
         self.output = output
         self.sequences = sequences
         self.texts = texts
+
+    def add_score(self, drawn: Drawn) -> None:
+        """The log-probability of the prompt's next token has come."""
+        if self.output.prompt_logprobs is not None:
+            self.output.prompt_logprobs.append([Logprob(*pair) for pair in drawn.logprobs])
 
 
 class Engine:
@@ -72,7 +78,13 @@ class Engine:
         sequences = [self._sequence(request_id, prompt, params, _seed_of(seed, i), i) for i in range(params.n)]
         outputs = [s.output for s in sequences]
         output = RequestOutput(request_id, text, list(prompt), outputs, RequestTimes(self._clock()))
-        texts = [TextStream(make_pieces(), params.stop_strings) if make_pieces else None for _ in sequences]
+        if params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None]
+        include = params.include_stop_str_in_output
+        texts = [
+            TextStream(make_pieces(), params.stop_strings, include_stop=include) if make_pieces else None
+            for _ in sequences
+        ]
         self._requests[request_id] = Request(output, sequences, texts)
         for sequence in sequences:
             self.scheduler.add(sequence)
@@ -85,7 +97,8 @@ class Engine:
             raise ValueError("the prompt is empty: it needs at least one token")
         if len(prompt) >= limit:
             raise ValueError(f"the prompt has {len(prompt)} tokens; at most {limit - 1} fit (--max-model-len {limit})")
-        bad = next((t for t in (*prompt, *(params.stop_token_ids or [])) if not 0 <= t < vocab), None)
+        ids = (*prompt, *(params.stop_token_ids or []), *(params.logit_bias or {}))
+        bad = next((t for t in ids if not 0 <= t < vocab), None)
         if bad is not None:
             raise ValueError(f"token id {bad} is outside the vocabulary of {vocab} tokens")
 
@@ -124,10 +137,14 @@ class Engine:
         if step is None:
             return self.wire.run(None)
         ends, row = {}, 0
+        scores: list[Draw] = []
         for sequence, rows in zip(step.parts, step.plan.rows, strict=True):
+            found = scores_of(sequence, rows.first, rows.count, row)
+            scores += found
+            step.scores += [sequence] * len(found)
             row += rows.count
             ends[sequence] = row - 1
-        draws = [_draw(s, ends[s]) for s in step.draws]
+        draws = [*scores, *(draw_of(s, ends[s]) for s in step.draws)]
         self._steps.append(step)
         return self.wire.run(RunStep(plan=step.plan, tokens=step.tokens, draws=draws))
 
@@ -136,7 +153,10 @@ class Engine:
             return []
         step, now = self._steps.popleft(), self._clock()
         touched = {}
-        for sequence, drawn in zip(step.draws, done.drawn, strict=True):
+        for sequence, drawn in zip(step.scores, done.drawn, strict=False):
+            if request := self._requests.get(sequence.request_id):
+                request.add_score(drawn)
+        for sequence, drawn in zip(step.draws, done.drawn[len(step.scores) :], strict=True):
             request = self._requests.get(sequence.request_id)
             if sequence.finished or request is None:
                 sequence.num_drawing -= 1  # a row that turned out to be one too many
@@ -163,22 +183,6 @@ class Engine:
 def _seed_of(seed: int, index: int) -> int:
     """Of completion ``index``: far from those of other requests, whose seeds are often neighbours."""
     return (seed + index * 0x9E3779B97F4A7C15) % (1 << 63)
-
-
-def _draw(sequence: Sequence, row: int) -> Draw:
-    params = sequence.params
-    index = sequence.num_outputs + sequence.num_drawing - 1
-    return Draw(
-        row=row,
-        sequence=sequence.id,
-        temperature=params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        seed=sequence.seed,
-        index=index,
-        logprobs=-1 if params.logprobs is None else params.logprobs,
-        banned=sorted(sequence.stop_tokens) if index < params.min_tokens else [],
-    )
 
 
 def _extend(text: TextStream, sequence: Sequence, token: int) -> None:

@@ -4,26 +4,35 @@ mates.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.workers.control import Draw, Drawn
+from lamina.workers.control import Adjust, Draw, Drawn
+
+_NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
-def sample(logits: Tensor, draws: list[Draw]) -> list[Drawn]:
-    """One token for each row. logits [len(draws), V], any float dtype.
+def sample(logits: Tensor, draws: list[Draw], pending: Mapping[int, int] = _NOTHING) -> list[Drawn]:
+    """One token for each row. logits [len(draws), V], any float dtype; ``pending``: sequence -> token that the step
+    before drew.
 
-    Greedy takes the lowest token id among equals. Otherwise: temperature, then top_k, then top_p (the smallest set
-    whose probability reaches top_p, at least one token), then the inverse of the cumulative distribution at a
-    uniform number that depends on (seed, index) alone.
+    Penalties, bias and bans first. Greedy takes the lowest token id among equals. Otherwise: temperature, then top_k,
+    then min_p, then top_p (the smallest set whose probability reaches top_p, at least one token), then the inverse of
+    the cumulative distribution at a uniform number that depends on (seed, index) alone.
     """
-    scores = logits.float()
-    reports = [_logprobs(scores[i], d.logprobs) for i, d in enumerate(draws)]
-    scores = _ban(scores, draws)
+    raw = logits.float()
+    reports = [_logprobs(raw[i], d.logprobs) for i, d in enumerate(draws)]
+    scores = _adjust(raw, draws, pending)
     tokens = scores.argmax(-1).tolist() if draws else []
     for i, draw in enumerate(draws):
-        if draw.temperature > 0.0:
+        if draw.known >= 0:
+            tokens[i] = draw.known
+        elif draw.temperature > 0.0:
             tokens[i] = _draw(scores[i], draw)
     return [Drawn(d.sequence, t, r(t)) for d, t, r in zip(draws, tokens, reports, strict=True)]
 
@@ -36,6 +45,8 @@ def uniform(seed: int, index: int) -> float:
 def _draw(scores: Tensor, draw: Draw) -> int:
     keep = min(draw.top_k, scores.numel()) if draw.top_k > 0 else scores.numel()
     top, ids = torch.sort(scores.double() / draw.temperature, descending=True, stable=True)
+    if draw.min_p > 0.0:
+        keep = min(keep, int((top - top[0] >= math.log(draw.min_p)).sum()))
     mass = torch.softmax(top[:keep], -1).cumsum(-1)
     if draw.top_p < 1.0:
         mass = mass[: int(torch.searchsorted(mass, draw.top_p)) + 1]
@@ -43,13 +54,28 @@ def _draw(scores: Tensor, draw: Draw) -> int:
     return int(ids[min(at, mass.numel() - 1)])
 
 
-def _ban(scores: Tensor, draws: list[Draw]) -> Tensor:
-    if not any(d.banned for d in draws):
+def _adjust(scores: Tensor, draws: list[Draw], pending: Mapping[int, int]) -> Tensor:
+    if not any(d.banned or d.adjust for d in draws):
         return scores
     scores = scores.clone()
     for row, draw in zip(scores, draws, strict=True):
+        if draw.adjust:
+            _penalise(row, draw.adjust, pending[draw.sequence] if draw.pending else None)
         row[draw.banned] = float("-inf")
     return scores
+
+
+def _penalise(row: Tensor, adjust: Adjust, pending: int | None) -> None:
+    counts = dict(adjust.counts)
+    if pending is not None:
+        counts[pending] = counts.get(pending, 0) + 1
+    if adjust.repetition != 1.0:
+        seen = sorted({*counts, *adjust.prompt})
+        row[seen] = torch.where(row[seen] > 0, row[seen] / adjust.repetition, row[seen] * adjust.repetition)
+    if counts:
+        row[list(counts)] -= adjust.presence + adjust.frequency * row.new_tensor(list(counts.values()))
+    if adjust.bias:
+        row[list(adjust.bias)] += row.new_tensor(list(adjust.bias.values()))
 
 
 class _logprobs:  # noqa: N801 - used like a function

@@ -42,13 +42,14 @@ class Ledger(Protocol):
 
 class ScheduledStep:
     """A StepPlan and who its rows belong to: ``parts[i]`` owns ``plan.rows[i]``; ``draws`` sample behind their last
-    row.
+    row. ``scores``: owners of the log-probabilities of prompt tokens that come before the draws; the engine fills it.
     """
 
     def __init__(self, plan: StepPlan, parts: list[Sequence], draws: list[Sequence]) -> None:
         self.plan = plan
         self.parts = parts
         self.draws = draws
+        self.scores: list[Sequence] = []
         self.tokens = [
             s.token_at(p) for s, r in zip(parts, plan.rows, strict=True) for p in range(r.first, r.first + r.count)
         ]

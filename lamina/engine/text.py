@@ -23,9 +23,11 @@ class Pieces(Protocol):
 class TextStream:
     """``text`` only grows: what might turn out to be the beginning of a stop string is kept back until it is not."""
 
-    def __init__(self, pieces: Pieces, stops: Sequence[str]) -> None:
+    def __init__(self, pieces: Pieces, stops: Sequence[str], *, include_stop: bool = False) -> None:
+        """``include_stop``: whether the text ends behind the stop string and not before it."""
         self._pieces = pieces
         self._stops = stops
+        self._include_stop = include_stop
         self._longest = max((len(s) for s in stops), default=0)
         self._raw = ""
         self._ended = False
@@ -54,6 +56,6 @@ class TextStream:
         found = find_stop(self._raw, self._stops, start)
         if found is None:
             return None
-        self._raw = self._raw[: found[0]]
+        self._raw = self._raw[: found[0] + (len(found[1]) if self._include_stop else 0)]
         self._ended = True
         return found[1]

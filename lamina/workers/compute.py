@@ -103,7 +103,7 @@ class ComputeWorker:
                 wanted = torch.tensor([d.row for d in step.draws])
                 (logits,) = self._call(len(self._slices) - 1, tuple(x[wanted] for x in (*ending.carry, o)))
                 start = time.perf_counter()
-                drawn = sample(logits[:, -1], step.draws)
+                drawn = sample(logits[:, -1], step.draws, self._last)
                 self.sample_s += time.perf_counter() - start
         self._last = {d.sequence: d.token for d in drawn}
         return StepDone(batch=step.plan.batch, step=step.plan.step, drawn=drawn)

@@ -91,8 +91,21 @@ class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready
     summary: dict[str, Any]  # of the program: slices, cut and message bytes, seconds of each stage
 
 
+class Adjust(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Penalties and bias of a row's logits, and the tokens that the penalties count."""
+
+    presence: float
+    frequency: float
+    repetition: float
+    bias: dict[int, float]
+    counts: dict[int, int]  # token -> how often the completion has it; the one that is still being drawn not counted
+    prompt: list[int]  # distinct tokens of the prompt, where the repetition penalty wants them
+
+
 class Draw(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """How to sample behind one row. A pure function of the row's logits and these fields."""
+    """How to sample behind one row. A pure function of the row's logits, these fields and, if ``pending``, the token
+    that the step before drew for the sequence.
+    """
 
     row: int  # index into the step's rows, flat
     sequence: int
@@ -103,6 +116,10 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     index: int  # of the output token; with seed it keys the random number
     logprobs: int  # -1 = none, else the number of alternatives to report besides the chosen token
     banned: list[int] = []  # token ids that must not be chosen (the stop tokens before min_tokens)
+    min_p: float = 0.0
+    adjust: Adjust | None = None
+    pending: bool = False  # the sequence's last token is being drawn by the step before: penalties count it too
+    known: int = -1  # a token of the prompt, behind this row: only its log-probability is wanted
 
 
 class RunStep(msgspec.Struct, frozen=True, kw_only=True, tag="run-step"):

@@ -1,0 +1,67 @@
+"""What the compute worker needs to know to sample behind a row, or to report on a token of the prompt."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lamina.workers.control import Adjust, Draw
+
+from .sequence import Sequence
+
+
+def draw_of(sequence: Sequence, row: int) -> Draw:
+    """The next token of ``sequence``, behind row ``row`` of the step; it has been counted in ``num_drawing``."""
+    params = sequence.params
+    index = sequence.num_outputs + sequence.num_drawing - 1
+    return Draw(
+        row=row,
+        sequence=sequence.id,
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        seed=sequence.seed,
+        index=index,
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+        banned=sorted(sequence.stop_tokens) if index < params.min_tokens else [],
+        min_p=params.min_p,
+        adjust=_adjust(sequence) if params.adjusts_logits else None,
+        pending=sequence.num_drawing > 1,
+    )
+
+
+def scores_of(sequence: Sequence, first: int, count: int, row: int) -> list[Draw]:
+    """Log-probabilities of the prompt's tokens behind positions ``first .. first + count``, whose first row is
+    ``row``. Each is asked for once, also where a preempted sequence is computed again.
+    """
+    wanted = sequence.params.prompt_logprobs
+    if wanted is None or sequence.output.index != 0:
+        return []
+    start = max(first, sequence.num_scored)
+    stop = min(first + count, len(sequence.prompt) - 1)
+    sequence.num_scored = max(stop, sequence.num_scored)
+    return [
+        Draw(
+            row=row + position - first,
+            sequence=sequence.id,
+            temperature=0.0,
+            top_k=0,
+            top_p=1.0,
+            seed=0,
+            index=0,
+            logprobs=wanted,
+            known=sequence.prompt[position + 1],
+        )
+        for position in range(start, stop)
+    ]
+
+
+def _adjust(sequence: Sequence) -> Adjust:
+    params = sequence.params
+    return Adjust(
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        repetition=params.repetition_penalty,
+        bias=params.logit_bias or {},
+        counts=dict(Counter(sequence.tokens[len(sequence.prompt) :])),
+        prompt=sorted(set(sequence.prompt)) if params.repetition_penalty != 1.0 else [],
+    )

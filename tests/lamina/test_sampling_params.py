@@ -1,0 +1,155 @@
+"""Penalties, bias, min_p and log-probabilities of the prompt: against formulas in fp64 and against transformers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lamina import LLM, SamplingParams
+from lamina.engine.sampler import sample
+from lamina.workers.control import Adjust, Draw
+
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model"
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.9])
+
+
+def draw(**options: object) -> Draw:
+    fields = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 7, "index": 0, "logprobs": -1, **options}
+    return Draw(row=0, sequence=5, **fields)  # type: ignore[arg-type]
+
+
+def adjust(**options: object) -> Adjust:
+    none = {"presence": 0.0, "frequency": 0.0, "repetition": 1.0, "bias": {}, "counts": {}, "prompt": []}
+    return Adjust(**{**none, **options})  # type: ignore[arg-type]
+
+
+def token(draw: Draw, pending: dict[int, int] | None = None) -> int:
+    return sample(LOGITS[None], [draw], pending or {})[0].token
+
+
+def test_presence_counts_once_and_frequency_each_time() -> None:
+    assert token(draw(adjust=adjust(presence=0.05, counts={0: 9}))) == 0, "2.0 - 0.05 is still the best"
+    assert token(draw(adjust=adjust(presence=0.2, counts={0: 1}))) == 5
+    assert token(draw(adjust=adjust(frequency=0.05, counts={0: 1}))) == 0
+    assert token(draw(adjust=adjust(frequency=0.05, counts={0: 9}))) == 5
+
+
+def test_a_token_still_being_drawn_is_counted() -> None:
+    penalty = adjust(presence=0.2)
+    assert token(draw(adjust=penalty)) == 0
+    assert token(draw(adjust=penalty, pending=True), {5: 0}) == 5
+
+
+def test_repetition_divides_or_multiplies() -> None:
+    assert token(draw(adjust=adjust(repetition=1.2, prompt=[0]))) == 5
+    only_negative = adjust(repetition=3.0, prompt=[4], bias={0: -100.0, 1: -100.0, 2: -100.0, 3: -2.9, 5: -100.0})
+    assert token(draw(adjust=only_negative)) == 3, "-1.0 * 3 is below -2.9"
+    assert token(draw(adjust=adjust(bias=only_negative.bias))) == 4, "the control"
+
+
+def test_bias_and_bans_win_over_the_logits() -> None:
+    assert token(draw(adjust=adjust(bias={4: 100.0}))) == 4
+    assert token(draw(adjust=adjust(bias={4: 100.0}), banned=[4])) == 0
+
+
+@pytest.mark.parametrize(("min_p", "kept"), [(0.95, {0}), (0.9, {0, 5}), (0.36, {0, 1, 5}), (1.0, {0})])
+def test_min_p_keeps_what_is_near_the_best(min_p: float, kept: set[int]) -> None:
+    ratios = {i: math.exp(float(x) - 2.0) for i, x in enumerate(LOGITS)}
+    assert kept == {i for i, r in ratios.items() if r >= min_p}
+    assert {token(draw(temperature=1.0, min_p=min_p, index=i)) for i in range(300)} == kept
+
+
+def test_a_known_token_is_reported_and_not_drawn() -> None:
+    (drawn,) = sample(LOGITS[None], [draw(known=3, logprobs=2)])
+    wanted = torch.log_softmax(LOGITS.double(), -1)
+    assert drawn.token == 3
+    assert [i for i, _ in drawn.logprobs] == [3, 0, 5]
+    assert all(abs(value - float(wanted[i])) < 1e-6 for i, value in drawn.logprobs)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"min_p": 1.5}, {"presence_penalty": 3}, {"repetition_penalty": 0}, {"logit_bias": {1: 101}},
+            {"logit_bias": {"x": 1}}, {"prompt_logprobs": 21}, {"frequency_penalty": float("nan")}]
+)  # fmt: skip
+def test_bad_values_are_named(bad: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        SamplingParams(**bad)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def llm() -> object:
+    options = {"transport": "loopback", "memory_workers": 2, "dtype": "float32", "prefill_chunk": 16}
+    with LLM(str(MODEL), **options) as made:
+        yield made
+
+
+def test_prompt_logprobs_equal_transformers(llm: LLM) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    prompts = [tokenizer(t)["input_ids"] for t in ("import os\nimport sys\n\n\ndef main():\n" * 3, "class A:", "x")]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=3))
+    for ids, output in zip(prompts, outputs, strict=True):
+        with torch.no_grad():
+            wanted = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1)
+        found = output.prompt_logprobs
+        assert found is not None
+        assert len(found) == len(ids)
+        assert found[0] is None
+        for position, entry in enumerate(found[1:]):
+            assert entry is not None
+            assert entry[0].token_id == ids[position + 1]
+            assert len(entry) == 4
+            assert all(abs(e.logprob - float(wanted[position, e.token_id])) < 1e-4 for e in entry)
+
+
+def test_penalties_through_the_pools(llm: LLM) -> None:
+    """Against a loop over the whole model, greedy, token by token: also the token in flight is counted."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    prompt = tokenizer("import os\n")["input_ids"]
+    params = SamplingParams(
+        max_tokens=24, temperature=0.0, ignore_eos=True, presence_penalty=1.5, frequency_penalty=0.7,
+        repetition_penalty=1.1, logit_bias={5: 3.0},
+    )  # fmt: skip
+    tokens: list[int] = []
+    for _ in range(24):
+        with torch.no_grad():
+            row = model(torch.tensor([prompt + tokens])).logits[0, -1].double()
+        for seen in {*prompt, *tokens}:
+            row[seen] = row[seen] / 1.1 if row[seen] > 0 else row[seen] * 1.1
+        for seen in set(tokens):
+            row[seen] -= 1.5 + 0.7 * tokens.count(seen)
+        row[5] += 3.0
+        tokens.append(int(row.argmax()))
+    (output,) = llm.generate([prompt], params)
+    assert output.outputs[0].token_ids == tokens
+    (plain,) = llm.generate([prompt], SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
+    assert plain.outputs[0].token_ids != tokens, "the control"
+
+
+def test_stop_string_may_be_part_of_the_text(llm: LLM) -> None:
+    params = {"max_tokens": 24, "temperature": 0.0}
+    plain = llm.generate("class Stack:", SamplingParams(**params))[0].outputs[0].text
+    stop = plain[5:8]
+    without, within = (
+        llm.generate("class Stack:", SamplingParams(**params, stop=stop, include_stop_str_in_output=x))[0].outputs[0]
+        for x in (False, True)
+    )
+    assert stop not in without.text
+    assert within.text == without.text + stop
+    assert plain.startswith(within.text)
+    assert within.stop_reason == stop
+
+
+def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "hello"}]
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    (one,) = llm.chat(talk, params)
+    two = llm.chat([talk, [{"role": "user", "content": "bye"}]], params)
+    assert two[0].outputs[0].token_ids == one.outputs[0].token_ids
+    assert len(two) == 2
+    assert "<|user|>\nhello" in llm.tokenizer.decode(one.prompt_token_ids)
