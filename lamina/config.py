@@ -35,6 +35,7 @@ class EngineConfig:
         "fixed shapes and cuts: results do not depend on batch mates (but for rounding after a preemption); slower",
     )
     attention: str = option("reference", "attention backend of the memory workers")
+    gemm: str = option("auto", "linear layers of the compute worker: native, torch, or auto (the first that works)")
     compute_threads: int = option(0, "threads of the compute worker; 0 = all cores")
     memory_threads: int = option(0, "threads of each memory worker; 0 = an equal share of the cores")
     seed: int = option(0, "where requests without a seed get theirs from")

@@ -74,11 +74,16 @@ def _read_prompts(path: str | None) -> list[str]:
 
 def _dry_run(model: str, config: EngineConfig, num_prompts: int) -> int:
     from lamina.attention import BACKENDS
+    from lamina.gemm import BACKENDS as LINEAR
     from lamina.models.checkpoint import check_weights, find_checkpoint, read_config
     from lamina.models.load import max_model_len
     from lamina.netstack import SCHEMES
 
-    for name, value, known in (("--transport", config.transport, SCHEMES), ("--attention", config.attention, BACKENDS)):
+    for name, value, known in (
+        ("--transport", config.transport, SCHEMES),
+        ("--attention", config.attention, BACKENDS),
+        ("--gemm", config.gemm, ("auto", *LINEAR)),
+    ):
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
     directory = find_checkpoint(model, trust_remote_code=config.trust_remote_code)

@@ -191,6 +191,7 @@ class Pools:
             overlap=c.overlap,
             deterministic=c.deterministic,
             backend=c.attention,
+            gemm=c.gemm,
             threads=c.compute_threads,
             scheme=c.transport,
             key=key,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lamina import netstack
+from lamina import gemm, netstack
 from lamina.kv.partition import Partition, by_head
 from lamina.netstack import ChannelError, Geometry
 
@@ -100,6 +100,8 @@ class _Server:
         self._progress("cutting the model", 0, 1)
         program = convert_model(loaded.model, max_model_len=max_len)
         clock.lap("convert_s")
+        linear = gemm.get(start.gemm, torch.get_num_threads())
+        gemm.bind(program, linear)
         shapes = layer_shapes(program)
         dtype = program.calls[0].q.dtype
         pool, bounds = self._connect(shapes, dtype, max_len)
@@ -113,7 +115,7 @@ class _Server:
             windows=bounds[0].windows,
             num_blocks=[min(n) for n in zip(*(b.num_blocks for b in bounds), strict=True)],
             block_size=start.block_size,
-            summary={**_summary(program, shapes, dtype), **clock.laps},
+            summary={**_summary(program, shapes, dtype), "gemm": type(linear).__name__.lower(), **clock.laps},
         )
         return worker, ready
 

@@ -63,6 +63,7 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     overlap: bool
     deterministic: bool
     backend: str  # attention backend of the memory workers
+    gemm: str  # backend of the linear layers
     threads: int  # 0 = torch's own choice
     scheme: str
     key: bytes

@@ -1,0 +1,127 @@
+#include "gemm/linear.h"
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+// GCC 12 takes the deliberately undefined registers of its own intrinsics for a mistake (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+
+namespace lamina::gemm {
+
+namespace {
+
+std::uint16_t to_bf16(float v) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &v, sizeof bits);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<std::uint16_t>((bits >> 16) | 0x40u);  // NaN stays NaN
+  return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+#pragma GCC push_options
+#pragma GCC target("f16c")
+float half_to_float(std::uint16_t bits) { return _cvtsh_ss(bits); }
+std::uint16_t to_half(float v) { return _cvtss_sh(v, _MM_FROUND_TO_NEAREST_INT); }
+#pragma GCC pop_options
+
+// Sums of columns [first, first + cols) to y, with the bias.
+void store(const Problem& p, const float* out, std::size_t ldo, std::size_t first, std::size_t cols) {
+  const auto bias = [&](std::size_t n) {
+    switch (p.type) {
+      case Type::kFloat: return static_cast<const float*>(p.b)[n];
+      case Type::kBf16: return to_float(static_cast<const Bf16*>(p.b)[n]);
+      default: return to_float(static_cast<const Half*>(p.b)[n]);
+    }
+  };
+  for (std::size_t m = 0; m < p.rows; ++m)
+    for (std::size_t c = 0; c < cols; ++c) {
+      const std::size_t n = first + c, at = m * p.cols + n;
+      const float v = out[m * ldo + c] + (p.b ? bias(n) : 0.0f);
+      switch (p.type) {
+        case Type::kFloat: static_cast<float*>(p.y)[at] = v; break;
+        case Type::kBf16: static_cast<Bf16*>(p.y)[at].bits = to_bf16(v); break;
+        case Type::kHalf: static_cast<Half*>(p.y)[at].bits = to_half(v); break;
+      }
+    }
+}
+
+}  // namespace
+
+float to_float(Half v) { return half_to_float(v.bits); }
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+namespace avx2 {
+namespace {
+
+struct Vec {
+  static constexpr std::size_t kWidth = 8;
+  static constexpr int kRows = 4;
+  __m256 v;
+  static Vec zero() { return {_mm256_setzero_ps()}; }
+  static Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+  static Vec load(const Bf16* p) {
+    const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16))};
+  }
+  static Vec load(const Half* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+  static void store(float* p, Vec a) { _mm256_storeu_ps(p, a.v); }
+  static Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+  static float sum(Vec a) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+  }
+};
+
+#include "gemm/kernel.h"
+
+}  // namespace
+}  // namespace avx2
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+namespace avx512 {
+namespace {
+
+struct Vec {
+  static constexpr std::size_t kWidth = 16;
+  static constexpr int kRows = 6;
+  __m512 v;
+  static Vec zero() { return {_mm512_setzero_ps()}; }
+  static Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static Vec load(const Bf16* p) {
+    const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
+  }
+  static Vec load(const Half* p) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+  }
+  static void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
+  static Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+  static float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
+};
+
+#include "gemm/kernel.h"
+
+}  // namespace
+}  // namespace avx512
+#pragma GCC pop_options
+
+const Variant* variants() {
+  static const Variant all[kVariants] = {
+      {"avx512",
+       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq"),
+       avx512::any_columns, avx512::any_widen},
+      {"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"),
+       avx2::any_columns, avx2::any_widen},
+  };
+  return all;
+}
+
+}  // namespace lamina::gemm

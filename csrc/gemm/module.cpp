@@ -1,0 +1,153 @@
+// lamina.gemm._native: the linear layers of linear.h as a Python object. lamina/gemm/_native.pyi documents it.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <new>
+#include <string>
+#include <vector>
+
+#include "gemm/linear.h"
+#include "gemm/pool.h"
+
+namespace {
+
+using namespace lamina;
+using namespace lamina::gemm;
+
+struct Engine {
+  explicit Engine(std::size_t threads, const Variant* v) : pool(threads), variant(v), scratch(threads) {}
+
+  void linear(Problem p, const void* x) {
+    if (p.type != Type::kFloat) {
+      widened.resize(p.rows * p.k_size);
+      variant->widen(p.type, x, widened.data(), widened.size());
+      x = widened.data();
+    }
+    p.x = static_cast<const float*>(x);
+    for (auto& s : scratch)
+      if (s.size() < scratch_floats(p)) s.resize(scratch_floats(p));
+    Job job{this, p, piece_cols(p)};
+    pool.run(run_piece, &job, (p.cols + job.cols - 1) / job.cols);
+  }
+
+ private:
+  struct Job {
+    Engine* engine;
+    Problem problem;
+    std::size_t cols;  // of a piece
+  };
+
+  static void run_piece(void* data, std::size_t piece, std::size_t thread) {
+    const auto& job = *static_cast<Job*>(data);
+    const std::size_t begin = piece * job.cols, end = begin + job.cols;
+    job.engine->variant->columns(job.problem, begin, end < job.problem.cols ? end : job.problem.cols,
+                                 job.engine->scratch[thread].data());
+  }
+
+  // Whole panels, some pieces for each thread: one that lost its core to another process then holds up little.
+  std::size_t piece_cols(const Problem& p) const {
+    const std::size_t panel = panel_cols(p), pieces = 4 * pool.size();
+    const std::size_t panels = (p.cols + panel * pieces - 1) / (panel * pieces);
+    return pool.size() == 1 ? p.cols : panels * panel;
+  }
+
+  Pool pool;
+  const Variant* variant;
+  std::vector<std::vector<float>> scratch;  // of each thread
+  std::vector<float> widened;               // x
+};
+
+struct EngineObject {
+  PyObject_HEAD
+  Engine* engine;
+};
+
+PyObject* engine_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  Py_ssize_t threads;
+  const char* name;
+  if (!PyArg_ParseTuple(args, "ns", &threads, &name)) return nullptr;
+  if (threads < 1 || threads > 1024) return PyErr_Format(PyExc_ValueError, "threads must lie in 1..1024, not %zd", threads);
+  const Variant* chosen = nullptr;
+  for (std::size_t i = 0; i < kVariants && !chosen; ++i) {
+    const Variant& v = variants()[i];
+    if (v.usable && (!*name || std::string(name) == v.name)) chosen = &v;
+  }
+  if (!chosen) return PyErr_Format(PyExc_ValueError, "this CPU has no %s", *name ? name : "AVX2, FMA and F16C");
+  auto* self = reinterpret_cast<EngineObject*>(type->tp_alloc(type, 0));
+  if (!self) return nullptr;
+  try {
+    self->engine = new Engine(static_cast<std::size_t>(threads), chosen);
+  } catch (const std::exception& e) {
+    Py_DECREF(self);
+    return PyErr_Format(PyExc_RuntimeError, "cannot start %zd threads: %s", threads, e.what());
+  }
+  return reinterpret_cast<PyObject*>(self);
+}
+
+void engine_dealloc(PyObject* self) {
+  Engine* engine = reinterpret_cast<EngineObject*>(self)->engine;
+  Py_BEGIN_ALLOW_THREADS;
+  delete engine;
+  Py_END_ALLOW_THREADS;
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* engine_linear(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  if (count != 9) return PyErr_Format(PyExc_TypeError, "linear takes 9 arguments, not %zd", count);
+  unsigned long long v[9];
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    v[i] = PyLong_AsUnsignedLongLong(args[i]);
+    if (v[i] == static_cast<unsigned long long>(-1) && PyErr_Occurred()) return nullptr;
+  }
+  if (v[4] > 2) return PyErr_Format(PyExc_ValueError, "type %llu is none of 0, 1, 2", v[4]);
+  const auto at = [&](int i) { return reinterpret_cast<void*>(static_cast<std::uintptr_t>(v[i])); };
+  const Problem p{static_cast<Type>(v[4]), nullptr, at(1), at(2), at(3), v[5], v[6], v[7], v[8]};
+  bool fits = true;
+  Py_BEGIN_ALLOW_THREADS;
+  try {
+    reinterpret_cast<EngineObject*>(self)->engine->linear(p, at(0));
+  } catch (const std::bad_alloc&) {
+    fits = false;
+  }
+  Py_END_ALLOW_THREADS;
+  if (!fits) return PyErr_NoMemory();
+  Py_RETURN_NONE;
+}
+
+PyObject* usable(PyObject*, PyObject*) {
+  PyObject* names = PyList_New(0);
+  for (std::size_t i = 0; names && i < kVariants; ++i) {
+    if (!variants()[i].usable) continue;
+    PyObject* name = PyUnicode_FromString(variants()[i].name);
+    if (!name || PyList_Append(names, name) < 0) Py_CLEAR(names);
+    Py_XDECREF(name);
+  }
+  return names;
+}
+
+PyMethodDef engine_methods[] = {
+    {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(engine_linear)), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+PyType_Slot engine_slots[] = {{Py_tp_new, reinterpret_cast<void*>(engine_new)},
+                              {Py_tp_dealloc, reinterpret_cast<void*>(engine_dealloc)},
+                              {Py_tp_methods, engine_methods},
+                              {0, nullptr}};
+PyType_Spec engine_spec = {"lamina.gemm._native.Engine", sizeof(EngineObject), 0, Py_TPFLAGS_DEFAULT, engine_slots};
+
+int exec(PyObject* module) {
+  PyObject* type = PyType_FromSpec(&engine_spec);
+  if (!type) return -1;
+  const int status = PyModule_AddObjectRef(module, "Engine", type);
+  Py_DECREF(type);
+  return status;
+}
+
+PyMethodDef methods[] = {{"usable", usable, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void*>(exec)}, {0, nullptr}};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", nullptr, 0, methods, slots, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__native() { return PyModuleDef_Init(&definition); }

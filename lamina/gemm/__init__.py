@@ -1,0 +1,69 @@
+"""Linear layers of the compute workers. Each entry of the table is a module of this package with ``open_backend``; see
+``get``."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# name -> module of this package with a function open_backend(threads); imported when first used
+BACKENDS: dict[str, str] = {"native": "native", "torch": "torch"}
+
+
+class LinearBackend(Protocol):
+    """What slices call in place of ``torch.nn.functional.linear``.
+
+    Contract, the same for every entry (tests/contract/test_gemm.py): sums in fp32 (torch: as torch does), one rounding
+    to the dtype of x; any number of rows; any strides; operands that an entry has no code for go to torch. Nothing of
+    x, w, b is kept.
+    """
+
+    def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        """x [..., K], w [N, K], b [N] -> [..., N], all of one dtype."""
+        ...
+
+
+def get(name: str, threads: int) -> LinearBackend:
+    """Open the backend ``name``; "auto" is the first entry of the table that this machine can run.
+
+    Raises ValueError for an unknown name or a CPU that lacks what it needs, ImportError where it was not built.
+    """
+    if name != "auto" and name not in BACKENDS:
+        raise ValueError(f"--gemm {name}: unknown; choose one of auto, {', '.join(BACKENDS)}")
+    if name != "auto":
+        return _open(name, threads)
+    for candidate in BACKENDS:
+        try:
+            return _open(candidate, threads)
+        except (ImportError, ValueError):
+            continue
+    raise ImportError("no backend for linear layers can be used here")
+
+
+def _open(name: str, threads: int) -> LinearBackend:
+    try:
+        module = import_module(f"{__name__}.{BACKENDS[name]}")
+    except ImportError as e:
+        raise ImportError(f"--gemm {name} cannot be used here: {e}") from e
+    backend: LinearBackend = module.open_backend(threads)
+    return backend
+
+
+def bind(program: Any, backend: LinearBackend) -> None:
+    """Let the linear layers of a SlicedProgram run on ``backend``; everything else stays with torch."""
+    import torch
+
+    for part in program.slices:
+        module, graph = part.module, part.module.graph
+        linears = [n for n in graph.nodes if n.target is torch.ops.aten.linear.default]
+        if not linears:
+            continue
+        module.gemm = backend
+        with graph.inserting_before(linears[0]):
+            owner = graph.create_node("get_attr", "gemm")
+        for node in linears:
+            node.op, node.target, node.args = "call_method", "linear", (owner, *node.args)
+        module.recompile()

@@ -1,0 +1,45 @@
+"""Linear layers by csrc/gemm: weights are read where they lie, by as many threads as the compute worker has.
+
+Decoding has few rows, so a layer takes the time in which its weights are read; torch takes several times that for bf16
+on a CPU without bf16 instructions, and for fp32. A row's result depends on that row alone, bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ._native import Engine
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+MANY_ROWS = 32  # above, a CPU with matrix instructions for a dtype is better served by torch, which uses them
+
+
+class Native:
+    """See LinearBackend."""
+
+    def __init__(self, threads: int, variant: str = "") -> None:
+        """Raises ValueError where the CPU lacks ``variant``, or AVX2."""
+        self._run = Engine(threads, variant).linear
+        self._left = {torch.bfloat16} if torch.ops.mkldnn._is_mkldnn_bf16_supported() else set[torch.dtype]()
+
+    def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        """See LinearBackend."""
+        cols, k_size = w.shape
+        rows = x.numel() // k_size
+        kind = TYPES.get(x.dtype)
+        if kind is None or w.dtype != x.dtype or not x.is_cpu or (rows > MANY_ROWS and x.dtype in self._left):
+            return F.linear(x, w, b)
+        if w.stride(1) != 1 or (b is not None and (b.dtype != x.dtype or not b.is_contiguous())):
+            return F.linear(x, w, b)
+        x = x.contiguous()
+        y = torch.empty(*x.shape[:-1], cols, dtype=x.dtype)
+        bias = 0 if b is None else b.data_ptr()
+        self._run(x.data_ptr(), w.data_ptr(), bias, y.data_ptr(), kind, rows, cols, k_size, w.stride(0))
+        return y
+
+
+def open_backend(threads: int) -> Native:
+    """On ``threads`` threads, at least one."""
+    return Native(max(1, threads))

@@ -1,0 +1,173 @@
+"""The contract of lamina.gemm.LinearBackend, run over every entry of the table and every variant that this CPU has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lamina.gemm import BACKENDS, LinearBackend, bind, get
+
+native = pytest.importorskip("lamina.gemm._native", reason="lamina.gemm._native was not built")
+
+BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # norm-wise error after rounding
+ENTRIES = [*BACKENDS, *(f"native/{v}" for v in native.usable())]
+
+
+def open_entry(name: str, threads: int = 2) -> LinearBackend:
+    from lamina.gemm.native import Native
+
+    return Native(threads, name.split("/")[1]) if "/" in name else get(name, threads)
+
+
+def operands(rows: int, cols: int, k: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """x, w, b of a large dynamic range: each row and column has its own scale."""
+    g = torch.Generator().manual_seed(seed)
+
+    def scaled(n: int) -> Tensor:
+        return torch.randn(n, k, generator=g) * 2.0 ** torch.randint(-6, 4, (n, 1), generator=g)
+
+    return scaled(rows).to(dtype), scaled(cols).to(dtype), torch.randn(cols, generator=g).to(dtype)
+
+
+def error(y: Tensor, x: Tensor, w: Tensor, b: Tensor | None) -> float:
+    """The worst row's norm-wise error against fp64, relative to the sums of the products' magnitudes."""
+    x, w, b = x.double(), w.double(), torch.zeros(len(w)).double() if b is None else b.double()
+    exact, scale = x @ w.T + b, x.abs() @ w.abs().T + b.abs()
+    return float(((y.double() - exact).norm(dim=-1) / scale.norm(dim=-1)).max())
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@given(
+    rows=st.integers(1, 70),
+    cols=st.integers(1, 80),
+    k=st.one_of(st.integers(1, 70), st.sampled_from([128, 1000, 3001])),
+    bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=25, deadline=None)
+def test_equals_fp64_within_the_bound(
+    name: str, dtype: torch.dtype, rows: int, cols: int, k: int, bias: bool, seed: int
+) -> None:
+    x, w, b = operands(rows, cols, k, dtype, seed)
+    y = open_entry(name).linear(x, w, b if bias else None)
+    assert y.dtype == dtype
+    assert y.shape == (rows, cols)
+    looser = 8 if name == "torch" else 1  # its fp16 sums are not fp32 on every CPU
+    assert error(y, x, w, b if bias else None) < BOUNDS[dtype] * looser
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("view", ["x strided", "w rows of a fused weight", "w transposed", "b strided", "meta dims"])
+def test_any_strides(name: str, view: str) -> None:
+    x, w, b = operands(6, 9, 48, torch.bfloat16)
+    if view == "x strided":
+        x = torch.stack([x, x * 3], dim=1)[:, 0]
+    elif view == "w rows of a fused weight":
+        w = torch.cat([w, w, w])[9:18]
+    elif view == "w transposed":
+        w = w.T.contiguous().T
+    elif view == "b strided":
+        b = torch.stack([b, b * 3], dim=1)[:, 0]
+    shape = (2, 3, 1) if view == "meta dims" else (6,)
+    y = open_entry(name).linear(x.reshape(*shape, 48) if view == "meta dims" else x, w, b)
+    assert y.shape == (*shape, 9)
+    assert error(y.reshape(6, 9), x, w, b) < BOUNDS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("name", [e for e in ENTRIES if e.startswith("native")])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_a_row_depends_on_itself_alone(name: str, dtype: torch.dtype) -> None:
+    x, w, b = operands(67, 101, 203, dtype)
+    whole = open_entry(name, 1).linear(x, w, b)
+    for threads in (1, 2, 3):
+        backend = open_entry(name, threads)
+        for count in (1, 2, 3, 4, 5, 16, 17, 67):
+            part = backend.linear(x[:count], w, b)
+            assert torch.equal(part, whole[:count]), f"{threads} threads, {count} rows"
+
+
+@pytest.mark.parametrize("name", [e for e in ENTRIES if e.startswith("native")])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_rounds_once_to_nearest_even_and_keeps_nan_and_infinity(name: str, dtype: torch.dtype) -> None:
+    values = torch.tensor([1.0, 1.00390625, 1.01171875, 3.3895e38, -65519.0, 65520.0, float("inf"), float("nan")])
+    x = values.to(dtype).reshape(-1, 1)
+    w = torch.ones(5, 1, dtype=dtype)
+    b = torch.full((5,), 2**-9, dtype=dtype)
+    y = open_entry(name).linear(x, w, b)
+    expected = (x.float() + b.float()).to(dtype)
+    assert torch.equal(y.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(y.isnan(), expected.isnan())
+
+
+def test_what_native_has_no_code_for_goes_to_torch() -> None:
+    backend = open_entry("native")
+    x, w = torch.randn(3, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
+    assert torch.equal(backend.linear(x, w), torch.nn.functional.linear(x, w))
+
+
+def test_calls_from_several_threads_take_turns() -> None:
+    import threading
+
+    backend = open_entry("native", 3)
+    cases = [operands(5 + i, 64, 96, torch.float32, i) for i in range(4)]
+    wanted = [backend.linear(*c) for c in cases]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        wrong.extend(i for _ in range(200) if not torch.equal(backend.linear(*cases[i]), wanted[i]))
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: get("mkl", 1), "--gemm mkl: unknown; choose one of auto, native, torch"),
+        (lambda: native.Engine(0, ""), "threads must lie in 1..1024, not 0"),
+        (lambda: native.Engine(1, "sse2"), "this CPU has no sse2"),
+    ],
+)
+def test_refuses_in_one_line(call: Callable[[], object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        call()
+
+
+def test_bind_puts_every_linear_layer_of_a_program_on_the_backend() -> None:
+    class Counting:
+        calls = 0
+
+        def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+            self.calls += 1
+            return torch.nn.functional.linear(x, w, b)
+
+    class Part(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = torch.nn.Linear(4, 8), torch.nn.Linear(8, 2, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(torch.relu(self.one(x)))
+
+    class Program:
+        def __init__(self) -> None:
+            exported = torch.export.export(Part(), (torch.randn(3, 4),))
+            self.slices = [self]
+            self.module = exported.module()
+
+    program, counting = Program(), Counting()
+    x = torch.randn(3, 4)
+    before = program.module(x)
+    bind(program, counting)
+    assert torch.equal(program.module(x), before)
+    assert counting.calls == 2
