@@ -121,6 +121,7 @@ class RequestTimes:
     """When things happened, in seconds of the engine's clock; only differences mean something."""
 
     arrival_s: float
+    scheduled_s: float | None = None  # when its first row went to the workers
     first_token_s: float | None = None
     last_token_s: float | None = None
     finished_s: float | None = None

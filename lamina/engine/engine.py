@@ -136,9 +136,11 @@ class Engine:
     def _run(self, step: ScheduledStep | None) -> StepDone | None:
         if step is None:
             return self.wire.run(None)
-        ends, row = {}, 0
+        ends, row, now = {}, 0, self._clock()
         scores: list[Draw] = []
         for sequence, rows in zip(step.parts, step.plan.rows, strict=True):
+            if sequence.num_scheduled == rows.count and (request := self._requests.get(sequence.request_id)):
+                request.output.times.scheduled_s = request.output.times.scheduled_s or now
             found = scores_of(sequence, rows.first, rows.count, row)
             scores += found
             step.scores += [sequence] * len(found)

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP server: JSON here, the engine in a process of its own."""

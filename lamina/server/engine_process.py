@@ -1,0 +1,278 @@
+"""The engine in a process of its own: ``python -m lamina.server.engine_process``. It knows nothing of HTTP or JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from typing import Any
+
+from lamina.engine.engine import Engine
+from lamina.engine.pools import Pools, WorkerError
+from lamina.request import CompletionOutput, Logprob, RequestOutput
+from lamina.workers.control import ControlLink, Failed, LinkClosedError, Progress, Stop
+from lamina.workers.service import run_process
+
+from .messages import Add, Cancel, Counters, Delta, Logprobs, Outputs, Ready, Refused, Start, State, Times
+
+FROM_SERVER = Start | Add | Cancel | Stop
+IDLE_S = 1.0  # how often an idle engine asks its workers whether they live
+STATE_S = 0.2
+COUNTERS_S = 2.0
+
+
+def serve_engine(sock: socket.socket) -> None:
+    """Serve one server until its link ends or says Stop."""
+    link = ControlLink(sock, FROM_SERVER)
+    try:
+        start = link.recv()
+        if isinstance(start, Start):
+            _serve(link, start)
+    except LinkClosedError:
+        pass  # the server is gone: so are we
+    except (ValueError, OSError, ImportError) as e:
+        _tell(link, Failed(text=str(e), user_error=True))
+    except WorkerError as e:
+        _tell(link, Failed(text=str(e)))
+    except Exception as e:
+        _tell(link, Failed(text=f"engine: {type(e).__name__}: {e}"))
+        raise
+    finally:
+        link.close()
+
+
+def _serve(link: ControlLink, start: Start) -> None:
+    tokenizers = _TokenizerThread(start)  # it takes seconds, and so do the workers
+
+    def progress(stage: str, done: int, total: int) -> None:
+        link.send(Progress(stage=stage, done=done, total=total))
+
+    pools = Pools(start.model, start.config, progress)
+    try:
+        _Loop(link, Engine(pools, start.config), pools, tokenizers.result()).run()
+    finally:
+        pools.close()
+
+
+class _TokenizerThread(threading.Thread):
+    def __init__(self, start: Start) -> None:
+        super().__init__(name="lamina-tokenizer", daemon=True)
+        self._start_message = start
+        self._tokenizer: Any = None
+        self._error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        from lamina.models.tokens import load_tokenizer
+
+        start = self._start_message
+        try:
+            self._tokenizer = load_tokenizer(
+                start.tokenizer or start.model, trust_remote_code=start.config.trust_remote_code
+            )
+        except Exception as e:  # noqa: BLE001 - told to whoever waits for the result
+            self._error = e
+
+    def result(self) -> Any:
+        """The tokenizer or None. Raises what loading it raised."""
+        self.join(self._start_message.config.start_timeout_s)
+        if self._error is not None:
+            raise self._error
+        return self._tokenizer
+
+
+class _Live:
+    """A prompt in the engine, and how much of its completions the server has been told."""
+
+    def __init__(self, key: int, request_id: int) -> None:
+        self.key = key
+        self.request_id = request_id
+        self._tokens: dict[int, int] = {}
+        self._chars: dict[int, int] = {}
+        self._ended: set[int] = set()
+
+    def deltas(self, output: RequestOutput) -> list[Delta]:
+        found = [d for o in output.outputs if (d := self._delta(o))]
+        if output.finished and found:
+            found[-1].times = _times(output)
+        if found and output.prompt_logprobs is not None and found[0].index == 0 and self._first(found[0]):
+            found[0].prompt_logprobs = [None if x is None else _pairs(x) for x in output.prompt_logprobs]
+        return found
+
+    def _first(self, delta: Delta) -> bool:
+        return self._tokens[delta.index] == len(delta.tokens)
+
+    def _delta(self, output: CompletionOutput) -> Delta | None:
+        i, had, shown = output.index, self._tokens.get(output.index, 0), self._chars.get(output.index, 0)
+        if i in self._ended or (len(output.token_ids) == had and output.finish_reason is None):
+            return None
+        self._tokens[i], self._chars[i] = len(output.token_ids), len(output.text)
+        if output.finish_reason is not None:
+            self._ended.add(i)
+        return Delta(
+            key=self.key,
+            index=i,
+            tokens=output.token_ids[had:],
+            text=output.text[shown:],
+            logprobs=None if output.logprobs is None else [_pairs(x) for x in output.logprobs[had:]],
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+        )
+
+
+class _Loop:
+    """Takes messages between steps. Answers leave on a thread of their own, so that no step waits for the server."""
+
+    def __init__(self, link: ControlLink, engine: Engine, pools: Pools, tokenizer: Any) -> None:
+        self._link = link
+        self._engine = engine
+        self._pools = pools
+        self._tokenizer = tokenizer
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._by_key: dict[int, _Live] = {}
+        self._by_id: dict[int, _Live] = {}
+        self._stopped = False
+        self._steps = 0
+        self._state_at = self._counters_at = 0.0
+
+    def run(self) -> None:
+        self._link.send(self._ready())
+        threads = [threading.Thread(target=t, name="lamina-link", daemon=True) for t in (self._read, self._write)]
+        for thread in threads:
+            thread.start()
+        try:
+            while not self._stopped:
+                self._take_messages()
+                self._advance()
+                self._report()
+        finally:
+            self._outbox.put(None)
+            threads[1].join(1.0)
+
+    def _advance(self) -> None:
+        if self._engine.has_work:
+            deltas = [d for o in self._engine.step() for d in self._deltas(o)]
+            self._steps += 1
+            if deltas:
+                self._outbox.put(Outputs(deltas))
+        else:
+            self._engine.settle()
+
+    def _deltas(self, output: RequestOutput) -> list[Delta]:
+        live = self._by_id.get(output.request_id)
+        if live is None:
+            return []
+        if output.finished:
+            self._forget(live)
+        return live.deltas(output)
+
+    def _forget(self, live: _Live) -> None:
+        self._by_key.pop(live.key, None)
+        self._by_id.pop(live.request_id, None)
+
+    def _take_messages(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            if not self._engine.has_work and not self._stopped:
+                self._take(self._inbox.get(timeout=IDLE_S))
+            while True:
+                self._take(self._inbox.get_nowait())
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Add):
+            self._add(message)
+        elif isinstance(message, Cancel):
+            if live := self._by_key.get(message.key):
+                self._forget(live)
+                self._engine.cancel(live.request_id)
+        else:
+            self._stopped = True
+
+    def _add(self, add: Add) -> None:
+        try:
+            request_id = self._engine.add(add.prompt, add.params, make_pieces=self._pieces(add))
+        except ValueError as e:
+            self._outbox.put(Refused(add.key, str(e)))
+            return
+        live = _Live(add.key, request_id)
+        self._by_key[add.key] = self._by_id[request_id] = live
+
+    def _pieces(self, add: Add) -> Any:
+        if self._tokenizer is None:
+            return None
+        from lamina.models.tokens import Detokenizer
+
+        skip = add.params.skip_special_tokens
+        return lambda: Detokenizer(self._tokenizer, add.prompt, skip_special_tokens=skip)
+
+    def _report(self) -> None:
+        now, busy = time.monotonic(), self._engine.has_work
+        if now - self._counters_at > (COUNTERS_S if busy else IDLE_S * 0.9):
+            self._outbox.put(Counters(self._pools.stats()))  # raises where a worker does not answer
+            self._counters_at = now
+        elif not busy and now - self._state_at < IDLE_S:
+            return  # idle, and nobody has been asked
+        if not busy or now - self._state_at > STATE_S:
+            self._state_at = now
+            self._outbox.put(self._state())
+
+    def _state(self) -> State:
+        scheduler = self._engine.scheduler
+        return State(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            free_blocks=list(self._engine.free_blocks),
+            preemptions=scheduler.num_preemptions,
+            steps=self._steps,
+        )
+
+    def _ready(self) -> Ready:
+        info = self._pools.ready
+        names = {"q": "q_bytes", "kv": "kv_bytes", "o": "o_bytes"}
+        return Ready(
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            max_num_seqs=self._engine.config.max_num_seqs,
+            dtype=info.dtype,
+            block_size=info.block_size,
+            num_blocks=list(info.num_blocks),
+            hops_per_step=len(info.summary.get("q_bytes", [])),
+            row_bytes={k: sum(info.summary.get(v, [])) for k, v in names.items()},
+            workers=sorted(self._pools.pids),
+        )
+
+    def _read(self) -> None:
+        with contextlib.suppress(LinkClosedError):
+            while True:
+                message = self._link.recv()
+                self._inbox.put(message)
+                if isinstance(message, Stop):
+                    return
+        self._inbox.put(Stop())
+
+    def _write(self) -> None:
+        with contextlib.suppress(LinkClosedError):
+            while (message := self._outbox.get()) is not None:
+                self._link.send(message)
+
+
+def _times(output: RequestOutput) -> Times:
+    t = output.times
+    first = t.first_token_s or t.arrival_s
+    scheduled = t.scheduled_s or first
+    return Times(scheduled - t.arrival_s, first - scheduled, (t.last_token_s or first) - first)
+
+
+def _pairs(entry: list[Logprob]) -> Logprobs:
+    return [(x.token_id, x.logprob) for x in entry]
+
+
+def _tell(link: ControlLink, message: Failed) -> None:
+    with contextlib.suppress(LinkClosedError):
+        link.send(message)
+
+
+if __name__ == "__main__":
+    run_process(serve_engine)

@@ -1,0 +1,102 @@
+"""The messages between the server and its engine process: msgpack over one Unix socket, framed as on control links."""
+
+from __future__ import annotations
+
+import msgspec
+
+from lamina.config import EngineConfig
+from lamina.request import SamplingParams
+
+Logprobs = list[tuple[int, float]]  # the token itself first, then the best alternatives
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """Server -> engine, first message. Answered by Progress messages, then Ready or Failed."""
+
+    model: str
+    tokenizer: str  # a path or hub id; "" = the model's own
+    config: EngineConfig
+
+
+class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
+    """Server -> engine: complete a prompt. Answered by the deltas of its completions, or by Refused.
+
+    ``key`` is the server's name for it, never used twice.
+    """
+
+    key: int
+    prompt: list[int]
+    params: SamplingParams
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    """Server -> engine: nobody wants that any more. Not answered; a delta may still be under way."""
+
+    key: int
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """Engine -> server: both pools are up."""
+
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    dtype: str
+    block_size: int
+    num_blocks: list[int]  # by layer group
+    hops_per_step: int  # layers: each is one way to the memory workers and back
+    row_bytes: dict[str, int]  # "q", "kv", "o": bytes of one row in all layers
+    workers: list[str]  # such as "memory-0"
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    """Engine -> server: a prompt that cannot be served, and why."""
+
+    key: int
+    text: str
+
+
+class Times(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds by the engine's clock. ``queue``: until its first row ran; ``prefill``: from there to the first token."""
+
+    queue: float
+    prefill: float
+    decode: float
+
+
+class Delta(msgspec.Struct, kw_only=True, array_like=True):
+    """How completion ``index`` of a prompt has grown. The server adds up what a slow reader has not taken yet."""
+
+    key: int
+    index: int
+    tokens: list[int]
+    text: str
+    logprobs: list[Logprobs] | None = None  # one for each token
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None  # with the first delta of completion 0
+    times: Times | None = None  # with the last delta of the whole prompt
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="state"):
+    """Engine -> server, a few times a second: sent only when a step was done, or when idle workers have all answered.
+    So its age tells whether the engine lives.
+    """
+
+    running: int
+    waiting: int
+    free_blocks: list[int]  # by layer group
+    preemptions: int
+    steps: int
+
+
+class Outputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
+    """Engine -> server: everything that one step has brought."""
+
+    deltas: list[Delta]
+
+
+class Counters(msgspec.Struct, frozen=True, array_like=True, tag="counters"):
+    """Engine -> server, every second or so: each worker's counters since its start, by its name."""
+
+    workers: dict[str, dict[str, float]]
