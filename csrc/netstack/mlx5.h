@@ -1,0 +1,324 @@
+// The send path of a ConnectX NIC (mlx5), driven by whoever runs this code: a GPU kernel or a CPU thread.
+//
+// HARDWARE-UNVERIFIED: proven against a software NIC (nic_model/), never yet run on a ConnectX.
+//
+// A post is two work-queue entries (WQEs), RDMA WRITE of the data and an inline RDMA WRITE of its sequence number
+// behind it, announced by one doorbell record and one 8-byte doorbell. Layouts are those of the mlx5 Programmer's
+// Reference Manual (send queue, chapter "Work Requests"; completions, "CQE Formats"); multi-byte fields in memory of
+// the NIC are big-endian. One thread at a time posts to a queue and polls it; nothing here takes a lock, spins
+// without a bound, or traps.
+#pragma once
+
+#if !defined(__CUDACC_RTC__)
+#include <time.h>
+#endif
+
+#if defined(__CUDACC__)
+#define LAMINA_HD __host__ __device__ __forceinline__
+#else
+#define LAMINA_HD inline
+#endif
+
+namespace lamina::mlx5 {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+enum Status : int {
+  kOk = 0,
+  kPending = 1,  // nothing yet: the ring is full, or no completion has come
+  kTimeout = 2,
+  kAborted = 3,
+  kFault = 4,   // the peer wrote what no honest peer writes
+  kFailed = 5,  // the NIC reported an error; Queue::syndrome says which
+};
+
+constexpr u32 kOpWrite = 0x08;          // RDMA WRITE
+constexpr u32 kSignalled = 0x08;        // ask for a completion
+constexpr u32 kInline = 0x80000000u;    // the data segment holds the data
+constexpr u32 kSegments = 3;            // 16-byte segments of our WQEs: control, remote address, data
+constexpr u32 kSend = 1;                // word of the doorbell record that belongs to the send queue
+constexpr u32 kCqeDone = 0x0, kCqeError = 0xd, kCqeInvalid = 0xf;
+constexpr u32 kBadCompletion = 0x100;   // syndrome of our own: a completion that answers no post of ours
+
+struct alignas(64) Wqe {
+  u32 word[16];
+};
+
+struct alignas(64) Cqe {
+  u64 word[8];
+};
+
+struct Remote {
+  u64 address;
+  u32 key;
+};
+
+struct Local {
+  u64 address;
+  u32 key;
+};
+
+// Indices count from 0 and do not wrap; the NIC sees their low 16 (send) or 24 (completion) bits.
+struct Queue {
+  // Filled by the control plane. Addresses are the poster's.
+  Wqe* ring;
+  u32* record;      // doorbell record
+  u64* doorbell;    // register in the UAR page
+  Cqe* completions;
+  u32* seen;        // completions' own record: how many we have consumed
+  u32 number;       // of the queue pair, 24 bits
+  u32 blocks;       // WQEs in `ring`, a power of two
+  u32 cqes;         // in `completions`, a power of two, >= blocks: then they cannot overrun
+  u32 alternate;    // bytes between the two registers that doorbells alternate on; 0: one register
+  // The poster's.
+  u64 reserved;   // WQEs handed out
+  u64 committed;  // WQEs that the NIC was told of
+  u64 completed;  // WQEs that are done; their blocks and sources are free
+  u64 polled;     // completions consumed
+  u32 doorbells;  // rung
+  u32 syndrome;   // of the first error completion; 0: none
+};
+
+LAMINA_HD u32 be32(u32 x) {
+#if defined(__CUDA_ARCH__)
+  return __byte_perm(x, 0, 0x0123);
+#else
+  return __builtin_bswap32(x);
+#endif
+}
+
+LAMINA_HD u64 be64(u64 x) { return (u64(be32(u32(x))) << 32) | be32(u32(x >> 32)); }
+
+// How this processor reaches memory that others, the NIC among them, read and write. The software NIC has its own.
+struct Bus {
+#if defined(__CUDA_ARCH__)
+  static constexpr u32 kRestMostNs = 1024;
+#else
+  static constexpr u32 kRestMostNs = 262144;  // a CPU has other work
+#endif
+
+  // An ordinary store: visible to others after a fence, in no order before it.
+  template <class T>
+  LAMINA_HD void put(T* to, const T& value) {
+    *to = value;
+  }
+
+  // All earlier loads and stores, of this thread and those it has synchronised with, come before all later ones.
+  LAMINA_HD void fence() {
+#if defined(__CUDA_ARCH__)
+    __threadfence_system();
+#else
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+#endif
+  }
+
+  // A store to a NIC register.
+  LAMINA_HD void ring(u64* at, u64 value) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("st.mmio.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+#else
+    *static_cast<volatile u64*>(at) = value;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);  // a write-combining mapping lets go of it
+#endif
+  }
+
+  // What was visible to the writer of the value is visible to all later loads here.
+  LAMINA_HD u64 acquire(const u64* at) {
+#if defined(__CUDA_ARCH__)
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+    return value;
+#else
+    return __atomic_load_n(at, __ATOMIC_ACQUIRE);
+#endif
+  }
+
+  LAMINA_HD u64 load(const u64* at) { return *static_cast<const volatile u64*>(at); }
+
+  LAMINA_HD u64 now_ns() {
+#if defined(__CUDA_ARCH__)
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+#else
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return u64(t.tv_sec) * 1000000000u + u64(t.tv_nsec);
+#endif
+  }
+
+  LAMINA_HD void rest(u32 ns) {
+#if defined(__CUDA_ARCH__)
+    __nanosleep(ns);
+#else
+    const timespec t{0, long(ns)};
+    nanosleep(&t, nullptr);
+#endif
+  }
+};
+
+// The control and remote-address segments, which all our WQEs begin with.
+LAMINA_HD Wqe write_head(u64 index, u32 queue, Remote to, u32 flags) {
+  Wqe wqe = {};
+  wqe.word[0] = be32((u32(index) & 0xffff) << 8 | kOpWrite);
+  wqe.word[1] = be32(queue << 8 | kSegments);
+  wqe.word[2] = be32(flags);
+  wqe.word[4] = be32(u32(to.address >> 32));
+  wqe.word[5] = be32(u32(to.address));
+  wqe.word[6] = be32(to.key);
+  return wqe;
+}
+
+// RDMA WRITE of `bytes` (1 to 2^30; the format takes 0 for 2^31).
+LAMINA_HD Wqe write_wqe(u64 index, u32 queue, Remote to, Local from, u32 bytes, u32 flags) {
+  Wqe wqe = write_head(index, queue, to, flags);
+  wqe.word[8] = be32(bytes);
+  wqe.word[9] = be32(from.key);
+  wqe.word[10] = be32(u32(from.address >> 32));
+  wqe.word[11] = be32(u32(from.address));
+  return wqe;
+}
+
+// RDMA WRITE of one word, which travels in the WQE and keeps this processor's byte order.
+LAMINA_HD Wqe write_word_wqe(u64 index, u32 queue, Remote to, u64 value, u32 flags) {
+  Wqe wqe = write_head(index, queue, to, flags);
+  wqe.word[8] = be32(u32(sizeof value) | kInline);
+  wqe.word[9] = u32(value);
+  wqe.word[10] = u32(value >> 32);
+  return wqe;
+}
+
+// Consume one completion: kOk if there was one, kPending if not, kFailed from the first error on.
+template <class B>
+LAMINA_HD Status poll_cq(B& bus, Queue& q) {
+  const Cqe* cqe = q.completions + (q.polled & (q.cqes - 1));
+  // Queue number, WQE counter, opcode and owner share the last word, so that one load takes them together.
+  const u64 tail = be64(bus.acquire(&cqe->word[7]));
+  const u32 opcode = u32(tail) >> 4 & 0xf;
+  const u32 lap = (q.polled & q.cqes) != 0;
+  if (opcode == kCqeInvalid || (tail & 1) != lap) return q.syndrome ? kFailed : kPending;
+  q.polled += 1;
+  bus.put(q.seen, be32(u32(q.polled) & 0xffffff));
+  u32 bad = 0;
+  const u64 done = (u32(tail >> 16) + 1 - q.completed) & 0xffff;  // WQEs, of which the counter names the last
+  if (opcode == kCqeError) {
+    bad = u32(be64(bus.load(&cqe->word[6]))) & 0xff;
+  } else if (opcode != kCqeDone || done == 0 || done > q.committed - q.completed) {
+    bad = kBadCompletion;
+  } else {
+    q.completed += done;
+  }
+  if (bad && !q.syndrome) q.syndrome = bad;
+  return q.syndrome ? kFailed : kOk;
+}
+
+// Take the next `count` WQEs of the ring, the first of which is `*first`. kPending when the ring is full.
+template <class B>
+LAMINA_HD Status reserve(B& bus, Queue& q, u32 count, u64* first) {
+  while (q.reserved + count - q.completed > q.blocks) {
+    const Status status = poll_cq(bus, q);
+    if (status != kOk) return status;
+  }
+  *first = q.reserved;
+  q.reserved += count;
+  return kOk;
+}
+
+template <class B>
+LAMINA_HD void place(B& bus, Queue& q, u64 index, const Wqe& wqe) {
+  bus.put(q.ring + (index & (q.blocks - 1)), wqe);
+}
+
+// Announce all reserved WQEs, which must have been placed. The last one has to be signalled.
+template <class B>
+LAMINA_HD void commit(B& bus, Queue& q) {
+  bus.fence();  // the WQEs, and the data they point to, before the record that announces them
+  bus.put(q.record + kSend, be32(u32(q.reserved) & 0xffff));
+  bus.fence();  // the record before the doorbell, which makes the NIC read it
+  const u32 last = be32((u32(q.reserved - 1) & 0xffff) << 8 | kOpWrite);
+  const u32 queue = be32(q.number << 8 | kSegments);
+  bus.ring(q.doorbell + (q.doorbells & 1) * q.alternate / sizeof(u64), u64(queue) << 32 | last);
+  q.doorbells += 1;
+  q.committed = q.reserved;
+}
+
+// Wait until the peer has moved `*word` beyond `known`; `*value` is what it holds then. An honest peer never moves it
+// back nor beyond `most`, else kFault. A non-zero `*abort` ends the wait with kAborted.
+template <class B>
+LAMINA_HD Status wait_signal(B& bus, const u64* word, u64 known, u64 most, const u64* abort, u64 timeout_ns,
+                             u64* value) {
+  const u64 start = bus.now_ns();
+  for (u32 pause = 32;; pause = pause < B::kRestMostNs ? 2 * pause : pause) {
+    *value = bus.acquire(word);
+    if (*value - known > most - known) return kFault;
+    if (*value != known) return kOk;
+    if (bus.acquire(abort)) return kAborted;
+    if (bus.now_ns() - start >= timeout_ns) return kTimeout;
+    bus.rest(pause);
+  }
+}
+
+// Wait until all committed WQEs are done: their sources may be reused and, on the same connection, the peer's NIC has
+// acknowledged them.
+template <class B>
+LAMINA_HD Status flush(B& bus, Queue& q, const u64* abort, u64 timeout_ns) {
+  const u64 start = bus.now_ns();
+  while (q.completed != q.committed) {
+    const Status status = poll_cq(bus, q);
+    if (status == kFailed) return status;
+    if (status == kOk) continue;
+    if (bus.acquire(abort)) return kAborted;
+    if (bus.now_ns() - start >= timeout_ns) return kTimeout;
+    bus.rest(32);
+  }
+  return kOk;
+}
+
+// One message: `bytes` from `source` to `data`, and behind them the word `seqno` to `signal`.
+struct Put {
+  Remote data;
+  Local source;
+  u32 bytes;
+  Remote signal;
+  u64 seqno;
+};
+
+// Post both writes at once. The peer sees the data before the word as long as the connection delivers in order: one
+// RC queue pair, no relaxed ordering on the region, no adaptive routing.
+template <class B>
+LAMINA_HD Status put_signal(B& bus, Queue& q, const Put& put) {
+  u64 first;
+  const Status status = reserve(bus, q, 2, &first);
+  if (status != kOk) return status;
+  place(bus, q, first, write_wqe(first, q.number, put.data, put.source, put.bytes, 0));
+  place(bus, q, first + 1, write_word_wqe(first + 1, q.number, put.signal, put.seqno, kSignalled));
+  commit(bus, q);
+  return kOk;
+}
+
+// Post one word.
+template <class B>
+LAMINA_HD Status put_word(B& bus, Queue& q, Remote to, u64 value) {
+  u64 index;
+  const Status status = reserve(bus, q, 1, &index);
+  if (status != kOk) return status;
+  place(bus, q, index, write_word_wqe(index, q.number, to, value, kSignalled));
+  commit(bus, q);
+  return kOk;
+}
+
+// As put_signal for connections that may deliver out of order: the word is posted when the data is acknowledged.
+template <class B>
+LAMINA_HD Status put_signal_fenced(B& bus, Queue& q, const Put& put, const u64* abort, u64 timeout_ns) {
+  u64 index;
+  Status status = reserve(bus, q, 1, &index);
+  if (status != kOk) return status;
+  place(bus, q, index, write_wqe(index, q.number, put.data, put.source, put.bytes, kSignalled));
+  commit(bus, q);
+  status = flush(bus, q, abort, timeout_ns);
+  return status == kOk ? put_word(bus, q, put.signal, put.seqno) : status;
+}
+
+}  // namespace lamina::mlx5
