@@ -22,6 +22,6 @@ def native(name: str, *sources: str) -> Extension:
 setup(
     ext_modules=[
         native("lamina.gemm._native", "csrc/gemm/module.cpp", "csrc/gemm/linear.cpp"),
-        native("lamina.netstack._native", "csrc/netstack/native.cpp"),
+        native("lamina.netstack._native", "csrc/netstack/native.cpp", "csrc/netstack/native_channel.cpp"),
     ]
 )

@@ -1,38 +1,53 @@
-from typing_extensions import Buffer
+"""The engines of csrc/netstack behind the Channel of ``lamina.netstack.fabric``, whose errors they raise."""
 
-def ring_bytes(slots: int, slot_bytes: int) -> int:
-    """Bytes of shared memory of one direction."""
+from .fabric import Arrival, ChannelStats, Geometry, Region, Slot
 
-class Link:
-    """Both directions of one channel in shared memory. Raises the errors of ``lamina.netstack.fabric``.
-
-    ``memory_fd`` stays the caller's; ``life_line`` (a connected stream socket that nobody writes to any more) is
-    owned and closed by the link. ``outbound`` and ``inbound`` are (slots, slot_bytes). A wait may spin
-    for ``spin_s`` before it sleeps; it learns whether that pays.
-    """
-
-    def __new__(
-        cls,
-        memory_fd: int,
-        life_line: int,
-        listening: bool,
-        epoch: int,
-        outbound: tuple[int, int],
-        inbound: tuple[int, int],
-        spin_s: float,
-        peer: str,
-    ) -> Link: ...
-    def reserve(self, nbytes: int, timeout_s: float) -> tuple[int, memoryview]:
-        """(slot index, writable view of the peer's inbox); NoResource when none is free in time."""
-
-    def publish(self, nbytes: int, tag: bytes, source: Buffer | None) -> int:
-        """Signal the oldest reserved slot, after copying ``source`` into it if given; the seqno."""
-
-    def wait(self, timeout_s: float) -> tuple[int, bytes, memoryview]:
-        """(seqno, tag, read-only view of our inbox) of the next message; ChannelTimeout when none comes in time."""
-
-    def release(self) -> None:
-        """Give the oldest message's slot back. Does nothing once stopped."""
-
+class Channel:
+    peer: str
+    epoch: int
+    outbound: Geometry
+    inbound: Geometry
+    stats: ChannelStats  # a snapshot
+    def reserve(self, nbytes: int, *, timeout_s: float = 0.0) -> Slot: ...
+    def put_signal(self, slot: Slot, tag: bytes, source: Region | None = None) -> int: ...
+    def wait_signal(self, *, timeout_s: float) -> Arrival: ...
+    def release(self, arrival: Arrival) -> None: ...
     def abort(self, reason: str) -> None: ...
     def close(self) -> None: ...
+
+def open_link(
+    memory_fd: int,
+    life_line: int,
+    listening: bool,
+    epoch: int,
+    outbound: Geometry,
+    inbound: Geometry,
+    spin_s: float,
+    peer: str,
+    /,
+) -> Channel:
+    """A channel in shared memory of ``ring_bytes`` for each direction. ``memory_fd`` stays the caller's; ``life_line``
+    (a connected stream socket that nobody writes to any more) is the channel's once this returns."""
+
+def open_stream(
+    sock: int,
+    epoch: int,
+    outbound: Geometry,
+    inbound: Geometry,
+    keys: tuple[bytes, bytes] | None,
+    spin_s: float,
+    stall_s: float,
+    peer: str,
+    /,
+) -> Channel:
+    """A channel over a connected, non-blocking stream socket, which is the channel's once this returns.
+
+    ``keys``: 32 bytes each for the MACs of frames sent and received; None: frames carry checksums. A peer that takes
+    no byte of a put for ``stall_s`` is given up.
+    """
+
+def ring_bytes(slots: int, slot_bytes: int, /) -> int:
+    """Bytes of shared memory of one direction."""
+
+def check(key: bytes | None, part: int, frame: int, data: bytes, /) -> bytes:
+    """The 16 bytes that guard part 1 (header) or 2 (payload) of the frame with that count in its direction."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections import deque
 from time import perf_counter
@@ -11,6 +12,7 @@ from weakref import WeakSet
 from .fabric import EPOCH_SHIFT, TAG_BYTES, Arrival, ChannelStats, Geometry, Region, Slot
 
 KEY_BYTES_MIN = 16
+SPIN_S = 50e-6  # about one wake-up of a sleeper on another core; a peer on this core needs it more
 
 
 class _Closable(Protocol):
@@ -18,7 +20,10 @@ class _Closable(Protocol):
 
 
 class BaseChannel(ABC):
-    """Order, bounds and counters of a channel; a transport fills in four steps, ``abort`` and ``close``."""
+    """Order, bounds and counters of a channel; a transport fills in four steps, ``abort`` and ``close``.
+
+    The native transports have the same in csrc/netstack/native_channel.cpp.
+    """
 
     def __init__(self, peer: str, epoch: int, outbound: Geometry, inbound: Geometry) -> None:
         self.peer = peer
@@ -123,6 +128,11 @@ class BaseFabric:
         if not url.startswith(prefix):
             raise ValueError(f"url {url!r} is not of this transport; it starts with {prefix}")
         return url.removeprefix(prefix)
+
+
+def affordable_spin(spin_s: float) -> float:
+    """How long a wait may spin before it sleeps: not at all where this process has only one CPU."""
+    return spin_s if len(os.sched_getaffinity(0)) > 1 else 0.0
 
 
 def check_epoch(epoch: int) -> None:

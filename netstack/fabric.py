@@ -86,7 +86,7 @@ class Region:
         return Region(self.data[offset : offset + nbytes])
 
 
-@dataclass
+@dataclass(slots=True)
 class Slot:
     """A granted place in the peer's inbox. ``data`` is where the sender writes: the inbox itself where memory is
     shared, else registered staging that ``put_signal`` transmits."""
@@ -95,7 +95,7 @@ class Slot:
     index: int  # position in the ring; put_signal takes slots in the order reserved
 
 
-@dataclass
+@dataclass(slots=True)
 class Arrival:
     """One received message. ``data`` is readable until ``Channel.release``."""
 
@@ -106,7 +106,7 @@ class Arrival:
 
 @dataclass
 class ChannelStats:
-    """Counters since the channel was opened (payload bytes; seconds spent in wait_signal and reserve)."""
+    """Counters since the channel was opened (payload bytes; seconds waited in wait_signal and reserve)."""
 
     messages_sent: int = 0
     bytes_sent: int = 0

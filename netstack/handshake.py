@@ -1,13 +1,17 @@
 """Mutual authentication of two peers over any connected stream socket, before anything is allocated.
 
 Both prove by HMAC-SHA256 (RFC 2104) that they hold the same key, over a transcript that covers protocol version,
-transport, epoch, both geometries and a fresh nonce of each side; the label of each proof names its role, so neither
-can be replayed, reflected or moved to another link. The connector proves itself first. Frames have fixed sizes:
+transport, epoch, seal, both geometries and a fresh nonce of each side; the label of each proof names its role, so
+neither can be replayed, reflected or moved to another link. The connector proves itself first. Frames have fixed sizes:
 
-    connector -> listener   hello      magic, version, epoch, transport, outbound and inbound geometry, nonce
+    connector -> listener   hello      magic, version, epoch, seal, transport, outbound and inbound geometry, nonce
     listener -> connector   challenge  magic, version, nonce
     connector -> listener   proof      HMAC(key, "connector" + hello + challenge)
     listener -> connector   proof      HMAC(key, "listener" + hello + challenge)
+
+Keys of the session come from the same transcript under labels of their own: one for each direction, so that frames
+cannot be reflected, and new ones for each session, so that they cannot be replayed. Who learns the cluster's key can
+compute them: there is no forward secrecy, and nothing is encrypted.
 
 The protocol itself does no I/O: ``offer`` and ``answer`` are generators, so a listener can hold many handshakes at
 once and a silent stranger delays nobody.
@@ -21,18 +25,18 @@ import select
 import socket
 import struct
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from time import monotonic
 
 from .base import check_epoch
 from .fabric import ChannelTimeout, Geometry, HandshakeError
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"LMNA"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-HELLO = struct.Struct("!4sHH8sIQIQ32s")
+HELLO = struct.Struct("!4sHH?8sIQIQ32s")
 CHALLENGE = struct.Struct("!4sH32s")
 
 
@@ -44,6 +48,7 @@ class Terms:
     epoch: int
     outbound: Geometry
     inbound: Geometry
+    sealed: bool = False  # what is sent behind the handshake carries a MAC under the session's keys
 
     def __post_init__(self) -> None:
         check_epoch(self.epoch)
@@ -51,15 +56,30 @@ class Terms:
             raise ValueError(f"a transport's name has 1 to 8 bytes, not {self.scheme!r}")
 
 
+@dataclass(frozen=True)
+class Session(Terms):
+    """The terms that both sides have proven, and what both can derive keys from."""
+
+    secret: bytes = field(default=b"", repr=False, compare=False)
+
+    def keys(self, *, listening: bool) -> tuple[bytes, bytes]:
+        """32 bytes each for (what this side sends, what it receives)."""
+        there, back = (
+            hmac.digest(self.secret, b"lamina " + label, sha256().name)
+            for label in (b"from connector", b"from listener")
+        )
+        return (back, there) if listening else (there, back)
+
+
 # Yields (bytes to send, number of bytes wanted next, what it means if the peer hangs up instead).
-Steps = Generator[tuple[bytes, int, str], bytes, Terms]
+Steps = Generator[tuple[bytes, int, str], bytes, Session]
 
 
 def offer(key: bytes, terms: Terms) -> Steps:
     """The connector's side. Raises HandshakeError."""
     out, into = terms.outbound, terms.inbound
     hello = HELLO.pack(
-        MAGIC, VERSION, terms.epoch, terms.scheme.encode(),
+        MAGIC, VERSION, terms.epoch, terms.sealed, terms.scheme.encode(),
         out.slots, out.slot_bytes, into.slots, into.slot_bytes, secrets.token_bytes(NONCE_BYTES),
     )  # fmt: skip
     challenge = yield hello, CHALLENGE.size, "it hung up before its challenge"
@@ -73,13 +93,13 @@ def offer(key: bytes, terms: Terms) -> Steps:
     )
     if not hmac.compare_digest(proof, _proof(key, b"listener", transcript)):
         raise HandshakeError("the listener's proof is wrong: the keys differ")
-    return terms
+    return Session(terms.scheme, terms.epoch, out, into, terms.sealed, _proof(key, b"session", transcript))
 
 
-def answer(key: bytes, scheme: str) -> Steps:
-    """The listener's side; returns the connector's terms. Raises HandshakeError."""
+def answer(key: bytes, scheme: str, *, must_seal: bool = False) -> Steps:
+    """The listener's side; ``must_seal`` refuses terms without a seal. Raises HandshakeError."""
     hello = yield b"", HELLO.size, "it hung up before its hello"
-    magic, version, epoch, named, out_slots, out_bytes, in_slots, in_bytes, _ = HELLO.unpack(hello)
+    magic, version, epoch, sealed, named, out_slots, out_bytes, in_slots, in_bytes, _ = HELLO.unpack(hello)
     challenge = CHALLENGE.pack(MAGIC, VERSION, secrets.token_bytes(NONCE_BYTES))
     if magic == MAGIC and version != VERSION:
         yield challenge, 0, ""  # so that the other side can name the versions too
@@ -90,17 +110,15 @@ def answer(key: bytes, scheme: str) -> Steps:
         raise HandshakeError("the connector's proof is wrong: the keys differ")
     if named.rstrip(b"\0") != scheme.encode():
         raise HandshakeError(f"the connector speaks {named!r}, we speak {scheme!r}")
+    if must_seal and not sealed:
+        raise HandshakeError("the connector wants frames without a MAC, and it is beyond this host")
     try:
-        terms = Terms(
-            scheme,
-            epoch,
-            Geometry(slots=out_slots, slot_bytes=out_bytes),
-            Geometry(slots=in_slots, slot_bytes=in_bytes),
-        )
+        out, into = Geometry(slots=out_slots, slot_bytes=out_bytes), Geometry(slots=in_slots, slot_bytes=in_bytes)
+        session = Session(scheme, epoch, out, into, sealed, _proof(key, b"session", transcript))
     except ValueError as error:
         raise HandshakeError(f"the connector's terms are bad: {error}") from error
     yield _proof(key, b"listener", transcript), 0, ""
-    return terms
+    return session
 
 
 def _check_protocol(magic: bytes, version: int) -> None:
@@ -129,8 +147,8 @@ class Exchange:
         """What to poll the socket for."""
         return select.POLLOUT if self._unsent else select.POLLIN
 
-    def advance(self) -> Terms | None:
-        """Go on as far as the socket allows; the terms once both sides are proven. Raises HandshakeError."""
+    def advance(self) -> Session | None:
+        """Go on as far as the socket allows; the session once both sides are proven. Raises HandshakeError."""
         try:
             while True:
                 if self._unsent:
@@ -146,24 +164,24 @@ class Exchange:
         except BlockingIOError:
             return None
         except StopIteration as end:
-            terms: Terms = end.value
-            return terms
+            session: Session = end.value
+            return session
         except OSError as error:
             raise HandshakeError(f"{self._if_closed or 'the peer hung up'} ({error.strerror})") from error
 
 
-def run(sock: socket.socket, steps: Steps, peer: str, *, deadline: float) -> Terms:
+def run(sock: socket.socket, steps: Steps, peer: str, *, deadline: float) -> Session:
     """Run one handshake to its end, by ``deadline`` (``time.monotonic``) at the latest; ``sock`` is non-blocking then.
 
     Raises HandshakeError, and ChannelTimeout when the peer is too slow; both texts begin with ``peer``.
     """
     exchange = Exchange(sock, steps)
     try:
-        while (terms := exchange.advance()) is None:
+        while (session := exchange.advance()) is None:
             poller = select.poll()
             poller.register(sock, exchange.events)
             if not poller.poll(max(0.0, deadline - monotonic()) * 1000):
                 raise ChannelTimeout(f"{peer}: connect: the listener did not finish the handshake in time")
     except HandshakeError as error:
         raise HandshakeError(f"{peer}: connect: {error}") from error
-    return terms
+    return session

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from .fabric import Channel, ChannelAborted, ChannelTimeout, HandshakeError
-from .handshake import Exchange, Terms, answer
+from .handshake import Exchange, Session, answer
 
 HANDSHAKE_S = 5.0
 HALF_OPEN_MAX = 64  # handshakes in progress; one more drops the oldest
@@ -18,9 +18,10 @@ HALF_OPEN_MAX = 64  # handshakes in progress; one more drops the oldest
 class StreamListener:
     """Listens on ``sock`` (owned from here on) and turns each authenticated peer into a channel.
 
-    ``screen(sock)`` may refuse a peer before the handshake by raising HandshakeError; ``welcome(sock, terms)`` makes
-    the channel, owning ``sock``, and may raise OSError when there is no memory for the terms. A refused peer is
-    dropped; the reason of the last one is part of the text of accept's ChannelTimeout.
+    ``screen(sock)`` may refuse a peer before the handshake by raising HandshakeError; ``welcome(sock, session)`` makes
+    the channel, owning ``sock``, and may raise OSError when there is no memory for its terms. ``must_seal(sock)`` says
+    whether that peer's terms need a seal. A refused peer is dropped; the reason of the last one is part of the text of
+    accept's ChannelTimeout.
     """
 
     def __init__(
@@ -31,7 +32,8 @@ class StreamListener:
         scheme: str,
         *,
         screen: Callable[[socket.socket], None],
-        welcome: Callable[[socket.socket, Terms], Channel],
+        welcome: Callable[[socket.socket, Session], Channel],
+        must_seal: Callable[[socket.socket], bool] = lambda _: False,
     ) -> None:
         sock.setblocking(False)
         self.url = url
@@ -40,6 +42,7 @@ class StreamListener:
         self._scheme = scheme
         self._screen = screen
         self._welcome = welcome
+        self._must_seal = must_seal
         self._half_open: dict[int, tuple[Exchange, float]] = {}  # by descriptor, oldest first
         self._refusal = ""
         self._wake, self._waker = socket.socketpair()
@@ -49,9 +52,9 @@ class StreamListener:
         deadline = monotonic() + timeout_s
         with self._accepting:
             while True:
-                sock, terms = self._next(deadline)
+                sock, session = self._next(deadline)
                 try:
-                    return self._welcome(sock, terms)
+                    return self._welcome(sock, session)
                 except OSError as error:
                     sock.close()
                     self._refusal = f"no memory for its terms: {error}"
@@ -65,7 +68,7 @@ class StreamListener:
             self._sock.close()
             self._wake.close()
 
-    def _next(self, deadline: float) -> tuple[socket.socket, Terms]:
+    def _next(self, deadline: float) -> tuple[socket.socket, Session]:
         """The next peer that has passed the handshake."""
         while self._wake.fileno() >= 0:
             poller = select.poll()
@@ -104,19 +107,20 @@ class StreamListener:
             return
         if len(self._half_open) >= HALF_OPEN_MAX:
             self._drop(next(iter(self._half_open)), "too many strangers at once")
-        self._half_open[sock.fileno()] = (Exchange(sock, answer(self._key, self._scheme)), monotonic() + HANDSHAKE_S)
+        steps = answer(self._key, self._scheme, must_seal=self._must_seal(sock))
+        self._half_open[sock.fileno()] = (Exchange(sock, steps), monotonic() + HANDSHAKE_S)
 
-    def _advance(self, fd: int) -> tuple[socket.socket, Terms] | None:
+    def _advance(self, fd: int) -> tuple[socket.socket, Session] | None:
         exchange, _ = self._half_open[fd]
         try:
-            terms = exchange.advance()
+            session = exchange.advance()
         except HandshakeError as error:
             self._drop(fd, str(error))
             return None
-        if terms is None:
+        if session is None:
             return None
         del self._half_open[fd]
-        return exchange.sock, terms
+        return exchange.sock, session
 
     def _drop_late(self) -> None:
         now = monotonic()

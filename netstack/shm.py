@@ -3,7 +3,7 @@
 Peers meet on an abstract-namespace Unix socket (unix(7)), so no file appears anywhere. After the handshake the
 listening side makes one memfd for both directions, seals its size and passes the descriptor; the kernel frees it
 with the last mapping, however the processes end. The socket stays open, silent, as the life line: its end is the
-peer's end. Layout, waiting and the checks of what the peer writes: csrc/netstack/ring.h.
+peer's end. Layout, waiting and the checks of what the peer writes: csrc/netstack/ring.h and link.h.
 """
 
 from __future__ import annotations
@@ -17,56 +17,14 @@ import struct
 from functools import partial
 from time import monotonic
 
-from .base import BaseChannel, BaseFabric
-from .fabric import ChannelError, ChannelTimeout, Fabric, Geometry, HandshakeError, Slot
+from .base import SPIN_S, BaseFabric, affordable_spin
+from .fabric import ChannelError, ChannelTimeout, Fabric, Geometry, HandshakeError
 from .handshake import Terms, offer, run
 from .listener import StreamListener
+from .native import Channel, open_link, ring_bytes
 
-try:
-    from ._native import Link, ring_bytes
-except ImportError as error:
-    raise ImportError(
-        f"transport 'shm' needs the native module lamina.netstack._native, which did not load ({error}); install "
-        "a C++17 compiler, then run `python setup.py build_ext --inplace` or install again; or use another transport"
-    ) from error
-
-SPIN_S = 50e-6  # about one wake-up of a sleeper on another core; a peer on this core needs it more
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _UCRED = struct.Struct("iII")  # pid, uid, gid
-
-
-class ShmChannel(BaseChannel):
-    """Owns ``life_line`` from here on; ``memory`` stays the caller's."""
-
-    def __init__(
-        self, memory: int, life_line: socket.socket, terms: Terms, *, listening: bool, peer: str, spin_s: float
-    ) -> None:
-        outbound, inbound = terms.outbound, terms.inbound
-        if listening:
-            outbound, inbound = inbound, outbound
-        super().__init__(peer, terms.epoch, outbound, inbound)
-        out = (outbound.slots, outbound.slot_bytes)
-        into = (inbound.slots, inbound.slot_bytes)
-        self._link = Link(memory, life_line.fileno(), listening, terms.epoch, out, into, spin_s, peer)
-        life_line.detach()
-
-    def abort(self, reason: str) -> None:
-        self._link.abort(reason)
-
-    def close(self) -> None:
-        self._link.close()
-
-    def _grant(self, nbytes: int, timeout_s: float) -> tuple[int, memoryview]:
-        return self._link.reserve(nbytes, timeout_s)
-
-    def _publish(self, slot: Slot, nbytes: int, tag: bytes, source: memoryview | None) -> int:
-        return self._link.publish(nbytes, tag, source)
-
-    def _take(self, timeout_s: float) -> tuple[int, bytes, memoryview]:
-        return self._link.wait(timeout_s)
-
-    def _give_back(self) -> None:
-        self._link.release()
 
 
 class ShmFabric(BaseFabric):
@@ -76,7 +34,7 @@ class ShmFabric(BaseFabric):
 
     def __init__(self, key: bytes, *, spin_s: float = SPIN_S) -> None:
         super().__init__(key)
-        self._spin_s = spin_s if len(os.sched_getaffinity(0)) > 1 else 0.0
+        self._spin_s = affordable_spin(spin_s)
 
     def listen(self, address: str = "") -> StreamListener:
         name = address or f"lamina-{secrets.token_hex(8)}"
@@ -98,7 +56,7 @@ class ShmFabric(BaseFabric):
 
     def connect(
         self, url: str, *, outbound: Geometry, inbound: Geometry, epoch: int = 0, timeout_s: float = 10.0
-    ) -> ShmChannel:
+    ) -> Channel:
         deadline = monotonic() + timeout_s
         name = self._address(url)
         terms = Terms(self.scheme, epoch, outbound, inbound)
@@ -115,16 +73,14 @@ class ShmFabric(BaseFabric):
             run(sock, offer(self._key, terms), url, deadline=deadline)
             memory = _receive_memory(sock, url, terms, deadline)
             try:
-                channel = ShmChannel(memory, sock, terms, listening=False, peer=url, spin_s=self._spin_s)
+                return self._channel(memory, sock, terms, listening=False, peer=url)
             finally:
                 os.close(memory)
         except BaseException:
             sock.close()
             raise
-        self._opened.add(channel)
-        return channel
 
-    def _welcome(self, url: str, sock: socket.socket, terms: Terms) -> ShmChannel:
+    def _welcome(self, url: str, sock: socket.socket, terms: Terms) -> Channel:
         pid, _, _ = _credentials(sock)
         memory = os.memfd_create("lamina", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -132,9 +88,18 @@ class ShmFabric(BaseFabric):
             fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
             peer = f"{url} (process {pid})"
             socket.send_fds(sock, [b"M"], [memory])
-            channel = ShmChannel(memory, sock, terms, listening=True, peer=peer, spin_s=self._spin_s)
+            return self._channel(memory, sock, terms, listening=True, peer=peer)
         finally:
             os.close(memory)
+
+    def _channel(self, memory: int, life_line: socket.socket, terms: Terms, *, listening: bool, peer: str) -> Channel:
+        """Owns ``life_line`` from here on; ``memory`` stays the caller's."""
+        outbound, inbound = terms.outbound, terms.inbound
+        if listening:
+            outbound, inbound = inbound, outbound
+        line = life_line.fileno()
+        channel = open_link(memory, line, listening, terms.epoch, outbound, inbound, self._spin_s, peer)
+        life_line.detach()
         self._opened.add(channel)
         return channel
 

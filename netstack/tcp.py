@@ -1,4 +1,8 @@
-"""TCP (RFC 9293): any two processes that can reach each other; for now over loopback addresses only."""
+"""TCP (RFC 9293): any two processes that can reach each other. Frames and their engine: csrc/netstack/stream.h.
+
+Within one host, over loopback addresses, frames carry checksums. Beyond it they carry a MAC under keys of the session;
+the listener refuses a peer that wants to go without. Nothing is encrypted.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,25 @@ import ipaddress
 import socket
 from time import monotonic
 
-from .base import BaseFabric
-from .fabric import Channel, ChannelError, ChannelTimeout, Fabric, Geometry
-from .handshake import Terms, offer, run
+from .base import SPIN_S, BaseFabric, affordable_spin
+from .fabric import ChannelError, ChannelTimeout, Fabric, Geometry
+from .handshake import Session, Terms, offer, run
 from .listener import StreamListener
-from .stream import STALL_S, StreamChannel
+from .native import Channel, open_stream
+
+STALL_S = 10.0  # a peer that takes no byte of a put for so long is given up
 
 
 class TcpFabric(BaseFabric):
+    """``spin_s``: how long a wait spins before it sleeps; ``seal``: MACs within this host too."""
+
     scheme = "tcp"
+
+    def __init__(self, key: bytes, *, spin_s: float = SPIN_S, stall_s: float = STALL_S, seal: bool = False) -> None:
+        super().__init__(key)
+        self._spin_s = affordable_spin(spin_s)
+        self._stall_s = stall_s
+        self._seal = seal
 
     def listen(self, address: str = "") -> StreamListener:
         host, port, family = self._endpoint(address or "127.0.0.1:0")
@@ -26,19 +40,27 @@ class TcpFabric(BaseFabric):
         except OSError as error:
             sock.close()
             where = f"{self.scheme}://{host}:{port}"
-            raise ChannelError(f"cannot listen at {where}: {error.strerror}; choose another port (0: any)") from error
+            raise ChannelError(
+                f"cannot listen at {where}: {error.strerror}; choose another address of this host, or port (0: any)"
+            ) from error
         listener = StreamListener(
-            sock, self._url(sock.getsockname()), self._key, self.scheme, screen=lambda _: None, welcome=self._welcome
+            sock,
+            self._url(sock.getsockname()),
+            self._key,
+            self.scheme,
+            screen=lambda _: None,
+            welcome=self._welcome,
+            must_seal=lambda sock: self._seal or not _is_loopback(sock.getpeername()[0]),
         )
         self._opened.add(listener)
         return listener
 
     def connect(
         self, url: str, *, outbound: Geometry, inbound: Geometry, epoch: int = 0, timeout_s: float = 10.0
-    ) -> StreamChannel:
+    ) -> Channel:
         deadline = monotonic() + timeout_s
         host, port, family = self._endpoint(self._address(url))
-        terms = Terms(self.scheme, epoch, outbound, inbound)
+        terms = Terms(self.scheme, epoch, outbound, inbound, self._seal or not _is_loopback(host))
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.settimeout(timeout_s)
@@ -48,18 +70,23 @@ class TcpFabric(BaseFabric):
                 raise ChannelTimeout(f"{url}: connect: the listener took nobody in time") from error
             except OSError as error:
                 raise ChannelError(f"{url}: connect: {error.strerror}; is the listener's process alive?") from error
-            run(sock, offer(self._key, terms), url, deadline=deadline)
-            return self._channel(sock, url, terms, listening=False)
+            session = run(sock, offer(self._key, terms), url, deadline=deadline)
+            return self._channel(sock, url, session, listening=False)
         except BaseException:
             sock.close()
             raise
 
-    def _welcome(self, sock: socket.socket, terms: Terms) -> Channel:
-        return self._channel(sock, self._url(sock.getpeername()), terms, listening=True)
+    def _welcome(self, sock: socket.socket, session: Session) -> Channel:
+        return self._channel(sock, self._url(sock.getpeername()), session, listening=True)
 
-    def _channel(self, sock: socket.socket, peer: str, terms: Terms, *, listening: bool) -> StreamChannel:
-        _tune(sock)
-        channel = StreamChannel(sock, peer, terms, listening=listening)
+    def _channel(self, sock: socket.socket, peer: str, session: Session, *, listening: bool) -> Channel:
+        _tune(sock, self._stall_s)
+        outbound, inbound = session.outbound, session.inbound
+        if listening:
+            outbound, inbound = inbound, outbound
+        keys = session.keys(listening=listening) if session.sealed else None
+        channel = open_stream(sock.fileno(), session.epoch, outbound, inbound, keys, self._spin_s, self._stall_s, peer)
+        sock.detach()
         self._opened.add(channel)
         return channel
 
@@ -68,7 +95,7 @@ class TcpFabric(BaseFabric):
         return f"{self.scheme}://{host}:{name[1]}"
 
     def _endpoint(self, address: str) -> tuple[str, int, socket.AddressFamily]:
-        """(host, port, family) of ``host:port``. Raises ValueError, also for an address beyond this host."""
+        """(host, port, family) of ``host:port``. Raises ValueError."""
         host, _, port = address.rpartition(":")
         host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
         try:
@@ -77,21 +104,23 @@ class TcpFabric(BaseFabric):
             raise ValueError(f"address {address!r} must be IP:PORT, such as 127.0.0.1:0 or [::1]:0") from None
         if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
             raise ValueError(f"address {address!r} needs a port 0..65535 behind its last colon")
-        if not ip.is_loopback:
-            raise ValueError(
-                f"address {address!r} is not a loopback address: frames are not yet protected by a MAC, so tcp binds "
-                "and connects within one host only; use 127.0.0.1"
-            )
+        if ip.is_unspecified or ip.is_multicast:
+            raise ValueError(f"address {address!r} is no host's own: name the address of one interface")
         return host, int(port), socket.AF_INET6 if ip.version == 6 else socket.AF_INET
 
 
-def _tune(sock: socket.socket) -> None:
+def _is_loopback(host: str) -> bool:
+    ip = ipaddress.ip_address(host.partition("%")[0])
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
+
+
+def _tune(sock: socket.socket, stall_s: float) -> None:
     """No batching of small frames; a host that vanished is noticed by the kernel (tcp(7))."""
     options = {
         socket.TCP_NODELAY: 1,
         socket.TCP_KEEPIDLE: 1,
         socket.TCP_KEEPINTVL: 1,
-        socket.TCP_USER_TIMEOUT: int(STALL_S * 1000),
+        socket.TCP_USER_TIMEOUT: int(stall_s * 1000),
     }
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in options.items():

@@ -5,47 +5,24 @@
 #pragma once
 
 #include <linux/futex.h>
-#include <poll.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <climits>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <ctime>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "engine.h"
 
 namespace lamina {
 
-constexpr std::uint64_t kLine = 64;
 constexpr std::uint64_t kPage = 4096;
-constexpr std::uint64_t kTagBytes = 32;
-constexpr std::uint64_t kReasonBytes = 256;
-constexpr int kEpochShift = 48;
-constexpr std::uint64_t kSliceNs = 50'000'000;  // a sleeper looks at the life line this often
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "rings need lock-free 64-bit atomics");
-
-inline std::uint64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return std::uint64_t(t.tv_sec) * 1'000'000'000 + std::uint64_t(t.tv_nsec);
-}
-
-inline void relax() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // An event count. Whoever changes what the sleeper waits for rings it; the sleeper reads `rings` before it looks and
 // sleeps only while the number is still the same, so no ring is lost. At most one thread sleeps on a bell.
@@ -67,30 +44,11 @@ struct Bell {
   }
 };
 
-// Spinning pays only while the peer runs on another core and answers at once. A spin that catches its event is
-// followed by another; one that does not by ever more waits that sleep right away, until the next try.
-struct Patience {
-  std::uint32_t skip = 0, backoff = 1;
-
-  bool spins() {
-    if (skip == 0) return true;
-    --skip;
-    return false;
-  }
-  void caught() { backoff = 1; }
-  void missed() {
-    skip = backoff;
-    backoff = std::min(2 * backoff, std::uint32_t{1024});
-  }
-};
-
-enum Farewell : std::uint32_t { kStaying = 0, kClosed = 1, kAborted = 2 };
-
 struct Control {
-  alignas(kLine) std::atomic<std::uint64_t> signal;  // sender: seqno of the newest message
-  alignas(kLine) std::atomic<std::uint64_t> credit;  // receiver: seqno of the newest message it has released
-  alignas(kLine) Bell arrival;                       // the receiver sleeps on it
-  alignas(kLine) Bell space;                         // the sender sleeps on it
+  alignas(kLine) std::atomic<std::uint64_t> signal;    // sender: seqno of the newest message
+  alignas(kLine) std::atomic<std::uint64_t> credit;    // receiver: seqno of the newest message it has released
+  alignas(kLine) Bell arrival;                         // the receiver sleeps on it
+  alignas(kLine) Bell space;                           // the sender sleeps on it
   alignas(kLine) std::atomic<std::uint32_t> farewell;  // sender: why it left; `reason` is written first
   char reason[kReasonBytes];
 };
@@ -127,8 +85,6 @@ struct Ring {
   Header* header(std::uint64_t message) const { return reinterpret_cast<Header*>(slot(message)); }
   std::uint8_t* payload(std::uint64_t message) const { return slot(message) + kLine; }
 };
-
-enum class Status { ready, pending, timeout, stopped, gone, fault };
 
 // The sending end. Counts run from 0 and never wrap: message n is in slot n % slots and has seqno zero + n + 1.
 struct Sender {
@@ -205,91 +161,6 @@ struct Receiver {
     ++released;
     ring.control->credit.store(ring.zero + released, std::memory_order_release);
     ring.control->space.ring();
-  }
-};
-
-// Both directions, the life line and this side's own stop flag.
-struct Link {
-  Sender out;
-  Receiver in;
-  int life_line;  // stream socket to the peer, silent after the handshake: any event on it is the peer's end
-  std::uint64_t spin_ns;
-  std::atomic<bool> stopped{false};  // by this side
-  std::atomic<bool> dead{false};     // the peer, by its life line
-  std::atomic<std::uint64_t> looked_ns{0};
-
-  bool peer_left() const {
-    return dead.load(std::memory_order_relaxed) || in.ring.control->farewell.load(std::memory_order_acquire) != kStaying;
-  }
-
-  // Asks the kernel, at most once a slice; a death is remembered.
-  bool peer_dead() {
-    const std::uint64_t now = now_ns();
-    if (now - looked_ns.load(std::memory_order_relaxed) < kSliceNs) return false;
-    looked_ns.store(now, std::memory_order_relaxed);
-    pollfd p{life_line, POLLIN | POLLRDHUP, 0};
-    if (poll(&p, 1, 0) > 0) dead.store(true, std::memory_order_relaxed);
-    return dead.load(std::memory_order_relaxed);
-  }
-
-  // Is there a message? What was complete before the peer's end is still handed out.
-  Status look(Receiver& receiver, bool ask) {
-    if (stopped.load(std::memory_order_acquire)) return Status::stopped;
-    Status status = receiver.look();
-    if (status != Status::pending || !(peer_left() || (ask && peer_dead()))) return status;
-    status = receiver.look();
-    return status == Status::pending ? Status::gone : status;
-  }
-
-  // Is there a free slot?
-  Status look(Sender& sender, bool ask) {
-    if (stopped.load(std::memory_order_acquire)) return Status::stopped;
-    if (peer_left() || (ask && peer_dead())) return Status::gone;
-    return sender.look();
-  }
-
-  Bell& bell(const Receiver& receiver) { return receiver.ring.control->arrival; }
-  Bell& bell(const Sender& sender) { return sender.ring.control->space; }
-
-  // Spins for a moment. Returns pending when that did not help.
-  template <class End>
-  Status spin(End& end, std::uint64_t deadline_ns) {
-    if (spin_ns == 0 || !end.patience.spins()) return Status::pending;
-    std::uint64_t now = now_ns();
-    for (const std::uint64_t until = std::min(now + spin_ns, deadline_ns); now < until; now = now_ns()) {
-      for (int i = 0; i < 32; ++i) {
-        const Status status = look(end, false);
-        if (status != Status::pending) return end.patience.caught(), status;
-        relax();
-      }
-    }
-    end.patience.missed();
-    return Status::pending;
-  }
-
-  // Sleeps for at most one slice. Returns pending when the slice is over and the deadline is not.
-  template <class End>
-  Status sleep(End& end, std::uint64_t deadline_ns) {
-    const std::uint64_t now = now_ns();
-    const std::uint32_t seen = bell(end).rings.load(std::memory_order_seq_cst);
-    bell(end).sleeping.store(1, std::memory_order_seq_cst);
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // the promise to sleep, before the last look
-    Status status = look(end, true);
-    if (status == Status::pending && now < deadline_ns) {
-      bell(end).sleep(seen, std::min(deadline_ns - now, kSliceNs));
-      status = look(end, true);
-    }
-    bell(end).sleeping.store(0, std::memory_order_relaxed);
-    return status == Status::pending && now_ns() >= deadline_ns ? Status::timeout : status;
-  }
-
-  // Stops this side, tells the peer why, wakes every sleeper of both sides. Only the first call counts.
-  void stop(Farewell farewell, const char* reason, std::uint64_t reason_bytes) {
-    if (stopped.exchange(true)) return;
-    Control* mine = out.ring.control;
-    std::memcpy(mine->reason, reason, std::min(reason_bytes, kReasonBytes));
-    mine->farewell.store(farewell, std::memory_order_release);
-    for (Bell* bell : {&mine->arrival, &mine->space, &in.ring.control->arrival, &in.ring.control->space}) bell->shout();
   }
 };
 

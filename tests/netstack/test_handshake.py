@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from wiring import KEY, SOON_S
 
 from lamina.netstack import ChannelTimeout, Geometry, HandshakeError, handshake
-from lamina.netstack.handshake import CHALLENGE, HELLO, PROOF_BYTES, Exchange, Terms, answer, offer, run
+from lamina.netstack.handshake import CHALLENGE, HELLO, PROOF_BYTES, Exchange, Session, Terms, answer, offer, run
 
-TERMS = Terms("shm", 3, Geometry(slots=4, slot_bytes=100), Geometry(slots=7, slot_bytes=1 << 32))
+TERMS = Terms("shm", 3, Geometry(slots=4, slot_bytes=100), Geometry(slots=7, slot_bytes=1 << 32), sealed=True)
+SESSION = Session(TERMS.scheme, TERMS.epoch, TERMS.outbound, TERMS.inbound, sealed=True)
 SIZES = [HELLO.size, CHALLENGE.size, PROOF_BYTES, PROOF_BYTES]  # the four frames, connector first, then in turn
 
 
@@ -25,7 +26,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def outcome(future: Future[Terms]) -> Terms | HandshakeError:
+def outcome(future: Future[Session]) -> Session | HandshakeError:
     try:
         return future.result(SOON_S)
     except HandshakeError as error:
@@ -34,13 +35,13 @@ def outcome(future: Future[Terms]) -> Terms | HandshakeError:
 
 def shake(
     pool: ThreadPoolExecutor, tamper: Callable[[int, bytes], bytes] = lambda _, frame: frame, key: bytes = KEY
-) -> tuple[Terms | HandshakeError, Terms | HandshakeError]:
+) -> tuple[Session | HandshakeError, Session | HandshakeError]:
     """(the connector's, the listener's) outcome, with ``tamper(number, frame)`` between them."""
     connector, left = socket.socketpair()
     right, listener = socket.socketpair()
     deadline = time.monotonic() + SOON_S
 
-    def closing(sock: socket.socket, steps: handshake.Steps) -> Terms:
+    def closing(sock: socket.socket, steps: handshake.Steps) -> Session:
         with sock:
             return run(sock, steps, "peer", deadline=deadline)
 
@@ -59,7 +60,32 @@ def shake(
 
 
 def test_equal_keys_agree_on_the_terms(pool: ThreadPoolExecutor) -> None:
-    assert shake(pool) == (TERMS, TERMS)
+    assert shake(pool) == (SESSION, SESSION)
+
+
+def test_both_sides_derive_the_same_keys_and_no_two_are_alike(pool: ThreadPoolExecutor) -> None:
+    seen = set()
+    for _ in range(3):
+        connector, listener = shake(pool)
+        assert isinstance(connector, Session)
+        assert isinstance(listener, Session)
+        there, back = connector.keys(listening=False)
+        assert listener.keys(listening=True) == (back, there)
+        seen |= {there, back}
+    assert len(seen) == 6
+    assert {len(key) for key in seen} == {32}
+    assert connector.secret.hex() not in repr(connector)
+
+
+def test_terms_without_a_seal_are_refused_where_one_is_due(pool: ThreadPoolExecutor) -> None:
+    bare = Terms("shm", 3, TERMS.outbound, TERMS.inbound)
+    ours, theirs = socket.socketpair()
+    deadline = time.monotonic() + SOON_S
+    connecting = pool.submit(run, ours, offer(KEY, bare), "peer", deadline=deadline)
+    with theirs, pytest.raises(HandshakeError, match="MAC"):
+        run(theirs, answer(KEY, "shm", must_seal=True), "peer", deadline=deadline)
+    with ours:
+        assert isinstance(outcome(connecting), HandshakeError)
 
 
 def test_different_keys_fail_on_both_sides(pool: ThreadPoolExecutor) -> None:
@@ -80,7 +106,7 @@ def test_one_flipped_bit_anywhere_is_refused(pool: ThreadPoolExecutor, number: i
         connector, listener = shake(pool, flip)
         assert isinstance(connector, HandshakeError)
         # By the last frame the listener has its proof already; the terms are then the true ones.
-        assert isinstance(listener, HandshakeError) if number < 3 else listener == TERMS
+        assert isinstance(listener, HandshakeError) if number < 3 else listener == SESSION
 
 
 def test_a_recorded_handshake_cannot_be_replayed(pool: ThreadPoolExecutor) -> None:
@@ -153,7 +179,7 @@ def test_frames_in_single_bytes_and_nothing_beyond_is_read(pool: ThreadPoolExecu
                 unsent, wanted, _ = steps.send(frame)
             except StopIteration:
                 break
-        assert terms == TERMS
+        assert terms == SESSION
         assert ours.recv(100) == b"what comes after"
 
 

@@ -362,5 +362,5 @@ def test_without_the_native_module_the_error_names_the_fix() -> None:
     )
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: transport 'shm' needs")
+    assert last.startswith("ImportError: transports between processes need")
     assert "build_ext" in last

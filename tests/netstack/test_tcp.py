@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
+from frames import CREDIT, DATA, FAREWELL, pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wiring import KEY, SOON_S, connect, send
 
 from lamina import netstack
-from lamina.netstack import Channel, Geometry, PeerFault, stream
+from lamina.netstack import Channel, Geometry, PeerFault
 from lamina.netstack.handshake import Terms, offer, run
-from lamina.netstack.stream import CREDIT, DATA, FAREWELL, HEADER
+from lamina.netstack.tcp import TcpFabric
 
 EPOCH = 9
 ZERO = EPOCH << 48
@@ -38,11 +42,14 @@ class Rogue:
             run(self.stream, offer(KEY, TERMS), "listener", deadline=time.monotonic() + SOON_S)
             self.victim: Channel = accepted.result(SOON_S)
         self.stream.setblocking(True)
+        self.count = 0  # of frames sent
 
     def frame(
         self, kind: int = DATA, length: int = 0, seqno: int = ZERO + 1, credit: int = ZERO, payload: bytes = b""
     ) -> None:
-        self.stream.sendall(HEADER.pack(kind, length, seqno % (1 << 64), credit % (1 << 64), b"") + payload)
+        frame = pack(None, self.count, payload, kind=kind, length=length, seqno=seqno, credit=credit)
+        self.count += 1
+        self.stream.sendall(frame)
 
     def close(self) -> None:
         self.fabric.close()
@@ -68,7 +75,7 @@ def test_the_rogue_can_behave(rogue: Rogue) -> None:
     assert arrival.data == b"good"
     for _ in range(SLOTS):
         send(rogue.victim, b"x")
-    rogue.frame(CREDIT, credit=ZERO + 1)
+    rogue.frame(CREDIT, seqno=0, credit=ZERO + 1)
     send(rogue.victim, b"x")
 
 
@@ -88,9 +95,10 @@ def test_the_rogue_can_behave(rogue: Rogue) -> None:
         {"kind": 0},
         {"kind": 4},
         {"kind": 65535},
-        {"kind": CREDIT, "length": 1},
-        {"kind": FAREWELL, "length": 257},
-        {"kind": FAREWELL, "length": (1 << 64) - 1},
+        {"kind": CREDIT},
+        {"kind": CREDIT, "seqno": 0, "length": 1},
+        {"kind": FAREWELL, "seqno": 0, "length": 257},
+        {"kind": FAREWELL, "seqno": 0, "length": (1 << 64) - 1},
     ],
     ids=str,
 )
@@ -118,7 +126,7 @@ def test_a_cut_inside_a_frame_is_a_fault_and_no_message(rogue: Rogue) -> None:
 
 @pytest.mark.parametrize("reason", [b"\xff" * 256, b"", b"a" * 256])
 def test_any_farewell_text_is_only_a_text(rogue: Rogue, reason: bytes) -> None:
-    rogue.frame(FAREWELL, len(reason), payload=reason)
+    rogue.frame(FAREWELL, len(reason), seqno=0, payload=reason)
     with pytest.raises(PeerFault):
         rogue.victim.wait_signal(timeout_s=SOON_S)
 
@@ -142,7 +150,7 @@ def test_credit_leaves_at_once_when_it_is_scarce() -> None:
 
 def test_frames_in_single_bytes(rogue: Rogue) -> None:
     rogue.stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for byte in HEADER.pack(DATA, 3, ZERO + 1, ZERO, b"tag") + b"abc":
+    for byte in pack(None, 0, b"abc", seqno=ZERO + 1, credit=ZERO, tag=b"tag"):
         with pytest.raises(netstack.ChannelTimeout):
             rogue.victim.wait_signal(timeout_s=0)
         rogue.stream.send(bytes([byte]))
@@ -189,17 +197,22 @@ def put_until_full(channel: Channel, geometry: Geometry) -> None:
         channel.put_signal(channel.reserve(geometry.slot_bytes), b"")
 
 
-def test_a_peer_that_takes_no_bytes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "STALL_S", 0.3)
-    fabric = netstack.open("tcp", key=KEY)
+def test_a_peer_that_takes_no_bytes_is_given_up() -> None:
+    fabric = TcpFabric(KEY, stall_s=0.3)
     big = Geometry(slots=4, slot_bytes=16 << 20)
     a, idle = connect(fabric, geometry=big)  # `idle` makes no call, so its kernel's buffer fills up
     start = time.monotonic()
-    with pytest.raises(PeerFault, match="took no bytes"):
+    with pytest.raises(PeerFault, match=r"took no bytes for 0\.3 s"):
         put_until_full(a, big)
     idle.close()
     assert time.monotonic() - start < 5.0
     fabric.close()
+
+
+def until_stuck(putting: Future[None]) -> None:
+    """Until a put makes no progress any more."""
+    with pytest.raises(TimeoutError):
+        putting.result(0.3)
 
 
 def test_abort_ends_a_put_that_is_stuck() -> None:
@@ -208,8 +221,7 @@ def test_abort_ends_a_put_that_is_stuck() -> None:
     a, idle = connect(fabric, geometry=big)
     with ThreadPoolExecutor(1) as pool:
         putting = pool.submit(put_until_full, a, big)
-        while a.stats.wait_s == 0:
-            time.sleep(0.01)
+        until_stuck(putting)
         a.abort("enough")
         with pytest.raises(netstack.ChannelAborted):
             putting.result(2.0)
@@ -217,13 +229,64 @@ def test_abort_ends_a_put_that_is_stuck() -> None:
     fabric.close()
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:0", "192.0.2.1:80", "[::]:0", "[2001:db8::1]:80", "8.8.8.8:53"])
-def test_addresses_beyond_this_host_are_refused(address: str) -> None:
+def test_a_signal_handler_can_end_a_put_that_is_stuck() -> None:
+    class Interrupt(Exception):  # noqa: N818
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
     fabric = netstack.open("tcp", key=KEY)
-    with pytest.raises(ValueError, match="MAC"):
+    big = Geometry(slots=4, slot_bytes=16 << 20)
+    a, idle = connect(fabric, geometry=big)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(Interrupt):
+            put_until_full(a, big)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    with pytest.raises(PeerFault, match="interrupted"):  # half a frame is on the wire
+        a.reserve(1)
+    idle.close()
+    fabric.close()
+
+
+@pytest.mark.parametrize("seal", [False, True])
+def test_large_messages_cross_byte_for_byte(seal: bool) -> None:
+    fabric = TcpFabric(KEY, seal=seal)
+    large = Geometry(slots=2, slot_bytes=(5 << 20) + 3)
+    a, b = connect(fabric, geometry=large)
+    payload = os.urandom(large.slot_bytes)
+    with ThreadPoolExecutor(1) as pool:
+        for nbytes in (large.slot_bytes, 1 << 20, 4096, 4097, 4383, 4384, 4385, 4480, 8192):
+            sent = pool.submit(send, a, payload[:nbytes])
+            arrival = b.wait_signal(timeout_s=SOON_S)
+            assert arrival.data == payload[:nbytes]
+            b.release(arrival)
+            sent.result(SOON_S)
+    fabric.close()
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "224.0.0.1:80", "[ff02::1]:80"])
+def test_addresses_of_no_one_interface_are_refused(address: str) -> None:
+    fabric = netstack.open("tcp", key=KEY)
+    with pytest.raises(ValueError, match="one interface"):
         fabric.listen(address)
-    with pytest.raises(ValueError, match="MAC"):
+    with pytest.raises(ValueError, match="one interface"):
         fabric.connect(f"tcp://{address}", outbound=GEOMETRY, inbound=GEOMETRY)
+
+
+def test_a_sealing_listener_refuses_a_peer_that_wants_to_go_without() -> None:
+    sealing, plain = TcpFabric(KEY, seal=True), TcpFabric(KEY)
+    listener = sealing.listen()
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, timeout_s=1.0)
+        with pytest.raises(netstack.HandshakeError):
+            plain.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY)
+        with pytest.raises(netstack.ChannelTimeout, match="MAC"):
+            accepted.result(SOON_S)
+    sealing.close()
 
 
 @pytest.mark.parametrize(

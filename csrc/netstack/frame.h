@@ -1,0 +1,196 @@
+// Frames of a byte stream: how they are written, and the decoder that trusts none of their bytes.
+//
+// A frame is a header of 96 bytes, then `length` bytes of payload. The header's check covers all of the header, the
+// payload's check within it the payload. A decoder copies a header out of what was read, checks the copy against
+// what this side knows, and uses only the copy.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <atomic>
+#include <cinttypes>
+#include <cstdio>
+#include <vector>
+
+#include "check.h"
+#include "engine.h"
+
+namespace lamina {
+
+enum Kind : std::uint16_t { kData = 1, kCredit = 2, kFarewell = 3 };
+enum Part : std::uint64_t { kHeaderPart = 1, kPayloadPart = 2 };
+
+struct Frame {
+  std::uint16_t kind;
+  std::uint8_t unused[6];
+  std::uint64_t length;
+  std::uint64_t seqno;   // of the message; 0 where there is none
+  std::uint64_t credit;  // newest seqno that the frame's sender has released
+  std::uint8_t tag[kTagBytes];
+  std::uint8_t payload_check[kCheckBytes];
+  std::uint8_t header_check[kCheckBytes];  // last: it covers everything before it
+};
+static_assert(sizeof(Frame) == 96);
+constexpr std::uint64_t kFrameBytes = sizeof(Frame);
+
+inline void check_header(const Seal& seal, std::uint64_t count, const Frame& frame, std::uint8_t out[kCheckBytes]) {
+  Check check(seal, kHeaderPart, count);
+  check.update(reinterpret_cast<const std::uint8_t*>(&frame), kFrameBytes - kCheckBytes);
+  check.finish(out);
+}
+
+// Fills both checks in; `count`: of the frame in its direction, from 0.
+inline void close_frame(Frame* frame, const Seal& seal, std::uint64_t count, const std::uint8_t* payload) {
+  Check check(seal, kPayloadPart, count);
+  check.update(payload, frame->length);
+  check.finish(frame->payload_check);
+  check_header(seal, count, *frame, frame->header_check);
+}
+
+// The memory of one direction: slots, each on its own cache lines.
+struct Slots {
+  std::uint8_t* base;
+  std::uint64_t slots, slot_bytes;
+
+  static std::uint64_t stride(std::uint64_t slot_bytes) { return (slot_bytes + kLine - 1) / kLine * kLine; }
+  static std::uint64_t bytes(std::uint64_t slots, std::uint64_t slot_bytes) { return slots * stride(slot_bytes); }
+  std::uint8_t* slot(std::uint64_t message) const { return base + message % slots * stride(slot_bytes); }
+};
+
+// What one side knows of a channel; counts run from 0. Written by: the put, the decoder, the decoder, the release.
+struct Books {
+  std::uint64_t zero;  // epoch << 48, the seqno before the first message
+  std::atomic<std::uint64_t> sent{0}, credited{0}, arrived{0}, released{0};
+};
+
+class Decoder {
+ public:
+  Decoder(Books& books, const Slots& inbox, const Seal& seal)
+      : books_(books), inbox_(inbox), seal_(seal), arrivals_(inbox.slots) {}
+
+  // Where the next bytes of the stream go; at most two pieces.
+  int room(iovec pieces[2]) {
+    int n = 0;
+    if (left_) pieces[n++] = {into_, left_};
+    pieces[n++] = {stage_ + staged_, sizeof stage_ - staged_};
+    return n;
+  }
+
+  // So many bytes went there. False once they cannot come from an honest peer; `fault` then says why.
+  bool took(std::uint64_t bytes) {
+    const std::uint64_t direct = std::min(bytes, left_);
+    absorb(direct);
+    staged_ += bytes - direct;
+    std::uint64_t used = 0;
+    while (!left_ && !ended()) {
+      if (open_) {
+        if (!close()) return false;
+        continue;
+      }
+      if (staged_ - used < kFrameBytes) break;
+      std::memcpy(&frame_, stage_ + used, kFrameBytes);
+      used += kFrameBytes;
+      if (!open()) return false;
+      const std::uint64_t part = std::min(left_, staged_ - used);
+      if (part) std::memcpy(into_, stage_ + used, part);
+      absorb(part);
+      used += part;
+    }
+    staged_ -= used;
+    if (used && staged_) std::memmove(stage_, stage_ + used, staged_);
+    return true;
+  }
+
+  bool ended() const { return farewell_; }
+  const char* reason() const { return reason_; }  // of the peer's farewell
+  const char* fault() const { return fault_; }
+
+  // Arrived message n, until it is released.
+  const Frame& arrival(std::uint64_t n) const { return arrivals_[n % inbox_.slots]; }
+  std::uint8_t* payload(std::uint64_t n) const { return inbox_.slot(n); }
+
+ private:
+  void absorb(std::uint64_t bytes) {
+    if (bytes) check_.update(into_, bytes);
+    into_ += bytes;
+    left_ -= bytes;
+  }
+
+  // A header is complete.
+  bool open() {
+    std::uint8_t expected[kCheckBytes];
+    check_header(seal_, frames_, frame_, expected);
+    if (!equal(expected, frame_.header_check)) return fail("a header was changed on its way");
+    if (!plausible()) return false;
+    const std::uint64_t credit = frame_.credit - books_.zero;
+    if (credit > books_.credited.load(std::memory_order_relaxed))
+      books_.credited.store(credit, std::memory_order_release);
+    into_ = frame_.kind == kData ? inbox_.slot(books_.arrived.load(std::memory_order_relaxed))
+                                 : reinterpret_cast<std::uint8_t*>(reason_);
+    left_ = frame_.length;
+    check_ = Check(seal_, kPayloadPart, frames_);
+    return open_ = true;
+  }
+
+  // A payload is complete.
+  bool close() {
+    std::uint8_t expected[kCheckBytes];
+    check_.finish(expected);
+    if (!equal(expected, frame_.payload_check)) return fail("a payload was changed on its way");
+    open_ = false;
+    ++frames_;
+    if (frame_.kind == kFarewell) {
+      reason_[frame_.length] = 0;
+      farewell_ = true;
+    } else if (frame_.kind == kData) {
+      const std::uint64_t n = books_.arrived.load(std::memory_order_relaxed);
+      arrivals_[n % inbox_.slots] = frame_;
+      books_.arrived.store(n + 1, std::memory_order_release);
+    }
+    return true;
+  }
+
+  // Could an honest peer have sent this header?
+  bool plausible() {
+    const std::uint64_t arrived = books_.arrived.load(std::memory_order_relaxed);
+    const std::uint64_t credit = frame_.credit - books_.zero;  // of a wrong epoch it is huge
+    const std::uint64_t sent = books_.sent.load(std::memory_order_acquire);
+    if (credit < books_.credited.load(std::memory_order_relaxed) || credit > sent)
+      return fail("credit %" PRIx64 " when %" PRIx64 " was sent", frame_.credit, books_.zero + sent);
+    if (frame_.kind == kData) {
+      if (frame_.seqno != books_.zero + arrived + 1)
+        return fail("seqno %" PRIx64 " after %" PRIx64, frame_.seqno, books_.zero + arrived);
+      if (arrived - books_.released.load(std::memory_order_acquire) >= inbox_.slots)
+        return fail("message %" PRIx64 " without credit", frame_.seqno);
+      if (frame_.length > inbox_.slot_bytes)
+        return fail("%" PRIu64 " bytes for a slot of %" PRIu64, frame_.length, inbox_.slot_bytes);
+      return true;
+    }
+    if (frame_.seqno == 0 && frame_.kind == kCredit && frame_.length == 0) return true;
+    if (frame_.seqno == 0 && frame_.kind == kFarewell && frame_.length <= kReasonBytes) return true;
+    return fail("frame of kind %" PRIu64 " with %" PRIu64 " bytes", frame_.kind, frame_.length);
+  }
+
+  bool fail(const char* format, std::uint64_t a = 0, std::uint64_t b = 0) {
+    std::snprintf(fault_, sizeof fault_, format, a, b);
+    return false;
+  }
+
+  Books& books_;
+  const Slots inbox_;
+  const Seal seal_;
+  std::vector<Frame> arrivals_;  // headers of messages that have arrived, by slot
+  Frame frame_{};                // the header that was checked last
+  Check check_{seal_, 0, 0};     // of the payload that is coming
+  bool open_ = false;            // a header without its whole payload yet
+  bool farewell_ = false;
+  std::uint64_t frames_ = 0, staged_ = 0, left_ = 0;
+  std::uint8_t* into_ = nullptr;  // the next `left_` bytes go there
+  char reason_[kReasonBytes + 1] = {};
+  char fault_[96] = {};
+  // What is read beyond a payload: with a small message, one read takes header and payload. The rest of a larger
+  // payload goes from the kernel into its slot.
+  alignas(kLine) std::uint8_t stage_[4096 + 4 * kFrameBytes];
+};
+
+}  // namespace lamina

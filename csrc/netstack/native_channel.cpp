@@ -1,0 +1,377 @@
+// The Channel of lamina.netstack.fabric over any engine: order, bounds, counters, views, errors.
+#include <structmember.h>
+
+#include <memory>
+#include <new>
+
+#include "native.h"
+
+namespace lamina {
+namespace {
+
+// Slots reserved, or arrivals not yet released, oldest first. The objects are held.
+class Fifo {
+ public:
+  explicit Fifo(std::uint64_t slots) : capacity_(slots), ring_(new (std::nothrow) PyObject*[slots]) {}
+  ~Fifo() {
+    while (count_) pop();
+  }
+  bool usable() const { return ring_ != nullptr; }
+  PyObject* front() const { return count_ ? ring_[head_ % capacity_] : nullptr; }
+  void push(PyObject* object) { ring_[(head_ + count_++) % capacity_] = Py_NewRef(object); }
+  void pop() {
+    --count_;
+    Py_DECREF(ring_[head_++ % capacity_]);
+  }
+
+ private:
+  const std::uint64_t capacity_;
+  std::uint64_t head_ = 0, count_ = 0;
+  std::unique_ptr<PyObject*[]> ring_;
+};
+
+struct Channel {
+  PyObject_HEAD PyObject* weak;
+  Engine* engine;
+  PyObject* memory;  // null once closed and left by every call
+  PyObject *peer, *outbound, *inbound;
+  Number epoch;
+  Shape out, in;
+  Fifo *granted, *arrived;
+  Number messages_sent, bytes_sent, messages_received, bytes_received;
+  std::uint64_t wait_ns;
+  int calls;  // in progress; the last one to leave a closed channel gives memory and descriptors back
+  bool closed;
+};
+
+Channel* of(PyObject* object) { return reinterpret_cast<Channel*>(object); }
+State* state_of(PyObject* self) { return static_cast<State*>(PyType_GetModuleState(Py_TYPE(self))); }
+
+void give_back(Channel* self) {
+  if (self->calls || !self->memory || !self->closed) return;
+  self->engine->shut();
+  Py_CLEAR(self->memory);
+}
+
+// Keeps memory and descriptors in place while a method runs, also if another thread closes the channel meanwhile.
+class Call {
+ public:
+  explicit Call(Channel* self) : self_(self) { ++self_->calls; }
+  ~Call() {
+    --self_->calls;
+    give_back(self_);
+  }
+  Call(const Call&) = delete;
+
+ private:
+  Channel* self_;
+};
+
+void stop(Channel* self, Farewell farewell, const char* reason, Py_ssize_t bytes) {
+  if (!self->closed) self->engine->stop(farewell, reason, std::uint64_t(bytes));
+}
+
+void close_channel(Channel* self) {
+  stop(self, kClosed, "", 0);
+  self->closed = true;
+  give_back(self);
+}
+
+void channel_dealloc(PyObject* object) {
+  Channel* self = of(object);
+  if (self->weak) PyObject_ClearWeakRefs(object);
+  if (self->engine) close_channel(self);
+  delete self->engine;
+  delete self->granted;
+  delete self->arrived;
+  Py_XDECREF(self->memory);
+  Py_XDECREF(self->peer);
+  Py_XDECREF(self->outbound);
+  Py_XDECREF(self->inbound);
+  free_object(object);
+}
+
+// The channel is over, on either side.
+PyObject* raise_over(Channel* self, Status status, const char* operation) {
+  State* state = state_of(reinterpret_cast<PyObject*>(self));
+  if (status == Status::stopped)
+    return PyErr_Format(state->aborted, "%U: %s: the channel was aborted or closed on this side", self->peer,
+                        operation);
+  char text[kTextBytes];
+  self->engine->why(text);
+  PyObject* decoded = PyUnicode_DecodeUTF8(text, Py_ssize_t(strnlen(text, kTextBytes)), "replace");
+  if (decoded) PyErr_Format(state->peer_fault, "%U: %s: %U", self->peer, operation, decoded);
+  Py_XDECREF(decoded);
+  return nullptr;
+}
+
+void raise_late(Channel* self, Role role, double timeout_s) {
+  State* state = state_of(reinterpret_cast<PyObject*>(self));
+  char text[32];
+  PyOS_snprintf(text, sizeof text, "%g", std::max(timeout_s, 0.0));
+  if (role == Role::sender)
+    PyErr_Format(state->no_resource, "%U: reserve: none of %llu slots became free within %s s", self->peer,
+                 Number(self->out.slots), text);
+  else
+    PyErr_Format(state->timeout, "%U: wait_signal: no message within %s s", self->peer, text);
+}
+
+// Waits until `role` can go on, without the GIL unless it already can. False with an exception set otherwise.
+bool await(Channel* self, Role role, double timeout_s) {
+  Engine* engine = self->engine;
+  Status status = engine->look(role);
+  if (status == Status::pending) {
+    const std::uint64_t start = now_ns();
+    const std::uint64_t deadline = timeout_s > 0 ? start + std::uint64_t(std::min(timeout_s, 1e9) * 1e9) : 0;
+    std::uint64_t now = start;
+    do {
+      Py_BEGIN_ALLOW_THREADS;
+      status = engine->wait(role, deadline);
+      now = now_ns();
+      Py_END_ALLOW_THREADS;
+      if (PyErr_CheckSignals()) return false;
+    } while (status == Status::pending && now < deadline);
+    self->wait_ns += now - start;
+  }
+  if (status == Status::ready) return true;
+  if (status == Status::pending)
+    raise_late(self, role, timeout_s);
+  else
+    raise_over(self, status, role == Role::sender ? "reserve" : "wait_signal");
+  return false;
+}
+
+// The value of the keyword timeout_s, which may be the only one; false with an exception set.
+bool take_timeout(State* state, PyObject* const* values, PyObject* names, const char* method, double* timeout_s) {
+  const Py_ssize_t count = names ? PyTuple_GET_SIZE(names) : 0;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* name = PyTuple_GET_ITEM(names, i);
+    if (name != state->name_timeout_s && PyUnicode_Compare(name, state->name_timeout_s) != 0)
+      return PyErr_Format(PyExc_TypeError, "%s has no argument %R", method, name), false;
+    *timeout_s = PyFloat_AsDouble(values[i]);
+  }
+  return !PyErr_Occurred();
+}
+
+PyObject* channel_reserve(PyObject* object, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  Channel* self = of(object);
+  State* state = state_of(object);
+  if (count != 1) return PyErr_Format(PyExc_TypeError, "reserve takes (nbytes, *, timeout_s=0.0)");
+  double timeout_s = 0.0;
+  if (!take_timeout(state, args + 1, names, "reserve", &timeout_s)) return nullptr;
+  PyObject* number = PyNumber_Index(args[0]);
+  if (!number) return nullptr;
+  int overflow;
+  const long long nbytes = PyLong_AsLongLongAndOverflow(number, &overflow);
+  Py_DECREF(number);
+  if (overflow || nbytes < 0 || Number(nbytes) > self->out.slot_bytes)
+    return PyErr_Format(PyExc_ValueError, "%U: a message has 0..%llu bytes, not %S", self->peer,
+                        Number(self->out.slot_bytes), args[0]);
+  const Call call(self);
+  if (!await(self, Role::sender, timeout_s)) return nullptr;
+  const Grant grant = self->engine->grant();
+  PyObject* view = make_view(state, self->memory, grant.data, std::uint64_t(nbytes), false);
+  PyObject* index = PyLong_FromUnsignedLongLong(grant.index);
+  PyObject* slot = view && index ? PyObject_CallFunctionObjArgs(state->slot, view, index, nullptr) : nullptr;
+  Py_XDECREF(view);
+  Py_XDECREF(index);
+  if (slot) self->granted->push(slot);
+  return slot;
+}
+
+// Bytes of a source region; -1 with an exception set where `source` is none.
+Py_ssize_t open_source(State* state, PyObject* source, Py_buffer* buffer) {
+  PyObject* data = PyObject_GetAttr(source, state->name_data);
+  if (!data) return -1;
+  const int failed = PyObject_GetBuffer(data, buffer, PyBUF_SIMPLE);
+  Py_DECREF(data);
+  return failed ? -1 : buffer->len;
+}
+
+Status send(Channel* self, std::uint64_t nbytes, const char* tag, Py_ssize_t tag_bytes, const void* source,
+            std::uint64_t* seqno) {
+  Engine* engine = self->engine;
+  const auto* tag_start = reinterpret_cast<const std::uint8_t*>(tag);
+  Status status;
+  Py_BEGIN_ALLOW_THREADS;
+  status =
+      engine->publish(nbytes, tag_start, std::uint64_t(tag_bytes), static_cast<const std::uint8_t*>(source), seqno);
+  Py_END_ALLOW_THREADS;
+  while (status == Status::pending) {
+    if (PyErr_CheckSignals()) {
+      engine->give_up("a put was interrupted half-way");
+      return status;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    status = engine->resume();
+    Py_END_ALLOW_THREADS;
+  }
+  return status;
+}
+
+Py_ssize_t slot_bytes(State* state, PyObject* slot) {
+  PyObject* view = PyObject_GetAttr(slot, state->name_data);
+  if (!view) return -1;
+  const Py_ssize_t bytes = PyMemoryView_Check(view) ? PyMemoryView_GET_BUFFER(view)->len : -1;
+  Py_DECREF(view);
+  if (bytes < 0) PyErr_SetString(PyExc_TypeError, "a slot's data is the view that reserve gave");
+  return bytes;
+}
+
+PyObject* channel_put_signal(PyObject* object, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  Channel* self = of(object);
+  State* state = state_of(object);
+  const bool named = names && PyTuple_GET_SIZE(names) == 1 && count == 2 &&
+                     PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(names, 0), "source") == 0;
+  if (!(named || (!names && (count == 2 || count == 3))))
+    return PyErr_Format(PyExc_TypeError, "put_signal takes (slot, tag, source=None)");
+  PyObject *slot = args[0], *source = named || count == 3 ? args[2] : Py_None;
+  if (self->granted->front() != slot)
+    return PyErr_Format(PyExc_ValueError, "%U: put_signal takes each reserved slot once, in the order reserved",
+                        self->peer);
+  char* tag;
+  Py_ssize_t tag_bytes;
+  const Py_ssize_t nbytes = slot_bytes(state, slot);
+  if (nbytes < 0 || PyBytes_AsStringAndSize(args[1], &tag, &tag_bytes)) return nullptr;
+  if (tag_bytes > Py_ssize_t(kTagBytes))
+    return PyErr_Format(PyExc_ValueError, "%U: a tag has at most %llu bytes, not %zd", self->peer, Number(kTagBytes),
+                        tag_bytes);
+  Py_buffer buffer{};
+  if (source != Py_None) {
+    const Py_ssize_t bytes = open_source(state, source, &buffer);
+    if (bytes >= 0 && bytes != nbytes) {
+      PyBuffer_Release(&buffer);
+      PyErr_Format(PyExc_ValueError, "%U: the source has %zd bytes, the slot has %zd", self->peer, bytes, nbytes);
+    }
+    if (bytes != nbytes) return nullptr;
+  }
+  const Call call(self);
+  std::uint64_t seqno = 0;
+  const Status status =
+      send(self, std::uint64_t(nbytes), tag, tag_bytes, source == Py_None ? nullptr : buffer.buf, &seqno);
+  if (source != Py_None) PyBuffer_Release(&buffer);
+  if (status == Status::pending) return nullptr;
+  if (status != Status::ready) return raise_over(self, status, "put_signal");
+  if (self->granted->front() == slot) self->granted->pop();
+  ++self->messages_sent;
+  self->bytes_sent += Number(nbytes);
+  return PyLong_FromUnsignedLongLong(seqno);
+}
+
+PyObject* channel_wait_signal(PyObject* object, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  Channel* self = of(object);
+  State* state = state_of(object);
+  if (count != 0 || !names) return PyErr_Format(PyExc_TypeError, "wait_signal takes (*, timeout_s)");
+  double timeout_s = 0.0;
+  if (!take_timeout(state, args, names, "wait_signal", &timeout_s)) return nullptr;
+  const Call call(self);
+  if (!await(self, Role::receiver, timeout_s)) return nullptr;
+  Message message;
+  if (const Status status = self->engine->take(&message); status != Status::ready)
+    return raise_over(self, status, "wait_signal");
+  PyObject* seqno = PyLong_FromUnsignedLongLong(message.seqno);
+  PyObject* tag = PyBytes_FromStringAndSize(reinterpret_cast<char*>(message.tag), Py_ssize_t(kTagBytes));
+  PyObject* view = make_view(state, self->memory, message.data, message.length, true);
+  PyObject* arrival =
+      seqno && tag && view ? PyObject_CallFunctionObjArgs(state->arrival, seqno, tag, view, nullptr) : nullptr;
+  Py_XDECREF(seqno);
+  Py_XDECREF(tag);
+  Py_XDECREF(view);
+  if (!arrival) return nullptr;
+  self->arrived->push(arrival);
+  ++self->messages_received;
+  self->bytes_received += message.length;
+  return arrival;
+}
+
+PyObject* channel_release(PyObject* object, PyObject* arrival) {
+  Channel* self = of(object);
+  if (self->arrived->front() != arrival)
+    return PyErr_Format(PyExc_ValueError, "%U: release takes each arrival once, in the order in which they came",
+                        self->peer);
+  const Call call(self);
+  self->arrived->pop();
+  if (!self->engine->stopped()) self->engine->release();
+  Py_RETURN_NONE;
+}
+
+PyObject* channel_abort(PyObject* object, PyObject* reason) {
+  Py_ssize_t bytes;
+  const char* text = PyUnicode_AsUTF8AndSize(reason, &bytes);
+  if (!text) return nullptr;
+  stop(of(object), kAborted, text, bytes);
+  Py_RETURN_NONE;
+}
+
+PyObject* channel_close(PyObject* object, PyObject*) {
+  close_channel(of(object));
+  Py_RETURN_NONE;
+}
+
+PyObject* channel_stats(PyObject* object, void*) {
+  const Channel* self = of(object);
+  return PyObject_CallFunction(state_of(object)->stats, "KKKKd", self->messages_sent, self->bytes_sent,
+                               self->messages_received, self->bytes_received, double(self->wait_ns) / 1e9);
+}
+
+template <class F>
+PyCFunction method(F* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef methods[] = {
+    {"reserve", method(channel_reserve), METH_FASTCALL | METH_KEYWORDS, nullptr},
+    {"put_signal", method(channel_put_signal), METH_FASTCALL | METH_KEYWORDS, nullptr},
+    {"wait_signal", method(channel_wait_signal), METH_FASTCALL | METH_KEYWORDS, nullptr},
+    {"release", channel_release, METH_O, nullptr},
+    {"abort", channel_abort, METH_O, nullptr},
+    {"close", channel_close, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyMemberDef members[] = {
+    {"peer", T_OBJECT_EX, offsetof(Channel, peer), READONLY, nullptr},
+    {"outbound", T_OBJECT_EX, offsetof(Channel, outbound), READONLY, nullptr},
+    {"inbound", T_OBJECT_EX, offsetof(Channel, inbound), READONLY, nullptr},
+    {"epoch", T_ULONGLONG, offsetof(Channel, epoch), READONLY, nullptr},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(Channel, weak), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+PyGetSetDef computed[] = {{"stats", channel_stats, nullptr, nullptr, nullptr},
+                          {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(channel_dealloc)},
+                       {Py_tp_methods, methods},
+                       {Py_tp_members, members},
+                       {Py_tp_getset, computed},
+                       {0, nullptr}};
+
+}  // namespace
+
+PyType_Spec channel_spec = {"lamina.netstack._native.Channel", sizeof(Channel), 0,
+                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+
+PyObject* make_channel(State* state, Engine* engine, PyObject* memory, PyObject* peer, std::uint64_t epoch,
+                       PyObject* outbound, const Shape& out, PyObject* inbound, const Shape& in) {
+  auto* self = allocate<Channel>(state->channel_type);
+  if (!self) {
+    delete engine;
+    Py_DECREF(memory);
+    return nullptr;
+  }
+  self->engine = engine;
+  self->memory = memory;
+  self->peer = Py_NewRef(peer);
+  self->outbound = Py_NewRef(outbound);
+  self->inbound = Py_NewRef(inbound);
+  self->epoch = epoch;
+  self->out = out;
+  self->in = in;
+  self->granted = new (std::nothrow) Fifo(out.slots);
+  self->arrived = new (std::nothrow) Fifo(in.slots);
+  if (!self->granted || !self->arrived || !self->granted->usable() || !self->arrived->usable()) {
+    Py_DECREF(self);
+    return PyErr_NoMemory();
+  }
+  return reinterpret_cast<PyObject*>(self);
+}
+
+}  // namespace lamina
