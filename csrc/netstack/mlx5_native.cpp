@@ -1,0 +1,265 @@
+// lamina.netstack._mlx5: a channel of mlx5_channel.h over the software NIC. netstack/_mlx5.pyi documents it.
+//
+// The GIL is the queue's lock: whoever posts or polls holds it. Only waits, which read the inbox, go without.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <algorithm>
+#include <memory>
+
+#include "netstack/nic_model/end.h"
+
+namespace {
+
+using namespace lamina;
+using mlx5::u64;
+
+constexpr u64 kInboxAddress = 0x7e0000000000;
+
+struct Endpoint {
+  PyObject_HEAD
+  Py_buffer inbox, staging, peer;  // obj is null until taken
+  u64 abort;
+  nic_model::End* end;
+};
+
+Endpoint* self_of(PyObject* object) { return reinterpret_cast<Endpoint*>(object); }
+
+bool take_buffer(PyObject* object, u64 bytes, const char* name, Py_buffer* buffer) {
+  if (PyObject_GetBuffer(object, buffer, PyBUF_WRITABLE)) return false;
+  if (u64(buffer->len) == bytes && reinterpret_cast<std::uintptr_t>(buffer->buf) % mlx5::kLine == 0) return true;
+  PyErr_Format(PyExc_ValueError, "%s has %zd bytes; it needs %llu, on a line's boundary", name, buffer->len, bytes);
+  PyBuffer_Release(buffer);
+  buffer->obj = nullptr;
+  return false;
+}
+
+std::uint32_t ring_blocks(u64 messages, u64 credits) {
+  std::uint32_t blocks = 8;
+  while (blocks < 2 * (messages + credits)) blocks *= 2;
+  return blocks;
+}
+
+PyObject* endpoint_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
+  static const char* names[] = {"inbox", "staging", "outbound", "inbound", "epoch", "number", "seed", nullptr};
+  PyObject *inbox, *staging;
+  mlx5::Slots out, in;
+  u64 epoch, seed;
+  unsigned number;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO(KK)(KK)KIK", const_cast<char**>(names), &inbox, &staging,
+                                   &out.count, &out.bytes, &in.count, &in.bytes, &epoch, &number, &seed))
+    return nullptr;
+  for (const mlx5::Slots& slots : {out, in})
+    if (slots.count < 1 || slots.count > 1024 || slots.bytes > mlx5::kMessageMost - sizeof(mlx5::Header))
+      return PyErr_Format(PyExc_ValueError, "%llu slots of %llu bytes do not fit the NIC", slots.count, slots.bytes);
+  if (epoch >> 16 || number >> 24) return PyErr_Format(PyExc_ValueError, "epoch has 16 bits, number 24");
+  PyObject* object = type->tp_alloc(type, 0);
+  if (!object) return nullptr;
+  Endpoint* self = self_of(object);
+  if (!take_buffer(inbox, in.inbox_bytes(), "inbox", &self->inbox) ||
+      !take_buffer(staging, out.inbox_bytes(), "staging", &self->staging)) {
+    Py_DECREF(object);
+    return nullptr;
+  }
+  nic_model::Shape shape{out, in, number, 0, 0, epoch << 48};
+  shape.blocks = shape.cqes = ring_blocks(out.count, in.count);
+  auto* at = static_cast<std::uint8_t*>(self->inbox.buf);
+  nic_model::open_inbox(at, shape.zero);
+  try {
+    self->end = new nic_model::End(shape, at, static_cast<std::uint8_t*>(self->staging.buf), &self->abort,
+                                   {true, true, false}, seed, nullptr);
+  } catch (const std::bad_alloc&) {
+    Py_DECREF(object);
+    return PyErr_NoMemory();
+  }
+  return object;
+}
+
+void endpoint_dealloc(PyObject* object) {
+  Endpoint* self = self_of(object);
+  delete self->end;
+  for (Py_buffer* buffer : {&self->inbox, &self->staging, &self->peer})
+    if (buffer->obj) PyBuffer_Release(buffer);
+  PyTypeObject* type = Py_TYPE(object);
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+PyObject* endpoint_reach(PyObject* object, PyObject* args) {
+  Endpoint* self = self_of(object);
+  PyObject* inbox;
+  u64 address;
+  unsigned key;
+  if (!PyArg_ParseTuple(args, "OKI", &inbox, &address, &key)) return nullptr;
+  if (self->peer.obj) return PyErr_Format(PyExc_ValueError, "the peer is known already");
+  if (!take_buffer(inbox, self->end->channel.out.inbox_bytes(), "the peer's inbox", &self->peer)) return nullptr;
+  self->end->reach({address, key}, static_cast<std::uint8_t*>(self->peer.buf), nullptr);
+  Py_RETURN_NONE;
+}
+
+// Runs `wait(bus, channel, timeout_ns)`: once with the GIL, and if nothing is there yet, without it.
+template <class Wait>
+PyObject* run_wait(PyObject* object, PyObject* timeout, Wait wait) {
+  const double timeout_s = PyFloat_AsDouble(timeout);
+  if (PyErr_Occurred()) return nullptr;
+  mlx5::Channel& channel = self_of(object)->end->channel;
+  mlx5::Bus bus;
+  mlx5::Status status = wait(bus, channel, 0);
+  if (status == mlx5::kTimeout && timeout_s > 0) {
+    Py_BEGIN_ALLOW_THREADS;
+    status = wait(bus, channel, u64(std::min(timeout_s, 1e6) * 1e9));
+    Py_END_ALLOW_THREADS;
+  }
+  return PyLong_FromLong(status);
+}
+
+PyObject* endpoint_wait_slot(PyObject* object, PyObject* timeout) {
+  return run_wait(object, timeout, [](auto& bus, auto& channel, u64 ns) { return mlx5::wait_slot(bus, channel, ns); });
+}
+
+PyObject* endpoint_wait_message(PyObject* object, PyObject* timeout) {
+  return run_wait(object, timeout,
+                  [](auto& bus, auto& channel, u64 ns) { return mlx5::wait_message(bus, channel, ns); });
+}
+
+PyObject* endpoint_grant(PyObject* object, PyObject*) {
+  mlx5::Channel& c = self_of(object)->end->channel;
+  if (c.granted - c.credited >= c.out.count) return PyErr_Format(PyExc_ValueError, "grant without a free slot");
+  const u64 message = c.granted++;
+  return Py_BuildValue("KK", message % c.out.count, u64(mlx5::payload_of(c, message) - c.staging));
+}
+
+PyObject* endpoint_publish(PyObject* object, PyObject* args) {
+  Endpoint* self = self_of(object);
+  u64 bytes;
+  Py_buffer tag;
+  if (!PyArg_ParseTuple(args, "Ky*", &bytes, &tag)) return nullptr;
+  u64 words[mlx5::kTagWords] = {};
+  const bool fits = tag.len <= Py_ssize_t(sizeof words);
+  if (fits) std::memcpy(words, tag.buf, std::size_t(tag.len));
+  PyBuffer_Release(&tag);
+  nic_model::End& end = *self->end;
+  mlx5::Channel& c = end.channel;
+  if (!fits || bytes > c.out.bytes || c.published == c.granted || !self->peer.obj)
+    return PyErr_Format(PyExc_ValueError, "publish takes a granted slot, at most its bytes, and a tag of %zu bytes",
+                        sizeof words);
+  const mlx5::Status status = mlx5::publish(end.bus, c, bytes, words);
+  end.nic.run();
+  return PyLong_FromLong(status);
+}
+
+PyObject* endpoint_take(PyObject* object, PyObject*) {
+  mlx5::Channel& c = self_of(object)->end->channel;
+  mlx5::Bus bus;
+  mlx5::Header header;
+  const mlx5::u8* payload;
+  if (mlx5::take(bus, c, &header, &payload) != mlx5::kOk) Py_RETURN_NONE;
+  return Py_BuildValue("Ky#KK", header.seqno, reinterpret_cast<const char*>(header.tag), Py_ssize_t(sizeof header.tag),
+                       u64(payload - c.inbox), header.length);
+}
+
+PyObject* endpoint_release(PyObject* object, PyObject*) {
+  mlx5::Channel& c = self_of(object)->end->channel;
+  if (c.released == c.received) return PyErr_Format(PyExc_ValueError, "release without a message");
+  c.released += 1;
+  Py_RETURN_NONE;
+}
+
+PyObject* endpoint_report(PyObject* object, PyObject*) {
+  nic_model::End& end = *self_of(object)->end;
+  const mlx5::Status status = mlx5::report(end.bus, end.channel);
+  end.nic.run();
+  return PyLong_FromLong(status);
+}
+
+PyObject* endpoint_syndrome(PyObject* object, PyObject*) {
+  nic_model::End& end = *self_of(object)->end;
+  while (mlx5::poll_cq(end.bus, end.channel.queue) == mlx5::kOk) {
+  }
+  return PyLong_FromUnsignedLong(end.channel.queue.syndrome);
+}
+
+PyObject* endpoint_abort(PyObject* object, PyObject*) {
+  __atomic_store_n(&self_of(object)->abort, u64(1), __ATOMIC_RELEASE);
+  Py_RETURN_NONE;
+}
+
+PyObject* inbox_bytes(PyObject*, PyObject* args) {
+  mlx5::Slots slots;
+  if (!PyArg_ParseTuple(args, "KK", &slots.count, &slots.bytes)) return nullptr;
+  return PyLong_FromUnsignedLongLong(slots.inbox_bytes());
+}
+
+PyObject* write_wqe(PyObject*, PyObject* args) {
+  u64 index, to, from;
+  unsigned queue, to_key, from_key, bytes, flags;
+  if (!PyArg_ParseTuple(args, "KI(KI)(KI)II", &index, &queue, &to, &to_key, &from, &from_key, &bytes, &flags))
+    return nullptr;
+  const mlx5::Wqe wqe = mlx5::write_wqe(index, queue, {to, to_key}, {from, from_key}, bytes, flags);
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&wqe), sizeof wqe);
+}
+
+PyObject* write_word_wqe(PyObject*, PyObject* args) {
+  u64 index, to, value;
+  unsigned queue, to_key, flags;
+  if (!PyArg_ParseTuple(args, "KI(KI)KI", &index, &queue, &to, &to_key, &value, &flags)) return nullptr;
+  const mlx5::Wqe wqe = mlx5::write_word_wqe(index, queue, {to, to_key}, value, flags);
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&wqe), sizeof wqe);
+}
+
+PyMethodDef endpoint_methods[] = {
+    {"reach", endpoint_reach, METH_VARARGS, nullptr},
+    {"wait_slot", endpoint_wait_slot, METH_O, nullptr},
+    {"grant", endpoint_grant, METH_NOARGS, nullptr},
+    {"publish", endpoint_publish, METH_VARARGS, nullptr},
+    {"wait_message", endpoint_wait_message, METH_O, nullptr},
+    {"take", endpoint_take, METH_NOARGS, nullptr},
+    {"release", endpoint_release, METH_NOARGS, nullptr},
+    {"report", endpoint_report, METH_NOARGS, nullptr},
+    {"syndrome", endpoint_syndrome, METH_NOARGS, nullptr},
+    {"abort", endpoint_abort, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+template <class F>
+void* slot(F* function) {
+  return reinterpret_cast<void*>(function);
+}
+
+PyType_Slot endpoint_slots[] = {{Py_tp_dealloc, slot(endpoint_dealloc)},
+                                {Py_tp_new, slot(endpoint_new)},
+                                {Py_tp_methods, endpoint_methods},
+                                {0, nullptr}};
+PyType_Spec endpoint_spec = {"lamina.netstack._mlx5.Endpoint", sizeof(Endpoint), 0, Py_TPFLAGS_DEFAULT,
+                             endpoint_slots};
+
+int module_exec(PyObject* module) {
+  PyObject* type = PyType_FromModuleAndSpec(module, &endpoint_spec, nullptr);
+  if (!type) return -1;
+  const int failed = PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(type));
+  Py_DECREF(type);
+  const struct {
+    const char* name;
+    long value;
+  } constants[] = {{"OK", mlx5::kOk},           {"PENDING", mlx5::kPending}, {"TIMEOUT", mlx5::kTimeout},
+                   {"ABORTED", mlx5::kAborted}, {"FAULT", mlx5::kFault},     {"FAILED", mlx5::kFailed},
+                   {"SIGNALLED", mlx5::kSignalled}};
+  for (const auto& constant : constants)
+    if (PyModule_AddIntConstant(module, constant.name, constant.value)) return -1;
+  PyObject* address = PyLong_FromUnsignedLongLong(kInboxAddress);
+  const int missing = PyModule_AddObjectRef(module, "INBOX_ADDRESS", address);
+  Py_XDECREF(address);
+  return failed || missing ? -1 : 0;
+}
+
+PyMethodDef module_methods[] = {{"inbox_bytes", inbox_bytes, METH_VARARGS, nullptr},
+                                {"write_wqe", write_wqe, METH_VARARGS, nullptr},
+                                {"write_word_wqe", write_word_wqe, METH_VARARGS, nullptr},
+                                {nullptr, nullptr, 0, nullptr}};
+PyModuleDef_Slot module_slots[] = {{Py_mod_exec, slot(module_exec)}, {0, nullptr}};
+PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_mlx5",  nullptr, 0,      module_methods,
+                          module_slots,          nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__mlx5() { return PyModuleDef_Init(&module_def); }

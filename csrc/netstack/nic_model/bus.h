@@ -1,0 +1,114 @@
+// A processor in front of the software NIC, with the weakest memory order that a GPU may show.
+//
+// Stores wait in a buffer and leave it in any order (same address: in order) at any time; only a fence empties it.
+// Registers are reached past the buffer. A plain load may return what was there before the last acquire. Between any
+// two accesses the world, NICs that is, may move. So a fence or an acquire too few is a wrong result, sooner or later.
+#pragma once
+
+#include <functional>
+#include <unordered_map>
+#include <vector>
+
+#include "netstack/nic_model/nic.h"
+
+namespace lamina::nic_model {
+
+class WeakBus final : public Observer {
+ public:
+  using Word = unsigned long long;
+  static constexpr unsigned kRestMostNs = 1024;
+
+  // `registers` is where doorbell offset 0 is, as the poster addresses it.
+  WeakBus(Nic& nic, const void* registers, std::uint64_t seed, std::function<void()> world)
+      : nic_(nic), registers_(static_cast<const std::uint8_t*>(registers)), random_{seed}, world_(std::move(world)) {}
+
+  template <class T>
+  void put(T* to, const T& value) {
+    static_assert(sizeof(T) == 4 || sizeof(T) % 8 == 0);
+    const auto* from = reinterpret_cast<const std::uint8_t*>(&value);
+    constexpr std::size_t bytes = sizeof(T) < 8 ? sizeof(T) : 8;
+    for (std::size_t at = 0; at < sizeof(T); at += bytes) {
+      Store store{reinterpret_cast<std::uint8_t*>(to) + at, bytes, 0};
+      std::memcpy(&store.value, from + at, bytes);
+      buffer_.push_back(store);
+      if (random_.once_in(8)) leave(random_.below(buffer_.size()));
+    }
+    move();
+  }
+
+  void fence() {
+    for (const Store& store : buffer_) write(store);
+    buffer_.clear();
+    move();
+  }
+
+  void ring(Word* at, Word value) {
+    move();
+    nic_.doorbell(std::uint64_t(reinterpret_cast<std::uint8_t*>(at) - registers_), value);
+    move();
+  }
+
+  Word acquire(const Word* at) {
+    move();
+    old_.clear();
+    return __atomic_load_n(at, __ATOMIC_ACQUIRE);
+  }
+
+  Word load(const Word* at) {
+    move();
+    const auto found = old_.find(at);
+    return found != old_.end() && random_.once_in(2) ? found->second : *at;
+  }
+
+  Word now_ns() { return now_ += 50; }
+  void rest(unsigned ns) {
+    now_ += ns;
+    move();
+  }
+
+  // Someone else writes to memory that this processor reads.
+  void before_write(const void* at, std::uint64_t bytes) override {
+    const auto first = reinterpret_cast<std::uintptr_t>(at) / 8 * 8;
+    const auto last = reinterpret_cast<std::uintptr_t>(at) + bytes;
+    for (auto word = first; word < last; word += 8) {
+      const auto* address = reinterpret_cast<const Word*>(word);
+      old_.try_emplace(address, *address);
+    }
+  }
+
+ private:
+  struct Store {
+    std::uint8_t* to;
+    std::size_t bytes;
+    std::uint64_t value;
+  };
+
+  static void write(const Store& store) {
+    if (store.bytes == 8)
+      __atomic_store_n(reinterpret_cast<std::uint64_t*>(store.to), store.value, __ATOMIC_RELEASE);
+    else
+      __atomic_store_n(reinterpret_cast<std::uint32_t*>(store.to), std::uint32_t(store.value), __ATOMIC_RELEASE);
+  }
+
+  // One store leaves the buffer, or an earlier one to the same address in its place.
+  void leave(std::size_t which) {
+    for (std::size_t i = 0; i < which; ++i)
+      if (buffer_[i].to == buffer_[which].to) which = i;
+    write(buffer_[which]);
+    buffer_.erase(buffer_.begin() + std::ptrdiff_t(which));
+  }
+
+  void move() {
+    if (world_ && random_.once_in(4)) world_();
+  }
+
+  Nic& nic_;
+  const std::uint8_t* registers_;
+  Random random_;
+  std::function<void()> world_;
+  std::vector<Store> buffer_;
+  std::unordered_map<const Word*, Word> old_;
+  Word now_ = 0;
+};
+
+}  // namespace lamina::nic_model

@@ -1,0 +1,91 @@
+// One end of a channel over the software NIC, with all memory that a control plane would set up.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "netstack/mlx5_channel.h"
+#include "netstack/nic_model/bus.h"
+
+namespace lamina::nic_model {
+
+struct Shape {
+  mlx5::Slots out, in;
+  std::uint32_t number, blocks, cqes;
+  std::uint64_t zero = 0;       // epoch << 48
+  std::uint64_t index = 0;      // first WQE
+  std::uint64_t completed = 0;  // first completion
+};
+
+struct Keys {
+  std::uint32_t staging = 0x00aabb00, inbox = 0x00ccdd00;
+};
+
+// What of an inbox both sides must agree on before the first message.
+inline void open_inbox(std::uint8_t* inbox, std::uint64_t zero) {
+  for (const std::uint64_t at : {mlx5::kSignalAt, mlx5::kCreditAt}) std::memcpy(inbox + at, &zero, sizeof zero);
+}
+
+class End {
+ public:
+  static constexpr std::uint32_t kAlternate = 256;
+  static constexpr std::uint64_t kStagingAddress = 0x7f0000001000;
+
+  // `inbox` and `staging` stay the caller's; `inbox_address` is how the peer's requests name our inbox.
+  End(const Shape& shape, std::uint8_t* inbox, std::uint8_t* staging, const mlx5::u64* abort, Adversary adversary,
+      std::uint64_t seed, std::function<void()> world)
+      : ring_(shape.blocks), completions_(shape.cqes), nic(setup(shape), adversary, seed),
+        bus(nic, registers_, seed + 1, std::move(world)), channel{} {
+    for (auto& cqe : completions_) cqe.word[7] = 0xf1ull << 56;  // byte 63: invalid, as after creation
+    seen_[0] = __builtin_bswap32(std::uint32_t(shape.completed) & 0xffffff);
+    record_[1] = __builtin_bswap32(std::uint32_t(shape.index) & 0xffff);
+    channel.queue = {ring_.data(), record_,       registers_,  completions_.data(), seen_,
+                     shape.number, shape.blocks,  shape.cqes,  kAlternate,          shape.index,
+                     shape.index,  shape.index,   shape.completed, 0,               0};
+    channel.staging = staging;
+    channel.source = {kStagingAddress, keys.staging};
+    channel.inbox = inbox;
+    channel.abort = abort;
+    channel.out = shape.out;
+    channel.in = shape.in;
+    channel.zero = shape.zero;
+    nic.local.push_back({keys.staging, kStagingAddress, shape.out.inbox_bytes(), staging, false, nullptr});
+    for (State to : {State::init, State::rtr, State::rts}) nic.modify(to);
+  }
+  End(const End&) = delete;
+
+  // The peer's inbox: what its requests name it, and where it is for us.
+  void reach(mlx5::Remote peer, std::uint8_t* at, Observer* observer) {
+    channel.peer = peer;
+    nic.remote.push_back({peer.key, peer.address, channel.out.inbox_bytes(), at, true, observer});
+  }
+
+ private:
+  Setup setup(const Shape& s) {
+    return {reinterpret_cast<const std::uint8_t*>(ring_.data()),
+            record_,
+            reinterpret_cast<std::uint8_t*>(completions_.data()),
+            seen_,
+            s.number,
+            s.blocks,
+            s.cqes,
+            kAlternate,
+            s.index,
+            s.completed,
+            &bus};
+  }
+
+  std::vector<mlx5::Wqe> ring_;
+  std::vector<mlx5::Cqe> completions_;
+  std::uint32_t record_[2] = {}, seen_[2] = {};
+  mlx5::u64 registers_[2 * kAlternate / 8] = {};
+
+ public:
+  Keys keys;
+  Nic nic;
+  WeakBus bus;
+  mlx5::Channel channel;
+};
+
+}  // namespace lamina::nic_model

@@ -1,0 +1,72 @@
+from typing_extensions import Buffer
+
+# What a step of an endpoint came to.
+OK: int
+PENDING: int  # the NIC's ring is full; try again
+TIMEOUT: int
+ABORTED: int
+FAULT: int  # the peer wrote what no honest peer writes
+FAILED: int  # the NIC reported an error; see Endpoint.syndrome
+
+SIGNALLED: int  # flag of a work request: ask for a completion
+INBOX_ADDRESS: int  # how a peer's work requests name the first byte of an inbox
+
+def inbox_bytes(slots: int, slot_bytes: int) -> int:
+    """Bytes of the memory of one direction, inbox and staging alike."""
+
+def write_wqe(
+    index: int, queue: int, remote: tuple[int, int], local: tuple[int, int], nbytes: int, flags: int
+) -> bytes:
+    """The 64 bytes of an RDMA WRITE; ``remote`` and ``local`` are (address, key)."""
+
+def write_word_wqe(index: int, queue: int, remote: tuple[int, int], value: int, flags: int) -> bytes:
+    """The 64 bytes of an RDMA WRITE of one 8-byte word that travels in the work request."""
+
+class Endpoint:
+    """One end of a channel over the software NIC. ``outbound`` and ``inbound`` are (slots, slot_bytes).
+
+    It keeps ``inbox`` and ``staging`` (writable, of ``inbox_bytes``) alive. Offsets count from their first byte.
+    One thread sends and one receives; ``abort`` may be called by any.
+    """
+
+    def __new__(
+        cls,
+        inbox: Buffer,
+        staging: Buffer,
+        outbound: tuple[int, int],
+        inbound: tuple[int, int],
+        epoch: int,
+        number: int,
+        seed: int,
+    ) -> Endpoint: ...
+    def reach(self, inbox: Buffer, address: int, key: int) -> None:
+        """The peer's inbox, as mapped here, and how its NIC names it. Once, before the first publish."""
+
+    def wait_slot(self, timeout_s: float) -> int:
+        """OK, TIMEOUT, ABORTED or FAULT."""
+
+    def grant(self) -> tuple[int, int]:
+        """(slot index, offset of its payload in the staging), after wait_slot said OK."""
+
+    def publish(self, nbytes: int, tag: Buffer) -> int:
+        """Put the oldest granted slot: OK, PENDING or FAILED."""
+
+    def wait_message(self, timeout_s: float) -> int:
+        """OK, TIMEOUT, ABORTED or FAULT."""
+
+    def take(self) -> tuple[int, bytes, int, int] | None:
+        """(seqno, tag, offset of the payload in the inbox, its length), after wait_message said OK.
+
+        None: the header is not that of the next message.
+        """
+
+    def release(self) -> None:
+        """Free the slot of the oldest message that was taken; ``report`` tells the peer."""
+
+    def report(self) -> int:
+        """OK, PENDING or FAILED."""
+
+    def syndrome(self) -> int:
+        """The NIC's first error, as the manual numbers them; 0: none."""
+
+    def abort(self) -> None: ...
