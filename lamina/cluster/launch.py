@@ -10,6 +10,8 @@ from importlib import import_module
 # sub-command -> (module, one line for --help)
 COMMANDS = {
     "generate": ("generate", "complete prompts and print the text as it comes"),
+    "serve": ("serve", "answer OpenAI's HTTP API"),
+    "plan-pipeline": ("plan_pipeline", "print the rotation of n batches over n - 1 replicas"),
     "explain": ("explain", "show how a model is cut: slices, bytes across each cut, messages, bandwidth"),
 }
 

@@ -1,0 +1,133 @@
+"""The rotational staggered pipeline (arXiv 2405.01814 section 4.3): who runs what, in which order. A pure function.
+
+n batches share max(1, n - 1) replicas of the weights and one pool of memory workers. A *turn* of a batch is one slice
+on a replica and the attention behind it. The last slice of a token, sampling and the first slice of the next token have
+no attention between them, so they are one turn and the count of turns runs on over tokens: with L attention operators
+a token is L turns. Turn k of batch j runs on replica (j + k) mod (n - 1) + 1. Everything is served in the order of
+j + k n; with equal slices and t_m = (n - 1) t_a that is also the time at which the turn starts, in units of t_a, and
+both pools are always busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Event:
+    """One turn. ``slice`` counts within its token, replicas from 1; times in the unit of the plan's input."""
+
+    batch: int
+    token: int
+    slice: int
+    replica: int
+    start: float
+    end: float
+    attention_start: float
+    attention_end: float
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """``events`` in the order of service. ``utilisation``: busy share of each pool while all batches are under way."""
+
+    n: int
+    events: list[Event]
+    makespan: float
+    lower_bound: float
+    utilisation: dict[str, float]
+
+
+def num_replicas(n: int) -> int:
+    """Replicas that n batches rotate over."""
+    return max(1, n - 1)
+
+
+def replica_of(batch: int, turn: int, n: int) -> int:
+    """The replica, from 1, of turn ``turn`` of ``batch``; ``turn`` runs on over tokens."""
+    return (batch + turn) % num_replicas(n) + 1
+
+
+def rotation(
+    n: int, slice_s: Sequence[float], attention_s: Sequence[float], tokens: int, network_s: float = 0.0
+) -> PipelinePlan:
+    """Plan ``tokens`` tokens of n batches.
+
+    ``slice_s[k]``, ``attention_s[k]``: time of slice k, of its attention. The first slice of a token includes the last
+    one of the token before and sampling. ``network_s``: what a turn waits for the network, both ways together, beyond
+    what is hidden; half of it before its attention. Raises ValueError for what cannot be planned.
+    """
+    _check(n, slice_s, attention_s, tokens, network_s)
+    layers = len(slice_s)
+    replica_free = [0.0] * num_replicas(n)
+    ready = [0.0] * n  # when a batch's O is back
+    pool_free = 0.0
+    events = []
+    for turn in range(tokens * layers):
+        for batch in range(n):
+            replica, k = replica_of(batch, turn, n), turn % layers
+            start = max(ready[batch], replica_free[replica - 1])
+            if turn == 0:  # the stagger: no sooner than the memory workers can take its Q
+                start = max(start, pool_free - network_s / 2 - slice_s[0])
+            end = replica_free[replica - 1] = start + slice_s[k]
+            begins = max(end + network_s / 2, pool_free)
+            pool_free = begins + attention_s[k]
+            ready[batch] = pool_free + network_s / 2
+            events.append(Event(batch, turn // layers, k, replica, start, end, begins, pool_free))
+    return PipelinePlan(
+        n,
+        events,
+        max(e.attention_end for e in events),
+        tokens * lower_bound(n, slice_s, attention_s, network_s),
+        {
+            "compute": _busy(events, lambda e: (e.start, e.end), n, num_replicas(n)),
+            "memory": _busy(events, lambda e: (e.attention_start, e.attention_end), n, 1),
+        },
+    )
+
+
+def lower_bound(n: int, slice_s: Sequence[float], attention_s: Sequence[float], network_s: float = 0.0) -> float:
+    """Least time per token of all n batches: the memory pool's work, a replica's share of the slices, or one chain."""
+    slices, attention = sum(slice_s), sum(attention_s)
+    chain = slices + attention + network_s * len(slice_s)
+    return max(n * attention, n * slices / num_replicas(n), chain)
+
+
+def choose(
+    slice_s: Callable[[int], float], attention_s: Callable[[int], float], network_s: float, *, layers: int, most: int
+) -> tuple[int, dict[int, float]]:
+    """The number of batches with the least time per token of all requests, and that time for every candidate.
+
+    ``slice_s(n)``, ``attention_s(n)``: time of a turn when the requests are dealt to n batches; n goes up to ``most``,
+    one more than there are replicas. Ties go to fewer batches: they wait less.
+    """
+    times = {}
+    for n in range(1, most + 1):
+        times[n] = lower_bound(n, [slice_s(n)] * layers, [attention_s(n)] * layers, network_s)
+    return min(times, key=lambda n: (times[n], n)), times
+
+
+def _busy(events: list[Event], span: Callable[[Event], tuple[float, float]], n: int, units: int) -> float:
+    """Busy share of ``units`` from the first attention of the last batch to the last slice of the first batch."""
+    first = next(e for e in events if e.batch == n - 1).attention_start
+    last = next(e for e in reversed(events) if e.batch == 0).start
+    if last <= first:  # too few tokens for a steady state: over everything
+        first, last = 0.0, max(e.attention_end for e in events)
+    busy = sum(max(0.0, min(stop, last) - max(start, first)) for start, stop in map(span, events))
+    return busy / (units * (last - first)) if last > first else 0.0
+
+
+def _check(n: int, slice_s: Sequence[float], attention_s: Sequence[float], tokens: int, network_s: float) -> None:
+    if n < 1:
+        raise ValueError(f"--n must be at least 1, not {n}")
+    if tokens < 1:
+        raise ValueError(f"--tokens must be at least 1, not {tokens}")
+    if not slice_s or len(slice_s) != len(attention_s):
+        raise ValueError(f"{len(slice_s)} times of slices (--tm) for {len(attention_s)} of attention (--ta)")
+    for name, values in (("--tm", slice_s), ("--ta", attention_s), ("--network", [network_s])):
+        bad = next((v for v in values if not 0.0 <= v < float("inf")), None)
+        if bad is not None:
+            raise ValueError(f"{name} must be a time of at least 0, not {bad}")
+    if not sum(slice_s) + sum(attention_s) > 0.0:
+        raise ValueError("--tm and --ta must not both be 0")
