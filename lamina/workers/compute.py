@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lamina.engine.sampler import sample
+from lamina.observe.trace import OFF, Event, Recorder
 
 from .control import Drawn, RunStep, StepDone
 from .links import MemoryPool
@@ -44,9 +45,18 @@ class ComputeWorker:
     step.
     """
 
-    def __init__(self, program: Program, pool: MemoryPool, *, dtype: torch.dtype, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        program: Program,
+        pool: MemoryPool,
+        *,
+        dtype: torch.dtype,
+        deterministic: bool = False,
+        trace: Recorder = OFF,
+    ) -> None:
         self._slices = program.slices
         self._pool = pool
+        self._trace = trace
         self._dtype = dtype
         self._call = self._call_fixed if deterministic else self._call_plain
         self._last: dict[int, int] = {}  # sequence -> token drawn by the step before
@@ -65,7 +75,9 @@ class ComputeWorker:
     def advance(self, current: Pass) -> None:
         """All slices between the first and the last."""
         for layer in range(len(self._slices) - 2 if current.num_rows else 0):
-            current.carry = self._call(layer + 1, (*current.carry, self._receive(layer, current)))
+            o, start = self._receive(layer, current), self._trace.now()
+            current.carry = self._call(layer + 1, (*current.carry, o))
+            self._trace.add(Event.SLICE, start, current.step.plan, layer + 1, value=current.num_rows)
 
     def stats(self) -> dict[str, float]:
         """Seconds by activity (``slice_s`` excludes sending), and counts."""
@@ -86,7 +98,9 @@ class ComputeWorker:
         if current.num_rows:
             ids = torch.tensor([[t] for t in self._resolve(step)])
             positions = torch.tensor([[p] for r in step.plan.rows for p in range(r.first, r.first + r.count)])
+            start = self._trace.now()
             current.carry = self._call(0, (ids, positions))
+            self._trace.add(Event.SLICE, start, step.plan, 0, value=current.num_rows)
         return current
 
     def _resolve(self, step: RunStep) -> list[int]:
@@ -100,11 +114,14 @@ class ComputeWorker:
         if ending.num_rows:
             o = self._receive(len(self._slices) - 2, ending)
             if step.draws:
+                begun = self._trace.now()
                 wanted = torch.tensor([d.row for d in step.draws])
                 (logits,) = self._call(len(self._slices) - 1, tuple(x[wanted] for x in (*ending.carry, o)))
+                self._trace.add(Event.SLICE, begun, step.plan, len(self._slices) - 1, value=len(step.draws))
                 start = time.perf_counter()
                 drawn = sample(logits[:, -1], step.draws, self._last)
                 self.sample_s += time.perf_counter() - start
+                self._trace.add(Event.SAMPLE, start, step.plan)
         self._last = {d.sequence: d.token for d in drawn}
         return StepDone(batch=step.plan.batch, step=step.plan.step, drawn=drawn)
 

@@ -11,9 +11,21 @@ import torch
 from lamina import gemm, netstack
 from lamina.kv.partition import Partition, by_head
 from lamina.netstack import ChannelError, Geometry
+from lamina.observe.trace import Event, recorder
 
 from .compute import ComputeWorker
-from .control import AskStats, ComputeReady, ControlLink, LinkClosedError, Progress, RunStep, StartCompute, Stop
+from .control import (
+    AskClock,
+    AskStats,
+    AskTrace,
+    ComputeReady,
+    ControlLink,
+    LinkClosedError,
+    Progress,
+    RunStep,
+    StartCompute,
+    Stop,
+)
 from .links import MemoryLink, MemoryPool, RefusedError
 from .memory_store import available_bytes
 from .service import Service, run_process
@@ -25,7 +37,7 @@ LEAST_SLOT_BYTES = 1 << 20  # a PLAN or a Bind
 
 def serve_compute(sock: socket.socket, module: Any = None) -> None:
     """Serve one driver until its link ends. ``module``: the model itself, where the driver is this process."""
-    link = ControlLink(sock, StartCompute | RunStep | AskStats | Stop)
+    link = ControlLink(sock, StartCompute | RunStep | AskStats | AskClock | AskTrace | Stop)
     try:
         start = link.recv()
     except LinkClosedError:
@@ -40,7 +52,8 @@ class _Server:
         self._module = module
         self._fabric = netstack.open(start.scheme, key=start.key)
         self._worker: ComputeWorker | None = None
-        self._service = Service(link, self._stats, lambda reason: self._fabric.close())
+        self._trace = recorder(start.trace)
+        self._service = Service(link, self._stats, lambda reason: self._fabric.close(), self._trace)
 
     def run(self) -> None:
         try:
@@ -71,9 +84,12 @@ class _Server:
     def _loop(self, worker: ComputeWorker) -> None:
         current = None
         while True:
+            start = self._trace.now()
             step = self._service.next(block=current is None)
             if self._service.stopped.is_set():
                 return
+            if current is None:
+                self._trace.add(Event.WAIT_STEP, start, step.plan)
             done, current = worker.turn(current, step)
             if done is not None:
                 self._service.link.send(done)
@@ -106,7 +122,7 @@ class _Server:
         dtype = program.calls[0].q.dtype
         pool, bounds = self._connect(shapes, dtype, max_len)
         clock.lap("bind_s")
-        worker = ComputeWorker(program, pool, dtype=dtype, deterministic=start.deterministic)
+        worker = ComputeWorker(program, pool, dtype=dtype, deterministic=start.deterministic, trace=self._trace)
         ready = ComputeReady(
             vocab_size=loaded.config.get_text_config().vocab_size,
             max_model_len=max_len,
@@ -126,7 +142,7 @@ class _Server:
         links, bounds = [], []
         for worker, url in enumerate(start.memory_urls):
             channel = self._fabric.connect(url, outbound=outbound, inbound=inbound)
-            links.append(MemoryLink(channel, worker, start.step_timeout_s))
+            links.append(MemoryLink(channel, worker, start.step_timeout_s, self._trace))
             bind = Bind(
                 worker=worker,
                 partition=partition,

@@ -33,6 +33,7 @@ class StartMemory(msgspec.Struct, frozen=True, kw_only=True, tag="start-memory")
     address: str  # where to listen, "" = any private place
     key: bytes
     threads: int  # of the attention backend
+    trace: bool = False  # record spans
 
 
 class MemoryReady(msgspec.Struct, frozen=True, kw_only=True, tag="memory-ready"):
@@ -47,6 +48,25 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Seconds and bytes by name since the worker started, for instance attend_s, wait_s, steps, bytes_received."""
 
     values: dict[str, float]
+
+
+class AskClock(msgspec.Struct, frozen=True, tag="ask-clock"):
+    """Driver -> any worker. Answered by ClockTime at once."""
+
+
+class ClockTime(msgspec.Struct, frozen=True, kw_only=True, tag="clock-time"):
+    now: float  # seconds of the worker's own clock
+
+
+class AskTrace(msgspec.Struct, frozen=True, tag="ask-trace"):
+    """Driver -> any worker, at the end. Answered by Trace."""
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True, tag="trace"):
+    """What ``observe.trace.Recorder.take`` gave; no records where none were asked for."""
+
+    records: bytes
+    dropped: int
 
 
 class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute"):
@@ -69,6 +89,7 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     key: bytes
     memory_urls: list[str]
     step_timeout_s: float
+    trace: bool = False  # record spans
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):

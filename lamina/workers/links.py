@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lamina.kv.partition import Partition, Share
 from lamina.netstack import Channel
+from lamina.observe.trace import OFF, Event, Recorder
 
 from .buffers import tensor_over
 from .stepplan import Bind, Bound, Key, Kind, LayerShape, ProtocolError, StepPlan, decode_bound, encode
@@ -22,10 +23,11 @@ class RefusedError(Exception):
 class MemoryLink:
     """The channel to one memory worker, and its share of every layer."""
 
-    def __init__(self, channel: Channel, worker: int, timeout_s: float) -> None:
+    def __init__(self, channel: Channel, worker: int, timeout_s: float, trace: Recorder = OFF) -> None:
         self.channel = channel
         self.worker = worker
         self._timeout_s = timeout_s
+        self._trace = trace
 
     def bind(self, bind: Bind) -> Bound:
         """Raises RefusedError with the worker's reason."""
@@ -43,19 +45,31 @@ class MemoryLink:
         slot.data[:] = data
         self.channel.put_signal(slot, key.pack())
 
+    def send_plan(self, key: Key, data: bytes) -> None:
+        """``send``, as part of a step."""
+        start = self._trace.now()
+        self.send(key, data)
+        self._trace.add(Event.SEND_PLAN, start, key, -1, self.worker, len(data))
+
     def send_tensors(self, key: Key, parts: Sequence[Tensor]) -> None:
         """Write ``parts`` one behind the other straight into the peer's inbox; they may be strided."""
+        start = self._trace.now()
         total = sum(p.numel() for p in parts)
         slot = self.channel.reserve(total * parts[0].element_size(), timeout_s=self._timeout_s)
+        self._trace.add(Event.RESERVE, start, key, key.layer, self.worker)
         flat = tensor_over(slot.data, parts[0].dtype)
         for part in parts:
             flat[: part.numel()].view(part.shape).copy_(part)
             flat = flat[part.numel() :]
         self.channel.put_signal(slot, key.pack())
+        event = Event.SEND_Q if key.kind == Kind.Q else Event.SEND_KV
+        self._trace.add(event, start, key, key.layer, self.worker, total * parts[0].element_size())
 
     def receive_into(self, key: Key, out: Tensor) -> None:
         """Wait for the O that ``key`` names and copy it to ``out`` (strided). Raises RefusedError, ProtocolError."""
+        start = self._trace.now()
         arrival = self.channel.wait_signal(timeout_s=self._timeout_s)
+        came = self._trace.add(Event.WAIT_O, start, key, key.layer, self.worker)
         try:
             got = Key.unpack(arrival.tag)
             if got.kind == Kind.REFUSED:
@@ -63,6 +77,7 @@ class MemoryLink:
             if got != key or arrival.data.nbytes != out.numel() * out.element_size():
                 raise ProtocolError(f"memory worker {self.worker}: {got} of {arrival.data.nbytes} B in place of {key}")
             out.copy_(tensor_over(arrival.data, out.dtype).view(out.shape))
+            self._trace.add(Event.RECEIVE_O, came, key, key.layer, self.worker, arrival.data.nbytes)
         finally:
             self.channel.release(arrival)
 
@@ -88,7 +103,7 @@ class MemoryPool:
         self._step, self._batch, self._view = plan.step, plan.batch, plan.view
         data = encode(plan)
         for link in self.links:
-            link.send(self._key(Kind.PLAN, -1), data)
+            link.send_plan(self._key(Kind.PLAN, -1), data)
 
     def q(self, layer: int, q: Tensor) -> None:
         """q [R, Hq, 1, D]: to each memory worker the query heads of its KV heads."""

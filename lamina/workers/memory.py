@@ -17,9 +17,10 @@ from torch import Tensor
 from lamina import netstack
 from lamina.kv.blocks import NoBlocksError, PlanError
 from lamina.netstack import Arrival, Channel, ChannelError, ChannelTimeout, Listener
+from lamina.observe.trace import OFF, Event, Recorder, recorder
 
 from .buffers import tensor_over
-from .control import AskStats, ControlLink, LinkClosedError, MemoryReady, StartMemory, Stop
+from .control import AskClock, AskStats, AskTrace, ControlLink, LinkClosedError, MemoryReady, StartMemory, Stop
 from .memory_store import Step, Store
 from .service import Service, run_process
 from .stepplan import Key, Kind, ProtocolError, StepPlan, decode_bind, decode_plan, encode
@@ -31,9 +32,10 @@ RESERVE_S = 60.0  # for a compute worker to take what it was sent before
 class MemoryWorker:
     """Serves channels, one after the other. Holds state, decides nothing."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, trace: Recorder = OFF) -> None:
         self._device = device or torch.device("cpu")
         self._meter = Meter()
+        self._trace = trace
         self._channel: Channel | None = None
         self._aborted = ""
 
@@ -61,7 +63,7 @@ class MemoryWorker:
             channel.abort(self._aborted)
         try:
             with torch.inference_mode():
-                _Session(channel, self._device, self._meter).run()
+                _Session(channel, self._device, self._meter, self._trace).run()
         except ProtocolError as e:
             channel.abort(str(e))
             raise
@@ -95,18 +97,22 @@ class Meter:
 class _Session:
     """One channel from its Bind to its end: steps in the strict order of their plans."""
 
-    def __init__(self, channel: Channel, device: torch.device, meter: Meter) -> None:
+    def __init__(self, channel: Channel, device: torch.device, meter: Meter, trace: Recorder) -> None:
         self._channel = channel
         self._meter = meter
+        self._trace = trace
         self._refused: Key | None = None  # the last plan, if refused: its layer messages are dropped
         self._store = self._bind(device)
 
     def run(self) -> None:
         while True:
+            start = self._trace.now()
             arrival = self._receive()
             key = Key.unpack(arrival.tag)
             if key.kind == Kind.PLAN:
+                start = self._trace.add(Event.WAIT_PLAN, start, key)
                 step = self._begin(arrival, key)
+                self._trace.add(Event.PLAN, start, key)
                 if step and step.num_rows:
                     for layer in range(len(self._store.layers)):
                         self._layer(step, layer)
@@ -158,34 +164,44 @@ class _Session:
 
         Q and KV are released before O is signalled: whoever sees O has their slots back.
         """
-        store, meter = self._store, self._meter
+        store, meter, trace = self._store, self._meter, self._trace
         op, rows = store.operators[layer], step.num_rows
         q_arrival, (q,) = self._take(step.plan, Kind.Q, layer, (rows, op.q_heads, op.qk_dim))
+        start = trace.now()
         if store.bind.overlap:
             with meter.time("attend_s"):
                 stored = step.attend_stored(layer, q)
+            trace.add(Event.STORED, start, step.plan, layer)
         kv_arrival, (k, v) = self._take(
             step.plan, Kind.KV, layer, (rows, op.kv_heads, op.qk_dim), (rows, op.kv_heads, op.v_dim)
         )
+        start = trace.now()
         if not store.bind.overlap:
             with meter.time("attend_s"):
                 stored = step.attend_stored(layer, q)
+            start = trace.add(Event.STORED, start, step.plan, layer)
         with meter.time("write_s"):
             step.write(layer, k, v)
+        start = trace.add(Event.WRITE, start, step.plan, layer)
         slot = self._channel.reserve(rows * op.q_heads * op.v_dim * store.dtype.itemsize, timeout_s=RESERVE_S)
+        start = trace.add(Event.RESERVE, start, step.plan, layer)
         with meter.time("attend_s"):
             out = tensor_over(slot.data, store.dtype).view(rows, op.q_heads, op.v_dim)
             step.finish(layer, stored, step.attend_new(layer, q, k, v), out)
+        start = trace.add(Event.NEW, start, step.plan, layer)
         self._channel.release(q_arrival)
         self._channel.release(kv_arrival)
         self._channel.put_signal(slot, _key(Kind.O, step.plan, layer).pack())
+        trace.add(Event.SEND_O, start, step.plan, layer, 0, out.numel() * out.element_size())
         meter.add("bytes_sent", out.numel() * out.element_size())
 
     def _take(
         self, plan: StepPlan, kind: Kind, layer: int, *shapes: tuple[int, int, int]
     ) -> tuple[Arrival, list[Tensor]]:
         """The layer message that must come next, as tensors over its bytes. Raises ProtocolError on any other."""
+        start = self._trace.now()
         arrival = self._receive()
+        self._trace.add(Event.WAIT_Q if kind == Kind.Q else Event.WAIT_KV, start, plan, layer, 0, arrival.data.nbytes)
         got, key, dtype = Key.unpack(arrival.tag), _key(kind, plan, layer), self._store.dtype
         sizes = [a * b * c for a, b, c in shapes]
         nbytes = sum(sizes) * dtype.itemsize
@@ -219,7 +235,7 @@ def _key(kind: Kind, plan: StepPlan, layer: int) -> Key:
 
 def serve_memory(sock: socket.socket) -> None:
     """Serve one driver, over its control socket, until the link ends or says Stop."""
-    link = ControlLink(sock, StartMemory | AskStats | Stop)
+    link = ControlLink(sock, StartMemory | AskStats | AskClock | AskTrace | Stop)
     try:
         start = link.recv()
     except LinkClosedError:
@@ -234,9 +250,10 @@ class _Server:
 
     def __init__(self, link: ControlLink, start: StartMemory) -> None:
         self._start = start
-        self._worker = MemoryWorker()
+        trace = recorder(start.trace)
+        self._worker = MemoryWorker(trace=trace)
         self._fabric: netstack.Fabric | None = None
-        self._service = Service(link, self._worker.stats, self._abort)
+        self._service = Service(link, self._worker.stats, self._abort, trace)
 
     def run(self) -> None:
         service, start = self._service, self._start

@@ -11,23 +11,44 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from .control import AskStats, ControlLink, Failed, LinkClosedError, Stats, Stop
+from lamina.observe.trace import OFF, Recorder
+
+from .control import (
+    AskClock,
+    AskStats,
+    AskTrace,
+    ClockTime,
+    ControlLink,
+    Failed,
+    LinkClosedError,
+    Stats,
+    Stop,
+    Trace,
+)
 
 ORPHAN_EXIT_S = 2.0
 
 
 class Service:
-    """Reads the control link on its own thread: stats are answered at once, all else is queued for the worker's thread.
+    """Reads the control link on its own thread: questions are answered at once, all else is queued for the worker's
+    thread.
 
     When the link ends or says Stop, ``abort`` is called (it must wake whatever the worker waits for) and the queue
     ends.
     """
 
-    def __init__(self, link: ControlLink, stats: Callable[[], dict[str, float]], abort: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        link: ControlLink,
+        stats: Callable[[], dict[str, float]],
+        abort: Callable[[str], None],
+        trace: Recorder = OFF,
+    ) -> None:
         self.link = link
         self.stopped = threading.Event()
         self._stats = stats
         self._abort = abort
+        self._trace = trace
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="lamina-control", daemon=True).start()
 
@@ -65,6 +86,11 @@ class Service:
         while not isinstance(message := self.link.recv(), Stop):
             if isinstance(message, AskStats):
                 self.link.send(Stats(values=self._stats()))
+            elif isinstance(message, AskClock):
+                self.link.send(ClockTime(now=Recorder.now()))
+            elif isinstance(message, AskTrace):
+                records, dropped = self._trace.take()
+                self.link.send(Trace(records=records, dropped=dropped))
             else:
                 self._inbox.put(message)
 

@@ -1,0 +1,130 @@
+"""Recording of spans, cheap enough for the hot path: one fixed-size record each, in memory taken at the start.
+
+A worker holds a Recorder, or OFF where nobody asked for a trace; both are called the same way:
+
+    start = trace.now()
+    ...
+    trace.add(Event.WRITE, start, plan, layer)
+
+Times are seconds of CLOCK_MONOTONIC (what ``time.perf_counter`` and ``time.monotonic`` read on Linux), one clock for
+all processes of a host. Clocks of other hosts are set right when the spans are merged; see ``lamina.observe.collect``.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import time
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+CAPACITY = 1 << 18  # records of a process: 12 MiB, of which only the pages in use are ever touched
+_RECORD = struct.Struct("<BxxxiIiQQdd")  # event, layer, batch, peer, step, value, start, end
+
+
+class Event(enum.IntEnum):
+    """What happened. ``layer`` counts attention calls, for SLICE it is the slice. ``peer``: the worker at the other
+    end of a message. ``value``: rows of a SLICE, bytes of a message.
+    """
+
+    SCHEDULE = 1  # engine: choose the rows of a step
+    WAIT_DONE = 2  # engine: until the compute worker has drawn
+    POSTPROCESS = 3  # engine: take the tokens in
+    WAIT_STEP = 10  # compute: until the engine names a step
+    SLICE = 11  # compute: a slice, the messages that it sends included
+    SEND_PLAN = 12
+    SEND_Q = 13  # from the tensor to the signal, the wait for a slot included
+    SEND_KV = 14
+    WAIT_O = 15
+    RECEIVE_O = 16  # from the arrival to the tensor
+    SAMPLE = 17
+    WAIT_PLAN = 20  # memory: until the next step begins
+    PLAN = 21  # memory: apply the plan to blocks and tables
+    WAIT_Q = 22
+    WAIT_KV = 23
+    STORED = 24  # memory: attention over stored tokens
+    WRITE = 25  # memory: K and V to their blocks
+    NEW = 26  # memory: attention over the step's own tokens, and the merge
+    SEND_O = 27
+    RESERVE = 30  # any sender: until a slot of the peer's inbox is free
+
+
+class Moment(Protocol):
+    """Says which step something belongs to: a StepPlan, a Key, a StepDone."""
+
+    @property
+    def batch(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+
+
+class Span(NamedTuple):
+    """One thing that one device did, ``start`` to ``end`` in seconds."""
+
+    device: str  # such as "memory-0"; "engine"
+    event: Event
+    batch: int
+    step: int
+    layer: int  # -1: not of a layer
+    peer: int  # -1: none
+    value: int
+    start: float
+    end: float
+
+
+class Recorder:
+    """Keeps the newest ``capacity`` spans of one worker. One thread adds; any thread may ``take`` what is there."""
+
+    now = staticmethod(time.perf_counter)
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._data = bytearray(capacity * _RECORD.size)
+        self._capacity = capacity
+        self._count = 0
+
+    def add(self, event: Event, start: float, at: Moment, layer: int = -1, peer: int = -1, value: int = 0) -> float:
+        """Record what ran from ``start`` until now; returns now."""
+        end = time.perf_counter()
+        offset = self._count % self._capacity * _RECORD.size
+        _RECORD.pack_into(self._data, offset, event, layer, at.batch, peer, at.step, value, start, end)
+        self._count += 1
+        return end
+
+    def take(self) -> tuple[bytes, int]:
+        """The records, oldest first, and the number of older ones that they have replaced."""
+        count, size = self._count, _RECORD.size
+        if count <= self._capacity:
+            return bytes(self._data[: count * size]), 0
+        oldest = count % self._capacity * size
+        return bytes(self._data[oldest:] + self._data[:oldest]), count - self._capacity
+
+
+class Silent(Recorder):
+    """Records nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    now = staticmethod(lambda: 0.0)
+
+    def add(self, event: Event, start: float, at: Moment, layer: int = -1, peer: int = -1, value: int = 0) -> float:
+        return 0.0
+
+
+OFF = Silent()
+
+
+def recorder(on: bool) -> Recorder:
+    """A Recorder, or OFF."""
+    return Recorder() if on else OFF
+
+
+def spans(device: str, records: bytes, offset_s: float = 0.0) -> Iterable[Span]:
+    """Decode what ``Recorder.take`` gave. ``offset_s`` is how far the device's clock is ahead.
+
+    Raises ValueError on anything that is not a whole number of known records.
+    """
+    if len(records) % _RECORD.size:
+        raise ValueError(f"{device}: {len(records)} bytes are not a whole number of records")
+    for event, layer, batch, peer, step, value, start, end in _RECORD.iter_unpack(records):
+        yield Span(device, Event(event), batch, step, layer, peer, value, start - offset_s, end - offset_s)
