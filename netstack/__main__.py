@@ -68,7 +68,13 @@ def main() -> int:
         return 0
     try:
         for scheme in args.scheme or SCHEMES:
-            fabric = open(scheme, key=key)
+            try:
+                fabric = open(scheme, key=key)
+            except ImportError as error:
+                if args.scheme:
+                    raise
+                sys.stdout.write(f"{scheme}  skipped: {error}\n")
+                continue
             if fabric.in_process:
                 continue
             listener = fabric.listen()

@@ -1,0 +1,366 @@
+"""RDMA whose sender builds the work requests of an mlx5 NIC and rings its doorbell itself, without a driver call.
+
+HARDWARE-UNVERIFIED. The code that posts and polls (csrc/netstack/mlx5.h, for GPUs and CPUs) is proven against a
+software NIC and has never run on a ConnectX. This transport runs it on the CPU against that software NIC, which moves
+the bytes into the peer's memory: for tests, within one host and one user, and only where ``LAMINA_MLX5_MODEL=1`` says
+that nothing faster is expected.
+
+Peers meet over TCP, as the control plane of a real queue pair would, and authenticate; then each names its inbox
+(address, key) and the memory behind it. The connection stays open, silent, as the life line.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from mmap import mmap
+from pathlib import Path
+from time import monotonic
+
+from .base import BaseChannel, BaseFabric
+from .fabric import (
+    EPOCH_SHIFT,
+    ChannelAborted,
+    ChannelError,
+    ChannelTimeout,
+    Fabric,
+    Geometry,
+    NoResource,
+    PeerFault,
+    Slot,
+)
+from .handshake import Session, Terms, offer, run
+from .listener import StreamListener
+
+try:
+    from . import _mlx5 as native
+except ImportError as error:
+    raise ImportError(
+        f"transport 'mlx5' needs the native module lamina.netstack._mlx5, which did not load ({error}); install "
+        "a C++17 compiler, then run `python setup.py build_ext --inplace` or install again; or use another transport"
+    ) from error
+
+MODEL = "LAMINA_MLX5_MODEL"
+EXCHANGE_S = 5.0
+STALL_S = 10.0
+SLICE_S = 0.05  # a wait looks at the life line this often
+REASON_BYTES = 256
+SLOT_BYTES_MOST = (1 << 30) - 64  # of one RDMA message, header included
+# queue pair, key and address of the inbox; where the software NIC finds it: bytes, process, descriptor, inode
+CARD = struct.Struct("!IIQQIIQ")
+SEAL_BYTES = 32
+LOCAL = "127.0.0.1"
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+SYNDROMES = {
+    0x01: "local length error",
+    0x02: "local queue pair error",
+    0x04: "local protection error",
+    0x05: "work request flushed",
+    0x13: "remote access error",
+    0x15: "the peer does not acknowledge",
+    0x100: "a completion that answers nothing",
+}
+
+
+class Mlx5Channel(BaseChannel):
+    """Owns ``sock``, whose peer has passed the handshake, once this returns. Raises OSError when they cannot meet."""
+
+    def __init__(self, sock: socket.socket, peer: str, session: Session, *, listening: bool) -> None:
+        outbound, inbound = session.outbound, session.inbound
+        if listening:
+            outbound, inbound = inbound, outbound
+        super().__init__(peer, session.epoch, outbound, inbound)
+        self._zero = session.epoch << EPOCH_SHIFT
+        self._sock = sock
+        self._number = secrets.randbelow(1 << 24)
+        self._memory = _shared_memory(_bytes_of(inbound))
+        try:
+            self._inbox = memoryview(mmap(self._memory, _bytes_of(inbound)))
+            self._staging = memoryview(mmap(-1, _bytes_of(outbound)))
+            shapes = (outbound.slots, outbound.slot_bytes), (inbound.slots, inbound.slot_bytes)
+            self._endpoint: native.Endpoint | None = native.Endpoint(
+                self._inbox, self._staging, *shapes, session.epoch, self._number, secrets.randbits(64)
+            )
+            self._meet(self._endpoint, _bytes_of(outbound), *session.keys(listening=listening))
+        except BaseException:
+            os.close(self._memory)
+            raise
+        self._sent = 0
+        self._looked = monotonic()
+        self._looking = threading.Lock()
+        self._stopped = False
+        self._peer_end: str | None = None
+
+    def abort(self, reason: str) -> None:
+        self._leave(f"aborted: {reason}")
+
+    def close(self) -> None:
+        self._leave("closed the channel")
+        if self._endpoint is not None:
+            self._endpoint = None  # the memory goes with the last view and the last call
+            self._inbox = self._staging = memoryview(b"")
+            self._sock.close()
+            os.close(self._memory)
+
+    def _meet(self, endpoint: native.Endpoint, nbytes: int, mine: bytes, theirs: bytes) -> None:
+        """Swap cards with the peer, each under its sender's key of the session, and map its inbox of ``nbytes``."""
+        where = len(self._inbox), os.getpid(), self._memory, os.fstat(self._memory).st_ino
+        key = secrets.randbits(32)
+        card = CARD.pack(self._number, key, native.INBOX_ADDRESS, *where)
+        self._sock.sendall(card + hmac.digest(mine, card, "sha256"))
+        card, seal = _receive_card(self._sock)
+        if not hmac.compare_digest(seal, hmac.digest(theirs, card, "sha256")):
+            raise OSError("the peer's card does not carry its seal")
+        _, key, address, size, process, descriptor, inode = CARD.unpack(card)
+        if size != nbytes:
+            raise OSError(f"the peer's inbox has {size} bytes, the terms say {nbytes}")
+        memory = _open_memory(process, descriptor, inode, nbytes)
+        try:
+            endpoint.reach(mmap(memory, nbytes), address, key)
+        finally:
+            os.close(memory)
+
+    def _leave(self, why: str) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        if self._endpoint is not None:
+            self._endpoint.abort()
+        with suppress(OSError):
+            self._sock.send(why.encode()[:REASON_BYTES])
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _live(self, operation: str) -> native.Endpoint:
+        endpoint = self._endpoint
+        if self._stopped or endpoint is None:
+            raise ChannelAborted(f"{self.peer}: {operation}: the channel was aborted or closed on this side")
+        return endpoint
+
+    def _check_peer(self, operation: str) -> None:
+        if self._peer_end is not None:
+            raise PeerFault(f"{self.peer}: {operation}: {self._peer_end}")
+
+    def _grant(self, nbytes: int, timeout_s: float) -> tuple[int, memoryview]:
+        if monotonic() - self._looked > 2 * SLICE_S:
+            self._look()
+        self._live("reserve")
+        self._check_peer("reserve")
+        if not self._wait(native.Endpoint.wait_slot, timeout_s, "reserve"):
+            slots = self.outbound.slots
+            raise NoResource(f"{self.peer}: reserve: none of {slots} slots became free within {timeout_s:g} s")
+        index, offset = self._live("reserve").grant()
+        return index, self._staging[offset : offset + nbytes]
+
+    def _publish(self, slot: Slot, nbytes: int, tag: bytes, source: memoryview | None) -> int:
+        endpoint = self._live("put_signal")
+        self._check_peer("put_signal")
+        if source is not None:
+            slot.data[:] = source
+        deadline = monotonic() + STALL_S
+        while (status := endpoint.publish(nbytes, tag)) == native.PENDING:
+            self._look()
+            self._live("put_signal")
+            if monotonic() > deadline:
+                self._lose(f"the NIC took no work request for {STALL_S:g} s")
+            self._check_peer("put_signal")
+        if status != native.OK:
+            self._lose_to_nic(endpoint)
+            self._check_peer("put_signal")
+        self._sent += 1
+        return self._zero + self._sent
+
+    def _take(self, timeout_s: float) -> tuple[int, bytes, memoryview]:
+        if not self._wait(native.Endpoint.wait_message, timeout_s, "wait_signal"):
+            raise ChannelTimeout(f"{self.peer}: wait_signal: no message within {timeout_s:g} s")
+        inbox = self._inbox
+        taken = self._live("wait_signal").take()
+        if taken is None:
+            self._lose("the peer broke the protocol: a header that is not that of the next message")
+            self._check_peer("wait_signal")
+            raise AssertionError("unreachable")
+        seqno, tag, offset, length = taken
+        return seqno, tag, inbox[offset : offset + length].toreadonly()
+
+    def _give_back(self) -> None:
+        endpoint = self._endpoint
+        if not self._stopped and endpoint is not None:
+            endpoint.release()
+            endpoint.report()  # what does not fit the ring now goes with the next wait
+
+    def _wait(self, wait: Callable[[native.Endpoint, float], int], timeout_s: float, operation: str) -> bool:
+        """Until ``wait`` says OK; False once ``timeout_s`` has passed. What came before the peer's end counts."""
+        deadline = monotonic() + timeout_s
+        pause = 0.0
+        while True:
+            endpoint = self._live(operation)
+            over = self._peer_end is not None
+            status = wait(endpoint, pause)
+            if status == native.OK:
+                return True
+            self._live(operation)
+            if status == native.FAULT:
+                self._lose("the peer broke the protocol: a signal or credit out of its bounds")
+                over = True
+            if over:
+                self._check_peer(operation)
+            if endpoint.syndrome() or endpoint.report() == native.FAILED:
+                self._lose_to_nic(endpoint)
+            self._look()
+            left = deadline - monotonic()
+            if self._peer_end is None and left <= 0:
+                return False
+            pause = 0.0 if self._peer_end else min(left, SLICE_S)
+
+    def _look(self) -> None:
+        """Notice the peer's end: its farewell, or the end of the connection."""
+        with self._looking:
+            self._looked = monotonic()
+            try:
+                farewell = self._sock.recv(REASON_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._lose(f"the connection broke ({error.strerror})")
+                return
+            self._lose(f"the peer {farewell.decode(errors='replace')}" if farewell else "the peer's process is gone")
+
+    def _lose(self, why: str) -> None:
+        if self._peer_end is None:
+            self._peer_end = why
+
+    def _lose_to_nic(self, endpoint: native.Endpoint) -> None:
+        syndrome = endpoint.syndrome()
+        self._lose(f"the NIC reports error {syndrome:#x} ({SYNDROMES.get(syndrome, 'see the mlx5 manual')})")
+
+
+class Mlx5Fabric(BaseFabric):
+    scheme = "mlx5"
+
+    def listen(self, address: str = "") -> StreamListener:
+        place = _endpoint(address or f"{LOCAL}:0")
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(place)
+            sock.listen()
+        except OSError as error:
+            sock.close()
+            where = f"{self.scheme}://{place[0]}:{place[1]}"
+            raise ChannelError(f"cannot listen at {where}: {error.strerror}; choose another port (0: any)") from error
+        listener = StreamListener(
+            sock, self._url(sock.getsockname()), self._key, self.scheme, screen=lambda _: None, welcome=self._welcome
+        )
+        self._opened.add(listener)
+        return listener
+
+    def connect(
+        self, url: str, *, outbound: Geometry, inbound: Geometry, epoch: int = 0, timeout_s: float = 10.0
+    ) -> Mlx5Channel:
+        deadline = monotonic() + timeout_s
+        place = _endpoint(self._address(url))
+        terms = Terms(self.scheme, epoch, outbound, inbound, sealed=True)
+        for geometry in (outbound, inbound):
+            if geometry.slot_bytes > SLOT_BYTES_MOST:
+                raise ValueError(f"{url}: slot_bytes is at most {SLOT_BYTES_MOST} here, not {geometry.slot_bytes}")
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_s)
+            try:
+                sock.connect(place)
+            except TimeoutError as error:
+                raise ChannelTimeout(f"{url}: connect: the listener took nobody in time") from error
+            except OSError as error:
+                raise ChannelError(f"{url}: connect: {error.strerror}; is the listener's process alive?") from error
+            session = run(sock, offer(self._key, terms), url, deadline=deadline)
+            try:
+                return self._channel(sock, url, session, listening=False)
+            except (OSError, ValueError) as error:
+                raise ChannelError(f"{url}: connect: {error}") from error
+        except BaseException:
+            sock.close()
+            raise
+
+    def _welcome(self, sock: socket.socket, session: Session) -> Mlx5Channel:
+        try:
+            return self._channel(sock, self._url(sock.getpeername()), session, listening=True)
+        except ValueError as error:
+            raise OSError(str(error)) from error
+
+    def _channel(self, sock: socket.socket, peer: str, session: Session, *, listening: bool) -> Mlx5Channel:
+        channel = Mlx5Channel(sock, peer, session, listening=listening)
+        self._opened.add(channel)
+        return channel
+
+    def _url(self, place: tuple[str, int]) -> str:
+        return f"{self.scheme}://{place[0]}:{place[1]}"
+
+
+def _endpoint(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if host not in (LOCAL, "localhost") or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise ValueError(f"address {address!r} must be {LOCAL}:PORT: the software NIC reaches this host only")
+    return LOCAL, int(port)
+
+
+def _bytes_of(geometry: Geometry) -> int:
+    return native.inbox_bytes(geometry.slots, geometry.slot_bytes)
+
+
+def _shared_memory(nbytes: int) -> int:
+    memory = os.memfd_create("lamina-mlx5", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(memory, nbytes)
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(memory)
+        raise
+    return memory
+
+
+def _open_memory(process: int, descriptor: int, inode: int, nbytes: int) -> int:
+    """A peer's shared memory; checked, because its size must never change under the mapping."""
+    path = f"/proc/{process}/fd/{descriptor}"
+    if not os.readlink(path).startswith("/memfd:lamina-mlx5"):
+        raise OSError(f"{path} is no memory of this transport")
+    memory = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    info = os.fstat(memory)
+    if (info.st_ino, info.st_size) != (inode, nbytes) or fcntl.fcntl(memory, fcntl.F_GET_SEALS) & SEALS != SEALS:
+        os.close(memory)
+        raise OSError(f"{path} is not the memory that the peer's card describes")
+    return memory
+
+
+def _receive_card(sock: socket.socket) -> tuple[bytes, bytes]:
+    """The peer's card and its seal, by EXCHANGE_S from now however they are cut. ``sock`` is non-blocking."""
+    deadline = monotonic() + EXCHANGE_S
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    got = b""
+    while len(got) < CARD.size + SEAL_BYTES:
+        if not poller.poll(max(0.0, deadline - monotonic()) * 1000):
+            raise TimeoutError("the peer sent no card in time")
+        chunk = sock.recv(CARD.size + SEAL_BYTES - len(got))
+        if not chunk:
+            raise ConnectionError("the peer hung up before its card")
+        got += chunk
+    return got[: CARD.size], got[CARD.size :]
+
+
+def open_fabric(key: bytes) -> Fabric:
+    """Raises ImportError unless the software NIC was asked for: there is no control plane for a real one yet."""
+    if os.environ.get(MODEL) != "1":
+        devices = sorted(p.name for p in Path("/sys/class/infiniband").glob("mlx5_*"))
+        there = f"{', '.join(devices)} is here, but its control plane is not written" if devices else "none is here"
+        raise ImportError(
+            f"transport 'mlx5' needs a ConnectX NIC; {there}. Set {MODEL}=1 to run it against the software NIC (same "
+            "host, for tests), or use another transport; `lamina-launch doctor` checks this machine"
+        )
+    return Mlx5Fabric(key)
