@@ -136,6 +136,7 @@ class _Loop:
         self._by_id: dict[int, _Live] = {}
         self._stopped = False
         self._steps = 0
+        self._was_busy = False
         self._state_at = self._counters_at = 0.0
 
     def run(self) -> None:
@@ -208,14 +209,17 @@ class _Loop:
         return lambda: Detokenizer(self._tokenizer, add.prompt, skip_special_tokens=skip)
 
     def _report(self) -> None:
+        """A State is due a few times a second while steps are done, at the end of work, and whenever idle workers
+        have answered.
+        """
         now, busy = time.monotonic(), self._engine.has_work
+        due = busy != self._was_busy or (busy and now - self._state_at > STATE_S)
         if now - self._counters_at > (COUNTERS_S if busy else IDLE_S * 0.9):
             self._outbox.put(Counters(self._pools.stats()))  # raises where a worker does not answer
             self._counters_at = now
-        elif not busy and now - self._state_at < IDLE_S:
-            return  # idle, and nobody has been asked
-        if not busy or now - self._state_at > STATE_S:
-            self._state_at = now
+            due = True
+        if due:
+            self._state_at, self._was_busy = now, busy
             self._outbox.put(self._state())
 
     def _state(self) -> State:

@@ -18,7 +18,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     config: EngineConfig
 
 
-class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
+class Add(msgspec.Struct, frozen=True, tag="add"):
     """Server -> engine: complete a prompt. Answered by the deltas of its completions, or by Refused.
 
     ``key`` is the server's name for it, never used twice.
@@ -29,7 +29,7 @@ class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
     params: SamplingParams
 
 
-class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     """Server -> engine: nobody wants that any more. Not answered; a delta may still be under way."""
 
     key: int
@@ -49,7 +49,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     workers: list[str]  # such as "memory-0"
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """Engine -> server: a prompt that cannot be served, and why."""
 
     key: int
@@ -78,7 +78,7 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True):
     times: Times | None = None  # with the last delta of the whole prompt
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="state"):
+class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     """Engine -> server, a few times a second: sent only when a step was done, or when idle workers have all answered.
     So its age tells whether the engine lives.
     """
@@ -90,13 +90,13 @@ class State(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="sta
     steps: int
 
 
-class Outputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
+class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     """Engine -> server: everything that one step has brought."""
 
     deltas: list[Delta]
 
 
-class Counters(msgspec.Struct, frozen=True, array_like=True, tag="counters"):
+class Counters(msgspec.Struct, frozen=True, tag="counters"):
     """Engine -> server, every second or so: each worker's counters since its start, by its name."""
 
     workers: dict[str, dict[str, float]]

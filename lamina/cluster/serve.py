@@ -1,0 +1,104 @@
+"""``lamina-launch serve MODEL --port ...``"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import socket
+import sys
+from typing import Any
+
+from lamina.config import flag
+from lamina.server.config import ServerConfig
+
+from .flags import add_engine_flags, engine_config, print_config
+
+_TYPES = {"int": int, "float": float, "str": str}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this sub-command."""
+    parser.add_argument("model", help="a directory or a hub id")
+    group = parser.add_argument_group("server")
+    for f in dataclasses.fields(ServerConfig):
+        kind: dict[str, Any] = (
+            {"action": argparse.BooleanOptionalAction} if f.type == "bool" else {"type": _TYPES[str(f.type)]}
+        )
+        group.add_argument(flag(f.name), default=f.default, help=f"{f.metadata['help']} (default: {f.default})", **kind)
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0 after an orderly end, 1 where the engine was lost; raises ValueError for bad input."""
+    options = {f.name: getattr(args, f.name) for f in dataclasses.fields(ServerConfig)}
+    options["api_key"] = options["api_key"] or os.environ.get("LAMINA_API_KEY", "")
+    config, engine = ServerConfig(**options), engine_config(args)
+    if args.print_config:
+        shown = {**dataclasses.asdict(config), "api_key": "***" if config.api_key else ""}
+        print_config(engine, model=args.model, **shown)
+        return 0
+    if args.dry_run:
+        print(f"would serve {args.model} as {', '.join(config.names(args.model))} on {_place(config)}")
+        return 0
+    return _serve(args.model, config, engine)
+
+
+def _serve(model: str, config: ServerConfig, engine: Any) -> int:
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as e:
+        raise ImportError(f"serve needs {e.name}: pip install 'lamina[serve]'") from e
+    from lamina.server.client import launch_engine
+    from lamina.server.messages import Start
+
+    with _listener(config) as sock:
+        url = _url(config, sock)
+        handle = launch_engine(Start(model=model, tokenizer=config.tokenizer, config=engine))
+        try:
+            from lamina.server.run import run as run_server  # takes a while: the engine is loading already
+
+            return run_server(model, config, engine, handle, sock, lambda: _say_ready(model, config, url))
+        finally:
+            handle.sock.close()
+            handle.join(1.0)
+            if config.uds:
+                os.unlink(config.uds)
+
+
+def _listener(config: ServerConfig) -> socket.socket:
+    """Bound, so that a port in use is known at once; uvicorn listens once the engine is ready."""
+    if config.uds:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.bind(config.uds)
+        os.chmod(config.uds, 0o600)
+        return sock
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((config.host, config.port))
+    except OSError as e:
+        sock.close()
+        raise OSError(f"cannot listen on --host {config.host} --port {config.port}: {e.strerror}") from e
+    return sock
+
+
+def _say_ready(model: str, config: ServerConfig, url: str) -> None:
+    print(f"serving {config.names(model)[0]} on {url}", flush=True)
+    if config.host not in ("127.0.0.1", "localhost", "::1") and not config.uds and not config.api_keys:
+        print("anybody who reaches this address may use it: set LAMINA_API_KEY", file=sys.stderr)
+
+
+def _url(config: ServerConfig, sock: socket.socket) -> str:
+    if config.uds:
+        return f"unix:{config.uds}"
+    host, port = sock.getsockname()[:2]
+    scheme = "https" if config.ssl_certfile else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _place(config: ServerConfig) -> str:
+    return config.uds or f"{config.host}:{config.port or 'any free port'}"

@@ -1,0 +1,107 @@
+"""What the server says of itself: models, health, load, version, metrics, tokens."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from lamina import __version__
+
+from .bodies import described, parse
+from .calls import Service
+from .errors import ApiError, json_response
+from .protocol import DetokenizeRequest, TokenizeRequest
+
+router = APIRouter()
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 while the engine makes progress, or is idle and all its workers answer; else 503 and why."""
+    illness = _service(request).illness
+    if illness is None:
+        return json_response({"status": "ok"})
+    return json_response({"status": illness}, 503, {"Retry-After": "5"})
+
+
+@router.get("/version")
+async def version() -> Response:
+    """The version of Lamina."""
+    return json_response({"version": __version__})
+
+
+@router.get("/load")
+async def load(request: Request) -> Response:
+    """Completions under way: ``server_load`` here, ``running`` and ``waiting`` by the engine's last word."""
+    service = _service(request)
+    state = service.client.state
+    return json_response(
+        {
+            "server_load": service.admission.completions,
+            "running": state.running if state else 0,
+            "waiting": state.waiting if state else 0,
+            "kv_usage": service.gauges.kv_usage,
+        }
+    )
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format."""
+    service = _service(request)
+    text = service.metrics.render(vllm=service.config.metrics_compat == "vllm")
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """All names of the one model."""
+    service = _service(request)
+    return json_response({"object": "list", "data": [_card(service, name) for name in service.names]})
+
+
+@router.get("/v1/models/{model:path}")
+async def model(request: Request, model: str) -> Response:
+    """One name of the model."""
+    service = _service(request)
+    return json_response(_card(service, service.check_model(model)))
+
+
+@router.post("/tokenize", openapi_extra=described(TokenizeRequest))
+async def tokenize(request: Request) -> Response:
+    """Token ids of a prompt or of a conversation."""
+    service, body = _service(request), parse(TokenizeRequest, request)
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
+    if body.messages is not None:
+        ids = (await service.prompter.chat(body.messages, None)).ids
+    else:
+        ids = await service.prompter.encode(body.prompt or "", special=body.add_special_tokens is not False)
+    limit = service.client.ready.max_model_len
+    return json_response({"tokens": ids, "count": len(ids), "max_model_len": limit})
+
+
+@router.post("/detokenize", openapi_extra=described(DetokenizeRequest))
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    service, body = _service(request), parse(DetokenizeRequest, request)
+    service.check_model(body.model)
+    return json_response({"prompt": await service.prompter.decode(body.tokens)})
+
+
+def _card(service: Service, name: str) -> dict[str, object]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "lamina",
+        "root": service.root,
+        "max_model_len": service.client.ready.max_model_len,
+    }

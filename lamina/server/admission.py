@@ -1,0 +1,78 @@
+"""How much may wait: what is above is refused at once, before it costs anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .errors import ApiError
+
+RETRY_AFTER_S = 1
+
+
+class Ticket:
+    """Room for the completions of one HTTP request. ``close`` gives back what is left of it. Idempotent."""
+
+    def __init__(self, admission: Admission, completions: int, tokens: int) -> None:
+        self._admission = admission
+        self._completions = completions
+        self._tokens = tokens
+
+    def finished(self) -> None:
+        """One of its completions has ended."""
+        self._completions -= 1
+        self._admission.completions -= 1
+
+    def started(self, tokens: int) -> None:
+        """A prompt of so many tokens has its first token."""
+        self._tokens -= tokens
+        self._admission.tokens -= tokens
+
+    def close(self) -> None:
+        self._admission.completions -= self._completions
+        self._admission.tokens -= self._tokens
+        self._completions = self._tokens = 0
+
+
+class Admission:
+    """Counts what is under way. One number bounds it: so many completions decode, so many more may wait."""
+
+    def __init__(
+        self, max_running: int, max_queued: int, max_queued_tokens: int, refused: Callable[[str], None]
+    ) -> None:
+        """``refused`` is told the reason of each refusal, in one word."""
+        self._limit = max_running + max_queued
+        self._max_running = max_running
+        self._max_tokens = max_queued_tokens
+        self._refused = refused
+        self.completions = 0  # under way
+        self.tokens = 0  # of prompts that wait for their first token
+        self.draining = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions above those that can decode."""
+        return max(0, self.completions - self._max_running)
+
+    def check(self, completions: int) -> None:
+        """Whether so many more may come in. Raises ApiError: 503 while draining, 429, 400 for what never could."""
+        if self.draining:
+            self._refused("draining")
+            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S)
+        if completions > self._limit:
+            text = f"{completions} completions in one request; at most {self._limit} fit (--max-num-queued-reqs)"
+            raise ApiError(400, text, code="too_many_completions")
+        if self.completions + completions > self._limit:
+            self._refuse("requests")
+
+    def enter(self, completions: int, tokens: int) -> Ticket:
+        """Take room. Raises like ``check``; a request whose prompts alone are above the limit may wait alone."""
+        self.check(completions)
+        if self._max_tokens and self.tokens and self.tokens + tokens > self._max_tokens:
+            self._refuse("tokens")
+        self.completions += completions
+        self.tokens += tokens
+        return Ticket(self, completions, tokens)
+
+    def _refuse(self, reason: str) -> None:
+        self._refused(reason)
+        raise ApiError(429, "too many requests are waiting", code="overloaded", retry_after_s=RETRY_AFTER_S)

@@ -1,0 +1,113 @@
+"""Sends a call's answer, whole or as server-sent events, and ends the call when its client is gone or too slow."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .calls import Call
+from .errors import ApiError, json_response
+from .protocol import StreamOptions
+from .shapes import Shape
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+GONE = 499  # nobody reads it; for the log
+logger = logging.getLogger(__name__)
+_encode = msgspec.json.Encoder().encode
+
+
+async def whole(request: Request, call: Call, shape: Shape) -> Response:
+    """All of the answer as one JSON object."""
+    try:
+        answer = await _until_gone(request.receive, _collect(call, shape))
+    finally:
+        call.close()
+    return Response(status_code=GONE) if answer is None else json_response(answer)
+
+
+async def _collect(call: Call, shape: Shape) -> dict[str, Any]:
+    parts: dict[int, list[dict[str, Any]]] = {}
+    async for batch in call.batches():
+        for number, delta in batch:
+            choice = shape.choice(number, delta)
+            parts.setdefault(choice["index"], []).append(choice)
+    choices = [shape.whole(parts[index]) for index in sorted(parts)]
+    return {**shape.head(stream=False), "choices": choices, "usage": call.usage}
+
+
+async def _until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of ``work``; None where the client left first, and ``work`` was cancelled."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for one in (task, gone):
+            one.cancel()
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events: one chunk for each choice that has grown, usage if asked for, then [DONE]."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, call: Call, shape: Shape, options: StreamOptions | None, *, slow_s: float, alive_s: float
+    ) -> None:
+        """``slow_s``: how long a client may take to read; ``alive_s``: silence before a comment is sent, 0 = never."""
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._call = call
+        self._shape = shape
+        self._usage = bool(options and options.include_usage)
+        self._usage_always = bool(options and options.continuous_usage_stats and self._usage)
+        self._slow_s = slow_s
+        self._alive_s = alive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _until_gone(receive, self._send_all(send))
+        finally:
+            self._call.close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for data in self._events():
+            try:
+                async with asyncio.timeout(self._slow_s):
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            except TimeoutError:
+                logger.warning("the client does not read: cut off after %g s", self._slow_s)
+                return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        head = self._shape.head(stream=True)
+        try:
+            if opening := self._shape.opening():
+                yield b"".join(self._event(head, c) for c in opening)
+            async for batch in self._call.batches(self._alive_s):
+                yield b"".join(self._event(head, self._shape.choice(*one)) for one in batch) or KEEP_ALIVE
+            if self._usage:
+                yield b"data: %b\n\n" % _encode({**head, "choices": [], "usage": self._call.usage})
+        except ApiError as e:
+            yield b"data: %b\n\n" % _encode(e.body)
+        yield DONE
+
+    def _event(self, head: dict[str, Any], choice: dict[str, Any]) -> bytes:
+        usage = {"usage": self._call.usage if self._usage_always else None} if self._usage else {}
+        return b"data: %b\n\n" % _encode({**head, "choices": [choice], **usage})

@@ -1,0 +1,51 @@
+"""The ASGI application: routes, and the layers that every request passes."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from lamina import __version__
+
+from . import about, generate
+from .auth import Auth
+from .bodies import BodyLimits
+from .calls import Service
+from .errors import ApiError, error_response
+from .observe import Observe
+
+
+def make_app(service: Service) -> FastAPI:
+    """The routes alone."""
+    app = FastAPI(title="Lamina", version=__version__, docs_url=None, redoc_url=None)
+    app.state.service = service
+    app.include_router(generate.router)
+    app.include_router(about.router)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    return app
+
+
+def layered(app: FastAPI, service: Service) -> ASGIApp:
+    """``app`` behind its layers: observe, CORS, API key, limits of bodies; from outside to inside."""
+    config = service.config
+    inner: ASGIApp = Auth(BodyLimits(app, config), config.api_keys)
+    if config.origins:
+        inner = CORSMiddleware(
+            inner, allow_origins=config.origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )  # fmt: skip
+    return Observe(inner, service.metrics, log_requests=config.log_requests)
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    return error_response(error if isinstance(error, ApiError) else ApiError(500, "the server failed"))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    text = {404: "there is no such route", 405: "this route has another method"}.get(status, "the request failed")
+    return error_response(ApiError(status, text, code={404: "not_found", 405: "method_not_allowed"}.get(status)))

@@ -1,0 +1,142 @@
+"""One HTTP request in the engine: its prompts, their deltas, the room that they take, and its end in any case."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from lamina.request import SamplingParams
+
+from .admission import Admission
+from .client import EngineClient, EngineGoneError, Feed
+from .config import ServerConfig
+from .errors import ApiError
+from .gauges import EngineGauges
+from .logprobs import TokenTexts
+from .messages import Delta
+from .metrics import Metrics, PromptMeter
+from .prompts import Prompt, Prompter
+from .unsupported import UnknownFields
+
+
+@dataclass
+class Service:
+    """What the routes share. Filled by ``run.py``; one for each server."""
+
+    config: ServerConfig
+    names: list[str]
+    root: str
+    client: EngineClient
+    prompter: Prompter
+    texts: TokenTexts
+    metrics: Metrics
+    gauges: EngineGauges
+    admission: Admission
+    fields: UnknownFields = field(default_factory=UnknownFields)
+    calls: set[Call] = field(default_factory=set)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def illness(self) -> str | None:
+        """Why this server should get no requests; None if it should."""
+        if self.admission.draining:
+            return "shutting down"
+        if self.client.failure is not None:
+            return self.client.failure
+        if self.client.silence_s > self.config.health_timeout_s:
+            return f"the engine has made no progress for {self.client.silence_s:.1f} s"
+        return None
+
+    def check_model(self, name: str | None) -> str:
+        """The name that the client used, or the first one. Raises ApiError 404."""
+        if name is not None and name not in self.names:
+            text = f"the model {name[:128]!r} does not exist; this server has {self.names[0]!r}"
+            raise ApiError(404, text, param="model", code="model_not_found")
+        return name or self.names[0]
+
+
+class Call:
+    """Iterate over it for (number of the prompt, delta) until everything has ended; then, or earlier, close it."""
+
+    def __init__(self, service: Service, prompts: list[Prompt], params: SamplingParams, arrival_s: float) -> None:
+        """Raises ApiError where there is no room."""
+        self.prompts = prompts
+        self.params = params
+        self.completion_tokens = 0
+        self._service = service
+        self._feed = Feed()
+        self._open = len(prompts) * params.n
+        self._waiting: set[int] = set()  # keys without a first token
+        self._numbers: dict[int, int] = {}
+        tokens = sum(len(p.ids) for p in prompts)
+        if service.client.failure is not None:
+            raise ApiError(503, f"the engine is gone: {service.client.failure}", code="engine_gone", retry_after_s=5)
+        self._ticket = service.admission.enter(self._open, tokens)
+        self.meters = [PromptMeter(service.metrics, arrival_s, len(p.ids), params) for p in prompts]
+        for number, (prompt, meter) in enumerate(zip(prompts, self.meters, strict=True)):
+            key = service.client.add(prompt.ids, params, self._feed, meter)
+            self._numbers[key] = number
+            self._waiting.add(key)
+        service.calls.add(self)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(p.ids) for p in self.prompts)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Tokens so far."""
+        prompt, new = self.prompt_tokens, self.completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+    async def batches(self, keep_alive_s: float = 0.0) -> AsyncIterator[list[tuple[int, Delta]]]:
+        """What has come since the last batch; an empty one after ``keep_alive_s`` of silence. Raises ApiError."""
+        while self._open:
+            try:
+                async with asyncio.timeout(keep_alive_s or None):
+                    deltas = await self._feed.take()
+            except TimeoutError:
+                yield []
+                continue
+            except ValueError as e:
+                raise ApiError(400, str(e), code="invalid_value") from e
+            except EngineGoneError as e:
+                raise ApiError(503, f"the engine is gone: {e}", code="engine_gone", retry_after_s=5) from e
+            yield [(self._numbers[d.key], self._book(d)) for d in deltas]
+
+    def _book(self, delta: Delta) -> Delta:
+        self.completion_tokens += len(delta.tokens)
+        if delta.key in self._waiting:
+            self._waiting.discard(delta.key)
+            self._ticket.started(len(self.prompts[self._numbers[delta.key]].ids))
+        if delta.finish_reason is not None:
+            self._open -= 1
+            self._ticket.finished()
+        return delta
+
+    def abort(self, error: ApiError) -> None:
+        """End it from outside: its reader gets ``error``."""
+        self._feed.fail(error)
+        self._cancel()
+
+    def close(self) -> None:
+        """Cancel what has not ended. Idempotent."""
+        if self in self._service.calls:
+            self._service.calls.discard(self)
+            if self._open:
+                self._service.metrics.success("abort")
+            self._cancel()
+            self._ticket.close()
+
+    def _cancel(self) -> None:
+        for key in self._numbers:
+            self._service.client.cancel(key)
+
+    def log_fields(self) -> dict[str, Any]:
+        """For the request's line in the log: counts and times, no text."""
+        firsts = [m.first_s for m in self.meters if m.first_s is not None]
+        first = {"ttft_s": round(min(firsts), 4)} if firsts else {}
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, **first}

@@ -1,0 +1,203 @@
+"""The server's end of the engine process: adds prompts, hands deltas to whoever waits for them, knows if it lives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from lamina.cluster.local import ProcessWorker, WorkerHandle
+from lamina.engine.pools import WorkerError
+from lamina.request import SamplingParams
+from lamina.workers.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
+
+from .messages import Add, Cancel, Counters, Delta, Outputs, Ready, Refused, Start, State
+
+FROM_ENGINE = Ready | Progress | Outputs | State | Counters | Refused | Failed
+JOIN_S = 8.0
+_LENGTH = struct.Struct("<I")
+
+
+class EngineGoneError(WorkerError):
+    """The engine process has ended, and why."""
+
+
+class Meter(Protocol):
+    """Watches one prompt's deltas as they come in."""
+
+    def grown(self, delta: Delta) -> None: ...
+
+
+class Feed:
+    """Deltas of one or more prompts that their reader has not taken yet: at most one for each completion, added up, so
+    that a slow reader holds its own tokens and nothing more.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[int, int], Delta] = {}
+        self._failure: Exception | None = None
+        self._arrived = asyncio.Event()
+
+    def push(self, delta: Delta) -> None:
+        """A delta has come."""
+        held = self._waiting.setdefault((delta.key, delta.index), delta)
+        if held is not delta:
+            _add_up(held, delta)
+        self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more will come."""
+        self._failure = error
+        self._arrived.set()
+
+    async def take(self) -> list[Delta]:
+        """What has come since the last call; waits for something. Raises what ``fail`` was told, after the deltas."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        found, self._waiting = list(self._waiting.values()), {}
+        if self._failure is not None:
+            if not found:
+                raise self._failure
+            self._arrived.set()
+        return found
+
+
+def _add_up(held: Delta, new: Delta) -> None:
+    held.tokens += new.tokens
+    held.text += new.text
+    if held.logprobs is not None and new.logprobs is not None:
+        held.logprobs += new.logprobs
+    held.finish_reason, held.stop_reason = new.finish_reason, new.stop_reason
+    held.times = new.times
+
+
+class EngineClient:
+    """All methods belong to the event loop's thread."""
+
+    def __init__(self, handle: WorkerHandle, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.ready: Ready
+        self.state: State | None = None
+        self.counters: dict[str, dict[str, float]] = {}
+        self.failure: str | None = None  # why the engine is gone
+        self._handle = handle
+        self._reader = reader
+        self._writer = writer
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FROM_ENGINE)
+        self._live: dict[int, tuple[Feed, Meter]] = {}
+        self._next_key = 0
+        self._state_at = time.monotonic()
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(cls, handle: WorkerHandle, on_progress: Callable[[Progress], None]) -> EngineClient:
+        """Wait until a launched engine is ready. Raises ValueError for bad input, EngineGoneError."""
+        client = cls(handle, *await asyncio.open_connection(sock=handle.sock))
+        while True:
+            message = await client._receive()
+            if isinstance(message, Ready):
+                client.ready = message
+                client._state_at = time.monotonic()
+                client._task = asyncio.create_task(client._read())
+                return client
+            if isinstance(message, Progress):
+                on_progress(message)
+            elif isinstance(message, Failed):
+                raise ValueError(message.text) if message.user_error else EngineGoneError(message.text)
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the engine last made progress, or was idle with all workers answering."""
+        return time.monotonic() - self._state_at
+
+    def add(self, prompt: list[int], params: SamplingParams, feed: Feed, meter: Meter) -> int:
+        """Queue a prompt; its deltas go to ``feed`` under the key returned. Raises EngineGoneError."""
+        if self.failure is not None:
+            raise EngineGoneError(self.failure)
+        key, self._next_key = self._next_key, self._next_key + 1
+        self._live[key] = (feed, meter)
+        self._send(Add(key, prompt, params))
+        return key
+
+    def cancel(self, key: int) -> None:
+        """Nobody wants it any more. Finished and unknown keys are ignored."""
+        if self._live.pop(key, None) is not None and self.failure is None:
+            self._send(Cancel(key))
+
+    async def close(self) -> None:
+        """End the engine and its workers. Idempotent."""
+        with contextlib.suppress(OSError, RuntimeError):
+            self._send(Stop())
+            self._writer.close()
+        if self._task is not None:
+            self._task.cancel()
+        await asyncio.to_thread(self._handle.join, JOIN_S)
+
+    def _send(self, message: msgspec.Struct) -> None:
+        data = self._encoder.encode(message)
+        self._writer.write(_LENGTH.pack(len(data)) + data)
+
+    async def _receive(self) -> Any:
+        try:
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            if length > MAX_FRAME:
+                raise EngineGoneError(f"the engine process sent a frame of {length} bytes")
+            return self._decoder.decode(await self._reader.readexactly(length))
+        except (EOFError, OSError) as e:
+            fate = await asyncio.to_thread(_fate, self._handle)
+            raise EngineGoneError(f"the engine process (pid {self._handle.pid}) {fate}") from e
+
+    async def _read(self) -> None:
+        reason = "the engine process ended"
+        try:
+            while True:
+                message = await self._receive()
+                if isinstance(message, Failed):
+                    reason = message.text
+                    break
+                self._handle_message(message)
+        except (EngineGoneError, msgspec.MsgspecError) as e:
+            reason = str(e)
+        self.failure = reason
+        live, self._live = self._live, {}
+        for feed, _ in live.values():
+            feed.fail(EngineGoneError(reason))
+
+    def _handle_message(self, message: Any) -> None:
+        if isinstance(message, Outputs):
+            self._state_at = time.monotonic()
+            for delta in message.deltas:
+                self._deliver(delta)
+        elif isinstance(message, State):
+            self._state_at, self.state = time.monotonic(), message
+        elif isinstance(message, Counters):
+            self.counters = message.workers
+        elif isinstance(message, Refused) and (found := self._live.pop(message.key, None)):
+            found[0].fail(ValueError(message.text))
+
+    def _deliver(self, delta: Delta) -> None:
+        if found := self._live.get(delta.key):
+            feed, meter = found
+            if delta.times is not None:
+                del self._live[delta.key]
+            meter.grown(delta)
+            feed.push(delta)
+
+
+def launch_engine(start: Start) -> WorkerHandle:
+    """Start the engine process; it loads while its server does other things."""
+    handle = ProcessWorker("engine", 0)
+    ControlLink(handle.sock, Ready).send(start)
+    return handle
+
+
+def _fate(handle: WorkerHandle) -> str:
+    deadline = time.monotonic() + 1.0
+    while handle.fate() is None and time.monotonic() < deadline:
+        time.sleep(0.01)  # the link ends a moment before the process can be waited for
+    return handle.fate() or "closed its link"

@@ -1,0 +1,85 @@
+"""The server's configuration: frozen, keyword-only, checked where it is made. Flags of ``serve`` come from here."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from lamina.config import flag, option, parse_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Everything about the HTTP side. Lists are separated by commas; 0 or "" switches a thing off unless said
+    otherwise.
+    """
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0 = any free one, which is printed")
+    uds: str = option("", "Unix socket to listen on instead of host and port")
+    served_model_name: str = option("", "names that clients may use for the model, by comma; empty = MODEL as given")
+    tokenizer: str = option("", "a path or hub id; empty = the model's own")
+    api_key: str = option("", "keys, by comma, one of which every request but /health must bear; better LAMINA_API_KEY")
+    ssl_keyfile: str = option("", "private key for TLS, a PEM file")
+    ssl_certfile: str = option("", "certificate for TLS, a PEM file")
+    allowed_origins: str = option("", "origins, by comma, whose pages may call this server from a browser (CORS)")
+    max_num_queued_reqs: int = option(256, "completions that may wait beyond those that decode; above: status 429")
+    max_num_queued_tokens: int = option(0, "prompt tokens that may wait for their first token; above: status 429")
+    max_body: str = option("8MiB", "size of a request's body")
+    max_nesting: int = option(64, "depth of a request's JSON")
+    max_prompts: int = option(256, "prompts in a request")
+    max_n: int = option(16, "completions of a prompt (n)")
+    max_logprobs: int = option(20, "alternatives of a token (logprobs, top_logprobs), 20 at most")
+    max_stop: int = option(16, "stop strings of a request")
+    max_stop_chars: int = option(256, "characters of a stop string")
+    max_logit_bias: int = option(300, "tokens in logit_bias")
+    body_timeout_s: float = option(30.0, "seconds for a request's body to arrive")
+    slow_reader_timeout_s: float = option(30.0, "seconds without any progress after which a slow reader is cut off")
+    sse_keep_alive_s: float = option(15.0, "seconds of silence after which a stream gets a comment line; 0 = never")
+    shutdown_timeout: float = option(30.0, "seconds on SIGTERM for requests to finish; a second signal ends at once")
+    health_timeout_s: float = option(4.0, "seconds without a step, or without an answer of an idle worker, to be ill")
+    metrics_compat: str = option("", "'vllm' shows metrics under the names of vLLM too")
+    log_json: bool = option(False, "log lines as JSON")
+    log_stats_s: float = option(10.0, "seconds between status lines in the log; 0 = none")
+    log_requests: bool = option(True, "log a line for every request; never its text")
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, int | float) and value < 0:
+                raise ValueError(f"{flag(f.name)} must be at least 0, not {value}")
+        for name in ("max_nesting", "max_prompts", "max_n", "body_timeout_s", "slow_reader_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{flag(name)} must be positive, not {getattr(self, name)}")
+        if self.port > 65535:
+            raise ValueError(f"--port must lie in 0..65535, not {self.port}")
+        if self.max_logprobs > 20:
+            raise ValueError(f"--max-logprobs must be at most 20, not {self.max_logprobs}")
+        if self.metrics_compat not in ("", "vllm"):
+            raise ValueError(f"--metrics-compat must be vllm or empty, not {self.metrics_compat!r}")
+        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
+            raise ValueError("--ssl-keyfile and --ssl-certfile belong together: give both")
+        parse_size(self.max_body, "--max-body")
+
+    @property
+    def max_body_bytes(self) -> int:
+        """``max_body`` in bytes."""
+        return parse_size(self.max_body, "--max-body")
+
+    @property
+    def api_keys(self) -> list[str]:
+        """``api_key`` as a list."""
+        return _split(self.api_key)
+
+    @property
+    def origins(self) -> list[str]:
+        """``allowed_origins`` as a list."""
+        return _split(self.allowed_origins)
+
+    def names(self, model: str) -> list[str]:
+        """What clients may call ``model``; the first name is the one in answers."""
+        return _split(self.served_model_name) or [model]
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

@@ -1,0 +1,50 @@
+"""Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
+
+
+class ApiError(Exception):
+    """Answered with ``status``. ``param``: the request's field that is wrong; ``code``: a word for programs."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The envelope."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def error_response(error: ApiError) -> Response:
+    """The HTTP answer of an error."""
+    headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s else {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_response(error.body, error.status, headers)
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """``content`` as JSON."""
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def bad_value(error: ValueError, known: frozenset[str]) -> ApiError:
+    """The answer to a ValueError whose text begins with the name of a field in ``known``."""
+    text = str(error)
+    first = text.split(maxsplit=1)[0] if text else ""
+    return ApiError(400, text, param=first if first in known else None, code="invalid_value")

@@ -1,0 +1,114 @@
+"""Metrics of the engine and its workers: read from what the engine process said last, when Prometheus asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, SummaryMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from .client import EngineClient
+from .metrics import PREFIX
+
+
+class EngineGauges(Collector):
+    """A collector over the client's latest State and Counters; families without a value yet are absent."""
+
+    def __init__(self, client: EngineClient, labels: Mapping[str, str]) -> None:
+        self._client = client
+        self._names = list(labels)
+        self._values = list(labels.values())
+
+    def describe(self) -> list[Metric]:
+        """Nothing: names depend on what has been reported."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._queue()
+        yield from self._workers()
+
+    def _queue(self) -> Iterator[Metric]:
+        state, ready = self._client.state, self._client.ready
+        if state is None:
+            return
+        yield self._gauge("num_requests_running", "completions that decode or whose prompt is computed", state.running)
+        yield self._gauge("num_requests_waiting", "completions that wait for room", state.waiting)
+        yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 0 to 1, of the fullest layer group", self.kv_usage)
+        preempted = self._counter("num_preemptions", "completions whose KV was freed for others")
+        preempted.add_metric(self._values, state.preemptions)
+        yield preempted
+        steps = self._counter("engine_steps", "steps that were finished")
+        steps.add_metric(self._values, state.steps)
+        yield steps
+        config = InfoMetricFamily(PREFIX + "cache_config", "of the KV cache", labels=self._names)
+        config.add_metric(
+            self._values, {"block_size": str(ready.block_size), "num_gpu_blocks": str(sum(ready.num_blocks)),
+                           "cache_dtype": ready.dtype}
+        )  # fmt: skip
+        yield config
+        blocks = self._gauge_of("kv_blocks", "KV blocks of a memory worker by layer group", "worker", "group", "state")
+        for worker in (w for w in ready.workers if w.startswith("memory")):
+            for group, (total, free) in enumerate(zip(ready.num_blocks, state.free_blocks, strict=True)):
+                blocks.add_metric([*self._values, worker, str(group), "used"], total - free)
+                blocks.add_metric([*self._values, worker, str(group), "free"], free)
+        yield blocks
+
+    def _workers(self) -> Iterator[Metric]:
+        counters, ready = self._client.counters, self._client.ready
+        if not counters:
+            return
+        seconds = self._counter(
+            "worker_seconds", "time of a worker by activity; wait = for the other pool", "worker", "activity"
+        )
+        wire = self._counter("worker_bytes", "payload of a memory worker's messages", "worker", "direction")
+        refused = self._counter("refused_plans", "plans that a memory worker refused", "worker")
+        for worker, values in sorted(counters.items()):
+            for name, value in values.items():
+                if name.endswith("_s"):
+                    seconds.add_metric([*self._values, worker, name.removesuffix("_s")], value)
+                elif name.startswith("bytes_"):
+                    wire.add_metric([*self._values, worker, name.removeprefix("bytes_")], value)
+                elif name == "refused":
+                    refused.add_metric([*self._values, worker], value)
+        yield from (seconds, wire, refused)
+        rows, hops, wait_s = self._hops()
+        kinds = self._counter("layer_bytes", "tensor bytes between the pools by kind of message", "kind")
+        for kind, size in ready.row_bytes.items():
+            kinds.add_metric([*self._values, kind], size * rows)
+        yield kinds
+        hop = SummaryMetricFamily(
+            PREFIX + "hop_latency_seconds", "what a compute worker waits for a layer's attention", labels=self._names
+        )
+        hop.add_metric(self._values, count_value=int(hops), sum_value=wait_s)
+        yield hop
+
+    def _hops(self) -> tuple[float, float, float]:
+        computes = [v for k, v in self._client.counters.items() if k.startswith("compute")]
+        rows = sum(v.get("rows", 0.0) for v in computes)
+        hops = sum(v.get("steps", 0.0) for v in computes) * self._client.ready.hops_per_step
+        return rows, hops, sum(v.get("wait_s", 0.0) for v in computes)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of KV blocks in use, 0 to 1, of the fullest layer group."""
+        state, ready = self._client.state, self._client.ready
+        free = state.free_blocks if state else ready.num_blocks
+        return max((1.0 - f / n for f, n in zip(free, ready.num_blocks, strict=True) if n), default=0.0)
+
+    @property
+    def hops(self) -> tuple[float, float]:
+        """Layers that went to the memory workers and back since the start, and the seconds waited for them."""
+        _, hops, wait_s = self._hops()
+        return hops, wait_s
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = self._gauge_of(name, text)
+        family.add_metric(self._values, value)
+        return family
+
+    def _gauge_of(self, name: str, text: str, *more: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(PREFIX + name, text, labels=[*self._names, *more])
+
+    def _counter(self, name: str, text: str, *more: str) -> CounterMetricFamily:
+        return CounterMetricFamily(PREFIX + name, text, labels=[*self._names, *more])

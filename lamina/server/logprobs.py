@@ -1,0 +1,95 @@
+"""Log-probabilities in the shapes of OpenAI's two endpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from lamina.models.tokens import Detokenizer
+
+from .messages import Logprobs
+
+LEAST = -9999.0  # in place of minus infinity, which JSON does not have
+
+
+def _printable() -> dict[str, int]:
+    """Character -> byte of byte-level vocabularies: printable bytes stand for themselves, the others follow at 256."""
+    keep = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(b): b for b in keep}
+    rest = [b for b in range(256) if b not in set(keep)]
+    return table | {chr(256 + i): b for i, b in enumerate(rest)}
+
+
+_BYTES = _printable()
+
+
+class TokenTexts:
+    """The text and the bytes of single tokens, remembered."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._known: dict[int, tuple[str, list[int]]] = {}
+
+    def __call__(self, token: int) -> tuple[str, list[int]]:
+        """Part of a character has the text ``bytes:\\xe2``, so that different tokens have different texts."""
+        if token not in self._known:
+            self._known[token] = self._find(token)
+        return self._known[token]
+
+    def _find(self, token: int) -> tuple[str, list[int]]:
+        text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        if "\ufffd" not in text:
+            return text, list(text.encode())
+        piece = str(self.tokenizer.convert_ids_to_tokens(token))
+        if match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece):
+            raw = [int(match[1], 16)]
+        elif all(c in _BYTES for c in piece):
+            raw = [_BYTES[c] for c in piece]
+        else:
+            return text, list(text.encode())
+        return "bytes:" + "".join(f"\\x{b:02x}" for b in raw), raw
+
+
+def chat_logprobs(texts: TokenTexts, entries: Sequence[Logprobs]) -> dict[str, Any]:
+    """Of chat completions: one item for each token."""
+    return {"content": [{**_item(texts, e[0]), "top_logprobs": [_item(texts, x) for x in e[1:]]} for e in entries]}
+
+
+def _item(texts: TokenTexts, pair: tuple[int, float]) -> dict[str, Any]:
+    text, raw = texts(pair[0])
+    return {"token": text, "logprob": max(pair[1], LEAST), "bytes": raw}
+
+
+class CompletionLogprobs:
+    """Of one completion: parallel lists, with the offset in the returned text at which each token begins."""
+
+    def __init__(self, texts: TokenTexts, prompt: list[int], start: int, *, skip_special_tokens: bool) -> None:
+        """``prompt``: what the tokens continue; ``start``: the offset of the first one."""
+        self._texts = texts
+        self._pieces = Detokenizer(texts.tokenizer, prompt, skip_special_tokens=skip_special_tokens)
+        self._offset = start
+
+    def block(self, tokens: Sequence[int], entries: Sequence[Logprobs | None]) -> dict[str, Any]:
+        """The next tokens. An entry of None has no log-probability: the first token of a prompt."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._pieces.push([token]))
+        return {
+            "text_offset": offsets,
+            "tokens": [self._texts(t)[0] for t in tokens],
+            "token_logprobs": [None if e is None else max(e[0][1], LEAST) for e in entries],
+            "top_logprobs": [None if e is None else self._top(e) for e in entries],
+        }
+
+    def _top(self, entry: Logprobs) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token, value in [*entry[1:], entry[0]]:
+            top.setdefault(self._texts(token)[0], max(value, LEAST))
+        return top
+
+
+def joined(blocks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Several blocks of one completion as one."""
+    return {name: [x for b in blocks for x in b[name]] for name in blocks[0]}

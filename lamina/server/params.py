@@ -1,0 +1,109 @@
+"""From a request to SamplingParams, within the server's limits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lamina.request import SamplingParams
+
+from .config import ServerConfig
+from .errors import ApiError, bad_value
+from .messages import Ready
+from .protocol import ChatRequest, CompletionRequest, Sampling
+
+_NAMES = frozenset(f.name for f in dataclasses.fields(SamplingParams))
+# Fields that go to SamplingParams under their own names where they are given.
+_PLAIN = (
+    "temperature", "top_k", "min_p", "n", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "skip_special_tokens", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
+
+
+def completion_params(request: CompletionRequest, config: ServerConfig, ready: Ready) -> SamplingParams:
+    """Raises ApiError. ``max_tokens`` 0, for scoring a prompt, becomes 1: the caller drops that token."""
+    n = request.n or 1
+    if request.best_of not in (None, n):
+        raise ApiError(400, f"best_of must equal n, not {request.best_of}", param="best_of", code="unsupported_value")
+    if request.max_tokens == 0 and not request.echo:
+        raise ApiError(400, "max_tokens must be at least 1 without echo", param="max_tokens", code="invalid_value")
+    limit = 16 if request.max_tokens is None else max(1, request.max_tokens)
+    return _params(request, config, ready, limit, request.logprobs, "logprobs", echo=bool(request.echo))
+
+
+def chat_params(request: ChatRequest, config: ServerConfig, ready: Ready) -> SamplingParams:
+    """Raises ApiError. ``max_tokens`` None: up to the context's end."""
+    if request.top_logprobs is not None and not request.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
+    if request.max_completion_tokens is None and request.max_tokens == 0:
+        raise ApiError(400, "max_tokens must be at least 1", param="max_tokens", code="invalid_value")
+    limit = request.max_completion_tokens or request.max_tokens
+    count = (request.top_logprobs or 0) if request.logprobs else None
+    return _params(request, config, ready, limit, count, "top_logprobs", echo=False)
+
+
+def _params(
+    request: Sampling,
+    config: ServerConfig,
+    ready: Ready,
+    max_tokens: int | None,
+    logprobs: int | None,
+    logprobs_name: str,
+    *,
+    echo: bool,
+) -> SamplingParams:
+    _check_limits(request, config, logprobs, logprobs_name)
+    given = {name: value for name in _PLAIN if (value := getattr(request, name)) is not None}
+    if request.seed is not None:
+        given["seed"] = request.seed % (1 << 63)
+    if request.top_p is not None:
+        given["top_p"] = max(request.top_p, 1e-9)  # 0 means: the best token only
+    try:
+        params = SamplingParams(
+            **given,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=logprobs if echo else None,
+            logit_bias=_logit_bias(request, ready),
+        )
+    except ValueError as e:
+        raise bad_value(e, _NAMES) from e
+    if max_tokens is not None and max_tokens >= ready.max_model_len:
+        raise ApiError(
+            400, f"max_tokens {max_tokens} exceeds the context of {ready.max_model_len} tokens", param="max_tokens",
+            code="context_length_exceeded",
+        )  # fmt: skip
+    if params.min_tokens >= ready.max_model_len:
+        raise ApiError(400, f"min_tokens {params.min_tokens} exceeds the context", param="min_tokens")
+    if any(not 0 <= t < ready.vocab_size for t in params.stop_token_ids or []):
+        raise ApiError(400, "stop_token_ids must lie in the vocabulary", param="stop_token_ids", code="invalid_value")
+    return params
+
+
+def _check_limits(request: Sampling, config: ServerConfig, logprobs: int | None, logprobs_name: str) -> None:
+    if (request.n or 1) > config.max_n:
+        raise ApiError(400, f"n must be at most {config.max_n}, not {request.n}", param="n", code="invalid_value")
+    if (logprobs or 0) > config.max_logprobs:
+        text = f"{logprobs_name} must be at most {config.max_logprobs}, not {logprobs}"
+        raise ApiError(400, text, param=logprobs_name, code="invalid_value")
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options", code="invalid_value")
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if len(stops) > config.max_stop or any(len(s) > config.max_stop_chars for s in stops):
+        text = f"stop must be at most {config.max_stop} strings of at most {config.max_stop_chars} characters"
+        raise ApiError(400, text, param="stop", code="invalid_value")
+    if len(request.stop_token_ids or []) > config.max_logit_bias:
+        raise ApiError(400, f"stop_token_ids must be at most {config.max_logit_bias}", param="stop_token_ids")
+
+
+def _logit_bias(request: Sampling, ready: Ready) -> dict[int, float] | None:
+    """Keys are token ids, in JSON of necessity as strings."""
+    if not request.logit_bias:
+        return None
+    try:
+        bias = {int(k): v for k, v in request.logit_bias.items() if k.isascii() and k.isdigit() and len(k) < 12}
+    except ValueError:
+        bias = {}
+    if len(bias) != len(request.logit_bias) or any(t >= ready.vocab_size for t in bias):
+        text = f"logit_bias must have token ids below {ready.vocab_size} as its keys"
+        raise ApiError(400, text, param="logit_bias", code="invalid_value")
+    return bias

@@ -1,0 +1,96 @@
+"""The requests, as pydantic models. Unknown fields are allowed, null means the default, numbers are not guessed from
+strings.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value  # 1.0 is an integer in JSON
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Sampling(Strict):
+    """What completions and chat share."""
+
+    model: str | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: Int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    n: Int | None = Field(None, ge=1, le=128)
+    max_tokens: Int | None = Field(None, ge=0)
+    min_tokens: Int | None = Field(None, ge=0)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    seed: Int | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0)
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions. ``prompt``: a string, strings, token ids, or lists of token ids."""
+
+    prompt: Any = None  # checked by prompts.py: a union over long lists is slow and its errors are unreadable
+    echo: bool | None = None
+    logprobs: Int | None = Field(None, ge=0)
+    best_of: Int | None = Field(None, ge=0, le=128)
+
+
+class TextPart(Strict):
+    type: str
+    text: str | None = None
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: Int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: Int | None = Field(None, ge=0)
+
+
+class TokenizeRequest(Strict):
+    """POST /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Int]

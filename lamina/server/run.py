@@ -1,0 +1,175 @@
+"""The server's process: waits for the engine, serves, and ends in order: drain on a signal, by force on the second."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from lamina.cluster.local import WorkerHandle
+from lamina.config import EngineConfig
+from lamina.models.tokens import load_tokenizer
+from lamina.workers.control import Progress
+
+from .admission import Admission
+from .app import layered, make_app
+from .calls import Service
+from .client import EngineClient
+from .config import ServerConfig
+from .errors import ApiError
+from .gauges import EngineGauges
+from .logprobs import TokenTexts
+from .metrics import Metrics
+from .observe import set_up_logging
+from .prompts import Prompter
+from .status import report_forever
+
+CLOSE_S = 5  # for connections to take their last bytes
+logger = logging.getLogger(__name__)
+
+
+def run(
+    model: str,
+    config: ServerConfig,
+    engine_config: EngineConfig,
+    handle: WorkerHandle,
+    sock: socket.socket,
+    on_ready: Callable[[], None],
+) -> int:
+    """Serve until a signal. The exit status: 0, or 1 where the engine was lost."""
+    set_up_logging(as_json=config.log_json)
+    return asyncio.run(_serve(model, config, engine_config, handle, sock, on_ready))
+
+
+async def _serve(
+    model: str,
+    config: ServerConfig,
+    engine_config: EngineConfig,
+    handle: WorkerHandle,
+    sock: socket.socket,
+    on_ready: Callable[[], None],
+) -> int:
+    source = config.tokenizer or model
+    remote = engine_config.trust_remote_code
+    with _ended_by_signals(handle):
+        loading = asyncio.to_thread(load_tokenizer, source, trust_remote_code=remote)
+        tokenizer, client = await asyncio.gather(loading, EngineClient.connect(handle, _log_progress))
+    try:
+        if tokenizer is None:
+            raise ValueError(f"{model} has no tokenizer: give --tokenizer")
+        service = _service(model, config, engine_config, client, tokenizer)
+        server = _Server(service)
+        on_ready()
+        await server.run(sock)
+        return 1 if client.failure is not None else 0
+    finally:
+        await client.close()
+
+
+def _service(
+    model: str, config: ServerConfig, engine_config: EngineConfig, client: EngineClient, tokenizer: object
+) -> Service:
+    names = config.names(model)
+    metrics = Metrics(names[0])
+    gauges = EngineGauges(client, metrics.labels)
+    metrics.registry.register(gauges)
+    return Service(
+        config=config,
+        names=names,
+        root=model,
+        client=client,
+        prompter=Prompter(tokenizer, client.ready),
+        texts=TokenTexts(tokenizer),
+        metrics=metrics,
+        gauges=gauges,
+        admission=Admission(
+            engine_config.max_num_seqs, config.max_num_queued_reqs, config.max_num_queued_tokens, metrics.rejected
+        ),
+    )
+
+
+class _Server(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
+    """uvicorn, with our order of ending."""
+
+    def __init__(self, service: Service) -> None:
+        config = service.config
+        super().__init__(
+            uvicorn.Config(
+                layered(make_app(service), service),
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                ssl_keyfile=config.ssl_keyfile or None,
+                ssl_certfile=config.ssl_certfile or None,
+                timeout_graceful_shutdown=CLOSE_S,
+                ws="none",
+            )
+        )
+        self._service = service
+        self._ending: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled)
+        yield
+
+    async def run(self, sock: socket.socket) -> None:
+        """Serve on ``sock`` until ended."""
+        status = asyncio.create_task(report_forever(self._service))
+        try:
+            await self.serve(sockets=[sock])
+        finally:
+            status.cancel()
+
+    def _signalled(self) -> None:
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._drain())
+        else:
+            logger.warning("second signal: ending at once")
+            self._abort()
+            self.should_exit = self.force_exit = True
+
+    async def _drain(self) -> None:
+        """Take nothing new, let what is under way finish, end what is left with an error that clients can read."""
+        service, limit = self._service, self._service.config.shutdown_timeout
+        service.admission.draining = True
+        logger.info("draining: %d requests, at most %g s", len(service.calls), limit)
+        deadline = time.monotonic() + limit
+        while service.calls and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        self._abort()
+        self.should_exit = True
+
+    def _abort(self) -> None:
+        for call in list(self._service.calls):
+            call.abort(ApiError(503, "the server is shutting down", code="shutting_down"))
+
+
+@contextlib.contextmanager
+def _ended_by_signals(handle: WorkerHandle) -> Iterator[None]:
+    """Until the server runs, a signal ends this process; its engine goes with it."""
+
+    def end() -> None:
+        handle.sock.close()
+        sys.exit(130)
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    yield
+
+
+def _log_progress(progress: Progress) -> None:
+    if progress.done >= progress.total:
+        logger.info("%s: done", progress.stage)
