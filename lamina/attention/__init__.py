@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -13,8 +15,8 @@ if TYPE_CHECKING:
     from lamina.attention.spec import AttentionSpec
     from lamina.kv.pool import LayerStore, RowTable
 
-# name -> module of this package with a function open_backend(device, dtype); imported when first used
-BACKENDS: dict[str, str] = {"reference": "reference", "numba": "numba"}
+# name -> module of this package with a function open_backend(device, dtype); imported when first used. The best first.
+BACKENDS: dict[str, str] = {"native": "native", "numba": "numba", "reference": "reference"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,17 +68,32 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    def finish(
+        self, op: Operator, prepared: Any, stored: Partial, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> None:
+        """``attend_new``, merged with ``stored`` and the sinks, rounded into out [R, Hq, Dv]: see ``merge.finish``."""
+        from lamina.attention.merge import finish
+
+        finish(stored, self.attend_new(op, prepared, q, k, v), op.sinks, out)
+
 
 def get(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """Open the backend ``name`` on ``device``, for a store of ``dtype``.
+    """Open the backend ``name`` on ``device``, for a store of ``dtype``; "auto" is the first of the table that works.
 
     Raises ValueError for an unknown name (it lists the known ones) or a device that it cannot use, and ImportError,
     with its cause, when something that it needs is missing.
     """
-    from importlib import import_module
-
+    if name == "auto":
+        for candidate in BACKENDS:
+            with suppress(ImportError, ValueError):
+                return _open(candidate, device, dtype)
+        raise ImportError(f"no attention backend can be used on {device}")
     if name not in BACKENDS:
-        raise ValueError(f"unknown attention backend {name!r}; choose one of {', '.join(BACKENDS)}")
+        raise ValueError(f"unknown attention backend {name!r}; choose one of auto, {', '.join(BACKENDS)}")
+    return _open(name, device, dtype)
+
+
+def _open(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
     try:
         module = import_module(f"{__name__}.{BACKENDS[name]}")
     except ImportError as e:

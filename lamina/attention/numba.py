@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lamina.attention import Operator, numba_kernels
+from lamina.attention import AttentionBackend, Operator, numba_kernels
 from lamina.attention.merge import Partial
 from lamina.attention.reference import Reference
 from lamina.kv.pool import LayerStore, RowTable
@@ -47,7 +47,7 @@ class _Prepared:
         return [0, *np.searchsorted(cost, cost[-1] * np.arange(1, runs) / runs).tolist(), len(cost)]
 
 
-class Numba:
+class Numba(AttentionBackend):
     """See ``AttentionBackend`` for the contract."""
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lamina.attention import Operator
+from lamina.attention import AttentionBackend, Operator
 from lamina.attention.merge import CHUNK_TOKENS, Fold, Partial, merge, root
 from lamina.attention.reference_tiles import Prepared, Tile
 from lamina.kv.pool import LayerStore, RowTable
@@ -30,7 +30,7 @@ def open_backend(device: torch.device, dtype: torch.dtype) -> Reference:
     return Reference(device)
 
 
-class Reference:
+class Reference(AttentionBackend):
     """See ``AttentionBackend`` for the contract."""
 
     def __init__(self, device: torch.device) -> None:

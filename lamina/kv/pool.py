@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 import torch
@@ -14,6 +17,9 @@ from lamina.kv.blocks import BlockTables
 from lamina.workers.stepplan import Rows
 
 Ints = NDArray[np.int64]
+
+HUGE_PAGE = 2 << 20
+MADV_POPULATE_WRITE = 23
 
 
 @dataclass(frozen=True)
@@ -115,12 +121,27 @@ def allocate(
     num_blocks: int, kv_heads: int, block_size: int, qk_dim: int, v_dim: int, dtype: torch.dtype, device: torch.device
 ) -> LayerStore:
     """A zeroed store of one layer, with its null block. Raises MemoryError, naming the size."""
+    zeros = _huge_zeros if device.type == "cpu" else torch.zeros
     shape = (num_blocks + 1, kv_heads, block_size)
     try:
         return LayerStore(
-            torch.zeros(*shape, qk_dim, dtype=dtype, device=device),
-            torch.zeros(*shape, v_dim, dtype=dtype, device=device),
+            zeros((*shape, qk_dim), dtype=dtype, device=device), zeros((*shape, v_dim), dtype=dtype, device=device)
         )
-    except RuntimeError as e:
+    except (RuntimeError, OSError, OverflowError) as e:
         nbytes = (num_blocks + 1) * kv_heads * block_size * (qk_dim + v_dim) * dtype.itemsize
         raise MemoryError(f"cannot allocate {nbytes} bytes for the KV blocks of a layer: lower --kv-memory") from e
+
+
+def _huge_zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in huge pages where the kernel has them: with small ones a core reads half as fast (madvise(2)).
+
+    The memory is taken now, not when a token is first written: what is missing shows at the start.
+    """
+    nbytes = prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
+    with suppress(OSError, ValueError, AttributeError):  # a kernel without: small pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError, ValueError):  # before Linux 5.14 pages come when first written
+        memory.madvise(MADV_POPULATE_WRITE, start, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=start).view(shape)

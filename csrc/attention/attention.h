@@ -1,0 +1,112 @@
+// What the kernels of lamina.attention.native compute, and from what: shared by all variants, no vectors here.
+//
+// Words: a *query* is one query head of one row. Queries of one sequence that read the same KV head are computed
+// together, numbered row by row, `kTile` of them at a time. A *chunk* is 128 consecutive positions, a *node* an entry of
+// the merge tree over chunks (lamina/attention/merge.py). A task computes one node for one tile.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace lamina::attention {
+
+using std::int64_t;
+
+constexpr int kChunk = 128;     // merge.CHUNK_TOKENS
+constexpr int kTile = 32;       // queries of a task at most
+constexpr int kSplitLevel = 5;  // a task has at most 2 ** 5 chunks, where one tile is all that a sequence has
+constexpr int kPad = 32;        // rows of scratch are padded to a multiple of it, in numbers
+
+struct Operator {
+  int64_t q_heads, kv_heads, qk_dim, v_dim, window;
+  float scale, softcap;
+  const float *sinks, *slopes;  // [q_heads] or null
+
+  int64_t group() const { return q_heads / kv_heads; }
+};
+
+// The arrays of lamina.kv.pool.RowTable, owned by others.
+struct Rows {
+  const int64_t *row, *first, *count, *seen, *origin;  // [sequences]
+  const int64_t* table;                                // [sequences, width]
+  int64_t sequences, width, block_size;
+};
+
+// What one task does for every KV head: queries `begin .. end` of a sequence over its positions `low .. high`.
+struct Task {
+  int64_t sequence, begin, end;
+  int64_t low, high;  // positions; of the step's own rows, counted from the first of them
+  int64_t split;      // which of the splits it is part of; -1 = it is whole
+};
+
+// A tile whose chunks were given to several tasks, `first_task .. first_task + tasks`, which follow each other.
+struct Split {
+  int64_t first_task, tasks;
+};
+
+struct Tasks {
+  std::vector<Task> tasks;
+  std::vector<Split> splits;
+  int64_t pairs = 0, tokens = 0;  // (query, token) pairs and tokens of one KV head, all tasks
+  int64_t chunks = 1;             // of the longest task
+};
+
+// The tasks of a step over stored tokens, or over the step's own.
+Tasks make_tasks(const Rows& rows, bool stored, int64_t group, int64_t window);
+
+struct Call {
+  const Operator* op;
+  const Rows* rows;
+  const Task* tasks;
+  const Split* splits;
+  bool stored;        // k, v: a LayerStore's blocks, else the step's own rows
+  const void *q, *k, *v;  // q [R, Hq, D]
+  float *o, *lse;                   // results [R, Hq, Dv], [R, Hq]; unless there is `out`: then those of the stored part
+  void* out;                        // [R, Hq, Dv] in the dtype of q: merged with the stored part and the sinks
+  float* parts;                     // nodes of split tiles, by task and head
+  std::atomic<int>* left;           // tasks that are not done yet, by split and head
+};
+
+inline int64_t padded(int64_t dim) { return (dim + kPad - 1) / kPad * kPad; }
+
+// Numbers in a node of `queries` queries: o [queries, padded v_dim], lse [kTile].
+inline int64_t node_size(const Operator& op, int64_t queries) { return queries * padded(op.v_dim) + kTile; }
+
+// Scratch of one thread, 64-byte aligned.
+class Scratch {
+ public:
+  void reserve(std::size_t numbers) {
+    if (numbers <= numbers_) return;
+    memory_.reset(new float[numbers + 16]);
+    numbers_ = numbers;
+  }
+  float* data() const {
+    return reinterpret_cast<float*>((reinterpret_cast<std::uintptr_t>(memory_.get()) + 63) & ~std::uintptr_t(63));
+  }
+  // Queries of a tile and the nodes that wait for their siblings: one per level, and one being computed.
+  static std::size_t needed(const Operator& op, int64_t chunks) {
+    int64_t levels = 3;
+    while (chunks >>= 1) levels += 2;  // a range that is not aligned keeps one node on either side
+    return std::size_t(kTile * padded(op.qk_dim) + levels * node_size(op, kTile));
+  }
+
+ private:
+  std::unique_ptr<float[]> memory_;
+  std::size_t numbers_ = 0;
+};
+
+enum Dtype { kFloat32, kBFloat16, kFloat16, kDtypes };
+
+// One set of instructions.
+struct Variant {
+  const char* name;
+  bool (*usable)();
+  void (*run[kDtypes])(const Call&, int64_t task, int64_t head, Scratch&);
+  std::uint64_t (*read)(const void*, std::size_t);  // every byte once: what a read limit is measured with
+};
+
+extern const Variant kPortable, kAvx2, kAvx512, kAvx512Bf16;
+
+}  // namespace lamina::attention

@@ -1,0 +1,58 @@
+// AVX2 with FMA and F16C.
+#include "attention.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "target.h"
+
+LAMINA_TARGET("avx2,fma,f16c")
+
+namespace lamina::attention {
+namespace {
+
+constexpr int W = 8;
+using V = float __attribute__((vector_size(32)));
+using I = int __attribute__((vector_size(32)));
+
+inline V set(float x) { return (V)_mm256_set1_ps(x); }
+inline V fma(V a, V b, V c) { return (V)_mm256_fmadd_ps(a, b, c); }
+
+inline V pairs(V a, V b) { return (V)_mm256_unpacklo_ps(a, b) + (V)_mm256_unpackhi_ps(a, b); }
+inline V quads(V a, V b) {
+  const __m256d x = _mm256_castps_pd(a), y = _mm256_castps_pd(b);
+  return (V)_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)) + (V)_mm256_castpd_ps(_mm256_unpackhi_pd(x, y));
+}
+
+// sums[i] = the sum over x[i].
+inline void sum8(const V (&x)[8], float* sums) {
+  const V low = quads(pairs(x[0], x[1]), pairs(x[2], x[3])), high = quads(pairs(x[4], x[5]), pairs(x[6], x[7]));
+  _mm256_storeu_ps(sums, (V)_mm256_permute2f128_ps(low, high, 0x20) + (V)_mm256_permute2f128_ps(low, high, 0x31));
+}
+
+inline V from_half(const std::uint16_t* p) {
+  return (V)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline void to_half(std::uint16_t* p, V x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+#include "kernel.h"
+#include "task.h"
+
+bool usable() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+}  // namespace
+
+const Variant kAvx2 = {"avx2", usable, {run<float>, run<BFloat16>, run<Half>}, read};
+
+}  // namespace lamina::attention
+
+LAMINA_TARGET_END
+#endif

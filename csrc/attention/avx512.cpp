@@ -1,0 +1,35 @@
+// AVX-512 F, BW, DQ and VL.
+#include "attention.h"
+
+#if defined(__x86_64__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC bug 105593, in the next header
+#include <immintrin.h>
+
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "target.h"
+
+LAMINA_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+
+namespace lamina::attention {
+namespace {
+
+#include "avx512_vectors.h"
+#include "kernel.h"
+#include "task.h"
+
+bool usable() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl");
+}
+
+}  // namespace
+
+const Variant kAvx512 = {"avx512", usable, {run<float>, run<BFloat16>, run<Half>}, read};
+
+}  // namespace lamina::attention
+
+LAMINA_TARGET_END
+#endif

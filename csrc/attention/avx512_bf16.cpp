@@ -1,0 +1,47 @@
+// AVX-512 with BF16: queries meet keys as they are stored.
+#include "attention.h"
+
+#if defined(__x86_64__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC bug 105593, in the next header
+#include <immintrin.h>
+
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "target.h"
+
+LAMINA_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
+
+namespace lamina::attention {
+namespace {
+
+#include "avx512_vectors.h"
+#include "kernel.h"
+
+template <>
+struct Dot<BFloat16> {
+  using Row = __m512bh;
+  static constexpr int step = 2 * W;
+  static Row load(const BFloat16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  static Row load(const BFloat16* p, int64_t n) {
+    return (__m512bh)_mm512_maskz_loadu_epi16(~__mmask32(0) >> (step - n), p);
+  }
+  static V add(V sum, const Row& q, const Row& k) { return (V)_mm512_dpbf16_ps(sum, q, k); }
+};
+
+#include "task.h"
+
+bool usable() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
+}
+
+}  // namespace
+
+const Variant kAvx512Bf16 = {"avx512_bf16", usable, {run<float>, run<BFloat16>, run<Half>}, read};
+
+}  // namespace lamina::attention
+
+LAMINA_TARGET_END
+#endif

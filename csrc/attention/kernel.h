@@ -1,0 +1,318 @@
+// The kernel, over the vectors of one variant. Included once by each, inside its own namespace and under its target.
+//
+// From the variant: W, V (W floats), I (as many int32), set, fma, sum8, from_half, to_half. Vectors are the compiler's
+// own (GCC 12, Clang 12 or later), so + - * / < ? : & | << work on them.
+//
+// Bits: what a query gets is one fixed chain of operations over its own tokens, whichever queries are computed beside it:
+// a score sums D in one order, weights are summed by absolute position, o takes one token after the other. Tokens that a
+// query does not see enter with the weight 0, which changes nothing.
+
+using Bits = std::uint16_t;
+struct BFloat16 { Bits bits; };
+struct Half { Bits bits; };
+
+struct Pair {
+  V a, b;
+};
+
+constexpr float kNone = -__builtin_inff();
+
+inline V as_float(I x) { return (V)x; }
+inline I as_int(V x) { return (I)x; }
+inline V max(V a, V b) { return a > b ? a : b; }  // a NaN in b stays
+inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }  // not std's: it would be shared with other targets
+inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+inline V load(const float* p) {
+  V x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return x;
+}
+inline void store(float* p, V x) { __builtin_memcpy(p, &x, sizeof x); }
+
+// 2 W numbers of a row. bfloat16 come as those of even and those of odd index, since that costs least; `natural` puts
+// them in order.
+template <class T>
+Pair load_pair(const T* p);
+template <>
+inline Pair load_pair(const float* p) {
+  return {load(p), load(p + W)};
+}
+template <>
+inline Pair load_pair(const BFloat16* p) {
+  I x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return {as_float(x << 16), as_float(x & ~0xffff)};
+}
+template <>
+inline Pair load_pair(const Half* p) {
+  return {from_half(&p->bits), from_half(&p[W].bits)};
+}
+
+// The last n < 2 W numbers of a row, then zeros; nothing behind them is read.
+template <class T>
+inline Pair load_tail(const T* p, int64_t n) {
+  alignas(64) T x[2 * W] = {};
+  for (int64_t i = 0; i < n; ++i) x[i] = p[i];
+  return load_pair(x);
+}
+
+inline I round_bf16(V x) {
+  const I bits = as_int(x), quiet = bits | 0x400000;
+  return x == x ? bits + 0x7fff + ((bits >> 16) & 1) : quiet;
+}
+
+inline void store_pair(float* p, Pair x) { store(p, x.a), store(p + W, x.b); }
+inline void store_pair(BFloat16* p, Pair x) {
+  using U = std::uint32_t __attribute__((vector_size(sizeof(I))));
+  const U y = ((U)round_bf16(x.a) >> 16) | ((U)round_bf16(x.b) & 0xffff0000u);
+  __builtin_memcpy(p, &y, sizeof y);
+}
+inline void store_pair(Half* p, Pair x) { to_half(&p->bits, x.a), to_half(&p[W].bits, x.b); }
+template <class T>
+inline void store_tail(T* p, int64_t n, Pair x) {
+  alignas(64) T y[2 * W];
+  store_pair(y, x);
+  for (int64_t i = 0; i < n; ++i) p[i] = y[i];
+}
+
+template <std::size_t... i>
+inline V lanes(std::index_sequence<i...>) {
+  return V{float(i)...};
+}
+template <std::size_t... i>
+inline Pair interleave(Pair x, std::index_sequence<i...>) {
+  return {__builtin_shufflevector(x.a, x.b, int(i / 2 + i % 2 * W)...),
+          __builtin_shufflevector(x.a, x.b, int((i + W) / 2 + i % 2 * W)...)};
+}
+template <std::size_t... i>
+inline Pair separate(Pair x, std::index_sequence<i...>) {
+  return {__builtin_shufflevector(x.a, x.b, int(2 * i)...), __builtin_shufflevector(x.a, x.b, int(2 * i + 1)...)};
+}
+template <class T>
+inline Pair natural(Pair x) {
+  if constexpr (std::is_same_v<T, BFloat16>) return interleave(x, std::make_index_sequence<W>());
+  return x;
+}
+template <class T>  // the inverse of natural
+inline Pair as_loaded(Pair x) {
+  if constexpr (std::is_same_v<T, BFloat16>) return separate(x, std::make_index_sequence<W>());
+  return x;
+}
+
+// exp(x), x <= 0, to 2 ulp; 0 below the smallest normal number. After Cephes' expf (Moshier, Methods and Programs for
+// Mathematical Functions), as are log and tanh.
+inline V exp(V x) {
+  const V low = set(-87.3f), magic = set(12582912.0f);
+  const V y = x < low ? low : x;
+  const V k = fma(y, set(1.44269504f), magic) - magic;
+  const V r = fma(k, set(2.12194440e-4f), fma(k, set(-0.693359375f), y));
+  V p = set(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = fma(p, r, set(c));
+  p = fma(p, r * r, r + 1.0f) * as_float((__builtin_convertvector(k, I) + 127) << 23);
+  return x < low ? V{} : p;
+}
+
+// log(x), x >= 1.
+inline V log(V x) {
+  const I bits = as_int(x) - 0x3f3504f3;  // of sqrt(1/2): the mantissa becomes sqrt(1/2) .. sqrt(2)
+  const V e = __builtin_convertvector(bits >> 23, V);
+  const V r = as_float((bits & 0x7fffff) + 0x3f3504f3) - 1.0f, z = r * r;
+  V p = set(7.0376836292e-2f);
+  for (float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
+                  2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f})
+    p = fma(p, r, set(c));
+  p = fma(e, set(-2.12194440e-4f), p * r * z);
+  return x == x ? fma(e, set(0.693359375f), r + fma(z, set(-0.5f), p)) : x;
+}
+
+inline V tanh(V x) {
+  const V size = as_float(as_int(x) & 0x7fffffff), z = x * x;
+  const V e = exp(-2.0f * size), far = (1.0f - e) / (1.0f + e);
+  V p = set(-5.70498872745e-3f);
+  for (float c : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f}) p = fma(p, z, set(c));
+  const V near = fma(p * z, x, x);
+  return size < 0.625f ? near : as_float(as_int(far) | (as_int(x) & ~0x7fffffff));
+}
+
+template <class F>
+inline float fold(V x, F f) {
+  float lanes[W];
+  store(lanes, x);
+  for (int n = W / 2; n; n /= 2)
+    for (int i = 0; i < n; ++i) lanes[i] = f(lanes[i], lanes[i + n]);
+  return lanes[0];
+}
+
+// A query against a key: as floats, unless the variant multiplies as stored.
+template <class T>
+struct Dot {
+  using Row = Pair;
+  static constexpr int step = 2 * W;
+  static Row load(const T* p) { return load_pair(p); }
+  static Row load(const T* p, int64_t n) { return load_tail(p, n); }
+  static V add(V sum, const Row& q, const Row& k) { return fma(q.b, k.b, fma(q.a, k.a, sum)); }
+};
+
+// Rows that will be read next: those up to `high` of a chunk, `bytes` each. Fetched while others are computed.
+template <class T>
+struct Ahead {
+  const T* const* rows;
+  int high;
+  int64_t bytes;
+
+  void fetch(int t) const {
+    if (t >= high) return;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(rows[t]) + i, 0, 2);
+  }
+};
+
+constexpr int kScores = kChunk + 8;  // a row of scores, with room for the last block's surplus
+
+// score [G, low .. high] of G queries.
+template <class T, int G>
+inline void scores(const typename Dot<T>::Row* q, const T* const* k, int low, int high, int64_t dim, float* score,
+                   const Ahead<T>& ahead) {
+  constexpr int N = G == 3 ? 2 : 8 / G;  // tokens at once
+  const int64_t whole = dim / Dot<T>::step, tail = dim % Dot<T>::step, width = whole + (tail > 0);
+  for (int t = low; t < high; t += N) {
+    const T* key[N];
+    for (int i = 0; i < N; ++i) {
+      const int at = t + i < high ? t + i : high - 1;
+      key[i] = k[at];
+      ahead.fetch(at);
+    }
+    V sum[8] = {};
+    for (int64_t j = 0; j < whole; ++j)
+      for (int i = 0; i < N; ++i) {
+        const auto x = Dot<T>::load(key[i] + j * Dot<T>::step);
+        for (int g = 0; g < G; ++g) sum[g * N + i] = Dot<T>::add(sum[g * N + i], q[g * width + j], x);
+      }
+    if (tail)
+      for (int i = 0; i < N; ++i) {
+        const auto x = Dot<T>::load(key[i] + whole * Dot<T>::step, tail);
+        for (int g = 0; g < G; ++g) sum[g * N + i] = Dot<T>::add(sum[g * N + i], q[g * width + whole], x);
+      }
+    float sums[8];
+    sum8(sum, sums);
+    for (int g = 0; g < G; ++g) __builtin_memcpy(score + g * kScores + t, sums + g * N, sizeof(float) * N);
+  }
+}
+
+// o [G, stride] = weight [G, low .. high] . v
+template <class T, int G>
+inline void accumulate(const float* weight, const T* const* v, int low, int high, int64_t dim, float* o, int64_t stride,
+                       const Ahead<T>& ahead) {
+  constexpr int N = 16;  // tokens before o is written back
+  for (int from = low; from < high; from += N) {
+    const int upto = from + N < high ? from + N : high;
+    for (int t = from; t < upto; ++t) ahead.fetch(t);
+    const auto block = [&](int64_t d, auto fetch) {
+      V a[G], b[G];
+      for (int g = 0; g < G; ++g) {
+        float* at = o + g * stride + d;
+        a[g] = from == low ? V{} : load(at), b[g] = from == low ? V{} : load(at + W);
+      }
+      for (int t = from; t < upto; ++t) {
+        const Pair x = fetch(v[t] + d);
+        for (int g = 0; g < G; ++g) {
+          const V w = set(weight[g * kScores + t]);
+          a[g] = fma(w, x.a, a[g]), b[g] = fma(w, x.b, b[g]);
+        }
+      }
+      for (int g = 0; g < G; ++g) store_pair(o + g * stride + d, {a[g], b[g]});
+    };
+    int64_t d = 0;
+    for (; d + 2 * W <= dim; d += 2 * W) block(d, [](const T* p) { return load_pair(p); });
+    if (d < dim) block(d, [&](const T* p) { return load_tail(p, dim - d); });
+  }
+}
+
+// Positions by which a query sees a chunk, all less the chunk's first one: tokens `low .. high`; `self` is its own.
+struct View {
+  int low, high;
+  float self, slope;
+};
+
+struct Softmax {
+  float top, total;  // log-sum-exp = top + log(total)
+};
+
+// Scores to weights that add up to 1, or all 0. It covers the whole vectors over tokens `low .. high`, of which the
+// query sees those of its view.
+inline Softmax softmax(const Operator& op, const View& view, int low, int high, float* score) {
+  const int begin = low / W * W, end = (high + W - 1) / W * W;
+  V most = set(kNone), total = {};
+  for (int t = begin; t < end; t += W) {
+    V x = load(score + t) * op.scale;
+    const V at = lanes(std::make_index_sequence<W>()) + float(t);
+    if (op.softcap > 0) x = tanh(x / op.softcap) * op.softcap;
+    if (op.slopes) x += view.slope * (at - view.self);
+    x = (at >= float(view.low)) & (at < float(view.high)) ? x : set(kNone);
+    most = max(most, x);
+    store(score + t, x);
+  }
+  const float top = fold(most, [](float a, float b) { return a > b ? a : b; });
+  const V shift = set(top > -__FLT_MAX__ ? top : -__FLT_MAX__);  // -inf less -inf would be NaN
+  for (int t = begin; t < end; t += W) {
+    const V x = exp(load(score + t) - shift);
+    total += x;
+    store(score + t, x);
+  }
+  const float sum = fold(total, [](float a, float b) { return a + b; });
+  const float whole = sum < 1 ? 1 : sum;  // the highest one counts 1: this touches nothing but empty ones
+  const V share = set(1 / whole);
+  for (int t = begin; t < end; t += W) store(score + t, load(score + t) * share);
+  return {top, whole};
+}
+
+// An entry of the merge tree: o [queries, stride] as loaded, lse [kTile], both in scratch or in Call::parts.
+struct Node {
+  int64_t level, number;
+  float *o, *lse;
+};
+
+struct Tile {
+  const Operator& op;
+  int64_t queries, stride;
+
+  Node node(float* at) const { return {0, 0, at, at + queries * stride}; }
+};
+
+// merge.merge's arithmetic for `n` queries: what a and b weigh in the result, and its lse, which may be a's own.
+inline void weigh(const float* a, const float* b, int64_t n, float* weight_a, float* weight_b, float* lse) {
+  for (int64_t i = 0; i < n; i += W) {
+    const V x = load(a + i), y = load(b + i);
+    const V high = x > y ? x : y, floor = set(-__FLT_MAX__), shift = high < floor ? floor : high;
+    const V wx = exp(x - shift), wy = exp(y - shift);
+    const V sum = wx + wy, total = sum < 1.0f ? set(1) : sum;
+    store(weight_a + i, wx / total), store(weight_b + i, wy / total);
+    store(lse + i, high + log(total));
+  }
+}
+
+// a becomes the merge of both.
+inline void merge(const Tile& tile, Node& a, const Node& b) {
+  float weight_a[kTile], weight_b[kTile];
+  weigh(a.lse, b.lse, tile.queries, weight_a, weight_b, a.lse);
+  for (int64_t i = 0; i < tile.queries; ++i)
+    for (int64_t d = i * tile.stride; d < (i + 1) * tile.stride; d += W)
+      store(a.o + d, fma(set(weight_b[i]), load(b.o + d), weight_a[i] * load(a.o + d)));
+}
+
+// merge.root of disjoint nodes, from left to right; the result is in nodes[0].
+inline void root(const Tile& tile, Node* nodes, int64_t count) {
+  while (count > 1) {
+    int64_t level = nodes[0].level, kept = 0;
+    for (int64_t i = 1; i < count; ++i) level = nodes[i].level < level ? nodes[i].level : level;
+    for (int64_t i = 0; i < count; ++i) {
+      Node node = nodes[i];
+      if (node.level == level) ++node.level, node.number >>= 1;
+      if (kept && nodes[kept - 1].level == node.level && nodes[kept - 1].number == node.number)
+        merge(tile, nodes[kept - 1], node);
+      else
+        nodes[kept++] = node;
+    }
+    count = kept;
+  }
+}

@@ -1,0 +1,286 @@
+// lamina.attention._native: the kernels as Python objects. lamina/attention/_native.pyi documents them.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <new>
+
+#include "attention.h"
+#include "pool.h"
+
+namespace {
+
+using namespace lamina::attention;
+
+// The fastest first.
+const Variant* const kVariants[] = {
+#if defined(__x86_64__)
+    &kAvx512Bf16, &kAvx512, &kAvx2,
+#endif
+    &kPortable};
+
+constexpr const char* kDtypeNames[kDtypes] = {"float32", "bfloat16", "float16"};
+constexpr int64_t kDtypeBytes[kDtypes] = {4, 2, 2};
+constexpr int kTables = 6;
+
+// Work that makes up for waking a thread, in nanoseconds, and what a core does in one of them, about.
+constexpr double kHelpNs = 60e3, kPairsPerNs = 30, kBytesPerNs = 15;
+
+struct Step {
+  PyObject_HEAD
+  Rows rows;
+  Py_buffer tables[kTables];
+  int held;
+  std::map<int64_t, Tasks>* tasks;  // by what they depend on besides the rows
+};
+
+struct Engine {
+  const Variant* variant;
+  Dtype dtype;
+  Pool pool;
+  std::vector<Scratch> scratch;
+  std::vector<float> parts;
+  std::vector<std::atomic<int>> left;
+  std::mutex busy;  // one call at a time
+};
+
+struct Kernels {
+  PyObject_HEAD
+  Engine* engine;
+};
+
+struct State {
+  PyTypeObject *kernels, *step;
+};
+
+void free_object(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+void step_dealloc(PyObject* object) {
+  auto* self = reinterpret_cast<Step*>(object);
+  for (int i = 0; i < self->held; ++i) PyBuffer_Release(&self->tables[i]);
+  delete self->tasks;
+  free_object(object);
+}
+
+PyObject* step_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject* arrays[kTables];
+  long long block_size;
+  if (!PyArg_ParseTuple(args, "OOOOOOL", arrays, arrays + 1, arrays + 2, arrays + 3, arrays + 4, arrays + 5, &block_size))
+    return nullptr;
+  auto* self = reinterpret_cast<Step*>(type->tp_alloc(type, 0));
+  if (!self) return nullptr;
+  for (PyObject* array : arrays) {
+    Py_buffer& table = self->tables[self->held];
+    if (PyObject_GetBuffer(array, &table, PyBUF_C_CONTIGUOUS)) return Py_DECREF(self), nullptr;
+    ++self->held;
+    if (table.itemsize != sizeof(int64_t)) {
+      PyErr_SetString(PyExc_TypeError, "the tables of a step are int64");
+      return Py_DECREF(self), nullptr;
+    }
+  }
+  const auto numbers = [&](int i) { return static_cast<const int64_t*>(self->tables[i].buf); };
+  const auto size = [&](int i) { return int64_t(self->tables[i].len) / int64_t(sizeof(int64_t)); };
+  const int64_t sequences = size(0);
+  for (int i = 1; i < kTables - 1; ++i)
+    if (size(i) != sequences) {
+      PyErr_SetString(PyExc_ValueError, "the tables of a step have one entry for each sequence");
+      return Py_DECREF(self), nullptr;
+    }
+  const int64_t width = sequences ? size(kTables - 1) / sequences : 0;
+  self->rows = {numbers(0), numbers(1), numbers(2), numbers(3), numbers(4), numbers(5), sequences, width, block_size};
+  self->tasks = new (std::nothrow) std::map<int64_t, Tasks>;
+  if (!self->tasks) return Py_DECREF(self), PyErr_NoMemory();
+  return reinterpret_cast<PyObject*>(self);
+}
+
+const Tasks& tasks_of(Step* step, bool stored, const Operator& op) {
+  // A window is that of the layer group, and a step is of one group.
+  const int64_t key = 2 * op.group() + stored;
+  const auto found = step->tasks->find(key);
+  if (found != step->tasks->end()) return found->second;
+  return step->tasks->emplace(key, make_tasks(step->rows, stored, op.group(), op.window)).first->second;
+}
+
+// Threads besides the caller's for which there is work enough.
+int helpers_for(const Operator& op, const Tasks& tasks, int64_t item, int threads) {
+  const double dims = double(op.kv_heads * (op.qk_dim + op.v_dim));
+  const double ns = dims * std::max(double(tasks.pairs) / kPairsPerNs, double(tasks.tokens * item) / kBytesPerNs);
+  const double most = std::min(ns / kHelpNs, double(tasks.tasks.size()) * double(op.kv_heads) - 1);
+  return int(std::min(double(threads) - 1, most));
+}
+
+void attend(Engine& engine, Call call, const Tasks& tasks, int threads) {
+  const Operator& op = *call.op;
+  const std::lock_guard lock(engine.busy);
+  const int helpers = std::max(0, helpers_for(op, tasks, kDtypeBytes[engine.dtype], threads));
+  if (int(engine.scratch.size()) <= helpers) engine.scratch.resize(std::size_t(helpers) + 1);
+  for (Scratch& scratch : engine.scratch) scratch.reserve(Scratch::needed(op, tasks.chunks));
+  if (!tasks.splits.empty()) {
+    const std::size_t parts = tasks.tasks.size() * std::size_t(op.kv_heads * node_size(op, kTile));
+    const std::size_t counters = tasks.splits.size() * std::size_t(op.kv_heads);
+    if (engine.parts.size() < parts) engine.parts.resize(parts);
+    if (engine.left.size() < counters) engine.left = std::vector<std::atomic<int>>(counters);
+    for (std::size_t i = 0; i < counters; ++i)
+      engine.left[i] = int(tasks.splits[i / std::size_t(op.kv_heads)].tasks);
+  }
+  call.parts = engine.parts.data(), call.left = engine.left.data();
+  call.tasks = tasks.tasks.data(), call.splits = tasks.splits.data();
+  const auto run = engine.variant->run[engine.dtype];
+  const int64_t all = int64_t(tasks.tasks.size()) * op.kv_heads;
+  std::atomic<int64_t> next{0};
+  engine.pool.run(helpers, [&](int thread) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < all;)
+      run(call, i / op.kv_heads, i % op.kv_heads, engine.scratch[std::size_t(thread)]);
+  });
+}
+
+PyObject* kernels_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  const char *name, *dtype;
+  if (!PyArg_ParseTuple(args, "ss", &name, &dtype)) return nullptr;
+  const auto variant = std::find_if(std::begin(kVariants), std::end(kVariants),
+                                    [&](const Variant* v) { return !std::strcmp(v->name, name) && v->usable(); });
+  if (variant == std::end(kVariants)) return PyErr_Format(PyExc_ValueError, "this CPU does not run variant '%s'", name);
+  const auto kind = std::find_if(std::begin(kDtypeNames), std::end(kDtypeNames),
+                                 [&](const char* known) { return !std::strcmp(known, dtype); });
+  if (kind == std::end(kDtypeNames)) return PyErr_Format(PyExc_ValueError, "no kernels for '%s'", dtype);
+  auto* self = reinterpret_cast<Kernels*>(type->tp_alloc(type, 0));
+  if (!self) return nullptr;
+  self->engine = new (std::nothrow) Engine;
+  if (!self->engine) return Py_DECREF(self), PyErr_NoMemory();
+  self->engine->variant = *variant, self->engine->dtype = Dtype(kind - kDtypeNames);
+  return reinterpret_cast<PyObject*>(self);
+}
+
+void kernels_dealloc(PyObject* object) {
+  delete reinterpret_cast<Kernels*>(object)->engine;
+  free_object(object);
+}
+
+template <class T>
+T* pointer(unsigned long long address) {
+  return reinterpret_cast<T*>(std::uintptr_t(address));
+}
+
+PyObject* kernels_attend(PyObject* object, PyObject* args) {
+  Engine& engine = *reinterpret_cast<Kernels*>(object)->engine;
+  PyObject* of;
+  long long q_heads, kv_heads, qk_dim, v_dim, window;
+  float scale, softcap;
+  int stored, threads;
+  unsigned long long sinks, slopes, q, k, v, o, lse, out;
+  if (!PyArg_ParseTuple(args, "O(LLLLLffKK)pKKKKKKi", &of, &q_heads, &kv_heads, &qk_dim, &v_dim, &window, &scale,
+                        &softcap, &sinks, &slopes, &stored, &q, &k, &v, &o, &lse, &out, &threads))
+    return nullptr;
+  auto* state = static_cast<State*>(PyType_GetModuleState(Py_TYPE(object)));
+  if (Py_TYPE(of) != state->step) return PyErr_Format(PyExc_TypeError, "the first argument is a Step");
+  if (q_heads < 1 || kv_heads < 1 || q_heads % kv_heads || qk_dim < 1 || v_dim < 1)
+    return PyErr_Format(PyExc_ValueError, "attention of %lld query heads, %lld KV heads, %lld and %lld dims", q_heads,
+                        kv_heads, qk_dim, v_dim);
+  const Operator op{q_heads, kv_heads, qk_dim, v_dim, window, scale, softcap, pointer<float>(sinks), pointer<float>(slopes)};
+  auto* step = reinterpret_cast<Step*>(of);
+  bool enough = true;
+  Py_BEGIN_ALLOW_THREADS;
+  try {
+    const Call call{&op, &step->rows, nullptr, nullptr, bool(stored), pointer<void>(q), pointer<void>(k),
+                    pointer<void>(v), pointer<float>(o), pointer<float>(lse), pointer<void>(out), nullptr, nullptr};
+    attend(engine, call, tasks_of(step, stored, op), threads);
+  } catch (const std::bad_alloc&) {
+    enough = false;
+  }
+  Py_END_ALLOW_THREADS;
+  if (!enough) return PyErr_NoMemory();
+  Py_RETURN_NONE;
+}
+
+PyObject* kernels_read(PyObject* object, PyObject* args) {
+  Engine& engine = *reinterpret_cast<Kernels*>(object)->engine;
+  unsigned long long address, bytes, piece = 4 << 20;
+  int threads;
+  if (!PyArg_ParseTuple(args, "KKi", &address, &bytes, &threads)) return nullptr;
+  std::atomic<unsigned long long> all{0}, next{0};
+  Py_BEGIN_ALLOW_THREADS;
+  const std::lock_guard lock(engine.busy);
+  engine.pool.run(threads - 1, [&](int) {
+    for (unsigned long long at; (at = next.fetch_add(piece)) < bytes;)
+      all ^= engine.variant->read(pointer<char>(address + at), std::min(piece, bytes - at));
+  });
+  Py_END_ALLOW_THREADS;
+  return PyLong_FromUnsignedLongLong(all);
+}
+
+template <class F>
+void* slot(F* function) {
+  return reinterpret_cast<void*>(function);
+}
+
+PyMethodDef kernels_methods[] = {{"attend", kernels_attend, METH_VARARGS, nullptr},
+                                 {"read", kernels_read, METH_VARARGS, nullptr},
+                                 {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot kernels_slots[] = {{Py_tp_new, slot(kernels_new)},
+                               {Py_tp_dealloc, slot(kernels_dealloc)},
+                               {Py_tp_methods, kernels_methods},
+                               {0, nullptr}};
+PyType_Slot step_slots[] = {{Py_tp_new, slot(step_new)}, {Py_tp_dealloc, slot(step_dealloc)}, {0, nullptr}};
+PyType_Spec kernels_spec = {"lamina.attention._native.Kernels", sizeof(Kernels), 0, Py_TPFLAGS_DEFAULT, kernels_slots};
+PyType_Spec step_spec = {"lamina.attention._native.Step", sizeof(Step), 0, Py_TPFLAGS_DEFAULT, step_slots};
+
+PyTypeObject* add_type(PyObject* module, PyType_Spec* spec) {
+  auto* type = reinterpret_cast<PyTypeObject*>(PyType_FromModuleAndSpec(module, spec, nullptr));
+  if (type && PyModule_AddType(module, type)) Py_CLEAR(type);
+  return type;
+}
+
+int module_exec(PyObject* module) {
+  auto* state = static_cast<State*>(PyModule_GetState(module));
+  if (!(state->kernels = add_type(module, &kernels_spec)) || !(state->step = add_type(module, &step_spec))) return -1;
+  PyObject* names = PyList_New(0);
+  if (!names) return -1;
+  for (const Variant* variant : kVariants) {
+    if (!variant->usable()) continue;
+    PyObject* name = PyUnicode_FromString(variant->name);
+    const bool failed = !name || PyList_Append(names, name);
+    Py_XDECREF(name);
+    if (failed) return Py_DECREF(names), -1;
+  }
+  PyObject* variants = PyList_AsTuple(names);
+  Py_DECREF(names);
+  const int failed = variants ? PyModule_AddObjectRef(module, "VARIANTS", variants) : -1;
+  Py_XDECREF(variants);
+  return failed;
+}
+
+int module_traverse(PyObject* module, visitproc visit, void* arg) {
+  auto* state = static_cast<State*>(PyModule_GetState(module));
+  Py_VISIT(state->kernels);
+  Py_VISIT(state->step);
+  return 0;
+}
+
+int module_clear(PyObject* module) {
+  auto* state = static_cast<State*>(PyModule_GetState(module));
+  Py_CLEAR(state->kernels);
+  Py_CLEAR(state->step);
+  return 0;
+}
+
+PyModuleDef_Slot module_slots[] = {{Py_mod_exec, slot(module_exec)}, {0, nullptr}};
+PyModuleDef module_definition = {PyModuleDef_HEAD_INIT,
+                                 "_native",
+                                 "Attention of stored and new tokens on CPUs.",
+                                 sizeof(State),
+                                 nullptr,
+                                 module_slots,
+                                 module_traverse,
+                                 module_clear,
+                                 nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__native() { return PyModuleDef_Init(&module_definition); }

@@ -1,0 +1,39 @@
+from lamina.kv.pool import Ints
+
+VARIANTS: tuple[str, ...]
+"""Instruction sets that this CPU runs, the fastest first."""
+
+class Step:
+    """The arrays of a ``lamina.kv.pool.RowTable`` (int64), kept as they are, and the tasks that follow from them."""
+
+    def __new__(
+        cls, row: Ints, first: Ints, count: Ints, seen: Ints, origin: Ints, table: Ints, block_size: int
+    ) -> Step: ...
+
+class Kernels:
+    """The kernels of one variant and dtype, and their threads. Calls give the GIL back; one computes at a time."""
+
+    def __new__(cls, variant: str, dtype: str) -> Kernels: ...
+    def attend(
+        self,
+        step: Step,
+        operator: tuple[int, int, int, int, int, float, float, int, int],
+        stored: bool,
+        q: int,
+        k: int,
+        v: int,
+        o: int,
+        lse: int,
+        out: int,
+        threads: int,
+    ) -> None:
+        """Attention of a step's rows over stored tokens, or over each other.
+
+        ``operator``: query heads, KV heads, qk_dim, v_dim, window, scale, softcap, addresses of sinks and slopes (0 =
+        none). k and v: a store's blocks if ``stored``, else the step's rows. All tensors by address, contiguous.
+        Without ``out`` the result goes to o and lse. With it, o and lse hold the stored part, which is merged with the
+        result and the sinks into out.
+        """
+
+    def read(self, address: int, nbytes: int, threads: int) -> int:
+        """Read memory once, from end to end: what attention can be compared with. The result means nothing."""

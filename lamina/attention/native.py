@@ -1,0 +1,67 @@
+"""The native backend: kernels of csrc/attention, for decode and prompts alike, on CPUs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lamina.attention import AttentionBackend, Operator
+from lamina.attention.merge import Partial
+from lamina.kv.pool import LayerStore, RowTable
+
+try:
+    from lamina.attention._native import VARIANTS, Kernels, Step
+except ImportError as error:
+    raise ImportError(
+        f"it needs the native module lamina.attention._native, which did not load ({error}); install a C++17 compiler, "
+        "then run `python setup.py build_ext --inplace` or install again; or use another backend"
+    ) from error
+
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def open_backend(device: torch.device, dtype: torch.dtype) -> Native:
+    """The backend for stores of ``dtype``, with the best instructions of this CPU."""
+    if device.type != "cpu":
+        raise ValueError(f"attention backend 'native' computes on CPUs, not on {device}")
+    return Native(dtype)
+
+
+class Native(AttentionBackend):
+    """See ``AttentionBackend`` for the contract. Computes on torch's number of threads, which are its own."""
+
+    def __init__(self, dtype: torch.dtype, variant: str = VARIANTS[0]) -> None:
+        """``variant``: one of VARIANTS. Raises ValueError for one that this CPU does not run."""
+        self.kernels = Kernels(variant, NAMES[dtype])
+
+    def prepare(self, rows: RowTable) -> Step:
+        return Step(rows.row, rows.first, rows.count, rows.seen, rows.origin, rows.table, rows.block_size)
+
+    def attend_stored(self, op: Operator, prepared: Step, store: LayerStore, q: Tensor) -> Partial:
+        out = _empty(op, q)
+        self._attend(op, prepared, True, q, store.k, store.v, out, 0)
+        return out
+
+    def attend_new(self, op: Operator, prepared: Step, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+        out = _empty(op, q)
+        self._attend(op, prepared, False, q, k, v, out, 0)
+        return out
+
+    def finish(
+        self, op: Operator, prepared: Step, stored: Partial, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> None:
+        self._attend(op, prepared, False, q, k, v, stored, out.data_ptr())
+
+    def _attend(
+        self, op: Operator, step: Step, stored: bool, q: Tensor, k: Tensor, v: Tensor, part: Partial, out: int
+    ) -> None:
+        spec = op.spec
+        sinks = 0 if op.sinks is None else op.sinks.data_ptr()
+        slopes = 0 if op.slopes is None else op.slopes.data_ptr()
+        shape = op.q_heads, op.kv_heads, op.qk_dim, op.v_dim, spec.window, spec.scale, spec.softcap, sinks, slopes
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), part.o.data_ptr(), part.lse.data_ptr()
+        self.kernels.attend(step, shape, stored, *addresses, out, torch.get_num_threads())
+
+
+def _empty(op: Operator, q: Tensor) -> Partial:
+    return Partial(torch.empty(q.shape[0], op.q_heads, op.v_dim), torch.empty(q.shape[0], op.q_heads))
