@@ -81,7 +81,7 @@ def _dry_run(model: str, config: EngineConfig, num_prompts: int) -> int:
 
     for name, value, known in (
         ("--transport", config.transport, SCHEMES),
-        ("--attention", config.attention, BACKENDS),
+        ("--attention", config.attention, ("auto", *BACKENDS)),
         ("--gemm", config.gemm, ("auto", *LINEAR)),
     ):
         if value not in known:

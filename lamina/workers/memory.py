@@ -95,13 +95,16 @@ class Meter:
 
 
 class _Session:
-    """One channel from its Bind to its end: steps in the strict order of their plans."""
+    """One channel from its Bind to its end. The steps of a batch come one after the other; those of several batches
+    alternate, layer by layer, in the order in which the compute worker sends.
+    """
 
     def __init__(self, channel: Channel, device: torch.device, meter: Meter, trace: Recorder) -> None:
         self._channel = channel
         self._meter = meter
         self._trace = trace
-        self._refused: Key | None = None  # the last plan, if refused: its layer messages are dropped
+        self._current: dict[int, tuple[Step, int]] = {}  # batch -> its step under way and the next layer of it
+        self._refused: dict[int, Key] = {}  # batch -> its last plan, if refused: its layer messages are dropped
         self._store = self._bind(device)
 
     def run(self) -> None:
@@ -111,15 +114,24 @@ class _Session:
             key = Key.unpack(arrival.tag)
             if key.kind == Kind.PLAN:
                 start = self._trace.add(Event.WAIT_PLAN, start, key)
-                step = self._begin(arrival, key)
+                self._begin(arrival, key)
                 self._trace.add(Event.PLAN, start, key)
-                if step and step.num_rows:
-                    for layer in range(len(self._store.layers)):
-                        self._layer(step, layer)
-            elif self._refused and key == self._refused._replace(kind=key.kind, layer=key.layer):
+            elif key.batch in self._current:
+                self._advance(arrival, key, start)
+            elif key == self._refused.get(key.batch, key)._replace(kind=key.kind, layer=key.layer) and self._refused:
                 self._channel.release(arrival)
             else:
                 raise ProtocolError(f"{key} in place of a plan")
+
+    def _advance(self, arrival: Arrival, key: Key, start: float) -> None:
+        """The next layer of a batch: its Q has come."""
+        step, layer = self._current[key.batch]
+        self._trace.add(Event.WAIT_Q, start, step.plan, layer, 0, arrival.data.nbytes)
+        self._layer(step, layer, arrival)
+        if layer + 1 < len(self._store.layers):
+            self._current[key.batch] = step, layer + 1
+        else:
+            del self._current[key.batch]
 
     def _bind(self, device: torch.device) -> Store:
         """Wait for a Bind that can be; the peer may try again after a refusal, or leave."""
@@ -139,43 +151,47 @@ class _Session:
             if answer == Kind.BOUND:
                 return store
 
-    def _begin(self, arrival: Arrival, key: Key) -> Step | None:
-        """Apply a plan, or refuse it and return None."""
+    def _begin(self, arrival: Arrival, key: Key) -> None:
+        """Apply a plan, or refuse it."""
         try:
             with self._meter.time("plan_s"):
                 plan = decode_plan(arrival.data)
                 if key != _key(Kind.PLAN, plan, -1):
                     raise ProtocolError(f"the plan of step {plan.step} came as {key}")
+                if plan.batch in self._current:
+                    raise ProtocolError(f"the plan of step {plan.step} came before the step before it was done")
                 step = self._store.begin(plan)
         except (ProtocolError, PlanError, NoBlocksError) as e:
-            self._refused = key
+            self._refused[key.batch] = key
             self._meter.add("refused", 1)
             self._send(key._replace(kind=Kind.REFUSED), str(e).encode())
-            return None
+            return
         finally:
             self._channel.release(arrival)
-        self._refused = None
+        self._refused.pop(key.batch, None)
         self._meter.add("steps", 1)
         self._meter.add("rows", step.num_rows)
-        return step
+        if step.num_rows:
+            self._current[key.batch] = step, 0
 
-    def _layer(self, step: Step, layer: int) -> None:
+    def _layer(self, step: Step, layer: int, q_arrival: Arrival) -> None:
         """Q in, attend the stored tokens; KV in, write, attend the new ones; O out.
 
         Q and KV are released before O is signalled: whoever sees O has their slots back.
         """
         store, meter, trace = self._store, self._meter, self._trace
         op, rows = store.operators[layer], step.num_rows
-        q_arrival, (q,) = self._take(step.plan, Kind.Q, layer, (rows, op.q_heads, op.qk_dim))
+        (q,) = self._tensors(q_arrival, _key(Kind.Q, step.plan, layer), (rows, op.q_heads, op.qk_dim))
         start = trace.now()
         if store.bind.overlap:
             with meter.time("attend_s"):
                 stored = step.attend_stored(layer, q)
             trace.add(Event.STORED, start, step.plan, layer)
-        kv_arrival, (k, v) = self._take(
-            step.plan, Kind.KV, layer, (rows, op.kv_heads, op.qk_dim), (rows, op.kv_heads, op.v_dim)
-        )
         start = trace.now()
+        kv_arrival = self._receive()
+        start = trace.add(Event.WAIT_KV, start, step.plan, layer, 0, kv_arrival.data.nbytes)
+        shapes = (rows, op.kv_heads, op.qk_dim), (rows, op.kv_heads, op.v_dim)
+        k, v = self._tensors(kv_arrival, _key(Kind.KV, step.plan, layer), *shapes)
         if not store.bind.overlap:
             with meter.time("attend_s"):
                 stored = step.attend_stored(layer, q)
@@ -187,7 +203,7 @@ class _Session:
         start = trace.add(Event.RESERVE, start, step.plan, layer)
         with meter.time("attend_s"):
             out = tensor_over(slot.data, store.dtype).view(rows, op.q_heads, op.v_dim)
-            step.finish(layer, stored, step.attend_new(layer, q, k, v), out)
+            step.finish(layer, stored, q, k, v, out)
         start = trace.add(Event.NEW, start, step.plan, layer)
         self._channel.release(q_arrival)
         self._channel.release(kv_arrival)
@@ -195,20 +211,15 @@ class _Session:
         trace.add(Event.SEND_O, start, step.plan, layer, 0, out.numel() * out.element_size())
         meter.add("bytes_sent", out.numel() * out.element_size())
 
-    def _take(
-        self, plan: StepPlan, kind: Kind, layer: int, *shapes: tuple[int, int, int]
-    ) -> tuple[Arrival, list[Tensor]]:
+    def _tensors(self, arrival: Arrival, key: Key, *shapes: tuple[int, int, int]) -> list[Tensor]:
         """The layer message that must come next, as tensors over its bytes. Raises ProtocolError on any other."""
-        start = self._trace.now()
-        arrival = self._receive()
-        self._trace.add(Event.WAIT_Q if kind == Kind.Q else Event.WAIT_KV, start, plan, layer, 0, arrival.data.nbytes)
-        got, key, dtype = Key.unpack(arrival.tag), _key(kind, plan, layer), self._store.dtype
+        got, dtype = Key.unpack(arrival.tag), self._store.dtype
         sizes = [a * b * c for a, b, c in shapes]
         nbytes = sum(sizes) * dtype.itemsize
         if got != key or arrival.data.nbytes != nbytes:
             raise ProtocolError(f"{got} of {arrival.data.nbytes} bytes in place of {key} of {nbytes} bytes")
         parts = torch.split(tensor_over(arrival.data, dtype), sizes)
-        return arrival, [x.view(shape) for x, shape in zip(parts, shapes, strict=True)]
+        return [x.view(shape) for x, shape in zip(parts, shapes, strict=True)]
 
     def _receive(self) -> Arrival:
         """The next message. Waits as long as the peer and the driver live: an idle worker is no fault."""

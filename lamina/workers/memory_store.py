@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lamina.attention import Operator, get
-from lamina.attention.merge import CHUNK_TOKENS, Partial, finish
+from lamina.attention.merge import CHUNK_TOKENS, Partial
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.blocks import BlockTables, layer_groups, split_memory
 from lamina.kv.partition import Share
@@ -36,7 +36,7 @@ class Store:
         num_blocks = self._num_blocks()
         self.tables = BlockTables(self.windows, num_blocks, bind.block_size)
         self.layers = [self._allocate(op, num_blocks[g]) for op, g in zip(self.operators, self.group, strict=True)]
-        self.bound = Bound(windows=self.windows, num_blocks=num_blocks)
+        self.bound = Bound(windows=self.windows, num_blocks=num_blocks, backend=type(self.backend).__name__.lower())
 
     def begin(self, plan: StepPlan) -> Step:
         """Apply a plan, all or nothing. Raises ProtocolError, PlanError, NoBlocksError: then nothing has changed."""
@@ -99,14 +99,10 @@ class Step:
         """Store the rows' K and V at their positions."""
         self._store.layers[layer].write(self._write[self._store.group[layer]], k, v)
 
-    def attend_new(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Partial:
-        """See ``AttentionBackend.attend_new``."""
+    def finish(self, layer: int, stored: Partial, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """See ``AttentionBackend.finish``."""
         store, prepared = self._store, self._prepared[self._store.group[layer]]
-        return store.backend.attend_new(store.operators[layer], prepared, q, k, v)
-
-    def finish(self, layer: int, stored: Partial, new: Partial, out: Tensor) -> None:
-        """Merge both into ``out`` [R, Hq, Dv]."""
-        finish(stored, new, self._store.operators[layer].sinks, out)
+        store.backend.finish(store.operators[layer], prepared, stored, q, k, v, out)
 
 
 def _check(bind: Bind) -> None:

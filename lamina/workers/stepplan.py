@@ -183,6 +183,7 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
 
     windows: list[int]  # group -> window in tokens, 0 = all tokens
     num_blocks: list[int]  # group -> KV blocks
+    backend: str = ""  # attention backend, by its name in the table
 
 
 class ProtocolError(Exception):

@@ -115,7 +115,7 @@ def test_windowed_groups_give_blocks_back(pool: Pool) -> None:
     """A sequence that is much longer than what the windowed group could hold."""
     layers = [shape(), shape(window=20)]
     m = model(pool, layers=layers, kv_bytes=(33 + 6) * BLOCK, max_rows=16, block_size=16)
-    assert m.peers[0].bound == Bound(windows=[0, 20], num_blocks=[32, 5])
+    assert m.peers[0].bound == Bound(windows=[0, 20], num_blocks=[32, 5], backend="reference")
     m.step(0, [New(1)], [Rows(1, 0, 16)])
     for first in range(16, 496, 16):
         m.step(first, [], [Rows(1, first, 16)])
