@@ -39,6 +39,7 @@ class EngineConfig:
     compute_threads: int = option(0, "threads of the compute worker; 0 = all cores")
     memory_threads: int = option(0, "threads of each memory worker; 0 = an equal share of the cores")
     seed: int = option(0, "where requests without a seed get theirs from")
+    trace: str = option("", "write a Perfetto/Chrome trace of the run to this file, at the end (or set LAMINA_TRACE)")
     trust_remote_code: bool = option(False, "run Python code that ships with the model")
     start_timeout_s: float = option(600.0, "seconds for loading, cutting and binding")
     step_timeout_s: float = option(60.0, "seconds for one step before a worker counts as hung")

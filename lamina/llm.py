@@ -46,7 +46,7 @@ class LLM:
                 tokenizer if tokenizer is not None else model, trust_remote_code=config.trust_remote_code
             )
             self.pools = Pools(model, config, on_progress)
-            self.engine = Engine(self.pools, config)
+            self.engine = Engine(self.pools, config, trace=self.pools.tracer.recorder)
         # By request: outputs that its iterator has not taken yet.
         self._grown: dict[int, deque[RequestOutput]] = {}
         self._finalizer = weakref.finalize(self, self.pools.close)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from lamina.config import EngineConfig
 from lamina.kv.blocks import BlockTables
+from lamina.observe.trace import OFF, Event, Recorder
 from lamina.request import CompletionOutput, Logprob, RequestOutput, RequestTimes, SamplingParams
 from lamina.workers.control import Draw, Drawn, RunStep, StepDone
 
@@ -36,11 +37,14 @@ class Request:
 class Engine:
     """Continuous batching over one compute worker and a pool of memory workers."""
 
-    def __init__(self, wire: Wire, config: EngineConfig, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, wire: Wire, config: EngineConfig, clock: Clock = time.monotonic, trace: Recorder = OFF
+    ) -> None:
         self.config = config
         self.wire = wire
         self.info = wire.ready
         self._clock = clock
+        self._trace = trace
         self._ledger = BlockTables(self.info.windows, self.info.num_blocks, self.info.block_size)
         self.scheduler = Scheduler(
             self._ledger,
@@ -104,9 +108,16 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """One pass of the loop; returns the requests that got tokens. Raises WorkerError when a worker is lost."""
+        start = self._trace.now()
         step = self.scheduler.schedule()
+        if step is not None:
+            self._trace.add(Event.SCHEDULE, start, step.plan)
         done = self._run(step)
-        return self._postprocess(done)
+        start = self._trace.now()
+        outputs = self._postprocess(done)
+        if done is not None:
+            self._trace.add(Event.POSTPROCESS, start, done)
+        return outputs
 
     def cancel(self, request_id: int) -> None:
         """End a request; its KV is freed with the next step. Unknown and finished ids are ignored."""

@@ -15,8 +15,12 @@ from typing import Any
 from lamina import netstack
 from lamina.cluster.local import ProcessWorker, ThreadWorker, WorkerHandle
 from lamina.config import EngineConfig
+from lamina.observe.collect import ROUND_TRIPS, Tracer
+from lamina.observe.trace import Event, Recorder
 from lamina.workers.control import (
+    AskClock,
     AskStats,
+    ClockTime,
     ComputeReady,
     ControlLink,
     Failed,
@@ -29,9 +33,10 @@ from lamina.workers.control import (
     Stats,
     StepDone,
     Stop,
+    Trace,
 )
 
-FROM_WORKERS = MemoryReady | ComputeReady | Progress | StepDone | Stats | Failed
+FROM_WORKERS = MemoryReady | ComputeReady | Progress | StepDone | Stats | ClockTime | Trace | Failed
 JOIN_S = 5.0
 JOIN_AFTER_LOSS_S = 0.5
 STATS_S = 5.0
@@ -46,6 +51,10 @@ class _Member:
         self.handle = handle
         self.link = ControlLink(handle.sock, FROM_WORKERS)
         self.inbox: deque[Any] = deque()  # messages that came while another one was awaited
+
+    @property
+    def label(self) -> str:
+        return f"{self.handle.role}-{self.handle.index}"
 
     @property
     def name(self) -> str:
@@ -74,8 +83,10 @@ class Pools:
         self._members: list[_Member] = []
         self._lock = threading.Lock()  # one reader of the links at a time: run or stats
         self._closed = False
+        self.tracer = Tracer(config.trace or os.environ.get("LAMINA_TRACE", ""))
         try:
             self.ready = self._start(model, on_progress)
+            self._read_clocks()
         except BaseException:
             self.close()
             raise
@@ -83,7 +94,7 @@ class Pools:
     @property
     def pids(self) -> dict[str, int]:
         """Name of each worker -> its process."""
-        return {f"{m.handle.role}-{m.handle.index}": m.handle.pid for m in self._members}
+        return {m.label: m.handle.pid for m in self._members}
 
     def run(self, step: RunStep | None) -> StepDone | None:
         """Queue ``step``; return the oldest result once more than LOOKAHEAD are in flight, or when ``step`` is None."""
@@ -95,8 +106,9 @@ class Pools:
         if not self._in_flight:
             return None
         with self._lock:
-            limit = self._config.step_timeout_s
+            limit, start = self._config.step_timeout_s, self.tracer.recorder.now()
             done = self._await(self._compute, StepDone, limit, f"for a step (--step-timeout-s {limit:g})")
+        self.tracer.recorder.add(Event.WAIT_DONE, start, done)
         self._in_flight.popleft()
         return done  # type: ignore[no-any-return]
 
@@ -108,7 +120,7 @@ class Pools:
             found = {}
             for member in self._members:
                 answer = self._await(member, Stats, STATS_S, "to report its counters")
-                found[f"{member.handle.role}-{member.handle.index}"] = answer.values
+                found[member.label] = answer.values
         return found
 
     def close(self) -> None:
@@ -128,6 +140,7 @@ class Pools:
             self._closed = True
 
     def _end(self, join_s: float = JOIN_S) -> None:
+        self.tracer.gather({m.label: m.link for m in self._members}, join_s)
         for member in self._members:
             with contextlib.suppress(LinkClosedError):
                 member.link.send(Stop())
@@ -136,6 +149,17 @@ class Pools:
         deadline = time.monotonic() + join_s
         for member in self._members:
             member.handle.join(max(0.0, deadline - time.monotonic()))
+        self.tracer.save()
+
+    def _read_clocks(self) -> None:
+        for member in self._members if self.tracer.on else []:
+            trips = []
+            for _ in range(ROUND_TRIPS):
+                asked = Recorder.now()
+                self._send(member, AskClock())
+                answer = self._await(member, ClockTime, STATS_S, "to read its clock")
+                trips.append((asked, answer.now, Recorder.now()))
+            self.tracer.set_clock(member.label, trips)
 
     @property
     def _start_limit(self) -> str:
@@ -167,7 +191,10 @@ class Pools:
         compute = ThreadWorker("compute", 0, *extra) if here else ProcessWorker("compute", 0, cores)
         self._members.append(_Member(compute))
         for member, address in zip(self._members, config.addresses, strict=False):
-            self._send(member, StartMemory(scheme=config.transport, address=address, key=key, threads=threads))
+            start = StartMemory(
+                scheme=config.transport, address=address, key=key, threads=threads, trace=self.tracer.on
+            )
+            self._send(member, start)
         deadline = time.monotonic() + config.start_timeout_s
         urls = []
         for member in self._members[:-1]:
@@ -197,6 +224,7 @@ class Pools:
             key=key,
             memory_urls=urls,
             step_timeout_s=c.step_timeout_s,
+            trace=self.tracer.on,
         )
 
     def _await_compute(self, deadline: float, on_progress: Callable[[str, int, int], None]) -> ComputeReady:

@@ -16,8 +16,10 @@ import enum
 import struct
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+ENGINE = "engine"  # the driver's device name; workers are "compute-0", "memory-1"
 CAPACITY = 1 << 18  # records of a process: 12 MiB, of which only the pages in use are ever touched
 _RECORD = struct.Struct("<BxxxiIiQQdd")  # event, layer, batch, peer, step, value, start, end
 
@@ -70,6 +72,33 @@ class Span(NamedTuple):
     value: int
     start: float
     end: float
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """How far a worker's clock is ahead of the engine's, in seconds, give or take ``uncertainty_s``."""
+
+    offset_s: float
+    uncertainty_s: float
+
+    @property
+    def correction_s(self) -> float:
+        """What to subtract from the worker's times: nothing where the offset may as well be zero, as on one host."""
+        return self.offset_s if abs(self.offset_s) > self.uncertainty_s else 0.0
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The spans of all devices on the engine's clock, by their start.
+
+    ``dropped``: device -> spans that a full recorder has lost, the oldest ones. ``span_cost_s``: seconds that recording
+    one span took.
+    """
+
+    spans: list[Span]
+    dropped: dict[str, int]
+    clocks: dict[str, ClockOffset]
+    span_cost_s: float
 
 
 class Recorder:

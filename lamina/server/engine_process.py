@@ -51,7 +51,7 @@ def _serve(link: ControlLink, start: Start) -> None:
 
     pools = Pools(start.model, start.config, progress)
     try:
-        _Loop(link, Engine(pools, start.config), pools, tokenizers.result()).run()
+        _Loop(link, Engine(pools, start.config, trace=pools.tracer.recorder), pools, tokenizers.result()).run()
     finally:
         pools.close()
 

@@ -1,0 +1,147 @@
+"""Traces as files in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
+
+One process of the file is one device, with a lane for its work, one for its messages and one for its waiting. Arrows
+lead from send Q over the attention and send O to receive O of the same (batch, step, layer, memory worker).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .trace import ENGINE, ClockOffset, Event, Recording, Span
+
+FORMAT = 1
+LANES = ("work", "messages", "waiting")
+MESSAGES = {Event.SEND_PLAN, Event.SEND_Q, Event.SEND_KV, Event.RECEIVE_O, Event.SEND_O}
+WAITING = {
+    Event.WAIT_DONE, Event.WAIT_STEP, Event.WAIT_O, Event.WAIT_PLAN, Event.WAIT_Q, Event.WAIT_KV, Event.RESERVE,
+}  # fmt: skip
+NAMES = {
+    Event.SCHEDULE: "schedule",
+    Event.WAIT_DONE: "wait for tokens",
+    Event.POSTPROCESS: "postprocess",
+    Event.WAIT_STEP: "wait for a step",
+    Event.SLICE: "slice",
+    Event.SEND_PLAN: "send plan",
+    Event.SEND_Q: "send Q",
+    Event.SEND_KV: "send KV",
+    Event.WAIT_O: "wait for O",
+    Event.RECEIVE_O: "receive O",
+    Event.SAMPLE: "sample",
+    Event.WAIT_PLAN: "wait for a plan",
+    Event.PLAN: "plan",
+    Event.WAIT_Q: "wait for Q",
+    Event.WAIT_KV: "wait for KV",
+    Event.STORED: "stored",
+    Event.WRITE: "write",
+    Event.NEW: "new",
+    Event.SEND_O: "send O",
+    Event.RESERVE: "wait for a slot",
+}
+_FLOW = {Event.SEND_Q: "s", Event.STORED: "t", Event.SEND_O: "t", Event.RECEIVE_O: "f"}
+
+
+def lane(event: Event) -> int:
+    """Index into LANES."""
+    return 1 if event in MESSAGES else 2 if event in WAITING else 0
+
+
+def name(span: Span) -> str:
+    """What a viewer shows, such as "slice 3"."""
+    return NAMES[span.event] + (f" {span.layer}" if span.layer >= 0 else "")
+
+
+def order(device: str) -> tuple[int, str, int]:
+    """Sorts devices: the engine, compute workers, memory workers, the rest; by number within."""
+    role, _, number = device.partition("-")
+    known = (ENGINE, "compute", "memory")
+    return known.index(role) if role in known else len(known), role, int(number) if number.isdigit() else 0
+
+
+def write(path: str, recording: Recording) -> None:
+    """Raises OSError."""
+    base = recording.spans[0].start if recording.spans else 0.0
+    head = {
+        "lamina_trace": FORMAT,
+        "clock": "seconds of the engine's CLOCK_MONOTONIC; ts is in microseconds from start_s",
+        "start_s": base,
+        "dropped": recording.dropped,
+        "clocks": {
+            n: {"offset_s": c.offset_s, "uncertainty_s": c.uncertainty_s, "applied_s": c.correction_s}
+            for n, c in recording.clocks.items()
+        },
+        "span_cost_s": recording.span_cost_s,
+    }
+    with open(path, "w") as f:
+        f.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(head)},"traceEvents":[\n')
+        f.write(",\n".join(json.dumps(e, separators=(",", ":")) for e in _trace_events(recording.spans, base)))
+        f.write("\n]}\n")
+
+
+def read(path: str) -> Recording:
+    """The inverse of ``write``. Raises OSError; ValueError for a file that is not such a trace."""
+    try:
+        data = json.loads(Path(path).read_bytes())
+        head = data["otherData"]
+        if head["lamina_trace"] != FORMAT:
+            raise ValueError(f"{path}: trace format {head['lamina_trace']}, this version reads {FORMAT}")
+        clocks = {n: ClockOffset(c["offset_s"], c["uncertainty_s"]) for n, c in head["clocks"].items()}
+        spans = list(_spans(data["traceEvents"], head["start_s"]))
+        return Recording(spans, head["dropped"], clocks, head["span_cost_s"])
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise ValueError(f"{path} is not a trace of lamina ({type(e).__name__}: {e}): make one with --trace") from e
+
+
+def _trace_events(spans: list[Span], base: float) -> Iterator[dict[str, Any]]:
+    devices = sorted({s.device for s in spans}, key=order)
+    pids = {device: i + 1 for i, device in enumerate(devices)}
+    for device, pid in pids.items():
+        yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": device}}
+        yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
+        for tid, text in enumerate(LANES):
+            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": text}}
+            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+    sent: set[str] = set()
+    for span in spans:
+        place = {"pid": pids[span.device], "tid": lane(span.event)}
+        start, end = (span.start - base) * 1e6, (span.end - base) * 1e6
+        args = {"batch": span.batch, "step": span.step}
+        args |= {k: v for k, v in (("layer", span.layer), ("peer", span.peer)) if v >= 0}
+        args |= {"rows" if span.event == Event.SLICE else "bytes": span.value} if span.value else {}
+        yield {
+            "ph": "X", "name": name(span), "cat": span.event.name, **place,
+            "ts": round(start, 3), "dur": round(end - start, 3), "args": args,
+        }  # fmt: skip
+        yield from _arrow(span, place, start, end, sent)
+
+
+def _arrow(span: Span, place: dict[str, int], start: float, end: float, sent: set[str]) -> Iterator[dict[str, Any]]:
+    """The span's part in the arrow from Q to O, if it has one; an arrow whose start is not known is left out."""
+    phase = _FLOW.get(span.event)
+    if phase is None:
+        return
+    worker = span.peer if span.event in (Event.SEND_Q, Event.RECEIVE_O) else order(span.device)[2]
+    key = f"{span.batch}.{span.step}.{span.layer}.{worker}"
+    if phase == "s":
+        sent.add(key)
+    if key in sent:  # in the middle: an arrow belongs to the span that its time lies in
+        yield {
+            "ph": phase, "name": "Q to O", "cat": "message", "id": key, **place, "ts": round((start + end) / 2, 3),
+            **({"bp": "e"} if phase == "f" else {}),
+        }  # fmt: skip
+
+
+def _spans(events: Iterable[dict[str, Any]], base: float) -> Iterator[Span]:
+    devices = {}
+    for e in events:
+        if e["ph"] == "M" and e["name"] == "process_name":
+            devices[e["pid"]] = e["args"]["name"]
+        elif e["ph"] == "X":
+            args, start = e["args"], base + e["ts"] / 1e6
+            yield Span(
+                devices[e["pid"]], Event[e["cat"]], args["batch"], args["step"], args.get("layer", -1),
+                args.get("peer", -1), args.get("rows", args.get("bytes", 0)), start, start + e["dur"] / 1e6,
+            )  # fmt: skip
