@@ -40,7 +40,7 @@ def open_stream(
     peer: str,
     /,
 ) -> Channel:
-    """A channel over a connected, non-blocking stream socket, which is the channel's once this returns.
+    """A channel over a connected, blocking stream socket, which is the channel's once this returns.
 
     ``keys``: 32 bytes each for the MACs of frames sent and received; None: frames carry checksums. A peer that takes
     no byte of a put for ``stall_s`` is given up.

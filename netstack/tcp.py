@@ -80,6 +80,7 @@ class TcpFabric(BaseFabric):
         return self._channel(sock, self._url(sock.getpeername()), session, listening=True)
 
     def _channel(self, sock: socket.socket, peer: str, session: Session, *, listening: bool) -> Channel:
+        sock.setblocking(True)
         _tune(sock, self._stall_s)
         outbound, inbound = session.outbound, session.inbound
         if listening:

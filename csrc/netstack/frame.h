@@ -57,6 +57,18 @@ struct Slots {
   std::uint8_t* slot(std::uint64_t message) const { return base + message % slots * stride(slot_bytes); }
 };
 
+// Where a sender stages its messages: as Slots, each behind room for its frame, so that both are one piece.
+struct Outbox {
+  std::uint8_t* base;
+  std::uint64_t slots, slot_bytes;
+
+  static constexpr std::uint64_t kRoom = (kFrameBytes + kLine - 1) / kLine * kLine;
+  static std::uint64_t stride(std::uint64_t slot_bytes) { return kRoom + Slots::stride(slot_bytes); }
+  static std::uint64_t bytes(std::uint64_t slots, std::uint64_t slot_bytes) { return slots * stride(slot_bytes); }
+  std::uint8_t* slot(std::uint64_t message) const { return base + message % slots * stride(slot_bytes) + kRoom; }
+  Frame* frame(std::uint64_t message) const { return reinterpret_cast<Frame*>(slot(message) - kFrameBytes); }
+};
+
 // What one side knows of a channel; counts run from 0. Written by: the put, the decoder, the decoder, the release.
 struct Books {
   std::uint64_t zero;  // epoch << 48, the seqno before the first message
@@ -69,8 +81,8 @@ class Decoder {
       : books_(books), inbox_(inbox), seal_(seal), arrivals_(inbox.slots) {}
 
   // Where the next bytes of the stream go; at most two pieces.
-  int room(iovec pieces[2]) {
-    int n = 0;
+  std::size_t room(iovec pieces[2]) {
+    std::size_t n = 0;
     if (left_) pieces[n++] = {into_, left_};
     pieces[n++] = {stage_ + staged_, sizeof stage_ - staged_};
     return n;

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 
 #include <new>
+#include <utility>
 
 #include "link.h"
 #include "stream.h"
@@ -124,14 +125,15 @@ PyObject* open_stream(PyObject* module, PyObject* args) {
       !check_epoch(epoch) || !read_geometry(state, outbound, &out) || !read_geometry(state, inbound, &in) ||
       !read_seals(keys, &out_seal, &in_seal))
     return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_TypeError, "keys are None or two byte strings");
-  const std::uint64_t out_bytes = Slots::bytes(out.slots, out.slot_bytes);
+  const std::uint64_t out_bytes = Outbox::bytes(out.slots, out.slot_bytes);
   PyObject* memory = map_memory(state, -1, out_bytes + Slots::bytes(in.slots, in.slot_bytes));
   if (!memory) return nullptr;
   std::uint8_t* base = memory_base(memory);
-  const Slots outbox{base, out.slots, out.slot_bytes}, inbox{base + out_bytes, in.slots, in.slot_bytes};
+  const Outbox outbox{base, out.slots, out.slot_bytes};
+  const Slots inbox{base + out_bytes, in.slots, in.slot_bytes};
   auto* stream = new (std::nothrow)
-      Stream(sock, outbox, inbox, epoch, out_seal, in_seal, nanoseconds(spin_s), nanoseconds(stall_s));
-  if (!stream || !stream->usable()) {
+      Stream(sock, outbox, inbox, epoch, out_seal, in_seal, nanoseconds(spin_s), nanoseconds(stall_s), *state->teller);
+  if (!stream || !stream->start()) {
     PyErr_SetFromErrno(PyExc_OSError);
     delete stream;
     Py_DECREF(memory);
@@ -198,6 +200,8 @@ bool fill_names(State* state) {
 
 int module_exec(PyObject* module) {
   State* state = state_of_module(module);
+  state->teller = new (std::nothrow) Teller;
+  if (!state->teller) return PyErr_NoMemory(), -1;
   const std::pair<PyTypeObject**, PyType_Spec*> types[] = {
       {&state->memory_type, &memory_spec}, {&state->view_type, &view_spec}, {&state->channel_type, &channel_spec}};
   for (const auto& [place, spec] : types)
@@ -215,6 +219,9 @@ int module_clear(PyObject* module) {
   return 0;
 }
 
+// Channels hold their type, which holds the module: none is left by now.
+void module_free(void* module) { delete state_of_module(static_cast<PyObject*>(module))->teller; }
+
 PyMethodDef module_methods[] = {{"open_link", open_link, METH_VARARGS, nullptr},
                                 {"open_stream", open_stream, METH_VARARGS, nullptr},
                                 {"ring_bytes", ring_bytes, METH_VARARGS, nullptr},
@@ -222,7 +229,7 @@ PyMethodDef module_methods[] = {{"open_link", open_link, METH_VARARGS, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};
 PyModuleDef_Slot module_slots[] = {{Py_mod_exec, slot(module_exec)}, {0, nullptr}};
 PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_native", nullptr,      sizeof(State), module_methods,
-                          module_slots,          nullptr,   module_clear, nullptr};
+                          module_slots,          nullptr,   module_clear, module_free};
 
 }  // namespace
 

@@ -12,7 +12,10 @@
 
 namespace lamina {
 
+class Teller;
+
 struct State {
+  Teller* teller;
   PyTypeObject *memory_type, *view_type, *channel_type;
   PyObject *no_resource, *timeout, *peer_fault, *aborted;               // errors of lamina.netstack.fabric
   PyObject *slot, *arrival, *region, *stats;                            // its dataclasses

@@ -1,10 +1,10 @@
 // The Channel of lamina.netstack.fabric over any engine: order, bounds, counters, views, errors.
+#include "native.h"
+
 #include <structmember.h>
 
 #include <memory>
 #include <new>
-
-#include "native.h"
 
 namespace lamina {
 namespace {

@@ -1,15 +1,11 @@
 // A channel over a connected stream socket as an engine: frames, credit, and reading while writing.
 //
-// The kernel copies between the socket and the slots; no thread of ours runs in the background. Instead every call
-// that waits also reads: payloads go to inbox slots, which credit guarantees to be free, so two peers that put large
-// messages to each other at once both get on. Either role reads, and a release (receiver) writes credit while a put
-// (sender) writes data: `reading_` and `writing_` guard the two halves of the socket.
+// The kernel copies between the socket and the slots. Every call that waits also reads: payloads go to inbox slots,
+// which credit guarantees to be free, so two peers that put large messages to each other at once both get on. Either
+// role reads, and a release (receiver) may write credit while a put (sender) writes data: `reading_` and `writing_`
+// guard the two halves of the socket.
 #pragma once
 
-#include <netinet/in.h>
-#include <netinet/tcp.h>
-#include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -18,16 +14,18 @@
 #include <mutex>
 
 #include "frame.h"
+#include "sleeper.h"
 
 namespace lamina {
 
-constexpr std::uint64_t kLookNs = 100'000'000;  // a sender that never waits looks at the socket this often
+constexpr std::uint64_t kLookNs = 100'000'000;   // a sender that never waits looks at the socket this often
+constexpr std::uint64_t kSleepNs = 100'000'000;  // the longest sleep in a read
 
-class Stream final : public Engine {
+class Stream final : public Engine, private Teller::Client {
  public:
-  // Owns `sock`, non-blocking. A peer that takes no byte of a put for `stall_ns` is given up.
-  Stream(int sock, const Slots& outbox, const Slots& inbox, std::uint64_t epoch, const Seal& out, const Seal& in,
-         std::uint64_t spin_ns, std::uint64_t stall_ns)
+  // Owns `sock`, blocking. A peer that takes no byte of a put for `stall_ns` is given up.
+  Stream(int sock, const Outbox& outbox, const Slots& inbox, std::uint64_t epoch, const Seal& out, const Seal& in,
+         std::uint64_t spin_ns, std::uint64_t stall_ns, Teller& teller)
       : sock_(sock),
         spin_ns_(spin_ns),
         stall_ns_(stall_ns),
@@ -35,11 +33,18 @@ class Stream final : public Engine {
         in_slots_(inbox.slots),
         seal_(out),
         books_{epoch << kEpochShift},
-        decoder_(books_, inbox, in) {
-    for (Side& side : sides_) side.bell = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+        decoder_(books_, inbox, in),
+        teller_(teller) {
+    teller_.add(this);
   }
+  ~Stream() { teller_.remove(this); }
 
-  bool usable() const { return sides_[0].bell >= 0 && sides_[1].bell >= 0; }
+  // Prepares the socket; false with errno.
+  bool start() {
+    const timeval timeout{0, suseconds_t(kSleepNs / 1000)};
+    return sides_[0].sleeper.usable() && sides_[1].sleeper.usable() &&
+           setsockopt(sock_, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof timeout) == 0;
+  }
 
   Status look(Role role) override {
     if (role == Role::sender && now_ns() - looked_ns_.load(std::memory_order_relaxed) > kLookNs) read(role);
@@ -47,12 +52,16 @@ class Stream final : public Engine {
   }
 
   Status wait(Role role, std::uint64_t deadline_ns) override {
-    push_credit();
+    if (tail_bytes_ || scarce()) report();
+    Side& me = side(role);
+    const Status status = me.patience.spins() ? spin(role, deadline_ns) : Status::pending;
+    if (status != Status::pending) return status;
+    if (tail_bytes_ == 0 && deadline_ns > now_ns() + 2 * kSleepNs && read(role, 0)) return ready(role);
+    const short events = tail_bytes_ ? POLLIN | POLLOUT : POLLIN;
+    me.sleeper.sleep(sock_, events, deadline_ns, [&] { return ready(role) != Status::pending; });
+    if (tail_bytes_ || scarce()) report();
     read(role);
-    Status status = ready(role);
-    if (status == Status::pending) status = spin(role, deadline_ns);
-    if (status == Status::pending) status = sleep(role, deadline_ns);
-    return status;
+    return ready(role);
   }
 
   Grant grant() override {
@@ -63,16 +72,16 @@ class Stream final : public Engine {
   Status publish(std::uint64_t nbytes, const std::uint8_t* tag, std::uint64_t tag_bytes, const std::uint8_t* source,
                  std::uint64_t* seqno) override {
     if (Status over = ended(); over != Status::ready) return over;
-    while (writing_.test_and_set(std::memory_order_acquire)) relax();  // a release writes its credit
+    while (writing_.test_and_set(std::memory_order_acquire)) relax();  // credit is being written
     const std::uint64_t n = books_.sent.load(std::memory_order_relaxed);
     *seqno = books_.zero + n + 1;
+    Frame* frame = outbox_.frame(n);
     const std::uint8_t* payload = source ? source : outbox_.slot(n);
-    fill(kData, nbytes, *seqno, payload, tag, tag_bytes);
+    fill(frame, kData, nbytes, *seqno, payload, tag, tag_bytes);
     books_.sent.store(n + 1, std::memory_order_release);
-    pushed_.store(reported_.load(std::memory_order_relaxed), std::memory_order_relaxed);
-    unsent_[0] = {tail_, tail_bytes_.exchange(0, std::memory_order_relaxed)};
-    unsent_[1] = {&frame_, kFrameBytes};
-    unsent_[2] = {const_cast<std::uint8_t*>(payload), nbytes};
+    unsent_[0] = {tail_, tail_bytes_.exchange(0)};
+    unsent_[1] = {frame, kFrameBytes + (source ? 0 : nbytes)};  // the slot lies behind its frame
+    unsent_[2] = {const_cast<std::uint8_t*>(source), source ? nbytes : 0};
     stalled_ns_ = 0;
     return resume();
   }
@@ -81,7 +90,7 @@ class Stream final : public Engine {
     Status status = push();
     if (status == Status::pending) return status;
     writing_.clear(std::memory_order_release);
-    if (status == Status::ready) report();  // what another thread released meanwhile
+    if (status == Status::ready && scarce()) report();  // what another thread released meanwhile
     return status;
   }
 
@@ -101,20 +110,23 @@ class Stream final : public Engine {
 
   void release() override {
     books_.released.fetch_add(1, std::memory_order_release);
-    if (ended() == Status::ready) report();
+    if (ended() == Status::ready && scarce()) report();
   }
 
   void stop(Farewell farewell, const char* reason, std::uint64_t reason_bytes) override {
     if (stopped_.exchange(true)) return;
     if (!writing_.test_and_set(std::memory_order_acquire)) {  // else the stream is inside a frame
-      char text[kReasonBytes + 1];
-      const int bytes = farewell == kAborted ? std::snprintf(text, sizeof text, "aborted: %.*s",
-                                                             int(std::min(reason_bytes, kReasonBytes)), reason)
-                                             : std::snprintf(text, sizeof text, "closed the channel");
+      struct {
+        Frame frame;
+        char text[kReasonBytes + 1];
+      } last;
+      const int aborted = farewell == kAborted;
+      const int most = aborted ? int(std::min(reason_bytes, kReasonBytes)) : 0;
+      const int bytes = std::snprintf(last.text, sizeof last.text, "%s%.*s",
+                                      aborted ? "aborted: " : "closed the channel", most, reason);
       const auto length = std::min(std::uint64_t(bytes), kReasonBytes);
-      fill(kFarewell, length, 0, reinterpret_cast<std::uint8_t*>(text), nullptr, 0);
-      iovec pieces[] = {{&frame_, kFrameBytes}, {text, length}};
-      if (tail_bytes_.load(std::memory_order_relaxed) == 0) send(pieces, 2, 0);
+      fill(&last.frame, kFarewell, length, 0, reinterpret_cast<std::uint8_t*>(last.text), nullptr, 0);
+      if (tail_bytes_ == 0) send(sock_, &last, kFrameBytes + length, MSG_NOSIGNAL | MSG_DONTWAIT);
       writing_.clear(std::memory_order_release);
     }
     shutdown(sock_, SHUT_RDWR);
@@ -125,20 +137,20 @@ class Stream final : public Engine {
   bool stopped() const override { return stopped_.load(std::memory_order_acquire); }
 
   void shut() override {
+    teller_.remove(this);
     close(sock_);
-    for (Side& side : sides_) close(side.bell);
   }
 
   void why(char text[kTextBytes]) const override { std::memcpy(text, why_, kTextBytes); }
 
  private:
   struct Side {
-    int bell = -1;  // eventfd
-    std::atomic<bool> asleep{false};
+    Sleeper sleeper;
     Patience patience;
   };
 
   Side& side(Role role) { return sides_[role == Role::sender ? 0 : 1]; }
+  void ring(Role role) { side(role).sleeper.ring(); }
 
   Status ended() const {
     if (stopped()) return Status::stopped;
@@ -156,65 +168,48 @@ class Stream final : public Engine {
   }
 
   Status spin(Role role, std::uint64_t deadline_ns) {
-    Patience& patience = side(role).patience;
+    read(role);
+    Status status = ready(role);
     std::uint64_t now = now_ns();
-    if (spin_ns_ == 0 || now >= deadline_ns || !patience.spins()) return Status::pending;
+    if (status != Status::pending || now >= deadline_ns) return status;
     for (const std::uint64_t until = std::min(now + spin_ns_, deadline_ns); now < until; now = now_ns()) {
       read(role);
-      const Status status = ready(role);
-      if (status != Status::pending) return patience.caught(), status;
+      status = ready(role);
+      if (status != Status::pending) return side(role).patience.caught(), status;
     }
-    patience.missed();
+    side(role).patience.missed();
     return Status::pending;
   }
 
-  // Sleeps until the socket, the bell or a signal, then reads.
-  Status sleep(Role role, std::uint64_t deadline_ns) {
-    doze(role, tail_bytes_.load(std::memory_order_relaxed) ? POLLIN | POLLOUT : POLLIN, deadline_ns);
-    push_credit();
-    read(role);
-    return ready(role);
-  }
-
-  // False if a signal came.
-  bool doze(Role role, short events, std::uint64_t deadline_ns) {
-    Side& me = side(role);
-    const std::uint64_t now = now_ns();
-    const std::uint64_t left = deadline_ns > now ? deadline_ns - now : 0;
-    const timespec timeout{time_t(left / 1'000'000'000), long(left % 1'000'000'000)};
-    pollfd fds[] = {{sock_, events, 0}, {me.bell, POLLIN, 0}};
-    me.asleep.store(true, std::memory_order_seq_cst);
-    const bool writes = events & POLLOUT;
-    const Status status = writes ? (ended() == Status::ready ? Status::pending : ended()) : ready(role);
-    const int woken = status == Status::pending ? ppoll(fds, 2, &timeout, nullptr) : 0;
-    const bool interrupted = woken < 0 && errno == EINTR;
-    me.asleep.store(false, std::memory_order_relaxed);
-    eventfd_t rings;
-    if (woken > 0 && fds[1].revents) eventfd_read(me.bell, &rings);
-    return !interrupted;
-  }
-
-  void ring(Role role) {
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // what changed, before the look at `asleep`
-    if (side(role).asleep.load(std::memory_order_seq_cst)) eventfd_write(side(role).bell, 1);
-  }
-
-  // Reads what has come, without waiting, until `role` can go on or nothing is left.
-  void read(Role role) {
-    const std::lock_guard<std::mutex> guard(reading_);
+  // Reads what has come until `role` can go on or nothing is left; with `flags` 0 sleeps, for a slice at most, until
+  // something comes. False if another thread is reading, which rings.
+  bool read(Role role, int flags = MSG_DONTWAIT) {
+    const std::unique_lock<std::mutex> lock(reading_, std::try_to_lock);
+    if (!lock) return false;
     looked_ns_.store(now_ns(), std::memory_order_relaxed);
+    if (flags == 0 && ready(role) != Status::pending) return true;
     while (end_.load(std::memory_order_relaxed) == Status::ready) {
-      iovec pieces[2];
-      const int count = decoder_.room(pieces);
-      const std::uint64_t room = pieces[0].iov_len + (count > 1 ? pieces[1].iov_len : 0);
-      const ssize_t got = readv(sock_, pieces, count);
-      if (got < 0 && errno == EINTR) continue;
-      if (got < 0 && errno == EAGAIN) return;
-      if (got < 0) return broke(errno);
-      if (got == 0) return lose(Status::gone, "the peer's process is gone", false);
+      iovec pieces[2] = {};
+      const std::size_t count = decoder_.room(pieces);
+      const std::uint64_t room = pieces[0].iov_len + pieces[1].iov_len;
+      const ssize_t got = receive(pieces, count, flags);
+      if (got < 0 && errno == EINTR && flags) continue;
+      if (got < 0 && (errno == EAGAIN || errno == EINTR)) return true;
+      if (got < 0) return broke(errno), true;
+      if (got == 0) return lose(Status::gone, "the peer's process is gone", false), true;
       digest(std::uint64_t(got), role);
-      if (std::uint64_t(got) < room || ready(role) != Status::pending) return;
+      if (std::uint64_t(got) < room || ready(role) != Status::pending) return true;
+      flags = MSG_DONTWAIT;
     }
+    return true;
+  }
+
+  ssize_t receive(iovec* pieces, std::size_t count, int flags) {
+    if (count == 1) return recv(sock_, pieces[0].iov_base, pieces[0].iov_len, flags);
+    msghdr message{};
+    message.msg_iov = pieces;
+    message.msg_iovlen = count;
+    return recvmsg(sock_, &message, flags);
   }
 
   void digest(std::uint64_t bytes, Role role) {
@@ -251,30 +246,32 @@ class Stream final : public Engine {
   }
 
   // With `writing_` held: the next frame, which carries the newest credit.
-  void fill(Kind kind, std::uint64_t length, std::uint64_t seqno, const std::uint8_t* payload, const std::uint8_t* tag,
-            std::uint64_t tag_bytes) {
+  void fill(Frame* frame, Kind kind, std::uint64_t length, std::uint64_t seqno, const std::uint8_t* payload,
+            const std::uint8_t* tag, std::uint64_t tag_bytes) {
     const std::uint64_t released = books_.released.load(std::memory_order_acquire);
-    frame_ = {};
-    frame_.kind = kind;
-    frame_.length = length;
-    frame_.seqno = seqno;
-    frame_.credit = books_.zero + released;
-    if (tag_bytes) std::memcpy(frame_.tag, tag, tag_bytes);
-    close_frame(&frame_, seal_, frames_++, payload);
-    reported_.store(released, std::memory_order_relaxed);
+    *frame = {};
+    frame->kind = kind;
+    frame->length = length;
+    frame->seqno = seqno;
+    frame->credit = books_.zero + released;
+    if (tag_bytes) std::memcpy(frame->tag, tag, tag_bytes);
+    close_frame(frame, seal_, frames_++, payload);
+    reported_ = released;
   }
 
-  ssize_t send(iovec* pieces, std::size_t count, int flags) {
+  ssize_t send_unsent() {
+    if (unsent_[0].iov_len + unsent_[2].iov_len == 0)
+      return send(sock_, unsent_[1].iov_base, unsent_[1].iov_len, MSG_NOSIGNAL | MSG_DONTWAIT);
     msghdr message{};
-    message.msg_iov = pieces;
-    message.msg_iovlen = count;
-    return sendmsg(sock_, &message, flags | MSG_NOSIGNAL | MSG_DONTWAIT);
+    message.msg_iov = unsent_;
+    message.msg_iovlen = 3;
+    return sendmsg(sock_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 
   // Hands `unsent_` to the kernel; reads while it cannot take more. Pending: a signal came.
   Status push() {
     while (true) {
-      ssize_t taken = send(unsent_, 3, 0);
+      ssize_t taken = send_unsent();
       if (taken < 0 && errno == EINTR) return Status::pending;
       if (taken < 0 && errno != EAGAIN) {
         const int error = errno;
@@ -294,7 +291,10 @@ class Stream final : public Engine {
       if (now - stalled_ns_ >= stall_ns_) give_up_stalled();
       read(Role::sender);
       if (Status over = ended(); over != Status::ready) return over;
-      if (!doze(Role::sender, POLLIN | POLLOUT, stalled_ns_ + stall_ns_)) return Status::pending;
+      if (!side(Role::sender).sleeper.sleep(sock_, POLLIN | POLLOUT, stalled_ns_ + stall_ns_, [&] {
+            return ended() != Status::ready;
+          }))
+        return Status::pending;
     }
   }
 
@@ -304,45 +304,38 @@ class Stream final : public Engine {
     lose(Status::gone, text, false);
   }
 
-  // Tells the peer what was released, unless another thread is writing, which then does so afterwards.
-  //
-  // As long as the peer has half of its slots for all we know, the kernel may hold the frame back (MSG_MORE, at most
-  // 200 ms), so that it leaves with the next message instead of waking the peer on its own.
+  // Tells the peer what was released, unless another thread is writing, whose frame does so or which does it after.
   void report() {
-    while ((tail_bytes_.load(std::memory_order_relaxed) || reported_ < books_.released) &&
-           !writing_.test_and_set(std::memory_order_acquire)) {
-      std::uint64_t left = tail_bytes_.load(std::memory_order_relaxed);
+    while ((tail_bytes_ || reported_ < books_.released) && !writing_.test_and_set(std::memory_order_acquire)) {
+      std::uint64_t left = tail_bytes_;
       if (left == 0 && reported_ < books_.released) {
-        fill(kCredit, 0, 0, nullptr, nullptr, 0);
-        std::memcpy(tail_, &frame_, left = kFrameBytes);
+        Frame frame;
+        fill(&frame, kCredit, 0, 0, nullptr, nullptr, 0);
+        std::memcpy(tail_, &frame, left = kFrameBytes);
       }
-      const bool urgent = scarce();
-      iovec piece{tail_, left};
-      const ssize_t taken = left ? send(&piece, 1, urgent ? 0 : MSG_MORE) : 0;
+      const ssize_t taken = left ? send(sock_, tail_, left, MSG_NOSIGNAL | MSG_DONTWAIT) : 0;
       const bool later = taken < 0 && errno == EAGAIN;
       if (taken > 0) std::memmove(tail_, tail_ + taken, left - std::uint64_t(taken));
       // On an error the peer has left; reading will say why.
-      tail_bytes_.store(later ? left : taken < 0 ? 0 : left - std::uint64_t(taken), std::memory_order_relaxed);
-      if (urgent && tail_bytes_ == 0) pushed_.store(reported_, std::memory_order_relaxed);
+      tail_bytes_ = later ? left : taken < 0 ? 0 : left - std::uint64_t(taken);
       writing_.clear(std::memory_order_release);
       if (later) return;  // the next call that waits goes on
     }
   }
 
-  bool scarce() const { return 2 * (books_.arrived - pushed_) >= in_slots_; }
+  void tell() override {
+    if (!stopped() && reported_ < books_.released) report();
+  }
 
-  // Before a wait: lets go of credit that is held back from a peer that may lack it.
-  void push_credit() {
-    if (tail_bytes_.load(std::memory_order_relaxed) || reported_ < books_.released) report();
-    if (pushed_ >= reported_ || !scarce()) return;
-    pushed_.store(reported_, std::memory_order_relaxed);
-    const int on = 1;
-    setsockopt(sock_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  // For all we know the peer has a quarter of its slots left, or one. Until then credit waits for a message to ride on.
+  bool scarce() const {
+    const std::uint64_t spare = std::max(in_slots_ / 4, std::uint64_t{1});
+    return reported_ < books_.released && books_.arrived - reported_ + spare >= in_slots_;
   }
 
   const int sock_;
   const std::uint64_t spin_ns_, stall_ns_;
-  const Slots outbox_;
+  const Outbox outbox_;
   const std::uint64_t in_slots_;
   const Seal seal_;
   Books books_;
@@ -355,17 +348,17 @@ class Stream final : public Engine {
   std::atomic<std::uint64_t> looked_ns_{now_ns()};
 
   std::atomic_flag writing_ = ATOMIC_FLAG_INIT;
-  Frame frame_{};
   std::uint64_t frames_ = 0, stalled_ns_ = 0;
   iovec unsent_[3] = {};            // of the put in progress
   std::uint8_t tail_[kFrameBytes];  // of a credit frame that the kernel took in part, so many bytes:
   std::atomic<std::uint64_t> tail_bytes_{0};
-  std::atomic<std::uint64_t> reported_{0}, pushed_{0};  // released messages that a frame told of, that left for sure
+  std::atomic<std::uint64_t> reported_{0};  // released messages that a frame told of
 
   std::atomic<bool> stopped_{false};        // by this side
   std::atomic<bool> ending_{false};         // the peer's end is being written
   std::atomic<Status> end_{Status::ready};  // then gone or fault
   char why_[kTextBytes] = {};
+  Teller& teller_;
 };
 
 }  // namespace lamina
