@@ -29,6 +29,7 @@ class EngineConfig:
     kv_memory: str = option("auto", "memory for KV blocks on each memory worker, such as 512MiB or 4GiB")
     max_num_seqs: int = option(64, "sequences that decode at once")
     prefill_chunk: int = option(512, "prompt tokens in a step at most; other requests decode between chunks")
+    pipeline: int = option(1, "batches that take turns: while one is attended, another one is in the slices")
     overlap: bool = option(True, "memory workers attend stored tokens on Q alone, while K and V are still projected")
     deterministic: bool = option(
         False,
@@ -50,7 +51,7 @@ class EngineConfig:
             if type(value).__name__ not in _ACCEPTED[str(f.type)]:
                 raise ValueError(f"{flag(f.name)} must be of type {f.type}, not {value!r}")
         for name, low in (
-            ("memory_workers", 1), ("max_num_seqs", 1), ("prefill_chunk", 1), ("block_size", 1), ("max_model_len", 0),
+            ("memory_workers", 1), ("pipeline", 1), ("max_num_seqs", 1), ("prefill_chunk", 1), ("block_size", 1), ("max_model_len", 0),
             ("compute_threads", 0), ("memory_threads", 0), ("seed", 0),
         ):  # fmt: skip
             if getattr(self, name) < low:

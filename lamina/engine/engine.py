@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections import deque
 from collections.abc import Callable
 
 from lamina.config import EngineConfig
@@ -51,8 +50,9 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             prefill_chunk=config.prefill_chunk,
             aligned=config.deterministic,
+            num_batches=config.pipeline,
         )
-        self._steps: deque[ScheduledStep] = deque()
+        self._steps: dict[tuple[int, int], ScheduledStep] = {}  # in flight, by batch and step
         self._requests: dict[int, Request] = {}
         self._next_request = 0
         self._seeds = random.Random(config.seed)
@@ -109,10 +109,10 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """One pass of the loop; returns the requests that got tokens. Raises WorkerError when a worker is lost."""
         start = self._trace.now()
-        step = self.scheduler.schedule()
-        if step is not None:
-            self._trace.add(Event.SCHEDULE, start, step.plan)
-        done = self._run(step)
+        steps = self.scheduler.schedule()
+        if steps:
+            self._trace.add(Event.SCHEDULE, start, steps[0].plan)
+        done = self._run(steps)
         start = self._trace.now()
         outputs = self._postprocess(done)
         if done is not None:
@@ -144,9 +144,15 @@ class Engine:
         stops = frozenset([*eos, *(params.stop_token_ids or [])])
         return Sequence(request_id, params, seed, list(prompt), output, max_len, stops)
 
-    def _run(self, step: ScheduledStep | None) -> StepDone | None:
-        if step is None:
-            return self.wire.run(None)
+    def _run(self, steps: list[ScheduledStep]) -> StepDone | None:
+        """Send ``steps`` off; then wait for the next one that is done, unless a batch can take another one first."""
+        for step in steps:
+            self._submit(step)
+        if not self._steps or any(self.scheduler.may_run_ahead(s) for s in steps):
+            return None
+        return self.wire.wait()
+
+    def _submit(self, step: ScheduledStep) -> None:
         ends, row, now = {}, 0, self._clock()
         scores: list[Draw] = []
         for sequence, rows in zip(step.parts, step.plan.rows, strict=True):
@@ -158,13 +164,13 @@ class Engine:
             row += rows.count
             ends[sequence] = row - 1
         draws = [*scores, *(draw_of(s, ends[s]) for s in step.draws)]
-        self._steps.append(step)
-        return self.wire.run(RunStep(plan=step.plan, tokens=step.tokens, draws=draws))
+        self._steps[step.plan.batch, step.plan.step] = step
+        self.wire.submit(RunStep(plan=step.plan, tokens=step.tokens, draws=draws))
 
     def _postprocess(self, done: StepDone | None) -> list[RequestOutput]:
         if done is None:
             return []
-        step, now = self._steps.popleft(), self._clock()
+        step, now = self._steps.pop((done.batch, done.step)), self._clock()
         touched = {}
         for sequence, drawn in zip(step.scores, done.drawn, strict=False):
             if request := self._requests.get(sequence.request_id):

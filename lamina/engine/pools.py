@@ -62,14 +62,7 @@ class _Member:
 
 
 class Pools:
-    """1 compute worker and ``config.memory_workers`` memory workers, and the steps in flight between them and the
-    engine.
-
-    ``run`` keeps LOOKAHEAD steps queued behind the running one, so that the compute worker goes from one step to
-    the next without asking the driver.
-    """
-
-    LOOKAHEAD = 1
+    """1 compute worker and ``config.memory_workers`` memory workers, and the engine's links to them."""
 
     def __init__(
         self,
@@ -79,7 +72,6 @@ class Pools:
     ) -> None:
         """``model``: path, hub id, or an nn.Module, which then runs in this process. Raises ValueError, WorkerError."""
         self._config = config
-        self._in_flight: deque[RunStep] = deque()
         self._members: list[_Member] = []
         self._lock = threading.Lock()  # one reader of the links at a time: run or stats
         self._closed = False
@@ -96,21 +88,17 @@ class Pools:
         """Name of each worker -> its process."""
         return {m.label: m.handle.pid for m in self._members}
 
-    def run(self, step: RunStep | None) -> StepDone | None:
-        """Queue ``step``; return the oldest result once more than LOOKAHEAD are in flight, or when ``step`` is None."""
-        if step is not None:
-            self._send(self._compute, step)
-            self._in_flight.append(step)
-            if len(self._in_flight) <= self.LOOKAHEAD:
-                return None
-        if not self._in_flight:
-            return None
+    def submit(self, step: RunStep) -> None:
+        """See Wire."""
+        self._send(self._compute, step)
+
+    def wait(self) -> StepDone:
+        """See Wire."""
+        limit, start = self._config.step_timeout_s, self.tracer.recorder.now()
         with self._lock:
-            limit, start = self._config.step_timeout_s, self.tracer.recorder.now()
-            done = self._await(self._compute, StepDone, limit, f"for a step (--step-timeout-s {limit:g})")
+            done: StepDone = self._await(self._compute, StepDone, limit, f"for a step (--step-timeout-s {limit:g})")
         self.tracer.recorder.add(Event.WAIT_DONE, start, done)
-        self._in_flight.popleft()
-        return done  # type: ignore[no-any-return]
+        return done
 
     def stats(self) -> dict[str, dict[str, float]]:
         """The counters of every worker, by the names of ``pids``."""
@@ -213,6 +201,7 @@ class Pools:
             max_model_len=c.max_model_len,
             max_rows=c.max_rows,
             max_num_seqs=c.max_num_seqs,
+            num_batches=c.pipeline,
             block_size=c.block_size,
             kv_bytes=c.kv_bytes(),
             overlap=c.overlap,

@@ -12,9 +12,7 @@ from lamina.workers.control import ComputeReady, RunStep, StepDone
 class Wire(Protocol):
     """Both pools as the engine sees them. ``pools.Pools`` is the real one.
 
-    Steps run in the order given. ``run`` may keep some in flight: it queues ``step`` and returns the result of the
-    oldest one, or None while it can wait; ``run(None)`` waits for the oldest one. Results come in the order of the
-    steps.
+    Steps of one batch run in the order given; batches take turns, so of two batches either may be done first.
     """
 
     @property
@@ -22,8 +20,12 @@ class Wire(Protocol):
         """What the workers said when they were bound."""
         ...
 
-    def run(self, step: RunStep | None) -> StepDone | None:
-        """See above. Raises WorkerError when a worker is lost."""
+    def submit(self, step: RunStep) -> None:
+        """Queue ``step`` behind those of its batch. Raises WorkerError when a worker is lost."""
+        ...
+
+    def wait(self) -> StepDone:
+        """The next step that is done; some must be in flight. Raises WorkerError when a worker is lost."""
         ...
 
     def stats(self) -> dict[str, dict[str, float]]:

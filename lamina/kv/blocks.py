@@ -116,30 +116,37 @@ class BlockTables:
                 change[g] += blocks - self._held(old)[g]
         return tuple(change)
 
-    def can_apply(self, plan: StepPlan) -> bool:
-        """Whether there are blocks enough for ``plan``. Raises PlanError where blocks would not help."""
+    def can_apply(self, plan: StepPlan, held: Sequence[int] = ()) -> bool:
+        """Whether there are blocks enough for ``plan`` when ``held[g]`` of the free ones must be left alone.
+
+        Raises PlanError where blocks would not help.
+        """
         try:
-            self._after(plan)
+            self._after(plan, held)
         except NoBlocksError:
             return False
         return True
 
-    def apply(self, plan: StepPlan) -> None:
+    def apply(self, plan: StepPlan) -> tuple[int, ...]:
         """Do the plan's ops in order, then hold blocks for all its rows: everything, or nothing and an exception.
+        Returns the blocks by group that it gave back, whatever it took.
 
         The last plan of a batch may come again (a replay): it changes nothing more. The rows of the one before it may
         too, under a number of their own. Raises NoBlocksError, PlanError, UnsupportedOpError.
         """
         changes = self._after(plan)
         self._last[plan.batch] = plan
+        before = self.free_blocks
         for sequence, extent in changes.items():
             self._give_back(sequence, extent)
+        given_back = tuple(after - b for after, b in zip(self.free_blocks, before, strict=True))
         for sequence, extent in changes.items():
             if extent is None:
                 del self._sequences[sequence]
             else:
                 self._take(sequence, extent)
                 self._sequences[sequence] = extent
+        return given_back
 
     def check_integrity(self) -> None:
         """Every block is free or in one table, and every table is as long as its sequence, else RuntimeError."""
@@ -153,7 +160,7 @@ class BlockTables:
             if tables.keys() != self._sequences.keys():
                 raise RuntimeError(f"layer group {g}: a table without a sequence")
 
-    def _after(self, plan: StepPlan) -> dict[int, _Extent | None]:
+    def _after(self, plan: StepPlan, held: Sequence[int] = ()) -> dict[int, _Extent | None]:
         """The extents that ``plan`` changes (None = gone from now on), or an exception; touches nothing."""
         changes: dict[int, _Extent | None] = {}
         last = self._last.get(plan.batch)
@@ -168,7 +175,7 @@ class BlockTables:
             seen.add(row.sequence)
             changes[row.sequence] = self._advance(self._extent(changes, row.sequence), row)
         changes = {s: e for s, e in changes.items() if e is not None or s in self._sequences}
-        left = list(self.free_blocks)
+        left = [f - h for f, h in zip(self.free_blocks, held or (0,) * len(self.windows), strict=True)]
         for sequence, extent in changes.items():
             before, after = self._held(self._sequences.get(sequence)), self._held(extent)
             for g in range(len(left)):

@@ -1,13 +1,14 @@
 """The compute worker: runs the slices of a model, sends Q, K, V as they appear, takes O back, samples.
 
-It holds weights and no request state: all it keeps from one step to the next are the tokens just drawn.
+It holds weights and no request state: all that it keeps from one step to the next are the tokens just drawn.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -37,12 +38,22 @@ class Pass:
 
     step: RunStep
     num_rows: int
-    carry: tuple[Tensor, ...]
+    carry: tuple[Tensor, ...] = ()
+    layer: int = 0  # whose O is awaited
+
+
+@dataclass
+class Batch:
+    """Where one of the batches that take turns is."""
+
+    queued: deque[RunStep] = field(default_factory=deque)
+    current: Pass | None = None
+    last: dict[int, int] = field(default_factory=dict)  # sequence -> token drawn by the step before
 
 
 class ComputeWorker:
-    """One replica. ``turn`` is the program between two rotations: last slice, sampling, first slice of the next
-    step.
+    """One replica. Batches take turns; a turn is what one of them does between two attentions: a slice, or the last
+    slice, sampling and the first slice of its next step.
     """
 
     def __init__(
@@ -59,25 +70,41 @@ class ComputeWorker:
         self._trace = trace
         self._dtype = dtype
         self._call = self._call_fixed if deterministic else self._call_plain
-        self._last: dict[int, int] = {}  # sequence -> token drawn by the step before
+        self._batches: dict[int, Batch] = {}
+        self._order: deque[Batch] = deque()  # those with something to do, the one that waited longest first
         self.slice_s = 0.0
         self.sample_s = 0.0
         self.steps = 0
         self.rows = 0
 
-    @torch.inference_mode()
-    def turn(self, ending: Pass | None, starting: RunStep | None) -> tuple[StepDone | None, Pass | None]:
-        """Finish one step and begin the next without a pause between them; either may be missing."""
-        done = self._finish(ending) if ending else None
-        return done, self._begin(starting) if starting else None
+    @property
+    def has_work(self) -> bool:
+        """Whether some batch can take a turn."""
+        return bool(self._order)
+
+    def submit(self, step: RunStep) -> None:
+        """Queue ``step`` behind those of its batch."""
+        batch = self._batches.setdefault(step.plan.batch, Batch())
+        if batch.current is None and not batch.queued:
+            self._order.append(batch)
+        batch.queued.append(step)
 
     @torch.inference_mode()
-    def advance(self, current: Pass) -> None:
-        """All slices between the first and the last."""
-        for layer in range(len(self._slices) - 2 if current.num_rows else 0):
-            o, start = self._receive(layer, current), self._trace.now()
-            current.carry = self._call(layer + 1, (*current.carry, o))
-            self._trace.add(Event.SLICE, start, current.step.plan, layer + 1, value=current.num_rows)
+    def turn(self) -> StepDone | None:
+        """One turn of the batch that waited longest; returns its step if that is done now.
+
+        The memory workers serve in the order of the sends, so its O is the next to come.
+        """
+        batch, done = self._order.popleft(), None
+        current = batch.current
+        if current is not None and current.num_rows and current.layer < len(self._slices) - 2:
+            self._advance(current)
+        else:
+            done = self._finish(batch, current) if current is not None else None
+            batch.current = self._begin(batch, batch.queued.popleft()) if batch.queued else None
+        if batch.current is not None:
+            self._order.append(batch)
+        return done
 
     def stats(self) -> dict[str, float]:
         """Seconds by activity (``slice_s`` excludes sending), and counts."""
@@ -90,43 +117,45 @@ class ComputeWorker:
             "rows": float(self.rows),
         }
 
-    def _begin(self, step: RunStep) -> Pass:
+    def _advance(self, current: Pass) -> None:
+        self._pool.select(current.step.plan)
+        o, start = self._receive(current), self._trace.now()
+        current.layer += 1
+        current.carry = self._call(current.layer, (*current.carry, o))
+        self._trace.add(Event.SLICE, start, current.step.plan, current.layer, value=current.num_rows)
+
+    def _begin(self, batch: Batch, step: RunStep) -> Pass:
         self._pool.begin(step.plan)
         self.steps += 1
         self.rows += len(step.tokens)
-        current = Pass(step, len(step.tokens), ())
+        current = Pass(step, len(step.tokens))
         if current.num_rows:
-            ids = torch.tensor([[t] for t in self._resolve(step)])
+            ids = torch.tensor([[t] for t in _resolve(step, batch.last)])
             positions = torch.tensor([[p] for r in step.plan.rows for p in range(r.first, r.first + r.count)])
             start = self._trace.now()
             current.carry = self._call(0, (ids, positions))
             self._trace.add(Event.SLICE, start, step.plan, 0, value=current.num_rows)
         return current
 
-    def _resolve(self, step: RunStep) -> list[int]:
-        if -1 not in step.tokens:
-            return step.tokens
-        owners = [r.sequence for r in step.plan.rows for _ in range(r.count)]
-        return [self._last[s] if t == -1 else t for s, t in zip(owners, step.tokens, strict=True)]
-
-    def _finish(self, ending: Pass) -> StepDone:
+    def _finish(self, batch: Batch, ending: Pass) -> StepDone:
         step, drawn = ending.step, list[Drawn]()
         if ending.num_rows:
-            o = self._receive(len(self._slices) - 2, ending)
+            self._pool.select(step.plan)
+            o = self._receive(ending)
             if step.draws:
                 begun = self._trace.now()
                 wanted = torch.tensor([d.row for d in step.draws])
                 (logits,) = self._call(len(self._slices) - 1, tuple(x[wanted] for x in (*ending.carry, o)))
                 self._trace.add(Event.SLICE, begun, step.plan, len(self._slices) - 1, value=len(step.draws))
                 start = time.perf_counter()
-                drawn = sample(logits[:, -1], step.draws, self._last)
+                drawn = sample(logits[:, -1], step.draws, batch.last)
                 self.sample_s += time.perf_counter() - start
                 self._trace.add(Event.SAMPLE, start, step.plan)
-        self._last = {d.sequence: d.token for d in drawn}
+        batch.last = {d.sequence: d.token for d in drawn}
         return StepDone(batch=step.plan.batch, step=step.plan.step, drawn=drawn)
 
-    def _receive(self, layer: int, current: Pass) -> Tensor:
-        return self._pool.o(layer, current.num_rows, self._dtype)
+    def _receive(self, current: Pass) -> Tensor:
+        return self._pool.o(current.layer, current.num_rows, self._dtype)
 
     def _call_plain(self, index: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         start = time.perf_counter()
@@ -151,6 +180,13 @@ class ComputeWorker:
         held.forward(self._pool, rows)
         self.slice_s += time.perf_counter() - start
         return tuple(torch.cat(parts)[:rows] for parts in zip(*outs, strict=True))
+
+
+def _resolve(step: RunStep, last: dict[int, int]) -> list[int]:
+    if -1 not in step.tokens:
+        return step.tokens
+    owners = [r.sequence for r in step.plan.rows for _ in range(r.count)]
+    return [last[s] if t == -1 else t for s, t in zip(owners, step.tokens, strict=True)]
 
 
 class _Held:

@@ -31,7 +31,7 @@ from .memory_store import available_bytes
 from .service import Service, run_process
 from .stepplan import Bind, Bound, LayerShape, ProtocolError
 
-SLOTS = 4  # PLAN, Q and KV of a step are in flight together; one more so that the next PLAN need not wait
+SLOTS_OF_A_BATCH = 3  # PLAN, Q and KV are in flight together; one more slot so that the next PLAN need not wait
 LEAST_SLOT_BYTES = 1 << 20  # a PLAN or a Bind
 
 
@@ -82,19 +82,22 @@ class _Server:
         return True
 
     def _loop(self, worker: ComputeWorker) -> None:
-        current = None
         while True:
-            start = self._trace.now()
-            step = self._service.next(block=current is None)
+            self._take_steps(worker)
             if self._service.stopped.is_set():
                 return
-            if current is None:
-                self._trace.add(Event.WAIT_STEP, start, step.plan)
-            done, current = worker.turn(current, step)
+            done = worker.turn()
             if done is not None:
                 self._service.link.send(done)
-            if current is not None:
-                worker.advance(current)
+
+    def _take_steps(self, worker: ComputeWorker) -> None:
+        """Those that have come; the next one where the worker has nothing to do."""
+        idle, start = not worker.has_work, self._trace.now()
+        while (step := self._service.next(block=not worker.has_work)) is not None:
+            if idle:
+                self._trace.add(Event.WAIT_STEP, start, step.plan)
+                idle = False
+            worker.submit(step)
 
     def _stats(self) -> dict[str, float]:
         return self._worker.stats() if self._worker else {}
@@ -131,14 +134,19 @@ class _Server:
             windows=bounds[0].windows,
             num_blocks=[min(n) for n in zip(*(b.num_blocks for b in bounds), strict=True)],
             block_size=start.block_size,
-            summary={**_summary(program, shapes, dtype), "gemm": type(linear).__name__.lower(), **clock.laps},
+            summary={
+                **_summary(program, shapes, dtype),
+                "attention": bounds[0].backend,
+                "gemm": type(linear).__name__.lower(),
+                **clock.laps,
+            },
         )
         return worker, ready
 
     def _connect(self, shapes: list[LayerShape], dtype: torch.dtype, max_len: int) -> tuple[MemoryPool, list[Bound]]:
         start = self._start
         partition = by_head([s.kv_heads for s in shapes], len(start.memory_urls))
-        outbound, inbound = geometries(shapes, partition, start.max_rows, dtype.itemsize)
+        outbound, inbound = geometries(shapes, partition, start.max_rows, dtype.itemsize, start.num_batches)
         links, bounds = [], []
         for worker, url in enumerate(start.memory_urls):
             channel = self._fabric.connect(url, outbound=outbound, inbound=inbound)
@@ -160,9 +168,10 @@ class _Server:
 
 
 def geometries(
-    layers: list[LayerShape], partition: Partition, max_rows: int, itemsize: int
+    layers: list[LayerShape], partition: Partition, max_rows: int, itemsize: int, num_batches: int = 1
 ) -> tuple[Geometry, Geometry]:
     """The inboxes of a memory worker and of the compute worker, for messages of up to ``max_rows`` rows."""
+    slots = SLOTS_OF_A_BATCH * num_batches + 1
     out_bytes, in_bytes = LEAST_SLOT_BYTES, LEAST_SLOT_BYTES
     for i, layer in enumerate(layers):
         group = layer.q_heads // layer.kv_heads
@@ -170,7 +179,7 @@ def geometries(
             row = share.num_kv_heads * itemsize
             out_bytes = max(out_bytes, max_rows * row * max(group * layer.qk_dim, layer.qk_dim + layer.v_dim))
             in_bytes = max(in_bytes, max_rows * row * group * layer.v_dim)
-    return Geometry(slots=SLOTS, slot_bytes=out_bytes), Geometry(slots=SLOTS, slot_bytes=in_bytes)
+    return Geometry(slots=slots, slot_bytes=out_bytes), Geometry(slots=slots, slot_bytes=in_bytes)
 
 
 def _sequence_limit(asked: int, own: int) -> int:

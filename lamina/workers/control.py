@@ -78,6 +78,7 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     max_model_len: int  # 0 = the model's own
     max_rows: int
     max_num_seqs: int
+    num_batches: int  # that take turns
     block_size: int
     kv_bytes: int  # on each memory worker; 0 = choose
     overlap: bool
@@ -145,7 +146,7 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class RunStep(msgspec.Struct, frozen=True, kw_only=True, tag="run-step"):
-    """Driver -> compute worker: one step. Several may be queued; they run in order."""
+    """Driver -> compute worker: one step. Several may be queued; those of one batch run in order."""
 
     plan: StepPlan
     tokens: list[int]  # per row; -1 = what the previous step of this batch drew for the row's sequence

@@ -98,9 +98,13 @@ class MemoryPool:
         self.send_s = 0.0
         self.wait_s = 0.0
 
-    def begin(self, plan: StepPlan) -> None:
-        """Announce a step to all memory workers."""
+    def select(self, plan: StepPlan) -> None:
+        """The messages that follow belong to this step."""
         self._step, self._batch, self._view = plan.step, plan.batch, plan.view
+
+    def begin(self, plan: StepPlan) -> None:
+        """Announce a step to all memory workers, and select it."""
+        self.select(plan)
         data = encode(plan)
         for link in self.links:
             link.send_plan(self._key(Kind.PLAN, -1), data)

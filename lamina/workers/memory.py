@@ -113,12 +113,14 @@ class _Session:
             arrival = self._receive()
             key = Key.unpack(arrival.tag)
             if key.kind == Kind.PLAN:
+                if key.batch in self._current:
+                    raise ProtocolError(f"{key} in place of a layer message: the step before is not done")
                 start = self._trace.add(Event.WAIT_PLAN, start, key)
                 self._begin(arrival, key)
                 self._trace.add(Event.PLAN, start, key)
             elif key.batch in self._current:
                 self._advance(arrival, key, start)
-            elif key == self._refused.get(key.batch, key)._replace(kind=key.kind, layer=key.layer) and self._refused:
+            elif (bad := self._refused.get(key.batch)) and key == bad._replace(kind=key.kind, layer=key.layer):
                 self._channel.release(arrival)
             else:
                 raise ProtocolError(f"{key} in place of a plan")
@@ -158,8 +160,6 @@ class _Session:
                 plan = decode_plan(arrival.data)
                 if key != _key(Kind.PLAN, plan, -1):
                     raise ProtocolError(f"the plan of step {plan.step} came as {key}")
-                if plan.batch in self._current:
-                    raise ProtocolError(f"the plan of step {plan.step} came before the step before it was done")
                 step = self._store.begin(plan)
         except (ProtocolError, PlanError, NoBlocksError) as e:
             self._refused[key.batch] = key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
@@ -30,27 +31,26 @@ def continuation(prompt: list[int], count: int) -> list[int]:
 
 
 class FakeWire:
-    """Executes plans when they are collected, one step late, as the pools do."""
+    """Executes plans when they are collected, as late as can be. Batches overtake each other, as on the pools."""
 
-    LOOKAHEAD = 1
-
-    def __init__(self, num_blocks: int = 64) -> None:
+    def __init__(self, num_blocks: int = 64, seed: int = 0) -> None:
         self.ready = ComputeReady(
             vocab_size=VOCAB, max_model_len=128, dtype="float32", eos_token_ids=[EOS], windows=[0],
             num_blocks=[num_blocks], block_size=4, summary={},
         )  # fmt: skip
         self.tables = BlockTables([0], [num_blocks], 4)
         self.stored: dict[int, list[int]] = {}
-        self.drawn: dict[int, int] = {}
-        self.flight: deque[RunStep] = deque()
+        self.drawn: dict[int, dict[int, int]] = {}  # batch -> sequence -> token
+        self.flight: dict[int, deque[RunStep]] = {}
+        self.order = random.Random(seed)
         self.closed = False
 
-    def run(self, step: RunStep | None) -> StepDone | None:
-        if step is not None:
-            self.flight.append(step)
-            if len(self.flight) <= self.LOOKAHEAD:
-                return None
-        return self._execute(self.flight.popleft()) if self.flight else None
+    def submit(self, step: RunStep) -> None:
+        self.flight.setdefault(step.plan.batch, deque()).append(step)
+
+    def wait(self) -> StepDone:
+        batch = self.order.choice([b for b, steps in self.flight.items() if steps])
+        return self._execute(self.flight[batch].popleft())
 
     def _execute(self, step: RunStep) -> StepDone:
         self.tables.apply(step.plan)
@@ -63,13 +63,14 @@ class FakeWire:
         for rows in step.plan.rows:
             tokens = step.tokens[at : at + rows.count]
             at += rows.count
-            self.stored[rows.sequence][rows.first :] = [self.drawn[rows.sequence] if t == -1 else t for t in tokens]
+            last = self.drawn.get(step.plan.batch, {})
+            self.stored[rows.sequence][rows.first :] = [last[rows.sequence] if t == -1 else t for t in tokens]
         drawn = []
         for d in step.draws:
             token = next_token(self.stored[d.sequence])
             drawn.append(Drawn(d.sequence, (token + 1) % (VOCAB - 1) if token in d.banned else token))
-        self.drawn = {d.sequence: d.token for d in drawn}
-        return StepDone(batch=0, step=step.plan.step, drawn=drawn)
+        self.drawn[step.plan.batch] = {d.sequence: d.token for d in drawn}
+        return StepDone(batch=step.plan.batch, step=step.plan.step, drawn=drawn)
 
     def stats(self) -> dict[str, dict[str, float]]:
         return {}
@@ -102,9 +103,10 @@ def make_engine(wire: FakeWire | None = None, **options: int) -> Engine:
     return Engine(wire or FakeWire(), EngineConfig(**options), clock=lambda: float(next(ticks)))  # type: ignore[arg-type]
 
 
-def test_tokens_times_and_blocks() -> None:
+@pytest.mark.parametrize("pipeline", [1, 2, 3])
+def test_tokens_times_and_blocks(pipeline: int) -> None:
     wire = FakeWire()
-    engine = make_engine(wire, prefill_chunk=8, max_num_seqs=3)
+    engine = make_engine(wire, prefill_chunk=8, max_num_seqs=3, pipeline=pipeline)
     prompts = [[1, 2, 3], [5] * 30, [7], [9, 8], [4] * 11]
     ids = [engine.add(p, SamplingParams(max_tokens=9)) for p in prompts]
     done = run(engine)
@@ -176,8 +178,10 @@ def test_cancel_frees_and_others_go_on() -> None:
     assert wire.tables.free_blocks == (64,)
 
 
-def test_blocks_run_out_and_nothing_is_lost() -> None:
-    engine = make_engine(FakeWire(num_blocks=34), max_num_seqs=8)
+@pytest.mark.parametrize("pipeline", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_run_out_and_nothing_is_lost(pipeline: int, seed: int) -> None:
+    engine = make_engine(FakeWire(num_blocks=34, seed=seed), max_num_seqs=8, pipeline=pipeline)
     prompts = [[i, i + 1, i + 2] * 4 for i in range(6)]
     ids = [engine.add(p, SamplingParams(max_tokens=40)) for p in prompts]
     done = run(engine)

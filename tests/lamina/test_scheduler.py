@@ -28,11 +28,15 @@ def make(request_id: int, prompt: int, outputs: int, stop_at: int | None = None)
 class FakePool:
     """Keeps what each sequence id has stored, and checks every plan the way a memory worker would."""
 
-    def __init__(self) -> None:
+    def __init__(self, tables: BlockTables) -> None:
+        self.tables = tables
         self.stored: dict[int, list[int]] = {}
-        self.drawn: dict[int, int] = {}
+        self.drawn: dict[int, dict[int, int]] = {}  # batch -> sequence -> token
 
     def run(self, step: ScheduledStep) -> None:
+        self.tables.apply(step.plan)  # raises where the scheduler promised blocks that are not there
+        last = self.drawn.pop(step.plan.batch, {})
+        drawn = self.drawn[step.plan.batch] = {}
         for op in step.plan.ops:
             if isinstance(op, New):
                 assert op.sequence not in self.stored
@@ -43,13 +47,13 @@ class FakePool:
         for sequence, rows in zip(step.parts, step.plan.rows, strict=True):
             tokens = step.tokens[at : at + rows.count]
             at += rows.count
-            tokens = [self.drawn[rows.sequence] if t == -1 else t for t in tokens]
+            tokens = [last[rows.sequence] if t == -1 else t for t in tokens]
             kv = self.stored[rows.sequence]
             assert rows.first <= len(kv), "a hole in the stored tokens"
             kv[rows.first :] = tokens
             if sequence in step.draws:
                 # the model: the next token is a function of everything stored, so a wrong token would show
-                self.drawn[rows.sequence] = next_token(kv)
+                drawn[rows.sequence] = next_token(kv)
 
 
 def next_token(tokens: list[int]) -> int:
@@ -57,34 +61,49 @@ def next_token(tokens: list[int]) -> int:
 
 
 def drive(
-    sequences: list[Sequence], *, blocks: int, block_size: int = 4, arrivals: random.Random | None = None
+    sequences: list[Sequence],
+    *,
+    blocks: int,
+    block_size: int = 4,
+    arrivals: random.Random | None = None,
+    num_batches: int = 1,
 ) -> Scheduler:
+    """Run to the end. Steps of one batch keep their order, those of several batches run in any order."""
     ledger = BlockTables([0], [blocks], block_size)
-    scheduler = Scheduler(ledger, max_num_seqs=4, prefill_chunk=MAX_ROWS - 4)
-    pool, flight = FakePool(), []
+    scheduler = Scheduler(ledger, max_num_seqs=4, prefill_chunk=MAX_ROWS - 4, num_batches=num_batches)
+    pool, order = FakePool(BlockTables([0], [blocks], block_size)), arrivals or random.Random(0)
+    flight: list[list[ScheduledStep]] = [[] for _ in range(num_batches)]
     queue = list(sequences)
     for _ in range(5000):
         while queue and (arrivals is None or arrivals.random() < 0.4):
             scheduler.add(queue.pop(0))
-        step = scheduler.schedule()
-        if step is not None:
+        steps = scheduler.schedule()
+        for step in steps:
             assert step.plan.num_rows <= MAX_ROWS
-            pool.run(step)
-            flight.append((step, [pool.drawn[s.id] for s in step.draws]))
-        if flight and (len(flight) > 1 or step is None):
-            done, tokens = flight.pop(0)
-            for sequence, token in zip(done.draws, tokens, strict=True):
-                if sequence.finished:
-                    sequence.num_drawing -= 1
-                else:
-                    sequence.append(-5 if sequence.num_outputs == sequence.stop_at else token)  # type: ignore[attr-defined]
+            flight[step.plan.batch].append(step)
+            assert len(flight[step.plan.batch]) <= Scheduler.LOOKAHEAD + 1
+        if any(flight) and not any(scheduler.may_run_ahead(s) for s in steps):
+            done = order.choice([f for f in flight if f]).pop(0)
+            pool.run(done)
+            take(done, pool.drawn[done.plan.batch])
             scheduler.complete(done)
-        if not queue and not flight and not scheduler.num_running and all(s.finished for s in sequences):
+        if not queue and not any(flight) and not scheduler.num_running and all(s.finished for s in sequences):
             break
     assert all(s.finished for s in sequences), "stuck"
     assert not pool.stored, "sequences left on the memory workers"
     assert ledger.free_blocks == (blocks,)
     return scheduler
+
+
+def take(done: ScheduledStep, drawn: dict[int, int]) -> None:
+    for sequence, rows in zip(done.parts, done.plan.rows, strict=True):
+        if sequence not in done.draws:
+            continue
+        if sequence.finished:
+            sequence.num_drawing -= 1
+        else:
+            token = drawn[rows.sequence]
+            sequence.append(-5 if sequence.num_outputs == sequence.stop_at else token)  # type: ignore[attr-defined]
 
 
 def expected(prompt: list[int], outputs: int, stop_at: int | None) -> list[int]:
@@ -116,9 +135,10 @@ def test_stop_token_ends_and_drops_the_row_in_flight() -> None:
     assert [s.output.finish_reason for s in sequences] == ["stop", "length"]
 
 
-def test_preemption_loses_nothing() -> None:
+@pytest.mark.parametrize("num_batches", [1, 2, 3])
+def test_preemption_loses_nothing(num_batches: int) -> None:
     sequences = [make(i, 10, 30) for i in range(4)]
-    scheduler = drive(sequences, blocks=20)  # 4 x 40 tokens would need 40 blocks
+    scheduler = drive(sequences, blocks=20, num_batches=num_batches)  # 4 x 40 tokens would need 40 blocks
     check_tokens(sequences)
     assert scheduler.num_preemptions > 0
 
@@ -128,33 +148,40 @@ def test_decode_goes_on_between_prefill_chunks() -> None:
     scheduler = Scheduler(ledger, max_num_seqs=4, prefill_chunk=8)
     short, long = make(1, 3, 50), make(2, 60, 5)
     scheduler.add(short)
-    first = scheduler.schedule()
-    assert first is not None
+    (first,) = scheduler.schedule()
     short.append(7)
     scheduler.complete(first)
     scheduler.add(long)
     for _ in range(5):
-        step = scheduler.schedule()
-        assert step is not None
+        (step,) = scheduler.schedule()
         assert set(step.parts) == {short, long}, "the long prompt must not stall the short one"
         assert step.draws == [short]
         short.append(7)
         scheduler.complete(step)
 
 
-@settings(max_examples=60, deadline=None)
+def test_a_new_sequence_joins_the_batch_that_reads_least() -> None:
+    scheduler = Scheduler(BlockTables([0], [100], 4), max_num_seqs=8, prefill_chunk=64, num_batches=2)
+    for i, length in enumerate([40, 3, 5, 6]):
+        scheduler.add(make(i, length, 5))
+    steps = scheduler.schedule()
+    assert [[len(s.prompt) for s in step.parts] for step in steps] == [[40], [3, 5, 6]]
+
+
+@settings(max_examples=120, deadline=None)
 @given(
     shapes=st.lists(
         st.tuples(st.integers(1, 30), st.integers(1, 12), st.none() | st.integers(0, 11)), min_size=1, max_size=8
     ),
     blocks=st.integers(11, 40),
     seed=st.integers(0, 1000),
+    num_batches=st.integers(1, 4),
 )
 def test_any_mix_gives_every_sequence_its_own_tokens(
-    shapes: list[tuple[int, int, int | None]], blocks: int, seed: int
+    shapes: list[tuple[int, int, int | None]], blocks: int, seed: int, num_batches: int
 ) -> None:
     sequences = [make(i, p, o, stop) for i, (p, o, stop) in enumerate(shapes)]
-    drive(sequences, blocks=blocks, arrivals=random.Random(seed))
+    drive(sequences, blocks=blocks, arrivals=random.Random(seed), num_batches=num_batches)
     check_tokens(sequences)
 
 
