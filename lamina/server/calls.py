@@ -61,10 +61,21 @@ class Service:
 class Call:
     """Iterate over it for (number of the prompt, delta) until everything has ended; then, or earlier, close it."""
 
-    def __init__(self, service: Service, prompts: list[Prompt], params: SamplingParams, arrival_s: float) -> None:
-        """Raises ApiError where there is no room."""
+    def __init__(
+        self,
+        service: Service,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        arrival_s: float,
+        *,
+        only_prompt: bool = False,
+    ) -> None:
+        """``only_prompt``: the one token that is drawn all the same is not wanted. Raises ApiError where there is no
+        room.
+        """
         self.prompts = prompts
         self.params = params
+        self.only_prompt = only_prompt
         self.completion_tokens = 0
         self._service = service
         self._feed = Feed()
@@ -108,7 +119,7 @@ class Call:
             yield [(self._numbers[d.key], self._book(d)) for d in deltas]
 
     def _book(self, delta: Delta) -> Delta:
-        self.completion_tokens += len(delta.tokens)
+        self.completion_tokens += 0 if self.only_prompt else len(delta.tokens)
         if delta.key in self._waiting:
             self._waiting.discard(delta.key)
             self._ticket.started(len(self.prompts[self._numbers[delta.key]].ids))

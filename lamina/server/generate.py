@@ -9,6 +9,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from lamina.request import SamplingParams
+
 from .answers import EventStream, whole
 from .bodies import described, parse
 from .calls import Call, Service
@@ -30,9 +32,8 @@ async def completions(request: Request) -> Response:
     service.admission.check(len(split_prompts(body.prompt, service.config.max_prompts)) * params.n)
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     prompts = await service.prompter.completions(body.prompt, service.config.max_prompts, max_tokens)
-    call = _call(request, service, prompts, params)
-    only_prompt = body.max_tokens == 0
-    shape = CompletionShape(call, service.texts, _head("cmpl", name), echo=bool(body.echo), only_prompt=only_prompt)
+    call = _call(request, service, prompts, params, only_prompt=body.max_tokens == 0)
+    shape = CompletionShape(call, service.texts, _head("cmpl", name), echo=bool(body.echo))
     return await _answer(request, body, call, shape)
 
 
@@ -49,8 +50,10 @@ async def chat(request: Request) -> Response:
     return await _answer(request, body, call, ChatShape(call, service.texts, _head("chatcmpl", name)))
 
 
-def _call(request: Request, service: Service, prompts: list[Prompt], params: Any) -> Call:
-    call = Call(service, prompts, params, request.state.arrival_s)
+def _call(
+    request: Request, service: Service, prompts: list[Prompt], params: SamplingParams, *, only_prompt: bool = False
+) -> Call:
+    call = Call(service, prompts, params, request.state.arrival_s, only_prompt=only_prompt)
     request.state.call = call
     return call
 

@@ -36,13 +36,11 @@ class Shape(Protocol):
 class CompletionShape:
     """/v1/completions."""
 
-    def __init__(self, call: Call, texts: TokenTexts, head: dict[str, Any], *, echo: bool, only_prompt: bool) -> None:
-        """``only_prompt``: max_tokens was 0: the token that the engine draws all the same is dropped."""
+    def __init__(self, call: Call, texts: TokenTexts, head: dict[str, Any], *, echo: bool) -> None:
         self._call = call
         self._texts = texts
         self._head = head
         self._echo = echo
-        self._only_prompt = only_prompt
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._prompt_entries: dict[int, list[Logprobs | None]] = {}
         self._begun: set[int] = set()
@@ -58,12 +56,12 @@ class CompletionShape:
         first = index not in self._begun
         self._begun.add(index)
         tokens, text, entries = delta.tokens, delta.text, delta.logprobs
-        if self._only_prompt:
+        if self._call.only_prompt:
             tokens, text, entries = [], "", [] if entries is not None else None
         if first and self._echo:
             text = self._prompt_text(number) + text
         logprobs = None if entries is None else self._block(number, index, delta, tokens, entries, first=first)
-        reason = "length" if self._only_prompt and delta.finish_reason else delta.finish_reason
+        reason = "length" if self._call.only_prompt and delta.finish_reason else delta.finish_reason
         return {
             "index": index,
             "text": text,

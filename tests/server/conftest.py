@@ -1,0 +1,34 @@
+"""One server for all tests of this folder that do not end theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from openai import OpenAI
+from running import Running
+
+FLAGS = (
+    "--dtype=float32", "--max-num-seqs=8", "--max-num-queued-reqs=24", "--metrics-compat=vllm", "--log-json",
+    "--served-model-name=tiny,other", "--log-stats-s=1", "--max-body=1MiB", "--body-timeout-s=2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(tmp_path_factory.mktemp("server") / "log", *FLAGS)
+    yield running
+    running.kill()
+
+
+@pytest.fixture(scope="session")
+def http(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def openai(server: Running) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client

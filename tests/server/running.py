@@ -1,0 +1,91 @@
+"""A real server process for tests: started with the shipped model, found by the line that it prints."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "examples/tiny_lm/model"
+START_S = 100.0
+
+
+class Running:
+    """``url`` is where it serves; ``log`` is a file with all that it wrote to stderr."""
+
+    def __init__(self, log: Path, *flags: str, env: dict[str, str] | None = None) -> None:
+        self.log = log
+        command = [sys.executable, "-m", "lamina.cluster.launch", "serve", MODEL, "--port", "0", *flags]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+        with log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True
+            )
+        self.url = self._await_url()
+
+    def _await_url(self) -> str:
+        out: IO[str] | None = self.process.stdout
+        assert out is not None
+        readable, _, _ = select.select([out], [], [], START_S)
+        line = out.readline() if readable else ""
+        if " on " not in line:
+            self.kill()
+            raise AssertionError(f"the server did not start: {line!r} {self.log.read_text()}")
+        return line.rsplit(" on ", 1)[1].strip()
+
+    def descendants(self) -> list[int]:
+        """All processes that it has started, and theirs."""
+        found, parents = [], [self.process.pid]
+        while parents:
+            parent = parents.pop()
+            children = [int(c) for c in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+            found += children
+            parents += children
+        return found
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, timeout_s: float) -> int:
+        return self.process.wait(timeout_s)
+
+    def kill(self) -> None:
+        """The end, in any case."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those of ``pids`` that run; zombies, which only wait to be reaped, do not."""
+    found = []
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except FileNotFoundError:
+            continue
+        if state != "Z":
+            found.append(pid)
+    return found
+
+
+def eventually(condition: object, timeout_s: float) -> bool:
+    """Whether ``condition()`` becomes true in time."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if condition():  # type: ignore[operator]
+            return True
+        select.select([], [], [], 0.02)
+    return bool(condition())  # type: ignore[operator]
