@@ -51,8 +51,8 @@ class EngineConfig:
             if type(value).__name__ not in _ACCEPTED[str(f.type)]:
                 raise ValueError(f"{flag(f.name)} must be of type {f.type}, not {value!r}")
         for name, low in (
-            ("memory_workers", 1), ("pipeline", 1), ("max_num_seqs", 1), ("prefill_chunk", 1), ("block_size", 1), ("max_model_len", 0),
-            ("compute_threads", 0), ("memory_threads", 0), ("seed", 0),
+            ("memory_workers", 1), ("pipeline", 1), ("max_num_seqs", 1), ("prefill_chunk", 1), ("block_size", 1),
+            ("max_model_len", 0), ("compute_threads", 0), ("memory_threads", 0), ("seed", 0),
         ):  # fmt: skip
             if getattr(self, name) < low:
                 raise ValueError(f"{flag(name)} must be at least {low}, not {getattr(self, name)}")

@@ -36,9 +36,7 @@ class Request:
 class Engine:
     """Continuous batching over one compute worker and a pool of memory workers."""
 
-    def __init__(
-        self, wire: Wire, config: EngineConfig, clock: Clock = time.monotonic, trace: Recorder = OFF
-    ) -> None:
+    def __init__(self, wire: Wire, config: EngineConfig, clock: Clock = time.monotonic, trace: Recorder = OFF) -> None:
         self.config = config
         self.wire = wire
         self.info = wire.ready
