@@ -1,7 +1,6 @@
-// lamina.netstack._native: the module, its memory, and a constructor for each engine.
+// lamina.netstack._native: the module, and a constructor for each engine.
 #include "native.h"
 
-#include <sys/mman.h>
 #include <sys/stat.h>
 
 #include <new>
@@ -12,34 +11,6 @@
 
 namespace lamina {
 namespace {
-
-struct Memory {
-  PyObject_HEAD std::uint8_t* base;
-  std::size_t bytes;
-};
-
-struct View {
-  PyObject_HEAD PyObject* memory;
-  std::uint8_t* data;
-  Py_ssize_t bytes;
-  int readonly;
-};
-
-void memory_dealloc(PyObject* self) {
-  auto* memory = reinterpret_cast<Memory*>(self);
-  if (memory->base) munmap(memory->base, memory->bytes);
-  free_object(self);
-}
-
-void view_dealloc(PyObject* self) {
-  Py_XDECREF(reinterpret_cast<View*>(self)->memory);
-  free_object(self);
-}
-
-int view_getbuffer(PyObject* self, Py_buffer* buffer, int flags) {
-  auto* view = reinterpret_cast<View*>(self);
-  return PyBuffer_FillInfo(buffer, self, view->data, view->bytes, view->readonly, flags);
-}
 
 bool read_number(PyObject* geometry, PyObject* name, std::uint64_t most, std::uint64_t* value) {
   PyObject* number = PyObject_GetAttr(geometry, name);
@@ -165,17 +136,6 @@ PyObject* check(PyObject*, PyObject* args) {
   return PyBytes_FromStringAndSize(reinterpret_cast<char*>(out), Py_ssize_t(kCheckBytes));
 }
 
-template <class F>
-void* slot(F* function) {
-  return reinterpret_cast<void*>(function);
-}
-
-PyType_Slot memory_slots[] = {{Py_tp_dealloc, slot(memory_dealloc)}, {0, nullptr}};
-PyType_Slot view_slots[] = {{Py_tp_dealloc, slot(view_dealloc)}, {Py_bf_getbuffer, slot(view_getbuffer)}, {0, nullptr}};
-constexpr unsigned kHidden = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION;
-PyType_Spec memory_spec = {"lamina.netstack._native.Memory", sizeof(Memory), 0, kHidden, memory_slots};
-PyType_Spec view_spec = {"lamina.netstack._native.View", sizeof(View), 0, kHidden, view_slots};
-
 bool fill_names(State* state) {
   PyObject* fabric = PyImport_ImportModule("lamina.netstack.fabric");
   if (!fabric) return false;
@@ -183,15 +143,13 @@ bool fill_names(State* state) {
                                                       {&state->timeout, "ChannelTimeout"},
                                                       {&state->peer_fault, "PeerFault"},
                                                       {&state->aborted, "ChannelAborted"},
-                                                      {&state->slot, "Slot"},
-                                                      {&state->arrival, "Arrival"},
-                                                      {&state->region, "Region"},
                                                       {&state->stats, "ChannelStats"}};
   const std::pair<PyObject**, const char*> interned[] = {{&state->name_data, "data"},
                                                          {&state->name_slots, "slots"},
                                                          {&state->name_slot_bytes, "slot_bytes"},
                                                          {&state->name_timeout_s, "timeout_s"}};
-  bool filled = true;
+  bool filled = find_record(fabric, "Slot", {"data", "index", nullptr}, &state->slot) &&
+                find_record(fabric, "Arrival", {"seqno", "tag", "data"}, &state->arrival);
   for (const auto& [place, name] : taken) filled = filled && (*place = PyObject_GetAttrString(fabric, name));
   for (const auto& [place, name] : interned) filled = filled && (*place = PyUnicode_InternFromString(name));
   Py_DECREF(fabric);
@@ -202,19 +160,18 @@ int module_exec(PyObject* module) {
   State* state = state_of_module(module);
   state->teller = new (std::nothrow) Teller;
   if (!state->teller) return PyErr_NoMemory(), -1;
-  const std::pair<PyTypeObject**, PyType_Spec*> types[] = {
-      {&state->memory_type, &memory_spec}, {&state->view_type, &view_spec}, {&state->channel_type, &channel_spec}};
-  for (const auto& [place, spec] : types)
-    if (!(*place = reinterpret_cast<PyTypeObject*>(PyType_FromModuleAndSpec(module, spec, nullptr)))) return -1;
-  return fill_names(state) ? PyModule_AddType(module, state->channel_type) : -1;
+  if (!make_memory_types(state, module) || !fill_names(state)) return -1;
+  state->channel_type = reinterpret_cast<PyTypeObject*>(PyType_FromModuleAndSpec(module, &channel_spec, nullptr));
+  return state->channel_type ? PyModule_AddType(module, state->channel_type) : -1;
 }
 
 int module_clear(PyObject* module) {
   State* state = state_of_module(module);
-  for (PyTypeObject** type : {&state->memory_type, &state->view_type, &state->channel_type}) Py_CLEAR(*type);
-  for (PyObject** object : {&state->no_resource, &state->timeout, &state->peer_fault, &state->aborted, &state->slot,
-                            &state->arrival, &state->region, &state->stats, &state->name_data, &state->name_slots,
-                            &state->name_slot_bytes, &state->name_timeout_s})
+  for (PyTypeObject** type :
+       {&state->memory_type, &state->view_type, &state->channel_type, &state->slot.type, &state->arrival.type})
+    Py_CLEAR(*type);
+  for (PyObject** object : {&state->no_resource, &state->timeout, &state->peer_fault, &state->aborted, &state->stats,
+                            &state->name_data, &state->name_slots, &state->name_slot_bytes, &state->name_timeout_s})
     Py_CLEAR(*object);
   return 0;
 }
@@ -227,39 +184,11 @@ PyMethodDef module_methods[] = {{"open_link", open_link, METH_VARARGS, nullptr},
                                 {"ring_bytes", ring_bytes, METH_VARARGS, nullptr},
                                 {"check", check, METH_VARARGS, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};
-PyModuleDef_Slot module_slots[] = {{Py_mod_exec, slot(module_exec)}, {0, nullptr}};
+PyModuleDef_Slot module_slots[] = {{Py_mod_exec, reinterpret_cast<void*>(module_exec)}, {0, nullptr}};
 PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_native", nullptr,      sizeof(State), module_methods,
                           module_slots,          nullptr,   module_clear, module_free};
 
 }  // namespace
-
-PyObject* map_memory(State* state, int fd, std::uint64_t bytes) {
-  const int flags = fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE : MAP_SHARED;
-  void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
-  if (base == MAP_FAILED) return PyErr_SetFromErrno(PyExc_OSError);
-  auto* memory = allocate<Memory>(state->memory_type);
-  if (!memory) {
-    munmap(base, bytes);
-    return nullptr;
-  }
-  memory->base = static_cast<std::uint8_t*>(base);
-  memory->bytes = bytes;
-  return reinterpret_cast<PyObject*>(memory);
-}
-
-std::uint8_t* memory_base(PyObject* memory) { return reinterpret_cast<Memory*>(memory)->base; }
-
-PyObject* make_view(State* state, PyObject* memory, std::uint8_t* data, std::uint64_t bytes, bool readonly) {
-  auto* view = allocate<View>(state->view_type);
-  if (!view) return nullptr;
-  view->memory = Py_NewRef(memory);
-  view->data = data;
-  view->bytes = Py_ssize_t(bytes);
-  view->readonly = readonly;
-  PyObject* result = PyMemoryView_FromObject(reinterpret_cast<PyObject*>(view));
-  Py_DECREF(view);
-  return result;
-}
 
 }  // namespace lamina
 

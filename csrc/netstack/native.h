@@ -14,11 +14,18 @@ namespace lamina {
 
 class Teller;
 
+// A dataclass of Python with slots, made without a call of its __init__, which would take longer than all the rest.
+struct Record {
+  PyTypeObject* type;
+  Py_ssize_t offsets[3];
+};
+
 struct State {
   Teller* teller;
   PyTypeObject *memory_type, *view_type, *channel_type;
   PyObject *no_resource, *timeout, *peer_fault, *aborted;               // errors of lamina.netstack.fabric
-  PyObject *slot, *arrival, *region, *stats;                            // its dataclasses
+  Record slot, arrival;                                                 // its dataclasses
+  PyObject* stats;                                                      // the class
   PyObject *name_data, *name_slots, *name_slot_bytes, *name_timeout_s;  // interned
 };
 
@@ -39,12 +46,33 @@ struct Shape {
   std::uint64_t slots, slot_bytes;
 };
 
+// Creates the types of Memory and View. False with an exception set.
+bool make_memory_types(State* state, PyObject* module);
+
 // Maps `bytes` of `fd`, or of fresh memory where that is -1. Null with an exception set on failure.
 PyObject* map_memory(State* state, int fd, std::uint64_t bytes);
 std::uint8_t* memory_base(PyObject* memory);
 
 // A memoryview of a part of `memory`.
 PyObject* make_view(State* state, PyObject* memory, std::uint8_t* data, std::uint64_t bytes, bool readonly);
+
+// Looks up class `type` of `module` and its fields, up to a null. False with an exception set.
+bool find_record(PyObject* module, const char* type, const char* const (&fields)[3], Record* record);
+
+// Takes over the values, also on failure; a null among them, with its exception, makes the result null.
+template <std::size_t count>
+PyObject* make_record(const Record& record, PyObject* const (&values)[count]) {
+  bool whole = true;
+  for (PyObject* value : values) whole = whole && value;
+  PyObject* made = whole ? record.type->tp_alloc(record.type, 0) : nullptr;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (made)
+      *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(made) + record.offsets[i]) = values[i];
+    else
+      Py_XDECREF(values[i]);
+  }
+  return made;
+}
 
 // Takes over `engine` and, also on failure, the reference to `memory`; `outbound` and `inbound` are Geometry objects.
 PyObject* make_channel(State* state, Engine* engine, PyObject* memory, PyObject* peer, std::uint64_t epoch,

@@ -1,145 +1,12 @@
 // The Channel of lamina.netstack.fabric over any engine: order, bounds, counters, views, errors.
-#include "native.h"
+#include "native_channel.h"
 
 #include <structmember.h>
 
-#include <memory>
 #include <new>
 
 namespace lamina {
 namespace {
-
-// Slots reserved, or arrivals not yet released, oldest first. The objects are held.
-class Fifo {
- public:
-  explicit Fifo(std::uint64_t slots) : capacity_(slots), ring_(new (std::nothrow) PyObject*[slots]) {}
-  ~Fifo() {
-    while (count_) pop();
-  }
-  bool usable() const { return ring_ != nullptr; }
-  PyObject* front() const { return count_ ? ring_[head_ % capacity_] : nullptr; }
-  void push(PyObject* object) { ring_[(head_ + count_++) % capacity_] = Py_NewRef(object); }
-  void pop() {
-    --count_;
-    Py_DECREF(ring_[head_++ % capacity_]);
-  }
-
- private:
-  const std::uint64_t capacity_;
-  std::uint64_t head_ = 0, count_ = 0;
-  std::unique_ptr<PyObject*[]> ring_;
-};
-
-struct Channel {
-  PyObject_HEAD PyObject* weak;
-  Engine* engine;
-  PyObject* memory;  // null once closed and left by every call
-  PyObject *peer, *outbound, *inbound;
-  Number epoch;
-  Shape out, in;
-  Fifo *granted, *arrived;
-  Number messages_sent, bytes_sent, messages_received, bytes_received;
-  std::uint64_t wait_ns;
-  int calls;  // in progress; the last one to leave a closed channel gives memory and descriptors back
-  bool closed;
-};
-
-Channel* of(PyObject* object) { return reinterpret_cast<Channel*>(object); }
-State* state_of(PyObject* self) { return static_cast<State*>(PyType_GetModuleState(Py_TYPE(self))); }
-
-void give_back(Channel* self) {
-  if (self->calls || !self->memory || !self->closed) return;
-  self->engine->shut();
-  Py_CLEAR(self->memory);
-}
-
-// Keeps memory and descriptors in place while a method runs, also if another thread closes the channel meanwhile.
-class Call {
- public:
-  explicit Call(Channel* self) : self_(self) { ++self_->calls; }
-  ~Call() {
-    --self_->calls;
-    give_back(self_);
-  }
-  Call(const Call&) = delete;
-
- private:
-  Channel* self_;
-};
-
-void stop(Channel* self, Farewell farewell, const char* reason, Py_ssize_t bytes) {
-  if (!self->closed) self->engine->stop(farewell, reason, std::uint64_t(bytes));
-}
-
-void close_channel(Channel* self) {
-  stop(self, kClosed, "", 0);
-  self->closed = true;
-  give_back(self);
-}
-
-void channel_dealloc(PyObject* object) {
-  Channel* self = of(object);
-  if (self->weak) PyObject_ClearWeakRefs(object);
-  if (self->engine) close_channel(self);
-  delete self->engine;
-  delete self->granted;
-  delete self->arrived;
-  Py_XDECREF(self->memory);
-  Py_XDECREF(self->peer);
-  Py_XDECREF(self->outbound);
-  Py_XDECREF(self->inbound);
-  free_object(object);
-}
-
-// The channel is over, on either side.
-PyObject* raise_over(Channel* self, Status status, const char* operation) {
-  State* state = state_of(reinterpret_cast<PyObject*>(self));
-  if (status == Status::stopped)
-    return PyErr_Format(state->aborted, "%U: %s: the channel was aborted or closed on this side", self->peer,
-                        operation);
-  char text[kTextBytes];
-  self->engine->why(text);
-  PyObject* decoded = PyUnicode_DecodeUTF8(text, Py_ssize_t(strnlen(text, kTextBytes)), "replace");
-  if (decoded) PyErr_Format(state->peer_fault, "%U: %s: %U", self->peer, operation, decoded);
-  Py_XDECREF(decoded);
-  return nullptr;
-}
-
-void raise_late(Channel* self, Role role, double timeout_s) {
-  State* state = state_of(reinterpret_cast<PyObject*>(self));
-  char text[32];
-  PyOS_snprintf(text, sizeof text, "%g", std::max(timeout_s, 0.0));
-  if (role == Role::sender)
-    PyErr_Format(state->no_resource, "%U: reserve: none of %llu slots became free within %s s", self->peer,
-                 Number(self->out.slots), text);
-  else
-    PyErr_Format(state->timeout, "%U: wait_signal: no message within %s s", self->peer, text);
-}
-
-// Waits until `role` can go on, without the GIL unless it already can. False with an exception set otherwise.
-bool await(Channel* self, Role role, double timeout_s) {
-  Engine* engine = self->engine;
-  Status status = engine->look(role);
-  if (status == Status::pending) {
-    const std::uint64_t start = now_ns();
-    const std::uint64_t deadline = timeout_s > 0 ? start + std::uint64_t(std::min(timeout_s, 1e9) * 1e9) : 0;
-    std::uint64_t now = start;
-    do {
-      Py_BEGIN_ALLOW_THREADS;
-      status = engine->wait(role, deadline);
-      now = now_ns();
-      Py_END_ALLOW_THREADS;
-      if (PyErr_CheckSignals()) return false;
-    } while (status == Status::pending && now < deadline);
-    self->wait_ns += now - start;
-  }
-  if (status == Status::ready) return true;
-  if (status == Status::pending)
-    raise_late(self, role, timeout_s);
-  else
-    raise_over(self, status, role == Role::sender ? "reserve" : "wait_signal");
-  return false;
-}
 
 // The value of the keyword timeout_s, which may be the only one; false with an exception set.
 bool take_timeout(State* state, PyObject* const* values, PyObject* names, const char* method, double* timeout_s) {
@@ -171,10 +38,7 @@ PyObject* channel_reserve(PyObject* object, PyObject* const* args, Py_ssize_t co
   if (!await(self, Role::sender, timeout_s)) return nullptr;
   const Grant grant = self->engine->grant();
   PyObject* view = make_view(state, self->memory, grant.data, std::uint64_t(nbytes), false);
-  PyObject* index = PyLong_FromUnsignedLongLong(grant.index);
-  PyObject* slot = view && index ? PyObject_CallFunctionObjArgs(state->slot, view, index, nullptr) : nullptr;
-  Py_XDECREF(view);
-  Py_XDECREF(index);
+  PyObject* slot = make_record<2>(state->slot, {view, PyLong_FromUnsignedLongLong(grant.index)});
   if (slot) self->granted->push(slot);
   return slot;
 }
@@ -269,14 +133,11 @@ PyObject* channel_wait_signal(PyObject* object, PyObject* const* args, Py_ssize_
   Message message;
   if (const Status status = self->engine->take(&message); status != Status::ready)
     return raise_over(self, status, "wait_signal");
-  PyObject* seqno = PyLong_FromUnsignedLongLong(message.seqno);
-  PyObject* tag = PyBytes_FromStringAndSize(reinterpret_cast<char*>(message.tag), Py_ssize_t(kTagBytes));
-  PyObject* view = make_view(state, self->memory, message.data, message.length, true);
+  const char* tag = reinterpret_cast<char*>(message.tag);
   PyObject* arrival =
-      seqno && tag && view ? PyObject_CallFunctionObjArgs(state->arrival, seqno, tag, view, nullptr) : nullptr;
-  Py_XDECREF(seqno);
-  Py_XDECREF(tag);
-  Py_XDECREF(view);
+      make_record<3>(state->arrival,
+                     {PyLong_FromUnsignedLongLong(message.seqno), PyBytes_FromStringAndSize(tag, Py_ssize_t(kTagBytes)),
+                      make_view(state, self->memory, message.data, message.length, true)});
   if (!arrival) return nullptr;
   self->arrived->push(arrival);
   ++self->messages_received;

@@ -2,8 +2,8 @@
 //
 // The kernel copies between the socket and the slots. Every call that waits also reads: payloads go to inbox slots,
 // which credit guarantees to be free, so two peers that put large messages to each other at once both get on. Either
-// role reads, and a release (receiver) may write credit while a put (sender) writes data: `reading_` and `writing_`
-// guard the two halves of the socket.
+// role reads, and a release (receiver) may write credit while a put (sender) writes data: `reading_` and the writer's
+// lock guard the two halves of the socket.
 #pragma once
 
 #include <sys/socket.h>
@@ -13,8 +13,8 @@
 #include <cerrno>
 #include <mutex>
 
-#include "frame.h"
 #include "sleeper.h"
+#include "writer.h"
 
 namespace lamina {
 
@@ -30,10 +30,9 @@ class Stream final : public Engine, private Teller::Client {
         spin_ns_(spin_ns),
         stall_ns_(stall_ns),
         outbox_(outbox),
-        in_slots_(inbox.slots),
-        seal_(out),
         books_{epoch << kEpochShift},
         decoder_(books_, inbox, in),
+        writer_(sock, outbox, inbox.slots, out, books_),
         teller_(teller) {
     teller_.add(this);
   }
@@ -52,14 +51,14 @@ class Stream final : public Engine, private Teller::Client {
   }
 
   Status wait(Role role, std::uint64_t deadline_ns) override {
-    if (tail_bytes_ || scarce()) report();
+    writer_.report_if_scarce();
     Side& me = side(role);
     const Status status = me.patience.spins() ? spin(role, deadline_ns) : Status::pending;
     if (status != Status::pending) return status;
-    if (tail_bytes_ == 0 && deadline_ns > now_ns() + 2 * kSleepNs && read(role, 0)) return ready(role);
-    const short events = tail_bytes_ ? POLLIN | POLLOUT : POLLIN;
+    if (!writer_.unfinished() && deadline_ns > now_ns() + 2 * kSleepNs && read(role, 0)) return ready(role);
+    const short events = writer_.unfinished() ? POLLIN | POLLOUT : POLLIN;
     me.sleeper.sleep(sock_, events, deadline_ns, [&] { return ready(role) != Status::pending; });
-    if (tail_bytes_ || scarce()) report();
+    writer_.report_if_scarce();
     read(role);
     return ready(role);
   }
@@ -72,16 +71,8 @@ class Stream final : public Engine, private Teller::Client {
   Status publish(std::uint64_t nbytes, const std::uint8_t* tag, std::uint64_t tag_bytes, const std::uint8_t* source,
                  std::uint64_t* seqno) override {
     if (Status over = ended(); over != Status::ready) return over;
-    while (writing_.test_and_set(std::memory_order_acquire)) relax();  // credit is being written
-    const std::uint64_t n = books_.sent.load(std::memory_order_relaxed);
-    *seqno = books_.zero + n + 1;
-    Frame* frame = outbox_.frame(n);
-    const std::uint8_t* payload = source ? source : outbox_.slot(n);
-    fill(frame, kData, nbytes, *seqno, payload, tag, tag_bytes);
-    books_.sent.store(n + 1, std::memory_order_release);
-    unsent_[0] = {tail_, tail_bytes_.exchange(0)};
-    unsent_[1] = {frame, kFrameBytes + (source ? 0 : nbytes)};  // the slot lies behind its frame
-    unsent_[2] = {const_cast<std::uint8_t*>(source), source ? nbytes : 0};
+    writer_.lock();
+    *seqno = writer_.begin(nbytes, tag, tag_bytes, source);
     stalled_ns_ = 0;
     return resume();
   }
@@ -89,14 +80,14 @@ class Stream final : public Engine, private Teller::Client {
   Status resume() override {
     Status status = push();
     if (status == Status::pending) return status;
-    writing_.clear(std::memory_order_release);
-    if (status == Status::ready && scarce()) report();  // what another thread released meanwhile
+    writer_.unlock();
+    if (status == Status::ready) writer_.report_if_scarce();  // what another thread released meanwhile
     return status;
   }
 
   void give_up(const char* why) override {
     lose(Status::gone, why, true);
-    writing_.clear(std::memory_order_release);
+    writer_.unlock();
   }
 
   Status take(Message* message) override {
@@ -110,24 +101,14 @@ class Stream final : public Engine, private Teller::Client {
 
   void release() override {
     books_.released.fetch_add(1, std::memory_order_release);
-    if (ended() == Status::ready && scarce()) report();
+    if (ended() == Status::ready) writer_.report_if_scarce();
   }
 
   void stop(Farewell farewell, const char* reason, std::uint64_t reason_bytes) override {
     if (stopped_.exchange(true)) return;
-    if (!writing_.test_and_set(std::memory_order_acquire)) {  // else the stream is inside a frame
-      struct {
-        Frame frame;
-        char text[kReasonBytes + 1];
-      } last;
-      const int aborted = farewell == kAborted;
-      const int most = aborted ? int(std::min(reason_bytes, kReasonBytes)) : 0;
-      const int bytes = std::snprintf(last.text, sizeof last.text, "%s%.*s",
-                                      aborted ? "aborted: " : "closed the channel", most, reason);
-      const auto length = std::min(std::uint64_t(bytes), kReasonBytes);
-      fill(&last.frame, kFarewell, length, 0, reinterpret_cast<std::uint8_t*>(last.text), nullptr, 0);
-      if (tail_bytes_ == 0) send(sock_, &last, kFrameBytes + length, MSG_NOSIGNAL | MSG_DONTWAIT);
-      writing_.clear(std::memory_order_release);
+    if (writer_.try_lock()) {  // else the stream is inside a frame
+      writer_.farewell(farewell, reason, reason_bytes);
+      writer_.unlock();
     }
     shutdown(sock_, SHUT_RDWR);
     ring(Role::sender);
@@ -245,55 +226,26 @@ class Stream final : public Engine, private Teller::Client {
     ring(Role::receiver);
   }
 
-  // With `writing_` held: the next frame, which carries the newest credit.
-  void fill(Frame* frame, Kind kind, std::uint64_t length, std::uint64_t seqno, const std::uint8_t* payload,
-            const std::uint8_t* tag, std::uint64_t tag_bytes) {
-    const std::uint64_t released = books_.released.load(std::memory_order_acquire);
-    *frame = {};
-    frame->kind = kind;
-    frame->length = length;
-    frame->seqno = seqno;
-    frame->credit = books_.zero + released;
-    if (tag_bytes) std::memcpy(frame->tag, tag, tag_bytes);
-    close_frame(frame, seal_, frames_++, payload);
-    reported_ = released;
-  }
-
-  ssize_t send_unsent() {
-    if (unsent_[0].iov_len + unsent_[2].iov_len == 0)
-      return send(sock_, unsent_[1].iov_base, unsent_[1].iov_len, MSG_NOSIGNAL | MSG_DONTWAIT);
-    msghdr message{};
-    message.msg_iov = unsent_;
-    message.msg_iovlen = 3;
-    return sendmsg(sock_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-  }
-
-  // Hands `unsent_` to the kernel; reads while it cannot take more. Pending: a signal came.
+  // Sends what was begun; reads while the kernel cannot take more. Pending: a signal came.
   Status push() {
     while (true) {
-      ssize_t taken = send_unsent();
-      if (taken < 0 && errno == EINTR) return Status::pending;
-      if (taken < 0 && errno != EAGAIN) {
+      bool progress;
+      const Writer::Push push = writer_.push(&progress);
+      if (push == Writer::Push::done) return Status::ready;
+      if (push == Writer::Push::interrupted) return Status::pending;
+      if (push == Writer::Push::broken) {
         const int error = errno;
         read(Role::sender);  // its farewell, if there is one
         broke(error);
         return ended();
       }
-      if (taken > 0) stalled_ns_ = 0;
-      for (iovec& piece : unsent_) {
-        const std::size_t part = std::min(piece.iov_len, std::size_t(std::max(taken, ssize_t(0))));
-        piece = {static_cast<std::uint8_t*>(piece.iov_base) + part, piece.iov_len - part};
-        taken -= ssize_t(part);
-      }
-      if (unsent_[0].iov_len + unsent_[1].iov_len + unsent_[2].iov_len == 0) return Status::ready;
       const std::uint64_t now = now_ns();
-      if (stalled_ns_ == 0) stalled_ns_ = now;
+      if (progress || stalled_ns_ == 0) stalled_ns_ = now;
       if (now - stalled_ns_ >= stall_ns_) give_up_stalled();
       read(Role::sender);
       if (Status over = ended(); over != Status::ready) return over;
-      if (!side(Role::sender).sleeper.sleep(sock_, POLLIN | POLLOUT, stalled_ns_ + stall_ns_, [&] {
-            return ended() != Status::ready;
-          }))
+      const auto over = [&] { return ended() != Status::ready; };
+      if (!side(Role::sender).sleeper.sleep(sock_, POLLIN | POLLOUT, stalled_ns_ + stall_ns_, over))
         return Status::pending;
     }
   }
@@ -304,40 +256,13 @@ class Stream final : public Engine, private Teller::Client {
     lose(Status::gone, text, false);
   }
 
-  // Tells the peer what was released, unless another thread is writing, whose frame does so or which does it after.
-  void report() {
-    while ((tail_bytes_ || reported_ < books_.released) && !writing_.test_and_set(std::memory_order_acquire)) {
-      std::uint64_t left = tail_bytes_;
-      if (left == 0 && reported_ < books_.released) {
-        Frame frame;
-        fill(&frame, kCredit, 0, 0, nullptr, nullptr, 0);
-        std::memcpy(tail_, &frame, left = kFrameBytes);
-      }
-      const ssize_t taken = left ? send(sock_, tail_, left, MSG_NOSIGNAL | MSG_DONTWAIT) : 0;
-      const bool later = taken < 0 && errno == EAGAIN;
-      if (taken > 0) std::memmove(tail_, tail_ + taken, left - std::uint64_t(taken));
-      // On an error the peer has left; reading will say why.
-      tail_bytes_ = later ? left : taken < 0 ? 0 : left - std::uint64_t(taken);
-      writing_.clear(std::memory_order_release);
-      if (later) return;  // the next call that waits goes on
-    }
-  }
-
   void tell() override {
-    if (!stopped() && reported_ < books_.released) report();
-  }
-
-  // For all we know the peer has a quarter of its slots left, or one. Until then credit waits for a message to ride on.
-  bool scarce() const {
-    const std::uint64_t spare = std::max(in_slots_ / 4, std::uint64_t{1});
-    return reported_ < books_.released && books_.arrived - reported_ + spare >= in_slots_;
+    if (!stopped() && writer_.owes()) writer_.report();
   }
 
   const int sock_;
   const std::uint64_t spin_ns_, stall_ns_;
   const Outbox outbox_;
-  const std::uint64_t in_slots_;
-  const Seal seal_;
   Books books_;
   Side sides_[2];
   std::uint64_t granted_ = 0;  // by the sender
@@ -347,12 +272,8 @@ class Stream final : public Engine, private Teller::Client {
   Decoder decoder_;
   std::atomic<std::uint64_t> looked_ns_{now_ns()};
 
-  std::atomic_flag writing_ = ATOMIC_FLAG_INIT;
-  std::uint64_t frames_ = 0, stalled_ns_ = 0;
-  iovec unsent_[3] = {};            // of the put in progress
-  std::uint8_t tail_[kFrameBytes];  // of a credit frame that the kernel took in part, so many bytes:
-  std::atomic<std::uint64_t> tail_bytes_{0};
-  std::atomic<std::uint64_t> reported_{0};  // released messages that a frame told of
+  Writer writer_;
+  std::uint64_t stalled_ns_ = 0;  // since when the kernel takes nothing of the put in progress; 0: it does
 
   std::atomic<bool> stopped_{false};        // by this side
   std::atomic<bool> ending_{false};         // the peer's end is being written
