@@ -12,6 +12,7 @@ COMMANDS = {
     "generate": ("generate", "complete prompts and print the text as it comes"),
     "serve": ("serve", "answer OpenAI's HTTP API"),
     "plan-pipeline": ("plan_pipeline", "print the rotation of n batches over n - 1 replicas"),
+    "timeline": ("timeline", "say what kept each pool from working, from a trace of a run; draw it"),
     "explain": ("explain", "show how a model is cut: slices, bytes across each cut, messages, bandwidth"),
 }
 

@@ -1,0 +1,97 @@
+"""``lamina-launch timeline TRACE``: what kept each pool from working, from a trace that a run wrote with --trace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from lamina.observe.analysis import Report, analyse
+from lamina.observe.page import page, report_json
+from lamina.observe.perfetto import read
+from lamina.observe.states import STATES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this sub-command."""
+    parser.add_argument("trace", help="a file that was written with --trace or LAMINA_TRACE")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--html", metavar="FILE", help="write a page with the picture to FILE; it needs no other file")
+    parser.add_argument("--dry-run", action="store_true", help="check the trace, say what would be written, and exit")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0; raises ValueError or OSError for bad input."""
+    recording = read(args.trace)
+    report = analyse(recording)
+    if args.dry_run:
+        print(f"{args.trace}: {len(recording.spans)} spans, {report.steps} steps; would report on them")
+        print(f"would write {args.html}" if args.html else "would write no file")
+        return 0
+    if args.html:
+        Path(args.html).write_text(page(recording, report, Path(args.trace).name))
+    print(json.dumps(report_json(report), indent=2) if args.json else report_text(report))
+    return 0
+
+
+def report_text(report: Report) -> str:
+    """For people, without a newline at the end."""
+    return "\n".join([*_run(report), "", *_usage(report), "", *_events(report), *_hidden(report), *_trust(report)])
+
+
+def _run(report: Report) -> list[str]:
+    steps = f"{report.steps} step" + ("s" if report.steps != 1 else "")
+    median, p99 = _ms(report.step_median_s), _ms(report.step_p99_s)
+    return [f"{report.window_s:.3f} s, {steps}; a step takes {median} (median), {p99} (99th percentile)"]
+
+
+def _usage(report: Report) -> list[str]:
+    columns = {**{f"{pool} pool": of for pool, of in report.pools.items()}, **report.devices}
+    width = max(len(name) for name in columns) + 2
+    lines = [f"{'share of the run':<28}" + "".join(f"{name:>{width}}" for name in columns)]
+    for state, words in STATES.items():
+        shares = [of[state] for of in columns.values()]
+        if any(shares):
+            cells = (f"{100 * x:.1f} %" if x else "-" for x in shares)
+            lines.append(f"{words:<28}" + "".join(f"{cell:>{width}}" for cell in cells))
+    return lines
+
+
+def _events(report: Report) -> list[str]:
+    lines = [
+        f"{s.device} was the last to send O in {s.last} of {s.layers} layers, then {_ms(s.late_s)} behind the first"
+        for s in report.stragglers
+    ]
+    for step in report.slow_steps:
+        times = step.duration_s / report.step_median_s
+        lines.append(
+            f"slow: step {step.step} of batch {step.batch}, {step.rows} rows: {_ms(step.duration_s)} "
+            f"({times:.1f} x the median), most of it {STATES[step.cause]}"
+        )
+    return [*lines, ""] if lines else []
+
+
+def _hidden(report: Report) -> list[str]:
+    if not report.hidden:
+        return []
+    stored, hidden = sum(h.stored_s for h in report.hidden), sum(h.hidden_s for h in report.hidden)
+    share = f" ({100 * hidden / stored:.0f} %)" if stored else ""
+    lines = [f"attention over stored tokens before K, V had been sent: {_ms(hidden)} of {_ms(stored)} a step{share}"]
+    lines += [f"  layer {h.layer:<3} {_ms(h.hidden_s):>10} of {_ms(h.stored_s):>10}" for h in report.hidden]
+    return [*lines, ""]
+
+
+def _trust(report: Report) -> list[str]:
+    """What to know before one believes the rest."""
+    lines = [f"recording took at most {100 * report.recording_share:.2f} % of the run"]
+    lines.append(f"clocks of all workers agree within {_ms(report.clock_uncertainty_s)}")
+    lines += [
+        f"{device} has lost its {count} oldest spans: the run is judged on the rest"
+        for device, count in report.dropped.items()
+        if count
+    ]
+    return lines
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
