@@ -11,10 +11,10 @@ import socket
 from time import monotonic
 
 from .base import SPIN_S, BaseFabric, affordable_spin
-from .fabric import ChannelError, ChannelTimeout, Fabric, Geometry
+from .fabric import Channel, ChannelError, ChannelTimeout, Fabric, Geometry
 from .handshake import Session, Terms, offer, run
 from .listener import StreamListener
-from .native import Channel, open_stream
+from .native import open_stream
 
 STALL_S = 10.0  # a peer that takes no byte of a put for so long is given up
 

@@ -4,6 +4,18 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("LAMINA_MLX5_MODEL", "1")  # no NIC here: mlx5 runs against the software one
+
+NEEDS = {"verbs": pytest.mark.rdma}  # by transport; a test that is parametrized with it carries the mark
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            for scheme in NEEDS.keys() & {v for v in item.callspec.params.values() if isinstance(v, str)}:
+                item.add_marker(NEEDS[scheme])

@@ -1,0 +1,291 @@
+"""One RDMA device, registered memory and reliable queue pairs, through pyverbs (libibverbs): nothing else imports it.
+
+Everything that the device refuses is an OSError here, with the cause and, where there is one, the fix.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from ipaddress import IPv6Address
+from mmap import MADV_DONTFORK, mmap
+from pathlib import Path
+from secrets import randbits
+from socket import htonl, ntohl
+from typing import Any, NamedTuple
+
+import numpy as np
+
+try:
+    from pyverbs.addr import GID, AHAttr, GlobalRoute
+    from pyverbs.cq import CQ, CompChannel
+    from pyverbs.device import Context, get_device_list
+    from pyverbs.mr import MR
+    from pyverbs.pd import PD
+    from pyverbs.pyverbs_error import PyverbsError
+    from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
+    from pyverbs.wr import SGE, RecvWR, SendWR
+
+    try:
+        import pyverbs.enums as e
+    except ImportError:
+        import pyverbs.libibverbs_enums as e  # its name since rdma-core 57
+except ImportError as error:
+    raise ImportError(
+        f"transport 'verbs' needs pyverbs, which did not load ({error}); install the distribution's package "
+        "python3-pyverbs (PyPI's does not fit the distribution's libibverbs) and let this Python see it: "
+        "`python -m venv --system-site-packages`, or its folder in PYTHONPATH"
+    ) from error
+
+DEVICE = "LAMINA_RDMA_DEVICE"  # NAME, NAME:PORT or NAME:PORT:GID INDEX; default: the first active port
+ACK_TIMEOUT = 14  # 4.096 us * 2**14 = 67 ms until a packet is sent again (InfiniBand 1.4, 9.7.6.1.3)
+RETRIES = 6  # 7 is the most that fits, but Soft-RoCE takes it for "for ever"
+CQE_BATCH = 32
+GID_ENTRIES = 2000  # their bytes must fit the 16-bit length of the kernel's interface
+GID_SCORE = {e.IBV_GID_TYPE_ROCE_V2: 2, e.IBV_GID_TYPE_ROCE_V1: 0}
+FLUSHED = e.IBV_WC_WR_FLUSH_ERR
+STATUS = {
+    FLUSHED: "the queue pair was already broken",
+    e.IBV_WC_LOC_PROT_ERR: "local memory is not registered",
+    e.IBV_WC_REM_ACCESS_ERR: "the peer's memory is not open to us there",
+    e.IBV_WC_REM_INV_REQ_ERR: "the peer's NIC refused the request",
+    e.IBV_WC_RETRY_EXC_ERR: "the peer's NIC does not answer",
+    e.IBV_WC_RNR_RETRY_EXC_ERR: "the peer has no receive posted",
+}
+
+
+class Completion(NamedTuple):
+    """``immediate`` is 32 bits that the peer chose; None for a request of our own."""
+
+    error: str  # empty if it succeeded
+    request: int  # the number it was posted with
+    immediate: int | None
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where a queue pair is: what its peer must know to reach it."""
+
+    gid: bytes
+    lid: int
+    number: int
+    psn: int
+    mtu: int
+
+
+@contextmanager
+def _told(what: str, fix: str = "") -> Iterator[None]:
+    try:
+        yield
+    except PyverbsError as error:
+        raise OSError(f"cannot {what}: {error}{fix}") from error
+
+
+class Device:
+    """An open device with one active port. Raises ImportError when this host has none that fits ``wanted``."""
+
+    def __init__(self, wanted: str = "", *, least_message_bytes: int = 0) -> None:
+        name, _, rest = wanted.partition(":")
+        port, _, gid_index = rest.partition(":")
+        tried = []
+        for candidate in _device_names():
+            if name in ("", candidate):
+                try:
+                    self._open(candidate, int(port or 0), int(gid_index or -1))
+                    if self.message_bytes >= least_message_bytes:
+                        return
+                    tried.append(f"{candidate}: messages of at most {self.message_bytes} bytes")
+                except (OSError, ValueError, PyverbsError) as error:
+                    tried.append(f"{candidate}: {error}")
+        which = f"named {wanted!r} ({DEVICE}) " if wanted else ""
+        why = "; ".join(tried) or "rdma-core lists none; see `rdma link` and `ibv_devices`"
+        raise ImportError(f"transport 'verbs' finds no RDMA device {which}with an active port: {why}")
+
+    def _open(self, name: str, port: int, gid_index: int) -> None:
+        self.name = name
+        self.context = Context(name=name)
+        attributes = self.context.query_device()
+        for number in [port] if port else range(1, attributes.phys_port_cnt + 1):
+            state = self.context.query_port(number)
+            if state.state == e.IBV_PORT_ACTIVE:
+                self.port = number
+                break
+        else:
+            raise ValueError("no active port")
+        entries = [g for g in self.context.query_gid_table(GID_ENTRIES) if g.port_num == self.port]
+        if gid_index >= 0:
+            entries = [g for g in entries if g.gid_index == gid_index]
+        if not entries:
+            raise ValueError(f"port {self.port} has no such GID")
+        best = max(entries, key=lambda g: (GID_SCORE.get(g.gid_type, 1), _is_routable(g), -g.gid_index))
+        self.gid_index = best.gid_index
+        self.gid = IPv6Address(best.gid_str()).packed
+        self.lid, self.mtu, self.message_bytes = state.lid, state.active_mtu, state.max_msg_sz
+        self.domain = PD(self.context)
+
+    def close(self) -> None:
+        self.context.close()
+
+
+class Memory:
+    """Registered memory. Only an inbox may be written by a peer; nothing may be read by one."""
+
+    def __init__(self, device: Device, view: memoryview, *, inbox: bool = False) -> None:
+        self.view = view
+        self.address = address_of(view)
+        access = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE if inbox else 0
+        with _told(f"register {view.nbytes} bytes with {device.name}", "; is `ulimit -l` (locked memory) too low?"):
+            self._region = MR(device.domain, view.nbytes, access, address=self.address)
+        self.lkey, self.rkey = self._region.lkey, self._region.rkey
+
+    def close(self) -> None:
+        self._region.close()
+
+
+def address_of(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+
+
+def pages(nbytes: int) -> memoryview:
+    """Zeroed memory of our own for a NIC: a fork must not move what it writes to."""
+    memory = mmap(-1, nbytes)
+    memory.madvise(MADV_DONTFORK)
+    return memoryview(memory)
+
+
+class QueuePair:
+    """A reliable connection: RDMA writes, some with an immediate that completes a receive of the peer.
+
+    ``sends``, ``receives``: most requests of a kind that are posted and not yet polled.
+    """
+
+    def __init__(self, device: Device, sends: int, receives: int) -> None:
+        self._device = device
+        with _told(f"make a queue pair of {sends} + {receives} requests on {device.name}"):
+            self._events, self.events_fd = _completion_channel(device.context)
+            os.set_blocking(self.events_fd, False)
+            self._queue = CQ(device.context, sends + receives, channel=self._events)
+            room = QPCap(max_send_wr=sends, max_recv_wr=receives, max_send_sge=2, max_recv_sge=1)
+            self._pair = QP(device.domain, QPInitAttr(qp_type=e.IBV_QPT_RC, scq=self._queue, rcq=self._queue, cap=room))
+            self._receive = RecvWR(num_sge=1, sg=[SGE(0, 0, 0)])
+            self._receive.num_sge = 0  # the constructor insists on one
+            attributes = QPAttr(port_num=device.port)
+            attributes.qp_access_flags = e.IBV_ACCESS_REMOTE_WRITE
+            self._pair.to_init(attributes)
+            for _ in range(receives):
+                self.post_receive()
+        self.route = Route(device.gid, device.lid, self._pair.qp_num, randbits(24), device.mtu)
+
+    def connect(self, peer: Route) -> None:
+        """From here on both directions work, as soon as the peer has done the same."""
+        way = GlobalRoute(dgid=GID(IPv6Address(peer.gid).exploded), sgid_index=self._device.gid_index, hop_limit=64)
+        attributes = QPAttr(port_num=self._device.port)
+        attributes.ah_attr = AHAttr(port_num=self._device.port, is_global=1, gr=way, dlid=peer.lid)
+        attributes.path_mtu = min(self.route.mtu, peer.mtu)
+        attributes.dest_qp_num, attributes.rq_psn, attributes.sq_psn = peer.number, peer.psn, self.route.psn
+        attributes.min_rnr_timer, attributes.rnr_retry = 12, RETRIES
+        attributes.timeout, attributes.retry_cnt = ACK_TIMEOUT, RETRIES
+        with _told(f"connect to the peer's queue pair from {self._device.name} port {self._device.port}"):
+            self._pair.to_rtr(attributes)
+            self._pair.to_rts(attributes)
+
+    def post_receive(self) -> None:
+        """Room for one more immediate of the peer."""
+        with _told("post a receive"):
+            self._pair.post_recv(self._receive)
+
+    def write(
+        self,
+        request: int | None,
+        pieces: list[tuple[Memory, int, int]],
+        to: tuple[int, int],
+        immediate: int | None = None,
+        *,
+        wake: bool = False,
+    ) -> None:
+        """Post one RDMA write of ``pieces`` (memory, address, bytes) to the peer's (key, address).
+
+        It completes as ``request``; None: without a completion, unless it fails. ``wake``: its immediate wakes a peer
+        that waits for such only.
+        """
+        flags = 0 if request is None else e.IBV_SEND_SIGNALED
+        if wake:
+            flags |= e.IBV_SEND_SOLICITED
+        elements = [SGE(address, nbytes, memory.lkey) for memory, address, nbytes in pieces] or [SGE(0, 0, 0)]
+        work = SendWR(wr_id=request or 0, num_sge=len(elements), sg=elements, send_flags=flags)
+        work.num_sge = len(pieces)
+        work.opcode = e.IBV_WR_RDMA_WRITE if immediate is None else e.IBV_WR_RDMA_WRITE_WITH_IMM
+        work.imm_data = htonl(immediate or 0)
+        work.set_wr_rdma(*to)
+        with _told("post a write"):
+            self._pair.post_send(work)
+
+    def poll(self) -> list[Completion]:
+        """What has completed since the last poll; empty if nothing."""
+        with _told("poll the completion queue"):
+            _, found = self._queue.poll(CQE_BATCH)
+        return [_completion(c) for c in found]
+
+    def arm(self, *, wakers_only: bool) -> None:
+        """Make ``events_fd`` readable with the next completion (of a write with ``wake``, if ``wakers_only``)."""
+        with _told("arm the completion queue"):
+            self._queue.req_notify(wakers_only)
+
+    def disarm(self) -> bool:
+        """Take the event off ``events_fd``; whether there was one."""
+        try:
+            self._events.get_cq_event(self._queue)  # acknowledged by pyverbs when the queue is closed
+        except PyverbsError:
+            return False
+        return True
+
+    def close(self) -> None:
+        for resource in (self._pair, self._queue, self._events):
+            resource.close()
+
+
+def _completion(c: Any) -> Completion:
+    error = "" if c.status == e.IBV_WC_SUCCESS else STATUS.get(c.status, f"status {c.status} of the NIC")
+    came = not error and c.opcode == e.IBV_WC_RECV_RDMA_WITH_IMM
+    return Completion(error, c.wr_id, ntohl(c.imm_data) if came else None)
+
+
+def _device_names() -> list[str]:
+    try:
+        return [device.name.decode() for device in get_device_list()]
+    except PyverbsError:  # the kernel has no RDMA at all
+        return []
+
+
+def _is_routable(entry: Any) -> bool:
+    return not IPv6Address(entry.gid_str()).is_link_local
+
+
+def _completion_channel(context: Any) -> tuple[Any, int]:
+    """A completion channel and its descriptor, which pyverbs tells since rdma-core 57 only.
+
+    Before, it is the one event descriptor that has appeared meanwhile; where another thread opened one too, again.
+    """
+    for _ in range(100):
+        before = _event_descriptors()
+        channel = CompChannel(context)
+        if hasattr(channel, "fd"):
+            return channel, channel.fd
+        new = _event_descriptors() - before
+        if len(new) == 1:
+            return channel, new.pop()
+        channel.close()
+    raise OSError("cannot tell the descriptor of a completion channel: other threads keep opening some")
+
+
+def _event_descriptors() -> set[int]:
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            if "infinibandevent" in os.readlink(link):
+                found.add(int(link.name))
+        except OSError:
+            continue  # closed meanwhile
+    return found

@@ -1,0 +1,94 @@
+"""RDMA through the verbs of libibverbs: InfiniBand, RoCE and Soft-RoCE; the CPU posts the work requests.
+
+Peers meet over TCP, authenticate, and swap cards: queue pair, inbox, key. The connection stays open, silent, as the
+life line. From there on the NICs move the data:
+
+- A message is one RDMA write into a slot of the peer's inbox, header and payload side by side, whose immediate value
+  completes a receive there. The completion is the signal; verbs promise that everything which the same queue pair wrote
+  before is visible by then (InfiniBand 1.4, 10.8.3), so neither adaptive routing nor relaxed ordering matters. What
+  exceeds one write goes ahead of it in pieces.
+- Credit is an empty write whose immediate value counts the released slots.
+- Receives are posted for every message and credit that may be under way, so no peer is ever told to come back later.
+- While a call waits, an empty write now and then asks the peer's NIC whether it is still there.
+
+What NICs send is neither encrypted nor authenticated: use a network that strangers cannot write to. Only the inbox is
+open to the peer, for writing; it lies in a protection domain with the inboxes of this fabric's other peers.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from time import monotonic
+from typing import cast
+
+from .base import SPIN_S, affordable_spin
+from .fabric import ChannelError, Fabric, Geometry, Region
+from .handshake import Session
+from .rdma import DEVICE, Device, Memory
+from .tcp import TcpFabric
+from .verbs_channel import COPY_BYTES, WRITE_BYTES, VerbsChannel
+
+MEET_S = 5.0  # a peer that has passed the handshake gets so long to make its queue pair
+
+
+class VerbsFabric(TcpFabric):
+    """Listens and connects as ``tcp`` does, then leaves the wire to ``device`` (see ``Device``)."""
+
+    scheme = "verbs"
+
+    def __init__(self, key: bytes, *, device: str = "", spin_s: float = SPIN_S) -> None:
+        super().__init__(key)
+        self._spin_s = affordable_spin(spin_s)
+        self._device = Device(device, least_message_bytes=WRITE_BYTES)
+        self._sources: list[Memory] = []
+
+    def register(self, buffer: memoryview) -> Region:
+        """Register with the NIC, which pins the memory. Raises OSError where the limit on locked memory forbids it."""
+        region = super().register(buffer)
+        if region.data.nbytes > COPY_BYTES:
+            self._sources.append(Memory(self._device, region.data))
+        return region
+
+    def connect(
+        self, url: str, *, outbound: Geometry, inbound: Geometry, epoch: int = 0, timeout_s: float = 10.0
+    ) -> VerbsChannel:
+        deadline = monotonic() + timeout_s
+        try:
+            channel = super().connect(url, outbound=outbound, inbound=inbound, epoch=epoch, timeout_s=timeout_s)
+            return self._met(cast("VerbsChannel", channel), deadline)
+        except OSError as error:
+            raise ChannelError(f"{url}: connect: {error}") from error
+
+    def close(self) -> None:
+        super().close()
+        for memory in self._sources:
+            memory.close()
+        self._sources.clear()
+        self._device.close()
+
+    def _welcome(self, sock: socket.socket, session: Session) -> VerbsChannel:
+        try:
+            return self._met(cast("VerbsChannel", super()._welcome(sock, session)), monotonic() + MEET_S)
+        except ChannelError as error:
+            raise OSError(str(error)) from error
+
+    def _met(self, channel: VerbsChannel, deadline: float) -> VerbsChannel:
+        try:
+            channel.meet(deadline)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def _channel(self, sock: socket.socket, peer: str, session: Session, *, listening: bool) -> VerbsChannel:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        channel = VerbsChannel(
+            self._device, self._sources, sock, peer, session, listening=listening, spin_s=self._spin_s
+        )
+        self._opened.add(channel)
+        return channel
+
+
+def open_fabric(key: bytes) -> Fabric:
+    return VerbsFabric(key, device=os.environ.get(DEVICE, ""))

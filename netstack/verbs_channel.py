@@ -1,0 +1,394 @@
+"""A channel over one reliable queue pair; ``verbs`` says how messages, credit and signs of life travel on it."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from io import FileIO
+from time import monotonic
+
+from .base import BaseChannel
+from .fabric import (
+    EPOCH_SHIFT,
+    ChannelAborted,
+    ChannelError,
+    ChannelTimeout,
+    Geometry,
+    HandshakeError,
+    NoResource,
+    PeerFault,
+    Slot,
+)
+from .handshake import Session, run
+from .rdma import Completion, Device, Memory, QueuePair, Route, address_of, pages
+from .swap import swap
+
+STALL_S = 10.0
+LOOK_S = 0.1  # a sender that never waits looks for completions and at the life line this often
+BEAT_S = 0.5
+LINGER_S = 1.0  # close waits so long for the peer's NIC to have what was put
+WRITE_BYTES = 4 << 20  # the largest single write; a longer message is several
+COPY_BYTES = 1 << 16  # a source up to this size is copied; waiting until the peer's NIC has it costs more
+REASON_BYTES = 256
+HEADER = struct.Struct("<QQ16x32s")  # seqno, length, tag
+CARD = struct.Struct("!4s16sHIIIQIQ")  # magic, route, inbox: bytes, key, address
+MAGIC = b"VRBS"
+CREDIT = 1 << 31  # in an immediate value: the rest counts released slots, not messages
+COUNT = CREDIT - 1
+DATA_SENT, CREDIT_SENT, BEAT_SENT = 1, 2, 3
+POLLIN = select.POLLIN
+
+
+class _Sleeper:
+    """Where one role, the sender or the receiver, waits for the NIC, the life line, or a ring from another thread."""
+
+    def __init__(self, *fds: int) -> None:
+        self._bell = FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")
+        self._poller = select.poll()
+        for fd in (self._bell.fileno(), *fds):
+            self._poller.register(fd, POLLIN)
+        self.asleep = False
+
+    def ring(self) -> None:
+        if self.asleep:
+            os.eventfd_write(self._bell.fileno(), 1)
+
+    def sleep(self, timeout_s: float) -> None:
+        for fd, _ in self._poller.poll(max(0.0, timeout_s) * 1000):
+            if fd == self._bell.fileno():
+                self._bell.read(8)
+
+    def close(self) -> None:
+        self._bell.close()
+
+
+class VerbsChannel(BaseChannel):
+    """Owns ``sock``, whose peer has passed the handshake; usable once ``meet`` has returned.
+
+    Locks: ``_sending`` and ``_receiving`` are held by a role for the whole of its call, so that close knows when
+    nobody is inside. Either role polls completions, under ``_polling``, and rings the other for what is the other's.
+    """
+
+    def __init__(
+        self, device: Device, sources: list[Memory], sock: socket.socket, peer: str, session: Session, *,
+        listening: bool, spin_s: float,
+    ) -> None:  # fmt: skip
+        outbound, inbound = session.outbound, session.inbound
+        if listening:
+            outbound, inbound = inbound, outbound
+        super().__init__(peer, session.epoch, outbound, inbound)
+        self._session, self._listening = session, listening
+        self._sock, self._sources, self._spin_s = sock, sources, spin_s
+        self._zero = session.epoch << EPOCH_SHIFT
+        self._stride, self._in_stride = _stride(outbound), _stride(inbound)
+        pieces = -(-self._stride // WRITE_BYTES)
+        self._pair = QueuePair(device, outbound.slots * pieces + inbound.slots + 1, outbound.slots + inbound.slots)
+        try:
+            self._staging = Memory(device, pages(outbound.slots * self._stride))
+            self._inbox = Memory(device, pages(inbound.slots * self._in_stride), inbox=True)
+        except OSError:
+            self._pair.close()
+            raise
+        self._theirs = (0, 0)  # key and address of the peer's inbox
+        self._grants = self._sent = self._completed = self._credited = 0
+        self._arrivals = self._released = self._credits_out = 0
+        self._messages: deque[tuple[int, bytes, memoryview]] = deque()
+        self._looked = self._beaten = monotonic()
+        self._beating = False
+        self._stopped = self._closed = False
+        self._peer_end: str | None = None
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._polling, self._looking = threading.Lock(), threading.Lock()
+        fds = sock.fileno(), self._pair.events_fd
+        self._sender, self._receiver = _Sleeper(*fds), _Sleeper(*fds)
+
+    def meet(self, deadline: float) -> None:
+        """Swap cards with the peer, by ``deadline``, and connect the queue pairs. Raises ChannelError, OSError."""
+        r = self._pair.route
+        inbox = len(self._inbox.view), self._inbox.rkey, self._inbox.address
+        mine = CARD.pack(MAGIC, r.gid, r.lid, r.number, r.psn, r.mtu, *inbox)
+        steps = swap(self._session, mine, self._reach, listening=self._listening)
+        run(self._sock, steps, self.peer, deadline=deadline)
+
+    def abort(self, reason: str) -> None:
+        if not self._stopped:
+            self._stop()
+            self._farewell(f"aborted: {reason}")
+
+    def close(self) -> None:
+        aborted = self._stopped
+        self._stop()
+        with self._sending, self._receiving:
+            if self._closed:
+                return
+            self._closed = True
+            if not aborted:
+                self._linger()
+                self._farewell("closed the channel")
+            for part in (self._pair, self._staging, self._inbox, self._sock, self._sender, self._receiver):
+                part.close()
+            self._messages.clear()
+
+    def _reach(self, card: bytes) -> None:
+        """Connect to the peer's queue pair."""
+        magic, gid, lid, number, psn, mtu, nbytes, key, address = CARD.unpack(card)
+        wanted = self.outbound.slots * self._stride
+        if magic != MAGIC or nbytes != wanted:
+            raise HandshakeError(f"its inbox has {nbytes} bytes where the terms need {wanted}")
+        self._theirs = key, address
+        try:
+            self._pair.connect(Route(gid, lid, number, psn, mtu))
+        except OSError as error:
+            raise HandshakeError(str(error)) from error
+
+    def _stop(self) -> None:
+        self._stopped = True
+        with suppress(ValueError):  # a bell that was closed already
+            self._sender.ring()
+            self._receiver.ring()
+
+    def _farewell(self, why: str) -> None:
+        with suppress(OSError):
+            self._sock.send(why.encode()[:REASON_BYTES])
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _linger(self) -> None:
+        """Let the NIC finish what was put; bounded, also by the NIC's own patience."""
+        deadline = monotonic() + LINGER_S
+        while self._completed < self._sent and self._peer_end is None and (left := deadline - monotonic()) > 0:
+            with suppress(OSError):
+                self._pair.arm(wakers_only=False)
+                self._poll()
+                if self._completed < self._sent:
+                    self._sender.sleep(min(left, LOOK_S))
+                    self._pair.disarm()
+            self._look()
+
+    def _check(self, operation: str) -> None:
+        """Raise if the channel is over, on either side."""
+        if self._stopped:
+            raise ChannelAborted(f"{self.peer}: {operation}: the channel was aborted or closed on this side")
+        if self._peer_end is not None:
+            raise PeerFault(f"{self.peer}: {operation}: {self._peer_end}")
+
+    def _has_slot(self) -> bool:
+        """The next slot is free at the peer, and our NIC needs its staging no more."""
+        return self._grants - min(self._credited, self._completed) < self.outbound.slots
+
+    def _has_message(self) -> bool:
+        return bool(self._messages)
+
+    def _grant(self, nbytes: int, timeout_s: float) -> tuple[int, memoryview]:
+        with self._sending:
+            if monotonic() - self._looked > LOOK_S:
+                self._look()
+                self._poll()
+            self._check("reserve")
+            if not self._wait(self._sender, self._has_slot, timeout_s, "reserve"):
+                slots = self.outbound.slots
+                raise NoResource(f"{self.peer}: reserve: none of {slots} slots became free within {timeout_s:g} s")
+            index = self._grants % self.outbound.slots
+            self._grants += 1
+            start = index * self._stride + HEADER.size
+            return index, self._staging.view[start : start + nbytes]
+
+    def _take(self, timeout_s: float) -> tuple[int, bytes, memoryview]:
+        with self._receiving:
+            if self._stopped:
+                self._check("wait_signal")
+            if not self._wait(self._receiver, self._has_message, timeout_s, "wait_signal"):
+                raise ChannelTimeout(f"{self.peer}: wait_signal: no message within {timeout_s:g} s")
+            return self._messages.popleft()
+
+    def _publish(self, slot: Slot, nbytes: int, tag: bytes, source: memoryview | None) -> int:
+        with self._sending:
+            self._check("put_signal")
+            origin = None
+            if source is not None and nbytes <= COPY_BYTES:
+                slot.data[:] = source
+            elif source is not None:
+                origin = self._registered(source)
+            try:
+                self._sent += 1
+                HEADER.pack_into(self._staging.view, slot.index * self._stride, self._zero + self._sent, nbytes, tag)
+                self._post(slot.index, nbytes, origin)
+                if origin is not None and not self._wait(self._sender, self._is_idle, STALL_S, "put_signal"):
+                    self._lose(f"the peer's NIC took no bytes for {STALL_S:g} s")
+            except OSError as error:
+                self._lose(str(error))
+            except BaseException:
+                self._lose("a put was interrupted half-way")
+                raise
+            self._check("put_signal")
+            return self._zero + self._sent
+
+    def _post(self, index: int, nbytes: int, origin: tuple[Memory, int] | None) -> None:
+        """Write header and payload; all but the first piece go ahead, since the immediate must come last."""
+        local = self._staging.address + index * self._stride
+        memory, address = origin or (self._staging, local + HEADER.size)
+        key, remote = self._theirs[0], self._theirs[1] + index * self._stride
+        first = min(nbytes, WRITE_BYTES - HEADER.size)
+        for start in range(first, nbytes, WRITE_BYTES):
+            piece = memory, address + start, min(WRITE_BYTES, nbytes - start)
+            self._pair.write(None, [piece], (key, remote + HEADER.size + start))
+        if origin is None:
+            pieces = [(memory, local, HEADER.size + first)]
+        else:
+            pieces = [(self._staging, local, HEADER.size), (memory, address, first)]
+        self._pair.write(DATA_SENT, pieces, (key, remote), self._sent & COUNT, wake=True)
+
+    def _is_idle(self) -> bool:
+        return self._completed == self._sent
+
+    def _registered(self, source: memoryview) -> tuple[Memory, int]:
+        address = address_of(source)
+        for memory in reversed(self._sources):
+            if memory.address <= address and address + source.nbytes <= memory.address + memory.view.nbytes:
+                return memory, address
+        raise ValueError(f"{self.peer}: put_signal: the source was not registered with this fabric")
+
+    def _give_back(self) -> None:
+        """One credit is posted for each release; the NIC is waited for only where it has not sent so many before."""
+        self._released += 1
+        if self._stopped or self._peer_end is not None:
+            return
+        with self._receiving, suppress(ChannelError):
+            if self._wait(self._receiver, self._has_credit_request, STALL_S, "release"):
+                self._credits_out += 1
+                try:
+                    self._pair.write(CREDIT_SENT, [], self._theirs, CREDIT | self._released & COUNT)
+                except OSError as error:
+                    self._lose(str(error))
+
+    def _has_credit_request(self) -> bool:
+        return self._credits_out < self.inbound.slots
+
+    def _wait(self, sleeper: _Sleeper, ready: Callable[[], bool], timeout_s: float, operation: str) -> bool:
+        """Poll, spin a little, then sleep until ``ready()``; False once ``timeout_s`` has passed."""
+        if ready():
+            return True
+        start = monotonic()
+        self._poll()
+        while not ready():
+            self._check(operation)
+            left = timeout_s - (monotonic() - start)
+            if left <= 0:
+                return False
+            if timeout_s - left > self._spin_s:
+                self._sleep(sleeper, ready, left)
+                self._look()
+            self._poll()
+        if self._stopped:
+            self._check(operation)
+        return True
+
+    def _sleep(self, sleeper: _Sleeper, ready: Callable[[], bool], left: float) -> None:
+        """Sleep until something may have changed. Who takes the NIC's event rings the other, who may need the next."""
+        sleeper.asleep = True
+        try:
+            self._arm()
+            self._poll()
+            if not ready() and not self._stopped and self._peer_end is None:
+                sleeper.sleep(min(left, BEAT_S))
+                if self._pair.disarm():
+                    (self._receiver if sleeper is self._sender else self._sender).ring()
+        finally:
+            sleeper.asleep = False
+
+    def _arm(self) -> None:
+        """Credit and completed sends are events only if the sender waits for them."""
+        try:
+            self._pair.arm(wakers_only=not self._sender.asleep)
+        except OSError as error:
+            self._lose(str(error))
+
+    def _poll(self) -> None:
+        with self._polling:
+            try:
+                while found := self._pair.poll():
+                    for done in found:
+                        self._handle(done)
+            except OSError as error:
+                self._lose(str(error))
+            except BaseException:
+                self._lose("a poll was interrupted half-way")
+                raise
+
+    def _handle(self, done: Completion) -> None:
+        if done.error:
+            self._look(beat=False)  # a farewell says more than what it did to the NIC
+            self._lose(f"the connection broke ({done.error})")
+        elif done.immediate is not None:
+            self._pair.post_receive()
+            why = self._credit(done.immediate) if done.immediate & CREDIT else self._arrive(done.immediate)
+            if why:
+                self._lose(f"the peer broke the protocol: {why}")
+        elif done.request == CREDIT_SENT:
+            self._credits_out -= 1
+        elif done.request == BEAT_SENT:
+            self._beating = False
+        else:
+            self._completed += 1
+            self._sender.ring()
+
+    def _credit(self, immediate: int) -> str:
+        """Take credit; why it cannot come from an honest peer, empty if it can."""
+        more = (immediate - self._credited) & COUNT
+        if more > self._sent - self._credited:
+            return f"credit for {more} messages when {self._sent - self._credited} were on loan"
+        self._credited += more
+        self._sender.ring()
+        return ""
+
+    def _arrive(self, immediate: int) -> str:
+        """Take a message; why it cannot come from an honest peer, empty if it can."""
+        index = self._arrivals % self.inbound.slots
+        start = index * self._in_stride
+        seqno, length, tag = HEADER.unpack(self._inbox.view[start : start + HEADER.size].tobytes())
+        expected = self._zero + self._arrivals + 1
+        if seqno != expected or immediate != expected & COUNT:
+            return f"seqno {seqno:#x}, signal {immediate:#x} in place of {expected:#x}"
+        if self._arrivals - self._released >= self.inbound.slots:
+            return f"message {seqno:#x} without credit"
+        if length > self.inbound.slot_bytes:
+            return f"{length} bytes for a slot of {self.inbound.slot_bytes}"
+        self._arrivals += 1
+        payload = self._inbox.view[start + HEADER.size : start + HEADER.size + length]
+        self._messages.append((seqno, tag, payload.toreadonly()))
+        self._receiver.ring()
+        return ""
+
+    def _look(self, *, beat: bool = True) -> None:
+        """See whether the life line has ended; ask the peer's NIC for a sign of life if that is due."""
+        with self._looking:
+            now = self._looked = monotonic()
+            if self._peer_end is not None:
+                return
+            try:
+                said = self._sock.recv(REASON_BYTES).decode(errors="replace")
+                self._lose(f"the peer {said}" if said else "the peer's process is gone")
+            except BlockingIOError:
+                if beat and now - self._beaten > BEAT_S and not self._beating and not self._closed:
+                    self._beating, self._beaten = True, now
+                    with suppress(OSError):
+                        self._pair.write(BEAT_SENT, [], self._theirs)
+            except OSError as error:
+                self._lose(f"the life line broke ({error.strerror})")
+
+    def _lose(self, why: str) -> None:
+        """The peer is lost: remember why, wake both roles."""
+        if self._peer_end is None:
+            self._peer_end = why
+        self._sender.ring()
+        self._receiver.ring()
+
+
+def _stride(geometry: Geometry) -> int:
+    return HEADER.size + (geometry.slot_bytes + 63) // 64 * 64

@@ -1,0 +1,167 @@
+"""A QEMU guest with Soft-RoCE that runs this checkout's Python environment, read-only, over 9p."""
+
+from __future__ import annotations
+
+import base64
+import os
+import secrets
+import select
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+
+from image import PYVERBS, ROOT, Image, program
+
+BOOT_S = 90.0
+KVM_BOOT_S = 15.0
+LIFE_S = 900  # no guest outlives this, whatever happens to the tests
+MEMORY_MB = 3072
+PYTHON = Path(sys.executable)
+SHELL = (  # pyverbs is the distribution's, and nothing else of its packages is wanted
+    f"mkdir -p /run/path && ln -sfn {PYVERBS} /run/path/pyverbs && cd {ROOT} && PYTHONPATH=/run/path:{ROOT} "
+    "PYTHONDONTWRITEBYTECODE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis "
+    "OMP_NUM_THREADS=1"
+)
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished command of the guest."""
+
+    status: int
+    output: str
+    seconds: float
+
+
+class Guest:
+    """Boots on entry, is killed on exit. ``wire``: a QEMU netdev (``socket,listen=...``) to another guest."""
+
+    def __init__(self, image: Image, *, rdma_ip: str = "10.9.0.1", wire: str = "", loss_percent: float = 0.0) -> None:
+        self._image = image
+        self._options = f"rdma_ip={rdma_ip}" + (f" loss={loss_percent:g}" if loss_percent else "")
+        self._wire = wire
+        self._mac = "52:54:00:00:00:" + rdma_ip.split(".")[-1].zfill(2)
+        self._buffer = b""
+        self.boot_s = 0.0
+        self.accelerator = ""
+
+    def __enter__(self) -> Guest:
+        start = monotonic()
+        self._console = tempfile.NamedTemporaryFile(prefix="lamina-vm-", suffix=".log")
+        attempts = [("kvm", KVM_BOOT_S)] if _kvm_may_work() else []
+        for self.accelerator, patience_s in [*attempts, ("tcg", BOOT_S)]:
+            self._start()
+            try:
+                self._until(b"ready ", patience_s)
+                self._until(b"\n", patience_s)
+                break
+            except TimeoutError:
+                self._stop()
+                if self.accelerator == "tcg":
+                    raise
+        self.boot_s = monotonic() - start
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stop()
+        self._console.close()
+
+    @property
+    def console(self) -> str:
+        return Path(self._console.name).read_text(errors="replace")
+
+    def run(self, command: str, *, timeout_s: float) -> Done:
+        """Run ``command`` with bash; raises TimeoutError, after which the guest is of no use."""
+        self.start(command)
+        return self.finish(timeout_s=timeout_s)
+
+    def start(self, command: str) -> None:
+        self._word = secrets.token_hex(8).encode()
+        self._began = monotonic()
+        stdin = self._process.stdin
+        assert stdin is not None
+        stdin.write(self._word + b" " + base64.b64encode(command.encode()) + b"\n")
+        stdin.flush()
+
+    def finish(self, *, timeout_s: float) -> Done:
+        output = self._until(b"\n" + self._word + b" ", timeout_s)
+        status = int(self._until(b"\n", timeout_s))
+        return Done(status, output.decode(errors="replace"), monotonic() - self._began)
+
+    def python(self, arguments: str, *, timeout_s: float) -> Done:
+        """Run this environment's Python in the checkout, pyverbs included."""
+        return self.run(f"{SHELL} {PYTHON} {arguments}", timeout_s=timeout_s)
+
+    def pytest(self, arguments: str, *, timeout_s: float) -> Done:
+        """Run tests with no plugin but pytest-timeout: every import costs, emulated."""
+        return self.python(f"-m pytest -p pytest_timeout -p no:cacheprovider {arguments}", timeout_s=timeout_s)
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            ["nice", "-n", "5", "timeout", "--kill-after=1", str(LIFE_S), *self._command()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def _command(self) -> list[str]:
+        cpu = "host" if self.accelerator == "kvm" else "max"
+        command = [
+            str(program("qemu-system-x86_64")),
+            "-machine", f"q35,accel={self.accelerator}", "-cpu", cpu, "-smp", "1", "-m", str(MEMORY_MB),
+            "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
+            "-kernel", str(self._image.kernel), "-initrd", str(self._image.initrd),
+            "-append", f"console=ttyS0 quiet panic=-1 mitigations=off {self._options}",
+            "-serial", f"file:{self._console.name}",
+            "-chardev", "stdio,id=host,signal=off", "-device", "virtio-serial-pci",
+            "-device", "virtserialport,chardev=host,name=host",
+        ]  # fmt: skip
+        for n, path in enumerate(self._image.shares):
+            command += [
+                "-fsdev", f"local,id=share{n},path={path},security_model=none,readonly=on,multidevs=remap",
+                "-device", f"virtio-9p-pci,fsdev=share{n},mount_tag=share{n}",
+            ]  # fmt: skip
+        if self._wire:
+            command += ["-netdev", f"{self._wire},id=wire", "-device", f"virtio-net-pci,netdev=wire,mac={self._mac}"]
+        return command
+
+    def _until(self, mark: bytes, timeout_s: float) -> bytes:
+        """What the guest says before ``mark``."""
+        deadline = monotonic() + timeout_s
+        stdout = self._process.stdout
+        assert stdout is not None
+        while (at := self._buffer.find(mark)) < 0:
+            if not select.select([stdout], [], [], max(0.0, deadline - monotonic()))[0]:
+                raise TimeoutError(f"the guest is silent after {timeout_s:g} s: {self._said()}")
+            chunk = os.read(stdout.fileno(), 1 << 16)
+            if not chunk:
+                raise RuntimeError(f"the guest ended: {self._said()}")
+            self._buffer += chunk
+        before, self._buffer = self._buffer[:at], self._buffer[at + len(mark) :]
+        return before
+
+    def _said(self) -> str:
+        return f"{self._buffer.decode(errors='replace')[-3000:]}\nconsole: {self.console[-2000:]}"
+
+    def _stop(self) -> None:
+        if self._process.stdin:
+            self._process.stdin.close()
+        self._process.terminate()  # timeout passes it on
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(5)
+        if self._process.stdout:
+            self._process.stdout.close()
+        self._buffer = b""
+
+
+def _kvm_may_work() -> bool:
+    """A /dev/kvm may be there and dead: without the CPU's flag the guest never executes an instruction."""
+    flags = Path("/proc/cpuinfo").read_text().split()
+    return os.access("/dev/kvm", os.R_OK | os.W_OK) and bool({"vmx", "svm"} & set(flags))
