@@ -44,7 +44,9 @@ def uniform(seed: int, index: int) -> float:
 
 def _draw(scores: Tensor, draw: Draw) -> int:
     keep = min(draw.top_k, scores.numel()) if draw.top_k > 0 else scores.numel()
-    top, ids = torch.sort(scores.double() / draw.temperature, descending=True, stable=True)
+    scores = scores.double()
+    # Less the largest, so that the smallest temperature divides to 0 and minus infinity, not to infinity.
+    top, ids = torch.sort((scores - scores.max()) / draw.temperature, descending=True, stable=True)
     if draw.min_p > 0.0:
         keep = min(keep, int((top - top[0] >= math.log(draw.min_p)).sum()))
     mass = torch.softmax(top[:keep], -1).cumsum(-1)

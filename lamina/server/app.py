@@ -26,6 +26,7 @@ def make_app(service: Service) -> FastAPI:
     app.include_router(about.router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _api_error)  # logged by Observe
     return app
 
 
@@ -42,7 +43,7 @@ def layered(app: FastAPI, service: Service) -> ASGIApp:
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
-    return error_response(error if isinstance(error, ApiError) else ApiError(500, "the server failed"))
+    return error_response(error if isinstance(error, ApiError) else ApiError(500, "the server failed; see its log"))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

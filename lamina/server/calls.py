@@ -87,11 +87,18 @@ class Call:
             raise ApiError(503, f"the engine is gone: {service.client.failure}", code="engine_gone", retry_after_s=5)
         self._ticket = service.admission.enter(self._open, tokens)
         self.meters = [PromptMeter(service.metrics, arrival_s, len(p.ids), params) for p in prompts]
-        for number, (prompt, meter) in enumerate(zip(prompts, self.meters, strict=True)):
-            key = service.client.add(prompt.ids, params, self._feed, meter)
+        service.calls.add(self)
+        try:
+            self._add_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def _add_all(self) -> None:
+        for number, (prompt, meter) in enumerate(zip(self.prompts, self.meters, strict=True)):
+            key = self._service.client.add(prompt.ids, self.params, self._feed, meter)
             self._numbers[key] = number
             self._waiting.add(key)
-        service.calls.add(self)
 
     @property
     def prompt_tokens(self) -> int:

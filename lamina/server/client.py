@@ -133,10 +133,11 @@ class EngineClient:
         """End the engine and its workers. Idempotent."""
         with contextlib.suppress(OSError, RuntimeError):
             self._send(Stop())
-            self._writer.close()
+        # The link stays open until then: its end would tell the engine to hurry.
+        await asyncio.to_thread(self._handle.join, JOIN_S)
         if self._task is not None:
             self._task.cancel()
-        await asyncio.to_thread(self._handle.join, JOIN_S)
+        self._writer.close()
 
     def _send(self, message: msgspec.Struct) -> None:
         data = self._encoder.encode(message)

@@ -91,8 +91,9 @@ def _check_limits(request: Sampling, config: ServerConfig, logprobs: int | None,
     if len(stops) > config.max_stop or any(len(s) > config.max_stop_chars for s in stops):
         text = f"stop must be at most {config.max_stop} strings of at most {config.max_stop_chars} characters"
         raise ApiError(400, text, param="stop", code="invalid_value")
-    if len(request.stop_token_ids or []) > config.max_logit_bias:
-        raise ApiError(400, f"stop_token_ids must be at most {config.max_logit_bias}", param="stop_token_ids")
+    for name in ("logit_bias", "stop_token_ids"):
+        if len(getattr(request, name) or ()) > config.max_logit_bias:
+            raise ApiError(400, f"{name} must be at most {config.max_logit_bias} tokens", param=name)
 
 
 def _logit_bias(request: Sampling, ready: Ready) -> dict[int, float] | None:

@@ -1,0 +1,84 @@
+"""A server without an engine: the application in this process, over an engine client that answers from a script."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+from running import MODEL, ROOT
+
+from lamina.models.tokens import load_tokenizer
+from lamina.request import SamplingParams
+from lamina.server.admission import Admission
+from lamina.server.app import layered, make_app
+from lamina.server.calls import Service
+from lamina.server.client import Feed, Meter
+from lamina.server.config import ServerConfig
+from lamina.server.gauges import EngineGauges
+from lamina.server.logprobs import TokenTexts
+from lamina.server.messages import Delta, Ready, State, Times
+from lamina.server.metrics import Metrics
+from lamina.server.prompts import Prompter
+from lamina.server.unsupported import UnknownFields
+
+WORD = 300  # the token that every completion consists of
+READY = Ready(
+    vocab_size=2048, max_model_len=256, max_num_seqs=4, dtype="float32", block_size=32, num_blocks=[64],
+    hops_per_step=4, row_bytes={"q": 1024, "kv": 512, "o": 1024}, workers=["compute-0", "memory-0", "memory-1"],
+)  # fmt: skip
+
+
+class FakeClient:
+    """Finishes every prompt at once with two tokens, or, with ``hold``, never."""
+
+    def __init__(self) -> None:
+        self.ready = READY
+        self.state: State | None = State(running=1, waiting=2, free_blocks=[48], preemptions=3, steps=10)
+        self.counters: dict[str, dict[str, float]] = {
+            "compute-0": {"wait_s": 0.5, "steps": 10.0, "rows": 20.0},
+            "memory-0": {"attend_s": 0.25, "refused": 1.0, "bytes_sent": 7.0},
+        }
+        self.failure: str | None = None
+        self.silence_s = 0.0
+        self.hold = False
+        self.added: list[tuple[list[int], SamplingParams]] = []
+        self.cancelled: list[int] = []
+
+    def add(self, prompt: list[int], params: SamplingParams, feed: Feed, meter: Meter) -> int:
+        key = len(self.added)
+        self.added.append((prompt, params))
+        for index in range(0 if self.hold else params.n):
+            for delta in self._deltas(key, index, params, last=index == params.n - 1):
+                meter.grown(delta)
+                feed.push(delta)
+        return key
+
+    def cancel(self, key: int) -> None:
+        self.cancelled.append(key)
+
+    def _deltas(self, key: int, index: int, params: SamplingParams, *, last: bool) -> list[Delta]:
+        logprobs = None if params.logprobs is None else [[(WORD, -0.5), *[(WORD + 1, -1.0)] * params.logprobs]]
+        first = Delta(key=key, index=index, tokens=[WORD], text="ab", logprobs=logprobs)
+        times = Times(0.001, 0.002, 0.003) if last else None
+        end = Delta(key=key, index=index, tokens=[WORD], text="cd", logprobs=logprobs and list(logprobs),
+                    finish_reason="length", times=times)  # fmt: skip
+        return [first, end]
+
+
+def make_service(client: Any = None, **options: Any) -> Service:
+    client = client or FakeClient()
+    config = ServerConfig(**options)
+    tokenizer = load_tokenizer(str(ROOT / MODEL))
+    metrics = Metrics("tiny")
+    gauges = EngineGauges(client, metrics.labels)
+    metrics.registry.register(gauges)
+    admission = Admission(4, config.max_num_queued_reqs, config.max_num_queued_tokens, metrics.rejected)
+    return Service(
+        config=config, names=["tiny"], root="path", client=client, prompter=Prompter(tokenizer, client.ready),
+        texts=TokenTexts(tokenizer), metrics=metrics, gauges=gauges, admission=admission, fields=UnknownFields(),
+    )  # fmt: skip
+
+
+def http_of(service: Service) -> httpx.AsyncClient:
+    app = layered(make_app(service), service)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")

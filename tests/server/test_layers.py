@@ -1,0 +1,179 @@
+"""What every request passes: keys, limits of bodies, ids, errors in OpenAI's envelope. No engine behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+from fake import FakeClient, http_of, make_service
+from starlette.routing import Route
+
+from lamina.server.app import make_app
+from lamina.server.observe import LogFormatter
+
+T = TypeVar("T")
+GOOD = {"prompt": "x", "max_tokens": 2}
+JSON = {"content-type": "application/json"}
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(work, 30))
+
+
+def ask(method: str, path: str, service: Any = None, **options: Any) -> httpx.Response:
+    async def work() -> httpx.Response:
+        async with http_of(service or make_service()) as http:
+            return await http.request(method, path, **options)
+
+    return run(work())
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert response.headers["x-request-id"]
+    return error
+
+
+def test_every_route_but_health_needs_a_key() -> None:
+    service = make_service(api_key="one,two")
+    routes = [r for r in _routes(make_app(service)) if r.path != "/health"]
+    assert {"/v1/completions", "/metrics", "/openapi.json", "/v1/models/{model:path}"} <= {r.path for r in routes}
+    paths = [*(r.path for r in routes), "/", "/health/", "/nothing"]
+    wrong = [{}, {"authorization": "Bearer three"}, {"authorization": "Basic one"}]
+
+    async def work() -> None:
+        async with http_of(service) as http:
+            for path, headers, method in itertools.product(paths, wrong, ("GET", "POST")):
+                response = await http.request(method, path, headers=headers)
+                assert response.status_code == 401, (method, path, headers)
+                assert error_of(response)["code"] == "invalid_api_key"
+
+    run(work())
+    assert ask("GET", "/health", service).status_code == 200
+    for key in ("one", "two"):
+        assert ask("GET", "/v1/models", service, headers={"authorization": f"Bearer {key}"}).status_code == 200
+
+
+def _routes(app: Any) -> list[Route]:
+    found: list[Route] = []
+    pending = list(app.routes)
+    while pending:
+        route = pending.pop()
+        nested = getattr(route, "routes", None) or getattr(getattr(route, "original_router", None), "routes", None)
+        pending += nested or []
+        if getattr(route, "path", None) and not nested:
+            found.append(route)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "headers"),
+    [
+        (413, b'"' + b"x" * 2000 + b'"', JSON),
+        (400, b"{", JSON),
+        (400, b"", JSON),
+        (400, b"[1]", JSON),
+        (400, b'"text"', JSON),
+        (400, b'{"prompt": "\\ud800"}', JSON),
+        (400, b'{"prompt": NaN}', JSON),
+        (400, b"\xff\xfe", JSON),
+        (400, b"[" * 100 + b"]" * 100, JSON),
+        (400, b'{"prompt":' + b"[" * 80 + b"1" + b"]" * 80 + b"}", JSON),
+        (415, json.dumps(GOOD).encode(), {"content-type": "text/plain"}),
+        (415, json.dumps(GOOD).encode(), {**JSON, "content-encoding": "gzip"}),
+    ],
+)
+def test_bodies_out_of_bounds(status: int, body: bytes, headers: dict[str, str]) -> None:
+    response = ask("POST", "/v1/completions", make_service(max_body="1KB"), content=body, headers=headers)
+    assert response.status_code == status
+    assert error_of(response)["type"] == "invalid_request_error"
+
+
+def test_a_body_that_never_ends() -> None:
+    async def forever() -> Any:
+        yield b"{"
+        await asyncio.sleep(60)
+
+    service = make_service(body_timeout_s=0.1)
+    response = ask("POST", "/v1/completions", service, content=forever(), headers=JSON)
+    assert response.status_code == 408
+    assert error_of(response)["code"] == "timeout"
+
+
+def test_paths_and_methods_that_are_not_there() -> None:
+    assert error_of(ask("GET", "/nothing"))["code"] == "not_found"
+    assert error_of(ask("GET", "/v1/completions"))["code"] == "method_not_allowed"
+    assert ask("GET", "/docs").status_code == 404, "it would load scripts from elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("given", "echoed"), [("abc-1.2_3", True), ("a b", False), ("x" * 129, False), ("h:80", False)]
+)
+def test_request_ids_are_echoed_where_harmless(given: str, echoed: bool) -> None:
+    response = ask("GET", "/version", headers={"x-request-id": given})
+    assert (response.headers["x-request-id"] == given) is echoed
+
+
+def test_cors_only_where_asked_for() -> None:
+    headers = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in ask("OPTIONS", "/v1/completions", headers=headers).headers
+    service = make_service(allowed_origins="https://a.example", api_key="k")
+    response = ask("OPTIONS", "/v1/completions", service, headers=headers)
+    assert response.headers["access-control-allow-origin"] == "https://a.example"
+    assert ask("OPTIONS", "/v1/completions", service, headers={**headers, "origin": "https://b"}).status_code == 400
+
+
+def test_a_failure_is_an_envelope_and_goes_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(FakeClient):
+        def add(self, *args: Any) -> int:
+            raise KeyError("secret")
+
+    logging.getLogger("lamina").propagate = True
+    response = ask("POST", "/v1/completions", make_service(Broken()), json=GOOD)
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    assert error_of(response)["type"] == "server_error"
+    assert any(r.exc_info for r in caplog.records)
+
+
+def test_log_lines_bear_the_request_and_never_its_text(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("lamina").propagate = True
+    caplog.set_level(logging.INFO, logger="lamina")
+    lines: list[dict[str, Any]] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(json.loads(LogFormatter(as_json=True).format(record)))
+
+    handler = Collect()
+    logging.getLogger("lamina").addHandler(handler)
+    service, body = make_service(), {**GOOD, "prompt": "PRIVATE", "whatever": "PRIVATE", "user": "PRIVATE"}
+    try:
+        for _ in range(2):
+            ask("POST", "/v1/completions", service, json=body, headers={"x-request-id": "r1"})
+    finally:
+        logging.getLogger("lamina").removeHandler(handler)
+    assert "PRIVATE" not in json.dumps(lines)
+    assert {line["request_id"] for line in lines} == {"r1"}
+    requests = [line for line in lines if line["message"] == "POST /v1/completions"]
+    assert [r["completion_tokens"] for r in requests] == [2, 2]
+    assert len([line for line in lines if "whatever" in line["message"]]) == 1, "said once"
+
+
+def test_health_and_load_tell_the_truth() -> None:
+    client = FakeClient()
+    service = make_service(client, health_timeout_s=4.0)
+    assert ask("GET", "/health", service).status_code == 200
+    client.silence_s = 4.1
+    assert ask("GET", "/health", service).status_code == 503
+    client.silence_s, client.failure = 0.0, "lost"
+    assert ask("GET", "/health", service).json() == {"status": "lost"}
+    assert ask("POST", "/v1/completions", service, json=GOOD).status_code == 503
+    assert ask("GET", "/load", service).json() == {"server_load": 0, "running": 1, "waiting": 2, "kv_usage": 0.25}
