@@ -1,0 +1,69 @@
+"""What the verbs transport can be held to without a device: cards, and clear words about what is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from wiring import ROOT
+
+from lamina.netstack import Geometry, HandshakeError
+from lamina.netstack.handshake import Session, Steps
+from lamina.netstack.swap import swap
+
+GEOMETRY = Geometry(slots=1, slot_bytes=1)
+SECRET = b"s" * 32
+
+
+def drive(change: Callable[[int, bytes], bytes], secret: bytes = SECRET) -> list[bytes]:
+    """Both sides against each other, ``change(n, frame)`` between them; the cards that were reached, listener first."""
+    reached: list[bytes] = []
+
+    def session(secret: bytes) -> Session:
+        return Session("verbs", 0, GEOMETRY, GEOMETRY, False, secret)
+
+    connector: Steps = swap(session(SECRET), b"connector's", reached.append, listening=False)
+    listener: Steps = swap(session(secret), b"the listener"[1:], reached.append, listening=True)
+    next(listener)
+    card, _, _ = next(connector)
+    answer, _, _ = listener.send(change(0, card))
+    ready, _, _ = connector.send(change(1, answer))
+    with pytest.raises(StopIteration):
+        listener.send(change(2, ready))
+    return reached
+
+
+def flip(which: int, at: int) -> Callable[[int, bytes], bytes]:
+    def change(n: int, frame: bytes) -> bytes:
+        return frame if n != which else frame[:at] + bytes([frame[at] ^ 1]) + frame[at + 1 :]
+
+    return change
+
+
+def test_each_side_gets_the_others_card() -> None:
+    assert drive(lambda _, frame: frame) == [b"connector's", b"he listener"]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("at", [0, 31])
+def test_a_changed_card_is_refused_before_it_is_used(which: int, at: int) -> None:
+    with pytest.raises(HandshakeError, match="changed"):
+        drive(flip(which, at))
+
+
+def test_a_card_of_another_session_is_refused() -> None:
+    with pytest.raises(HandshakeError, match="changed"):
+        drive(lambda _, frame: frame, secret=b"t" * 32)
+
+
+def test_missing_pyverbs_is_an_error_with_its_fix() -> None:
+    code = (
+        "import sys; sys.modules['pyverbs'] = None\n"
+        "from lamina import netstack\n"
+        "try: netstack.open('verbs', key=b'k' * 32)\n"
+        "except ImportError as error: print(error)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert "python3-pyverbs" in run.stdout
