@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MODEL ?= examples/tiny_lm/model
 
-.PHONY: demo test check format clean test-vm
+.PHONY: demo test check format fuzz clean test-vm
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py $(MODEL)
@@ -32,6 +32,23 @@ $(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*/*.cpp csrc/*
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	touch $@
+
+# The frame decoder under hostile streams, for FUZZ_SECONDS. With clang++ the fuzzer follows the branches it finds.
+FUZZ_SECONDS ?= 60
+fuzz:
+	mkdir -p build/fuzz/corpus
+	@if command -v clang++ >/dev/null; then set -e; \
+	  clang++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -DLIBFUZZER -Icsrc \
+	    tests/netstack/fuzz_frame.cpp -o build/fuzz/fuzz_frame; \
+	  build/fuzz/fuzz_frame -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -print_final_stats=1 build/fuzz/corpus \
+	    > build/fuzz/log 2>&1 || { tail -n 60 build/fuzz/log; exit 1; }; \
+	  tail -n 5 build/fuzz/log; \
+	else set -e; \
+	  g++ -std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -Icsrc tests/netstack/fuzz_frame.cpp \
+	    -o build/fuzz/fuzz_frame; \
+	  end=$$(( $$(date +%s) + $(FUZZ_SECONDS) )); \
+	  while [ $$(date +%s) -lt $$end ]; do build/fuzz/fuzz_frame 200000 $$(date +%s); done; \
+	fi
 
 clean:
 	rm -rf build *.egg-info netstack/*.so lamina/*/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -87,8 +87,10 @@ class ShmFabric(BaseFabric):
             os.ftruncate(memory, _memory_bytes(terms))
             fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
             peer = f"{url} (process {pid})"
-            socket.send_fds(sock, [b"M"], [memory])
-            return self._channel(memory, sock, terms, listening=True, peer=peer)
+            channel = self._channel(memory, sock.dup(), terms, listening=True, peer=peer)
+            with sock:  # the channel has prepared the memory, and has a descriptor of its own
+                socket.send_fds(sock, [b"M"], [memory])
+            return channel
         finally:
             os.close(memory)
 

@@ -61,6 +61,10 @@ PyObject* open_link(PyObject* module, PyObject* args) {
   std::uint8_t* base = memory_base(memory);
   const Ring out_ring(base + (listening ? in_bytes : 0), out.slots, out.slot_bytes, epoch);
   const Ring in_ring(base + (listening ? 0 : out_bytes), in.slots, in.slot_bytes, epoch);
+  if (listening) {
+    out_ring.clear();
+    in_ring.clear();
+  }
   auto* link = new (std::nothrow) Link(out_ring, in_ring, life_line, nanoseconds(spin_s));
   if (!link) {
     Py_DECREF(memory);

@@ -80,6 +80,12 @@ struct Ring {
         slot_bytes(slot_bytes_),
         zero(epoch << kEpochShift) {}
 
+  // Before the peer gets to see the memory: no message, no credit, in this epoch.
+  void clear() const {
+    control->signal.store(zero, std::memory_order_relaxed);
+    control->credit.store(zero, std::memory_order_release);
+  }
+
   std::uint64_t index(std::uint64_t message) const { return message % slots; }
   std::uint8_t* slot(std::uint64_t message) const { return first + index(message) * stride(slot_bytes); }
   Header* header(std::uint64_t message) const { return reinterpret_cast<Header*>(slot(message)); }

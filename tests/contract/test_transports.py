@@ -399,6 +399,15 @@ def test_epoch_is_the_top_of_the_seqno_and_a_reset_is_a_new_channel(pair: Pair) 
             pair.fabric.connect(pair.listener.url, outbound=SMALL, inbound=SMALL, epoch=epoch)
 
 
+def test_a_fresh_channel_of_any_epoch_is_empty(fabric: Fabric) -> None:
+    for epoch in (0, 1, 65535):
+        pair = connect(fabric, fabric.listen(), epoch=epoch)
+        for end in (pair.a, pair.b):
+            with pytest.raises(netstack.ChannelTimeout):
+                end.wait_signal(timeout_s=0.01)
+        assert [fill(end) for end in (pair.a, pair.b)] == [SMALL.slots] * 2
+
+
 def test_geometries_may_differ_and_are_seen_mirrored(fabric: Fabric) -> None:
     pair = connect(fabric, fabric.listen(), out=Geometry(slots=1, slot_bytes=5), into=Geometry(slots=4, slot_bytes=9))
     assert fill(pair.a) == 1

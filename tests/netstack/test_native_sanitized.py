@@ -1,0 +1,50 @@
+"""The native parts without Python, under sanitizers: the frame decoder fuzzed, the rings as two threads."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from wiring import HERE, ROOT
+
+SECONDS = 100.0
+
+
+def build(tmp_path: Path, source: str, *flags: str) -> Path:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    program = tmp_path / source.partition(".")[0]
+    command = [compiler, "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-pthread", "-I", str(ROOT / "csrc"), *flags]
+    done = subprocess.run(
+        [*command, str(HERE / source), "-o", str(program)], capture_output=True, text=True, check=False, timeout=SECONDS
+    )
+    if done.returncode and "cannot find -l" in done.stderr:
+        pytest.skip(f"needs the sanitizer's runtime: {done.stderr.strip().splitlines()[-2]}")
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+def run(program: Path, *arguments: str) -> str:
+    done = subprocess.run([str(program), *arguments], capture_output=True, text=True, check=False, timeout=SECONDS)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_the_frame_decoder_survives_hostile_streams(tmp_path: Path) -> None:
+    """Streams of frames whose fields are random, whose checks are right or not, cut anywhere; `make fuzz` goes on."""
+    program = build(tmp_path, "fuzz_frame.cpp", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    words = run(program, "30000", "1").split()
+    counts = {words[i]: int(words[i + 1]) for i in range(0, len(words), 2)}
+    assert counts["executions"] == 30000
+    assert counts["delivered"] > 3000  # the honest part is honest
+    assert counts["refused"] > 3000
+
+
+def test_the_ring_is_free_of_races(tmp_path: Path) -> None:
+    # The sanitizer knows no fences, which the ring uses beside its acquire and release, never in their place.
+    program = build(tmp_path, "ring_threads.cpp", "-fsanitize=thread", "-Wno-tsan")
+    for spin_ns in ("0", "20000"):
+        assert run(program, "3000", spin_ns) == "messages 3000\n"
