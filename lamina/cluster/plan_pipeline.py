@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=2, help="tokens of each batch (default: 2)")
     parser.add_argument("--network", type=float, default=0.0, help="unhidden network time of a turn (default: 0)")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--dry-run", action="store_true", help="check the input, say what would be planned, and exit")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,6 +29,10 @@ def run(args: argparse.Namespace) -> int:
     slices = args.slices if args.slices is not None else max(len(tm), len(ta))
     if slices < 1:
         raise ValueError(f"--slices must be at least 1, not {slices}")
+    if args.dry_run:
+        rotation(args.n, _each("--tm", tm, slices), _each("--ta", ta, slices), 1, args.network)
+        print(f"would plan {args.tokens} tokens of {args.n} batches over {num_replicas(args.n)} replicas")
+        return 0
     plan = rotation(args.n, _each("--tm", tm, slices), _each("--ta", ta, slices), args.tokens, args.network)
     print(json.dumps(dataclasses.asdict(plan)) if args.json else render(plan))
     return 0

@@ -9,6 +9,7 @@ import threading
 import time
 from typing import Any
 
+from lamina import netstack
 from lamina.engine.engine import Engine
 from lamina.engine.pools import Pools, WorkerError
 from lamina.request import CompletionOutput, Logprob, RequestOutput
@@ -45,6 +46,8 @@ def serve_engine(sock: socket.socket) -> None:
 
 def _serve(link: ControlLink, start: Start) -> None:
     tokenizers = _TokenizerThread(start)  # it takes seconds, and so do the workers
+    if netstack.open(start.config.transport, key=bytes(32)).in_process:
+        tokenizers.result()  # transformers is not to be imported by two threads at once
 
     def progress(stage: str, done: int, total: int) -> None:
         link.send(Progress(stage=stage, done=done, total=total))

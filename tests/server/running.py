@@ -13,7 +13,7 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "examples/tiny_lm/model"
-START_S = 100.0
+START_S = 240.0
 
 
 class Running:

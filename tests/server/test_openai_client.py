@@ -10,6 +10,7 @@ from openai import OpenAI
 from running import MODEL, ROOT
 from transformers import AutoTokenizer
 
+pytestmark = pytest.mark.timeout(300)  # starting a server on a busy machine takes its time
 GREEDY = {"model": "tiny", "temperature": 0.0, "max_tokens": 12}
 TALK = [{"role": "user", "content": "Write a class."}]
 

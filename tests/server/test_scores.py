@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import httpx
+import pytest
 import torch
 from running import MODEL, ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+pytestmark = pytest.mark.timeout(300)  # starting a server on a busy machine takes its time
 TEXT = "def main():\n    return 0\n"
 
 

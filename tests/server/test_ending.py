@@ -1,0 +1,91 @@
+"""The end of a server: in order, or by force, without anything left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+from running import Running, alive, eventually
+
+pytestmark = pytest.mark.timeout(300)  # starting a server on a busy machine takes its time
+BODY = {"prompt": "def f(", "max_tokens": 60, "ignore_eos": True, "stream": True}
+
+
+def test_a_signal_lets_streams_finish_and_takes_no_more(tmp_path: Path) -> None:
+    """Over TLS, so that this is tried too."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
+         "-subj", "/CN=localhost", "-keyout", str(key), "-out", str(certificate)],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    flags = (f"--ssl-keyfile={key}", f"--ssl-certfile={certificate}", "--transport=loopback", "--shutdown-timeout=60")
+    server = Running(tmp_path / "log", *flags, env={"LAMINA_API_KEY": "k"})
+    assert server.url.startswith("https://")
+
+    async def work() -> tuple[list[str], httpx.Response, httpx.Response]:
+        headers = {"authorization": "Bearer k"}
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, verify=False, headers=headers) as client:
+            async with asyncio.timeout(60):
+                assert (await client.get("/load")).json()["server_load"] == 0
+                streams = [asyncio.create_task(client.post("/v1/completions", json=BODY)) for _ in range(8)]
+                while (await client.get("/load")).json()["server_load"] < 8:
+                    await asyncio.sleep(0.01)
+                server.signal(signal.SIGTERM)
+                while (health := await client.get("/health")).status_code == 200:
+                    await asyncio.sleep(0.01)
+                refused = await client.post("/v1/completions", json=BODY)
+                return [(await s).text for s in streams], refused, health
+
+    try:
+        texts, refused, health = asyncio.run(work())
+        assert all(t.count('"index":0') == 60 and t.endswith("data: [DONE]\n\n") for t in texts)
+        assert refused.status_code == health.status_code == 503
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+
+
+def test_ill_while_a_worker_hangs_and_gone_with_kill_9(tmp_path: Path) -> None:
+    """Over a Unix socket, so that this is tried too."""
+    place = tmp_path / "socket"
+    server = Running(tmp_path / "log", f"--uds={place}", "--health-timeout-s=2")
+    pids = server.descendants()
+    try:
+        assert len(pids) >= 4, "the engine, a compute worker, two memory workers"
+        workers = [p for p in pids if b"lamina.workers.memory" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        transport = httpx.HTTPTransport(uds=str(place))
+        with httpx.Client(base_url="http://server", transport=transport, timeout=30) as http:
+            assert http.get("/health").status_code == 200
+            os.kill(workers[0], signal.SIGSTOP)
+            assert eventually(lambda: http.get("/health").status_code == 503, 15)
+            os.kill(workers[0], signal.SIGCONT)
+        server.signal(signal.SIGKILL)
+        assert eventually(lambda: not alive(pids), 30), alive(pids)
+    finally:
+        server.kill()
+        for pid in alive(pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["m", "--ssl-keyfile", "x"], "--ssl-certfile"),
+        (["m", "--metrics-compat", "x"], "--metrics-compat"),
+        (["m", "--max-body", "x"], "--max-body"),
+        (["m", "--host", "203.0.113.1"], "--host"),
+    ],
+)
+def test_bad_flags_are_one_line(flags: list[str], words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    from lamina.cluster.launch import main
+
+    assert main(["serve", *flags, "--port", "0"]) == 2
+    lines = [x for x in capfd.readouterr().err.splitlines() if x.startswith("lamina-launch")]
+    assert len(lines) == 1
+    assert words in lines[0]

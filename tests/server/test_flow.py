@@ -1,0 +1,205 @@
+"""Room, slow readers, clients that leave, ends from outside. No engine behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from fake import FakeClient, http_of, make_service
+from hypothesis import given
+from hypothesis import strategies as st
+from test_layers import ask, error_of, run
+
+from lamina.server.app import layered, make_app
+from lamina.server.client import Feed
+from lamina.server.errors import ApiError
+from lamina.server.messages import Delta
+
+BODY = {"prompt": [5, 6, 7], "max_tokens": 2}
+
+
+def held() -> FakeClient:
+    client = FakeClient()
+    client.hold = True
+    return client
+
+
+def scope(body: bytes) -> dict[str, Any]:
+    return {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
+            "query_string": b"", "headers": [(b"content-length", str(len(body)).encode())], "http_version": "1.1",
+            "scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": ""}  # fmt: skip
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_above_the_queue_429_at_once_and_room_comes_back() -> None:
+    service = make_service(held(), max_num_queued_reqs=2)
+
+    async def work() -> None:
+        async with http_of(service) as http:
+            waiting = [asyncio.create_task(http.post("/v1/completions", json={**BODY, "n": 3})) for _ in range(2)]
+            await until(lambda: service.admission.completions == 6)
+            refused = await http.post("/v1/completions", json=BODY)
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"]
+            assert error_of(refused)["type"] == "rate_limit_error"
+            assert service.admission.num_waiting == 2
+            waiting[0].cancel()
+            await until(lambda: service.admission.completions == 3)
+            assert service.client.cancelled == [0]
+            waiting[1].cancel()
+            await until(lambda: not service.calls)
+
+    run(work())
+    assert (service.admission.completions, service.admission.tokens) == (0, 0)
+    assert ask("POST", "/v1/completions", service, json={**BODY, "n": 7}).status_code == 400, "it never could"
+    text = ask("GET", "/metrics", service).text
+    assert 'lamina:admission_rejections_total{engine="0",model_name="tiny",reason="requests"} 1.0' in text
+
+
+def test_prompt_tokens_that_wait_are_bounded_too() -> None:
+    service = make_service(held(), max_num_queued_tokens=5)
+
+    async def work() -> None:
+        async with http_of(service) as http:
+            first = asyncio.create_task(http.post("/v1/completions", json=BODY))
+            await until(lambda: service.admission.tokens == 3)
+            assert (await http.post("/v1/completions", json=BODY)).status_code == 429
+            assert service.admission.completions == 1
+            first.cancel()
+            await until(lambda: service.admission.tokens == 0)
+
+    run(work())
+
+
+def test_draining_refuses_and_says_so() -> None:
+    service = make_service()
+    service.admission.draining = True
+    refused = ask("POST", "/v1/completions", service, json=BODY)
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"]
+    assert ask("GET", "/health", service).status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_cancelled_at_once(stream: bool) -> None:
+    service, leave = make_service(held()), asyncio.Event()
+    body = json.dumps({**BODY, "stream": stream}).encode()
+    messages = [{"type": "http.request", "body": body}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await leave.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        return
+
+    async def work() -> None:
+        app = layered(make_app(service), service)
+        task = asyncio.create_task(app(scope(body), receive, send))
+        await until(lambda: service.calls)
+        assert not service.client.cancelled
+        leave.set()
+        await asyncio.wait_for(task, 1)
+
+    run(work())
+    assert service.client.cancelled == [0]
+    assert (service.admission.completions, service.admission.tokens, len(service.calls)) == (0, 0, 0)
+
+
+def test_a_client_that_does_not_read_is_cut_off() -> None:
+    service = make_service(slow_reader_timeout_s=0.05)
+    body = json.dumps({**BODY, "stream": True}).encode()
+    messages = [{"type": "http.request", "body": body}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        return await asyncio.Event().wait() and {}  # type: ignore[return-value]
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    run(layered(make_app(service), service)(scope(body), receive, send))
+    assert not service.calls
+
+
+def test_ended_from_outside_a_stream_says_why() -> None:
+    service = make_service(held())
+
+    async def work() -> str:
+        async with http_of(service) as http:
+            task = asyncio.create_task(http.post("/v1/completions", json={**BODY, "stream": True}))
+            await until(lambda: service.calls)
+            for call in list(service.calls):
+                call.abort(ApiError(503, "the server is shutting down", code="shutting_down"))
+            return (await task).text
+
+    *_, error, done, _ = run(work()).split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "shutting_down"
+    assert done == "data: [DONE]"
+    assert set(service.client.cancelled) == {0}
+
+
+def test_silence_is_filled_with_comments() -> None:
+    service = make_service(held(), sse_keep_alive_s=0.02)
+
+    async def work() -> str:
+        async with http_of(service) as http:
+            task = asyncio.create_task(http.post("/v1/completions", json={**BODY, "stream": True}))
+            await until(lambda: service.calls)
+            await asyncio.sleep(0.2)
+            next(iter(service.calls)).abort(ApiError(503, "x"))
+            return (await task).text
+
+    assert run(work()).count(": keep-alive\n\n") >= 2
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.text(max_size=3), st.booleans()), min_size=1, max_size=20))
+def test_what_a_slow_reader_takes_late_adds_up(parts: list[tuple[int, str, bool]]) -> None:
+    async def work() -> dict[int, tuple[str, list[int]]]:
+        feed, got = Feed(), dict[int, tuple[str, list[int]]]()
+        for number, (index, text, take) in enumerate(parts):
+            feed.push(Delta(key=0, index=index, tokens=[number], text=text, logprobs=[[(number, -1.0)]]))
+            if take or number == len(parts) - 1:
+                for d in await feed.take():
+                    before = got.get(d.index, ("", []))
+                    got[d.index] = (before[0] + d.text, before[1] + d.tokens)
+                    assert [x[0][0] for x in d.logprobs or []] == d.tokens
+        return got
+
+    wanted: dict[int, tuple[str, list[int]]] = {}
+    for number, (index, text, _) in enumerate(parts):
+        before = wanted.get(index, ("", []))
+        wanted[index] = (before[0] + text, [*before[1], number])
+    assert run(work()) == wanted
+
+
+def test_metrics_are_shown_under_both_names_and_only_if_they_exist() -> None:
+    client = FakeClient()
+    service = make_service(client, metrics_compat="vllm")
+    ask("POST", "/v1/completions", service, json={**BODY, "n": 2})
+    text = ask("GET", "/metrics", service).text
+    for prefix in ("lamina:", "vllm:"):
+        for line in ("num_requests_waiting{L} 2.0", "kv_cache_usage_perc{L} 0.25", "prompt_tokens_total{L} 3.0",
+                     "generation_tokens_total{L} 4.0", "e2e_request_latency_seconds_count{L} 1.0",
+                     "request_queue_time_seconds_sum{L} 0.001"):  # fmt: skip
+            assert prefix + line.replace("{L}", '{engine="0",model_name="tiny"}') in text
+    assert 'lamina:layer_bytes_total{engine="0",kind="q",model_name="tiny"} 20480.0' in text
+    assert 'lamina:hop_latency_seconds_count{engine="0",model_name="tiny"} 40.0' in text
+    assert "vllm:hop_latency" not in text
+    assert "prefix_cache" not in text
+    assert "_created" not in text
+    client.state, client.counters = None, {}
+    bare = ask("GET", "/metrics", make_service(client)).text
+    assert "num_requests_running" not in bare
+    assert "vllm:" not in bare
