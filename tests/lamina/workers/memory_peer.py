@@ -29,7 +29,7 @@ from lamina.workers.stepplan import (
     encode,
 )
 
-WAIT_S = 20.0
+WAIT_S = 90.0
 GEOMETRY = Geometry(slots=4, slot_bytes=1 << 20)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
