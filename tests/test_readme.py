@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -34,9 +37,28 @@ def test_python(code: str) -> None:
     assert "import os" in run("-c", code)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [line for line in COMMANDS if not line.startswith("serve ")])
 def test_command_lines(command: str) -> None:
     assert run("-m", "lamina.cluster.launch", *shlex.split(command)).strip()
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("serve ")])
+def test_servers(command: str) -> None:
+    anywhere = re.sub(r"--port \d+", "--port 0", command)
+    with subprocess.Popen(
+        [sys.executable, "-m", "lamina.cluster.launch", *shlex.split(anywhere)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().split()[-1]
+            with urllib.request.urlopen(url + "/v1/models", timeout=60) as models:
+                assert json.load(models)["data"]
+        finally:
+            server.send_signal(signal.SIGINT)
+            assert server.wait(60) == 0
 
 
 def test_the_tree_names_what_is_there() -> None:

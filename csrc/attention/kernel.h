@@ -161,7 +161,8 @@ struct Ahead {
   int high;
   int64_t bytes;
 
-  void fetch(int t) const {
+  // Always inline: by itself it would be a function without effect, and go.
+  [[gnu::always_inline]] void fetch(int t) const {
     if (t >= high) return;
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(rows[t]) + i, 0, 2);
   }
@@ -183,16 +184,16 @@ inline void scores(const typename Dot<T>::Row* q, const T* const* k, int low, in
       ahead.fetch(at);
     }
     V sum[8] = {};
-    for (int64_t j = 0; j < whole; ++j)
-      for (int i = 0; i < N; ++i) {
-        const auto x = Dot<T>::load(key[i] + j * Dot<T>::step);
-        for (int g = 0; g < G; ++g) sum[g * N + i] = Dot<T>::add(sum[g * N + i], q[g * width + j], x);
+    const auto step = [&](int64_t j, auto... left) {
+      typename Dot<T>::Row x[N];
+      for (int i = 0; i < N; ++i) x[i] = Dot<T>::load(key[i] + j * Dot<T>::step, left...);
+      for (int g = 0; g < G; ++g) {
+        const typename Dot<T>::Row y = q[g * width + j];
+        for (int i = 0; i < N; ++i) sum[g * N + i] = Dot<T>::add(sum[g * N + i], y, x[i]);
       }
-    if (tail)
-      for (int i = 0; i < N; ++i) {
-        const auto x = Dot<T>::load(key[i] + whole * Dot<T>::step, tail);
-        for (int g = 0; g < G; ++g) sum[g * N + i] = Dot<T>::add(sum[g * N + i], q[g * width + whole], x);
-      }
+    };
+    for (int64_t j = 0; j < whole; ++j) step(j);
+    if (tail) step(whole, tail);
     float sums[8];
     sum8(sum, sums);
     for (int g = 0; g < G; ++g) __builtin_memcpy(score + g * kScores + t, sums + g * N, sizeof(float) * N);

@@ -65,9 +65,7 @@ async def _serve(
         if tokenizer is None:
             raise ValueError(f"{model} has no tokenizer: give --tokenizer")
         service = _service(model, config, engine_config, client, tokenizer)
-        server = _Server(service)
-        on_ready()
-        await server.run(sock)
+        await _Server(service, on_ready).run(sock)
         return 1 if client.failure is not None else 0
     finally:
         await client.close()
@@ -98,7 +96,7 @@ def _service(
 class _Server(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
     """uvicorn, with our order of ending."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, on_ready: Callable[[], None]) -> None:
         config = service.config
         super().__init__(
             uvicorn.Config(
@@ -115,6 +113,7 @@ class _Server(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
             )
         )
         self._service = service
+        self._on_ready = on_ready
         self._ending: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
@@ -123,6 +122,10 @@ class _Server(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self._on_ready()  # said once it listens: who reads the address may connect
 
     async def run(self, sock: socket.socket) -> None:
         """Serve on ``sock`` until ended."""
