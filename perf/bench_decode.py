@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens decoded by each competitor")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--memory-workers", type=int, default=1)
-    parser.add_argument("--attention", default="reference", help="backend of the memory workers")
+    parser.add_argument("--attention", default="auto", help="backend of the memory workers")
     parser.add_argument("--threads", type=int, default=0, help="of each competitor; 0 = all cores")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--write", action="store_true", help="append to perf/results")

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lamina.converter import SlicedProgram
 
 # name -> module of this package with a function open_backend(threads); imported when first used
 BACKENDS: dict[str, str] = {"native": "native", "torch": "torch"}
@@ -52,18 +55,24 @@ def _open(name: str, threads: int) -> LinearBackend:
     return backend
 
 
-def bind(program: Any, backend: LinearBackend) -> None:
-    """Let the linear layers of a SlicedProgram run on ``backend``; everything else stays with torch."""
+def bind(program: SlicedProgram, backend: LinearBackend) -> SlicedProgram:
+    """The program with its linear layers on ``backend`` and everything else with torch. The one given is used up: it
+    may have been called before, and holds on to what it called.
+    """
+    for part in program.slices:
+        _bind(part.module, backend)
+    return replace(program, slices=tuple(replace(part) for part in program.slices))
+
+
+def _bind(module: Any, backend: LinearBackend) -> None:
     import torch
 
-    for part in program.slices:
-        module, graph = part.module, part.module.graph
-        linears = [n for n in graph.nodes if n.target is torch.ops.aten.linear.default]
-        if not linears:
-            continue
-        module.gemm = backend
-        with graph.inserting_before(linears[0]):
-            owner = graph.create_node("get_attr", "gemm")
-        for node in linears:
-            node.op, node.target, node.args = "call_method", "linear", (owner, *node.args)
-        module.recompile()
+    linears = [n for n in module.graph.nodes if n.target is torch.ops.aten.linear.default]
+    if not linears:
+        return
+    module.gemm = backend
+    with module.graph.inserting_before(linears[0]):
+        owner = module.graph.create_node("get_attr", "gemm")
+    for node in linears:
+        node.op, node.target, node.args = "call_method", "linear", (owner, *node.args)
+    module.recompile()

@@ -120,7 +120,7 @@ class _Server:
         program = convert_model(loaded.model, max_model_len=max_len)
         clock.lap("convert_s")
         linear = gemm.get(start.gemm, torch.get_num_threads())
-        gemm.bind(program, linear)
+        program = gemm.bind(program, linear)
         shapes = layer_shapes(program)
         dtype = program.calls[0].q.dtype
         pool, bounds = self._connect(shapes, dtype, max_len)
