@@ -48,12 +48,12 @@ def _run(report: Report) -> list[str]:
 def _usage(report: Report) -> list[str]:
     columns = {**{f"{pool} pool": of for pool, of in report.pools.items()}, **report.devices}
     width = max(len(name) for name in columns) + 2
-    lines = [f"{'share of the run':<28}" + "".join(f"{name:>{width}}" for name in columns)]
+    lines = [f"{'share of the run':<36}" + "".join(f"{name:>{width}}" for name in columns)]
     for state, words in STATES.items():
         shares = [of[state] for of in columns.values()]
         if any(shares):
             cells = (f"{100 * x:.1f} %" if x else "-" for x in shares)
-            lines.append(f"{words:<28}" + "".join(f"{cell:>{width}}" for cell in cells))
+            lines.append(f"{words:<36}" + "".join(f"{cell:>{width}}" for cell in cells))
     return lines
 
 

@@ -115,11 +115,14 @@ def _trace_events(spans: list[Span], base: float) -> Iterator[dict[str, Any]]:
             "ph": "X", "name": name(span), "cat": span.event.name, **place,
             "ts": round(start, 3), "dur": round(end - start, 3), "args": args,
         }  # fmt: skip
-        yield from _arrow(span, place, start, end, sent)
+        yield from _arrow(span, place, start, sent)
 
 
-def _arrow(span: Span, place: dict[str, int], start: float, end: float, sent: set[str]) -> Iterator[dict[str, Any]]:
-    """The span's part in the arrow from Q to O, if it has one; an arrow whose start is not known is left out."""
+def _arrow(span: Span, place: dict[str, int], start: float, sent: set[str]) -> Iterator[dict[str, Any]]:
+    """The span's part in the arrow from Q to O, if it has one; an arrow whose start is not known is left out.
+
+    It touches every span at its start: a message may well arrive before its sender's span ends.
+    """
     phase = _FLOW.get(span.event)
     if phase is None:
         return
@@ -127,11 +130,9 @@ def _arrow(span: Span, place: dict[str, int], start: float, end: float, sent: se
     key = f"{span.batch}.{span.step}.{span.layer}.{worker}"
     if phase == "s":
         sent.add(key)
-    if key in sent:  # in the middle: an arrow belongs to the span that its time lies in
-        yield {
-            "ph": phase, "name": "Q to O", "cat": "message", "id": key, **place, "ts": round((start + end) / 2, 3),
-            **({"bp": "e"} if phase == "f" else {}),
-        }  # fmt: skip
+    if key in sent:
+        ends = {"bp": "e"} if phase == "f" else {}  # at the span that encloses it, not at the next one
+        yield {"ph": phase, "name": "Q to O", "cat": "message", "id": key, **place, "ts": round(start, 3), **ends}
 
 
 def _spans(events: Iterable[dict[str, Any]], base: float) -> Iterator[Span]:

@@ -20,7 +20,7 @@ STATES = {
     WAIT_Q: "waiting for Q",
     WAIT_KV: "waiting for K, V",
     WAIT_O: "waiting for O",
-    NETWORK: "network",
+    NETWORK: "network: copies, flight, wake-up",
     IMBALANCE: "imbalance of memory workers",
     SCHEDULER: "scheduler",
     SAMPLING: "sampling",

@@ -1,0 +1,229 @@
+"""What this machine offers to each transport, and what to do about what is missing. Looks; changes nothing.
+
+Paths are below ``Machine.root``, so that tests can look at a machine of their own making.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import secrets
+import shutil
+import socket
+from collections.abc import Callable, Sequence
+from ctypes.util import find_library
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from . import SCHEMES, open
+
+MEMLOCK_LEAST = 1 << 30
+MELLANOX = "0x15b3"
+DMABUF_KERNEL = (5, 12)
+
+
+@dataclass(frozen=True)
+class Machine:
+    root: Path = Path("/")
+    kernel: str = platform.release()
+    uid: int = os.geteuid()
+
+    def text(self, path: str) -> str:
+        """A file's text; empty if it cannot be read."""
+        try:
+            return (self.root / path).read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
+    def names(self, folder: str) -> list[str]:
+        """Sorted names in a folder; none if it is not there."""
+        try:
+            return sorted(p.name for p in (self.root / folder).iterdir())
+        except OSError:
+            return []
+
+
+@dataclass(frozen=True)
+class Finding:
+    check: str
+    transports: tuple[str, ...]  # that need it
+    ok: bool | None  # None: cannot be told from here
+    detail: str
+    fix: str = ""
+
+
+Verdict = tuple[bool | None, str, str]  # ok, detail, fix
+
+
+def shared_memory(machine: Machine) -> Verdict:
+    try:
+        os.close(os.memfd_create("lamina-doctor", os.MFD_CLOEXEC))
+    except OSError as error:
+        return False, f"memfd_create: {error.strerror}", "allow memfd_create in this container's seccomp profile"
+    free = shutil.disk_usage(machine.root / "dev/shm").free if machine.names("dev") else 0
+    return True, f"memfd works; /dev/shm has {free >> 20} MiB free", ""
+
+
+def tcp_loopback(_: Machine) -> Verdict:
+    try:
+        with socket.create_server(("127.0.0.1", 0)):
+            return True, "127.0.0.1 can be bound", ""
+    except OSError as error:
+        return False, f"127.0.0.1: {error.strerror}", "bring the loopback interface up: ip link set lo up"
+
+
+def compiler(_: Machine) -> Verdict:
+    found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    return bool(found), found or "none", "" if found else "install a C++17 compiler and install Lamina again"
+
+
+def rdma_device(machine: Machine) -> Verdict:
+    folder = "sys/class/infiniband"
+    ports = [
+        f"{device}:{port} {machine.text(f'{folder}/{device}/ports/{port}/state').partition(': ')[2] or 'state unknown'}"
+        for device in machine.names(folder)
+        for port in machine.names(f"{folder}/{device}/ports")
+    ]
+    if not ports:
+        return False, "none in /sys/class/infiniband", "load the NIC's driver (mlx5_ib), or rdma_rxe for Soft-RoCE"
+    active = any(p.endswith("ACTIVE") for p in ports)
+    return active, ", ".join(ports), "" if active else "connect the port, or set its link up: ip link set DEVICE up"
+
+
+def connectx(machine: Machine) -> Verdict:
+    folder = "sys/class/infiniband"
+    found = [
+        f"{d} (firmware {machine.text(f'{folder}/{d}/fw_ver') or 'unknown'})"
+        for d in machine.names(folder)
+        if machine.text(f"{folder}/{d}/device/vendor") == MELLANOX
+    ]
+    if not found:
+        return False, "no ConnectX", "none in software: the device path needs a ConnectX-6 or newer"
+    return None, ", ".join(found), "hardware-unverified: compare its results with the software NIC's first"
+
+
+def verbs_nodes(machine: Machine) -> Verdict:
+    nodes = [n for n in machine.names("dev/infiniband") if n.startswith("uverbs")]
+    if not nodes:
+        return False, "no /dev/infiniband/uverbs*", "modprobe ib_uverbs; in a container pass --device=/dev/infiniband"
+    closed = [n for n in nodes if not os.access(machine.root / "dev/infiniband" / n, os.R_OK | os.W_OK)]
+    return not closed, ", ".join(nodes), f"make {', '.join(closed)} readable and writable" if closed else ""
+
+
+def pyverbs(_: Machine) -> Verdict:
+    try:
+        import_module("pyverbs.device")
+    except ImportError as error:
+        return False, str(error), "install the distribution's python3-pyverbs and let this Python see it"
+    return True, "imports", ""
+
+
+def memlock(_: Machine) -> Verdict:
+    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return True, "unlimited", ""
+    fix = "ulimit -l unlimited, /etc/security/limits.conf, or --ulimit memlock=-1 for a container"
+    return soft >= MEMLOCK_LEAST, f"{soft >> 10} KiB", "" if soft >= MEMLOCK_LEAST else fix
+
+
+def cuda(machine: Machine) -> Verdict:
+    driver = machine.text("proc/driver/nvidia/version").partition("\n")[0]
+    gpus = machine.names("proc/driver/nvidia/gpus")
+    if not driver:
+        return False, "no NVIDIA driver", "install it; CPUs need none of the GPU transports"
+    if not find_library("cuda"):
+        return False, f"{driver}; libcuda.so does not load", "in a container start it with the NVIDIA runtime"
+    return bool(gpus), f"{len(gpus)} GPUs; {driver}", "" if gpus else "no GPU is visible: see nvidia-smi"
+
+
+def cupy(_: Machine) -> Verdict:
+    try:
+        import_module("cupy")
+    except ImportError as error:
+        return False, str(error), "pip install cupy-cuda12x (or 13x): it compiles the kernels at run time"
+    return True, "imports", ""
+
+
+def gpu_registration(machine: Machine) -> Verdict:
+    """How a NIC gets at GPU memory: dma-buf, else nvidia-peermem."""
+    release = tuple(int(n) for n in machine.kernel.split("-")[0].split(".")[:2] if n.isdigit())
+    is_open = "Open Kernel Module" in machine.text("proc/driver/nvidia/version")
+    if release >= DMABUF_KERNEL and is_open:
+        return True, f"dma-buf (kernel {machine.kernel}, open NVIDIA modules)", ""
+    if any(line.startswith("nvidia_peermem ") for line in machine.text("proc/modules").splitlines()):
+        return True, "nvidia-peermem", ""
+    why = "no NVIDIA driver" if not machine.text("proc/driver/nvidia/version") else "closed NVIDIA modules"
+    return False, f"neither dma-buf ({why}, kernel {machine.kernel}) nor nvidia-peermem", "modprobe nvidia-peermem"
+
+
+def uar_mapping(machine: Machine) -> Verdict:
+    """May a GPU context map the NIC's doorbell page (cudaHostRegister with the I/O memory flag)?"""
+    if not machine.text("proc/driver/nvidia/version"):
+        return False, "no NVIDIA driver", "install it"
+    if "PeerMappingOverride=1" in machine.text("proc/driver/nvidia/params"):
+        return True, "PeerMappingOverride=1: any user", ""
+    if machine.uid == 0:
+        return (
+            None,
+            "root may, unless the container lacks CAP_SYS_ADMIN",
+            "run the container privileged if it is refused",
+        )
+    fix = 'load nvidia with NVreg_RegistryDwords="PeerMappingOverride=1;", or run as root; else a CPU has to ring'
+    return False, f"user {machine.uid} is refused (error 800)", fix
+
+
+def ordered_delivery(machine: Machine) -> Verdict:
+    """Is the signal never seen before the data? Only the operator of the network knows."""
+    if not machine.names("sys/class/infiniband"):
+        return False, "no RDMA device", "see above"
+    return (
+        None,
+        "not visible from a host",
+        "no adaptive routing or multipath for our traffic class; no relaxed ordering",
+    )
+
+
+RDMA = ("verbs", "mlx5")
+CHECKS: list[tuple[str, tuple[str, ...], Callable[[Machine], Verdict]]] = [
+    ("shared memory", ("shm", "mlx5"), shared_memory),
+    ("loopback interface", ("tcp", *RDMA), tcp_loopback),
+    ("C++ compiler", ("shm", "tcp", "mlx5"), compiler),
+    ("RDMA device", RDMA, rdma_device),
+    ("ConnectX", ("mlx5",), connectx),
+    ("verbs device nodes", RDMA, verbs_nodes),
+    ("pyverbs", ("verbs",), pyverbs),
+    ("locked memory", RDMA, memlock),
+    ("CUDA", ("mlx5",), cuda),
+    ("CuPy", ("mlx5",), cupy),
+    ("GPU memory registration", RDMA, gpu_registration),
+    ("doorbell page", ("mlx5",), uar_mapping),
+    ("ordered delivery", RDMA, ordered_delivery),
+]
+
+
+def opens(scheme: str) -> Verdict:
+    """Does the transport open, here and now? The cause names the fix."""
+    try:
+        open(scheme, key=secrets.token_bytes(32)).close()
+    except (ImportError, OSError, ValueError) as error:
+        return False, " ".join(str(error).split()), ""
+    return True, "yes", ""
+
+
+def findings(machine: Machine, schemes: Sequence[str] = ()) -> list[Finding]:
+    """All checks that concern ``schemes`` (none: all transports), then whether each transport opens.
+
+    Raises ValueError for an unknown transport.
+    """
+    for scheme in schemes:
+        if scheme not in SCHEMES:
+            raise ValueError(f"--transport {scheme!r} is unknown; choose of {', '.join(SCHEMES)}")
+    wanted = set(schemes) or set(SCHEMES)
+    found = []
+    for name, needed_by, check in CHECKS:
+        concerned = tuple(s for s in needed_by if s in wanted)
+        if concerned:
+            found.append(Finding(name, concerned, *check(machine)))
+    return found + [Finding("opens", (s,), *opens(s)) for s in SCHEMES if s in wanted]

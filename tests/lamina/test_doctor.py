@@ -1,0 +1,112 @@
+"""lamina-launch doctor: every check tells a good machine from a bad one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lamina.cluster.launch import main
+from lamina.netstack import SCHEMES
+from lamina.netstack.doctor import CHECKS, Machine, Verdict, findings
+
+VERSION = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.00\nGCC version: none"
+
+
+@pytest.fixture
+def checks() -> dict[str, Callable[[Machine], Verdict]]:
+    return {name: check for name, _, check in CHECKS}
+
+
+def machine(root: Path, kernel: str = "6.1.0-9-amd64", uid: int = 1000, **files: str) -> Machine:
+    """A machine with these files; ``__`` in a name stands for ``/``."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return Machine(root, kernel, uid)
+
+
+PORT = "sys__class__infiniband__mlx5_0__ports__1__state"
+VENDOR = "sys__class__infiniband__mlx5_0__device__vendor"
+DRIVER = "proc__driver__nvidia__version"
+
+
+@pytest.mark.parametrize(
+    ("check", "files", "ok"),
+    [
+        ("RDMA device", {}, False),
+        ("RDMA device", {PORT: "4: ACTIVE"}, True),
+        ("RDMA device", {PORT: "1: DOWN"}, False),
+        ("ConnectX", {PORT: "4: ACTIVE", VENDOR: "0x8086"}, False),
+        ("ConnectX", {PORT: "4: ACTIVE", VENDOR: "0x15b3"}, None),
+        ("verbs device nodes", {}, False),
+        ("verbs device nodes", {"dev__infiniband__uverbs0": ""}, True),
+        ("CUDA", {}, False),
+        ("GPU memory registration", {DRIVER: VERSION}, True),
+        ("GPU memory registration", {DRIVER: "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.00"}, False),
+        ("GPU memory registration", {"proc__modules": "nvidia_peermem 16384 0 - Live"}, True),
+        ("GPU memory registration", {"proc__modules": "nvidia 16384 0 - Live"}, False),
+        ("doorbell page", {}, False),
+        ("doorbell page", {DRIVER: VERSION}, False),
+        ("doorbell page", {DRIVER: VERSION, "proc__driver__nvidia__params": 'X: "PeerMappingOverride=1;"'}, True),
+        ("ordered delivery", {}, False),
+        ("ordered delivery", {PORT: "4: ACTIVE"}, None),
+    ],
+)
+def test_checks(
+    check: str, files: dict[str, str], ok: bool | None, tmp_path: Path, checks: dict[str, Callable[[Machine], Verdict]]
+) -> None:
+    found, detail, fix = checks[check](machine(tmp_path, **files))
+    assert found is ok
+    assert detail
+    assert fix or ok, "what is not in order comes with a fix"
+
+
+def test_an_old_kernel_has_no_dma_buf(tmp_path: Path, checks: dict[str, Callable[[Machine], Verdict]]) -> None:
+    check = checks["GPU memory registration"]
+    assert check(machine(tmp_path, "5.12.0", **{DRIVER: VERSION}))[0] is True
+    assert check(machine(tmp_path, "5.4.0-200-generic", **{DRIVER: VERSION}))[0] is False
+
+
+def test_root_may_map_the_doorbell_page(tmp_path: Path, checks: dict[str, Callable[[Machine], Verdict]]) -> None:
+    assert checks["doorbell page"](machine(tmp_path, uid=0, **{DRIVER: VERSION}))[0] is None
+
+
+def test_every_transport_between_processes_is_checked_and_says_whether_it_opens() -> None:
+    found = findings(Machine())
+    assert {f.transports[0]: f.ok for f in found if f.check == "opens"}.keys() == SCHEMES.keys()
+    assert {s for f in found if f.check != "opens" for s in f.transports} >= {"shm", "tcp", "mlx5"}
+    assert all(f.fix or f.ok for f in found if f.check != "opens")
+
+
+def test_transports_of_this_machine_open(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--transport", "loopback", "--transport", "tcp", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [f["transports"] for f in printed if f["check"] == "opens"] == [["loopback"], ["tcp"]]
+    assert {s for f in printed for s in f["transports"]} == {"loopback", "tcp"}
+
+
+def test_a_transport_that_does_not_open_is_status_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LAMINA_MLX5_MODEL", raising=False)
+    assert main(["doctor", "--transport", "mlx5"]) == 1
+    out = capsys.readouterr().out
+    assert "missing  opens" in out
+    assert "LAMINA_MLX5_MODEL" in out
+    assert main(["doctor"]) == 0
+
+
+def test_an_unknown_transport_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--transport", "pigeon"]) == 2
+    err = capsys.readouterr().err
+    assert "pigeon" in err
+    assert err.count("\n") == 1
+
+
+def test_dry_run_names_the_checks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--dry-run"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(CHECKS)
