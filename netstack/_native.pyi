@@ -51,3 +51,9 @@ def ring_bytes(slots: int, slot_bytes: int, /) -> int:
 
 def check(key: bytes | None, part: int, frame: int, data: bytes, /) -> bytes:
     """The 16 bytes that guard part 1 (header) or 2 (payload) of the frame with that count in its direction."""
+
+def bounce(channel: Channel, payloads: bytes, rounds: int, leads: bool, copies: bool, timeout_s: float, /) -> bytes:
+    """Ping-pong without Python: message n carries the n % 3-th third of ``payloads`` and is compared on arrival, after
+    the clock has stopped. ``copies``: an arrival is copied out. The leader gets the nanoseconds of each round, 8
+    little-endian bytes each, the other side nothing. Raises ValueError for a wrong message, else as a wait does.
+    """

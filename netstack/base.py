@@ -131,8 +131,10 @@ class BaseFabric:
 
 
 def affordable_spin(spin_s: float) -> float:
-    """How long a wait may spin before it sleeps: not at all where this process has only one CPU."""
-    return spin_s if len(os.sched_getaffinity(0)) > 1 else 0.0
+    """How long a wait may spin before it sleeps: not at all on a host with one CPU. A process bound to one CPU spins:
+    its peer may be bound to another, and where it is not, spins that miss soon become rare (csrc/netstack/engine.h).
+    """
+    return spin_s if (os.cpu_count() or 1) > 1 else 0.0
 
 
 def check_epoch(epoch: int) -> None:

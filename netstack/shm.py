@@ -28,7 +28,7 @@ _UCRED = struct.Struct("iII")  # pid, uid, gid
 
 
 class ShmFabric(BaseFabric):
-    """``spin_s``: how long a wait spins before it sleeps; not at all where this process has only one CPU."""
+    """``spin_s``: how long a wait spins before it sleeps; not at all on a host with one CPU."""
 
     scheme = "shm"
 

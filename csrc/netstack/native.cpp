@@ -187,6 +187,7 @@ PyMethodDef module_methods[] = {{"open_link", open_link, METH_VARARGS, nullptr},
                                 {"open_stream", open_stream, METH_VARARGS, nullptr},
                                 {"ring_bytes", ring_bytes, METH_VARARGS, nullptr},
                                 {"check", check, METH_VARARGS, nullptr},
+                                {"bounce", bounce, METH_VARARGS, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};
 PyModuleDef_Slot module_slots[] = {{Py_mod_exec, reinterpret_cast<void*>(module_exec)}, {0, nullptr}};
 PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_native", nullptr,      sizeof(State), module_methods,

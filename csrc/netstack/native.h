@@ -80,4 +80,6 @@ PyObject* make_channel(State* state, Engine* engine, PyObject* memory, PyObject*
 
 extern PyType_Spec channel_spec;
 
+PyObject* bounce(PyObject* module, PyObject* args);  // native_bench.cpp
+
 }  // namespace lamina

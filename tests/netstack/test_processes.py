@@ -199,19 +199,3 @@ def test_strangers_do_not_hold_up_a_peer(fabric: Fabric, noise: bytes) -> None:
 def test_import_is_light() -> None:
     code = "import sys, lamina.netstack; sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'ctypes')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_ping_pong_command(scheme: str) -> None:
-    command = [sys.executable, "-m", "lamina.netstack", scheme, "--count", "50", "--bytes", "1000"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "verified 50" in done.stdout
-
-
-def test_the_ping_pong_command_refuses_bad_input_in_one_line() -> None:
-    command = [sys.executable, "-m", "lamina.netstack", "pigeon"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: unknown transport 'pigeon'")
-    assert done.stderr.count("\n") == 1

@@ -303,9 +303,9 @@ def test_the_payload_is_the_inbox_itself() -> None:
 def test_one_cpu_never_spins(monkeypatch: pytest.MonkeyPatch) -> None:
     from lamina.netstack import shm
 
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
     assert shm.ShmFabric(KEY)._spin_s == 0
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert shm.ShmFabric(KEY)._spin_s == shm.SPIN_S
 
 

@@ -1,0 +1,201 @@
+"""The patterns, each as what the client does and what the server does for ``warm_up + rounds`` rounds.
+
+    put_lat  both put from memory that is filled already and look at nothing before the clock stops: half a round trip
+    rtt      both write the message and copy what arrives out: a round trip
+    pair     the client puts a query, then keys and values, and waits for the answer
+    fan      the client puts a query to every server and waits for all answers
+    rate     queries leave at fixed times, however late answers are; the clock runs from the time that was due
+
+Every payload and tag is checked: by the client after its clock has stopped, by the server after its answer has left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from .bench_job import Job, Payloads, check, check_bytes, tag_of
+from .fabric import Arrival, Channel, ChannelTimeout, Fabric, NoResource
+
+TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``samples``: seconds each; ``busy_s``: what they took altogether, checks left out where they are not part."""
+
+    samples: list[float]
+    busy_s: float
+
+
+def _put(channel: Channel, n: int, payload: bytes) -> None:
+    slot = channel.reserve(len(payload), timeout_s=TIMEOUT_S)
+    slot.data[:] = payload
+    channel.put_signal(slot, tag_of(n))
+
+
+def _try_put(channel: Channel, n: int, payload: bytes) -> bool:
+    try:
+        slot = channel.reserve(len(payload))
+    except NoResource:
+        return False
+    slot.data[:] = payload
+    channel.put_signal(slot, tag_of(n))
+    return True
+
+
+def _copy_out(channel: Channel, arrival: Arrival, into: bytearray) -> None:
+    into[:] = arrival.data
+    channel.release(arrival)
+
+
+def put_lat_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
+    (channel,) = channels
+    payloads = Payloads(job.query)
+    regions = [fabric.register(memoryview(payload)) for payload in payloads.each]
+    samples = []
+    for n in range(job.warm_up + job.rounds):
+        region, tag = regions[n % len(regions)], tag_of(n)
+        start = perf_counter()
+        channel.put_signal(channel.reserve(job.query, timeout_s=TIMEOUT_S), tag, region)
+        arrival = channel.wait_signal(timeout_s=TIMEOUT_S)
+        samples.append((perf_counter() - start) / 2)
+        check(arrival, n, payloads[n])
+        channel.release(arrival)
+    return Measured(samples[job.warm_up :], 2 * sum(samples[job.warm_up :]))
+
+
+def put_lat_server(fabric: Fabric, channel: Channel, job: Job) -> None:
+    payloads = Payloads(job.query)
+    regions = [fabric.register(memoryview(payload)) for payload in payloads.each]
+    for n in range(job.warm_up + job.rounds):
+        arrival = channel.wait_signal(timeout_s=TIMEOUT_S)
+        channel.put_signal(channel.reserve(job.query, timeout_s=TIMEOUT_S), tag_of(n), regions[n % len(regions)])
+        check(arrival, n, payloads[n])
+        channel.release(arrival)
+
+
+def fan_client(_: Fabric, channels: Sequence[Channel], job: Job, __: float) -> Measured:
+    payloads, mine = Payloads(job.query), [bytearray(job.query) for _ in channels]
+    samples = []
+    for n in range(job.warm_up + job.rounds):
+        start = perf_counter()
+        for channel in channels:
+            _put(channel, n, payloads[n])
+        for channel, into in zip(channels, mine, strict=True):
+            _copy_out(channel, channel.wait_signal(timeout_s=TIMEOUT_S), into)
+        samples.append(perf_counter() - start)
+        for into in mine:
+            check_bytes(into, n, payloads[n])
+    return Measured(samples[job.warm_up :], sum(samples[job.warm_up :]))
+
+
+def answer_server(_: Fabric, channel: Channel, job: Job) -> None:
+    payloads, mine = Payloads(job.query), bytearray(job.query)
+    for n in range(job.warm_up + job.rounds):
+        _copy_out(channel, channel.wait_signal(timeout_s=TIMEOUT_S), mine)
+        _put(channel, n, payloads[n])
+        check_bytes(mine, n, payloads[n])
+
+
+def pair_client(_: Fabric, channels: Sequence[Channel], job: Job, __: float) -> Measured:
+    (channel,) = channels
+    queries, kv, mine = Payloads(job.query), Payloads(job.kv), bytearray(job.query)
+    samples = []
+    for n in range(job.warm_up + job.rounds):
+        start = perf_counter()
+        _put(channel, n, queries[n])
+        _put(channel, n, kv[n])
+        _copy_out(channel, channel.wait_signal(timeout_s=TIMEOUT_S), mine)
+        samples.append(perf_counter() - start)
+        check_bytes(mine, n, queries[n])
+    return Measured(samples[job.warm_up :], sum(samples[job.warm_up :]))
+
+
+def pair_server(_: Fabric, channel: Channel, job: Job) -> None:
+    queries, kv = Payloads(job.query), Payloads(job.kv)
+    mine, mine_kv = bytearray(job.query), bytearray(job.kv)
+    for n in range(job.warm_up + job.rounds):
+        for into in (mine, mine_kv):
+            _copy_out(channel, channel.wait_signal(timeout_s=TIMEOUT_S), into)
+        _put(channel, n, queries[n])
+        check_bytes(mine, n, queries[n])
+        check_bytes(mine_kv, n, kv[n])
+
+
+def rate_client(_: Fabric, channels: Sequence[Channel], job: Job, per_s: float) -> Measured:
+    (channel,) = channels
+    payloads, mine = Payloads(job.query), bytearray(job.query)
+    total = job.warm_up + job.rounds
+    due: deque[float] = deque()  # of the queries that are not answered yet
+    samples: list[float] = []
+    sent, begin = 0, perf_counter()
+    while len(samples) < total:
+        now, next_s = perf_counter(), begin + sent / per_s
+        if sent < total and now >= next_s:
+            if _try_put(channel, sent, payloads[sent]):
+                due.append(next_s)
+                sent += 1
+                continue
+            wait_s = TIMEOUT_S  # all slots are in use: an answer has to come first
+        else:
+            wait_s = next_s - now if sent < total else TIMEOUT_S
+        try:
+            arrival = channel.wait_signal(timeout_s=wait_s)
+        except ChannelTimeout:
+            if wait_s == TIMEOUT_S:
+                raise
+            continue
+        n = len(samples)
+        _copy_out(channel, arrival, mine)
+        samples.append(perf_counter() - due.popleft())
+        check_bytes(mine, n, payloads[n])
+    return Measured(samples[job.warm_up :], perf_counter() - begin - job.warm_up / per_s)
+
+
+def bounce_client(_: Fabric, channels: Sequence[Channel], job: Job, __: float) -> Measured:
+    (channel,) = channels
+    halves = 2 if job.pattern == "put_lat" else 1
+    times = memoryview(_bounce(channel, job, leads=True)).cast("Q").tolist()[job.warm_up :]
+    return Measured([t / 1e9 / halves for t in times], sum(times) / 1e9)
+
+
+def bounce_server(_: Fabric, channel: Channel, job: Job) -> None:
+    _bounce(channel, job, leads=False)
+
+
+def _bounce(channel: Channel, job: Job, *, leads: bool) -> bytes:
+    from . import native
+
+    if not isinstance(channel, native.Channel):
+        raise ValueError(f"--driver native: {channel.peer} is no channel of the native module; use --driver python")
+    payloads = b"".join(Payloads(job.query).each)
+    copies = job.pattern == "rtt"
+    return native.bounce(channel, payloads, job.warm_up + job.rounds, leads, copies, TIMEOUT_S)
+
+
+Client = Callable[[Fabric, Sequence[Channel], Job, float], Measured]
+Server = Callable[[Fabric, Channel, Job], None]
+
+# pattern -> (what the client does, what the server does, messages of a round with one server)
+PATTERNS: dict[str, tuple[Client, Server, int]] = {
+    "put_lat": (put_lat_client, put_lat_server, 2),
+    "rtt": (fan_client, answer_server, 2),
+    "pair": (pair_client, pair_server, 3),
+    "fan": (fan_client, answer_server, 2),
+    "rate": (rate_client, answer_server, 2),
+}
+NATIVE_PATTERNS = ("put_lat", "rtt")
+
+
+def client_of(job: Job) -> Client:
+    return bounce_client if job.native else PATTERNS[job.pattern][0]
+
+
+def server_of(job: Job) -> Server:
+    """Raises ValueError for a pattern that is not known."""
+    if job.pattern not in PATTERNS or (job.native and job.pattern not in NATIVE_PATTERNS):
+        raise ValueError(f"unknown pattern {job.pattern!r}")
+    return bounce_server if job.native else PATTERNS[job.pattern][1]

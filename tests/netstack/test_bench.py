@@ -1,0 +1,215 @@
+"""``python -m lamina.netstack bench``: every pattern between real processes, its figures, and its refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from wiring import KEY, ROOT, SOON_S, connect, open_or_skip
+
+from lamina import netstack
+from lamina.netstack import bench
+from lamina.netstack.bench_job import Job, Payloads, check_bytes, parse_size
+from lamina.netstack.bench_patterns import NATIVE_PATTERNS, PATTERNS, Measured, client_of, server_of
+
+FIGURES = {"p50_us", "p99_us", "p999_us", "max_us", "msg/s", "GB/s", "CPU %"}
+
+
+def command(*flags: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "lamina.netstack", "bench", *flags]
+    return subprocess.run(
+        line, cwd=ROOT, capture_output=True, text=True, check=False, timeout=90, env=os.environ | (env or {})
+    )
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+def test_every_pattern_between_processes(scheme: str) -> None:
+    open_or_skip(scheme)
+    done = command(
+        "--transport", scheme, "--pattern", ",".join(PATTERNS), "--sizes", "8,1000,32/8/64x2", "--driver",
+        "python,native", "--count", "40", "--warm-up", "5", "--rate", "2000", "--json",
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 3 * (len(PATTERNS) + len(NATIVE_PATTERNS))
+    for row in rows:
+        assert row.keys() >= FIGURES | {"transport", "driver", "pattern", "size"}
+        assert 0 < row["p50_us"] <= row["p99_us"] <= row["p999_us"] <= row["max_us"]
+        assert row["peers"] == (2 if row["pattern"] == "fan" else 1)
+        assert row["msg/s"] > 0
+        assert row["verified"] is True
+    assert {row["size"] for row in rows} == {8, 1000, 8192}
+
+
+def test_two_processes_that_only_share_a_key() -> None:
+    key = {"LAMINA_CLUSTER_KEY": KEY.hex()}
+    line = [sys.executable, "-m", "lamina.netstack", "bench", "--listen", "127.0.0.1:0", "--cores", "none"]
+    with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | key) as server:
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().split()[-1]
+            refused = command("--connect", url, "--sizes", "8", env={"LAMINA_CLUSTER_KEY": "ab" * 32})
+            assert refused.returncode == 1
+            assert "keys differ" in refused.stderr
+            done = command("--connect", url.removeprefix("tcp://"), "--sizes", "64", "--count", "20", "--json", env=key)
+            assert (done.returncode, done.stderr) == (0, "")
+            assert json.loads(done.stdout)["size"] == 64
+            assert server.wait(SOON_S) == 0  # told that no job follows
+        finally:
+            server.kill()
+
+
+def test_a_killed_client_leaves_no_server() -> None:
+    """Its servers watch a pipe that only the client holds."""
+    line = [
+        sys.executable,
+        "-m",
+        "lamina.netstack",
+        "bench",
+        "--transport",
+        "tcp",
+        "--sizes",
+        "8",
+        "--count",
+        "10000000",
+    ]
+    line += ["--volume", "1024MiB", "--cores", "none"]
+    with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        client.stdout.readline()  # the table's head
+        children: list[str] = []
+        while not children:
+            children = Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text().split()
+        pidfds = [os.pidfd_open(int(child)) for child in children]
+        client.kill()
+    for fd in pidfds:
+        assert select.select([fd], [], [], SOON_S)[0], "a server outlived its client"
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--transport", "pigeon"], "unknown --transport 'pigeon'; choose of loopback, shm"),
+        (["--pattern", "ping"], "unknown --pattern 'ping'"),
+        (["--sizes", "64,many"], "--sizes: 'many'"),
+        (["--sizes", "0"], "--sizes: '0'"),
+        (["--sizes", "2048MiB"], "1 GiB"),
+        (["--count", "0"], "--count"),
+        (["--rate", "-1"], "--rate"),
+        (["--cores", "12345"], "--cores: 12345 is not among"),
+        (["--cores", "a"], "--cores must be"),
+        (["--driver", "native", "--pattern", "fan"], "--driver native has no pattern fan"),
+        (["--listen"], "LAMINA_CLUSTER_KEY"),
+        (["--connect", "127.0.0.1:1", "--listen"], "exclude"),
+        (["--transport", "loopback"], "one process"),
+    ],
+)
+def test_bad_input_is_one_line(flags: list[str], text: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(flags) == 2
+    out, err = capfd.readouterr()
+    assert err.startswith("error: ")
+    assert text in err
+    assert err.count("\n") == 1
+    assert "\n" not in out.strip()  # at most the head of a table
+
+
+def test_nobody_there_is_one_line(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAMINA_CLUSTER_KEY", KEY.hex())
+    assert bench.main(["--connect", "127.0.0.1:1", "--json"]) == 1
+    assert "refused" in capfd.readouterr().err.lower()
+
+
+def test_dry_run_measures_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--transport", "tcp", "--sizes", "64/8/128x4", "--dry-run"]) == 0
+    plan = json.loads(capfd.readouterr().out)
+    assert plan["sizes"] == [{"name": "64/8/128x4", "query": 65536, "kv": 16384}]
+
+
+def test_sizes() -> None:
+    assert [parse_size(text).query for text in ("8", "8B", "16KiB", "1mib", "64/8/128")] == [
+        8,
+        8,
+        16384,
+        1 << 20,
+        16384,
+    ]
+    assert parse_size("16KiB").kv == parse_size("64/8/128").kv == 4096  # both are 64 heads on 8
+
+
+@given(samples=st.lists(st.floats(0, 1e3), min_size=1, max_size=50), share=st.floats(0.001, 1.0))
+def test_percentiles_are_samples_that_the_share_does_not_exceed(samples: list[float], share: float) -> None:
+    ordered = sorted(samples)
+    value = bench.percentile(ordered, share)
+    needed = math.ceil(share * len(ordered) - 1e-9)
+    assert sum(s <= value for s in ordered) >= needed
+    assert sum(s < value for s in ordered) < max(needed, 1)
+
+
+def test_rates_follow_from_the_samples() -> None:
+    job = Job("pair", query=1000, kv=500, rounds=4)
+    figures = bench.summary(Measured([1e-6, 3e-6, 2e-6, 4e-6], 10e-6), job, 1)
+    assert (figures["p50_us"], figures["max_us"]) == pytest.approx((2.0, 4.0))
+    assert figures["msg/s"] == pytest.approx(3 * 4 / 10e-6)
+    assert figures["GB/s"] == pytest.approx(2500 * 4 / 10e-6 / 1e9)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("pattern", NATIVE_PATTERNS)
+@pytest.mark.parametrize("wrong_side", ["client", "server"])
+def test_a_wrong_payload_is_noticed_on_either_side(
+    pattern: str, native: bool, wrong_side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fabric = open_or_skip("shm")
+    job = Job(pattern, native, query=100, rounds=9)
+    a, b = connect(fabric, geometry=job.geometry())
+    real, server = Payloads.__init__, threading.current_thread()
+
+    def spoiled(self: Payloads, nbytes: int) -> None:
+        real(self, nbytes)
+        if (threading.current_thread() is server) == (wrong_side == "server"):
+            self.each[2] = self.each[2][:-1] + bytes([self.each[2][-1] ^ 1])
+
+    monkeypatch.setattr(Payloads, "__init__", spoiled)
+    with ThreadPoolExecutor(1) as pool:
+        client = pool.submit(client_of(job), fabric, [a], job, 1.0)
+        with pytest.raises((ValueError, netstack.ChannelError)):
+            server_of(job)(fabric, b, job)
+        b.close()
+        with pytest.raises((ValueError, netstack.ChannelError)):
+            client.result(SOON_S)
+    fabric.close()
+
+
+def test_a_short_or_changed_payload_is_told_from_the_right_one() -> None:
+    payload = Payloads(64)[0]
+    check_bytes(memoryview(payload), 0, payload)
+    for bad in (payload[:-1], payload + b"x", bytes(64), Payloads(64)[1]):
+        with pytest.raises(ValueError, match="differs"):
+            check_bytes(memoryview(bad), 0, payload)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"[]", b"{}", b'{"pattern": 1, "query": "x"}', b'{"pattern": "rtt", "rounds": -1}', b'{"a": 1}', b"\xff"],
+)
+def test_what_is_no_job_is_refused(text: bytes) -> None:
+    with pytest.raises(ValueError):
+        server_of(Job.unpack(text))
+
+
+def test_jobs_cross_the_wire_unchanged() -> None:
+    job = Job("pair", query=5, kv=7, warm_up=1, rounds=2)
+    assert Job.unpack(job.pack()) == job
+    assert Job.unpack(replace(job, native=True).pack()).native
