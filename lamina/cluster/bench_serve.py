@@ -1,0 +1,205 @@
+"""``lamina-launch bench serve``: latency and throughput of a running server, ours or any that speaks OpenAI's API."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .bench_load import DATASETS, Ask, at_rate, file_asks, random_asks, tokens_of, trace_asks
+from .bench_trace import READERS, Row, fitting, load_trace
+
+if TYPE_CHECKING:
+    import httpx
+
+    from .bench_client import Answer, Timed
+
+POOL_TEXT = "The five boxing wizards jump quickly: 0123456789 def main(argv): return [x + 1 for x in range(len(argv))]"
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The names of ``vllm bench serve``, where it has the thing."""
+    server = parser.add_argument_group("server")
+    server.add_argument("--base-url", default="", help="such as http://host:8000; empty = --host and --port")
+    server.add_argument("--host", default="127.0.0.1")
+    server.add_argument("--port", type=int, default=8000)
+    server.add_argument("--endpoint", choices=ENDPOINTS, default=ENDPOINTS[0])
+    server.add_argument("--model", default="", help="as the server calls it; empty = its first model")
+    server.add_argument("--api-key", default="", help="better LAMINA_API_KEY")
+    server.add_argument("--timeout-s", type=float, default=300.0, help="silence after which a request has failed")
+    load = parser.add_argument_group("load")
+    load.add_argument("--dataset-name", choices=DATASETS, default="random")
+    load.add_argument("--dataset-path", default="", help="file of the prompts, for sharegpt and custom")
+    load.add_argument("--num-prompts", type=int, default=0, help="requests (default: 100, or all of a trace)")
+    load.add_argument("--random-input-len", type=int, default=128)
+    load.add_argument("--random-output-len", type=int, default=64)
+    load.add_argument("--random-range-ratio", type=float, default=0.0, help="lengths vary by +- this share")
+    load.add_argument("--output-len", type=int, default=0, help="tokens of each answer, for sharegpt and custom")
+    load.add_argument("--request-rate", type=float, default=float("inf"), help="requests/s, Poisson (default: inf)")
+    load.add_argument("--max-concurrency", type=int, default=0, help="requests under way at most; 0 = any number")
+    load.add_argument("--trace", nargs=2, metavar=("KIND", "FILE"), help=f"replay a trace: {' or '.join(READERS)}")
+    load.add_argument("--speed-up", type=float, default=1.0, help="replay the trace so many times as fast")
+    load.add_argument("--spread-ticks", action=argparse.BooleanOptionalAction, default=True,
+                      help="spread arrivals that a trace rounds to ticks")  # fmt: skip
+    load.add_argument(
+        "--max-model-len", type=int, default=0, help="drop longer rows of a trace; 0 = the server's limit"
+    )
+    load.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
+                      help="answers have exactly the length asked for")  # fmt: skip
+    load.add_argument("--temperature", type=float, default=0.0)
+    load.add_argument("--seed", type=int, default=0)
+    load.add_argument("--num-warmups", type=int, default=1, help="requests before, which do not count")
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="one JSON line instead of a table")
+    out.add_argument("--save-result", action="store_true", help="write the JSON to a file too")
+    out.add_argument("--save-detailed", action="store_true", help="with the values of every request")
+    out.add_argument("--result-dir", default=".")
+    out.add_argument("--result-filename", default="", help="default: lamina-bench-<time>.json")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be sent, and exit")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0; 1 where a request failed. Raises ValueError, OSError, ImportError."""
+    for name, low in (("num_prompts", 0), ("max_concurrency", 0), ("num_warmups", 0), ("output_len", 0),
+                      ("random_input_len", 1), ("random_output_len", 1)):  # fmt: skip
+        if getattr(args, name) < low:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, not {getattr(args, name)}")
+    url = args.base_url.rstrip("/").removesuffix("/v1") or f"http://{args.host}:{args.port}"
+    rows = _rows(args)
+    if args.dry_run:
+        asks, dropped = _asks(args, rows, args.max_model_len or sys.maxsize)
+        tokens = sum(a.output_len for a in asks)
+        print(f"would send {len(asks)} requests to {url}{args.endpoint}, the last {asks[-1].arrival_s:.1f} s after the")
+        print(f"first, for {tokens} output tokens; {dropped} rows of the trace dropped")
+        return 0
+    try:
+        import httpx
+    except ImportError as e:
+        raise ImportError("bench serve needs httpx: pip install httpx") from e
+    try:
+        found = asyncio.run(_measure(args, url, rows))
+    except httpx.HTTPError as e:
+        raise OSError(f"{url} does not answer: {type(e).__name__}: {e}") from e
+    _show(args, found)
+    return 1 if found["failed"] else 0
+
+
+def _rows(args: argparse.Namespace) -> list[Row] | None:
+    if args.trace is None:
+        return None
+    kind, path = args.trace
+    return load_trace(kind, path, limit=args.num_prompts, seed=args.seed, spread=args.spread_ticks)
+
+
+def _asks(args: argparse.Namespace, rows: list[Row] | None, limit: int) -> tuple[list[Ask], int]:
+    if rows is not None:
+        kept, dropped = fitting(rows, limit)
+        if not kept:
+            raise ValueError(f"--trace: all {dropped} rows are longer than {limit} tokens")
+        return trace_asks(kept, args.speed_up), dropped
+    count, seed = args.num_prompts or 100, args.seed
+    if args.dataset_name == "random":
+        lengths = (args.random_input_len, args.random_output_len)
+        asks = random_asks(count, *lengths, range_ratio=args.random_range_ratio, seed=seed)
+    else:
+        asks = file_asks(args.dataset_name, args.dataset_path, count, args.output_len, seed=seed)
+    return at_rate(asks, args.request_rate, seed), 0
+
+
+async def _measure(args: argparse.Namespace, url: str, rows: list[Row] | None) -> dict[str, Any]:
+    from .bench_client import drive, open_client
+    from .bench_report import summary
+
+    key = args.api_key or os.environ.get("LAMINA_API_KEY", "")
+    async with open_client(url, key, args.timeout_s) as http:
+        model, limit = await _model(http, args.model)
+        asks, dropped = _asks(args, rows, args.max_model_len or limit or sys.maxsize)
+        requests = await _requests(args, http, model, asks)
+        warm = await drive(http, args.endpoint, [requests[0]] * args.num_warmups, 1)
+        if bad := [a for a in warm if not a.ok]:
+            raise OSError(f"the first request failed with status {bad[0].status}: {bad[0].error}")
+        with _progress(len(requests), quiet=args.json) as on_answer:
+            answers = await drive(http, args.endpoint, requests, args.max_concurrency, on_answer)
+    settings = {
+        "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
+        "endpoint": args.endpoint,
+        "model_id": model,
+        "num_prompts": len(requests),
+        "request_rate": "inf" if args.request_rate == float("inf") else args.request_rate,
+        "max_concurrency": args.max_concurrency or None,
+        "seed": args.seed,
+    }
+    traced = {"trace": args.trace, "speed_up": args.speed_up, "dropped": dropped} if rows is not None else {}
+    return {**settings, **traced, **summary(answers, details=args.save_detailed)}
+
+
+async def _model(http: httpx.AsyncClient, wanted: str) -> tuple[str, int]:
+    """The name to use and the longest sequence, 0 = the server does not say."""
+    response = await http.get("/v1/models")
+    if response.status_code != 200:
+        raise OSError(f"GET /v1/models answered {response.status_code}: {response.text[:200]}")
+    cards = {card["id"]: card for card in response.json()["data"]}
+    name = wanted or next(iter(cards), "")
+    if name not in cards:
+        raise ValueError(f"--model {wanted!r}: the server has {', '.join(cards) or 'none'}")
+    return name, int(cards[name].get("max_model_len") or 0)
+
+
+async def _requests(args: argparse.Namespace, http: httpx.AsyncClient, model: str, asks: list[Ask]) -> list[Timed]:
+    from .bench_client import Timed, body_of
+
+    more = {"temperature": args.temperature} | ({"ignore_eos": True} if args.ignore_eos else {})
+    pool = await _tokenize(http, model, POOL_TEXT) if any(a.text is None for a in asks) else []
+    requests = []
+    for number, ask in enumerate(asks):
+        prompt: str | list[int] = ask.text if ask.text is not None else tokens_of(ask, number, pool, args.seed)
+        if args.endpoint == ENDPOINTS[1] and not isinstance(prompt, str):
+            prompt = str((await _post(http, "/detokenize", {"model": model, "tokens": prompt}))["prompt"])
+        output_len = ask.output_len or len(await _tokenize(http, model, ask.answer)) or 1
+        requests.append(Timed(ask.arrival_s, body_of(args.endpoint, model, prompt, output_len, **more)))
+    return requests
+
+
+async def _tokenize(http: httpx.AsyncClient, model: str, text: str) -> list[int]:
+    """The tokens of a text. Raises OSError where the server cannot say."""
+    body = {"model": model, "prompt": text, "add_special_tokens": False}
+    return list((await _post(http, "/tokenize", body))["tokens"])
+
+
+async def _post(http: httpx.AsyncClient, route: str, body: dict[str, Any]) -> dict[str, Any]:
+    response = await http.post(route, json=body)
+    if response.status_code != 200:
+        raise OSError(f"POST {route} answered {response.status_code}: {response.text[:200]}; use --dataset-name custom")
+    found: dict[str, Any] = response.json()
+    return found
+
+
+@contextlib.contextmanager
+def _progress(total: int, *, quiet: bool) -> Any:
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="request", disable=quiet or not sys.stderr.isatty()) as bar:
+
+        def on_answer(answer: Answer) -> None:
+            bar.update()
+
+        yield on_answer
+
+
+def _show(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    from .bench_report import table
+
+    print(json.dumps(found) if args.json else table(found))
+    if args.save_result:
+        name = args.result_filename or f"lamina-bench-{found['date']}.json"
+        path = Path(args.result_dir) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found) + "\n")
+        print(f"written to {path}", file=sys.stderr)

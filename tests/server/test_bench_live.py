@@ -1,0 +1,182 @@
+"""The benchmark's numbers against known ones: a server of stated delays; a stopwatch at the wire of the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import statistics
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from running import MODEL, Running
+
+from lamina.cluster.bench_client import Timed, body_of, drive, open_client
+from lamina.cluster.bench_report import summary
+from lamina.cluster.launch import main
+
+pytestmark = pytest.mark.timeout(300)  # starting a server on a busy machine takes its time
+FIRST_S, GAP_S, TOKENS = 0.06, 0.03, 6
+
+
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """One SSE answer: the first token after FIRST_S, then one each GAP_S; a body with "refuse" gets 429."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(next(x for x in head.lower().split(b"\r\n") if x.startswith(b"content-length")).split(b":")[1])
+    if b"refuse" in await reader.readexactly(length):
+        writer.write(b"HTTP/1.1 429 No\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+    else:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")
+        role = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+        writer.write(b"data: %b\n\n" % json.dumps(role).encode())
+        for number in range(TOKENS):
+            await asyncio.sleep(GAP_S if number else FIRST_S)
+            writer.write(b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n')
+        usage = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": TOKENS}}
+        writer.write(b": comment\n\ndata: %b\n\ndata: [DONE]\n\n" % json.dumps(usage).encode())
+    await writer.drain()
+    writer.close()
+
+
+def test_known_delays_are_found_again() -> None:
+    """Never below, and above by no more than noise: sleeps end late on a busy machine."""
+
+    async def work() -> dict[str, float]:
+        server = await asyncio.start_server(_answer, "127.0.0.1")
+        port = server.sockets[0].getsockname()[1]
+        async with server, open_client(f"http://127.0.0.1:{port}", "", 10) as http:
+            good = body_of("/v1/chat/completions", "m", "hello", TOKENS)
+            bad = body_of("/v1/chat/completions", "m", "refuse", TOKENS)
+            requests = [Timed(0.1 * i, good) for i in range(5)] + [Timed(0.5, bad)]
+            return summary(await drive(http, "/v1/chat/completions", requests))
+
+    found = asyncio.run(work())
+    assert (found["completed"], found["refused"], found["failed"]) == (5, 1, 0)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (15, 5 * TOKENS)
+    for name, seconds in (("ttft", FIRST_S), ("tpot", GAP_S), ("itl", GAP_S), ("e2el", FIRST_S + 5 * GAP_S)):
+        assert seconds * 990 <= found[f"median_{name}_ms"] <= seconds * 1300 + 60, name
+    assert 0.4 + FIRST_S + 5 * GAP_S <= found["duration"] <= 1.5
+
+
+class Stopwatch(httpx.AsyncHTTPTransport):
+    """Below the client: when each request left, and when each token's bytes came."""
+
+    def __init__(self) -> None:
+        super().__init__(limits=httpx.Limits(max_connections=None))
+        self.times: list[list[float]] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        times = [time.monotonic()]
+        response = await super().handle_async_request(request)
+        if request.url.path == "/v1/completions":
+            self.times.append(times)
+            response.stream = _Watched(response.stream, times)  # type: ignore[arg-type]
+        return response
+
+
+class _Watched(httpx.AsyncByteStream):
+    def __init__(self, inner: httpx.AsyncByteStream, times: list[float]) -> None:
+        self._inner, self._times = inner, times
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._inner:
+            self._times += [time.monotonic()] * part.count(b'"index":0')
+            yield part
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+def _bench(capsys: pytest.CaptureFixture[str], server: Running, *flags: str) -> dict[str, float]:
+    assert main(["bench", "serve", "--base-url", server.url, "--json", *flags]) == 0
+    found: dict[str, float] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_agrees_with_a_stopwatch_at_the_wire(
+    server: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bytes, timed and counted by other code: medians within 3 % and 2 ms, on however busy a machine."""
+    watch = Stopwatch()
+    monkeypatch.setattr(
+        "lamina.cluster.bench_client.open_client", lambda url, *_: httpx.AsyncClient(base_url=url, transport=watch)
+    )
+    flags = ("--num-prompts=20", "--random-input-len=24", "--random-output-len=8", "--max-concurrency=4")
+    found = _bench(capsys, server, *flags, "--num-warmups=0", "--timeout-s=60")
+    assert (found["completed"], found["total_input_tokens"], found["total_output_tokens"]) == (20, 480, 160)
+    assert len(watch.times) == 20
+    wanted = {
+        "ttft": [t[1] - t[0] for t in watch.times],
+        "e2el": [t[-1] - t[0] for t in watch.times],
+        "tpot": [(t[-1] - t[1]) / 7 for t in watch.times],
+        "itl": [b - a for t in watch.times for a, b in itertools.pairwise(t[1:])],
+    }
+    for name, seconds in wanted.items():
+        median = statistics.median(seconds) * 1e3
+        assert found[f"median_{name}_ms"] == pytest.approx(median, rel=0.03, abs=2.0), name
+    duration = max(t[-1] for t in watch.times) - min(t[0] for t in watch.times)
+    assert found["output_throughput"] == pytest.approx(160 / duration, rel=0.03)
+
+
+def test_agrees_with_what_the_server_counted(
+    server: Running, http: httpx.Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tokens exactly; the mean time to first token is the server's and the way there: 25 ms and 30 % at most."""
+
+    def count(name: str) -> float:
+        text = http.get("/metrics").text
+        return sum(float(x.rsplit(" ", 1)[1]) for x in text.splitlines() if x.startswith(f"lamina:{name}{{"))
+
+    names = ("prompt_tokens_total", "generation_tokens_total", "time_to_first_token_seconds_count",
+             "time_to_first_token_seconds_sum", "request_success_total")  # fmt: skip
+    before = [count(n) for n in names]
+    flags = ("--num-prompts=16", "--max-concurrency=4", "--random-input-len=20", "--random-output-len=6",
+             "--random-range-ratio=0.5", "--num-warmups=0", "--endpoint=/v1/completions")  # fmt: skip
+    found = _bench(capsys, server, *flags)
+    prompt, generated, firsts, first_s, done = (count(n) - b for n, b in zip(names, before, strict=True))
+    assert (prompt, generated) == (found["total_input_tokens"], found["total_output_tokens"])
+    assert firsts == done == found["completed"] == 16
+    assert first_s / 16 * 1e3 <= found["mean_ttft_ms"] <= first_s / 16 * 1.3e3 + 25
+
+
+def test_a_trace_is_replayed_and_a_result_saved(
+    server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [(i * 1000, 40, 4, [0]) for i in range(5)] + [(5000, 4000, 4, list(range(8)))]
+    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    (tmp_path / "trace").write_text("\n".join(json.dumps(dict(zip(names, r, strict=True))) for r in rows))
+    found = _bench(
+        capsys, server, "--trace", "mooncake", str(tmp_path / "trace"), "--no-spread-ticks", "--speed-up=10",
+        "--save-result", f"--result-dir={tmp_path}", "--result-filename=out.json", "--save-detailed",
+        "--endpoint=/v1/chat/completions",
+    )  # fmt: skip
+    assert (found["completed"], found["dropped"], found["failed"]) == (5, 1, 0)
+    assert 0.4 <= found["duration"] < 5.0
+    assert json.loads((tmp_path / "out.json").read_text()) == found
+    assert len(found["ttfts"]) == len(found["itls"]) == 5
+
+
+@pytest.mark.parametrize("flags", [["--model", "nobody"], ["--port", "1"]])
+def test_a_server_that_is_not_there_is_one_line(
+    flags: list[str], server: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = [] if "--port" in flags else ["--base-url", server.url]
+    assert main(["bench", "serve", "--num-prompts", "1", *where, *flags]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_decode_is_timed_like_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    """Over loopback: tokens per second are the steps', and workers cannot have worked longer than the steps took."""
+    flags = ["--transport=loopback", "--dtype=float32", "--batch-size=2", "--input-len=8", "--output-len=12"]
+    start = time.monotonic()
+    assert main(["bench", "decode", MODEL, *flags, "--json"]) == 0
+    wall_s = time.monotonic() - start
+    found = json.loads(capsys.readouterr().out)
+    assert found["output_throughput"] == pytest.approx(2e3 / found["mean_step_ms"])
+    steps_s = found["mean_step_ms"] * 12 / 1e3
+    assert steps_s < wall_s
+    busy = found["seconds_by_worker"]["compute-0"]
+    assert 0 < busy["slice_s"] + busy["wait_s"] < steps_s * 1.5 + 0.1
