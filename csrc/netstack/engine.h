@@ -20,9 +20,9 @@ constexpr std::uint64_t kReasonBytes = 256;
 constexpr std::uint64_t kTextBytes = 384;
 constexpr int kEpochShift = 48;
 
-inline std::uint64_t now_ns() {
+inline std::uint64_t now_ns(clockid_t clock = CLOCK_MONOTONIC) {
   timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
+  clock_gettime(clock, &t);
   return std::uint64_t(t.tv_sec) * 1'000'000'000 + std::uint64_t(t.tv_nsec);
 }
 
@@ -31,6 +31,13 @@ inline void relax() {
   _mm_pause();
 #elif defined(__aarch64__)
   asm volatile("yield");
+#endif
+}
+
+// Streaming stores of this thread before whatever it stores from here on; a release store does not do that.
+inline void order_streaming_stores() {
+#if defined(__x86_64__)
+  _mm_sfence();
 #endif
 }
 

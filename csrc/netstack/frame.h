@@ -77,14 +77,25 @@ struct Books {
 
 class Decoder {
  public:
-  Decoder(Books& books, const Slots& inbox, const Seal& seal)
-      : books_(books), inbox_(inbox), seal_(seal), arrivals_(inbox.slots) {}
+  // `least_ahead`: payloads of fewer bytes are worth staging.
+  Decoder(Books& books, const Slots& inbox, const Seal& seal, std::uint64_t least_ahead = 4097)
+      : books_(books), inbox_(inbox), seal_(seal), least_ahead_(least_ahead), arrivals_(inbox.slots) {}
 
-  // Where the next bytes of the stream go; at most two pieces.
-  std::size_t room(iovec pieces[2]) {
+  // Where the next bytes of the stream go; at most three pieces. Between messages these are a header, then as much
+  // payload as the last message had, into the slot that is next: if it is like the last one, it is there with one call.
+  std::size_t room(iovec pieces[3]) {
     std::size_t n = 0;
-    if (left_) pieces[n++] = {into_, left_};
-    pieces[n++] = {stage_ + staged_, sizeof stage_ - staged_};
+    ahead_ = 0;
+    if (left_) {
+      pieces[n++] = {into_, left_};
+    } else if (last_length_ >= least_ahead_ && next_is_free()) {
+      ahead_ = std::min(last_length_, kAhead);
+      pieces[n++] = {stage_ + staged_, kFrameBytes - staged_};
+      pieces[n++] = {next_slot(), ahead_};
+      pieces[n++] = {stage_ + kFrameBytes + ahead_, kStage};
+      return n;
+    }
+    pieces[n++] = {stage_ + staged_, kStage - staged_};
     return n;
   }
 
@@ -94,6 +105,7 @@ class Decoder {
     absorb(direct);
     staged_ += bytes - direct;
     std::uint64_t used = 0;
+    if (ahead_ && staged_ >= kFrameBytes && !took_ahead(&used)) return false;
     while (!left_ && !ended()) {
       if (open_) {
         if (!close()) return false;
@@ -122,6 +134,33 @@ class Decoder {
   std::uint8_t* payload(std::uint64_t n) const { return inbox_.slot(n); }
 
  private:
+  static constexpr std::uint64_t kAhead = 64 << 10;
+  static constexpr std::uint64_t kStage = 4096 + 4 * kFrameBytes;
+
+  bool next_is_free() const {
+    return books_.arrived.load(std::memory_order_relaxed) - books_.released.load(std::memory_order_acquire) <
+           inbox_.slots;
+  }
+  std::uint8_t* next_slot() const { return inbox_.slot(books_.arrived.load(std::memory_order_relaxed)); }
+
+  // A header is there (never more: whole frames do not stay staged), and behind it bytes that went into the next slot.
+  // What is not of its payload goes where it would be had all been staged.
+  bool took_ahead(std::uint64_t* used) {
+    const std::uint64_t ahead = std::min(staged_ - kFrameBytes, ahead_);
+    const std::uint8_t* slot = next_slot();
+    std::memcpy(&frame_, stage_, kFrameBytes);
+    if (!open()) return false;
+    const std::uint64_t part = frame_.kind == kData ? std::min(left_, ahead) : 0;
+    if (ahead > part) std::memcpy(stage_ + kFrameBytes + part, slot + part, ahead - part);
+    absorb(part);
+    *used = kFrameBytes + part;
+    const std::uint64_t rest = std::min(left_, staged_ - *used);
+    if (rest) std::memcpy(into_, stage_ + *used, rest);
+    absorb(rest);
+    *used += rest;
+    return true;
+  }
+
   void absorb(std::uint64_t bytes) {
     if (bytes) check_.update(into_, bytes);
     into_ += bytes;
@@ -157,6 +196,7 @@ class Decoder {
     } else if (frame_.kind == kData) {
       const std::uint64_t n = books_.arrived.load(std::memory_order_relaxed);
       arrivals_[n % inbox_.slots] = frame_;
+      last_length_ = frame_.length;
       books_.arrived.store(n + 1, std::memory_order_release);
     }
     return true;
@@ -191,18 +231,20 @@ class Decoder {
   Books& books_;
   const Slots inbox_;
   const Seal seal_;
+  const std::uint64_t least_ahead_;
   std::vector<Frame> arrivals_;  // headers of messages that have arrived, by slot
   Frame frame_{};                // the header that was checked last
   Check check_{seal_, 0, 0};     // of the payload that is coming
   bool open_ = false;            // a header without its whole payload yet
   bool farewell_ = false;
-  std::uint64_t frames_ = 0, staged_ = 0, left_ = 0;
+  std::uint64_t frames_ = 0, staged_ = 0, left_ = 0, last_length_ = 0;
+  std::uint64_t ahead_ = 0;       // of what is being read, behind a header, so many bytes go to the next slot
   std::uint8_t* into_ = nullptr;  // the next `left_` bytes go there
   char reason_[kReasonBytes + 1] = {};
   char fault_[96] = {};
   // What is read beyond a payload: with a small message, one read takes header and payload. The rest of a larger
   // payload goes from the kernel into its slot.
-  alignas(kLine) std::uint8_t stage_[4096 + 4 * kFrameBytes];
+  alignas(kLine) std::uint8_t stage_[kFrameBytes + kAhead + kStage];
 };
 
 }  // namespace lamina

@@ -170,9 +170,9 @@ class Stream final : public Engine, private Teller::Client {
     looked_ns_.store(now_ns(), std::memory_order_relaxed);
     if (flags == 0 && ready(role) != Status::pending) return true;
     while (end_.load(std::memory_order_relaxed) == Status::ready) {
-      iovec pieces[2] = {};
+      iovec pieces[3] = {};
       const std::size_t count = decoder_.room(pieces);
-      const std::uint64_t room = pieces[0].iov_len + pieces[1].iov_len;
+      const std::uint64_t room = pieces[0].iov_len + pieces[1].iov_len + pieces[2].iov_len;
       const ssize_t got = receive(pieces, count, flags);
       if (got < 0 && errno == EINTR && flags) continue;
       if (got < 0 && (errno == EAGAIN || errno == EINTR)) return true;

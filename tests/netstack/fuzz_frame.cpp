@@ -82,11 +82,11 @@ void feed(const std::vector<std::uint8_t>& stream, Input& input, const Seal& sea
   const std::unique_ptr<std::uint8_t[]> inbox(new std::uint8_t[Slots::bytes(kSlots, kSlotBytes)]);
   Books books{kZero};
   books.sent = 2;
-  Decoder decoder(books, Slots{inbox.get(), kSlots, kSlotBytes}, seal);
+  Decoder decoder(books, Slots{inbox.get(), kSlots, kSlotBytes}, seal, 1 + input.next(2) * 100);
   std::uint64_t taken = 0;
   std::size_t at = 0;
   while (at < stream.size() && !decoder.ended()) {
-    iovec pieces[2] = {};
+    iovec pieces[3] = {};
     const std::size_t count = decoder.room(pieces);
     require(count >= 1 && pieces[count - 1].iov_len > 0, "there is always room");
     std::size_t bytes = std::min(stream.size() - at, std::size_t(1 + input.next(256)) * (input.next(2) ? 1 : 29));
