@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from .checkpoint import find_checkpoint, one_line
 from .errors import ModelError
@@ -21,23 +21,42 @@ def load_tokenizer(source: Any, *, trust_remote_code: bool = False) -> Any:
 
     None for a module, and where the model brings none. Raises ModelError.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
-    if isinstance(source, PreTrainedTokenizerBase):
+    if source is None or isinstance(source, PreTrainedTokenizerBase):
         return source
-    if source is None or isinstance(source, nn.Module):
-        return None
     if not isinstance(source, str | os.PathLike):
+        from torch import nn  # not above: processes that only make tokens start without torch
+
+        if isinstance(source, nn.Module):
+            return None
         raise ModelError(f"tokenizer must be a path, a hub id or a Hugging Face tokenizer, not {type(source).__name__}")
     directory = find_checkpoint(source, weights=False)
     if not any((directory / n).exists() for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         return None
     try:
+        if _needs_no_class(directory):
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True, use_fast=True
         )
     except (ValueError, OSError, KeyError, TypeError, ImportError, AttributeError) as error:
         raise ModelError(f"the tokenizer in {directory} cannot be loaded: {one_line(error)}") from error
+
+
+def _needs_no_class(directory: Path) -> bool:
+    """Whether tokenizer.json says it all. AutoTokenizer would come to the same end, but for a class's sake it imports
+    torch and the model's configuration: 4 s of a core.
+    """
+    path = directory / "tokenizer_config.json"
+    if not path.exists() or not (directory / "tokenizer.json").exists():
+        return False
+    config = json.loads(path.read_text())
+    return config.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in config
 
 
 class Detokenizer:

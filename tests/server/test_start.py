@@ -1,0 +1,43 @@
+"""Starting is quick because the server and its engine process do without torch; workers have it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import MODEL, ROOT
+from transformers import AutoTokenizer
+
+from lamina.models.tokens import load_tokenizer
+
+
+def test_neither_server_nor_engine_process_imports_torch() -> None:
+    code = (
+        "import sys, lamina.server.run, lamina.server.engine_process as e; from lamina.models.tokens import *;"
+        f"t = load_tokenizer({MODEL!r}); apply_chat_template(t, [dict(role='user', content='hi')]);"
+        "Detokenizer(t).push([5, 6]); print('torch' in sys.modules)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
+    )
+    assert out.stdout.split() == ["False"]
+
+
+@pytest.mark.parametrize("named", ["TokenizersBackend", "PreTrainedTokenizerFast", "LlamaTokenizer", None])
+def test_the_tokenizer_is_the_one_that_transformers_would_load(named: str | None, tmp_path: Path) -> None:
+    for path in (ROOT / MODEL).glob("*.js*"):
+        (tmp_path / path.name).write_text(path.read_text())
+    (tmp_path / "chat_template.jinja").write_text((ROOT / MODEL / "chat_template.jinja").read_text())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": named}))
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert type(ours) is type(theirs)
+    assert ours.init_kwargs == theirs.init_kwargs
+    assert ours.chat_template == theirs.chat_template is not None
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    text = "def f(x): return 'é😀'  \n<|user|>"
+    assert ours(text)["input_ids"] == theirs(text)["input_ids"]
+    assert ours.decode(ours(text)["input_ids"]) == theirs.decode(theirs(text)["input_ids"])
