@@ -97,11 +97,13 @@ class EventStream(Response):
 
     async def _events(self) -> AsyncIterator[bytes]:
         head = self._shape.head(stream=True)
+        opening = self._shape.opening()  # leaves with the first token: clients take its time for that one's
         try:
-            if opening := self._shape.opening():
-                yield b"".join(self._event(head, c) for c in opening)
             async for batch in self._call.batches(self._alive_s):
-                yield b"".join(self._event(head, self._shape.choice(*one)) for one in batch) or KEEP_ALIVE
+                choices = [self._shape.choice(*one) for one in batch]
+                if choices:
+                    choices, opening = [*opening, *choices], []
+                yield b"".join(self._event(head, c) for c in choices) or KEEP_ALIVE
             if self._usage:
                 yield b"data: %b\n\n" % _encode({**head, "choices": [], "usage": self._call.usage})
         except ApiError as e:
