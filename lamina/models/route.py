@@ -174,14 +174,16 @@ class Router:
 
     def _window(self, module: nn.Module, mask: Tensor | None, stated: int | None, own: int | None) -> int:
         """The window that counts: the mask's, since that is what transformers' default attention obeys."""
-        known = {w for m, w in self._masks if m is mask} or {w for _, w in self._masks}
+        known = {w for m, w in self._masks if mask is None or m is mask}
+        if mask is not None and not known:
+            raise self._refused(module, "alters its mask, by what cannot be expressed")
         if None in known:
             raise self._refused(
                 module, f"has a mask that is not causal with one window within {self._max_model_len} tokens"
             )
         windows = [w for w in known if w is not None]
         if len(windows) > 1:
-            raise self._refused(module, f"alters its mask: unclear which of the windows {sorted(windows)} it means")
+            raise self._refused(module, f"has no mask: unclear which of the windows {sorted(windows)} it means")
         stated = 0 if stated is None or not 0 < stated < self._max_model_len else int(stated)
         window = windows[0] if windows else stated
         if stated and stated != window:

@@ -78,8 +78,9 @@ def _falcon(
     slopes = None
     if alibi is None:
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-    else:  # this family rounds its slopes to bfloat16 and scales them like the scores
+    else:  # this family rounds its slopes to bfloat16 and scales them like the scores; its mask has them added
         slopes = alibi_slopes(module.num_heads).bfloat16().float() * module.inv_norm_factor
+        attention_mask = None
     o = attend(module, query, key, value, mask=attention_mask, scale=module.inv_norm_factor, slopes=slopes)
     return module.dense(o.flatten(2)), None
 

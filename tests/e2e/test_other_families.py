@@ -38,7 +38,7 @@ SIZES: dict[str, Any] = {
 FOLLOWING = ("sliding_window", "head_dim", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 SERVED = """
-    afmoe apertus arcee aria_text beam biogpt bitnet cohere2_moe ctrl cwm deepseek_v2 doge emu3 ernie4_5
+    afmoe apertus arcee aria_text beam biogpt bitnet cohere2_moe ctrl cwm deepseek_v2 emu3 ernie4_5
     ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma4_text glm glm4_moe glm4_moe_lite granite_swa
     granitemoe granitemoe_swa granitemoeshared hy_v3 hyperclovax jais2 kolibri1 laguna llama4_text mellum
     mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral3 modernbert-decoder moshi nanochat olmo olmo3
@@ -46,7 +46,7 @@ SERVED = """
 """
 REFUSED = """
     camembert roberta xlm-roberta
-    axk2 bailing_hybrid bamba bart big_bird bigbird_pegasus blenderbot cpmant deepseek_v32 deepseek_v4 diffllama
+    axk2 bailing_hybrid bamba bart big_bird bigbird_pegasus blenderbot cpmant deepseek_v32 deepseek_v4 diffllama doge
     falcon_h1 falcon_mamba gemma4_unified glm_moe_dsa gpt_neox_japanese granitemoehybrid hy_v4 inkling_text
     inkling2_text jamba jetmoe kimi_linear lfm3 mamba marian mbart megatron-bert minimax mllama mvp nemotron_h
     olmo_hybrid openai-gpt pegasus plbart prophetnet qwen3_5_text qwen3_next recurrent_gemma rembert roformer rwkv

@@ -67,6 +67,21 @@ def test_chunks_shorter_than_the_longest_text_are_refused() -> None:
     assert len(convert_model(model, max_model_len=16).calls) == 4
 
 
+def test_masks_that_depend_on_data_are_refused() -> None:
+    experts = {"is_moe": False, "num_experts": 2, "num_experts_per_tok": 1}
+    refused(build("DogeForCausalLM", "DogeConfig", **SIZE, **experts), r"layer 0 .*self_attn.* alters its mask")
+
+
+def test_a_mask_that_is_altered_beyond_some_length_is_refused() -> None:
+    model = build("LlamaForCausalLM", "LlamaConfig", **SIZE)
+    attention = model.model.layers[1].self_attn
+    forward = attention.forward
+    attention.forward = lambda *args, attention_mask, **kwargs: forward(
+        *args, attention_mask=attention_mask[:, :, :, -32:].clone(), **kwargs
+    )
+    refused(model, r"layer 1 .*self_attn.* alters its mask")
+
+
 def test_cross_attention_is_refused() -> None:
     refused(build("GPT2LMHeadModel", "GPT2Config", n_embd=32, n_layer=1, n_head=2, add_cross_attention=True), "cross-")
 
