@@ -2,6 +2,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <mutex>
 #include <new>
 #include <string>
 #include <vector>
@@ -17,7 +18,9 @@ using namespace lamina::gemm;
 struct Engine {
   explicit Engine(std::size_t threads, const Variant* v) : pool(threads), variant(v), scratch(threads) {}
 
+  // Callers take turns: the buffers below are those of one call.
   void linear(Problem p, const void* x) {
+    std::lock_guard<std::mutex> turn(mutex);
     if (p.type != Type::kFloat) {
       widened.resize(p.rows * p.k_size);
       variant->widen(p.type, x, widened.data(), widened.size());
@@ -51,6 +54,7 @@ struct Engine {
     return pool.size() == 1 ? p.cols : panels * panel;
   }
 
+  std::mutex mutex;
   Pool pool;
   const Variant* variant;
   std::vector<std::vector<float>> scratch;  // of each thread

@@ -17,28 +17,25 @@ class Pool {
  public:
   using Piece = void (*)(void* job, std::size_t piece, std::size_t thread);
 
-  // ``threads``, the caller's included.
+  // ``threads``, the caller's included. Throws std::system_error where the system has no more.
   explicit Pool(std::size_t threads) {
-    for (std::size_t i = 1; i < threads; ++i) threads_.emplace_back([this, i] { serve(i); });
+    try {
+      for (std::size_t i = 1; i < threads; ++i) threads_.emplace_back([this, i] { serve(i); });
+    } catch (...) {
+      end();
+      throw;
+    }
   }
 
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  ~Pool() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stopping_.store(true);
-    }
-    wake_.notify_all();
-    for (auto& t : threads_) t.join();
-  }
+  ~Pool() { end(); }
 
   std::size_t size() const { return threads_.size() + 1; }
 
-  // Runs pieces 0 .. count - 1; returns when all are done. One caller at a time.
+  // Runs pieces 0 .. count - 1; returns when all are done. Callers must take turns.
   void run(Piece piece, void* job, std::size_t count) {
-    std::lock_guard<std::mutex> caller(caller_);
     tickets_.store(generation() << 32 | 0xffffffffu);  // closed: nobody takes a piece while the job is written down
     piece_ = piece;
     job_ = job;
@@ -60,6 +57,15 @@ class Pool {
 
  private:
   static constexpr int kSpins = 2000;  // some 20 to 50 us
+
+  void end() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stopping_.store(true);
+    }
+    wake_.notify_all();
+    for (auto& t : threads_) t.join();
+  }
 
   static void pause() { __builtin_ia32_pause(); }
 
@@ -94,7 +100,7 @@ class Pool {
     }
   }
 
-  std::mutex caller_, mutex_;
+  std::mutex mutex_;
   std::condition_variable wake_;
   std::atomic<bool> stopping_{false};
   std::atomic<int> sleeping_{0};

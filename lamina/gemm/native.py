@@ -27,12 +27,14 @@ class Native:
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         """See LinearBackend."""
         cols, k_size = w.shape
-        rows = x.numel() // k_size
+        rows = x.numel() // max(k_size, 1)
         kind = TYPES.get(x.dtype)
         if kind is None or w.dtype != x.dtype or not x.is_cpu or (rows > MANY_ROWS and x.dtype in self._left):
             return F.linear(x, w, b)
         if w.stride(1) != 1 or (b is not None and (b.dtype != x.dtype or not b.is_contiguous())):
             return F.linear(x, w, b)
+        if x.shape[-1] != k_size or not w.numel() or (b is not None and b.shape != (cols,)):
+            return F.linear(x, w, b)  # which says what is wrong, if anything is
         x = x.contiguous()
         y = torch.empty(*x.shape[:-1], cols, dtype=x.dtype)
         bias = 0 if b is None else b.data_ptr()

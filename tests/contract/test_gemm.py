@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from lamina.gemm import BACKENDS, LinearBackend, bind, get
 
 native = pytest.importorskip("lamina.gemm._native", reason="lamina.gemm._native was not built")
 
+ROOT = Path(__file__).resolve().parents[2]
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # norm-wise error after rounding
 ENTRIES = [*BACKENDS, *(f"native/{v}" for v in native.usable())]
 
@@ -106,17 +111,45 @@ def test_rounds_once_to_nearest_even_and_keeps_nan_and_infinity(name: str, dtype
     assert torch.equal(y.isnan(), expected.isnan())
 
 
+@pytest.mark.parametrize("name", ENTRIES)
+def test_empty_operands_and_those_that_do_not_fit(name: str) -> None:
+    backend = open_entry(name)
+    for rows, cols, k in ((0, 4, 8), (3, 0, 8), (3, 4, 0)):
+        y = backend.linear(torch.ones(rows, k), torch.ones(cols, k), torch.ones(cols))
+        assert torch.equal(y, torch.full((rows, cols), k + 1.0))
+    for x, b in ((torch.ones(8, 4), None), (torch.ones(4, 8), torch.ones(1, 3))):
+        with pytest.raises(RuntimeError):
+            backend.linear(x, torch.ones(5, 8), b)
+
+
+def test_threads_that_the_system_does_not_have_are_told() -> None:
+    code = """
+        import resource
+        from lamina.gemm._native import Engine
+        with open("/proc/self/statm") as f:
+            used = int(f.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+        try:
+            Engine(1000, "")
+        except RuntimeError as error:
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout.startswith("cannot start 1000 threads: "), done.stderr
+
+
 def test_what_native_has_no_code_for_goes_to_torch() -> None:
     backend = open_entry("native")
     x, w = torch.randn(3, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
     assert torch.equal(backend.linear(x, w), torch.nn.functional.linear(x, w))
 
 
-def test_calls_from_several_threads_take_turns() -> None:
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_calls_from_several_threads_take_turns(dtype: torch.dtype) -> None:
     import threading
 
     backend = open_entry("native", 3)
-    cases = [operands(5 + i, 64, 96, torch.float32, i) for i in range(4)]
+    cases = [operands(5 + i, 64, 96 << i, dtype, i) for i in range(4)]
     wanted = [backend.linear(*c) for c in cases]
     wrong: list[int] = []
 
