@@ -7,6 +7,7 @@ at most 1 % of all. The logit error itself must be small: the rule is for fp32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +75,8 @@ def _compare_one(
     result.num_tokens += len(tokens)
     logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :].float()
     chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    gaps += [float(g) for g in logits.max(-1).values - chosen if g > 0]
+    gaps += [float(g) for g in logits.max(-1).values - chosen if not g <= 0]  # NaN is a gap that nothing excuses
     expected = chosen - torch.logsumexp(logits, -1)
     for value, entry in zip(expected.tolist(), logprobs, strict=True):
-        result.logit_error = max(result.logit_error, abs(value - entry[0].logprob))
+        error = abs(value - entry[0].logprob)
+        result.logit_error = max(result.logit_error, math.inf if math.isnan(error) else error)

@@ -58,6 +58,14 @@ def test_a_large_logit_error_does_not_excuse_ties(model: Any) -> None:
     assert not compare(model, [completion(model, [5, 6, 7], noise=100.0)]).identical
 
 
+def test_what_is_not_a_number_is_not_identical(model: Any) -> None:
+    assert not compare(model, [completion(model, [5, 6, 7], noise=float("nan"))]).identical
+    broken = llama()
+    output = completion(broken, [5, 6, 7])
+    broken.lm_head.weight.data.fill_(float("nan"))
+    assert not compare(broken, [output]).identical
+
+
 def test_no_tokens_are_not_identical(model: Any) -> None:
     assert not compare(model, []).identical
 
