@@ -1,7 +1,7 @@
 """The patterns, each as what the client does and what the server does for ``warm_up + rounds`` rounds.
 
     put_lat  both put from memory that is filled already and look at nothing before the clock stops: half a round trip
-    rtt      both write the message and copy what arrives out: a round trip
+    rtt      as put_lat, but both copy what arrives out: a round trip
     pair     the client puts a query, then keys and values, and waits for the answer
     fan      the client puts a query to every server and waits for all answers
     rate     queries leave at fixed times, however late answers are; the clock runs from the time that was due
@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from .bench_job import Job, Payloads, check, check_bytes, tag_of
-from .fabric import Arrival, Channel, ChannelTimeout, Fabric, NoResource
+from .bench_job import PAYLOADS, Job, Payloads, check, check_bytes, tag_of
+from .fabric import Arrival, Channel, ChannelTimeout, Fabric, NoResource, Region
 
 TIMEOUT_S = 10.0
 
@@ -30,20 +30,21 @@ class Measured:
     busy_s: float
 
 
-def _put(channel: Channel, n: int, payload: bytes) -> None:
-    slot = channel.reserve(len(payload), timeout_s=TIMEOUT_S)
-    slot.data[:] = payload
-    channel.put_signal(slot, tag_of(n))
+def _put(channel: Channel, n: int, payload: Region, timeout_s: float = TIMEOUT_S) -> None:
+    channel.put_signal(channel.reserve(payload.data.nbytes, timeout_s=timeout_s), tag_of(n), payload)
 
 
-def _try_put(channel: Channel, n: int, payload: bytes) -> bool:
+def _try_put(channel: Channel, n: int, payload: Region) -> bool:
     try:
-        slot = channel.reserve(len(payload))
+        _put(channel, n, payload, 0.0)
     except NoResource:
         return False
-    slot.data[:] = payload
-    channel.put_signal(slot, tag_of(n))
     return True
+
+
+def _payloads(fabric: Fabric, nbytes: int) -> tuple[Payloads, list[Region]]:
+    payloads = Payloads(nbytes)
+    return payloads, [fabric.register(memoryview(payload)) for payload in payloads.each]
 
 
 def _copy_out(channel: Channel, arrival: Arrival, into: bytearray) -> None:
@@ -53,13 +54,11 @@ def _copy_out(channel: Channel, arrival: Arrival, into: bytearray) -> None:
 
 def put_lat_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
     (channel,) = channels
-    payloads = Payloads(job.query)
-    regions = [fabric.register(memoryview(payload)) for payload in payloads.each]
+    payloads, regions = _payloads(fabric, job.query)
     samples = []
     for n in range(job.warm_up + job.rounds):
-        region, tag = regions[n % len(regions)], tag_of(n)
         start = perf_counter()
-        channel.put_signal(channel.reserve(job.query, timeout_s=TIMEOUT_S), tag, region)
+        _put(channel, n, regions[n % PAYLOADS])
         arrival = channel.wait_signal(timeout_s=TIMEOUT_S)
         samples.append((perf_counter() - start) / 2)
         check(arrival, n, payloads[n])
@@ -68,22 +67,22 @@ def put_lat_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: flo
 
 
 def put_lat_server(fabric: Fabric, channel: Channel, job: Job) -> None:
-    payloads = Payloads(job.query)
-    regions = [fabric.register(memoryview(payload)) for payload in payloads.each]
+    payloads, regions = _payloads(fabric, job.query)
     for n in range(job.warm_up + job.rounds):
         arrival = channel.wait_signal(timeout_s=TIMEOUT_S)
-        channel.put_signal(channel.reserve(job.query, timeout_s=TIMEOUT_S), tag_of(n), regions[n % len(regions)])
+        _put(channel, n, regions[n % PAYLOADS])
         check(arrival, n, payloads[n])
         channel.release(arrival)
 
 
-def fan_client(_: Fabric, channels: Sequence[Channel], job: Job, __: float) -> Measured:
-    payloads, mine = Payloads(job.query), [bytearray(job.query) for _ in channels]
+def fan_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
+    payloads, regions = _payloads(fabric, job.query)
+    mine = [bytearray(job.query) for _ in channels]
     samples = []
     for n in range(job.warm_up + job.rounds):
         start = perf_counter()
         for channel in channels:
-            _put(channel, n, payloads[n])
+            _put(channel, n, regions[n % PAYLOADS])
         for channel, into in zip(channels, mine, strict=True):
             _copy_out(channel, channel.wait_signal(timeout_s=TIMEOUT_S), into)
         samples.append(perf_counter() - start)
@@ -92,42 +91,45 @@ def fan_client(_: Fabric, channels: Sequence[Channel], job: Job, __: float) -> M
     return Measured(samples[job.warm_up :], sum(samples[job.warm_up :]))
 
 
-def answer_server(_: Fabric, channel: Channel, job: Job) -> None:
-    payloads, mine = Payloads(job.query), bytearray(job.query)
+def answer_server(fabric: Fabric, channel: Channel, job: Job) -> None:
+    payloads, regions = _payloads(fabric, job.query)
+    mine = bytearray(job.query)
     for n in range(job.warm_up + job.rounds):
         _copy_out(channel, channel.wait_signal(timeout_s=TIMEOUT_S), mine)
-        _put(channel, n, payloads[n])
+        _put(channel, n, regions[n % PAYLOADS])
         check_bytes(mine, n, payloads[n])
 
 
-def pair_client(_: Fabric, channels: Sequence[Channel], job: Job, __: float) -> Measured:
+def pair_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
     (channel,) = channels
-    queries, kv, mine = Payloads(job.query), Payloads(job.kv), bytearray(job.query)
+    (queries, q_regions), (_kv, kv_regions) = _payloads(fabric, job.query), _payloads(fabric, job.kv)
+    mine = bytearray(job.query)
     samples = []
     for n in range(job.warm_up + job.rounds):
         start = perf_counter()
-        _put(channel, n, queries[n])
-        _put(channel, n, kv[n])
+        _put(channel, n, q_regions[n % PAYLOADS])
+        _put(channel, n, kv_regions[n % PAYLOADS])
         _copy_out(channel, channel.wait_signal(timeout_s=TIMEOUT_S), mine)
         samples.append(perf_counter() - start)
         check_bytes(mine, n, queries[n])
     return Measured(samples[job.warm_up :], sum(samples[job.warm_up :]))
 
 
-def pair_server(_: Fabric, channel: Channel, job: Job) -> None:
-    queries, kv = Payloads(job.query), Payloads(job.kv)
+def pair_server(fabric: Fabric, channel: Channel, job: Job) -> None:
+    (queries, regions), kv = _payloads(fabric, job.query), Payloads(job.kv)
     mine, mine_kv = bytearray(job.query), bytearray(job.kv)
     for n in range(job.warm_up + job.rounds):
         for into in (mine, mine_kv):
             _copy_out(channel, channel.wait_signal(timeout_s=TIMEOUT_S), into)
-        _put(channel, n, queries[n])
+        _put(channel, n, regions[n % PAYLOADS])
         check_bytes(mine, n, queries[n])
         check_bytes(mine_kv, n, kv[n])
 
 
-def rate_client(_: Fabric, channels: Sequence[Channel], job: Job, per_s: float) -> Measured:
+def rate_client(fabric: Fabric, channels: Sequence[Channel], job: Job, per_s: float) -> Measured:
     (channel,) = channels
-    payloads, mine = Payloads(job.query), bytearray(job.query)
+    payloads, regions = _payloads(fabric, job.query)
+    mine = bytearray(job.query)
     total = job.warm_up + job.rounds
     due: deque[float] = deque()  # of the queries that are not answered yet
     samples: list[float] = []
@@ -135,7 +137,7 @@ def rate_client(_: Fabric, channels: Sequence[Channel], job: Job, per_s: float) 
     while len(samples) < total:
         now, next_s = perf_counter(), begin + sent / per_s
         if sent < total and now >= next_s:
-            if _try_put(channel, sent, payloads[sent]):
+            if _try_put(channel, sent, regions[sent % PAYLOADS]):
                 due.append(next_s)
                 sent += 1
                 continue

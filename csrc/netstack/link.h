@@ -8,6 +8,7 @@
 #include <cinttypes>
 #include <cstdio>
 
+#include "copy.h"
 #include "ring.h"
 
 namespace lamina {
@@ -37,7 +38,7 @@ class Link final : public Engine {
     if (Status over = ended(); over != Status::ready) return over;
     if (peer_left()) return Status::gone;
     if (source) {
-      std::memcpy(out_.ring.payload(out_.published), source, nbytes);
+      copy_across(out_.ring.payload(out_.published), source, nbytes);
       if (stopped()) return Status::stopped;  // meanwhile, by another thread
     } else {
       order_streaming_stores();  // with which the caller may have filled the slot

@@ -1,0 +1,32 @@
+// Copying into memory that another core reads next.
+#pragma once
+
+#include "engine.h"
+
+namespace lamina {
+
+constexpr std::uint64_t kStreamed = 2048;  // from so many bytes on
+
+// `to` is aligned to a cache line. The reader had these lines last: an ordinary store would fetch each of them from its
+// core before overwriting it, a streaming store writes whole lines and fetches nothing. Measured between two cores of a
+// Zen 3 against memcpy: 1.5 times as fast at 4 KiB, twice at 16 KiB, more than 10 times from 64 KiB to 256 KiB.
+inline void copy_across(std::uint8_t* to, const std::uint8_t* from, std::uint64_t bytes) {
+#if defined(__x86_64__)
+  if (bytes >= kStreamed) {
+    for (; bytes >= kLine; bytes -= kLine, to += kLine, from += kLine) {
+      const auto* source = reinterpret_cast<const __m128i*>(from);
+      auto* target = reinterpret_cast<__m128i*>(to);
+      const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1), c = _mm_loadu_si128(source + 2),
+                    d = _mm_loadu_si128(source + 3);
+      _mm_stream_si128(target, a);
+      _mm_stream_si128(target + 1, b);
+      _mm_stream_si128(target + 2, c);
+      _mm_stream_si128(target + 3, d);
+    }
+    order_streaming_stores();
+  }
+#endif
+  std::memcpy(to, from, bytes);
+}
+
+}  // namespace lamina

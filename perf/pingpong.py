@@ -1,0 +1,164 @@
+"""Ping-pong of Lamina's transports against plain sockets, gloo, ZeroMQ, Open MPI and UCX, on the same two cores.
+
+Competitors take turns, several rounds over; a figure is the median over the rounds of a round's p50, one way (half a
+round trip). "put": the message lies in the receiver's memory, where it can be used, and is not touched before the clock
+stops. "copy": the receiver copies it into a buffer of its own, as a socket or MPI does. All but UCX compare every
+payload with what was sent; ucx_perftest sends one buffer again and again and nobody reads it, so that its lines never
+leave the sender's cache: it is in the table but is not what "best" means. What is not installed is named and left out.
+
+    python perf/pingpong.py --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, cpu_pressure, record, spread
+from loglog import Line, draw
+from pingpong_competitors import COMPETITORS, Competitor, Course, build
+
+SIZES = "8,64,256,1024,4096,16384,65536,262144,1048576,4194304,16777216"
+Samples = dict[str, dict[int, list[float]]]  # competitor -> bytes -> p50 of each round, microseconds
+
+
+def take_turns(course: Course, competitors: list[Competitor], rounds: int) -> tuple[Samples, Samples, list[float]]:
+    """(p50, p99, CPU pressure before each turn). A competitor that fails is named and starts no more."""
+    p50: Samples = defaultdict(lambda: defaultdict(list))
+    p99: Samples = defaultdict(lambda: defaultdict(list))
+    pressure, failed = [], set()
+    for number in range(rounds):
+        for competitor in competitors if number % 2 == 0 else reversed(competitors):
+            if competitor.name in failed:
+                continue
+            pressure.append(cpu_pressure())
+            try:
+                times = competitor.run(course)
+            except (RuntimeError, OSError, ValueError, subprocess.SubprocessError) as error:
+                print(f"{competitor.name}: left out: {' '.join(str(error).split())[:200]}", file=sys.stderr)
+                failed.add(competitor.name)
+                continue
+            for nbytes, (half, late) in times.items():
+                p50[competitor.name][nbytes].append(half)
+                p99[competitor.name][nbytes].append(late)
+        print(f"round {number + 1} of {rounds}", file=sys.stderr)
+    return p50, p99, pressure
+
+
+def medians(samples: Samples) -> dict[str, dict[int, float]]:
+    return {name: {n: statistics.median(v) for n, v in sizes.items()} for name, sizes in samples.items()}
+
+
+def targets(mid: dict[str, dict[int, float]]) -> dict[str, dict[str, float]]:
+    """What is aimed at, each with its figures; ``ratio`` at most ``aim`` is a hit."""
+
+    def versus(mine: str, others: list[str], nbytes: int, aim: float) -> None:
+        known = {o: mid[o][nbytes] for o in others if nbytes in mid.get(o, {})}
+        if known and nbytes in mid.get(mine, {}):
+            best = min(known, key=lambda o: known[o])
+            ours = mid[mine][nbytes]
+            found[f"{mine}, {nbytes} B, against {best}"] = {
+                "us": ours, "other_us": known[best], "ratio": ours / known[best], "aim": aim,
+            }  # fmt: skip
+
+    found: dict[str, dict[str, float]] = {}
+    others = [c.name for c in COMPETITORS if c.kind == "memory" and c.delivers and not c.name.startswith("lamina")]
+    for how in ("put", "copy"):
+        versus(f"lamina shm {how}", ["Open MPI shm"], 64, 1.0)
+        for nbytes in (16384, 1 << 20):
+            versus(f"lamina shm {how}", others, nbytes, 1.0)
+        for nbytes in (64, 16384):
+            versus(f"lamina tcp {how}", ["TCP socket", "TCP socket, polled"], nbytes, 1.2)
+            versus(f"lamina tcp {how}", ["TCP socket"], nbytes, 1.2)
+            versus(f"lamina tcp {how}, Python", ["TCP socket, Python"], nbytes, 1.2)
+        ours = mid.get(f"lamina shm {how}, Python", {}).get(4096)
+        if ours is not None:
+            name = f"lamina shm {how}, Python, 4096 B, against 3 us"
+            found[name] = {"us": ours, "other_us": 3.0, "ratio": ours / 3.0, "aim": 1.0}
+    return found
+
+
+def plots(mid: dict[str, dict[int, float]], place: Path) -> None:
+    for kind in ("memory", "tcp"):
+        named = [c.name for c in COMPETITORS if c.kind == kind and c.name in mid]
+        latency = [Line(name, sorted(mid[name].items()), name.startswith("lamina")) for name in named]
+        speed = [Line(a.name, [(n, n / us / 1e3) for n, us in a.points], a.strong) for a in latency]
+        for what, lines, unit in (("latency", latency, "microseconds, one way"), ("bandwidth", speed, "GB/s, one way")):
+            title = f"Ping-pong within one host over {'shared memory' if kind == 'memory' else 'TCP'}"
+            (place / f"pingpong_{kind}_{what}.svg").write_text(draw(title, "bytes of a message", unit, lines))
+
+
+def table(mid: dict[str, dict[int, float]], sizes: list[int]) -> str:
+    head = f"{'us, one way':24}" + "".join(f"{n:>10}" for n in sizes)
+    rows = [f"{name:24}" + "".join(f"{mid[name].get(n, math.nan):>10.4g}" for n in sizes) for name in mid]
+    return "\n".join([head, *rows])
+
+
+def chosen(text: str) -> list[Competitor]:
+    parts = [part.strip() for part in text.split(",")] if text else [""]
+    wanted = [c for c in COMPETITORS if any(part in c.name for part in parts)]
+    if not wanted:
+        raise ValueError(f"--only {text!r} names nobody; there are {', '.join(c.name for c in COMPETITORS)}")
+    return wanted
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default=SIZES, help="bytes of a message, by comma")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each competitor (default: 5)")
+    parser.add_argument("--count", type=int, default=5000, help="ping-pongs of a size in a turn (default: 5000)")
+    parser.add_argument("--warm-up", type=int, default=300, help="ping-pongs before them (default: 300)")
+    parser.add_argument("--volume", type=int, default=64 << 20, help="bytes of a size in a turn, at most (64 MiB)")
+    parser.add_argument("--cores", default="0,1", help="of the two processes (default: 0,1)")
+    parser.add_argument("--only", default="", help="competitors whose name contains one of these, by comma")
+    parser.add_argument("--write", action="store_true", help="append to results/pingpong.jsonl and draw the plots")
+    parser.add_argument("--dry-run", action="store_true", help="say who would take part, and exit")
+    args = parser.parse_args()
+    try:
+        competitors = chosen(args.only)
+        sizes = [int(n) for n in args.sizes.split(",")]
+        first, second = (int(core) for core in args.cores.split(","))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    missing = {c.name: c.missing() for c in competitors if c.missing()}
+    for name, what in missing.items():
+        print(f"{name}: left out: needs {what}", file=sys.stderr)
+    competitors = [c for c in competitors if c.name not in missing]
+    if args.dry_run:
+        print(*(c.name for c in competitors), sep="\n")
+        return 0
+    with tempfile.TemporaryDirectory() as place:
+        build(Path(place))
+        course = Course(sizes, (first, second), args.count, args.warm_up, args.volume, Path(place))
+        p50, p99, pressure = take_turns(course, competitors, args.rounds)
+    mid = medians(p50)
+    results: dict[str, Any] = {
+        "one_way_us": {name: {str(n): spread(v) for n, v in by.items()} for name, by in p50.items()},
+        "p99_us": {
+            name: {str(n): statistics.median(v) for n, v in by.items() if not any(map(math.isnan, v))}
+            for name, by in p99.items()
+        },
+        "targets": targets(mid),
+        "left_out": missing,
+        "cpu_pressure": spread(pressure),
+    }
+    settings = {k: v for k, v in vars(args).items() if k not in ("write", "dry_run")}
+    line = record("pingpong", settings, results, write=args.write)
+    if args.write:
+        plots(mid, RESULTS)
+    print(table(mid, sizes))
+    print(json.dumps(json.loads(line)["targets"], indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""Who takes part in pingpong.py, and how each is started: every competitor is two processes on the same two cores."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+LIMIT_S = 240
+Times = dict[int, tuple[float, float]]  # bytes -> (p50, p99) of one way, in microseconds
+
+
+@dataclass(frozen=True)
+class Course:
+    """What every competitor runs in a round."""
+
+    sizes: Sequence[int]
+    cores: tuple[int, int]
+    count: int
+    warm_up: int
+    volume: int
+    build: Path
+
+    def rounds(self, nbytes: int) -> int:
+        return max(20, min(self.count, self.volume // (2 * nbytes)))
+
+    @property
+    def runs(self) -> list[str]:
+        return [f"{n}:{self.rounds(n)}" for n in self.sizes]
+
+
+@dataclass(frozen=True)
+class Competitor:
+    name: str
+    kind: str  # "memory" within one host, or "tcp"
+    caller: str  # native or python
+    run: Callable[[Course], Times]
+    missing: Callable[[], str] = lambda: ""  # what it needs and does not find here
+    delivers: bool = True  # its receiver reads every message, and messages differ
+
+
+def _call(command: Sequence[str], env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+        cwd=HERE.parent,
+        env=os.environ | (env or {}),
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[:4])} ...: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+def _table(text: str) -> Times:
+    rows = [line.split() for line in text.splitlines()]
+    return {int(row[0]): (float(row[1]), float(row[2])) for row in rows if len(row) == 3}
+
+
+def lamina(transport: str, pattern: str, driver: str) -> Callable[[Course], Times]:
+    def run(course: Course) -> Times:
+        command = [sys.executable, "-m", "lamina.netstack", "bench", "--json", "--transport", transport]
+        command += ["--pattern", pattern, "--driver", driver, "--sizes", ",".join(map(str, course.sizes))]
+        command += ["--count", str(course.count), "--warm-up", str(course.warm_up), "--volume", str(course.volume)]
+        rows = map(json.loads, _call([*command, "--cores", "{},{}".format(*course.cores)]).splitlines())
+        ways = 2 if pattern == "rtt" else 1
+        return {row["size"]: (row["p50_us"] / ways, row["p99_us"] / ways) for row in rows}
+
+    return run
+
+
+def plain(kind: str) -> Callable[[Course], Times]:
+    def run(course: Course) -> Times:
+        cores = [str(core) for core in course.cores]
+        return _table(_call([str(course.build / "plain"), kind, *cores, str(course.warm_up), *course.runs]))
+
+    return run
+
+
+def library(kind: str) -> Callable[[Course], Times]:
+    def run(course: Course) -> Times:
+        script, cores = str(HERE / "pingpong_python.py"), [str(core) for core in course.cores]
+        return _table(_call([sys.executable, script, kind, *cores, str(course.warm_up), *course.runs]))
+
+    return run
+
+
+def open_mpi(layers: str) -> Callable[[Course], Times]:
+    def run(course: Course) -> Times:
+        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        command = ["mpirun", *root, "-np", "2", "--oversubscribe", "--bind-to", "none", "--mca", "pml", "ob1"]
+        command += ["--mca", "btl", layers, str(course.build / "mpi"), "mpi", *(str(core) for core in course.cores)]
+        return _table(_call([*command, str(course.warm_up), *course.runs]))
+
+    return run
+
+
+def ucx(layers: str, test: str) -> Callable[[Course], Times]:
+    def one(course: Course, nbytes: int) -> tuple[float, float]:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = str(probe.getsockname()[1])
+        env = os.environ | {"UCX_TLS": layers, "UCX_WARN_UNUSED_ENV_VARS": "n"}
+        server = subprocess.Popen(
+            ["ucx_perftest", "-p", port, "-c", str(course.cores[1])], env=env, stdout=subprocess.DEVNULL
+        )
+        try:
+            _until_listening(int(port))
+            command = [
+                "ucx_perftest",
+                "127.0.0.1",
+                "-p",
+                port,
+                "-c",
+                str(course.cores[0]),
+                "-t",
+                test,
+                "-s",
+                str(nbytes),
+            ]
+            text = _call([*command, "-n", str(course.rounds(nbytes)), "-w", str(course.warm_up), "-f"], env)
+            figures = re.findall(r"^\s*\d+\s+([\d.]+)\s+[\d.]+\s+[\d.]+", text, re.MULTILINE)
+            if not figures:
+                raise RuntimeError(f"ucx_perftest said no figures: {text[-200:]}")
+            return float(figures[-1]), float("nan")
+        finally:
+            server.kill()
+            server.wait()
+
+    return lambda course: {nbytes: one(course, nbytes) for nbytes in course.sizes}
+
+
+def _until_listening(port: int) -> None:
+    """Without connecting, which the server would take for its client."""
+    wanted = f":{port:04X}"
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[1].endswith(wanted) and words[3] == "0A":
+                return
+        time.sleep(0.01)
+    raise RuntimeError("ucx_perftest did not listen")
+
+
+def needs_program(*names: str) -> Callable[[], str]:
+    return lambda: ", ".join(name for name in names if shutil.which(name) is None)
+
+
+def needs_module(name: str) -> Callable[[], str]:
+    return lambda: "" if importlib.util.find_spec(name) else f"the Python package {name}"
+
+
+def build(place: Path) -> None:
+    """The programs of pingpong_baselines.cpp, as far as there are compilers."""
+    source, flags = str(HERE / "pingpong_baselines.cpp"), ["-std=c++17", "-O3", "-Wall", "-Wextra"]
+    if shutil.which("g++"):
+        _call(["g++", *flags, source, "-o", str(place / "plain")])
+    if shutil.which("mpicxx"):
+        _call(["mpicxx", *flags, "-DWITH_MPI", source, "-o", str(place / "mpi")])
+
+
+CXX, MPI, UCX = needs_program("g++"), needs_program("mpirun", "mpicxx"), needs_program("ucx_perftest")
+COMPETITORS = [
+    Competitor("lamina shm put", "memory", "native", lamina("shm", "put_lat", "native")),
+    Competitor("lamina shm copy", "memory", "native", lamina("shm", "rtt", "native")),
+    Competitor("Open MPI shm", "memory", "native", open_mpi("vader,self"), MPI),
+    Competitor("UCX shm tag", "memory", "native", ucx("shm,self", "tag_lat"), UCX, False),
+    Competitor("UCX shm put", "memory", "native", ucx("shm,self", "ucp_put_lat"), UCX, False),
+    Competitor("unix socket", "memory", "native", plain("unix"), CXX),
+    Competitor("unix socket, polled", "memory", "native", plain("unix-poll"), CXX),
+    Competitor("pipe", "memory", "native", plain("pipe"), CXX),
+    Competitor("lamina shm put, Python", "memory", "python", lamina("shm", "put_lat", "python")),
+    Competitor("lamina shm copy, Python", "memory", "python", lamina("shm", "rtt", "python")),
+    Competitor("ZeroMQ ipc, Python", "memory", "python", library("zeromq-ipc"), needs_module("zmq")),
+    Competitor("lamina tcp put", "tcp", "native", lamina("tcp", "put_lat", "native")),
+    Competitor("lamina tcp copy", "tcp", "native", lamina("tcp", "rtt", "native")),
+    Competitor("TCP socket", "tcp", "native", plain("tcp"), CXX),
+    Competitor("TCP socket, polled", "tcp", "native", plain("tcp-poll"), CXX),
+    Competitor("Open MPI tcp", "tcp", "native", open_mpi("tcp,self"), MPI),
+    Competitor("UCX tcp tag", "tcp", "native", ucx("tcp,self", "tag_lat"), UCX, False),
+    Competitor("lamina tcp put, Python", "tcp", "python", lamina("tcp", "put_lat", "python")),
+    Competitor("lamina tcp copy, Python", "tcp", "python", lamina("tcp", "rtt", "python")),
+    Competitor("TCP socket, Python", "tcp", "python", library("tcp")),
+    Competitor("ZeroMQ tcp, Python", "tcp", "python", library("zeromq-tcp"), needs_module("zmq")),
+    Competitor("gloo, Python", "tcp", "python", library("gloo"), needs_module("torch")),
+]
