@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from lamina import __version__
 
-from . import about, generate
+from . import about, generate, page
 from .auth import Auth
 from .bodies import BodyLimits
 from .calls import Service
@@ -24,6 +24,8 @@ def make_app(service: Service) -> FastAPI:
     app.state.service = service
     app.include_router(generate.router)
     app.include_router(about.router)
+    if service.config.page:
+        app.include_router(page.router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _api_error)  # logged by Observe

@@ -38,6 +38,7 @@ class ServerConfig:
     sse_keep_alive_s: float = option(15.0, "seconds of silence after which a stream gets a comment line; 0 = never")
     shutdown_timeout: float = option(30.0, "seconds on SIGTERM for requests to finish; a second signal ends at once")
     health_timeout_s: float = option(4.0, "seconds without a step, or without an answer of an idle worker, to be ill")
+    page: bool = option(True, "a page at / to chat and to watch both pools; with API keys browsers cannot load it")
     metrics_compat: str = option("", "'vllm' shows metrics under the names of vLLM too")
     log_json: bool = option(False, "log lines as JSON")
     log_stats_s: float = option(10.0, "seconds between status lines in the log; 0 = none")
