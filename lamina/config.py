@@ -29,7 +29,9 @@ class EngineConfig:
     kv_memory: str = option("auto", "memory for KV blocks on each memory worker, such as 512MiB or 4GiB")
     max_num_seqs: int = option(64, "sequences that decode at once")
     prefill_chunk: int = option(512, "prompt tokens in a step at most; other requests decode between chunks")
-    pipeline: int = option(1, "batches that take turns: while one is attended, another one is in the slices")
+    pipeline: int = option(
+        1, "batches that take turns: while one is attended, others are in the slices; n > 2 rotate over n - 1 replicas"
+    )
     overlap: bool = option(True, "memory workers attend stored tokens on Q alone, while K and V are still projected")
     deterministic: bool = option(
         False,
@@ -73,6 +75,11 @@ class EngineConfig:
     def addresses(self) -> list[str]:
         """Where each memory worker listens; "" = any free place."""
         return self.memory_addresses.split(",") if self.memory_addresses else [""] * self.memory_workers
+
+    @property
+    def replicas(self) -> int:
+        """Compute workers, each with all weights."""
+        return max(1, self.pipeline - 1)
 
     @property
     def max_rows(self) -> int:

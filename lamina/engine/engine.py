@@ -10,7 +10,7 @@ from lamina.config import EngineConfig
 from lamina.kv.blocks import BlockTables
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.request import CompletionOutput, Logprob, RequestOutput, RequestTimes, SamplingParams
-from lamina.workers.control import Draw, Drawn, RunStep, StepDone
+from lamina.workers.control import Draw, Drawn, RunRound, RunStep, StepDone
 
 from .draws import draw_of, scores_of
 from .scheduler import ScheduledStep, Scheduler
@@ -49,8 +49,10 @@ class Engine:
             prefill_chunk=config.prefill_chunk,
             aligned=config.deterministic,
             num_batches=config.pipeline,
+            num_layers=self.info.num_layers,
         )
         self._steps: dict[tuple[int, int], ScheduledStep] = {}  # in flight, by batch and step
+        self._next_round = 0
         self._requests: dict[int, Request] = {}
         self._next_request = 0
         self._seeds = random.Random(config.seed)
@@ -143,14 +145,15 @@ class Engine:
         return Sequence(request_id, params, seed, list(prompt), output, max_len, stops)
 
     def _run(self, steps: list[ScheduledStep]) -> StepDone | None:
-        """Send ``steps`` off; then wait for the next one that is done, unless a batch can take another one first."""
-        for step in steps:
-            self._submit(step)
-        if not self._steps or any(self.scheduler.may_run_ahead(s) for s in steps):
+        """Send a round off; then wait for the next step that is done, unless another round can be queued first."""
+        if steps:
+            self.wire.submit(RunRound(round=self._next_round, steps=[self._prepare(s) for s in steps]))
+            self._next_round += 1
+        if not self._steps or (steps and self.scheduler.may_run_ahead):
             return None
         return self.wire.wait()
 
-    def _submit(self, step: ScheduledStep) -> None:
+    def _prepare(self, step: ScheduledStep) -> RunStep:
         ends, row, now = {}, 0, self._clock()
         scores: list[Draw] = []
         for sequence, rows in zip(step.parts, step.plan.rows, strict=True):
@@ -163,7 +166,7 @@ class Engine:
             ends[sequence] = row - 1
         draws = [*scores, *(draw_of(s, ends[s]) for s in step.draws)]
         self._steps[step.plan.batch, step.plan.step] = step
-        self.wire.submit(RunStep(plan=step.plan, tokens=step.tokens, draws=draws))
+        return RunStep(plan=step.plan, tokens=step.tokens, draws=draws)
 
     def _postprocess(self, done: StepDone | None) -> list[RequestOutput]:
         if done is None:

@@ -49,6 +49,17 @@ def replica_of(batch: int, turn: int, n: int) -> int:
     return (batch + turn) % num_replicas(n) + 1
 
 
+def route(batch: int, step: int, layers: int, n: int) -> tuple[list[int], list[int]]:
+    """For the StepPlan: the replica, from 0, that runs each slice of a step, and the one that takes each O.
+
+    Empty where there is one replica. ``step`` counts those of the batch.
+    """
+    if num_replicas(n) == 1:
+        return [], []
+    replicas = [replica_of(batch, step * layers + k, n) - 1 for k in range(layers + 1)]
+    return replicas[:-1], replicas[1:]
+
+
 def rotation(
     n: int, slice_s: Sequence[float], attention_s: Sequence[float], tokens: int, network_s: float = 0.0
 ) -> PipelinePlan:

@@ -27,7 +27,9 @@ from lamina.workers.control import (
     LinkClosedError,
     MemoryReady,
     Progress,
-    RunStep,
+    RingPeer,
+    RingUrl,
+    RunRound,
     StartCompute,
     StartMemory,
     Stats,
@@ -36,7 +38,7 @@ from lamina.workers.control import (
     Trace,
 )
 
-FROM_WORKERS = MemoryReady | ComputeReady | Progress | StepDone | Stats | ClockTime | Trace | Failed
+FROM_WORKERS = MemoryReady | RingUrl | ComputeReady | Progress | StepDone | Stats | ClockTime | Trace | Failed
 JOIN_S = 5.0
 JOIN_AFTER_LOSS_S = 0.5
 STATS_S = 5.0
@@ -62,7 +64,7 @@ class _Member:
 
 
 class Pools:
-    """1 compute worker and ``config.memory_workers`` memory workers, and the engine's links to them."""
+    """Memory workers, the replicas of the model on compute workers, and the engine's links to them."""
 
     def __init__(
         self,
@@ -88,9 +90,10 @@ class Pools:
         """Name of each worker -> its process."""
         return {m.label: m.handle.pid for m in self._members}
 
-    def submit(self, step: RunStep) -> None:
+    def submit(self, new: RunRound) -> None:
         """See Wire."""
-        self._send(self._compute, step)
+        for member in self._compute:
+            self._send(member, new)
 
     def wait(self) -> StepDone:
         """See Wire."""
@@ -107,7 +110,7 @@ class Pools:
                 self._send(member, AskStats())
             found = {}
             for member in self._members:
-                answer = self._await(member, Stats, STATS_S, "to report its counters")
+                answer = self._await([member], Stats, STATS_S, "to report its counters")
                 found[member.label] = answer.values
         return found
 
@@ -145,7 +148,7 @@ class Pools:
             for _ in range(ROUND_TRIPS):
                 asked = Recorder.now()
                 self._send(member, AskClock())
-                answer = self._await(member, ClockTime, STATS_S, "to read its clock")
+                answer = self._await([member], ClockTime, STATS_S, "to read its clock")
                 trips.append((asked, answer.now, Recorder.now()))
             self.tracer.set_clock(member.label, trips)
 
@@ -159,8 +162,8 @@ class Pools:
         return self._closed
 
     @property
-    def _compute(self) -> _Member:
-        return self._members[-1]
+    def _compute(self) -> list[_Member]:
+        return self._members[self._config.memory_workers :]
 
     def _start(self, model: Any, on_progress: Callable[[str, int, int], None]) -> ComputeReady:
         config, key = self._config, secrets.token_bytes(32)
@@ -176,8 +179,9 @@ class Pools:
         here = one_process or with_module
         extra = (model,) if with_module else ()
         cores = config.compute_threads
-        compute = ThreadWorker("compute", 0, *extra) if here else ProcessWorker("compute", 0, cores)
-        self._members.append(_Member(compute))
+        for index in range(config.replicas):
+            compute = ThreadWorker("compute", index, *extra) if here else ProcessWorker("compute", index, cores)
+            self._members.append(_Member(compute))
         for member, address in zip(self._members, config.addresses, strict=False):
             start = StartMemory(
                 scheme=config.transport, address=address, key=key, threads=threads, trace=self.tracer.on
@@ -185,14 +189,24 @@ class Pools:
             self._send(member, start)
         deadline = time.monotonic() + config.start_timeout_s
         urls = []
-        for member in self._members[:-1]:
-            ready = self._await(member, MemoryReady, deadline - time.monotonic(), self._start_limit)
+        for member in self._members[: config.memory_workers]:
+            ready = self._await([member], MemoryReady, deadline - time.monotonic(), self._start_limit)
             urls.append(ready.url)
-        self._send(self._compute, self._start_compute("" if with_module else model, key, urls))
+        for member in self._compute:
+            self._send(member, self._start_compute("" if with_module else model, key, urls, member.handle.index))
+        self._close_ring(deadline)
         on_progress("starting workers", 1, 1)
-        return self._await_compute(deadline, on_progress)
+        first, *_ = [self._await_compute(m, deadline, on_progress) for m in self._compute]
+        return first
 
-    def _start_compute(self, model: str, key: bytes, urls: list[str]) -> StartCompute:
+    def _close_ring(self, deadline: float) -> None:
+        """Tell every replica where the next one is."""
+        replicas = self._compute if len(self._compute) > 1 else []
+        urls = [self._await([m], RingUrl, deadline - time.monotonic(), self._start_limit).url for m in replicas]
+        for member, url in zip(replicas, urls[1:] + urls[:1], strict=True):
+            self._send(member, RingPeer(url=url))
+
+    def _start_compute(self, model: str, key: bytes, urls: list[str], replica: int) -> StartCompute:
         c = self._config
         return StartCompute(
             model=model,
@@ -202,6 +216,8 @@ class Pools:
             max_rows=c.max_rows,
             max_num_seqs=c.max_num_seqs,
             num_batches=c.pipeline,
+            replica=replica,
+            replicas=c.replicas,
             block_size=c.block_size,
             kv_bytes=c.kv_bytes(),
             overlap=c.overlap,
@@ -212,17 +228,21 @@ class Pools:
             scheme=c.transport,
             key=key,
             memory_urls=urls,
+            start_timeout_s=c.start_timeout_s,
             step_timeout_s=c.step_timeout_s,
             trace=self.tracer.on,
         )
 
-    def _await_compute(self, deadline: float, on_progress: Callable[[str, int, int], None]) -> ComputeReady:
+    def _await_compute(
+        self, member: _Member, deadline: float, on_progress: Callable[[str, int, int], None]
+    ) -> ComputeReady:
         while True:
             left = deadline - time.monotonic()
-            message = self._await(self._compute, Progress | ComputeReady, left, self._start_limit)
+            message = self._await([member], Progress | ComputeReady, left, self._start_limit)
             if isinstance(message, ComputeReady):
                 return message
-            on_progress(message.stage, message.done, message.total)
+            if member is self._compute[0]:  # they all do the same
+                on_progress(message.stage, message.done, message.total)
 
     def _send(self, member: _Member, message: Any) -> None:
         try:
@@ -230,21 +250,22 @@ class Pools:
         except LinkClosedError:
             raise self._lost(member) from None
 
-    def _await(self, wanted: _Member, kind: Any, timeout_s: float, what: str) -> Any:
-        """The next ``kind`` from ``wanted``. A death or failure of any worker meanwhile ends the pools."""
+    def _await(self, wanted: list[_Member], kind: Any, timeout_s: float, what: str) -> Any:
+        """The next ``kind`` from any of ``wanted``. A death or failure of any worker meanwhile ends the pools."""
         deadline = time.monotonic() + timeout_s
         while True:
-            for message in wanted.inbox:
-                if isinstance(message, kind):
-                    wanted.inbox.remove(message)
-                    return message
+            for member in wanted:
+                for message in member.inbox:
+                    if isinstance(message, kind):
+                        member.inbox.remove(message)
+                        return message
             poller = select.poll()
             for member in self._members:
                 poller.register(member.link, select.POLLIN)
             ready = {fd for fd, _ in poller.poll(max(0.0, deadline - time.monotonic()) * 1000)}
             if not ready:
                 self.fail()
-                raise WorkerError(f"{wanted.name} took too long {what}")
+                raise WorkerError(f"{', '.join(m.name for m in wanted)} took too long {what}")
             for member in self._members:
                 if member.link.fileno() in ready:
                     member.inbox.append(self._receive(member))
@@ -261,7 +282,7 @@ class Pools:
     def _failed(self, member: _Member, message: Failed) -> Exception:
         if message.user_error:
             self.close()
-            where = "--memory-addresses: " if member is not self._compute and self._config.memory_addresses else ""
+            where = "--memory-addresses: " if member not in self._compute and self._config.memory_addresses else ""
             return ValueError(where + message.text)
         # A worker often fails because another one died: then that one is the news.
         for other in self._members:

@@ -1,4 +1,4 @@
-"""Who is in the next steps: continuous batching, chunked prefill, preemption, n batches. Pure policy: no torch, no I/O,
+"""Who is in the next round: continuous batching, chunked prefill, preemption, n batches. Pure policy: no torch, no I/O,
 no clock.
 """
 
@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from lamina.kv.blocks import blocks_of_one
 from lamina.workers.stepplan import Free, New, Rows, SequenceOp, StepPlan
 
+from .pipeline import route
 from .sequence import Sequence
 
 Blocks = tuple[int, ...]  # by layer group
@@ -35,27 +37,25 @@ class Ledger(Protocol):
         """Blocks that ``rows`` take more than they give back."""
         ...
 
-    def can_apply(self, plan: StepPlan, held: Several[int] = ()) -> bool:
-        """Whether every memory worker can take the plan while ``held`` of the free blocks are left alone."""
+    def can_apply(self, plan: StepPlan) -> bool:
+        """Whether every memory worker can take the plan."""
         ...
 
-    def apply(self, plan: StepPlan) -> Blocks:
-        """Book the plan, exactly as the memory workers will; returns what it gives back."""
+    def apply(self, plan: StepPlan) -> object:
+        """Book the plan, exactly as the memory workers will."""
         ...
 
 
 class ScheduledStep:
     """A StepPlan and who its rows belong to: ``parts[i]`` owns ``plan.rows[i]``; ``draws`` sample behind their last
     row. ``scores``: owners of the log-probabilities of prompt tokens that come before the draws; the engine fills it.
-    ``gives_back``: blocks that the plan frees.
     """
 
-    def __init__(self, plan: StepPlan, parts: list[Sequence], draws: list[Sequence], gives_back: Blocks) -> None:
+    def __init__(self, plan: StepPlan, parts: list[Sequence], draws: list[Sequence]) -> None:
         self.plan = plan
         self.parts = parts
         self.draws = draws
         self.scores: list[Sequence] = []
-        self.gives_back = gives_back
         self.tokens = [
             s.token_at(p) for s, r in zip(parts, plan.rows, strict=True) for p in range(r.first, r.first + r.count)
         ]
@@ -68,7 +68,6 @@ class Batch:
     index: int
     running: list[Sequence] = field(default_factory=list)
     ops: list[SequenceOp] = field(default_factory=list)  # of its next plan
-    in_flight: list[ScheduledStep] = field(default_factory=list)
     next_step: int = 0
 
     @property
@@ -78,18 +77,18 @@ class Batch:
 
 
 class Scheduler:
-    """First come, first served. A new sequence joins the batch whose attention reads least. The newest sequence of a
+    """Schedules rounds: one step of every batch that has something to do. Everybody serves rounds, and the steps of a
+    round, in the order given; so the blocks that a plan gives back are free for the next plan.
+
+    First come, first served. A new sequence joins the batch whose attention reads least. The newest sequence of a
     batch is preempted when KV blocks run out: its blocks are freed, and it is rebuilt from its tokens when there is
     room again, so nothing is lost.
 
     Membership of a step is fixed before the tokens of the step before are known. A sequence that turns out to be
     finished thus runs one row too many, whose token is dropped; its blocks are freed by the next plan.
-
-    Batches run at their own pace, so the plans of two of them may reach a memory worker in either order. Blocks that a
-    plan gives back are therefore not given to another batch before that plan's step is done.
     """
 
-    LOOKAHEAD = 1  # steps of a batch that may be queued behind the running one
+    LOOKAHEAD = 1  # rounds that may be queued behind the running one
 
     def __init__(
         self,
@@ -99,8 +98,11 @@ class Scheduler:
         prefill_chunk: int,
         aligned: bool = False,
         num_batches: int = 1,
+        num_layers: int = 1,
     ) -> None:
-        """``aligned``: cut prompts at multiples of ``prefill_chunk`` only, whatever else is in the step."""
+        """``aligned``: cut prompts at multiples of ``prefill_chunk`` only, whatever else is in the step.
+        ``num_layers``: attention operators, over which the steps rotate.
+        """
         self._ledger = ledger
         self._max_num_seqs = max_num_seqs
         self._prefill_chunk = prefill_chunk
@@ -108,6 +110,8 @@ class Scheduler:
         self._max_rows = max_num_seqs + prefill_chunk
         self._waiting: deque[Sequence] = deque()
         self.batches = [Batch(i) for i in range(num_batches)]
+        self._num_layers = num_layers
+        self._in_flight: list[set[ScheduledStep]] = []  # by round
         self._next_id = 0
         self.num_preemptions = 0
 
@@ -123,19 +127,28 @@ class Scheduler:
         """Queue a new sequence."""
         self._waiting.append(sequence)
 
-    def schedule(self) -> list[ScheduledStep]:
-        """The next step of every batch that has something to do and is not too far ahead."""
-        self._waiting = deque(s for s in self._waiting if not s.finished)
-        steps = [self._next(b) for b in self.batches if len(b.in_flight) <= self.LOOKAHEAD]
-        return [s for s in steps if s is not None]
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether one more round can be queued before a step is done."""
+        return len(self._in_flight) <= self.LOOKAHEAD
 
-    def may_run_ahead(self, step: ScheduledStep) -> bool:
-        """Whether the batch of ``step`` can take one more step before one is done."""
-        return len(self.batches[step.plan.batch].in_flight) <= self.LOOKAHEAD
+    def schedule(self) -> list[ScheduledStep]:
+        """The next round, by batch; empty if there is nothing to do, or too much of it in flight."""
+        if not self.may_run_ahead:
+            return []
+        self._waiting = deque(s for s in self._waiting if not s.finished)
+        steps = [s for s in map(self._next, self.batches) if s is not None]
+        for step in steps:
+            step.plan = msgspec.structs.replace(step.plan, more=step is not steps[-1])
+        if steps:
+            self._in_flight.append(set(steps))
+        return steps
 
     def complete(self, step: ScheduledStep) -> None:
         """The step is done and its tokens have been appended."""
-        self.batches[step.plan.batch].in_flight.remove(step)
+        for steps in self._in_flight:
+            steps.discard(step)
+        self._in_flight = [steps for steps in self._in_flight if steps]
         for sequence in step.parts:
             sequence.steps_in_flight -= 1
 
@@ -146,10 +159,10 @@ class Scheduler:
         if not picked and not batch.ops:
             return None
         plan = self._plan(batch, picked)
-        gives_back = self._ledger.apply(plan)
+        self._ledger.apply(plan)
         batch.ops = []
         batch.next_step += 1
-        return self._commit(batch, plan, picked, gives_back)
+        return self._commit(plan, picked)
 
     def _drop_finished(self, batch: Batch) -> None:
         for sequence in batch.running:
@@ -168,14 +181,9 @@ class Scheduler:
                     budget -= count
                 if count:
                     picked[sequence] = count
-        while picked and not self._ledger.can_apply(self._plan(batch, picked), self._held_for(batch)):
+        while picked and not self._ledger.can_apply(self._plan(batch, picked)):
             self._preempt(batch, picked)
         return picked
-
-    def _held_for(self, batch: Batch) -> Blocks:
-        """Free blocks that ``batch`` must leave alone: a memory worker may not have them back yet."""
-        others = [s.gives_back for b in self.batches if b is not batch for s in b.in_flight]
-        return tuple(map(sum, zip(*others, strict=True))) if others else (0,) * len(self._ledger.windows)
 
     def _preempt(self, batch: Batch, picked: dict[Sequence, int]) -> None:
         victim = batch.running.pop()
@@ -190,7 +198,7 @@ class Scheduler:
         holds up those behind it, so that nobody starves. Blocks freed by this very plan count from the next one on."""
         budget = self._prefill_chunk - sum(c for c in picked.values() if c > 1)
         needed = self._ledger.blocks_needed(self._rows(picked))
-        left = [f - n - h for f, n, h in zip(self._ledger.free_blocks, needed, self._held_for(batch), strict=True)]
+        left = [f - n for f, n in zip(self._ledger.free_blocks, needed, strict=True)]
         for owner in self.batches:  # what running prefills will still take
             for sequence in owner.running:
                 missing = sequence.num_promised - sequence.num_scheduled - picked.get(sequence, 0)
@@ -226,12 +234,19 @@ class Scheduler:
         return [Rows(s.id, s.num_scheduled, count) for s, count in picked.items()]
 
     def _plan(self, batch: Batch, picked: dict[Sequence, int]) -> StepPlan:
-        return StepPlan(batch=batch.index, step=batch.next_step, ops=batch.ops, rows=self._rows(picked))
+        source, reply_to = route(batch.index, batch.next_step, self._num_layers, len(self.batches))
+        return StepPlan(
+            batch=batch.index,
+            step=batch.next_step,
+            ops=batch.ops,
+            rows=self._rows(picked),
+            source=source,
+            reply_to=reply_to,
+        )
 
-    def _commit(self, batch: Batch, plan: StepPlan, picked: dict[Sequence, int], gives_back: Blocks) -> ScheduledStep:
+    def _commit(self, plan: StepPlan, picked: dict[Sequence, int]) -> ScheduledStep:
         draws = [s for s, count in picked.items() if s.num_scheduled + count == s.num_promised]
-        step = ScheduledStep(plan, list(picked), draws, gives_back)
-        batch.in_flight.append(step)
+        step = ScheduledStep(plan, list(picked), draws)
         for sequence, count in picked.items():
             sequence.num_scheduled += count
             sequence.steps_in_flight += 1

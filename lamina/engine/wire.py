@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from lamina.workers.control import ComputeReady, RunStep, StepDone
+from lamina.workers.control import ComputeReady, RunRound, StepDone
 
 
 class Wire(Protocol):
     """Both pools as the engine sees them. ``pools.Pools`` is the real one.
 
-    Steps of one batch run in the order given; batches take turns, so of two batches either may be done first.
+    Rounds run in the order given. The steps of one batch are done in that order; of two batches either may be first.
     """
 
     @property
@@ -20,8 +20,8 @@ class Wire(Protocol):
         """What the workers said when they were bound."""
         ...
 
-    def submit(self, step: RunStep) -> None:
-        """Queue ``step`` behind those of its batch. Raises WorkerError when a worker is lost."""
+    def submit(self, new: RunRound) -> None:
+        """Queue a round. Raises WorkerError when a worker is lost."""
         ...
 
     def wait(self) -> StepDone:

@@ -116,13 +116,13 @@ class BlockTables:
                 change[g] += blocks - self._held(old)[g]
         return tuple(change)
 
-    def can_apply(self, plan: StepPlan, held: Sequence[int] = ()) -> bool:
+    def can_apply(self, plan: StepPlan) -> bool:
         """Whether there are blocks enough for ``plan`` when ``held[g]`` of the free ones must be left alone.
 
         Raises PlanError where blocks would not help.
         """
         try:
-            self._after(plan, held)
+            self._after(plan)
         except NoBlocksError:
             return False
         return True
@@ -160,7 +160,7 @@ class BlockTables:
             if tables.keys() != self._sequences.keys():
                 raise RuntimeError(f"layer group {g}: a table without a sequence")
 
-    def _after(self, plan: StepPlan, held: Sequence[int] = ()) -> dict[int, _Extent | None]:
+    def _after(self, plan: StepPlan) -> dict[int, _Extent | None]:
         """The extents that ``plan`` changes (None = gone from now on), or an exception; touches nothing."""
         changes: dict[int, _Extent | None] = {}
         last = self._last.get(plan.batch)
@@ -175,7 +175,7 @@ class BlockTables:
             seen.add(row.sequence)
             changes[row.sequence] = self._advance(self._extent(changes, row.sequence), row)
         changes = {s: e for s, e in changes.items() if e is not None or s in self._sequences}
-        left = [f - h for f, h in zip(self.free_blocks, held or (0,) * len(self.windows), strict=True)]
+        left = list(self.free_blocks)
         for sequence, extent in changes.items():
             before, after = self._held(self._sequences.get(sequence)), self._held(extent)
             for g in range(len(left)):

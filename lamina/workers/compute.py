@@ -5,11 +5,10 @@ It holds weights and no request state: all that it keeps from one step to the ne
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +16,9 @@ from torch import Tensor
 from lamina.engine.sampler import sample
 from lamina.observe.trace import OFF, Event, Recorder
 
-from .control import Drawn, RunStep, StepDone
+from .control import Drawn, RunRound, RunStep, StepDone
 from .links import MemoryPool
+from .ring import Ring, Stay
 
 FIXED_ROWS = 32
 
@@ -32,29 +32,21 @@ class Program(Protocol):
         ...
 
 
-@dataclass
-class Pass:
-    """A step on its way: the tensors that the next slice takes from the one before."""
+class Turn(NamedTuple):
+    """A slice of one batch's step, in the order of service that all workers share: by round, slice and batch.
 
-    step: RunStep
-    num_rows: int
-    carry: tuple[Tensor, ...] = ()
-    layer: int = 0  # whose O is awaited
+    The last slice counts as one of the next round, ahead of the first slice of the same batch there: with sampling
+    between them the two are one turn.
+    """
 
-
-@dataclass
-class Batch:
-    """Where one of the batches that take turns is."""
-
-    queued: deque[RunStep] = field(default_factory=deque)
-    current: Pass | None = None
-    last: dict[int, int] = field(default_factory=dict)  # sequence -> token drawn by the step before
+    round: int
+    slice: int
+    batch: int
+    begins: bool
 
 
 class ComputeWorker:
-    """One replica. Batches take turns; a turn is what one of them does between two attentions: a slice, or the last
-    slice, sampling and the first slice of its next step.
-    """
+    """One replica of the model. Takes its turns in their order, whatever comes first."""
 
     def __init__(
         self,
@@ -63,15 +55,20 @@ class ComputeWorker:
         *,
         dtype: torch.dtype,
         deterministic: bool = False,
+        replica: int = 0,
+        ring: Ring | None = None,
         trace: Recorder = OFF,
     ) -> None:
+        """``ring``: None for the only replica."""
         self._slices = program.slices
         self._pool = pool
+        self._replica = replica
+        self._ring = ring or Stay()
         self._trace = trace
         self._dtype = dtype
         self._call = self._call_fixed if deterministic else self._call_plain
-        self._batches: dict[int, Batch] = {}
-        self._order: deque[Batch] = deque()  # those with something to do, the one that waited longest first
+        self._turns: list[tuple[Turn, RunStep]] = []  # a heap of this replica's turns
+        self._last: dict[int, dict[int, int]] = {}  # batch -> sequence -> the token drawn by its step before
         self.slice_s = 0.0
         self.sample_s = 0.0
         self.steps = 0
@@ -79,32 +76,34 @@ class ComputeWorker:
 
     @property
     def has_work(self) -> bool:
-        """Whether some batch can take a turn."""
-        return bool(self._order)
+        """Whether some turn is ahead."""
+        return bool(self._turns)
 
-    def submit(self, step: RunStep) -> None:
-        """Queue ``step`` behind those of its batch."""
-        batch = self._batches.setdefault(step.plan.batch, Batch())
-        if batch.current is None and not batch.queued:
-            self._order.append(batch)
-        batch.queued.append(step)
+    def submit(self, new: RunRound) -> None:
+        """Queue the turns of a round that are this replica's; replica 0 announces its plans to the memory workers."""
+        last = len(self._slices) - 1
+        for step in new.steps:
+            if self._replica == 0:
+                self._pool.announce(step.plan)
+            for index in range(last + 1 if step.tokens else 1):
+                if step.plan.replica_of(index) == self._replica:
+                    ahead = (new.round, index) if index < last else (new.round + 1, 0)
+                    heapq.heappush(self._turns, (Turn(*ahead, step.plan.batch, begins=index == 0), step))
 
     @torch.inference_mode()
     def turn(self) -> StepDone | None:
-        """One turn of the batch that waited longest; returns its step if that is done now.
-
-        The memory workers serve in the order of the sends, so its O is the next to come.
-        """
-        batch, done = self._order.popleft(), None
-        current = batch.current
-        if current is not None and current.num_rows and current.layer < len(self._slices) - 2:
-            self._advance(current)
+        """Take the next turn; returns its step if that is done now."""
+        turn, step = heapq.heappop(self._turns)
+        if not step.tokens:
+            return StepDone(batch=step.plan.batch, step=step.plan.step, drawn=[])
+        self._pool.select(step.plan)
+        if turn.begins:
+            self._begin(step)
+        elif turn.slice:
+            self._advance(step, turn.slice)
         else:
-            done = self._finish(batch, current) if current is not None else None
-            batch.current = self._begin(batch, batch.queued.popleft()) if batch.queued else None
-        if batch.current is not None:
-            self._order.append(batch)
-        return done
+            return self._finish(step)
+        return None
 
     def stats(self) -> dict[str, float]:
         """Seconds by activity (``slice_s`` excludes sending), and counts."""
@@ -112,50 +111,46 @@ class ComputeWorker:
             "slice_s": self.slice_s - self._pool.send_s,
             "send_s": self._pool.send_s,
             "wait_s": self._pool.wait_s,
+            "carry_s": self._ring.wait_s,
             "sample_s": self.sample_s,
             "steps": float(self.steps),
             "rows": float(self.rows),
         }
 
-    def _advance(self, current: Pass) -> None:
-        self._pool.select(current.step.plan)
-        o, start = self._receive(current), self._trace.now()
-        current.layer += 1
-        current.carry = self._call(current.layer, (*current.carry, o))
-        self._trace.add(Event.SLICE, start, current.step.plan, current.layer, value=current.num_rows)
-
-    def _begin(self, batch: Batch, step: RunStep) -> Pass:
-        self._pool.begin(step.plan)
+    def _begin(self, step: RunStep) -> None:
         self.steps += 1
         self.rows += len(step.tokens)
-        current = Pass(step, len(step.tokens))
-        if current.num_rows:
-            ids = torch.tensor([[t] for t in _resolve(step, batch.last)])
-            positions = torch.tensor([[p] for r in step.plan.rows for p in range(r.first, r.first + r.count)])
-            start = self._trace.now()
-            current.carry = self._call(0, (ids, positions))
-            self._trace.add(Event.SLICE, start, step.plan, 0, value=current.num_rows)
-        return current
+        ids = torch.tensor([[t] for t in _resolve(step, self._last.get(step.plan.batch, {}))])
+        positions = torch.tensor([[p] for r in step.plan.rows for p in range(r.first, r.first + r.count)])
+        self._run(step, 0, ids, (ids, positions))
 
-    def _finish(self, batch: Batch, ending: Pass) -> StepDone:
-        step, drawn = ending.step, list[Drawn]()
-        if ending.num_rows:
-            self._pool.select(step.plan)
-            o = self._receive(ending)
-            if step.draws:
-                begun = self._trace.now()
-                wanted = torch.tensor([d.row for d in step.draws])
-                (logits,) = self._call(len(self._slices) - 1, tuple(x[wanted] for x in (*ending.carry, o)))
-                self._trace.add(Event.SLICE, begun, step.plan, len(self._slices) - 1, value=len(step.draws))
-                start = time.perf_counter()
-                drawn = sample(logits[:, -1], step.draws, batch.last)
-                self.sample_s += time.perf_counter() - start
-                self._trace.add(Event.SAMPLE, start, step.plan)
-        batch.last = {d.sequence: d.token for d in drawn}
+    def _advance(self, step: RunStep, index: int) -> None:
+        ids, *carry = self._ring.take(step.plan, index - 1)
+        self._run(step, index, ids, (*carry, self._receive(step, index - 1)))
+
+    def _run(self, step: RunStep, index: int, ids: Tensor, inputs: tuple[Tensor, ...]) -> None:
+        start = self._trace.now()
+        self._ring.give(step.plan, index, (ids, *self._call(index, inputs)))
+        self._trace.add(Event.SLICE, start, step.plan, index, value=len(step.tokens))
+
+    def _finish(self, step: RunStep) -> StepDone:
+        last, drawn = len(self._slices) - 1, list[Drawn]()
+        ids, *carry = self._ring.take(step.plan, last - 1)
+        o = self._receive(step, last - 1)
+        if step.draws:
+            start = self._trace.now()
+            wanted = torch.tensor([d.row for d in step.draws])
+            (logits,) = self._call(last, tuple(x[wanted] for x in (*carry, o)))
+            self._trace.add(Event.SLICE, start, step.plan, last, value=len(step.draws))
+            begun = time.perf_counter()
+            drawn = sample(logits[:, -1], step.draws, {d.sequence: int(ids[d.row]) for d in step.draws if d.pending})
+            self.sample_s += time.perf_counter() - begun
+            self._trace.add(Event.SAMPLE, begun, step.plan)
+        self._last[step.plan.batch] = {d.sequence: d.token for d in drawn}
         return StepDone(batch=step.plan.batch, step=step.plan.step, drawn=drawn)
 
-    def _receive(self, current: Pass) -> Tensor:
-        return self._pool.o(current.layer, current.num_rows, self._dtype)
+    def _receive(self, step: RunStep, layer: int) -> Tensor:
+        return self._pool.o(layer, len(step.tokens), self._dtype)
 
     def _call_plain(self, index: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         start = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from typing import Any
 
@@ -22,22 +23,26 @@ from .control import (
     ControlLink,
     LinkClosedError,
     Progress,
-    RunStep,
+    RingPeer,
+    RingUrl,
+    RunRound,
     StartCompute,
     Stop,
 )
 from .links import MemoryLink, MemoryPool, RefusedError
 from .memory_store import available_bytes
+from .ring import RingEnds
 from .service import Service, run_process
-from .stepplan import Bind, Bound, LayerShape, ProtocolError
+from .stepplan import Bind, Bound, Join, LayerShape, ProtocolError
 
 SLOTS_OF_A_BATCH = 3  # PLAN, Q and KV are in flight together; one more slot so that the next PLAN need not wait
+_LOADING = threading.Lock()  # transformers and torch.export patch their own globals: one replica of a process at a time
 LEAST_SLOT_BYTES = 1 << 20  # a PLAN or a Bind
 
 
 def serve_compute(sock: socket.socket, module: Any = None) -> None:
     """Serve one driver until its link ends. ``module``: the model itself, where the driver is this process."""
-    link = ControlLink(sock, StartCompute | RunStep | AskStats | AskClock | AskTrace | Stop)
+    link = ControlLink(sock, StartCompute | RunRound | RingPeer | AskStats | AskClock | AskTrace | Stop)
     try:
         start = link.recv()
     except LinkClosedError:
@@ -91,13 +96,13 @@ class _Server:
                 self._service.link.send(done)
 
     def _take_steps(self, worker: ComputeWorker) -> None:
-        """Those that have come; the next one where the worker has nothing to do."""
+        """The rounds that have come; the next one where the worker has nothing to do."""
         idle, start = not worker.has_work, self._trace.now()
-        while (step := self._service.next(block=not worker.has_work)) is not None:
+        while (new := self._service.next(block=not worker.has_work)) is not None:
             if idle:
-                self._trace.add(Event.WAIT_STEP, start, step.plan)
+                self._trace.add(Event.WAIT_STEP, start, new.steps[0].plan)
                 idle = False
-            worker.submit(step)
+            worker.submit(new)
 
     def _stats(self) -> dict[str, float]:
         return self._worker.stats() if self._worker else {}
@@ -113,21 +118,35 @@ class _Server:
         if start.threads and start.threads != torch.get_num_threads():
             torch.set_num_threads(start.threads)
         source = self._module if self._module is not None else start.model
-        loaded = load(source, dtype=start.dtype, trust_remote_code=start.trust_remote_code, progress=self._progress)
-        max_len = _sequence_limit(start.max_model_len, loaded.max_model_len)
-        clock.lap("load_s")
-        self._progress("cutting the model", 0, 1)
-        program = convert_model(loaded.model, max_model_len=max_len)
-        clock.lap("convert_s")
+        listener = self._fabric.listen() if start.replicas > 1 else None
+        if listener:
+            self._service.link.send(RingUrl(url=listener.url))
+        with _LOADING:
+            loaded = load(source, dtype=start.dtype, trust_remote_code=start.trust_remote_code, progress=self._progress)
+            max_len = _sequence_limit(start.max_model_len, loaded.max_model_len)
+            clock.lap("load_s")
+            self._progress("cutting the model", 0, 1)
+            program = convert_model(loaded.model, max_model_len=max_len)
+            clock.lap("convert_s")
         linear = gemm.get(start.gemm, torch.get_num_threads())
         program = gemm.bind(program, linear)
         shapes = layer_shapes(program)
         dtype = program.calls[0].q.dtype
-        pool, bounds = self._connect(shapes, dtype, max_len)
+        ring = self._close_ring(listener, program) if listener else None
+        pool, bounds = self._connect(shapes, dtype, max_len, ring)
         clock.lap("bind_s")
-        worker = ComputeWorker(program, pool, dtype=dtype, deterministic=start.deterministic, trace=self._trace)
+        worker = ComputeWorker(
+            program,
+            pool,
+            dtype=dtype,
+            deterministic=start.deterministic,
+            replica=start.replica,
+            ring=ring.ring if ring else None,
+            trace=self._trace,
+        )
         ready = ComputeReady(
             vocab_size=loaded.config.get_text_config().vocab_size,
+            num_layers=len(shapes),
             max_model_len=max_len,
             dtype=str(dtype).removeprefix("torch."),
             eos_token_ids=list(loaded.eos_token_ids),
@@ -143,14 +162,38 @@ class _Server:
         )
         return worker, ready
 
-    def _connect(self, shapes: list[LayerShape], dtype: torch.dtype, max_len: int) -> tuple[MemoryPool, list[Bound]]:
+    def _close_ring(self, listener: netstack.Listener, program: Any) -> RingEnds:
+        peer, start = self._service.next(block=True), self._start
+        if not isinstance(peer, RingPeer):
+            raise LinkClosedError("the driver ended before the ring was closed")
+        return RingEnds(
+            self._fabric,
+            listener,
+            peer.url,
+            [cut.tensors for cut in program.cuts],
+            first=start.replica == 0,
+            max_rows=start.max_rows,
+            num_batches=start.num_batches,
+            start_timeout_s=start.start_timeout_s,
+            step_timeout_s=start.step_timeout_s,
+        )
+
+    def _connect(
+        self, shapes: list[LayerShape], dtype: torch.dtype, max_len: int, ring: RingEnds | None
+    ) -> tuple[MemoryPool, list[Bound]]:
+        """Bind the memory workers, or join them once the replica before has."""
         start = self._start
+        if ring and start.replica:
+            ring.await_turn()
         partition = by_head([s.kv_heads for s in shapes], len(start.memory_urls))
         outbound, inbound = geometries(shapes, partition, start.max_rows, dtype.itemsize, start.num_batches)
-        links, bounds = [], []
+        links, bounds = list[MemoryLink](), list[Bound]()
         for worker, url in enumerate(start.memory_urls):
             channel = self._fabric.connect(url, outbound=outbound, inbound=inbound)
             links.append(MemoryLink(channel, worker, start.step_timeout_s, self._trace))
+            if start.replica:
+                bounds.append(links[-1].join(Join(replica=start.replica, layers=shapes)))
+                continue
             bind = Bind(
                 worker=worker,
                 partition=partition,
@@ -160,10 +203,13 @@ class _Server:
                 kv_bytes=start.kv_bytes or _choose_kv_bytes(shapes, partition, dtype, max_len, start),
                 max_rows=start.max_rows,
                 max_model_len=max_len,
+                replicas=start.replicas,
                 overlap=start.overlap,
                 backend=start.backend,
             )
             bounds.append(links[-1].bind(bind))
+        if ring and start.replica + 1 < start.replicas:
+            ring.pass_turn()
         return MemoryPool(links, partition, shapes), bounds
 
 

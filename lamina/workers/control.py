@@ -79,6 +79,8 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     max_rows: int
     max_num_seqs: int
     num_batches: int  # that take turns
+    replica: int
+    replicas: int
     block_size: int
     kv_bytes: int  # on each memory worker; 0 = choose
     overlap: bool
@@ -89,8 +91,21 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     scheme: str
     key: bytes
     memory_urls: list[str]
+    start_timeout_s: float
     step_timeout_s: float
     trace: bool = False  # record spans
+
+
+class RingUrl(msgspec.Struct, frozen=True, kw_only=True, tag="ring-url"):
+    """Compute worker -> driver, where there are several: its place for the one before it."""
+
+    url: str
+
+
+class RingPeer(msgspec.Struct, frozen=True, kw_only=True, tag="ring-peer"):
+    """Driver -> compute worker: the place of the one behind it."""
+
+    url: str
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
@@ -105,6 +120,7 @@ class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready
     """Compute worker -> driver: the model is cut, the memory workers are bound."""
 
     vocab_size: int
+    num_layers: int  # attention operators
     max_model_len: int
     dtype: str
     eos_token_ids: list[int]
@@ -145,12 +161,19 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     known: int = -1  # a token of the prompt, behind this row: only its log-probability is wanted
 
 
-class RunStep(msgspec.Struct, frozen=True, kw_only=True, tag="run-step"):
-    """Driver -> compute worker: one step. Several may be queued; those of one batch run in order."""
+class RunStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of one batch, as the replicas need it."""
 
     plan: StepPlan
     tokens: list[int]  # per row; -1 = what the previous step of this batch drew for the row's sequence
     draws: list[Draw]
+
+
+class RunRound(msgspec.Struct, frozen=True, kw_only=True, tag="run-round"):
+    """Driver -> every compute worker: one step of every batch that has one, by batch. Rounds may be queued."""
+
+    round: int
+    steps: list[RunStep]
 
 
 class Drawn(msgspec.Struct, frozen=True, array_like=True):
@@ -162,7 +185,7 @@ class Drawn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step-done"):
-    """Compute worker -> driver: the tokens of one step, in the order of its draws."""
+    """The replica that ran the last slice -> driver: the tokens of one step, in the order of its draws."""
 
     batch: int
     step: int

@@ -13,7 +13,7 @@ from lamina.netstack import Channel
 from lamina.observe.trace import OFF, Event, Recorder
 
 from .buffers import tensor_over
-from .stepplan import Bind, Bound, Key, Kind, LayerShape, ProtocolError, StepPlan, decode_bound, encode
+from .stepplan import Bind, Bound, Join, Key, Kind, LayerShape, ProtocolError, StepPlan, decode_bound, encode
 
 
 class RefusedError(Exception):
@@ -31,11 +31,18 @@ class MemoryLink:
 
     def bind(self, bind: Bind) -> Bound:
         """Raises RefusedError with the worker's reason."""
-        self.send(Key(Kind.BIND), encode(bind))
+        return self._ask(Key(Kind.BIND), encode(bind))
+
+    def join(self, join: Join) -> Bound:
+        """Raises RefusedError with the worker's reason."""
+        return self._ask(Key(Kind.JOIN), encode(join))
+
+    def _ask(self, key: Key, data: bytes) -> Bound:
+        self.send(key, data)
         arrival = self.channel.wait_signal(timeout_s=self._timeout_s)
-        key, data = Key.unpack(arrival.tag), bytes(arrival.data)
+        got, data = Key.unpack(arrival.tag), bytes(arrival.data)
         self.channel.release(arrival)
-        if key.kind == Kind.REFUSED:
+        if got.kind == Kind.REFUSED:
             raise RefusedError(data.decode(errors="replace"))
         return decode_bound(data)
 
@@ -102,12 +109,11 @@ class MemoryPool:
         """The messages that follow belong to this step."""
         self._step, self._batch, self._view = plan.step, plan.batch, plan.view
 
-    def begin(self, plan: StepPlan) -> None:
-        """Announce a step to all memory workers, and select it."""
-        self.select(plan)
-        data = encode(plan)
+    def announce(self, plan: StepPlan) -> None:
+        """Tell all memory workers of a step to come."""
+        key, data = Key(Kind.PLAN, plan.step, plan.batch, plan.view), encode(plan)
         for link in self.links:
-            link.send_plan(self._key(Kind.PLAN, -1), data)
+            link.send_plan(key, data)
 
     def q(self, layer: int, q: Tensor) -> None:
         """q [R, Hq, 1, D]: to each memory worker the query heads of its KV heads."""

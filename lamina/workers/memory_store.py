@@ -45,8 +45,11 @@ class Store:
             raise ProtocolError(f"step {plan.step} is of view {plan.view}, this worker is in view {self.view}")
         if plan.partition != bind.partition.id:
             raise ProtocolError(f"step {plan.step} is of partition {plan.partition}, not {bind.partition.id}")
-        if any(plan.source) or any(plan.reply_to):
-            raise ProtocolError(f"step {plan.step} names a replica other than 0, this channel leads to one only")
+        for replicas in (plan.source, plan.reply_to):
+            if len(replicas) not in (0, len(bind.layers)) or any(not 0 <= r < bind.replicas for r in replicas):
+                raise ProtocolError(f"step {plan.step} names {replicas} as replicas of {len(bind.layers)} layers")
+        if plan.source[1:] != plan.reply_to[:-1]:
+            raise ProtocolError(f"step {plan.step}: an O does not go to the replica of the next slice")
         if plan.num_rows > bind.max_rows:
             raise ProtocolError(f"step {plan.step} has {plan.num_rows} rows, {bind.max_rows} were bound")
         for row in plan.rows:
@@ -111,6 +114,8 @@ def _check(bind: Bind) -> None:
     if bind.block_size < 1 or CHUNK_TOKENS % bind.block_size:
         fits = [str(n) for n in range(1, CHUNK_TOKENS + 1) if CHUNK_TOKENS % n == 0]
         raise ValueError(f"--block-size {bind.block_size} does not divide {CHUNK_TOKENS}: use one of {', '.join(fits)}")
+    if bind.replicas < 1:
+        raise ProtocolError(f"bind of {bind.replicas} replicas")
     if bind.max_rows < 1 or bind.max_model_len < 1:
         raise ProtocolError(f"bind of {bind.max_rows} rows a step, {bind.max_model_len} tokens a sequence")
     if not len(bind.layers) == len(bind.partition.layer_table) > 0:

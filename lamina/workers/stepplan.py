@@ -3,14 +3,19 @@
 A step begins with one PLAN message to every memory worker. It fixes everything variable about the step, so that the
 layer messages behind it have a fixed place and size: Q, KV and O carry tensors and nothing else.
 
-    PLAN    msgpack of StepPlan
+    PLAN    msgpack of StepPlan, from replica 0; the plans of a round follow one another
     Q       q [rows, Hq_w, D]                       Hq_w, Hkv_w: the heads of the receiving worker's share
     KV      k [rows, Hkv_w, D], then v [rows, Hkv_w, Dv]
     O       o [rows, Hq_w, Dv]                      back to the replica that the plan names
-    BIND    msgpack of Bind, once, before any plan;  BOUND answers it
+    BIND    msgpack of Bind, once, before any plan, from replica 0;  BOUND answers it
+    JOIN    msgpack of Join, once, from every other replica, behind the Bind;  BOUND answers it
+    CARRY   the tensors of a cut, from one replica to the next
     REFUSED utf-8 text, in place of BOUND or of the step's first O: nothing of the step was applied
 
 Tensors are contiguous, in the wire dtype of Bind, rows in the order of the plan. Every message carries its Key as tag.
+
+A *round* is one step of every batch that has one. Everybody takes the turns of a round in one order, by layer and then
+by batch, and rounds one after the other: so every worker knows whose message is next.
 """
 
 from __future__ import annotations
@@ -34,6 +39,8 @@ class Kind(enum.IntEnum):
     KV = 5
     O = 6  # noqa: E741 - the attention output's name in the literature
     REFUSED = 7
+    JOIN = 8
+    CARRY = 9
 
 
 _KEY = struct.Struct("<QIIiI")
@@ -131,8 +138,8 @@ SequenceOp = New | Free | Truncate | Fork | Shift | Grant | Export | Import
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Everything a memory worker must know of one pass of one batch over all slices (arXiv 2405.01814 section 4.3).
 
-    Sent by the batch's leader only. The ops apply in order, all or nothing, before layer 0; then blocks for all rows
-    are allocated, or the step is refused as a whole.
+    Sent by replica 0 only. The ops apply in order, all or nothing, before layer 0 of its round; then blocks for all
+    rows are allocated, or the step is refused as a whole.
     """
 
     version: int = VERSION
@@ -144,10 +151,17 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     source: list[int] = []  # layer -> replica that sends its Q and KV; empty = replica 0 for all
     reply_to: list[int] = []  # layer -> replica that receives its O; empty = replica 0 for all
     partition: int = 0
+    more: bool = False  # the plan of another batch in the same round comes behind this one
 
     @property
     def num_rows(self) -> int:
         return sum(r.count for r in self.rows)
+
+    def replica_of(self, index: int) -> int:
+        """The replica that runs slice ``index``; the last slice belongs to the one that receives the last O."""
+        if index < len(self.source):
+            return self.source[index]
+        return self.reply_to[-1] if self.reply_to else 0
 
 
 class LayerShape(msgspec.Struct, frozen=True, array_like=True):
@@ -174,8 +188,17 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int  # memory for KV blocks on this worker
     max_rows: int  # rows in a step at most
     max_model_len: int  # tokens in a sequence at most
+    replicas: int = 1  # compute workers: this one and those that will join
     overlap: bool = True  # attend the stored tokens as soon as Q is there, not only once KV has come
     backend: str = "reference"
+
+
+class Join(msgspec.Struct, frozen=True, kw_only=True):
+    """Another replica of the model that was bound. ``layers`` must be those of the Bind."""
+
+    version: int = VERSION
+    replica: int
+    layers: list[LayerShape]
 
 
 class Bound(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,9 +213,10 @@ class ProtocolError(Exception):
     """A message that does not fit the contract: wrong version, key, size, or an op that this worker cannot do."""
 
 
-T = TypeVar("T", StepPlan, Bind)
+T = TypeVar("T", StepPlan, Bind, Join)
 _plan_decoder = msgspec.msgpack.Decoder(StepPlan)
 _bind_decoder = msgspec.msgpack.Decoder(Bind)
+_join_decoder = msgspec.msgpack.Decoder(Join)
 _bound_decoder = msgspec.msgpack.Decoder(Bound)
 encode = msgspec.msgpack.Encoder().encode
 
@@ -205,6 +229,11 @@ def decode_plan(data: bytes | memoryview) -> StepPlan:
 def decode_bind(data: bytes | memoryview) -> Bind:
     """Raises ProtocolError on anything that is not a Bind of this version."""
     return _checked(_bind_decoder, data)
+
+
+def decode_join(data: bytes | memoryview) -> Join:
+    """Raises ProtocolError on anything that is not a Join of this version."""
+    return _checked(_join_decoder, data)
 
 
 def decode_bound(data: bytes | memoryview) -> Bound:

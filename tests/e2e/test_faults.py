@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
-@pytest.mark.parametrize("victim", ["memory-0", "memory-1", "compute-0"])
+@pytest.mark.parametrize("victim", ["memory-0", "memory-1", "compute-0", "compute-1"])
 def test_kill_of_a_worker_is_told_within_five_seconds(victim: str, scheme: str, llama_path: Path) -> None:
-    llm = LLM(str(llama_path), transport=scheme, memory_workers=2)
+    llm = LLM(str(llama_path), transport=scheme, memory_workers=2, pipeline=3 if victim == "compute-1" else 1)
     pids = llm.pools.pids
     stream = llm.stream([[5, 6, 7]], LONG)
     next(stream)

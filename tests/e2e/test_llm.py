@@ -52,19 +52,23 @@ def test_four_memory_workers_give_the_same_bits_as_one(llama_path: Path, prompts
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.timeout(400)  # six replicas are loaded and cut
 def test_batches_that_take_turns_give_the_same_bits(
     llama_path: Path, prompts: list[list[int]], reference: Reference
 ) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True)
     found, steps = [], []
-    for pipeline, scheme in ((1, "loopback"), (3, "loopback"), (2, "shm")):
+    for pipeline, scheme in ((1, "loopback"), (3, "loopback"), (2, "shm"), (3, "shm")):
         options = {"pipeline": pipeline, "deterministic": True, "prefill_chunk": 32, "max_num_seqs": 4}
         with LLM(str(llama_path), transport=scheme, **options) as llm:
             outputs = [o.outputs[0] for o in llm.generate(prompts, params)]
             found.append([o.logprobs for o in outputs])
-            steps.append(llm.stats()["memory-0"]["steps"])
+            stats = llm.stats()
+            assert all(stats[f"compute-{r}"]["steps"] for r in range(max(1, pipeline - 1)))
+            assert f"compute-{max(1, pipeline - 1)}" not in stats
+            steps.append(stats["memory-0"]["steps"])
     assert [o.token_ids for o in outputs] == [reference(p, 12) for p in prompts]
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1] == found[2] == found[3]
     assert steps[0] < steps[2] < steps[1], "each batch takes steps of its own"
 
 

@@ -13,7 +13,7 @@ from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.kv.blocks import BlockTables
 from lamina.request import RequestOutput, SamplingParams
-from lamina.workers.control import ComputeReady, Drawn, RunStep, StepDone
+from lamina.workers.control import ComputeReady, Drawn, RunRound, RunStep, StepDone
 from lamina.workers.stepplan import Free, New
 
 VOCAB, EOS = 97, 96
@@ -31,26 +31,32 @@ def continuation(prompt: list[int], count: int) -> list[int]:
 
 
 class FakeWire:
-    """Executes plans when they are collected, as late as can be. Batches overtake each other, as on the pools."""
+    """Executes rounds when they are collected, as late as can be. Batches overtake each other, as on the pools."""
 
     def __init__(self, num_blocks: int = 64, seed: int = 0) -> None:
         self.ready = ComputeReady(
-            vocab_size=VOCAB, max_model_len=128, dtype="float32", eos_token_ids=[EOS], windows=[0],
+            vocab_size=VOCAB, num_layers=3, max_model_len=128, dtype="float32", eos_token_ids=[EOS], windows=[0],
             num_blocks=[num_blocks], block_size=4, summary={},
         )  # fmt: skip
         self.tables = BlockTables([0], [num_blocks], 4)
         self.stored: dict[int, list[int]] = {}
         self.drawn: dict[int, dict[int, int]] = {}  # batch -> sequence -> token
-        self.flight: dict[int, deque[RunStep]] = {}
+        self.flight: deque[RunRound] = deque()
+        self.done: list[StepDone] = []
         self.order = random.Random(seed)
         self.closed = False
 
-    def submit(self, step: RunStep) -> None:
-        self.flight.setdefault(step.plan.batch, deque()).append(step)
+    def submit(self, new: RunRound) -> None:
+        assert [s.plan.more for s in new.steps] == [True] * (len(new.steps) - 1) + [False]
+        self.flight.append(new)
 
     def wait(self) -> StepDone:
-        batch = self.order.choice([b for b, steps in self.flight.items() if steps])
-        return self._execute(self.flight[batch].popleft())
+        if not self.done or (self.flight and self.order.random() < 0.3):
+            self.done += [self._execute(s) for s in self.flight.popleft().steps]
+        first = {d.batch: d for d in reversed(self.done)}
+        done = first[self.order.choice(sorted(first))]
+        self.done.remove(done)
+        return done
 
     def _execute(self, step: RunStep) -> StepDone:
         self.tables.apply(step.plan)

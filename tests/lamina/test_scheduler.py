@@ -68,26 +68,30 @@ def drive(
     arrivals: random.Random | None = None,
     num_batches: int = 1,
 ) -> Scheduler:
-    """Run to the end. Steps of one batch keep their order, those of several batches run in any order."""
+    """Run to the end. Rounds are served in order; the driver hears of several batches' steps in any order."""
     ledger = BlockTables([0], [blocks], block_size)
     scheduler = Scheduler(ledger, max_num_seqs=4, prefill_chunk=MAX_ROWS - 4, num_batches=num_batches)
     pool, order = FakePool(BlockTables([0], [blocks], block_size)), arrivals or random.Random(0)
-    flight: list[list[ScheduledStep]] = [[] for _ in range(num_batches)]
+    rounds: list[list[ScheduledStep]] = []
+    served: list[tuple[ScheduledStep, dict[int, int]]] = []  # with the tokens drawn; the driver has not heard yet
     queue = list(sequences)
     for _ in range(5000):
         while queue and (arrivals is None or arrivals.random() < 0.4):
             scheduler.add(queue.pop(0))
         steps = scheduler.schedule()
-        for step in steps:
-            assert step.plan.num_rows <= MAX_ROWS
-            flight[step.plan.batch].append(step)
-            assert len(flight[step.plan.batch]) <= Scheduler.LOOKAHEAD + 1
-        if any(flight) and not any(scheduler.may_run_ahead(s) for s in steps):
-            done = order.choice([f for f in flight if f]).pop(0)
-            pool.run(done)
-            take(done, pool.drawn[done.plan.batch])
+        assert all(step.plan.num_rows <= MAX_ROWS for step in steps)
+        rounds += [steps] if steps else []
+        assert len(rounds) <= Scheduler.LOOKAHEAD + 1
+        if (rounds or served) and not (steps and scheduler.may_run_ahead):
+            if rounds and (not served or order.random() < 0.3):
+                for step in rounds.pop(0):
+                    pool.run(step)
+                    served.append((step, dict(pool.drawn[step.plan.batch])))
+            batch = order.choice(sorted({step.plan.batch for step, _ in served}))
+            done, drawn = served.pop([step.plan.batch for step, _ in served].index(batch))
+            take(done, drawn)
             scheduler.complete(done)
-        if not queue and not any(flight) and not scheduler.num_running and all(s.finished for s in sequences):
+        if not queue and not rounds and not served and not scheduler.num_running and all(s.finished for s in sequences):
             break
     assert all(s.finished for s in sequences), "stuck"
     assert not pool.stored, "sequences left on the memory workers"

@@ -18,6 +18,7 @@ from lamina.workers.memory import MemoryWorker
 from lamina.workers.stepplan import (
     Bind,
     Bound,
+    Join,
     Key,
     Kind,
     LayerShape,
@@ -62,10 +63,10 @@ def bind(layers: list[LayerShape], *, workers: int = 1, worker: int = 0, **field
 class Peer:
     """The compute worker's side of one channel."""
 
-    def __init__(self, channel: Channel, bind: Bind) -> None:
+    def __init__(self, channel: Channel, bind: Bind, join: Join | None = None) -> None:
         self.channel = channel
         self.bind = bind
-        self.send(Key(Kind.BIND), encode(bind))
+        self.send(Key(Kind.JOIN if join else Kind.BIND), encode(join or bind))
         self.bound: Bound = decode_bound(self.receive(Key(Kind.BOUND)))
 
     def send(self, key: Key, data: bytes) -> None:
@@ -106,6 +107,12 @@ class Pool:
     workers: list[MemoryWorker] = field(default_factory=list)
     ends: list[Exception] = field(default_factory=list)
     threads: list[threading.Thread] = field(default_factory=list)
+    listeners: list[netstack.Listener] = field(default_factory=list)
+
+    def join(self, first: Peer, replica: int, layers: list[LayerShape] | None = None) -> Peer:
+        """One more replica of what ``first`` bound on the newest worker."""
+        channel = self.fabric.connect(self.listeners[-1].url, outbound=GEOMETRY, inbound=GEOMETRY)
+        return Peer(channel, first.bind, Join(replica=replica, layers=layers or first.bind.layers))
 
     def connect(self, bind: Bind) -> Peer:
         """A new worker, bound."""
@@ -115,10 +122,11 @@ class Pool:
         """The channel to a new worker."""
         worker, listener = MemoryWorker(), self.fabric.listen()
         self.workers.append(worker)
+        self.listeners.append(listener)
 
         def serve() -> None:
             try:
-                worker.serve(listener.accept(timeout_s=WAIT_S))
+                worker.serve(listener.accept(timeout_s=WAIT_S), listener)
             except (ChannelError, ProtocolError) as e:
                 self.ends.append(e)
 

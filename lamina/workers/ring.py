@@ -1,0 +1,160 @@
+"""The way of the cut: replicas form a ring, and each slice of a batch runs on the one behind the slice before.
+
+(arXiv 2405.01814 section 4.3) With one replica the cut stays where it is. In front of a cut's tensors go the step's
+token ids [R, 1]: whoever samples may need the tokens that were drawn elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lamina.netstack import Channel, Fabric, Geometry, Listener
+
+from .buffers import tensor_over
+from .stepplan import Key, Kind, ProtocolError, StepPlan
+
+ALIGN = 64  # bytes at which each tensor of a message begins
+LEAST_SLOT_BYTES = 1 << 16
+
+
+class RowShape(Protocol):
+    """The part of converter.RowTensor that is needed here: a tensor of R rows; ``shape`` is that of one row."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class _Ids:
+    """A step's token ids, ahead of every cut."""
+
+    shape, dtype = (1,), torch.int64
+
+
+class Ring(Protocol):
+    """Hands the tensors of a cut from the replica that made them to the one that needs them."""
+
+    wait_s: float  # seconds spent in ``take``
+
+    def give(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
+        """The results of slice ``index``, for the one that runs the next slice."""
+        ...
+
+    def take(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
+        """The results of slice ``index``, wherever it ran. Calls follow the order of turns."""
+        ...
+
+
+class Stay:
+    """One replica: what is given is taken here."""
+
+    def __init__(self) -> None:
+        self.wait_s = 0.0
+        self._held: dict[int, tuple[Tensor, ...]] = {}  # by batch
+
+    def give(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
+        """See Ring."""
+        self._held[plan.batch] = carry
+
+    def take(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
+        """See Ring."""
+        return self._held.pop(plan.batch)
+
+
+class Move:
+    """Several replicas: to the next one over a channel, from the one before over another."""
+
+    def __init__(self, before: Channel, behind: Channel, cuts: Sequence[Sequence[RowShape]], timeout_s: float) -> None:
+        """``cuts[i]``: the tensors between slice i and slice i + 1, without the ids."""
+        self.wait_s = 0.0
+        self._before, self._behind = before, behind
+        self._cuts = [(_Ids(), *cut) for cut in cuts]
+        self._timeout_s = timeout_s
+
+    def give(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
+        """See Ring. Raises ChannelError."""
+        places, total = layout(self._cuts[index], plan.num_rows)
+        slot = self._behind.reserve(total, timeout_s=self._timeout_s)
+        for (start, stop), x in zip(places, carry, strict=True):
+            tensor_over(slot.data[start:stop], x.dtype).view(x.shape).copy_(x)
+        self._behind.put_signal(slot, _key(plan, index).pack())
+
+    def take(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
+        """See Ring. Raises ChannelError, ProtocolError."""
+        begun = time.perf_counter()
+        arrival = self._before.wait_signal(timeout_s=self._timeout_s)
+        self.wait_s += time.perf_counter() - begun
+        try:
+            got, key = Key.unpack(arrival.tag), _key(plan, index)
+            places, total = layout(self._cuts[index], plan.num_rows)
+            if got != key or arrival.data.nbytes != total:
+                raise ProtocolError(f"ring: {got} of {arrival.data.nbytes} bytes in place of {key} of {total} bytes")
+            return tuple(
+                tensor_over(arrival.data[start:stop], x.dtype).view(plan.num_rows, *x.shape).clone()
+                for (start, stop), x in zip(places, self._cuts[index], strict=True)
+            )
+        finally:
+            self._before.release(arrival)
+
+
+class RingEnds:
+    """A replica's two channels of the ring, connected. The replicas come to the memory workers one after the other."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        listener: Listener,
+        peer: str,
+        cuts: Sequence[Sequence[RowShape]],
+        *,
+        first: bool,
+        max_rows: int,
+        num_batches: int,
+        start_timeout_s: float,
+        step_timeout_s: float,
+    ) -> None:
+        """``listener`` is where the replica before comes, ``peer`` where the next one listens. Raises ChannelError."""
+        self._limit = start_timeout_s
+        most = max(layout((_Ids(), *cut), max_rows)[1] for cut in cuts)
+        inbox = Geometry(slots=num_batches + 1, slot_bytes=max(LEAST_SLOT_BYTES, most))  # one cut of every batch
+
+        def connect() -> Channel:
+            nothing = Geometry(slots=1, slot_bytes=ALIGN)
+            return fabric.connect(peer, outbound=inbox, inbound=nothing, timeout_s=self._limit)
+
+        # Somebody must knock first; the others open when knocked at, and then knock at the next.
+        behind = connect() if first else None
+        self._before = listener.accept(timeout_s=self._limit)
+        self._behind = behind or connect()
+        listener.close()
+        self.ring: Ring = Move(self._before, self._behind, cuts, step_timeout_s)
+
+    def await_turn(self) -> None:
+        """Until the replica before has been taken in by the memory workers."""
+        self._before.release(self._before.wait_signal(timeout_s=self._limit))
+
+    def pass_turn(self) -> None:
+        """The memory workers have taken this replica in: the next one may come."""
+        self._behind.put_signal(self._behind.reserve(0), Key(Kind.BOUND).pack())
+
+
+def layout(tensors: Sequence[RowShape], rows: int) -> tuple[list[tuple[int, int]], int]:
+    """First and last byte of each tensor in a message, and the message's length."""
+    places, at = [], 0
+    for x in tensors:
+        nbytes = rows * math.prod(x.shape) * x.dtype.itemsize
+        places.append((at, at + nbytes))
+        at = -(-(at + nbytes) // ALIGN) * ALIGN
+    return places, places[-1][1] if places else 0
+
+
+def _key(plan: StepPlan, index: int) -> Key:
+    return Key(Kind.CARRY, plan.step, plan.batch, plan.view, index)

@@ -1,0 +1,245 @@
+"""One model on a memory worker, from its Bind to its end: rounds of steps, layer by layer.
+
+Every step of a round has its turn in each layer, in the order of the plans; so the worker knows at any time whose
+message is next, and waits for that one alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor
+
+from lamina.kv.blocks import NoBlocksError, PlanError
+from lamina.netstack import Arrival, Channel, ChannelTimeout
+from lamina.observe.trace import Event, Recorder
+
+from .buffers import tensor_over
+from .memory_store import Step, Store
+from .stepplan import Key, Kind, ProtocolError, StepPlan, decode_bind, decode_join, decode_plan, encode
+
+POLL_S = 1.0  # of waits that only an event ends: a message, the peer's death, the driver's Stop
+RESERVE_S = 60.0  # for a compute worker to take what it was sent before
+MOST_PLANS = 64  # that may lie here before their round
+
+
+class Meter:
+    """Seconds, counts and bytes by name."""
+
+    def __init__(self) -> None:
+        names = "attend_s write_s wait_s plan_s steps rows refused bytes_received bytes_sent"
+        self._values = dict.fromkeys(names.split(), 0.0)
+
+    def read(self) -> dict[str, float]:
+        return dict(self._values)
+
+    def add(self, name: str, value: float) -> None:
+        self._values[name] += value
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._values[name] += time.perf_counter() - start
+
+
+class Session:
+    """The channels of all replicas, and the store that they share. Replica 0 binds and sends the plans."""
+
+    def __init__(self, channel: Channel, device: torch.device, meter: Meter, trace: Recorder) -> None:
+        """Waits for a Bind on ``channel``."""
+        self._channels = [channel]
+        self._meter = meter
+        self._trace = trace
+        self._plans: deque[tuple[Key, bytes]] = deque()  # that came before their round
+        self._refused: dict[int, Key] = {}  # batch -> its last plan, if refused: its layer messages are dropped
+        self._store = self._bind(device)
+
+    @property
+    def missing(self) -> int:
+        """Replicas that have not joined yet."""
+        return self._store.bind.replicas - len(self._channels)
+
+    def join(self, channel: Channel) -> None:
+        """Take the next replica in. Raises ProtocolError if it is not that, or has another model."""
+        arrival = self._receive(channel)
+        key, bind = Key.unpack(arrival.tag), self._store.bind
+        if key.kind != Kind.JOIN:
+            raise ProtocolError(f"{key} in place of a join")
+        join = decode_join(arrival.data)
+        channel.release(arrival)
+        if join.replica != len(self._channels):
+            raise ProtocolError(f"replica {join.replica} came when replica {len(self._channels)} was due")
+        if join.layers != bind.layers:
+            raise ProtocolError(f"replica {join.replica} has another model than replica 0")
+        self._channels.append(channel)
+        self._send(channel, Key(Kind.BOUND), encode(self._store.bound))
+
+    def check_idle(self) -> None:
+        """Raises ChannelError when a replica was lost, ProtocolError if one sends before all have joined."""
+        for channel in self._channels:
+            with suppress(ChannelTimeout):
+                raise ProtocolError(f"{Key.unpack(channel.wait_signal(timeout_s=0.0).tag)} before all have joined")
+
+    def run(self) -> None:
+        """Serve rounds until a channel ends."""
+        while True:
+            steps = self._round()
+            for layer in range(len(self._store.layers)):
+                for step in steps:
+                    self._layer(step, layer)
+
+    def _round(self) -> list[Step]:
+        """Begin the steps of the next round; those that have rows."""
+        steps, more = list[Step](), True
+        while more:
+            start = self._trace.now()
+            while not self._plans:
+                if (arrival := self._take(0)) is not None:
+                    raise ProtocolError(f"{Key.unpack(arrival.tag)} in place of a plan")
+            key, data = self._plans.popleft()
+            start = self._trace.add(Event.WAIT_PLAN, start, key)
+            step, more = self._begin(key, data)
+            self._trace.add(Event.PLAN, start, key)
+            if step is not None and step.num_rows:
+                steps.append(step)
+        return steps
+
+    def _begin(self, key: Key, data: bytes) -> tuple[Step | None, bool]:
+        """Apply a plan, or refuse it; and whether the round goes on behind it."""
+        plan = None
+        try:
+            with self._meter.time("plan_s"):
+                plan = decode_plan(data)
+                if key != _key(Kind.PLAN, plan, -1):
+                    raise ProtocolError(f"the plan of step {plan.step} came as {key}")
+                step = self._store.begin(plan)
+        except (ProtocolError, PlanError, NoBlocksError) as e:
+            self._refused[key.batch] = key
+            self._meter.add("refused", 1)
+            reader = plan.replica_of(1) if plan else 0
+            channel = self._channels[reader if 0 <= reader < len(self._channels) else 0]
+            self._send(channel, key._replace(kind=Kind.REFUSED), str(e).encode())
+            return None, plan is not None and plan.more
+        self._refused.pop(key.batch, None)
+        self._meter.add("steps", 1)
+        self._meter.add("rows", step.num_rows)
+        return step, plan.more
+
+    def _take(self, replica: int) -> Arrival | None:
+        """The next layer message of ``replica``; None for a plan, which waits now, or one of a refused step."""
+        channel = self._channels[replica]
+        arrival = self._receive(channel)
+        key = Key.unpack(arrival.tag)
+        if key.kind == Kind.PLAN and replica == 0:
+            if len(self._plans) == MOST_PLANS:
+                raise ProtocolError(f"{MOST_PLANS} plans in place of a layer message")
+            self._plans.append((key, bytes(arrival.data)))
+        elif not ((bad := self._refused.get(key.batch)) and key == bad._replace(kind=key.kind, layer=key.layer)):
+            return arrival
+        channel.release(arrival)
+        return None
+
+    def _layer(self, step: Step, layer: int) -> None:
+        """Q in, attend the stored tokens; KV in, write, attend the new ones; O out.
+
+        Q and KV are released before O is signalled: whoever sees O has their slots back.
+        """
+        store, meter, trace = self._store, self._meter, self._trace
+        op, rows = store.operators[layer], step.num_rows
+        source, reply = (self._channels[step.plan.replica_of(i)] for i in (layer, layer + 1))
+        start = trace.now()
+        q_arrival = self._expect(step, layer, Kind.Q)
+        trace.add(Event.WAIT_Q, start, step.plan, layer, 0, q_arrival.data.nbytes)
+        (q,) = self._tensors(q_arrival, (rows, op.q_heads, op.qk_dim))
+        start = trace.now()
+        if store.bind.overlap:
+            with meter.time("attend_s"):
+                stored = step.attend_stored(layer, q)
+            trace.add(Event.STORED, start, step.plan, layer)
+        start = trace.now()
+        kv_arrival = self._expect(step, layer, Kind.KV)
+        start = trace.add(Event.WAIT_KV, start, step.plan, layer, 0, kv_arrival.data.nbytes)
+        k, v = self._tensors(kv_arrival, (rows, op.kv_heads, op.qk_dim), (rows, op.kv_heads, op.v_dim))
+        if not store.bind.overlap:
+            with meter.time("attend_s"):
+                stored = step.attend_stored(layer, q)
+            start = trace.add(Event.STORED, start, step.plan, layer)
+        with meter.time("write_s"):
+            step.write(layer, k, v)
+        start = trace.add(Event.WRITE, start, step.plan, layer)
+        slot = reply.reserve(rows * op.q_heads * op.v_dim * store.dtype.itemsize, timeout_s=RESERVE_S)
+        start = trace.add(Event.RESERVE, start, step.plan, layer)
+        with meter.time("attend_s"):
+            out = tensor_over(slot.data, store.dtype).view(rows, op.q_heads, op.v_dim)
+            step.finish(layer, stored, q, k, v, out)
+        start = trace.add(Event.NEW, start, step.plan, layer)
+        source.release(q_arrival)
+        source.release(kv_arrival)
+        reply.put_signal(slot, _key(Kind.O, step.plan, layer).pack())
+        trace.add(Event.SEND_O, start, step.plan, layer, 0, out.numel() * out.element_size())
+        meter.add("bytes_sent", out.numel() * out.element_size())
+
+    def _expect(self, step: Step, layer: int, kind: Kind) -> Arrival:
+        """The layer message whose turn it is, and which must be the next of its replica. Raises ProtocolError."""
+        op, itemsize = self._store.operators[layer], self._store.dtype.itemsize
+        width = op.q_heads * op.qk_dim if kind == Kind.Q else op.kv_heads * (op.qk_dim + op.v_dim)
+        key, nbytes = _key(kind, step.plan, layer), step.num_rows * width * itemsize
+        while (arrival := self._take(step.plan.replica_of(layer))) is None:
+            pass
+        got = Key.unpack(arrival.tag)
+        if got != key or arrival.data.nbytes != nbytes:
+            raise ProtocolError(f"{got} of {arrival.data.nbytes} bytes in place of {key} of {nbytes} bytes")
+        return arrival
+
+    def _tensors(self, arrival: Arrival, *shapes: tuple[int, int, int]) -> list[Tensor]:
+        """A layer message as tensors over its bytes."""
+        parts = torch.split(tensor_over(arrival.data, self._store.dtype), [a * b * c for a, b, c in shapes])
+        return [x.view(shape) for x, shape in zip(parts, shapes, strict=True)]
+
+    def _bind(self, device: torch.device) -> Store:
+        """Wait for a Bind that can be; the peer may try again after a refusal, or leave."""
+        channel = self._channels[0]
+        while True:
+            arrival = self._receive(channel)
+            key = Key.unpack(arrival.tag)
+            if key.kind != Kind.BIND:
+                raise ProtocolError(f"{key} in place of a bind")
+            try:
+                store = Store(decode_bind(arrival.data), device)
+            except (ValueError, ImportError, MemoryError, ProtocolError) as e:
+                answer, text = Kind.REFUSED, str(e).encode()
+            else:
+                answer, text = Kind.BOUND, encode(store.bound)
+            channel.release(arrival)
+            self._send(channel, Key(answer), text)
+            if answer == Kind.BOUND:
+                return store
+
+    def _receive(self, channel: Channel) -> Arrival:
+        """The next message. Waits as long as the peer and the driver live: an idle worker is no fault."""
+        with self._meter.time("wait_s"):
+            while True:
+                try:
+                    arrival = channel.wait_signal(timeout_s=POLL_S)
+                    break
+                except ChannelTimeout:
+                    continue
+        self._meter.add("bytes_received", arrival.data.nbytes)
+        return arrival
+
+    def _send(self, channel: Channel, key: Key, data: bytes) -> None:
+        slot = channel.reserve(len(data), timeout_s=RESERVE_S)
+        slot.data[:] = data
+        channel.put_signal(slot, key.pack())
+        self._meter.add("bytes_sent", len(data))
+
+
+def _key(kind: Kind, plan: StepPlan, layer: int) -> Key:
+    return Key(kind, plan.step, plan.batch, plan.view, layer)
