@@ -40,7 +40,14 @@ __all__ = [
 ]
 
 # scheme -> module of this package with a function open_fabric(key: bytes) -> Fabric; imported when first used
-SCHEMES: dict[str, str] = {"loopback": "loopback", "shm": "shm", "tcp": "tcp", "mlx5": "mlx5", "verbs": "verbs"}
+SCHEMES: dict[str, str] = {
+    "loopback": "loopback",
+    "shm": "shm",
+    "tcp": "tcp",
+    "mlx5": "mlx5",
+    "verbs": "verbs",
+    "auto": "auto",
+}
 
 
 def open(scheme: str, *, key: bytes) -> Fabric:

@@ -6,6 +6,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import monotonic
 
 from .fabric import Channel, ChannelAborted, ChannelTimeout, HandshakeError
@@ -13,6 +14,17 @@ from .handshake import Exchange, Session, answer
 
 HANDSHAKE_S = 5.0
 HALF_OPEN_MAX = 64  # handshakes in progress; one more drops the oldest
+
+
+@dataclass(frozen=True)
+class Door:
+    """A listening socket, and what becomes of those who come in by it; see StreamListener."""
+
+    sock: socket.socket
+    scheme: str
+    screen: Callable[[socket.socket], None]
+    welcome: Callable[[socket.socket, Session], Channel]
+    must_seal: Callable[[socket.socket], bool]
 
 
 class StreamListener:
@@ -37,24 +49,26 @@ class StreamListener:
     ) -> None:
         sock.setblocking(False)
         self.url = url
-        self._sock = sock
         self._key = key
-        self._scheme = scheme
-        self._screen = screen
-        self._welcome = welcome
-        self._must_seal = must_seal
-        self._half_open: dict[int, tuple[Exchange, float]] = {}  # by descriptor, oldest first
+        self._doors = {sock.fileno(): Door(sock, scheme, screen, welcome, must_seal)}
+        self._half_open: dict[int, tuple[Exchange, float, Door]] = {}  # by descriptor, oldest first
         self._refusal = ""
         self._wake, self._waker = socket.socketpair()
         self._accepting = threading.Lock()
+
+    def adopt(self, other: StreamListener) -> None:
+        """Accept by the doors of ``other`` too, which is over. Before the first accept of either."""
+        self._doors |= other._doors
+        other._doors.clear()
+        other.close()
 
     def accept(self, *, timeout_s: float) -> Channel:
         deadline = monotonic() + timeout_s
         with self._accepting:
             while True:
-                sock, session = self._next(deadline)
+                sock, session, door = self._next(deadline)
                 try:
-                    return self._welcome(sock, session)
+                    return door.welcome(sock, session)
                 except OSError as error:
                     sock.close()
                     self._refusal = f"no memory for its terms: {error}"
@@ -62,27 +76,29 @@ class StreamListener:
     def close(self) -> None:
         self._waker.close()  # ends an accept in progress
         with self._accepting:
-            for exchange, _ in self._half_open.values():
+            for exchange, _, _ in self._half_open.values():
                 exchange.sock.close()
             self._half_open.clear()
-            self._sock.close()
+            for door in self._doors.values():
+                door.sock.close()
             self._wake.close()
 
-    def _next(self, deadline: float) -> tuple[socket.socket, Session]:
+    def _next(self, deadline: float) -> tuple[socket.socket, Session, Door]:
         """The next peer that has passed the handshake."""
         while self._wake.fileno() >= 0:
             poller = select.poll()
             poller.register(self._wake, select.POLLIN)
-            poller.register(self._sock, select.POLLIN)
+            for door in self._doors.values():
+                poller.register(door.sock, select.POLLIN)
             until = deadline
-            for exchange, expiry in self._half_open.values():
+            for exchange, expiry, _ in self._half_open.values():
                 poller.register(exchange.sock, exchange.events)
                 until = min(until, expiry)
             for fd, _ in poller.poll(max(0.0, until - monotonic()) * 1000):
                 if fd == self._wake.fileno():
                     break
-                if fd == self._sock.fileno():
-                    self._admit()
+                if fd in self._doors:
+                    self._admit(self._doors[fd])
                 elif fd in self._half_open and (passed := self._advance(fd)):
                     return passed
             else:
@@ -94,24 +110,24 @@ class StreamListener:
             break
         raise ChannelAborted(f"{self.url}: accept: the listener was closed")
 
-    def _admit(self) -> None:
+    def _admit(self, door: Door) -> None:
         try:
-            sock, _ = self._sock.accept()
+            sock, _ = door.sock.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
         try:
-            self._screen(sock)
+            door.screen(sock)
         except HandshakeError as error:
             self._refusal = str(error)
             sock.close()
             return
         if len(self._half_open) >= HALF_OPEN_MAX:
             self._drop(next(iter(self._half_open)), "too many strangers at once")
-        steps = answer(self._key, self._scheme, must_seal=self._must_seal(sock))
-        self._half_open[sock.fileno()] = (Exchange(sock, steps), monotonic() + HANDSHAKE_S)
+        steps = answer(self._key, door.scheme, must_seal=door.must_seal(sock))
+        self._half_open[sock.fileno()] = (Exchange(sock, steps), monotonic() + HANDSHAKE_S, door)
 
-    def _advance(self, fd: int) -> tuple[socket.socket, Session] | None:
-        exchange, _ = self._half_open[fd]
+    def _advance(self, fd: int) -> tuple[socket.socket, Session, Door] | None:
+        exchange, _, door = self._half_open[fd]
         try:
             session = exchange.advance()
         except HandshakeError as error:
@@ -120,14 +136,14 @@ class StreamListener:
         if session is None:
             return None
         del self._half_open[fd]
-        return exchange.sock, session
+        return exchange.sock, session, door
 
     def _drop_late(self) -> None:
         now = monotonic()
-        for fd in [fd for fd, (_, expiry) in self._half_open.items() if expiry <= now]:
+        for fd in [fd for fd, (_, expiry, _) in self._half_open.items() if expiry <= now]:
             self._drop(fd, f"it was silent for {HANDSHAKE_S:g} s")
 
     def _drop(self, fd: int, refusal: str) -> None:
-        exchange, _ = self._half_open.pop(fd)
+        exchange, _, _ = self._half_open.pop(fd)
         exchange.sock.close()
         self._refusal = refusal

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from wiring import GEOMETRY, KEY, connect, send
@@ -65,15 +66,15 @@ def test_only_so_many_strangers_are_held_and_the_oldest_goes_first(
 
 def test_a_peer_whose_memory_cannot_be_had_is_dropped(place: StreamListener) -> None:
     fabric = netstack.open("tcp", key=KEY)
-    welcome, refused = place._welcome, []
+    (fd, door), refused = next(iter(place._doors.items())), []
 
     def no_memory(sock: socket.socket, terms: object) -> netstack.Channel:
         if not refused:
             refused.append(terms)
             raise OSError(12, "Cannot allocate memory")
-        return welcome(sock, terms)  # type: ignore[arg-type]
+        return door.welcome(sock, terms)  # type: ignore[arg-type]
 
-    place._welcome = no_memory
+    place._doors[fd] = replace(door, welcome=no_memory)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(fabric.connect, place.url, outbound=GEOMETRY, inbound=GEOMETRY)
         with pytest.raises(netstack.ChannelTimeout, match="memory"):

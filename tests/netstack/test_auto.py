@@ -1,0 +1,79 @@
+"""The transport ``auto``: memory where both sides reach it, else the network; it says which and why."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from wiring import KEY, connect, open_or_skip, send
+
+from lamina import netstack
+from lamina.netstack.auto import AutoFabric, _name
+from lamina.netstack.tcp import TcpFabric
+
+
+@pytest.fixture
+def fabric() -> AutoFabric:
+    fabric = open_or_skip("auto")
+    assert isinstance(fabric, AutoFabric)
+    return fabric
+
+
+def test_the_same_host_and_user_share_memory(fabric: AutoFabric, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    a, b = connect(fabric)
+    assert a.peer.startswith("shm://")
+    assert "this host" in fabric.reason
+    assert fabric.reason in caplog.text
+    send(a, b"near")
+    assert b.wait_signal(timeout_s=5).data == b"near"
+    fabric.close()
+
+
+def test_a_listener_without_the_local_door_is_reached_by_tcp(fabric: AutoFabric) -> None:
+    """As one on another host, or in another network namespace."""
+    far = TcpFabric(KEY)
+    listener = far.listen()
+    listener.url = listener.url.replace("tcp://", "auto://")
+    a, b = connect(fabric, listener)
+    assert a.peer.startswith("tcp://")
+    assert "refused" in fabric.reason
+    send(a, b"far")
+    assert b.wait_signal(timeout_s=5).data == b"far"
+    for end in (fabric, far):
+        end.close()
+
+
+def test_a_squatter_on_the_local_name_cannot_stop_a_connection(fabric: AutoFabric) -> None:
+    far = TcpFabric(KEY)
+    listener = far.listen()
+    place = listener.url.partition("://")[2]
+    squatter = netstack.open("shm", key=b"another key, of a stranger")
+    squatted = squatter.listen(_name(place))
+    listener.url = f"auto://{place}"
+    with ThreadPoolExecutor(1) as pool:
+        strangers = pool.submit(squatted.accept, timeout_s=0.5)
+        a, _ = connect(fabric, listener)
+        assert a.peer.startswith("tcp://")
+        assert "keys differ" in fabric.reason
+        with pytest.raises(netstack.ChannelTimeout):
+            strangers.result(5)
+    for end in (fabric, far, squatter):
+        end.close()
+
+
+def test_where_the_local_name_is_taken_the_network_is_left(
+    fabric: AutoFabric, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    squatter = netstack.open("shm", key=b"another key, of a stranger")
+    squatted = squatter.listen(_name(f"127.0.0.1:{port}"))
+    listener = fabric.listen(f"127.0.0.1:{port}")
+    assert listener.url == f"auto://127.0.0.1:{port}"
+    assert "no shared memory here" in caplog.text
+    squatted.close()
+    for end in (fabric, squatter):
+        end.close()
