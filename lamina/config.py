@@ -37,7 +37,9 @@ class EngineConfig:
         False,
         "fixed shapes and cuts: results do not depend on batch mates (but for rounding after a preemption); slower",
     )
-    attention: str = option("reference", "attention backend of the memory workers")
+    attention: str = option(
+        "auto", "attention of the memory workers: native, numba, reference, or auto (the first that works)"
+    )
     gemm: str = option("auto", "linear layers of the compute worker: native, torch, or auto (the first that works)")
     compute_threads: int = option(0, "threads of the compute worker; 0 = all cores")
     memory_threads: int = option(0, "threads of each memory worker; 0 = an equal share of the cores")
