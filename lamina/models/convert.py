@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,9 @@ from lamina.workers.stepplan import LayerShape
 from .errors import UnsupportedModelError
 from .refuse import check_config, check_layers
 from .route import DecodeStep, routed
+
+# Routing a model and torch.export change what the whole process sees, and workers may share a process.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def convert_model(
@@ -29,7 +34,7 @@ def convert_model(
     if max_model_len < 1:
         raise ValueError(f"--max-model-len must be at least 1, not {max_model_len}")
     check_config(model)
-    with routed(model, max_model_len=max_model_len) as router:
+    with _ONE_AT_A_TIME, routed(model, max_model_len=max_model_len) as router:
         layers = check_layers(model, router, max_model_len)
         try:
             return convert(

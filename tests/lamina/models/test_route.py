@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -123,6 +124,13 @@ def test_the_comparison_of_states_can_fail() -> None:
 def test_two_models_can_be_routed_at_once() -> None:
     with routed(llama(), max_model_len=64) as outer, routed(llama(), max_model_len=64) as inner:
         assert outer is not inner
+
+
+def test_threads_convert_one_after_the_other() -> None:
+    model = llama()
+    with ThreadPoolExecutor(3) as pool:
+        programs = list(pool.map(lambda m: convert_model(m, max_model_len=64), [model, model, llama()]))
+    assert [len(p.calls) for p in programs] == [2, 2, 2]
 
 
 def test_layers_say_what_they_compute() -> None:
