@@ -43,8 +43,8 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
             f"{directory} brings its own code (auto_map in config.json), which is not run unless you ask: pass "
             f"--trust-remote-code, or remove auto_map to use the {raw.get('model_type')} of transformers if it has one"
         )
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown method")
+    if quantization := raw.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown method") if isinstance(quantization, dict) else quantization
         raise UnsupportedModelError(f"{directory} is quantised ({method}): use a bfloat16 or float32 checkpoint")
     if raw.get("is_encoder_decoder"):
         raise UnsupportedModelError(f"{directory} is an encoder-decoder: only decoder-only models can be served")
@@ -92,7 +92,7 @@ def _check_architecture(directory: Path, raw: dict[str, Any]) -> None:
     kind = raw.get("model_type")
     if "auto_map" in raw:
         return
-    if kind is None:
+    if not isinstance(kind, str):
         raise ModelError(f"{directory}/config.json names no model_type")
     if kind not in CONFIG_MAPPING_NAMES:
         raise UnsupportedModelError(f"{directory}: transformers has no architecture {kind!r}")
@@ -104,6 +104,8 @@ def _weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
         shards = _read_json(index, "").get("weight_map", {})
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise ModelError(f"{index} has no weight_map from weights to files: fetch it again")
         return sorted({directory / name for name in shards.values()})
     return sorted(directory.glob("*.safetensors"))
 

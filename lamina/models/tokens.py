@@ -31,7 +31,7 @@ def load_tokenizer(source: Any, *, trust_remote_code: bool = False) -> Any:
         if isinstance(source, nn.Module):
             return None
         raise ModelError(f"tokenizer must be a path, a hub id or a Hugging Face tokenizer, not {type(source).__name__}")
-    directory = find_checkpoint(source, weights=False)
+    directory = find_checkpoint(source, trust_remote_code=trust_remote_code, weights=False)
     if not any((directory / n).exists() for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         return None
     try:
@@ -44,7 +44,7 @@ def load_tokenizer(source: Any, *, trust_remote_code: bool = False) -> Any:
         return AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True, use_fast=True
         )
-    except (ValueError, OSError, KeyError, TypeError, ImportError, AttributeError) as error:
+    except Exception as error:  # of whatever class: it reads config.json too, whose checks are the architecture's own
         raise ModelError(f"the tokenizer in {directory} cannot be loaded: {one_line(error)}") from error
 
 

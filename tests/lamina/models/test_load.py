@@ -107,8 +107,10 @@ def test_paths_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (lambda c: c.update(model_type="novel"), "transformers has no architecture 'novel'", UnsupportedModelError),
         (lambda c: c.update(model_type="vit"), "'vit' is not a causal language model", UnsupportedModelError),
         (lambda c: c.pop("model_type"), "names no model_type", ModelError),
+        (lambda c: c.update(model_type=["llama"]), "names no model_type", ModelError),
         (lambda c: c.update(is_encoder_decoder=True), "is an encoder-decoder", UnsupportedModelError),
         (lambda c: c.update(quantization_config={"quant_method": "awq"}), r"quantised \(awq\)", UnsupportedModelError),
+        (lambda c: c.update(quantization_config="awq"), r"quantised \(awq\)", UnsupportedModelError),
         (lambda c: c.update(num_attention_heads="many"), "not a valid configuration", ModelError),
         (lambda c: c.update(hidden_size=48), "cannot be loaded", ModelError),
     ],
@@ -172,6 +174,12 @@ def test_a_missing_shard(whole: Path, tmp_path: Path) -> None:
     load(tmp_path / "m")
     shards[1].unlink()
     refused(tmp_path / "m", f"{shards[1].name} is missing")
+
+
+@pytest.mark.parametrize("shards", [["a"], {"a": 5}, None])
+def test_an_index_that_names_no_files(model: Path, shards: object) -> None:
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    refused(model, "model.safetensors.index.json has no weight_map")
 
 
 def test_weights_that_the_model_lacks_are_never_invented(tmp_path: Path) -> None:

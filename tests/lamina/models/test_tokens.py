@@ -175,6 +175,10 @@ def test_load_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match="tokenizer in .* cannot be loaded"):
         load_tokenizer(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "many"}')
+    with pytest.raises(ModelError, match="tokenizer in .* cannot be loaded"):
+        load_tokenizer(tmp_path)
     (tmp_path / "empty").mkdir()
     assert load_tokenizer(tmp_path / "empty") is None
     with pytest.raises(ModelError, match="not int"):
