@@ -116,6 +116,8 @@ def run(plan: Plan, key: bytes, connect: Sequence[str], *, as_json: bool) -> Non
                     chosen = urls if job.pattern == "fan" else urls[:1]
                     report(scheme, job, len(chosen), plan, measure(fabric, chosen, job, plan.per_s), as_json)
                 end(fabric, urls)
+            if reason := getattr(fabric, "reason", ""):
+                sys.stderr.write(f"{reason}\n")
         finally:
             fabric.close()
 

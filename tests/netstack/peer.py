@@ -37,6 +37,15 @@ def put(channel: Channel) -> None:
         channel.put_signal(slot, b"put")
 
 
+def fill(channel: Channel) -> None:
+    """Puts messages of one byte value, $PEER_FILL, as fast as it can."""
+    payload = bytes([int(os.environ["PEER_FILL"])]) * SIZE
+    while True:
+        slot = channel.reserve(SIZE, timeout_s=LONG_S)
+        slot.data[:] = payload
+        channel.put_signal(slot, b"fill")
+
+
 def half(channel: Channel) -> None:
     """One whole message, then half of another that is never signalled."""
     channel.put_signal(channel.reserve(0), b"whole")
@@ -61,8 +70,9 @@ def main() -> None:
     if sys.argv[1] == "listen":
         return listen(fabric)
     geometry = Geometry(slots=4, slot_bytes=SIZE)
-    channel = fabric.connect(url, outbound=geometry, inbound=geometry)
-    return {"echo": echo, "wait": wait, "put": put, "half": half}[sys.argv[1]](channel)
+    epoch = int(os.environ.get("PEER_EPOCH", "0"))
+    channel = fabric.connect(url, outbound=geometry, inbound=geometry, epoch=epoch)
+    return {"echo": echo, "wait": wait, "put": put, "fill": fill, "half": half}[sys.argv[1]](channel)
 
 
 if __name__ == "__main__":

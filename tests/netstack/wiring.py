@@ -47,9 +47,9 @@ def send(channel: Channel, payload: bytes, tag: bytes = b"") -> int:
 
 
 @contextmanager
-def peer_process(role: str, url: str) -> Iterator[subprocess.Popen[bytes]]:
+def peer_process(role: str, url: str, **more: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process that connects to ``url`` and plays ``role`` of peer.py. It is killed at the end."""
-    environment = os.environ | {"PEER_URL": url, "PEER_KEY": KEY.hex(), "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PEER_URL": url, "PEER_KEY": KEY.hex(), "PYTHONPATH": str(ROOT)} | more
     process = subprocess.Popen([sys.executable, str(HERE / "peer.py"), role], env=environment)
     try:
         yield process
