@@ -176,6 +176,7 @@ def test_load_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="tokenizer in .* cannot be loaded"):
         load_tokenizer(tmp_path)
     tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "many"}')
     with pytest.raises(ModelError, match="tokenizer in .* cannot be loaded"):
         load_tokenizer(tmp_path)
