@@ -64,6 +64,42 @@ def test_only_so_many_strangers_are_held_and_the_oldest_goes_first(
         sock.close()
 
 
+def test_at_most_64_peers_are_half_open_and_a_friend_still_gets_in(place: StreamListener) -> None:
+    socks = [stranger(place) for _ in range(64)]
+    with pytest.raises(netstack.ChannelTimeout):
+        place.accept(timeout_s=0.2)
+    assert len(place._half_open) == 64
+    socks += [stranger(place) for _ in range(40)]
+    with pytest.raises(netstack.ChannelTimeout, match="too many strangers"):
+        place.accept(timeout_s=0.2)
+    assert len(place._half_open) == 64
+    assert [hung_up(sock) for sock in (socks[0], socks[39])] == [True, True]
+    fabric = netstack.open("tcp", key=KEY)
+    a, b = connect(fabric, place)
+    send(a, b"friend")
+    assert b.wait_signal(timeout_s=5).data == b"friend"
+    fabric.close()
+    for sock in socks:
+        sock.close()
+
+
+def test_nothing_is_allocated_for_a_peer_that_has_not_proven_itself(place: StreamListener) -> None:
+    """It asks for 2 x 4 TiB; its proof is wrong, so nobody asks the kernel for them."""
+    welcomed: list[object] = []
+    (fd, door) = next(iter(place._doors.items()))
+    place._doors[fd] = replace(door, welcome=lambda *who: welcomed.append(who))  # type: ignore[arg-type, return-value]
+    huge = netstack.Geometry(slots=1024, slot_bytes=1 << 32)
+    wrong = netstack.open("tcp", key=b"not the key of this place at all")
+    with ThreadPoolExecutor(1) as pool:
+        accepting = pool.submit(place.accept, timeout_s=1.0)
+        with pytest.raises(netstack.HandshakeError):
+            wrong.connect(place.url, outbound=huge, inbound=huge, timeout_s=5.0)
+        with pytest.raises(netstack.ChannelTimeout, match="keys differ"):
+            accepting.result(5)
+    assert welcomed == []
+    wrong.close()
+
+
 def test_a_peer_whose_memory_cannot_be_had_is_dropped(place: StreamListener) -> None:
     fabric = netstack.open("tcp", key=KEY)
     (fd, door), refused = next(iter(place._doors.items())), []
