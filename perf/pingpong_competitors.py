@@ -137,7 +137,7 @@ def ucx(layers: str, test: str) -> Callable[[Course], Times]:
                 str(nbytes),
             ]
             text = _call([*command, "-n", str(course.rounds(nbytes)), "-w", str(course.warm_up), "-f"], env)
-            figures = re.findall(r"^\s*\d+\s+([\d.]+)\s+[\d.]+\s+[\d.]+", text, re.MULTILINE)
+            figures = re.findall(r"^\s*\d+\s+(\d+\.\d+)", text, re.MULTILINE)
             if not figures:
                 raise RuntimeError(f"ucx_perftest said no figures: {text[-200:]}")
             return float(figures[-1]), float("nan")
