@@ -1,0 +1,26 @@
+"""Every environment variable that Lamina reads."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+
+from lamina.netstack.key import KEY, KEY_FILE
+from lamina.netstack.key import cluster_key as given_key
+
+# name -> what it is for; where a flag says the same, the flag wins
+VARIABLES = {
+    KEY: "the key that peers of a cluster share, hexadecimal, 16 bytes or more; default: a fresh one for each run",
+    KEY_FILE: "a file with that key, which nobody but its owner may touch",
+    "LAMINA_API_KEY": "keys of the HTTP server, by comma; every request but /health must bear one (--api-key)",
+    "LAMINA_TRACE": "write a trace of the run to this file (--trace)",
+    "LAMINA_MLX5_MODEL": "1: the transport mlx5 runs against a software NIC, within one host, for tests",
+    "LAMINA_RDMA_DEVICE": "the RDMA device of the transport verbs: NAME, NAME:PORT or NAME:PORT:GID_INDEX",
+    "LAMINA_BENCH_LIFE_LINE": "set by `bench` for the servers that it starts: a descriptor that ends with it",
+}
+
+
+def cluster_key(environ: Mapping[str, str] = os.environ) -> bytes:
+    """The key of the environment or its file, else 32 fresh random bytes. Raises ValueError for an unusable one."""
+    return given_key(environ) or secrets.token_bytes(32)
