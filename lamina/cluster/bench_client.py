@@ -25,7 +25,8 @@ class Answer:
     status: int = 0
     error: str = ""
     first_s: float = 0.0  # when the first token was there
-    last_s: float = 0.0
+    last_s: float = 0.0  # and the last one
+    end_s: float = 0.0  # and the end of the answer, whatever it was
     gaps_s: list[float] = field(default_factory=list)  # between chunks
     input_tokens: int = 0
     output_tokens: int = 0
@@ -89,11 +90,12 @@ async def ask(http: httpx.AsyncClient, endpoint: str, body: dict[str, Any]) -> A
             answer.status = response.status_code
             if response.status_code != 200:
                 answer.error = (await response.aread())[:500].decode(errors="replace") or "no body"
-                return answer
-            async for data in _events(response):
-                _book(answer, data)
+            else:
+                async for data in _events(response):
+                    _book(answer, data)
     except (httpx.HTTPError, msgspec.DecodeError, TypeError, KeyError) as e:
         answer.error = f"{type(e).__name__}: {e}"
+    answer.end_s = time.perf_counter()
     if answer.ok and not answer.output_tokens:
         answer.error = "the stream ended without any token or without usage"
     return answer
