@@ -20,9 +20,10 @@ from .protocol import ChatRequest, CompletionRequest, Sampling
 from .shapes import FINGERPRINT, ChatShape, CompletionShape, Shape
 
 router = APIRouter()
+_ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 
 
-@router.post("/v1/completions", openapi_extra=described(CompletionRequest))
+@router.post("/v1/completions", openapi_extra=described(CompletionRequest), responses=_ANSWERS)
 async def completions(request: Request) -> Response:
     """Complete prompts."""
     service: Service = request.app.state.service
@@ -37,7 +38,7 @@ async def completions(request: Request) -> Response:
     return await _answer(request, body, call, shape)
 
 
-@router.post("/v1/chat/completions", openapi_extra=described(ChatRequest))
+@router.post("/v1/chat/completions", openapi_extra=described(ChatRequest), responses=_ANSWERS)
 async def chat(request: Request) -> Response:
     """Answer a conversation."""
     service: Service = request.app.state.service

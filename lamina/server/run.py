@@ -32,6 +32,9 @@ from .prompts import Prompter
 from .status import report_forever
 
 CLOSE_S = 5  # for connections to take their last bytes
+# Longer than clients keep an idle connection (httpx: 5 s; balancers: 60 s): they should close it first, as a request
+# that crosses our closing fails.
+KEEP_ALIVE_S = 75
 logger = logging.getLogger(__name__)
 
 
@@ -108,6 +111,7 @@ class _Server(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
                 server_header=False,
                 ssl_keyfile=config.ssl_keyfile or None,
                 ssl_certfile=config.ssl_certfile or None,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=CLOSE_S,
                 ws="none",
             )
