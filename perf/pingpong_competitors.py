@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
-LIMIT_S = 90
+LIMIT_S = 45
 Times = dict[int, tuple[float, float]]  # bytes -> (p50, p99) of one way, in microseconds
 
 
@@ -51,7 +51,10 @@ class Competitor:
 
 
 def _call(command: Sequence[str], env: dict[str, str] | None = None) -> str:
-    """What a command printed. It and its children are ended when it takes too long. Raises RuntimeError."""
+    """What a command printed. It and its children are ended after LIMIT_S; then that is what it had printed by then.
+
+    Raises RuntimeError when it fails.
+    """
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -63,9 +66,9 @@ def _call(command: Sequence[str], env: dict[str, str] | None = None) -> str:
     ) as process:
         try:
             out, err = process.communicate(timeout=LIMIT_S)
-        except subprocess.TimeoutExpired as error:
+        except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            raise RuntimeError(f"{' '.join(command[:4])} ...: not done after {LIMIT_S} s") from error
+            return process.communicate()[0]
     if process.returncode:
         raise RuntimeError(f"{' '.join(command[:4])} ...: {err.strip() or out.strip()}")
     return out
