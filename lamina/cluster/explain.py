@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-weights", action="store_true", help="plan from the configuration alone")
     parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16")
     parser.add_argument("--overlap", action="store_true", help="keep work before attention that does not wait for it")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that ships with the model")
     group = parser.add_argument_group("modelled bandwidth and times", f"devices: {', '.join(DEVICES)}")
     group.add_argument("--compute-device", metavar="NAME", help="what computes the slices")
     group.add_argument("--memory-device", metavar="NAME", help="what stores KV and computes attention")
@@ -144,7 +145,7 @@ def _convert(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
     from lamina.models.convert import convert_model
     from lamina.models.load import load
 
-    loaded = load(args.model, dtype=args.dtype)
+    loaded = load(args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     return loaded.model, convert_model(loaded.model, max_model_len=loaded.max_model_len, overlap=args.overlap)
 
 
@@ -155,13 +156,13 @@ def _plan(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
     from lamina.models.load import from_config, max_model_len
     from lamina.models.refuse import num_layers
 
-    config = _read_config(args.model)
+    config = _read_config(args)
     limit = max_model_len(config)
-    model = from_config(config, dtype=args.dtype)
+    model = from_config(config, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
 
     def shallow(few: int) -> tuple[SlicedProgram, Sequence[nn.Module], Sequence[Hashable]]:
         less = _with_layers(config, num_layers(model), few)
-        small = from_config(less, dtype=args.dtype)
+        small = from_config(less, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
         program = convert_model(small, max_model_len=limit, overlap=args.overlap)
         return program, layer_stack(small, few)[1], _layer_entries(less, few)
 
@@ -173,15 +174,16 @@ def _plan(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
     return model, program
 
 
-def _read_config(source: str) -> Any:
+def _read_config(args: argparse.Namespace) -> Any:
     from lamina.models.checkpoint import find_checkpoint, read_config
 
-    path = Path(source).expanduser()
+    path, trust = Path(args.model).expanduser(), args.trust_remote_code
     if not path.is_file():
-        return read_config(find_checkpoint(source, weights=False))
-    with tempfile.TemporaryDirectory() as directory:
-        shutil.copyfile(path, Path(directory) / "config.json")
-        return read_config(Path(directory))
+        directory = find_checkpoint(args.model, trust_remote_code=trust, weights=False)
+        return read_config(directory, trust_remote_code=trust)
+    with tempfile.TemporaryDirectory() as directory_of_one:
+        shutil.copyfile(path, Path(directory_of_one) / "config.json")
+        return read_config(Path(directory_of_one), trust_remote_code=trust)
 
 
 def _layer_lists(config: Any, num_layers: int) -> dict[str, list[Any]]:
@@ -209,10 +211,10 @@ def _dry_run(args: argparse.Namespace) -> int:
     from lamina.models.checkpoint import check_weights, find_checkpoint, read_config
 
     if args.no_weights:
-        config = _read_config(args.model)
+        config = _read_config(args)
     else:
-        directory = find_checkpoint(args.model)
-        config = read_config(directory)
+        directory = find_checkpoint(args.model, trust_remote_code=args.trust_remote_code)
+        config = read_config(directory, trust_remote_code=args.trust_remote_code)
         check_weights(directory)
     how = "without weights" if args.no_weights else "with its weights"
     sys.stdout.write(f"would plan {args.model} ({', '.join(config.architectures or [config.model_type])}) {how}\n")

@@ -57,7 +57,9 @@ def load(
     return _describe(model.eval().requires_grad_(False), directory)
 
 
-def from_config(source: str | os.PathLike[str] | Any, *, dtype: str = "auto", device: str = "meta") -> nn.Module:
+def from_config(
+    source: str | os.PathLike[str] | Any, *, dtype: str = "auto", device: str = "meta", trust_remote_code: bool = False
+) -> nn.Module:
     """A causal LM of this architecture: a configuration, a directory with a config.json, or a hub id.
 
     On the meta device it has no weights, takes no memory, and can be planned but not run. Raises ModelError.
@@ -66,10 +68,11 @@ def from_config(source: str | os.PathLike[str] | Any, *, dtype: str = "auto", de
 
     config = source
     if not isinstance(source, PretrainedConfig):
-        config = read_config(find_checkpoint(source, weights=False))
+        directory = find_checkpoint(source, trust_remote_code=trust_remote_code, weights=False)
+        config = read_config(directory, trust_remote_code=trust_remote_code)
     chosen = DTYPES.get(dtype) or getattr(config, "dtype", None) or torch.float32
     with torch.device(device), _quiet():
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=chosen)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=trust_remote_code)
     return model.eval().requires_grad_(False)
 
 

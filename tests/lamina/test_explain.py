@@ -84,3 +84,17 @@ def test_nothing_is_planned_when_only_asked(tmp_path: Path, capsys: pytest.Captu
     assert main(["explain", model, "--batch", "7", "--print-config"]) == 0
     assert json.loads(capsys.readouterr().out)["batch"] == 7
     assert main(["explain", str(tmp_path / "absent"), "--no-weights"]) == 2
+
+
+def test_code_of_a_model_is_run_only_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _config(tmp_path, 2)
+    own = "from transformers import LlamaConfig, LlamaForCausalLM\n"
+    own += 'class OwnConfig(LlamaConfig):\n    model_type = "own"\n'
+    own += "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    (tmp_path / "own.py").write_text(own)
+    config = json.loads((tmp_path / "config.json").read_text())
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": names}))
+    assert main(["explain", path, "--no-weights"]) == 2
+    assert "--trust-remote-code" in capsys.readouterr().err
+    assert _json(capsys, path, "--no-weights", "--trust-remote-code")["architecture"] == "OwnForCausalLM"
