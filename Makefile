@@ -7,7 +7,7 @@ MODEL ?= examples/tiny_lm/model
 .PHONY: demo test check format fuzz clean test-vm
 
 demo: $(READY)
-	$(BIN)/python examples/demo.py $(MODEL)
+	$(BIN)/python examples/demo.py $(MODEL) $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -29,6 +29,7 @@ format: $(READY)
 # Installs pinned versions and builds the native parts; PIP_ARGS passes options to pip, such as another index.
 $(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.cpp csrc/*/*/*.h)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): minutes the first time"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	touch $@

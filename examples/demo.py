@@ -28,6 +28,15 @@ def main() -> int:
     parser.add_argument("--transport", default="shm")
     parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()
+    try:
+        return run(args)
+    except ValueError as e:  # what can be put right: in one line
+        print(f"demo: {e}", file=sys.stderr)
+        return 2
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status; ValueError for a model that cannot be served so."""
     with LLM(
         args.model,
         memory_workers=args.memory_workers,

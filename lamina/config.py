@@ -8,6 +8,7 @@ from typing import Any
 
 CHUNK_TOKENS = 128  # of attention.merge, which this module does not import for torch's sake
 _ACCEPTED = {"int": ("int",), "float": ("float", "int"), "str": ("str",), "bool": ("bool",)}
+MOST_THREADS = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -21,7 +22,7 @@ class EngineConfig:
     """Everything about an engine except its model. Flags of ``lamina-launch`` have the same names with dashes."""
 
     memory_workers: int = option(2, "memory workers; each holds an equal share of the KV heads")
-    transport: str = option("shm", "how the pools talk: shm, tcp, or loopback (everything in one process)")
+    transport: str = option("shm", "how the pools talk: shm, tcp, loopback (everything in one process), verbs, mlx5")
     memory_addresses: str = option("", "where memory workers listen, one each, by comma; empty = any free place")
     dtype: str = option("auto", "of weights, KV cache and wire: auto (as stored), float32, bfloat16, float16")
     max_model_len: int = option(0, "tokens of a sequence, prompt included; 0 = the model's own limit")
@@ -60,6 +61,9 @@ class EngineConfig:
         ):  # fmt: skip
             if getattr(self, name) < low:
                 raise ValueError(f"{flag(name)} must be at least {low}, not {getattr(self, name)}")
+        for name in ("compute_threads", "memory_threads"):
+            if getattr(self, name) > MOST_THREADS:
+                raise ValueError(f"{flag(name)} must be at most {MOST_THREADS}, not {getattr(self, name)}")
         for name in ("start_timeout_s", "step_timeout_s"):
             if not 0.0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{flag(name)} must be a positive number of seconds, not {getattr(self, name)}")

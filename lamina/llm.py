@@ -6,17 +6,17 @@ import copy
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from .config import make_config
 from .engine.engine import Engine
 from .engine.pools import Pools
 from .models.tokens import Detokenizer, apply_chat_template, load_tokenizer
 from .progress import progress_bar
+from .prompts import Prompt, conversation_list, params_list, prompt_list
 from .request import RequestOutput, SamplingParams
 
-Prompt = str | Sequence[int]
 Conversation = Sequence[dict[str, Any]]
 
 
@@ -56,12 +56,17 @@ class LLM:
         """The Hugging Face tokenizer, or None."""
         return self._tokenizer
 
+    def get_tokenizer(self) -> Any:
+        """``tokenizer``, by vLLM's name."""
+        return self._tokenizer
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete all prompts (text or token ids); results in their order, each finished.
+        """Complete all prompts (text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}); results in their
+        order, each finished.
 
         One SamplingParams serves all prompts, a list gives each its own. Ctrl-C ends the workers. One thread at a time
         uses an LLM.
@@ -95,8 +100,7 @@ class LLM:
         """
         if self._tokenizer is None:
             raise ValueError("chat needs a tokenizer: pass tokenizer=")
-        several = len(messages) > 0 and not isinstance(messages[0], Mapping)
-        conversations = cast("Sequence[Conversation]", messages if several else [messages])
+        conversations = conversation_list(messages)
         return self.generate([apply_chat_template(self._tokenizer, c) for c in conversations], sampling_params)
 
     def stats(self) -> dict[str, dict[str, float]]:
@@ -118,8 +122,8 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[int]:
         self._check_open()
-        batch = _as_list(prompts)
-        each = _params_for(batch, params)
+        batch = prompt_list(prompts)
+        each = params_list(len(batch), params)
         encoded = [self._encode(p) for p in batch]
         for prompt, p in zip(encoded, each, strict=True):
             self._check(prompt, p)
@@ -130,7 +134,7 @@ class LLM:
         if params.stop_strings and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer: pass tokenizer= or use stop_token_ids")
 
-    def _add(self, prompt: Prompt, ids: list[int], params: SamplingParams) -> int:
+    def _add(self, prompt: str | list[int], ids: list[int], params: SamplingParams) -> int:
         text = prompt if isinstance(prompt, str) else None
         make_pieces = None
         if self._tokenizer is not None:
@@ -175,9 +179,9 @@ class LLM:
         if self.pools.closed:
             raise ValueError("this LLM is closed: create a new one")
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
-            return [int(t) for t in prompt]
+            return prompt
         if self._tokenizer is None:
             raise ValueError("text prompts need a tokenizer: pass tokenizer= or prompts as token ids")
         return list(self._tokenizer(prompt)["input_ids"])
@@ -197,19 +201,3 @@ def _checked_model(model: Any) -> Any:
     if any(p.device.type != "cpu" for p in model.parameters()):
         raise ValueError("model has weights that are not on the CPU: call model.to('cpu') first")
     return model
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _params_for(
-    prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts: pass one, or one for each")
-    return list(params)

@@ -22,16 +22,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON line for each prompt, once it is finished")
     group = parser.add_argument_group("sampling")
     defaults = SamplingParams(temperature=0.0, max_tokens=64)
-    group.add_argument("--max-tokens", type=int, default=defaults.max_tokens)
+    group.add_argument("--max-tokens", type=int, default=defaults.max_tokens, help="tokens of a completion at most")
     group.add_argument("--temperature", type=float, default=defaults.temperature, help="0 = greedy")
-    group.add_argument("--top-p", type=float, default=defaults.top_p)
-    group.add_argument("--top-k", type=int, default=defaults.top_k)
-    group.add_argument("--min-tokens", type=int, default=defaults.min_tokens)
+    group.add_argument("--top-p", type=float, default=defaults.top_p, help="draw from the likeliest up to this mass")
+    group.add_argument("--top-k", type=int, default=defaults.top_k, help="draw from this many tokens; 0 = all")
+    group.add_argument("--min-tokens", type=int, default=defaults.min_tokens, help="no stop token before this many")
     group.add_argument(
         "--stop", action="append", default=[], help="a string that ends the text; may be given several times"
     )
-    group.add_argument("--ignore-eos", action="store_true")
-    group.add_argument("--sampling-seed", type=int, default=None)
+    group.add_argument("--ignore-eos", action="store_true", help="the end-of-text token ends nothing")
+    group.add_argument("--sampling-seed", type=int, default=None, help="of every prompt; default: drawn from --seed")
     add_engine_flags(parser)
 
 
@@ -73,26 +73,12 @@ def _read_prompts(path: str | None) -> list[str]:
 
 
 def _dry_run(model: str, config: EngineConfig, num_prompts: int) -> int:
-    from lamina.attention import BACKENDS
-    from lamina.gemm import BACKENDS as LINEAR
-    from lamina.models.checkpoint import check_weights, find_checkpoint, read_config
-    from lamina.models.load import max_model_len
-    from lamina.netstack import SCHEMES
+    from .preflight import check
 
-    for name, value, known in (
-        ("--transport", config.transport, SCHEMES),
-        ("--attention", config.attention, ("auto", *BACKENDS)),
-        ("--gemm", config.gemm, ("auto", *LINEAR)),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
-    directory = find_checkpoint(model, trust_remote_code=config.trust_remote_code)
-    limit = max_model_len(read_config(directory, trust_remote_code=config.trust_remote_code))
-    if config.max_model_len > limit:
-        raise ValueError(f"--max-model-len {config.max_model_len} exceeds the model's own limit of {limit} tokens")
-    check_weights(directory)
+    check(model, config)
     workers = f"{config.memory_workers} memory worker{'s' if config.memory_workers > 1 else ''}"
-    print(f"would start 1 compute worker and {workers} over {config.transport} for {model}")
+    replicas = f"{config.replicas} compute worker{'s' if config.replicas > 1 else ''}"
+    print(f"would start {replicas} and {workers} over {config.transport} for {model}")
     print(f"would complete {num_prompts} prompt{'s' if num_prompts > 1 else ''}")
     return 0
 

@@ -7,6 +7,8 @@ import argparse
 import sys
 from importlib import import_module
 
+from lamina import __version__
+
 # sub-command -> (module, one line for --help)
 COMMANDS = {
     "generate": ("generate", "complete prompts and print the text as it comes"),
@@ -23,15 +25,21 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 = done, 1 = a worker was lost, 2 = bad input (one line on stderr), 130 = interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
-        prog="lamina-launch", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
+        prog="lamina-launch", description="decode language models with their attention on workers of its own",
+        allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"lamina {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = argv[0] if argv and argv[0] in COMMANDS else None
+    parsers = {}
     for name, (module, help) in COMMANDS.items():
         sub = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
         if name == chosen:
             import_module(f"lamina.cluster.{module}").add_arguments(sub)
-    args = parser.parse_args(argv)
+        parsers[name] = sub
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:  # told with the usage of the sub-command
+        parsers[args.command].error(f"unknown argument {unknown[0]}")
     return _guarded(import_module(f"lamina.cluster.{COMMANDS[args.command][0]}").run, args)
 
 

@@ -13,6 +13,7 @@ from lamina.config import flag
 from lamina.server.config import ServerConfig
 
 from .flags import add_engine_flags, engine_config, print_config
+from .preflight import check
 
 _TYPES = {"int": int, "float": float, "str": str}
 
@@ -39,6 +40,10 @@ def run(args: argparse.Namespace) -> int:
         print_config(engine, model=args.model, **shown)
         return 0
     if args.dry_run:
+        check(args.model, engine)
+        for name in ("ssl_keyfile", "ssl_certfile"):
+            if (path := getattr(config, name)) and not os.path.isfile(path):
+                raise ValueError(f"{flag(name)} {path}: no such file")
         print(f"would serve {args.model} as {', '.join(config.names(args.model))} on {_place(config)}")
         return 0
     return _serve(args.model, config, engine)
@@ -72,7 +77,11 @@ def _listener(config: ServerConfig) -> socket.socket:
     """Bound, so that a port in use is known at once; uvicorn listens once the engine is ready."""
     if config.uds:
         sock = socket.socket(socket.AF_UNIX)
-        sock.bind(config.uds)
+        try:
+            sock.bind(config.uds)
+        except OSError as e:
+            sock.close()
+            raise OSError(f"cannot listen on --uds {config.uds}: {e.strerror}") from e
         os.chmod(config.uds, 0o600)
         return sock
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET

@@ -79,6 +79,11 @@ def check_weights(directory: Path) -> None:
             raise ModelError(f"{file} is truncated or corrupt, fetch it again: {one_line(error)}") from error
 
 
+def weight_bytes(directory: Path) -> int:
+    """Of all safetensors files together."""
+    return sum(file.stat().st_size for file in _weight_files(directory))
+
+
 def one_line(error: BaseException) -> str:
     """What an exception of another library says, for the end of a one-line message."""
     text = " ".join(str(error).split()) or type(error).__name__

@@ -121,6 +121,8 @@ class _Server:
         listener = self._fabric.listen() if start.replicas > 1 else None
         if listener:
             self._service.link.send(RingUrl(url=listener.url))
+        if start.replicas > 1 and not start.replica and self._module is None:
+            _check_room(start)
         with _LOADING:
             loaded = load(source, dtype=start.dtype, trust_remote_code=start.trust_remote_code, progress=self._progress)
             max_len = _sequence_limit(start.max_model_len, loaded.max_model_len)
@@ -232,6 +234,18 @@ def _sequence_limit(asked: int, own: int) -> int:
     if asked > own:
         raise ValueError(f"--max-model-len {asked} exceeds the model's own limit of {own} tokens")
     return asked or own
+
+
+def _check_room(start: StartCompute) -> None:
+    from lamina.models.checkpoint import find_checkpoint, weight_bytes
+
+    weights = weight_bytes(find_checkpoint(start.model, trust_remote_code=start.trust_remote_code))
+    free = available_bytes()
+    if weights * start.replicas > free:
+        raise ValueError(
+            f"--pipeline {start.num_batches} needs {start.replicas} replicas of {weights / 1e9:.1f} GB of weights, "
+            f"{free / 1e9:.1f} GB are free: use --pipeline 2 or less, which need one"
+        )
 
 
 def _choose_kv_bytes(

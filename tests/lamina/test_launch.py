@@ -42,6 +42,7 @@ def test_every_command_helps(command: str, capsys: pytest.CaptureFixture[str]) -
         (["generate", "no/such/model", "--prompt", "x", "--dry-run"], "no/such/model"),
         (["generate", "m"], "--prompt"),
         (["generate", "m", "--prompt", "x", "--memory-workers", "0"], "--memory-workers"),
+        (["generate", "m", "--prompt", "x", "--compute-threads", "100000"], "--compute-threads"),
         (["generate", "m", "--prompt", "x", "--kv-memory", "9 bananas"], "--kv-memory"),
         (["generate", "m", "--prompt", "x", "--temperature", "nan"], "temperature"),
         (["generate", "m", "--prompt", "x", "--block-size", "48"], "--block-size"),
@@ -62,15 +63,36 @@ def test_bad_input_is_one_line_and_status_2(argv: list[str], words: str, capsys:
         (["--transport", "pigeon"], "--transport"),
         (["--attention", "magic"], "--attention"),
         (["--max-model-len", "99999"], "--max-model-len"),
+        (["--memory-workers", "3"], "use one of 1, 2, 4"),
+        (["--kv-memory", "1000TB"], "--kv-memory"),
         ([], ""),
     ],
 )
-def test_dry_run_checks_without_starting(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["serve"]], ids=["generate", "serve"])
+def test_dry_run_checks_without_starting(
+    command: list[str], flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = str(Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model")
-    assert main(["generate", model, "--prompt", "x", "--dry-run", *flags]) == (2 if flags else 0)
+    assert main([command[0], model, *command[1:], "--dry-run", *flags]) == (2 if flags else 0)
     printed = capsys.readouterr()
     assert words in printed.err
-    assert ("would start" in printed.out) == (not flags)
+    assert ("would" in printed.out) == (not flags)
+
+
+def test_dry_run_of_serve_looks_for_its_files(capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model")
+    assert main(["serve", model, "--dry-run", "--ssl-keyfile", "no/such", "--ssl-certfile", "no/such"]) == 2
+    assert "--ssl-keyfile no/such" in capsys.readouterr().err
+
+
+def test_version_and_a_typo_in_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "m", "--prompt", "x", "--maxtokens", "3"])
+    assert ended.value.code == 2
+    assert "lamina-launch generate: error: unknown argument --maxtokens" in capsys.readouterr().err
 
 
 def test_pickled_weights_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
