@@ -46,16 +46,16 @@ struct Input {
 
 // One frame, honest but for what the input changes. Its checks are right unless the input breaks them: a peer that
 // holds the key can say anything, and the decoder must be safe from it too.
-void append(std::vector<std::uint8_t>& stream, Input& input, const Seal& seal, std::uint64_t count,
+void append(std::vector<std::uint8_t>& stream, Input& input, const Seal& seal, std::uint64_t count, bool honest,
             std::uint64_t* sent) {
   Frame frame{};
   std::vector<std::uint8_t> payload(input.next(kSlotBytes + 1), std::uint8_t(count));
-  frame.kind = std::uint16_t(1 + input.next(3));
+  frame.kind = std::uint16_t(1 + input.next(honest ? 2 : 3));
   if (frame.kind == kCredit) payload.clear();
   frame.length = payload.size();
   frame.seqno = frame.kind == kData ? kZero + ++*sent : 0;
   frame.credit = kZero;
-  const std::uint64_t twist = input.next(16);
+  const std::uint64_t twist = honest ? 0 : input.next(16);
   if (twist == 1) frame.length = input.word();
   if (twist == 2) frame.seqno = input.word();
   if (twist == 3) frame.credit = input.word();
@@ -77,19 +77,31 @@ void append(std::vector<std::uint8_t>& stream, Input& input, const Seal& seal, s
   if (twist == 8) stream.resize(stream.size() - std::min<std::size_t>(stream.size() - start, input.next(64)));
 }
 
-void feed(const std::vector<std::uint8_t>& stream, Input& input, const Seal& seal) {
+// `ends`: of an honest stream, where its messages end; its sender waits for credit. Empty: the stream may be anything.
+void feed(const std::vector<std::uint8_t>& stream, Input& input, const Seal& seal,
+          const std::vector<std::size_t>& ends) {
+  const bool honest = !ends.empty();
   // The inbox ends where the heap block ends, so that the sanitizer sees a byte too far.
   const std::unique_ptr<std::uint8_t[]> inbox(new std::uint8_t[Slots::bytes(kSlots, kSlotBytes)]);
   Books books{kZero};
   books.sent = 2;
   Decoder decoder(books, Slots{inbox.get(), kSlots, kSlotBytes}, seal, 1 + input.next(2) * 100);
   std::uint64_t taken = 0;
+  std::vector<std::uint8_t> fills;  // of each message taken
   std::size_t at = 0;
   while (at < stream.size() && !decoder.ended()) {
     iovec pieces[3] = {};
     const std::size_t count = decoder.room(pieces);
     require(count >= 1 && pieces[count - 1].iov_len > 0, "there is always room");
     std::size_t bytes = std::min(stream.size() - at, std::size_t(1 + input.next(256)) * (input.next(2) ? 1 : 29));
+    if (honest) {
+      const std::uint64_t next = books.released + kSlots;  // which may not be sent yet
+      if (next <= ends.size()) bytes = std::min(bytes, ends[next - 1] - at);
+      if (bytes == 0) {
+        ++books.released;
+        continue;
+      }
+    }
     std::size_t put = 0;
     for (std::size_t i = 0; i < count && put < bytes; ++i) {
       const std::size_t part = std::min(bytes - put, pieces[i].iov_len);
@@ -99,6 +111,7 @@ void feed(const std::vector<std::uint8_t>& stream, Input& input, const Seal& sea
     at += put;
     if (!decoder.took(put)) {
       require(decoder.fault()[0] != 0, "a fault has a reason");
+      require(!honest, "an honest stream is taken");
       ++refused;
       break;
     }
@@ -110,11 +123,16 @@ void feed(const std::vector<std::uint8_t>& stream, Input& input, const Seal& sea
       require(frame.length <= kSlotBytes, "no message beyond its slot");
       for (std::uint64_t i = 1; i < frame.length; ++i)
         require(decoder.payload(taken)[i] == decoder.payload(taken)[0], "whole payloads");
+      fills.push_back(frame.length ? decoder.payload(taken)[0] : 0);
       ++taken;
       ++delivered;
       if (input.next(4)) ++books.released;
     }
+    for (std::uint64_t n = books.released; n < taken; ++n)
+      for (std::uint64_t i = 0; i < decoder.arrival(n).length; ++i)
+        require(decoder.payload(n)[i] == fills[n], "nothing is written over a message that is held");
   }
+  require(!honest || taken == ends.size(), "every message of an honest stream arrives");
 }
 
 }  // namespace
@@ -125,11 +143,16 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const Seal seal = input.next(2) ? Seal(key) : Seal();
   std::vector<std::uint8_t> stream;
   std::uint64_t sent = 0;
-  for (std::uint64_t n = input.next(8), i = 0; i < n; ++i) append(stream, input, seal, i, &sent);
-  if (input.next(4) == 0) {  // noise
+  const bool honest = input.next(3) == 0;
+  std::vector<std::size_t> ends;
+  for (std::uint64_t n = input.next(8), i = 0; i < n; ++i) {
+    append(stream, input, seal, i, honest, &sent);
+    if (honest && sent > ends.size()) ends.push_back(stream.size());
+  }
+  if (!honest && input.next(4) == 0) {  // noise
     stream.insert(stream.end(), input.p, input.p + input.left);
   }
-  feed(stream, input, seal);
+  feed(stream, input, seal, ends);
   return 0;
 }
 
