@@ -58,3 +58,8 @@ clean:
 .PHONY: mutants
 mutants: $(READY)
 	$(BIN)/python tests/netstack/mlx5_mutants.py
+
+# Real clients of OpenAI's API, each in an environment of its own under build/clients: downloads, and minutes.
+.PHONY: test-clients
+test-clients: $(READY)
+	$(BIN)/python -m pytest -m slow tests/clients
