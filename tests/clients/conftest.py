@@ -21,6 +21,7 @@ from running import Running  # noqa: E402 - needs the path above
 CLIENTS = ("openai-python", "openai-node", "langchain-openai", "litellm", "llm", "lm-eval", "guidellm", "aiperf",
            "vllm bench", "transformers chat", "schemathesis")  # fmt: skip
 INSTALL_S, RUN_S = 1500, 400
+_tried: set[str] = set()
 _ran: set[str] = set()
 
 
@@ -76,6 +77,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[str]:
     """Counts the client of a test, by its marker ``client(name)``, once it has passed."""
     name = request.node.get_closest_marker("client").args[0]
     assert name in CLIENTS
+    _tried.add(name)
     yield name
     if getattr(request.node, "passed", False):
         _ran.add(name)
@@ -94,5 +96,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not _tried:
+        return
     missing = ", ".join(c for c in CLIENTS if c not in _ran)
     terminalreporter.write_line(f"{len(_ran)} of {len(CLIENTS)} clients ran" + (f"; not: {missing}" if missing else ""))
