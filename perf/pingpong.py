@@ -23,7 +23,7 @@ from typing import Any
 
 from common import RESULTS, cpu_pressure, record, spread
 from loglog import Line, draw
-from pingpong_competitors import COMPETITORS, Competitor, Course, build
+from pingpong_competitors import COMPETITORS, Competitor, Course
 
 SIZES = "8,64,256,1024,4096,16384,65536,262144,1048576,4194304,16777216"
 Samples = dict[str, dict[int, list[float]]]  # competitor -> bytes -> p50 of each round, microseconds
@@ -98,15 +98,14 @@ def table(mid: dict[str, dict[int, float]], sizes: list[int]) -> str:
     return "\n".join([head, *rows])
 
 
-def chosen(text: str) -> list[Competitor]:
-    parts = [part.strip() for part in text.split(",")] if text else [""]
-    wanted = [c for c in COMPETITORS if any(part in c.name for part in parts)]
+def chosen(parts: list[str]) -> list[Competitor]:
+    wanted = [c for c in COMPETITORS if not parts or any(part in c.name for part in parts)]
     if not wanted:
-        raise ValueError(f"--only {text!r} names nobody; there are {', '.join(c.name for c in COMPETITORS)}")
+        raise ValueError(f"--only {parts[0]!r} names nobody; there are {'; '.join(c.name for c in COMPETITORS)}")
     return wanted
 
 
-def main() -> int:
+def flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default=SIZES, help="bytes of a message, by comma")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each competitor (default: 5)")
@@ -114,10 +113,28 @@ def main() -> int:
     parser.add_argument("--warm-up", type=int, default=300, help="ping-pongs before them (default: 300)")
     parser.add_argument("--volume", type=int, default=64 << 20, help="bytes of a size in a turn, at most (64 MiB)")
     parser.add_argument("--cores", default="0,1", help="of the two processes (default: 0,1)")
-    parser.add_argument("--only", default="", help="competitors whose name contains one of these, by comma")
+    parser.add_argument("--only", action="append", default=[], help="those whose name contains this; may be repeated")
     parser.add_argument("--write", action="store_true", help="append to results/pingpong.jsonl and draw the plots")
     parser.add_argument("--dry-run", action="store_true", help="say who would take part, and exit")
-    args = parser.parse_args()
+    return parser
+
+
+def outcome(p50: Samples, p99: Samples, pressure: list[float], missing: dict[str, str]) -> dict[str, Any]:
+    """What is recorded."""
+    return {
+        "one_way_us": {name: {str(n): spread(v) for n, v in by.items()} for name, by in p50.items()},
+        "p99_us": {
+            name: {str(n): statistics.median(v) for n, v in by.items() if not any(map(math.isnan, v))}
+            for name, by in p99.items()
+        },
+        "targets": targets(medians(p50)),
+        "left_out": missing,
+        "cpu_pressure": spread(pressure),
+    }
+
+
+def main() -> int:
+    args = flags().parse_args()
     try:
         competitors = chosen(args.only)
         sizes = [int(n) for n in args.sizes.split(",")]
@@ -133,22 +150,11 @@ def main() -> int:
         print(*(c.name for c in competitors), sep="\n")
         return 0
     with tempfile.TemporaryDirectory() as place:
-        build(Path(place))
         course = Course(sizes, (first, second), args.count, args.warm_up, args.volume, Path(place))
         p50, p99, pressure = take_turns(course, competitors, args.rounds)
     mid = medians(p50)
-    results: dict[str, Any] = {
-        "one_way_us": {name: {str(n): spread(v) for n, v in by.items()} for name, by in p50.items()},
-        "p99_us": {
-            name: {str(n): statistics.median(v) for n, v in by.items() if not any(map(math.isnan, v))}
-            for name, by in p99.items()
-        },
-        "targets": targets(mid),
-        "left_out": missing,
-        "cpu_pressure": spread(pressure),
-    }
     settings = {k: v for k, v in vars(args).items() if k not in ("write", "dry_run")}
-    line = record("pingpong", settings, results, write=args.write)
+    line = record("pingpong", settings, outcome(p50, p99, pressure, missing), write=args.write)
     if args.write:
         plots(mid, RESULTS)
     print(table(mid, sizes))

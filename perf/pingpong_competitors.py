@@ -30,7 +30,7 @@ class Course:
     count: int
     warm_up: int
     volume: int
-    build: Path
+    build: Path  # a folder for what has to be compiled
 
     def rounds(self, nbytes: int) -> int:
         return max(20, min(self.count, self.volume // (2 * nbytes)))
@@ -91,10 +91,19 @@ def lamina(transport: str, pattern: str, driver: str) -> Callable[[Course], Time
     return run
 
 
+def program(course: Course, name: str, *compile: str) -> str:
+    """pingpong_baselines.cpp, compiled when it is first asked for."""
+    path = course.build / name
+    if not path.exists():
+        flags = ["-std=c++17", "-O3", "-Wall", "-Wextra"]
+        _call([*compile, *flags, str(HERE / "pingpong_baselines.cpp"), "-o", str(path)])
+    return str(path)
+
+
 def plain(kind: str) -> Callable[[Course], Times]:
     def run(course: Course) -> Times:
         cores = [str(core) for core in course.cores]
-        return _table(_call([str(course.build / "plain"), kind, *cores, str(course.warm_up), *course.runs]))
+        return _table(_call([program(course, "plain", "g++"), kind, *cores, str(course.warm_up), *course.runs]))
 
     return run
 
@@ -111,7 +120,14 @@ def open_mpi(layers: str) -> Callable[[Course], Times]:
     def run(course: Course) -> Times:
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
         command = ["mpirun", *root, "-np", "2", "--oversubscribe", "--bind-to", "none", "--mca", "pml", "ob1"]
-        command += ["--mca", "btl", layers, str(course.build / "mpi"), "mpi", *(str(core) for core in course.cores)]
+        command += [
+            "--mca",
+            "btl",
+            layers,
+            program(course, "mpi", "mpicxx", "-DWITH_MPI"),
+            "mpi",
+            *(str(core) for core in course.cores),
+        ]
         return _table(_call([*command, str(course.warm_up), *course.runs]))
 
     return run
@@ -170,15 +186,6 @@ def needs_program(*names: str) -> Callable[[], str]:
 
 def needs_module(name: str) -> Callable[[], str]:
     return lambda: "" if importlib.util.find_spec(name) else f"the Python package {name}"
-
-
-def build(place: Path) -> None:
-    """The programs of pingpong_baselines.cpp, as far as there are compilers."""
-    source, flags = str(HERE / "pingpong_baselines.cpp"), ["-std=c++17", "-O3", "-Wall", "-Wextra"]
-    if shutil.which("g++"):
-        _call(["g++", *flags, source, "-o", str(place / "plain")])
-    if shutil.which("mpicxx"):
-        _call(["mpicxx", *flags, "-DWITH_MPI", source, "-o", str(place / "mpi")])
 
 
 CXX, MPI, UCX = needs_program("g++"), needs_program("mpirun", "mpicxx"), needs_program("ucx_perftest")
