@@ -43,6 +43,7 @@ def test_what_is_missing_is_named_and_left_out(tmp_path: Path) -> None:
     assert "lamina shm put" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_turn_of_three() -> None:
     open_or_skip("shm")
     cores = sorted(os.sched_getaffinity(0))
