@@ -68,10 +68,59 @@ class Timed:
 def open_client(base_url: str, api_key: str, timeout_s: float) -> httpx.AsyncClient:
     """``timeout_s``: of silence, in any phase of a request."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     return httpx.AsyncClient(
-        base_url=base_url, headers=headers, timeout=timeout_s, limits=limits, trust_env=False, follow_redirects=False
+        base_url=base_url, headers=headers, timeout=timeout_s, transport=_Connections(), trust_env=False
     )
+
+
+class _Connections(httpx.AsyncBaseTransport):
+    """A connection for each request under way; idle ones are used again. httpx's own pool looks at all of its
+    connections for every request, which at hundreds of them takes longer than the requests.
+    """
+
+    def __init__(self) -> None:
+        self._context = httpx.create_ssl_context()
+        self._all: list[httpx.AsyncHTTPTransport] = []
+        self._free: list[httpx.AsyncHTTPTransport] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if not self._free:
+            self._free.append(httpx.AsyncHTTPTransport(verify=self._context))
+            self._all += self._free
+        one = self._free.pop()
+        try:
+            response = await one.handle_async_request(request)
+        except BaseException:
+            self._free.append(one)
+            raise
+        if isinstance(response.stream, httpx.AsyncByteStream):
+            response.stream = _Returned(response.stream, lambda: self._free.append(one))
+        return response
+
+    async def aclose(self) -> None:
+        for one in self._all:
+            await one.aclose()
+
+
+class _Returned(httpx.AsyncByteStream):
+    """An answer's bytes; ``on_close`` is called once it has been read or given up."""
+
+    def __init__(self, inner: httpx.AsyncByteStream, on_close: Callable[[], None]) -> None:
+        self._inner = inner
+        self._on_close = on_close
+        self._open = True
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._inner:
+            yield part
+
+    async def aclose(self) -> None:
+        try:
+            await self._inner.aclose()
+        finally:
+            if self._open:
+                self._open = False
+                self._on_close()
 
 
 def body_of(endpoint: str, model: str, prompt: str | list[int], output_len: int, **more: Any) -> dict[str, Any]:
