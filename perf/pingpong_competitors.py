@@ -47,7 +47,7 @@ class Competitor:
     caller: str  # native or python
     run: Callable[[Course], Times]
     missing: Callable[[], str] = lambda: ""  # what it needs and does not find here
-    delivers: bool = True  # its receiver reads every message, and messages differ
+    compares: bool = True  # every payload, with what was sent; and payloads differ
 
 
 def _call(command: Sequence[str], env: dict[str, str] | None = None) -> str:

@@ -7,9 +7,9 @@ namespace lamina {
 
 constexpr std::uint64_t kStreamed = 2048;  // from so many bytes on
 
-// `to` is aligned to a cache line. The reader had these lines last: an ordinary store would fetch each of them from its
-// core before overwriting it, a streaming store writes whole lines and fetches nothing. Measured between two cores of a
-// Zen 3 against memcpy: 1.5 times as fast at 4 KiB, twice at 16 KiB, more than 10 times from 64 KiB to 256 KiB.
+// `to` is aligned to a cache line. Streaming stores write whole lines without reading them first; the reader had them
+// last. Medians between two virtual cores of a Zen 3, microseconds for one way (memcpy; ordinary vector stores; these):
+// 4 KiB 1.5, 1.5, 0.9; 16 KiB 3.6, 4.1, 1.5; 64 KiB 84, 14, 4.
 inline void copy_across(std::uint8_t* to, const std::uint8_t* from, std::uint64_t bytes) {
 #if defined(__x86_64__)
   if (bytes >= kStreamed) {
