@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-# role -> (module to run as a process, its function that serves one control socket)
+# role -> (module, its function that serves one control socket)
 ROLES = {
     "memory": ("lamina.workers.memory", "serve_memory"),
     "compute": ("lamina.workers.compute_main", "serve_compute"),
@@ -39,16 +39,16 @@ class WorkerHandle(Protocol):
 
 
 class ProcessWorker:
-    """A worker that is its own process, started with ``python -m``."""
+    """A worker that is its own process: ``python -m lamina.workers``."""
 
     def __init__(self, role: str, index: int, threads: int = 0) -> None:
         """``threads`` of OpenMP; 0 = what the environment says, else all cores."""
         self.role, self.index = role, index
         self.sock, theirs = socket.socketpair()
-        module, _ = ROLES[role]
+        module, function = ROLES[role]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, "--control-fd", str(theirs.fileno())],
+                [sys.executable, "-m", "lamina.workers", f"{module}:{function}", "--control-fd", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=_environment(threads),

@@ -14,7 +14,6 @@ from lamina.engine.engine import Engine
 from lamina.engine.pools import Pools, WorkerError
 from lamina.request import CompletionOutput, Logprob, RequestOutput
 from lamina.workers.control import ControlLink, Failed, LinkClosedError, Progress, Stop
-from lamina.workers.service import run_process
 
 from .messages import Add, Cancel, Counters, Delta, Logprobs, Outputs, Ready, Refused, Start, State, Times
 
@@ -279,7 +278,3 @@ def _pairs(entry: list[Logprob]) -> Logprobs:
 def _tell(link: ControlLink, message: Failed) -> None:
     with contextlib.suppress(LinkClosedError):
         link.send(message)
-
-
-if __name__ == "__main__":
-    run_process(serve_engine)

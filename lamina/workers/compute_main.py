@@ -1,4 +1,4 @@
-"""Start of a compute worker: load, cut, connect, bind; then serve steps. ``python -m lamina.workers.compute_main``."""
+"""Start of a compute worker: load, cut, connect, bind; then serve steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .control import (
 from .links import MemoryLink, MemoryPool, RefusedError
 from .memory_store import available_bytes
 from .ring import RingEnds
-from .service import Service, run_process
+from .service import Service
 from .stepplan import Bind, Bound, Join, LayerShape, ProtocolError
 
 SLOTS_OF_A_BATCH = 3  # PLAN, Q and KV are in flight together; one more slot so that the next PLAN need not wait
@@ -280,7 +280,3 @@ class _Clock:
         now = time.perf_counter()
         self.laps[name] = now - self._last
         self._last = now
-
-
-if __name__ == "__main__":
-    run_process(serve_compute)

@@ -1,4 +1,4 @@
-"""The memory worker: keeps the KV cache and computes core attention. ``python -m lamina.workers.memory``.
+"""The memory worker: keeps the KV cache and computes core attention.
 
 It serves the replicas of one model, a channel each. When one of them is lost, it lets go of all and waits for the next
 one that binds; the sequences of the old ones are dropped.
@@ -16,7 +16,7 @@ from lamina.netstack import Channel, ChannelError, ChannelTimeout, Listener
 from lamina.observe.trace import OFF, Recorder, recorder
 
 from .control import AskClock, AskStats, AskTrace, ControlLink, LinkClosedError, MemoryReady, StartMemory, Stop
-from .service import Service, run_process
+from .service import Service
 from .session import POLL_S, Meter, Session
 from .stepplan import ProtocolError
 
@@ -145,7 +145,3 @@ class _Server:
         self._worker.abort(reason)
         if self._fabric is not None:
             self._fabric.close()
-
-
-if __name__ == "__main__":
-    run_process(serve_memory)

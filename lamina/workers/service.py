@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 import queue
-import signal
-import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +21,6 @@ from .control import (
     Stop,
     Trace,
 )
-
-ORPHAN_EXIT_S = 2.0
 
 
 class Service:
@@ -93,30 +87,3 @@ class Service:
                 self.link.send(Trace(records=records, dropped=dropped))
             else:
                 self._inbox.put(message)
-
-
-def run_process(serve: Callable[[socket.socket], None]) -> None:
-    """The main function of a worker process: ``--control-fd N`` names the inherited socket.
-
-    Ctrl-C is the driver's to handle. A process that does not end soon after its driver is ended by force.
-    """
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--control-fd", type=int, required=True, help="inherited socket of the control link")
-    fd = parser.parse_args().control_fd
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sock = socket.socket(fileno=fd)
-    _exit_when_orphaned(os.dup(fd))
-    serve(sock)
-
-
-def _exit_when_orphaned(fd: int) -> None:
-    def watch() -> None:
-        import select
-
-        poll = select.poll()
-        poll.register(fd, select.POLLRDHUP)
-        poll.poll()
-        threading.Event().wait(ORPHAN_EXIT_S)  # the time for an orderly end
-        os._exit(1)
-
-    threading.Thread(target=watch, name="lamina-orphan", daemon=True).start()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import torch
 from torch import Tensor
 
 from lamina.kv.pool import LayerStore, WriteIndex
-from lamina.workers.memory import serve_memory
-from lamina.workers.service import run_process
+from lamina.workers import memory
 
 _write = LayerStore.write
 
@@ -16,6 +17,6 @@ def _write_zeros(self: LayerStore, at: WriteIndex, k: Tensor, v: Tensor) -> None
     _write(self, at, torch.zeros_like(k), torch.zeros_like(v))
 
 
-if __name__ == "__main__":
+def serve_memory(sock: socket.socket) -> None:
     LayerStore.write = _write_zeros  # type: ignore[method-assign]
-    run_process(serve_memory)
+    memory.serve_memory(sock)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -87,6 +88,19 @@ def test_nothing_is_left_when_the_driver_dies(how: signal.Signals, scheme: str, 
         os.sched_yield()
     driver.stdout.close()
     assert shared_memory() == before
+
+
+@pytest.mark.parametrize("serve", ["lamina.workers.compute_main:serve_compute", "lamina.workers.memory:serve_memory"])
+def test_a_worker_goes_with_its_driver_also_while_it_imports(serve: str) -> None:
+    ours, theirs = socket.socketpair()
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "lamina.workers", serve, "--control-fd", str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        cwd=ROOT,
+    )
+    theirs.close()
+    ours.close()
+    worker.wait(30)
 
 
 def gone(pid: int) -> bool:

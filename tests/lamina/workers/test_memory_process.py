@@ -26,6 +26,7 @@ from lamina.workers.stepplan import Bind, Key, Kind, LayerShape, New, Rows, Step
 ROOT = Path(__file__).resolve().parents[3]
 KEY = b"k" * 32
 WAIT_S = 30.0
+SERVE = "lamina.workers.memory:serve_memory"
 GEOMETRY = Geometry(slots=4, slot_bytes=1 << 16)
 SHAPE = LayerShape(2, 1, 16, 16, AttentionSpec(scale=0.25).encode())
 
@@ -175,7 +176,7 @@ def process() -> Iterator[tuple[Driver, netstack.Fabric, subprocess.Popen[bytes]
     ours, theirs = socket.socketpair()
     with theirs:
         child = subprocess.Popen(
-            [sys.executable, "-m", "lamina.workers.memory", "--control-fd", str(theirs.fileno())],
+            [sys.executable, "-m", "lamina.workers", SERVE, "--control-fd", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             cwd=ROOT,
         )

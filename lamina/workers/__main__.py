@@ -1,0 +1,27 @@
+"""A worker process: ``python -m lamina.workers MODULE:FUNCTION --control-fd N``."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from importlib import import_module
+
+from .process import run_process
+
+
+def main() -> None:
+    """``FUNCTION(socket)`` serves the driver at the other end of the inherited socket N."""
+    parser = argparse.ArgumentParser(prog="python -m lamina.workers", allow_abbrev=False)
+    parser.add_argument("serve", metavar="MODULE:FUNCTION", help="what to run")
+    parser.add_argument("--control-fd", type=int, required=True, help="inherited socket of the control link")
+    args = parser.parse_args()
+    module, _, function = args.serve.partition(":")
+
+    def serve(sock: socket.socket) -> None:
+        getattr(import_module(module), function)(sock)  # imported while the driver is watched
+
+    run_process(args.control_fd, serve)
+
+
+if __name__ == "__main__":
+    main()
