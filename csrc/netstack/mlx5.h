@@ -205,7 +205,8 @@ LAMINA_HD Status poll_cq(B& bus, Queue& q) {
   const u64 done = (u32(tail >> 16) + 1 - q.completed) & 0xffff;  // WQEs, of which the counter names the last
   if (opcode == kCqeError) {
     bad = u32(be64(bus.load(&cqe->word[6]))) & 0xff;
-  } else if (opcode != kCqeDone || done == 0 || done > q.committed - q.completed) {
+  } else if (opcode != kCqeDone || (u32(tail >> 32) & 0xffffff) != q.number || done == 0 ||
+             done > q.committed - q.completed) {
     bad = kBadCompletion;
   } else {
     q.completed += done;
@@ -254,7 +255,7 @@ LAMINA_HD Status wait_signal(B& bus, const u64* word, u64 known, u64 most, const
     *value = bus.acquire(word);
     if (*value - known > most - known) return kFault;
     if (*value != known) return kOk;
-    if (bus.acquire(abort)) return kAborted;
+    if (bus.load(abort)) return kAborted;
     if (bus.now_ns() - start >= timeout_ns) return kTimeout;
     bus.rest(pause);
   }
@@ -269,7 +270,7 @@ LAMINA_HD Status flush(B& bus, Queue& q, const u64* abort, u64 timeout_ns) {
     const Status status = poll_cq(bus, q);
     if (status == kFailed) return status;
     if (status == kOk) continue;
-    if (bus.acquire(abort)) return kAborted;
+    if (bus.load(abort)) return kAborted;
     if (bus.now_ns() - start >= timeout_ns) return kTimeout;
     bus.rest(32);
   }

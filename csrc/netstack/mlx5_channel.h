@@ -15,7 +15,6 @@ using u8 = unsigned char;
 constexpr u64 kLine = 64;
 constexpr u64 kSignalAt = 0, kCreditAt = kLine, kSlotsAt = 4096;
 constexpr u64 kTagWords = 4;
-constexpr u64 kMessageMost = 1ull << 30;  // of the NIC, header included
 
 struct alignas(64) Header {
   u64 seqno, length;

@@ -15,6 +15,7 @@ using namespace lamina;
 using mlx5::u64;
 
 constexpr u64 kInboxAddress = 0x7e0000000000;
+constexpr u64 kMessageMost = 1ull << 30;  // of the NIC, header included
 
 struct Endpoint {
   PyObject_HEAD
@@ -50,7 +51,7 @@ PyObject* endpoint_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
                                    &out.count, &out.bytes, &in.count, &in.bytes, &epoch, &number, &seed))
     return nullptr;
   for (const mlx5::Slots& slots : {out, in})
-    if (slots.count < 1 || slots.count > 1024 || slots.bytes > mlx5::kMessageMost - sizeof(mlx5::Header))
+    if (slots.count < 1 || slots.count > 1024 || slots.bytes > kMessageMost - sizeof(mlx5::Header))
       return PyErr_Format(PyExc_ValueError, "%llu slots of %llu bytes do not fit the NIC", slots.count, slots.bytes);
   if (epoch >> 16 || number >> 24) return PyErr_Format(PyExc_ValueError, "epoch has 16 bits, number 24");
   PyObject* object = type->tp_alloc(type, 0);

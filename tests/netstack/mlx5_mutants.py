@@ -12,9 +12,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,11 +77,13 @@ class Mutant:
     function: str
     before: str
     after: str  # empty: the line is deleted
+    nth: int = 1  # of those of this function that read the same
 
     @property
     def name(self) -> str:
         place = f"{self.header.rpartition('/')[2]} {self.function}"
-        return f"{place}: {self.before.strip()} -> {self.after.strip() or 'deleted'}"
+        nth = f" ({self.nth})" if self.nth > 1 else ""
+        return f"{place}: {self.before.strip()} -> {self.after.strip() or 'deleted'}{nth}"
 
     def source(self) -> str:
         lines = (CSRC / self.header).read_text().splitlines()
@@ -106,17 +109,24 @@ def live_lines(header: str) -> Iterator[tuple[int, str, str]]:
 
 def mutants() -> list[Mutant]:
     """All of them, in the order of the source."""
-    found: dict[Mutant, None] = {}
+    found: dict[Mutant, Mutant] = {}
+    alike: Counter[str] = Counter()
+
+    def add(mutant: Mutant) -> None:
+        if mutant not in found:
+            alike[mutant.name] += 1
+            found[mutant] = replace(mutant, nth=alike[mutant.name])
+
     for header in HEADERS:
         for number, function, code in live_lines(header):
             if STATEMENT.match(code) and "const " not in code:
-                found[Mutant(header, number, function, code, "")] = None
+                add(Mutant(header, number, function, code, ""))
             for pattern, replacement in RULES:
                 for match in re.finditer(pattern, code):
                     after = code[: match.start()] + match.expand(replacement) + code[match.end() :]
                     if after != code:
-                        found[Mutant(header, number, function, code, after)] = None
-    return list(found)
+                        add(Mutant(header, number, function, code, after))
+    return list(found.values())
 
 
 def argued() -> dict[str, str]:
@@ -154,8 +164,9 @@ class Proof:
             return "survived" if run.returncode == 0 else f"killed: {run.stdout.strip() or run.returncode}"
 
 
-def main() -> int:
-    chosen = [m for m in mutants() if not sys.argv[1:] or any(word in m.name for word in sys.argv[1:])]
+def main(words: list[str]) -> int:
+    """Make the mutants whose name contains one of ``words`` (none: all); the exit status."""
+    chosen = [m for m in mutants() if not words or any(word in m.name for word in words)]
     with tempfile.TemporaryDirectory() as folder:
         proof = Proof(Path(folder))
         if (fate := proof.fate(None)) != "survived":
@@ -167,7 +178,7 @@ def main() -> int:
     survivors = {m.name for m, fate in fates.items() if fate == "survived"}
     compiled = [m for m, fate in fates.items() if fate != "did not compile"]
     wrong = [f"SURVIVED {name}" for name in sorted(survivors - reasons.keys())]
-    if not sys.argv[1:]:
+    if not words:
         wrong += [f"ARGUED BUT NOT A SURVIVOR {name}" for name in sorted(reasons.keys() - survivors)]
     print(*wrong, sep="\n")
     print(f"{len(compiled)} mutants, {len(compiled) - len(survivors)} killed, {len(survivors)} survived, of these "
@@ -176,4 +187,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

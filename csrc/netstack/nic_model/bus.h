@@ -37,6 +37,10 @@ class WeakBus final : public Observer {
   }
 
   void fence() {
+    for (std::uint64_t n = random_.below(4); n && !buffer_.empty(); --n) {
+      leave(random_.below(buffer_.size()));
+      move();
+    }
     for (const Store& store : buffer_) write(store);
     buffer_.clear();
     move();
@@ -62,9 +66,13 @@ class WeakBus final : public Observer {
 
   Word now_ns() { return now_ += 50; }
   void rest(unsigned ns) {
+    ++rests;
+    longest_rest = ns > longest_rest ? ns : longest_rest;
     now_ += ns;
     move();
   }
+
+  unsigned rests = 0, longest_rest = 0;
 
   // Someone else writes to memory that this processor reads.
   void before_write(const void* at, std::uint64_t bytes) override {
@@ -108,7 +116,7 @@ class WeakBus final : public Observer {
   std::function<void()> world_;
   std::vector<Store> buffer_;
   std::unordered_map<const Word*, Word> old_;
-  Word now_ = 0;
+  Word now_ = 1ull << 40;
 };
 
 }  // namespace lamina::nic_model

@@ -33,11 +33,13 @@ void Nic::doorbell(std::uint64_t offset, std::uint64_t value) {
   count.odd += std::memcmp(setup_.ring + index % setup_.blocks * kBlock, head, 8) != 0;
   count.odd += setup_.alternate ? offset == last_register_ || (offset && offset != setup_.alternate) : offset != 0;
   last_register_ = offset;
+  last_doorbell_ = value;
   doorbells_.push_back(value);
   if (adversary_.repeat && random_.once_in(16)) doorbells_.push_back(value);
 }
 
 bool Nic::step() {
+  if (adversary_.repeat && state_ == State::rts && random_.once_in(4)) read_record();
   if (!doorbells_.empty() && (flights_.empty() || random_.once_in(2))) {
     const std::uint64_t value = doorbells_.front();
     doorbells_.pop_front();
@@ -67,16 +69,26 @@ void Nic::take_doorbell(std::uint64_t value) {
     ++count.refused;
     return;
   }
-  const std::uint32_t record = __builtin_bswap32(load(setup_.record + 1));
-  const std::uint16_t window = std::uint16_t(record - next_);
   const std::uint16_t ahead = std::uint16_t(index - next_);
   if (ahead >= 0x8000) {
     ++count.stale;
-  } else if (window > setup_.blocks || ahead >= window) {
+  } else if (ahead >= window()) {
     ++count.refused;
   } else {
-    end_ = next_ + window;
+    read_record();
   }
+}
+
+// WQEs that the record announces; 0 if it claims more than the ring holds.
+std::uint64_t Nic::window() const {
+  const std::uint16_t n = std::uint16_t(__builtin_bswap32(load(setup_.record + 1)) - next_);
+  return n <= setup_.blocks ? n : 0;
+}
+
+// Hardware that has dropped or merged doorbells reads the record unasked, so whatever the record announces must be
+// in the ring before it. It may fetch all of that at once.
+void Nic::read_record() {
+  end_ = next_ + window();
 }
 
 void Nic::fetch() {

@@ -65,7 +65,7 @@ struct Setup {
 // How the outside world may delay, split and repeat; all legal. `reorder` is not: see mlx5::put_signal.
 struct Adversary {
   bool split = false;    // writes arrive in pieces
-  bool repeat = false;   // doorbells arrive again, late
+  bool repeat = false;   // doorbells arrive again, late, and the record is read without one
   bool reorder = false;  // two writes may overtake each other, as with adaptive routing
 };
 
@@ -90,6 +90,7 @@ class Nic {
   State state() const { return state_; }
   bool modify(State to);  // false if the specification has no such transition
   void doorbell(std::uint64_t offset, std::uint64_t value);
+  std::uint64_t last_doorbell() const { return last_doorbell_; }
   bool step();  // one small step; false when there is nothing to do
   void run() {
     while (step()) {
@@ -111,6 +112,8 @@ class Nic {
   };
 
   void take_doorbell(std::uint64_t value);
+  std::uint64_t window() const;
+  void read_record();
   void fetch();
   void deliver(Flight& flight);
   void land();
@@ -126,7 +129,7 @@ class Nic {
   State state_ = State::reset;
   std::uint64_t next_, end_;  // WQEs to fetch
   std::uint64_t completed_;
-  std::uint64_t last_register_ = ~0ull;
+  std::uint64_t last_register_ = ~0ull, last_doorbell_ = 0;
   std::deque<std::uint64_t> doorbells_;
   std::deque<Flight> flights_;
 };

@@ -2,159 +2,21 @@
 // counters, or 1 and the first thing that was wrong. tests/netstack/test_nic_model.py and the mutants run it.
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 
-#include "netstack/nic_model/end.h"
+#include "netstack/nic_model/pair.h"
 
 using namespace lamina;
 using namespace lamina::nic_model;
-using mlx5::Status;
-using u64 = mlx5::u64;
 
 namespace {
-
-const char* g_scenario = "";
-
-#define CHECK(truth)                                                               \
-  do {                                                                             \
-    if (!(truth)) {                                                                \
-      std::printf("%s: line %d: not true: %s\n", g_scenario, __LINE__, #truth);    \
-      std::exit(1);                                                                \
-    }                                                                              \
-  } while (0)
-
-constexpr u64 kLongNs = 20'000'000;  // of the bus's own clock
-constexpr u64 kInboxA = 0x7e0000002000, kInboxB = 0xfffffffff000;  // the second one crosses 2^48
-
-// Two ends whose NICs move whenever either processor touches memory.
-class Pair {
- public:
-  Pair(Shape a, Shape b, Adversary adversary, u64 seed)
-      : random_{seed}, inbox_{Bytes(a.in.inbox_bytes()), Bytes(b.in.inbox_bytes())},
-        staging_{Bytes(a.out.inbox_bytes()), Bytes(b.out.inbox_bytes())},
-        a(a, inbox_[0].data(), staging_[0].data(), &abort, adversary, seed + 10, [this] { move(); }),
-        b(b, inbox_[1].data(), staging_[1].data(), &abort, adversary, seed + 20, [this] { move(); }) {
-    for (Bytes& inbox : inbox_) open_inbox(inbox.data(), a.zero);
-    this->a.reach({kInboxB, 0xccdd00}, inbox_[1].data(), &this->b.bus);
-    this->b.reach({kInboxA, 0xccdd00}, inbox_[0].data(), &this->a.bus);
-  }
-
-  void move() {
-    for (u64 n = random_.below(4); n; --n) (random_.once_in(2) ? a : b).nic.step();
-  }
-  void settle() {
-    while (a.nic.step() || b.nic.step()) {
-    }
-  }
-  std::uint8_t* inbox_of_a() { return inbox_[0].data(); }
-  std::uint8_t* inbox_of_b() { return inbox_[1].data(); }
-
- private:
-  using Bytes = std::vector<std::uint8_t>;
-  Random random_;
-  // 64-byte aligned enough: vectors of this size come from malloc at 16, and words need 8
-  Bytes inbox_[2], staging_[2];
-
- public:
-  u64 abort = 0;
-  End a, b;
-};
-
-Shape shape(u64 slots, u64 slot_bytes, u64 zero = 0, u64 index = 0, u64 completed = 0) {
-  return {{slots, slot_bytes}, {slots, slot_bytes}, 0x123456, 8, 8, zero, index, completed};
-}
-
-// The n-th payload word of a message, and its length: functions of the message alone.
-u64 pattern(u64 message, u64 word) { return (message + 1) * 0x9e3779b97f4a7c15 + word; }
-u64 length(u64 message, u64 slot_bytes) { return pattern(message, 77) % (slot_bytes / 8 + 1) * 8; }
-
-// Send the next message if there is room for it now.
-bool send(End& end) {
-  auto& c = end.channel;
-  Status status = mlx5::wait_slot(end.bus, c, 0);
-  if (status == mlx5::kTimeout) return false;
-  CHECK(status == mlx5::kOk);
-  const u64 n = c.granted++, bytes = length(n, c.out.bytes);
-  CHECK(c.granted - c.credited <= c.out.count);
-  auto* payload = reinterpret_cast<u64*>(mlx5::payload_of(c, n));
-  for (u64 i = 0; i < bytes / 8; ++i) end.bus.put(payload + i, pattern(n, i));
-  const u64 tag[4] = {n, ~n, 3, 4};
-  for (int tries = 0; (status = mlx5::publish(end.bus, c, bytes, tag)) == mlx5::kPending; ++tries) {
-    CHECK(tries < 100'000);
-    end.bus.rest(32);
-  }
-  CHECK(status == mlx5::kOk);
-  return true;
-}
-
-// Receive and check the next message if there is one now.
-bool receive(End& end) {
-  auto& c = end.channel;
-  Status status = mlx5::wait_message(end.bus, c, 0);
-  if (status == mlx5::kTimeout) return false;
-  CHECK(status == mlx5::kOk);
-  const u64 n = c.received;
-  mlx5::Header header;
-  const mlx5::u8* payload;
-  CHECK(mlx5::take(end.bus, c, &header, &payload) == mlx5::kOk);
-  CHECK(header.seqno == c.zero + n + 1 && header.length == length(n, c.in.bytes));
-  CHECK(header.tag[0] == n && header.tag[1] == ~n && header.tag[2] == 3 && header.tag[3] == 4);
-  const u64* words = reinterpret_cast<const u64*>(payload);
-  for (u64 i = 0; i < header.length / 8; ++i) CHECK(end.bus.load(words + i) == pattern(n, i));
-  c.released += 1;
-  return true;
-}
-
-void report(End& end) {
-  const Status status = mlx5::report(end.bus, end.channel);
-  CHECK(status == mlx5::kOk || status == mlx5::kPending);
-}
-
-void check_clean(const End& end, u64 first) {
-  const Counters& n = end.nic.count;
-  CHECK(end.nic.state() == State::rts && !end.nic.overrun && end.channel.queue.syndrome == 0);
-  CHECK(n.refused == 0 && n.odd == 0);
-  CHECK(n.executed == end.channel.queue.committed - first && n.doorbells == end.channel.queue.doorbells);
-}
-
-// Both directions at once, until each side has sent `messages`; everything is verified on arrival.
-Counters traffic(const char* name, u64 messages, Shape a, Shape b, Adversary adversary, u64 seed) {
-  g_scenario = name;
-  Pair pair(a, b, adversary, seed);
-  Random random{seed + 30};
-  End* ends[] = {&pair.a, &pair.b};
-  u64 idle = 0;
-  while (pair.a.channel.received < messages || pair.b.channel.received < messages) {
-    End& end = *ends[random.below(2)];
-    bool moved = false;
-    if (end.channel.granted < messages && random.once_in(2)) moved = send(end);
-    else if (end.channel.received < messages) moved = receive(end);
-    if (random.once_in(2)) report(end);
-    pair.move();
-    idle = moved ? 0 : idle + 1;
-    CHECK(idle < 20'000);
-  }
-  pair.settle();
-  for (End* end : ends) {
-    report(*end);
-    pair.settle();
-    CHECK(mlx5::flush(end->bus, end->channel.queue, &pair.abort, kLongNs) == mlx5::kOk);
-  }
-  check_clean(pair.a, a.index);
-  check_clean(pair.b, b.index);
-  Counters n = pair.a.nic.count;
-  n.doorbells += pair.b.nic.count.doorbells;
-  n.stale += pair.b.nic.count.stale;
-  n.executed += pair.b.nic.count.executed;
-  n.completions += pair.b.nic.count.completions;
-  return n;
-}
 
 constexpr Adversary kHostile{true, true, false};
 
 // A key or address that does not fit: the NIC says so, nothing of the peer's is touched, the queue stays dead.
-void fault(const char* name, std::uint32_t syndrome, const std::function<void(Pair&)>& spoil) {
+void fault(const char* name, u64 seed, std::uint32_t syndrome, const std::function<void(Pair&)>& spoil) {
   g_scenario = name;
-  Pair pair(shape(2, 64), shape(2, 64), {}, 5);
+  Pair pair(shape(2, 64), shape(2, 64), {}, seed);
   spoil(pair);
   const std::vector<std::uint8_t> before(pair.inbox_of_b(), pair.inbox_of_b() + pair.b.channel.in.inbox_bytes());
   CHECK(send(pair.a));
@@ -176,20 +38,20 @@ void fault(const char* name, std::uint32_t syndrome, const std::function<void(Pa
   CHECK(std::memcmp(before.data(), pair.inbox_of_b(), before.size()) == 0);
 }
 
-void faults() {
+void faults(u64 seed) {
   using P = Pair&;
-  fault("wrong remote key", kRemoteAccess, [](P p) { p.a.channel.peer.key ^= 1; });
-  fault("before the remote region", kRemoteAccess, [](P p) { p.a.channel.peer.address -= 8192; });
-  fault("behind the remote region", kRemoteAccess, [](P p) { p.a.channel.peer.address += 4096; });
-  fault("remote region one byte short", kRemoteAccess, [](P p) {
+  fault("wrong remote key", seed, kRemoteAccess, [](P p) { p.a.channel.peer.key ^= 1; });
+  fault("before the remote region", seed, kRemoteAccess, [](P p) { p.a.channel.peer.address -= 8192; });
+  fault("behind the remote region", seed, kRemoteAccess, [](P p) { p.a.channel.peer.address += 4096; });
+  fault("remote region one byte short", seed, kRemoteAccess, [](P p) {
     p.a.nic.remote[0].bytes = mlx5::kSlotsAt + sizeof(mlx5::Header) + length(0, 64) - 1;
   });
-  fault("remote region not writable", kRemoteAccess, [](P p) { p.a.nic.remote[0].remote_write = false; });
-  fault("wrong local key", kLocalProtection, [](P p) { p.a.channel.source.key ^= 1; });
-  fault("local region one byte short", kLocalProtection, [](P p) {
+  fault("remote region not writable", seed, kRemoteAccess, [](P p) { p.a.nic.remote[0].remote_write = false; });
+  fault("wrong local key", seed, kLocalProtection, [](P p) { p.a.channel.source.key ^= 1; });
+  fault("local region one byte short", seed, kLocalProtection, [](P p) {
     p.a.nic.local[0].bytes = mlx5::kSlotsAt + sizeof(mlx5::Header) + length(0, 64) - 1;
   });
-  fault("nobody acknowledges", kRetryExceeded, [](P p) { p.a.nic.peer_gone = true; });
+  fault("nobody acknowledges", seed, kRetryExceeded, [](P p) { p.a.nic.peer_gone = true; });
 }
 
 void region_fits_exactly() {
@@ -216,6 +78,7 @@ void waits() {
     const u64 took = bus.now_ns() - start;
     CHECK(took >= limit && took <= 2 * limit + 4 * WeakBus::kRestMostNs);
   }
+  CHECK(bus.rests > 10 && bus.longest_rest == WeakBus::kRestMostNs);
   const u64 start = bus.now_ns();
   pair.abort = 1;
   CHECK(mlx5::wait_signal(bus, &word, 100, 104, &pair.abort, kLongNs, &value) == mlx5::kAborted);
@@ -256,6 +119,15 @@ void lies() {
   const u64 slot = mlx5::kSlotsAt;
   for (u64 signal : {zero - 1, zero + 3, 8ull << 48 | 1})
     lie("signal", [=](Pair& p) { set(p.inbox_of_b() + mlx5::kSignalAt, signal); }, false);
+  lie("signal before the credit", [=](Pair& p) {
+    auto& c = p.b.channel;
+    mlx5::Header header;
+    const mlx5::u8* payload;
+    CHECK(mlx5::wait_message(p.b.bus, c, 0) == mlx5::kOk && mlx5::take(p.b.bus, c, &header, &payload) == mlx5::kOk);
+    set(p.inbox_of_b() + mlx5::kSignalAt, zero + 3);
+    CHECK(mlx5::wait_message(p.b.bus, c, 0) == mlx5::kFault);
+    c.received = 0;
+  }, false);
   for (u64 seqno : {zero, zero + 2, 1ull})
     lie("header seqno", [=](Pair& p) { set(p.inbox_of_b() + slot, seqno); }, false);
   for (u64 bytes : {65ull, 1ull << 63, ~0ull})
@@ -273,8 +145,15 @@ void full_ring() {
   for (u64 i = 0; i < q.blocks; ++i) CHECK(mlx5::put_word(still, q, {kInboxB + 512, 0xccdd00}, i) == mlx5::kOk);
   u64 first = 77;
   for (u64 count : {1, 2, 8}) CHECK(mlx5::reserve(still, q, mlx5::u32(count), &first) == mlx5::kPending);
-  CHECK(first == 77 && q.reserved == q.blocks && q.committed == q.blocks);
+  const mlx5::Put put{{kInboxB + 4096, 0xccdd00}, pair.a.channel.source, 64, {kInboxB, 0xccdd00}, 1};
+  CHECK(mlx5::put_word(still, q, put.signal, 1) == mlx5::kPending);
+  CHECK(mlx5::put_signal(still, q, put) == mlx5::kPending);
+  CHECK(mlx5::put_signal_fenced(still, q, put, &pair.abort, 1000) == mlx5::kPending);
+  CHECK(first == 77 && q.reserved == q.blocks && q.committed == q.blocks && q.doorbells == q.blocks);
+  CHECK(still.rests == 0);
+  const u64 start = still.now_ns();
   CHECK(mlx5::flush(still, q, &pair.abort, 1000) == mlx5::kTimeout);
+  CHECK(still.now_ns() - start >= 1000 && still.now_ns() - start < 2000 && still.rests > 1);
   pair.abort = 1;
   CHECK(mlx5::flush(still, q, &pair.abort, kLongNs) == mlx5::kAborted);
   pair.abort = 0;
@@ -284,6 +163,45 @@ void full_ring() {
   }
   CHECK(mlx5::reserve(still, q, 1, &first) == mlx5::kOk && first == q.blocks);
   CHECK(mlx5::reserve(still, q, 1, &first) == mlx5::kPending || pair.a.nic.count.completions > 1);
+  q.reserved = q.committed;
+  pair.settle();
+  CHECK(mlx5::flush(still, q, &pair.abort, 0) == mlx5::kOk);  // all that is there, however little time
+}
+
+// Credit for several slots is used slot by slot, without waiting for more.
+void credit() {
+  g_scenario = "credit";
+  Pair pair(shape(2, 64), shape(2, 64), {}, 14);
+  for (int round = 0; round < 3; ++round) {
+    CHECK(send(pair.a) && send(pair.a) && !send(pair.a));
+    pair.settle();
+    CHECK(receive(pair.b) && receive(pair.b));
+    report(pair.b);
+    pair.settle();
+  }
+}
+
+void layout() {
+  g_scenario = "layout";
+  for (u64 bytes : {0, 1, 63, 64, 65, 4096}) {
+    const mlx5::Slots slots{3, bytes};
+    CHECK(slots.stride() % 64 == 0 && slots.stride() >= 64 + bytes && slots.stride() < 128 + bytes);
+    CHECK(slots.at(0) == 4096 && slots.at(4) == 4096 + slots.stride() && slots.at(5) == 4096 + 2 * slots.stride());
+    CHECK(slots.inbox_bytes() == 4096 + 3 * slots.stride());
+  }
+}
+
+// The bytes that the provider of rdma-core 59 wrote for the same two requests on the same queue pair.
+void recorded_doorbell() {
+  g_scenario = "recorded doorbell";
+  Pair pair(shape(2, 64), shape(2, 64), {}, 15);
+  auto& q = pair.a.channel.queue;
+  WeakBus still(pair.a.nic, q.doorbell, 1, nullptr);
+  const mlx5::Put put{{kInboxB + 4096, 0xccdd00}, pair.a.channel.source, 64, {kInboxB, 0xccdd00}, 1};
+  CHECK(mlx5::put_signal(still, q, put) == mlx5::kOk);
+  CHECK(big32(q.record) == 0 && big32(q.record + 1) == 2);
+  const u64 rung = pair.a.nic.last_doorbell();
+  CHECK(big32(&rung) == 0x00000108 && big32(reinterpret_cast<const char*>(&rung) + 4) == 0x12345603);
 }
 
 // Doorbells that no poster of ours rings: nothing happens, and later honest ones work.
@@ -330,11 +248,13 @@ void states() {
 // Completions that answer nothing of ours are an error, not progress.
 void bad_completions() {
   g_scenario = "bad completions";
-  const auto tail = [](u64 counter, u64 opcode_owner) {
+  const auto tail = [](u64 counter, u64 opcode_owner) -> u64 {
     return __builtin_bswap64(0x123456ull << 32 | (counter & 0xffff) << 16 | opcode_owner);
   };
-  for (const u64 value : {tail(1, 0x00), tail(~0ull, 0x00), tail(0, 0x10), tail(0, 0xe0), tail(0, 0x20)}) {
-    Pair pair(shape(2, 64), shape(2, 64), {}, 12);
+  const u64 index = 40;
+  for (const u64 value : {tail(index + 1, 0x00), tail(index - 1, 0x00), tail(index + 0x8000, 0x00), tail(index, 0x10),
+                          tail(index, 0xe0), tail(index, 0x20), tail(index, 0x00) ^ 1ull << 24}) {
+    Pair pair(shape(2, 64, 0, index), shape(2, 64), {}, 12);
     auto& q = pair.a.channel.queue;
     WeakBus still(pair.a.nic, q.doorbell, 1, nullptr);
     CHECK(mlx5::poll_cq(still, q) == mlx5::kPending);
@@ -342,7 +262,7 @@ void bad_completions() {
     CHECK(mlx5::poll_cq(still, q) == mlx5::kPending);
     q.completions[0].word[7] = value;
     CHECK(mlx5::poll_cq(still, q) == mlx5::kFailed);
-    CHECK(q.syndrome == mlx5::kBadCompletion && q.completed == 0);
+    CHECK(q.syndrome == mlx5::kBadCompletion && q.completed == index);
     CHECK(mlx5::flush(still, q, &pair.abort, kLongNs) == mlx5::kFailed);
   }
 }
@@ -383,31 +303,38 @@ int main(int argc, char** argv) {
   waits();
   lies();
   region_fits_exactly();
-  faults();
+  for (u64 i = 0; i < 16; ++i) faults(i);
   full_ring();
+  credit();
+  layout();
+  recorded_doorbell();
   strange_doorbells();
   states();
   bad_completions();
   overtaking();
   const u64 last_epoch = 65535ull << 48;
+  traffic("large slots", 40, shape(3, 8192), shape(3, 8192), kHostile, seed);
   traffic("one slot of no bytes", 300, shape(1, 0), shape(1, 0), kHostile, seed);
   traffic("16-bit wrap", 300, shape(3, 64, last_epoch, 0xff80), shape(3, 64, last_epoch, 0xff81), kHostile, seed + 1);
   traffic("24-bit wrap of the completions", 300, shape(3, 64, 0, 0, 0xffff80), shape(3, 64, 0, 0, 0xffff87), kHostile,
           seed + 2);
   traffic("32-bit wrap", 300, shape(2, 136, 1, 0xffffff80, 0xffffff80), shape(2, 136, 1, 0xffffff8f, 0xffffff8f),
           kHostile, seed + 3);
-  Counters n;
-  u64 done = 0;
-  for (u64 part = 0; done < posts; ++part) {  // a post is a doorbell: a message or a credit
+  Counters sum;
+  for (u64 part = 0; sum.doorbells < posts; ++part) {  // a post is a doorbell: a message or a credit
     const u64 slots = 1 + part % 4;
-    const u64 messages = 1 + (posts - done < 400'000 ? posts - done : 400'000) / 4;
+    const u64 left = posts - sum.doorbells;
+    const u64 messages = 1 + (left < 400'000 ? left : 400'000) / 4;
     Shape a = shape(slots, 24 * (part % 3)), b = shape(2, 24);
     a.in = b.out;
     b.in = a.out;
-    n = traffic("long run", messages, a, b, kHostile, seed + 4 + part);
-    done += n.doorbells;
+    const Counters n = traffic("long run", messages, a, b, kHostile, seed + 4 + part);
+    sum.doorbells += n.doorbells;
+    sum.stale += n.stale;
+    sum.executed += n.executed;
+    sum.completions += n.completions;
   }
-  std::printf("ok posts %llu wqes_of_last_run %llu completions %llu stale %llu\n", done,
-              static_cast<u64>(n.executed), static_cast<u64>(n.completions), static_cast<u64>(n.stale));
+  std::printf("ok posts %llu wqes %llu completions %llu stale_doorbells %llu\n", u64(sum.doorbells),
+              u64(sum.executed), u64(sum.completions), u64(sum.stale));
   return 0;
 }

@@ -1,0 +1,107 @@
+// Compares our work requests, completions and constants with those of rdma-core's public header, bit for bit.
+#include <endian.h>
+#include <infiniband/mlx5dv.h>
+
+#include <cstddef>
+#include <cstdio>
+#include <cstring>
+
+#include "netstack/mlx5.h"
+#include "netstack/nic_model/nic.h"
+
+using namespace lamina;
+using mlx5::u32;
+using mlx5::u64;
+
+static_assert(mlx5::kOpWrite == MLX5_OPCODE_RDMA_WRITE && mlx5::kSignalled == MLX5_WQE_CTRL_CQ_UPDATE);
+static_assert(mlx5::kInline == u32(MLX5_INLINE_SEG) && mlx5::kSend == MLX5_SND_DBR);
+static_assert(mlx5::kCqeDone == MLX5_CQE_REQ && mlx5::kCqeError == MLX5_CQE_REQ_ERR);
+static_assert(mlx5::kCqeInvalid == MLX5_CQE_INVALID && sizeof(mlx5::Wqe) == MLX5_SEND_WQE_BB);
+static_assert(sizeof(mlx5::Cqe) == sizeof(mlx5_cqe64) && offsetof(mlx5_cqe64, sop_drop_qpn) == 56);
+static_assert(offsetof(mlx5_cqe64, wqe_counter) == 60 && offsetof(mlx5_cqe64, op_own) == 63);
+static_assert(offsetof(mlx5_err_cqe, syndrome) == 55);
+static_assert(int(nic_model::kLocalLength) == MLX5_CQE_SYNDROME_LOCAL_LENGTH_ERR);
+static_assert(int(nic_model::kLocalOperation) == MLX5_CQE_SYNDROME_LOCAL_QP_OP_ERR);
+static_assert(int(nic_model::kLocalProtection) == MLX5_CQE_SYNDROME_LOCAL_PROT_ERR);
+static_assert(int(nic_model::kFlushed) == MLX5_CQE_SYNDROME_WR_FLUSH_ERR);
+static_assert(int(nic_model::kRemoteAccess) == MLX5_CQE_SYNDROME_REMOTE_ACCESS_ERR);
+static_assert(int(nic_model::kRetryExceeded) == MLX5_CQE_SYNDROME_TRANSPORT_RETRY_EXC_ERR);
+
+namespace {
+
+struct Reference {
+  alignas(64) char bytes[64] = {};
+
+  Reference(u64 index, u32 queue, mlx5::Remote to, u32 flags) {
+    mlx5dv_set_ctrl_seg(reinterpret_cast<mlx5_wqe_ctrl_seg*>(bytes), uint16_t(index), MLX5_OPCODE_RDMA_WRITE, 0, queue,
+                        uint8_t(flags), 3, 0, 0);
+    auto* raddr = reinterpret_cast<mlx5_wqe_raddr_seg*>(bytes + 16);
+    raddr->raddr = htobe64(to.address);
+    raddr->rkey = htobe32(to.key);
+  }
+};
+
+bool equal(const mlx5::Wqe& ours, const Reference& theirs) { return std::memcmp(&ours, theirs.bytes, 64) == 0; }
+
+bool check_requests(nic_model::Random& random) {
+  const u64 index = random.next(), value = random.next();
+  const u32 queue = u32(random.next()) & 0xffffff, bytes = 1 + u32(random.below(1u << 30));
+  const u32 flags = random.once_in(2) ? mlx5::kSignalled : 0;
+  const mlx5::Remote to{random.next(), u32(random.next())};
+  const mlx5::Local from{random.next(), u32(random.next())};
+
+  Reference data(index, queue, to, flags);
+  mlx5dv_set_data_seg(reinterpret_cast<mlx5_wqe_data_seg*>(data.bytes + 32), bytes, from.key, from.address);
+  Reference word(index, queue, to, flags);
+  reinterpret_cast<mlx5_wqe_inl_data_seg*>(word.bytes + 32)->byte_count = htobe32(8 | MLX5_INLINE_SEG);
+  std::memcpy(word.bytes + 36, &value, 8);
+  return equal(mlx5::write_wqe(index, queue, to, from, bytes, flags), data) &&
+         equal(mlx5::write_word_wqe(index, queue, to, value, flags), word);
+}
+
+bool check_completion(nic_model::Random& random) {
+  mlx5::Cqe completions[8] = {};
+  auto* theirs = reinterpret_cast<mlx5_cqe64*>(completions);
+  for (int i = 0; i < 8; ++i) theirs[i].op_own = MLX5_CQE_INVALID << 4 | MLX5_CQE_OWNER_MASK;
+  u32 seen[2] = {};
+  mlx5::Queue q = {};
+  q.completions = completions;
+  q.seen = seen;
+  q.cqes = 8;
+  q.number = u32(random.next()) & 0xffffff;
+  q.completed = random.next() >> 8;
+  q.committed = q.reserved = q.completed + 4;
+  q.polled = random.next() >> 8;
+  mlx5::Bus bus;
+  if (mlx5::poll_cq(bus, q) != mlx5::kPending) return false;
+  const u64 polled = q.polled, done = 1 + random.below(4);
+  mlx5_cqe64& cqe = theirs[polled % 8];
+  cqe.wqe_counter = htobe16(uint16_t(q.completed + done - 1));
+  cqe.sop_drop_qpn = htobe32(u32(random.below(256)) << 24 | q.number);
+  const bool failed = random.once_in(4);
+  if (failed) reinterpret_cast<mlx5_err_cqe*>(&cqe)->syndrome = 0x13;
+  const int lap = (polled / 8) & 1;
+  const auto set_owner = [&](int owner) {
+    cqe.op_own = uint8_t((failed ? MLX5_CQE_REQ_ERR : MLX5_CQE_REQ) << 4 | owner);
+  };
+  set_owner(!lap);
+  if (mlx5dv_get_cqe_owner(&cqe) == lap || mlx5::poll_cq(bus, q) != mlx5::kPending) return false;
+  set_owner(lap);
+  const u64 before = q.completed;
+  const mlx5::Status status = mlx5::poll_cq(bus, q);
+  if (be32toh(seen[0]) != ((polled + 1) & 0xffffff)) return false;
+  if (failed) return status == mlx5::kFailed && q.syndrome == 0x13 && q.completed == before;
+  return status == mlx5::kOk && q.completed == before + done;
+}
+
+}  // namespace
+
+int main() {
+  nic_model::Random random{42};
+  for (int i = 0; i < 100'000; ++i) {
+    if (!check_requests(random)) return std::printf("request %d differs\n", i), 1;
+    if (!check_completion(random)) return std::printf("completion %d differs\n", i), 1;
+  }
+  std::puts("equal");
+  return 0;
+}

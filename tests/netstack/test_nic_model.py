@@ -1,0 +1,73 @@
+"""The mlx5 headers against the software NIC: the proof itself, and that it notices when the headers are wrong."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx5_mutants
+import pytest
+from mlx5_mutants import CSRC, MODEL, Mutant, Proof
+
+MUTANTS = mlx5_mutants.mutants()
+FENCES = [m for m in MUTANTS if m.after == "" and "fence()" in m.before]
+ACQUIRES = [m for m in MUTANTS if "bus.acquire(" in m.before and "bus.load(" in m.after]
+UNARGUED = [m for m in MUTANTS if m.name not in mlx5_mutants.argued()]
+SAMPLE = list(dict.fromkeys([*FENCES, *ACQUIRES, *random.Random(1).sample(UNARGUED, 4)]))
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+
+
+@pytest.fixture(scope="module")
+def proof(tmp_path_factory: pytest.TempPathFactory) -> Proof:
+    return Proof(tmp_path_factory.mktemp("proof"))
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The proof program as it is, with warnings as errors."""
+    path = tmp_path_factory.mktemp("prove") / "prove"
+    sources = [str(MODEL / "prove.cpp"), str(MODEL / "nic.cpp")]
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}"]
+    subprocess.run(["g++", *flags, *sources, "-o", str(path)], check=True, timeout=110)
+    return path
+
+
+def prove(program: Path, posts: int, seed: int) -> str:
+    run = subprocess.run([str(program), str(posts), str(seed)], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stdout
+    return run.stdout
+
+
+@needs_compiler
+def test_a_million_posts_with_every_wrap(program: Path) -> None:
+    assert int(prove(program, 1_000_000, 1).split()[2]) >= 1_000_000
+
+
+@needs_compiler
+@pytest.mark.parametrize("seed", range(2, 8))
+def test_other_schedules(program: Path, seed: int) -> None:
+    prove(program, 50_000, seed)
+
+
+def test_there_are_mutants_of_every_kind() -> None:
+    assert len(MUTANTS) >= 150
+    assert len({m.name for m in MUTANTS}) == len(MUTANTS)
+    assert [m.function for m in FENCES] == ["commit", "commit"], "before the record, and before the doorbell"
+    assert [m.function for m in ACQUIRES] == ["poll_cq", "wait_signal"], "all that publishes other memory to us"
+    assert set(mlx5_mutants.argued()) <= {m.name for m in MUTANTS}, "an argument about a mutant that is not made"
+
+
+@needs_compiler
+@pytest.mark.parametrize("mutant", SAMPLE, ids=lambda m: f"{m.header.split('/')[1]}-{m.line}")
+def test_a_mutant_is_noticed(proof: Proof, mutant: Mutant) -> None:
+    assert proof.fate(mutant).startswith(("killed", "did not compile")), mutant.name
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_mutant_is_noticed_or_argued() -> None:
+    assert mlx5_mutants.main([]) == 0
