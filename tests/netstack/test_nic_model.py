@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import mlx5_mutants
@@ -26,7 +25,7 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Proof:
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The proof program as it is, with warnings as errors."""
     path = tmp_path_factory.mktemp("prove") / "prove"
     sources = [str(MODEL / "prove.cpp"), str(MODEL / "nic.cpp")]
