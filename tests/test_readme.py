@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ADDRESS = "http://127.0.0.1:8000"  # of the server, as printed; the tests take a free port
 COMMANDS = re.findall(r"^lamina-launch (.+)$", README, re.MULTILINE)
 
 
@@ -32,7 +34,11 @@ def test_there_is_something_to_run() -> None:
     assert len(COMMANDS) >= 2
 
 
-@pytest.mark.parametrize("code", SNIPPETS, ids=range(len(SNIPPETS)))
+CLIENTS = [code for code in SNIPPETS if ADDRESS in code]
+LIBRARY = [code for code in SNIPPETS if ADDRESS not in code]
+
+
+@pytest.mark.parametrize("code", LIBRARY, ids=range(len(LIBRARY)))
 def test_python(code: str) -> None:
     assert "import os" in run("-c", code)
 
@@ -56,6 +62,19 @@ def test_servers(command: str) -> None:
             url = server.stdout.readline().split()[-1]
             with urllib.request.urlopen(url + "/v1/models", timeout=60) as models:
                 assert json.load(models)["data"]
+            assert CLIENTS
+            for code in CLIENTS:
+                assert "import os" in run("-c", code.replace(ADDRESS, url))
+            (curl,) = re.findall(r"^curl .*\\\n.*$", README, re.MULTILINE)
+            if shutil.which("curl"):
+                got = subprocess.run(
+                    shlex.split(curl.replace("\\\n", "").replace(ADDRESS, url)),
+                    capture_output=True,
+                    text=True,
+                    timeout=60,
+                    check=True,
+                )
+                assert "data: [DONE]" in got.stdout
         finally:
             server.send_signal(signal.SIGINT)
             assert server.wait(60) == 0

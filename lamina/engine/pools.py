@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import select
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any
 from lamina import netstack
 from lamina.cluster.local import ProcessWorker, ThreadWorker, WorkerHandle
 from lamina.config import EngineConfig
+from lamina.env import cluster_key
 from lamina.observe.collect import ROUND_TRIPS, Tracer
 from lamina.observe.trace import Event, Recorder
 from lamina.workers.control import (
@@ -166,7 +166,7 @@ class Pools:
         return self._members[self._config.memory_workers :]
 
     def _start(self, model: Any, on_progress: Callable[[str, int, int], None]) -> ComputeReady:
-        config, key = self._config, secrets.token_bytes(32)
+        config, key = self._config, cluster_key()
         with_module = not isinstance(model, str)  # an nn.Module: LLM has checked
         one_process = netstack.open(config.transport, key=key).in_process
         # Memory workers of one host run at the same time, the compute worker while they rest. In one process all share
