@@ -106,7 +106,8 @@ class SplitRunner:
         self._known |= set(parts)
         plan = StepPlan(step=self._step, ops=list(ops), rows=[Rows(s, p[0], len(p)) for s, p in parts.items()])
         self._step += 1
-        self._pool.begin(plan)
+        self._pool.announce(plan)
+        self._pool.select(plan)
         first, *others = self._program.slices
         carry = first(torch.tensor([[r.token] for r in rows]), torch.tensor([[r.position] for r in rows]), self._pool)
         for layer, slice_ in enumerate(others):
