@@ -42,6 +42,7 @@ FROM_WORKERS = MemoryReady | RingUrl | ComputeReady | Progress | StepDone | Stat
 JOIN_S = 5.0
 JOIN_AFTER_LOSS_S = 0.5
 STATS_S = 5.0
+GRACE_S = 1.0  # a worker that waits for another one in vain knows more than we do: let it speak first
 
 
 class WorkerError(RuntimeError):
@@ -99,7 +100,9 @@ class Pools:
         """See Wire."""
         limit, start = self._config.step_timeout_s, self.tracer.recorder.now()
         with self._lock:
-            done: StepDone = self._await(self._compute, StepDone, limit, f"for a step (--step-timeout-s {limit:g})")
+            done: StepDone = self._await(
+                self._compute, StepDone, limit + GRACE_S, f"for a step (--step-timeout-s {limit:g})"
+            )
         self.tracer.recorder.add(Event.WAIT_DONE, start, done)
         return done
 
