@@ -22,7 +22,9 @@ class EngineConfig:
     """Everything about an engine except its model. Flags of ``lamina-launch`` have the same names with dashes."""
 
     memory_workers: int = option(2, "memory workers; each holds an equal share of the KV heads")
-    transport: str = option("shm", "how the pools talk: shm, tcp, loopback (everything in one process), verbs, mlx5")
+    transport: str = option(
+        "shm", "how the pools talk: shm, tcp, loopback (everything in one process), auto, verbs, mlx5"
+    )
     memory_addresses: str = option("", "where memory workers listen, one each, by comma; empty = any free place")
     dtype: str = option("auto", "of weights, KV cache and wire: auto (as stored), float32, bfloat16, float16")
     max_model_len: int = option(0, "tokens of a sequence, prompt included; 0 = the model's own limit")

@@ -9,7 +9,8 @@ from lamina.config import EngineConfig
 
 def check(model: str, config: EngineConfig) -> None:
     """Raises ValueError, naming the flag and the fix, ImportError where a backend was not built."""
-    from lamina.models.checkpoint import check_weights, find_checkpoint, read_config, weight_bytes
+    from lamina.kv.partition import by_head
+    from lamina.models.checkpoint import check_room, check_weights, find_checkpoint, read_config
     from lamina.models.load import max_model_len
     from lamina.workers.memory_store import available_bytes
 
@@ -19,20 +20,13 @@ def check(model: str, config: EngineConfig) -> None:
     limit = max_model_len(found)
     if config.max_model_len > limit:
         raise ValueError(f"--max-model-len {config.max_model_len} exceeds the model's own limit of {limit} tokens")
-    heads = _kv_heads(found)
-    if heads % config.memory_workers:
-        fits = [str(b) for b in range(1, heads + 1) if heads % b == 0]
-        raise ValueError(
-            f"--memory-workers {config.memory_workers} does not divide the model's {heads} KV heads: "
-            f"use one of {', '.join(fits)}"
-        )
+    by_head([_kv_heads(found)], config.memory_workers)
     check_weights(directory)
-    need = weight_bytes(directory) * config.replicas + config.kv_bytes() * config.memory_workers
-    free = available_bytes()
-    if need > free:
+    free, kv_bytes = available_bytes(), config.kv_bytes() * config.memory_workers
+    check_room(directory, config.replicas, free)
+    if kv_bytes > free:
         raise ValueError(
-            f"weights of {config.replicas} replicas (--pipeline {config.pipeline}) and KV blocks (--kv-memory "
-            f"{config.kv_memory}) need {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+            f"--kv-memory {config.kv_memory} on {config.memory_workers} memory workers: {free} bytes are free"
         )
 
 

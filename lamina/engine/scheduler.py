@@ -41,7 +41,7 @@ class Ledger(Protocol):
         """Whether every memory worker can take the plan."""
         ...
 
-    def apply(self, plan: StepPlan) -> object:
+    def apply(self, plan: StepPlan) -> None:
         """Book the plan, exactly as the memory workers will."""
         ...
 
@@ -149,8 +149,6 @@ class Scheduler:
         for steps in self._in_flight:
             steps.discard(step)
         self._in_flight = [steps for steps in self._in_flight if steps]
-        for sequence in step.parts:
-            sequence.steps_in_flight -= 1
 
     def _next(self, batch: Batch) -> ScheduledStep | None:
         self._drop_finished(batch)
@@ -249,7 +247,6 @@ class Scheduler:
         step = ScheduledStep(plan, list(picked), draws)
         for sequence, count in picked.items():
             sequence.num_scheduled += count
-            sequence.steps_in_flight += 1
         for sequence in draws:
             sequence.num_drawing += 1
         return step

@@ -25,7 +25,6 @@ class Sequence:
     num_scheduled: int = 0  # positions whose KV is stored or on its way
     num_drawing: int = 0  # tokens being drawn by steps in flight
     num_scored: int = 0  # tokens of the prompt whose log-probabilities are known or on their way, less the first
-    steps_in_flight: int = 0
     finished: bool = False
     tokens: list[int] = field(init=False)
 

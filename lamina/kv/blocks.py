@@ -127,26 +127,22 @@ class BlockTables:
             return False
         return True
 
-    def apply(self, plan: StepPlan) -> tuple[int, ...]:
+    def apply(self, plan: StepPlan) -> None:
         """Do the plan's ops in order, then hold blocks for all its rows: everything, or nothing and an exception.
-        Returns the blocks by group that it gave back, whatever it took.
 
         The last plan of a batch may come again (a replay): it changes nothing more. The rows of the one before it may
         too, under a number of their own. Raises NoBlocksError, PlanError, UnsupportedOpError.
         """
         changes = self._after(plan)
         self._last[plan.batch] = plan
-        before = self.free_blocks
         for sequence, extent in changes.items():
             self._give_back(sequence, extent)
-        given_back = tuple(after - b for after, b in zip(self.free_blocks, before, strict=True))
         for sequence, extent in changes.items():
             if extent is None:
                 del self._sequences[sequence]
             else:
                 self._take(sequence, extent)
                 self._sequences[sequence] = extent
-        return given_back
 
     def check_integrity(self) -> None:
         """Every block is free or in one table, and every table is as long as its sequence, else RuntimeError."""

@@ -79,9 +79,14 @@ def check_weights(directory: Path) -> None:
             raise ModelError(f"{file} is truncated or corrupt, fetch it again: {one_line(error)}") from error
 
 
-def weight_bytes(directory: Path) -> int:
-    """Of all safetensors files together."""
-    return sum(file.stat().st_size for file in _weight_files(directory))
+def check_room(directory: Path, replicas: int, free: int) -> None:
+    """Raises ModelError unless ``free`` bytes hold the weights of so many replicas."""
+    weights = sum(file.stat().st_size for file in _weight_files(directory))
+    if weights * replicas > free:
+        raise ModelError(
+            f"{replicas} x {weights / 1e9:.1f} GB of weights do not fit in the {free / 1e9:.1f} GB of memory that are "
+            f"free: --pipeline N takes N - 1 replicas"
+        )
 
 
 def one_line(error: BaseException) -> str:

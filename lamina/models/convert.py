@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import torch
 from torch import Tensor, nn
 
@@ -13,11 +11,9 @@ from lamina.converter import ConversionError, CutCall, SlicedProgram, convert
 from lamina.workers.stepplan import LayerShape
 
 from .errors import UnsupportedModelError
+from .load import ONE_AT_A_TIME
 from .refuse import check_config, check_layers
 from .route import DecodeStep, routed
-
-# Routing a model and torch.export change what the whole process sees, and workers may share a process.
-_ONE_AT_A_TIME = threading.Lock()
 
 
 def convert_model(
@@ -34,7 +30,7 @@ def convert_model(
     if max_model_len < 1:
         raise ValueError(f"--max-model-len must be at least 1, not {max_model_len}")
     check_config(model)
-    with _ONE_AT_A_TIME, routed(model, max_model_len=max_model_len) as router:
+    with ONE_AT_A_TIME, routed(model, max_model_len=max_model_len) as router:
         layers = check_layers(model, router, max_model_len)
         try:
             return convert(

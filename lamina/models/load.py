@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ from torch import nn
 
 from .checkpoint import check_weights, find_checkpoint, one_line, read_config
 from .errors import ModelError
+
+# Loading, routing and torch.export change what the whole process sees, and workers may share a process.
+ONE_AT_A_TIME = threading.Lock()
 
 OnProgress = Callable[[str, int, int], None]  # (stage, done, total)
 
@@ -53,7 +57,8 @@ def load(
     directory = find_checkpoint(source, trust_remote_code=trust_remote_code)
     config = read_config(directory, trust_remote_code=trust_remote_code)
     check_weights(directory)
-    model = _from_pretrained(directory, config, dtype, trust_remote_code, progress)
+    with ONE_AT_A_TIME:
+        model = _from_pretrained(directory, config, dtype, trust_remote_code, progress)
     return _describe(model.eval().requires_grad_(False), directory)
 
 

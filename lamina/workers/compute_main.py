@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from typing import Any
 
@@ -36,7 +35,6 @@ from .service import Service
 from .stepplan import Bind, Bound, Join, LayerShape, ProtocolError
 
 SLOTS_OF_A_BATCH = 3  # PLAN, Q and KV are in flight together; one more slot so that the next PLAN need not wait
-_LOADING = threading.Lock()  # transformers and torch.export patch their own globals: one replica of a process at a time
 LEAST_SLOT_BYTES = 1 << 20  # a PLAN or a Bind
 
 
@@ -111,6 +109,7 @@ class _Server:
         self._service.link.send(Progress(stage=stage, done=done, total=total))
 
     def _prepare(self) -> tuple[ComputeWorker, ComputeReady]:
+        from lamina.models.checkpoint import check_room, find_checkpoint
         from lamina.models.convert import convert_model, layer_shapes
         from lamina.models.load import load
 
@@ -122,14 +121,14 @@ class _Server:
         if listener:
             self._service.link.send(RingUrl(url=listener.url))
         if start.replicas > 1 and not start.replica and self._module is None:
-            _check_room(start)
-        with _LOADING:
-            loaded = load(source, dtype=start.dtype, trust_remote_code=start.trust_remote_code, progress=self._progress)
-            max_len = _sequence_limit(start.max_model_len, loaded.max_model_len)
-            clock.lap("load_s")
-            self._progress("cutting the model", 0, 1)
-            program = convert_model(loaded.model, max_model_len=max_len)
-            clock.lap("convert_s")
+            directory = find_checkpoint(start.model, trust_remote_code=start.trust_remote_code)
+            check_room(directory, start.replicas, available_bytes())
+        loaded = load(source, dtype=start.dtype, trust_remote_code=start.trust_remote_code, progress=self._progress)
+        max_len = _sequence_limit(start.max_model_len, loaded.max_model_len)
+        clock.lap("load_s")
+        self._progress("cutting the model", 0, 1)
+        program = convert_model(loaded.model, max_model_len=max_len)
+        clock.lap("convert_s")
         linear = gemm.get(start.gemm, torch.get_num_threads())
         program = gemm.bind(program, linear)
         shapes = layer_shapes(program)
@@ -234,18 +233,6 @@ def _sequence_limit(asked: int, own: int) -> int:
     if asked > own:
         raise ValueError(f"--max-model-len {asked} exceeds the model's own limit of {own} tokens")
     return asked or own
-
-
-def _check_room(start: StartCompute) -> None:
-    from lamina.models.checkpoint import find_checkpoint, weight_bytes
-
-    weights = weight_bytes(find_checkpoint(start.model, trust_remote_code=start.trust_remote_code))
-    free = available_bytes()
-    if weights * start.replicas > free:
-        raise ValueError(
-            f"--pipeline {start.num_batches} needs {start.replicas} replicas of {weights / 1e9:.1f} GB of weights, "
-            f"{free / 1e9:.1f} GB are free: use --pipeline 2 or less, which need one"
-        )
 
 
 def _choose_kv_bytes(

@@ -38,10 +38,14 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
     browser.close()
 
 
-def test_in_a_browser_it_chats_and_shows_the_pools(browser: Browser, server: Running, http: httpx.Client) -> None:
-    """SCREENSHOT=file keeps a picture."""
+def open_page(browser: Browser, server: Running) -> None:
     browser.call("Page.navigate", url=server.url)
     browser.until("document.getElementById('health')?.textContent == 'ok'")
+
+
+def test_in_a_browser_it_chats_and_shows_the_pools(browser: Browser, server: Running, http: httpx.Client) -> None:
+    """SCREENSHOT=file keeps a picture."""
+    open_page(browser, server)
     browser.run("document.getElementById('say').value = 'Write <b>a</b> class.'")
     browser.run("document.querySelector('form').requestSubmit()")
     browser.until("document.querySelector('.assistant')?.textContent.length > 5")
@@ -63,8 +67,7 @@ def test_in_a_browser_it_chats_and_shows_the_pools(browser: Browser, server: Run
 
 
 def test_in_a_browser_stop_ends_the_answer(browser: Browser, server: Running, http: httpx.Client) -> None:
-    browser.call("Page.navigate", url=server.url)
-    browser.until("document.getElementById('health')?.textContent == 'ok'")
+    open_page(browser, server)
     browser.run("send('def f(x):'); 0")
     browser.until("document.querySelector('.assistant')?.textContent.length > 0")
     browser.run("running?.abort(); 0")

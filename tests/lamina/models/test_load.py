@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Phi3Config
 
+from lamina.models.checkpoint import check_room
 from lamina.models.errors import ModelError, UnsupportedModelError
 from lamina.models.load import NO_LIMIT, from_config, load, max_model_len
 
@@ -205,3 +206,10 @@ def test_the_longest_text_is_one_that_is_exact() -> None:
     assert max_model_len(Llama4TextConfig(attention_chunk_size=100)) == 100
     assert max_model_len(Llama4TextConfig(attention_chunk_size=8192, floor_scale=4096)) == 4095
     assert max_model_len(BloomConfig()) == NO_LIMIT
+
+
+def test_room_for_every_replica(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    check_room(tmp_path, 2, free=2000)
+    with pytest.raises(ModelError, match="--pipeline"):
+        check_room(tmp_path, 2, free=1999)
