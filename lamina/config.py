@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+from lamina.kv.partition import PARTITIONS
 
 CHUNK_TOKENS = 128  # of attention.merge, which this module does not import for torch's sake
 _ACCEPTED = {"int": ("int",), "float": ("float", "int"), "str": ("str",), "bool": ("bool",)}
@@ -21,7 +24,9 @@ def option(default: Any, help: str) -> Any:
 class EngineConfig:
     """Everything about an engine except its model. Flags of ``lamina-launch`` have the same names with dashes."""
 
-    memory_workers: int = option(2, "memory workers; each holds an equal share of the KV heads")
+    memory_workers: int = option(2, "memory workers, which share the KV cache and the attention over it")
+    memory_weights: str = option("", "each memory worker's part of the work, such as 0.7,0.3; empty = equal parts")
+    partition: str = option("head", "what memory workers share: KV heads (head) or whole sequences (request)")
     transport: str = option(
         "shm", "how the pools talk: shm, tcp, loopback (everything in one process), auto, verbs, mlx5"
     )
@@ -77,7 +82,20 @@ class EngineConfig:
             raise ValueError(
                 f"--memory-addresses names {len(self.addresses)} places for --memory-workers {self.memory_workers}"
             )
+        if self.partition not in PARTITIONS:
+            raise ValueError(f"--partition must be one of {', '.join(PARTITIONS)}, not {self.partition!r}")
+        if len(self.weights) != self.memory_workers:
+            raise ValueError(
+                f"--memory-weights names {len(self.weights)} weights for --memory-workers {self.memory_workers}"
+            )
         self.kv_bytes()
+
+    @property
+    def weights(self) -> list[float]:
+        """Each memory worker's part of the work, in any unit."""
+        if not self.memory_weights:
+            return [1.0] * self.memory_workers
+        return [_weight(text) for text in self.memory_weights.split(",")]
 
     @property
     def addresses(self) -> list[str]:
@@ -97,6 +115,13 @@ class EngineConfig:
     def kv_bytes(self) -> int:
         """``kv_memory`` in bytes; 0 = choose at start. Raises ValueError on anything else than a size."""
         return 0 if self.kv_memory == "auto" else parse_size(self.kv_memory, "--kv-memory")
+
+
+def _weight(text: str) -> float:
+    with suppress(ValueError):
+        if 0.0 < float(text) < float("inf"):
+            return float(text)
+    raise ValueError(f"--memory-weights must be positive numbers by comma, such as 0.7,0.3, not {text.strip()!r}")
 
 
 def flag(name: str) -> str:

@@ -9,7 +9,7 @@ from lamina.config import EngineConfig
 
 def check(model: str, config: EngineConfig) -> None:
     """Raises ValueError, naming the flag and the fix, ImportError where a backend was not built."""
-    from lamina.kv.partition import by_head
+    from lamina.kv.partition import PARTITIONS
     from lamina.models.checkpoint import check_room, check_weights, find_checkpoint, read_config
     from lamina.models.load import max_model_len
     from lamina.workers.memory_store import available_bytes
@@ -20,7 +20,8 @@ def check(model: str, config: EngineConfig) -> None:
     limit = max_model_len(found)
     if config.max_model_len > limit:
         raise ValueError(f"--max-model-len {config.max_model_len} exceeds the model's own limit of {limit} tokens")
-    by_head([_kv_heads(found)], config.memory_workers)
+    if heads := _kv_heads(found):
+        PARTITIONS[config.partition]([heads], config.weights)
     check_weights(directory)
     free, kv_bytes = available_bytes(), config.kv_bytes() * config.memory_workers
     check_room(directory, config.replicas, free)

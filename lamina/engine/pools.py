@@ -231,6 +231,8 @@ class Pools:
             scheme=c.transport,
             key=key,
             memory_urls=urls,
+            memory_weights=c.weights,
+            partition=c.partition,
             start_timeout_s=c.start_timeout_s,
             step_timeout_s=c.step_timeout_s,
             trace=self.tracer.on,

@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from lamina.kv.blocks import blocks_of_one
+from lamina.kv.partition import Lanes
 from lamina.workers.stepplan import Free, New, Rows, SequenceOp, StepPlan
 
 from .pipeline import route
@@ -26,7 +27,13 @@ class Ledger(Protocol):
     """
 
     windows: tuple[int, ...]
+    lanes: tuple[Lanes, ...]  # group -> the sequences that it keeps
     block_size: int
+
+    @property
+    def num_lanes(self) -> int:
+        """A sequence's id modulo this is its lane."""
+        ...
 
     @property
     def free_blocks(self) -> Blocks:
@@ -73,16 +80,20 @@ class Batch:
     @property
     def load(self) -> int:
         """Tokens that its attention reads: what a batch costs the memory workers."""
-        return sum(s.num_promised for s in self.running)
+        return self.tokens(Lanes())
+
+    def tokens(self, lanes: Lanes) -> int:
+        """Those of the sequences in ``lanes``."""
+        return sum(s.num_promised for s in self.running if s.id in lanes)
 
 
 class Scheduler:
     """Schedules rounds: one step of every batch that has something to do. Everybody serves rounds, and the steps of a
     round, in the order given; so the blocks that a plan gives back are free for the next plan.
 
-    First come, first served. A new sequence joins the batch whose attention reads least. The newest sequence of a
-    batch is preempted when KV blocks run out: its blocks are freed, and it is rebuilt from its tokens when there is
-    room again, so nothing is lost.
+    First come, first served. A new sequence joins the batch whose attention reads least, and in it the lane whose
+    memory workers read least. The newest sequence of a batch is preempted when KV blocks run out: its blocks are freed,
+    and it is rebuilt from its tokens when there is room again, so nothing is lost.
 
     Membership of a step is fixed before the tokens of the step before are known. A sequence that turns out to be
     finished thus runs one row too many, whose token is dropped; its blocks are freed by the next plan.
@@ -112,7 +123,7 @@ class Scheduler:
         self.batches = [Batch(i) for i in range(num_batches)]
         self._num_layers = num_layers
         self._in_flight: list[set[ScheduledStep]] = []  # by round
-        self._next_id = 0
+        self._next_ids = list(range(ledger.num_lanes))  # by lane
         self.num_preemptions = 0
 
     @property
@@ -201,20 +212,39 @@ class Scheduler:
             for sequence in owner.running:
                 missing = sequence.num_promised - sequence.num_scheduled - picked.get(sequence, 0)
                 if missing > 0 and (owner is not batch or sequence in picked):
-                    left = [n - -(-missing // self._ledger.block_size) for n in left]
+                    left = self._less(left, sequence.id, [-(-missing // self._ledger.block_size)] * len(left))
         while self._waiting and budget > 0 and self.num_running < self._max_num_seqs:
             sequence = self._waiting[0]
             count = self._count(sequence, budget)
-            left = [f - n for f, n in zip(left, self._blocks_of(sequence), strict=True)]
+            lane = self._lane(batch, sequence, left)
             if (
-                not count or min(left) < 0 or sequence.num_drawing or batch.load > min(b.load for b in self.batches)
+                not count or lane is None or sequence.num_drawing or batch.load > min(b.load for b in self.batches)
             ):  # a preempted one whose last token is still being drawn waits
                 return
-            sequence.id, self._next_id = self._next_id, self._next_id + 1
+            left = self._less(left, lane, self._blocks_of(sequence))
+            sequence.id = self._next_ids[lane]
+            self._next_ids[lane] += self._ledger.num_lanes
             batch.ops.append(New(sequence.id))
             batch.running.append(self._waiting.popleft())
             picked[sequence] = count
             budget -= count
+
+    def _lane(self, batch: Batch, sequence: Sequence, left: list[int]) -> int | None:
+        """The lane for a new sequence of ``batch``, of those with ``left`` blocks enough: so that what each group keeps
+        of the batch, and then of all batches, comes closest to what it is meant to keep.
+        """
+        needed, groups = self._blocks_of(sequence), set(self._ledger.lanes)
+
+        def unevenness(batches: list[Batch], lane: int) -> float:
+            with_it = {g: sum(b.tokens(g) for b in batches) + sequence.num_promised * (lane in g) for g in groups}
+            return sum(tokens * tokens / g.portion for g, tokens in with_it.items())
+
+        lanes = [x for x in range(self._ledger.num_lanes) if min(self._less(left, x, needed)) >= 0]
+        return min(lanes, key=lambda x: (unevenness([batch], x), unevenness(self.batches, x)), default=None)
+
+    def _less(self, blocks: list[int], sequence: int, taken: list[int]) -> list[int]:
+        """``blocks`` without those that ``sequence`` takes from the groups that keep it."""
+        return [b - t * (sequence in x) for b, t, x in zip(blocks, taken, self._ledger.lanes, strict=True)]
 
     def _count(self, sequence: Sequence, budget: int) -> int:
         """Prompt tokens of ``sequence`` in this step, at most ``budget``; 0 = none yet."""

@@ -1,7 +1,8 @@
 """Which KV blocks a sequence holds: ids and counts only, no tensors, no I/O.
 
 A memory worker keeps its store's block tables here; the engine keeps the same class as a ledger, so that it knows
-before it sends a plan whether every worker will take it. Layers of one window length form a *group* and share tables.
+before it sends a plan whether every worker will take it. What has one window length and the same lanes forms a *group*
+and shares tables.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from lamina.kv.partition import Lanes
 from lamina.workers.stepplan import Free, New, Rows, SequenceOp, StepPlan, Truncate
 
 
@@ -25,12 +27,6 @@ class NoBlocksError(Exception):
     """Too few KV blocks for a plan. Nothing of the plan was applied."""
 
 
-def layer_groups(layer_windows: Sequence[int]) -> tuple[list[int], list[int]]:
-    """(group -> window, layer -> group): groups in the order in which their windows first appear."""
-    windows = list(dict.fromkeys(layer_windows))
-    return windows, [windows.index(w) for w in layer_windows]
-
-
 def blocks_of_one(length: int, window: int, block_size: int, max_rows: int) -> int:
     """The most blocks that one sequence of up to ``length`` tokens holds in a group, with ``max_rows`` rows a step.
 
@@ -41,13 +37,20 @@ def blocks_of_one(length: int, window: int, block_size: int, max_rows: int) -> i
 
 
 def split_memory(
-    kv_bytes: int, block_bytes: Sequence[int], windows: Sequence[int], *, block_size: int, max_rows: int, max_len: int
+    kv_bytes: int,
+    block_bytes: Sequence[int],
+    windows: Sequence[int],
+    lanes: Sequence[Lanes],
+    *,
+    block_size: int,
+    max_rows: int,
+    max_len: int,
 ) -> list[int]:
     """Blocks for every group out of ``kv_bytes``; ``block_bytes[g]`` is the size of one block in all layers of group g.
 
     A group's store has one block more, the null block, which counts against ``kv_bytes`` too. Every group can hold one
-    sequence of ``max_len`` tokens. What is left is shared out for sequences of a quarter of that length: with longer
-    ones the groups without a window run out first, with shorter ones the others.
+    sequence of ``max_len`` tokens. What is left is shared out for sequences of a quarter of that length, spread evenly
+    over the lanes: with longer ones the groups without a window run out first, with shorter ones the others.
     Raises ValueError where ``kv_bytes`` cannot hold one sequence.
     """
     counts = [blocks_of_one(max_len, w, block_size, max_rows) for w in windows]
@@ -57,14 +60,15 @@ def split_memory(
             f"{kv_bytes} bytes of KV memory cannot hold one sequence of {max_len} tokens, which needs {need} bytes on "
             f"each memory worker: raise --kv-memory or lower --max-model-len"
         )
-    typical = [blocks_of_one(-(-max_len // 4), w, block_size, max_rows) for w in windows]
+    quarter = [blocks_of_one(-(-max_len // 4), w, block_size, max_rows) for w in windows]
+    typical = [n * x.portion for n, x in zip(quarter, lanes, strict=True)]
     more = (kv_bytes - need) / sum(n * b for n, b in zip(typical, block_bytes, strict=True))
     return [n + int(t * more) for n, t in zip(counts, typical, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """What a sequence holds. Its blocks in group g are ``starts[g] .. ceil(length / block_size)``."""
+    """What a sequence holds: blocks ``starts[g] .. ceil(length / block_size)`` of each group g that keeps its lane."""
 
     length: int  # tokens up to the end of its last rows
     first: int  # first position of its last rows: a replay of them must still find its window
@@ -74,13 +78,24 @@ class _Extent:
 class BlockTables:
     """The block tables of all sequences in all layer groups."""
 
-    def __init__(self, windows: Sequence[int], num_blocks: Sequence[int], block_size: int) -> None:
-        """``windows[g]`` in tokens (0 = all), ``num_blocks[g]`` KV blocks for group g."""
-        if not (len(windows) == len(num_blocks) > 0) or min(num_blocks) < 1 or min(windows) < 0 or block_size < 1:
+    def __init__(
+        self,
+        windows: Sequence[int],
+        num_blocks: Sequence[int],
+        block_size: int,
+        lanes: Sequence[Lanes] | None = None,
+    ) -> None:
+        """``windows[g]`` in tokens (0 = all), ``num_blocks[g]`` KV blocks for group g, which keeps the sequences in
+        ``lanes[g]`` (None = all of them in every group).
+        """
+        lanes = [Lanes()] * len(windows) if lanes is None else lanes
+        same = len(windows) == len(num_blocks) == len(lanes) > 0
+        if not same or min(num_blocks) < 1 or min(windows) < 0 or block_size < 1:
             raise ValueError(f"block tables of windows {windows}, {num_blocks} blocks of {block_size} tokens")
         self.windows = tuple(windows)
         self.num_blocks = tuple(num_blocks)
         self.block_size = block_size
+        self.lanes = tuple(lanes)
         self._sequences: dict[int, _Extent] = {}
         self._last: dict[int, StepPlan] = {}  # batch -> its last plan
         self._tables: list[dict[int, array[int]]] = [{} for _ in windows]
@@ -90,6 +105,11 @@ class BlockTables:
     def free_blocks(self) -> tuple[int, ...]:
         """Blocks that nobody holds, by group."""
         return tuple(len(free) for free in self._free)
+
+    @property
+    def num_lanes(self) -> int:
+        """Of the partition, as far as it shows here."""
+        return max(len(x.pattern) for x in self.lanes)
 
     @property
     def sequences(self) -> list[int]:
@@ -112,15 +132,13 @@ class BlockTables:
         change = [0] * len(self.windows)
         for row in rows:
             old = self._sequences.get(row.sequence, self._empty())
-            for g, blocks in enumerate(self._held(self._advance(old, row))):
-                change[g] += blocks - self._held(old)[g]
+            before, after = (self._held(row.sequence, e) for e in (old, self._advance(old, row)))
+            for g in range(len(change)):
+                change[g] += after[g] - before[g]
         return tuple(change)
 
     def can_apply(self, plan: StepPlan) -> bool:
-        """Whether there are blocks enough for ``plan`` when ``held[g]`` of the free ones must be left alone.
-
-        Raises PlanError where blocks would not help.
-        """
+        """Whether there are blocks enough for ``plan``. Raises PlanError where blocks would not help."""
         try:
             self._after(plan)
         except NoBlocksError:
@@ -151,7 +169,7 @@ class BlockTables:
             if sorted(owned) != list(range(self.num_blocks[g])):
                 raise RuntimeError(f"layer group {g}: a KV block was lost or is owned twice")
             for sequence, extent in self._sequences.items():
-                if len(tables[sequence]) != self._held(extent)[g]:
+                if len(tables[sequence]) != self._held(sequence, extent)[g]:
                     raise RuntimeError(f"layer group {g}: sequence {sequence} holds {len(tables[sequence])} blocks")
             if tables.keys() != self._sequences.keys():
                 raise RuntimeError(f"layer group {g}: a table without a sequence")
@@ -173,7 +191,7 @@ class BlockTables:
         changes = {s: e for s, e in changes.items() if e is not None or s in self._sequences}
         left = list(self.free_blocks)
         for sequence, extent in changes.items():
-            before, after = self._held(self._sequences.get(sequence)), self._held(extent)
+            before, after = (self._held(sequence, e) for e in (self._sequences.get(sequence), extent))
             for g in range(len(left)):
                 left[g] += before[g] - after[g]
         for g, blocks in enumerate(left):
@@ -227,11 +245,14 @@ class BlockTables:
     def _empty(self) -> _Extent:
         return _Extent(0, 0, (0,) * len(self.windows))
 
-    def _held(self, extent: _Extent | None) -> tuple[int, ...]:
+    def _held(self, sequence: int, extent: _Extent | None) -> tuple[int, ...]:
         if extent is None:
             return (0,) * len(self.windows)
         stop = -(-extent.length // self.block_size)
-        return tuple(max(0, stop - start) for start in extent.starts)
+        return tuple(
+            max(0, stop - start) if sequence in lanes else 0
+            for start, lanes in zip(extent.starts, self.lanes, strict=True)
+        )
 
     def _give_back(self, sequence: int, extent: _Extent | None) -> None:
         """Free what ``sequence`` holds outside ``extent``."""
@@ -243,7 +264,7 @@ class BlockTables:
             if extent is None or extent.starts[g] < old.starts[g]:  # gone, or a new one of the same id
                 drop, keep = len(ids), 0
             else:
-                drop, keep = min(len(ids), extent.starts[g] - old.starts[g]), self._held(extent)[g]
+                drop, keep = min(len(ids), extent.starts[g] - old.starts[g]), self._held(sequence, extent)[g]
             self._free[g].extend(reversed(ids[:drop]))
             del ids[:drop]
             self._free[g].extend(reversed(ids[keep:]))
@@ -255,5 +276,5 @@ class BlockTables:
         """Fill the tables of ``sequence`` up to ``extent``; the blocks are there."""
         for g, tables in enumerate(self._tables):
             ids, free = tables.setdefault(sequence, array("q")), self._free[g]
-            for _ in range(self._held(extent)[g] - len(ids)):
+            for _ in range(self._held(sequence, extent)[g] - len(ids)):
                 ids.append(free.pop())

@@ -1,20 +1,55 @@
-"""How attention is spread over memory workers. A partition is data: it gives every message its layout."""
+"""How attention is spread over memory workers. A partition is data: it gives every message its layout.
+
+A layer's KV heads are split into ranges. Either one memory worker keeps a range for all sequences, or several share the
+sequences out by their *lane*: the id of a sequence modulo the number of lanes. So any number of memory workers, of any
+weights, can share any number of KV heads, and the scheduler balances what the heads cannot by the ids that it gives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
 
 import msgspec
 
+MOST_LANES = 64
+LANE_ERROR = 0.01  # of a memory worker's share, for which more lanes do not pay
+
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
-    """What one memory worker does of one layer: a range of KV heads, over a range of token chunks."""
+    """KV heads ``head_start .. head_stop`` of a layer, and who keeps them."""
 
-    worker: int
     head_start: int
     head_stop: int
-    chunk_start: int = 0  # in chunks of attention.merge.CHUNK_TOKENS tokens
-    chunk_stop: int = 0  # 0 = to the end
+    owners: list[int]  # lane -> memory worker; a single one keeps all lanes
+
+
+class Lanes(msgspec.Struct, frozen=True, array_like=True):
+    """Some of the lanes, as a pattern that repeats."""
+
+    pattern: tuple[bool, ...] = (True,)
+
+    def __contains__(self, sequence: int) -> bool:
+        """Whether the sequence of that id is in one of these lanes."""
+        return self.pattern[sequence % len(self.pattern)]
+
+    @property
+    def all(self) -> bool:
+        return all(self.pattern)
+
+    @property
+    def portion(self) -> float:
+        """Of all sequences, if they are spread evenly."""
+        return sum(self.pattern) / len(self.pattern)
+
+
+class Piece(NamedTuple):
+    """What one memory worker does of one layer: KV heads ``head_start .. head_stop`` of the sequences in ``lanes``."""
+
+    head_start: int
+    head_stop: int
+    lanes: Lanes
 
     @property
     def num_kv_heads(self) -> int:
@@ -26,35 +61,107 @@ class Partition(msgspec.Struct, frozen=True):
 
     id: int
     num_workers: int
-    tables: list[list[Share]]
+    num_lanes: int
+    tables: list[list[Share]]  # each in the order of its heads, which it covers exactly once
     layer_table: list[int]  # layer -> index into tables
 
-    def shares(self, layer: int) -> list[Share]:
-        """The shares of ``layer`` in the order of their heads; together they cover all heads exactly once."""
-        return self.tables[self.layer_table[layer]]
+    def pieces(self, layer: int, worker: int) -> list[Piece]:
+        """What ``worker`` does of ``layer``, in the order of heads; may be nothing."""
+        return [
+            Piece(s.head_start, s.head_stop, Lanes(tuple(owner == worker for owner in s.owners)))
+            for s in self.tables[self.layer_table[layer]]
+            if worker in s.owners
+        ]
 
-    def share(self, layer: int, worker: int) -> Share:
-        """The share of ``worker`` in ``layer``. Raises KeyError if it has none."""
-        for share in self.shares(layer):
-            if share.worker == worker:
-                return share
-        raise KeyError(f"memory worker {worker} has no share in layer {layer} of partition {self.id}")
+    def check(self, kv_heads: Sequence[int]) -> None:
+        """Raises ValueError unless this is a partition of layers with ``kv_heads[i]`` KV heads."""
+        if len(kv_heads) != len(self.layer_table):
+            raise ValueError(f"a partition of {len(self.layer_table)} layers for {len(kv_heads)}")
+        if not 1 <= self.num_lanes <= MOST_LANES:
+            raise ValueError(f"a partition of {self.num_lanes} lanes")
+        for heads, index in zip(kv_heads, self.layer_table, strict=True):
+            if not 0 <= index < len(self.tables):
+                raise ValueError(f"a partition without table {index}")
+            stops = [0]
+            for share in self.tables[index]:
+                if share.head_start != stops[-1] or share.head_stop <= share.head_start:
+                    raise ValueError(f"heads {share.head_start}..{share.head_stop} of a partition follow {stops[-1]}")
+                if len(share.owners) not in (1, self.num_lanes):
+                    raise ValueError(f"{len(share.owners)} owners for {self.num_lanes} lanes")
+                if not all(0 <= owner < self.num_workers for owner in share.owners):
+                    raise ValueError(f"a partition over {self.num_workers} memory workers names {share.owners}")
+                stops.append(share.head_stop)
+            if stops[-1] != heads:
+                raise ValueError(f"a partition of {stops[-1]} KV heads for a layer of {heads}")
 
 
-def by_head(kv_heads: Sequence[int], num_workers: int, *, id: int = 0) -> Partition:
-    """Split the KV heads of every layer evenly, in order, over ``num_workers`` (arXiv 2405.01814 section 5).
+def by_head(kv_heads: Sequence[int], weights: Sequence[float]) -> Partition:
+    """Whole heads, in order (arXiv 2405.01814 section 5); a head on the border of two workers is shared by lanes.
 
-    ``kv_heads[i]`` is layer i's number of KV heads. Raises ValueError where it is not a multiple of ``num_workers``.
+    ``kv_heads[i]``: layer i's number of KV heads; ``weights[w]``: memory worker w's part of the work, in any unit.
+    Raises ValueError where a worker would get nothing.
     """
-    tables: dict[int, list[Share]] = {}
-    for layer, heads in enumerate(kv_heads):
-        if heads % num_workers:
-            fits = [str(b) for b in range(1, heads + 1) if all(h % b == 0 for h in kv_heads)]
+    return _partition(kv_heads, weights, lambda heads: [1] * heads)
+
+
+def by_request(kv_heads: Sequence[int], weights: Sequence[float]) -> Partition:
+    """Every sequence whole on one memory worker. Arguments and errors as of ``by_head``."""
+    return _partition(kv_heads, weights, lambda heads: [heads])
+
+
+# Values of --partition.
+PARTITIONS: dict[str, Callable[[Sequence[int], Sequence[float]], Partition]] = {
+    "head": by_head,
+    "request": by_request,
+}
+
+
+def _partition(kv_heads: Sequence[int], weights: Sequence[float], split: Callable[[int], list[int]]) -> Partition:
+    """``split``: KV heads -> the sizes of the units of heads that stay together."""
+    distinct = list(dict.fromkeys(kv_heads))
+    units = [len(split(heads)) for heads in distinct]
+    lanes = next((n for n in range(1, MOST_LANES) if all(_fits(u * n, weights) for u in units)), MOST_LANES)
+    tables = [_table(split(heads), lanes, weights) for heads in distinct]
+    return Partition(0, len(weights), lanes, tables, [distinct.index(heads) for heads in kv_heads])
+
+
+def _table(sizes: list[int], lanes: int, weights: Sequence[float]) -> list[Share]:
+    """The shares of a layer whose units have ``sizes`` heads: unit u is worth ``lanes`` cells, cut in order."""
+    cuts, stops = _cuts(len(sizes) * lanes, weights), [0, *accumulate(sizes)]
+    for worker, (low, high) in enumerate(pairwise(cuts)):
+        if low == high:
             raise ValueError(
-                f"--memory-workers {num_workers} does not divide the {heads} KV heads of layer {layer}: "
-                f"use one of {', '.join(fits)}"
+                f"memory worker {worker} of {len(weights)} would get nothing of {stops[-1]} KV heads: "
+                f"use fewer --memory-workers, or weights that differ less"
             )
-        each = heads // num_workers
-        tables.setdefault(heads, [Share(w, w * each, (w + 1) * each) for w in range(num_workers)])
-    order = list(tables)
-    return Partition(id, num_workers, [tables[h] for h in order], [order.index(h) for h in kv_heads])
+    owners = [_interleave(cuts, u * lanes, (u + 1) * lanes) for u in range(len(sizes))]
+    shares, at = list[Share](), 0
+    for same, group in groupby(owners):
+        first, at = at, at + len(list(group))
+        shares.append(Share(stops[first], stops[at], same))
+    return shares
+
+
+def _cuts(cells: int, weights: Sequence[float]) -> list[int]:
+    """Where each worker's cells begin, and the end of all."""
+    total = sum(weights)
+    return [0, *(round(cells * upto / total) for upto in accumulate(weights))]
+
+
+def _fits(cells: int, weights: Sequence[float]) -> bool:
+    """Whether cells that cannot be divided come close enough to the weights."""
+    exact = [cells * w / sum(weights) for w in weights]
+    got = [high - low for low, high in pairwise(_cuts(cells, weights))]
+    return all(abs(g - e) <= LANE_ERROR * e for g, e in zip(got, exact, strict=True))
+
+
+def _interleave(cuts: list[int], low: int, high: int) -> list[int]:
+    """The owner of every lane of the unit of cells ``low .. high``; each worker's lanes far from each other."""
+
+    def places() -> Iterator[tuple[float, int]]:
+        for worker, (begin, end) in enumerate(pairwise(cuts)):
+            count = min(end, high) - max(begin, low)
+            yield from (((i + 0.5) / count, worker) for i in range(count))
+
+    owners = [worker for _, worker in sorted(places())]
+    return owners[:1] if len(set(owners)) == 1 else owners

@@ -244,6 +244,7 @@ class _Loop:
             dtype=info.dtype,
             block_size=info.block_size,
             num_blocks=list(info.num_blocks),
+            holders=info.holders,
             hops_per_step=len(info.summary.get("q_bytes", [])),
             row_bytes={k: sum(info.summary.get(v, [])) for k, v in names.items()},
             workers=sorted(self._pools.pids),

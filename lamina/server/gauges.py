@@ -48,10 +48,10 @@ class EngineGauges(Collector):
         )  # fmt: skip
         yield config
         blocks = self._gauge_of("kv_blocks", "KV blocks of a memory worker by layer group", "worker", "group", "state")
-        for worker in (w for w in ready.workers if w.startswith("memory")):
-            for group, (total, free) in enumerate(zip(ready.num_blocks, state.free_blocks, strict=True)):
-                blocks.add_metric([*self._values, worker, str(group), "used"], total - free)
-                blocks.add_metric([*self._values, worker, str(group), "free"], free)
+        for group, (total, free) in enumerate(zip(ready.num_blocks, state.free_blocks, strict=True)):
+            for worker in ready.holders[group]:
+                blocks.add_metric([*self._values, f"memory-{worker}", str(group), "used"], total - free)
+                blocks.add_metric([*self._values, f"memory-{worker}", str(group), "free"], free)
         yield blocks
 
     def _workers(self) -> Iterator[Metric]:
@@ -62,6 +62,7 @@ class EngineGauges(Collector):
             "worker_seconds", "time of a worker by activity; wait = for the other pool", "worker", "activity"
         )
         wire = self._counter("worker_bytes", "payload of a memory worker's messages", "worker", "direction")
+        read = self._counter("attention_bytes", "stored K and V that a memory worker's attention has read", "worker")
         refused = self._counter("refused_plans", "plans that a memory worker refused", "worker")
         for worker, values in sorted(counters.items()):
             for name, value in values.items():
@@ -69,9 +70,11 @@ class EngineGauges(Collector):
                     seconds.add_metric([*self._values, worker, name.removesuffix("_s")], value)
                 elif name.startswith("bytes_"):
                     wire.add_metric([*self._values, worker, name.removeprefix("bytes_")], value)
+                elif name == "stored_bytes":
+                    read.add_metric([*self._values, worker], value)
                 elif name == "refused":
                     refused.add_metric([*self._values, worker], value)
-        yield from (seconds, wire, refused)
+        yield from (seconds, wire, read, refused)
         rows, hops, wait_s = self._hops()
         kinds = self._counter("layer_bytes", "tensor bytes between the pools by kind of message", "kind")
         for kind, size in ready.row_bytes.items():

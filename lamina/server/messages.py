@@ -43,7 +43,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     max_num_seqs: int
     dtype: str
     block_size: int
-    num_blocks: list[int]  # by layer group
+    num_blocks: list[int]  # by group of layers
+    holders: list[list[int]]  # group -> numbers of the memory workers that have it
     hops_per_step: int  # layers: each is one way to the memory workers and back
     row_bytes: dict[str, int]  # "q", "kv", "o": bytes of one row in all layers
     workers: list[str]  # such as "memory-0"
@@ -85,7 +86,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
 
     running: int
     waiting: int
-    free_blocks: list[int]  # by layer group
+    free_blocks: list[int]  # by group
     preemptions: int
     steps: int
 

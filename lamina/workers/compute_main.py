@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from lamina import gemm, netstack
-from lamina.kv.partition import Partition, by_head
-from lamina.netstack import ChannelError, Geometry
+from lamina.kv.partition import PARTITIONS
+from lamina.netstack import ChannelError
 from lamina.observe.trace import Event, recorder
 
+from .capacity import choose_kv_bytes, geometries, together
 from .compute import ComputeWorker
 from .control import (
     AskClock,
@@ -33,9 +34,6 @@ from .memory_store import available_bytes
 from .ring import RingEnds
 from .service import Service
 from .stepplan import Bind, Bound, Join, LayerShape, ProtocolError
-
-SLOTS_OF_A_BATCH = 3  # PLAN, Q and KV are in flight together; one more slot so that the next PLAN need not wait
-LEAST_SLOT_BYTES = 1 << 20  # a PLAN or a Bind
 
 
 def serve_compute(sock: socket.socket, module: Any = None) -> None:
@@ -151,8 +149,7 @@ class _Server:
             max_model_len=max_len,
             dtype=str(dtype).removeprefix("torch."),
             eos_token_ids=list(loaded.eos_token_ids),
-            windows=bounds[0].windows,
-            num_blocks=[min(n) for n in zip(*(b.num_blocks for b in bounds), strict=True)],
+            **together(bounds)._asdict(),
             block_size=start.block_size,
             summary={
                 **_summary(program, shapes, dtype),
@@ -186,7 +183,7 @@ class _Server:
         start = self._start
         if ring and start.replica:
             ring.await_turn()
-        partition = by_head([s.kv_heads for s in shapes], len(start.memory_urls))
+        partition = PARTITIONS[start.partition]([s.kv_heads for s in shapes], start.memory_weights)
         outbound, inbound = geometries(shapes, partition, start.max_rows, dtype.itemsize, start.num_batches)
         links, bounds = list[MemoryLink](), list[Bound]()
         for worker, url in enumerate(start.memory_urls):
@@ -201,7 +198,17 @@ class _Server:
                 layers=shapes,
                 dtype=str(dtype).removeprefix("torch."),
                 block_size=start.block_size,
-                kv_bytes=start.kv_bytes or _choose_kv_bytes(shapes, partition, dtype, max_len, start),
+                kv_bytes=start.kv_bytes
+                or choose_kv_bytes(
+                    shapes,
+                    partition,
+                    worker,
+                    dtype.itemsize,
+                    max_len=max_len,
+                    max_num_seqs=start.max_num_seqs,
+                    block_size=start.block_size,
+                    free=available_bytes(),
+                ),
                 max_rows=start.max_rows,
                 max_model_len=max_len,
                 replicas=start.replicas,
@@ -214,38 +221,10 @@ class _Server:
         return MemoryPool(links, partition, shapes), bounds
 
 
-def geometries(
-    layers: list[LayerShape], partition: Partition, max_rows: int, itemsize: int, num_batches: int = 1
-) -> tuple[Geometry, Geometry]:
-    """The inboxes of a memory worker and of the compute worker, for messages of up to ``max_rows`` rows."""
-    slots = SLOTS_OF_A_BATCH * num_batches + 1
-    out_bytes, in_bytes = LEAST_SLOT_BYTES, LEAST_SLOT_BYTES
-    for i, layer in enumerate(layers):
-        group = layer.q_heads // layer.kv_heads
-        for share in partition.shares(i):
-            row = share.num_kv_heads * itemsize
-            out_bytes = max(out_bytes, max_rows * row * max(group * layer.qk_dim, layer.qk_dim + layer.v_dim))
-            in_bytes = max(in_bytes, max_rows * row * group * layer.v_dim)
-    return Geometry(slots=slots, slot_bytes=out_bytes), Geometry(slots=slots, slot_bytes=in_bytes)
-
-
 def _sequence_limit(asked: int, own: int) -> int:
     if asked > own:
         raise ValueError(f"--max-model-len {asked} exceeds the model's own limit of {own} tokens")
     return asked or own
-
-
-def _choose_kv_bytes(
-    layers: list[LayerShape], partition: Partition, dtype: torch.dtype, max_len: int, start: StartCompute
-) -> int:
-    """Room for every sequence at full length, but at most a quarter of the free memory over all memory workers."""
-    token = sum(
-        max(s.num_kv_heads for s in partition.shares(i)) * (x.qk_dim + x.v_dim) * dtype.itemsize
-        for i, x in enumerate(layers)
-    )
-    blocks = -(-max_len // start.block_size) + 1
-    wanted = token * start.block_size * blocks * start.max_num_seqs
-    return min(wanted, max(available_bytes() // 4 // partition.num_workers, token * start.block_size * 2))
 
 
 def _summary(program: Any, layers: list[LayerShape], dtype: torch.dtype) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+from lamina.kv.partition import Lanes
+
 from .stepplan import StepPlan
 
 MAX_FRAME = 1 << 28
@@ -91,6 +93,8 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     scheme: str
     key: bytes
     memory_urls: list[str]
+    memory_weights: list[float]  # each one's part of the work
+    partition: str  # by its name in kv.partition.PARTITIONS
     start_timeout_s: float
     step_timeout_s: float
     trace: bool = False  # record spans
@@ -124,8 +128,10 @@ class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready
     max_model_len: int
     dtype: str
     eos_token_ids: list[int]
-    windows: list[int]  # as in Bound
-    num_blocks: list[int]  # the least of all memory workers, per layer group
+    windows: list[int]  # as in Bound, for the groups of all memory workers
+    lanes: list[Lanes]
+    num_blocks: list[int]
+    holders: list[list[int]]  # group -> memory workers
     block_size: int
     summary: dict[str, Any]  # of the program: slices, cut and message bytes, seconds of each stage
 

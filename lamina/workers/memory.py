@@ -32,7 +32,8 @@ class MemoryWorker:
         self._aborted = ""
 
     def stats(self) -> dict[str, float]:
-        """Since the start: attend_s, write_s, wait_s, plan_s; steps, rows, refused; payload bytes_received, bytes_sent.
+        """Since the start: attend_s, write_s, wait_s, plan_s; steps, rows, refused; stored_bytes that attention read;
+        payload bytes_received, bytes_sent.
 
         Safe from any thread.
         """
@@ -137,9 +138,7 @@ class _Server:
         except ChannelTimeout:
             return  # nobody came yet
         with suppress(ChannelError, ProtocolError):
-            self._worker.serve(
-                channel, listener
-            )  # the driver hears from the other end why it ended, and may send another peer
+            self._worker.serve(channel, listener)  # the other end tells the driver why it ended; another may come
 
     def _abort(self, reason: str) -> None:
         self._worker.abort(reason)

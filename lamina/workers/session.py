@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
+from lamina.attention.merge import Partial
 from lamina.kv.blocks import NoBlocksError, PlanError
 from lamina.netstack import Arrival, Channel, ChannelTimeout
 from lamina.observe.trace import Event, Recorder
@@ -31,7 +32,7 @@ class Meter:
     """Seconds, counts and bytes by name."""
 
     def __init__(self) -> None:
-        names = "attend_s write_s wait_s plan_s steps rows refused bytes_received bytes_sent"
+        names = "attend_s write_s wait_s plan_s steps rows refused stored_bytes bytes_received bytes_sent"
         self._values = dict.fromkeys(names.split(), 0.0)
 
     def read(self) -> dict[str, float]:
@@ -107,7 +108,7 @@ class Session:
             start = self._trace.add(Event.WAIT_PLAN, start, key)
             step, more = self._begin(key, data)
             self._trace.add(Event.PLAN, start, key)
-            if step is not None and step.num_rows:
+            if step is not None and step.plan.num_rows:
                 steps.append(step)
         return steps
 
@@ -129,7 +130,7 @@ class Session:
             return None, plan is not None and plan.more
         self._refused.pop(key.batch, None)
         self._meter.add("steps", 1)
-        self._meter.add("rows", step.num_rows)
+        self._meter.add("rows", step.plan.num_rows)
         return step, plan.more
 
     def _take(self, replica: int) -> Arrival | None:
@@ -152,56 +153,56 @@ class Session:
         Q and KV are released before O is signalled: whoever sees O has their slots back.
         """
         store, meter, trace = self._store, self._meter, self._trace
-        op, rows = store.operators[layer], step.num_rows
+        q_size, kv_size, o_size = step.sizes(layer)
+        if not q_size:
+            return  # no sequence of this step is ours
         source, reply = (self._channels[step.plan.replica_of(i)] for i in (layer, layer + 1))
         start = trace.now()
-        q_arrival = self._expect(step, layer, Kind.Q)
+        q_arrival, q = self._expect(step, layer, Kind.Q, q_size)
         trace.add(Event.WAIT_Q, start, step.plan, layer, 0, q_arrival.data.nbytes)
-        (q,) = self._tensors(q_arrival, (rows, op.q_heads, op.qk_dim))
         start = trace.now()
         if store.bind.overlap:
-            with meter.time("attend_s"):
-                stored = step.attend_stored(layer, q)
-            trace.add(Event.STORED, start, step.plan, layer)
+            stored = self._attend_stored(step, layer, q)
         start = trace.now()
-        kv_arrival = self._expect(step, layer, Kind.KV)
-        start = trace.add(Event.WAIT_KV, start, step.plan, layer, 0, kv_arrival.data.nbytes)
-        k, v = self._tensors(kv_arrival, (rows, op.kv_heads, op.qk_dim), (rows, op.kv_heads, op.v_dim))
+        kv_arrival, kv = self._expect(step, layer, Kind.KV, kv_size)
+        trace.add(Event.WAIT_KV, start, step.plan, layer, 0, kv_arrival.data.nbytes)
         if not store.bind.overlap:
-            with meter.time("attend_s"):
-                stored = step.attend_stored(layer, q)
-            start = trace.add(Event.STORED, start, step.plan, layer)
+            stored = self._attend_stored(step, layer, q)
+        start = trace.now()
         with meter.time("write_s"):
-            step.write(layer, k, v)
+            step.write(layer, kv)
         start = trace.add(Event.WRITE, start, step.plan, layer)
-        slot = reply.reserve(rows * op.q_heads * op.v_dim * store.dtype.itemsize, timeout_s=RESERVE_S)
+        slot = reply.reserve(o_size * store.dtype.itemsize, timeout_s=RESERVE_S)
         start = trace.add(Event.RESERVE, start, step.plan, layer)
         with meter.time("attend_s"):
-            out = tensor_over(slot.data, store.dtype).view(rows, op.q_heads, op.v_dim)
-            step.finish(layer, stored, q, k, v, out)
+            step.finish(layer, stored, q, kv, tensor_over(slot.data, store.dtype))
         start = trace.add(Event.NEW, start, step.plan, layer)
         source.release(q_arrival)
         source.release(kv_arrival)
         reply.put_signal(slot, _key(Kind.O, step.plan, layer).pack())
-        trace.add(Event.SEND_O, start, step.plan, layer, 0, out.numel() * out.element_size())
-        meter.add("bytes_sent", out.numel() * out.element_size())
+        trace.add(Event.SEND_O, start, step.plan, layer, 0, o_size * store.dtype.itemsize)
+        meter.add("bytes_sent", o_size * store.dtype.itemsize)
 
-    def _expect(self, step: Step, layer: int, kind: Kind) -> Arrival:
-        """The layer message whose turn it is, and which must be the next of its replica. Raises ProtocolError."""
-        op, itemsize = self._store.operators[layer], self._store.dtype.itemsize
-        width = op.q_heads * op.qk_dim if kind == Kind.Q else op.kv_heads * (op.qk_dim + op.v_dim)
-        key, nbytes = _key(kind, step.plan, layer), step.num_rows * width * itemsize
+    def _attend_stored(self, step: Step, layer: int, q: Tensor) -> list[Partial]:
+        start = self._trace.now()
+        with self._meter.time("attend_s"):
+            stored = step.attend_stored(layer, q)
+        self._trace.add(Event.STORED, start, step.plan, layer)
+        self._meter.add("stored_bytes", step.stored_bytes(layer))
+        return stored
+
+    def _expect(self, step: Step, layer: int, kind: Kind, size: int) -> tuple[Arrival, Tensor]:
+        """The layer message whose turn it is, of ``size`` numbers, and which must be the next of its replica.
+
+        Raises ProtocolError.
+        """
+        key, nbytes = _key(kind, step.plan, layer), size * self._store.dtype.itemsize
         while (arrival := self._take(step.plan.replica_of(layer))) is None:
             pass
         got = Key.unpack(arrival.tag)
         if got != key or arrival.data.nbytes != nbytes:
             raise ProtocolError(f"{got} of {arrival.data.nbytes} bytes in place of {key} of {nbytes} bytes")
-        return arrival
-
-    def _tensors(self, arrival: Arrival, *shapes: tuple[int, int, int]) -> list[Tensor]:
-        """A layer message as tensors over its bytes."""
-        parts = torch.split(tensor_over(arrival.data, self._store.dtype), [a * b * c for a, b, c in shapes])
-        return [x.view(shape) for x, shape in zip(parts, shapes, strict=True)]
+        return arrival, tensor_over(arrival.data, self._store.dtype)
 
     def _bind(self, device: torch.device) -> Store:
         """Wait for a Bind that can be; the peer may try again after a refusal, or leave."""

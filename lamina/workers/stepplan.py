@@ -4,15 +4,16 @@ A step begins with one PLAN message to every memory worker. It fixes everything 
 layer messages behind it have a fixed place and size: Q, KV and O carry tensors and nothing else.
 
     PLAN    msgpack of StepPlan, from replica 0; the plans of a round follow one another
-    Q       q [rows, Hq_w, D]                       Hq_w, Hkv_w: the heads of the receiving worker's share
-    KV      k [rows, Hkv_w, D], then v [rows, Hkv_w, Dv]
-    O       o [rows, Hq_w, Dv]                      back to the replica that the plan names
+    Q       q [R, Hq, D]                            of every piece that the worker has of the layer, one behind
+    KV      k [R, Hkv, D], then v [R, Hkv, Dv]      the other: its heads, and the R rows of its sequences
+    O       o [R, Hq, Dv]                           back to the replica that the plan names
     BIND    msgpack of Bind, once, before any plan, from replica 0;  BOUND answers it
     JOIN    msgpack of Join, once, from every other replica, behind the Bind;  BOUND answers it
     CARRY   the tensors of a cut, from one replica to the next
     REFUSED utf-8 text, in place of BOUND or of the step's first O: nothing of the step was applied
 
 Tensors are contiguous, in the wire dtype of Bind, rows in the order of the plan. Every message carries its Key as tag.
+A worker without any row in a layer gets no message of it.
 
 A *round* is one step of every batch that has one. Everybody takes the turns of a round in one order, by layer and then
 by batch, and rounds one after the other: so every worker knows whose message is next.
@@ -26,7 +27,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from lamina.kv.partition import Partition
+from lamina.kv.partition import Lanes, Partition
 
 VERSION = 1
 
@@ -79,7 +80,7 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class New(msgspec.Struct, frozen=True, array_like=True, tag="new"):
-    """Start an empty sequence. Its id must not be in use."""
+    """Start an empty sequence. Its id must not be in use; modulo the partition's number of lanes it is the lane."""
 
     sequence: int
 
@@ -177,7 +178,7 @@ class LayerShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Bind(msgspec.Struct, frozen=True, kw_only=True):
-    """What a memory worker must know before the first plan. It takes its own heads of everything by its share."""
+    """What a memory worker must know before the first plan. It takes its own part of everything by the partition."""
 
     version: int = VERSION
     worker: int
@@ -202,9 +203,10 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bound(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to Bind: the capacity of every layer group (layers of one window length share their block tables)."""
+    """The answer to Bind: the capacity of every group (pieces of one window length and the same lanes)."""
 
     windows: list[int]  # group -> window in tokens, 0 = all tokens
+    lanes: list[Lanes]  # group -> whose KV it keeps
     num_blocks: list[int]  # group -> KV blocks
     backend: str = ""  # attention backend, by its name in the table
 

@@ -17,7 +17,7 @@ from lamina.cluster.local import ProcessWorker
 from lamina.converter import SlicedProgram
 from lamina.kv.partition import by_head
 from lamina.models.convert import layer_shapes
-from lamina.workers.compute_main import geometries
+from lamina.workers.capacity import geometries
 from lamina.workers.control import AskStats, ControlLink, Failed, MemoryReady, StartMemory, Stats, Stop
 from lamina.workers.links import MemoryLink, MemoryPool
 from lamina.workers.stepplan import Bind, New, Rows, StepPlan
@@ -70,7 +70,7 @@ class MemoryWorkers:
     def connect(self, program: SlicedProgram, *, num_workers: int, **options: Any) -> Iterator[MemoryPool]:
         """The first ``num_workers`` of them, bound to ``program``; ``options`` replace fields of the Bind."""
         layers = layer_shapes(program)
-        partition = by_head([s.kv_heads for s in layers], num_workers)
+        partition = by_head([s.kv_heads for s in layers], [1.0] * num_workers)
         dtype = program.calls[0].q.dtype
         outbound, inbound = geometries(layers, partition, MAX_ROWS, dtype.itemsize)
         links = []

@@ -99,6 +99,27 @@ def test_kv_is_freed_and_requests_come_and_go(llama_path: Path, prompts: list[li
         assert llm.engine.free_blocks == full
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory_workers": 3},
+        {"memory_workers": 2, "memory_weights": "0.7,0.3"},
+        {"memory_workers": 5, "partition": "request", "pipeline": 3},
+    ],
+)
+def test_partitions_give_the_same_bits(options: dict[str, Any], llama_path: Path, prompts: list[list[int]]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3)
+    found = []
+    for each in ({"memory_workers": 1}, options):
+        with LLM(str(llama_path), transport="loopback", deterministic=True, **each) as llm:
+            found.append([o.outputs[0] for o in llm.generate(prompts, params)])
+            read = [v["stored_bytes"] for k, v in llm.stats().items() if k.startswith("memory")]
+            assert len(read) == each["memory_workers"]
+            assert min(read) > 0
+    once, split = found
+    assert [(o.token_ids, o.logprobs) for o in split] == [(o.token_ids, o.logprobs) for o in once]
+
+
 def test_stream_grows_and_ends(llama_path: Path, prompts: list[list[int]]) -> None:
     with LLM(str(llama_path), transport="loopback") as llm:
         lengths: dict[int, int] = {}
@@ -185,7 +206,10 @@ def shared_llm(llama_path: Path) -> Any:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"memory_workers": 3}, "--memory-workers 3 does not divide the 4 KV heads"),
+        ({"memory_workers": 2, "memory_weights": "1,1000"}, "memory worker 0 of 2 would get nothing of 4 KV heads"),
+        ({"memory_weights": "0,0"}, "--memory-weights must be positive"),
+        ({"memory_weights": "1,1,1"}, "--memory-weights names 3 weights for --memory-workers 2"),
+        ({"partition": "tea"}, "--partition must be one of head, request"),
         ({"memory_workers": 0}, "--memory-workers"),
         ({"transport": "carrier-pigeon"}, "unknown transport"),
         ({"max_model_len": 4096}, "--max-model-len 4096"),

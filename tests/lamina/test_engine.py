@@ -12,6 +12,7 @@ import pytest
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.kv.blocks import BlockTables
+from lamina.kv.partition import Lanes
 from lamina.request import RequestOutput, SamplingParams
 from lamina.workers.control import ComputeReady, Drawn, RunRound, RunStep, StepDone
 from lamina.workers.stepplan import Free, New
@@ -36,7 +37,7 @@ class FakeWire:
     def __init__(self, num_blocks: int = 64, seed: int = 0) -> None:
         self.ready = ComputeReady(
             vocab_size=VOCAB, num_layers=3, max_model_len=128, dtype="float32", eos_token_ids=[EOS], windows=[0],
-            num_blocks=[num_blocks], block_size=4, summary={},
+            lanes=[Lanes()], num_blocks=[num_blocks], holders=[[0]], block_size=4, summary={},
         )  # fmt: skip
         self.tables = BlockTables([0], [num_blocks], 4)
         self.stored: dict[int, list[int]] = {}

@@ -63,7 +63,7 @@ def test_bad_input_is_one_line_and_status_2(argv: list[str], words: str, capsys:
         (["--transport", "pigeon"], "--transport"),
         (["--attention", "magic"], "--attention"),
         (["--max-model-len", "99999"], "--max-model-len"),
-        (["--memory-workers", "3"], "use one of 1, 2, 4"),
+        (["--memory-weights", "1,1000"], "would get nothing of 4 KV heads"),
         (["--kv-memory", "1000TB"], "--kv-memory"),
         ([], ""),
     ],

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lamina.engine.scheduler import ScheduledStep, Scheduler
 from lamina.engine.sequence import Sequence
 from lamina.kv.blocks import BlockTables
+from lamina.kv.partition import Lanes, by_request
 from lamina.request import CompletionOutput, SamplingParams
 from lamina.workers.stepplan import Free, New
 
@@ -67,11 +68,12 @@ def drive(
     block_size: int = 4,
     arrivals: random.Random | None = None,
     num_batches: int = 1,
+    lanes: tuple[Lanes, ...] = (Lanes(),),
 ) -> Scheduler:
     """Run to the end. Rounds are served in order; the driver hears of several batches' steps in any order."""
-    ledger = BlockTables([0], [blocks], block_size)
+    ledger, tables = (BlockTables([0] * len(lanes), [blocks] * len(lanes), block_size, lanes) for _ in range(2))
     scheduler = Scheduler(ledger, max_num_seqs=4, prefill_chunk=MAX_ROWS - 4, num_batches=num_batches)
-    pool, order = FakePool(BlockTables([0], [blocks], block_size)), arrivals or random.Random(0)
+    pool, order = FakePool(tables), arrivals or random.Random(0)
     rounds: list[list[ScheduledStep]] = []
     served: list[tuple[ScheduledStep, dict[int, int]]] = []  # with the tokens drawn; the driver has not heard yet
     queue = list(sequences)
@@ -95,7 +97,7 @@ def drive(
             break
     assert all(s.finished for s in sequences), "stuck"
     assert not pool.stored, "sequences left on the memory workers"
-    assert ledger.free_blocks == (blocks,)
+    assert ledger.free_blocks == (blocks,) * len(lanes)
     return scheduler
 
 
@@ -145,6 +147,33 @@ def test_preemption_loses_nothing(num_batches: int) -> None:
     scheduler = drive(sequences, blocks=20, num_batches=num_batches)  # 4 x 40 tokens would need 40 blocks
     check_tokens(sequences)
     assert scheduler.num_preemptions > 0
+
+
+def test_sequences_go_to_the_lane_with_room() -> None:
+    """Each memory worker has room for two at most; the third waits or preempts, and nothing is lost."""
+    sequences = [make(i, 10, 30) for i in range(7)]
+    drive(sequences, blocks=25, lanes=(Lanes((True, False)), Lanes((False, True))))
+    check_tokens(sequences)
+
+
+@pytest.mark.parametrize("weights", [[1, 1], [3, 1], [1, 1, 1], [7, 3]])
+def test_lanes_are_filled_by_weight(weights: list[int]) -> None:
+    """32 ragged prompts, placed as they come: what a worker keeps is off by less than the longest of them."""
+    partition = by_request([4], [float(w) for w in weights])
+    lanes = [p.lanes for w in range(len(weights)) for p in partition.pieces(0, w)]
+    scheduler = Scheduler(
+        BlockTables([0] * len(lanes), [9999] * len(lanes), 4, lanes), max_num_seqs=32, prefill_chunk=9999
+    )
+    sizes = random.Random(3)
+    for i in range(32):
+        scheduler.add(make(i, sizes.randint(20, 400), 5))
+    (step,) = scheduler.schedule()
+    assert len(step.parts) == 32
+    assert len({s.id for s in step.parts}) == 32
+    total = sum(len(s.prompt) for s in step.parts)
+    for weight, mine in zip(weights, lanes, strict=True):
+        kept = sum(len(s.prompt) for s in step.parts if s.id in mine)
+        assert abs(kept - total * weight / sum(weights)) < max(len(s.prompt) for s in step.parts)
 
 
 def test_decode_goes_on_between_prefill_chunks() -> None:

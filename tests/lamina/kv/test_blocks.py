@@ -15,9 +15,9 @@ from lamina.kv.blocks import (
     PlanError,
     UnsupportedOpError,
     blocks_of_one,
-    layer_groups,
     split_memory,
 )
+from lamina.kv.partition import Lanes
 from lamina.workers.stepplan import Export, Fork, Free, Grant, Import, New, Rows, SequenceOp, Shift, StepPlan, Truncate
 
 SIZE = 4
@@ -161,25 +161,22 @@ def test_blocks_needed_counts_what_comes_back_too() -> None:
         assert probe.free_blocks == tuple(f - n for f, n in zip(free, needed, strict=True))
 
 
-def test_layer_groups_by_window() -> None:
-    assert layer_groups([0, 512, 0, 512, 1024]) == ([0, 512, 1024], [0, 1, 0, 1, 2])
-
-
 def test_memory_is_split_for_full_sequences_first() -> None:
     fields = {"block_size": 16, "max_rows": 64, "max_len": 1024}
-    assert split_memory(1000 * 65, [1000], [0], **fields) == [64]
+    assert split_memory(1000 * 65, [1000], [0], [Lanes()], **fields) == [64]
     with pytest.raises(
         ValueError, match=r"65000 bytes on each memory worker: raise --kv-memory or lower --max-model-len"
     ):
-        split_memory(1000 * 65 - 1, [1000], [0], **fields)
+        split_memory(1000 * 65 - 1, [1000], [0], [Lanes()], **fields)
     for kv_bytes in (10**6, 10**7 + 123):
-        full, windowed = split_memory(kv_bytes, [2000, 5000], [0, 100], **fields)
+        full, windowed = split_memory(kv_bytes, [2000, 5000], [0, 100], [Lanes()] * 2, **fields)
         assert full >= blocks_of_one(1024, 0, 16, 64)
         assert windowed >= blocks_of_one(1024, 100, 16, 64)
         assert kv_bytes - 7000 * 2 < (full + 1) * 2000 + (windowed + 1) * 5000 <= kv_bytes
 
 
-WINDOWS = [0, 5, 11]
+WINDOWS = [0, 5, 11, 0]
+LANES = [Lanes(), Lanes(), Lanes((True, False)), Lanes((False, True, True))]
 MAX_ROWS = 9
 
 
@@ -188,7 +185,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(blocks=st.integers(8, 20))
     def start(self, blocks: int) -> None:
-        self.tables = BlockTables(WINDOWS, [blocks, blocks, blocks - 3], SIZE)
+        self.tables = BlockTables(WINDOWS, [blocks, blocks, blocks - 3, blocks - 3], SIZE, LANES)
         self.lengths: dict[int, int] = {}
         self.next_id = 0
 
@@ -236,6 +233,9 @@ class Machine(RuleBasedStateMachine):
         for sequence, length in self.lengths.items():
             for g, window in enumerate(WINDOWS):
                 start, ids = self.tables.table(g, sequence)
+                if sequence not in LANES[g]:
+                    assert not ids
+                    continue
                 assert (start + len(ids)) * SIZE >= length
                 assert start * SIZE <= max(0, length - window + 1 if window else 0), "the next query misses tokens"
                 assert len(ids) <= blocks_of_one(10**6, window, SIZE, MAX_ROWS)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import Tensor
 
 from lamina import netstack
 from lamina.attention.spec import AttentionSpec
-from lamina.kv.partition import Partition, by_head
+from lamina.kv.partition import PARTITIONS, Partition, Piece
 from lamina.netstack import Channel, ChannelError, Geometry
 from lamina.workers.memory import MemoryWorker
 from lamina.workers.stepplan import (
@@ -46,10 +47,16 @@ def shape(q_heads: int = 8, kv_heads: int = 4, dim: int = 16, v_dim: int = 16, *
     return LayerShape(q_heads, kv_heads, dim, v_dim, text, operand if sinks else b"", operand if slopes else b"")
 
 
-def bind(layers: list[LayerShape], *, workers: int = 1, worker: int = 0, **fields: object) -> Bind:
+def bind(
+    layers: list[LayerShape],
+    weights: Sequence[float] = (1.0,),
+    worker: int = 0,
+    partition: str = "head",
+    **fields: object,
+) -> Bind:
     values: dict[str, object] = {
         "worker": worker,
-        "partition": by_head([x.kv_heads for x in layers], workers),
+        "partition": PARTITIONS[partition]([x.kv_heads for x in layers], weights),
         "layers": layers,
         "dtype": "float32",
         "block_size": 16,
@@ -90,13 +97,14 @@ class Peer:
     def plan(self, plan: StepPlan) -> None:
         self.send(Key(Kind.PLAN, plan.step, plan.batch, plan.view), encode(plan))
 
-    def layer(self, plan: StepPlan, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v of this worker's heads."""
+    def layer(self, plan: StepPlan, layer: int, q: list[Tensor], kv: list[Tensor]) -> list[Tensor]:
+        """q; k and v: of this worker's pieces."""
         key = Key(Kind.Q, plan.step, plan.batch, plan.view, layer)
-        self.send_tensors(key, q)
-        self.send_tensors(key._replace(kind=Kind.KV), k, v)
-        data = self.receive(key._replace(kind=Kind.O))
-        return torch.frombuffer(bytearray(data), dtype=q.dtype).view(*q.shape[:2], v.shape[2])
+        self.send_tensors(key, *q)
+        self.send_tensors(key._replace(kind=Kind.KV), *kv)
+        flat = torch.frombuffer(bytearray(self.receive(key._replace(kind=Kind.O))), dtype=q[0].dtype)
+        shapes = [(*x.shape[:2], v.shape[2]) for x, v in zip(q, kv[1::2], strict=True)]
+        return [x.view(s) for x, s in zip(flat.split([prod(s) for s in shapes]), shapes, strict=True)]
 
 
 @dataclass
@@ -176,15 +184,24 @@ class Model:
         for layer in range(len(self.layers) if rows else 0):
             q, k, v = self.rows(rows, layer)
             group = q.shape[1] // k.shape[1]
-            parts = []
-            for share in self.partition.shares(layer):
-                kv, qs = (
-                    slice(share.head_start, share.head_stop),
-                    slice(share.head_start * group, share.head_stop * group),
-                )
-                parts.append(self.peers[share.worker].layer(plan, layer, q[:, qs], k[:, kv], v[:, kv]))
-            out.append(torch.cat(parts, 1))
+            o = torch.full((len(q), q.shape[1], v.shape[2]), float("nan"), dtype=self.dtype)
+            for peer in self.peers:
+                pieces = [(p, self.mine(rows, p)) for p in self.partition.pieces(layer, peer.bind.worker)]
+                pieces = [(p, of) for p, of in pieces if len(of)]
+                if pieces:
+                    heads = [(slice(p.head_start, p.head_stop), of) for p, of in pieces]
+                    wide = [(slice(p.head_start * group, p.head_stop * group), of) for p, of in pieces]
+                    kv = [x[of][:, h] for h, of in heads for x in (k, v)]
+                    parts = peer.layer(plan, layer, [q[of][:, h] for h, of in wide], kv)
+                    for (h, of), part in zip(wide, parts, strict=True):
+                        o[of, h] = part
+            out.append(o)
         return out
+
+    @staticmethod
+    def mine(rows: list[Rows], piece: Piece) -> Tensor:
+        """Which rows of a step are of the piece's sequences."""
+        return torch.tensor([r.sequence in piece.lanes for r in rows for _ in range(r.count)]).nonzero().view(-1)
 
     def oracle(self, rows: list[Rows], layer: int) -> Tensor:
         """Dense attention in fp64."""
@@ -214,8 +231,14 @@ class Model:
 LAYERS = [shape(), shape(window=40), shape(8, 4, 16, 24, softcap=3.0), shape(window=40, sinks=1), shape(8, 2, alibi=1)]
 
 
-def model(pool: Pool, workers: int = 1, layers: list[LayerShape] = LAYERS, **fields: object) -> Model:
-    binds = [bind(layers, workers=workers, worker=w, **fields) for w in range(workers)]
+def model(
+    pool: Pool,
+    weights: Sequence[float] = (1.0,),
+    layers: list[LayerShape] = LAYERS,
+    partition: str = "head",
+    **fields: object,
+) -> Model:
+    binds = [bind(layers, weights, w, partition, **fields) for w in range(len(weights))]
     return Model([pool.connect(b) for b in binds], binds[0].partition, layers, binds[0].dtype)
 
 

@@ -10,6 +10,7 @@ from memory_peer import WAIT_S, Pool, RefusedError, error, memory_pool, model, s
 from torch import Tensor
 
 from lamina.attention import BACKENDS
+from lamina.kv.partition import Lanes
 from lamina.workers.stepplan import (
     Bound,
     Free,
@@ -66,11 +67,17 @@ STEPS: list[tuple[list[SequenceOp], list[Rows]]] = [
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_workers_by_heads_and_overlap_make_no_difference_bit_for_bit(pool: Pool, dtype: str, backend: str) -> None:
-    kinds = ((1, True), (1, False), (2, True), (2, False))
-    models = [model(pool, w, dtype=dtype, overlap=o, backend=backend) for w, o in kinds]
+def test_workers_partition_and_overlap_make_no_difference_bit_for_bit(pool: Pool, dtype: str, backend: str) -> None:
+    """One worker, or several by heads that divide and that do not, by whole sequences, and by weights."""
+    spread = [("head", [1.0]), ("head", [1.0, 1.0]), ("head", [1.0] * 3), ("head", [0.7, 0.3]), ("request", [2.0, 1.0])]
+    models = [
+        model(pool, weights=w, partition=p, dtype=dtype, overlap=o, backend=backend)
+        for p, w in spread
+        for o in (True, False)
+    ]
     for number, (ops, rows) in enumerate(STEPS):
         first, *others = [m.step(number, ops, rows) for m in models]
+        assert not any(o.isnan().any() for o in first)
         assert all(equal(first, other) for other in others), number
 
 
@@ -115,7 +122,7 @@ def test_windowed_groups_give_blocks_back(pool: Pool) -> None:
     """A sequence that is much longer than what the windowed group could hold."""
     layers = [shape(), shape(window=20)]
     m = model(pool, layers=layers, kv_bytes=(33 + 6) * BLOCK, max_rows=16, block_size=16)
-    assert m.peers[0].bound == Bound(windows=[0, 20], num_blocks=[32, 5], backend="reference")
+    assert m.peers[0].bound == Bound(windows=[0, 20], lanes=[Lanes()] * 2, num_blocks=[32, 5], backend="reference")
     m.step(0, [New(1)], [Rows(1, 0, 16)])
     for first in range(16, 496, 16):
         m.step(first, [], [Rows(1, first, 16)])

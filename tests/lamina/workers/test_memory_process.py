@@ -34,7 +34,7 @@ SHAPE = LayerShape(2, 1, 16, 16, AttentionSpec(scale=0.25).encode())
 def bind() -> Bind:
     return Bind(
         worker=0,
-        partition=by_head([1], 1),
+        partition=by_head([1], [1.0]),
         layers=[SHAPE],
         dtype="float32",
         block_size=16,

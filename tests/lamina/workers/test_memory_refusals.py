@@ -140,19 +140,26 @@ def bad_binds() -> Iterator[tuple[Bind, str]]:
     yield msgspec.structs.replace(good, kv_bytes=1 << 60), "lower --kv-memory"
     yield msgspec.structs.replace(good, max_rows=0), "0 rows"
     yield msgspec.structs.replace(good, max_model_len=-1), "-1 tokens"
-    yield msgspec.structs.replace(good, worker=1), "no share for memory worker 1"
+    yield msgspec.structs.replace(good, worker=1), "nothing for memory worker 1"
     yield msgspec.structs.replace(good, backend="abacus"), "attention backend 'abacus'"
-    yield msgspec.structs.replace(good, layers=[]), "0 layers"
-    yield msgspec.structs.replace(good, layers=[layer, layer]), "2 layers"
+    yield msgspec.structs.replace(good, layers=[]), "no layers"
+    yield msgspec.structs.replace(good, layers=[layer, layer]), "1 layers for 2"
     yield with_layer(q_heads=7), "7 query heads"
-    yield with_layer(kv_heads=2), "do not exist"
+    yield with_layer(kv_heads=2), "4 KV heads for a layer of 2"
     yield with_layer(v_dim=0), "4 KV heads"
     yield with_layer(spec="{}"), "not an attention spec"
     yield with_layer(sinks=b"1234"), "operand of 4 bytes"
     yield with_layer(spec=AttentionSpec(scale=1.0, alibi=True).encode()), "operand of 0 bytes"
-    chunks = Partition(0, 1, [[Share(0, 0, 4, 2, 5)]], [0])
-    yield msgspec.structs.replace(good, partition=chunks), "not a range of their chunks"
-    yield msgspec.structs.replace(good, partition=Partition(0, 1, [], [0])), "no share"
+    for lanes, shares, reason in (
+        (1, [Share(0, 3, [0]), Share(2, 4, [0])], "follow 3"),
+        (1, [Share(0, 2, [0])], "2 KV heads for a layer of 4"),
+        (2, [Share(0, 4, [0, 0, 0])], "3 owners for 2 lanes"),
+        (1, [Share(0, 4, [])], "0 owners"),
+        (1, [Share(0, 4, [1])], "names .1."),
+        (0, [Share(0, 4, [0])], "0 lanes"),
+    ):
+        yield msgspec.structs.replace(good, partition=Partition(0, 1, lanes, [shares], [0])), reason
+    yield msgspec.structs.replace(good, partition=Partition(0, 1, 1, [], [0])), "without table 0"
 
 
 @pytest.mark.parametrize(("bad", "reason"), list(bad_binds()), ids=lambda x: x if isinstance(x, str) else "")
