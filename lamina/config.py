@@ -26,7 +26,11 @@ class EngineConfig:
 
     memory_workers: int = option(2, "memory workers, which share the KV cache and the attention over it")
     memory_weights: str = option("", "each memory worker's part of the work, such as 0.7,0.3; empty = equal parts")
-    partition: str = option("head", "what memory workers share: KV heads (head) or whole sequences (request)")
+    partition: str = option(
+        "head",
+        "what memory workers share: KV heads (head; the tokens of a head where heads do not divide), the tokens of every "
+        "sequence (token), or whole sequences (request)",
+    )
     transport: str = option(
         "shm", "how the pools talk: shm, tcp, loopback (everything in one process), auto, verbs, mlx5"
     )

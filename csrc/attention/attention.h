@@ -29,7 +29,7 @@ struct Operator {
 
 // The arrays of lamina.kv.pool.RowTable, owned by others.
 struct Rows {
-  const int64_t *row, *first, *count, *seen, *origin;  // [sequences]
+  const int64_t *row, *first, *count, *seen, *stop, *origin;  // [sequences]
   const int64_t* table;                                // [sequences, width]
   int64_t sequences, width, block_size;
 };
@@ -99,11 +99,21 @@ class Scratch {
 
 enum Dtype { kFloat32, kBFloat16, kFloat16, kDtypes };
 
+// Partial results of `queries` queries: o [queries, v_dim], lse [queries].
+struct Partial {
+  float *o, *lse;
+};
+
 // One set of instructions.
 struct Variant {
   const char* name;
   bool (*usable)();
   void (*run[kDtypes])(const Call&, int64_t task, int64_t head, Scratch&);
+  // a becomes the merge of both.
+  void (*merge)(Partial a, Partial b, int64_t queries, int64_t v_dim);
+  // merge.finish; q_heads of `queries` follow each other, sinks [q_heads] or null.
+  void (*finish[kDtypes])(Partial stored, Partial fresh, const float* sinks, int64_t queries, int64_t q_heads,
+                          int64_t v_dim, void* out);
   std::uint64_t (*read)(const void*, std::size_t);  // every byte once: what a read limit is measured with
 };
 

@@ -50,7 +50,8 @@ bool usable() {
 
 }  // namespace
 
-const Variant kAvx2 = {"avx2", usable, {run<float>, run<BFloat16>, run<Half>}, read};
+const Variant kAvx2 = {"avx2", usable, {run<float>, run<BFloat16>, run<Half>},
+                       merge_partials, {finish<float>, finish<BFloat16>, finish<Half>}, read};
 
 }  // namespace lamina::attention
 

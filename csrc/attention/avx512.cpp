@@ -27,7 +27,8 @@ bool usable() {
 
 }  // namespace
 
-const Variant kAvx512 = {"avx512", usable, {run<float>, run<BFloat16>, run<Half>}, read};
+const Variant kAvx512 = {"avx512", usable, {run<float>, run<BFloat16>, run<Half>},
+                       merge_partials, {finish<float>, finish<BFloat16>, finish<Half>}, read};
 
 }  // namespace lamina::attention
 

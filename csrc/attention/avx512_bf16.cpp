@@ -39,7 +39,8 @@ bool usable() {
 
 }  // namespace
 
-const Variant kAvx512Bf16 = {"avx512_bf16", usable, {run<float>, run<BFloat16>, run<Half>}, read};
+const Variant kAvx512Bf16 = {"avx512_bf16", usable, {run<float>, run<BFloat16>, run<Half>},
+                       merge_partials, {finish<float>, finish<BFloat16>, finish<Half>}, read};
 
 }  // namespace lamina::attention
 

@@ -23,7 +23,7 @@ const Variant* const kVariants[] = {
 
 constexpr const char* kDtypeNames[kDtypes] = {"float32", "bfloat16", "float16"};
 constexpr int64_t kDtypeBytes[kDtypes] = {4, 2, 2};
-constexpr int kTables = 6;
+constexpr int kTables = 7;
 
 // Work that makes up for waking a thread, in nanoseconds, and what a core does in one of them, about.
 constexpr double kHelpNs = 60e3, kPairsPerNs = 30, kBytesPerNs = 15;
@@ -71,7 +71,8 @@ void step_dealloc(PyObject* object) {
 PyObject* step_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* arrays[kTables];
   long long block_size;
-  if (!PyArg_ParseTuple(args, "OOOOOOL", arrays, arrays + 1, arrays + 2, arrays + 3, arrays + 4, arrays + 5, &block_size))
+  if (!PyArg_ParseTuple(args, "OOOOOOOL", arrays, arrays + 1, arrays + 2, arrays + 3, arrays + 4, arrays + 5, arrays + 6,
+                        &block_size))
     return nullptr;
   auto* self = reinterpret_cast<Step*>(type->tp_alloc(type, 0));
   if (!self) return nullptr;
@@ -93,7 +94,8 @@ PyObject* step_new(PyTypeObject* type, PyObject* args, PyObject*) {
       return Py_DECREF(self), nullptr;
     }
   const int64_t width = sequences ? size(kTables - 1) / sequences : 0;
-  self->rows = {numbers(0), numbers(1), numbers(2), numbers(3), numbers(4), numbers(5), sequences, width, block_size};
+  self->rows = {numbers(0), numbers(1), numbers(2), numbers(3), numbers(4), numbers(5), numbers(6), sequences, width,
+                block_size};
   self->tasks = new (std::nothrow) std::map<int64_t, Tasks>;
   if (!self->tasks) return Py_DECREF(self), PyErr_NoMemory();
   return reinterpret_cast<PyObject*>(self);
@@ -214,12 +216,40 @@ PyObject* kernels_read(PyObject* object, PyObject* args) {
   return PyLong_FromUnsignedLongLong(all);
 }
 
+PyObject* kernels_merge(PyObject* object, PyObject* args) {
+  const Engine& engine = *reinterpret_cast<Kernels*>(object)->engine;
+  unsigned long long a_o, a_lse, b_o, b_lse;
+  long long queries, v_dim;
+  if (!PyArg_ParseTuple(args, "KKKKLL", &a_o, &a_lse, &b_o, &b_lse, &queries, &v_dim)) return nullptr;
+  Py_BEGIN_ALLOW_THREADS;
+  engine.variant->merge({pointer<float>(a_o), pointer<float>(a_lse)}, {pointer<float>(b_o), pointer<float>(b_lse)},
+                        queries, v_dim);
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
+PyObject* kernels_close(PyObject* object, PyObject* args) {
+  const Engine& engine = *reinterpret_cast<Kernels*>(object)->engine;
+  unsigned long long a_o, a_lse, b_o, b_lse, sinks, out;
+  long long queries, q_heads, v_dim;
+  if (!PyArg_ParseTuple(args, "KKKKKLLLK", &a_o, &a_lse, &b_o, &b_lse, &sinks, &queries, &q_heads, &v_dim, &out))
+    return nullptr;
+  Py_BEGIN_ALLOW_THREADS;
+  engine.variant->finish[engine.dtype]({pointer<float>(a_o), pointer<float>(a_lse)},
+                                       {pointer<float>(b_o), pointer<float>(b_lse)}, pointer<float>(sinks), queries,
+                                       q_heads, v_dim, pointer<void>(out));
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
 template <class F>
 void* slot(F* function) {
   return reinterpret_cast<void*>(function);
 }
 
 PyMethodDef kernels_methods[] = {{"attend", kernels_attend, METH_VARARGS, nullptr},
+                                 {"merge", kernels_merge, METH_VARARGS, nullptr},
+                                 {"close", kernels_close, METH_VARARGS, nullptr},
                                  {"read", kernels_read, METH_VARARGS, nullptr},
                                  {nullptr, nullptr, 0, nullptr}};
 

@@ -56,6 +56,7 @@ inline void to_half(std::uint16_t* p, V x) {
 
 }  // namespace
 
-const Variant kPortable = {"portable", [] { return true; }, {run<float>, run<BFloat16>, run<Half>}, read};
+const Variant kPortable = {"portable", [] { return true; }, {run<float>, run<BFloat16>, run<Half>},
+                       merge_partials, {finish<float>, finish<BFloat16>, finish<Half>}, read};
 
 }  // namespace lamina::attention

@@ -205,6 +205,56 @@ void run(const Call& call, int64_t number, int64_t head, Scratch& scratch) {
   one.deliver(nodes[0]);
 }
 
+// The v_dim numbers of a query in a and b, and what they weigh, through f; f's result goes to `to`.
+template <class To, class F>
+inline void combine(To* to, const float* a, const float* b, int64_t dim, F f) {
+  int64_t d = 0;
+  for (; d + 2 * W <= dim; d += 2 * W) store_pair(to + d, as_loaded<To>(f(load_pair(a + d), load_pair(b + d))));
+  if (d < dim) store_tail(to + d, dim - d, as_loaded<To>(f(load_tail(a + d, dim - d), load_tail(b + d, dim - d))));
+}
+
+// Some of the lse of a partial result, in whole vectors.
+struct Lse {
+  float x[kTile] = {};
+  Lse(const float* from, int64_t n) { __builtin_memcpy(x, from, std::size_t(n) * sizeof(float)); }
+};
+
+// See Variant; the arithmetic of `merge` above.
+inline void merge_partials(Partial a, Partial b, int64_t queries, int64_t dim) {
+  for (int64_t from = 0; from < queries; from += kTile) {
+    const int64_t n = min(kTile, queries - from);
+    float weight_a[kTile], weight_b[kTile];
+    Lse left(a.lse + from, n), right(b.lse + from, n);
+    weigh(left.x, right.x, n, weight_a, weight_b, left.x);
+    __builtin_memcpy(a.lse + from, left.x, std::size_t(n) * sizeof(float));
+    for (int64_t i = 0; i < n; ++i) {
+      float *o = a.o + (from + i) * dim, *other = b.o + (from + i) * dim;
+      const V x = set(weight_a[i]), y = set(weight_b[i]);
+      combine(o, o, other, dim, [&](Pair p, Pair q) { return Pair{fma(y, q.a, x * p.a), fma(y, q.b, x * p.b)}; });
+    }
+  }
+}
+
+// See Variant; the arithmetic of Run::deliver.
+template <class T>
+void finish(Partial stored, Partial fresh, const float* sinks, int64_t queries, int64_t q_heads, int64_t dim, void* out) {
+  for (int64_t from = 0; from < queries; from += kTile) {
+    const int64_t n = min(kTile, queries - from);
+    float weight_a[kTile], weight_b[kTile], weight[kTile], sink[kTile] = {};
+    Lse lse(stored.lse + from, n), right(fresh.lse + from, n);
+    weigh(lse.x, right.x, n, weight_a, weight_b, lse.x);
+    for (int64_t i = 0; sinks && i < n; ++i) sink[i] = sinks[(from + i) % q_heads];
+    if (sinks) weigh(lse.x, sink, n, weight, sink, lse.x);
+    for (int64_t i = 0; i < n; ++i) {
+      const V x = set(weight_a[i]), y = set(weight_b[i]), z = set(sinks ? weight[i] : 1);
+      const int64_t at = (from + i) * dim;
+      combine(static_cast<T*>(out) + at, stored.o + at, fresh.o + at, dim, [&](Pair p, Pair q) {
+        return Pair{fma(y, q.a, x * p.a) * z, fma(y, q.b, x * p.b) * z};
+      });
+    }
+  }
+}
+
 inline std::uint64_t read(const void* from, std::size_t bytes) {
   const char* p = static_cast<const char*>(from);
   I sum[4] = {};

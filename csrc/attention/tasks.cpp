@@ -32,7 +32,7 @@ Tasks make_tasks(const Rows& rows, bool stored, int64_t group, int64_t window) {
       Task task{s, begin, std::min(begin + kTile, queries), 0, 0, -1};
       const int64_t top = begin / group, bottom = (task.end - 1) / group;  // rows
       if (stored) {
-        task.low = rows.seen[s], task.high = first;
+        task.low = rows.seen[s], task.high = rows.stop[s];
         if (window) task.low = std::clamp(first + top - window + 1, task.low, task.high);
       } else {
         task.low = window ? std::max(top - window + 1, int64_t(0)) : 0, task.high = bottom + 1;

@@ -54,10 +54,10 @@ class AttentionBackend(Protocol):
         ...
 
     def attend_stored(self, op: Operator, prepared: Any, store: LayerStore, q: Tensor) -> Partial:
-        """Attention of the step's rows over their sequences' earlier tokens, positions ``0 .. first``, from the store.
+        """Attention of the step's rows over their sequences' stored tokens, positions ``seen .. stop`` of the table.
 
-        q [R, Hq, D] in the wire dtype -> o [R, Hq, Dv], lse [R, Hq] fp32: the root over all chunks, empty where
-        nothing is stored or seen.
+        q [R, Hq, D] in the wire dtype -> o [R, Hq, Dv], lse [R, Hq] fp32: the root over these tokens' chunks, empty
+        where nothing is stored or seen.
         """
         ...
 
@@ -71,10 +71,20 @@ class AttentionBackend(Protocol):
     def finish(
         self, op: Operator, prepared: Any, stored: Partial, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     ) -> None:
-        """``attend_new``, merged with ``stored`` and the sinks, rounded into out [R, Hq, Dv]: see ``merge.finish``."""
+        """``attend_new``, then ``close``."""
+        self.close(stored, self.attend_new(op, prepared, q, k, v), op.sinks, out)
+
+    def merge(self, left: Partial, right: Partial) -> Partial:
+        """See ``merge.merge``; bit for bit as ``attend_stored`` merges inside. All tensors contiguous."""
+        from lamina.attention.merge import merge
+
+        return merge(left, right)
+
+    def close(self, stored: Partial, new: Partial, sinks: Tensor | None, out: Tensor) -> None:
+        """See ``merge.finish``; all tensors contiguous."""
         from lamina.attention.merge import finish
 
-        finish(stored, self.attend_new(op, prepared, q, k, v), op.sinks, out)
+        finish(stored, new, sinks, out)
 
 
 def get(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:

@@ -7,7 +7,15 @@ class Step:
     """The arrays of a ``lamina.kv.pool.RowTable`` (int64), kept as they are, and the tasks that follow from them."""
 
     def __new__(
-        cls, row: Ints, first: Ints, count: Ints, seen: Ints, origin: Ints, table: Ints, block_size: int
+        cls,
+        row: Ints,
+        first: Ints,
+        count: Ints,
+        seen: Ints,
+        stop: Ints,
+        origin: Ints,
+        table: Ints,
+        block_size: int,
     ) -> Step: ...
 
 class Kernels:
@@ -34,6 +42,23 @@ class Kernels:
         Without ``out`` the result goes to o and lse. With it, o and lse hold the stored part, which is merged with the
         result and the sinks into out.
         """
+
+    def merge(self, a_o: int, a_lse: int, b_o: int, b_lse: int, queries: int, v_dim: int) -> None:
+        """Merge the partial result at b, o [queries, v_dim] and lse [queries], into that at a. All by address."""
+
+    def close(
+        self,
+        stored_o: int,
+        stored_lse: int,
+        new_o: int,
+        new_lse: int,
+        sinks: int,
+        queries: int,
+        q_heads: int,
+        v_dim: int,
+        out: int,
+    ) -> None:
+        """Merge both and the sinks, [q_heads] or none (0), into out [queries, v_dim]; queries are q_heads by row."""
 
     def read(self, address: int, nbytes: int, threads: int) -> int:
         """Read memory once, from end to end: what attention can be compared with. The result means nothing."""

@@ -13,7 +13,7 @@ arithmetic, exp and log. Fused multiply-adds (addcmul, lerp) are not such: vecto
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -64,10 +64,14 @@ def finish(stored: Partial, new: Partial, sinks: Tensor | None, out: Tensor) -> 
     out.copy_(whole.o)
 
 
+Merge = Callable[[Partial, Partial], Partial]
+
+
 class Fold:
     """Merges consecutive nodes, handed over from left to right, into the maximal aligned nodes of their range."""
 
-    def __init__(self) -> None:
+    def __init__(self, merge: Merge = merge) -> None:
+        self._merge = merge
         self.nodes: list[tuple[Node, Partial]] = []
 
     def push(self, node: Node, part: Partial) -> None:
@@ -77,12 +81,12 @@ class Fold:
             if (last.number + 1) << last.level != node.number << node.level:
                 raise ValueError(f"{node} does not follow {last}")
         while self.nodes and node.number & 1 and self.nodes[-1][0] == Node(node.level, node.number - 1):
-            part = merge(self.nodes.pop()[1], part)
+            part = self._merge(self.nodes.pop()[1], part)
             node = Node(node.level + 1, node.number >> 1)
         self.nodes.append((node, part))
 
 
-def root(nodes: Iterable[tuple[Node, Partial]]) -> Partial:
+def root(nodes: Iterable[tuple[Node, Partial]], merge: Merge = merge) -> Partial:
     """The value of the whole tree from disjoint nodes of any holders, in any order; there is at least one.
 
     A node without a sibling rises as it is: what is missing on the other side is empty.

@@ -35,7 +35,7 @@ class Native(AttentionBackend):
         self.kernels = Kernels(variant, NAMES[dtype])
 
     def prepare(self, rows: RowTable) -> Step:
-        return Step(rows.row, rows.first, rows.count, rows.seen, rows.origin, rows.table, rows.block_size)
+        return Step(rows.row, rows.first, rows.count, rows.seen, rows.stop, rows.origin, rows.table, rows.block_size)
 
     def attend_stored(self, op: Operator, prepared: Step, store: LayerStore, q: Tensor) -> Partial:
         out = _empty(op, q)
@@ -51,6 +51,17 @@ class Native(AttentionBackend):
         self, op: Operator, prepared: Step, stored: Partial, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     ) -> None:
         self._attend(op, prepared, False, q, k, v, stored, out.data_ptr())
+
+    def merge(self, left: Partial, right: Partial) -> Partial:
+        o, lse = left.o.clone(), left.lse.clone()
+        addresses = o.data_ptr(), lse.data_ptr(), right.o.data_ptr(), right.lse.data_ptr()
+        self.kernels.merge(*addresses, lse.numel(), o.shape[-1])
+        return Partial(o, lse)
+
+    def close(self, stored: Partial, new: Partial, sinks: Tensor | None, out: Tensor) -> None:
+        addresses = stored.o.data_ptr(), stored.lse.data_ptr(), new.o.data_ptr(), new.lse.data_ptr()
+        shape = new.lse.numel(), new.lse.shape[-1], new.o.shape[-1]
+        self.kernels.close(*addresses, 0 if sinks is None else sinks.data_ptr(), *shape, out.data_ptr())
 
     def _attend(
         self, op: Operator, step: Step, stored: bool, q: Tensor, k: Tensor, v: Tensor, part: Partial, out: int

@@ -35,8 +35,8 @@ class _Prepared:
     def __init__(self, table: RowTable, reference: Reference) -> None:
         single = table.count == 1
         decode = table.select(single)
-        self.arrays = (table.row[single], decode.seen, decode.first, decode.origin, decode.table)
-        self.tokens = decode.first - decode.seen
+        self.arrays = (table.row[single], decode.seen, decode.stop, decode.first, decode.origin, decode.table)
+        self.tokens = decode.stop - decode.seen
         self.other_rows = torch.from_numpy(np.repeat(~single, table.count).nonzero()[0])
         self.others = reference.prepare(table.select(~single)) if len(self.other_rows) else None
 
@@ -52,7 +52,7 @@ class Numba(AttentionBackend):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._bits = BITS[dtype]
-        self._reference = Reference(torch.device("cpu"))
+        self._reference = Reference(torch.device("cpu"), self.merge)
         self._helpers = ThreadPoolExecutor(thread_name_prefix="lamina-attention")  # starts a thread when it needs one
         self._compile(dtype)
 
@@ -82,6 +82,14 @@ class Numba(AttentionBackend):
         numba_kernels.attend_self(*arrays, prepared.arrays[0], scale, softcap, out.o.numpy(), out.lse.numpy())
         return out
 
+    def merge(self, left: Partial, right: Partial) -> Partial:
+        o = torch.stack([left.o, right.o]).view(2, -1, left.o.shape[-1])
+        lse = torch.stack([left.lse, right.lse]).view(2, -1)
+        empty = lse.amax(0) == float("-inf")
+        numba_kernels.merge(o.numpy(), lse.numpy(), 0, 1)
+        o[0, empty], lse[0, empty] = 0.0, float("-inf")
+        return Partial(o[0].view_as(left.o), lse[0].view_as(left.lse))
+
     def _run(
         self, inputs: tuple[Array, ...], softcap: np.float32, bounds: list[int], outputs: tuple[Array, ...]
     ) -> None:
@@ -99,8 +107,9 @@ class Numba(AttentionBackend):
     def _compile(self, dtype: torch.dtype) -> None:
         stored = self._array(torch.empty(1, 1, 1, 1, dtype=dtype))
         numbers, integers = np.empty((1, 1, 1), np.float32), np.empty((1, 1), np.int64)
-        inputs, zero = (numbers, stored, stored, *[integers[0]] * 4, integers, numbers[0, 0]), np.float32(0.0)
+        inputs, zero = (numbers, stored, stored, *[integers[0]] * 5, integers, numbers[0, 0]), np.float32(0.0)
         self._run(inputs, zero, [0, 0], (numbers, numbers[0]))
+        numba_kernels.merge(np.zeros((2, 1, 1), np.float32), np.zeros((2, 1), np.float32), 0, 1)
         numba_kernels.attend_self(stored[0], stored[0], stored[0], integers[0, :0], zero, zero, numbers, numbers[0])
 
 

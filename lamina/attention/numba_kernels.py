@@ -151,7 +151,7 @@ def _softmax(score: Any) -> Any:
 
 
 @_compiled({"contract"})
-def _merge(o: Any, lse: Any, left: int, right: int) -> None:
+def merge(o: Any, lse: Any, left: int, right: int) -> None:
     """``merge.merge`` of the parts ``left`` and ``right``, of o [parts, G, Dv] and lse [parts, G], into ``left``."""
     for g in range(o.shape[1]):
         a, b = lse[left, g], lse[right, g]
@@ -176,7 +176,7 @@ def _root(o: Any, lse: Any, chunks: Any, places: Any) -> None:
             place, parent = places[i], chunks[i] >> 1
             i += 1
             if i < n and chunks[i] >> 1 == parent:
-                _merge(o, lse, place, places[i])
+                merge(o, lse, place, places[i])
                 i += 1
             chunks[kept], places[kept] = parent, place
             kept += 1
@@ -185,10 +185,11 @@ def _root(o: Any, lse: Any, chunks: Any, places: Any) -> None:
 
 @_compiled({"contract"})
 def attend_stored(
-    q: Any, k: Any, v: Any, row: Any, seen: Any, first: Any, origin: Any, table: Any, slopes: Any, softcap: Any,
-    begin: int, end: int, out: Any, lse_out: Any,
+    q: Any, k: Any, v: Any, row: Any, seen: Any, stop_at: Any, first: Any, origin: Any, table: Any, slopes: Any,
+    softcap: Any, begin: int, end: int, out: Any, lse_out: Any,
 ) -> None:  # fmt: skip
-    """Work items ``begin .. end``, numbered (sequence, KV head): row ``row[s]`` over positions ``seen[s] .. first[s]``.
+    """Work items ``begin .. end``, numbered (sequence, KV head): row ``row[s]`` over ``seen[s] .. stop_at[s]``,
+    seen from position ``first[s]``.
 
     q [R, Hq, D] scaled, k [N, H, size, D], v [N, H, size, Dv], slopes [Hq] or [0], out [R, Hq, Dv], lse_out [R, Hq].
     """
@@ -200,8 +201,8 @@ def attend_stored(
     for item in range(begin, end):
         s, head = item // heads, item % heads
         mine, parts = slice(head * groups, (head + 1) * groups), 0
-        for chunk in range(seen[s] // CHUNK_TOKENS, -(-first[s] // CHUNK_TOKENS)):
-            start, stop = max(seen[s], chunk * CHUNK_TOKENS), min(first[s], (chunk + 1) * CHUNK_TOKENS)
+        for chunk in range(seen[s] // CHUNK_TOKENS, -(-stop_at[s] // CHUNK_TOKENS)):
+            start, stop = max(seen[s], chunk * CHUNK_TOKENS), min(stop_at[s], (chunk + 1) * CHUNK_TOKENS)
             t = start
             while t < stop:
                 upto = min(stop, t // size * size + size)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lamina.attention import AttentionBackend, Operator
-from lamina.attention.merge import CHUNK_TOKENS, Fold, Partial, merge, root
+from lamina.attention.merge import CHUNK_TOKENS, Fold, Merge, Partial, merge, root
 from lamina.attention.reference_tiles import Prepared, Tile
 from lamina.kv.pool import LayerStore, RowTable
 
@@ -33,8 +33,10 @@ def open_backend(device: torch.device, dtype: torch.dtype) -> Reference:
 class Reference(AttentionBackend):
     """See ``AttentionBackend`` for the contract."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, merge: Merge = merge) -> None:
+        """``merge``: the arithmetic of another backend that computes the rest."""
         self._device = device
+        self._merge = merge
         self._buffers: dict[torch.dtype, Tensor] = {}
 
     def prepare(self, rows: RowTable) -> Prepared:
@@ -53,10 +55,10 @@ class Reference(AttentionBackend):
                 if tile.node is None:
                     _put(out, prepared.rows_of(tile.numbers, equal.count), part)
                 else:
-                    folds.setdefault(tile.member, Fold()).push(tile.node, part)
+                    folds.setdefault(tile.member, Fold(self._merge)).push(tile.node, part)
             for member, fold in folds.items():
                 out = out or self._empty(op, q.shape[0])
-                _put(out, prepared.rows_of(equal.members[[member]], equal.count), root(fold.nodes))
+                _put(out, prepared.rows_of(equal.members[[member]], equal.count), root(fold.nodes, self._merge))
         return out or self._empty(op, q.shape[0])
 
     def attend_new(self, op: Operator, prepared: Prepared, q: Tensor, k: Tensor, v: Tensor) -> Partial:
@@ -86,7 +88,7 @@ class Reference(AttentionBackend):
         flat = _softmax(score, v)
         o, lse = flat.o.view(*by_pair.shape[:-1], -1)[..., : op.v_dim], flat.lse.view(by_pair.shape[:-1])
         for left, right in tile.merges:
-            o[left], lse[left] = merge(Partial(o[left], lse[left]), Partial(o[right], lse[right]))
+            o[left], lse[left] = self._merge(Partial(o[left], lse[left]), Partial(o[right], lse[right]))
         return Partial(o.index_select(0, tile.roots), lse.index_select(0, tile.roots))
 
     def _gather(self, stored: Tensor, tile: Tile) -> Tensor:

@@ -62,7 +62,7 @@ class Prepared:
         per_token = op.kv_heads * max(op.qk_dim, op.v_dim) + 2 * equal.count * op.q_heads
         most = max(1, TILE_BYTES // (4 * CHUNK_TOKENS * per_token))
         base = table.origin[equal.members] // CHUNK_TOKENS
-        stop = -(-table.first[equal.members] // CHUNK_TOKENS)
+        stop = -(-table.stop[equal.members] // CHUNK_TOKENS)
         fits, pairs = list[int](), 0
         for i in np.flatnonzero(stop > base).tolist():
             chunks = int(stop[i] - base[i])
@@ -129,7 +129,7 @@ class Tile:
 def _pairs(table: RowTable, numbers: Ints, node: Node | None) -> tuple[Ints, Ints]:
     """(sequence, chunk) of all pairs of sequences ``numbers``, in order; those under ``node`` if there is one."""
     base = table.origin[numbers] // CHUNK_TOKENS
-    count = -(-table.first[numbers] // CHUNK_TOKENS) - base
+    count = -(-table.stop[numbers] // CHUNK_TOKENS) - base
     pair = np.repeat(np.arange(len(numbers)), count)
     chunk = np.arange(len(pair)) - np.repeat(np.cumsum(count) - count, count) + base[pair]
     inside = chunk >> node.level == node.number if node else slice(None)
@@ -139,8 +139,8 @@ def _pairs(table: RowTable, numbers: Ints, node: Node | None) -> tuple[Ints, Int
 def _visible(table: RowTable, numbers: Ints, chunk: Ints, count: int) -> NDArray[np.bool_]:
     """[P, c, C]: whether a row of sequence ``numbers[p]`` sees a stored token of chunk ``chunk[p]``."""
     position = (chunk[:, None] * CHUNK_TOKENS + np.arange(CHUNK_TOKENS))[:, None]
-    first = table.first[numbers, None, None]
-    seen = np.broadcast_to(position < first, (len(chunk), count, CHUNK_TOKENS))
+    first, stop = table.first[numbers, None, None], table.stop[numbers, None, None]
+    seen = np.broadcast_to(position < stop, (len(chunk), count, CHUNK_TOKENS))
     if table.window:
         seen = seen & (position > first + np.arange(count)[:, None] - table.window)
     return seen

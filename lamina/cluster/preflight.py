@@ -21,7 +21,7 @@ def check(model: str, config: EngineConfig) -> None:
     if config.max_model_len > limit:
         raise ValueError(f"--max-model-len {config.max_model_len} exceeds the model's own limit of {limit} tokens")
     if heads := _kv_heads(found):
-        PARTITIONS[config.partition]([heads], config.weights)
+        PARTITIONS[config.partition]([heads], config.weights, 1)
     check_weights(directory)
     free, kv_bytes = available_bytes(), config.kv_bytes() * config.memory_workers
     check_room(directory, config.replicas, free)

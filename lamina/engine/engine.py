@@ -42,7 +42,8 @@ class Engine:
         self.info = wire.ready
         self._clock = clock
         self._trace = trace
-        self._ledger = BlockTables(self.info.windows, self.info.num_blocks, self.info.block_size, self.info.lanes)
+        info = self.info
+        self._ledger = BlockTables(info.windows, info.num_blocks, info.block_size, info.lanes, info.stripe)
         self.scheduler = Scheduler(
             self._ledger,
             max_num_seqs=config.max_num_seqs,

@@ -11,7 +11,6 @@ from typing import Protocol
 
 import msgspec
 
-from lamina.kv.blocks import blocks_of_one
 from lamina.kv.partition import Lanes
 from lamina.workers.stepplan import Free, New, Rows, SequenceOp, StepPlan
 
@@ -26,9 +25,7 @@ class Ledger(Protocol):
     group.
     """
 
-    windows: tuple[int, ...]
-    lanes: tuple[Lanes, ...]  # group -> the sequences that it keeps
-    block_size: int
+    lanes: tuple[Lanes, ...]  # group -> what it keeps
 
     @property
     def num_lanes(self) -> int:
@@ -38,6 +35,10 @@ class Ledger(Protocol):
     @property
     def free_blocks(self) -> Blocks:
         """Blocks that nobody holds."""
+        ...
+
+    def most_blocks(self, lane: int, length: int, max_rows: int) -> list[int]:
+        """Blocks that one sequence of ``lane`` and up to ``length`` tokens takes at most, ``max_rows`` rows a step."""
         ...
 
     def blocks_needed(self, rows: Iterable[Rows]) -> Blocks:
@@ -80,11 +81,7 @@ class Batch:
     @property
     def load(self) -> int:
         """Tokens that its attention reads: what a batch costs the memory workers."""
-        return self.tokens(Lanes())
-
-    def tokens(self, lanes: Lanes) -> int:
-        """Those of the sequences in ``lanes``."""
-        return sum(s.num_promised for s in self.running if s.id in lanes)
+        return sum(s.num_promised for s in self.running)
 
 
 class Scheduler:
@@ -212,7 +209,8 @@ class Scheduler:
             for sequence in owner.running:
                 missing = sequence.num_promised - sequence.num_scheduled - picked.get(sequence, 0)
                 if missing > 0 and (owner is not batch or sequence in picked):
-                    left = self._less(left, sequence.id, [-(-missing // self._ledger.block_size)] * len(left))
+                    whole, there = (self._blocks_of(sequence.id, sequence.num_promised - n) for n in (0, missing))
+                    left = [n - a + b for n, a, b in zip(left, whole, there, strict=True)]
         while self._waiting and budget > 0 and self.num_running < self._max_num_seqs:
             sequence = self._waiting[0]
             count = self._count(sequence, budget)
@@ -221,7 +219,7 @@ class Scheduler:
                 not count or lane is None or sequence.num_drawing or batch.load > min(b.load for b in self.batches)
             ):  # a preempted one whose last token is still being drawn waits
                 return
-            left = self._less(left, lane, self._blocks_of(sequence))
+            left = _less(left, self._blocks_of(lane, sequence.num_promised))
             sequence.id = self._next_ids[lane]
             self._next_ids[lane] += self._ledger.num_lanes
             batch.ops.append(New(sequence.id))
@@ -233,18 +231,18 @@ class Scheduler:
         """The lane for a new sequence of ``batch``, of those with ``left`` blocks enough: so that what each group keeps
         of the batch, and then of all batches, comes closest to what it is meant to keep.
         """
-        needed, groups = self._blocks_of(sequence), set(self._ledger.lanes)
+        lanes = {x: self._blocks_of(x, sequence.num_promised) for x in range(self._ledger.num_lanes)}
+        lanes = {x: blocks for x, blocks in lanes.items() if min(_less(left, blocks)) >= 0}
+        if len(lanes) < 2:
+            return next(iter(lanes), None)
+        kept = [self._blocks_of(s.id, s.num_promised) for s in batch.running]
+        others = [self._blocks_of(s.id, s.num_promised) for b in self.batches if b is not batch for s in b.running]
 
-        def unevenness(batches: list[Batch], lane: int) -> float:
-            with_it = {g: sum(b.tokens(g) for b in batches) + sequence.num_promised * (lane in g) for g in groups}
-            return sum(tokens * tokens / g.portion for g, tokens in with_it.items())
+        def unevenness(of: list[list[int]]) -> float:
+            totals = [sum(n) for n in zip(*of, strict=True)]
+            return sum(float(n * n) / g.portion for n, g in zip(totals, self._ledger.lanes, strict=True))
 
-        lanes = [x for x in range(self._ledger.num_lanes) if min(self._less(left, x, needed)) >= 0]
-        return min(lanes, key=lambda x: (unevenness([batch], x), unevenness(self.batches, x)), default=None)
-
-    def _less(self, blocks: list[int], sequence: int, taken: list[int]) -> list[int]:
-        """``blocks`` without those that ``sequence`` takes from the groups that keep it."""
-        return [b - t * (sequence in x) for b, t, x in zip(blocks, taken, self._ledger.lanes, strict=True)]
+        return min(lanes, key=lambda x: (unevenness([*kept, lanes[x]]), unevenness([*kept, *others, lanes[x]])))
 
     def _count(self, sequence: Sequence, budget: int) -> int:
         """Prompt tokens of ``sequence`` in this step, at most ``budget``; 0 = none yet."""
@@ -254,9 +252,8 @@ class Scheduler:
         piece = min(missing, self._prefill_chunk - sequence.num_scheduled % self._prefill_chunk)
         return piece if piece <= budget else 0
 
-    def _blocks_of(self, sequence: Sequence) -> list[int]:
-        length, ledger = sequence.num_promised, self._ledger
-        return [blocks_of_one(length, w, ledger.block_size, self._max_rows) for w in ledger.windows]
+    def _blocks_of(self, lane: int, length: int) -> list[int]:
+        return self._ledger.most_blocks(lane, length, self._max_rows)
 
     def _rows(self, picked: dict[Sequence, int]) -> list[Rows]:
         return [Rows(s.id, s.num_scheduled, count) for s, count in picked.items()]
@@ -280,3 +277,7 @@ class Scheduler:
         for sequence in draws:
             sequence.num_drawing += 1
         return step
+
+
+def _less(blocks: list[int], taken: list[int]) -> list[int]:
+    return [b - t for b, t in zip(blocks, taken, strict=True)]

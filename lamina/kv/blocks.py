@@ -36,12 +36,21 @@ def blocks_of_one(length: int, window: int, block_size: int, max_rows: int) -> i
     return min(whole, -(-(window + 2 * max_rows) // block_size) + 1) if window else whole
 
 
+def kept_blocks(lanes: Lanes, lane: int, blocks: int, stripe: int) -> int:
+    """How many of the first ``blocks`` of a sequence of ``lane`` are kept in ``lanes``; see BlockTables."""
+    if not stripe:
+        return blocks if lane in lanes else 0
+    whole, rest = divmod(blocks, stripe)
+    return lanes.count(lane, whole) * stripe + (rest if lane + whole in lanes else 0)
+
+
 def split_memory(
     kv_bytes: int,
     block_bytes: Sequence[int],
     windows: Sequence[int],
     lanes: Sequence[Lanes],
     *,
+    stripe: int = 0,
     block_size: int,
     max_rows: int,
     max_len: int,
@@ -53,22 +62,27 @@ def split_memory(
     over the lanes: with longer ones the groups without a window run out first, with shorter ones the others.
     Raises ValueError where ``kv_bytes`` cannot hold one sequence.
     """
-    counts = [blocks_of_one(max_len, w, block_size, max_rows) for w in windows]
+
+    def most(length: int) -> list[int]:
+        whole = -(-length // block_size)
+        kept = [max(kept_blocks(x, lane, whole, stripe) for lane in range(len(x.pattern))) for x in lanes]
+        return [min(n, blocks_of_one(length, w, block_size, max_rows)) for n, w in zip(kept, windows, strict=True)]
+
+    counts = most(max_len)
     need = sum((n + 1) * b for n, b in zip(counts, block_bytes, strict=True))
     if need > kv_bytes:
         raise ValueError(
             f"{kv_bytes} bytes of KV memory cannot hold one sequence of {max_len} tokens, which needs {need} bytes on "
             f"each memory worker: raise --kv-memory or lower --max-model-len"
         )
-    quarter = [blocks_of_one(-(-max_len // 4), w, block_size, max_rows) for w in windows]
-    typical = [n * x.portion for n, x in zip(quarter, lanes, strict=True)]
+    typical = [n * (1.0 if stripe else x.portion) for n, x in zip(most(-(-max_len // 4)), lanes, strict=True)]
     more = (kv_bytes - need) / sum(n * b for n, b in zip(typical, block_bytes, strict=True))
     return [n + int(t * more) for n, t in zip(counts, typical, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """What a sequence holds: blocks ``starts[g] .. ceil(length / block_size)`` of each group g that keeps its lane."""
+    """What a sequence holds: of its blocks ``starts[g] .. ceil(length / block_size)`` those that group g keeps."""
 
     length: int  # tokens up to the end of its last rows
     first: int  # first position of its last rows: a replay of them must still find its window
@@ -76,7 +90,11 @@ class _Extent:
 
 
 class BlockTables:
-    """The block tables of all sequences in all layer groups."""
+    """The block tables of all sequences in all layer groups.
+
+    Group g keeps what lies in ``lanes[g]``. With ``stripe`` 0 a sequence lies whole in the lane that its id is; else
+    its blocks are dealt out, ``stripe`` of them at a time: the lane of block b is id + b // stripe.
+    """
 
     def __init__(
         self,
@@ -84,9 +102,10 @@ class BlockTables:
         num_blocks: Sequence[int],
         block_size: int,
         lanes: Sequence[Lanes] | None = None,
+        stripe: int = 0,
     ) -> None:
-        """``windows[g]`` in tokens (0 = all), ``num_blocks[g]`` KV blocks for group g, which keeps the sequences in
-        ``lanes[g]`` (None = all of them in every group).
+        """``windows[g]`` in tokens (0 = all), ``num_blocks[g]`` KV blocks for group g; ``lanes`` None = all of them in
+        every group.
         """
         lanes = [Lanes()] * len(windows) if lanes is None else lanes
         same = len(windows) == len(num_blocks) == len(lanes) > 0
@@ -96,6 +115,7 @@ class BlockTables:
         self.num_blocks = tuple(num_blocks)
         self.block_size = block_size
         self.lanes = tuple(lanes)
+        self.stripe = stripe
         self._sequences: dict[int, _Extent] = {}
         self._last: dict[int, StepPlan] = {}  # batch -> its last plan
         self._tables: list[dict[int, array[int]]] = [{} for _ in windows]
@@ -121,8 +141,22 @@ class BlockTables:
         return self._extent(self._sequences, sequence).length
 
     def table(self, group: int, sequence: int) -> tuple[int, array[int]]:
-        """(start, ids): block ``start + i`` of the sequence, counted from its token 0, is ``ids[i]``. Read only."""
+        """(start, ids): the blocks of the sequence from the ``start``-th on that are kept, in order. Read only."""
         return self._extent(self._sequences, sequence).starts[group], self._tables[group][sequence]
+
+    def block_ids(self, group: int, sequence: int, low: int, high: int) -> array[int]:
+        """The ids of blocks ``low .. high`` of the sequence, counted from its token 0, which are all kept."""
+        start, ids = self.table(group, sequence)
+        at = self._kept(group, sequence, low) - self._kept(group, sequence, start)
+        return ids[at : at + high - low]
+
+    def most_blocks(self, lane: int, length: int, max_rows: int) -> list[int]:
+        """The most blocks by group that one sequence of ``lane`` and up to ``length`` tokens holds."""
+        whole = -(-length // self.block_size)
+        return [
+            min(self._kept(g, lane, whole), blocks_of_one(length, w, self.block_size, max_rows))
+            for g, w in enumerate(self.windows)
+        ]
 
     def blocks_needed(self, rows: Iterable[Rows]) -> tuple[int, ...]:
         """Blocks by group that ``rows`` take more than they give back. A sequence that is not there starts empty.
@@ -250,9 +284,13 @@ class BlockTables:
             return (0,) * len(self.windows)
         stop = -(-extent.length // self.block_size)
         return tuple(
-            max(0, stop - start) if sequence in lanes else 0
-            for start, lanes in zip(extent.starts, self.lanes, strict=True)
+            self._kept(g, sequence, stop) - self._kept(g, sequence, min(start, stop))
+            for g, start in enumerate(extent.starts)
         )
+
+    def _kept(self, group: int, sequence: int, blocks: int) -> int:
+        """How many of the first ``blocks`` of the sequence the group keeps."""
+        return kept_blocks(self.lanes[group], sequence, blocks, self.stripe)
 
     def _give_back(self, sequence: int, extent: _Extent | None) -> None:
         """Free what ``sequence`` holds outside ``extent``."""
@@ -264,7 +302,8 @@ class BlockTables:
             if extent is None or extent.starts[g] < old.starts[g]:  # gone, or a new one of the same id
                 drop, keep = len(ids), 0
             else:
-                drop, keep = min(len(ids), extent.starts[g] - old.starts[g]), self._held(sequence, extent)[g]
+                left = self._kept(g, sequence, extent.starts[g]) - self._kept(g, sequence, old.starts[g])
+                drop, keep = min(len(ids), left), self._held(sequence, extent)[g]
             self._free[g].extend(reversed(ids[:drop]))
             del ids[:drop]
             self._free[g].extend(reversed(ids[keep:]))

@@ -1,8 +1,9 @@
 """How attention is spread over memory workers. A partition is data: it gives every message its layout.
 
-A layer's KV heads are split into ranges. Either one memory worker keeps a range for all sequences, or several share the
-sequences out by their *lane*: the id of a sequence modulo the number of lanes. So any number of memory workers, of any
-weights, can share any number of KV heads, and the scheduler balances what the heads cannot by the ids that it gives.
+A layer's KV heads are split into ranges. One memory worker keeps a range for all tokens, or several deal the tokens out
+among them: the *lane* of a token tells whose it is. A sequence begins in the lane that its id is, modulo the number of
+lanes, and goes on to the next one after each *stripe*, or stays in it. So any number of memory workers, of any weights,
+can share any number of KV heads, and the scheduler balances with the ids that it gives.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import NamedTuple
 import msgspec
 
 MOST_LANES = 64
+MOST_STRIPE = 1 << 20
+STRIPES = 8  # of a sequence of full length on one memory worker, about: each is a partial result that travels
 LANE_ERROR = 0.01  # of a memory worker's share, for which more lanes do not pay
 
 
@@ -30,9 +33,14 @@ class Lanes(msgspec.Struct, frozen=True, array_like=True):
 
     pattern: tuple[bool, ...] = (True,)
 
-    def __contains__(self, sequence: int) -> bool:
-        """Whether the sequence of that id is in one of these lanes."""
-        return self.pattern[sequence % len(self.pattern)]
+    def __contains__(self, lane: int) -> bool:
+        """Whether ``lane``, any number that is meant modulo the number of lanes, is one of these."""
+        return self.pattern[lane % len(self.pattern)]
+
+    def count(self, lane: int, n: int) -> int:
+        """How many of the ``n`` lanes from ``lane`` on are among these."""
+        rounds, rest = divmod(n, len(self.pattern))
+        return rounds * sum(self.pattern) + sum(lane + i in self for i in range(rest))
 
     @property
     def all(self) -> bool:
@@ -40,12 +48,12 @@ class Lanes(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def portion(self) -> float:
-        """Of all sequences, if they are spread evenly."""
+        """Of all lanes."""
         return sum(self.pattern) / len(self.pattern)
 
 
 class Piece(NamedTuple):
-    """What one memory worker does of one layer: KV heads ``head_start .. head_stop`` of the sequences in ``lanes``."""
+    """What one memory worker does of one layer: KV heads ``head_start .. head_stop`` of what lies in ``lanes``."""
 
     head_start: int
     head_stop: int
@@ -62,6 +70,7 @@ class Partition(msgspec.Struct, frozen=True):
     id: int
     num_workers: int
     num_lanes: int
+    stripe: int  # chunks of attention.merge, a power of two; 0 = a sequence stays in one lane
     tables: list[list[Share]]  # each in the order of its heads, which it covers exactly once
     layer_table: list[int]  # layer -> index into tables
 
@@ -79,6 +88,8 @@ class Partition(msgspec.Struct, frozen=True):
             raise ValueError(f"a partition of {len(self.layer_table)} layers for {len(kv_heads)}")
         if not 1 <= self.num_lanes <= MOST_LANES:
             raise ValueError(f"a partition of {self.num_lanes} lanes")
+        if self.stripe and not (0 < self.stripe <= MOST_STRIPE and self.stripe.bit_count() == 1):
+            raise ValueError(f"a partition in stripes of {self.stripe} chunks")
         for heads, index in zip(kv_heads, self.layer_table, strict=True):
             if not 0 <= index < len(self.tables):
                 raise ValueError(f"a partition without table {index}")
@@ -95,34 +106,45 @@ class Partition(msgspec.Struct, frozen=True):
                 raise ValueError(f"a partition of {stops[-1]} KV heads for a layer of {heads}")
 
 
-def by_head(kv_heads: Sequence[int], weights: Sequence[float]) -> Partition:
-    """Whole heads, in order (arXiv 2405.01814 section 5); a head on the border of two workers is shared by lanes.
+def by_head(kv_heads: Sequence[int], weights: Sequence[float], stripe: int = 1) -> Partition:
+    """Whole heads, in order (arXiv 2405.01814 section 5). A head on the border of two workers is shared by tokens.
 
-    ``kv_heads[i]``: layer i's number of KV heads; ``weights[w]``: memory worker w's part of the work, in any unit.
-    Raises ValueError where a worker would get nothing.
+    ``kv_heads[i]``: layer i's number of KV heads; ``weights[w]``: memory worker w's part of the work, in any unit;
+    ``stripe``: chunks of a sequence that stay together where tokens are shared. Raises ValueError where a worker would
+    get nothing.
     """
-    return _partition(kv_heads, weights, lambda heads: [1] * heads)
+    return _partition(kv_heads, weights, lambda heads: [1] * heads, stripe)
 
 
-def by_request(kv_heads: Sequence[int], weights: Sequence[float]) -> Partition:
-    """Every sequence whole on one memory worker. Arguments and errors as of ``by_head``."""
-    return _partition(kv_heads, weights, lambda heads: [heads])
+def by_token(kv_heads: Sequence[int], weights: Sequence[float], stripe: int = 1) -> Partition:
+    """Every sequence dealt out over all memory workers, in stripes. Arguments and errors as of ``by_head``."""
+    return _partition(kv_heads, weights, lambda heads: [heads], stripe)
 
 
-# Values of --partition.
-PARTITIONS: dict[str, Callable[[Sequence[int], Sequence[float]], Partition]] = {
-    "head": by_head,
-    "request": by_request,
-}
+def by_request(kv_heads: Sequence[int], weights: Sequence[float], stripe: int = 1) -> Partition:
+    """Every sequence whole on one memory worker. Arguments and errors as of ``by_head``; there are no stripes."""
+    return _partition(kv_heads, weights, lambda heads: [heads], 0)
 
 
-def _partition(kv_heads: Sequence[int], weights: Sequence[float], split: Callable[[int], list[int]]) -> Partition:
+def stripe_of(max_chunks: int, num_workers: int) -> int:
+    """The stripe for sequences of up to ``max_chunks`` chunks: a power of two."""
+    return 1 << max(0, -(-max_chunks // (STRIPES * num_workers)) - 1).bit_length()
+
+
+Make = Callable[[Sequence[int], Sequence[float], int], Partition]
+PARTITIONS: dict[str, Make] = {"head": by_head, "token": by_token, "request": by_request}  # values of --partition
+
+
+def _partition(
+    kv_heads: Sequence[int], weights: Sequence[float], split: Callable[[int], list[int]], stripe: int
+) -> Partition:
     """``split``: KV heads -> the sizes of the units of heads that stay together."""
     distinct = list(dict.fromkeys(kv_heads))
     units = [len(split(heads)) for heads in distinct]
     lanes = next((n for n in range(1, MOST_LANES) if all(_fits(u * n, weights) for u in units)), MOST_LANES)
     tables = [_table(split(heads), lanes, weights) for heads in distinct]
-    return Partition(0, len(weights), lanes, tables, [distinct.index(heads) for heads in kv_heads])
+    layers = [distinct.index(heads) for heads in kv_heads]
+    return Partition(0, len(weights), lanes, stripe if lanes > 1 else 0, tables, layers)
 
 
 def _table(sizes: list[int], lanes: int, weights: Sequence[float]) -> list[Share]:

@@ -64,7 +64,8 @@ class RowTable:
     row: Ints  # [S]
     first: Ints  # [S]
     count: Ints  # [S]
-    seen: Ints  # [S] the first stored token that any of its rows sees; ``first`` if none
+    seen: Ints  # [S] the first stored token that any of its rows sees; ``stop`` if none
+    stop: Ints  # [S] the end of the stored tokens that are meant, at most ``first``
     origin: Ints  # [S] ``seen`` rounded down to a multiple of ``align``
     table: Ints  # [S, W], W * block_size a multiple of ``align``
 
@@ -81,27 +82,38 @@ class RowTable:
             first=self.first[which],
             count=count,
             seen=self.seen[which],
+            stop=self.stop[which],
             origin=self.origin[which],
             table=self.table[which],
         )
 
 
-def row_table(tables: BlockTables, group: int, rows: Sequence[Rows], *, align: int) -> RowTable:
-    """The row table of ``rows``, whose plan ``tables`` has applied. ``align``: tokens, a multiple of the block size."""
+def row_table(
+    tables: BlockTables,
+    group: int,
+    rows: Sequence[Rows],
+    *,
+    align: int,
+    ranges: Sequence[tuple[int, int]] | None = None,
+) -> RowTable:
+    """The row table of ``rows``, whose plan ``tables`` has applied. ``align``: tokens, a multiple of the block size.
+
+    ``ranges[i]``: the stored tokens that are meant of the sequence of ``rows[i]``; None = all before its first row.
+    """
     size, window, null = tables.block_size, tables.windows[group], tables.num_blocks[group]
     first = np.array([r.first for r in rows], np.int64)
     count = np.array([r.count for r in rows], np.int64)
-    seen = np.clip(first - window + 1, 0, first) if window else np.zeros_like(first)
+    low, stop = np.array(list(zip(*(ranges or [(0, r.first) for r in rows]), strict=True)), np.int64).reshape(2, -1)
+    seen = np.clip(first - window + 1 if window else low, low, stop)
     origin = seen // align * align
-    width = -(-(first - origin).max(initial=0) // align) * (align // size)
+    width = -(-(stop - origin).max(initial=0) // align) * (align // size)
     table = np.full((len(rows), width), null, np.int64)
     for i, r in enumerate(rows):
-        start, ids = tables.table(group, r.sequence)
-        lo, hi = int(seen[i]) // size, -(-r.first // size)
-        if seen[i] < r.first:
+        if seen[i] < stop[i]:
+            lo, hi = int(seen[i]) // size, -(-int(stop[i]) // size)
             at = lo - int(origin[i]) // size
-            table[i, at : at + hi - lo] = ids[lo - start : hi - start]
-    return RowTable(window, size, null, np.cumsum(count) - count, first, count, seen, origin, table)
+            table[i, at : at + hi - lo] = tables.block_ids(group, r.sequence, lo, hi)
+    return RowTable(window, size, null, np.cumsum(count) - count, first, count, seen, stop, origin, table)
 
 
 def write_index(tables: BlockTables, group: int, rows: Sequence[Rows], device: torch.device) -> WriteIndex:
@@ -109,9 +121,9 @@ def write_index(tables: BlockTables, group: int, rows: Sequence[Rows], device: t
     size = tables.block_size
     blocks, offsets = [], []
     for r in rows:
-        start, ids = tables.table(group, r.sequence)
-        positions = np.arange(r.first, r.first + r.count)
-        blocks.append(np.array(ids[r.first // size - start :], np.int64)[positions // size - r.first // size])
+        positions, lo = np.arange(r.first, r.first + r.count), r.first // size
+        ids = tables.block_ids(group, r.sequence, lo, -(-(r.first + r.count) // size))
+        blocks.append(np.array(ids, np.int64)[positions // size - lo])
         offsets.append(positions % size)
     both = torch.from_numpy(np.stack([np.concatenate(blocks), np.concatenate(offsets)]))
     return WriteIndex(*both.to(device))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from lamina.kv.partition import Lanes, Partition
+from lamina.attention.merge import CHUNK_TOKENS
+from lamina.kv.partition import Lanes, Partition, Piece
 from lamina.netstack import Geometry
 
 from .stepplan import Bound, LayerShape
@@ -16,18 +17,37 @@ LEAST_BLOCKS = 2
 
 
 def geometries(
-    layers: Sequence[LayerShape], partition: Partition, max_rows: int, itemsize: int, num_batches: int = 1
+    layers: Sequence[LayerShape],
+    partition: Partition,
+    itemsize: int,
+    *,
+    max_rows: int,
+    max_len: int,
+    num_batches: int = 1,
 ) -> tuple[Geometry, Geometry]:
-    """The inboxes of a memory worker and of the compute worker, for messages of up to ``max_rows`` rows."""
+    """The inboxes of a memory worker and of the compute worker, for messages of up to ``max_rows`` rows of sequences of
+    up to ``max_len`` tokens.
+    """
     slots = SLOTS_OF_A_BATCH * num_batches + 1
     out_bytes, in_bytes = LEAST_SLOT_BYTES, LEAST_SLOT_BYTES
     for i, layer in enumerate(layers):
         group = layer.q_heads // layer.kv_heads
         for worker in range(partition.num_workers):
-            row = sum(p.num_kv_heads for p in partition.pieces(i, worker)) * itemsize
+            pieces = partition.pieces(i, worker)
+            row = sum(p.num_kv_heads for p in pieces) * itemsize
             out_bytes = max(out_bytes, max_rows * row * max(group * layer.qk_dim, layer.qk_dim + layer.v_dim))
-            in_bytes = max(in_bytes, max_rows * row * group * layer.v_dim)
+            final = sum(p.num_kv_heads * group * layer.v_dim * itemsize for p in pieces)
+            parts = sum(p.num_kv_heads * group * (layer.v_dim + 1) * 4 * _nodes(p, partition, max_len) for p in pieces)
+            in_bytes = max(in_bytes, max_rows * max(final, parts))
     return Geometry(slots=slots, slot_bytes=out_bytes), Geometry(slots=slots, slot_bytes=in_bytes)
+
+
+def _nodes(piece: Piece, partition: Partition, max_len: int) -> int:
+    """Partial results of a row at most: of the stripes that are kept, and of the new rows."""
+    if not partition.stripe or piece.lanes.all:
+        return 0
+    stripes = -(-max_len // (partition.stripe * CHUNK_TOKENS))
+    return 1 + max(piece.lanes.count(lane, stripes) for lane in range(partition.num_lanes))
 
 
 def choose_kv_bytes(
@@ -62,11 +82,12 @@ class Capacity(NamedTuple):
 
     windows: list[int]
     lanes: list[Lanes]
+    stripe: int
     num_blocks: list[int]
     holders: list[list[int]]  # group -> memory workers
 
 
-def together(bounds: Iterable[Bound]) -> Capacity:
+def together(bounds: Sequence[Bound]) -> Capacity:
     """What the memory workers, in their order, have said."""
     blocks: dict[tuple[int, Lanes], dict[int, int]] = {}
     for worker, bound in enumerate(bounds):
@@ -75,6 +96,7 @@ def together(bounds: Iterable[Bound]) -> Capacity:
     return Capacity(
         [window for window, _ in blocks],
         [lanes for _, lanes in blocks],
+        bounds[0].stripe,
         [min(of.values()) for of in blocks.values()],
         [list(of) for of in blocks.values()],
     )

@@ -17,7 +17,7 @@ from lamina.engine.sampler import sample
 from lamina.observe.trace import OFF, Event, Recorder
 
 from .control import Drawn, RunRound, RunStep, StepDone
-from .links import MemoryPool
+from .memory_pool import MemoryPool
 from .ring import Ring, Stay
 
 FIXED_ROWS = 32

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from lamina import gemm, netstack
-from lamina.kv.partition import PARTITIONS
+from lamina import attention, gemm, netstack
+from lamina.attention.merge import CHUNK_TOKENS
+from lamina.kv.partition import PARTITIONS, Partition, stripe_of
 from lamina.netstack import ChannelError
 from lamina.observe.trace import Event, recorder
 
@@ -29,7 +30,8 @@ from .control import (
     StartCompute,
     Stop,
 )
-from .links import MemoryLink, MemoryPool, RefusedError
+from .links import MemoryLink, RefusedError
+from .memory_pool import MemoryPool
 from .memory_store import available_bytes
 from .ring import RingEnds
 from .service import Service
@@ -183,42 +185,50 @@ class _Server:
         start = self._start
         if ring and start.replica:
             ring.await_turn()
-        partition = PARTITIONS[start.partition]([s.kv_heads for s in shapes], start.memory_weights)
-        outbound, inbound = geometries(shapes, partition, start.max_rows, dtype.itemsize, start.num_batches)
+        stripe = stripe_of(-(-max_len // CHUNK_TOKENS), len(start.memory_urls))
+        partition = PARTITIONS[start.partition]([s.kv_heads for s in shapes], start.memory_weights, stripe)
+        rows = {"max_rows": start.max_rows, "max_len": max_len, "num_batches": start.num_batches}
+        outbound, inbound = geometries(shapes, partition, dtype.itemsize, **rows)
         links, bounds = list[MemoryLink](), list[Bound]()
         for worker, url in enumerate(start.memory_urls):
             channel = self._fabric.connect(url, outbound=outbound, inbound=inbound)
             links.append(MemoryLink(channel, worker, start.step_timeout_s, self._trace))
             if start.replica:
                 bounds.append(links[-1].join(Join(replica=start.replica, layers=shapes)))
-                continue
-            bind = Bind(
-                worker=worker,
-                partition=partition,
-                layers=shapes,
-                dtype=str(dtype).removeprefix("torch."),
-                block_size=start.block_size,
-                kv_bytes=start.kv_bytes
-                or choose_kv_bytes(
-                    shapes,
-                    partition,
-                    worker,
-                    dtype.itemsize,
-                    max_len=max_len,
-                    max_num_seqs=start.max_num_seqs,
-                    block_size=start.block_size,
-                    free=available_bytes(),
-                ),
-                max_rows=start.max_rows,
-                max_model_len=max_len,
-                replicas=start.replicas,
-                overlap=start.overlap,
-                backend=start.backend,
-            )
-            bounds.append(links[-1].bind(bind))
+            else:
+                bounds.append(links[-1].bind(self._bind(worker, partition, shapes, dtype, max_len)))
         if ring and start.replica + 1 < start.replicas:
             ring.pass_turn()
-        return MemoryPool(links, partition, shapes), bounds
+        merging = attention.get(bounds[0].backend if partition.stripe else "reference", torch.device("cpu"), dtype)
+        return MemoryPool(links, partition, shapes, merging), bounds
+
+    def _bind(
+        self, worker: int, partition: Partition, shapes: list[LayerShape], dtype: torch.dtype, max_len: int
+    ) -> Bind:
+        start = self._start
+        chosen = choose_kv_bytes(
+            shapes,
+            partition,
+            worker,
+            dtype.itemsize,
+            max_len=max_len,
+            max_num_seqs=start.max_num_seqs,
+            block_size=start.block_size,
+            free=available_bytes(),
+        )
+        return Bind(
+            worker=worker,
+            partition=partition,
+            layers=shapes,
+            dtype=str(dtype).removeprefix("torch."),
+            block_size=start.block_size,
+            kv_bytes=start.kv_bytes or chosen,
+            max_rows=start.max_rows,
+            max_model_len=max_len,
+            replicas=start.replicas,
+            overlap=start.overlap,
+            backend=start.backend,
+        )
 
 
 def _sequence_limit(asked: int, own: int) -> int:

@@ -130,6 +130,7 @@ class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready
     eos_token_ids: list[int]
     windows: list[int]  # as in Bound, for the groups of all memory workers
     lanes: list[Lanes]
+    stripe: int
     num_blocks: list[int]
     holders: list[list[int]]  # group -> memory workers
     block_size: int

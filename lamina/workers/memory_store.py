@@ -1,8 +1,8 @@
-"""What a Bind sets up on a memory worker, its pieces of every layer and the KV blocks, and what a plan does to it."""
+"""What a Bind sets up on a memory worker, its pieces of every layer and the KV blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from lamina.attention import Operator, get
-from lamina.attention.merge import CHUNK_TOKENS, Partial
+from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.blocks import BlockTables, split_memory
 from lamina.kv.partition import Lanes, Piece
-from lamina.kv.pool import LayerStore, allocate, row_table, write_index
+from lamina.kv.pool import LayerStore, allocate
 
-from .stepplan import Bind, Bound, LayerShape, ProtocolError, Rows, StepPlan
+from .stepplan import Bind, Bound, LayerShape, ProtocolError, StepPlan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -43,6 +43,7 @@ class Store:
         self.device = device
         self.backend = get(bind.backend, device, self.dtype)
         self.view = 0
+        self.stripe = bind.partition.stripe * CHUNK_TOKENS  # tokens
         pieces = [
             [(p.lanes, _operator(shape, p, device)) for p in bind.partition.pieces(i, bind.worker)]
             for i, shape in enumerate(bind.layers)
@@ -53,12 +54,13 @@ class Store:
         windows, lanes = [g[0] for g in groups], [g[1] for g in groups]
         numbered = [[(groups.index((op.spec.window, lanes)), op) for lanes, op in layer] for layer in pieces]
         num_blocks = self._num_blocks(windows, lanes, numbered)
-        self.tables = BlockTables(windows, num_blocks, bind.block_size, lanes)
+        self.tables = BlockTables(windows, num_blocks, bind.block_size, lanes, self.stripe // bind.block_size)
         self.layers = [[StoredPiece(g, op, self._allocate(op, num_blocks[g])) for g, op in x] for x in numbered]
         backend = type(self.backend).__name__.lower()
-        self.bound = Bound(windows=windows, lanes=lanes, num_blocks=num_blocks, backend=backend)
+        stripe = self.tables.stripe
+        self.bound = Bound(windows=windows, lanes=lanes, stripe=stripe, num_blocks=num_blocks, backend=backend)
 
-    def begin(self, plan: StepPlan) -> Step:
+    def begin(self, plan: StepPlan) -> None:
         """Apply a plan, all or nothing. Raises ProtocolError, PlanError, NoBlocksError: then nothing has changed."""
         bind = self.bind
         if plan.view < self.view:
@@ -80,7 +82,6 @@ class Store:
                 )
         self.tables.apply(plan)
         self.view = plan.view
-        return Step(self, plan)
 
     def _num_blocks(
         self, windows: list[int], lanes: list[Lanes], layers: Sequence[Sequence[tuple[int, Operator]]]
@@ -93,6 +94,7 @@ class Store:
             block_bytes,
             windows,
             lanes,
+            stripe=self.stripe // bind.block_size,
             block_size=bind.block_size,
             max_rows=bind.max_rows,
             max_len=bind.max_model_len,
@@ -102,107 +104,6 @@ class Store:
         return allocate(
             num_blocks, op.kv_heads, self.bind.block_size, op.qk_dim, op.v_dim, dtype=self.dtype, device=self.device
         )
-
-
-class _GroupRows:
-    """A step's rows of the sequences that one group keeps."""
-
-    def __init__(self, store: Store, group: int, rows: list[Rows]) -> None:
-        self.num_rows = sum(r.count for r in rows)
-        if rows:
-            table = row_table(store.tables, group, rows, align=CHUNK_TOKENS)
-            self.write_index = write_index(store.tables, group, rows, store.device)
-            self.prepared = store.backend.prepare(table)
-            self.stored_tokens = int((table.first - table.seen).sum())
-
-
-class Step:
-    """One applied plan: what all layers of a group share, and the work of a layer.
-
-    The messages of a layer are flat tensors, one piece behind the other: q [R, Hq, D]; k [R, Hkv, D], v [R, Hkv, Dv];
-    o [R, Hq, Dv], where R counts the rows of the piece's own sequences.
-    """
-
-    def __init__(self, store: Store, plan: StepPlan) -> None:
-        self.plan = plan
-        self._store = store
-        self._groups = [
-            _GroupRows(store, g, [r for r in plan.rows if r.sequence in lanes])
-            for g, lanes in enumerate(store.tables.lanes)
-        ]
-
-    def sizes(self, layer: int) -> tuple[int, int, int]:
-        """Numbers in the layer's Q, KV and O; 0 where this worker has nothing to do."""
-        pieces = list(self._pieces(layer))
-
-        def total(shapes: Shapes) -> int:
-            return sum(group.num_rows * heads * dim for p, group in pieces for heads, dim in shapes(p.operator))
-
-        return total(_q_shapes), total(_kv_shapes), total(_o_shapes)
-
-    def stored_bytes(self, layer: int) -> int:
-        """Bytes of stored K and V that the layer's attention reads."""
-        return sum(
-            group.stored_tokens * heads * dim * self._store.dtype.itemsize
-            for p, group in self._pieces(layer)
-            for heads, dim in _kv_shapes(p.operator)
-        )
-
-    def attend_stored(self, layer: int, q: Tensor) -> list[Partial]:
-        """See ``AttentionBackend.attend_stored``; by piece."""
-        attend = self._store.backend.attend_stored
-        return [attend(p.operator, rows.prepared, p.kv, x) for p, rows, (x,) in self._split(layer, q, _q_shapes)]
-
-    def write(self, layer: int, kv: Tensor) -> None:
-        """Store the rows' K and V at their positions."""
-        for piece, rows, (k, v) in self._split(layer, kv, _kv_shapes):
-            piece.kv.write(rows.write_index, k, v)
-
-    def finish(self, layer: int, stored: list[Partial], q: Tensor, kv: Tensor, out: Tensor) -> None:
-        """See ``AttentionBackend.finish``."""
-        finish, parts = self._store.backend.finish, iter(stored)
-        for (piece, rows, (x,)), (_, _, (k, v)), (_, _, (o,)) in zip(
-            self._split(layer, q, _q_shapes),
-            self._split(layer, kv, _kv_shapes),
-            self._split(layer, out, _o_shapes),
-            strict=True,
-        ):
-            finish(piece.operator, rows.prepared, next(parts), x, k, v, o)
-
-    def _pieces(self, layer: int) -> Iterator[tuple[StoredPiece, _GroupRows]]:
-        """Those with rows."""
-        for piece in self._store.layers[layer]:
-            group = self._groups[piece.group]
-            if group.num_rows:
-                yield piece, group
-
-    def _split(
-        self, layer: int, flat: Tensor, shapes: Shapes
-    ) -> Iterator[tuple[StoredPiece, _GroupRows, list[Tensor]]]:
-        """A message's tensors, by piece."""
-        at = 0
-        for piece, group in self._pieces(layer):
-            views = []
-            for heads, dim in shapes(piece.operator):
-                upto = at + group.num_rows * heads * dim
-                views.append(flat[at:upto].view(group.num_rows, heads, dim))
-                at = upto
-            yield piece, group, views
-
-
-Shapes = Callable[[Operator], tuple[tuple[int, int], ...]]  # of a message's tensors, by row: (heads, dims)
-
-
-def _q_shapes(op: Operator) -> tuple[tuple[int, int], ...]:
-    return ((op.q_heads, op.qk_dim),)
-
-
-def _kv_shapes(op: Operator) -> tuple[tuple[int, int], ...]:
-    return ((op.kv_heads, op.qk_dim), (op.kv_heads, op.v_dim))
-
-
-def _o_shapes(op: Operator) -> tuple[tuple[int, int], ...]:
-    return ((op.q_heads, op.v_dim),)
 
 
 def _check(bind: Bind) -> None:

@@ -12,19 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
-from torch import Tensor
 
-from lamina.attention.merge import Partial
 from lamina.kv.blocks import NoBlocksError, PlanError
 from lamina.netstack import Arrival, Channel, ChannelTimeout
 from lamina.observe.trace import Event, Recorder
 
-from .buffers import tensor_over
-from .memory_store import Step, Store
+from .memory_step import Step, Stored
+from .memory_store import Store
 from .stepplan import Key, Kind, ProtocolError, StepPlan, decode_bind, decode_join, decode_plan, encode
 
 POLL_S = 1.0  # of waits that only an event ends: a message, the peer's death, the driver's Stop
 RESERVE_S = 60.0  # for a compute worker to take what it was sent before
+NOTHING = memoryview(b"")
 MOST_PLANS = 64  # that may lie here before their round
 
 
@@ -120,7 +119,8 @@ class Session:
                 plan = decode_plan(data)
                 if key != _key(Kind.PLAN, plan, -1):
                     raise ProtocolError(f"the plan of step {plan.step} came as {key}")
-                step = self._store.begin(plan)
+                self._store.begin(plan)
+                step = Step(self._store, plan)
         except (ProtocolError, PlanError, NoBlocksError) as e:
             self._refused[key.batch] = key
             self._meter.add("refused", 1)
@@ -152,38 +152,35 @@ class Session:
 
         Q and KV are released before O is signalled: whoever sees O has their slots back.
         """
-        store, meter, trace = self._store, self._meter, self._trace
-        q_size, kv_size, o_size = step.sizes(layer)
-        if not q_size:
-            return  # no sequence of this step is ours
+        meter, trace, sizes = self._meter, self._trace, step.sizes(layer)
         source, reply = (self._channels[step.plan.replica_of(i)] for i in (layer, layer + 1))
-        start = trace.now()
-        q_arrival, q = self._expect(step, layer, Kind.Q, q_size)
-        trace.add(Event.WAIT_Q, start, step.plan, layer, 0, q_arrival.data.nbytes)
-        start = trace.now()
-        if store.bind.overlap:
+        q_arrival = self._expect(step, layer, Kind.Q, sizes.q)
+        q = q_arrival.data if q_arrival else NOTHING
+        if self._store.bind.overlap:
             stored = self._attend_stored(step, layer, q)
-        start = trace.now()
-        kv_arrival, kv = self._expect(step, layer, Kind.KV, kv_size)
-        trace.add(Event.WAIT_KV, start, step.plan, layer, 0, kv_arrival.data.nbytes)
-        if not store.bind.overlap:
+        kv_arrival = self._expect(step, layer, Kind.KV, sizes.kv)
+        kv = kv_arrival.data if kv_arrival else NOTHING
+        if not self._store.bind.overlap:
             stored = self._attend_stored(step, layer, q)
         start = trace.now()
         with meter.time("write_s"):
             step.write(layer, kv)
         start = trace.add(Event.WRITE, start, step.plan, layer)
-        slot = reply.reserve(o_size * store.dtype.itemsize, timeout_s=RESERVE_S)
-        start = trace.add(Event.RESERVE, start, step.plan, layer)
-        with meter.time("attend_s"):
-            step.finish(layer, stored, q, kv, tensor_over(slot.data, store.dtype))
-        start = trace.add(Event.NEW, start, step.plan, layer)
-        source.release(q_arrival)
-        source.release(kv_arrival)
-        reply.put_signal(slot, _key(Kind.O, step.plan, layer).pack())
-        trace.add(Event.SEND_O, start, step.plan, layer, 0, o_size * store.dtype.itemsize)
-        meter.add("bytes_sent", o_size * store.dtype.itemsize)
+        if sizes.o:
+            slot = reply.reserve(sizes.o, timeout_s=RESERVE_S)
+            start = trace.add(Event.RESERVE, start, step.plan, layer)
+            with meter.time("attend_s"):
+                step.finish(layer, stored, q, kv, slot.data)
+            start = trace.add(Event.NEW, start, step.plan, layer)
+        for arrival in (q_arrival, kv_arrival):
+            if arrival:
+                source.release(arrival)
+        if sizes.o:
+            reply.put_signal(slot, _key(Kind.O, step.plan, layer).pack())
+            trace.add(Event.SEND_O, start, step.plan, layer, 0, sizes.o)
+            meter.add("bytes_sent", sizes.o)
 
-    def _attend_stored(self, step: Step, layer: int, q: Tensor) -> list[Partial]:
+    def _attend_stored(self, step: Step, layer: int, q: memoryview) -> list[Stored]:
         start = self._trace.now()
         with self._meter.time("attend_s"):
             stored = step.attend_stored(layer, q)
@@ -191,18 +188,21 @@ class Session:
         self._meter.add("stored_bytes", step.stored_bytes(layer))
         return stored
 
-    def _expect(self, step: Step, layer: int, kind: Kind, size: int) -> tuple[Arrival, Tensor]:
-        """The layer message whose turn it is, of ``size`` numbers, and which must be the next of its replica.
+    def _expect(self, step: Step, layer: int, kind: Kind, nbytes: int) -> Arrival | None:
+        """The layer message whose turn it is, and which must be the next of its replica; None where there is none.
 
         Raises ProtocolError.
         """
-        key, nbytes = _key(kind, step.plan, layer), size * self._store.dtype.itemsize
+        if not nbytes:
+            return None
+        key, start = _key(kind, step.plan, layer), self._trace.now()
         while (arrival := self._take(step.plan.replica_of(layer))) is None:
             pass
         got = Key.unpack(arrival.tag)
         if got != key or arrival.data.nbytes != nbytes:
             raise ProtocolError(f"{got} of {arrival.data.nbytes} bytes in place of {key} of {nbytes} bytes")
-        return arrival, tensor_over(arrival.data, self._store.dtype)
+        self._trace.add(Event.WAIT_Q if kind == Kind.Q else Event.WAIT_KV, start, step.plan, layer, 0, nbytes)
+        return arrival
 
     def _bind(self, device: torch.device) -> Store:
         """Wait for a Bind that can be; the peer may try again after a refusal, or leave."""

@@ -4,16 +4,15 @@ A step begins with one PLAN message to every memory worker. It fixes everything 
 layer messages behind it have a fixed place and size: Q, KV and O carry tensors and nothing else.
 
     PLAN    msgpack of StepPlan, from replica 0; the plans of a round follow one another
-    Q       q [R, Hq, D]                            of every piece that the worker has of the layer, one behind
-    KV      k [R, Hkv, D], then v [R, Hkv, Dv]      the other: its heads, and the R rows of its sequences
-    O       o [R, Hq, Dv]                           back to the replica that the plan names
+    Q, KV   of the rows that the worker needs, its heads; the layouts are in workers.memory_step
+    O       back to the replica that the plan names
     BIND    msgpack of Bind, once, before any plan, from replica 0;  BOUND answers it
     JOIN    msgpack of Join, once, from every other replica, behind the Bind;  BOUND answers it
     CARRY   the tensors of a cut, from one replica to the next
     REFUSED utf-8 text, in place of BOUND or of the step's first O: nothing of the step was applied
 
 Tensors are contiguous, in the wire dtype of Bind, rows in the order of the plan. Every message carries its Key as tag.
-A worker without any row in a layer gets no message of it.
+A message without any row is not sent.
 
 A *round* is one step of every batch that has one. Everybody takes the turns of a round in one order, by layer and then
 by batch, and rounds one after the other: so every worker knows whose message is next.
@@ -207,6 +206,7 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
 
     windows: list[int]  # group -> window in tokens, 0 = all tokens
     lanes: list[Lanes]  # group -> whose KV it keeps
+    stripe: int  # KV blocks of a sequence that stay together; 0 = all
     num_blocks: list[int]  # group -> KV blocks
     backend: str = ""  # attention backend, by its name in the table
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lamina.attention import BACKENDS, AttentionBackend, Operator, get
-from lamina.attention.merge import CHUNK_TOKENS, Partial, finish
+from lamina.attention.merge import CHUNK_TOKENS, Node, Partial, finish, root
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.blocks import BlockTables
 from lamina.kv.pool import LayerStore, allocate, row_table
@@ -242,6 +242,48 @@ def test_batch_mates_are_independent_bit_for_bit(name: str, dtype: torch.dtype, 
     for i in range(len(STEP)):
         alone = run(backend, replace(case, lengths=(STEP[i],)), [tensors[i]])
         assert same(alone, (whole[0][rows[i]], *(Partial(p.o[rows[i]], p.lse[rows[i]]) for p in whole[1:]))), i
+
+
+@backends
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", [{}, WHOLE], ids=["plain", "whole"])
+@pytest.mark.parametrize("dim", [16, 20])
+@pytest.mark.parametrize("stripe", [1, 2])
+def test_ranges_of_tokens_merge_to_the_same_bits(
+    name: str, dtype: torch.dtype, spec: dict[str, float], dim: int, stripe: int
+) -> None:
+    """Each stripe of chunks by itself, as one worker's node; then ``merge`` and ``close``, as whoever gathers them."""
+    case = Case(STEP, operator(8, 2, dim, **spec), dtype)
+    backend, tensors, tokens = get(name, CPU, dtype), case.tensors(), stripe * CHUNK_TOKENS
+    out, stored, new = run(backend, case, tensors)
+    tables, store = fill(case, tensors, float("nan"))
+    rows = [Rows(i, *case.lengths[i]) for i in range(len(STEP))]
+    tables.apply(StepPlan(step=2, ops=[], rows=rows))
+    items = [(r, (at, min(at + tokens, r.first))) for r in rows for at in range(0, r.first, tokens)]
+    table = row_table(tables, 0, [r for r, _ in items], align=CHUNK_TOKENS, ranges=[x for _, x in items])
+    q = torch.cat([tensors[r.sequence][0] for r, _ in items])
+    part = backend.attend_stored(case.op, backend.prepare(table), store, q)
+    nodes: dict[int, list[tuple[Node, Partial]]] = {}
+    starts = torch.tensor([r.count for r, _ in items]).cumsum(0) - torch.tensor([r.count for r, _ in items])
+    for (row, (low, _)), at in zip(items, starts.tolist(), strict=True):
+        mine = slice(at, at + row.count)
+        node = Node(stripe.bit_length() - 1, low // tokens)
+        nodes.setdefault(row.sequence, []).append((node, Partial(part.o[mine].clone(), part.lse[mine].clone())))
+    at, closed = 0, torch.full_like(out, float("nan"))
+    for row in rows:
+        mine = slice(at, at := at + row.count)
+        if row.first:
+            whole = root(reversed(nodes[row.sequence]), backend.merge)
+            assert torch.equal(whole.o, stored.o[mine]), row
+            assert torch.equal(whole.lse, stored.lse[mine]), row
+            backend.close(whole, Partial(new.o[mine], new.lse[mine]), case.op.sinks, closed[mine])
+    decode = [i for i, r in enumerate(r for r in rows for _ in range(r.count)) if r.first]
+    fused = torch.full_like(out, float("nan"))
+    k = torch.cat([k[stored:] for (_, k, _), (stored, _) in zip(tensors, STEP, strict=True)])
+    v = torch.cat([v[stored:] for (_, _, v), (stored, _) in zip(tensors, STEP, strict=True)])
+    q = torch.cat([q for q, _, _ in tensors])
+    backend.finish(case.op, backend.prepare(row_table(tables, 0, rows, align=CHUNK_TOKENS)), stored, q, k, v, fused)
+    assert torch.equal(closed[decode], fused[decode])
 
 
 @backends

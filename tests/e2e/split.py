@@ -12,14 +12,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lamina import netstack
+from lamina import attention, netstack
 from lamina.cluster.local import ProcessWorker
 from lamina.converter import SlicedProgram
 from lamina.kv.partition import by_head
 from lamina.models.convert import layer_shapes
 from lamina.workers.capacity import geometries
 from lamina.workers.control import AskStats, ControlLink, Failed, MemoryReady, StartMemory, Stats, Stop
-from lamina.workers.links import MemoryLink, MemoryPool
+from lamina.workers.links import MemoryLink
+from lamina.workers.memory_pool import MemoryPool
 from lamina.workers.stepplan import Bind, New, Rows, StepPlan
 
 TIMEOUT_S = 60.0
@@ -72,7 +73,7 @@ class MemoryWorkers:
         layers = layer_shapes(program)
         partition = by_head([s.kv_heads for s in layers], [1.0] * num_workers)
         dtype = program.calls[0].q.dtype
-        outbound, inbound = geometries(layers, partition, MAX_ROWS, dtype.itemsize)
+        outbound, inbound = geometries(layers, partition, dtype.itemsize, max_rows=MAX_ROWS, max_len=MAX_LEN)
         links = []
         try:
             for worker, url in enumerate(self.urls[:num_workers]):
@@ -83,7 +84,7 @@ class MemoryWorkers:
                     "block_size": 16, "kv_bytes": 64 << 20, "max_rows": MAX_ROWS, "max_model_len": MAX_LEN, **options,
                 }  # fmt: skip
                 links[-1].bind(Bind(**fields))
-            yield MemoryPool(links, partition, layers)
+            yield MemoryPool(links, partition, layers, attention.get("reference", torch.device("cpu"), dtype))
         finally:
             for link in links:
                 link.channel.close()

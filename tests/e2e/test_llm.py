@@ -105,11 +105,12 @@ def test_kv_is_freed_and_requests_come_and_go(llama_path: Path, prompts: list[li
         {"memory_workers": 3},
         {"memory_workers": 2, "memory_weights": "0.7,0.3"},
         {"memory_workers": 5, "partition": "request", "pipeline": 3},
+        {"memory_workers": 3, "partition": "token", "pipeline": 2},
     ],
 )
 def test_partitions_give_the_same_bits(options: dict[str, Any], llama_path: Path, prompts: list[list[int]]) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3)
-    found = []
+    found, prompts = [], [*prompts, prompts[1] * 9]
     for each in ({"memory_workers": 1}, options):
         with LLM(str(llama_path), transport="loopback", deterministic=True, **each) as llm:
             found.append([o.outputs[0] for o in llm.generate(prompts, params)])

@@ -25,7 +25,7 @@ def tree(o: Floats, lse: Floats, chunks: list[int]) -> int:
         above: dict[int, int] = {}
         for number, place in sorted(level.items()):
             if number >> 1 in above:
-                kernels._merge(o, lse, above[number >> 1], place)
+                kernels.merge(o, lse, above[number >> 1], place)
             else:
                 above[number >> 1] = place
         level = above

@@ -36,7 +36,7 @@ def test_every_head_of_every_sequence_has_one_owner_and_weights_hold(
     partition.check(kv_heads)
     for layer, heads in enumerate(kv_heads):
         work, total = cells(partition, layer), heads * partition.num_lanes
-        unit = heads if name == "request" else 1  # heads that stay together
+        unit = 1 if name == "head" else heads  # heads that stay together
         for worker, weight in enumerate(weights):
             exact = total * weight / sum(weights)
             assert abs(work[worker] - exact) <= max(LANE_ERROR * exact, unit), (partition, worker)

@@ -6,16 +6,18 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
 
 import torch
 from torch import Tensor
 
 from lamina import netstack
+from lamina.attention import get
 from lamina.attention.spec import AttentionSpec
-from lamina.kv.partition import PARTITIONS, Partition, Piece
+from lamina.kv.partition import PARTITIONS, Partition
 from lamina.netstack import Channel, ChannelError, Geometry
+from lamina.workers.links import MemoryLink
 from lamina.workers.memory import MemoryWorker
+from lamina.workers.memory_pool import MemoryPool
 from lamina.workers.stepplan import (
     Bind,
     Bound,
@@ -97,15 +99,6 @@ class Peer:
     def plan(self, plan: StepPlan) -> None:
         self.send(Key(Kind.PLAN, plan.step, plan.batch, plan.view), encode(plan))
 
-    def layer(self, plan: StepPlan, layer: int, q: list[Tensor], kv: list[Tensor]) -> list[Tensor]:
-        """q; k and v: of this worker's pieces."""
-        key = Key(Kind.Q, plan.step, plan.batch, plan.view, layer)
-        self.send_tensors(key, *q)
-        self.send_tensors(key._replace(kind=Kind.KV), *kv)
-        flat = torch.frombuffer(bytearray(self.receive(key._replace(kind=Kind.O))), dtype=q[0].dtype)
-        shapes = [(*x.shape[:2], v.shape[2]) for x, v in zip(q, kv[1::2], strict=True)]
-        return [x.view(s) for x, s in zip(flat.split([prod(s) for s in shapes]), shapes, strict=True)]
-
 
 @dataclass
 class Pool:
@@ -163,7 +156,9 @@ class Model:
     """Sequences of random q, k, v in every layer, by token; runs steps on peers that share the heads."""
 
     def __init__(self, peers: list[Peer], partition: Partition, layers: list[LayerShape], dtype: str) -> None:
-        self.peers, self.partition, self.layers, self.dtype = peers, partition, layers, DTYPES[dtype]
+        self.peers, self.layers, self.dtype = peers, layers, DTYPES[dtype]
+        links = [MemoryLink(p.channel, p.bind.worker, WAIT_S) for p in peers]
+        self.pool = MemoryPool(links, partition, layers, get(peers[0].bound.backend, torch.device("cpu"), self.dtype))
 
     def token(self, sequence: int, position: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         x, g = self.layers[layer], torch.Generator().manual_seed(hash((sequence, position, layer)) % 2**31)
@@ -179,29 +174,14 @@ class Model:
     def step(self, step: int, ops: list[SequenceOp], rows: list[Rows], *, view: int = 0) -> list[Tensor]:
         """O of every layer, all heads."""
         plan, out = StepPlan(step=step, ops=ops, rows=rows, view=view), []
-        for peer in self.peers:
-            peer.plan(plan)
+        self.pool.announce(plan)
+        self.pool.select(plan)
         for layer in range(len(self.layers) if rows else 0):
-            q, k, v = self.rows(rows, layer)
-            group = q.shape[1] // k.shape[1]
-            o = torch.full((len(q), q.shape[1], v.shape[2]), float("nan"), dtype=self.dtype)
-            for peer in self.peers:
-                pieces = [(p, self.mine(rows, p)) for p in self.partition.pieces(layer, peer.bind.worker)]
-                pieces = [(p, of) for p, of in pieces if len(of)]
-                if pieces:
-                    heads = [(slice(p.head_start, p.head_stop), of) for p, of in pieces]
-                    wide = [(slice(p.head_start * group, p.head_stop * group), of) for p, of in pieces]
-                    kv = [x[of][:, h] for h, of in heads for x in (k, v)]
-                    parts = peer.layer(plan, layer, [q[of][:, h] for h, of in wide], kv)
-                    for (h, of), part in zip(wide, parts, strict=True):
-                        o[of, h] = part
-            out.append(o)
+            q, k, v = (x.unsqueeze(2) for x in self.rows(rows, layer))
+            self.pool.q(layer, q)
+            self.pool.kv(layer, k, v)
+            out.append(self.pool.o(layer, len(q), self.dtype)[:, 0])
         return out
-
-    @staticmethod
-    def mine(rows: list[Rows], piece: Piece) -> Tensor:
-        """Which rows of a step are of the piece's sequences."""
-        return torch.tensor([r.sequence in piece.lanes for r in rows for _ in range(r.count)]).nonzero().view(-1)
 
     def oracle(self, rows: list[Rows], layer: int) -> Tensor:
         """Dense attention in fp64."""

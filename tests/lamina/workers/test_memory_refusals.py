@@ -158,8 +158,9 @@ def bad_binds() -> Iterator[tuple[Bind, str]]:
         (1, [Share(0, 4, [1])], "names .1."),
         (0, [Share(0, 4, [0])], "0 lanes"),
     ):
-        yield msgspec.structs.replace(good, partition=Partition(0, 1, lanes, [shares], [0])), reason
-    yield msgspec.structs.replace(good, partition=Partition(0, 1, 1, [], [0])), "without table 0"
+        yield msgspec.structs.replace(good, partition=Partition(0, 1, lanes, 0, [shares], [0])), reason
+    yield msgspec.structs.replace(good, partition=Partition(0, 1, 1, 0, [], [0])), "without table 0"
+    yield msgspec.structs.replace(good, partition=msgspec.structs.replace(good.partition, stripe=3)), "stripes of 3"
 
 
 @pytest.mark.parametrize(("bad", "reason"), list(bad_binds()), ids=lambda x: x if isinstance(x, str) else "")
