@@ -28,7 +28,7 @@ class EngineConfig:
     memory_weights: str = option("", "each memory worker's part of the work, such as 0.7,0.3; empty = equal parts")
     partition: str = option(
         "head",
-        "what memory workers share: KV heads (head; the tokens of a head where heads do not divide), the tokens of every "
+        "what memory workers share: KV heads (head; the tokens of a head where heads do not divide), tokens of every "
         "sequence (token), or whole sequences (request)",
     )
     transport: str = option(
