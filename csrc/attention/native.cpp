@@ -218,12 +218,15 @@ PyObject* kernels_read(PyObject* object, PyObject* args) {
 
 PyObject* kernels_merge(PyObject* object, PyObject* args) {
   const Engine& engine = *reinterpret_cast<Kernels*>(object)->engine;
-  unsigned long long a_o, a_lse, b_o, b_lse;
-  long long queries, v_dim;
-  if (!PyArg_ParseTuple(args, "KKKKLL", &a_o, &a_lse, &b_o, &b_lse, &queries, &v_dim)) return nullptr;
+  unsigned long long o, lse, left, right;
+  long long pairs, q_heads, v_dim;
+  if (!PyArg_ParseTuple(args, "KKKKLLL", &o, &lse, &left, &right, &pairs, &q_heads, &v_dim)) return nullptr;
   Py_BEGIN_ALLOW_THREADS;
-  engine.variant->merge({pointer<float>(a_o), pointer<float>(a_lse)}, {pointer<float>(b_o), pointer<float>(b_lse)},
-                        queries, v_dim);
+  const auto row = [&](int64_t at) {
+    return Partial{pointer<float>(o) + at * q_heads * v_dim, pointer<float>(lse) + at * q_heads};
+  };
+  for (int64_t i = 0; i < pairs; ++i)
+    engine.variant->merge(row(pointer<int64_t>(left)[i]), row(pointer<int64_t>(right)[i]), q_heads, v_dim);
   Py_END_ALLOW_THREADS;
   Py_RETURN_NONE;
 }

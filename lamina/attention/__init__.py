@@ -74,11 +74,15 @@ class AttentionBackend(Protocol):
         """``attend_new``, then ``close``."""
         self.close(stored, self.attend_new(op, prepared, q, k, v), op.sinks, out)
 
-    def merge(self, left: Partial, right: Partial) -> Partial:
-        """See ``merge.merge``; bit for bit as ``attend_stored`` merges inside. All tensors contiguous."""
-        from lamina.attention.merge import merge
+    def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
+        """Rows ``left`` of ``parts`` become their merge with rows ``right``, bit for bit as inside ``attend_stored``.
 
-        return merge(left, right)
+        parts o [N, Hq, Dv], lse [N, Hq], contiguous; left, right int64, no row twice. See ``merge.merge``.
+        """
+        from lamina.attention.merge import Partial, merge
+
+        found = merge(*(Partial(parts.o[at], parts.lse[at]) for at in (left, right)))
+        parts.o[left], parts.lse[left] = found
 
     def close(self, stored: Partial, new: Partial, sinks: Tensor | None, out: Tensor) -> None:
         """See ``merge.finish``; all tensors contiguous."""

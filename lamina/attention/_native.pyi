@@ -43,8 +43,8 @@ class Kernels:
         result and the sinks into out.
         """
 
-    def merge(self, a_o: int, a_lse: int, b_o: int, b_lse: int, queries: int, v_dim: int) -> None:
-        """Merge the partial result at b, o [queries, v_dim] and lse [queries], into that at a. All by address."""
+    def merge(self, o: int, lse: int, left: int, right: int, pairs: int, q_heads: int, v_dim: int) -> None:
+        """o [rows, q_heads, v_dim], lse [rows, q_heads]: rows left[i] become their merge with rows right[i]; int64."""
 
     def close(
         self,

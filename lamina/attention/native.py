@@ -52,11 +52,9 @@ class Native(AttentionBackend):
     ) -> None:
         self._attend(op, prepared, False, q, k, v, stored, out.data_ptr())
 
-    def merge(self, left: Partial, right: Partial) -> Partial:
-        o, lse = left.o.clone(), left.lse.clone()
-        addresses = o.data_ptr(), lse.data_ptr(), right.o.data_ptr(), right.lse.data_ptr()
-        self.kernels.merge(*addresses, lse.numel(), o.shape[-1])
-        return Partial(o, lse)
+    def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
+        addresses = parts.o.data_ptr(), parts.lse.data_ptr(), left.data_ptr(), right.data_ptr()
+        self.kernels.merge(*addresses, len(left), *parts.o.shape[1:])
 
     def close(self, stored: Partial, new: Partial, sinks: Tensor | None, out: Tensor) -> None:
         addresses = stored.o.data_ptr(), stored.lse.data_ptr(), new.o.data_ptr(), new.lse.data_ptr()

@@ -52,7 +52,7 @@ class Numba(AttentionBackend):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._bits = BITS[dtype]
-        self._reference = Reference(torch.device("cpu"), self.merge)
+        self._reference = Reference(torch.device("cpu"), _merge)
         self._helpers = ThreadPoolExecutor(thread_name_prefix="lamina-attention")  # starts a thread when it needs one
         self._compile(dtype)
 
@@ -82,13 +82,9 @@ class Numba(AttentionBackend):
         numba_kernels.attend_self(*arrays, prepared.arrays[0], scale, softcap, out.o.numpy(), out.lse.numpy())
         return out
 
-    def merge(self, left: Partial, right: Partial) -> Partial:
-        o = torch.stack([left.o, right.o]).view(2, -1, left.o.shape[-1])
-        lse = torch.stack([left.lse, right.lse]).view(2, -1)
-        empty = lse.amax(0) == float("-inf")
-        numba_kernels.merge(o.numpy(), lse.numpy(), 0, 1)
-        o[0, empty], lse[0, empty] = 0.0, float("-inf")
-        return Partial(o[0].view_as(left.o), lse[0].view_as(left.lse))
+    def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
+        found = _merge(*(Partial(parts.o[at], parts.lse[at]) for at in (left, right)))
+        parts.o[left], parts.lse[left] = found
 
     def _run(
         self, inputs: tuple[Array, ...], softcap: np.float32, bounds: list[int], outputs: tuple[Array, ...]
@@ -111,6 +107,16 @@ class Numba(AttentionBackend):
         self._run(inputs, zero, [0, 0], (numbers, numbers[0]))
         numba_kernels.merge(np.zeros((2, 1, 1), np.float32), np.zeros((2, 1), np.float32), 0, 1)
         numba_kernels.attend_self(stored[0], stored[0], stored[0], integers[0, :0], zero, zero, numbers, numbers[0])
+
+
+def _merge(left: Partial, right: Partial) -> Partial:
+    """``merge.merge`` with the kernel's arithmetic."""
+    o = torch.stack([left.o, right.o]).view(2, -1, left.o.shape[-1])
+    lse = torch.stack([left.lse, right.lse]).view(2, -1)
+    empty = lse.amax(0) == float("-inf")
+    numba_kernels.merge(o.numpy(), lse.numpy(), 0, 1)
+    o[0, empty], lse[0, empty] = 0.0, float("-inf")
+    return Partial(o[0].view_as(left.o), lse[0].view_as(left.lse))
 
 
 def _empty(op: Operator, q: Tensor) -> Partial:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -62,7 +63,7 @@ def layout(rows: Sequence[Rows], lanes: Lanes, window: int, stripe: int) -> Layo
             continue
         seen = max(0, row.first - window + 1) if window else 0
         stripes = range(seen // stripe, -(-row.first // stripe))
-        mine = [n for n in stripes if row.sequence + n in lanes]
+        mine = _kept_stripes(lanes, row.sequence % len(lanes.pattern), stripes)
         home = row.sequence + row.first // stripe in lanes
         if home and len(mine) == len(stripes):
             out.whole.append(row)
@@ -78,6 +79,12 @@ def layout(rows: Sequence[Rows], lanes: Lanes, window: int, stripe: int) -> Layo
             out.kv.append(part)
             out.kv_rows += steps[part.first - row.first : part.first - row.first + part.count]
     return out
+
+
+@lru_cache(maxsize=4096)  # the same for many steps
+def _kept_stripes(lanes: Lanes, lane: int, stripes: range) -> list[int]:
+    """Those of ``stripes`` of a sequence of ``lane`` that are kept in ``lanes``. Read only."""
+    return [n for n in stripes if lane + n in lanes]
 
 
 def kept(row: Rows, lanes: Lanes, stripe: int) -> list[Rows]:

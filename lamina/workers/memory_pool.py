@@ -1,4 +1,7 @@
-"""All memory workers as one, for the compute worker: scatters Q, K, V by the partition, gathers O."""
+"""All memory workers as one, for the compute worker: scatters Q, K, V by the partition, gathers O.
+
+The layouts of the messages are those of workers.memory_step.
+"""
 
 from __future__ import annotations
 
@@ -13,39 +16,37 @@ from torch import Tensor
 from lamina.attention import AttentionBackend
 from lamina.attention.merge import CHUNK_TOKENS, Partial
 from lamina.attention.spec import AttentionSpec
-from lamina.kv.layout import Merges, layout, merges
-from lamina.kv.partition import Lanes, Partition, Piece
+from lamina.kv.layout import layout, merges
+from lamina.kv.partition import Lanes, Partition
 
 from .buffers import tensor_over
 from .links import MemoryLink
 from .stepplan import Key, Kind, LayerShape, StepPlan, encode
 
-Index = Tensor | slice  # rows of a step
+FP32 = torch.float32
+Index = Tensor | None  # rows of a step; None = all of them
+Group = tuple[Lanes, int]  # lanes and window: pieces of one group have the same rows
 
 
 class MemoryPool:
-    """What slices send with: ``send.q(layer, q)`` and ``send.kv(layer, k, v)``; and what they go on with, ``o``."""
+    """What slices send with, ``q`` and ``kv``; and what they go on with, ``o``."""
 
     def __init__(
-        self,
-        links: list[MemoryLink],
-        partition: Partition,
-        layers: Sequence[LayerShape],
-        backend: AttentionBackend,
+        self, links: list[MemoryLink], partition: Partition, layers: Sequence[LayerShape], backend: AttentionBackend
     ) -> None:
         """``backend``: of the memory workers' name; it merges what they return in parts."""
         self.links = links
-        self._layers = [_Layer(shape, i, partition, links) for i, shape in enumerate(layers)]
+        self._groups: list[Group] = []
+        self._layers = [_Layer(shape, i, partition, links, self._groups) for i, shape in enumerate(layers)]
         self._backend = backend
         self._stripe = partition.stripe * CHUNK_TOKENS
-        self._step = _Selected(StepPlan(step=0, ops=[], rows=[]), self._stripe)
+        self.select(StepPlan(step=0, ops=[], rows=[]))
         self.send_s = 0.0
         self.wait_s = 0.0
 
     def select(self, plan: StepPlan) -> None:
         """The messages that follow belong to this step."""
-        if plan is not self._step.plan:
-            self._step = _Selected(plan, self._stripe)
+        self._step = _Step(plan, self._groups, self._stripe)
 
     def announce(self, plan: StepPlan) -> None:
         """Tell all memory workers of a step to come."""
@@ -55,96 +56,93 @@ class MemoryPool:
 
     def q(self, layer: int, q: Tensor) -> None:
         """q [R, Hq, 1, D]: to each memory worker the query heads of its KV heads."""
-        start, key, of = time.perf_counter(), self._step.key(Kind.Q, layer), self._layers[layer]
-        for link, pieces in of.pieces:
-            parts = list[Tensor]()
-            for piece in pieces:
-                rows, mine = self._step.rows(piece.lanes, of.window), q[:, of.q_heads(piece), 0]
-                parts += (mine[index] for index in (rows.whole, rows.q))
-            _send(link, key, parts)
+        start, rows = time.perf_counter(), self._step.rows
+        for link, pieces in self._layers[layer].pieces:
+            parts = [_pick(q[:, p.q_heads, 0], index) for p in pieces for index in rows(p.group).q]
+            if parts:
+                link.send_tensors(self._step.key(Kind.Q, layer), parts)
         self.send_s += time.perf_counter() - start
 
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
         """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]: to each memory worker its KV heads."""
-        start, key, of = time.perf_counter(), self._step.key(Kind.KV, layer), self._layers[layer]
-        for link, pieces in of.pieces:
-            parts = list[Tensor]()
-            for piece in pieces:
-                rows, heads = self._step.rows(piece.lanes, of.window), slice(piece.head_start, piece.head_stop)
-                parts += (x[:, heads, 0][index] for index in (rows.whole, rows.kv) for x in (k, v))
-            _send(link, key, parts)
+        start, rows = time.perf_counter(), self._step.rows
+        for link, pieces in self._layers[layer].pieces:
+            parts = [_pick(x[:, p.kv_heads, 0], index) for p in pieces for index in rows(p.group).kv for x in (k, v)]
+            if parts:
+                link.send_tensors(self._step.key(Kind.KV, layer), parts)
         self.send_s += time.perf_counter() - start
 
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
         """Gather [R, 1, Hq, Dv] from all memory workers."""
-        start, key, of = time.perf_counter(), self._step.key(Kind.O, layer), self._layers[layer]
-        out = torch.empty(num_rows, of.shape.q_heads, of.shape.v_dim, dtype=dtype)
-        found: dict[int, list[Partial]] = {}  # first head of a share -> partial results, by worker
+        start, of = time.perf_counter(), self._layers[layer]
+        out = torch.empty(num_rows, of.num_q_heads, of.v_dim, dtype=dtype)
+        found: dict[int, list[Partial]] = {}  # first head -> partial results, in the order of workers
         for link, pieces in of.pieces:
-            rows = [(p, self._step.rows(p.lanes, of.window)) for p in pieces]
-            numbers = sum(r.num_partial * of.num_q_heads(p) * (of.shape.v_dim + 1) for p, r in rows)
-            final = sum(r.num_whole * of.num_q_heads(p) * of.shape.v_dim for p, r in rows)
-            if nbytes := numbers * torch.float32.itemsize + final * dtype.itemsize:
-                link.receive(key, partial(_take, of, rows, numbers, out, found), nbytes)
-        for share in of.shares:
-            if share.head_start in found:
-                self._merge(of, share, found[share.head_start], out)
+            groups = [(p, self._step.rows(p.group)) for p in pieces]
+            cut = sum(g.num_partial * p.num_q_heads for p, g in groups) * (of.v_dim + 1) * FP32.itemsize
+            final = sum(g.num_whole * p.num_q_heads for p, g in groups) * of.v_dim * dtype.itemsize
+            if cut + final:
+                link.receive(self._step.key(Kind.O, layer), partial(_take, groups, cut, out, found), cut + final)
+        for first_head, parts in found.items():
+            self._merge(of, first_head, parts, out)
         self.wait_s += time.perf_counter() - start
         return out.unsqueeze(1)
 
-    def _merge(self, of: _Layer, share: _SharedHeads, parts: list[Partial], out: Tensor) -> None:
+    def _merge(self, of: _Layer, first_head: int, parts: list[Partial], out: Tensor) -> None:
         """Fill in the rows that several memory workers have returned in parts."""
-        plan, backend = self._step.merges(share.lanes, of.window), self._backend
-        o, lse = (torch.cat(x) for x in zip(*parts, strict=True))
+        pieces = [p for _, pieces in of.pieces for p in pieces if p.q_heads.start == first_head]
+        plan, heads = self._step.merges(tuple(p.group for p in pieces)), pieces[0].q_heads
+        all_parts = Partial(*(torch.cat(x) for x in zip(*parts, strict=True)))
         for left, right in plan.levels:
-            o[left], lse[left] = backend.merge(Partial(o[left], lse[left]), Partial(o[right], lse[right]))
-        stored, new = (Partial(o[index], lse[index]) for index in (plan.roots, plan.new))
+            self._backend.merge(all_parts, left, right)
+        stored, new = (Partial(all_parts.o[at], all_parts.lse[at]) for at in (plan.roots, plan.new))
         closed = torch.empty(stored.o.shape, dtype=out.dtype)
-        sinks = None if of.sinks is None else of.sinks[share.heads].contiguous()
-        backend.close(stored, new, sinks, closed)
-        out[plan.rows, share.heads] = closed
+        self._backend.close(stored, new, None if of.sinks is None else of.sinks[heads].contiguous(), closed)
+        out[plan.rows, heads] = closed
 
 
-class _SharedHeads(NamedTuple):
-    """Heads whose tokens several memory workers have."""
+class _Piece(NamedTuple):
+    """A memory worker's piece of a layer."""
 
-    head_start: int
-    heads: slice  # query heads
-    lanes: tuple[Lanes, ...]  # of the workers, in order
+    group: int
+    q_heads: slice
+    kv_heads: slice
+
+    @property
+    def num_q_heads(self) -> int:
+        heads: int = self.q_heads.stop - self.q_heads.start
+        return heads
 
 
 class _Layer:
-    """A layer, and who does what of it."""
+    """A layer, and who does what of it. New groups are added to ``groups``."""
 
-    def __init__(self, shape: LayerShape, index: int, partition: Partition, links: list[MemoryLink]) -> None:
-        spec = AttentionSpec.decode(shape.spec)
-        self.shape = shape
-        self.window = spec.window
-        self.sinks = torch.frombuffer(bytearray(shape.sinks), dtype=torch.float32) if spec.sinks else None
-        self._group = shape.q_heads // shape.kv_heads
-        self.pieces = [(x, partition.pieces(index, x.worker)) for x in links]
-        shared: dict[int, list[Piece]] = {}
-        for piece in (p for _, pieces in self.pieces for p in pieces):
-            shared.setdefault(piece.head_start, []).append(piece)
-        self.shares = [
-            _SharedHeads(start, self.q_heads(of[0]), tuple(p.lanes for p in of)) for start, of in shared.items()
-        ]
-
-    def q_heads(self, piece: Piece) -> slice:
-        return slice(piece.head_start * self._group, piece.head_stop * self._group)
-
-    def num_q_heads(self, piece: Piece) -> int:
-        return piece.num_kv_heads * self._group
+    def __init__(
+        self, shape: LayerShape, index: int, partition: Partition, links: list[MemoryLink], groups: list[Group]
+    ) -> None:
+        spec, each = AttentionSpec.decode(shape.spec), shape.q_heads // shape.kv_heads
+        self.num_q_heads, self.v_dim = shape.q_heads, shape.v_dim
+        self.sinks = torch.frombuffer(bytearray(shape.sinks), dtype=FP32) if spec.sinks else None
+        self.pieces: list[tuple[MemoryLink, list[_Piece]]] = []
+        for link in links:
+            mine = list[_Piece]()
+            for p in partition.pieces(index, link.worker):
+                group = (p.lanes, spec.window)
+                if group not in groups:
+                    groups.append(group)
+                heads = slice(p.head_start * each, p.head_stop * each)
+                mine.append(_Piece(groups.index(group), heads, slice(p.head_start, p.head_stop)))
+            self.pieces.append((link, mine))
 
 
 class _GroupRows(NamedTuple):
-    """kv.layout.Layout as indices."""
+    """kv.layout.Layout as indices; nothing of what is empty."""
 
     num_whole: int
     num_partial: int
     whole: Index
-    q: Index
-    kv: Index
+    q: list[Index]
+    kv: list[Index]
 
 
 class _MergeIndex(NamedTuple):
@@ -156,70 +154,63 @@ class _MergeIndex(NamedTuple):
     rows: Tensor
 
 
-class _Selected:
-    """The step that messages belong to, and whose rows are whose. Groups of one window and lanes have the same."""
+class _Step:
+    """The step that messages belong to, and whose rows are whose."""
 
-    def __init__(self, plan: StepPlan, stripe: int) -> None:
-        self.plan = plan
-        self._stripe = stripe
-        self._rows: dict[tuple[Lanes, int], _GroupRows] = {}
-        self._merges: dict[tuple[tuple[Lanes, ...], int], _MergeIndex] = {}
+    def __init__(self, plan: StepPlan, groups: list[Group], stripe: int) -> None:
+        self._plan, self._groups, self._stripe = plan, groups, stripe
+        self._num_rows = plan.num_rows
+        self._rows: list[_GroupRows | None] = [None] * len(groups)
+        self._merges: dict[tuple[int, ...], _MergeIndex] = {}
 
     def key(self, kind: Kind, layer: int) -> Key:
-        return Key(kind, self.plan.step, self.plan.batch, self.plan.view, layer)
+        return Key(kind, self._plan.step, self._plan.batch, self._plan.view, layer)
 
-    def rows(self, lanes: Lanes, window: int) -> _GroupRows:
-        if (lanes, window) not in self._rows:
-            found, every = layout(self.plan.rows, lanes, window, self._stripe), self.plan.num_rows
-            indices = (_index(x, every) for x in (found.whole_rows, found.q_rows, found.kv_rows))
-            self._rows[lanes, window] = _GroupRows(len(found.whole_rows), found.num_partial, *indices)
-        return self._rows[lanes, window]
+    def rows(self, group: int) -> _GroupRows:
+        found = self._rows[group]
+        if found is None:
+            x = layout(self._plan.rows, *self._groups[group], self._stripe)
+            q, kv = ([self._index(n) for n in (x.whole_rows, mine) if n] for mine in (x.q_rows, x.kv_rows))
+            whole = self._index(x.whole_rows)
+            found = self._rows[group] = _GroupRows(len(x.whole_rows), x.num_partial, whole, q, kv)
+        return found
 
-    def merges(self, lanes: tuple[Lanes, ...], window: int) -> _MergeIndex:
-        if (lanes, window) not in self._merges:
-            found: Merges = merges(layout(self.plan.rows, x, window, self._stripe) for x in lanes)
-            levels = [(torch.tensor(left), torch.tensor(right)) for left, right in found.levels]
-            ends = (torch.tensor(x) for x in (found.roots, found.new, found.rows))
-            self._merges[lanes, window] = _MergeIndex(levels, *ends)
-        return self._merges[lanes, window]
+    def merges(self, groups: tuple[int, ...]) -> _MergeIndex:
+        if groups not in self._merges:
+            x = merges(layout(self._plan.rows, *self._groups[g], self._stripe) for g in groups)
+            levels = [(torch.tensor(left), torch.tensor(right)) for left, right in x.levels]
+            self._merges[groups] = _MergeIndex(levels, *map(torch.tensor, (x.roots, x.new, x.rows)))
+        return self._merges[groups]
 
-
-def _index(rows: list[int], every: int) -> Index:
-    """``every``: the step's number of rows. Slices give views: most often it is all rows, or none."""
-    if len(rows) in (0, every):
-        return slice(0, len(rows))
-    return torch.tensor(rows)
+    def _index(self, rows: list[int]) -> Index:
+        return None if len(rows) == self._num_rows else torch.tensor(rows, dtype=torch.int64)
 
 
-def _send(link: MemoryLink, key: Key, parts: list[Tensor]) -> None:
-    parts = [p for p in parts if p.numel()]
-    if parts:
-        link.send_tensors(key, parts)
+def _pick(x: Tensor, rows: Index) -> Tensor:
+    return x if rows is None else x[rows]
 
 
 def _take(
-    of: _Layer,
-    rows: list[tuple[Piece, _GroupRows]],
-    numbers: int,
-    out: Tensor,
-    found: dict[int, list[Partial]],
-    data: memoryview,
+    groups: list[tuple[_Piece, _GroupRows]], cut: int, out: Tensor, found: dict[int, list[Partial]], data: memoryview
 ) -> None:
-    """An O, from its bytes: final results to ``out`` [R, Hq, Dv], the ``numbers`` of partial ones to ``found``."""
-    cut = numbers * torch.float32.itemsize
-    partials, finals = _tensor(data[:cut], torch.float32), _tensor(data[cut:], out.dtype)
-    for piece, group in rows:
-        heads, dim = of.num_q_heads(piece), of.shape.v_dim
-        if group.num_partial:
-            lses = group.num_partial * heads
-            o, lse, partials = torch.split(partials, [lses * dim, lses, len(partials) - lses * (dim + 1)])
-            part = Partial(o.view(-1, heads, dim).clone(), lse.view(-1, heads).clone())
-            found.setdefault(piece.head_start, []).append(part)
-        if group.num_whole:
-            size = group.num_whole * heads * dim
-            final, finals = finals[:size], finals[size:]
-            out[group.whole, of.q_heads(piece)] = final.view(-1, heads, dim)
-
-
-def _tensor(data: memoryview, dtype: torch.dtype) -> Tensor:
-    return tensor_over(data, dtype) if len(data) else torch.empty(0, dtype=dtype)
+    """An O: partial results, up to byte ``cut``, to ``found``; final ones to ``out`` [R, Hq, Dv]."""
+    at, dim = 0, out.shape[2]
+    partials = tensor_over(data[:cut], FP32) if cut else out
+    for piece, rows in groups:
+        if rows.num_partial:
+            size = rows.num_partial * piece.num_q_heads
+            o, lse = partials[at : at + size * dim], partials[at + size * dim : at + size * (dim + 1)]
+            at += size * (dim + 1)
+            shape = rows.num_partial, piece.num_q_heads
+            part = Partial(o.clone().view(*shape, dim), lse.clone().view(shape))
+            found.setdefault(piece.q_heads.start, []).append(part)
+    at = 0
+    finals = tensor_over(data[cut:], out.dtype) if len(data) > cut else out
+    for piece, rows in groups:
+        if rows.num_whole:
+            size = rows.num_whole * piece.num_q_heads * dim
+            final, at = finals[at : at + size].view(-1, piece.num_q_heads, dim), at + size
+            if rows.whole is None:
+                out[:, piece.q_heads] = final
+            else:
+                out[rows.whole, piece.q_heads] = final
