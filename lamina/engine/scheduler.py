@@ -202,6 +202,8 @@ class Scheduler:
     def _admit(self, batch: Batch, picked: dict[Sequence, int]) -> None:
         """Take waiting sequences in while there is room for all of their known tokens; the first that does not fit
         holds up those behind it, so that nobody starves. Blocks freed by this very plan count from the next one on."""
+        if not self._waiting:
+            return
         budget = self._prefill_chunk - sum(c for c in picked.values() if c > 1)
         needed = self._ledger.blocks_needed(self._rows(picked))
         left = [f - n for f, n in zip(self._ledger.free_blocks, needed, strict=True)]
