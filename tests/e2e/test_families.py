@@ -256,22 +256,22 @@ OVER_WORKERS += [pytest.param("tcp", f) for f in FAMILIES if f.name in OVER_TCP]
 
 @pytest.mark.parametrize(("transport", "family"), OVER_WORKERS, ids=lambda x: x if isinstance(x, str) else x.name)
 def test_tokens_over_memory_workers_are_those_of_transformers(transport: str, family: Family) -> None:
-    """The product: KV in other processes. A family with an odd number of KV heads has one memory worker."""
+    """The product: KV in other processes."""
     model = family.build()
     model.generation_config.eos_token_id = None
-    workers = 1 if family.kv_heads % 2 else 2
     prompts = [t.tokens[: t.num_prompt] for t in ragged_texts(NEW_TOKENS)]
     greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1)
-    options: dict[str, Any] = {"memory_workers": workers, "transport": transport, "max_model_len": MAX_LEN}
+    options: dict[str, Any] = {"memory_workers": 2, "transport": transport, "max_model_len": MAX_LEN}
     with LLM(model, prefill_chunk=16, **options) as llm:
         outputs = llm.generate(prompts, greedy)
         pids, stats = llm.pools.pids, llm.stats()
-    memory = [f"memory-{i}" for i in range(workers)]
-    assert len({os.getpid(), *(pids[w] for w in memory)}) == workers + 1, "memory workers are processes of their own"
+    memory = ["memory-0", "memory-1"]
+    assert len({os.getpid(), *(pids[w] for w in memory)}) == 3, "memory workers are processes of their own"
     rows = sum(PROMPTS) + len(PROMPTS) * (NEW_TOKENS - 1)
     sent = llm.engine.info.summary
-    for worker in memory:
-        assert stats[worker]["bytes_received"] >= rows * (sum(sent["q_bytes"]) + sum(sent["kv_bytes"])) / workers
+    wire = rows * (sum(sent["q_bytes"]) + sum(sent["kv_bytes"]))
+    assert sum(stats[w]["bytes_received"] for w in memory) >= wire
+    assert all(stats[w]["bytes_received"] > (0 if family.kv_heads % 2 else wire / 2) for w in memory)
     agreement = lamina.agreement.compare(model, outputs)
     assert agreement.identical, agreement
     assert agreement.num_tokens == len(PROMPTS) * NEW_TOKENS

@@ -20,8 +20,8 @@ OVER_TCP = ("llama-gqa", "gpt2", "gpt-oss")
 Case = tuple[Family, Any, SlicedProgram]
 
 
-def families(*names: str, least_kv_heads: int = 1) -> pytest.MarkDecorator:
-    chosen = [f for f in FAMILIES if f.kv_heads >= least_kv_heads and (not names or f.name in names)]
+def families(*names: str) -> pytest.MarkDecorator:
+    chosen = [f for f in FAMILIES if not names or f.name in names]
     assert len(chosen) >= len(names)
     return pytest.mark.parametrize("case", chosen, ids=[f.name for f in chosen], indirect=True, scope="module")
 
@@ -60,9 +60,8 @@ def one_forgets() -> Iterator[MemoryWorkers]:
 
 def check(case: Case, workers: MemoryWorkers) -> None:
     family, model, program = case
-    num_workers = min(2, family.kv_heads)
     before = workers.stats()
-    with workers.connect(program, num_workers=num_workers) as pool:
+    with workers.connect(program, num_workers=2) as pool:
         texts = decode(SplitRunner(program, pool))
         outcome = compare(model, texts)
     assert outcome.error < TOLERANCE
@@ -74,7 +73,8 @@ def check(case: Case, workers: MemoryWorkers) -> None:
     wire = rows * sum(c.q_bytes + c.kv_bytes for c in program.calls)
     received = [a["bytes_received"] - b["bytes_received"] for a, b in zip(workers.stats(), before, strict=True)]
     assert wire <= sum(received) <= 1.5 * wire + 65536, "all of Q, K and V crossed the wire, once"
-    assert all(r >= wire / num_workers for r in received[:num_workers]), "each worker had its heads"
+    least = 0 if family.kv_heads % 2 else wire / 2  # the tokens of a head that both have are dealt out
+    assert all(r > least for r in received), "each worker had its part"
 
 
 @families()
@@ -87,7 +87,7 @@ def test_two_memory_workers_over_tcp(case: Case, over_tcp: MemoryWorkers) -> Non
     check(case, over_tcp)
 
 
-@families(least_kv_heads=2)
+@families()
 def test_kv_lost_on_one_worker_is_noticed(case: Case, one_forgets: MemoryWorkers) -> None:
     _, model, program = case
     with one_forgets.connect(program, num_workers=2) as pool:
