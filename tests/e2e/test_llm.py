@@ -210,7 +210,7 @@ def shared_llm(llama_path: Path) -> Any:
         ({"memory_workers": 2, "memory_weights": "1,1000"}, "memory worker 0 of 2 would get nothing of 4 KV heads"),
         ({"memory_weights": "0,0"}, "--memory-weights must be positive"),
         ({"memory_weights": "1,1,1"}, "--memory-weights names 3 weights for --memory-workers 2"),
-        ({"partition": "tea"}, "--partition must be one of head, request"),
+        ({"partition": "tea"}, "--partition must be one of head, token, request"),
         ({"memory_workers": 0}, "--memory-workers"),
         ({"transport": "carrier-pigeon"}, "unknown transport"),
         ({"max_model_len": 4096}, "--max-model-len 4096"),
