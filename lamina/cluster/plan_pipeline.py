@@ -8,6 +8,8 @@ import json
 
 from lamina.engine.pipeline import PipelinePlan, num_replicas, rotation
 
+from .words import counted
+
 WIDTH = 96  # characters of the picture
 
 
@@ -31,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--slices must be at least 1, not {slices}")
     if args.dry_run:
         rotation(args.n, _each("--tm", tm, slices), _each("--ta", ta, slices), 1, args.network)
-        print(f"would plan {args.tokens} tokens of {args.n} batches over {num_replicas(args.n)} replicas")
+        batches, replicas = counted(args.n, "batch", "batches"), counted(num_replicas(args.n), "replica")
+        print(f"would plan {counted(args.tokens, 'token')} of {batches} over {replicas}")
         return 0
     plan = rotation(args.n, _each("--tm", tm, slices), _each("--ta", ta, slices), args.tokens, args.network)
     print(json.dumps(dataclasses.asdict(plan)) if args.json else render(plan))
@@ -55,7 +58,7 @@ def render(plan: PipelinePlan) -> str:
         [
             *(f"{name:>10} |{''.join(cells)}|" for name, cells in lanes.items()),
             f"makespan {plan.makespan:g}, lower bound {plan.lower_bound:g} ({plan.makespan / plan.lower_bound:.2f}x)",
-            f"busy once all {plan.n} batches are under way: {busy}",
+            f"busy{f' once all {plan.n} batches are under way' if plan.n > 1 else ''}: {busy}",
         ]
     )
 

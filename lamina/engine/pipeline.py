@@ -123,7 +123,7 @@ def _busy(events: list[Event], span: Callable[[Event], tuple[float, float]], n: 
     """Busy share of ``units`` from the first attention of the last batch to the last slice of the first batch."""
     first = next(e for e in events if e.batch == n - 1).attention_start
     last = next(e for e in reversed(events) if e.batch == 0).start
-    if last <= first:  # too few tokens for a steady state: over everything
+    if n == 1 or last <= first:  # a single batch is always under way; or too few tokens for a steady state
         first, last = 0.0, max(e.attention_end for e in events)
     busy = sum(max(0.0, min(stop, last) - max(start, first)) for start, stop in map(span, events))
     return busy / (units * (last - first)) if last > first else 0.0

@@ -74,6 +74,14 @@ def test_equal_slices_in_balance_keep_both_pools_busy(n: int, layers: int) -> No
     assert plan.utilisation == {"compute": pytest.approx(1.0), "memory": pytest.approx(1.0)}
 
 
+@given(st.lists(st.floats(0.01, 10.0), min_size=1, max_size=4), st.floats(0.01, 10.0), st.integers(1, 4))
+@settings(max_examples=50, deadline=None)
+def test_a_single_batch_keeps_one_pool_busy_at_a_time(slices: list[float], ta: float, tokens: int) -> None:
+    plan = rotation(1, slices, [ta] * len(slices), tokens)
+    share = sum(slices) / (sum(slices) + ta * len(slices))
+    assert plan.utilisation == {"compute": pytest.approx(share), "memory": pytest.approx(1.0 - share)}
+
+
 def test_out_of_balance_the_busier_pool_is_the_limit() -> None:
     slow_memory = rotation(3, [2.0] * 4, [2.0] * 4, tokens=20)
     assert slow_memory.utilisation["memory"] == pytest.approx(1.0)
@@ -122,6 +130,7 @@ def test_the_command_prints_a_picture_and_json(capsys: pytest.CaptureFixture[str
     arguments = ["plan-pipeline", "--n", "3", "--tm", "2", "--ta", "1", "--slices", "8", "--tokens", "2"]
     assert main(arguments) == 0
     picture = capsys.readouterr().out
+    assert "busy once all 3 batches are under way: compute 100%, memory 100%" in picture
     assert picture.count("replica") == 2
     assert "makespan 50, lower bound 48" in picture
     assert main([*arguments, "--json"]) == 0
@@ -133,3 +142,10 @@ def test_the_command_prints_a_picture_and_json(capsys: pytest.CaptureFixture[str
         "batch": 1, "token": 0, "slice": 0, "replica": 2, "start": 1.0, "end": 3.0,
         "attention_start": 3.0, "attention_end": 4.0,
     }  # fmt: skip
+
+
+def test_the_command_knows_one_batch_from_two(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan-pipeline", "--n", "1", "--tm", "2", "--ta", "1"]) == 0
+    assert "busy: compute 67%, memory 33%" in capsys.readouterr().out
+    assert main(["plan-pipeline", "--n", "1", "--tm", "2", "--ta", "1", "--dry-run"]) == 0
+    assert "2 tokens of 1 batch over 1 replica\n" in capsys.readouterr().out
