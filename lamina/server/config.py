@@ -36,7 +36,9 @@ class ServerConfig:
     body_timeout_s: float = option(30.0, "seconds for a request's body to arrive")
     slow_reader_timeout_s: float = option(30.0, "seconds without any progress after which a slow reader is cut off")
     sse_keep_alive_s: float = option(15.0, "seconds of silence after which a stream gets a comment line; 0 = never")
-    shutdown_timeout: float = option(30.0, "seconds on SIGTERM for requests to finish; a second signal ends at once")
+    shutdown_timeout: float = option(
+        30.0, "seconds on SIGTERM or Ctrl-C for requests to finish; a second one ends at once"
+    )
     health_timeout_s: float = option(4.0, "seconds without a step, or without an answer of an idle worker, to be ill")
     page: bool = option(True, "a page at / to chat and to watch both pools; with API keys browsers cannot load it")
     metrics_compat: str = option("", "'vllm' shows metrics under the names of vLLM too")

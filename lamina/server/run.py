@@ -151,7 +151,8 @@ class _Server(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
         """Take nothing new, let what is under way finish, end what is left with an error that clients can read."""
         service, limit = self._service, self._service.config.shutdown_timeout
         service.admission.draining = True
-        logger.info("draining: %d requests, at most %g s", len(service.calls), limit)
+        more = "a second Ctrl-C or SIGTERM ends them at once"
+        logger.info("draining: %d requests, at most %g s; %s", len(service.calls), limit, more)
         deadline = time.monotonic() + limit
         while service.calls and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
