@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from .bench_report import PERCENTILES, spread_ms
 from .flags import add_engine_flags, engine_config, print_config
+from .words import counted
 
 if TYPE_CHECKING:
+    from lamina.config import EngineConfig
     from lamina.llm import LLM
+
+# One step is always in flight and one is drained behind the last: nobody may end while steps are timed.
+SPARE_TOKENS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,11 +42,10 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         print_config(config, model=args.model)
         return 0
-    if args.dry_run:
-        print(f"would decode {args.output_len} tokens behind {args.batch_size} prompts of {args.input_len} tokens")
-        return 0
     if args.batch_size > config.max_num_seqs:
         raise ValueError(f"--batch-size {args.batch_size} is above --max-num-seqs {config.max_num_seqs}")
+    if args.dry_run:
+        return _dry_run(args, config)
     from lamina.llm import LLM
 
     with LLM(args.model, **dataclasses.asdict(config)) as llm:
@@ -52,13 +56,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _dry_run(args: argparse.Namespace, config: EngineConfig) -> int:
+    from .preflight import check, would_start
+
+    _check_room(args.input_len, args.output_len + args.num_warmups, check(args.model, config))
+    print(would_start(args.model, config))
+    prompts, tokens = counted(args.batch_size, "prompt"), counted(args.output_len, "token")
+    print(f"would decode {tokens} behind each of {prompts} of {counted(args.input_len, 'token')}")
+    return 0
+
+
 def measure(llm: LLM, batch: int, input_len: int, output_len: int, warm: int, seed: int = 0) -> dict[str, Any]:
     """Prefill ``batch`` random prompts, then time each step of the whole batch. Times in ms, rates in tokens/s."""
     from lamina.request import SamplingParams
 
     engine, rng = llm.engine, random.Random(seed)
-    # One step is always in flight and one is drained behind the last: nobody may end while steps are timed.
-    params = SamplingParams(temperature=0.0, max_tokens=output_len + warm + 3, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=output_len + warm + SPARE_TOKENS, ignore_eos=True)
+    _check_room(input_len, output_len + warm, engine.info.max_model_len)
     vocab = engine.info.vocab_size
     prompts = [[rng.randrange(vocab) for _ in range(input_len)] for _ in range(batch)]
     begin = time.perf_counter()
@@ -86,6 +100,14 @@ def measure(llm: LLM, batch: int, input_len: int, output_len: int, warm: int, se
         **spread_ms("step", steps),
         "seconds_by_worker": {w: _seconds(after[w], before[w]) for w in after},
     }
+
+
+def _check_room(input_len: int, decoded: int, limit: int) -> None:
+    if input_len + decoded + SPARE_TOKENS > limit:
+        raise ValueError(
+            f"--input-len {input_len} leaves no room for {decoded + SPARE_TOKENS} more tokens, warm-ups included: a "
+            f"sequence has at most {limit}"
+        )
 
 
 def _seconds(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:

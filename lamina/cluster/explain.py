@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dop", default="1,1", metavar="A,B", help="numbers of compute and memory devices (1,1)")
     group.add_argument("--batch", type=int, default=300, help="sequences in a step (300)")
     group.add_argument("--length", type=int, default=4096, help="stored tokens of each sequence (4096)")
-    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration as JSON and exit")
+    parser.add_argument("--print-config", action="store_true", help="print all settings, defaults filled in, as JSON")
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be planned, and exit")
 
 
@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
     devices = _devices(args)
     _check_dtype(args.dtype)
     if args.print_config:
-        sys.stdout.write(json.dumps({k: v for k, v in vars(args).items() if k != "command"}, indent=2) + "\n")
+        settings = {k: v for k, v in vars(args).items() if k not in ("command", "print_config", "dry_run")}
+        sys.stdout.write(json.dumps(settings, indent=2) + "\n")
         return 0
     if args.dry_run:
         return _dry_run(args)

@@ -18,7 +18,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
             {"action": argparse.BooleanOptionalAction} if f.type == "bool" else {"type": _TYPES[str(f.type)]}
         )
         group.add_argument(flag(f.name), default=f.default, help=f"{f.metadata['help']} (default: {f.default})", **kind)
-    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration as JSON and exit")
+    parser.add_argument("--print-config", action="store_true", help="print all settings, defaults filled in, as JSON")
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be started, and exit")
 
 
@@ -28,7 +28,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def print_config(config: EngineConfig, **more: Any) -> None:
-    """JSON on stdout: what a run with these flags would use."""
+    """JSON on stdout: what was asked for, and the defaults of the rest."""
     print(json.dumps({**more, **dataclasses.asdict(config)}, indent=2))
 
 

@@ -12,6 +12,7 @@ from lamina.config import EngineConfig
 from lamina.request import RequestOutput, SamplingParams
 
 from .flags import add_engine_flags, engine_config, print_config
+from .words import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,13 +74,11 @@ def _read_prompts(path: str | None) -> list[str]:
 
 
 def _dry_run(model: str, config: EngineConfig, num_prompts: int) -> int:
-    from .preflight import check
+    from .preflight import check, would_start
 
     check(model, config)
-    workers = f"{config.memory_workers} memory worker{'s' if config.memory_workers > 1 else ''}"
-    replicas = f"{config.replicas} compute worker{'s' if config.replicas > 1 else ''}"
-    print(f"would start {replicas} and {workers} over {config.transport} for {model}")
-    print(f"would complete {num_prompts} prompt{'s' if num_prompts > 1 else ''}")
+    print(would_start(model, config))
+    print(f"would complete {counted(num_prompts, 'prompt')}")
     return 0
 
 

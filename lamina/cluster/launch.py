@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from importlib import import_module
 
 from lamina import __version__
+
+from .parser import Parser
 
 # sub-command -> (module, one line for --help)
 COMMANDS = {
@@ -22,24 +26,32 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 = done, 1 = a worker was lost, 2 = bad input (one line on stderr), 130 = interrupted."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
+    """Exit status: 0 = done, 1 = a worker was lost, 2 = bad input (one line on stderr), 130 = interrupted, 141 = nobody
+    reads the output any more.
+    """
+    try:
+        try:
+            return _main(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()  # here, where it can still be told
+    except BrokenPipeError:  # the reader has enough, as in `| head`: end without a word
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+        return 128 + signal.SIGPIPE
+
+
+def _main(argv: list[str]) -> int:
+    parser = Parser(
         prog="lamina-launch", description="decode language models with their attention on workers of its own",
         allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"lamina {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = argv[0] if argv and argv[0] in COMMANDS else None
-    parsers = {}
     for name, (module, help) in COMMANDS.items():
         sub = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
         if name == chosen:
             import_module(f"lamina.cluster.{module}").add_arguments(sub)
-        parsers[name] = sub
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:  # told with the usage of the sub-command
-        parsers[args.command].error(f"unknown argument {unknown[0]}")
+    args = parser.parse_args(argv)
     return _guarded(import_module(f"lamina.cluster.{COMMANDS[args.command][0]}").run, args)
 
 
@@ -48,6 +60,8 @@ def _guarded(run: object, args: argparse.Namespace) -> int:
 
     try:
         status: int = run(args)  # type: ignore[operator]
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, ImportError) as e:
         print(f"lamina-launch {args.command}: {_one_line(e)}", file=sys.stderr)
         return 2
@@ -61,6 +75,8 @@ def _guarded(run: object, args: argparse.Namespace) -> int:
 
 
 def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror.lower()}"
     return " ".join(str(error).split()) or type(error).__name__
 
 

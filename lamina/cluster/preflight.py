@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from lamina import netstack
 from lamina.config import EngineConfig
+from lamina.env import cluster_key
+
+from .words import counted
 
 
-def check(model: str, config: EngineConfig) -> None:
-    """Raises ValueError, naming the flag and the fix, ImportError where a backend was not built."""
+def check(model: str, config: EngineConfig) -> int:
+    """The longest sequence, in tokens. Raises what a start would: ValueError, naming the flag and the fix; ImportError
+    or OSError where this machine lacks what the transport or a backend needs.
+    """
     from lamina.kv.partition import PARTITIONS
     from lamina.models.checkpoint import check_room, check_weights, find_checkpoint, read_config
     from lamina.models.load import max_model_len
     from lamina.workers.memory_store import available_bytes
 
     _check_names(config)
+    netstack.open(config.transport, key=cluster_key()).close()
     directory = find_checkpoint(model, trust_remote_code=config.trust_remote_code)
     found = read_config(directory, trust_remote_code=config.trust_remote_code)
     limit = max_model_len(found)
@@ -29,15 +36,21 @@ def check(model: str, config: EngineConfig) -> None:
         raise ValueError(
             f"--kv-memory {config.kv_memory} on {config.memory_workers} memory workers: {free} bytes are free"
         )
+    return config.max_model_len or limit
+
+
+def would_start(model: str, config: EngineConfig) -> str:
+    """The workers of a run, in words."""
+    compute, memory = counted(config.replicas, "compute worker"), counted(config.memory_workers, "memory worker")
+    return f"would start {compute} and {memory} over {config.transport} for {model}"
 
 
 def _check_names(config: EngineConfig) -> None:
     from lamina.attention import BACKENDS
     from lamina.gemm import BACKENDS as LINEAR
-    from lamina.netstack import SCHEMES
 
     for name, value, known in (
-        ("--transport", config.transport, SCHEMES),
+        ("--transport", config.transport, netstack.SCHEMES),
         ("--attention", config.attention, ("auto", *BACKENDS)),
         ("--gemm", config.gemm, ("auto", *LINEAR)),
     ):

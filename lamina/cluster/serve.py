@@ -13,7 +13,7 @@ from lamina.config import flag
 from lamina.server.config import ServerConfig
 
 from .flags import add_engine_flags, engine_config, print_config
-from .preflight import check
+from .preflight import check, would_start
 
 _TYPES = {"int": int, "float": float, "str": str}
 
@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
         for name in ("ssl_keyfile", "ssl_certfile"):
             if (path := getattr(config, name)) and not os.path.isfile(path):
                 raise ValueError(f"{flag(name)} {path}: no such file")
+        print(would_start(args.model, engine))
         print(f"would serve {args.model} as {', '.join(config.names(args.model))} on {_place(config)}")
         return 0
     return _serve(args.model, config, engine)

@@ -82,7 +82,9 @@ def test_nothing_is_planned_when_only_asked(tmp_path: Path, capsys: pytest.Captu
     assert main(["explain", model, "--no-weights", "--dry-run"]) == 0
     assert "LlamaForCausalLM) without weights" in capsys.readouterr().out
     assert main(["explain", model, "--batch", "7", "--print-config"]) == 0
-    assert json.loads(capsys.readouterr().out)["batch"] == 7
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["batch"] == 7
+    assert not {"command", "print_config", "dry_run"} & set(printed)
     assert main(["explain", str(tmp_path / "absent"), "--no-weights"]) == 2
 
 

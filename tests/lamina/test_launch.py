@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from lamina.cluster.launch import COMMANDS, main
 from lamina.config import EngineConfig, flag, make_config, parse_size
+from lamina.netstack import SCHEMES
+from lamina.netstack.doctor import opens
+
+MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model")
+STARTERS = (["generate", MODEL, "--prompt", "x"], ["serve", MODEL], ["bench", "decode", MODEL])
 
 
 def test_print_config_is_what_a_run_would_use(capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,7 +23,7 @@ def test_print_config_is_what_a_run_would_use(capsys: pytest.CaptureFixture[str]
     printed = json.loads(capsys.readouterr().out)
     assert printed["memory_workers"] == 4
     assert printed["overlap"] is False
-    assert {f.name for f in dataclasses.fields(EngineConfig)} < set(printed)
+    assert set(printed) == {"model", *(f.name for f in dataclasses.fields(EngineConfig))}
 
 
 def test_every_option_has_a_flag_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,7 +53,8 @@ def test_every_command_helps(command: str, capsys: pytest.CaptureFixture[str]) -
         (["generate", "m", "--prompt", "x", "--temperature", "nan"], "temperature"),
         (["generate", "m", "--prompt", "x", "--block-size", "48"], "--block-size"),
         (["generate", "", "--prompt", "x"], "model"),
-        (["generate", "m", "--prompt-file", "no/such/file"], "no/such/file"),
+        (["generate", "m", "--prompt-file", "no/such/file"], "generate: no/such/file: no such file or directory"),
+        (["timeline", "no/such/file"], "timeline: no/such/file: no such file or directory"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,20 +75,36 @@ def test_bad_input_is_one_line_and_status_2(argv: list[str], words: str, capsys:
         ([], ""),
     ],
 )
-@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["serve"]], ids=["generate", "serve"])
+@pytest.mark.parametrize("command", STARTERS, ids=lambda c: c[0])
 def test_dry_run_checks_without_starting(
     command: list[str], flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = str(Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model")
-    assert main([command[0], model, *command[1:], "--dry-run", *flags]) == (2 if flags else 0)
+    assert main([*command, "--dry-run", *flags]) == (2 if flags else 0)
     printed = capsys.readouterr()
     assert words in printed.err
-    assert ("would" in printed.out) == (not flags)
+    assert ("would start 1 compute worker and 2 memory workers over shm" in printed.out) == (not flags)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_dry_run_opens_the_transport(scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ok, cause, _ = opens(scheme)
+    assert main([*STARTERS[0], "--transport", scheme, "--dry-run"]) == (0 if ok else 2)
+    assert capsys.readouterr().err == ("" if ok else f"lamina-launch generate: {cause}\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [(["--batch-size", "65"], "--max-num-seqs 64"), (["--input-len", "400", "--max-model-len", "450"], "at most 450")],
+)
+def test_dry_run_of_bench_decode_knows_what_cannot_be_timed(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*STARTERS[2], "--dry-run", *flags]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_dry_run_of_serve_looks_for_its_files(capsys: pytest.CaptureFixture[str]) -> None:
-    model = str(Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model")
-    assert main(["serve", model, "--dry-run", "--ssl-keyfile", "no/such", "--ssl-certfile", "no/such"]) == 2
+    assert main(["serve", MODEL, "--dry-run", "--ssl-keyfile", "no/such", "--ssl-certfile", "no/such"]) == 2
     assert "--ssl-keyfile no/such" in capsys.readouterr().err
 
 
@@ -92,7 +115,39 @@ def test_version_and_a_typo_in_a_flag(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as ended:
         main(["generate", "m", "--prompt", "x", "--maxtokens", "3"])
     assert ended.value.code == 2
-    assert "lamina-launch generate: error: unknown argument --maxtokens" in capsys.readouterr().err
+    said = "lamina-launch generate: unknown argument --maxtokens (did you mean --max-tokens?)"
+    assert capsys.readouterr().err == f"{said}; see lamina-launch generate --help\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["bench", "decode", "m", "--batchsize=8"], "lamina-launch bench decode: unknown argument --batchsize (did"),
+        (["timeline", "t", "--qqq"], "lamina-launch timeline: unknown argument --qqq; see"),
+        (["plan-pipeline", "--n", "two"], "argument --n: invalid int value: 'two'; see lamina-launch plan-pipeline"),
+        (["generat"], "invalid choice: 'generat'"),
+        ([], "COMMAND; see lamina-launch --help"),
+    ],
+)
+def test_what_cannot_be_parsed_is_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [["plan-pipeline", "--n", "9", "--tm", "2", "--ta", "1", "--json"], ["--help"]])
+def test_a_reader_that_leaves_is_no_error(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, ours = os.pipe()
+    os.close(theirs)
+    with open(ours, "w") as output:
+        monkeypatch.setattr("sys.stdout", output)
+        assert main(argv) == 141
+    assert capsys.readouterr().err == ""
 
 
 def test_pickled_weights_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
