@@ -103,11 +103,12 @@ def _describe(model: nn.Module, path: Path | None) -> LoadedModel:
     if eos is None:
         eos = getattr(config.get_text_config(decoder=True), "eos_token_id", None)
     ids = eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
+    vocab = config.get_text_config(decoder=True).vocab_size
     return LoadedModel(
         model=model,
         config=config,
         generation_config=generation,
-        eos_token_ids=tuple(int(i) for i in ids),
+        eos_token_ids=tuple(int(i) for i in ids if 0 <= i < vocab),  # no other can be drawn
         max_model_len=max_model_len(config),
         dtype=_dtype_of(model),
         path=path,

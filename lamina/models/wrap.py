@@ -133,6 +133,7 @@ class WrappedModel:
         batch, length = ids.shape
         limit = self.llm.engine.info.max_model_len
         most, least = chosen.new_tokens(length, limit)
+        stops = chosen.stop_token_ids(self.llm.engine.info.vocab_size)
         longest = int(mask.sum(1).max())
         if longest + most > limit:
             raise ValueError(
@@ -150,7 +151,7 @@ class WrappedModel:
                 top_k=chosen["top_k"] or 0 if samples else 0,
                 max_tokens=most,
                 min_tokens=least,
-                stop_token_ids=chosen.eos_token_ids,
+                stop_token_ids=stops,
                 ignore_eos=True,  # the end tokens of this call alone
                 seed=seed,
             )
@@ -183,6 +184,7 @@ class _Settings:
             _given(call_config.to_dict() if call_config else {}),
             _given(model_config.to_dict()),
         ]
+        self._own_ends = _ids(model_config.eos_token_id)
         self._values = {k: v for layer in reversed(layers) for k, v in layer.items()}
         self._has_length = any(k in layer for layer in layers for k in ("max_length", "max_new_tokens"))
         for name, value in self._values.items():
@@ -195,8 +197,14 @@ class _Settings:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        ids = self["eos_token_id"]
-        return [] if ids is None else [int(i) for i in (ids if isinstance(ids, Sequence) else [ids])]
+        return _ids(self["eos_token_id"])
+
+    def stop_token_ids(self, vocab: int) -> list[int]:
+        """The end tokens that can be drawn; one of the model's own that cannot is no mistake of the caller's."""
+        kept = [i for i in self.eos_token_ids if 0 <= i < vocab or i not in self._own_ends]
+        if bad := [i for i in kept if not 0 <= i < vocab]:
+            raise ValueError(f"eos_token_id {bad[0]} is outside the vocabulary of {vocab} tokens")
+        return kept
 
     @property
     def pad_token_id(self) -> int | None:
@@ -215,6 +223,10 @@ class _Settings:
         if least is None:
             least = max((self["min_length"] or 0) - length, 0)
         return int(most), min(int(least), int(most))
+
+
+def _ids(value: Any) -> list[int]:
+    return [] if value is None else [int(i) for i in (value if isinstance(value, Sequence) else [value])]
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

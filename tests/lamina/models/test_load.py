@@ -64,6 +64,12 @@ def test_a_directory(whole: Path) -> None:
     assert sorted(t[1] for t in seen) == [t[1] for t in seen]
 
 
+def test_end_tokens_that_cannot_be_drawn_are_left_out() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    model.generation_config.eos_token_id = [-1, 5, SHAPE["vocab_size"]]
+    assert load(model).eos_token_ids == (5,)
+
+
 def test_dtypes(whole: Path) -> None:
     plain, wide = load(whole).model, load(whole, dtype="float32").model
     for a, b in zip(plain.parameters(), wide.parameters(), strict=True):

@@ -66,6 +66,18 @@ def test_end_tokens_and_padding(model: Any, wrapped: Any, batch: dict[str, torch
     assert (model.generate(**batch, max_new_tokens=16, eos_token_id=ends)[0, -2:] == 0).all(), "some row is padded"
 
 
+def test_an_end_token_of_the_model_that_its_vocabulary_lacks_ends_nothing(
+    model: Any, wrapped: Any, batch: dict[str, torch.Tensor]
+) -> None:
+    saved = model.generation_config
+    try:
+        for ends in (VOCAB, [VOCAB, int(model.generate(**batch, max_new_tokens=4)[0, -1])]):
+            model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=0)
+            assert torch.equal(wrapped.generate(**batch, max_new_tokens=6), model.generate(**batch, max_new_tokens=6))
+    finally:
+        model.generation_config = saved
+
+
 def test_prompts_padded_without_a_mask(model: Any, wrapped: Any, batch: dict[str, torch.Tensor]) -> None:
     ids = batch["input_ids"]
     assert torch.equal(wrapped.generate(ids, max_new_tokens=6), model.generate(ids, max_new_tokens=6))
@@ -138,6 +150,7 @@ def test_streamers_get_the_prompt_and_every_token(wrapped: Any, batch: dict[str,
         ({"attention_mask": torch.tensor([[1] * 8 + [0]] * 3)}, "padding_side='left'"),
         ({"attention_mask": torch.tensor([[1, 0] * 4 + [1]] * 3)}, "padding_side='left'"),
         ({"input_ids": torch.ones(3)}, r"\[batch, length\]"),
+        ({"eos_token_id": [4, VOCAB]}, f"eos_token_id {VOCAB} is outside the vocabulary of {VOCAB} tokens"),
         ({"input_ids": torch.full((1, 2), VOCAB), "attention_mask": None}, "outside the vocabulary"),
     ],
 )
