@@ -19,16 +19,22 @@ def progress_bar(enabled: bool) -> Iterator[OnProgress]:
 
     bars: dict[str, Any] = {}
 
+    def end_last() -> None:
+        """A stage has ended when the next one begins, or all have."""
+        for bar in list(bars.values())[-1:]:
+            bar.update(bar.total - bar.n)
+            bar.close()
+
     def show(stage: str, done: int, total: int) -> None:
         if stage not in bars:
-            for bar in bars.values():
-                bar.close()
+            end_last()
             bars[stage] = tqdm(total=total, desc=stage, bar_format="{desc:<22} {bar:30} {n_fmt}/{total_fmt} {elapsed}")
         bars[stage].total = total
         bars[stage].update(done - bars[stage].n)
 
     try:
         yield show
+        end_last()
     finally:
         for bar in bars.values():
             bar.close()
