@@ -61,9 +61,11 @@ async def _serve(
 ) -> int:
     source = config.tokenizer or model
     remote = engine_config.trust_remote_code
+    stages = _Stages()
     with _ended_by_signals(handle):
         loading = asyncio.to_thread(load_tokenizer, source, trust_remote_code=remote)
-        tokenizer, client = await asyncio.gather(loading, EngineClient.connect(handle, _log_progress))
+        tokenizer, client = await asyncio.gather(loading, EngineClient.connect(handle, stages))
+    stages.end()
     try:
         if tokenizer is None:
             raise ValueError(f"{model} has no tokenizer: give --tokenizer")
@@ -178,6 +180,20 @@ def _ended_by_signals(handle: WorkerHandle) -> Iterator[None]:
     yield
 
 
-def _log_progress(progress: Progress) -> None:
-    if progress.done >= progress.total:
-        logger.info("%s: done", progress.stage)
+class _Stages:
+    """Logs the end of each stage of loading: when it is told, when the next one begins, or when all have ended."""
+
+    def __init__(self) -> None:
+        self._under_way = ""
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.stage != self._under_way:
+            self.end()
+        self._under_way = progress.stage
+        if progress.done >= progress.total:
+            self.end()
+
+    def end(self) -> None:
+        if self._under_way:
+            logger.info("%s: done", self._under_way)
+        self._under_way = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from lamina.server.app import layered, make_app
 from lamina.server.client import Feed
 from lamina.server.errors import ApiError
 from lamina.server.messages import Delta
+from lamina.server.run import _Server, _Stages
+from lamina.workers.control import Progress
 
 BODY = {"prompt": [5, 6, 7], "max_tokens": 2}
 
@@ -85,6 +88,24 @@ def test_draining_refuses_and_says_so() -> None:
     assert refused.status_code == 503
     assert refused.headers["retry-after"]
     assert ask("GET", "/health", service).status_code == 503
+
+
+def test_the_log_says_how_to_end_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    service = make_service(shutdown_timeout=7.0)
+    with caplog.at_level(logging.INFO):
+        run(_Server(service, lambda: None)._drain())
+    assert "at most 7 s; a second Ctrl-C" in caplog.text
+    assert service.admission.draining
+
+
+def test_the_log_has_the_end_of_every_stage(caplog: pytest.LogCaptureFixture) -> None:
+    stages = _Stages()
+    with caplog.at_level(logging.INFO):
+        for stage, done in (("starting", 1), ("loading", 0), ("loading", 1), ("cutting", 0)):
+            stages(Progress(stage=stage, done=done, total=1))
+        assert "cutting" not in caplog.text
+        stages.end()
+    assert [r.getMessage() for r in caplog.records] == ["starting: done", "loading: done", "cutting: done"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
