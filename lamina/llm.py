@@ -12,6 +12,7 @@ from typing import Any
 from .config import make_config
 from .engine.engine import Engine
 from .engine.pools import Pools
+from .models.checkpoint import peek_config
 from .models.tokens import Detokenizer, apply_chat_template, load_tokenizer
 from .progress import progress_bar
 from .prompts import Prompt, conversation_list, params_list, prompt_list
@@ -41,6 +42,8 @@ class LLM:
         """
         config = make_config(options)
         model = _checked_model(model)
+        if isinstance(model, str):
+            peek_config(model, trust_remote_code=config.trust_remote_code)
         with progress_bar(progress) as on_progress:
             self._tokenizer = load_tokenizer(
                 tokenizer if tokenizer is not None else model, trust_remote_code=config.trust_remote_code

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from lamina.config import EngineConfig
 from lamina.request import RequestOutput, SamplingParams
@@ -56,10 +57,11 @@ def run(args: argparse.Namespace) -> int:
     if not prompts:
         raise ValueError("no prompt: give --prompt TEXT or --prompt-file FILE")
     if args.dry_run:
-        return _dry_run(args.model, config, len(prompts))
+        return _dry_run(args.model, config, prompts)
+    tokenizer = _tokenizer(args.model, config, prompts)
     from lamina.llm import LLM
 
-    with LLM(args.model, progress=sys.stderr.isatty(), **dataclasses.asdict(config)) as llm:
+    with LLM(args.model, tokenizer=tokenizer, progress=sys.stderr.isatty(), **dataclasses.asdict(config)) as llm:
         show = _print_json if args.json else _Text(len(prompts))
         for output in llm.stream(prompts, params):
             show(output)
@@ -73,12 +75,19 @@ def _read_prompts(path: str | None) -> list[str]:
     return [line for line in text.splitlines() if line.strip()]
 
 
-def _dry_run(model: str, config: EngineConfig, num_prompts: int) -> int:
-    from .preflight import check, would_start
+def _tokenizer(model: str, config: EngineConfig, prompts: list[str]) -> Any:
+    """The model's, once it is known that the prompts will do: that takes seconds less than a start."""
+    from .preflight import check_prompts, stated_limit
 
-    check(model, config)
+    return check_prompts(model, config, prompts, stated_limit(model, config))
+
+
+def _dry_run(model: str, config: EngineConfig, prompts: list[str]) -> int:
+    from .preflight import check, check_prompts, would_start
+
+    check_prompts(model, config, prompts, check(model, config))
     print(would_start(model, config))
-    print(f"would complete {counted(num_prompts, 'prompt')}")
+    print(f"would complete {counted(len(prompts), 'prompt')}")
     return 0
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from lamina import netstack
 from lamina.config import EngineConfig
 from lamina.env import cluster_key
+from lamina.models.checkpoint import peek_config
 
 from .words import counted
 
@@ -37,6 +40,29 @@ def check(model: str, config: EngineConfig) -> int:
             f"--kv-memory {config.kv_memory} on {config.memory_workers} memory workers: {free} bytes are free"
         )
     return config.max_model_len or limit
+
+
+def stated_limit(model: str, config: EngineConfig) -> int:
+    """Tokens that no sequence exceeds, as far as the flags and config.json say it at once; a start may find less."""
+    raw = peek_config(model, trust_remote_code=config.trust_remote_code)
+    own = raw.get("text_config", raw).get("max_position_embeddings")
+    return config.max_model_len or (own if isinstance(own, int) else sys.maxsize)
+
+
+def check_prompts(model: str, config: EngineConfig, prompts: Sequence[str], limit: int) -> Any:
+    """The model's tokenizer. Raises ValueError for prompts that sequences of ``limit`` tokens do not hold."""
+    from lamina.models.tokens import load_tokenizer
+
+    tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
+    if tokenizer is None:
+        raise ValueError(f"{model} has no tokenizer, which --prompt needs")
+    for prompt in prompts:
+        count = len(tokenizer(prompt, verbose=False)["input_ids"])
+        if not count:
+            raise ValueError(f"--prompt {prompt!r} is empty: it needs at least one token")
+        if count >= limit:
+            raise ValueError(f"a prompt has {count} tokens; at most {limit - 1} fit (--max-model-len {limit})")
+    return tokenizer
 
 
 def would_start(model: str, config: EngineConfig) -> str:

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from lamina.config import flag
+from lamina.models.checkpoint import peek_config
 from lamina.server.config import ServerConfig
 
 from .flags import add_engine_flags, engine_config, print_config
@@ -60,6 +61,7 @@ def _serve(model: str, config: ServerConfig, engine: Any) -> int:
     from lamina.server.client import launch_engine
     from lamina.server.messages import Start
 
+    peek_config(model, trust_remote_code=engine.trust_remote_code)
     with _listener(config) as sock:
         url = _url(config, sock)
         handle = launch_engine(Start(model=model, tokenizer=config.tokenizer, config=engine))

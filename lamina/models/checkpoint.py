@@ -21,10 +21,12 @@ def find_checkpoint(source: str | os.PathLike[str], *, trust_remote_code: bool =
 
     Raises ModelError.
     """
+    name = os.fspath(source)
+    if not name:
+        raise ModelError("model is empty: give a directory or a hub id")
     path = Path(source).expanduser()
     if path.is_dir():
         return path
-    name = os.fspath(source)
     if path.exists():
         raise ModelError(f"{name} is a file: give the directory that holds its config.json")
     if not _HUB_ID.fullmatch(name):
@@ -33,10 +35,29 @@ def find_checkpoint(source: str | os.PathLike[str], *, trust_remote_code: bool =
     return _download(name, patterns)
 
 
+def peek_config(source: str | os.PathLike[str], *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """What config.json of a model directory says; empty for a hub id, whose is not here yet.
+
+    For what is wrong with a directory to be said before anything is imported or started. Raises ModelError.
+    """
+    if not Path(source).expanduser().exists() and _HUB_ID.fullmatch(os.fspath(source)):
+        return {}
+    return _raw_config(find_checkpoint(source), trust_remote_code)
+
+
 def read_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
     """The configuration in a model directory, of a causal LM that transformers knows. Raises ModelError."""
+    raw = _raw_config(directory, trust_remote_code)
     from transformers import AutoConfig
 
+    _check_architecture(directory, raw)
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # of whatever class the architecture's own checks are
+        raise ModelError(f"{directory}/config.json is not a valid configuration: {one_line(error)}") from error
+
+
+def _raw_config(directory: Path, trust_remote_code: bool) -> dict[str, Any]:
     raw = _read_json(directory / "config.json", f"{directory} is no model directory: it has no config.json")
     if "auto_map" in raw and not trust_remote_code:
         raise ModelError(
@@ -48,11 +69,7 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
         raise UnsupportedModelError(f"{directory} is quantised ({method}): use a bfloat16 or float32 checkpoint")
     if raw.get("is_encoder_decoder"):
         raise UnsupportedModelError(f"{directory} is an encoder-decoder: only decoder-only models can be served")
-    _check_architecture(directory, raw)
-    try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:  # of whatever class the architecture's own checks are
-        raise ModelError(f"{directory}/config.json is not a valid configuration: {one_line(error)}") from error
+    return raw
 
 
 def check_weights(directory: Path) -> None:

@@ -52,16 +52,39 @@ def test_every_command_helps(command: str, capsys: pytest.CaptureFixture[str]) -
         (["generate", "m", "--prompt", "x", "--kv-memory", "9 bananas"], "--kv-memory"),
         (["generate", "m", "--prompt", "x", "--temperature", "nan"], "temperature"),
         (["generate", "m", "--prompt", "x", "--block-size", "48"], "--block-size"),
-        (["generate", "", "--prompt", "x"], "model"),
+        (["generate", "", "--prompt", "x"], "model is empty"),
+        (["generate", "", "--prompt", "x", "--dry-run"], "model is empty"),
+        (["generate", MODEL, "--prompt", "x", "--prompt", ""], "--prompt '' is empty"),
+        (["generate", MODEL, "--prompt", "x", "--prompt", "", "--dry-run"], "--prompt '' is empty"),
+        (["generate", MODEL, "--prompt", "x " * 9, "--max-model-len", "9"], "tokens; at most 8 fit"),
+        (["generate", MODEL, "--prompt", "x " * 9999], "tokens; at most 2047 fit"),
         (["generate", "m", "--prompt-file", "no/such/file"], "generate: no/such/file: no such file or directory"),
         (["timeline", "no/such/file"], "timeline: no/such/file: no such file or directory"),
     ],
 )
+@pytest.mark.usefixtures("nothing_starts")
 def test_bad_input_is_one_line_and_status_2(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
     err = capsys.readouterr().err
     assert words in err
     assert err.count("\n") == 1
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process is started")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["serve", "--port", "0"], ["bench", "decode"]])
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_directory_without_a_model_is_told_before_anything_starts(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, str(tmp_path)]) == 2
+    assert "it has no config.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
