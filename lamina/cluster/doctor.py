@@ -27,6 +27,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps([dataclasses.asdict(f) for f in found], indent=2))
     else:
         print(*(line(f) for f in found), sep="\n")
+        usable = [transport for f in found if f.check == "opens" and f.ok for transport in f.transports]
+        print(f"you can use: {', '.join(usable) or 'none of these'}")
     return 1 if args.transport and any(f.check == "opens" and not f.ok for f in found) else 0
 
 

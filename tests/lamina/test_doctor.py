@@ -97,7 +97,12 @@ def test_a_transport_that_does_not_open_is_status_1(
     out = capsys.readouterr().out
     assert "missing  opens" in out
     assert "LAMINA_MLX5_MODEL" in out
+    assert out.endswith("you can use: none of these\n")
     assert main(["doctor"]) == 0
+    usable = [f.transports[0] for f in findings(Machine()) if f.check == "opens" and f.ok]
+    assert "mlx5" not in usable
+    assert "loopback" in usable
+    assert capsys.readouterr().out.endswith(f"you can use: {', '.join(usable)}\n")
 
 
 def test_an_unknown_transport_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
