@@ -109,7 +109,10 @@ def test_dry_run_checks_without_starting(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_dry_run_opens_the_transport(scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_opens_the_transport(
+    scheme: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("LAMINA_MLX5_MODEL", raising=False)  # so that one does not open
     ok, cause, _ = opens(scheme)
     assert main([*STARTERS[0], "--transport", scheme, "--dry-run"]) == (0 if ok else 2)
     assert capsys.readouterr().err == ("" if ok else f"lamina-launch generate: {cause}\n")
@@ -161,7 +164,9 @@ def test_what_cannot_be_parsed_is_one_line(argv: list[str], words: str, capsys: 
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("argv", [["plan-pipeline", "--n", "9", "--tm", "2", "--ta", "1", "--json"], ["--help"]])
+@pytest.mark.parametrize(
+    "argv", [["plan-pipeline", "--n", "9", "--tm", "2", "--ta", "1", "--tokens", "99", "--json"], ["--help"]]
+)
 def test_a_reader_that_leaves_is_no_error(
     argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
