@@ -58,8 +58,8 @@ def test_every_command_helps(command: str, capsys: pytest.CaptureFixture[str]) -
         (["generate", MODEL, "--prompt", "x", "--prompt", "", "--dry-run"], "--prompt '' is empty"),
         (["generate", MODEL, "--prompt", "x " * 9, "--max-model-len", "9"], "tokens; at most 8 fit"),
         (["generate", MODEL, "--prompt", "x " * 9999], "tokens; at most 2047 fit"),
-        (["generate", "m", "--prompt-file", "no/such/file"], "generate: no/such/file: no such file or directory"),
-        (["timeline", "no/such/file"], "timeline: no/such/file: no such file or directory"),
+        (["generate", "m", "--prompt-file", "no/such/file"], "generate: no/such/file: No such file or directory"),
+        (["timeline", "no/such/file"], "timeline: no/such/file: No such file or directory"),
     ],
 )
 @pytest.mark.usefixtures("nothing_starts")
