@@ -46,7 +46,8 @@ class AttentionBackend(Protocol):
     4. Isolation. Stored bytes outside a sequence's visible positions have no influence, even if they are NaN; a NaN
        stays in the (sequence, head) that it came from.
     5. Lifetime. Results may share memory with the arguments of the call and with the backend; they hold until the next
-       ``prepare``, or the next call of the same method, whichever is first. Nothing is kept of q, k, v after that.
+       ``prepare``, or the next call of the same method for the same operator, whichever is first. Nothing is kept of q,
+       k, v after that.
     """
 
     def prepare(self, rows: RowTable) -> Any:

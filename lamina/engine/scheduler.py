@@ -192,7 +192,15 @@ class Scheduler:
         return picked
 
     def _preempt(self, batch: Batch, picked: dict[Sequence, int]) -> None:
-        victim = batch.running.pop()
+        needed, free = self._ledger.blocks_needed(self._rows(picked)), self._ledger.free_blocks
+        short = [n > f for n, f in zip(needed, free, strict=True)]
+
+        def helps(sequence: Sequence) -> bool:
+            held = self._blocks_of(sequence.id, sequence.num_promised)
+            return any(n > 0 for n, missing in zip(held, short, strict=True) if missing)
+
+        victim = next((s for s in reversed(batch.running) if helps(s)), batch.running[-1])
+        batch.running.remove(victim)
         batch.ops.append(Free(victim.id))
         picked.pop(victim, None)
         victim.restart()
@@ -237,14 +245,19 @@ class Scheduler:
         lanes = {x: blocks for x, blocks in lanes.items() if min(_less(left, blocks)) >= 0}
         if len(lanes) < 2:
             return next(iter(lanes), None)
-        kept = [self._blocks_of(s.id, s.num_promised) for s in batch.running]
-        others = [self._blocks_of(s.id, s.num_promised) for b in self.batches if b is not batch for s in b.running]
+        kept = self._kept([batch])
+        of_all = self._kept(self.batches)
 
-        def unevenness(of: list[list[int]]) -> float:
-            totals = [sum(n) for n in zip(*of, strict=True)]
-            return sum(float(n * n) / g.portion for n, g in zip(totals, self._ledger.lanes, strict=True))
+        def unevenness(blocks: list[int], more: list[int]) -> float:
+            parts = zip(blocks, more, self._ledger.lanes, strict=True)
+            return sum(float((n + m) ** 2) / g.portion for n, m, g in parts)
 
-        return min(lanes, key=lambda x: (unevenness([*kept, lanes[x]]), unevenness([*kept, *others, lanes[x]])))
+        return min(lanes, key=lambda x: (unevenness(kept, lanes[x]), unevenness(of_all, lanes[x])))
+
+    def _kept(self, batches: list[Batch]) -> list[int]:
+        """Blocks of all sequences of ``batches``, by group."""
+        each = [self._blocks_of(s.id, s.num_promised) for b in batches for s in b.running]
+        return [sum(n) for n in zip(*each, strict=True)] if each else [0] * len(self._ledger.lanes)
 
     def _count(self, sequence: Sequence, budget: int) -> int:
         """Prompt tokens of ``sequence`` in this step, at most ``budget``; 0 = none yet."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from lamina.kv.partition import Lanes
 from lamina.workers.stepplan import Free, New, Rows, SequenceOp, StepPlan, Truncate
@@ -36,12 +37,25 @@ def blocks_of_one(length: int, window: int, block_size: int, max_rows: int) -> i
     return min(whole, -(-(window + 2 * max_rows) // block_size) + 1) if window else whole
 
 
-def kept_blocks(lanes: Lanes, lane: int, blocks: int, stripe: int) -> int:
-    """How many of the first ``blocks`` of a sequence of ``lane`` are kept in ``lanes``; see BlockTables."""
-    if not stripe:
-        return blocks if lane in lanes else 0
-    whole, rest = divmod(blocks, stripe)
-    return lanes.count(lane, whole) * stripe + (rest if lane + whole in lanes else 0)
+class Deal:
+    """How many blocks of a sequence are kept in some lanes; see BlockTables."""
+
+    def __init__(self, lanes: Lanes, stripe: int) -> None:
+        self._stripe, self._lanes = stripe, lanes
+        self._period, self._all = len(lanes.pattern), lanes.all
+        self._before = [0, *accumulate(lanes.pattern * 2)]  # lanes that are kept, of those below
+
+    def kept(self, lane: int, blocks: int) -> int:
+        """Of the first ``blocks`` of a sequence of ``lane``."""
+        if self._all:
+            return blocks
+        if not self._stripe:
+            return blocks if lane in self._lanes else 0
+        whole, rest = divmod(blocks, self._stripe)
+        rounds, more = divmod(whole, self._period)
+        at, before = lane % self._period, self._before
+        stripes = rounds * before[self._period] + before[at + more] - before[at]
+        return stripes * self._stripe + (rest if lane + whole in self._lanes else 0)
 
 
 def split_memory(
@@ -65,7 +79,7 @@ def split_memory(
 
     def most(length: int) -> list[int]:
         whole = -(-length // block_size)
-        kept = [max(kept_blocks(x, lane, whole, stripe) for lane in range(len(x.pattern))) for x in lanes]
+        kept = [max(Deal(x, stripe).kept(lane, whole) for lane in range(len(x.pattern))) for x in lanes]
         return [min(n, blocks_of_one(length, w, block_size, max_rows)) for n, w in zip(kept, windows, strict=True)]
 
     counts = most(max_len)
@@ -116,6 +130,7 @@ class BlockTables:
         self.block_size = block_size
         self.lanes = tuple(lanes)
         self.stripe = stripe
+        self._deals = [Deal(x, stripe) for x in lanes]
         self._sequences: dict[int, _Extent] = {}
         self._last: dict[int, StepPlan] = {}  # batch -> its last plan
         self._tables: list[dict[int, array[int]]] = [{} for _ in windows]
@@ -147,14 +162,15 @@ class BlockTables:
     def block_ids(self, group: int, sequence: int, low: int, high: int) -> array[int]:
         """The ids of blocks ``low .. high`` of the sequence, counted from its token 0, which are all kept."""
         start, ids = self.table(group, sequence)
-        at = self._kept(group, sequence, low) - self._kept(group, sequence, start)
+        deal = self._deals[group]
+        at = deal.kept(sequence, low) - deal.kept(sequence, start)
         return ids[at : at + high - low]
 
     def most_blocks(self, lane: int, length: int, max_rows: int) -> list[int]:
         """The most blocks by group that one sequence of ``lane`` and up to ``length`` tokens holds."""
         whole = -(-length // self.block_size)
         return [
-            min(self._kept(g, lane, whole), blocks_of_one(length, w, self.block_size, max_rows))
+            min(self._deals[g].kept(lane, whole), blocks_of_one(length, w, self.block_size, max_rows))
             for g, w in enumerate(self.windows)
         ]
 
@@ -284,13 +300,9 @@ class BlockTables:
             return (0,) * len(self.windows)
         stop = -(-extent.length // self.block_size)
         return tuple(
-            self._kept(g, sequence, stop) - self._kept(g, sequence, min(start, stop))
-            for g, start in enumerate(extent.starts)
+            deal.kept(sequence, stop) - deal.kept(sequence, min(start, stop))
+            for deal, start in zip(self._deals, extent.starts, strict=True)
         )
-
-    def _kept(self, group: int, sequence: int, blocks: int) -> int:
-        """How many of the first ``blocks`` of the sequence the group keeps."""
-        return kept_blocks(self.lanes[group], sequence, blocks, self.stripe)
 
     def _give_back(self, sequence: int, extent: _Extent | None) -> None:
         """Free what ``sequence`` holds outside ``extent``."""
@@ -302,7 +314,8 @@ class BlockTables:
             if extent is None or extent.starts[g] < old.starts[g]:  # gone, or a new one of the same id
                 drop, keep = len(ids), 0
             else:
-                left = self._kept(g, sequence, extent.starts[g]) - self._kept(g, sequence, old.starts[g])
+                deal = self._deals[g]
+                left = deal.kept(sequence, extent.starts[g]) - deal.kept(sequence, old.starts[g])
                 drop, keep = min(len(ids), left), self._held(sequence, extent)[g]
             self._free[g].extend(reversed(ids[:drop]))
             del ids[:drop]

@@ -16,7 +16,7 @@ import msgspec
 
 MOST_LANES = 64
 MOST_STRIPE = 1 << 20
-STRIPES = 8  # of a sequence of full length on one memory worker, about: each is a partial result that travels
+STRIPES = 4  # of a sequence of full length on one memory worker, about: each is a partial result that travels
 LANE_ERROR = 0.01  # of a memory worker's share, for which more lanes do not pay
 
 

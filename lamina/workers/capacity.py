@@ -14,6 +14,7 @@ from .stepplan import Bound, LayerShape
 SLOTS_OF_A_BATCH = 3  # PLAN, Q and KV are in flight together; one more slot so that the next PLAN need not wait
 LEAST_SLOT_BYTES = 1 << 20  # a PLAN or a Bind
 LEAST_BLOCKS = 2
+FP32_BYTES = 4
 
 
 def geometries(
@@ -36,18 +37,19 @@ def geometries(
             pieces = partition.pieces(i, worker)
             row = sum(p.num_kv_heads for p in pieces) * itemsize
             out_bytes = max(out_bytes, max_rows * row * max(group * layer.qk_dim, layer.qk_dim + layer.v_dim))
-            final = sum(p.num_kv_heads * group * layer.v_dim * itemsize for p in pieces)
-            parts = sum(p.num_kv_heads * group * (layer.v_dim + 1) * 4 * _nodes(p, partition, max_len) for p in pieces)
-            in_bytes = max(in_bytes, max_rows * max(final, parts))
+            in_bytes = max(in_bytes, max_rows * sum(_o_bytes(layer, p, partition, itemsize, max_len) for p in pieces))
     return Geometry(slots=slots, slot_bytes=out_bytes), Geometry(slots=slots, slot_bytes=in_bytes)
 
 
-def _nodes(piece: Piece, partition: Partition, max_len: int) -> int:
-    """Partial results of a row at most: of the stripes that are kept, and of the new rows."""
+def _o_bytes(layer: LayerShape, piece: Piece, partition: Partition, itemsize: int, max_len: int) -> int:
+    """What a row brings back from a piece at most: its result, or partial ones of the stripes and of the new rows."""
+    heads = piece.num_kv_heads * layer.q_heads // layer.kv_heads
+    final = heads * layer.v_dim * itemsize
     if not partition.stripe or piece.lanes.all:
-        return 0
+        return final
     stripes = -(-max_len // (partition.stripe * CHUNK_TOKENS))
-    return 1 + max(piece.lanes.count(lane, stripes) for lane in range(partition.num_lanes))
+    parts = 1 + max(piece.lanes.count(lane, stripes) for lane in range(partition.num_lanes))
+    return max(final, parts * heads * (layer.v_dim + 1) * FP32_BYTES)
 
 
 def choose_kv_bytes(
@@ -61,18 +63,18 @@ def choose_kv_bytes(
     block_size: int,
     free: int,
 ) -> int:
-    """Room on ``worker`` for its part of ``max_num_seqs`` sequences of ``max_len`` tokens, but at most a quarter of the
-    ``free`` bytes over all memory workers.
+    """Room on ``worker`` for its part of ``max_num_seqs`` sequences of ``max_len`` tokens, but at most its part of a
+    quarter of the ``free`` bytes; and for one sequence of two blocks at least.
     """
-    whole, part = 0, 0.0  # bytes of a token that is in all of its lanes, and of a token on average
+    whole, parts = 0, [0.0] * partition.num_workers  # bytes of a token in all lanes; of one on average, by worker
     for i, layer in enumerate(layers):
-        for piece in partition.pieces(i, worker):
-            nbytes = piece.num_kv_heads * (layer.qk_dim + layer.v_dim) * itemsize
-            whole += nbytes
-            part += nbytes * piece.lanes.portion
+        token = (layer.qk_dim + layer.v_dim) * itemsize
+        for each in range(partition.num_workers):
+            parts[each] += sum(p.num_kv_heads * p.lanes.portion for p in partition.pieces(i, each)) * token
+        whole += sum(p.num_kv_heads for p in partition.pieces(i, worker)) * token
     blocks = -(-max_len // block_size) + 1
-    wanted = max(int(part * block_size * blocks * max_num_seqs), whole * block_size * blocks)
-    return min(wanted, max(free // 4 // partition.num_workers, whole * block_size * LEAST_BLOCKS))
+    wanted = max(int(parts[worker] * block_size * blocks * max_num_seqs), whole * block_size * blocks)
+    return min(wanted, max(int(free / 4 * parts[worker] / sum(parts)), whole * block_size * LEAST_BLOCKS))
 
 
 class Capacity(NamedTuple):

@@ -40,13 +40,17 @@ class MemoryPool:
         self._layers = [_Layer(shape, i, partition, links, self._groups) for i, shape in enumerate(layers)]
         self._backend = backend
         self._stripe = partition.stripe * CHUNK_TOKENS
+        self._steps: dict[int, _Step] = {}  # of every batch, its last one
         self.select(StepPlan(step=0, ops=[], rows=[]))
         self.send_s = 0.0
         self.wait_s = 0.0
 
     def select(self, plan: StepPlan) -> None:
         """The messages that follow belong to this step."""
-        self._step = _Step(plan, self._groups, self._stripe)
+        step = self._steps.get(plan.batch)
+        if step is None or step.plan is not plan:
+            step = self._steps[plan.batch] = _Step(plan, self._groups, self._stripe)
+        self._step = step
 
     def announce(self, plan: StepPlan) -> None:
         """Tell all memory workers of a step to come."""
@@ -97,7 +101,7 @@ class MemoryPool:
             self._backend.merge(all_parts, left, right)
         stored, new = (Partial(all_parts.o[at], all_parts.lse[at]) for at in (plan.roots, plan.new))
         closed = torch.empty(stored.o.shape, dtype=out.dtype)
-        self._backend.close(stored, new, None if of.sinks is None else of.sinks[heads].contiguous(), closed)
+        self._backend.close(stored, new, None if of.sinks is None else of.sinks[heads], closed)
         out[plan.rows, heads] = closed
 
 
@@ -158,18 +162,18 @@ class _Step:
     """The step that messages belong to, and whose rows are whose."""
 
     def __init__(self, plan: StepPlan, groups: list[Group], stripe: int) -> None:
-        self._plan, self._groups, self._stripe = plan, groups, stripe
+        self.plan, self._groups, self._stripe = plan, groups, stripe
         self._num_rows = plan.num_rows
         self._rows: list[_GroupRows | None] = [None] * len(groups)
         self._merges: dict[tuple[int, ...], _MergeIndex] = {}
 
     def key(self, kind: Kind, layer: int) -> Key:
-        return Key(kind, self._plan.step, self._plan.batch, self._plan.view, layer)
+        return Key(kind, self.plan.step, self.plan.batch, self.plan.view, layer)
 
     def rows(self, group: int) -> _GroupRows:
         found = self._rows[group]
         if found is None:
-            x = layout(self._plan.rows, *self._groups[group], self._stripe)
+            x = layout(self.plan.rows, *self._groups[group], self._stripe)
             q, kv = ([self._index(n) for n in (x.whole_rows, mine) if n] for mine in (x.q_rows, x.kv_rows))
             whole = self._index(x.whole_rows)
             found = self._rows[group] = _GroupRows(len(x.whole_rows), x.num_partial, whole, q, kv)
@@ -177,13 +181,17 @@ class _Step:
 
     def merges(self, groups: tuple[int, ...]) -> _MergeIndex:
         if groups not in self._merges:
-            x = merges(layout(self._plan.rows, *self._groups[g], self._stripe) for g in groups)
-            levels = [(torch.tensor(left), torch.tensor(right)) for left, right in x.levels]
-            self._merges[groups] = _MergeIndex(levels, *map(torch.tensor, (x.roots, x.new, x.rows)))
+            x = merges(layout(self.plan.rows, *self._groups[g], self._stripe) for g in groups)
+            levels = [(_tensor(left), _tensor(right)) for left, right in x.levels]
+            self._merges[groups] = _MergeIndex(levels, *map(_tensor, (x.roots, x.new, x.rows)))
         return self._merges[groups]
 
     def _index(self, rows: list[int]) -> Index:
-        return None if len(rows) == self._num_rows else torch.tensor(rows, dtype=torch.int64)
+        return None if len(rows) == self._num_rows else _tensor(rows)
+
+
+def _tensor(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def _pick(x: Tensor, rows: Index) -> Tensor:

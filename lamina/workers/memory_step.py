@@ -34,6 +34,7 @@ class Sizes(NamedTuple):
     kv: int
     partial: int  # the part of O in front
     final: int
+    stored: int  # K and V that its attention reads
 
     @property
     def o(self) -> int:
@@ -55,33 +56,33 @@ class Step:
         self.plan = plan
         self._store = store
         self._groups = [_GroupStep(store, g, plan.rows) for g in range(len(store.tables.windows))]
+        self._sizes: dict[int, Sizes] = {}
 
     def sizes(self, layer: int) -> Sizes:
         """Of this worker's messages."""
-        q = kv = partial = final = 0
+        like = self._store.alike[layer]
+        if like not in self._sizes:
+            self._sizes[like] = self._count(like)
+        return self._sizes[like]
+
+    def _count(self, layer: int) -> Sizes:
+        q = kv = partial = final = stored = 0
         for piece, group in self._pieces(layer):
             op, whole = piece.operator, group.whole.num_rows
             q += (whole + group.other_q) * op.q_heads * op.qk_dim
             kv += (whole + group.other_kv.num_rows) * op.kv_heads * (op.qk_dim + op.v_dim)
             partial += group.num_partial * op.q_heads * (op.v_dim + 1)
             final += whole * op.q_heads * op.v_dim
+            stored += group.stored_tokens * op.kv_heads * (op.qk_dim + op.v_dim)
         itemsize = self._store.dtype.itemsize
-        return Sizes(q * itemsize, kv * itemsize, partial * torch.float32.itemsize, final * itemsize)
-
-    def stored_bytes(self, layer: int) -> int:
-        """Bytes of stored K and V that the layer's attention reads."""
-        itemsize, pieces = self._store.dtype.itemsize, self._pieces(layer)
-        return (
-            sum(g.stored_tokens * p.operator.kv_heads * (p.operator.qk_dim + p.operator.v_dim) for p, g in pieces)
-            * itemsize
-        )
+        return Sizes(q * itemsize, kv * itemsize, partial * torch.float32.itemsize, final * itemsize, stored * itemsize)
 
     def attend_stored(self, layer: int, q: memoryview) -> list[Stored]:
         """By piece; see ``AttentionBackend.attend_stored``."""
         attend, found = self._store.backend.attend_stored, list[Stored]()
         for piece, group, (whole, other) in self._q(layer, q):
             results = [
-                attend(piece.operator, x.prepared, piece.kv, q[x.of]) if x.num_rows else None
+                attend(piece.operator, x.prepared, piece.kv, _pick(q, x.of)) if x.num_rows else None
                 for x, q in ((group.whole, whole), (group.nodes, other))
             ]
             found.append(Stored(*results))
@@ -92,7 +93,7 @@ class Step:
         for piece, group, (k, v, other_k, other_v) in self._kv(layer, kv):
             for rows, x, y in ((group.whole_kv, k, v), (group.other_kv, other_k, other_v)):
                 if rows.at is not None:
-                    piece.kv.write(rows.at, x[rows.kept], y[rows.kept])
+                    piece.kv.write(rows.at, _pick(x, rows.kept), _pick(y, rows.kept))
 
     def finish(self, layer: int, stored: list[Stored], q: memoryview, kv: memoryview, out: memoryview) -> None:
         """Attend the new rows, and fill O."""
@@ -104,8 +105,8 @@ class Step:
             op, new = piece.operator, group.new
             parts = [] if part.nodes is None else [part.nodes]
             if new.num_rows:
-                new_k, new_v = other_k[group.new_kv], other_v[group.new_kv]
-                parts.append(backend.attend_new(op, new.prepared, other[new.of], new_k, new_v))
+                new_k, new_v = _pick(other_k, group.new_kv), _pick(other_v, group.new_kv)
+                parts.append(backend.attend_new(op, new.prepared, _pick(other, new.of), new_k, new_v))
             if parts:
                 torch.cat([x.o for x in parts], out=partial.take(group.num_partial, op.q_heads, op.v_dim))
                 torch.cat([x.lse for x in parts], out=partial.take(group.num_partial, op.q_heads))
@@ -132,18 +133,18 @@ class Step:
 
 
 class _Attended(NamedTuple):
-    """Rows of a message's Q that the backend takes at once."""
+    """Rows of a message's Q that the backend takes at once; ``of`` None = all."""
 
     num_rows: int
-    of: Tensor | slice
+    of: Tensor | None
     prepared: Any
 
 
 class _Written(NamedTuple):
-    """Rows of a message's K and V, and which of them are kept here, where."""
+    """Rows of a message's K and V, which of them are kept here (None = all) and where (None = nowhere)."""
 
     num_rows: int
-    kept: Tensor | slice
+    kept: Tensor | None
     at: WriteIndex | None
 
 
@@ -156,7 +157,7 @@ class _GroupStep:
         q_at, kv_at = _starts(found.q), _starts(found.kv)
         self.stored_tokens = 0
         self.num_partial = found.num_partial
-        self.whole = self._attended(found.whole, None, slice(None))
+        self.whole = self._attended(found.whole, None, None)
         self.whole_kv = self._written(found.whole)
         self.other_q = len(found.q_rows)
         self.other_kv = self._written(found.kv)
@@ -165,7 +166,7 @@ class _GroupStep:
         self.new = self._attended(found.new, [(r.first, r.first) for r in found.new], _index(found.new, q_at))
         self.new_kv = _index(found.new, kv_at)
 
-    def _attended(self, rows: list[Rows], ranges: list[tuple[int, int]] | None, index: Tensor | slice) -> _Attended:
+    def _attended(self, rows: list[Rows], ranges: list[tuple[int, int]] | None, index: Tensor | None) -> _Attended:
         if not rows:
             return _Attended(0, index, None)
         table = row_table(self._store.tables, self._group, rows, align=CHUNK_TOKENS, ranges=ranges)
@@ -181,9 +182,9 @@ class _GroupStep:
                 here += range(count + part.first - row.first, count + part.first - row.first + part.count)
             count += row.count
         if not parts:
-            return _Written(count, slice(0), None)
+            return _Written(count, None, None)
         at = write_index(tables, self._group, parts, self._store.device)
-        return _Written(count, slice(None) if len(here) == count else torch.tensor(here), at)
+        return _Written(count, None if len(here) == count else torch.tensor(here, dtype=torch.int64), at)
 
 
 def _starts(rows: Iterable[Rows]) -> dict[int, int]:
@@ -195,17 +196,27 @@ def _starts(rows: Iterable[Rows]) -> dict[int, int]:
     return found
 
 
+def _pick(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x[rows]
+
+
 def _index(rows: Iterable[Rows], starts: dict[int, int]) -> Tensor:
     """The rows of sequences in a message."""
     return torch.tensor([starts[r.sequence] + i for r in rows for i in range(r.count)], dtype=torch.int64)
 
 
+NOTHING = torch.empty(0)
+
+
 class _Flat:
-    """A message, tensor by tensor."""
+    """A message, tensor by tensor. What has no rows is nothing."""
 
     def __init__(self, data: memoryview, dtype: torch.dtype) -> None:
-        self._rest = tensor_over(data, dtype) if len(data) else torch.empty(0, dtype=dtype)
+        self._rest = tensor_over(data, dtype) if len(data) else NOTHING
 
     def take(self, *shape: int) -> Tensor:
-        first, self._rest = self._rest[: prod(shape)], self._rest[prod(shape) :]
+        size = prod(shape)
+        if not size:
+            return NOTHING
+        first, self._rest = self._rest[:size], self._rest[size:]
         return first.view(shape)

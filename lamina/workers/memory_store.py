@@ -55,6 +55,8 @@ class Store:
         numbered = [[(groups.index((op.spec.window, lanes)), op) for lanes, op in layer] for layer in pieces]
         num_blocks = self._num_blocks(windows, lanes, numbered)
         self.tables = BlockTables(windows, num_blocks, bind.block_size, lanes, self.stripe // bind.block_size)
+        shapes = [[(g, op.q_heads, op.kv_heads, op.qk_dim, op.v_dim) for g, op in layer] for layer in numbered]
+        self.alike = [shapes.index(x) for x in shapes]  # layer -> the first one whose messages are of its shapes
         self.layers = [[StoredPiece(g, op, self._allocate(op, num_blocks[g])) for g, op in x] for x in numbered]
         backend = type(self.backend).__name__.lower()
         stripe = self.tables.stripe

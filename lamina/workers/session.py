@@ -185,7 +185,7 @@ class Session:
         with self._meter.time("attend_s"):
             stored = step.attend_stored(layer, q)
         self._trace.add(Event.STORED, start, step.plan, layer)
-        self._meter.add("stored_bytes", step.stored_bytes(layer))
+        self._meter.add("stored_bytes", step.sizes(layer).stored)
         return stored
 
     def _expect(self, step: Step, layer: int, kind: Kind, nbytes: int) -> Arrival | None:

@@ -241,9 +241,12 @@ def decode_join(data: bytes | memoryview) -> Join:
 def decode_bound(data: bytes | memoryview) -> Bound:
     """Raises ProtocolError on anything that is not a Bound."""
     try:
-        return _bound_decoder.decode(data)
+        bound = _bound_decoder.decode(data)
     except msgspec.MsgspecError as e:
         raise ProtocolError(f"not a Bound: {e}") from e
+    if not len(bound.windows) == len(bound.lanes) == len(bound.num_blocks) or not all(x.pattern for x in bound.lanes):
+        raise ProtocolError(f"not a Bound: groups of {bound.windows}, {bound.lanes}, {bound.num_blocks}")
+    return bound
 
 
 def _checked(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:

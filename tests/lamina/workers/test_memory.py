@@ -100,6 +100,17 @@ def test_workers_partition_and_overlap_make_no_difference_bit_for_bit(
         assert [equal(first, other) for other in others] == [True] * len(others), number
 
 
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_a_windowed_sequence_alone_across_stripes(pool: Pool, backend: str) -> None:
+    """What it sees lies under two parents of the merge tree: there is nothing to merge below the root."""
+    once, split = (model(pool, w, [shape(window=40)], "token", backend=backend) for w in ([1.0], [1.0, 1.0]))
+    for first in range(0, 256, 64):
+        ops: list[SequenceOp] = [New(1)] if not first else []
+        assert equal(once.step(first, ops, [Rows(1, first, 64)]), split.step(first, ops, [Rows(1, first, 64)]))
+    for first in range(256, 300):
+        assert equal(once.step(first, [], [Rows(1, first, 1)]), split.step(first, [], [Rows(1, first, 1)])), first
+
+
 def test_a_step_can_be_sent_again(pool: Pool) -> None:
     m = model(pool)
     for number, (ops, rows) in enumerate(STEPS):

@@ -1,0 +1,71 @@
+"""What is set aside at the start is enough: message slots for every step, KV memory by weight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from memory_peer import bind, shape
+
+from lamina.kv.partition import PARTITIONS
+from lamina.workers import capacity
+from lamina.workers.capacity import choose_kv_bytes, geometries, together
+from lamina.workers.memory_step import Step
+from lamina.workers.memory_store import Store
+from lamina.workers.stepplan import New, Rows, StepPlan
+
+LAYERS = [shape(8, 4), shape(9, 3, window=200), shape(4, 1, 16, 32)]
+
+
+@pytest.mark.parametrize("partition", sorted(PARTITIONS))
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0], [1.0, 1.0, 1.0], [2.0, 1.0], [1.0] * 5])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_slots_hold_every_message(
+    partition: str, weights: list[float], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps full of rows, at the end of the longest sequences."""
+    monkeypatch.setattr(capacity, "LEAST_SLOT_BYTES", 0)
+    max_rows, max_len = 48, 1024
+    binds = [
+        bind(LAYERS, weights, w, partition, dtype=dtype, max_rows=max_rows, max_model_len=max_len, kv_bytes=64 << 20)
+        for w in range(len(weights))
+    ]
+    itemsize = 4 if dtype == "float32" else 2
+    outbound, inbound = geometries(LAYERS, binds[0].partition, itemsize, max_rows=max_rows, max_len=max_len)
+    most = [0, 0]
+    for each in binds:
+        store = Store(each, torch.device("cpu"))
+        step = 0
+        for sequence in range(4):
+            for first in range(0, max_len, max_rows):
+                rows = [Rows(sequence, first, min(max_rows, max_len - first))]
+                plan = StepPlan(step=step, ops=[New(sequence)] if not first else [], rows=rows)
+                store.begin(plan)
+                step += 1
+                for sizes in map(Step(store, plan).sizes, range(len(LAYERS))):
+                    assert max(sizes.q, sizes.kv) <= outbound.slot_bytes
+                    assert sizes.o <= inbound.slot_bytes
+                    most = [max(most[0], sizes.q, sizes.kv), max(most[1], sizes.o)]
+    assert most[0] > 0.3 * outbound.slot_bytes, "and they are not far too large"
+    assert most[1] > 0.2 * inbound.slot_bytes
+
+
+def test_kv_memory_follows_the_weights() -> None:
+    """So that one worker's is not full long before the other's."""
+    partition = PARTITIONS["head"]([8], [0.75, 0.25], 1)
+    sizes = {"max_len": 1 << 17, "max_num_seqs": 64, "block_size": 32, "free": 1 << 30}
+    found = [choose_kv_bytes([shape(8, 8)], partition, w, 2, **sizes) for w in (0, 1)]
+    assert sum(found) == pytest.approx(sizes["free"] / 4, rel=0.01)
+    assert found[0] / found[1] == pytest.approx(3.0, rel=0.01)
+
+
+def test_groups_that_several_have_count_once() -> None:
+    partition = PARTITIONS["head"]([3], [1.0, 1.0], 1)
+    bounds = [
+        Store(bind([shape(6, 3)], [1.0, 1.0], w, kv_bytes=(4 + w) << 20), torch.device("cpu")).bound for w in (0, 1)
+    ]
+    found = together(bounds)
+    whole = [x.all for x in found.lanes].index(True)
+    assert sorted(found.holders) == [[0], [0, 1], [1]]
+    assert found.holders[whole] == [0, 1]
+    assert found.num_blocks[whole] == min(b.num_blocks[b.lanes.index(found.lanes[whole])] for b in bounds)
+    assert partition.num_lanes == 2
