@@ -146,5 +146,4 @@ def merges(layouts: Iterable[Layout]) -> Merges:
             nodes, level = above, level + 1
         for to, start in ((out.roots, nodes[0][1]), (out.new, new[row]), (out.rows, places[row])):
             to += range(start, start + row.count)
-    out.levels = [level for level in out.levels if level[0]]
     return out

@@ -11,37 +11,43 @@ from lamina.workers import capacity
 from lamina.workers.capacity import choose_kv_bytes, geometries, together
 from lamina.workers.memory_step import Step
 from lamina.workers.memory_store import Store
-from lamina.workers.stepplan import New, Rows, StepPlan
+from lamina.workers.stepplan import LayerShape, New, Rows, StepPlan
 
-LAYERS = [shape(8, 4), shape(9, 3, window=200), shape(4, 1, 16, 32)]
+LAYERS = {
+    "few": [shape(8, 4)],
+    "some": [shape(16, 8)],
+    "window": [shape(9, 3, window=200)],
+    "one": [shape(4, 1, 16, 32)],
+}
 
 
+@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize("partition", sorted(PARTITIONS))
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0], [1.0, 1.0, 1.0], [2.0, 1.0], [1.0] * 5])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_slots_hold_every_message(
-    partition: str, weights: list[float], dtype: str, monkeypatch: pytest.MonkeyPatch
+    partition: str, weights: list[float], dtype: str, layers: list[LayerShape], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps full of rows, at the end of the longest sequences."""
     monkeypatch.setattr(capacity, "LEAST_SLOT_BYTES", 0)
     max_rows, max_len = 48, 1024
     binds = [
-        bind(LAYERS, weights, w, partition, dtype=dtype, max_rows=max_rows, max_model_len=max_len, kv_bytes=64 << 20)
+        bind(layers, weights, w, partition, dtype=dtype, max_rows=max_rows, max_model_len=max_len, kv_bytes=64 << 20)
         for w in range(len(weights))
     ]
     itemsize = 4 if dtype == "float32" else 2
-    outbound, inbound = geometries(LAYERS, binds[0].partition, itemsize, max_rows=max_rows, max_len=max_len)
+    outbound, inbound = geometries(layers, binds[0].partition, itemsize, max_rows=max_rows, max_len=max_len)
     most = [0, 0]
     for each in binds:
         store = Store(each, torch.device("cpu"))
         step = 0
-        for sequence in range(4):
+        for sequence in range(2):
             for first in range(0, max_len, max_rows):
                 rows = [Rows(sequence, first, min(max_rows, max_len - first))]
                 plan = StepPlan(step=step, ops=[New(sequence)] if not first else [], rows=rows)
                 store.begin(plan)
                 step += 1
-                for sizes in map(Step(store, plan).sizes, range(len(LAYERS))):
+                for sizes in map(Step(store, plan).sizes, range(len(layers))):
                     assert max(sizes.q, sizes.kv) <= outbound.slot_bytes
                     assert sizes.o <= inbound.slot_bytes
                     most = [max(most[0], sizes.q, sizes.kv), max(most[1], sizes.o)]
