@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Collection
 from typing import Any
 
 from lamina.config import EngineConfig, flag, make_config
 
+_ALL = tuple(f.name for f in dataclasses.fields(EngineConfig))
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag for each field of EngineConfig, plus --print-config and --dry-run."""
+
+def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = _ALL) -> None:
+    """One flag for each field of EngineConfig, or for those of ``only``, plus --print-config and --dry-run."""
     group = parser.add_argument_group("engine")
-    for f in dataclasses.fields(EngineConfig):
+    for f in (f for f in dataclasses.fields(EngineConfig) if f.name in only):
         kind: dict[str, Any] = (
             {"action": argparse.BooleanOptionalAction} if f.type == "bool" else {"type": _TYPES[str(f.type)]}
         )
@@ -24,7 +27,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The EngineConfig of parsed flags. Raises ValueError that names the flag."""
-    return make_config({f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig)})
+    return make_config({name: getattr(args, name) for name in _ALL if hasattr(args, name)})
 
 
 def print_config(config: EngineConfig, **more: Any) -> None:
