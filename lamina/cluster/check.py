@@ -1,0 +1,97 @@
+"""``lamina-launch check MODEL``: whether the same prompts give the same, however the work is spread."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+
+from lamina.config import EngineConfig
+
+from .check_matrix import BASE_OPTIONS, Setting, only, quick, whole
+from .check_report import report_json, show
+from .check_verdict import Verdict
+from .flags import add_engine_flags, engine_config
+
+# Options of every run: what has to do with the model and the machine. All others are what is compared.
+OPTIONS = (
+    "max_model_len", "block_size", "kv_memory", "attention", "gemm", "compute_threads", "memory_threads",
+    "trust_remote_code", "start_timeout_s", "step_timeout_s",
+)  # fmt: skip
+EPILOG = """\
+promises: bitwise = the same tokens and the same log-probabilities to the last bit as the base run, for the transport,
+the number of memory workers, their weights, the partition and overlap (given the same plans, which is looked at), and
+with --deterministic also for the pipeline and batch mates. token-equal = the greedy tokens of transformers in fp32
+wherever its two best logits lie further apart than ten times the measured logit error; behind a nearer one the
+comparison goes on with the token that Lamina chose, and such ties may be 1 % of all tokens. bounded = the
+log-probabilities err by at most 0.01, or in half precision by at most 4 times what transformers errs in that dtype.
+Exit status: 0 = all promises are kept, 1 = one is broken or a worker was lost, 2 = bad input. A setting that this model
+or machine cannot run is listed as refused, with the reason. The model is loaded in fp32, once for transformers and once
+for each compute worker.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this sub-command."""
+    parser.epilog = EPILOG
+    parser.add_argument("model", help="a directory or a hub id")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="every axis once or twice (the default)")
+    size.add_argument("--all", action="store_true", help="every value of every axis, and combinations")
+    parser.add_argument("--axis", action="append", default=[], help="check this axis only; may be given several times")
+    parser.add_argument("--prompt", action="append", default=[], help="a text to complete; may be given several times")
+    parser.add_argument("--prompt-seed", type=int, default=0, help="of the random tokens that are completed otherwise")
+    parser.add_argument("--max-tokens", type=int, default=32, help="tokens of each completion (default: 32)")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    add_engine_flags(parser, OPTIONS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0 if all promises are kept, 1 if one is broken; raises ValueError for bad input."""
+    config = dataclasses.replace(engine_config(args), **BASE_OPTIONS)
+    if args.max_tokens < 2:
+        raise ValueError(f"--max-tokens must be at least 2, not {args.max_tokens}")
+    if args.prompt_seed < 0:
+        raise ValueError(f"--prompt-seed must be at least 0, not {args.prompt_seed}")
+    settings = only(_matrix(config, all_of_them=args.all), args.axis)
+    if args.print_config:
+        runs = [{"axis": s.axis, "promised": s.promised.word, **s.options} for s in settings]
+        print(json.dumps({"model": args.model, "base": dataclasses.asdict(config), "runs": runs}, indent=2))
+        return 0
+    from .preflight import check
+
+    check(args.model, config)
+    if args.dry_run:
+        print(f"would check {args.model} with {len(settings)} runs")
+        print(*(f"  {s.axis}: {s.text or 'as the base'} ({s.promised.word})" for s in settings), sep="\n")
+        return 0
+    verdicts = _run(args, config, settings)
+    if args.json:
+        print(json.dumps(report_json(args.model, config, verdicts), indent=2))
+    else:
+        show(args.model, config, verdicts)
+    return 1 if any(v.held is False for v in verdicts) else 0
+
+
+def _matrix(config: EngineConfig, *, all_of_them: bool) -> list[Setting]:
+    from lamina import attention, gemm
+    from lamina.netstack import SCHEMES
+
+    others = [name for name in attention.BACKENDS if name != config.attention]
+    if not all_of_them:
+        return quick(others)
+    transports = [name for name in SCHEMES if name not in ("auto", config.transport)]
+    return whole(others, [name for name in gemm.BACKENDS if name != config.gemm], transports)
+
+
+def _run(args: argparse.Namespace, config: EngineConfig, settings: Sequence[Setting]) -> list[Verdict]:
+    from .check_run import Check
+
+    verdicts: list[Verdict] = []
+    for verdict in Check(args.model, config, args.prompt, args.max_tokens, args.prompt_seed).run(settings):
+        verdicts.append(verdict)
+        name = f"{verdict.axis} {verdict.setting}".strip()
+        print(f"{len(verdicts)}/{len(settings)} {name}: {verdict.word}, {verdict.seconds:.1f} s", file=sys.stderr)
+    return verdicts

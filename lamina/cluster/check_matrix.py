@@ -1,0 +1,135 @@
+"""The settings that ``lamina-launch check`` compares, and what is promised of each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from lamina.config import flag
+
+
+class Exactness(IntEnum):
+    """How much two runs have in common, the strictest last."""
+
+    NOTHING = 0
+    BOUNDED = 1  # log-probabilities within a bound of the reference's, and no token that it is sure is another
+    TOKEN_EQUAL = 2  # lamina.agreement holds
+    BITWISE = 3  # the same tokens and the same log-probabilities, to the last bit
+
+    @property
+    def word(self) -> str:
+        return self.name.lower().replace("_", "-")
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """One run of all prompts. ``options``: of EngineConfig, where it is not the base's."""
+
+    axis: str
+    promised: Exactness
+    like: Setting | None = None  # the run whose bits it is compared with; it comes earlier
+    options: dict[str, Any] = field(default_factory=dict)
+    alone: bool = False  # one prompt after the other, instead of all at once
+
+    @property
+    def text(self) -> str:
+        """Its flags, as ``lamina-launch`` takes them."""
+        words = [_words(name, value) for name, value in self.options.items()]
+        return " ".join([*words, *(["(prompts one by one)"] if self.alone else [])])
+
+
+# What every run has, unless its options say otherwise. Prompts longer than a chunk are read in several steps, next to
+# others that decode; with more prompts than sequences, some join in the middle of the run.
+BASE_OPTIONS: dict[str, Any] = {
+    "transport": "loopback", "memory_workers": 1, "dtype": "float32", "prefill_chunk": 32, "max_num_seqs": 4
+}  # fmt: skip
+BASE = Setting("base", Exactness.TOKEN_EQUAL)
+FIXED = Setting("deterministic", Exactness.TOKEN_EQUAL, BASE, {"deterministic": True})
+
+
+def quick(attention: Sequence[str]) -> list[Setting]:
+    """Every axis once or twice. ``attention``: backends other than the base's, the simplest last."""
+    return [
+        BASE,
+        Setting("again", Exactness.BITWISE, BASE),
+        _bits("memory workers", memory_workers=2),
+        _bits("memory workers", memory_workers=3),
+        _bits("memory weights", memory_workers=2, memory_weights="0.7,0.3"),
+        _bits("partition", memory_workers=2, partition="request"),
+        _bits("overlap", memory_workers=2, overlap=False),
+        _bits("transport", memory_workers=2, transport="shm"),
+        _bits("transport", memory_workers=2, transport="tcp"),
+        FIXED,
+        Setting("batch mates", Exactness.BITWISE, FIXED, FIXED.options, alone=True),
+        _fixed("pipeline", pipeline=2),
+        _fixed("pipeline", pipeline=3),
+        *(_bounded("attention", attention=name) for name in attention[-1:]),
+        _rounded("bfloat16"),
+    ]
+
+
+def whole(attention: Sequence[str], gemm: Sequence[str], transports: Sequence[str]) -> list[Setting]:
+    """Every value of every axis, and combinations. The arguments are values other than the base's."""
+    splits: list[dict[str, Any]] = [{"memory_workers": n, "partition": p} for p in ("head", "request") for n in (2, 3)]
+    some = itertools.product(splits, (True, False), (2, 3))
+    return [
+        BASE,
+        Setting("again", Exactness.BITWISE, BASE),
+        *(_bits("memory workers", memory_workers=n) for n in (2, 3, 4)),
+        *(_bits("memory weights", **o, memory_weights="5,3,2"[: 2 * o["memory_workers"] - 1]) for o in splits),
+        *(_bits("partition", memory_workers=n, partition="request") for n in (1, 2, 3)),
+        _bits("overlap", overlap=False),
+        *(_bits("overlap", **o, overlap=False) for o in splits),
+        *(_bits("transport", memory_workers=2, transport=name) for name in transports),
+        FIXED,
+        Setting("batch mates", Exactness.BITWISE, FIXED, FIXED.options, alone=True),
+        *(_fixed("pipeline", pipeline=n) for n in (2, 3)),
+        *(_fixed("combined", **o, overlap=overlap, pipeline=n) for o, overlap, n in some),
+        *(_fixed("combined", memory_workers=2, transport=name, pipeline=3) for name in transports),
+        *(Setting("pipeline", Exactness.TOKEN_EQUAL, BASE, {"pipeline": n}) for n in (2, 3)),
+        *(Setting("prefill chunk", Exactness.TOKEN_EQUAL, BASE, {"prefill_chunk": n}) for n in (5, 512)),
+        *(_bounded("attention", attention=name) for name in attention),
+        *(_bounded("linear layers", gemm=name) for name in gemm),
+        *(_rounded(name) for name in ("bfloat16", "float16")),
+    ]  # fmt: skip
+
+
+def only(settings: Iterable[Setting], axes: Sequence[str]) -> list[Setting]:
+    """The settings of ``axes``, and those that they are compared with; no ``axes``: all. Raises ValueError for an axis
+    that is not there.
+    """
+    everything = list(settings)
+    known = list(dict.fromkeys(s.axis for s in everything))
+    for axis in axes:
+        if axis not in known:
+            raise ValueError(f"--axis must be one of {', '.join(known)}, not {axis!r}")
+    wanted = {s for s in everything if s.axis in axes or not axes}
+    while more := {s.like for s in wanted if s.like is not None} - wanted:
+        wanted |= more
+    return [s for s in everything if s in wanted or s is BASE]
+
+
+def _bits(axis: str, **options: Any) -> Setting:
+    return Setting(axis, Exactness.BITWISE, BASE, options)
+
+
+def _fixed(axis: str, **options: Any) -> Setting:
+    return Setting(axis, Exactness.BITWISE, FIXED, {**options, **FIXED.options})
+
+
+def _bounded(axis: str, **options: Any) -> Setting:
+    return Setting(axis, Exactness.BOUNDED, BASE, options)
+
+
+def _rounded(dtype: str) -> Setting:
+    """Numbers of another width have no bits in common with the base's: they are compared with the reference alone."""
+    return Setting("dtype", Exactness.BOUNDED, None, {"dtype": dtype})
+
+
+def _words(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return flag(name) if value else flag(f"no_{name}")
+    return f"{flag(name)} {value}"

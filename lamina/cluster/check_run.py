@@ -1,0 +1,189 @@
+"""Runs the settings of ``lamina-launch check`` and compares each with ``transformers``."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from lamina.agreement import ERROR_ALLOWED, Agreement, compare
+from lamina.config import EngineConfig
+from lamina.engine.pools import WorkerError
+from lamina.engine.wire import Wire
+from lamina.llm import LLM
+from lamina.models.load import load
+from lamina.request import RequestOutput, SamplingParams
+from lamina.workers.control import ComputeReady, RunRound, StepDone
+
+from .check_matrix import BASE_OPTIONS, Setting
+from .check_verdict import Outcome, Plans, Verdict, failed, judge
+
+# Tokens of the random prompts: several prefill chunks, several chunks of stored tokens, and a single token.
+LENGTHS = (3, 17, 1, 290, 33, 140)
+DTYPE_FACTOR = 4.0  # by which the error of half precision may exceed that of transformers in the same dtype
+ALTERNATIVES = 4  # whose log-probabilities are compared too
+
+
+class Check:
+    """The same prompts over many settings."""
+
+    def __init__(self, model: str, base: EngineConfig, prompts: Sequence[str], max_tokens: int, seed: int) -> None:
+        """No ``prompts``: random ones of ``seed``."""
+        self._model = model
+        self._base = base
+        self._prompts = prompts
+        self._params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=ALTERNATIVES, seed=seed
+        )
+        self._reference = Reference(model, trust_remote_code=base.trust_remote_code)
+        self._outcomes: dict[Setting, Outcome] = {}
+
+    def run(self, settings: Sequence[Setting]) -> Iterator[Verdict]:
+        """The verdict on each, as soon as it is known. The first one must start: what it raises (ValueError,
+        ImportError, OSError, WorkerError) is raised; a later one that does not start is refused in its verdict.
+        """
+        for _, group in groupby(settings, key=lambda s: sorted(s.options.items())):
+            same_engine = list(group)
+            try:
+                yield from self._run(same_engine)
+            except WorkerError as e:
+                if not self._outcomes:
+                    raise
+                yield from (failed(s, str(e), held=False) for s in same_engine if s not in self._outcomes)
+
+    def _run(self, settings: list[Setting]) -> Iterator[Verdict]:
+        config = dataclasses.replace(self._base, **settings[0].options)
+        start = time.monotonic()
+        try:
+            llm = LLM(self._model, **dataclasses.asdict(config))
+        except (ValueError, ImportError, OSError) as e:
+            if not self._outcomes:
+                raise
+            yield from (failed(s, str(e), held=None) for s in settings)
+            return
+        with llm:
+            wire = RecordedWire(llm.engine.wire)
+            llm.engine.wire = wire
+            for setting in settings:
+                yield self._judge(setting, self._outcome(llm, wire, setting.alone, start))
+                start = time.monotonic()
+
+    def _outcome(self, llm: LLM, wire: RecordedWire, alone: bool, start: float) -> Outcome:
+        wire.clear()
+        prompts = list(self._prompts) or random_prompts(llm, self._params)
+        outputs = [
+            o for batch in ([[p] for p in prompts] if alone else [prompts]) for o in llm.generate(batch, self._params)
+        ]
+        stats = llm.stats()
+        agreement, bound = self._reference.agreement(llm.engine.config.dtype, outputs)
+        return Outcome(
+            completions=[o.outputs[0] for o in outputs],
+            plans=wire.plans,
+            num_preemptions=llm.engine.scheduler.num_preemptions,
+            agreement=agreement,
+            bound=bound,
+            seconds=time.monotonic() - start,
+            idle=tuple(n for n, s in stats.items() if n.startswith("memory") and not s["stored_bytes"]),
+        )
+
+    def _judge(self, setting: Setting, outcome: Outcome) -> Verdict:
+        self._outcomes[setting] = outcome
+        if setting.like is None:
+            return judge(setting, outcome, None)
+        if setting.like not in self._outcomes:
+            return failed(setting, f"{setting.like.axis} could not be run", held=None)
+        return judge(setting, outcome, self._outcomes[setting.like])
+
+
+def random_prompts(llm: LLM, params: SamplingParams) -> list[list[int]]:
+    """Token ids, the same for the same model and seed; as long as LENGTHS, or as the model allows."""
+    info, draw = llm.engine.info, random.Random(params.seed)
+    longest = info.max_model_len - (params.max_tokens or 0)
+    if longest < 1:
+        raise ValueError(
+            f"--max-tokens {params.max_tokens} leaves no room for a prompt: {info.max_model_len} tokens fit"
+        )
+    return [[draw.randrange(info.vocab_size) for _ in range(min(n, longest))] for n in LENGTHS]
+
+
+class RecordedWire:
+    """A Wire that notes the plans of the steps that pass."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what has passed."""
+        self.plans: Plans = []
+        self._arrived: dict[int, int] = {}  # sequence -> how many came before it
+
+    @property
+    def ready(self) -> ComputeReady:
+        return self._wire.ready
+
+    def submit(self, new: RunRound) -> None:
+        for plan in (step.plan for step in new.steps):
+            if plan.rows:
+                number = {r.sequence: self._arrived.setdefault(r.sequence, len(self._arrived)) for r in plan.rows}
+                self.plans.append((plan.batch, tuple((number[r.sequence], r.first, r.count) for r in plan.rows)))
+        self._wire.submit(new)
+
+    def wait(self) -> StepDone:
+        return self._wire.wait()
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        return self._wire.stats()
+
+    def close(self) -> None:
+        self._wire.close()
+
+
+class Reference:
+    """``transformers`` in fp32, with the weights as the dtype of a run rounds them."""
+
+    def __init__(self, model: str, *, trust_remote_code: bool) -> None:
+        self._source = model
+        self._trust = trust_remote_code
+        self._full: Any = None  # the model in fp32
+        self._known: dict[str, tuple[Agreement, float]] = {}  # by what was generated: most runs give the same
+
+    def agreement(self, dtype: str, outputs: list[RequestOutput]) -> tuple[Agreement, float]:
+        """What lamina.agreement says of ``outputs``, and the bound of their error. In half precision that is
+        DTYPE_FACTOR times the error that transformers itself makes with this dtype on the same tokens.
+        """
+        completions = [(o.prompt_token_ids, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+        key = repr((dtype, completions))
+        if key not in self._known:
+            self._known[key] = self._compare(dtype, outputs)
+        return self._known[key]
+
+    def _compare(self, dtype: str, outputs: list[RequestOutput]) -> tuple[Agreement, float]:
+        if dtype == BASE_OPTIONS["dtype"]:
+            self._full = self._full or self._load(dtype)
+            return compare(self._full, outputs), ERROR_ALLOWED
+        model = self._load(dtype)
+        rounded = [_scores(model, o) for o in outputs]
+        model.float()
+        own_error = max(float((a - _scores(model, o)).abs().max()) for a, o in zip(rounded, outputs, strict=True))
+        return compare(model, outputs), max(ERROR_ALLOWED, DTYPE_FACTOR * own_error)
+
+    def _load(self, dtype: str) -> Any:
+        model: Any = load(self._source, dtype=dtype, trust_remote_code=self._trust).model
+        model.generation_config = GenerationConfig()  # plain greedy decoding that nothing ends
+        return model
+
+
+@torch.inference_mode()
+def _scores(model: Any, output: RequestOutput) -> Tensor:
+    """Log-probabilities [tokens] of what was generated, in fp32."""
+    prompt, tokens = output.prompt_token_ids, output.outputs[0].token_ids
+    logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :].float()
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]

@@ -1,0 +1,190 @@
+"""What ``lamina-launch check`` concludes from two runs, and which settings it compares."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina.agreement import ERROR_ALLOWED, Agreement
+from lamina.cluster.check_matrix import BASE, FIXED, Exactness, Setting, only, quick, whole
+from lamina.cluster.check_report import report_json, show
+from lamina.cluster.check_verdict import Outcome, Verdict, compare, failed, judge
+from lamina.config import EngineConfig
+from lamina.request import CompletionOutput, Logprob
+
+QUICK = quick(["numba", "reference"])
+WHOLE = whole(["numba", "reference"], ["torch"], ["shm", "tcp"])
+SPLIT = Setting("memory workers", Exactness.BITWISE, BASE, {"memory_workers": 2})
+BATCHED = Setting("pipeline", Exactness.BITWISE, FIXED, {"pipeline": 2, "deterministic": True})
+ROUNDED = Setting("dtype", Exactness.BOUNDED, None, {"dtype": "bfloat16"})
+
+
+def completion(tokens: list[int], values: list[float] | None = None) -> CompletionOutput:
+    values = values or [-0.5] * len(tokens)
+    logprobs = [[Logprob(t, v), Logprob(t + 100, v - 1.0)] for t, v in zip(tokens, values, strict=True)]
+    return CompletionOutput(0, "", tokens, "length", None, logprobs)
+
+
+def agreement(**changes: Any) -> Agreement:
+    return replace(Agreement(num_tokens=100, num_same_as_generate=2, num_completions=2, logit_error=1e-5), **changes)
+
+
+def outcome(**changes: Any) -> Outcome:
+    two = [completion([5, 6, 7]), completion([8, 9, 10])]
+    plans = [(0, ((0, 0, 3), (1, 0, 3)))]
+    return replace(Outcome(two, plans, 0, agreement(), ERROR_ALLOWED, 1.0), **changes)
+
+
+def other_bits() -> list[CompletionOutput]:
+    return [completion([5, 6, 7]), completion([8, 9, 10], [-0.5, math.nextafter(-0.5, 0.0), -0.5])]
+
+
+def test_equal_runs_are_bitwise() -> None:
+    found = judge(SPLIT, outcome(), outcome())
+    assert (found.found, found.promised, found.held, found.note) == ("bitwise", "bitwise", True, "")
+    assert (found.equal_tokens, found.equal_prompts, found.worst_difference) == (6, 2, 0.0)
+    assert (found.compared_with, found.same_plans) == ("base", True)
+
+
+def test_one_bit_is_a_breach_where_bits_are_promised() -> None:
+    found = judge(SPLIT, outcome(completions=other_bits()), outcome())
+    assert (found.found, found.held) == ("token-equal", False)
+    assert found.worst_difference == pytest.approx(1e-16, rel=0.5)
+    assert found.worst_difference > 0.0
+    assert "first difference in prompt 1, token 1" in found.note
+
+
+def test_one_bit_is_none_where_tokens_are_promised() -> None:
+    found = judge(FIXED, outcome(completions=other_bits()), outcome())
+    assert (found.found, found.held) == ("token-equal", True)
+
+
+@pytest.mark.parametrize("like", [outcome(), None], ids=["like the base", "the base itself"])
+def test_a_wrong_token_is_a_breach_whatever_is_promised(like: Outcome | None) -> None:
+    run = outcome(completions=[completion([5, 6, 8]), completion([8, 9, 10])], agreement=agreement(num_wrong=1))
+    for promised in (Exactness.BITWISE, Exactness.TOKEN_EQUAL, Exactness.BOUNDED):
+        found = judge(Setting("x", promised, BASE if like else None), run, like)
+        assert (found.found, found.held) == ("nothing", False)
+
+
+def test_too_many_ties_or_an_error_too_large_are_no_equal_tokens() -> None:
+    assert judge(BASE, outcome(agreement=agreement(num_ties=1)), None).held
+    assert not judge(BASE, outcome(agreement=agreement(num_ties=2)), None).held
+    assert not judge(BASE, outcome(agreement=agreement(logit_error=2 * ERROR_ALLOWED)), None).held
+    assert not judge(BASE, outcome(agreement=Agreement()), None).held
+
+
+@pytest.mark.parametrize(("error", "held"), [(0.29, True), (0.31, False), (math.inf, False), (math.nan, False)])
+def test_half_precision_is_bounded(error: float, held: bool) -> None:
+    run = outcome(agreement=agreement(logit_error=error, num_ties=20), bound=0.3)
+    assert judge(ROUNDED, run, None).held is held
+    assert judge(ROUNDED, replace(run, agreement=replace(run.agreement, num_wrong=1)), None).held is False
+
+
+def test_other_plans_excuse_bits_but_not_tokens() -> None:
+    plans = [(0, ((0, 0, 3),)), (0, ((1, 0, 3),))]
+    found = judge(SPLIT, outcome(completions=other_bits(), plans=plans), outcome())
+    assert (found.promised, found.held) == ("token-equal", True)
+    assert "plans" in found.note
+    wrong = outcome(completions=other_bits(), plans=plans, agreement=agreement(num_wrong=1))
+    assert judge(SPLIT, wrong, outcome()).held is False
+
+
+def test_other_plans_excuse_nothing_where_all_is_deterministic() -> None:
+    run = outcome(completions=other_bits(), plans=[])
+    assert judge(BATCHED, run, outcome()).held is False
+    preempted = judge(BATCHED, replace(run, num_preemptions=1), outcome())
+    assert (preempted.promised, preempted.held) == ("token-equal", True)
+    assert "--kv-memory" in preempted.note
+
+
+def test_tokens_behind_the_first_difference_are_not_compared() -> None:
+    run = [completion([5, 6, 7], [-1.0, -1.25, -9.0])]
+    like = [completion([5, 106, 7], [-1.0, -2.0, -1.0])]  # both know token 106 as a candidate of the second place
+    found = compare(run, like)
+    assert (found.equal_tokens, found.equal_prompts, found.first) == (2, 0, (0, 1))
+    assert found.worst == pytest.approx(0.25)
+
+
+def test_what_is_not_a_number_is_no_equality() -> None:
+    run = outcome(completions=[completion([5], [math.nan])])
+    like = outcome(completions=[completion([5], [float("nan")])])
+    found = judge(SPLIT, run, like)
+    assert found.held is False
+    assert found.worst_difference == math.inf
+
+
+def test_missing_prompts_and_tokens_are_noticed() -> None:
+    with pytest.raises(ValueError):
+        compare([completion([5])], [])
+    shorter = compare([completion([5])], [completion([5, 6])])
+    assert (shorter.equal_prompts, shorter.first) == (0, (0, 1))
+
+
+@given(at=st.integers(0, 5), ulps=st.integers(1, 3))
+def test_any_changed_bit_is_found(at: int, ulps: int) -> None:
+    values = [-0.5] * 6
+    for _ in range(ulps):
+        values[at] = math.nextafter(values[at], -1.0)
+    found = compare([completion([1] * 6, values)], [completion([1] * 6)])
+    assert found.first == (0, at)
+    assert found.equal_tokens == 6
+
+
+def test_idle_workers_are_named() -> None:
+    assert "memory-1" in judge(SPLIT, outcome(idle=("memory-1",)), outcome()).note
+
+
+@pytest.mark.parametrize("settings", [QUICK, WHOLE], ids=["quick", "all"])
+def test_settings_are_valid_and_follow_what_they_are_compared_with(settings: list[Setting]) -> None:
+    assert settings[0] is BASE
+    seen: set[Setting] = set()
+    for setting in settings:
+        assert setting.like is None or setting.like in seen
+        EngineConfig(**{"memory_workers": 1, **setting.options})
+        seen.add(setting)
+        deterministic = bool(setting.options.get("deterministic"))
+        if setting.promised == Exactness.BITWISE and ("pipeline" in setting.options or setting.alone):
+            assert deterministic, "these change the rows of a step"
+        if setting.promised == Exactness.BITWISE and deterministic:
+            assert setting.like is FIXED
+    assert len({(s.axis, s.text) for s in settings}) == len(settings)
+
+
+def test_all_axes_are_in_both() -> None:
+    assert {s.axis for s in QUICK} <= {s.axis for s in WHOLE}
+    assert len(WHOLE) > 2 * len(QUICK)
+
+
+def test_only_takes_along_what_is_needed() -> None:
+    assert [s.axis for s in only(QUICK, ["batch mates"])] == ["base", "deterministic", "batch mates"]
+    assert [s.axis for s in only(QUICK, ["dtype"])] == ["base", "dtype"]
+    assert only(QUICK, []) == QUICK
+    with pytest.raises(ValueError, match="--axis must be one of base, again.*'colour'"):
+        only(QUICK, ["colour"])
+
+
+def test_the_report_names_what_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    verdicts = [
+        judge(BASE, outcome(), None),
+        judge(SPLIT, outcome(completions=other_bits()), outcome()),
+        failed(ROUNDED, "no room", held=None),
+    ]
+    data = report_json("m", EngineConfig(), verdicts)
+    assert (data["held"], data["broken"]) == (False, ["memory workers"])
+    assert [r["held"] for r in data["runs"]] == [True, False, None]
+    show("m", EngineConfig(), verdicts)
+    text = capsys.readouterr().out
+    assert "1 of 3 promises BROKEN (memory workers), 1 settings refused" in text
+    assert "dtype --dtype bfloat16: refused: no room" in text
+    assert "\x1b" not in text, "no colours in a pipe"
+
+
+def test_a_lost_worker_is_a_breach() -> None:
+    lost: Verdict = failed(SPLIT, "memory worker 1 was killed", held=False)
+    assert (lost.word, lost.found) == ("BROKEN", "nothing")
