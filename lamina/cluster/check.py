@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("model", help="a directory or a hub id")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="every axis once or twice (the default)")
+    size.add_argument("--quick", action="store_true", help="every axis, most of them once (the default)")
     size.add_argument("--all", action="store_true", help="every value of every axis, and combinations")
     parser.add_argument("--axis", action="append", default=[], help="check this axis only; may be given several times")
     parser.add_argument("--prompt", action="append", default=[], help="a text to complete; may be given several times")

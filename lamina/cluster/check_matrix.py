@@ -51,11 +51,10 @@ FIXED = Setting("deterministic", Exactness.TOKEN_EQUAL, BASE, {"deterministic": 
 
 
 def quick(attention: Sequence[str]) -> list[Setting]:
-    """Every axis once or twice. ``attention``: backends other than the base's, the simplest last."""
+    """Every axis, most of them once. ``attention``: backends other than the base's, the simplest last."""
     return [
         BASE,
         Setting("again", Exactness.BITWISE, BASE),
-        _bits("memory workers", memory_workers=2),
         _bits("memory workers", memory_workers=3),
         _bits("memory weights", memory_workers=2, memory_weights="0.7,0.3"),
         _bits("partition", memory_workers=2, partition="request"),
@@ -64,7 +63,6 @@ def quick(attention: Sequence[str]) -> list[Setting]:
         _bits("transport", memory_workers=2, transport="tcp"),
         FIXED,
         Setting("batch mates", Exactness.BITWISE, FIXED, FIXED.options, alone=True),
-        _fixed("pipeline", pipeline=2),
         _fixed("pipeline", pipeline=3),
         *(_bounded("attention", attention=name) for name in attention[-1:]),
         _rounded("bfloat16"),
@@ -91,7 +89,7 @@ def whole(attention: Sequence[str], gemm: Sequence[str], transports: Sequence[st
         *(_fixed("combined", memory_workers=2, transport=name, pipeline=3) for name in transports),
         *(Setting("pipeline", Exactness.TOKEN_EQUAL, BASE, {"pipeline": n}) for n in (2, 3)),
         *(Setting("prefill chunk", Exactness.TOKEN_EQUAL, BASE, {"prefill_chunk": n}) for n in (5, 512)),
-        *(_bounded("attention", attention=name) for name in attention),
+        *(s for name in attention for s in _backend(name)),
         *(_bounded("linear layers", gemm=name) for name in gemm),
         *(_rounded(name) for name in ("bfloat16", "float16")),
     ]  # fmt: skip
@@ -122,6 +120,13 @@ def _fixed(axis: str, **options: Any) -> Setting:
 
 def _bounded(axis: str, **options: Any) -> Setting:
     return Setting(axis, Exactness.BOUNDED, BASE, options)
+
+
+def _backend(name: str) -> tuple[Setting, Setting]:
+    """Backends give each other's bits nowhere, but each gives its own however the work is split."""
+    whole = _bounded("attention", attention=name)
+    split = {**whole.options, "memory_workers": 3, "overlap": False}
+    return whole, Setting("attention", Exactness.BITWISE, whole, split)
 
 
 def _rounded(dtype: str) -> Setting:

@@ -50,13 +50,15 @@ class Check:
         ImportError, OSError, WorkerError) is raised; a later one that does not start is refused in its verdict.
         """
         for _, group in groupby(settings, key=lambda s: sorted(s.options.items())):
-            same_engine = list(group)
+            left = list(group)
             try:
-                yield from self._run(same_engine)
+                for verdict in self._run(list(left)):
+                    left.pop(0)
+                    yield verdict
             except WorkerError as e:
                 if not self._outcomes:
                     raise
-                yield from (failed(s, str(e), held=False) for s in same_engine if s not in self._outcomes)
+                yield from (failed(s, str(e), held=False) for s in left)
 
     def _run(self, settings: list[Setting]) -> Iterator[Verdict]:
         config = dataclasses.replace(self._base, **settings[0].options)
