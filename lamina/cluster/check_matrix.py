@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from lamina.config import flag
+from lamina.config import EngineConfig, flag
+from lamina.kv.partition import PARTITIONS
 
 
 class Exactness(IntEnum):
@@ -46,6 +46,7 @@ class Setting:
 BASE_OPTIONS: dict[str, Any] = {
     "transport": "loopback", "memory_workers": 1, "dtype": "float32", "prefill_chunk": 32, "max_num_seqs": 4
 }  # fmt: skip
+OTHERS = [name for name in PARTITIONS if name != EngineConfig.partition]
 BASE = Setting("base", Exactness.TOKEN_EQUAL)
 FIXED = Setting("deterministic", Exactness.TOKEN_EQUAL, BASE, {"deterministic": True})
 
@@ -57,7 +58,7 @@ def quick(attention: Sequence[str]) -> list[Setting]:
         Setting("again", Exactness.BITWISE, BASE),
         _bits("memory workers", memory_workers=3),
         _bits("memory weights", memory_workers=2, memory_weights="0.7,0.3"),
-        _bits("partition", memory_workers=2, partition="request"),
+        *(_bits("partition", memory_workers=2, partition=name) for name in OTHERS),
         _bits("overlap", memory_workers=2, overlap=False),
         _bits("transport", memory_workers=2, transport="shm"),
         _bits("transport", memory_workers=2, transport="tcp"),
@@ -71,21 +72,20 @@ def quick(attention: Sequence[str]) -> list[Setting]:
 
 def whole(attention: Sequence[str], gemm: Sequence[str], transports: Sequence[str]) -> list[Setting]:
     """Every value of every axis, and combinations. The arguments are values other than the base's."""
-    splits: list[dict[str, Any]] = [{"memory_workers": n, "partition": p} for p in ("head", "request") for n in (2, 3)]
-    some = itertools.product(splits, (True, False), (2, 3))
+    splits: list[dict[str, Any]] = [{"memory_workers": n, "partition": name} for name in PARTITIONS for n in (2, 3)]
     return [
         BASE,
         Setting("again", Exactness.BITWISE, BASE),
         *(_bits("memory workers", memory_workers=n) for n in (2, 3, 4)),
         *(_bits("memory weights", **o, memory_weights="5,3,2"[: 2 * o["memory_workers"] - 1]) for o in splits),
-        *(_bits("partition", memory_workers=n, partition="request") for n in (1, 2, 3)),
+        *(_bits("partition", memory_workers=n, partition=name) for name in OTHERS for n in (1, 2, 3)),
         _bits("overlap", overlap=False),
         *(_bits("overlap", **o, overlap=False) for o in splits),
         *(_bits("transport", memory_workers=2, transport=name) for name in transports),
         FIXED,
         Setting("batch mates", Exactness.BITWISE, FIXED, FIXED.options, alone=True),
         *(_fixed("pipeline", pipeline=n) for n in (2, 3)),
-        *(_fixed("combined", **o, overlap=overlap, pipeline=n) for o, overlap, n in some),
+        *(_fixed("combined", **o, overlap=overlap, pipeline=3) for o in splits for overlap in (True, False)),
         *(_fixed("combined", memory_workers=2, transport=name, pipeline=3) for name in transports),
         *(Setting("pipeline", Exactness.TOKEN_EQUAL, BASE, {"pipeline": n}) for n in (2, 3)),
         *(Setting("prefill chunk", Exactness.TOKEN_EQUAL, BASE, {"prefill_chunk": n}) for n in (5, 512)),
