@@ -23,6 +23,7 @@ from lamina.cluster.check_run import Check
 from lamina.cluster.launch import main
 from lamina.config import EngineConfig
 from lamina.kv.pool import LayerStore, WriteIndex
+from lamina.workers import memory
 from lamina.workers.compute import ComputeWorker
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
@@ -234,10 +235,8 @@ def test_a_forgetful_worker_process_is_found(
     llama_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__), prepend=os.pathsep)
-    monkeypatch.setitem(local.ROLES, "memory", ("forgetful_process", "serve_memory"))
-    monkeypatch.setitem(
-        sys.modules, "forgetful_process", sys.modules["lamina.workers.memory"]
-    )  # in this process: sound
+    monkeypatch.setitem(local.ROLES, "memory", ("forgetful", "serve_memory"))
+    monkeypatch.setitem(sys.modules, "forgetful", memory)  # the base's worker, a thread of this process, is sound
     status, found, _ = check(llama_path, capsys, "--axis", "transport", "--max-tokens", "8")
     assert (status, found["broken"]) == (1, ["transport"])
 
