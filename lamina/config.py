@@ -47,8 +47,7 @@ class EngineConfig:
     overlap: bool = option(True, "memory workers attend stored tokens on Q alone, while K and V are still projected")
     deterministic: bool = option(
         False,
-        "fixed shapes and cuts: results do not depend on batch mates (but for rounding after a preemption, and in mixtures "
-        "of experts); slower",
+        "fixed shapes and cuts: results do not depend on batch mates (but for rounding after a preemption); slower",
     )
     attention: str = option(
         "auto", "attention of the memory workers: native, numba, reference, or auto (the first that works)"

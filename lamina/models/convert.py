@@ -17,20 +17,27 @@ from .route import DecodeStep, routed
 
 
 def convert_model(
-    model: nn.Module, *, max_model_len: int, overlap: bool = False, check_rows: bool = True
+    model: nn.Module,
+    *,
+    max_model_len: int,
+    overlap: bool = False,
+    check_rows: bool = True,
+    deterministic: bool = False,
 ) -> SlicedProgram:
     """Cut ``model`` at its attention layers. Weights are bound, not copied; the model is left as it was found.
 
     ``max_model_len``: tokens of a text at most; a model whose attention or rotary embedding changes with longer texts
-    is served up to there. ``overlap``, ``check_rows``: see lamina.converter.convert. On the meta device the result is
-    a plan.
+    is served up to there. ``overlap``, ``check_rows``: see lamina.converter.convert. ``deterministic``: experts take
+    each row by itself, so that it does not matter which rows run beside it; slower. On the meta device the result is a
+    plan.
 
     Raises UnsupportedModelError, naming the layer and the reason, for a model that would not give the same tokens.
     """
     if max_model_len < 1:
         raise ValueError(f"--max-model-len must be at least 1, not {max_model_len}")
     check_config(model)
-    with ONE_AT_A_TIME, routed(model, max_model_len=max_model_len) as router:
+    experts = "batched_mm" if deterministic else "grouped_mm"
+    with ONE_AT_A_TIME, routed(model, max_model_len=max_model_len, experts=experts) as router:
         layers = check_layers(model, router, max_model_len)
         try:
             return convert(

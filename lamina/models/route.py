@@ -200,10 +200,11 @@ class Router:
 
 
 @contextlib.contextmanager
-def routed(model: nn.Module, *, max_model_len: int) -> Iterator[Router]:
+def routed(model: nn.Module, *, max_model_len: int, experts: str = "grouped_mm") -> Iterator[Router]:
     """While open, every attention of ``model`` goes through a Router, and a forward pass can be traced.
 
-    ``max_model_len`` is in tokens: what only matters to longer texts is left out. On exit, and on any exception, the
+    ``max_model_len`` is in tokens: what only matters to longer texts is left out. ``experts``: transformers' name of
+    how experts are computed; its default loops over them, depending on data. On exit, and on any exception, the
     model, its configuration and transformers' registries are as they were found. Raises UnsupportedModelError.
     """
     router = Router(model, max_model_len)
@@ -215,7 +216,7 @@ def routed(model: nn.Module, *, max_model_len: int) -> Iterator[Router]:
                 setattr(module, shim.method, functools.partial(shim.function, router.attend, module))
         for config in _configs(model):
             config._attn_implementation = name
-            config._experts_implementation = "grouped_mm"  # the default loops over experts, depending on data
+            config._experts_implementation = experts
         hold_frequencies(model, max_model_len)
         yield router
 

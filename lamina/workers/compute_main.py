@@ -127,7 +127,7 @@ class _Server:
         max_len = _sequence_limit(start.max_model_len, loaded.max_model_len)
         clock.lap("load_s")
         self._progress("cutting the model", 0, 1)
-        program = convert_model(loaded.model, max_model_len=max_len)
+        program = convert_model(loaded.model, max_model_len=max_len, deterministic=start.deterministic)
         clock.lap("convert_s")
         linear = gemm.get(start.gemm, torch.get_num_threads())
         program = gemm.bind(program, linear)
