@@ -36,6 +36,7 @@ __all__ = [
     "PeerFault",
     "Region",
     "Slot",
+    "check_scheme",
     "open",
 ]
 
@@ -47,18 +48,32 @@ SCHEMES: dict[str, str] = {
     "mlx5": "mlx5",
     "verbs": "verbs",
     "auto": "auto",
+    "emulate": "emulate",
 }
+WRAPPERS = ("emulate",)  # used as NAME+OTHER; their open_fabric takes what is behind the plus, too
 
 
 def open(scheme: str, *, key: bytes) -> Fabric:
-    """Open the transport ``scheme`` for peers that hold ``key``.
+    """Open the transport ``scheme`` for peers that hold ``key``; see ``check_scheme`` for its forms.
 
     Raises ValueError for an unknown scheme (it lists the known ones) and ImportError, with its cause, when the
     transport's own needs (a native module, a driver) are missing.
     """
     from importlib import import_module
 
-    if scheme not in SCHEMES:
-        raise ValueError(f"unknown transport {scheme!r}; choose one of {', '.join(SCHEMES)}")
-    fabric: Fabric = import_module(f"{__name__}.{SCHEMES[scheme]}").open_fabric(key)
+    check_scheme(scheme)
+    name, _, other = scheme.partition("+")
+    module = import_module(f"{__name__}.{SCHEMES[name]}")
+    fabric: Fabric = module.open_fabric(key, other) if other else module.open_fabric(key)
     return fabric
+
+
+def check_scheme(scheme: str) -> None:
+    """Raises ValueError, with the known ones, unless ``scheme`` is in the table, or a wrapper of one that is, such as
+    emulate+shm?latency_ms=1 (its options are checked when it is opened).
+    """
+    name, plus, other = scheme.partition("+")
+    if name not in SCHEMES or (plus and name not in WRAPPERS):
+        raise ValueError(f"unknown transport {scheme!r}; choose one of {', '.join(SCHEMES)}")
+    if plus:
+        check_scheme(other.partition("?")[0])

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter, process_time
 
-from . import SCHEMES, open
+from . import SCHEMES, WRAPPERS, open
 from .bench_job import Job, Size, parse_size, receive, send
 from .bench_patterns import NATIVE_PATTERNS, PATTERNS, TIMEOUT_S, Measured, client_of
 from .bench_server import local_servers, serve, watch_life_line
@@ -163,7 +163,7 @@ def listen(scheme: str, address: str, key: bytes, cores: Sequence[int], idle_s: 
 def usable_transports(key: bytes) -> list[str]:
     """Those between processes that open here; why the others do not is said on stderr."""
     found = []
-    for scheme in SCHEMES:
+    for scheme in (s for s in SCHEMES if s not in WRAPPERS):
         try:
             fabric = open(scheme, key=key)
         except ImportError as error:

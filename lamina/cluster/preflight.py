@@ -75,8 +75,11 @@ def _check_names(config: EngineConfig) -> None:
     from lamina.attention import BACKENDS
     from lamina.gemm import BACKENDS as LINEAR
 
+    try:
+        netstack.check_scheme(config.transport)
+    except ValueError as e:
+        raise ValueError(f"--transport: {e}") from None
     for name, value, known in (
-        ("--transport", config.transport, netstack.SCHEMES),
         ("--attention", config.attention, ("auto", *BACKENDS)),
         ("--gemm", config.gemm, ("auto", *LINEAR)),
     ):
