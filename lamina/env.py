@@ -16,6 +16,7 @@ VARIABLES = {
     "LAMINA_API_KEY": "keys of the HTTP server, by comma; every request but /health must bear one (--api-key)",
     "LAMINA_TRACE": "write a trace of the run to this file (--trace)",
     "LAMINA_MLX5_MODEL": "1: the transport mlx5 runs against a software NIC, within one host, for tests",
+    "LAMINA_EMULATE": "times of other devices, for compute workers and the attention `emulate`; see lamina.emulate",
     "LAMINA_RDMA_DEVICE": "the RDMA device of the transport verbs: NAME, NAME:PORT or NAME:PORT:GID_INDEX",
     "LAMINA_BENCH_LIFE_LINE": "set by `bench` for the servers that it starts: a descriptor that ends with it",
 }

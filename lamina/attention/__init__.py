@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lamina.kv.pool import LayerStore, RowTable
 
 # name -> module of this package with a function open_backend(device, dtype); imported when first used. The best first.
-BACKENDS: dict[str, str] = {"native": "native", "numba": "numba", "reference": "reference"}
+BACKENDS: dict[str, str] = {"native": "native", "numba": "numba", "reference": "reference", "emulate": "emulate"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -163,7 +163,7 @@ class ComputeWorker:
         """In calls of FIXED_ROWS rows, the last one padded, so that no GEMM's shape depends on batch mates."""
         start = time.perf_counter()
         rows = inputs[0].shape[0]
-        held = _Held()
+        held = Held()
         send = () if index == len(self._slices) - 1 else (held,)
         outs = []
         for at in range(0, rows, FIXED_ROWS):
@@ -184,7 +184,7 @@ def _resolve(step: RunStep, last: dict[int, int]) -> list[int]:
     return [last[s] if t == -1 else t for s, t in zip(owners, step.tokens, strict=True)]
 
 
-class _Held:
+class Held:
     """Takes the sends of several calls of one slice and forwards them as one message each."""
 
     def __init__(self) -> None:
@@ -198,6 +198,7 @@ class _Held:
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._parts.setdefault("kv", []).append((k, v))
 
-    def forward(self, pool: MemoryPool, rows: int) -> None:
+    def forward(self, pool: Any, rows: int) -> None:
+        """To ``pool``, which takes sends as a MemoryPool does; the first ``rows`` rows."""
         for kind, parts in self._parts.items():
             getattr(pool, kind)(self._layer, *(torch.cat(p)[:rows] for p in zip(*parts, strict=True)))

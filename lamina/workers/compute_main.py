@@ -16,6 +16,7 @@ from lamina.observe.trace import Event, recorder
 
 from .capacity import choose_kv_bytes, geometries, together
 from .compute import ComputeWorker
+from .compute_emulated import emulated
 from .control import (
     AskClock,
     AskStats,
@@ -137,7 +138,7 @@ class _Server:
         pool, bounds = self._connect(shapes, dtype, max_len, ring)
         clock.lap("bind_s")
         worker = ComputeWorker(
-            program,
+            emulated(program),
             pool,
             dtype=dtype,
             deterministic=start.deterministic,

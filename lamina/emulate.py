@@ -1,0 +1,62 @@
+"""Devices that are not here: how long one would take, and a worker that is as slow as that.
+
+Results are computed as ever, on whatever there is; only the time is that of the other device, as long as that is the
+slower one. So the two pools can be measured, with all their messages and processes, on any machine.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+VARIABLE = "LAMINA_EMULATE"
+
+
+class DeviceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds that a compute device and a memory device take. A call is one slice, or one piece of a layer's attention
+    on one memory worker.
+    """
+
+    slice_s: tuple[float, ...] = (0.0,)  # of a call, by slice; one value holds for all
+    slice_row_s: float = 0.0  # for each row of a call
+    attention_s: float = 0.0  # of a call
+    attention_byte_s: float = 0.0  # for each byte of stored K and V that it reads
+
+    def __post_init__(self) -> None:
+        times = [*self.slice_s, self.slice_row_s, self.attention_s, self.attention_byte_s]
+        if not self.slice_s or not all(0.0 <= t < float("inf") for t in times):
+            raise ValueError("times must be numbers of at least 0, and slice_s must have one")
+
+    @staticmethod
+    def from_environment(environ: Mapping[str, str] = os.environ) -> DeviceTimes | None:
+        """Those of the variable LAMINA_EMULATE, JSON by the names of the fields; None where it is not set.
+
+        Raises ValueError.
+        """
+        text = environ.get(VARIABLE, "")
+        if not text:
+            return None
+        try:
+            return msgspec.json.decode(text, type=DeviceTimes)
+        except msgspec.MsgspecError as e:
+            raise ValueError(f"{VARIABLE}: {e}") from None
+
+
+class Device:
+    """Does one thing after the other, each in its time. One thread uses it."""
+
+    def __init__(self) -> None:
+        self._free = 0.0
+
+    def begin(self, seconds: float) -> None:
+        """Queue something that takes so long."""
+        self._free = max(self._free, time.perf_counter()) + seconds
+
+    def finish(self) -> None:
+        """Sleep until everything is done."""
+        left = self._free - time.perf_counter()
+        if left > 0.0:
+            time.sleep(left)

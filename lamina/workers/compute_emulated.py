@@ -1,0 +1,56 @@
+"""Slices that are as slow as an emulated compute device (``lamina.emulate``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lamina.emulate import Device, DeviceTimes
+
+from .compute import Held, Program
+
+
+class EmulatedProgram:
+    """A program, each of whose slices takes its time and then sends."""
+
+    def __init__(self, program: Program, times: DeviceTimes) -> None:
+        """Raises ValueError unless there is a time for each slice, or one for all."""
+        count, given = len(program.slices), len(times.slice_s)
+        if given not in (1, count):
+            raise ValueError(f"LAMINA_EMULATE: slice_s has {given} times for {count} slices: give one, or one for each")
+        device, each = Device(), times.slice_s * (count // given)
+        self.slices: Sequence[Any] = [
+            EmulatedSlice(inner, seconds, times.slice_row_s, device)
+            for inner, seconds in zip(program.slices, each, strict=True)
+        ]
+
+
+class EmulatedSlice:
+    """Called as the slice that it stands for. What that one sends leaves when the device is done."""
+
+    def __init__(self, inner: Any, call_s: float, row_s: float, device: Device) -> None:
+        self._inner = inner
+        self._call_s, self._row_s = call_s, row_s
+        self._device = device
+
+    def __call__(self, *args: Any) -> tuple[Tensor, ...]:
+        rows = args[0].shape[0]
+        self._device.begin(self._call_s + rows * self._row_s)
+        *inputs, last = args
+        if isinstance(last, Tensor):  # nothing to send
+            out: tuple[Tensor, ...] = self._inner(*args)
+            self._device.finish()
+            return out
+        held = Held()
+        out = self._inner(*inputs, held)
+        self._device.finish()
+        held.forward(last, rows)
+        return out
+
+
+def emulated(program: Program) -> Program:
+    """The program on the device that the environment names; itself where it names none."""
+    times = DeviceTimes.from_environment()
+    return program if times is None else EmulatedProgram(program, times)

@@ -1,0 +1,138 @@
+"""The pipeline against its plan: n batches over n - 1 replicas, on emulated devices.
+
+Everything is real (engine, processes, messages, tokens of a small model) but the time of a slice and of an attention,
+for which the workers sleep. So the pools can be measured on two cores as if each worker had a device of its own. The
+plan knows no software: what is above it is what Lamina adds. Prints one JSON line for each point and a table; --write
+appends the lines to perf/results/bench_pipeline.jsonl.
+
+    python perf/bench_pipeline.py --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from common import cpu_pressure, record, spread
+from reference_model import make
+
+from lamina import LLM, SamplingParams
+from lamina.emulate import VARIABLE, DeviceTimes
+from lamina.engine.pipeline import lower_bound, rotation
+
+SHAPE = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+}
+WARM_TOKENS = 3  # of each batch, until all are under way
+PROMPT = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--n", default="1,2,3,4", help="numbers of batches (default: %(default)s)")
+    parser.add_argument("--ratio", default="0.25,0.5,1,2,4", help="t_m / t_a (default: %(default)s)")
+    parser.add_argument("--least-ms", type=float, default=10.0, help="the shorter of the two (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=8, help="of each batch in a run (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--per-batch", type=int, default=2, help="sequences of a batch (default: %(default)s)")
+    parser.add_argument("--transport", default="shm")
+    parser.add_argument("--write", action="store_true", help="append to perf/results")
+    args = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = make(Path(folder) / "model", "float32", {**SHAPE, "num_hidden_layers": args.layers}, max_len=256)
+        for n in map(int, args.n.split(",")):
+            for ratio in map(float, args.ratio.split(",")):
+                found = measure(path, n, ratio, args)
+                rows.append((n, ratio, found))
+                settings = {**vars(args), "n": n, "ratio": ratio}
+                print(record("bench_pipeline", settings, found, write=args.write), flush=True)
+    print(table(rows))
+
+
+def measure(path: Path, n: int, ratio: float, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a token of all n batches: measured, planned, and the plan's lower bound."""
+    least = args.least_ms / 1e3
+    tm, ta = max(least, least * ratio), max(least, least / ratio)
+    # The last slice and the first one of the next token are one turn: together they take what the others take.
+    slices = [tm / 2, *[tm] * (args.layers - 1), tm / 2]
+    os.environ[VARIABLE] = msgspec.json.encode(DeviceTimes(slice_s=tuple(slices), attention_s=ta)).decode()
+    turns = [tm] * args.layers, [ta] * args.layers
+    with LLM(
+        str(path),
+        pipeline=n,
+        attention="emulate",
+        transport=args.transport,
+        memory_workers=1,
+        max_num_seqs=n * args.per_batch,
+        compute_threads=1,
+    ) as llm:
+        begun = llm.stats()
+        times, pressure = [], []
+        for _ in range(args.runs):
+            times.append(run(llm, n * args.per_batch, args.tokens))
+            pressure.append(cpu_pressure())
+        spent = llm.stats()
+    plan, bound = planned(n, *turns, args.tokens), lower_bound(n, *turns)
+    measured = spread(times)
+    return {
+        "tm_s": tm,
+        "ta_s": ta,
+        "token_s": measured,
+        "plan_s": plan,
+        "lower_bound_s": bound,
+        "ratio_to_plan": measured["median"] / plan,
+        "runs_s": times,
+        "cpu_pressure_avg10": pressure,
+        "seconds_by_role": {w: {k: v - begun[w].get(k, 0.0) for k, v in s.items()} for w, s in spent.items()},
+    }
+
+
+def run(llm: LLM, sequences: int, tokens: int) -> float:
+    """Seconds of a token, over ``tokens`` of them, from the moment at which all sequences are under way."""
+    params = SamplingParams(temperature=0.0, max_tokens=WARM_TOKENS + tokens + 2, ignore_eos=True)
+    engine = llm.engine
+    counts = {engine.add([1 + i] * PROMPT, params): 0 for i in range(sequences)}
+    reached: dict[int, float] = {}
+    while engine.has_work:
+        for output in engine.step():
+            counts[output.request_id] = len(output.outputs[0].token_ids)
+        reached.setdefault(min(counts.values()), time.perf_counter())
+    engine.settle()
+    return (reached[WARM_TOKENS + tokens] - reached[WARM_TOKENS]) / tokens
+
+
+def planned(n: int, slices: list[float], attention: list[float], tokens: int) -> float:
+    """What ``run`` would measure if everybody followed the plan: the last batch's tokens, once all are under way."""
+    plan = rotation(n, slices, attention, WARM_TOKENS + tokens + 1)
+    starts = {e.token: e.start for e in plan.events if e.slice == 0 and e.batch == n - 1}
+    return (starts[WARM_TOKENS + tokens] - starts[WARM_TOKENS]) / tokens
+
+
+def table(rows: list[tuple[int, float, dict[str, Any]]]) -> str:
+    """For people and the README."""
+    lines = [
+        "| n | t_m/t_a | measured ms | p10 to p90 | plan | measured/plan | lower bound |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for n, ratio, found in rows:
+        token, ms = found["token_s"], 1e3
+        lines.append(
+            f"| {n} | {ratio:g} | {token['median'] * ms:.1f} | {token['p10'] * ms:.1f} to {token['p90'] * ms:.1f} "
+            f"| {found['plan_s'] * ms:.1f} | {found['ratio_to_plan']:.3f} | {found['lower_bound_s'] * ms:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
