@@ -52,7 +52,7 @@ def replica_of(batch: int, turn: int, n: int) -> int:
 def route(batch: int, step: int, layers: int, n: int) -> tuple[list[int], list[int]]:
     """For the StepPlan: the replica, from 0, that runs each slice of a step, and the one that takes each O.
 
-    Empty where there is one replica. ``step`` counts those of the batch.
+    Empty where there is one replica. ``step`` counts the rounds: a batch that sat some out comes back in phase.
     """
     if num_replicas(n) == 1:
         return [], []

@@ -76,7 +76,6 @@ class Batch:
     index: int
     running: list[Sequence] = field(default_factory=list)
     ops: list[SequenceOp] = field(default_factory=list)  # of its next plan
-    next_step: int = 0
 
     @property
     def load(self) -> int:
@@ -120,6 +119,7 @@ class Scheduler:
         self.batches = [Batch(i) for i in range(num_batches)]
         self._num_layers = num_layers
         self._in_flight: list[set[ScheduledStep]] = []  # by round
+        self._next_round = 0  # also the number of its steps, so that all batches rotate in one phase
         self._next_ids = list(range(ledger.num_lanes))  # by lane
         self.num_preemptions = 0
 
@@ -150,6 +150,7 @@ class Scheduler:
             step.plan = msgspec.structs.replace(step.plan, more=step is not steps[-1])
         if steps:
             self._in_flight.append(set(steps))
+            self._next_round += 1
         return steps
 
     def complete(self, step: ScheduledStep) -> None:
@@ -167,7 +168,6 @@ class Scheduler:
         plan = self._plan(batch, picked)
         self._ledger.apply(plan)
         batch.ops = []
-        batch.next_step += 1
         return self._commit(plan, picked)
 
     def _drop_finished(self, batch: Batch) -> None:
@@ -274,10 +274,10 @@ class Scheduler:
         return [Rows(s.id, s.num_scheduled, count) for s, count in picked.items()]
 
     def _plan(self, batch: Batch, picked: dict[Sequence, int]) -> StepPlan:
-        source, reply_to = route(batch.index, batch.next_step, self._num_layers, len(self.batches))
+        source, reply_to = route(batch.index, self._next_round, self._num_layers, len(self.batches))
         return StepPlan(
             batch=batch.index,
-            step=batch.next_step,
+            step=self._next_round,
             ops=batch.ops,
             rows=self._rows(picked),
             source=source,

@@ -205,6 +205,25 @@ def test_a_new_sequence_joins_the_batch_that_reads_least() -> None:
     assert [[len(s.prompt) for s in step.parts] for step in steps] == [[40], [3, 5, 6]]
 
 
+def test_a_batch_that_joins_late_rotates_in_phase_with_the_others() -> None:
+    """Three batches over two replicas: neighbours are never on the same one, however long one has been alone."""
+    for alone in (1, 2, 3):
+        scheduler = Scheduler(BlockTables([0], [100], 4), max_num_seqs=8, prefill_chunk=64, num_batches=3, num_layers=3)
+        sequences = [make(i, 4, 20) for i in range(3)]
+        scheduler.add(sequences[0])
+        for _ in range(alone):
+            (step,) = scheduler.schedule()
+            sequences[0].append(7)
+            scheduler.complete(step)
+        for late in sequences[1:]:
+            scheduler.add(late)
+        steps = scheduler.schedule()
+        assert [s.plan.batch for s in steps] == [0, 1, 2]
+        for layer in range(3):
+            on = [s.plan.source[layer] for s in steps]
+            assert on in ([0, 1, 0], [1, 0, 1])
+
+
 @settings(max_examples=120, deadline=None)
 @given(
     shapes=st.lists(
