@@ -10,7 +10,13 @@ from typing import Any
 from lamina.kv.partition import PARTITIONS
 
 CHUNK_TOKENS = 128  # of attention.merge, which this module does not import for torch's sake
-_ACCEPTED = {"int": ("int",), "float": ("float", "int"), "str": ("str",), "bool": ("bool",)}
+_ACCEPTED = {
+    "int": ("int",),
+    "int | str": ("int", "str"),
+    "float": ("float", "int"),
+    "str": ("str",),
+    "bool": ("bool",),
+}
 MOST_THREADS = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -41,9 +47,12 @@ class EngineConfig:
     kv_memory: str = option("auto", "memory for KV blocks on each memory worker, such as 512MiB or 4GiB")
     max_num_seqs: int = option(64, "sequences that decode at once")
     prefill_chunk: int = option(512, "prompt tokens in a step at most; other requests decode between chunks")
-    pipeline: int = option(
-        1, "batches that take turns: while one is attended, others are in the slices; n > 2 rotate over n - 1 replicas"
+    pipeline: int | str = option(
+        1,
+        "batches that take turns: while one is attended, others are in the slices; n > 2 rotate over n - 1 replicas; "
+        "auto = what is fastest here, found by trying",
     )
+    compute_workers: int = option(1, "replicas for --pipeline auto, which then goes up to one batch more")
     overlap: bool = option(True, "memory workers attend stored tokens on Q alone, while K and V are still projected")
     deterministic: bool = option(
         False,
@@ -67,7 +76,7 @@ class EngineConfig:
             if type(value).__name__ not in _ACCEPTED[str(f.type)]:
                 raise ValueError(f"{flag(f.name)} must be of type {f.type}, not {value!r}")
         for name, low in (
-            ("memory_workers", 1), ("pipeline", 1), ("max_num_seqs", 1), ("prefill_chunk", 1), ("block_size", 1),
+            ("memory_workers", 1), ("compute_workers", 1), ("max_num_seqs", 1), ("prefill_chunk", 1), ("block_size", 1),
             ("max_model_len", 0), ("compute_threads", 0), ("memory_threads", 0), ("seed", 0),
         ):  # fmt: skip
             if getattr(self, name) < low:
@@ -78,6 +87,7 @@ class EngineConfig:
         for name in ("start_timeout_s", "step_timeout_s"):
             if not 0.0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{flag(name)} must be a positive number of seconds, not {getattr(self, name)}")
+        self._check_pipeline()
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         if CHUNK_TOKENS % self.block_size:
@@ -107,14 +117,28 @@ class EngineConfig:
         return self.memory_addresses.split(",") if self.memory_addresses else [""] * self.memory_workers
 
     @property
+    def most_batches(self) -> int:
+        """That take turns, at most."""
+        return self.pipeline if isinstance(self.pipeline, int) else self.compute_workers + 1
+
+    @property
     def replicas(self) -> int:
         """Compute workers, each with all weights."""
-        return max(1, self.pipeline - 1)
+        return max(1, self.most_batches - 1)
 
     @property
     def max_rows(self) -> int:
         """Rows of a step at most: every sequence decodes one token, beside one prefill chunk."""
         return self.max_num_seqs + self.prefill_chunk
+
+    def _check_pipeline(self) -> None:
+        if self.pipeline != "auto" and (isinstance(self.pipeline, str) or self.pipeline < 1):
+            raise ValueError(f"--pipeline must be at least 1, or auto, not {self.pipeline}")
+        if self.pipeline != "auto" and self.compute_workers not in (1, self.replicas):
+            raise ValueError(
+                f"--compute-workers {self.compute_workers} is for --pipeline auto; --pipeline {self.pipeline} "
+                f"has {self.replicas}"
+            )
 
     def kv_bytes(self) -> int:
         """``kv_memory`` in bytes; 0 = choose at start. Raises ValueError on anything else than a size."""

@@ -35,4 +35,8 @@ def print_config(config: EngineConfig, **more: Any) -> None:
     print(json.dumps({**more, **dataclasses.asdict(config)}, indent=2))
 
 
-_TYPES = {"int": int, "float": float, "str": str}
+def _int_or_word(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+_TYPES = {"int": int, "int | str": _int_or_word, "float": float, "str": str}

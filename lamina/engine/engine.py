@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -13,10 +14,13 @@ from lamina.request import CompletionOutput, Logprob, RequestOutput, RequestTime
 from lamina.workers.control import Draw, Drawn, RunRound, RunStep, StepDone
 
 from .draws import draw_of, scores_of
-from .scheduler import ScheduledStep, Scheduler
+from .scheduler import Round, ScheduledStep, Scheduler
 from .sequence import Sequence
 from .text import Pieces, TextStream
+from .tuner import Tuner
 from .wire import Clock, Wire
+
+log = logging.getLogger(__name__)
 
 
 class Request:
@@ -44,13 +48,15 @@ class Engine:
         self._trace = trace
         info = self.info
         self._ledger = BlockTables(info.windows, info.num_blocks, info.block_size, info.lanes, info.stripe)
+        self._tuner = Tuner(config.most_batches) if config.pipeline == "auto" else None
         self.scheduler = Scheduler(
             self._ledger,
             max_num_seqs=config.max_num_seqs,
             prefill_chunk=config.prefill_chunk,
             aligned=config.deterministic,
-            num_batches=config.pipeline,
+            num_batches=self._tuner.n if self._tuner else config.most_batches,
             num_layers=self.info.num_layers,
+            num_replicas=config.replicas,
         )
         self._steps: dict[tuple[int, int], ScheduledStep] = {}  # in flight, by batch and step
         self._next_round = 0
@@ -184,12 +190,20 @@ class Engine:
                 continue
             self._append(request, sequence, drawn)
             touched[sequence.request_id] = request
-        self.scheduler.complete(step)
+        finished = self.scheduler.complete(step)
+        if finished and self._tuner:
+            self._tune(self._tuner, finished, now)
         for request_id, request in touched.items():
             request.output.times.mark(now, finished=request.output.finished)
             if request.output.finished:
                 del self._requests[request_id]
         return [r.output for r in touched.values()]
+
+    def _tune(self, tuner: Tuner, finished: Round, now: float) -> None:
+        if tuner.observe(finished, now):
+            log.info("--pipeline auto: %s", tuner.reason)
+            self.info.summary["pipeline"] = tuner.reason
+        self.scheduler.regroup(tuner.n)
 
     def _append(self, request: Request, sequence: Sequence, drawn: Drawn) -> None:
         output, text = sequence.output, request.texts[sequence.output.index]

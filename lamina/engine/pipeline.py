@@ -44,20 +44,23 @@ def num_replicas(n: int) -> int:
     return max(1, n - 1)
 
 
-def replica_of(batch: int, turn: int, n: int) -> int:
-    """The replica, from 1, of turn ``turn`` of ``batch``; ``turn`` runs on over tokens."""
-    return (batch + turn) % num_replicas(n) + 1
+def replica_of(batch: int, turn: int, n: int, replicas: int = 0) -> int:
+    """The replica, from 1, of turn ``turn`` of ``batch``; ``turn`` runs on over tokens.
+
+    ``replicas``: those that there are, where they are more than the n batches need; all of them take turns.
+    """
+    return (batch + turn) % (replicas or num_replicas(n)) + 1
 
 
-def route(batch: int, step: int, layers: int, n: int) -> tuple[list[int], list[int]]:
+def route(batch: int, step: int, layers: int, n: int, replicas: int = 0) -> tuple[list[int], list[int]]:
     """For the StepPlan: the replica, from 0, that runs each slice of a step, and the one that takes each O.
 
     Empty where there is one replica. ``step`` counts the rounds: a batch that sat some out comes back in phase.
     """
-    if num_replicas(n) == 1:
+    if (replicas or num_replicas(n)) == 1:
         return [], []
-    replicas = [replica_of(batch, step * layers + k, n) - 1 for k in range(layers + 1)]
-    return replicas[:-1], replicas[1:]
+    places = [replica_of(batch, step * layers + k, n, replicas) - 1 for k in range(layers + 1)]
+    return places[:-1], places[1:]
 
 
 def rotation(

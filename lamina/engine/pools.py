@@ -218,7 +218,7 @@ class Pools:
             max_model_len=c.max_model_len,
             max_rows=c.max_rows,
             max_num_seqs=c.max_num_seqs,
-            num_batches=c.pipeline,
+            num_batches=c.most_batches,
             replica=replica,
             replicas=c.replicas,
             block_size=c.block_size,

@@ -70,6 +70,17 @@ class ScheduledStep:
 
 
 @dataclass
+class Round:
+    """One step of every batch that has something to do."""
+
+    left: set[ScheduledStep]  # not done yet
+    num_batches: int  # that the sequences were dealt to
+    rows: int
+    tokens: int  # that its attention reads
+    steady: bool  # every row continues a sequence that decodes, and another round was under way already
+
+
+@dataclass
 class Batch:
     """Sequences that take their steps together."""
 
@@ -106,9 +117,11 @@ class Scheduler:
         aligned: bool = False,
         num_batches: int = 1,
         num_layers: int = 1,
+        num_replicas: int = 0,
     ) -> None:
         """``aligned``: cut prompts at multiples of ``prefill_chunk`` only, whatever else is in the step.
-        ``num_layers``: attention operators, over which the steps rotate.
+        ``num_layers``: attention operators, over which the steps rotate. ``num_replicas``: 0 = as many as the batches
+        need.
         """
         self._ledger = ledger
         self._max_num_seqs = max_num_seqs
@@ -118,7 +131,9 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self.batches = [Batch(i) for i in range(num_batches)]
         self._num_layers = num_layers
-        self._in_flight: list[set[ScheduledStep]] = []  # by round
+        self._num_replicas = num_replicas
+        self._num_batches = num_batches  # from the next round on
+        self._in_flight: list[Round] = []
         self._next_round = 0  # also the number of its steps, so that all batches rotate in one phase
         self._next_ids = list(range(ledger.num_lanes))  # by lane
         self.num_preemptions = 0
@@ -140,24 +155,48 @@ class Scheduler:
         """Whether one more round can be queued before a step is done."""
         return len(self._in_flight) <= self.LOOKAHEAD
 
+    def regroup(self, num_batches: int) -> None:
+        """Deal the running sequences to so many batches, once nothing is in flight; no round is scheduled before."""
+        self._num_batches = num_batches
+
     def schedule(self) -> list[ScheduledStep]:
         """The next round, by batch; empty if there is nothing to do, or too much of it in flight."""
         if not self.may_run_ahead:
             return []
+        if self._num_batches != len(self.batches):
+            if self._in_flight:
+                return []
+            self._deal()
         self._waiting = deque(s for s in self._waiting if not s.finished)
         steps = [s for s in map(self._next, self.batches) if s is not None]
         for step in steps:
             step.plan = msgspec.structs.replace(step.plan, more=step is not steps[-1])
         if steps:
-            self._in_flight.append(set(steps))
+            rows, tokens = sum(s.plan.num_rows for s in steps), sum(b.load for b in self.batches)
+            steady = bool(self._in_flight) and all(len(s.draws) == s.plan.num_rows for s in steps)
+            self._in_flight.append(Round(set(steps), len(self.batches), rows, tokens, steady))
             self._next_round += 1
         return steps
 
-    def complete(self, step: ScheduledStep) -> None:
-        """The step is done and its tokens have been appended."""
-        for steps in self._in_flight:
-            steps.discard(step)
-        self._in_flight = [steps for steps in self._in_flight if steps]
+    def complete(self, step: ScheduledStep) -> Round | None:
+        """The step is done and its tokens have been appended; returns its round if that is done now."""
+        mine = next(r for r in self._in_flight if step in r.left)
+        mine.left.discard(step)
+        if mine.left:
+            return None
+        self._in_flight.remove(mine)
+        return mine
+
+    def _deal(self) -> None:
+        """The longest sequences first, each to the batch whose attention reads least. Nothing is in flight, so every
+        token is known, and no batch has operations left.
+        """
+        running = [s for b in self.batches for s in b.running]
+        self.batches = [Batch(i) for i in range(self._num_batches)]
+        for sequence in sorted(running, key=lambda s: -s.num_promised):
+            min(self.batches, key=lambda b: (b.load, len(b.running))).running.append(sequence)
+        for batch in self.batches:
+            batch.running.sort(key=lambda s: s.request_id)  # the newest is preempted first
 
     def _next(self, batch: Batch) -> ScheduledStep | None:
         self._drop_finished(batch)
@@ -274,7 +313,7 @@ class Scheduler:
         return [Rows(s.id, s.num_scheduled, count) for s, count in picked.items()]
 
     def _plan(self, batch: Batch, picked: dict[Sequence, int]) -> StepPlan:
-        source, reply_to = route(batch.index, self._next_round, self._num_layers, len(self.batches))
+        source, reply_to = route(batch.index, self._next_round, self._num_layers, len(self.batches), self._num_replicas)
         return StepPlan(
             batch=batch.index,
             step=self._next_round,
