@@ -49,6 +49,8 @@ class Engine:
         info = self.info
         self._ledger = BlockTables(info.windows, info.num_blocks, info.block_size, info.lanes, info.stripe)
         self._tuner = Tuner(config.most_batches) if config.pipeline == "auto" else None
+        if self._tuner:
+            self.info.summary["pipeline"] = self._tuner.reason
         self.scheduler = Scheduler(
             self._ledger,
             max_num_seqs=config.max_num_seqs,

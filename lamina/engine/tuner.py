@@ -16,6 +16,7 @@ TRIAL_ROUNDS = 7  # whose median counts
 TIE = 0.03  # a gain too small for more batches, which wait longer for each token
 SAME_LOAD = 1.3  # a trial begins anew when rows or tokens change by more than this factor
 NEW_LOAD = 2.0  # a decision holds until then
+ROW_TOKENS = 128  # added for each row, so that the first tokens of short texts are no new load
 
 
 class Tuner:
@@ -25,7 +26,7 @@ class Tuner:
         self.n = 1
         self.reason = "1 batch: nothing has been measured yet"
         self._most = most
-        self._load: tuple[int, int] | None = None  # of the trials or of the decision: rows, tokens
+        self._load = (0, 0)  # of the trials or of the choice
         self._left: list[int] = []  # numbers still to try
         self._seconds: list[float] = []  # of rounds with n
         self._found: dict[int, float] = {}  # n -> median seconds of a round
@@ -52,13 +53,11 @@ class Tuner:
         return self._choose(done)
 
     def _differs(self, done: Round, factor: float) -> bool:
-        if self._load is None:
-            return True
-        pairs = zip(self._load, (done.rows, done.tokens), strict=True)
+        pairs = zip(self._load, _load_of(done), strict=True)
         return any(now > before * factor or before > now * factor for before, now in pairs)
 
     def _restart(self, done: Round) -> None:
-        self._load, self._found = (done.rows, done.tokens), {}
+        self._load, self._found = _load_of(done), {}
         self._left = list(range(1, min(self._most, done.rows) + 1))
         self._try(1)
 
@@ -68,8 +67,12 @@ class Tuner:
     def _choose(self, done: Round) -> bool:
         best = min(self._found.values())
         self.n = next(n for n, seconds in sorted(self._found.items()) if seconds <= best * (1 + TIE))
-        self._load = done.rows, done.tokens
+        self._load = _load_of(done)
         measured = ", ".join(f"{seconds * 1e3:.1f} ms with {n}" for n, seconds in sorted(self._found.items()))
         sequences = f"{done.rows} sequence" + "s" * (done.rows != 1)
         self.reason = f"{self.n} batch{'es' * (self.n > 1)}: a token of {sequences} takes {measured}"
         return True
+
+
+def _load_of(done: Round) -> tuple[int, int]:
+    return done.rows, done.tokens + done.rows * ROW_TOKENS

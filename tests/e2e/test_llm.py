@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +71,17 @@ def test_batches_that_take_turns_give_the_same_bits(
     assert [o.token_ids for o in outputs] == [reference(p, 12) for p in prompts]
     assert found[0] == found[1] == found[2] == found[3]
     assert steps[0] < steps[2] < steps[1], "each batch takes steps of its own"
+
+
+def test_batches_are_dealt_anew_and_the_bits_stay(llama_path: Path, prompts: list[list[int]]) -> None:
+    params, found = SamplingParams(temperature=0.0, max_tokens=60, logprobs=2, ignore_eos=True), []
+    for options in ({"pipeline": 1}, {"pipeline": "auto", "compute_workers": 2}):
+        with LLM(str(llama_path), transport="loopback", deterministic=True, prefill_chunk=32, **options) as llm:
+            found.append([o.outputs[0].logprobs for o in llm.generate(prompts, params)])
+            stats, summary = llm.stats(), llm.engine.info.summary
+    assert found[0] == found[1]
+    assert re.search(r"takes [0-9.]+ ms with 1, [0-9.]+ ms with 2, [0-9.]+ ms with 3$", summary["pipeline"])
+    assert stats["compute-1"]["steps"] > 0
 
 
 def test_deterministic_results_do_not_depend_on_batch_mates(llama_path: Path, prompts: list[list[int]]) -> None:
@@ -209,6 +221,9 @@ def shared_llm(llama_path: Path) -> Any:
     [
         ({"memory_workers": 2, "memory_weights": "1,1000"}, "memory worker 0 of 2 would get nothing of 4 KV heads"),
         ({"memory_weights": "0,0"}, "--memory-weights must be positive"),
+        ({"pipeline": "fast"}, "--pipeline must be at least 1, or auto, not fast"),
+        ({"pipeline": 0}, "--pipeline must be at least 1, or auto, not 0"),
+        ({"pipeline": 3, "compute_workers": 4}, "--compute-workers 4 is for --pipeline auto; --pipeline 3 has 2"),
         ({"memory_weights": "1,1,1"}, "--memory-weights names 3 weights for --memory-workers 2"),
         ({"partition": "tea"}, "--partition must be one of head, token, request"),
         ({"memory_workers": 0}, "--memory-workers"),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.cluster.launch import main
-from lamina.engine.pipeline import PipelinePlan, choose, lower_bound, num_replicas, replica_of, rotation
+from lamina.engine.pipeline import PipelinePlan, choose, lower_bound, num_replicas, replica_of, rotation, route
 
 FACTOR = 3.0  # no input was found beyond 2.5
 EPS = 1e-9
@@ -93,6 +93,17 @@ def test_out_of_balance_the_busier_pool_is_the_limit() -> None:
 def test_two_batches_stay_on_one_replica() -> None:
     assert {replica_of(j, k, 2) for j in range(2) for k in range(50)} == {1}
     assert {replica_of(j, k, 1) for j in range(1) for k in range(50)} == {1}
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+def test_more_replicas_than_the_batches_need_all_take_turns(layers: int) -> None:
+    for step in range(4):
+        ways = [route(batch, step, layers, 2, replicas=3) for batch in range(2)]
+        for (source, reply_to), (other, _) in (ways, ways[::-1]):
+            assert source[1:] == reply_to[:-1]
+            assert not any(a == b for a, b in zip(source, other, strict=True)), "side by side"
+            assert reply_to[-1] == (source[-1] + 1) % 3
+    assert route(0, 0, layers, 2, replicas=1) == ([], []) == route(0, 0, layers, 2)
 
 
 def test_choose_weighs_the_reading_of_weights_against_idle_pools() -> None:

@@ -70,8 +70,12 @@ def drive(
     num_batches: int = 1,
     lanes: tuple[Lanes, ...] = (Lanes(),),
     stripe: int = 0,
+    regroups: random.Random | None = None,
 ) -> Scheduler:
-    """Run to the end. Rounds are served in order; the driver hears of several batches' steps in any order."""
+    """Run to the end. Rounds are served in order; the driver hears of several batches' steps in any order.
+
+    ``regroups``: deal anew now and then.
+    """
     ledger, tables = (BlockTables([0] * len(lanes), [blocks] * len(lanes), block_size, lanes, stripe) for _ in range(2))
     scheduler = Scheduler(ledger, max_num_seqs=4, prefill_chunk=MAX_ROWS - 4, num_batches=num_batches)
     pool, order = FakePool(tables), arrivals or random.Random(0)
@@ -81,6 +85,8 @@ def drive(
     for _ in range(5000):
         while queue and (arrivals is None or arrivals.random() < 0.4):
             scheduler.add(queue.pop(0))
+        if regroups and regroups.random() < 0.1:
+            scheduler.regroup(regroups.randint(1, 4))
         steps = scheduler.schedule()
         assert all(step.plan.num_rows <= MAX_ROWS for step in steps)
         rounds += [steps] if steps else []
@@ -205,6 +211,24 @@ def test_a_new_sequence_joins_the_batch_that_reads_least() -> None:
     assert [[len(s.prompt) for s in step.parts] for step in steps] == [[40], [3, 5, 6]]
 
 
+def test_batches_are_dealt_anew_by_what_their_attention_reads() -> None:
+    scheduler = Scheduler(BlockTables([0], [100], 4), max_num_seqs=8, prefill_chunk=100, num_batches=1)
+    sequences = [make(i, length, 20) for i, length in enumerate([3, 40, 5, 30, 6])]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    (first,) = scheduler.schedule()
+    scheduler.regroup(2)
+    assert scheduler.schedule() == [], "not while a round is in flight"
+    for sequence in sequences:
+        sequence.append(7)
+    done = scheduler.complete(first)
+    assert done is not None
+    assert (done.num_batches, done.rows, done.steady) == (1, 84, False)
+    steps = scheduler.schedule()
+    assert [[len(s.prompt) for s in step.parts] for step in steps] == [[3, 40], [5, 30, 6]]
+    assert all(-1 not in step.tokens for step in steps)
+
+
 def test_a_batch_that_joins_late_rotates_in_phase_with_the_others() -> None:
     """Three batches over two replicas: neighbours are never on the same one, however long one has been alone."""
     for alone in (1, 2, 3):
@@ -232,12 +256,17 @@ def test_a_batch_that_joins_late_rotates_in_phase_with_the_others() -> None:
     blocks=st.integers(11, 40),
     seed=st.integers(0, 1000),
     num_batches=st.integers(1, 4),
+    regroups=st.none() | st.builds(random.Random, st.integers(0, 1000)),
 )
 def test_any_mix_gives_every_sequence_its_own_tokens(
-    shapes: list[tuple[int, int, int | None]], blocks: int, seed: int, num_batches: int
+    shapes: list[tuple[int, int, int | None]],
+    blocks: int,
+    seed: int,
+    num_batches: int,
+    regroups: random.Random | None,
 ) -> None:
     sequences = [make(i, p, o, stop) for i, (p, o, stop) in enumerate(shapes)]
-    drive(sequences, blocks=blocks, arrivals=random.Random(seed), num_batches=num_batches)
+    drive(sequences, blocks=blocks, arrivals=random.Random(seed), num_batches=num_batches, regroups=regroups)
     check_tokens(sequences)
 
 
