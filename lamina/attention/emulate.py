@@ -13,9 +13,9 @@ from lamina.emulate import Device, DeviceTimes
 from lamina.kv.pool import LayerStore, RowTable
 
 
-def open_backend(device: torch.device, dtype: torch.dtype) -> Emulated:
+def open_backend(device: torch.device, dtype: torch.dtype) -> Emulate:
     """Takes the times of the environment; without them it adds none. Raises ValueError for times that cannot be."""
-    return Emulated(get("auto", device, dtype), DeviceTimes.from_environment() or DeviceTimes())
+    return Emulate(get("auto", device, dtype), DeviceTimes.from_environment() or DeviceTimes())
 
 
 class _Prepared(NamedTuple):
@@ -23,10 +23,8 @@ class _Prepared(NamedTuple):
     stored_tokens: int  # that attention reads, over all sequences
 
 
-class Emulated(AttentionBackend):
-    """See ``AttentionBackend`` for the contract. A layer's attention takes its time from ``attend_stored``, when Q is
-    there, to the end of ``finish``; the device is one, so the attention of another step waits for it.
-    """
+class Emulate(AttentionBackend):
+    """See ``AttentionBackend`` for the contract. The time of a layer's attention is that of ``attend_stored``."""
 
     def __init__(self, inner: AttentionBackend, times: DeviceTimes) -> None:
         self._inner = inner
@@ -34,13 +32,15 @@ class Emulated(AttentionBackend):
         self._device = Device()
 
     def prepare(self, rows: RowTable) -> _Prepared:
-        return _Prepared(self._inner.prepare(rows), int((rows.first - rows.seen).sum()))
+        return _Prepared(self._inner.prepare(rows), int((rows.stop - rows.seen).sum()))
 
     def attend_stored(self, op: Operator, prepared: _Prepared, store: LayerStore, q: Tensor) -> Partial:
         token_bytes = op.kv_heads * (op.qk_dim + op.v_dim) * q.element_size()
         times = self._times
         self._device.begin(times.attention_s + prepared.stored_tokens * token_bytes * times.attention_byte_s)
-        return self._inner.attend_stored(op, prepared.inner, store, q)
+        stored = self._inner.attend_stored(op, prepared.inner, store, q)
+        self._device.finish()
+        return stored
 
     def attend_new(self, op: Operator, prepared: _Prepared, q: Tensor, k: Tensor, v: Tensor) -> Partial:
         return self._inner.attend_new(op, prepared.inner, q, k, v)
@@ -49,4 +49,9 @@ class Emulated(AttentionBackend):
         self, op: Operator, prepared: _Prepared, stored: Partial, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     ) -> None:
         self._inner.finish(op, prepared.inner, stored, q, k, v, out)
-        self._device.finish()
+
+    def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
+        self._inner.merge(parts, left, right)
+
+    def close(self, stored: Partial, new: Partial, sinks: Tensor | None, out: Tensor) -> None:
+        self._inner.close(stored, new, sinks, out)
