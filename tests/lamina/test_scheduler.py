@@ -227,6 +227,9 @@ def test_batches_are_dealt_anew_by_what_their_attention_reads() -> None:
     steps = scheduler.schedule()
     assert [[len(s.prompt) for s in step.parts] for step in steps] == [[3, 40], [5, 30, 6]]
     assert all(-1 not in step.tokens for step in steps)
+    ahead = scheduler.schedule()
+    found = [scheduler.complete(step) for step in (*steps, *ahead)]
+    assert [r and (r.num_batches, r.rows, r.steady) for r in found] == [None, (2, 5, False), None, (2, 5, True)]
 
 
 def test_a_batch_that_joins_late_rotates_in_phase_with_the_others() -> None:
