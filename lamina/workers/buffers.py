@@ -13,6 +13,11 @@ def tensor_over(data: memoryview, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(data, dtype=dtype)
 
 
+def pick(x: Tensor, rows: Tensor | None) -> Tensor:
+    """Rows ``rows`` of ``x``, a copy; None = all of them, and no copy."""
+    return x if rows is None else x[rows]
+
+
 def _be_quiet_about_read_only() -> None:
     # torch warns of read-only buffers once per process: let that be here.
     with warnings.catch_warnings():

@@ -110,7 +110,6 @@ class _Server:
         self._service.link.send(Progress(stage=stage, done=done, total=total))
 
     def _prepare(self) -> tuple[ComputeWorker, ComputeReady]:
-        from lamina.models.checkpoint import check_room, find_checkpoint
         from lamina.models.convert import convert_model, layer_shapes
         from lamina.models.load import load
 
@@ -118,17 +117,13 @@ class _Server:
         if start.threads and start.threads != torch.get_num_threads():
             torch.set_num_threads(start.threads)
         source = self._module if self._module is not None else start.model
-        listener = self._fabric.listen() if start.replicas > 1 else None
-        if listener:
-            self._service.link.send(RingUrl(url=listener.url))
-        if start.replicas > 1 and not start.replica and self._module is None:
-            directory = find_checkpoint(start.model, trust_remote_code=start.trust_remote_code)
-            check_room(directory, start.replicas, available_bytes())
+        listener = self._listen() if start.replicas > 1 else None
         loaded = load(source, dtype=start.dtype, trust_remote_code=start.trust_remote_code, progress=self._progress)
         max_len = _sequence_limit(start.max_model_len, loaded.max_model_len)
         clock.lap("load_s")
         self._progress("cutting the model", 0, 1)
         program = convert_model(loaded.model, max_model_len=max_len, deterministic=start.deterministic)
+        self._progress("cutting the model", 1, 1)
         clock.lap("convert_s")
         linear = gemm.get(start.gemm, torch.get_num_threads())
         program = gemm.bind(program, linear)
@@ -162,6 +157,17 @@ class _Server:
             },
         )
         return worker, ready
+
+    def _listen(self) -> netstack.Listener:
+        """Where the replica before this one comes. Raises ModelError where there is no room for all of them."""
+        from lamina.models.checkpoint import check_room, find_checkpoint
+
+        start, listener = self._start, self._fabric.listen()
+        self._service.link.send(RingUrl(url=listener.url))
+        if not start.replica and self._module is None:
+            directory = find_checkpoint(start.model, trust_remote_code=start.trust_remote_code)
+            check_room(directory, start.replicas, available_bytes())
+        return listener
 
     def _close_ring(self, listener: netstack.Listener, program: Any) -> RingEnds:
         peer, start = self._service.next(block=True), self._start

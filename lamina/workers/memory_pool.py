@@ -19,7 +19,7 @@ from lamina.attention.spec import AttentionSpec
 from lamina.kv.layout import layout, merges
 from lamina.kv.partition import Lanes, Partition
 
-from .buffers import tensor_over
+from .buffers import pick, tensor_over
 from .links import MemoryLink
 from .stepplan import Key, Kind, LayerShape, StepPlan, encode
 
@@ -62,7 +62,7 @@ class MemoryPool:
         """q [R, Hq, 1, D]: to each memory worker the query heads of its KV heads."""
         start, rows = time.perf_counter(), self._step.rows
         for link, pieces in self._layers[layer].pieces:
-            parts = [_pick(q[:, p.q_heads, 0], index) for p in pieces for index in rows(p.group).q]
+            parts = [pick(q[:, p.q_heads, 0], index) for p in pieces for index in rows(p.group).q]
             if parts:
                 link.send_tensors(self._step.key(Kind.Q, layer), parts)
         self.send_s += time.perf_counter() - start
@@ -71,7 +71,7 @@ class MemoryPool:
         """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]: to each memory worker its KV heads."""
         start, rows = time.perf_counter(), self._step.rows
         for link, pieces in self._layers[layer].pieces:
-            parts = [_pick(x[:, p.kv_heads, 0], index) for p in pieces for index in rows(p.group).kv for x in (k, v)]
+            parts = [pick(x[:, p.kv_heads, 0], index) for p in pieces for index in rows(p.group).kv for x in (k, v)]
             if parts:
                 link.send_tensors(self._step.key(Kind.KV, layer), parts)
         self.send_s += time.perf_counter() - start
@@ -192,10 +192,6 @@ class _Step:
 
 def _tensor(numbers: list[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
-
-
-def _pick(x: Tensor, rows: Index) -> Tensor:
-    return x if rows is None else x[rows]
 
 
 def _take(

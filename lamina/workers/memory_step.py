@@ -22,7 +22,7 @@ from lamina.attention.merge import CHUNK_TOKENS, Partial
 from lamina.kv.layout import kept, layout
 from lamina.kv.pool import WriteIndex, row_table, write_index
 
-from .buffers import tensor_over
+from .buffers import pick, tensor_over
 from .memory_store import Store, StoredPiece
 from .stepplan import Rows, StepPlan
 
@@ -82,7 +82,7 @@ class Step:
         attend, found = self._store.backend.attend_stored, list[Stored]()
         for piece, group, (whole, other) in self._q(layer, q):
             results = [
-                attend(piece.operator, x.prepared, piece.kv, _pick(q, x.of)) if x.num_rows else None
+                attend(piece.operator, x.prepared, piece.kv, pick(q, x.of)) if x.num_rows else None
                 for x, q in ((group.whole, whole), (group.nodes, other))
             ]
             found.append(Stored(*results))
@@ -93,7 +93,7 @@ class Step:
         for piece, group, (k, v, other_k, other_v) in self._kv(layer, kv):
             for rows, x, y in ((group.whole_kv, k, v), (group.other_kv, other_k, other_v)):
                 if rows.at is not None:
-                    piece.kv.write(rows.at, _pick(x, rows.kept), _pick(y, rows.kept))
+                    piece.kv.write(rows.at, pick(x, rows.kept), pick(y, rows.kept))
 
     def finish(self, layer: int, stored: list[Stored], q: memoryview, kv: memoryview, out: memoryview) -> None:
         """Attend the new rows, and fill O."""
@@ -105,8 +105,8 @@ class Step:
             op, new = piece.operator, group.new
             parts = [] if part.nodes is None else [part.nodes]
             if new.num_rows:
-                new_k, new_v = _pick(other_k, group.new_kv), _pick(other_v, group.new_kv)
-                parts.append(backend.attend_new(op, new.prepared, _pick(other, new.of), new_k, new_v))
+                new_k, new_v = pick(other_k, group.new_kv), pick(other_v, group.new_kv)
+                parts.append(backend.attend_new(op, new.prepared, pick(other, new.of), new_k, new_v))
             if parts:
                 torch.cat([x.o for x in parts], out=partial.take(group.num_partial, op.q_heads, op.v_dim))
                 torch.cat([x.lse for x in parts], out=partial.take(group.num_partial, op.q_heads))
@@ -194,10 +194,6 @@ def _starts(rows: Iterable[Rows]) -> dict[int, int]:
         found.setdefault(row.sequence, at)
         at += row.count
     return found
-
-
-def _pick(x: Tensor, rows: Tensor | None) -> Tensor:
-    return x if rows is None else x[rows]
 
 
 def _index(rows: Iterable[Rows], starts: dict[int, int]) -> Tensor:
