@@ -203,13 +203,16 @@ class BlockTables:
         """
         changes = self._after(plan)
         self._last[plan.batch] = plan
-        for sequence, extent in changes.items():
+        other = [x for x in changes.items() if not self._holds_the_same(*x)]
+        for sequence, extent in other:
             self._give_back(sequence, extent)
+        for sequence, extent in other:
+            if extent is not None:
+                self._take(sequence, extent)
         for sequence, extent in changes.items():
             if extent is None:
                 del self._sequences[sequence]
             else:
-                self._take(sequence, extent)
                 self._sequences[sequence] = extent
 
     def check_integrity(self) -> None:
@@ -241,6 +244,8 @@ class BlockTables:
         changes = {s: e for s, e in changes.items() if e is not None or s in self._sequences}
         left = list(self.free_blocks)
         for sequence, extent in changes.items():
+            if self._holds_the_same(sequence, extent):
+                continue
             before, after = (self._held(sequence, e) for e in (self._sequences.get(sequence), extent))
             for g in range(len(left)):
                 left[g] += before[g] - after[g]
@@ -291,6 +296,13 @@ class BlockTables:
         if extent is None:
             raise PlanError(f"sequence {sequence} does not exist")
         return extent
+
+    def _holds_the_same(self, sequence: int, extent: _Extent | None) -> bool:
+        """Whether no block changes hands: so it is for most tokens of a sequence that decodes."""
+        old, size = self._sequences.get(sequence), self.block_size
+        if old is None or extent is None:
+            return False
+        return old.starts == extent.starts and -(-old.length // size) == -(-extent.length // size)
 
     def _empty(self) -> _Extent:
         return _Extent(0, 0, (0,) * len(self.windows))
