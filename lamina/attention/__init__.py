@@ -115,3 +115,8 @@ def _open(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBacke
         raise ImportError(f"attention backend {name!r} cannot be used here: {e}") from e
     backend: AttentionBackend = module.open_backend(device, dtype)
     return backend
+
+
+def name_of(backend: AttentionBackend) -> str:
+    """Its name in the table, which is its module's."""
+    return type(backend).__module__.rpartition(".")[2]

@@ -108,20 +108,6 @@ def lower_bound(n: int, slice_s: Sequence[float], attention_s: Sequence[float], 
     return max(n * attention, n * slices / num_replicas(n), chain)
 
 
-def choose(
-    slice_s: Callable[[int], float], attention_s: Callable[[int], float], network_s: float, *, layers: int, most: int
-) -> tuple[int, dict[int, float]]:
-    """The number of batches with the least time per token of all requests, and that time for every candidate.
-
-    ``slice_s(n)``, ``attention_s(n)``: time of a turn when the requests are dealt to n batches; n goes up to ``most``,
-    one more than there are replicas. Ties go to fewer batches: they wait less.
-    """
-    times = {}
-    for n in range(1, most + 1):
-        times[n] = lower_bound(n, [slice_s(n)] * layers, [attention_s(n)] * layers, network_s)
-    return min(times, key=lambda n: (times[n], n)), times
-
-
 def _busy(events: list[Event], span: Callable[[Event], tuple[float, float]], n: int, units: int) -> float:
     """Busy share of ``units`` from the first attention of the last batch to the last slice of the first batch."""
     first = next(e for e in events if e.batch == n - 1).attention_start

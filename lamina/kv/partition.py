@@ -37,11 +37,6 @@ class Lanes(msgspec.Struct, frozen=True, array_like=True):
         """Whether ``lane``, any number that is meant modulo the number of lanes, is one of these."""
         return self.pattern[lane % len(self.pattern)]
 
-    def count(self, lane: int, n: int) -> int:
-        """How many of the ``n`` lanes from ``lane`` on are among these."""
-        rounds, rest = divmod(n, len(self.pattern))
-        return rounds * sum(self.pattern) + sum(lane + i in self for i in range(rest))
-
     @property
     def all(self) -> bool:
         return all(self.pattern)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lamina.attention.merge import CHUNK_TOKENS
+from lamina.kv.blocks import Deal
 from lamina.kv.partition import Lanes, Partition, Piece
 from lamina.netstack import Geometry
 
@@ -48,7 +49,8 @@ def _o_bytes(layer: LayerShape, piece: Piece, partition: Partition, itemsize: in
     if not partition.stripe or piece.lanes.all:
         return final
     stripes = -(-max_len // (partition.stripe * CHUNK_TOKENS))
-    parts = 1 + max(piece.lanes.count(lane, stripes) for lane in range(partition.num_lanes))
+    deal = Deal(piece.lanes, 1)  # of stripes
+    parts = 1 + max(deal.kept(lane, stripes) for lane in range(partition.num_lanes))
     return max(final, parts * heads * (layer.v_dim + 1) * FP32_BYTES)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lamina.attention import AttentionBackend
 from lamina.attention.merge import CHUNK_TOKENS, Partial
 from lamina.attention.spec import AttentionSpec
-from lamina.kv.layout import layout, merges
+from lamina.kv.layout import Layout, layout, merges
 from lamina.kv.partition import Lanes, Partition
 
 from .buffers import pick, tensor_over
@@ -164,6 +164,7 @@ class _Step:
     def __init__(self, plan: StepPlan, groups: list[Group], stripe: int) -> None:
         self.plan, self._groups, self._stripe = plan, groups, stripe
         self._num_rows = plan.num_rows
+        self._layouts: dict[int, Layout] = {}
         self._rows: list[_GroupRows | None] = [None] * len(groups)
         self._merges: dict[tuple[int, ...], _MergeIndex] = {}
 
@@ -173,7 +174,7 @@ class _Step:
     def rows(self, group: int) -> _GroupRows:
         found = self._rows[group]
         if found is None:
-            x = layout(self.plan.rows, *self._groups[group], self._stripe)
+            x = self._layout(group)
             q, kv = ([self._index(n) for n in (x.whole_rows, mine) if n] for mine in (x.q_rows, x.kv_rows))
             whole = self._index(x.whole_rows)
             found = self._rows[group] = _GroupRows(len(x.whole_rows), x.num_partial, whole, q, kv)
@@ -181,10 +182,15 @@ class _Step:
 
     def merges(self, groups: tuple[int, ...]) -> _MergeIndex:
         if groups not in self._merges:
-            x = merges(layout(self.plan.rows, *self._groups[g], self._stripe) for g in groups)
+            x = merges(map(self._layout, groups))
             levels = [(_tensor(left), _tensor(right)) for left, right in x.levels]
             self._merges[groups] = _MergeIndex(levels, *map(_tensor, (x.roots, x.new, x.rows)))
         return self._merges[groups]
+
+    def _layout(self, group: int) -> Layout:
+        if group not in self._layouts:
+            self._layouts[group] = layout(self.plan.rows, *self._groups[group], self._stripe)
+        return self._layouts[group]
 
     def _index(self, rows: list[int]) -> Index:
         return None if len(rows) == self._num_rows else _tensor(rows)

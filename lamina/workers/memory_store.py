@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.attention import Operator, get
+from lamina.attention import Operator, get, name_of
 from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.blocks import BlockTables, split_memory
@@ -58,8 +58,7 @@ class Store:
         shapes = [[(g, op.q_heads, op.kv_heads, op.qk_dim, op.v_dim) for g, op in layer] for layer in numbered]
         self.alike = [shapes.index(x) for x in shapes]  # layer -> the first one whose messages are of its shapes
         self.layers = [[StoredPiece(g, op, self._allocate(op, num_blocks[g])) for g, op in x] for x in numbered]
-        backend = type(self.backend).__name__.lower()
-        stripe = self.tables.stripe
+        backend, stripe = name_of(self.backend), self.tables.stripe
         self.bound = Bound(windows=windows, lanes=lanes, stripe=stripe, num_blocks=num_blocks, backend=backend)
 
     def begin(self, plan: StepPlan) -> None:

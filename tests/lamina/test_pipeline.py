@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.cluster.launch import main
-from lamina.engine.pipeline import PipelinePlan, choose, lower_bound, num_replicas, replica_of, rotation, route
+from lamina.engine.pipeline import PipelinePlan, num_replicas, replica_of, rotation, route
 
 FACTOR = 3.0  # no input was found beyond 2.5
 EPS = 1e-9
@@ -104,17 +104,6 @@ def test_more_replicas_than_the_batches_need_all_take_turns(layers: int) -> None
             assert not any(a == b for a, b in zip(source, other, strict=True)), "side by side"
             assert reply_to[-1] == (source[-1] + 1) % 3
     assert route(0, 0, layers, 2, replicas=1) == ([], []) == route(0, 0, layers, 2)
-
-
-def test_choose_weighs_the_reading_of_weights_against_idle_pools() -> None:
-    weights_bound, times = choose(lambda n: 4.0, lambda n: 1.0 / n, 0.0, layers=2, most=2)
-    assert weights_bound == 1, "two batches would read the weights twice"
-    assert times == {1: 10.0, 2: 16.0}
-    n, _ = choose(lambda n: 4.0 / n, lambda n: 4.0 / n, 0.0, layers=2, most=2)
-    assert n == 2
-    n, times = choose(lambda n: 4.0, lambda n: 6.0 / n, 0.0, layers=1, most=4)
-    assert n == 3
-    assert times[3] == lower_bound(3, [4.0], [2.0])
 
 
 @pytest.mark.parametrize(
