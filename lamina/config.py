@@ -53,6 +53,9 @@ class EngineConfig:
         "auto = what is fastest here, found by trying",
     )
     compute_workers: int = option(1, "replicas for --pipeline auto, which then goes up to one batch more")
+    prefill_workers: int = option(
+        0, "workers of their own for prompts, which then do not slow decoding; 0 = the compute workers do them"
+    )
     overlap: bool = option(True, "memory workers attend stored tokens on Q alone, while K and V are still projected")
     deterministic: bool = option(
         False,
@@ -77,7 +80,7 @@ class EngineConfig:
                 raise ValueError(f"{flag(f.name)} must be of type {f.type}, not {value!r}")
         for name, low in (
             ("memory_workers", 1), ("compute_workers", 1), ("max_num_seqs", 1), ("prefill_chunk", 1), ("block_size", 1),
-            ("max_model_len", 0), ("compute_threads", 0), ("memory_threads", 0), ("seed", 0),
+            ("prefill_workers", 0), ("max_model_len", 0), ("compute_threads", 0), ("memory_threads", 0), ("seed", 0),
         ):  # fmt: skip
             if getattr(self, name) < low:
                 raise ValueError(f"{flag(name)} must be at least {low}, not {getattr(self, name)}")

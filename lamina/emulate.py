@@ -22,11 +22,14 @@ class DeviceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     slice_s: tuple[float, ...] = (0.0,)  # of a call, by slice; one value holds for all
     slice_row_s: float = 0.0  # for each row of a call
+    prefill_s: float = 0.0  # of a slice's call on a prefill worker
+    prefill_row_s: float = 0.0  # for each row of such a call
     attention_s: float = 0.0  # of a call
     attention_byte_s: float = 0.0  # for each byte of stored K and V that it reads
 
     def __post_init__(self) -> None:
-        times = [*self.slice_s, self.slice_row_s, self.attention_s, self.attention_byte_s]
+        each = (self.slice_row_s, self.prefill_s, self.prefill_row_s, self.attention_s, self.attention_byte_s)
+        times = [*self.slice_s, *each]
         if not self.slice_s or not all(0.0 <= t < float("inf") for t in times):
             raise ValueError("times must be numbers of at least 0, and slice_s must have one")
 

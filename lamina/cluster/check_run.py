@@ -132,11 +132,18 @@ class RecordedWire:
         return self._wire.ready
 
     def submit(self, new: RunRound) -> None:
+        self._note(new)
+        self._wire.submit(new)
+
+    def prefill(self, worker: int, new: RunRound) -> None:
+        self._note(new)
+        self._wire.prefill(worker, new)
+
+    def _note(self, new: RunRound) -> None:
         for plan in (step.plan for step in new.steps):
             if plan.rows:
                 number = {r.sequence: self._arrived.setdefault(r.sequence, len(self._arrived)) for r in plan.rows}
                 self.plans.append((plan.batch, tuple((number[r.sequence], r.first, r.count) for r in plan.rows)))
-        self._wire.submit(new)
 
     def wait(self) -> StepDone:
         return self._wire.wait()

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 ROLES = {
     "memory": ("lamina.workers.memory", "serve_memory"),
     "compute": ("lamina.workers.compute_main", "serve_compute"),
+    "prefill": ("lamina.workers.prefill_main", "serve_prefill"),
     "engine": ("lamina.server.engine_process", "serve_engine"),
 }
 

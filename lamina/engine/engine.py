@@ -14,8 +14,10 @@ from lamina.request import CompletionOutput, Logprob, RequestOutput, RequestTime
 from lamina.workers.control import Draw, Drawn, RunRound, RunStep, StepDone
 
 from .draws import draw_of, scores_of
-from .scheduler import Round, ScheduledStep, Scheduler
+from .prefill import Prefill
+from .scheduler import Scheduler
 from .sequence import Sequence
+from .steps import Round, ScheduledStep
 from .text import Pieces, TextStream
 from .tuner import Tuner
 from .wire import Clock, Wire
@@ -59,6 +61,7 @@ class Engine:
             num_batches=self._tuner.n if self._tuner else config.most_batches,
             num_layers=self.info.num_layers,
             num_replicas=config.replicas,
+            prefill=Prefill(config.prefill_workers, config.prefill_chunk, config.most_batches),
         )
         self._steps: dict[tuple[int, int], ScheduledStep] = {}  # in flight, by batch and step
         self._next_round = 0
@@ -158,6 +161,9 @@ class Engine:
         if steps:
             self.wire.submit(RunRound(round=self._next_round, steps=[self._prepare(s) for s in steps]))
             self._next_round += 1
+        for chunk in self.scheduler.take_chunks():
+            worker = chunk.prefill_worker or 0
+            self.wire.prefill(worker, RunRound(round=chunk.plan.step, steps=[self._prepare(chunk)]))
         if not self._steps or (steps and self.scheduler.may_run_ahead):
             return None
         return self.wire.wait()

@@ -22,6 +22,7 @@ from lamina.workers.control import (
     AskStats,
     ClockTime,
     ComputeReady,
+    Connect,
     ControlLink,
     Failed,
     LinkClosedError,
@@ -65,7 +66,7 @@ class _Member:
 
 
 class Pools:
-    """Memory workers, the replicas of the model on compute workers, and the engine's links to them."""
+    """Memory workers, the replicas of the model on compute workers, prefill workers, and the engine's links to them."""
 
     def __init__(
         self,
@@ -96,12 +97,16 @@ class Pools:
         for member in self._compute:
             self._send(member, new)
 
+    def prefill(self, worker: int, new: RunRound) -> None:
+        """See Wire."""
+        self._send(self._prefill[worker], new)
+
     def wait(self) -> StepDone:
         """See Wire."""
         limit, start = self._config.step_timeout_s, self.tracer.recorder.now()
         with self._lock:
             done: StepDone = self._await(
-                self._compute, StepDone, limit + GRACE_S, f"for a step (--step-timeout-s {limit:g})"
+                self._compute + self._prefill, StepDone, limit + GRACE_S, f"for a step (--step-timeout-s {limit:g})"
             )
         self.tracer.recorder.add(Event.WAIT_DONE, start, done)
         return done
@@ -166,7 +171,12 @@ class Pools:
 
     @property
     def _compute(self) -> list[_Member]:
-        return self._members[self._config.memory_workers :]
+        first = self._config.memory_workers
+        return self._members[first : first + self._config.replicas]
+
+    @property
+    def _prefill(self) -> list[_Member]:
+        return self._members[self._config.memory_workers + self._config.replicas :]
 
     def _start(self, model: Any, on_progress: Callable[[str, int, int], None]) -> ComputeReady:
         config, key = self._config, cluster_key()
@@ -182,9 +192,10 @@ class Pools:
         here = one_process or with_module
         extra = (model,) if with_module else ()
         cores = config.compute_threads
-        for index in range(config.replicas):
-            compute = ThreadWorker("compute", index, *extra) if here else ProcessWorker("compute", index, cores)
-            self._members.append(_Member(compute))
+        for role, count in (("compute", config.replicas), ("prefill", config.prefill_workers)):
+            for index in range(count):
+                worker = ThreadWorker(role, index, *extra) if here else ProcessWorker(role, index, cores)
+                self._members.append(_Member(worker))
         for member, address in zip(self._members, config.addresses, strict=False):
             start = StartMemory(
                 scheme=config.transport, address=address, key=key, threads=threads, trace=self.tracer.on
@@ -195,11 +206,14 @@ class Pools:
         for member in self._members[: config.memory_workers]:
             ready = self._await([member], MemoryReady, deadline - time.monotonic(), self._start_limit)
             urls.append(ready.url)
-        for member in self._compute:
+        for member in self._compute + self._prefill:
             self._send(member, self._start_compute("" if with_module else model, key, urls, member.handle.index))
         self._close_ring(deadline)
         on_progress("starting workers", 1, 1)
         first, *_ = [self._await_compute(m, deadline, on_progress) for m in self._compute]
+        for member in self._prefill:  # one after the other: they join the memory workers in this order
+            self._send(member, Connect())
+            self._await_compute(member, deadline, on_progress)
         return first
 
     def _close_ring(self, deadline: float) -> None:
@@ -221,6 +235,7 @@ class Pools:
             num_batches=c.most_batches,
             replica=replica,
             replicas=c.replicas,
+            prefill_workers=c.prefill_workers,
             block_size=c.block_size,
             kv_bytes=c.kv_bytes(),
             overlap=c.overlap,

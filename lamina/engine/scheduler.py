@@ -15,7 +15,9 @@ from lamina.kv.partition import Lanes
 from lamina.workers.stepplan import Free, New, Rows, SequenceOp, StepPlan
 
 from .pipeline import route
+from .prefill import Prefill
 from .sequence import Sequence
+from .steps import Round, ScheduledStep
 
 Blocks = tuple[int, ...]  # by layer group
 
@@ -52,32 +54,6 @@ class Ledger(Protocol):
     def apply(self, plan: StepPlan) -> None:
         """Book the plan, exactly as the memory workers will."""
         ...
-
-
-class ScheduledStep:
-    """A StepPlan and who its rows belong to: ``parts[i]`` owns ``plan.rows[i]``; ``draws`` sample behind their last
-    row. ``scores``: owners of the log-probabilities of prompt tokens that come before the draws; the engine fills it.
-    """
-
-    def __init__(self, plan: StepPlan, parts: list[Sequence], draws: list[Sequence]) -> None:
-        self.plan = plan
-        self.parts = parts
-        self.draws = draws
-        self.scores: list[Sequence] = []
-        self.tokens = [
-            s.token_at(p) for s, r in zip(parts, plan.rows, strict=True) for p in range(r.first, r.first + r.count)
-        ]
-
-
-@dataclass
-class Round:
-    """One step of every batch that has something to do."""
-
-    left: set[ScheduledStep]  # not done yet
-    num_batches: int  # that the sequences were dealt to
-    rows: int
-    tokens: int  # that its attention reads
-    steady: bool  # every row continues a sequence that decodes, and another round was under way already
 
 
 @dataclass
@@ -118,10 +94,11 @@ class Scheduler:
         num_batches: int = 1,
         num_layers: int = 1,
         num_replicas: int = 0,
+        prefill: Prefill | None = None,
     ) -> None:
         """``aligned``: cut prompts at multiples of ``prefill_chunk`` only, whatever else is in the step.
         ``num_layers``: attention operators, over which the steps rotate. ``num_replicas``: 0 = as many as the batches
-        need.
+        need. ``prefill``: who computes the prompts; None = the batches do.
         """
         self._ledger = ledger
         self._max_num_seqs = max_num_seqs
@@ -132,6 +109,8 @@ class Scheduler:
         self.batches = [Batch(i) for i in range(num_batches)]
         self._num_layers = num_layers
         self._num_replicas = num_replicas
+        self._prefill = prefill or Prefill(0, prefill_chunk, num_batches)
+        self._chunks: list[ScheduledStep] = []  # for prefill workers, not taken yet
         self._num_batches = num_batches  # from the next round on
         self._in_flight: list[Round] = []
         self._next_round = 0  # also the number of its steps, so that all batches rotate in one phase
@@ -173,13 +152,21 @@ class Scheduler:
             step.plan = msgspec.structs.replace(step.plan, more=step is not steps[-1])
         if steps:
             rows, tokens = sum(s.plan.num_rows for s in steps), sum(b.load for b in self.batches)
-            steady = bool(self._in_flight) and all(len(s.draws) == s.plan.num_rows for s in steps)
+            steady = bool(self._in_flight) and rows > 0 and all(len(s.draws) == s.plan.num_rows for s in steps)
             self._in_flight.append(Round(set(steps), len(self.batches), rows, tokens, steady))
             self._next_round += 1
         return steps
 
+    def take_chunks(self) -> list[ScheduledStep]:
+        """The steps of prefill workers that the last round has granted."""
+        taken, self._chunks = self._chunks, []
+        return taken
+
     def complete(self, step: ScheduledStep) -> Round | None:
         """The step is done and its tokens have been appended; returns its round if that is done now."""
+        if step.prefill_worker is not None:
+            self._prefill.complete(step, step.prefill_worker)
+            return None
         mine = next(r for r in self._in_flight if step in r.left)
         mine.left.discard(step)
         if mine.left:
@@ -202,6 +189,7 @@ class Scheduler:
         self._drop_finished(batch)
         picked = self._pick_running(batch)
         self._admit(batch, picked)
+        self._grant(batch, picked)
         if not picked and not batch.ops:
             return None
         plan = self._plan(batch, picked)
@@ -210,10 +198,12 @@ class Scheduler:
         return self._commit(plan, picked)
 
     def _drop_finished(self, batch: Batch) -> None:
-        for sequence in batch.running:
-            if sequence.finished:
-                batch.ops.append(Free(sequence.id))
-        batch.running = [s for s in batch.running if not s.finished]
+        """Those whose K and V are still on their way stay until these have come."""
+        ended = [s for s in batch.running if s.finished and not s.num_prefilling]
+        for sequence in ended:
+            self._prefill.drop(sequence)
+            batch.ops.append(Free(sequence.id))
+        batch.running = [s for s in batch.running if s not in ended]
 
     def _pick_running(self, batch: Batch) -> dict[Sequence, int]:
         budget = self._prefill_chunk
@@ -235,11 +225,13 @@ class Scheduler:
         short = [n > f for n, f in zip(needed, free, strict=True)]
 
         def helps(sequence: Sequence) -> bool:
-            held = self._blocks_of(sequence.id, sequence.num_promised)
+            held = self._blocks_of(sequence.id, sequence.num_scheduled)
             return any(n > 0 for n, missing in zip(held, short, strict=True) if missing)
 
-        victim = next((s for s in reversed(batch.running) if helps(s)), batch.running[-1])
+        candidates = [s for s in reversed(batch.running) if not s.num_prefilling]
+        victim = next(filter(helps, candidates), candidates[0])
         batch.running.remove(victim)
+        self._prefill.drop(victim)
         batch.ops.append(Free(victim.id))
         picked.pop(victim, None)
         victim.restart()
@@ -257,15 +249,18 @@ class Scheduler:
         for owner in self.batches:  # what running prefills will still take
             for sequence in owner.running:
                 missing = sequence.num_promised - sequence.num_scheduled - picked.get(sequence, 0)
-                if missing > 0 and (owner is not batch or sequence in picked):
+                ahead = owner is not batch or sequence in picked or sequence.prefill_worker is not None
+                if missing > 0 and ahead:
                     whole, there = (self._blocks_of(sequence.id, sequence.num_promised - n) for n in (0, missing))
                     left = [n - a + b for n, a, b in zip(left, whole, there, strict=True)]
         while self._waiting and budget > 0 and self.num_running < self._max_num_seqs:
             sequence = self._waiting[0]
+            elsewhere = self._prefill.wants(sequence)
             count = self._count(sequence, budget)
+            room = self._prefill.has_room if elsewhere else count > 0
             lane = self._lane(batch, sequence, left)
             if (
-                not count or lane is None or sequence.num_drawing or batch.load > min(b.load for b in self.batches)
+                not room or lane is None or sequence.num_drawing or batch.load > min(b.load for b in self.batches)
             ):  # a preempted one whose last token is still being drawn waits
                 return
             left = _less(left, self._blocks_of(lane, sequence.num_promised))
@@ -273,8 +268,23 @@ class Scheduler:
             self._next_ids[lane] += self._ledger.num_lanes
             batch.ops.append(New(sequence.id))
             batch.running.append(self._waiting.popleft())
-            picked[sequence] = count
-            budget -= count
+            if elsewhere:
+                self._prefill.add(sequence)
+            else:
+                picked[sequence] = count
+                budget -= count
+
+    def _grant(self, batch: Batch, picked: dict[Sequence, int]) -> None:
+        """Let prefill workers go on with sequences of ``batch``, as far as there are blocks beside those of
+        ``picked``.
+        """
+        for sequence in batch.running:
+            while (grant := self._prefill.next_grant(sequence)) is not None and not sequence.finished:
+                batch.ops.append(grant)
+                if not self._ledger.can_apply(self._plan(batch, picked)):
+                    batch.ops.pop()
+                    return
+                self._chunks.append(self._prefill.begin(sequence, grant))
 
     def _lane(self, batch: Batch, sequence: Sequence, left: list[int]) -> int | None:
         """The lane for a new sequence of ``batch``, of those with ``left`` blocks enough: so that what each group keeps

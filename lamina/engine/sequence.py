@@ -24,6 +24,8 @@ class Sequence:
     id: int = -1  # set by the scheduler on admission
     num_scheduled: int = 0  # positions whose KV is stored or on its way
     num_drawing: int = 0  # tokens being drawn by steps in flight
+    prefill_worker: int | None = None  # that computes its prompt; it has no rows of its own before that is done
+    num_prefilling: int = 0  # chunks there whose K and V are not stored yet
     num_scored: int = 0  # tokens of the prompt whose log-probabilities are known or on their way, less the first
     finished: bool = False
     tokens: list[int] = field(init=False)
@@ -42,8 +44,9 @@ class Sequence:
 
     @property
     def wants_rows(self) -> bool:
-        """False once the last token that its length allows is known or being drawn."""
-        return not self.finished and self.num_promised < self.max_len and self.num_scheduled < self.num_promised
+        """False while a prefill worker has it, and once the last token that it may have is known or being drawn."""
+        ended = self.finished or self.num_promised >= self.max_len
+        return not ended and self.prefill_worker is None and self.num_scheduled < self.num_promised
 
     def token_at(self, position: int) -> int:
         """The token of a scheduled row; -1 where the step before draws it."""

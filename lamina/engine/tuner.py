@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from .scheduler import Round
+from .steps import Round
 
 WARM_ROUNDS = 2  # behind a change, until all batches are under way again
 TRIAL_ROUNDS = 7  # whose median counts

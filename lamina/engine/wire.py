@@ -24,8 +24,14 @@ class Wire(Protocol):
         """Queue a round. Raises WorkerError when a worker is lost."""
         ...
 
+    def prefill(self, worker: int, new: RunRound) -> None:
+        """Queue a chunk of a prompt for a prefill worker; a RunRound of one step. Raises WorkerError."""
+        ...
+
     def wait(self) -> StepDone:
-        """The next step that is done; some must be in flight. Raises WorkerError when a worker is lost."""
+        """The next step that is done, of compute or prefill workers; some must be in flight. Raises WorkerError when a
+        worker is lost.
+        """
         ...
 
     def stats(self) -> dict[str, dict[str, float]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lamina.kv.partition import Lanes
-from lamina.workers.stepplan import Free, New, Rows, SequenceOp, StepPlan, Truncate
+from lamina.workers.stepplan import Free, Grant, New, Rows, SequenceOp, StepPlan, Truncate
 
 
 class PlanError(ValueError):
@@ -271,6 +271,8 @@ class BlockTables:
                 if not 0 <= op.length <= extent.length:
                     raise PlanError(f"cannot truncate sequence {op.sequence} of {extent.length} tokens to {op.length}")
                 return replace(extent, length=op.length) if op.length else self._empty()
+            case Grant():
+                return self._advance(self._extent(changes, op.sequence), Rows(op.sequence, op.first, op.count))
             case _:
                 raise UnsupportedOpError(f"sequence op {type(op).__name__.lower()!r} is not supported")
 

@@ -13,6 +13,7 @@ from .trace import Event, Recording, Span
 
 SLOW = 2.0  # times the median makes a step slow
 SHOWN = 5  # slow steps in a report
+ROLES = ("compute", "memory", "prefill")
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def analyse(recording: Recording) -> Report:
         steps=len(steps),
         step_median_s=statistics.median(times),
         step_p99_s=times[min(len(times) - 1, int(0.99 * len(times)))],
-        pools={r: _mean([devices[d] for d in index.role(r)]) for r in ("compute", "memory") if index.role(r)},
+        pools={r: _mean([devices[d] for d in index.role(r)]) for r in ROLES if index.role(r)},
         devices=devices,
         stragglers=stragglers(index),
         slow_steps=_slow(steps, found),

@@ -39,6 +39,7 @@ NAMES = {
     Event.WRITE: "write",
     Event.NEW: "new",
     Event.SEND_O: "send O",
+    Event.GRANT: "grant",
     Event.RESERVE: "wait for a slot",
 }
 _FLOW = {Event.SEND_Q: "s", Event.STORED: "t", Event.SEND_O: "t", Event.RECEIVE_O: "f"}
@@ -55,9 +56,9 @@ def name(span: Span) -> str:
 
 
 def order(device: str) -> tuple[int, str, int]:
-    """Sorts devices: the engine, compute workers, memory workers, the rest; by number within."""
+    """Sorts devices: the engine, compute, memory and prefill workers, the rest; by number within."""
     role, _, number = device.partition("-")
-    known = (ENGINE, "compute", "memory")
+    known = (ENGINE, "compute", "memory", "prefill")
     return known.index(role) if role in known else len(known), role, int(number) if number.isdigit() else 0
 
 

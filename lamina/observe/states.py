@@ -15,6 +15,7 @@ from .trace import ENGINE, Event, Span
 # state -> in words. HOST is what is left: Python between the recorded spans, and time that the system gave to others.
 BUSY, WAIT_Q, WAIT_KV, WAIT_O, NETWORK = "busy", "wait_q", "wait_kv", "wait_o", "network"
 IMBALANCE, SCHEDULER, SAMPLING, HOST, IDLE = "imbalance", "scheduler", "sampling", "host", "idle"
+GRANT, GAP = "grant", "gap"
 STATES = {
     BUSY: "busy",
     WAIT_Q: "waiting for Q",
@@ -24,6 +25,8 @@ STATES = {
     IMBALANCE: "imbalance of memory workers",
     SCHEDULER: "scheduler",
     SAMPLING: "sampling",
+    GRANT: "storing K, V of prefill workers",
+    GAP: "waiting for a gap in decoding",
     HOST: "between spans",
     IDLE: "no request",
 }
@@ -79,7 +82,8 @@ def states(spans: Sequence[Span], start: float, end: float) -> dict[str, States]
     index = Index(spans)
     compute = {d: _compute(index, d, start, end) for d in index.role("compute")}
     memory = {d: _memory(index, d, compute, start, end) for d in index.role("memory")}
-    return compute | memory
+    prefill = {d: _prefill(index, d, start, end) for d in index.role("prefill")}
+    return compute | memory | prefill
 
 
 def _compute(index: Index, device: str, start: float, end: float) -> States:
@@ -96,6 +100,17 @@ def _compute(index: Index, device: str, start: float, end: float) -> States:
         (WAIT_O, waits),
         (IDLE, intersect(steps, _nobody_asked(index))),
         (SCHEDULER, steps),
+    )
+
+
+def _prefill(index: Index, device: str, start: float, end: float) -> States:
+    return _share_out(
+        [(start, end)],
+        (GAP, index.time(device, Event.RESERVE)),
+        (NETWORK, index.time(device, Event.SEND_KV)),
+        (BUSY, index.time(device, Event.SLICE, Event.STORED, Event.NEW)),
+        (SAMPLING, index.time(device, Event.SAMPLE)),
+        (IDLE, [(start, end)]),
     )
 
 
@@ -123,6 +138,7 @@ def _behind_o(index: Index, device: str) -> tuple[Intervals, Intervals, Interval
 def _memory(index: Index, device: str, compute: Mapping[str, States], start: float, end: float) -> States:
     claims = [
         (BUSY, index.time(device, *_ATTENTION)),
+        (GRANT, index.time(device, Event.GRANT)),
         (SCHEDULER, index.time(device, Event.PLAN)),
         (NETWORK, index.time(device, Event.SEND_O, Event.RESERVE)),
     ]

@@ -48,6 +48,7 @@ class Event(enum.IntEnum):
     WRITE = 25  # memory: K and V to their blocks
     NEW = 26  # memory: attention over the step's own tokens, and the merge
     SEND_O = 27
+    GRANT = 28  # memory: K and V of a prefill worker, to their blocks
     RESERVE = 30  # any sender: until a slot of the peer's inbox is free
 
 

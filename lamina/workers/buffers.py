@@ -13,6 +13,11 @@ def tensor_over(data: memoryview, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(data, dtype=dtype)
 
 
+def bytes_of(x: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, shared."""
+    return x.view(-1).view(torch.uint8).numpy().data
+
+
 def pick(x: Tensor, rows: Tensor | None) -> Tensor:
     """Rows ``rows`` of ``x``, a copy; None = all of them, and no copy."""
     return x if rows is None else x[rows]

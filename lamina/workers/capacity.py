@@ -15,6 +15,8 @@ from .stepplan import Bound, LayerShape
 SLOTS_OF_A_BATCH = 3  # PLAN, Q and KV are in flight together; one more slot so that the next PLAN need not wait
 LEAST_SLOT_BYTES = 1 << 20  # a PLAN or a Bind
 LEAST_BLOCKS = 2
+KV_SLOTS = 8  # layers that a prefill worker may be ahead of a memory worker
+STORED_SLOTS = 4  # steps of which a prefill worker has not taken notice yet, and one more
 FP32_BYTES = 4
 
 
@@ -40,6 +42,25 @@ def geometries(
             out_bytes = max(out_bytes, max_rows * row * max(group * layer.qk_dim, layer.qk_dim + layer.v_dim))
             in_bytes = max(in_bytes, max_rows * sum(_o_bytes(layer, p, partition, itemsize, max_len) for p in pieces))
     return Geometry(slots=slots, slot_bytes=out_bytes), Geometry(slots=slots, slot_bytes=in_bytes)
+
+
+def kv_geometries(
+    layers: Sequence[LayerShape], partition: Partition, itemsize: int, *, max_rows: int
+) -> tuple[Geometry, Geometry]:
+    """The inboxes of a memory worker and of a prefill worker, for the K and V of up to ``max_rows`` rows."""
+    out_bytes = LEAST_SLOT_BYTES
+    for i, layer in enumerate(layers):
+        for worker in range(partition.num_workers):
+            heads = sum(p.num_kv_heads for p in partition.pieces(i, worker))
+            out_bytes = max(out_bytes, max_rows * heads * (layer.qk_dim + layer.v_dim) * itemsize)
+    inbound = Geometry(slots=STORED_SLOTS, slot_bytes=LEAST_SLOT_BYTES)
+    return Geometry(slots=KV_SLOTS, slot_bytes=out_bytes), inbound
+
+
+def store_bytes(layers: Sequence[LayerShape], itemsize: int, max_len: int, block_size: int) -> int:
+    """Of a store for one sequence, the null block included."""
+    token = sum(x.kv_heads * (x.qk_dim + x.v_dim) for x in layers) * itemsize
+    return token * block_size * (-(-max_len // block_size) + 1)
 
 
 def _o_bytes(layer: LayerShape, piece: Piece, partition: Partition, itemsize: int, max_len: int) -> int:

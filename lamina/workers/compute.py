@@ -17,8 +17,8 @@ from lamina.engine.sampler import sample
 from lamina.observe.trace import OFF, Event, Recorder
 
 from .control import Drawn, RunRound, RunStep, StepDone
-from .memory_pool import MemoryPool
 from .ring import Ring, Stay
+from .stepplan import StepPlan
 
 FIXED_ROWS = 32
 
@@ -29,6 +29,40 @@ class Program(Protocol):
     @property
     def slices(self) -> Sequence[Any]:
         """L + 1 callables; see converter.slices.Slice."""
+        ...
+
+
+class Attention(Protocol):
+    """Where Q, K and V go and O comes from: MemoryPool, or the prefill worker's own."""
+
+    @property
+    def send_s(self) -> float:
+        """Seconds spent sending."""
+        ...
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds spent waiting for O."""
+        ...
+
+    def announce(self, plan: StepPlan) -> None:
+        """A step is to come."""
+        ...
+
+    def select(self, plan: StepPlan) -> None:
+        """What follows belongs to this step."""
+        ...
+
+    def q(self, layer: int, q: Tensor) -> None:
+        """q [R, Hq, 1, D]."""
+        ...
+
+    def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]."""
+        ...
+
+    def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
+        """[R, 1, Hq, Dv], once it is there."""
         ...
 
 
@@ -51,7 +85,7 @@ class ComputeWorker:
     def __init__(
         self,
         program: Program,
-        pool: MemoryPool,
+        pool: Attention,
         *,
         dtype: torch.dtype,
         deterministic: bool = False,

@@ -15,15 +15,14 @@ from .compute import Held, Program
 class EmulatedProgram:
     """A program, each of whose slices takes its time and then sends."""
 
-    def __init__(self, program: Program, times: DeviceTimes) -> None:
-        """Raises ValueError unless there is a time for each slice, or one for all."""
-        count, given = len(program.slices), len(times.slice_s)
+    def __init__(self, program: Program, call_s: Sequence[float], row_s: float) -> None:
+        """``call_s``: seconds of a call by slice, or one for all; ``row_s`` more for each row. Raises ValueError."""
+        count, given = len(program.slices), len(call_s)
         if given not in (1, count):
             raise ValueError(f"LAMINA_EMULATE: slice_s has {given} times for {count} slices: give one, or one for each")
-        device, each = Device(), times.slice_s * (count // given)
+        device, each = Device(), [*call_s] * (count // given)
         self.slices: Sequence[Any] = [
-            EmulatedSlice(inner, seconds, times.slice_row_s, device)
-            for inner, seconds in zip(program.slices, each, strict=True)
+            EmulatedSlice(inner, seconds, row_s, device) for inner, seconds in zip(program.slices, each, strict=True)
         ]
 
 
@@ -50,7 +49,11 @@ class EmulatedSlice:
         return out
 
 
-def emulated(program: Program) -> Program:
+def emulated(program: Program, *, prefill: bool = False) -> Program:
     """The program on the device that the environment names; itself where it names none."""
     times = DeviceTimes.from_environment()
-    return program if times is None else EmulatedProgram(program, times)
+    if times is None:
+        return program
+    if prefill:
+        return EmulatedProgram(program, [times.prefill_s], times.prefill_row_s)
+    return EmulatedProgram(program, times.slice_s, times.slice_row_s)

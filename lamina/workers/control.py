@@ -72,7 +72,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, tag="trace"):
 
 
 class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute"):
-    """Driver -> compute worker, first message. Answered by Progress messages, then ComputeReady or Failed."""
+    """Driver -> compute or prefill worker, first message. Answered by Progress, then ComputeReady or Failed."""
 
     model: str  # path or hub id; "" where the worker was given a module in its own process
     dtype: str
@@ -81,8 +81,9 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     max_rows: int
     max_num_seqs: int
     num_batches: int  # that take turns
-    replica: int
+    replica: int  # or which prefill worker
     replicas: int
+    prefill_workers: int
     block_size: int
     kv_bytes: int  # on each memory worker; 0 = choose
     overlap: bool
@@ -112,6 +113,10 @@ class RingPeer(msgspec.Struct, frozen=True, kw_only=True, tag="ring-peer"):
     url: str
 
 
+class Connect(msgspec.Struct, frozen=True, tag="connect"):
+    """Driver -> prefill worker: the memory workers are bound, and all that join before it have."""
+
+
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     """Compute worker -> driver while it starts: what it does, and how much of it is done."""
 
@@ -121,7 +126,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
 
 
 class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready"):
-    """Compute worker -> driver: the model is cut, the memory workers are bound."""
+    """Compute or prefill worker -> driver: the model is cut, the memory workers are bound."""
 
     vocab_size: int
     num_layers: int  # attention operators
@@ -177,7 +182,10 @@ class RunStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRound(msgspec.Struct, frozen=True, kw_only=True, tag="run-round"):
-    """Driver -> every compute worker: one step of every batch that has one, by batch. Rounds may be queued."""
+    """Driver -> every compute worker: one step of every batch that has one, by batch. Rounds may be queued.
+
+    Or to one prefill worker: a chunk of a prompt, as a step of a batch of its own.
+    """
 
     round: int
     steps: list[RunStep]
@@ -192,7 +200,9 @@ class Drawn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step-done"):
-    """The replica that ran the last slice -> driver: the tokens of one step, in the order of its draws."""
+    """The replica that ran the last slice -> driver: the tokens of one step, in the order of its draws. Or a prefill
+    worker, once all memory workers have the K and V of the step's rows.
+    """
 
     batch: int
     step: int

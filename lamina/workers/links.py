@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from lamina.netstack import Channel
+from lamina.netstack import Channel, ChannelTimeout
 from lamina.observe.trace import OFF, Event, Recorder
 
 from .buffers import tensor_over
@@ -42,6 +42,18 @@ class MemoryLink:
         if got.kind == Kind.REFUSED:
             raise RefusedError(data.decode(errors="replace"))
         return decode_bound(data)
+
+    def poll(self, timeout_s: float) -> Key | None:
+        """The next message, one without data; None if there is none in time. Raises RefusedError, ChannelError."""
+        try:
+            arrival = self.channel.wait_signal(timeout_s=timeout_s)
+        except ChannelTimeout:
+            return None
+        key, data = Key.unpack(arrival.tag), bytes(arrival.data)
+        self.channel.release(arrival)
+        if key.kind == Kind.REFUSED:
+            raise RefusedError(data.decode(errors="replace"))
+        return key
 
     def send(self, key: Key, data: bytes) -> None:
         """Copy ``data`` into the peer's inbox."""

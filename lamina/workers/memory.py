@@ -16,9 +16,12 @@ from lamina.netstack import Channel, ChannelError, ChannelTimeout, Listener
 from lamina.observe.trace import OFF, Recorder, recorder
 
 from .control import AskClock, AskStats, AskTrace, ControlLink, LinkClosedError, MemoryReady, StartMemory, Stop
+from .meter import Meter
 from .service import Service
-from .session import POLL_S, Meter, Session
+from .session import Session
 from .stepplan import ProtocolError
+
+POLL_S = 1.0  # of waits that only an event ends: somebody comes, the driver's Stop
 
 
 class MemoryWorker:
@@ -32,8 +35,8 @@ class MemoryWorker:
         self._aborted = ""
 
     def stats(self) -> dict[str, float]:
-        """Since the start: attend_s, write_s, wait_s, plan_s; steps, rows, refused; stored_bytes that attention read;
-        payload bytes_received, bytes_sent.
+        """Since the start: attend_s, write_s, grant_s (writing what prefill workers send), wait_s, plan_s; steps, rows,
+        refused; stored_bytes that attention read; payload bytes_received, bytes_sent.
 
         Safe from any thread.
         """

@@ -4,26 +4,26 @@ The messages of a layer are flat, one piece of the layer behind the other. Of ea
 sequences that it finishes alone, then those of the others (kv.layout):
 
     Q    q [R, Hq, D], q [R', Hq, D]
-    KV   k [R, Hkv, D], v [R, Hkv, Dv], k [R", Hkv, D], v [R", Hkv, Dv]
+    KV   as in workers.memory_write
     O    of all pieces the partial results, o [P, Hq, Dv] and lse [P, Hq] in fp32; then of all pieces o [R, Hq, Dv]
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lamina.attention.merge import CHUNK_TOKENS, Partial
-from lamina.kv.layout import kept, layout
-from lamina.kv.pool import WriteIndex, row_table, write_index
+from lamina.kv.layout import Layout
+from lamina.kv.pool import row_table
 
-from .buffers import pick, tensor_over
+from .buffers import pick
 from .memory_store import Store, StoredPiece
+from .memory_write import Flat, Writes, layouts_of
 from .stepplan import Rows, StepPlan
 
 
@@ -55,7 +55,9 @@ class Step:
     def __init__(self, store: Store, plan: StepPlan) -> None:
         self.plan = plan
         self._store = store
-        self._groups = [_GroupStep(store, g, plan.rows) for g in range(len(store.tables.windows))]
+        layouts = layouts_of(store, plan.rows)
+        self._writes = Writes(store, layouts)
+        self._groups = [_GroupStep(store, g, x) for g, x in enumerate(layouts)]
         self._sizes: dict[int, Sizes] = {}
 
     def sizes(self, layer: int) -> Sizes:
@@ -66,16 +68,15 @@ class Step:
         return self._sizes[like]
 
     def _count(self, layer: int) -> Sizes:
-        q = kv = partial = final = stored = 0
+        q = partial = final = stored = 0
         for piece, group in self._pieces(layer):
             op, whole = piece.operator, group.whole.num_rows
             q += (whole + group.other_q) * op.q_heads * op.qk_dim
-            kv += (whole + group.other_kv.num_rows) * op.kv_heads * (op.qk_dim + op.v_dim)
             partial += group.num_partial * op.q_heads * (op.v_dim + 1)
             final += whole * op.q_heads * op.v_dim
             stored += group.stored_tokens * op.kv_heads * (op.qk_dim + op.v_dim)
-        itemsize = self._store.dtype.itemsize
-        return Sizes(q * itemsize, kv * itemsize, partial * torch.float32.itemsize, final * itemsize, stored * itemsize)
+        size, kv = self._store.dtype.itemsize, self._writes.num_bytes(layer)
+        return Sizes(q * size, kv, partial * torch.float32.itemsize, final * size, stored * size)
 
     def attend_stored(self, layer: int, q: memoryview) -> list[Stored]:
         """By piece; see ``AttentionBackend.attend_stored``."""
@@ -90,17 +91,14 @@ class Step:
 
     def write(self, layer: int, kv: memoryview) -> None:
         """Store the rows' K and V at their positions."""
-        for piece, group, (k, v, other_k, other_v) in self._kv(layer, kv):
-            for rows, x, y in ((group.whole_kv, k, v), (group.other_kv, other_k, other_v)):
-                if rows.at is not None:
-                    piece.kv.write(rows.at, pick(x, rows.kept), pick(y, rows.kept))
+        self._writes.write(layer, kv)
 
     def finish(self, layer: int, stored: list[Stored], q: memoryview, kv: memoryview, out: memoryview) -> None:
         """Attend the new rows, and fill O."""
         backend, upto = self._store.backend, self.sizes(layer).partial
-        partial, final = _Flat(out[:upto], torch.float32), _Flat(out[upto:], self._store.dtype)
-        for (piece, group, (whole, other)), (_, _, (k, v, other_k, other_v)), part in zip(
-            self._q(layer, q), self._kv(layer, kv), stored, strict=True
+        partial, final = Flat(out[:upto], torch.float32), Flat(out[upto:], self._store.dtype)
+        for (piece, group, (whole, other)), (_, (k, v, other_k, other_v)), part in zip(
+            self._q(layer, q), self._writes.tensors(layer, kv), stored, strict=True
         ):
             op, new = piece.operator, group.new
             parts = [] if part.nodes is None else [part.nodes]
@@ -119,17 +117,10 @@ class Step:
             yield piece, self._groups[piece.group]
 
     def _q(self, layer: int, data: memoryview) -> Iterator[tuple[StoredPiece, _GroupStep, list[Tensor]]]:
-        flat = _Flat(data, self._store.dtype)
+        flat = Flat(data, self._store.dtype)
         for piece, group in self._pieces(layer):
             op = piece.operator
             yield piece, group, [flat.take(n, op.q_heads, op.qk_dim) for n in (group.whole.num_rows, group.other_q)]
-
-    def _kv(self, layer: int, data: memoryview) -> Iterator[tuple[StoredPiece, _GroupStep, list[Tensor]]]:
-        flat = _Flat(data, self._store.dtype)
-        for piece, group in self._pieces(layer):
-            op = piece.operator
-            counts = group.whole.num_rows, group.other_kv.num_rows
-            yield piece, group, [flat.take(n, op.kv_heads, dim) for n in counts for dim in (op.qk_dim, op.v_dim)]
 
 
 class _Attended(NamedTuple):
@@ -140,27 +131,16 @@ class _Attended(NamedTuple):
     prepared: Any
 
 
-class _Written(NamedTuple):
-    """Rows of a message's K and V, which of them are kept here (None = all) and where (None = nowhere)."""
-
-    num_rows: int
-    kept: Tensor | None
-    at: WriteIndex | None
-
-
 class _GroupStep:
     """What one group has of a step: index tensors."""
 
-    def __init__(self, store: Store, group: int, rows: Sequence[Rows]) -> None:
-        tables, self._store, self._group = store.tables, store, group
-        found = layout(rows, tables.lanes[group], tables.windows[group], store.stripe)
+    def __init__(self, store: Store, group: int, found: Layout) -> None:
+        self._store, self._group = store, group
         q_at, kv_at = _starts(found.q), _starts(found.kv)
         self.stored_tokens = 0
         self.num_partial = found.num_partial
         self.whole = self._attended(found.whole, None, None)
-        self.whole_kv = self._written(found.whole)
         self.other_q = len(found.q_rows)
-        self.other_kv = self._written(found.kv)
         node_rows, ranges = [n.rows for n in found.nodes], [(n.low, n.high) for n in found.nodes]
         self.nodes = self._attended(node_rows, ranges, _index(node_rows, q_at))
         self.new = self._attended(found.new, [(r.first, r.first) for r in found.new], _index(found.new, q_at))
@@ -172,19 +152,6 @@ class _GroupStep:
         table = row_table(self._store.tables, self._group, rows, align=CHUNK_TOKENS, ranges=ranges)
         self.stored_tokens += int((table.stop - table.seen).sum())
         return _Attended(table.num_rows, index, self._store.backend.prepare(table))
-
-    def _written(self, rows: list[Rows]) -> _Written:
-        tables, count, here = self._store.tables, 0, list[int]()
-        parts = list[Rows]()
-        for row in rows:
-            for part in kept(row, tables.lanes[self._group], self._store.stripe):
-                parts.append(part)
-                here += range(count + part.first - row.first, count + part.first - row.first + part.count)
-            count += row.count
-        if not parts:
-            return _Written(count, None, None)
-        at = write_index(tables, self._group, parts, self._store.device)
-        return _Written(count, None if len(here) == count else torch.tensor(here, dtype=torch.int64), at)
 
 
 def _starts(rows: Iterable[Rows]) -> dict[int, int]:
@@ -199,20 +166,3 @@ def _starts(rows: Iterable[Rows]) -> dict[int, int]:
 def _index(rows: Iterable[Rows], starts: dict[int, int]) -> Tensor:
     """The rows of sequences in a message."""
     return torch.tensor([starts[r.sequence] + i for r in rows for i in range(r.count)], dtype=torch.int64)
-
-
-NOTHING = torch.empty(0)
-
-
-class _Flat:
-    """A message, tensor by tensor. What has no rows is nothing."""
-
-    def __init__(self, data: memoryview, dtype: torch.dtype) -> None:
-        self._rest = tensor_over(data, dtype) if len(data) else NOTHING
-
-    def take(self, *shape: int) -> Tensor:
-        size = prod(shape)
-        if not size:
-            return NOTHING
-        first, self._rest = self._rest[:size], self._rest[size:]
-        return first.view(shape)

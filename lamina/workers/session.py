@@ -6,10 +6,8 @@ message is next, and waits for that one alone.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import torch
 
@@ -17,40 +15,21 @@ from lamina.kv.blocks import NoBlocksError, PlanError
 from lamina.netstack import Arrival, Channel, ChannelTimeout
 from lamina.observe.trace import Event, Recorder
 
+from .grants import Grants
 from .memory_step import Step, Stored
 from .memory_store import Store
+from .meter import Meter
 from .stepplan import Key, Kind, ProtocolError, StepPlan, decode_bind, decode_join, decode_plan, encode
 
-POLL_S = 1.0  # of waits that only an event ends: a message, the peer's death, the driver's Stop
 RESERVE_S = 60.0  # for a compute worker to take what it was sent before
 NOTHING = memoryview(b"")
 MOST_PLANS = 64  # that may lie here before their round
 
 
-class Meter:
-    """Seconds, counts and bytes by name."""
-
-    def __init__(self) -> None:
-        names = "attend_s write_s wait_s plan_s steps rows refused stored_bytes bytes_received bytes_sent"
-        self._values = dict.fromkeys(names.split(), 0.0)
-
-    def read(self) -> dict[str, float]:
-        return dict(self._values)
-
-    def add(self, name: str, value: float) -> None:
-        self._values[name] += value
-
-    @contextmanager
-    def time(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._values[name] += time.perf_counter() - start
-
-
 class Session:
-    """The channels of all replicas, and the store that they share. Replica 0 binds and sends the plans."""
+    """The channels of all replicas and prefill workers, and the store that they share. Replica 0 binds and sends the
+    plans.
+    """
 
     def __init__(self, channel: Channel, device: torch.device, meter: Meter, trace: Recorder) -> None:
         """Waits for a Bind on ``channel``."""
@@ -59,26 +38,29 @@ class Session:
         self._trace = trace
         self._plans: deque[tuple[Key, bytes]] = deque()  # that came before their round
         self._refused: dict[int, Key] = {}  # batch -> its last plan, if refused: its layer messages are dropped
+        self._grants = Grants(meter, trace)
         self._store = self._bind(device)
 
     @property
     def missing(self) -> int:
-        """Replicas that have not joined yet."""
-        return self._store.bind.replicas - len(self._channels)
+        """Replicas and prefill workers that have not joined yet."""
+        return self._store.bind.replicas + self._store.bind.prefill_workers - len(self._channels)
 
     def join(self, channel: Channel) -> None:
-        """Take the next replica in. Raises ProtocolError if it is not that, or has another model."""
+        """Take the next one in. Raises ProtocolError if it is not that, or has another model."""
         arrival = self._receive(channel)
         key, bind = Key.unpack(arrival.tag), self._store.bind
         if key.kind != Kind.JOIN:
             raise ProtocolError(f"{key} in place of a join")
         join = decode_join(arrival.data)
         channel.release(arrival)
-        if join.replica != len(self._channels):
-            raise ProtocolError(f"replica {join.replica} came when replica {len(self._channels)} was due")
+        if join.number != len(self._channels):
+            raise ProtocolError(f"replica {join.number} came when replica {len(self._channels)} was due")
         if join.layers != bind.layers:
-            raise ProtocolError(f"replica {join.replica} has another model than replica 0")
+            raise ProtocolError(f"replica {join.number} has another model than replica 0")
         self._channels.append(channel)
+        if join.number >= bind.replicas:
+            self._grants.join(channel)
         self._send(channel, Key(Kind.BOUND), encode(self._store.bound))
 
     def check_idle(self) -> None:
@@ -119,7 +101,9 @@ class Session:
                 plan = decode_plan(data)
                 if key != _key(Kind.PLAN, plan, -1):
                     raise ProtocolError(f"the plan of step {plan.step} came as {key}")
+                self._grants.check(plan)
                 self._store.begin(plan)
+                self._grants.add(plan, self._store)
                 step = Step(self._store, plan)
         except (ProtocolError, PlanError, NoBlocksError) as e:
             self._refused[key.batch] = key
@@ -152,6 +136,7 @@ class Session:
 
         Q and KV are released before O is signalled: whoever sees O has their slots back.
         """
+        self._grants.take_overdue()
         meter, trace, sizes = self._meter, self._trace, step.sizes(layer)
         source, reply = (self._channels[step.plan.replica_of(i)] for i in (layer, layer + 1))
         q_arrival = self._expect(step, layer, Kind.Q, sizes.q)
@@ -224,16 +209,20 @@ class Session:
                 return store
 
     def _receive(self, channel: Channel) -> Arrival:
-        """The next message. Waits as long as the peer and the driver live: an idle worker is no fault."""
-        with self._meter.time("wait_s"):
-            while True:
-                try:
-                    arrival = channel.wait_signal(timeout_s=POLL_S)
-                    break
-                except ChannelTimeout:
-                    continue
+        """The next message. Waits as long as the peer and the driver live: an idle worker is no fault. While it waits,
+        what prefill workers send is stored.
+        """
+        while (arrival := self._poll(channel)) is None:
+            self._grants.take()
         self._meter.add("bytes_received", arrival.data.nbytes)
         return arrival
+
+    def _poll(self, channel: Channel) -> Arrival | None:
+        with self._meter.time("wait_s"):
+            try:
+                return channel.wait_signal(timeout_s=self._grants.patience_s)
+            except ChannelTimeout:
+                return None
 
     def _send(self, channel: Channel, key: Key, data: bytes) -> None:
         slot = channel.reserve(len(data), timeout_s=RESERVE_S)

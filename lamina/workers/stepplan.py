@@ -7,8 +7,9 @@ layer messages behind it have a fixed place and size: Q, KV and O carry tensors 
     Q, KV   of the rows that the worker needs, its heads; the layouts are in workers.memory_step
     O       back to the replica that the plan names
     BIND    msgpack of Bind, once, before any plan, from replica 0;  BOUND answers it
-    JOIN    msgpack of Join, once, from every other replica, behind the Bind;  BOUND answers it
+    JOIN    msgpack of Join, once, from every other replica and then every prefill worker;  BOUND answers it
     CARRY   the tensors of a cut, from one replica to the next
+    STORED  nothing; back to a prefill worker: all K and V of a grant are in the store
     REFUSED utf-8 text, in place of BOUND or of the step's first O: nothing of the step was applied
 
 Tensors are contiguous, in the wire dtype of Bind, rows in the order of the plan. Every message carries its Key as tag.
@@ -16,6 +17,9 @@ A message without any row is not sent.
 
 A *round* is one step of every batch that has one. Everybody takes the turns of a round in one order, by layer and then
 by batch, and rounds one after the other: so every worker knows whose message is next.
+
+A prefill worker's K and V come besides, on a channel of its own, once a plan has granted them: layer by layer, grants
+in the order of the plans. They have no turn; a memory worker takes them while it would wait.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ class Kind(enum.IntEnum):
     REFUSED = 7
     JOIN = 8
     CARRY = 9
+    STORED = 10
 
 
 _KEY = struct.Struct("<QIIiI")
@@ -113,11 +118,15 @@ class Shift(msgspec.Struct, frozen=True, array_like=True, tag="shift"):
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
-    """Grant a prefill worker slots for the K, V of ``count`` tokens from ``first``."""
+    """Hold blocks as Rows do, for K and V that prefill worker ``worker`` sends as its step ``step``. Until they are
+    stored, the sequence must have no rows and must not be freed or truncated.
+    """
 
     sequence: int
     first: int
     count: int
+    worker: int
+    step: int
 
 
 class Export(msgspec.Struct, frozen=True, array_like=True, tag="export"):
@@ -189,15 +198,18 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True):
     max_rows: int  # rows in a step at most
     max_model_len: int  # tokens in a sequence at most
     replicas: int = 1  # compute workers: this one and those that will join
+    prefill_workers: int = 0  # that will join behind them
     overlap: bool = True  # attend the stored tokens as soon as Q is there, not only once KV has come
     backend: str = "reference"
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True):
-    """Another replica of the model that was bound. ``layers`` must be those of the Bind."""
+    """Another replica of the model that was bound, or a prefill worker, whose numbers follow the replicas'. ``layers``
+    must be those of the Bind.
+    """
 
     version: int = VERSION
-    replica: int
+    number: int
     layers: list[LayerShape]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lamina.attention import Operator, get
 from lamina.attention.spec import AttentionSpec
-from lamina.emulate import VARIABLE, Device, DeviceTimes
+from lamina.emulate import VARIABLE, Device
 from lamina.kv.blocks import BlockTables
 from lamina.kv.pool import allocate, row_table
 from lamina.workers.compute_emulated import EmulatedProgram, emulated
@@ -49,7 +49,7 @@ class Pool:
 def test_a_slice_takes_its_time_and_then_sends_what_it_would_have_sent() -> None:
     log: list[str] = []
     pool, x = Pool(log), torch.arange(3.0).view(3, 1)
-    first, last = EmulatedProgram(Model(log), DeviceTimes(slice_s=(0.05, 0.02), slice_row_s=0.01)).slices
+    first, last = EmulatedProgram(Model(log), (0.05, 0.02), 0.01).slices
     start = time.monotonic()
     (out,) = first(x, pool)
     assert time.monotonic() - start >= 0.05 + 3 * 0.01

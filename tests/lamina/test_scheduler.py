@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.engine.scheduler import ScheduledStep, Scheduler
+from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
+from lamina.engine.steps import ScheduledStep
 from lamina.kv.blocks import BlockTables
 from lamina.kv.partition import Lanes, by_request
 from lamina.request import CompletionOutput, SamplingParams

@@ -11,7 +11,7 @@ from test_engine import FakeWire, continuation, run
 
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
-from lamina.engine.scheduler import Round
+from lamina.engine.steps import Round
 from lamina.engine.tuner import TIE, Tuner
 from lamina.request import SamplingParams
 from lamina.workers.control import StepDone

@@ -18,7 +18,7 @@ from lamina.kv.blocks import (
     split_memory,
 )
 from lamina.kv.partition import Lanes
-from lamina.workers.stepplan import Export, Fork, Free, Grant, Import, New, Rows, SequenceOp, Shift, StepPlan, Truncate
+from lamina.workers.stepplan import Export, Fork, Free, Import, New, Rows, SequenceOp, Shift, StepPlan, Truncate
 
 SIZE = 4
 
@@ -112,7 +112,7 @@ def test_plans_that_do_not_fit_change_nothing(bad: StepPlan) -> None:
     assert snapshot(t) == before
 
 
-@pytest.mark.parametrize("op", [Fork(2, 1, 3), Shift(1, 2), Grant(1, 0, 4), Export(1), Import(1)], ids=str)
+@pytest.mark.parametrize("op", [Fork(2, 1, 3), Shift(1, 2), Export(1), Import(1)], ids=str)
 def test_ops_of_later_features_are_refused_by_name(op: SequenceOp) -> None:
     t = tables()
     t.apply(plan(New(1), Rows(1, 0, 6)))

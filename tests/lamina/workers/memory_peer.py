@@ -113,7 +113,7 @@ class Pool:
     def join(self, first: Peer, replica: int, layers: list[LayerShape] | None = None) -> Peer:
         """One more replica of what ``first`` bound on the newest worker."""
         channel = self.fabric.connect(self.listeners[-1].url, outbound=GEOMETRY, inbound=GEOMETRY)
-        return Peer(channel, first.bind, Join(replica=replica, layers=layers or first.bind.layers))
+        return Peer(channel, first.bind, Join(number=replica, layers=layers or first.bind.layers))
 
     def connect(self, bind: Bind) -> Peer:
         """A new worker, bound."""

@@ -118,7 +118,7 @@ def test_the_loss_of_a_replica_before_all_have_joined_is_noticed(pool: Pool) -> 
 
 def test_a_join_without_a_bind_is_turned_away(pool: Pool) -> None:
     channel = pool.open()
-    data = encode(Join(replica=1, layers=LAYERS))
+    data = encode(Join(number=1, layers=LAYERS))
     slot = channel.reserve(len(data), timeout_s=WAIT_S)
     slot.data[:] = data
     channel.put_signal(slot, Key(Kind.JOIN).pack())

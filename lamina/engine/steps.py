@@ -1,0 +1,39 @@
+"""What the scheduler hands out: steps, and rounds of them. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lamina.workers.stepplan import StepPlan
+
+from .sequence import Sequence
+
+
+class ScheduledStep:
+    """A StepPlan and who its rows belong to: ``parts[i]`` owns ``plan.rows[i]``; ``draws`` sample behind their last
+    row. ``scores``: owners of the log-probabilities of prompt tokens that come before the draws; the engine fills it.
+    ``prefill_worker``: who runs it; None = the compute workers.
+    """
+
+    def __init__(
+        self, plan: StepPlan, parts: list[Sequence], draws: list[Sequence], prefill_worker: int | None = None
+    ) -> None:
+        self.plan = plan
+        self.parts = parts
+        self.draws = draws
+        self.prefill_worker = prefill_worker
+        self.scores: list[Sequence] = []
+        self.tokens = [
+            s.token_at(p) for s, r in zip(parts, plan.rows, strict=True) for p in range(r.first, r.first + r.count)
+        ]
+
+
+@dataclass
+class Round:
+    """One step of every batch that has something to do."""
+
+    left: set[ScheduledStep]  # not done yet
+    num_batches: int  # that the sequences were dealt to
+    rows: int
+    tokens: int  # that its attention reads
+    steady: bool  # every row continues a sequence that decodes, and another round was under way already

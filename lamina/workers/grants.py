@@ -1,0 +1,142 @@
+"""K and V on their way from prefill workers to a memory worker, which takes them while decoding leaves it idle.
+
+A grant of a plan says what will come: the K and V of some tokens of a sequence, a message for each layer. Until a
+memory worker takes them they lie in the slots of the prefill worker's channel, which thus stops when those are full. So
+prompts never push decoding aside; and as a message is taken every STARVED_S at least, they are never stopped by it.
+(The paper's pull in the idle periods between messages of decoding: arXiv 2405.01814 section 5.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from lamina.kv.blocks import PlanError
+from lamina.netstack import Channel, ChannelTimeout
+from lamina.observe.trace import OFF, Event, Recorder
+
+from .memory_store import Store
+from .memory_write import Writes, layouts_of
+from .meter import Meter
+from .stepplan import Free, Grant, Key, Kind, ProtocolError, Rows, StepPlan, Truncate
+
+STARVED_S = 0.005  # without a look at the prefill workers, while decoding leaves no gap
+GAP_S = 0.0005  # that a worker with nothing to do waits for decoding before it looks at the prefill workers again
+IDLE_S = 1.0  # the same where nothing is granted: only decoding can come then
+RESERVE_S = 60.0  # for a prefill worker to take what it was told before
+
+
+class Grants:
+    """What prefill workers may still send, and the channels on which they do. One thread."""
+
+    def __init__(self, meter: Meter, trace: Recorder = OFF, clock: Callable[[], float] = time.monotonic) -> None:
+        self._meter, self._trace, self._clock = meter, trace, clock
+        self._inlets: list[_Inlet] = []  # by prefill worker
+        self._looked = 0.0
+        self._found = False  # by the last look
+        self._next = 0  # whose turn it is to be looked at first
+
+    def join(self, channel: Channel) -> None:
+        """The next prefill worker."""
+        self._inlets.append(_Inlet(channel))
+
+    @property
+    def open(self) -> bool:
+        """Whether something is still to come."""
+        return any(x.deliveries for x in self._inlets)
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for decoding before the next ``take``."""
+        if not self.open:
+            return IDLE_S
+        return 0.0 if self._found else GAP_S
+
+    def check(self, plan: StepPlan) -> None:
+        """Raises PlanError where the plan touches a sequence whose K and V are still to come, ProtocolError where it
+        grants what cannot be.
+        """
+        waiting = {d.sequence for x in self._inlets for d in x.deliveries}
+        for op in plan.ops:
+            if isinstance(op, Grant) and not 0 <= op.worker < len(self._inlets):
+                raise ProtocolError(f"step {plan.step} grants to prefill worker {op.worker} of {len(self._inlets)}")
+            if isinstance(op, Free | Truncate) and op.sequence in waiting:
+                raise PlanError(f"sequence {op.sequence} is freed or truncated while its K and V are still to come")
+        waiting |= {op.sequence for op in plan.ops if isinstance(op, Grant)}
+        for row in plan.rows:
+            if row.sequence in waiting:
+                raise PlanError(
+                    f"sequence {row.sequence} has rows in step {plan.step}, but its K and V are still to come"
+                )
+
+    def add(self, plan: StepPlan, store: Store) -> None:
+        """Expect what a plan grants that ``store`` has begun."""
+        for op in plan.ops:
+            if isinstance(op, Grant):
+                inlet = self._inlets[op.worker]
+                inlet.deliveries.append(_Delivery(store, op))
+                self._close_done(inlet)
+
+    def take_overdue(self) -> None:
+        """``take``, if that was not done for STARVED_S."""
+        if self.open and self._clock() - self._looked >= STARVED_S:
+            self.take()
+
+    def take(self) -> None:
+        """Store one message, if one has come; of several prefill workers each has its turn."""
+        self._looked, self._found = self._clock(), False
+        count = len(self._inlets)
+        for number in range(self._next, self._next + count):
+            if self._take_from(number % count):
+                self._found, self._next = True, (number + 1) % count
+                return
+
+    def _take_from(self, worker: int) -> bool:
+        inlet = self._inlets[worker]
+        if not inlet.deliveries:
+            return False
+        try:
+            arrival = inlet.channel.wait_signal(timeout_s=0.0)
+        except ChannelTimeout:
+            return False
+        delivery, start = inlet.deliveries[0], self._trace.now()
+        layer = delivery.layers[0]
+        key, got, due = Key(Kind.KV, delivery.step, layer=layer), Key.unpack(arrival.tag), delivery.num_bytes(layer)
+        if got._replace(batch=0) != key or arrival.data.nbytes != due:
+            raise ProtocolError(
+                f"prefill worker {worker}: {got} of {arrival.data.nbytes} bytes in place of {key} of {due}"
+            )
+        with self._meter.time("grant_s"):
+            delivery.writes.write(layer, arrival.data)
+        self._meter.add("bytes_received", due)
+        inlet.channel.release(arrival)
+        self._trace.add(Event.GRANT, start, got, layer, worker, due)
+        delivery.layers.popleft()
+        self._close_done(inlet)
+        return True
+
+    def _close_done(self, inlet: _Inlet) -> None:
+        """Tell the prefill worker of what has come whole; of some grants this worker keeps nothing."""
+        while inlet.deliveries and not inlet.deliveries[0].layers:
+            done = inlet.deliveries.popleft()
+            slot = inlet.channel.reserve(0, timeout_s=RESERVE_S)
+            inlet.channel.put_signal(slot, Key(Kind.STORED, done.step).pack())
+
+
+class _Inlet:
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.deliveries: deque[_Delivery] = deque()
+
+
+class _Delivery:
+    """What one grant still brings."""
+
+    def __init__(self, store: Store, grant: Grant) -> None:
+        self.sequence, self.step = grant.sequence, grant.step
+        self.writes = Writes(store, layouts_of(store, [Rows(grant.sequence, grant.first, grant.count)]))
+        self.layers = deque(x for x in range(len(store.layers)) if self.num_bytes(x))
+
+    def num_bytes(self, layer: int) -> int:
+        return self.writes.num_bytes(layer)

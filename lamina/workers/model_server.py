@@ -1,0 +1,225 @@
+"""The life of a worker that has the model: load, cut, connect; then serve rounds until the driver goes."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from lamina import gemm, netstack
+from lamina.attention.merge import CHUNK_TOKENS
+from lamina.kv.partition import PARTITIONS, Partition, stripe_of
+from lamina.netstack import ChannelError
+from lamina.observe.trace import Event, recorder
+
+from .capacity import together
+from .control import (
+    AskClock,
+    AskStats,
+    AskTrace,
+    ComputeReady,
+    Connect,
+    ControlLink,
+    LinkClosedError,
+    Progress,
+    RingPeer,
+    RunRound,
+    StartCompute,
+    StepDone,
+    Stop,
+)
+from .links import RefusedError
+from .service import Service
+from .stepplan import Bound, LayerShape, ProtocolError
+
+MESSAGES = StartCompute | RunRound | RingPeer | Connect | AskStats | AskClock | AskTrace | Stop
+
+
+class Worker(Protocol):
+    """What serves the rounds: ComputeWorker, PrefillWorker."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``turn`` has something to do."""
+        ...
+
+    def submit(self, new: RunRound) -> None:
+        """Queue a round."""
+        ...
+
+    def turn(self) -> StepDone | None:
+        """Do a part of the work; returns a step that is done."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Counters by name. Safe from any thread."""
+        ...
+
+
+class Cut(NamedTuple):
+    """A loaded model, in slices. ``layers``: its attention operators; ``gemm``: the backend of its linear layers."""
+
+    program: Any
+    loaded: Any
+    layers: list[LayerShape]
+    dtype: torch.dtype
+    max_len: int
+    partition: Partition
+    gemm: str
+
+
+class ModelServer:
+    """Subclasses say what to serve with, in ``prepare``."""
+
+    role: str  # for messages to people
+
+    def __init__(self, link: ControlLink, start: StartCompute, module: Any) -> None:
+        """``module``: the model itself, where the driver is this process."""
+        self.start = start
+        self.module = module
+        self.fabric = netstack.open(start.scheme, key=start.key)
+        self.trace = recorder(start.trace)
+        self.clock = Clock()
+        self._worker: Worker | None = None
+        self.service = Service(link, self._stats, lambda reason: self.fabric.close(), self.trace)
+
+    def prepare(self) -> tuple[Worker, ComputeReady]:
+        """Raises RefusedError, ValueError for what a user can put right."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Until the driver's end of the link closes or says Stop."""
+        try:
+            if self._start_up() and self._worker:
+                self._loop(self._worker)
+        except LinkClosedError:
+            pass  # the driver is gone: so are we
+        except (ChannelError, ProtocolError, RefusedError) as e:
+            if not self.service.stopped.is_set():
+                self.service.fail(f"{self.role}: {e}")
+        except Exception as e:
+            self.service.fail(f"{self.role}: {type(e).__name__}: {e}")
+            raise
+        finally:
+            self.fabric.close()
+            self.service.link.close()
+
+    def cut(self) -> Cut:
+        """Load the model and cut it at its attention operators. Raises ModelError, ValueError."""
+        from lamina.models.convert import convert_model, layer_shapes
+        from lamina.models.load import load
+
+        start = self.start
+        if start.threads and start.threads != torch.get_num_threads():
+            torch.set_num_threads(start.threads)
+        source = self.module if self.module is not None else start.model
+        loaded = load(source, dtype=start.dtype, trust_remote_code=start.trust_remote_code, progress=self._progress)
+        max_len = _sequence_limit(start.max_model_len, loaded.max_model_len)
+        self.clock.lap("load_s")
+        self._progress("cutting the model", 0, 1)
+        program = convert_model(loaded.model, max_model_len=max_len, deterministic=start.deterministic)
+        self._progress("cutting the model", 1, 1)
+        self.clock.lap("convert_s")
+        linear = gemm.get(start.gemm, torch.get_num_threads())
+        program, layers = gemm.bind(program, linear), layer_shapes(program)
+        stripe = stripe_of(-(-max_len // CHUNK_TOKENS), len(start.memory_urls))
+        partition = PARTITIONS[start.partition]([s.kv_heads for s in layers], start.memory_weights, stripe)
+        dtype, name = program.calls[0].q.dtype, type(linear).__name__.lower()
+        return Cut(program, loaded, layers, dtype, max_len, partition, name)
+
+    def ready(self, cut: Cut, bounds: Sequence[Bound]) -> ComputeReady:
+        """What the driver must know; ``bounds``: the memory workers' answers, in their order."""
+        return ComputeReady(
+            vocab_size=cut.loaded.config.get_text_config().vocab_size,
+            num_layers=len(cut.layers),
+            max_model_len=cut.max_len,
+            dtype=str(cut.dtype).removeprefix("torch."),
+            eos_token_ids=list(cut.loaded.eos_token_ids),
+            **together(bounds)._asdict(),
+            block_size=self.start.block_size,
+            summary={
+                **_summary(cut),
+                "attention": bounds[0].backend,
+                "gemm": cut.gemm,
+                **self.clock.laps,
+            },
+        )
+
+    def _start_up(self) -> bool:
+        """Whether there is a model to serve; what a user can put right has been told."""
+        try:
+            self._worker, ready = self.prepare()
+        except (RefusedError, ValueError) as e:
+            self.service.fail(str(e), user_error=True)
+            return False
+        self.service.link.send(ready)
+        return True
+
+    def _loop(self, worker: Worker) -> None:
+        while True:
+            self._take_steps(worker)
+            if self.service.stopped.is_set():
+                return
+            done = worker.turn()
+            if done is not None:
+                self.service.link.send(done)
+
+    def _take_steps(self, worker: Worker) -> None:
+        """The rounds that have come; the next one where the worker has nothing to do."""
+        idle, start = not worker.has_work, self.trace.now()
+        while (new := self.service.next(block=not worker.has_work)) is not None:
+            if idle:
+                self.trace.add(Event.WAIT_STEP, start, new.steps[0].plan)
+                idle = False
+            worker.submit(new)
+
+    def _stats(self) -> dict[str, float]:
+        return self._worker.stats() if self._worker else {}
+
+    def _progress(self, stage: str, done: int, total: int) -> None:
+        self.service.link.send(Progress(stage=stage, done=done, total=total))
+
+
+def serve(server: type[ModelServer], sock: socket.socket, module: Any) -> None:
+    """Serve one driver until its link ends."""
+    link = ControlLink(sock, MESSAGES)
+    try:
+        start = link.recv()
+    except LinkClosedError:
+        return
+    if isinstance(start, StartCompute):
+        server(link, start, module).run()
+
+
+def _sequence_limit(asked: int, own: int) -> int:
+    if asked > own:
+        raise ValueError(f"--max-model-len {asked} exceeds the model's own limit of {own} tokens")
+    return asked or own
+
+
+def _summary(cut: Cut) -> dict[str, Any]:
+    layers, size = cut.layers, cut.dtype.itemsize
+    return {
+        "num_slices": len(cut.program.slices),
+        "cut_bytes_per_token": [c.bytes_per_token for c in cut.program.cuts],
+        "q_bytes": [s.q_heads * s.qk_dim * size for s in layers],
+        "kv_bytes": [s.kv_heads * (s.qk_dim + s.v_dim) * size for s in layers],
+        "o_bytes": [s.q_heads * s.v_dim * size for s in layers],
+    }
+
+
+class Clock:
+    """Seconds of each stage of a start, by its name."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """A stage has ended."""
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now

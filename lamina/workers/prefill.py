@@ -1,0 +1,151 @@
+"""The prefill worker: a compute worker for prompts, whose attention is its own. K and V go to the memory workers.
+
+It computes a prompt chunk by chunk, with all its K and V in a store of its own until the prompt is done; it draws the
+first token; and it sends the K and V of each layer on as soon as they exist. The memory workers take them when decoding
+leaves them idle (workers.grants), so a prompt costs decoding next to nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lamina.observe.trace import OFF, Event, Recorder
+
+from .buffers import bytes_of
+from .compute import ComputeWorker
+from .control import RunRound, StepDone
+from .links import MemoryLink, RefusedError
+from .memory_pool import MemoryPool
+from .memory_step import Step, Stored
+from .memory_store import Store
+from .stepplan import Key, Kind, ProtocolError, StepPlan
+
+GLANCE_S = 0.002  # for news of memory workers, before the driver's are looked at again
+
+
+class OwnAttention:
+    """What slices send with, ``q`` and ``kv``; and what they go on with, ``o``: like a MemoryPool, but the attention is
+    computed here. K and V go on to ``pool`` too.
+    """
+
+    def __init__(self, store: Store, pool: MemoryPool, trace: Recorder = OFF) -> None:
+        """``store``: of all heads, for one sequence at a time."""
+        self._store = store
+        self._pool = pool
+        self._trace = trace
+        self._step: Step | None = None
+        self._q = self._kv = memoryview(b"")
+        self._stored: list[Stored] = []
+        self.wait_s = 0.0
+
+    @property
+    def send_s(self) -> float:
+        """Seconds spent sending."""
+        return self._pool.send_s
+
+    def announce(self, plan: StepPlan) -> None:
+        """A step to come: nobody else need know."""
+
+    def select(self, plan: StepPlan) -> None:
+        """The messages that follow belong to this step. Raises PlanError, NoBlocksError."""
+        if self._step is None or self._step.plan is not plan:
+            self._store.begin(plan)
+            self._step = Step(self._store, plan)
+            self._pool.select(plan)
+
+    def q(self, layer: int, q: Tensor) -> None:
+        """q [R, Hq, 1, D]."""
+        start, step = self._trace.now(), self._now
+        self._q = bytes_of(q.contiguous())
+        self._stored = step.attend_stored(layer, self._q)
+        self._trace.add(Event.STORED, start, step.plan, layer)
+
+    def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]."""
+        self._pool.kv(layer, k, v)
+        self._kv = bytes_of(torch.cat([k.reshape(-1), v.reshape(-1)]))
+        self._now.write(layer, self._kv)
+
+    def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
+        """[R, 1, Hq, Dv] of the layer whose Q, K and V came last."""
+        start, step = self._trace.now(), self._now
+        (piece,) = self._store.layers[layer]
+        out = torch.empty(num_rows, 1, piece.operator.q_heads, piece.operator.v_dim, dtype=dtype)
+        step.finish(layer, self._stored, self._q, self._kv, bytes_of(out))
+        self._trace.add(Event.NEW, start, step.plan, layer)
+        return out
+
+    @property
+    def _now(self) -> Step:
+        if self._step is None:
+            raise ProtocolError("a layer without a step")
+        return self._step
+
+
+class PrefillWorker:
+    """Serves one prompt after the other. A step is done once every memory worker has stored its K and V."""
+
+    def __init__(
+        self,
+        worker: ComputeWorker,
+        links: list[MemoryLink],
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._worker = worker
+        self._links = links
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._computed: deque[StepDone] = deque()  # not stored everywhere yet
+        self._stored = [-1] * len(links)  # the last step, by memory worker
+        self._since = 0.0  # the oldest of them was computed, or its predecessor stored
+        self.stored_wait_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether some turn is ahead, or memory workers have not stored everything."""
+        return self._worker.has_work or bool(self._computed)
+
+    def submit(self, new: RunRound) -> None:
+        """Queue a chunk."""
+        self._worker.submit(new)
+
+    def turn(self) -> StepDone | None:
+        """A slice of the chunk; returns the oldest step if that is done now. Raises ChannelError, ProtocolError."""
+        busy = self._worker.has_work
+        done = self._worker.turn() if busy else None
+        if done is not None:
+            if not self._computed:
+                self._since = self._clock()
+            self._computed.append(done)
+        if not self._computed or not self._is_stored(self._computed[0].step, 0.0 if busy else GLANCE_S):
+            return None
+        self._since = self._clock()
+        return self._computed.popleft()
+
+    def stats(self) -> dict[str, float]:
+        """Those of a compute worker, and the seconds that it waited for memory workers with nothing else to do."""
+        return {**self._worker.stats(), "stored_wait_s": self.stored_wait_s}
+
+    def _is_stored(self, step: int, timeout_s: float) -> bool:
+        begun = self._clock()
+        for at, link in enumerate(self._links):
+            while self._stored[at] < step:
+                key = link.poll(timeout_s)
+                if key is None:
+                    self._check(link, begun)
+                    return False
+                if key.kind != Kind.STORED or key.step <= self._stored[at]:
+                    raise ProtocolError(f"memory worker {link.worker}: {key} in place of {Key(Kind.STORED, step)}")
+                self._stored[at] = key.step
+        return True
+
+    def _check(self, link: MemoryLink, begun: float) -> None:
+        self.stored_wait_s += self._clock() - begun
+        if self._clock() - self._since > self._timeout_s and not self._worker.has_work:
+            raise RefusedError(f"memory worker {link.worker} did not store K and V in {self._timeout_s:g} s")

@@ -1,0 +1,72 @@
+"""Start of a prefill worker: load, cut, join the memory workers; then serve chunks of prompts."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import torch
+
+from lamina import attention
+from lamina.kv.partition import by_head
+
+from .capacity import kv_geometries, store_bytes
+from .compute import ComputeWorker
+from .compute_emulated import emulated
+from .control import ComputeReady, Connect, LinkClosedError
+from .links import MemoryLink
+from .memory_pool import MemoryPool
+from .memory_store import Store
+from .model_server import Cut, ModelServer, serve
+from .prefill import OwnAttention, PrefillWorker
+from .stepplan import Bind, Bound, Join
+
+
+def serve_prefill(sock: socket.socket, module: Any = None) -> None:
+    """Serve one driver until its link ends. ``module``: the model itself, where the driver is this process."""
+    serve(_Server, sock, module)
+
+
+class _Server(ModelServer):
+    role = "prefill worker"
+
+    def prepare(self) -> tuple[PrefillWorker, ComputeReady]:
+        start, cut = self.start, self.cut()
+        if not isinstance(self.service.next(block=True), Connect):
+            raise LinkClosedError("the driver ended before the memory workers were bound")
+        links, bounds = self._join(cut)
+        store = Store(self._bind(cut, bounds[0].backend), torch.device("cpu"))
+        pool = MemoryPool(links, cut.partition, cut.layers, attention.get("reference", store.device, cut.dtype))
+        self.clock.lap("bind_s")
+        worker = ComputeWorker(
+            emulated(cut.program, prefill=True),
+            OwnAttention(store, pool, self.trace),
+            dtype=cut.dtype,
+            deterministic=start.deterministic,
+            trace=self.trace,
+        )
+        return PrefillWorker(worker, links, start.step_timeout_s), self.ready(cut, bounds)
+
+    def _join(self, cut: Cut) -> tuple[list[MemoryLink], list[Bound]]:
+        start, links, bounds = self.start, list[MemoryLink](), list[Bound]()
+        outbound, inbound = kv_geometries(cut.layers, cut.partition, cut.dtype.itemsize, max_rows=start.max_rows)
+        for worker, url in enumerate(start.memory_urls):
+            channel = self.fabric.connect(url, outbound=outbound, inbound=inbound)
+            links.append(MemoryLink(channel, worker, start.step_timeout_s, self.trace))
+            bounds.append(links[-1].join(Join(number=start.replicas + start.replica, layers=cut.layers)))
+        return links, bounds
+
+    def _bind(self, cut: Cut, backend: str) -> Bind:
+        """Of the store here: all heads of one sequence."""
+        start = self.start
+        return Bind(
+            worker=0,
+            partition=by_head([s.kv_heads for s in cut.layers], [1.0], 0),
+            layers=cut.layers,
+            dtype=str(cut.dtype).removeprefix("torch."),
+            block_size=start.block_size,
+            kv_bytes=store_bytes(cut.layers, cut.dtype.itemsize, cut.max_len, start.block_size),
+            max_rows=start.max_rows,
+            max_model_len=cut.max_len,
+            backend=backend,
+        )
