@@ -65,6 +65,7 @@ def quick(attention: Sequence[str]) -> list[Setting]:
         FIXED,
         Setting("batch mates", Exactness.BITWISE, FIXED, FIXED.options, alone=True),
         _fixed("pipeline", pipeline=3),
+        _fixed("prefill workers", prefill_workers=1),
         *(_bounded("attention", attention=name) for name in attention[-1:]),
         _rounded("bfloat16"),
     ]
@@ -85,6 +86,9 @@ def whole(attention: Sequence[str], gemm: Sequence[str], transports: Sequence[st
         FIXED,
         Setting("batch mates", Exactness.BITWISE, FIXED, FIXED.options, alone=True),
         *(_fixed("pipeline", pipeline=n) for n in (2, 3)),
+        *(_fixed("prefill workers", prefill_workers=n) for n in (1, 2)),
+        *(_fixed("prefill workers", **o, prefill_workers=1, pipeline=2) for o in splits),
+        Setting("prefill workers", Exactness.TOKEN_EQUAL, BASE, {"prefill_workers": 1}),
         *(_fixed("combined", **o, overlap=overlap, pipeline=3) for o in splits for overlap in (True, False)),
         *(_fixed("combined", memory_workers=2, transport=name, pipeline=3) for name in transports),
         *(Setting("pipeline", Exactness.TOKEN_EQUAL, BASE, {"pipeline": n}) for n in (2, 3)),

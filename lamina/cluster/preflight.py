@@ -34,7 +34,7 @@ def check(model: str, config: EngineConfig) -> int:
         PARTITIONS[config.partition]([heads], config.weights, 1)
     check_weights(directory)
     free, kv_bytes = available_bytes(), config.kv_bytes() * config.memory_workers
-    check_room(directory, config.replicas, free)
+    check_room(directory, config.replicas + config.prefill_workers, free)
     if kv_bytes > free:
         raise ValueError(
             f"--kv-memory {config.kv_memory} on {config.memory_workers} memory workers: {free} bytes are free"
@@ -68,6 +68,8 @@ def check_prompts(model: str, config: EngineConfig, prompts: Sequence[str], limi
 def would_start(model: str, config: EngineConfig) -> str:
     """The workers of a run, in words."""
     compute, memory = counted(config.replicas, "compute worker"), counted(config.memory_workers, "memory worker")
+    if config.prefill_workers:
+        compute += ", " + counted(config.prefill_workers, "prefill worker")
     return f"would start {compute} and {memory} over {config.transport} for {model}"
 
 

@@ -19,11 +19,11 @@ class _Worker:
     prompts: deque[Sequence] = field(default_factory=deque)  # that have tokens left to schedule, in their order
     held: int = NOBODY  # the sequence in its store
     next_step: int = 0
-    in_flight: int = 0  # chunks
+    in_flight: list[int] = field(default_factory=list)  # tokens of each chunk
 
     @property
     def tokens_left(self) -> int:
-        return sum(s.num_promised - s.num_scheduled for s in self.prompts)
+        return sum(self.in_flight) + sum(s.num_promised - s.num_scheduled for s in self.prompts)
 
 
 class Prefill:
@@ -72,7 +72,7 @@ class Prefill:
         if sequence.prefill_worker is None:
             return None
         worker = self._workers[sequence.prefill_worker]
-        if worker.in_flight >= self.LOOKAHEAD or not worker.prompts or worker.prompts[0] is not sequence:
+        if len(worker.in_flight) >= self.LOOKAHEAD or not worker.prompts or worker.prompts[0] is not sequence:
             return None
         count = min(self._chunk, sequence.num_promised - sequence.num_scheduled)
         return Grant(sequence.id, sequence.num_scheduled, count, worker.index, worker.next_step)
@@ -94,7 +94,7 @@ class Prefill:
         draws = [sequence] if grant.first + grant.count == sequence.num_promised else []
         step = ScheduledStep(plan, [sequence], draws, worker.index)
         worker.next_step += 1
-        worker.in_flight += 1
+        worker.in_flight.append(grant.count)
         sequence.num_scheduled += grant.count
         sequence.num_prefilling += 1
         if draws:
@@ -104,7 +104,7 @@ class Prefill:
 
     def complete(self, step: ScheduledStep, worker: int) -> None:
         """The memory workers have the K and V of ``step``, which ``worker`` has computed."""
-        self._workers[worker].in_flight -= 1
+        self._workers[worker].in_flight.pop(0)  # in their order
         (sequence,) = step.parts
         sequence.num_prefilling -= 1
         if step.draws:

@@ -217,10 +217,11 @@ class Scheduler:
                 if count:
                     picked[sequence] = count
         while picked and not self._ledger.can_apply(self._plan(batch, picked)):
-            self._preempt(batch, picked)
+            self._make_room(batch, picked)
         return picked
 
-    def _preempt(self, batch: Batch, picked: dict[Sequence, int]) -> None:
+    def _make_room(self, batch: Batch, picked: dict[Sequence, int]) -> None:
+        """Preempt the newest sequence whose blocks help; while its K and V are on their way, another waits."""
         needed, free = self._ledger.blocks_needed(self._rows(picked)), self._ledger.free_blocks
         short = [n > f for n, f in zip(needed, free, strict=True)]
 
@@ -228,12 +229,14 @@ class Scheduler:
             held = self._blocks_of(sequence.id, sequence.num_scheduled)
             return any(n > 0 for n, missing in zip(held, short, strict=True) if missing)
 
-        candidates = [s for s in reversed(batch.running) if not s.num_prefilling]
-        victim = next(filter(helps, candidates), candidates[0])
+        victim = next((s for s in reversed(batch.running) if helps(s)), batch.running[-1])
+        if victim.num_prefilling:
+            picked.popitem()
+            return
         batch.running.remove(victim)
-        self._prefill.drop(victim)
         batch.ops.append(Free(victim.id))
         picked.pop(victim, None)
+        self._prefill.drop(victim)
         victim.restart()
         self._waiting.appendleft(victim)
         self.num_preemptions += 1

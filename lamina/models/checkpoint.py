@@ -96,13 +96,13 @@ def check_weights(directory: Path) -> None:
             raise ModelError(f"{file} is truncated or corrupt, fetch it again: {one_line(error)}") from error
 
 
-def check_room(directory: Path, replicas: int, free: int) -> None:
-    """Raises ModelError unless ``free`` bytes hold the weights of so many replicas."""
+def check_room(directory: Path, copies: int, free: int) -> None:
+    """Raises ModelError unless ``free`` bytes hold the weights so many times."""
     weights = sum(file.stat().st_size for file in _weight_files(directory))
-    if weights * replicas > free:
+    if weights * copies > free:
         raise ModelError(
-            f"{replicas} x {weights / 1e9:.1f} GB of weights do not fit in the {free / 1e9:.1f} GB of memory that are "
-            f"free: --pipeline N takes N - 1 replicas"
+            f"{copies} x {weights / 1e9:.1f} GB of weights do not fit in the {free / 1e9:.1f} GB of memory that are "
+            f"free: --pipeline N takes N - 1 copies, --prefill-workers one each"
         )
 
 

@@ -32,6 +32,8 @@ class _Server(ModelServer):
     def prepare(self) -> tuple[ComputeWorker, ComputeReady]:
         start = self.start
         listener = self._listen() if start.replicas > 1 else None
+        if not start.replica and self.module is None:
+            self._check_room(start.replicas + start.prefill_workers)
         cut = self.cut()
         ring = self._close_ring(listener, cut.program) if listener else None
         pool, bounds = self._connect(cut, ring)
@@ -48,15 +50,18 @@ class _Server(ModelServer):
         return worker, self.ready(cut, bounds)
 
     def _listen(self) -> netstack.Listener:
-        """Where the replica before this one comes. Raises ModelError where there is no room for all of them."""
+        """Where the replica before this one comes."""
+        listener = self.fabric.listen()
+        self.service.link.send(RingUrl(url=listener.url))
+        return listener
+
+    def _check_room(self, copies: int) -> None:
+        """Raises ModelError where there is no room for so many copies of the weights."""
         from lamina.models.checkpoint import check_room, find_checkpoint
 
-        start, listener = self.start, self.fabric.listen()
-        self.service.link.send(RingUrl(url=listener.url))
-        if not start.replica and self.module is None:
-            directory = find_checkpoint(start.model, trust_remote_code=start.trust_remote_code)
-            check_room(directory, start.replicas + start.prefill_workers, available_bytes())
-        return listener
+        if copies > 1:
+            directory = find_checkpoint(self.start.model, trust_remote_code=self.start.trust_remote_code)
+            check_room(directory, copies, available_bytes())
 
     def _close_ring(self, listener: netstack.Listener, program: Any) -> RingEnds:
         peer, start = self.service.next(block=True), self.start

@@ -16,7 +16,7 @@ from lamina.kv.blocks import BlockTables, split_memory
 from lamina.kv.partition import Lanes, Piece
 from lamina.kv.pool import LayerStore, allocate
 
-from .stepplan import Bind, Bound, LayerShape, ProtocolError, StepPlan
+from .stepplan import Bind, Bound, Grant, LayerShape, ProtocolError, Rows, StepPlan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -75,7 +75,10 @@ class Store:
             raise ProtocolError(f"step {plan.step}: an O does not go to the replica of the next slice")
         if plan.num_rows > bind.max_rows:
             raise ProtocolError(f"step {plan.step} has {plan.num_rows} rows, {bind.max_rows} were bound")
-        for row in plan.rows:
+        grants = [Rows(op.sequence, op.first, op.count) for op in plan.ops if isinstance(op, Grant)]
+        if any(g.count > bind.max_rows for g in grants):
+            raise ProtocolError(f"step {plan.step} grants more than {bind.max_rows} rows at once")
+        for row in [*plan.rows, *grants]:
             if row.first + row.count > bind.max_model_len:
                 raise ProtocolError(
                     f"sequence {row.sequence}: rows up to position {row.first + row.count - 1}, "

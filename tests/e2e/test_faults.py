@@ -21,9 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
-@pytest.mark.parametrize("victim", ["memory-0", "memory-1", "compute-0", "compute-1"])
+@pytest.mark.parametrize("victim", ["memory-0", "memory-1", "compute-0", "compute-1", "prefill-0"])
 def test_kill_of_a_worker_is_told_within_five_seconds(victim: str, scheme: str, llama_path: Path) -> None:
-    llm = LLM(str(llama_path), transport=scheme, memory_workers=2, pipeline=3 if victim == "compute-1" else 1)
+    options = {"compute-1": {"pipeline": 3}, "prefill-0": {"prefill_workers": 1}}.get(victim, {})
+    llm = LLM(str(llama_path), transport=scheme, memory_workers=2, **options)
     pids = llm.pools.pids
     stream = llm.stream([[5, 6, 7]], LONG)
     next(stream)
@@ -90,7 +91,14 @@ def test_nothing_is_left_when_the_driver_dies(how: signal.Signals, scheme: str, 
     assert shared_memory() == before
 
 
-@pytest.mark.parametrize("serve", ["lamina.workers.compute_main:serve_compute", "lamina.workers.memory:serve_memory"])
+@pytest.mark.parametrize(
+    "serve",
+    [
+        "lamina.workers.compute_main:serve_compute",
+        "lamina.workers.memory:serve_memory",
+        "lamina.workers.prefill_main:serve_prefill",
+    ],
+)
 def test_a_worker_goes_with_its_driver_also_while_it_imports(serve: str) -> None:
     ours, theirs = socket.socketpair()
     worker = subprocess.Popen(

@@ -7,132 +7,15 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduled import check_tokens, drive, make
 
+from lamina.engine.prefill import Prefill
 from lamina.engine.scheduler import Scheduler
-from lamina.engine.sequence import Sequence
 from lamina.engine.steps import ScheduledStep
 from lamina.kv.blocks import BlockTables
 from lamina.kv.partition import Lanes, by_request
-from lamina.request import CompletionOutput, SamplingParams
-from lamina.workers.stepplan import Free, New
-
-MAX_ROWS = 12
-
-
-def make(request_id: int, prompt: int, outputs: int, stop_at: int | None = None) -> Sequence:
-    params = SamplingParams(max_tokens=outputs)
-    tokens = [request_id * 1000 + i for i in range(prompt)]
-    seq = Sequence(request_id, params, 0, tokens, CompletionOutput(0), prompt + outputs, frozenset([-5]))
-    seq.stop_at = stop_at  # type: ignore[attr-defined]
-    return seq
-
-
-class FakePool:
-    """Keeps what each sequence id has stored, and checks every plan the way a memory worker would."""
-
-    def __init__(self, tables: BlockTables) -> None:
-        self.tables = tables
-        self.stored: dict[int, list[int]] = {}
-        self.drawn: dict[int, dict[int, int]] = {}  # batch -> sequence -> token
-
-    def run(self, step: ScheduledStep) -> None:
-        self.tables.apply(step.plan)  # raises where the scheduler promised blocks that are not there
-        last = self.drawn.pop(step.plan.batch, {})
-        drawn = self.drawn[step.plan.batch] = {}
-        for op in step.plan.ops:
-            if isinstance(op, New):
-                assert op.sequence not in self.stored
-                self.stored[op.sequence] = []
-            elif isinstance(op, Free):
-                del self.stored[op.sequence]
-        at = 0
-        for sequence, rows in zip(step.parts, step.plan.rows, strict=True):
-            tokens = step.tokens[at : at + rows.count]
-            at += rows.count
-            tokens = [last[rows.sequence] if t == -1 else t for t in tokens]
-            kv = self.stored[rows.sequence]
-            assert rows.first <= len(kv), "a hole in the stored tokens"
-            kv[rows.first :] = tokens
-            if sequence in step.draws:
-                # the model: the next token is a function of everything stored, so a wrong token would show
-                drawn[rows.sequence] = next_token(kv)
-
-
-def next_token(tokens: list[int]) -> int:
-    return sum((i + 1) * t for i, t in enumerate(tokens)) % 9973
-
-
-def drive(
-    sequences: list[Sequence],
-    *,
-    blocks: int,
-    block_size: int = 4,
-    arrivals: random.Random | None = None,
-    num_batches: int = 1,
-    lanes: tuple[Lanes, ...] = (Lanes(),),
-    stripe: int = 0,
-    regroups: random.Random | None = None,
-) -> Scheduler:
-    """Run to the end. Rounds are served in order; the driver hears of several batches' steps in any order.
-
-    ``regroups``: deal anew now and then.
-    """
-    ledger, tables = (BlockTables([0] * len(lanes), [blocks] * len(lanes), block_size, lanes, stripe) for _ in range(2))
-    scheduler = Scheduler(ledger, max_num_seqs=4, prefill_chunk=MAX_ROWS - 4, num_batches=num_batches)
-    pool, order = FakePool(tables), arrivals or random.Random(0)
-    rounds: list[list[ScheduledStep]] = []
-    served: list[tuple[ScheduledStep, dict[int, int]]] = []  # with the tokens drawn; the driver has not heard yet
-    queue = list(sequences)
-    for _ in range(5000):
-        while queue and (arrivals is None or arrivals.random() < 0.4):
-            scheduler.add(queue.pop(0))
-        if regroups and regroups.random() < 0.1:
-            scheduler.regroup(regroups.randint(1, 4))
-        steps = scheduler.schedule()
-        assert all(step.plan.num_rows <= MAX_ROWS for step in steps)
-        rounds += [steps] if steps else []
-        assert len(rounds) <= Scheduler.LOOKAHEAD + 1
-        if (rounds or served) and not (steps and scheduler.may_run_ahead):
-            if rounds and (not served or order.random() < 0.3):
-                for step in rounds.pop(0):
-                    pool.run(step)
-                    served.append((step, dict(pool.drawn[step.plan.batch])))
-            batch = order.choice(sorted({step.plan.batch for step, _ in served}))
-            done, drawn = served.pop([step.plan.batch for step, _ in served].index(batch))
-            take(done, drawn)
-            scheduler.complete(done)
-        if not queue and not rounds and not served and not scheduler.num_running and all(s.finished for s in sequences):
-            break
-    assert all(s.finished for s in sequences), "stuck"
-    assert not pool.stored, "sequences left on the memory workers"
-    assert ledger.free_blocks == (blocks,) * len(lanes)
-    return scheduler
-
-
-def take(done: ScheduledStep, drawn: dict[int, int]) -> None:
-    for sequence, rows in zip(done.parts, done.plan.rows, strict=True):
-        if sequence not in done.draws:
-            continue
-        if sequence.finished:
-            sequence.num_drawing -= 1
-        else:
-            token = drawn[rows.sequence]
-            sequence.append(-5 if sequence.num_outputs == sequence.stop_at else token)  # type: ignore[attr-defined]
-
-
-def expected(prompt: list[int], outputs: int, stop_at: int | None) -> list[int]:
-    tokens = list(prompt)
-    for i in range(outputs):
-        tokens.append(-5 if i == stop_at else next_token(tokens))
-        if i == stop_at:
-            break
-    return tokens[len(prompt) :]
-
-
-def check_tokens(sequences: list[Sequence]) -> None:
-    for s in sequences:
-        outputs = s.params.max_tokens or 0
-        assert s.tokens[len(s.prompt) :] == expected(s.prompt, outputs, s.stop_at)  # type: ignore[attr-defined]
+from lamina.request import SamplingParams
+from lamina.workers.stepplan import Free
 
 
 def test_one_sequence_is_chunked_then_decoded() -> None:
@@ -185,6 +68,64 @@ def test_lanes_are_filled_by_weight(weights: list[int], stripe: int) -> None:
     for weight, mine in zip(weights, kept, strict=True):
         exact = sum(kept) * weight / sum(weights)
         assert abs(mine - exact) < (0.05 * exact if stripe else max(len(s.prompt) for s in step.parts) / 4)
+
+
+@pytest.mark.parametrize("num_batches", [1, 3])
+@pytest.mark.parametrize("prefill_workers", [1, 2])
+def test_preemption_beside_prefill_workers_loses_nothing(prefill_workers: int, num_batches: int) -> None:
+    sequences = [make(i, 10, 30) for i in range(4)]
+    scheduler = drive(sequences, blocks=20, num_batches=num_batches, prefill_workers=prefill_workers)
+    check_tokens(sequences)
+    assert scheduler.num_preemptions > 0
+
+
+def test_a_prompt_waits_until_its_blocks_are_not_promised_to_another() -> None:
+    """Two that fit one at a time: were both begun, neither could end."""
+    sequences = [make(i, 30, 5) for i in range(2)]
+    assert drive(sequences, blocks=14, prefill_workers=2).num_preemptions == 0
+    check_tokens(sequences)
+
+
+def test_who_is_preempted_beside_a_prefill_worker() -> None:
+    """One sequence decodes until it needs a block that there is not, while a prompt is on its way."""
+    scheduler = Scheduler(BlockTables([0], [11], 4), max_num_seqs=4, prefill_chunk=8, prefill=Prefill(1, 8, 1))
+    decoding, prompt, behind = sequences = [make(0, 1, 40), make(1, 20, 5), make(2, 12, 5)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    chunks: list[ScheduledStep] = []
+    while steps := scheduler.schedule():
+        chunks += scheduler.take_chunks()
+        for step in steps:
+            decoding.append(7)
+            scheduler.complete(step)
+    assert (len(decoding.tokens), prompt.num_prefilling, scheduler.num_preemptions) == (29, 2, 0), (
+        "it waits for K and V"
+    )
+    for chunk in chunks:
+        scheduler.complete(chunk)
+    (step,) = scheduler.schedule()
+    assert step.parts == [decoding]
+    assert isinstance(step.plan.ops[0], Free)
+    assert (scheduler.num_preemptions, prompt.prefill_worker, prompt.num_scheduled) == (1, None, 0)
+    assert [c.parts for c in scheduler.take_chunks()] == [[behind]] * 2, "the worker goes on with the next prompt"
+
+
+def test_prompts_go_to_the_prefill_worker_with_the_least_to_do() -> None:
+    scheduler = Scheduler(
+        BlockTables([0], [100], 4), max_num_seqs=8, prefill_chunk=8, num_batches=2, prefill=Prefill(2, 8, 2)
+    )
+    sequences = [make(i, length, 20) for i, length in enumerate([20, 5, 1, 9, 30, 7])]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    steps = scheduler.schedule()
+    assert [s.prefill_worker for s in sequences] == [0, 1, None, 1, 0, None], "two for each; the last one waits"
+    assert [[len(s.prompt) for s in step.parts] for step in steps] == [[], [1]], "a single token is decoded at once"
+    chunks = scheduler.take_chunks()
+    assert [(c.prefill_worker, len(c.parts[0].prompt), len(c.tokens), len(c.draws)) for c in chunks] == [
+        (0, 20, 8, 0), (0, 20, 8, 0), (1, 5, 5, 1), (1, 9, 8, 0)
+    ]  # fmt: skip
+    assert len({(c.plan.batch, c.plan.step) for c in chunks}) == 4
+    assert not scheduler.take_chunks()
 
 
 def test_decode_goes_on_between_prefill_chunks() -> None:
@@ -261,6 +202,9 @@ def test_a_batch_that_joins_late_rotates_in_phase_with_the_others() -> None:
     seed=st.integers(0, 1000),
     num_batches=st.integers(1, 4),
     regroups=st.none() | st.builds(random.Random, st.integers(0, 1000)),
+    cancels=st.none() | st.builds(random.Random, st.integers(0, 1000)),
+    prefill_workers=st.integers(0, 3),
+    window=st.sampled_from([0, 0, 3, 9]),
 )
 def test_any_mix_gives_every_sequence_its_own_tokens(
     shapes: list[tuple[int, int, int | None]],
@@ -268,9 +212,21 @@ def test_any_mix_gives_every_sequence_its_own_tokens(
     seed: int,
     num_batches: int,
     regroups: random.Random | None,
+    cancels: random.Random | None,
+    prefill_workers: int,
+    window: int,
 ) -> None:
     sequences = [make(i, p, o, stop) for i, (p, o, stop) in enumerate(shapes)]
-    drive(sequences, blocks=blocks, arrivals=random.Random(seed), num_batches=num_batches, regroups=regroups)
+    drive(
+        sequences,
+        blocks=blocks,
+        arrivals=random.Random(seed),
+        num_batches=num_batches,
+        regroups=regroups,
+        cancels=cancels,
+        prefill_workers=prefill_workers,
+        window=window,
+    )
     check_tokens(sequences)
 
 

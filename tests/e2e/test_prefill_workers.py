@@ -1,0 +1,81 @@
+"""Prompts on workers of their own: the same tokens, and the compute workers see one row a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import FAMILIES
+
+from lamina import LLM, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("no_child_left")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SCORED = SamplingParams(temperature=0.7, seed=1, max_tokens=12, logprobs=2, prompt_logprobs=0, ignore_eos=True)
+(GEMMA2,) = (f for f in FAMILIES if f.name == "gemma2")  # windows shorter than a chunk, a soft cap
+
+
+def test_tokens_are_those_of_transformers(
+    llama_path: Path, prompts: list[list[int]], reference: Callable[[list[int], int], list[int]]
+) -> None:
+    with LLM(str(llama_path), memory_workers=2, partition="token", prefill_workers=1, prefill_chunk=32) as llm:
+        found = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY)]
+        assert found == [reference(p, 24) for p in prompts]
+        pids, stats = llm.pools.pids, llm.stats()
+        assert len({*pids.values(), os.getpid()}) == 5, "each worker is its own process"
+        assert stats["prefill-0"]["rows"] == sum(len(p) for p in prompts if len(p) > 1)
+        decoded = len(prompts) * 23 + 1  # the first token comes from a prefill worker, but for the prompt of one token
+        assert decoded <= stats["compute-0"]["rows"] <= decoded + len(prompts)
+        assert all(stats[w]["grant_s"] > 0 for w in ("memory-0", "memory-1"))
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_the_bits_are_those_of_the_compute_worker(pipeline: int) -> None:
+    """A model with windows, in chunks; prompts' log-probabilities and sampled tokens too."""
+    prompts = [[3 + (5 * i + j) % 300 for j in range(n)] for i, n in enumerate((60, 9, 1, 33))]
+    found: list[Any] = []
+    for prefill_workers in (0, 1, 2):
+        with LLM(
+            GEMMA2.build(),
+            transport="loopback",
+            memory_workers=2,
+            prefill_chunk=16,
+            deterministic=True,
+            prefill_workers=prefill_workers,
+            pipeline=pipeline,
+        ) as llm:
+            outputs = llm.generate(prompts, SCORED)
+            found.append([(o.prompt_logprobs, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_request_that_is_cancelled_gives_its_blocks_back(llama_path: Path, prompts: list[list[int]]) -> None:
+    with LLM(str(llama_path), transport="loopback", prefill_workers=1, prefill_chunk=8) as llm:
+        engine = llm.engine
+        before = engine.free_blocks
+        for cancel_after in (1, 2, 4, 7):
+            ids = [engine.add(p, GREEDY) for p in prompts]
+            for _ in range(cancel_after):
+                engine.step()
+            for request in ids:
+                engine.cancel(request)
+            engine.settle()
+            assert engine.free_blocks == before
+        whole = llm.generate(prompts, GREEDY)
+        assert all(len(o.outputs[0].token_ids) == 24 for o in whole)
+
+
+def test_a_preempted_prompt_is_computed_again(llama_path: Path, prompts: list[list[int]]) -> None:
+    """KV memory for hardly more than the longest: sequences make room for each other, and nothing is lost."""
+    longest = [prompts[3] + prompts[1]] * 3
+    found = []
+    for options in ({}, {"max_model_len": 160, "kv_memory": "120KB", "block_size": 16}):
+        with LLM(str(llama_path), transport="loopback", prefill_workers=1, prefill_chunk=32, **options) as llm:
+            outputs = llm.generate(longest, SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
+            found.append([o.outputs[0].token_ids for o in outputs])
+            preempted = llm.engine.scheduler.num_preemptions
+    assert preempted > 0, llm.engine.free_blocks
+    assert found[0] == found[1]

@@ -1,0 +1,206 @@
+"""For tests of the scheduler: fake pools that execute its plans late, in any order, and check them as workers would."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from lamina.engine.prefill import Prefill
+from lamina.engine.scheduler import Scheduler
+from lamina.engine.sequence import Sequence
+from lamina.engine.steps import ScheduledStep
+from lamina.kv.blocks import BlockTables
+from lamina.kv.partition import Lanes
+from lamina.request import CompletionOutput, SamplingParams
+from lamina.workers.stepplan import Free, Grant, New
+
+MAX_ROWS = 12
+
+
+def make(request_id: int, prompt: int, outputs: int, stop_at: int | None = None) -> Sequence:
+    params = SamplingParams(max_tokens=outputs)
+    tokens = [request_id * 1000 + i for i in range(prompt)]
+    seq = Sequence(request_id, params, 0, tokens, CompletionOutput(0), prompt + outputs, frozenset([-5]))
+    seq.stop_at = stop_at  # type: ignore[attr-defined]
+    return seq
+
+
+class FakePool:
+    """Keeps what each sequence id has stored, and checks every plan the way a memory worker would."""
+
+    def __init__(self, tables: BlockTables) -> None:
+        self.tables = tables
+        self.stored: dict[int, list[int]] = {}
+        self.drawn: dict[int, dict[int, int]] = {}  # batch -> sequence -> token
+        self.granted: dict[tuple[int, int], tuple[Grant, list[list[int]]]] = {}  # with the blocks, by (worker, step)
+
+    def run(self, step: ScheduledStep) -> None:
+        self.tables.apply(step.plan)  # raises where the scheduler promised blocks that are not there
+        coming = {g.sequence for g, _ in self.granted.values()}
+        assert not coming & {r.sequence for r in step.plan.rows}, "rows before K and V have come"
+        assert not coming & {op.sequence for op in step.plan.ops if isinstance(op, Free)}, "freed before they have come"
+        last = self.drawn.pop(step.plan.batch, {})
+        drawn = self.drawn[step.plan.batch] = {}
+        for op in step.plan.ops:
+            if isinstance(op, New):
+                assert op.sequence not in self.stored
+                self.stored[op.sequence] = []
+            elif isinstance(op, Free):
+                del self.stored[op.sequence]
+            elif isinstance(op, Grant):
+                self.granted[op.worker, op.step] = op, self._blocks(op)
+        at = 0
+        for sequence, rows in zip(step.parts, step.plan.rows, strict=True):
+            tokens = step.tokens[at : at + rows.count]
+            at += rows.count
+            tokens = [last[rows.sequence] if t == -1 else t for t in tokens]
+            kv = self.stored[rows.sequence]
+            assert rows.first <= len(kv), "a hole in the stored tokens"
+            kv[rows.first :] = tokens
+            if sequence in step.draws:
+                # the model: the next token is a function of everything stored, so a wrong token would show
+                drawn[rows.sequence] = next_token(kv)
+
+    def store(self, worker: int, step: ScheduledStep) -> None:
+        """K and V of a prefill worker's step have come."""
+        grant, blocks = self.granted.pop((worker, step.plan.step))
+        (rows,) = step.plan.rows
+        assert (rows.sequence, rows.first, rows.count) == (grant.sequence, grant.first, grant.count)
+        assert self._blocks(grant) == blocks, "blocks were given back while their K and V were on the way"
+        kv = self.stored[rows.sequence]
+        assert rows.first == len(kv)
+        kv += step.tokens
+
+    def _blocks(self, grant: Grant) -> list[list[int]]:
+        """Of the granted tokens that the windows of its last one can see, by group."""
+        found = []
+        for group, window in enumerate(self.tables.windows):
+            start, ids = self.tables.table(group, grant.sequence)
+            size, stop = self.tables.block_size, grant.first + grant.count
+            low = max(grant.first, stop - window) if window else grant.first
+            assert start <= low // size
+            found.append(list(ids[low // size - start : -(-stop // size) - start]))
+        return found
+
+
+class FakePrefill:
+    """A prefill worker: has the tokens of the prompt that it computes, and draws behind the last."""
+
+    def __init__(self, tables: BlockTables) -> None:
+        self.tables = tables
+        self.stored: dict[int, list[int]] = {}
+        self.steps: deque[ScheduledStep] = deque()
+
+    def run(self) -> tuple[ScheduledStep, dict[int, int]]:
+        step = self.steps.popleft()
+        self.tables.apply(step.plan)
+        for op in step.plan.ops:
+            if isinstance(op, New):
+                self.stored[op.sequence] = []
+            elif isinstance(op, Free):
+                del self.stored[op.sequence]
+        (rows,) = step.plan.rows
+        kv = self.stored[rows.sequence]
+        assert rows.first == len(kv)
+        kv += step.tokens
+        return step, {rows.sequence: next_token(kv)} if step.draws else {}
+
+
+def next_token(tokens: list[int]) -> int:
+    return sum((i + 1) * t for i, t in enumerate(tokens)) % 9973
+
+
+def drive(
+    sequences: list[Sequence],
+    *,
+    blocks: int,
+    block_size: int = 4,
+    arrivals: random.Random | None = None,
+    num_batches: int = 1,
+    lanes: tuple[Lanes, ...] = (Lanes(),),
+    stripe: int = 0,
+    regroups: random.Random | None = None,
+    cancels: random.Random | None = None,
+    prefill_workers: int = 0,
+    window: int = 0,
+) -> Scheduler:
+    """Run to the end. Rounds are served in order; the driver hears of several batches' steps in any order.
+
+    ``regroups``: deal anew now and then; ``cancels``: end a sequence now and then.
+    """
+    windows = [window] * len(lanes)
+    ledger, tables = (BlockTables(windows, [blocks] * len(lanes), block_size, lanes, stripe) for _ in range(2))
+    chunk = MAX_ROWS - 4
+    prefill = Prefill(prefill_workers, chunk, 4)
+    scheduler = Scheduler(ledger, max_num_seqs=4, prefill_chunk=chunk, num_batches=num_batches, prefill=prefill)
+    most = max(len(s.prompt) + (s.params.max_tokens or 0) for s in sequences)
+    prefills = [
+        FakePrefill(BlockTables([window], [-(-most // block_size)], block_size)) for _ in range(prefill_workers)
+    ]
+    pool, order = FakePool(tables), arrivals or random.Random(0)
+    rounds: list[list[ScheduledStep]] = []
+    served: list[tuple[ScheduledStep, dict[int, int]]] = []  # with the tokens drawn; the driver has not heard yet
+    queue = list(sequences)
+    for _ in range(5000):
+        while queue and (arrivals is None or arrivals.random() < 0.4):
+            scheduler.add(queue.pop(0))
+        if regroups and regroups.random() < 0.1:
+            scheduler.regroup(regroups.randint(1, 4))
+        if cancels and cancels.random() < 0.05:
+            cancels.choice(sequences).finish("abort")
+        steps = scheduler.schedule()
+        for step in steps if prefill_workers else []:
+            assert all(row.count == 1 for row in step.plan.rows), "prompts are not for the compute workers"
+        assert all(step.plan.num_rows <= MAX_ROWS for step in steps)
+        rounds += [steps] if steps else []
+        for chunk_step in scheduler.take_chunks():
+            prefills[chunk_step.prefill_worker or 0].steps.append(chunk_step)
+        assert len(rounds) <= Scheduler.LOOKAHEAD + 1
+        ready = [w for w, p in enumerate(prefills) if p.steps and (w, p.steps[0].plan.step) in pool.granted]
+        if (rounds or served or ready) and not (steps and scheduler.may_run_ahead):
+            if ready and (not (rounds or served) or order.random() < 0.3):
+                worker = order.choice(ready)
+                step, drawn = prefills[worker].run()
+                pool.store(worker, step)
+                served.append((step, drawn))
+            elif rounds and (not served or order.random() < 0.3):
+                for step in rounds.pop(0):
+                    pool.run(step)
+                    served.append((step, dict(pool.drawn[step.plan.batch])))
+            batch = order.choice(sorted({step.plan.batch for step, _ in served}))
+            done, drawn = served.pop([step.plan.batch for step, _ in served].index(batch))
+            take(done, drawn)
+            scheduler.complete(done)
+        busy = rounds or served or scheduler.num_running or any(p.steps for p in prefills)
+        if not busy and not queue and all(s.finished for s in sequences):
+            break
+    assert all(s.finished for s in sequences), "stuck"
+    assert not pool.stored, "sequences left on the memory workers"
+    assert ledger.free_blocks == (blocks,) * len(lanes)
+    return scheduler
+
+
+def take(done: ScheduledStep, drawn: dict[int, int]) -> None:
+    for sequence, rows in zip(done.parts, done.plan.rows, strict=True):
+        if sequence not in done.draws:
+            continue
+        if sequence.finished:
+            sequence.num_drawing -= 1
+        else:
+            token = drawn[rows.sequence]
+            sequence.append(-5 if sequence.num_outputs == sequence.stop_at else token)  # type: ignore[attr-defined]
+
+
+def expected(prompt: list[int], outputs: int, stop_at: int | None) -> list[int]:
+    tokens = list(prompt)
+    for i in range(outputs):
+        tokens.append(-5 if i == stop_at else next_token(tokens))
+        if i == stop_at:
+            break
+    return tokens[len(prompt) :]
+
+
+def check_tokens(sequences: list[Sequence]) -> None:
+    for s in (s for s in sequences if s.output.finish_reason != "abort"):
+        outputs = s.params.max_tokens or 0
+        assert s.tokens[len(s.prompt) :] == expected(s.prompt, outputs, s.stop_at)  # type: ignore[attr-defined]

@@ -1,0 +1,225 @@
+"""K and V of prefill workers on a memory worker: the same bits as its own steps, taken in gaps, never starved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from memory_peer import LAYERS, WAIT_S, Model, Peer, Pool, RefusedError, bind, memory_pool, model
+
+from lamina.netstack import Arrival, ChannelTimeout
+from lamina.workers.grants import GAP_S, IDLE_S, STARVED_S, Grants
+from lamina.workers.links import MemoryLink
+from lamina.workers.memory_pool import MemoryPool
+from lamina.workers.memory_store import Store
+from lamina.workers.meter import Meter
+from lamina.workers.stepplan import Free, Grant, Key, Kind, New, ProtocolError, Rows, StepPlan, Truncate
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    with memory_pool() as pool:
+        yield pool
+
+
+class Prefiller:
+    """A prefill worker's side, without a model: sends the K and V that a Model's steps would."""
+
+    def __init__(self, peers: list[Peer], like: Model, batch: int = 7) -> None:
+        self.peers, self.like, self.batch = peers, like, batch
+        partition = peers[0].bind.partition
+        links = [MemoryLink(p.channel, w, WAIT_S) for w, p in enumerate(peers)]
+        self.pool = MemoryPool(links, partition, like.layers, like.pool._backend)
+
+    def send(self, step: int, rows: Rows, layers: Sequence[int] | None = None) -> None:
+        self.pool.select(StepPlan(batch=self.batch, step=step, ops=[], rows=[rows]))
+        for layer in range(len(self.like.layers)) if layers is None else layers:
+            _, k, v = self.like.rows([rows], layer)
+            self.pool.kv(layer, k.unsqueeze(2), v.unsqueeze(2))
+
+    def await_stored(self, step: int) -> None:
+        for peer in self.peers:
+            assert peer.receive(Key(Kind.STORED, step)) == b""
+
+
+def with_prefill(
+    pool: Pool, workers: int = 1, partition: str = "head", count: int = 1
+) -> tuple[Model, list[Prefiller]]:
+    """Memory workers that are bound, and ``count`` prefill workers that have joined them."""
+    binds = [bind(LAYERS, [1.0] * workers, w, partition, prefill_workers=count) for w in range(workers)]
+    peers, joined = list[Peer](), list[list[Peer]]()
+    for b in binds:
+        peers.append(pool.connect(b))
+        joined.append([pool.join(peers[-1], 1 + i) for i in range(count)])
+    decoding = Model(peers, binds[0].partition, LAYERS, "float32")
+    return decoding, [Prefiller([j[i] for j in joined], decoding) for i in range(count)]
+
+
+@pytest.mark.parametrize(("workers", "partition"), [(1, "head"), (2, "head"), (3, "token"), (2, "request")])
+def test_decoding_behind_granted_tokens_has_the_bits_of_the_plain_way(pool: Pool, workers: int, partition: str) -> None:
+    """Chunks of prompts longer than the windows, of three sequences that lie in different lanes."""
+    plain = model(pool, [1.0] * workers, partition=partition)
+    decoding, (prefiller,) = with_prefill(pool, workers, partition)
+    step = 0
+    for sequence in range(3):
+        for first, count in ((0, 60), (60, 60), (120, 10 + sequence)):
+            ops = [New(sequence)] if not first else []
+            rows = Rows(sequence, first, count)
+            plain.step(step, [*ops], [rows])
+            decoding.step(step, [*ops, Grant(sequence, first, count, 0, step)], [])
+            prefiller.send(step, rows)
+            prefiller.await_stored(step)
+            step += 1
+    for more in range(3):
+        rows = [Rows(s, 130 + s + more, 1) for s in range(3)]
+        want, got = (m.step(step + more, [], rows) for m in (plain, decoding))
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_steps_go_on_while_a_prompt_arrives_layer_by_layer(pool: Pool) -> None:
+    plain = model(pool)
+    decoding, prefillers = with_prefill(pool, count=2)
+    for m in (plain, decoding):
+        m.step(0, [New(1)], [Rows(1, 0, 5)])
+    plain.step(1, [New(2), New(3)], [Rows(2, 0, 34), Rows(3, 0, 30)])
+    decoding.step(1, [New(2), New(3), Grant(2, 0, 34, 0, 0), Grant(3, 0, 30, 1, 0)], [])
+    for layer in range(len(LAYERS)):
+        rows = [Rows(1, 5 + layer, 1)]
+        for prefiller, sent in zip(prefillers, (Rows(2, 0, 34), Rows(3, 0, 30)), strict=True):
+            prefiller.send(0, sent, [layer])
+        want, got = (m.step(2 + layer, [], rows) for m in (plain, decoding))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    for prefiller in prefillers:
+        prefiller.await_stored(0)
+    rows = [Rows(1, 5 + len(LAYERS), 1), Rows(2, 34, 1), Rows(3, 30, 1)]
+    want, got = (m.step(20, [], rows) for m in (plain, decoding))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("ops", "rows", "words"),
+    [
+        ([], [Rows(1, 9, 1)], "sequence 1 has rows"),
+        ([Free(1)], [], "sequence 1 is freed"),
+        ([Truncate(1, 0)], [], "sequence 1 is freed or truncated"),
+        ([New(2), Grant(2, 0, 4, 0, 1)], [Rows(2, 4, 1)], "sequence 2 has rows"),
+        ([New(2), Grant(2, 0, 4, 1, 1)], [], "prefill worker 1 of 1"),
+        ([New(2), Grant(2, 1, 4, 0, 1)], [], "sequence 2 has 0 tokens"),
+        ([New(2), Grant(2, 0, 65, 0, 1)], [], "more than 64 rows"),
+        ([New(2), Grant(2, 500, 20, 0, 1)], [], "at most 512 tokens"),
+    ],
+    ids=str,
+)
+def test_plans_that_contradict_grants_are_refused_whole(
+    pool: Pool, ops: list[Grant], rows: list[Rows], words: str
+) -> None:
+    decoding, (prefiller,) = with_prefill(pool)
+    (peer,) = decoding.peers
+    decoding.step(0, [New(1), Grant(1, 0, 9, 0, 0)], [])
+    peer.plan(StepPlan(step=1, ops=[*ops], rows=rows))
+    with pytest.raises(RefusedError, match=words):
+        peer.receive(Key(Kind.O, 1, layer=-1))
+    prefiller.send(0, Rows(1, 0, 9))
+    prefiller.await_stored(0)
+    assert len(decoding.step(2, [], [Rows(1, 9, 1)])) == len(LAYERS), "all is well once they have come"
+
+
+@pytest.mark.parametrize(
+    ("key", "nbytes"),
+    [(Key(Kind.KV, 1, layer=0), 9 * 4 * 32 * 4), (Key(Kind.KV, 0, layer=1), 9 * 4 * 32 * 4),
+     (Key(Kind.Q, 0, layer=0), 9 * 4 * 32 * 4), (Key(Kind.KV, 0, layer=0), 8)],
+    ids=str,
+)  # fmt: skip
+def test_other_messages_than_those_granted_end_the_session(pool: Pool, key: Key, nbytes: int) -> None:
+    decoding, (prefiller,) = with_prefill(pool)
+    decoding.step(0, [New(1), Grant(1, 0, 9, 0, 0)], [])
+    prefiller.peers[0].send(key, bytes(nbytes))
+    pool.threads[-1].join(WAIT_S)
+    (end,) = pool.ends
+    assert isinstance(end, ProtocolError)
+    assert "in place of" in str(end)
+
+
+class FakeChannel:
+    """Has messages to take, and keeps what it is told."""
+
+    def __init__(self, arrivals: list[Arrival]) -> None:
+        self.arrivals = arrivals
+        self.looks = 0
+        self.told: list[bytes] = []
+
+    def wait_signal(self, *, timeout_s: float) -> Arrival:
+        assert timeout_s == 0.0, "decoding must not wait for prompts"
+        self.looks += 1
+        if not self.arrivals:
+            raise ChannelTimeout("nothing")
+        return self.arrivals.pop(0)
+
+    def release(self, arrival: Arrival) -> None: ...
+
+    def reserve(self, nbytes: int, *, timeout_s: float) -> None: ...
+
+    def put_signal(self, slot: None, tag: bytes) -> None:
+        self.told.append(tag)
+
+
+def granted(counts: Sequence[int]) -> tuple[Grants, list[FakeChannel], list[float]]:
+    """One grant of ``counts[i]`` tokens for prefill worker i, whose messages are all there; and the clock's time."""
+    store, now = Store(bind(LAYERS), CPU), [100.0]
+    grants = Grants(Meter(), clock=lambda: now[0])
+    channels = []
+    ops = [New(i) for i in range(len(counts))] + [Grant(i, 0, n, i, 3) for i, n in enumerate(counts)]
+    for n in counts:
+        sizes = [4 * n * x.kv_heads * (x.qk_dim + x.v_dim) for x in LAYERS]
+        arrivals = [
+            Arrival(0, Key(Kind.KV, 3, layer=i).pack(), memoryview(bytes(size))) for i, size in enumerate(sizes)
+        ]
+        channels.append(FakeChannel(arrivals))
+        grants.join(channels[-1])  # type: ignore[arg-type]
+    plan = StepPlan(step=0, ops=[*ops], rows=[])
+    grants.check(plan)
+    store.begin(plan)
+    grants.add(plan, store)
+    return grants, channels, now
+
+
+def test_who_is_idle_takes_what_is_there_and_who_is_busy_a_message_now_and_then() -> None:
+    grants, (channel,), now = granted([5])
+    assert grants.patience_s == GAP_S
+    grants.take()
+    assert grants.patience_s == 0.0, "there may be more"
+    for _ in range(10):
+        grants.take_overdue()
+    assert channel.looks == 1, "decoding has just let one pass"
+    now[0] += 2 * STARVED_S
+    grants.take_overdue()
+    grants.take_overdue()
+    assert (channel.looks, len(channel.arrivals)) == (2, len(LAYERS) - 2)
+    while channel.arrivals:
+        assert grants.open
+        grants.take()
+    assert not grants.open
+    assert grants.patience_s == IDLE_S
+    assert [Key.unpack(t) for t in channel.told] == [Key(Kind.STORED, 3)]
+
+
+def test_an_empty_look_waits_for_decoding_again() -> None:
+    grants, (channel,), _ = granted([5])
+    channel.arrivals.clear()
+    grants.take()
+    assert grants.open
+    assert grants.patience_s == GAP_S
+
+
+def test_prefill_workers_take_turns() -> None:
+    grants, channels, _ = granted([5, 7, 3])
+    seen = []
+    for _ in range(6):
+        before = [len(c.arrivals) for c in channels]
+        grants.take()
+        seen += [i for i, c in enumerate(channels) if len(c.arrivals) < before[i]]
+    assert seen == [0, 1, 2, 0, 1, 2]
