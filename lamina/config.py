@@ -17,6 +17,7 @@ _ACCEPTED = {
     "str": ("str",),
     "bool": ("bool",),
 }
+MEASURED = "measured"
 MOST_THREADS = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -31,7 +32,11 @@ class EngineConfig:
     """Everything about an engine except its model. Flags of ``lamina-launch`` have the same names with dashes."""
 
     memory_workers: int = option(2, "memory workers, which share the KV cache and the attention over it")
-    memory_weights: str = option("", "each memory worker's part of the work, such as 0.7,0.3; empty = equal parts")
+    memory_weights: str = option(
+        "",
+        "each memory worker's part of the work, such as 0.7,0.3; measured = by how fast each reads its memory at the "
+        "start; empty = equal parts",
+    )
     partition: str = option(
         "head",
         "what memory workers share: KV heads (head; the tokens of a head where heads do not divide), tokens of every "
@@ -109,8 +114,8 @@ class EngineConfig:
 
     @property
     def weights(self) -> list[float]:
-        """Each memory worker's part of the work, in any unit."""
-        if not self.memory_weights:
+        """Each memory worker's part of the work, in any unit; equal ones where they are to be measured."""
+        if self.memory_weights in ("", MEASURED):
             return [1.0] * self.memory_workers
         return [_weight(text) for text in self.memory_weights.split(",")]
 
@@ -152,7 +157,18 @@ def _weight(text: str) -> float:
     with suppress(ValueError):
         if 0.0 < float(text) < float("inf"):
             return float(text)
-    raise ValueError(f"--memory-weights must be positive numbers by comma, such as 0.7,0.3, not {text.strip()!r}")
+    raise ValueError(
+        f"--memory-weights must be positive numbers by comma, such as 0.7,0.3, or measured, not {text.strip()!r}"
+    )
+
+
+def weights_of(rates: list[float]) -> list[float]:
+    """Parts of the work for memory workers that read so many bytes a second: of the fastest one's, in tenths.
+
+    Workers that differ by less than that are alike: rates that are measured never agree exactly, and equal parts are
+    the better ones where heads are shared.
+    """
+    return [max(0.1, round(rate / max(rates), 1)) for rate in rates]
 
 
 def flag(name: str) -> str:

@@ -42,9 +42,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--slice-ms", type=float, default=5.0, help="of a slice in a decoding step")
     parser.add_argument("--attention-ms", type=float, default=5.0, help="of a layer on a memory worker")
-    parser.add_argument("--row-us", type=float, default=50.0, help="of each row of a prompt in a slice")
+    parser.add_argument("--row-us", type=float, default=200.0, help="of each row of a prompt in a slice")
     parser.add_argument("--decoding", type=int, default=8, help="sequences that decode")
-    parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--prompts", type=int, default=3, help="in each run, one after the other")
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--memory-workers", type=int, default=1)
@@ -109,7 +109,7 @@ def measure(path: Path, workers: int, args: argparse.Namespace) -> dict[str, Any
 def situation(
     engine: Engine, args: argparse.Namespace, *, decoding: int, prompts: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each step of the sequences that decode, once all of them do; and of each prompt until its first token."""
+    """Seconds of each step of the sequences that decode, once all do; and of each prompt until its first token."""
     endless = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)
     ids = [engine.add([1 + i] * 64, endless) for i in range(decoding)]
     started: set[int] = set()

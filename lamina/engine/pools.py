@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
@@ -13,12 +14,13 @@ from typing import Any
 
 from lamina import netstack
 from lamina.cluster.local import ProcessWorker, ThreadWorker, WorkerHandle
-from lamina.config import EngineConfig
+from lamina.config import MEASURED, EngineConfig, weights_of
 from lamina.env import cluster_key
 from lamina.observe.collect import ROUND_TRIPS, Tracer
 from lamina.observe.trace import Event, Recorder
 from lamina.workers.control import (
     AskClock,
+    AskRate,
     AskStats,
     ClockTime,
     ComputeReady,
@@ -28,6 +30,7 @@ from lamina.workers.control import (
     LinkClosedError,
     MemoryReady,
     Progress,
+    Rate,
     RingPeer,
     RingUrl,
     RunRound,
@@ -39,7 +42,8 @@ from lamina.workers.control import (
     Trace,
 )
 
-FROM_WORKERS = MemoryReady | RingUrl | ComputeReady | Progress | StepDone | Stats | ClockTime | Trace | Failed
+log = logging.getLogger(__name__)
+FROM_WORKERS = MemoryReady | RingUrl | ComputeReady | Progress | StepDone | Stats | ClockTime | Rate | Trace | Failed
 JOIN_S = 5.0
 JOIN_AFTER_LOSS_S = 0.5
 STATS_S = 5.0
@@ -206,8 +210,11 @@ class Pools:
         for member in self._members[: config.memory_workers]:
             ready = self._await([member], MemoryReady, deadline - time.monotonic(), self._start_limit)
             urls.append(ready.url)
+        weights = self._weigh(deadline)
         for member in self._compute + self._prefill:
-            self._send(member, self._start_compute("" if with_module else model, key, urls, member.handle.index))
+            self._send(
+                member, self._start_compute("" if with_module else model, key, urls, weights, member.handle.index)
+            )
         self._close_ring(deadline)
         on_progress("starting workers", 1, 1)
         first, *_ = [self._await_compute(m, deadline, on_progress) for m in self._compute]
@@ -223,7 +230,23 @@ class Pools:
         for member, url in zip(replicas, urls[1:] + urls[:1], strict=True):
             self._send(member, RingPeer(url=url))
 
-    def _start_compute(self, model: str, key: bytes, urls: list[str], replica: int) -> StartCompute:
+    def _weigh(self, deadline: float) -> list[float]:
+        """The memory workers' parts of the work. All measure at once, as they will read at once."""
+        config, memory = self._config, self._members[: self._config.memory_workers]
+        if config.memory_weights != MEASURED:
+            return config.weights
+        for member in memory:
+            self._send(member, AskRate())
+        answers = [self._await([m], Rate, deadline - time.monotonic(), self._start_limit) for m in memory]
+        rates = [a.read_bytes_s for a in answers]
+        weights = weights_of(rates)
+        texts = [f"{w:g} ({r / 1e9:.1f} GB/s)" for w, r in zip(weights, rates, strict=True)]
+        log.info("--memory-weights measured: %s", ", ".join(texts))
+        return weights
+
+    def _start_compute(
+        self, model: str, key: bytes, urls: list[str], weights: list[float], replica: int
+    ) -> StartCompute:
         c = self._config
         return StartCompute(
             model=model,
@@ -246,7 +269,7 @@ class Pools:
             scheme=c.transport,
             key=key,
             memory_urls=urls,
-            memory_weights=c.weights,
+            memory_weights=weights,
             partition=c.partition,
             start_timeout_s=c.start_timeout_s,
             step_timeout_s=c.step_timeout_s,

@@ -60,6 +60,14 @@ class ClockTime(msgspec.Struct, frozen=True, kw_only=True, tag="clock-time"):
     now: float  # seconds of the worker's own clock
 
 
+class AskRate(msgspec.Struct, frozen=True, tag="ask-rate"):
+    """Driver -> memory worker, before it is bound: how fast is its memory? Answered by Rate."""
+
+
+class Rate(msgspec.Struct, frozen=True, kw_only=True, tag="rate"):
+    read_bytes_s: float
+
+
 class AskTrace(msgspec.Struct, frozen=True, tag="ask-trace"):
     """Driver -> any worker, at the end. Answered by Trace."""
 

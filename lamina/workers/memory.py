@@ -15,7 +15,8 @@ from lamina import netstack
 from lamina.netstack import Channel, ChannelError, ChannelTimeout, Listener
 from lamina.observe.trace import OFF, Recorder, recorder
 
-from .control import AskClock, AskStats, AskTrace, ControlLink, LinkClosedError, MemoryReady, StartMemory, Stop
+from .control import AskClock, AskRate, AskStats, AskTrace, ControlLink, LinkClosedError, MemoryReady, StartMemory, Stop
+from .memory_store import read_rate
 from .meter import Meter
 from .service import Service
 from .session import Session
@@ -41,6 +42,10 @@ class MemoryWorker:
         Safe from any thread.
         """
         return self._meter.read()
+
+    def rate(self) -> float:
+        """Bytes a second that its device reads, measured now."""
+        return read_rate(self._device)
 
     def abort(self, reason: str) -> None:
         """End ``serve``, now and whenever it is called again. Safe from any thread."""
@@ -86,7 +91,7 @@ class MemoryWorker:
 
 def serve_memory(sock: socket.socket) -> None:
     """Serve one driver, over its control socket, until the link ends or says Stop."""
-    link = ControlLink(sock, StartMemory | AskStats | AskClock | AskTrace | Stop)
+    link = ControlLink(sock, StartMemory | AskStats | AskClock | AskRate | AskTrace | Stop)
     try:
         start = link.recv()
     except LinkClosedError:
@@ -104,7 +109,7 @@ class _Server:
         trace = recorder(start.trace)
         self._worker = MemoryWorker(trace=trace)
         self._fabric: netstack.Fabric | None = None
-        self._service = Service(link, self._worker.stats, self._abort, trace)
+        self._service = Service(link, self._worker.stats, self._abort, trace, self._worker.rate)
 
     def run(self) -> None:
         service, start = self._service, self._start

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +20,8 @@ from lamina.kv.pool import LayerStore, allocate
 
 from .stepplan import Bind, Bound, Grant, LayerShape, ProtocolError, Rows, StepPlan
 
+RATE_BYTES = 256 << 20
+RATE_PASSES = 5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -164,3 +168,13 @@ def available_bytes() -> int:
     with open("/proc/meminfo") as f:
         fields = dict(line.split(":") for line in f)
     return int(fields["MemAvailable"].split()[0]) << 10
+
+
+def read_rate(device: torch.device) -> float:
+    """Bytes a second that ``device`` reads from memory that no cache holds, with the threads that it has."""
+    data, rates = torch.ones(RATE_BYTES // 8, dtype=torch.int64, device=device), []
+    for _ in range(RATE_PASSES):
+        start = time.perf_counter()
+        data.sum().item()
+        rates.append(RATE_BYTES / (time.perf_counter() - start))
+    return statistics.median(rates)

@@ -11,12 +11,14 @@ from lamina.observe.trace import OFF, Recorder
 
 from .control import (
     AskClock,
+    AskRate,
     AskStats,
     AskTrace,
     ClockTime,
     ControlLink,
     Failed,
     LinkClosedError,
+    Rate,
     Stats,
     Stop,
     Trace,
@@ -37,12 +39,15 @@ class Service:
         stats: Callable[[], dict[str, float]],
         abort: Callable[[str], None],
         trace: Recorder = OFF,
+        rate: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """``rate``: bytes a second that the worker's device reads from its memory."""
         self.link = link
         self.stopped = threading.Event()
         self._stats = stats
         self._abort = abort
         self._trace = trace
+        self._rate = rate
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="lamina-control", daemon=True).start()
 
@@ -82,6 +87,8 @@ class Service:
                 self.link.send(Stats(values=self._stats()))
             elif isinstance(message, AskClock):
                 self.link.send(ClockTime(now=Recorder.now()))
+            elif isinstance(message, AskRate):
+                self.link.send(Rate(read_bytes_s=self._rate()))
             elif isinstance(message, AskTrace):
                 records, dropped = self._trace.take()
                 self.link.send(Trace(records=records, dropped=dropped))

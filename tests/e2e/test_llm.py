@@ -133,6 +133,20 @@ def test_partitions_give_the_same_bits(options: dict[str, Any], llama_path: Path
     assert [(o.token_ids, o.logprobs) for o in split] == [(o.token_ids, o.logprobs) for o in once]
 
 
+def test_weights_are_measured_at_the_start(
+    llama_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One worker says that it reads at 0.3 of the other's rate: it gets that part of the stored tokens."""
+    rates = iter((30e9, 100e9))
+    monkeypatch.setattr("lamina.workers.memory.read_rate", lambda device: next(rates))
+    options: dict[str, Any] = {"memory_weights": "measured", "partition": "token", "memory_workers": 2}
+    with caplog.at_level("INFO", "lamina"), LLM(str(llama_path), transport="loopback", **options) as llm:
+        llm.generate([prompts[3] * 5] * 4, GREEDY)
+        read = sorted(v["stored_bytes"] for k, v in llm.stats().items() if k.startswith("memory"))
+    assert 0.2 < read[0] / read[1] < 0.4
+    assert "0.3 (30.0 GB/s)" in caplog.text
+
+
 def test_stream_grows_and_ends(llama_path: Path, prompts: list[list[int]]) -> None:
     with LLM(str(llama_path), transport="loopback") as llm:
         lengths: dict[int, int] = {}
@@ -221,6 +235,7 @@ def shared_llm(llama_path: Path) -> Any:
     [
         ({"memory_workers": 2, "memory_weights": "1,1000"}, "memory worker 0 of 2 would get nothing of 4 KV heads"),
         ({"memory_weights": "0,0"}, "--memory-weights must be positive"),
+        ({"memory_weights": "measure"}, "--memory-weights must be positive numbers .* or measured"),
         ({"pipeline": "fast"}, "--pipeline must be at least 1, or auto, not fast"),
         ({"pipeline": 0}, "--pipeline must be at least 1, or auto, not 0"),
         ({"pipeline": 3, "compute_workers": 4}, "--compute-workers 4 is for --pipeline auto; --pipeline 3 has 2"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lamina.cluster.launch import COMMANDS, main
-from lamina.config import EngineConfig, flag, make_config, parse_size
+from lamina.config import EngineConfig, flag, make_config, parse_size, weights_of
 from lamina.netstack import SCHEMES
 from lamina.netstack.doctor import opens
 
@@ -201,3 +201,11 @@ def test_bad_sizes(text: str) -> None:
 def test_unknown_options_are_errors() -> None:
     with pytest.raises(ValueError, match="block_sise"):
         make_config({"block_sise": 16})
+
+
+@pytest.mark.parametrize(
+    ("rates", "weights"),
+    [([50e9, 52e9], [1.0, 1.0]), ([20e9, 60e9], [0.3, 1.0]), ([1e9, 4000e9], [0.1, 1.0]), ([7.0], [1.0])],
+)
+def test_rates_that_hardly_differ_weigh_the_same(rates: list[float], weights: list[float]) -> None:
+    assert weights_of(rates) == weights
