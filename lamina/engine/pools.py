@@ -59,6 +59,8 @@ class _Member:
         self.handle = handle
         self.link = ControlLink(handle.sock, FROM_WORKERS)
         self.inbox: deque[Any] = deque()  # messages that came while another one was awaited
+        self.chunks = 0  # of prompts, in flight on a prefill worker
+        self.since = 0.0  # when the first of them began to be the next one that is done
 
     @property
     def label(self) -> str:
@@ -103,7 +105,11 @@ class Pools:
 
     def prefill(self, worker: int, new: RunRound) -> None:
         """See Wire."""
-        self._send(self._prefill[worker], new)
+        member = self._prefill[worker]
+        if not member.chunks:
+            member.since = time.monotonic()
+        member.chunks += 1
+        self._send(member, new)
 
     def wait(self) -> StepDone:
         """See Wire."""
@@ -113,7 +119,19 @@ class Pools:
                 self._compute + self._prefill, StepDone, limit + GRACE_S, f"for a step (--step-timeout-s {limit:g})"
             )
         self.tracer.recorder.add(Event.WAIT_DONE, start, done)
+        self._note(done)
         return done
+
+    def _note(self, done: StepDone) -> None:
+        """Steps of compute workers must not hide that a prefill worker hangs."""
+        now, limit = time.monotonic(), self._config.step_timeout_s
+        if done.batch >= self._config.most_batches:
+            member = self._prefill[done.batch - self._config.most_batches]
+            member.chunks, member.since = member.chunks - 1, now
+        for member in self._prefill:
+            if member.chunks and now - member.since > limit + GRACE_S:
+                self.fail()
+                raise WorkerError(f"{member.name} took too long for a chunk of a prompt (--step-timeout-s {limit:g})")
 
     def stats(self) -> dict[str, dict[str, float]]:
         """The counters of every worker, by the names of ``pids``."""

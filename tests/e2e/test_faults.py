@@ -39,14 +39,22 @@ def test_kill_of_a_worker_is_told_within_five_seconds(victim: str, scheme: str, 
         llm.generate([[3]])
 
 
-def test_a_stopped_worker_counts_as_hung_at_the_deadline(llama_path: Path) -> None:
-    llm = LLM(str(llama_path), memory_workers=1, step_timeout_s=1.0)
+@pytest.mark.parametrize(
+    ("victim", "options", "words"),
+    [("memory-0", {}, "memory worker|shm://"), ("prefill-0", {"prefill_workers": 1}, "prefill worker 0 .* a chunk")],
+)
+def test_a_stopped_worker_counts_as_hung_at_the_deadline(
+    victim: str, options: dict[str, int], words: str, llama_path: Path
+) -> None:
+    """Also where the others go on: a second prompt comes when the prefill worker has stopped."""
+    llm = LLM(str(llama_path), memory_workers=1, step_timeout_s=1.0, **options)
     pids = llm.pools.pids
     stream = llm.stream([[5, 6, 7]], LONG)
     next(stream)
-    os.kill(pids["memory-0"], signal.SIGSTOP)
+    os.kill(pids[victim], signal.SIGSTOP)
+    llm.engine.add([5, 6, 7], LONG)
     start = time.monotonic()
-    with pytest.raises(WorkerError, match="memory worker|shm://"):
+    with pytest.raises(WorkerError, match=words):
         for _ in stream:
             pass
     assert time.monotonic() - start < 10.0
