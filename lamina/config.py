@@ -104,6 +104,9 @@ class EngineConfig:
             raise ValueError(
                 f"--memory-addresses names {len(self.addresses)} places for --memory-workers {self.memory_workers}"
             )
+        fixed = [a for a in self.addresses if a and not a.endswith(":0")]  # port 0 is any free one
+        if twice := next((a for a in fixed if fixed.count(a) > 1), None):
+            raise ValueError(f"--memory-addresses names {twice} twice: each memory worker needs a place of its own")
         if self.partition not in PARTITIONS:
             raise ValueError(f"--partition must be one of {', '.join(PARTITIONS)}, not {self.partition!r}")
         if len(self.weights) != self.memory_workers:

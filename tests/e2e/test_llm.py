@@ -250,6 +250,7 @@ def shared_llm(llama_path: Path) -> Any:
         ({"memory_workers": "2"}, "--memory-workers"),
         ({"block_size": 256}, "--block-size"),
         ({"memory_addresses": "127.0.0.1:0"}, "--memory-addresses"),
+        ({"transport": "tcp", "memory_addresses": "h:7,h:7"}, "--memory-addresses names h:7 twice"),
         ({"memroy_workers": 2}, "memroy_workers"),
         ({"attention": "magic"}, "attention"),
     ],
