@@ -41,7 +41,7 @@ def geometries(
             row = sum(p.num_kv_heads for p in pieces) * itemsize
             out_bytes = max(out_bytes, max_rows * row * max(group * layer.qk_dim, layer.qk_dim + layer.v_dim))
             in_bytes = max(in_bytes, max_rows * sum(_o_bytes(layer, p, partition, itemsize, max_len) for p in pieces))
-    return Geometry(slots=slots, slot_bytes=out_bytes), Geometry(slots=slots, slot_bytes=in_bytes)
+    return _inbox(slots, out_bytes, max_rows), _inbox(slots, in_bytes, max_rows)
 
 
 def kv_geometries(
@@ -54,7 +54,17 @@ def kv_geometries(
             heads = sum(p.num_kv_heads for p in partition.pieces(i, worker))
             out_bytes = max(out_bytes, max_rows * heads * (layer.qk_dim + layer.v_dim) * itemsize)
     inbound = Geometry(slots=STORED_SLOTS, slot_bytes=LEAST_SLOT_BYTES)
-    return Geometry(slots=KV_SLOTS, slot_bytes=out_bytes), inbound
+    return _inbox(KV_SLOTS, out_bytes, max_rows), inbound
+
+
+def _inbox(slots: int, slot_bytes: int, max_rows: int) -> Geometry:
+    try:
+        return Geometry(slots=slots, slot_bytes=slot_bytes)
+    except ValueError:
+        raise ValueError(
+            f"a message of {max_rows} rows may take {slot_bytes} bytes, and {slots} of them are in flight: lower "
+            f"--prefill-chunk, --max-num-seqs or --pipeline"
+        ) from None
 
 
 def store_bytes(layers: Sequence[LayerShape], itemsize: int, max_len: int, block_size: int) -> int:

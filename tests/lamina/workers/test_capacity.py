@@ -8,10 +8,10 @@ from memory_peer import bind, shape
 
 from lamina.kv.partition import PARTITIONS
 from lamina.workers import capacity
-from lamina.workers.capacity import choose_kv_bytes, geometries, together
+from lamina.workers.capacity import choose_kv_bytes, geometries, kv_geometries, store_bytes, together
 from lamina.workers.memory_step import Step
 from lamina.workers.memory_store import Store
-from lamina.workers.stepplan import LayerShape, New, Rows, StepPlan
+from lamina.workers.stepplan import Free, LayerShape, New, Rows, StepPlan
 
 LAYERS = {
     "few": [shape(8, 4)],
@@ -29,7 +29,7 @@ def test_slots_hold_every_message(
     partition: str, weights: list[float], dtype: str, layers: list[LayerShape], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps full of rows, at the end of the longest sequences."""
-    monkeypatch.setattr(capacity, "LEAST_SLOT_BYTES", 0)
+    monkeypatch.setattr(capacity, "LEAST_SLOT_BYTES", 1)
     max_rows, max_len = 48, 1024
     binds = [
         bind(layers, weights, w, partition, dtype=dtype, max_rows=max_rows, max_model_len=max_len, kv_bytes=64 << 20)
@@ -37,6 +37,7 @@ def test_slots_hold_every_message(
     ]
     itemsize = 4 if dtype == "float32" else 2
     outbound, inbound = geometries(layers, binds[0].partition, itemsize, max_rows=max_rows, max_len=max_len)
+    granted, _ = kv_geometries(layers, binds[0].partition, itemsize, max_rows=max_rows)
     most = [0, 0]
     for each in binds:
         store = Store(each, torch.device("cpu"))
@@ -50,9 +51,27 @@ def test_slots_hold_every_message(
                 for sizes in map(Step(store, plan).sizes, range(len(layers))):
                     assert max(sizes.q, sizes.kv) <= outbound.slot_bytes
                     assert sizes.o <= inbound.slot_bytes
+                    assert sizes.kv <= granted.slot_bytes
                     most = [max(most[0], sizes.q, sizes.kv), max(most[1], sizes.o)]
     assert most[0] > 0.3 * outbound.slot_bytes, "and they are not far too large"
     assert most[1] > 0.2 * inbound.slot_bytes
+
+
+@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("max_len", [1, 127, 1024])
+def test_a_prefill_worker_holds_one_sequence(layers: list[LayerShape], max_len: int) -> None:
+    kv_bytes = store_bytes(layers, 4, max_len, 16)
+    tables = Store(bind(layers, kv_bytes=kv_bytes, max_rows=64, max_model_len=max_len), torch.device("cpu")).tables
+    for step, first in enumerate(range(0, max_len, 64)):
+        rows = [Rows(1, first, min(64, max_len - first))]
+        tables.apply(StepPlan(step=step, ops=[New(1)] if not step else [], rows=rows))
+    tables.apply(StepPlan(step=99, ops=[Free(1), New(2)], rows=[Rows(2, 0, min(64, max_len))]))
+
+
+def test_messages_beyond_any_slot_name_the_flags() -> None:
+    layers, partition = [shape(512, 512, 256, 256)], PARTITIONS["head"]([512], [1.0], 1)
+    with pytest.raises(ValueError, match=r"100000 rows .*--prefill-chunk"):
+        geometries(layers, partition, 4, max_rows=100_000, max_len=8192)
 
 
 def test_kv_memory_follows_the_weights() -> None:
