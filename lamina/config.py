@@ -194,4 +194,11 @@ def make_config(options: dict[str, Any]) -> EngineConfig:
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ValueError(f"unknown option {unknown[0]!r}; known: {', '.join(known)}")
-    return EngineConfig(**options)
+    return EngineConfig(**{name: _plain(name, value) for name, value in options.items()})
+
+
+def _plain(name: str, value: Any) -> Any:
+    """What other libraries take for an option, in the form that it has here: torch.float32, a size as a number."""
+    if name == "dtype":
+        return str(value).removeprefix("torch.")
+    return str(value) if name == "kv_memory" and type(value) is int else value

@@ -9,11 +9,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lamina.config import EngineConfig
+from lamina.config import EngineConfig, flag
 from lamina.request import RequestOutput, SamplingParams
 
 from .flags import add_engine_flags, engine_config, print_config
 from .words import counted
+
+DEFAULTS = SamplingParams(temperature=0.0, max_tokens=64)
+SAMPLING = {  # of SamplingParams
+    "n": "completions of each prompt",
+    "max_tokens": "tokens of a completion at most",
+    "temperature": "0 = greedy",
+    "top_p": "draw from the likeliest up to this mass",
+    "top_k": "draw from this many tokens; 0 = all",
+    "min_p": "draw from tokens with this share of the likeliest one's probability",
+    "presence_penalty": "off the logit of every token that the completion has",
+    "frequency_penalty": "off the logit for each time that the completion has the token",
+    "repetition_penalty": "divides the logits of tokens that prompt or completion have",
+    "min_tokens": "no stop token before this many",
+    "logprobs": "alternatives to report for each token, with --json",
+}
+_TYPES = {"logprobs": int}  # where the default is None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,12 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-file", help="a file with one prompt a line; - for standard input")
     parser.add_argument("--json", action="store_true", help="one JSON line for each prompt, once it is finished")
     group = parser.add_argument_group("sampling")
-    defaults = SamplingParams(temperature=0.0, max_tokens=64)
-    group.add_argument("--max-tokens", type=int, default=defaults.max_tokens, help="tokens of a completion at most")
-    group.add_argument("--temperature", type=float, default=defaults.temperature, help="0 = greedy")
-    group.add_argument("--top-p", type=float, default=defaults.top_p, help="draw from the likeliest up to this mass")
-    group.add_argument("--top-k", type=int, default=defaults.top_k, help="draw from this many tokens; 0 = all")
-    group.add_argument("--min-tokens", type=int, default=defaults.min_tokens, help="no stop token before this many")
+    for name, help in SAMPLING.items():
+        default = getattr(DEFAULTS, name)
+        group.add_argument(flag(name), type=_TYPES.get(name, type(default)), default=default, help=help)
     group.add_argument(
         "--stop", action="append", default=[], help="a string that ends the text; may be given several times"
     )
@@ -41,15 +54,13 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 0; raises ValueError for bad input."""
     config = engine_config(args)
     params = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_tokens=args.min_tokens,
+        **{name: getattr(args, name) for name in SAMPLING},
         stop=args.stop,
         ignore_eos=args.ignore_eos,
         seed=args.sampling_seed,
     )
+    if params.logprobs is not None and not args.json:
+        raise ValueError("--logprobs needs --json, which prints them")
     prompts = args.prompt + _read_prompts(args.prompt_file)
     if args.print_config:
         print_config(config, model=args.model)
@@ -62,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     from lamina.llm import LLM
 
     with LLM(args.model, tokenizer=tokenizer, progress=sys.stderr.isatty(), **dataclasses.asdict(config)) as llm:
-        show = _print_json if args.json else _Text(len(prompts))
+        show = _print_json if args.json else _Text(live=len(prompts) * params.n == 1)
         for output in llm.stream(prompts, params):
             show(output)
     return 0
@@ -97,19 +108,20 @@ def _print_json(output: RequestOutput) -> None:
 
 
 class _Text:
-    """Streams a single prompt's text as it comes; several prompts are printed whole, in the order they finish."""
+    """Streams a single completion as it comes; several are printed whole, in the order in which prompts finish."""
 
-    def __init__(self, num_prompts: int) -> None:
-        self._live = num_prompts == 1
+    def __init__(self, *, live: bool) -> None:
+        self._live = live
         self._shown = 0
 
     def __call__(self, output: RequestOutput) -> None:
-        text = output.outputs[0].text
         if self._live:
+            text = output.outputs[0].text
             sys.stdout.write(text[self._shown :])
             self._shown = len(text)
             if output.finished:
                 sys.stdout.write("\n")
         elif output.finished:
-            sys.stdout.write(f"{output.prompt}{text}\n\n")
+            for completion in output.outputs:
+                sys.stdout.write(f"{output.prompt}{completion.text}\n\n")
         sys.stdout.flush()

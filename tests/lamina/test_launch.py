@@ -51,6 +51,8 @@ def test_every_command_helps(command: str, capsys: pytest.CaptureFixture[str]) -
         (["generate", "m", "--prompt", "x", "--compute-threads", "100000"], "--compute-threads"),
         (["generate", "m", "--prompt", "x", "--kv-memory", "9 bananas"], "--kv-memory"),
         (["generate", "m", "--prompt", "x", "--temperature", "nan"], "temperature"),
+        (["generate", "m", "--prompt", "x", "--n", "0"], "n must be at least 1"),
+        (["generate", "m", "--prompt", "x", "--logprobs", "2"], "--logprobs needs --json"),
         (["generate", "m", "--prompt", "x", "--block-size", "48"], "--block-size"),
         (["generate", "", "--prompt", "x"], "model is empty"),
         (["generate", "", "--prompt", "x", "--dry-run"], "model is empty"),
@@ -209,3 +211,22 @@ def test_unknown_options_are_errors() -> None:
 )
 def test_rates_that_hardly_differ_weigh_the_same(rates: list[float], weights: list[float]) -> None:
     assert weights_of(rates) == weights
+
+
+def test_options_as_other_libraries_write_them() -> None:
+    import torch
+
+    config = make_config({"dtype": torch.bfloat16, "kv_memory": 1 << 30})
+    assert (config.dtype, config.kv_bytes()) == ("bfloat16", 1 << 30)
+
+
+def test_several_completions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    generate = ["generate", MODEL, "--prompt", "def f", "--transport", "loopback", "--max-tokens", "4"]
+    sampling = ["--logprobs", "1", "--temperature", "0.8", "--min-p", "0.02", "--frequency-penalty", "0.1"]
+    assert main([*generate, *sampling, "--n", "2", "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    outputs = json.loads(line)["outputs"]
+    assert [o["index"] for o in outputs] == [0, 1]
+    assert all(len(pair) == 2 for o in outputs for pair in o["logprobs"])
+    assert main([*generate, "--n", "3"]) == 0
+    assert capsys.readouterr().out.count("def f") >= 3
