@@ -12,11 +12,14 @@ from lamina.llm import LLM
 from lamina.request import SamplingParams
 
 _DEFAULT_NEW_TOKENS = 20  # of transformers, where no length is given
-_DEFAULTS = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "num_return_sequences": 1}
+_DEFAULTS = {
+    "do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "num_return_sequences": 1,
+    "repetition_penalty": 1.0, "min_p": 0.0,
+}  # fmt: skip
 # Fields of GenerationConfig that are obeyed here ...
 _OBEYED = {
     *_DEFAULTS, "max_length", "max_new_tokens", "min_length", "min_new_tokens", "eos_token_id", "pad_token_id",
-    "bos_token_id", "return_dict_in_generate",
+    "bos_token_id", "return_dict_in_generate", "repetition_penalty", "min_p",
 }  # fmt: skip
 # ... those that change no token when num_beams is 1 and no assistant model is given ...
 _IRRELEVANT = {
@@ -28,9 +31,9 @@ _IRRELEVANT = {
 }  # fmt: skip
 # ... and the values at which the others do nothing, besides None and False.
 _NEUTRAL = {
-    "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0,
+    "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0, "typical_p": 1.0,
     "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
-    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "guidance_scale": 1.0, "min_p": 0.0,
+    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "guidance_scale": 1.0,
 }  # fmt: skip
 
 
@@ -93,13 +96,14 @@ class WrappedModel:
         """Continue ``input_ids`` [batch, length] int64 as transformers' ``generate`` does, and with its defaults.
 
         Settings come from the keywords, then ``generation_config``, then the model's own: lengths, ``do_sample``,
-        ``temperature``, ``top_k``, ``top_p``, ``num_return_sequences``, ``eos_token_id``, ``pad_token_id``. Prompts of
+        ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty`` (of the prompt without its padding),
+        ``num_return_sequences``, ``eos_token_id``, ``pad_token_id``. Prompts of
         different lengths are padded on the left, with zeros in ``attention_mask``. Sampling draws its seeds from
         torch's generator, so ``torch.manual_seed`` makes it repeatable, but not equal to transformers' draws.
 
         Returns [batch * num_return_sequences, length + new] on the device of the input: prompts as given, then new
         tokens up to and with an end token, then padding. Raises ValueError for a setting that would change tokens and
-        cannot be obeyed (beams, penalties, processors).
+        cannot be obeyed (beams, other penalties, processors).
         """
         chosen = _Settings(self.generation_config, generation_config, settings)
         ids = self._prompts(inputs if inputs is not None else input_ids, chosen)
@@ -149,6 +153,8 @@ class WrappedModel:
                 temperature=chosen["temperature"] if samples else 0.0,
                 top_p=chosen["top_p"] if samples else 1.0,
                 top_k=chosen["top_k"] or 0 if samples else 0,
+                min_p=chosen["min_p"] if samples else 0.0,
+                repetition_penalty=chosen["repetition_penalty"],
                 max_tokens=most,
                 min_tokens=least,
                 stop_token_ids=stops,

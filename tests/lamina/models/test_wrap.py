@@ -66,6 +66,16 @@ def test_end_tokens_and_padding(model: Any, wrapped: Any, batch: dict[str, torch
     assert (model.generate(**batch, max_new_tokens=16, eos_token_id=ends)[0, -2:] == 0).all(), "some row is padded"
 
 
+@pytest.mark.parametrize("penalty", [1.3, 0.8])
+def test_repetition_penalty(model: Any, wrapped: Any, batch: dict[str, torch.Tensor], penalty: float) -> None:
+    """transformers takes padding for repeated too; this model draws none."""
+    options = {"max_new_tokens": 40, "repetition_penalty": penalty}
+    expected = model.generate(**batch, **options)
+    assert torch.equal(wrapped.generate(**batch, **options), expected)
+    assert (expected[:, 9:] != 0).all()
+    assert not torch.equal(expected, model.generate(**batch, max_new_tokens=40)), "it changes something"
+
+
 def test_an_end_token_of_the_model_that_its_vocabulary_lacks_ends_nothing(
     model: Any, wrapped: Any, batch: dict[str, torch.Tensor]
 ) -> None:
@@ -139,7 +149,7 @@ def test_streamers_get_the_prompt_and_every_token(wrapped: Any, batch: dict[str,
     ("options", "words"),
     [
         ({"num_beams": 4}, "num_beams=4: pass num_beams=1"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2: pass repetition_penalty=1.0"),
+        ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size=3: pass no_repeat_ngram_size=0"),
         ({"logits_processor": [1]}, "does not take logits_processor"),
         ({"position_ids": torch.ones(3, 9)}, "does not take position_ids"),
         ({"num_return_sequences": 2}, "do_sample=True"),
