@@ -68,11 +68,11 @@ def test_end_tokens_and_padding(model: Any, wrapped: Any, batch: dict[str, torch
 
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
 def test_repetition_penalty(model: Any, wrapped: Any, batch: dict[str, torch.Tensor], penalty: float) -> None:
-    """transformers takes padding for repeated too; this model draws none."""
+    """Without padding, which transformers takes for repeated too."""
+    batch = {name: x[:1] for name, x in batch.items()}
     options = {"max_new_tokens": 40, "repetition_penalty": penalty}
     expected = model.generate(**batch, **options)
     assert torch.equal(wrapped.generate(**batch, **options), expected)
-    assert (expected[:, 9:] != 0).all()
     assert not torch.equal(expected, model.generate(**batch, max_new_tokens=40)), "it changes something"
 
 
