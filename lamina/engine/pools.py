@@ -47,6 +47,7 @@ FROM_WORKERS = MemoryReady | RingUrl | ComputeReady | Progress | StepDone | Stat
 JOIN_S = 5.0
 JOIN_AFTER_LOSS_S = 0.5
 STATS_S = 5.0
+CAUSE_S = 0.3  # for a worker to say that it has failed, once its peer has
 GRACE_S = 1.0  # a worker that waits for another one in vain knows more than we do: let it speak first
 
 
@@ -345,12 +346,27 @@ class Pools:
             self.close()
             where = "--memory-addresses: " if member not in self._compute and self._config.memory_addresses else ""
             return ValueError(where + message.text)
-        # A worker often fails because another one died: then that one is the news.
-        for other in self._members:
-            if other is not member and other.handle.fate() is not None:
-                return self._lost(other)
+        # A worker often fails because another one died or failed: then that one is the news.
+        others = sorted((m for m in self._members if m is not member), key=lambda m: m.handle.fate() is None)
+        deadline = time.monotonic() + CAUSE_S
+        for other in others:
+            if message.by_peer or other.handle.fate() is not None:
+                if (cause := self._cause(other, deadline)) is not None:
+                    message = cause
+                elif other.handle.fate() is not None:
+                    return self._lost(other)
         self.fail()
         return WorkerError(message.text)
+
+    def _cause(self, member: _Member, deadline: float) -> Failed | None:
+        """What ``member`` says about a failure of its own, if it is about to."""
+        while True:
+            try:
+                message = member.link.recv(timeout_s=max(0.0, deadline - time.monotonic()))
+            except (LinkClosedError, TimeoutError):
+                return None
+            if isinstance(message, Failed):
+                return None if message.by_peer else message
 
     def _lost(self, member: _Member) -> WorkerError:
         deadline = time.monotonic() + 1.0

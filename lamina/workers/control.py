@@ -222,10 +222,13 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """Worker -> driver: what happened, in one line for people. ``user_error``: bad input, not a defect."""
+    """Worker -> driver: what happened, in one line for people. ``user_error``: bad input, not a defect;
+    ``by_peer``: a channel ended, so that the other end knows better.
+    """
 
     text: str
     user_error: bool = False
+    by_peer: bool = False
 
 
 class ControlLink:

@@ -99,7 +99,7 @@ class ModelServer:
             pass  # the driver is gone: so are we
         except (ChannelError, ProtocolError, RefusedError) as e:
             if not self.service.stopped.is_set():
-                self.service.fail(f"{self.role}: {e}")
+                self.service.fail(f"{self.role}: {e}", by_peer=isinstance(e, ChannelError))
         except Exception as e:
             self.service.fail(f"{self.role}: {type(e).__name__}: {e}")
             raise

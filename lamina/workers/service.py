@@ -63,10 +63,10 @@ class Service:
             self._inbox.put(None)  # the end stays the end for later calls
         return message
 
-    def fail(self, text: str, *, user_error: bool = False) -> None:
+    def fail(self, text: str, *, user_error: bool = False, by_peer: bool = False) -> None:
         """Tell the driver why this worker ends; nobody is told if the driver is gone too."""
         try:
-            self.link.send(Failed(text=text, user_error=user_error))
+            self.link.send(Failed(text=text, user_error=user_error, by_peer=by_peer))
         except LinkClosedError:
             self.stopped.set()
 

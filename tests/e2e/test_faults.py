@@ -9,10 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-from lamina import LLM, SamplingParams
+from lamina import LLM, SamplingParams, attention
+from lamina.attention.reference import Reference
 from lamina.engine.pools import WorkerError
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
@@ -62,6 +65,26 @@ def test_a_stopped_worker_counts_as_hung_at_the_deadline(
             pass
     assert time.monotonic() - start < 10.0
     assert all(gone(pid) for pid in pids.values())
+
+
+class Broken(Reference):
+    """An attention that fails."""
+
+    def finish(self, *args: Any) -> None:
+        raise RuntimeError("out of order")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_worker_that_failed_is_named_not_the_one_that_missed_it(
+    llama_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("lamina.attention.broken")
+    module.open_backend = lambda device, dtype: Broken(device)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(attention.BACKENDS, "broken", "broken")
+    llm = LLM(str(llama_path), transport="loopback", attention="broken")
+    with pytest.raises(WorkerError, match="memory worker: RuntimeError: out of order"):
+        llm.generate([[5, 6, 7]])
 
 
 DRIVER = """
