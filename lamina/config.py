@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lamina.kv.partition import PARTITIONS
+from lamina.netstack import beyond_host
 
 CHUNK_TOKENS = 128  # of attention.merge, which this module does not import for torch's sake
 _ACCEPTED = {
@@ -19,6 +20,7 @@ _ACCEPTED = {
 }
 MEASURED = "measured"
 MOST_THREADS = 1024
+PLACEMENTS = ("pack", "spread")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -43,9 +45,21 @@ class EngineConfig:
         "sequence (token), or whole sequences (request)",
     )
     transport: str = option(
-        "shm", "how the pools talk: shm, tcp, loopback (everything in one process), auto, verbs, mlx5"
+        "shm",
+        "how the pools talk: shm, tcp, loopback (everything in one process), auto, verbs, mlx5; over Ray auto in "
+        "place of shm",
     )
     memory_addresses: str = option("", "where memory workers listen, one each, by comma; empty = any free place")
+    ray_address: str = option(
+        "",
+        "start workers through Ray: auto (this host's cluster), HOST:PORT, or the YAML of `lamina-launch cluster`; "
+        "empty = on this machine",
+    )
+    placement: str = option("pack", "over Ray: workers on few hosts, near each other (pack), or on many (spread)")
+    compute_on: str = option(
+        "lamina_compute", "over Ray: what a host of compute workers has, a resource, a type of GPU, or LABEL=VALUE"
+    )
+    memory_on: str = option("lamina_memory", "over Ray: the same for memory workers")
     dtype: str = option("auto", "of weights, KV cache and wire: auto (as stored), float32, bfloat16, float16")
     max_model_len: int = option(0, "tokens of a sequence, prompt included; 0 = the model's own limit")
     block_size: int = option(32, "tokens in a KV block")
@@ -107,6 +121,7 @@ class EngineConfig:
         fixed = [a for a in self.addresses if a and not a.endswith(":0")]  # port 0 is any free one
         if twice := next((a for a in fixed if fixed.count(a) > 1), None):
             raise ValueError(f"--memory-addresses names {twice} twice: each memory worker needs a place of its own")
+        self._check_cluster()
         if self.partition not in PARTITIONS:
             raise ValueError(f"--partition must be one of {', '.join(PARTITIONS)}, not {self.partition!r}")
         if len(self.weights) != self.memory_workers:
@@ -141,6 +156,28 @@ class EngineConfig:
     def max_rows(self) -> int:
         """Rows of a step at most: every sequence decodes one token, beside one prefill chunk."""
         return self.max_num_seqs + self.prefill_chunk
+
+    @property
+    def launcher(self) -> str:
+        """Who starts the workers, by its name in cluster.launcher.LAUNCHERS."""
+        return "ray" if self.ray_address else "local"
+
+    @property
+    def scheme(self) -> str:
+        """``transport``, as it is opened: one that reaches other hosts where workers may be there."""
+        return beyond_host(self.transport) if self.ray_address else self.transport
+
+    def _check_cluster(self) -> None:
+        if self.placement not in PLACEMENTS:
+            raise ValueError(f"--placement must be one of {', '.join(PLACEMENTS)}, not {self.placement!r}")
+        if not self.ray_address:
+            return
+        try:
+            beyond_host(self.transport)
+        except ValueError as error:
+            raise ValueError(f"--transport: {error}") from None
+        if self.memory_addresses:
+            raise ValueError("--memory-addresses are for this machine: over --ray-address hosts have theirs from Ray")
 
     def _check_pipeline(self) -> None:
         if self.pipeline != "auto" and (isinstance(self.pipeline, str) or self.pipeline < 1):

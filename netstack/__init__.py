@@ -36,6 +36,7 @@ __all__ = [
     "PeerFault",
     "Region",
     "Slot",
+    "beyond_host",
     "check_scheme",
     "open",
 ]
@@ -50,6 +51,7 @@ SCHEMES: dict[str, str] = {
     "auto": "auto",
     "emulate": "emulate",
 }
+NEAR = {"shm": "auto"}  # within one host only -> what is the same there, and goes on beyond it
 WRAPPERS = ("emulate",)  # used as NAME+OTHER; their open_fabric takes what is behind the plus, too
 
 
@@ -77,3 +79,17 @@ def check_scheme(scheme: str) -> None:
         raise ValueError(f"unknown transport {scheme!r}; choose one of {', '.join(SCHEMES)}")
     if plus:
         check_scheme(other.partition("?")[0])
+
+
+def beyond_host(scheme: str) -> str:
+    """What to take in place of ``scheme`` where peers may be on several hosts; most reach them as they are.
+
+    Raises ValueError for one that stays in a process.
+    """
+    name, plus, other = scheme.partition("+")
+    if plus:
+        return f"{name}+{beyond_host(other)}"
+    name, mark, options = scheme.partition("?")
+    if name == "loopback":
+        raise ValueError(f"{name} stays in one process: choose another transport for workers on other hosts")
+    return NEAR.get(name, name) + mark + options

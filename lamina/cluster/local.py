@@ -1,4 +1,4 @@
-"""Starts workers on this machine, as processes or, for a transport that stays in one process, as threads."""
+"""The launcher ``local``: workers on this machine, as processes or, for a transport that stays in one, as threads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from lamina.config import EngineConfig
 
 # role -> (module, its function that serves one control socket)
 ROLES = {
@@ -22,46 +24,22 @@ ROLES = {
 }
 
 
-class WorkerHandle(Protocol):
-    """A started worker, as the driver sees it."""
-
-    role: str
-    index: int
-    pid: int
-    sock: socket.socket  # the driver's end of the control link
-
-    def fate(self) -> str | None:
-        """How it ended, in words; None while it runs."""
-        ...
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for its end; past the timeout end it by force. The control link has been closed before."""
-        ...
-
-
 class ProcessWorker:
     """A worker that is its own process: ``python -m lamina.workers``."""
+
+    place = ""
 
     def __init__(self, role: str, index: int, threads: int = 0) -> None:
         """``threads`` of OpenMP; 0 = what the environment says, else all cores."""
         self.role, self.index = role, index
         self.sock, theirs = socket.socketpair()
-        module, function = ROLES[role]
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "lamina.workers", f"{module}:{function}", "--control-fd", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=_environment(threads),
-                process_group=0,  # Ctrl-C is the driver's to handle, also while the worker still imports
-            )
+            self._process = spawn(role, theirs, threads)
         self.pid = self._process.pid
 
     def fate(self) -> str | None:
         code = self._process.poll()
-        if code is None:
-            return None
-        return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
+        return None if code is None else in_words(code)
 
     def join(self, timeout_s: float) -> None:
         try:
@@ -73,6 +51,8 @@ class ProcessWorker:
 
 class ThreadWorker:
     """A worker on a thread of the driver's process; ``extra`` goes to its serve function behind the socket."""
+
+    place = ""
 
     def __init__(self, role: str, index: int, *extra: Any) -> None:
         self.role, self.index, self.pid = role, index, os.getpid()
@@ -87,6 +67,46 @@ class ThreadWorker:
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
+
+
+class LocalLauncher:
+    """All workers on this machine; they end by their control links alone."""
+
+    def __init__(self, key: bytes, wanted: Mapping[str, int]) -> None:
+        self.key = key
+        self._wanted = wanted
+
+    def share(self, role: str, index: int) -> int:
+        return max(1, len(os.sched_getaffinity(0)) // self._wanted[role])
+
+    def start(self, role: str, index: int, threads: int = 0) -> ProcessWorker:
+        return ProcessWorker(role, index, threads)
+
+    def close(self) -> None: ...
+
+
+def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> LocalLauncher:
+    return LocalLauncher(key, wanted)
+
+
+def spawn(
+    role: str, control: socket.socket, threads: int = 0, more: Sequence[str] = (), fds: Sequence[int] = (), **env: str
+) -> subprocess.Popen[bytes]:
+    """The process of a worker, with its end of the control link, ``more`` arguments and inherited descriptors."""
+    module, function = ROLES[role]
+    command = [sys.executable, "-m", "lamina.workers", f"{module}:{function}", "--control-fd", str(control.fileno())]
+    return subprocess.Popen(
+        [*command, *more],
+        pass_fds=[control.fileno(), *fds],
+        stdin=subprocess.DEVNULL,
+        env={**_environment(threads), **env},
+        process_group=0,  # Ctrl-C is the driver's to handle, also while the worker still imports
+    )
+
+
+def in_words(status: int) -> str:
+    """How a process with this exit status ended."""
+    return f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with status {status}"
 
 
 def _signal_name(number: int) -> str:

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lamina import netstack
-from lamina.cluster.local import ProcessWorker, ThreadWorker, WorkerHandle
+from lamina.cluster.launcher import Launcher, WorkerHandle, open_launcher
+from lamina.cluster.local import ThreadWorker
 from lamina.config import MEASURED, EngineConfig, weights_of
 from lamina.env import cluster_key
 from lamina.observe.collect import ROUND_TRIPS, Tracer
@@ -84,6 +85,7 @@ class Pools:
         """``model``: path, hub id, or an nn.Module, which then runs in this process. Raises ValueError, WorkerError."""
         self._config = config
         self._members: list[_Member] = []
+        self._launcher: Launcher | None = None
         self._lock = threading.Lock()  # one reader of the links at a time: run or stats
         self._closed = False
         self.tracer = Tracer(config.trace or os.environ.get("LAMINA_TRACE", ""))
@@ -171,6 +173,8 @@ class Pools:
         deadline = time.monotonic() + join_s
         for member in self._members:
             member.handle.join(max(0.0, deadline - time.monotonic()))
+        if self._launcher is not None:
+            self._launcher.close()
         self.tracer.save()
 
     def _read_clocks(self) -> None:
@@ -204,24 +208,36 @@ class Pools:
     def _start(self, model: Any, on_progress: Callable[[str, int, int], None]) -> ComputeReady:
         config, key = self._config, cluster_key()
         with_module = not isinstance(model, str)  # an nn.Module: LLM has checked
-        one_process = netstack.open(config.transport, key=key).in_process
+        one_process = netstack.open(config.scheme, key=key).in_process
+        here = one_process or with_module
+        wanted = {
+            "compute": 0 if here else config.replicas,
+            "prefill": 0 if here else config.prefill_workers,
+            "memory": 0 if one_process else config.memory_workers,
+        }
+        self._launcher = launcher = open_launcher(config, key, wanted)
         # Memory workers of one host run at the same time, the compute worker while they rest. In one process all share
         # torch's threads: those are left as they are.
-        share = max(1, len(os.sched_getaffinity(0)) // config.memory_workers)
-        threads = config.memory_threads or (0 if one_process else share)
+        threads = [
+            config.memory_threads or (0 if one_process else launcher.share("memory", index))
+            for index in range(config.memory_workers)
+        ]
         for index in range(config.memory_workers):
-            worker = ThreadWorker("memory", index) if one_process else ProcessWorker("memory", index, threads)
+            worker = ThreadWorker("memory", index) if one_process else launcher.start("memory", index, threads[index])
             self._members.append(_Member(worker))
-        here = one_process or with_module
         extra = (model,) if with_module else ()
         cores = config.compute_threads
         for role, count in (("compute", config.replicas), ("prefill", config.prefill_workers)):
             for index in range(count):
-                worker = ThreadWorker(role, index, *extra) if here else ProcessWorker(role, index, cores)
+                worker = ThreadWorker(role, index, *extra) if here else launcher.start(role, index, cores)
                 self._members.append(_Member(worker))
         for member, address in zip(self._members, config.addresses, strict=False):
             start = StartMemory(
-                scheme=config.transport, address=address, key=key, threads=threads, trace=self.tracer.on
+                scheme=config.scheme,
+                address=address or member.handle.place,
+                key=launcher.key,
+                threads=threads[member.handle.index],
+                trace=self.tracer.on,
             )
             self._send(member, start)
         deadline = time.monotonic() + config.start_timeout_s
@@ -231,8 +247,9 @@ class Pools:
             urls.append(ready.url)
         weights = self._weigh(deadline)
         for member in self._compute + self._prefill:
+            own_key = key if here else launcher.key
             self._send(
-                member, self._start_compute("" if with_module else model, key, urls, weights, member.handle.index)
+                member, self._start_compute("" if with_module else model, own_key, urls, weights, member.handle)
             )
         self._close_ring(deadline)
         on_progress("starting workers", 1, 1)
@@ -264,7 +281,7 @@ class Pools:
         return weights
 
     def _start_compute(
-        self, model: str, key: bytes, urls: list[str], weights: list[float], replica: int
+        self, model: str, key: bytes, urls: list[str], weights: list[float], handle: WorkerHandle
     ) -> StartCompute:
         c = self._config
         return StartCompute(
@@ -275,7 +292,7 @@ class Pools:
             max_rows=c.max_rows,
             max_num_seqs=c.max_num_seqs,
             num_batches=c.most_batches,
-            replica=replica,
+            replica=handle.index,
             replicas=c.replicas,
             prefill_workers=c.prefill_workers,
             block_size=c.block_size,
@@ -285,7 +302,8 @@ class Pools:
             backend=c.attention,
             gemm=c.gemm,
             threads=c.compute_threads,
-            scheme=c.transport,
+            scheme=c.scheme,
+            address=handle.place,
             key=key,
             memory_urls=urls,
             memory_weights=weights,

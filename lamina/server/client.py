@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from lamina.cluster.local import ProcessWorker, WorkerHandle
+from lamina.cluster.launcher import WorkerHandle
+from lamina.cluster.local import ProcessWorker
 from lamina.engine.pools import WorkerError
 from lamina.request import SamplingParams
 from lamina.workers.control import MAX_FRAME, ControlLink, Failed, Progress, Stop

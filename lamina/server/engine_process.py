@@ -45,7 +45,7 @@ def serve_engine(sock: socket.socket) -> None:
 
 def _serve(link: ControlLink, start: Start) -> None:
     tokenizers = _TokenizerThread(start)  # it takes seconds, and so do the workers
-    if netstack.open(start.config.transport, key=bytes(32)).in_process:
+    if netstack.open(start.config.scheme, key=bytes(32)).in_process:
         tokenizers.result()  # transformers is not to be imported by two threads at once
 
     def progress(stage: str, done: int, total: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
-from lamina.cluster.local import WorkerHandle
+from lamina.cluster.launcher import WorkerHandle
 from lamina.config import EngineConfig
 from lamina.models.tokens import load_tokenizer
 from lamina.workers.control import Progress

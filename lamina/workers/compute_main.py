@@ -51,7 +51,7 @@ class _Server(ModelServer):
 
     def _listen(self) -> netstack.Listener:
         """Where the replica before this one comes."""
-        listener = self.fabric.listen()
+        listener = self.fabric.listen(self.start.address)
         self.service.link.send(RingUrl(url=listener.url))
         return listener
 

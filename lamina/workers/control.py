@@ -33,7 +33,7 @@ class StartMemory(msgspec.Struct, frozen=True, kw_only=True, tag="start-memory")
 
     scheme: str
     address: str  # where to listen, "" = any private place
-    key: bytes
+    key: bytes  # empty: the worker's environment has it
     threads: int  # of the attention backend
     trace: bool = False  # record spans
 
@@ -100,7 +100,8 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     gemm: str  # backend of the linear layers
     threads: int  # 0 = torch's own choice
     scheme: str
-    key: bytes
+    address: str = ""  # where replicas listen for each other, as for memory workers
+    key: bytes  # empty: the worker's environment has it
     memory_urls: list[str]
     memory_weights: list[float]  # each one's part of the work
     partition: str  # by its name in kv.partition.PARTITIONS
@@ -276,6 +277,8 @@ class ControlLink:
         self._sock.close()
 
     def _wait(self, deadline: float) -> None:
+        if getattr(self._sock, "pending", 0):
+            return  # a sealed socket has taken it from the kernel already
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
         if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):

@@ -12,6 +12,7 @@ from contextlib import suppress
 import torch
 
 from lamina import netstack
+from lamina.env import cluster_key
 from lamina.netstack import Channel, ChannelError, ChannelTimeout, Listener
 from lamina.observe.trace import OFF, Recorder, recorder
 
@@ -134,7 +135,7 @@ class _Server:
     def _listen(self) -> Listener | None:
         """None where that is impossible, and the driver knows why."""
         try:
-            self._fabric = netstack.open(self._start.scheme, key=self._start.key)
+            self._fabric = netstack.open(self._start.scheme, key=self._start.key or cluster_key())
             return self._fabric.listen(self._start.address)
         except (ValueError, ImportError, ChannelError) as e:
             self._service.fail(f"memory worker: {e}", user_error=True)

@@ -11,6 +11,7 @@ import torch
 
 from lamina import gemm, netstack
 from lamina.attention.merge import CHUNK_TOKENS
+from lamina.env import cluster_key
 from lamina.kv.partition import PARTITIONS, Partition, stripe_of
 from lamina.netstack import ChannelError
 from lamina.observe.trace import Event, recorder
@@ -80,7 +81,7 @@ class ModelServer:
         """``module``: the model itself, where the driver is this process."""
         self.start = start
         self.module = module
-        self.fabric = netstack.open(start.scheme, key=start.key)
+        self.fabric = netstack.open(start.scheme, key=start.key or cluster_key())
         self.trace = recorder(start.trace)
         self.clock = Clock()
         self._worker: Worker | None = None

@@ -1,0 +1,65 @@
+"""Launchers start the workers of one engine; which one is a matter of options. This is their contract.
+
+- ``start`` returns once the process runs and its control link is up, or raises within ``start_timeout_s``. What comes
+  over the link is the worker's own: the same messages whoever started it.
+- A worker ends soon after its driver, however that ends, and after whoever supervises it on its host.
+- Its end closes its control link. ``fate`` says at once, or within a second of that, how it ended; it never waits.
+- ``close`` ends what is left of them, and gives back what the launcher itself holds. Idempotent.
+- Tensors never pass through a launcher, nor anything that could bear code.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Protocol
+
+from lamina.config import EngineConfig
+
+# name -> module of this package with open_launcher(config, key, wanted) -> Launcher; imported when first used
+LAUNCHERS = {"local": "local", "ray": "ray"}
+
+
+class WorkerHandle(Protocol):
+    """A started worker, as the driver sees it."""
+
+    role: str
+    index: int
+    pid: int  # on its host
+    place: str  # where it listens for workers of other hosts, IP:0; "" = nobody comes from there
+    sock: socket.socket  # the driver's end of the control link
+
+    def fate(self) -> str | None:
+        """How it ended, in words; None while it runs."""
+        ...
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for its end; past the timeout end it by force. The control link has been closed before."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts workers, each of them once."""
+
+    key: bytes  # for the workers' start messages; empty = they have the cluster's key from elsewhere
+
+    def share(self, role: str, index: int) -> int:
+        """Threads for a worker that shares its host's cores with others of its role."""
+        ...
+
+    def start(self, role: str, index: int, threads: int = 0) -> WorkerHandle:
+        """``threads`` of OpenMP; 0 = what the environment says, else all cores. Raises OSError, ValueError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> Launcher:
+    """The launcher of ``config``, for so many workers of each role.
+
+    Raises ImportError where its own needs are missing, ValueError where the workers do not fit, with the fix.
+    """
+    module = import_module(f"{__package__}.{LAUNCHERS[config.launcher]}")
+    launcher: Launcher = module.open_launcher(config, key, wanted)
+    return launcher
