@@ -1,4 +1,4 @@
-"""A worker process: ``python -m lamina.workers MODULE:FUNCTION --control-fd N``."""
+"""A worker process: ``python -m lamina.workers MODULE:FUNCTION --control-fd N [--life-line-fd M]``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m lamina.workers", allow_abbrev=False)
     parser.add_argument("serve", metavar="MODULE:FUNCTION", help="what to run")
     parser.add_argument("--control-fd", type=int, required=True, help="inherited socket of the control link")
+    parser.add_argument("--life-line-fd", type=int, help="inherited pipe of a supervisor; see run_process")
     args = parser.parse_args()
     module, _, function = args.serve.partition(":")
 
     def serve(sock: socket.socket) -> None:
         getattr(import_module(module), function)(sock)  # imported while the driver is watched
 
-    run_process(args.control_fd, serve)
+    run_process(args.control_fd, serve, args.life_line_fd)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -9,23 +10,35 @@ import socket
 import threading
 from collections.abc import Callable
 
+from .sealed import SealedSocket, read_keys
+
 ORPHAN_EXIT_S = 2.0  # for an orderly end
 
 
-def run_process(control_fd: int, serve: Callable[[socket.socket], None]) -> None:
+def run_process(control_fd: int, serve: Callable[[socket.socket], None], life_line_fd: int | None = None) -> None:
     """Serve the driver at the other end of ``control_fd``, an inherited socket.
 
-    Ctrl-C is the driver's to handle. A process that does not end soon after its driver is ended by force.
+    ``life_line_fd``: a pipe from whoever supervises this process here, for a driver that is elsewhere: it brings the
+    keys of the control link, then ends when the supervisor does. Ctrl-C is the driver's to handle. A process that
+    does not end soon after its driver, or supervisor, is ended by force.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sock = socket.socket(fileno=control_fd)
-    threading.Thread(target=_exit_when_orphaned, args=(os.dup(control_fd),), name="lamina-orphan", daemon=True).start()
+    if life_line_fd is None:
+        sock, watched = socket.socket(fileno=control_fd), [os.dup(control_fd)]
+    else:
+        sock, watched = SealedSocket(control_fd, read_keys(life_line_fd)), [os.dup(control_fd), life_line_fd]
+    threading.Thread(target=_exit_when_orphaned, args=(watched,), name="lamina-orphan", daemon=True).start()
     serve(sock)
 
 
-def _exit_when_orphaned(fd: int) -> None:
+def _exit_when_orphaned(watched: list[int]) -> None:
+    """``watched``: the control link first."""
     poll = select.poll()
-    poll.register(fd, select.POLLRDHUP)
+    for fd in watched:
+        poll.register(fd, select.POLLRDHUP)
     poll.poll()
+    control = socket.socket(fileno=watched[0])
+    with contextlib.suppress(OSError):  # it may have ended by itself
+        control.shutdown(socket.SHUT_RDWR)  # so that a driver that lives knows too, at once
     threading.Event().wait(ORPHAN_EXIT_S)
     os._exit(1)

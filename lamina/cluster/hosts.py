@@ -1,0 +1,141 @@
+"""A cluster's YAML: its hosts, what each has, and how to get there. Documented by examples/h100_h20.yaml."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lamina.planner.hardware import DEVICES
+
+from .placement import RACK, Host
+
+PORT = 6379  # Ray's
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostEntry:
+    """One host of the file: ``compute`` and ``memory`` are how many workers of each kind it takes."""
+
+    address: str
+    compute: int = 0
+    memory: int = 0
+    device: str = ""  # of each worker, by its name in lamina.planner; "" = the host's own memory and cores
+    rack: str = ""
+    cores: int = 0  # 0 = unknown here, all there
+
+    def resources(self) -> dict[str, float]:
+        """What Ray is told of the host."""
+        named = {"lamina_compute": self.compute, "lamina_memory": self.memory}
+        return {name: float(count) for name, count in named.items() if count}
+
+    def labels(self) -> dict[str, str]:
+        """The same, of its labels."""
+        named = {RACK: self.rack, "lamina_device": self.device}
+        return {name: value for name, value in named.items() if value}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """``hosts[0]`` is the head, where Ray's own state is."""
+
+    hosts: tuple[HostEntry, ...]
+    port: int = PORT
+    ssh: tuple[str, ...] = field(default=SSH)  # a command that takes a host and a command line; for other hosts
+    python: str = ""  # with Lamina and Ray, on every host; "" = the one that runs this
+
+    @property
+    def head(self) -> str:
+        """As ``--ray-address`` takes it."""
+        host = self.hosts[0].address
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    def planned(self) -> list[Host]:
+        """The hosts as Ray will know them."""
+        return [
+            Host(
+                name=f"{number:04}-{h.address}", address=h.address, resources=h.resources(), labels=h.labels(),
+                cores=h.cores or 1,
+            )
+            for number, h in enumerate(self.hosts)
+        ]  # fmt: skip
+
+
+def is_file(address: str) -> bool:
+    """Whether a --ray-address names a cluster's YAML."""
+    return address.endswith(_SUFFIXES)
+
+
+def head_address(address: str) -> str:
+    """``auto``, or HOST:PORT, of a --ray-address in any of its forms. Raises ValueError."""
+    if is_file(address):
+        return read_cluster(address).head
+    if address == "auto":
+        return address
+    host, colon, port = address.rpartition(":")
+    if not colon or (":" in host and not host.endswith("]")):
+        host, port = address, str(PORT)
+    if "://" in address or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"--ray-address {address} is not auto, HOST, HOST:PORT or a .yaml file")
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def read_cluster(path: str) -> Cluster:
+    """Raises ValueError that names the file and the entry, ImportError without PyYAML."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError(f"{path} needs PyYAML: pip install 'lamina[ray]'") from error
+    try:
+        found = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    table = _table(found, path, {"hosts", "port", "ssh", "python"})
+    entries = table.get("hosts")
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{path}: hosts must be a list with at least one host")
+    hosts = tuple(_host(entry, f"{path}: host {number}") for number, entry in enumerate(entries))
+    if len({h.address for h in hosts}) < len(hosts):
+        raise ValueError(f"{path}: two hosts have the same address")
+    ssh, python = table.get("ssh", list(SSH)), table.get("python", "")
+    if not (isinstance(ssh, list) and ssh and all(isinstance(word, str) for word in ssh)):
+        raise ValueError(f"{path}: ssh must be a list of words, such as [ssh, -o, BatchMode=yes]")
+    if not isinstance(python, str):
+        raise ValueError(f"{path}: python must be a path")
+    port = _count(table, "port", path, PORT)
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"{path}: port must be 1..65535, not {port}")
+    return Cluster(hosts=hosts, port=port, ssh=tuple(ssh), python=python)
+
+
+def _host(entry: Any, where: str) -> HostEntry:
+    table = _table(entry, where, {"address", "compute", "memory", "device", "rack", "cores"})
+    address, device = table.get("address"), str(table.get("device", "")).lower()
+    try:
+        ip = ipaddress.ip_address(str(address))
+    except ValueError:
+        raise ValueError(f"{where}: address must be an IP address, not {address!r}") from None
+    if ip.is_unspecified or ip.is_multicast:
+        raise ValueError(f"{where}: address {address} is no host's own")
+    if device and device not in DEVICES:
+        raise ValueError(f"{where}: device {device} is not one of {', '.join(DEVICES)}")
+    counts = {name: _count(table, name, where, 0) for name in ("compute", "memory", "cores")}
+    return HostEntry(address=str(ip), device=device, rack=str(table.get("rack", "")), **counts)
+
+
+def _table(found: Any, where: str, known: set[str]) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}: must be a table with {', '.join(sorted(known))}")
+    if unknown := sorted(str(k) for k in set(found) - known):
+        raise ValueError(f"{where}: unknown entry {unknown[0]}; known: {', '.join(sorted(known))}")
+    return found
+
+
+def _count(table: dict[str, Any], name: str, where: str, default: int) -> int:
+    value = table.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{where}: {name} must be a whole number, not {value!r}")
+    return value

@@ -1,0 +1,108 @@
+"""Which host gets which worker. Policy: hosts in, hosts out, nothing is asked or started here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+RACK = "lamina_rack"  # hosts with the same value of this label are near each other
+_TYPE = "accelerator_type:"  # how Ray names the resource of a type of GPU
+_TRACE = 0.001  # of a resource that is there to be asked for, not to be used up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A host of the cluster; ``resources`` are those that nobody has taken."""
+
+    name: str  # unique
+    address: str  # IP
+    resources: dict[str, float]
+    labels: dict[str, str] = field(default_factory=dict)
+    cores: int = 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's host, and what it takes there."""
+
+    host: Host
+    takes: dict[str, float]  # by resource; GPU and CPU are among them
+
+
+def place(hosts: Sequence[Host], wanted: dict[str, tuple[int, str, str]], placement: str) -> dict[str, list[Place]]:
+    """Role -> a place for each of its workers. ``wanted``: role -> (workers, what a host must have, the flag that said
+    so), in the order of their choice: the first role packs where most of them fit, the others near it.
+
+    pack fills a host before the next one, nearest first; spread gives every host one before any gets another.
+    Raises ValueError where they do not fit, with what there is.
+    """
+    chosen: dict[str, list[Place]] = {}
+    taken: dict[str, dict[str, float]] = {host.name: {} for host in hosts}
+    for role, (count, trait, flag) in wanted.items():
+        near = [p.host for places in chosen.values() for p in places]
+        ordered = _nearest(hosts, near, {h.name: _room(h, trait, {}) for h in hosts})
+        chosen[role] = []
+        while len(chosen[role]) < count:
+            found = _next(ordered, trait, taken, chosen[role] if placement == "spread" else [])
+            if found is None:
+                raise ValueError(_too_few(hosts, role, count, trait, flag))
+            chosen[role].append(found)
+            for name, amount in found.takes.items():
+                taken[found.host.name][name] = taken[found.host.name].get(name, 0.0) + amount
+    return chosen
+
+
+def _next(
+    ordered: Sequence[Host], trait: str, taken: dict[str, dict[str, float]], even: Sequence[Place]
+) -> Place | None:
+    fitting = [h for h in ordered if _room(h, trait, taken[h.name]) > 0]
+    if not fitting:
+        return None
+    host = min(fitting, key=lambda h: sum(p.host.name == h.name for p in even))  # the nearest of the emptiest
+    return Place(host, _takes(host, trait))
+
+
+def _nearest(hosts: Sequence[Host], near: Sequence[Host], room: dict[str, int]) -> list[Host]:
+    """By distance to those chosen already: the same host, the same rack, elsewhere; then the rack and host with most
+    room.
+    """
+    names, racks = {h.name for h in near}, {h.labels.get(RACK) for h in near} - {None}
+    in_rack: dict[str, int] = {}
+    for host in hosts:
+        rack = host.labels.get(RACK, host.name)
+        in_rack[rack] = in_rack.get(rack, 0) + room[host.name]
+
+    def rank(host: Host) -> tuple[int, int, str, int, str]:
+        rack = host.labels.get(RACK)
+        distance = 0 if host.name in names else 1 if rack in racks else 2
+        key = rack or host.name
+        return distance, -in_rack[key], key, -room[host.name], host.name
+
+    return sorted(hosts, key=rank)
+
+
+def _takes(host: Host, trait: str) -> dict[str, float]:
+    """What a worker reserves on a host: its resource; one GPU where types of GPU or labels are asked for, else a CPU."""
+    if "=" not in trait and (trait in host.resources or _TYPE + trait not in host.resources):
+        return {trait: 1.0}
+    device = "GPU" if host.resources.get("GPU") else "CPU"
+    return {device: 1.0} if "=" in trait else {device: 1.0, _TYPE + trait: _TRACE}
+
+
+def _room(host: Host, trait: str, taken: dict[str, float]) -> int:
+    """How many more workers fit."""
+    label, sign, value = trait.partition("=")
+    if sign and host.labels.get(label) != value:
+        return 0
+    takes = _takes(host, trait)
+    return min(int((host.resources.get(n, 0.0) - taken.get(n, 0.0) + 1e-9) / a) for n, a in takes.items())
+
+
+def _too_few(hosts: Sequence[Host], role: str, count: int, trait: str, flag: str) -> str:
+    room = sum(_room(h, trait, {}) for h in hosts)
+    if room == 0:
+        return (
+            f"no host of the cluster has {trait} free, which {flag} asks for {role} workers: start Ray there with "
+            f"--resources '{{\"{trait}\": 1}}', or name a resource, a type of GPU or LABEL=VALUE that hosts have"
+        )
+    return f"{count} {role} workers do not fit: the cluster has room for {room} on hosts with {trait} ({flag})"

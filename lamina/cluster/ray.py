@@ -1,0 +1,214 @@
+"""The launcher ``ray``: wardens on the hosts of a Ray cluster, each with one worker. Ray places and watches them.
+
+Ray carries strings of JSON, nothing else. Each worker has a control link of its own to this process; layer messages go
+over netstack, between the workers. The cluster's key goes to the wardens in a call of Ray's, which only the holders of
+its token can make; who can read the network reads it, unless Ray's TLS is on.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from lamina import __version__
+from lamina.config import EngineConfig, flag
+from lamina.netstack import ChannelError
+from lamina.workers.sealed import SealedSocket
+
+from .hosts import head_address
+from .placement import Host, Place, place
+from .remote import any_port, connect
+from .token import MODE, offer_token
+from .warden import Warden
+
+OLDEST = (2, 52)  # the first with tokens
+CALL_S = 60.0  # for a warden to come up and answer
+REACH_S = 10.0
+END_S = 1.0
+
+
+class RayWorker:
+    """A worker on another host, and its warden."""
+
+    def __init__(self, ray: Any, warden: Any, role: str, index: int, place: Place, pid: int, sock: SealedSocket) -> None:
+        self.role, self.index, self.pid = role, index, pid
+        self.sock: socket.socket = sock
+        self.place = any_port(place.host.address)
+        self._ray, self._warden, self._where = ray, warden, place.host.address
+        self._end = warden.fate.remote()  # answered at its end
+
+    def fate(self) -> str | None:
+        return self._fate(0.0)
+
+    def join(self, timeout_s: float) -> None:
+        if not self._ray.is_initialized():
+            return  # the interpreter ends: Ray has ended the wardens, and they the workers
+        if self._fate(timeout_s) is None:
+            self._warden.end.remote()
+            self._fate(END_S)
+        self._ray.kill(self._warden)
+
+    def _fate(self, timeout_s: float) -> str | None:
+        if not self._ray.is_initialized():
+            return f"on {self._where} was left by Ray"
+        done, _ = self._ray.wait([self._end], timeout=timeout_s)
+        if not done:
+            return None
+        try:
+            return f"on {self._where} {self._ray.get(done[0])}"
+        except self._ray.exceptions.RayError:
+            return f"on {self._where} is lost: its host's Ray, or the actor that watched it, is gone"
+
+
+class RayLauncher:
+    """Wardens come up all at once, when it is made; ``start`` waits for one."""
+
+    key = b""  # workers have it from their wardens
+
+    def __init__(self, ray: Any, owned: bool, config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> None:
+        self._ray, self._owned, self._key = ray, owned, key
+        self._limit_s = min(CALL_S, config.start_timeout_s)
+        self._wardens: dict[tuple[str, int], Any] = {}
+        try:
+            self.places = place(hosts_of(ray), wishes(config, wanted), config.placement)
+            for role, places in self.places.items():
+                for index, at in enumerate(places):
+                    self._wardens[role, index] = self._warden(at)
+        except BaseException:
+            self.close()
+            raise
+
+    def share(self, role: str, index: int) -> int:
+        at = self.places[role][index].host
+        return max(1, at.cores // sum(p.host == at for p in self.places[role]))
+
+    def start(self, role: str, index: int, threads: int = 0) -> RayWorker:
+        at, warden = self.places[role][index], self._wardens[role, index]
+        host, who = at.host.address, f"the warden of {role} worker {index} on {at.host.address}"
+        order = {"role": role, "threads": threads or self.share(role, index), "key": self._key.hex(), "host": host}
+        answer = self._ask(who, warden.listen.remote(json.dumps(order)))
+        if answer["version"] != __version__:
+            raise ValueError(f"{host} has Lamina {answer['version']}, this host has {__version__}: install the same")
+        if answer["auth"] != "token":
+            raise ValueError(f"{host}: its Ray runs without tokens: start it with {MODE}=token")
+        try:
+            sock = connect(host, answer["port"], self._key, REACH_S)
+        except (ChannelError, OSError) as error:
+            raise OSError(f"{who} cannot be reached at port {answer['port']}: {error}") from error
+        started = self._ask(who, warden.started.remote())
+        if "error" in started:
+            raise OSError(f"{who}: {started['error']}")
+        return RayWorker(self._ray, warden, role, index, at, started["pid"], sock)
+
+    def close(self) -> None:
+        wardens, self._wardens = list(self._wardens.values()), {}
+        if not self._ray.is_initialized():
+            return
+        for warden in wardens:
+            self._ray.kill(warden)
+        if self._owned:
+            self._ray.shutdown()
+
+    def _warden(self, at: Place) -> Any:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        takes = dict(at.takes)
+        return (
+            self._ray.remote(Warden)
+            .options(
+                num_cpus=takes.pop("CPU", 0.0),
+                num_gpus=takes.pop("GPU", 0.0),
+                resources=takes,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(at.host.name, soft=False),
+                max_concurrency=4,  # started and fate wait, end comes meanwhile
+                max_restarts=0,
+            )
+            .remote()
+        )
+
+    def _ask(self, who: str, reference: Any) -> dict[str, Any]:
+        try:
+            answer: dict[str, Any] = json.loads(self._ray.get(reference, timeout=self._limit_s))
+        except self._ray.exceptions.GetTimeoutError:
+            raise OSError(
+                f"{who} did not come up in {self._limit_s:g} s: is what it needs of the host still free?"
+            ) from None
+        except self._ray.exceptions.RayError as error:
+            raise OSError(f"{who} is lost: {_first_line(error)}") from error
+        return answer
+
+
+def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> RayLauncher:
+    """Joins the Ray cluster of ``config`` unless this process is in one already."""
+    ray = load()
+    owned = not ray.is_initialized()
+    if owned:
+        _join(ray, config.ray_address)
+    return RayLauncher(ray, owned, config, key, wanted)
+
+
+def wishes(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, tuple[int, str, str]]:
+    """For ``placement.place``, compute workers first: they need each other most."""
+    traits = {"compute": "compute_on", "memory": "memory_on"}
+    return {role: (wanted[role], getattr(config, name), flag(name)) for role, name in traits.items() if wanted[role]}
+
+
+def hosts_of(ray: Any) -> list[Host]:
+    """The living hosts of the cluster that this process is in, with what is free there."""
+    free = import_module("ray._private.state").available_resources_per_node()  # Ray has no public call for it
+    return [
+        Host(
+            name=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            resources={k: float(v) for k, v in free.get(node["NodeID"], {}).items()},
+            labels=node["Labels"],
+            cores=int(node["Resources"].get("CPU", 1)),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def load() -> Any:
+    """Ray, loaded so that it shows its token. Raises ImportError, ValueError."""
+    if find_spec("ray") is None:
+        raise ImportError("--ray-address needs Ray 2.52 or newer: pip install 'lamina[ray]'")
+    offer_token()  # before Ray is loaded: it looks for its variables then
+    ray = import_module("ray")
+    import_module("ray.exceptions")
+    if tuple(int(n) for n in ray.__version__.split(".")[:2]) < OLDEST:
+        raise ImportError(f"--ray-address needs Ray 2.52 or newer, not {ray.__version__}: pip install -U 'ray>=2.52'")
+    return ray
+
+
+def _join(ray: Any, asked: str) -> None:
+    address = head_address(asked)
+    host, _, port = address.rpartition(":")
+    try:
+        if host:
+            socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()  # Ray itself tries for minutes
+        with _own_signals():
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        raise ValueError(f"--ray-address {asked}: {_first_line(error)}") from error
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray takes SIGTERM for itself; what it is for is the program's to say."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # not the main thread: Ray took nothing
+            signal.signal(signal.SIGTERM, before)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

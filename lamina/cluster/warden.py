@@ -1,0 +1,86 @@
+"""A warden looks after one worker on its host, for a driver that is elsewhere. Strings of JSON go in and out."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from contextlib import suppress
+from subprocess import Popen
+from typing import Any
+
+from lamina import __version__
+from lamina.netstack import ChannelError
+from lamina.netstack.key import KEY, KEY_FILE
+
+from .local import in_words, spawn
+from .remote import Door
+
+ARRIVAL_S = 60.0  # a driver that has asked for a worker and does not come is given up
+
+
+class Warden:
+    """Starts the worker once its driver has connected; both its own end and the driver's end the worker.
+
+    ``listen`` returns at once, ``started`` and ``fate`` wait: each is called from a thread of its own.
+    """
+
+    def __init__(self) -> None:
+        self._order: dict[str, Any] = {}
+        self._process: Popen[bytes] | None = None
+        self._life_line = -1
+        self._started, self._ended = threading.Event(), threading.Event()
+        self._fate = ""
+
+    def listen(self, order: str) -> str:
+        """``order``: {role, threads, key, host}; the key in hexadecimal, host: the interface that the driver reaches.
+
+        Answers {port, version, auth}; ``auth`` is how Ray's own doors are kept here.
+        """
+        self._order = json.loads(order)
+        door = Door(self._order["host"], bytes.fromhex(self._order["key"]))
+        threading.Thread(target=self._serve, args=(door,), name="lamina-warden", daemon=True).start()
+        return json.dumps({"port": door.port, "version": __version__, "auth": os.environ.get("RAY_AUTH_MODE", "")})
+
+    def started(self) -> str:
+        """Waits until the worker runs. Answers {pid}, or {error} where the driver did not come."""
+        self._started.wait(ARRIVAL_S)
+        if self._process is None:
+            return json.dumps({"error": self._fate or "the driver did not come"})
+        return json.dumps({"pid": self._process.pid})
+
+    def fate(self) -> str:
+        """Waits for the worker's end. Answers how it ended, in words."""
+        self._ended.wait()
+        return self._fate
+
+    def end(self) -> None:
+        """By force."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _serve(self, door: Door) -> None:
+        try:
+            self._spawn(door)
+        except (ChannelError, OSError) as error:
+            self._fate = str(error)
+        finally:
+            door.close()
+            self._started.set()
+        if self._process is not None:
+            self._fate = in_words(self._process.wait())
+        self._ended.set()
+
+    def _spawn(self, door: Door) -> None:
+        sock, keys = door.accept(ARRIVAL_S)
+        theirs, self._life_line = os.pipe()  # ours ends with this process, however that ends
+        with suppress(BrokenPipeError):
+            os.write(self._life_line, keys)
+        order = self._order
+        # One and the same key for the data, whatever this host's own environment says.
+        with sock:
+            self._process = spawn(
+                order["role"], sock, order["threads"], ["--life-line-fd", str(theirs)], [theirs],
+                **{KEY: order["key"], KEY_FILE: ""},
+            )  # fmt: skip
+        os.close(theirs)

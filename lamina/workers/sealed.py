@@ -1,0 +1,111 @@
+"""A socket whose peer has proven the cluster's key, and whose records carry a MAC: control links beyond one host.
+
+A record is a length, HMAC-SHA256 (RFC 2104) under the sender's key of the session over a counter and the data, and the
+data. So records are neither forged, nor changed, repeated, dropped or reordered. Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import select
+import socket
+import struct
+from hashlib import sha256
+
+KEY_BYTES = 32
+KEYS_BYTES = 2 * KEY_BYTES  # what this side sends under, what it receives under
+MAC_BYTES = 32
+MOST_BYTES = 1 << 29
+STALL_S = 10.0  # for the rest of a record whose beginning has come
+SILENCE_S = 3  # a host that is gone is known after about so long
+_HEAD = struct.Struct(f"!I{MAC_BYTES}s")
+_COUNTER = struct.Struct("!Q")
+
+
+class SealedSocket(socket.socket):
+    """As much of a socket as a control link uses, over a connected stream. One thread sends, one receives."""
+
+    def __init__(self, fd: int, keys: bytes) -> None:
+        """Owns ``fd``. ``keys``: KEYS_BYTES of this session."""
+        super().__init__(fileno=fd)
+        self._send_key, self._receive_key = keys[:KEY_BYTES], keys[KEY_BYTES:KEYS_BYTES]
+        self._sent = self._received = 0
+        self._data = memoryview(b"")
+        self.setblocking(True)
+        watch_silence(self)
+
+    @property
+    def pending(self) -> int:
+        """Bytes of a record that were taken from the kernel and not yet received here."""
+        return len(self._data)
+
+    def sendall(self, data: bytes, flags: int = 0) -> None:  # type: ignore[override] # bytes alone are sent here
+        """One record."""
+        mac = _mac(self._send_key, self._sent, data)
+        self._sent += 1
+        super().sendall(_HEAD.pack(len(data), mac) + data, flags)
+
+    def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0) -> int:  # type: ignore[override]
+        """As much as fits of what is left of a record, else of the next one; 0 at the end. Raises ConnectionError."""
+        if not self._data:
+            self._data = memoryview(self._next())
+        count = min(len(buffer), len(self._data))
+        buffer[:count], self._data = self._data[:count], self._data[count:]
+        return count
+
+    def _next(self) -> bytes:
+        head = self._read(_HEAD.size, wait_s=None)
+        if not head:
+            return b""
+        length, mac = _HEAD.unpack(head)
+        if length > MOST_BYTES:
+            raise ConnectionError(f"a record of {length} bytes")
+        data = self._read(length, wait_s=STALL_S)
+        if not hmac.compare_digest(mac, _mac(self._receive_key, self._received, data)):
+            raise ConnectionError("a record with a wrong MAC")
+        self._received += 1
+        return data
+
+    def _read(self, nbytes: int, wait_s: float | None) -> bytes:
+        """``wait_s``: for the first byte, None = for ever. Empty only where the stream ended before it."""
+        data = bytearray(nbytes)
+        view = memoryview(data)
+        while view:
+            poller = select.poll()
+            poller.register(self, select.POLLIN)
+            if not poller.poll(None if wait_s is None else wait_s * 1000):
+                raise ConnectionError("the peer stopped within a record")
+            got = super().recv_into(view)
+            if not got:
+                if len(view) == nbytes and wait_s is None:
+                    return b""
+                raise ConnectionError("the stream ended within a record")
+            view, wait_s = view[got:], STALL_S
+        return bytes(data)
+
+
+def watch_silence(sock: socket.socket) -> None:
+    """The kernel asks a silent peer whether its host is there (tcp(7)); a host that is gone ends the stream."""
+    options = {
+        socket.TCP_NODELAY: 1,
+        socket.TCP_KEEPIDLE: 1,
+        socket.TCP_KEEPINTVL: 1,
+        socket.TCP_KEEPCNT: SILENCE_S,
+        socket.TCP_USER_TIMEOUT: SILENCE_S * 1000,
+    }
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in options.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def read_keys(fd: int) -> bytes:
+    """KEYS_BYTES from a pipe; fewer where it ended before."""
+    keys = b""
+    while len(keys) < KEYS_BYTES and (more := os.read(fd, KEYS_BYTES - len(keys))):
+        keys += more
+    return keys
+
+
+def _mac(key: bytes, counter: int, data: bytes) -> bytes:
+    return hmac.digest(key, _COUNTER.pack(counter) + data, sha256().name)
