@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.dry_run:
         return _dry_run(args)
-    model, program = _plan(args) if args.no_weights else _convert(args)
+    model, program = plan(args) if args.no_weights else _convert(args)
     from lamina.converter.explain import facts_of, to_dot, to_json
 
     facts = {"model": args.model, **_describe(model), **to_json(program)}
@@ -150,8 +150,10 @@ def _convert(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
     return loaded.model, convert_model(loaded.model, max_model_len=loaded.max_model_len, overlap=args.overlap)
 
 
-def _plan(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
-    """Without weights: a few layers captured and the rest stamped if that is provably the same, else all captured."""
+def plan(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
+    """``args``: model, dtype, trust_remote_code, overlap. Without weights: a few layers are captured and the rest
+    stamped if that is provably the same, else all are captured.
+    """
     from lamina.converter.stamp import layer_stack, stamp
     from lamina.models.convert import convert_model
     from lamina.models.load import from_config, max_model_len

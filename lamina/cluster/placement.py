@@ -82,7 +82,7 @@ def _nearest(hosts: Sequence[Host], near: Sequence[Host], room: dict[str, int]) 
 
 
 def _takes(host: Host, trait: str) -> dict[str, float]:
-    """What a worker reserves on a host: its resource; one GPU where types of GPU or labels are asked for, else a CPU."""
+    """What a worker reserves: the resource; for a type of GPU or a label one GPU, or a CPU where the host has none."""
     if "=" not in trait and (trait in host.resources or _TYPE + trait not in host.resources):
         return {trait: 1.0}
     device = "GPU" if host.resources.get("GPU") else "CPU"

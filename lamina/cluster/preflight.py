@@ -24,14 +24,17 @@ def check(model: str, config: EngineConfig) -> int:
     from lamina.workers.memory_store import available_bytes
 
     _check_names(config)
-    netstack.open(config.transport, key=cluster_key()).close()
-    directory = find_checkpoint(model, trust_remote_code=config.trust_remote_code)
+    netstack.open(config.scheme, key=cluster_key()).close()
+    elsewhere = bool(config.ray_address)  # weights and room are for its hosts to have
+    directory = find_checkpoint(model, trust_remote_code=config.trust_remote_code, weights=not elsewhere)
     found = read_config(directory, trust_remote_code=config.trust_remote_code)
     limit = max_model_len(found)
     if config.max_model_len > limit:
         raise ValueError(f"--max-model-len {config.max_model_len} exceeds the model's own limit of {limit} tokens")
     if heads := _kv_heads(found):
         PARTITIONS[config.partition]([heads], config.weights, 1)
+    if elsewhere:
+        return config.max_model_len or limit
     check_weights(directory)
     free, kv_bytes = available_bytes(), config.kv_bytes() * config.memory_workers
     check_room(directory, config.replicas + config.prefill_workers, free)
@@ -67,6 +70,10 @@ def check_prompts(model: str, config: EngineConfig, prompts: Sequence[str], limi
 
 def would_start(model: str, config: EngineConfig) -> str:
     """The workers of a run, in words."""
+    if config.ray_address:
+        from .cluster_plan import cluster_plan
+
+        return cluster_plan(model, config)
     compute, memory = counted(config.replicas, "compute worker"), counted(config.memory_workers, "memory worker")
     if config.prefill_workers:
         compute += ", " + counted(config.prefill_workers, "prefill worker")

@@ -36,7 +36,9 @@ END_S = 1.0
 class RayWorker:
     """A worker on another host, and its warden."""
 
-    def __init__(self, ray: Any, warden: Any, role: str, index: int, place: Place, pid: int, sock: SealedSocket) -> None:
+    def __init__(
+        self, ray: Any, warden: Any, role: str, index: int, place: Place, pid: int, sock: SealedSocket
+    ) -> None:
         self.role, self.index, self.pid = role, index, pid
         self.sock: socket.socket = sock
         self.place = any_port(place.host.address)
@@ -153,6 +155,20 @@ def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -
     return RayLauncher(ray, owned, config, key, wanted)
 
 
+@contextmanager
+def joined(address: str) -> Iterator[Any]:
+    """In the Ray cluster of a --ray-address; out of it again at the end, unless this process was in one before."""
+    ray = load()
+    owned = not ray.is_initialized()
+    if owned:
+        _join(ray, address)
+    try:
+        yield ray
+    finally:
+        if owned:
+            ray.shutdown()
+
+
 def wishes(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, tuple[int, str, str]]:
     """For ``placement.place``, compute workers first: they need each other most."""
     traits = {"compute": "compute_on", "memory": "memory_on"}
@@ -179,8 +195,10 @@ def load() -> Any:
     """Ray, loaded so that it shows its token. Raises ImportError, ValueError."""
     if find_spec("ray") is None:
         raise ImportError("--ray-address needs Ray 2.52 or newer: pip install 'lamina[ray]'")
-    offer_token()  # before Ray is loaded: it looks for its variables then
+    offer_token()
     ray = import_module("ray")
+    if not ray.is_initialized():
+        import_module("ray._raylet").Config.initialize("")  # it may have been loaded, and have looked, before
     import_module("ray.exceptions")
     if tuple(int(n) for n in ray.__version__.split(".")[:2]) < OLDEST:
         raise ImportError(f"--ray-address needs Ray 2.52 or newer, not {ray.__version__}: pip install -U 'ray>=2.52'")

@@ -30,8 +30,8 @@ def make_token(environ: MutableMapping[str, str] = os.environ) -> str:
 
 
 def read_token(environ: MutableMapping[str, str] = os.environ) -> str | None:
-    """From RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH, or Lamina's own. Raises ValueError for a file that cannot be
-    read, or that others than its owner may touch.
+    """From RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH, or Lamina's own. Raises ValueError for a file that cannot
+    be read, or that others than its owner may touch.
     """
     if token := environ.get(TOKEN):
         return token

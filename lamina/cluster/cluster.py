@@ -1,0 +1,181 @@
+"""``lamina-launch cluster up|status|down TARGET``: a Ray cluster for Lamina, from a YAML of hosts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from .hosts import Cluster, HostEntry, is_file, read_cluster
+from .token import TOKEN, TOKEN_PATH, make_token, read_token, state_folder
+from .words import counted
+
+ACTIONS = {
+    "up": "start Ray on the hosts, the head first",
+    "status": "say which hosts are up, and what is free there",
+    "down": "end what `up` started",
+}
+START_S = 120.0
+ORDER_S = 60.0  # beyond the start itself: a login, imports
+OBJECT_STORE = 80 << 20  # bytes, the least that Ray takes: no data goes through it
+MOST_AT_ONCE = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this sub-command."""
+    parser.add_argument("action", choices=ACTIONS, help="; ".join(f"{k}: {v}" for k, v in ACTIONS.items()))
+    parser.add_argument(
+        "target", help="a .yaml of hosts (examples/h100_h20.yaml), or auto or HOST:PORT of a Ray cluster that runs"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what would be started where, and exit")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0; 1 where a host is not up; raises ValueError for bad input."""
+    if not is_file(args.target):
+        return _existing(args)
+    cluster = read_cluster(args.target)
+    if args.dry_run:
+        return _dry_run(cluster, args.action)
+    if args.action == "up":
+        return _up(cluster, args.target)
+    return _status(cluster) if args.action == "status" else _down(cluster)
+
+
+def _existing(args: argparse.Namespace) -> int:
+    """A cluster that somebody else keeps: there is nothing to start or to end."""
+    from .cluster_plan import planned_hosts
+
+    if args.action == "down":
+        raise ValueError(f"{args.target} was not started from a file: whoever started that Ray ends it")
+    for host in planned_hosts(args.target):
+        print(f"{host.address}  up  {_free(host.resources)}")
+    return 0
+
+
+def _dry_run(cluster: Cluster, action: str) -> int:
+    compute, memory = sum(h.compute for h in cluster.hosts), sum(h.memory for h in cluster.hosts)
+    print(
+        f"{counted(len(cluster.hosts), 'host')} with room for {counted(compute, 'compute worker')} and "
+        f"{counted(memory, 'memory worker')}: --ray-address {cluster.head}, DOP up to ({compute}, {memory})"
+    )
+    for host in cluster.hosts:
+        order = f"ray start {shlex.join(ray_arguments(cluster, host))}" if action == "up" else f"{action}"
+        print(f"{host.address} ({'here' if is_here(host.address) else shlex.join(cluster.ssh)}): {order}")
+    return 0
+
+
+def _up(cluster: Cluster, target: str) -> int:
+    token = make_token()
+    orders = [
+        {
+            "order": "up", "address": h.address, "arguments": ray_arguments(cluster, h), "token": token,
+            "timeout_s": START_S,
+        }
+        for h in cluster.hosts
+    ]  # fmt: skip
+    try:
+        answers = [_order(cluster, cluster.hosts[0], orders[0])]
+        answers += _all(cluster, cluster.hosts[1:], orders[1:])
+    except BaseException:
+        print("ending what has been started", file=sys.stderr)
+        _down(cluster)
+        raise
+    for host, answer in zip(cluster.hosts, answers, strict=True):
+        print(f"{host.address}  {'started' if answer['fresh'] else 'was up already'}  {_free(host.resources())}")
+    print(f"use it with: lamina-launch serve MODEL --ray-address {target}")
+    if not os.environ.keys() & {TOKEN, TOKEN_PATH}:
+        print(f"its token, which other machines need too, is in {state_folder() / 'ray_token'}")
+    return 0
+
+
+def _status(cluster: Cluster) -> int:
+    token = read_token() or ""
+    orders = [
+        {"order": "status", "address": h.address, "token": token, "head": "" if number else cluster.head}
+        for number, h in enumerate(cluster.hosts)
+    ]
+    answers = _all(cluster, cluster.hosts, orders)
+    free = answers[0].get("hosts", {})
+    for host, answer in zip(cluster.hosts, answers, strict=True):
+        state = "up" if answer["pid"] else "down"
+        joined = _free(free[host.address]) if host.address in free else "not in the cluster"
+        print(f"{host.address}  {state}  {joined}")
+    return 0 if all(a["pid"] for a in answers) and len(free) >= len(cluster.hosts) else 1
+
+
+def _down(cluster: Cluster) -> int:
+    """The head last: the others leave it in order."""
+    hosts = cluster.hosts[1:] + cluster.hosts[:1]
+    failed = 0
+    for host in hosts:
+        try:
+            answer = _order(cluster, host, {"order": "down", "address": host.address})
+            print(f"{host.address}  {'ended' if answer['ended'] else 'was not up'}")
+        except OSError as error:  # the others are to be ended all the same
+            print(error, file=sys.stderr)
+            failed = 1
+    return failed
+
+
+def ray_arguments(cluster: Cluster, host: HostEntry) -> list[str]:
+    """Of ``ray start``. The dashboard stays on loopback; tokens are a matter of the environment."""
+    head = host is cluster.hosts[0]
+    where = ["--head", "--port", str(cluster.port), "--dashboard-host", "127.0.0.1"]
+    arguments = [*(where if head else ["--address", cluster.head]), "--node-ip-address", host.address]
+    arguments += ["--object-store-memory", str(OBJECT_STORE), "--disable-usage-stats"]
+    if host.cores:
+        arguments += ["--num-cpus", str(host.cores)]
+    if resources := host.resources():
+        arguments += ["--resources", json.dumps(resources)]
+    if labels := host.labels():
+        arguments += ["--labels", ",".join(f"{k}={v}" for k, v in labels.items())]
+    return arguments
+
+
+def is_here(address: str) -> bool:
+    """Whether an IP address is one of this host."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
+        try:
+            sock.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _all(cluster: Cluster, hosts: Sequence[HostEntry], orders: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
+        return list(pool.map(lambda host, order: _order(cluster, host, order), hosts, orders))
+
+
+def _order(cluster: Cluster, host: HostEntry, order: dict[str, Any]) -> dict[str, Any]:
+    """Have a host do something; what it is told goes by stdin, where no list of processes shows it."""
+    command = [cluster.python or sys.executable, "-m", "lamina.cluster.node"]
+    if not is_here(host.address):
+        command = [*cluster.ssh, host.address, shlex.join(command)]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(order), capture_output=True, text=True, timeout=START_S + ORDER_S, check=False
+        )
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        raise OSError(f"{host.address} did not answer in {START_S + ORDER_S:g} s") from None
+    except (ValueError, IndexError):
+        said = " ".join(done.stderr.split())[-300:] or "nothing"
+        raise OSError(f"{host.address} cannot be told what to do: {shlex.join(command)} says {said}") from None
+    if "error" in answer:
+        raise OSError(f"{host.address}: {answer['error']}")
+    found: dict[str, Any] = answer
+    return found
+
+
+def _free(resources: dict[str, float]) -> str:
+    named = ("lamina_compute", "lamina_memory", "GPU", "CPU")
+    return ", ".join(f"{n} {resources[n]:g}" for n in named if resources.get(n)) or "nothing for Lamina"

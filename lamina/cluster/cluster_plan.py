@@ -1,0 +1,116 @@
+"""What a start over Ray would do, in words: placement, DOP, memory of every device, channels. Starts nothing."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from lamina.config import EngineConfig
+from lamina.planner.hardware import DEVICES
+
+from .hosts import is_file, read_cluster
+from .placement import Host, Place, place
+from .remote import any_port
+from .words import counted
+
+_GB = 1e9
+
+
+def cluster_plan(model: str, config: EngineConfig) -> str:
+    """The plan for the hosts of a YAML as it says, without asking them; else for those of a running cluster.
+
+    Raises ValueError where the workers do not fit, in number or in memory.
+    """
+    from .ray import wishes
+
+    hosts = planned_hosts(config.ray_address)
+    wanted = {"compute": config.replicas, "memory": config.memory_workers}
+    places = place(hosts, wishes(config, wanted), config.placement)
+    weights, token = _sizes(model, config)
+    title = (
+        f"would start {counted(config.replicas, 'compute worker')} and "
+        f"{counted(config.memory_workers, 'memory worker')} through Ray over {config.scheme} for {model}: "
+        f"DOP ({config.replicas}, {config.memory_workers}), --placement {config.placement}"
+    )
+    rows = [
+        (f"compute-{i}", at.host.address, _device(at), _weights(weights, at), _ring(config, at))
+        for i, at in enumerate(places["compute"])
+    ]
+    for i, at in enumerate(places["memory"]):
+        part = config.weights[i] / sum(config.weights)
+        came = f"{_url(config, at)} from compute-*"
+        rows.append((f"memory-{i}", at.host.address, _device(at), _kv(token * part, config, at), came))
+    return "\n".join([title, *_table(("worker", "host", "device", "memory of the device", "listens at, for"), rows)])
+
+
+def planned_hosts(address: str) -> list[Host]:
+    """Of a --ray-address."""
+    if is_file(address):
+        return read_cluster(address).planned()
+    from .ray import hosts_of, joined
+
+    with joined(address) as ray:
+        return hosts_of(ray)
+
+
+def _sizes(model: str, config: EngineConfig) -> tuple[int, int]:
+    """Bytes of the weights, and of a token's K and V in all layers; from the model's configuration alone."""
+    from .explain import plan
+
+    _, program = plan(
+        argparse.Namespace(model=model, dtype=config.dtype, trust_remote_code=config.trust_remote_code, overlap=False)
+    )
+    return program.weight_bytes, sum(call.kv_bytes for call in program.calls)
+
+
+def _device(at: Place) -> str:
+    device = DEVICES.get(at.host.labels.get("lamina_device", ""))
+    return device.title if device else "host"
+
+
+def _memory(at: Place) -> float | None:
+    """Bytes of a worker's device; None where the host's own memory is meant."""
+    device = DEVICES.get(at.host.labels.get("lamina_device", ""))
+    return device.memory_gb * _GB if device else None
+
+
+def _weights(nbytes: int, at: Place) -> str:
+    limit = _memory(at)
+    if limit is not None and nbytes > limit:
+        raise ValueError(
+            f"{nbytes / _GB:.1f} GB of weights do not fit in the {limit / _GB:g} GB of {_device(at)}: every compute "
+            f"worker holds all of them"
+        )
+    return f"{_size(nbytes)} of weights" + ("" if limit is None else f" of {limit / _GB:g} GB")
+
+
+def _kv(token: float, config: EngineConfig, at: Place) -> str:
+    limit, asked = _memory(at), config.kv_bytes()
+    if limit is not None and asked > limit:
+        raise ValueError(f"--kv-memory {config.kv_memory} exceeds the {limit / _GB:g} GB of {_device(at)}")
+    if asked:
+        room = f"{_size(asked)} for KV" + ("" if limit is None else f" of {limit / _GB:g} GB")
+        return f"{room}: {int(asked / token)} tokens"
+    if limit is not None:
+        return f"up to {limit / _GB:g} GB for KV: {int(limit / token)} tokens"
+    return f"{_size(token)} of KV a token"
+
+
+def _url(config: EngineConfig, at: Place) -> str:
+    return f"{config.scheme.partition('+')[0]}://{any_port(at.host.address)}"
+
+
+def _ring(config: EngineConfig, at: Place) -> str:
+    return f"{_url(config, at)} from the compute worker before it" if config.replicas > 1 else "-"
+
+
+def _size(nbytes: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes:g} B"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)]

@@ -1,0 +1,124 @@
+"""Ray on this host, for `lamina-launch cluster`: ``python -m lamina.cluster.node``, one order of JSON on stdin, one
+answer on stdout. Only what an earlier order started here is ever ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .token import MODE, TOKEN, TOKEN_PATH, state_folder
+
+STARTED = "Ray runtime started"  # Ray's own word for it
+END_S = 20.0
+POLL_S = 0.1
+SHOWN = 300  # characters of Ray's log, in errors
+
+
+class NodeError(Exception):
+    """What went wrong, in one line for people."""
+
+
+def up(order: dict[str, Any]) -> dict[str, Any]:
+    """{address, arguments, token, timeout_s}: ``ray start`` with these arguments. Answers {pid, fresh}."""
+    folder = _folder(order["address"])
+    if (pid := _running(folder)) is not None:
+        return {"pid": pid, "fresh": False}
+    environment = {**os.environ, MODE: "token", TOKEN: order["token"], "RAY_USAGE_STATS_ENABLED": "0"}
+    environment.pop(TOKEN_PATH, None)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    log = folder / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *order["arguments"]],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    (folder / "pid").write_text(f"{process.pid} {_birth(process.pid)}")
+    deadline = time.monotonic() + order["timeout_s"]
+    while STARTED not in (said := log.read_text(errors="replace")):
+        if process.poll() is not None or time.monotonic() > deadline:
+            down(order)
+            raise NodeError(f"Ray did not start: {' '.join(said.split())[-SHOWN:] or 'it says nothing'}; see {log}")
+        threading.Event().wait(POLL_S)
+    return {"pid": process.pid, "fresh": True}
+
+
+def down(order: dict[str, Any]) -> dict[str, Any]:
+    """{address}. Answers {ended}: whether there was anything to end."""
+    folder = _folder(order["address"])
+    pid = _running(folder)
+    if pid is None:
+        return {"ended": False}
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)  # `ray start --block` then ends all that it started
+        deadline = time.monotonic() + END_S
+        while _running(folder) is not None:
+            if time.monotonic() > deadline:
+                os.killpg(pid, signal.SIGKILL)  # its own session
+                break
+            threading.Event().wait(POLL_S)
+    (folder / "pid").unlink(missing_ok=True)
+    return {"ended": True}
+
+
+def status(order: dict[str, Any]) -> dict[str, Any]:
+    """{address, token, head}. Answers {pid}, 0 = not up; of the head too {hosts}: what Ray says is free by address."""
+    pid = _running(_folder(order["address"])) or 0
+    if not pid or not order["head"]:
+        return {"pid": pid}
+    os.environ.update({MODE: "token", TOKEN: order["token"]})
+    from .ray import hosts_of, joined
+
+    with joined(order["head"]) as ray:
+        return {"pid": pid, "hosts": {h.address: h.resources for h in hosts_of(ray)}}
+
+
+ORDERS = {"up": up, "down": down, "status": status}
+
+
+def _folder(address: str) -> Path:
+    return state_folder() / "hosts" / address.replace(":", "_")
+
+
+def _running(folder: Path) -> int | None:
+    """The process that an earlier order started, if it still runs: a number alone may be another's by now."""
+    try:
+        pid, birth = (folder / "pid").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return int(pid) if birth == _birth(int(pid)) else None
+
+
+def _birth(pid: int) -> str:
+    """When a process started, in clock ticks since boot (proc(5)); "" where there is none, or only its remains."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def main() -> int:
+    order = json.load(sys.stdin)
+    try:
+        answer = ORDERS[order["order"]](order)
+    except (NodeError, OSError, ValueError, ImportError) as error:
+        answer = {"error": " ".join(str(error).split())}
+    print(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""What every launcher promises, over the whole table."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "cluster"))
+from fake_cluster import FakeCluster  # noqa: E402 - needs the path above
+
+from lamina import netstack  # noqa: E402
+from lamina.cluster.launcher import LAUNCHERS, Launcher, WorkerHandle, open_launcher  # noqa: E402
+from lamina.config import EngineConfig  # noqa: E402
+from lamina.netstack import ChannelError, Geometry  # noqa: E402
+from lamina.workers.control import (  # noqa: E402
+    AskStats,
+    ControlLink,
+    Failed,
+    LinkClosedError,
+    MemoryReady,
+    StartMemory,
+    Stats,
+    Stop,
+)
+
+KEY = bytes(range(32))
+SOON_S = 30.0  # a worker imports torch first
+GEOMETRY = Geometry(slots=2, slot_bytes=64)
+Open = Callable[[int], Launcher]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeCluster]:
+    pytest.importorskip("ray")
+    # Several nodes: tests/cluster. Here one has room for two workers.
+    made = FakeCluster(tmp_path_factory.mktemp("ray"), {"resources": {"lamina_memory": 2}, "num_cpus": 2})
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=LAUNCHERS)
+def launch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    """(number of memory workers) -> their launcher, closed at the end in any case."""
+    made = []
+    address = ""
+    if request.param == "ray":
+        cluster: FakeCluster = request.getfixturevalue("cluster")
+        address = cluster.address
+        for name, value in cluster.environment.items():
+            monkeypatch.setenv(name, value)
+
+    def open_for(count: int) -> Launcher:
+        config = EngineConfig(memory_workers=count, ray_address=address, transport="tcp")
+        assert config.launcher == request.param
+        made.append(open_launcher(config, KEY, {"memory": count, "compute": 0}))
+        return made[-1]
+
+    yield open_for
+    for launcher in made:
+        launcher.close()
+
+
+def link(handle: WorkerHandle) -> ControlLink:
+    return ControlLink(handle.sock, MemoryReady | Stats | Failed)
+
+
+def ready(handle: WorkerHandle, key: bytes) -> tuple[ControlLink, str]:
+    """The worker's link and URL, once it listens."""
+    control = link(handle)
+    control.send(StartMemory(scheme="tcp", address=handle.place, key=key, threads=1))
+    said = control.recv(timeout_s=SOON_S)
+    assert isinstance(said, MemoryReady), said
+    return control, said.url
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until(true: Callable[[], bool], limit_s: float, what: str) -> float:
+    start = time.monotonic()
+    while not true():
+        assert time.monotonic() - start < limit_s, what
+        select.select([], [], [], 0.01)
+    return time.monotonic() - start
+
+
+def test_a_worker_serves_its_driver_and_goes_when_told(launch: Open) -> None:
+    launcher = launch(2)
+    first, second = (launcher.start("memory", index, 1) for index in range(2))
+    assert (first.role, first.index, second.index) == ("memory", 0, 1)
+    assert len({first.pid, second.pid, os.getpid()}) == 3
+    variables = Path(f"/proc/{first.pid}/environ").read_bytes().split(b"\0")
+    assert b"OMP_NUM_THREADS=1" in variables
+    control, url = ready(first, launcher.key)
+    with_key, without = netstack.open("tcp", key=KEY), netstack.open("tcp", key=bytes(32))
+    with_key.connect(url, outbound=GEOMETRY, inbound=GEOMETRY, timeout_s=SOON_S).close()
+    with pytest.raises(ChannelError):
+        without.connect(url, outbound=GEOMETRY, inbound=GEOMETRY, timeout_s=SOON_S)
+    control.send(AskStats())
+    assert isinstance(control.recv(timeout_s=SOON_S), Stats)
+    assert first.fate() is None
+    control.send(Stop())
+    with pytest.raises(LinkClosedError):
+        control.recv(timeout_s=SOON_S)
+    wait_until(lambda: first.fate() is not None, SOON_S, "it did not go")
+    assert str(first.fate()).endswith("exited with status 0")
+    control.close()
+    first.join(1.0)
+    assert second.fate() is None
+    link(second).close()  # as a driver's end does
+    second.join(SOON_S)
+    assert gone(second.pid)
+
+
+def test_a_kill_ends_the_link_and_is_told(launch: Open) -> None:
+    handle = launch(1).start("memory", 0, 1)
+    os.kill(handle.pid, signal.SIGKILL)
+    control = link(handle)
+    start = time.monotonic()
+    with pytest.raises(LinkClosedError):
+        control.recv(timeout_s=5.0)
+    assert time.monotonic() - start < 1.0
+    wait_until(lambda: handle.fate() is not None, 1.0, "nobody knows how it ended")
+    assert str(handle.fate()).endswith("was killed by SIGKILL")
+    handle.join(1.0)
+
+
+def test_join_ends_one_that_hangs(launch: Open) -> None:
+    handle = launch(1).start("memory", 0, 1)
+    os.kill(handle.pid, signal.SIGSTOP)
+    link(handle).close()
+    handle.join(0.1)
+    wait_until(lambda: gone(handle.pid), 5.0, "it hangs on")
+
+
+def test_what_is_left_ends_with_its_launcher_or_its_link(launch: Open) -> None:
+    launcher = launch(2)
+    handles = [launcher.start("memory", index, 1) for index in range(2)]
+    for handle in handles:
+        handle.sock.close()
+    launcher.close()
+    launcher.close()
+    wait_until(lambda: all(gone(h.pid) for h in handles), SOON_S, "workers are left")
+
+
+def test_cores_are_shared(launch: Open) -> None:
+    one, two = launch(1), launch(2)
+    cores = one.share("memory", 0)
+    assert cores >= 1
+    assert two.share("memory", 1) == max(1, cores // 2)
