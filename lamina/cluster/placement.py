@@ -83,10 +83,11 @@ def _nearest(hosts: Sequence[Host], near: Sequence[Host], room: dict[str, int]) 
 
 def _takes(host: Host, trait: str) -> dict[str, float]:
     """What a worker reserves: the resource; for a type of GPU or a label one GPU, or a CPU where the host has none."""
-    if "=" not in trait and (trait in host.resources or _TYPE + trait not in host.resources):
+    kind = _TYPE + trait.removeprefix(_TYPE)
+    if "=" not in trait and kind not in host.resources:
         return {trait: 1.0}
     device = "GPU" if host.resources.get("GPU") else "CPU"
-    return {device: 1.0} if "=" in trait else {device: 1.0, _TYPE + trait: _TRACE}
+    return {device: 1.0} if "=" in trait else {device: 1.0, kind: _TRACE}
 
 
 def _room(host: Host, trait: str, taken: dict[str, float]) -> int:

@@ -1,0 +1,138 @@
+"""Workers on the nodes of a Ray cluster: the same tokens, and every loss is told soon and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_cluster import ROOT, FakeCluster
+
+from lamina import LLM, SamplingParams
+from lamina.engine.pools import WorkerError
+
+sys.path.insert(0, str(ROOT / "tests" / "server"))
+from running import Running, eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+MODEL = str(ROOT / "examples" / "tiny_lm" / "model")
+PROMPTS = ["def f(", "import os\n", "class Stack:"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
+NODES = ({}, {"resources": {"lamina_compute": 2, "lamina_memory": 1}}, {"resources": {"lamina_memory": 1}})
+OPTIONS = {"dtype": "float32", "memory_workers": 2, "placement": "spread"}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeCluster]:
+    pytest.importorskip("ray")
+    made = FakeCluster(tmp_path_factory.mktemp("ray"), *NODES)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def cluster(shared: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
+    for name, value in shared.environment.items():
+        monkeypatch.setenv(name, value)
+    return shared
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_tokens_are_those_of_the_local_launcher(cluster: FakeCluster, transport: str) -> None:
+    options = {**OPTIONS, "pipeline": 3, "deterministic": True, "transport": transport}
+    with LLM(MODEL, **options) as llm:
+        here = tokens(llm)
+    with LLM(MODEL, ray_address=cluster.address, **options) as llm:
+        wardens = {name: parent(pid) for name, pid in llm.pools.pids.items()}
+        assert len({*wardens.values(), os.getpid()}) == 5
+        assert tokens(llm) == here
+        assert llm.stats()["memory-1"]["steps"] > 0
+        pids = [*llm.pools.pids.values(), *wardens.values()]
+    assert eventually(lambda: all(gone(pid) for pid in pids), 10.0)
+
+
+@pytest.mark.parametrize("whom", ["worker", "warden"])
+def test_a_loss_is_told_within_five_seconds(cluster: FakeCluster, whom: str) -> None:
+    llm = LLM(MODEL, ray_address=cluster.address, **OPTIONS)
+    pids = llm.pools.pids
+    stream = llm.stream(PROMPTS[:1], LONG)
+    next(stream)
+    os.kill(pids["memory-1"] if whom == "worker" else parent(pids["memory-1"]), signal.SIGKILL)
+    start = time.monotonic()
+    words = "was killed by SIGKILL" if whom == "worker" else "is lost"
+    with pytest.raises(WorkerError, match=rf"memory worker 1 .* on [\d.]+ {words}"):
+        for _ in stream:
+            pass
+    assert time.monotonic() - start < 5.0
+    assert eventually(lambda: all(gone(pid) for pid in pids.values()), 10.0)
+
+
+DRIVER = """
+import sys
+from lamina import LLM, SamplingParams
+llm = LLM(sys.argv[1], ray_address=sys.argv[2], dtype="float32", memory_workers=2)
+print(*llm.pools.pids.values(), flush=True)
+for _ in range(1000):
+    llm.generate(["def f("], SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True))
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_when_the_driver_dies(cluster: FakeCluster, how: signal.Signals) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, MODEL, cluster.address], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True, cwd=ROOT,
+    )  # fmt: skip
+    try:
+        assert driver.stdout is not None
+        assert select.select([driver.stdout], [], [], 120)[0]
+        workers = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(workers) == 3
+        pids = [*workers, *(parent(pid) for pid in workers)]
+        driver.send_signal(how)
+        driver.wait(20)
+        assert eventually(lambda: all(gone(pid) for pid in pids), 10.0), "processes outlive their driver"
+    finally:
+        driver.kill()
+        driver.wait()
+
+
+def test_health_tells_of_a_node_that_is_gone(tmp_path: Path) -> None:
+    cluster = FakeCluster(tmp_path, *NODES)
+    server = None
+    try:
+        flags = ("--ray-address", cluster.address, "--memory-workers", "2", "--placement", "spread")
+        server = Running(tmp_path / "server", *flags, env=cluster.environment)
+        answers: Callable[[], int] = lambda: httpx.get(f"{server.url}/health", timeout=10).status_code  # noqa: E731
+        assert answers() == 200
+        cluster.remove(2)
+        start = time.monotonic()
+        assert eventually(lambda: answers() == 503, 5.0), time.monotonic() - start
+        assert "memory worker 1" in httpx.get(f"{server.url}/health", timeout=10).text + server.log.read_text()
+    finally:
+        if server is not None:
+            server.kill()
+        cluster.close()

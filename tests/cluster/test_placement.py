@@ -1,0 +1,90 @@
+"""Workers get places where they fit, near each other or evenly."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.cluster.placement import RACK, Host, place
+
+HOSTS = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from(["", "a", "b"])), min_size=1, max_size=6
+)
+
+
+def host(number: int, compute: int = 0, memory: int = 0, rack: str = "", **more: float) -> Host:
+    resources = {"lamina_compute": float(compute), "lamina_memory": float(memory), **more}
+    return Host(
+        name=f"h{number}", address=f"10.0.0.{number}", resources={k: v for k, v in resources.items() if v},
+        labels={RACK: rack} if rack else {},
+    )  # fmt: skip
+
+
+def wishes(compute: int, memory: int) -> dict[str, tuple[int, str, str]]:
+    return {
+        "compute": (compute, "lamina_compute", "--compute-on"),
+        "memory": (memory, "lamina_memory", "--memory-on"),
+    }
+
+
+@settings(max_examples=150, deadline=None)
+@given(HOSTS, st.integers(1, 6), st.integers(1, 6), st.sampled_from(["pack", "spread"]))
+def test_all_get_a_place_or_a_reason(
+    entries: list[tuple[int, int, str]], compute: int, memory: int, placement: str
+) -> None:
+    hosts = [host(number, *entry) for number, entry in enumerate(entries)]
+    fits = sum(e[0] for e in entries) >= compute and sum(e[1] for e in entries) >= memory
+    if not fits:
+        with pytest.raises(ValueError, match=r"--(compute|memory)-on"):
+            place(hosts, wishes(compute, memory), placement)
+        return
+    places = place(hosts, wishes(compute, memory), placement)
+    for role, count in (("compute", compute), ("memory", memory)):
+        used = Counter(p.host.name for p in places[role])
+        room = {h.name: int(h.resources.get(f"lamina_{role}", 0)) for h in hosts}
+        assert sum(used.values()) == count
+        assert all(used[name] <= room[name] for name in used)
+        if placement == "spread":  # who has two more than another is so because the other is full
+            assert all(used[a] <= used[b] + 1 or used[b] == room[b] for a in room for b in room)
+        if placement == "pack" and role == "compute":
+            assert sum(0 < used[name] < room[name] for name in room) <= 1
+    assert places == place(list(reversed(hosts)), wishes(compute, memory), placement)
+
+
+def names(hosts: list[Host], compute: int, memory: int, placement: str) -> tuple[list[str], list[str]]:
+    found = place(hosts, wishes(compute, memory), placement)
+    return [p.host.name for p in found["compute"]], [p.host.name for p in found["memory"]]
+
+
+def test_memory_workers_go_near_the_compute_workers() -> None:
+    hosts = [host(0, memory=4, rack="a"), host(1, compute=2, rack="b"), host(2, memory=1, rack="b"), host(3, memory=9)]
+    assert names(hosts, 2, 3, "pack") == (["h1", "h1"], ["h2", "h3", "h3"])
+    assert names(hosts, 1, 3, "spread") == (["h1"], ["h2", "h3", "h0"])
+    both = [*hosts, host(4, compute=2, memory=2, rack="c")]
+    assert names(both, 2, 2, "pack")[0] in (["h1", "h1"], ["h4", "h4"])
+
+
+def test_racks_are_kept_together() -> None:
+    hosts = [host(n, compute=1, rack="ab"[n % 2]) for n in range(6)] + [host(6, compute=1, memory=1, rack="b")]
+    assert names(hosts, 4, 1, "pack")[0] == ["h1", "h3", "h5", "h6"]
+
+
+def test_types_of_gpu_and_labels() -> None:
+    hosts = [
+        host(0, GPU=2.0, **{"accelerator_type:H100": 1.0}),
+        host(1, GPU=4.0, **{"accelerator_type:H20": 1.0}),
+        Host(name="h2", address="10.0.0.2", resources={"CPU": 2.0}, labels={"tier": "memory"}),
+    ]
+    found = place(
+        hosts, {"compute": (2, "H100", "--compute-on"), "memory": (4, "accelerator_type:H20", "--memory-on")}, "pack"
+    )
+    assert [p.host.name for p in found["compute"]] == ["h0", "h0"]
+    assert found["compute"][0].takes == {"GPU": 1.0, "accelerator_type:H100": 0.001}
+    with pytest.raises(ValueError, match="3 compute workers do not fit: the cluster has room for 2 on hosts with H100"):
+        place(hosts, {"compute": (3, "H100", "--compute-on")}, "spread")
+    assert place(hosts, {"memory": (2, "tier=memory", "--memory-on")}, "pack")["memory"][1].takes == {"CPU": 1.0}
+    with pytest.raises(ValueError, match="no host of the cluster has tier=other free, which --memory-on"):
+        place(hosts, {"memory": (1, "tier=other", "--memory-on")}, "pack")

@@ -1,0 +1,131 @@
+"""`lamina-launch cluster` on two hosts in miniature: network namespaces with an Ethernet cable between them.
+
+In place of ssh there is a program that enters the namespace of an address.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fake_cluster import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+LAUNCH = [sys.executable, "-m", "lamina.cluster.launch"]
+MODEL = "examples/tiny_lm/model"
+ASK = ("--prompt", "class Stack:", "--max-tokens", "24", "--ignore-eos", "--dtype", "float32")
+RUN_S = 120.0
+
+
+@dataclass
+class Hosts:
+    spaces: tuple[str, str]
+    file: Path
+    environment: dict[str, str]
+
+    def command(self, *words: str) -> list[str]:
+        """On the first host."""
+        return ["ip", "netns", "exec", self.spaces[0], *LAUNCH, *words]
+
+    def run(self, *words: str) -> str:
+        done = subprocess.run(
+            self.command(*words), cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=RUN_S,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def processes(self) -> set[int]:
+        found = set[int]()
+        for space in self.spaces:
+            out = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, timeout=10, check=True)
+            found |= {int(pid) for pid in out.stdout.split()}
+        return found
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    pytest.importorskip("ray")
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the program ip (iproute2)")
+    number = os.getpid() % 250 + 1
+    spaces = (f"lamina-{os.getpid()}c", f"lamina-{os.getpid()}d")
+    addresses = (f"10.214.{number}.1", f"10.214.{number}.2")
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f'#!/bin/sh\ntest "$1" = {addresses[1]} || exit 255\nexec ip netns exec {spaces[1]} sh -c "$2"\n')
+    ssh.chmod(0o700)
+    file = tmp_path / "hosts.yaml"
+    file.write_text(
+        f"ssh: [{ssh}]\nhosts:\n  - {{address: {addresses[0]}, compute: 2, memory: 1, cores: 1}}\n"
+        f"  - {{address: {addresses[1]}, memory: 2, cores: 1}}\n"
+    )
+    mine = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    made = Hosts(spaces, file, {**mine, "XDG_STATE_HOME": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"})
+    try:
+        try:
+            for space in spaces:
+                ip("netns", "add", space)
+            ip("link", "add", "eth0", "netns", spaces[0], "type", "veth", "peer", "eth0", "netns", spaces[1])
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces or veth here: {error.stderr.decode().strip()}")
+        for space, address in zip(spaces, addresses, strict=True):
+            ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
+            for device in ("eth0", "lo"):
+                ip("-n", space, "link", "set", device, "up")
+        yield made
+        subprocess.run(
+            made.command("cluster", "down", str(file)), cwd=ROOT, env=made.environment, timeout=RUN_S, check=False
+        )
+    finally:
+        for space in spaces:
+            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True, timeout=10)
+
+
+def test_a_cluster_comes_up_serves_and_goes(hosts: Hosts) -> None:
+    target = str(hosts.file)
+    assert "started" in hosts.run("cluster", "up", target)
+    assert "was up already" in hosts.run("cluster", "up", target)
+    assert [line.split()[1] for line in hosts.run("cluster", "status", target).splitlines()] == ["up", "up"]
+    options = ("--memory-workers", "2", "--placement", "spread", "--ray-address", target)
+    planned = hosts.run("generate", MODEL, *ASK, *options, "--dry-run")
+    assert [line.split()[0] for line in planned.splitlines()[2:5]] == ["compute-0", "memory-0", "memory-1"]
+    here = subprocess.run(
+        [*LAUNCH, "generate", MODEL, *ASK, "--memory-workers", "2"], cwd=ROOT, env=hosts.environment,
+        capture_output=True, text=True, timeout=RUN_S, check=True,
+    )  # fmt: skip
+    assert hosts.run("generate", MODEL, *ASK, *options) == here.stdout
+    assert hosts.processes()
+    assert hosts.run("cluster", "down", target).count("ended") == 2
+    assert not hosts.processes()
+    assert hosts.run("cluster", "down", target).count("was not up") == 2
+
+
+def test_a_host_that_falls_silent_is_noticed(hosts: Hosts) -> None:
+    target = str(hosts.file)
+    hosts.run("cluster", "up", target)
+    ask = ("--prompt", "import os", "--max-tokens", "1900", "--ignore-eos", "--dtype", "float32")
+    with subprocess.Popen(
+        hosts.command("generate", MODEL, *ask, "--memory-workers", "3", "--ray-address", target),
+        cwd=ROOT, env=hosts.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as driver:  # fmt: skip
+        assert driver.stdout is not None
+        assert driver.stderr is not None
+        assert driver.stdout.read(20)  # it decodes
+        ip("-n", hosts.spaces[1], "link", "set", "eth0", "down")
+        start = time.monotonic()
+        _, errors = driver.communicate(timeout=30)
+        print(f"noticed after {time.monotonic() - start:.1f} s: {errors}")
+        assert driver.returncode == 1
+        assert time.monotonic() - start < 15.0
+        assert "memory worker" in errors
