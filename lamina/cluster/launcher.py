@@ -28,7 +28,11 @@ class WorkerHandle(Protocol):
     index: int
     pid: int  # on its host
     place: str  # where it listens for workers of other hosts, IP:0; "" = nobody comes from there
-    sock: socket.socket  # the driver's end of the control link
+
+    @property
+    def sock(self) -> socket.socket:
+        """The driver's end of the control link."""
+        ...
 
     def fate(self) -> str | None:
         """How it ended, in words; None while it runs."""

@@ -40,18 +40,20 @@ class RayWorker:
         self, ray: Any, warden: Any, role: str, index: int, place: Place, pid: int, sock: SealedSocket
     ) -> None:
         self.role, self.index, self.pid = role, index, pid
-        self.sock: socket.socket = sock
+        self.sock = sock
         self.place = any_port(place.host.address)
         self._ray, self._warden, self._where = ray, warden, place.host.address
         self._end = warden.fate.remote()  # answered at its end
 
     def fate(self) -> str | None:
+        if self.sock.silent:
+            return f"on {self._where} is lost: its host does not answer"
         return self._fate(0.0)
 
     def join(self, timeout_s: float) -> None:
         if not self._ray.is_initialized():
             return  # the interpreter ends: Ray has ended the wardens, and they the workers
-        if self._fate(timeout_s) is None:
+        if not self.sock.silent and self._fate(timeout_s) is None:
             self._warden.end.remote()
             self._fate(END_S)
         self._ray.kill(self._warden)

@@ -18,7 +18,7 @@ KEYS_BYTES = 2 * KEY_BYTES  # what this side sends under, what it receives under
 MAC_BYTES = 32
 MOST_BYTES = 1 << 29
 STALL_S = 10.0  # for the rest of a record whose beginning has come
-SILENCE_S = 3  # a host that is gone is known after about so long
+SILENCE_S = 3  # and one more: a host that is gone is known then
 _HEAD = struct.Struct(f"!I{MAC_BYTES}s")
 _COUNTER = struct.Struct("!Q")
 
@@ -32,6 +32,7 @@ class SealedSocket(socket.socket):
         self._send_key, self._receive_key = keys[:KEY_BYTES], keys[KEY_BYTES:KEYS_BYTES]
         self._sent = self._received = 0
         self._data = memoryview(b"")
+        self.silent = False  # whether the peer's host has stopped to answer
         self.setblocking(True)
         watch_silence(self)
 
@@ -76,7 +77,11 @@ class SealedSocket(socket.socket):
             poller.register(self, select.POLLIN)
             if not poller.poll(None if wait_s is None else wait_s * 1000):
                 raise ConnectionError("the peer stopped within a record")
-            got = super().recv_into(view)
+            try:
+                got = super().recv_into(view)
+            except TimeoutError as error:  # the kernel's word for it, see watch_silence; not a deadline of ours
+                self.silent = True
+                raise ConnectionError("the peer's host does not answer") from error
             if not got:
                 if len(view) == nbytes and wait_s is None:
                     return b""
@@ -91,7 +96,7 @@ def watch_silence(sock: socket.socket) -> None:
         socket.TCP_NODELAY: 1,
         socket.TCP_KEEPIDLE: 1,
         socket.TCP_KEEPINTVL: 1,
-        socket.TCP_KEEPCNT: SILENCE_S,
+        socket.TCP_KEEPCNT: SILENCE_S,  # one a second
         socket.TCP_USER_TIMEOUT: SILENCE_S * 1000,
     }
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

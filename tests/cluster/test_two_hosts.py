@@ -127,5 +127,5 @@ def test_a_host_that_falls_silent_is_noticed(hosts: Hosts) -> None:
         _, errors = driver.communicate(timeout=30)
         print(f"noticed after {time.monotonic() - start:.1f} s: {errors}")
         assert driver.returncode == 1
-        assert time.monotonic() - start < 15.0
-        assert "memory worker" in errors
+        assert time.monotonic() - start < 7.0
+        assert "its host does not answer" in errors

@@ -1,0 +1,182 @@
+"""The YAML of a cluster, plans and orders made from it, the token; nothing is started."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lamina.cluster import ray as ray_launcher
+from lamina.cluster.cluster import is_here, ray_arguments
+from lamina.cluster.hosts import head_address, read_cluster
+from lamina.cluster.launch import main
+from lamina.cluster.launcher import open_launcher
+from lamina.cluster.token import MODE, TOKEN, TOKEN_PATH, make_token, offer_token, read_token
+from lamina.config import EngineConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PAPER = str(ROOT / "examples" / "h100_h20.yaml")
+MODEL = str(ROOT / "examples" / "tiny_lm" / "model")
+LIKE_33B = {  # the paper's smallest model, four of its 60 layers
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 6656, "intermediate_size": 17920,
+    "num_hidden_layers": 4, "num_attention_heads": 52, "num_key_value_heads": 52, "vocab_size": 32000,
+    "max_position_embeddings": 2048, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def write(folder: Path, text: str) -> str:
+    (folder / "hosts.yaml").write_text(text)
+    return str(folder / "hosts.yaml")
+
+
+def test_the_papers_cluster() -> None:
+    cluster = read_cluster(PAPER)
+    assert cluster.head == "10.20.0.1:6379"
+    assert [h.resources() for h in cluster.hosts] == [{"lamina_compute": 2}, {"lamina_memory": 4}, {"lamina_memory": 4}]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "must be a table"),
+        ("hosts: []", "at least one host"),
+        ("hosts: [{address: 10.0.0.1}]\nspeed: 1", "unknown entry speed; known: hosts, port, python, ssh"),
+        ("hosts: [{address: some.name}]", "host 0: address must be an IP address, not 'some.name'"),
+        ("hosts: [{address: 0.0.0.0}]", "no host's own"),
+        ("hosts: [{address: 10.0.0.1, memory: -1}]", "memory must be a whole number, not -1"),
+        ("hosts: [{address: 10.0.0.1, memory: true}]", "memory must be a whole number, not True"),
+        ("hosts: [{address: 10.0.0.1, gpu: 1}]", "unknown entry gpu"),
+        ("hosts: [{address: 10.0.0.1, device: h1000}]", "device h1000 is not one of h100"),
+        ("hosts: [{address: 10.0.0.1}, {address: 10.0.0.1}]", "same address"),
+        ("hosts: [{address: 10.0.0.1}]\nssh: ssh", "ssh must be a list of words"),
+        ("hosts: [{address: 10.0.0.1}]\nport: 70000", "port must be 1..65535"),
+        ("hosts: [", "cannot be read"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_one_line(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cluster", "up", write(tmp_path, text), "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "address"),
+    [
+        ("auto", "auto"),
+        ("10.0.0.1", "10.0.0.1:6379"),
+        ("head.example:7000", "head.example:7000"),
+        ("fd00::1", "[fd00::1]:6379"),
+        ("[fd00::1]:7000", "[fd00::1]:7000"),
+        (PAPER, "10.20.0.1:6379"),
+    ],
+)
+def test_addresses(asked: str, address: str) -> None:
+    assert head_address(asked) == address
+
+
+@pytest.mark.parametrize("asked", ["ray://10.0.0.1:10001", "host:port", "host:0"])
+def test_no_addresses(asked: str) -> None:
+    with pytest.raises(ValueError, match="--ray-address"):
+        head_address(asked)
+
+
+def test_up_says_what_it_would_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cluster", "up", PAPER, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "3 hosts with room for 2 compute workers and 8 memory workers" in said
+    assert "--head --port 6379 --dashboard-host 127.0.0.1" in said
+    cluster = read_cluster(PAPER)
+    for host in cluster.hosts:
+        words = ray_arguments(cluster, host)
+        assert words[words.index("--node-ip-address") + 1] == host.address
+        assert json.loads(words[words.index("--resources") + 1]) == host.resources()
+
+
+def test_the_papers_plan_without_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LIKE_33B))
+    argv = ["serve", str(tmp_path), "--ray-address", PAPER, "--kv-memory", "80GiB", "--dry-run"]
+    assert main(argv) == 0
+    title, _, compute, *memory = capsys.readouterr().out.splitlines()
+    assert "DOP (1, 2)" in title
+    assert compute.split()[:2] == ["compute-0", "10.20.0.1"]
+    # 4 layers of 4 h^2 + 3 h f and two norms, embeddings twice, the last norm; 2 bytes each
+    h, f = 6656, 17920
+    weights = 2 * (4 * (4 * h * h + 3 * h * f + 2 * h) + 2 * 32000 * h + h)
+    assert f"{weights / 1e9:.1f} GB of weights of 80 GB" in compute
+    half = 2 * 2 * 4 * h / 2  # bytes of a token's K and V on each of two memory workers
+    for line in memory[:2]:
+        assert f"85.9 GB for KV of 96 GB: {int((80 << 30) / half)} tokens" in line
+        assert "auto://10.20.0.2:0 from compute-*" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--memory-workers", "9"], "9 memory workers do not fit: the cluster has room for 8"),
+        (["--pipeline", "4"], "3 compute workers do not fit: the cluster has room for 2"),
+        (["--kv-memory", "90GiB", "--memory-on", "lamina_memory"], "--kv-memory 90GiB exceeds the 96 GB"),
+        (["--memory-on", "B200"], "no host of the cluster has B200 free, which --memory-on"),
+        (["--transport", "loopback"], "--transport: loopback stays in one process"),
+        (["--memory-addresses", "10.0.0.1:1,10.0.0.2:1"], "--memory-addresses are for this machine"),
+        (["--placement", "diagonal"], "--placement must be one of pack, spread"),
+    ],
+)
+def test_plans_that_do_not_work(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", MODEL, "--ray-address", PAPER, "--dry-run", *flags]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_without_ray_there_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(ray_launcher, "find_spec", lambda name: None if name == "ray" else find(name))
+    with pytest.raises(ImportError, match=r"--ray-address needs Ray 2\.52 or newer: pip install 'lamina\[ray\]'"):
+        open_launcher(EngineConfig(ray_address="auto"), bytes(32), {"memory": 1, "compute": 1})
+    assert main(["generate", MODEL, "--prompt", "x", "--ray-address", "auto"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    open_launcher(EngineConfig(), bytes(32), {"memory": 1, "compute": 1}).close()  # this one needs none
+
+
+def test_the_local_launcher_loads_no_ray() -> None:
+    code = "import sys, lamina.engine.pools, lamina.cluster.local; print('ray' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert out.stdout.strip() == "False"
+
+
+def test_the_token_is_made_once_and_nobody_elses(tmp_path: Path) -> None:
+    environment = {"XDG_STATE_HOME": str(tmp_path)}
+    assert read_token(environment) is None
+    token = make_token(environment)
+    assert len(token) >= 32
+    assert make_token(environment) == read_token(environment) == token
+    file = tmp_path / "lamina" / "ray_token"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    offer_token(environment)
+    assert environment[MODE] == "token"
+    assert environment[TOKEN_PATH] == str(file)
+    file.chmod(0o644)
+    with pytest.raises(ValueError, match="chmod 600"):
+        read_token(environment)
+    assert read_token({**environment, TOKEN: "given"}) == "given"
+
+
+def test_ray_is_never_joined_without_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ValueError, match="no token for Ray"):
+        offer_token({"XDG_STATE_HOME": str(tmp_path)})
+    with pytest.raises(ValueError, match="RAY_AUTH_MODE=disabled"):
+        offer_token({"XDG_STATE_HOME": str(tmp_path), MODE: "disabled", TOKEN: "x"})
+
+
+def test_own_addresses_are_known() -> None:
+    assert is_here("127.0.0.1")
+    assert not is_here("10.255.255.254")

@@ -1,0 +1,159 @@
+"""Control links to other hosts: who may come, and what a stream may do to records on their way."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.cluster.remote import Door, connect
+from lamina.netstack import ChannelAborted, HandshakeError
+from lamina.workers import sealed
+from lamina.workers.control import AskStats, ControlLink, LinkClosedError, Stats
+from lamina.workers.sealed import KEY_BYTES, SealedSocket
+
+KEY = bytes(range(32))
+THERE, BACK = b"t" * KEY_BYTES, b"b" * KEY_BYTES
+SOON_S = 10.0
+
+
+def pair(*, also: socket.socket | None = None) -> tuple[SealedSocket, SealedSocket]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    first = socket.create_connection(listener.getsockname())
+    second, _ = listener.accept()
+    listener.close()
+    return SealedSocket(first.detach(), THERE + BACK), SealedSocket(second.detach(), BACK + THERE)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[SealedSocket, SealedSocket]]:
+    both = pair()
+    yield both
+    for each in both:
+        each.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.binary(min_size=1, max_size=300), min_size=1, max_size=8), st.integers(1, 64))
+def test_records_arrive_as_one_stream(records: list[bytes], piece: int) -> None:
+    one, other = pair()
+    with one, other:
+        for record in records:
+            one.sendall(record)
+        one.shutdown(socket.SHUT_WR)
+        found, view = b"", memoryview(bytearray(piece))
+        while got := other.recv_into(view):
+            found += view[:got]
+        assert found == b"".join(records)
+        assert other.pending == 0
+
+
+def wire(data: bytes) -> bytes:
+    """What a record looks like on its way, the first of its session."""
+    one, other = socket.socketpair()
+    with other:
+        sender = SealedSocket.__new__(SealedSocket)
+        socket.socket.__init__(sender, fileno=one.detach())
+        sender._send_key, sender._sent = THERE, 0
+        with sender:
+            sender.sendall(data)
+        return other.recv(4096)
+
+
+@pytest.mark.parametrize("at", [0, 4, 20, 35, 36, 40])
+def test_a_changed_bit_ends_the_link(ends: tuple[SealedSocket, SealedSocket], at: int) -> None:
+    raw = bytearray(wire(b"hello"))
+    raw[at] ^= 0x40
+    with socket.socket(fileno=os.dup(ends[0].fileno())) as plain:
+        plain.sendall(raw)
+        ends[0].shutdown(socket.SHUT_WR)
+    with pytest.raises(ConnectionError):
+        ends[1].recv_into(memoryview(bytearray(9)))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_record_counts_once(ends: tuple[SealedSocket, SealedSocket], times: int) -> None:
+    view = memoryview(bytearray(5))
+    with socket.socket(fileno=os.dup(ends[0].fileno())) as plain:
+        plain.sendall(wire(b"hello") * times)
+    assert ends[1].recv_into(view) == 5
+    ends[0].shutdown(socket.SHUT_WR)
+    if times == 1:
+        assert ends[1].recv_into(view) == 0
+    else:
+        with pytest.raises(ConnectionError, match="MAC"):
+            ends[1].recv_into(view)
+
+
+def test_a_reflected_record_is_none(ends: tuple[SealedSocket, SealedSocket]) -> None:
+    ends[1].sendall(b"hello")
+    with socket.socket(fileno=os.dup(ends[0].fileno())) as plain:
+        back = plain.recv(4096)
+        plain.sendall(back)
+    with pytest.raises(ConnectionError, match="MAC"):
+        ends[1].recv_into(memoryview(bytearray(5)))
+
+
+def test_a_record_that_stops_half_way_ends_the_link(
+    ends: tuple[SealedSocket, SealedSocket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sealed, "STALL_S", 0.05)
+    with socket.socket(fileno=os.dup(ends[0].fileno())) as plain:
+        plain.sendall(wire(b"hello")[:-1])
+    with pytest.raises(ConnectionError, match="stopped within"):
+        ends[1].recv_into(memoryview(bytearray(5)))
+
+
+def test_control_messages_go_through_with_a_deadline(ends: tuple[SealedSocket, SealedSocket]) -> None:
+    driver, worker = ControlLink(ends[0], Stats), ControlLink(ends[1], AskStats)
+    driver.send(AskStats())
+    assert isinstance(worker.recv(timeout_s=SOON_S), AskStats)
+    worker.send(Stats(values={"steps": 3.0}))
+    assert driver.recv(timeout_s=SOON_S) == Stats(values={"steps": 3.0})
+    with pytest.raises(TimeoutError):
+        driver.recv(timeout_s=0.01)
+    worker.close()
+    with pytest.raises(LinkClosedError):
+        driver.recv(timeout_s=SOON_S)
+
+
+def test_only_who_has_the_key_comes_in() -> None:
+    door = Door("127.0.0.1", KEY)
+    accepted: list[tuple[socket.socket, bytes]] = []
+    thread = threading.Thread(target=lambda: accepted.append(door.accept(SOON_S)))
+    thread.start()
+    stranger = socket.create_connection(("127.0.0.1", door.port))  # silent: it delays nobody
+    with pytest.raises(HandshakeError, match="keys differ"):
+        connect("127.0.0.1", door.port, bytes(32), SOON_S)
+    with connect("127.0.0.1", door.port, KEY, SOON_S) as driver:
+        thread.join(SOON_S)
+        ((sock, keys),) = accepted
+        with SealedSocket(sock.detach(), keys) as worker:
+            driver.sendall(b"hello")
+            view = memoryview(bytearray(5))
+            assert worker.recv_into(view) == 5
+            assert bytes(view) == b"hello"
+    stranger.close()
+    door.close()
+
+
+def test_closing_the_door_ends_the_wait() -> None:
+    door = Door("127.0.0.1", KEY)
+    ended: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            door.accept(SOON_S)
+        except ChannelAborted as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    door.close()
+    thread.join(SOON_S)
+    assert len(ended) == 1
