@@ -117,6 +117,12 @@ def test_the_papers_plan_without_a_cluster(tmp_path: Path, capsys: pytest.Captur
         assert "auto://10.20.0.2:0 from compute-*" in line
 
 
+def test_weights_that_no_device_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LIKE_33B, "vocab_size": 4_000_000}))
+    assert main(["serve", str(tmp_path), "--ray-address", PAPER, "--dry-run"]) == 2
+    assert "GB of weights do not fit in the 80 GB of NVIDIA H100" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
