@@ -24,21 +24,25 @@ def cluster_plan(model: str, config: EngineConfig) -> str:
     from .ray import wishes
 
     hosts = planned_hosts(config.ray_address)
-    wanted = {"compute": config.replicas, "memory": config.memory_workers}
+    wanted = {"compute": config.replicas, "prefill": config.prefill_workers, "memory": config.memory_workers}
     places = place(hosts, wishes(config, wanted), config.placement)
     weights, token = _sizes(model, config)
+    workers = counted(config.replicas, "compute worker")
+    if config.prefill_workers:
+        workers += ", " + counted(config.prefill_workers, "prefill worker")
     title = (
-        f"would start {counted(config.replicas, 'compute worker')} and "
-        f"{counted(config.memory_workers, 'memory worker')} through Ray over {config.scheme} for {model}: "
+        f"would start {workers} and {counted(config.memory_workers, 'memory worker')} through Ray "
+        f"over {config.scheme} for {model}: "
         f"DOP ({config.replicas}, {config.memory_workers}), --placement {config.placement}"
     )
     rows = [
-        (f"compute-{i}", at.host.address, _device(at), _weights(weights, at), _ring(config, at))
-        for i, at in enumerate(places["compute"])
+        (f"{role}-{i}", at.host.address, _device(at), _weights(weights, at), _ring(config, role, at))
+        for role in ("compute", "prefill")
+        for i, at in enumerate(places.get(role, []))
     ]
     for i, at in enumerate(places["memory"]):
         part = config.weights[i] / sum(config.weights)
-        came = f"{_url(config, at)} from compute-*"
+        came = f"{_url(config, at)} from compute-*" + (", prefill-*" if config.prefill_workers else "")
         rows.append((f"memory-{i}", at.host.address, _device(at), _kv(token * part, config, at), came))
     return "\n".join([title, *_table(("worker", "host", "device", "memory of the device", "listens at, for"), rows)])
 
@@ -100,8 +104,10 @@ def _url(config: EngineConfig, at: Place) -> str:
     return f"{config.scheme.partition('+')[0]}://{any_port(at.host.address)}"
 
 
-def _ring(config: EngineConfig, at: Place) -> str:
-    return f"{_url(config, at)} from the compute worker before it" if config.replicas > 1 else "-"
+def _ring(config: EngineConfig, role: str, at: Place) -> str:
+    if role == "compute" and config.replicas > 1:
+        return f"{_url(config, at)} from the compute worker before it"
+    return "-"
 
 
 def _size(nbytes: float) -> str:

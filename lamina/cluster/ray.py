@@ -173,8 +173,10 @@ def joined(address: str) -> Iterator[Any]:
 
 def wishes(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, tuple[int, str, str]]:
     """For ``placement.place``, compute workers first: they need each other most."""
-    traits = {"compute": "compute_on", "memory": "memory_on"}
-    return {role: (wanted[role], getattr(config, name), flag(name)) for role, name in traits.items() if wanted[role]}
+    traits = {"compute": "compute_on", "prefill": "compute_on", "memory": "memory_on"}
+    return {
+        role: (wanted[role], getattr(config, name), flag(name)) for role, name in traits.items() if wanted.get(role)
+    }
 
 
 def hosts_of(ray: Any) -> list[Host]:

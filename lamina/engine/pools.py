@@ -248,9 +248,7 @@ class Pools:
         weights = self._weigh(deadline)
         for member in self._compute + self._prefill:
             own_key = key if here else launcher.key
-            self._send(
-                member, self._start_compute("" if with_module else model, own_key, urls, weights, member.handle)
-            )
+            self._send(member, self._start_compute("" if with_module else model, own_key, urls, weights, member.handle))
         self._close_ring(deadline)
         on_progress("starting workers", 1, 1)
         first, *_ = [self._await_compute(m, deadline, on_progress) for m in self._compute]

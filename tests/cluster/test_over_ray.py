@@ -74,6 +74,14 @@ def test_tokens_are_those_of_the_local_launcher(cluster: FakeCluster, transport:
     assert eventually(lambda: all(gone(pid) for pid in pids), 10.0)
 
 
+def test_prompts_on_a_worker_of_their_own(cluster: FakeCluster) -> None:
+    options = {**OPTIONS, "prefill_workers": 1}
+    with LLM(MODEL, **options) as llm:
+        here = tokens(llm)
+    with LLM(MODEL, ray_address=cluster.address, **options) as llm:
+        assert tokens(llm) == here
+
+
 @pytest.mark.parametrize("whom", ["worker", "warden"])
 def test_a_loss_is_told_within_five_seconds(cluster: FakeCluster, whom: str) -> None:
     llm = LLM(MODEL, ray_address=cluster.address, **OPTIONS)
