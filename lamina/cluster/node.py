@@ -17,6 +17,7 @@ from typing import Any
 
 from .token import MODE, TOKEN, TOKEN_PATH, state_folder
 
+NICENESS = "RAY_worker_niceness"
 STARTED = "Ray runtime started"  # Ray's own word for it
 END_S = 20.0
 POLL_S = 0.1
@@ -32,7 +33,9 @@ def up(order: dict[str, Any]) -> dict[str, Any]:
     folder = _folder(order["address"])
     if (pid := _running(folder)) is not None:
         return {"pid": pid, "fresh": False}
-    environment = {**os.environ, MODE: "token", TOKEN: order["token"], "RAY_USAGE_STATS_ENABLED": "0"}
+    # Ray lowers the priority of what it starts, by 15, unless told not to: workers are to run like those of one host.
+    own = {MODE: "token", TOKEN: order["token"], "RAY_USAGE_STATS_ENABLED": "0", NICENESS: "0"}
+    environment = {**os.environ, **own}
     environment.pop(TOKEN_PATH, None)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = folder / "log"

@@ -32,6 +32,7 @@ class FakeCluster:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
             "PYTHONPATH": str(ROOT),
         }
         with (folder / "log").open("wb") as log:
