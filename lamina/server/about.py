@@ -73,6 +73,12 @@ async def model(request: Request, model: str) -> Response:
     return json_response(_card(service, service.check_model(model)))
 
 
+@router.post("/load_model")
+async def load_model() -> Response:
+    """What `transformers chat` asks before anything else: the model is there, as the one event of a stream."""
+    return Response('data: {"status": "ready", "cached": true}\n\n', media_type="text/event-stream")
+
+
 @router.post("/tokenize", openapi_extra=described(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt or of a conversation."""
