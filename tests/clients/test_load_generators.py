@@ -40,7 +40,7 @@ def test_aiperf(server: Running, environment: Environment, run: Run, tmp_path: P
         program, "profile", "--model", "tiny", "--url", server.url, "--endpoint-type", "chat", "--streaming",
         "--tokenizer", TOKENIZER, "--concurrency", "4", "--request-count", str(REQUESTS), "--isl", str(PROMPT),
         "--osl", str(OUTPUT), "--extra-inputs", "ignore_eos:true", "--ui", "none", "--artifact-dir", tmp_path / "out",
-        HF_HUB_OFFLINE="0",  # its offline branch takes no local path
+        HF_HUB_OFFLINE="",  # its offline branch takes no local path
     )  # fmt: skip
     (report,) = [p for p in (tmp_path / "out").rglob("*.json") if "profile_export_aiperf" in p.name]
     found = json.loads(report.read_text())
