@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from lamina.agreement import ERROR_ALLOWED, Agreement, compare
 from lamina.config import EngineConfig
-from lamina.engine.pools import WorkerError
+from lamina.engine.members import WorkerError
 from lamina.engine.wire import Wire
 from lamina.llm import LLM
 from lamina.models.load import load

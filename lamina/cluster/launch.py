@@ -58,7 +58,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _guarded(run: object, args: argparse.Namespace) -> int:
-    from lamina.engine.pools import WorkerError
+    from lamina.engine.members import WorkerError
 
     try:
         status: int = run(args)  # type: ignore[operator]

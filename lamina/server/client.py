@@ -13,7 +13,7 @@ import msgspec
 
 from lamina.cluster.launcher import WorkerHandle
 from lamina.cluster.local import ProcessWorker
-from lamina.engine.pools import WorkerError
+from lamina.engine.members import WorkerError
 from lamina.request import SamplingParams
 from lamina.workers.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
 

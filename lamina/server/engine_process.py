@@ -11,7 +11,8 @@ from typing import Any
 
 from lamina import netstack
 from lamina.engine.engine import Engine
-from lamina.engine.pools import Pools, WorkerError
+from lamina.engine.members import WorkerError
+from lamina.engine.pools import Pools
 from lamina.request import CompletionOutput, Logprob, RequestOutput
 from lamina.workers.control import ControlLink, Failed, LinkClosedError, Progress, Stop
 

@@ -16,7 +16,7 @@ import pytest
 from fake_cluster import ROOT, FakeCluster
 
 from lamina import LLM, SamplingParams
-from lamina.engine.pools import WorkerError
+from lamina.engine.members import WorkerError
 
 sys.path.insert(0, str(ROOT / "tests" / "server"))
 from running import Running, eventually

@@ -1,0 +1,174 @@
+"""The started workers, as the driver talks to them: every wait has a deadline, and whoever fails is named."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lamina.cluster.launcher import WorkerHandle
+from lamina.workers.control import (
+    ClockTime,
+    ComputeReady,
+    ControlLink,
+    Failed,
+    LinkClosedError,
+    MemoryReady,
+    Progress,
+    Rate,
+    RingUrl,
+    Stats,
+    StepDone,
+    Stop,
+    Trace,
+)
+
+FROM_WORKERS = MemoryReady | RingUrl | ComputeReady | Progress | StepDone | Stats | ClockTime | Rate | Trace | Failed
+JOIN_S = 5.0
+JOIN_AFTER_LOSS_S = 0.5
+REST_S = 5.0  # for the rest of a message that has begun to come
+CAUSE_S = 0.3  # for a worker to say that it has failed, once its peer has
+
+
+class WorkerError(RuntimeError):
+    """A worker died, hung or failed; the text says which and how. The pools have been ended."""
+
+
+class Member:
+    """One worker and the link to it."""
+
+    def __init__(self, handle: WorkerHandle) -> None:
+        self.handle = handle
+        self.link = ControlLink(handle.sock, FROM_WORKERS)
+        self.inbox: deque[Any] = deque()  # messages that came while another one was awaited
+
+    @property
+    def label(self) -> str:
+        return f"{self.handle.role}-{self.handle.index}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.handle.role} worker {self.handle.index} (pid {self.handle.pid})"
+
+
+class Members:
+    """All workers of the pools, in the order in which they were added. Ends them all when one is lost."""
+
+    def __init__(self, before_end: Callable[[float], None], after_end: Callable[[], None]) -> None:
+        """``before_end`` may still talk to the workers for so many seconds; ``after_end``: they are gone."""
+        self._members: list[Member] = []
+        self._before_end, self._after_end = before_end, after_end
+        self.closed = False  # by ``close``, or because a worker was lost
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members)
+
+    def add(self, handle: WorkerHandle) -> Member:
+        """A worker that was started."""
+        self._members.append(Member(handle))
+        return self._members[-1]
+
+    def role(self, role: str) -> list[Member]:
+        """Those of one role, by number."""
+        return [m for m in self._members if m.handle.role == role]
+
+    def close(self) -> None:
+        """End all workers: ask, wait, then by force. Idempotent."""
+        if not self.closed:
+            self._end(JOIN_S)
+
+    def fail(self, text: str) -> WorkerError:
+        """End what is left after a loss: nobody can do anything useful any more, so by force and soon. The exception
+        is for the caller to raise.
+        """
+        self._end(JOIN_AFTER_LOSS_S)
+        return WorkerError(text)
+
+    def _end(self, join_s: float) -> None:
+        try:
+            self._before_end(join_s)
+            for member in self._members:
+                with contextlib.suppress(LinkClosedError):
+                    member.link.send(Stop())
+            for member in self._members:
+                member.link.close()
+            deadline = time.monotonic() + join_s
+            for member in self._members:
+                member.handle.join(max(0.0, deadline - time.monotonic()))
+            self._after_end()
+        finally:
+            self.closed = True
+
+    def send(self, member: Member, message: Any) -> None:
+        """Raises WorkerError when the worker is gone."""
+        try:
+            member.link.send(message)
+        except LinkClosedError:
+            raise self._lost(member) from None
+
+    def wait_for(self, wanted: list[Member], kind: Any, timeout_s: float, what: str) -> Any:
+        """The next ``kind`` from any of ``wanted``, for ``timeout_s``; ``what`` it is for, in words.
+
+        Raises WorkerError when any worker is lost or fails meanwhile, ValueError with what a user can put right.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for member in wanted:
+                for message in member.inbox:
+                    if isinstance(message, kind):
+                        member.inbox.remove(message)
+                        return message
+            poller = select.poll()
+            for member in self._members:
+                poller.register(member.link, select.POLLIN)
+            ready = {fd for fd, _ in poller.poll(max(0.0, deadline - time.monotonic()) * 1000)}
+            if not ready:
+                raise self.fail(f"{', '.join(m.name for m in wanted)} took too long {what}")
+            for member in self._members:
+                if member.link.fileno() in ready:
+                    member.inbox.append(self._receive(member))
+
+    def _receive(self, member: Member) -> Any:
+        try:
+            message = member.link.recv(timeout_s=REST_S)
+        except LinkClosedError:
+            raise self._lost(member) from None
+        if isinstance(message, Failed):
+            raise self._failed(member, message)
+        return message
+
+    def _failed(self, member: Member, message: Failed) -> Exception:
+        if message.user_error:
+            self.close()
+            return ValueError(message.text)
+        # A worker often fails because another one died or failed: then that one is the news.
+        others = sorted((m for m in self._members if m is not member), key=lambda m: m.handle.fate() is None)
+        deadline = time.monotonic() + CAUSE_S
+        for other in others:
+            if message.by_peer or other.handle.fate() is not None:
+                if (cause := self._cause(other, deadline)) is not None:
+                    message = cause
+                elif other.handle.fate() is not None:
+                    return self._lost(other)
+        return self.fail(message.text)
+
+    def _cause(self, member: Member, deadline: float) -> Failed | None:
+        """What ``member`` says about a failure of its own, if it is about to."""
+        while True:
+            try:
+                message = member.link.recv(timeout_s=max(0.0, deadline - time.monotonic()))
+            except (LinkClosedError, TimeoutError):
+                return None
+            if isinstance(message, Failed):
+                return None if message.by_peer else message
+
+    def _lost(self, member: Member) -> WorkerError:
+        deadline = time.monotonic() + 1.0
+        while member.handle.fate() is None and time.monotonic() < deadline:
+            threading.Event().wait(0.01)  # the link ends a moment before the process can be waited for
+        fate = member.handle.fate() or "closed its control link"
+        return self.fail(f"{member.name} {fate}; its pool cannot go on: create the engine again")
