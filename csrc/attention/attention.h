@@ -1,8 +1,9 @@
 // What the kernels of lamina.attention.native compute, and from what: shared by all variants, no vectors here.
 //
 // Words: a *query* is one query head of one row. Queries of one sequence that read the same KV head are computed
-// together, numbered row by row, `kTile` of them at a time. A *chunk* is 128 consecutive positions, a *node* an entry of
-// the merge tree over chunks (lamina/attention/merge.py). A task computes one node for one tile.
+// together, numbered row by row, `kTile` of them at a time; where they are fewer, those of the next KV heads join them,
+// so that a task reads long stretches of memory from end to end. A *chunk* is 128 consecutive positions, a *node* an
+// entry of the merge tree over chunks (lamina/attention/merge.py). A task computes one node for one tile.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -18,6 +19,7 @@ constexpr int kChunk = 128;     // merge.CHUNK_TOKENS
 constexpr int kTile = 32;       // queries of a task at most
 constexpr int kSplitLevel = 5;  // a task has at most 2 ** 5 chunks, where one tile is all that a sequence has
 constexpr int kPad = 32;        // rows of scratch are padded to a multiple of it, in numbers
+constexpr int kScores = kChunk + 8;  // a query's scores of a chunk, with room for the last vector's surplus
 
 struct Operator {
   int64_t q_heads, kv_heads, qk_dim, v_dim, window;
@@ -34,9 +36,10 @@ struct Rows {
   int64_t sequences, width, block_size;
 };
 
-// What one task does for every KV head: queries `begin .. end` of a sequence over its positions `low .. high`.
+// Queries `begin .. end` of a sequence and of each of `heads` KV heads, over the positions `low .. high`.
 struct Task {
   int64_t sequence, begin, end;
+  int64_t head, heads;
   int64_t low, high;  // positions; of the step's own rows, counted from the first of them
   int64_t split;      // which of the splits it is part of; -1 = it is whole
 };
@@ -53,8 +56,8 @@ struct Tasks {
   int64_t chunks = 1;             // of the longest task
 };
 
-// The tasks of a step over stored tokens, or over the step's own.
-Tasks make_tasks(const Rows& rows, bool stored, int64_t group, int64_t window);
+// The tasks of a step over stored tokens, or over the step's own: enough for `threads` of them to share.
+Tasks make_tasks(const Rows& rows, bool stored, const Operator& op, int64_t threads);
 
 struct Call {
   const Operator* op;
@@ -65,8 +68,8 @@ struct Call {
   const void *q, *k, *v;  // q [R, Hq, D]
   float *o, *lse;                   // results [R, Hq, Dv], [R, Hq]; unless there is `out`: then those of the stored part
   void* out;                        // [R, Hq, Dv] in the dtype of q: merged with the stored part and the sinks
-  float* parts;                     // nodes of split tiles, by task and head
-  std::atomic<int>* left;           // tasks that are not done yet, by split and head
+  float* parts;                     // nodes of split tiles, by task
+  std::atomic<int>* left;           // tasks that are not done yet, by split
 };
 
 inline int64_t padded(int64_t dim) { return (dim + kPad - 1) / kPad * kPad; }
@@ -85,11 +88,11 @@ class Scratch {
   float* data() const {
     return reinterpret_cast<float*>((reinterpret_cast<std::uintptr_t>(memory_.get()) + 63) & ~std::uintptr_t(63));
   }
-  // Queries of a tile and the nodes that wait for their siblings: one per level, and one being computed.
+  // A tile's queries and scores, and the nodes that wait for their siblings: one per level, and one being computed.
   static std::size_t needed(const Operator& op, int64_t chunks) {
     int64_t levels = 3;
     while (chunks >>= 1) levels += 2;  // a range that is not aligned keeps one node on either side
-    return std::size_t(kTile * padded(op.qk_dim) + levels * node_size(op, kTile));
+    return std::size_t(kTile * (padded(op.qk_dim) + kScores) + levels * node_size(op, kTile));
   }
 
  private:
@@ -108,7 +111,7 @@ struct Partial {
 struct Variant {
   const char* name;
   bool (*usable)();
-  void (*run[kDtypes])(const Call&, int64_t task, int64_t head, Scratch&);
+  void (*run[kDtypes])(const Call&, int64_t task, Scratch&);
   // a becomes the merge of both.
   void (*merge)(Partial a, Partial b, int64_t queries, int64_t v_dim);
   // merge.finish; q_heads of `queries` follow each other, sinks [q_heads] or null.

@@ -144,55 +144,61 @@ inline float fold(V x, F f) {
   return lanes[0];
 }
 
-// A query against a key: as floats, unless the variant multiplies as stored.
+// A query against a key: as floats, unless the variant multiplies as stored. A step takes `parts` products.
 template <class T>
 struct Dot {
   using Row = Pair;
-  static constexpr int step = 2 * W;
+  static constexpr int step = 2 * W, parts = 2;
   static Row load(const T* p) { return load_pair(p); }
   static Row load(const T* p, int64_t n) { return load_tail(p, n); }
-  static V add(V sum, const Row& q, const Row& k) { return fma(q.b, k.b, fma(q.a, k.a, sum)); }
-};
-
-// Rows that will be read next: those up to `high` of a chunk, `bytes` each. Fetched while others are computed.
-template <class T>
-struct Ahead {
-  const T* const* rows;
-  int high;
-  int64_t bytes;
-
-  // Always inline: by itself it would be a function without effect, and go.
-  [[gnu::always_inline]] void fetch(int t) const {
-    if (t >= high) return;
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(rows[t]) + i, 0, 2);
+  template <int part>
+  static V add(V sum, const Row& q, const Row& k) {
+    return part ? fma(q.b, k.b, sum) : fma(q.a, k.a, sum);
   }
 };
 
-constexpr int kScores = kChunk + 8;  // a row of scores, with room for the last block's surplus
+// What will be read next, on its way while this is computed, a few lines with every few products. All at once would
+// fill the places where loads wait for their lines, and hold up those that are needed now.
+struct Ahead {
+  const char *at, *end;
 
-// score [G, low .. high] of G queries.
-template <class T, int G>
-inline void scores(const typename Dot<T>::Row* q, const T* const* k, int low, int high, int64_t dim, float* score,
-                   const Ahead<T>& ahead) {
+  // While `bytes` are used up. Always inline: by itself it would be a function without effect, and go.
+  template <int bytes>
+  [[gnu::always_inline]] void fetch() {
+    for (int i = 0; i < (bytes + 63) / 64; ++i, at += 64)
+      if (at < end) __builtin_prefetch(at, 0, 2);
+  }
+};
+
+// Scores of G queries [G, kScores] at `low .. high`, whose keys begin at k and follow each other by `stride` numbers.
+// Dim is the size of a row where it is known here, else 0.
+template <class T, int G, int Dim>
+inline void scores(const typename Dot<T>::Row* q, const T* k, int64_t stride, int low, int high, int64_t size,
+                   float* score, Ahead& ahead) {
   constexpr int N = G == 3 ? 2 : 8 / G;  // tokens at once
-  const int64_t whole = dim / Dot<T>::step, tail = dim % Dot<T>::step, width = whole + (tail > 0);
+  const int64_t dim = Dim ? Dim : size, whole = dim / Dot<T>::step, tail = dim % Dot<T>::step, width = whole + (tail > 0);
   for (int t = low; t < high; t += N) {
     const T* key[N];
-    for (int i = 0; i < N; ++i) {
-      const int at = t + i < high ? t + i : high - 1;
-      key[i] = k[at];
-      ahead.fetch(at);
-    }
+    for (int i = 0; i < N; ++i) key[i] = k + ((t + i < high ? t + i : high - 1) - low) * stride;
     V sum[8] = {};
-    const auto step = [&](int64_t j, auto... left) {
+    const auto step = [&](int64_t j, auto... left) __attribute__((always_inline)) {
       typename Dot<T>::Row x[N];
       for (int i = 0; i < N; ++i) x[i] = Dot<T>::load(key[i] + j * Dot<T>::step, left...);
-      for (int g = 0; g < G; ++g) {
-        const typename Dot<T>::Row y = q[g * width + j];
-        for (int i = 0; i < N; ++i) sum[g * N + i] = Dot<T>::add(sum[g * N + i], y, x[i]);
-      }
+      const auto part = [&](auto number) __attribute__((always_inline)) {
+        for (int g = 0; g < G; ++g)
+          for (int i = 0; i < N; ++i)
+            sum[g * N + i] = Dot<T>::template add<number.value>(sum[g * N + i], q[g * width + j], x[i]);
+      };
+      part(std::integral_constant<int, 0>());
+      if constexpr (Dot<T>::parts > 1) part(std::integral_constant<int, 1>());
+      ahead.template fetch<N * Dot<T>::step * int(sizeof(T))>();
     };
-    for (int64_t j = 0; j < whole; ++j) step(j);
+    if constexpr (Dim > 0) {
+#pragma GCC unroll 16
+      for (int64_t j = 0; j < Dim / Dot<T>::step; ++j) step(j);
+    } else {
+      for (int64_t j = 0; j < whole; ++j) step(j);
+    }
     if (tail) step(whole, tail);
     float sums[8];
     sum8(sum, sums);
@@ -200,28 +206,33 @@ inline void scores(const typename Dot<T>::Row* q, const T* const* k, int low, in
   }
 }
 
-// o [G, stride] = weight [G, low .. high] . v
+// o [G, stride_o] += weight [G, kScores] at `low .. high` . v, whose rows begin at v; `first`: o = that.
 template <class T, int G>
-inline void accumulate(const float* weight, const T* const* v, int low, int high, int64_t dim, float* o, int64_t stride,
-                       const Ahead<T>& ahead) {
-  constexpr int N = 16;  // tokens before o is written back
+inline void accumulate(const float* weight, const T* v, int64_t stride, int low, int high, bool first, int64_t dim,
+                       float* o, int64_t stride_o, Ahead& ahead) {
+  constexpr int N = 32;  // tokens before o is written back
+  constexpr int bytes = 2 * W * int(sizeof(T)), every = bytes < 64 ? 64 / bytes : 1;
   for (int from = low; from < high; from += N) {
-    const int upto = from + N < high ? from + N : high;
-    for (int t = from; t < upto; ++t) ahead.fetch(t);
-    const auto block = [&](int64_t d, auto fetch) {
+    const int count = from + N < high ? N : high - from;
+    const bool empty = first && from == low;
+    const auto block = [&](int64_t d, auto fetch) __attribute__((always_inline)) {
       V a[G], b[G];
       for (int g = 0; g < G; ++g) {
-        float* at = o + g * stride + d;
-        a[g] = from == low ? V{} : load(at), b[g] = from == low ? V{} : load(at + W);
+        float* at = o + g * stride_o + d;
+        a[g] = empty ? V{} : load(at), b[g] = empty ? V{} : load(at + W);
       }
-      for (int t = from; t < upto; ++t) {
-        const Pair x = fetch(v[t] + d);
+      const T* row = v + (from - low) * stride + d;
+      const float* w = weight + from;
+#pragma GCC unroll 4
+      for (int t = 0; t < count; ++t, row += stride, ++w) {
+        const Pair x = fetch(row);
         for (int g = 0; g < G; ++g) {
-          const V w = set(weight[g * kScores + t]);
-          a[g] = fma(w, x.a, a[g]), b[g] = fma(w, x.b, b[g]);
+          const V y = set(w[g * kScores]);
+          a[g] = fma(y, x.a, a[g]), b[g] = fma(y, x.b, b[g]);
         }
+        if (t % every == 0) ahead.template fetch<bytes>();
       }
-      for (int g = 0; g < G; ++g) store_pair(o + g * stride + d, {a[g], b[g]});
+      for (int g = 0; g < G; ++g) store_pair(o + g * stride_o + d, {a[g], b[g]});
     };
     int64_t d = 0;
     for (; d + 2 * W <= dim; d += 2 * W) block(d, [](const T* p) { return load_pair(p); });

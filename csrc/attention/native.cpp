@@ -3,6 +3,7 @@
 #include <Python.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <map>
 #include <new>
@@ -28,12 +29,15 @@ constexpr int kTables = 7;
 // Work that makes up for waking a thread, in nanoseconds, and what a core does in one of them, about.
 constexpr double kHelpNs = 60e3, kPairsPerNs = 30, kBytesPerNs = 15;
 
+// Whether of stored tokens, query and KV heads, threads.
+using Plans = std::map<std::array<int64_t, 4>, Tasks>;
+
 struct Step {
   PyObject_HEAD
   Rows rows;
   Py_buffer tables[kTables];
   int held;
-  std::map<int64_t, Tasks>* tasks;  // by what they depend on besides the rows
+  Plans* tasks;  // by what they depend on besides the rows
 };
 
 struct Engine {
@@ -96,24 +100,24 @@ PyObject* step_new(PyTypeObject* type, PyObject* args, PyObject*) {
   const int64_t width = sequences ? size(kTables - 1) / sequences : 0;
   self->rows = {numbers(0), numbers(1), numbers(2), numbers(3), numbers(4), numbers(5), numbers(6), sequences, width,
                 block_size};
-  self->tasks = new (std::nothrow) std::map<int64_t, Tasks>;
+  self->tasks = new (std::nothrow) Plans;
   if (!self->tasks) return Py_DECREF(self), PyErr_NoMemory();
   return reinterpret_cast<PyObject*>(self);
 }
 
-const Tasks& tasks_of(Step* step, bool stored, const Operator& op) {
+const Tasks& tasks_of(Step* step, bool stored, const Operator& op, int threads) {
   // A window is that of the layer group, and a step is of one group.
-  const int64_t key = 2 * op.group() + stored;
+  const Plans::key_type key{stored, op.q_heads, op.kv_heads, threads};
   const auto found = step->tasks->find(key);
   if (found != step->tasks->end()) return found->second;
-  return step->tasks->emplace(key, make_tasks(step->rows, stored, op.group(), op.window)).first->second;
+  return step->tasks->emplace(key, make_tasks(step->rows, stored, op, threads)).first->second;
 }
 
 // Threads besides the caller's for which there is work enough.
 int helpers_for(const Operator& op, const Tasks& tasks, int64_t item, int threads) {
   const double dims = double(op.kv_heads * (op.qk_dim + op.v_dim));
   const double ns = dims * std::max(double(tasks.pairs) / kPairsPerNs, double(tasks.tokens * item) / kBytesPerNs);
-  const double most = std::min(ns / kHelpNs, double(tasks.tasks.size()) * double(op.kv_heads) - 1);
+  const double most = std::min(ns / kHelpNs, double(tasks.tasks.size()) - 1);
   return int(std::min(double(threads) - 1, most));
 }
 
@@ -124,21 +128,19 @@ void attend(Engine& engine, Call call, const Tasks& tasks, int threads) {
   if (int(engine.scratch.size()) <= helpers) engine.scratch.resize(std::size_t(helpers) + 1);
   for (Scratch& scratch : engine.scratch) scratch.reserve(Scratch::needed(op, tasks.chunks));
   if (!tasks.splits.empty()) {
-    const std::size_t parts = tasks.tasks.size() * std::size_t(op.kv_heads * node_size(op, kTile));
-    const std::size_t counters = tasks.splits.size() * std::size_t(op.kv_heads);
+    const std::size_t parts = tasks.tasks.size() * std::size_t(node_size(op, kTile)), splits = tasks.splits.size();
     if (engine.parts.size() < parts) engine.parts.resize(parts);
-    if (engine.left.size() < counters) engine.left = std::vector<std::atomic<int>>(counters);
-    for (std::size_t i = 0; i < counters; ++i)
-      engine.left[i] = int(tasks.splits[i / std::size_t(op.kv_heads)].tasks);
+    if (engine.left.size() < splits) engine.left = std::vector<std::atomic<int>>(splits);
+    for (std::size_t i = 0; i < splits; ++i) engine.left[i] = int(tasks.splits[i].tasks);
   }
   call.parts = engine.parts.data(), call.left = engine.left.data();
   call.tasks = tasks.tasks.data(), call.splits = tasks.splits.data();
   const auto run = engine.variant->run[engine.dtype];
-  const int64_t all = int64_t(tasks.tasks.size()) * op.kv_heads;
+  const int64_t all = int64_t(tasks.tasks.size());
   std::atomic<int64_t> next{0};
   engine.pool.run(helpers, [&](int thread) {
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < all;)
-      run(call, i / op.kv_heads, i % op.kv_heads, engine.scratch[std::size_t(thread)]);
+      run(call, i, engine.scratch[std::size_t(thread)]);
   });
 }
 
@@ -191,7 +193,7 @@ PyObject* kernels_attend(PyObject* object, PyObject* args) {
   try {
     const Call call{&op, &step->rows, nullptr, nullptr, bool(stored), pointer<void>(q), pointer<void>(k),
                     pointer<void>(v), pointer<float>(o), pointer<float>(lse), pointer<void>(out), nullptr, nullptr};
-    attend(engine, call, tasks_of(step, stored, op), threads);
+    attend(engine, call, tasks_of(step, stored, op, threads), threads);
   } catch (const std::bad_alloc&) {
     enough = false;
   }

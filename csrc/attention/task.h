@@ -4,11 +4,12 @@
 template <class T>
 class Run {
  public:
-  Run(const Call& call, const Task& task, int64_t head, Scratch& scratch)
-      : call_(call), op_(*call.op), task_(task), head_(head), group_(op_.group()),
-        tile_{op_, task.end - task.begin, padded(op_.v_dim)}, first_row_(call.rows->row[task.sequence]),
-        first_(call.stored ? call.rows->first[task.sequence] : 0), queries_(scratch.data()),
-        space_(queries_ + kTile * padded(op_.qk_dim)) {}
+  Run(const Call& call, const Task& task, Scratch& scratch)
+      : call_(call), op_(*call.op), task_(task), group_(op_.group()), each_(task.end - task.begin),
+        tile_{op_, each_ * task.heads, padded(op_.v_dim)}, first_row_(call.rows->row[task.sequence]),
+        first_(call.stored ? call.rows->first[task.sequence] : 0), token_(call.stored ? 1 : op_.kv_heads),
+        next_head_(call.stored ? call.rows->block_size : 1), queries_(scratch.data()),
+        scores_(queries_ + kTile * padded(op_.qk_dim)), space_(scores_ + kTile * kScores) {}
 
   // The task's node in `space_`.
   Node compute() {
@@ -17,11 +18,11 @@ class Run {
     int64_t depth = 0;
     Chunk chunks[2];
     int64_t number = task_.low / kChunk;
-    const int64_t last = (task_.high + kChunk - 1) / kChunk;
+    const int64_t last = task_.low < task_.high ? (task_.high + kChunk - 1) / kChunk : number;
     if (number < last) locate(number, chunks[number & 1]);
     for (; number < last; ++number) {
       Chunk &here = chunks[number & 1], &next = chunks[~number & 1];
-      next.high = 0;
+      next.count = 0;
       if (number + 1 < last) locate(number + 1, next);
       Node& node = nodes[depth] = tile_.node(space_ + depth * node_size(op_, tile_.queries));
       node.number = number;
@@ -72,14 +73,27 @@ class Run {
   }
 
  private:
-  // Rows of K and V by position less the chunk's first one, and the range of those that some query sees.
-  struct Chunk {
-    const T *k[kChunk], *v[kChunk];
+  // Tokens of a chunk that lie one behind the other, positions less the chunk's first one: rows of the first head.
+  struct Piece {
+    const T *k, *v;
     int low, high;
   };
 
-  int64_t head(int64_t query) const { return head_ * group_ + (task_.begin + query) % group_; }
-  int64_t row(int64_t query) const { return (task_.begin + query) / group_; }
+  // The tokens of a chunk that some query sees, in order.
+  struct Chunk {
+    Piece pieces[kChunk];
+    int count;
+  };
+
+  // Queries of one head that are computed at once, and the range of tokens that some of them sees.
+  struct Block {
+    int query, count, low, high;
+  };
+
+  int64_t head(int64_t query) const {
+    return (task_.head + query / each_) * group_ + (task_.begin + query % each_) % group_;
+  }
+  int64_t row(int64_t query) const { return (task_.begin + query % each_) / group_; }
   int64_t place(int64_t query) const { return (first_row_ + row(query)) * op_.q_heads + head(query); }
 
   void load_queries() {
@@ -97,70 +111,118 @@ class Run {
     const Rows& rows = *call_.rows;
     const int64_t begin = number * kChunk, s = task_.sequence, size = rows.block_size;
     const T *k = static_cast<const T*>(call_.k), *v = static_cast<const T*>(call_.v);
-    chunk.low = int(max(task_.low - begin, 0));
-    chunk.high = int(min(task_.high - begin, kChunk));
-    for (int t = chunk.low; t < chunk.high;) {
+    const int high = int(min(task_.high - begin, kChunk));
+    chunk.count = 0;
+    for (int t = int(max(task_.low - begin, 0)); t < high;) {
       const int64_t position = begin + t;
-      int64_t at, step, upto;
+      int64_t at = (first_row_ + position) * op_.kv_heads + task_.head, upto = high;
       if (call_.stored) {
         const int64_t block = rows.table[s * rows.width + (position - rows.origin[s]) / size], inside = position % size;
-        at = (block * op_.kv_heads + head_) * size + inside, step = 1, upto = t + size - inside;
-      } else {
-        at = (first_row_ + position) * op_.kv_heads + head_, step = op_.kv_heads, upto = kChunk;
+        at = (block * op_.kv_heads + task_.head) * size + inside, upto = min(t + size - inside, high);
       }
-      upto = min(upto, chunk.high);
-      for (; t < upto; ++t, at += step) chunk.k[t] = k + at * op_.qk_dim, chunk.v[t] = v + at * op_.v_dim;
+      chunk.pieces[chunk.count++] = {k + at * op_.qk_dim, v + at * op_.v_dim, t, int(upto)};
+      t = int(upto);
     }
   }
 
-  // Tokens of the chunk at `begin` that a query sees, and where the query stands.
-  View view(int64_t query, int64_t begin, const Chunk& chunk) const {
+  // Tokens of the chunk at `begin`, of which it has `low .. high`, that a query sees, and where the query stands.
+  View view(int64_t query, int64_t begin, int low, int high) const {
     const int64_t self = first_ + row(query) - begin;
-    const int64_t low = op_.window ? self - op_.window + 1 : 0;
-    const int64_t high = call_.stored ? chunk.high : self + 1;
+    const int64_t from = op_.window ? self - op_.window + 1 : 0, upto = call_.stored ? high : self + 1;
     const float slope = op_.slopes ? op_.slopes[head(query)] : 0;
-    return {int(min(max(low, chunk.low), kChunk)), int(max(min(high, chunk.high), 0)), float(self), slope};
+    return {int(min(max(from, low), kChunk)), int(max(min(upto, high), 0)), float(self), slope};
   }
 
-  // The node of one chunk, four queries at a time.
+  // The node of one chunk: K and then V, each in the order of memory, which is all heads of a block before the next.
   void attend(int64_t begin, const Chunk& here, const Chunk& next, Node& node) {
-    float totals[kTile];
-    Ahead<T> v_rows{here.v, here.high, op_.v_dim * int64_t(sizeof(T))};
-    Ahead<T> k_rows{next.k, next.high, op_.qk_dim * int64_t(sizeof(T))};
-    for (int64_t i = 0, blocks = (tile_.queries + 3) / 4; i < tile_.queries; --blocks) {
-      const int64_t n = (tile_.queries - i + blocks - 1) / blocks;
-      const auto block = n == 4   ? &Run::attend_block<4>
-                         : n == 3 ? &Run::attend_block<3>
-                         : n == 2 ? &Run::attend_block<2>
-                                  : &Run::attend_block<1>;
-      (this->*block)(i, begin, here, v_rows, k_rows, node, totals);
-      v_rows.high = k_rows.high = 0;  // fetched once is enough
-      i += n;
+    View views[kTile];
+    Block blocks[kTile];
+    const int low = here.pieces[0].low, high = here.pieces[here.count - 1].high;
+    const int64_t per_head = divide(begin, low, high, views, blocks), count = per_head * task_.heads;
+    for (const bool values : {false, true}) {
+      for (int p = 0; p < here.count; ++p)
+        for (int64_t h = 0; h < task_.heads; ++h) {
+          Ahead ahead = behind(here, next, values, p, h);
+          for (int64_t i = h * per_head; i < (h + 1) * per_head; ++i)
+            if (values)
+              weigh_values(blocks[i], here.pieces[p], h, node, ahead);
+            else
+              score_keys(blocks[i], here.pieces[p], h, ahead);
+        }
+      if (!values) weights(blocks, count, views, node);
     }
-    for (int64_t i = 0; i < tile_.queries; i += W) store(node.lse + i, load(node.lse + i) + log(load(totals + i)));
+    for (const Block* block = blocks; block < blocks + count; ++block)
+      for (int64_t i = 0; block->low >= block->high && i < block->count * tile_.stride; ++i)
+        node.o[block->query * tile_.stride + i] = 0;
+  }
+
+  // The tile in blocks of at most four queries. Returns the number of blocks of each head.
+  int64_t divide(int64_t begin, int low, int high, View* views, Block* blocks) const {
+    const int64_t per_head = (each_ + 3) / 4;
+    for (int64_t h = 0, query = 0; h < task_.heads; ++h)
+      for (int64_t left = per_head; left > 0; --left) {
+        Block& block = *blocks++;
+        block = {int(query), int((each_ - query % each_ + left - 1) / left), kChunk, 0};
+        for (int g = 0; g < block.count; ++g, ++query) {
+          const View& mine = views[query] = view(query, begin, low, high);
+          block.low = int(min(block.low, mine.low)), block.high = int(max(block.high, mine.high));
+        }
+      }
+    return per_head;
+  }
+
+  // What is read behind piece p of a head's K, or V.
+  Ahead behind(const Chunk& here, const Chunk& next, bool values, int p, int64_t h) const {
+    const Chunk* chunk = &here;
+    if (++h == task_.heads) h = 0, ++p;
+    if (p == here.count) chunk = values ? &next : &here, p = 0, values = !values;
+    if (!call_.stored || p >= chunk->count) return {nullptr, nullptr};
+    const Piece& piece = chunk->pieces[p];
+    const int64_t dim = values ? op_.v_dim : op_.qk_dim;
+    const char* at = reinterpret_cast<const char*>((values ? piece.v : piece.k) + h * next_head_ * dim);
+    return {at, at + (piece.high - piece.low) * dim * int64_t(sizeof(T))};
+  }
+
+  void score_keys(const Block& block, const Piece& piece, int64_t h, Ahead& ahead) {
+    const auto score = block.count == 4   ? &Run::template score_block<4>
+                       : block.count == 3 ? &Run::template score_block<3>
+                       : block.count == 2 ? &Run::template score_block<2>
+                                          : &Run::template score_block<1>;
+    const int low = int(max(block.low, piece.low)), high = int(min(block.high, piece.high));
+    if (low < high)
+      (this->*score)(block, piece.k + (h * next_head_ + (low - piece.low) * token_) * op_.qk_dim, low, high, ahead);
   }
 
   template <int G>
-  void attend_block(int64_t query, int64_t begin, const Chunk& here, const Ahead<T>& v_rows, const Ahead<T>& k_rows,
-                    Node& node, float* totals) {
-    alignas(64) float score[G * kScores];
-    View views[G];
-    int low = kChunk, high = 0;
-    for (int g = 0; g < G; ++g) {
-      views[g] = view(query + g, begin, here);
-      low = int(min(low, views[g].low)), high = int(max(high, views[g].high));
-    }
+  void score_block(const Block& block, const T* k, int low, int high, Ahead& ahead) {
     using Row = typename Dot<T>::Row;
     const int64_t width = (op_.qk_dim + Dot<T>::step - 1) / Dot<T>::step;
-    scores<T, G>(reinterpret_cast<const Row*>(queries_) + query * width, here.k, low, high, op_.qk_dim, score, v_rows);
-    for (int g = 0; g < G; ++g) {
-      const Softmax result = softmax(op_, views[g], low, high, score + g * kScores);
-      node.lse[query + g] = result.top, totals[query + g] = result.total;
-    }
-    float* o = node.o + query * tile_.stride;
-    accumulate<T, G>(score, here.v, low, high, op_.v_dim, o, tile_.stride, k_rows);
-    if (low >= high)
-      for (int64_t i = 0; i < G * tile_.stride; ++i) o[i] = 0;
+    const auto score = op_.qk_dim == 128 ? scores<T, G, 128> : op_.qk_dim == 64 ? scores<T, G, 64> : scores<T, G, 0>;
+    score(reinterpret_cast<const Row*>(queries_) + block.query * width, k, token_ * op_.qk_dim, low, high, op_.qk_dim,
+          scores_ + block.query * kScores, ahead);
+  }
+
+  // Scores to weights; the log-sum-exp to the node.
+  void weights(const Block* blocks, int64_t count, const View* views, Node& node) {
+    float totals[kTile];
+    for (const Block* block = blocks; block < blocks + count; ++block)
+      for (int i = block->query; i < block->query + block->count; ++i) {
+        const Softmax result = softmax(op_, views[i], block->low, block->high, scores_ + i * kScores);
+        node.lse[i] = result.top, totals[i] = result.total;
+      }
+    for (int64_t i = 0; i < tile_.queries; i += W) store(node.lse + i, load(node.lse + i) + log(load(totals + i)));
+  }
+
+  void weigh_values(const Block& block, const Piece& piece, int64_t h, Node& node, Ahead& ahead) {
+    const auto add = block.count == 4   ? accumulate<T, 4>
+                     : block.count == 3 ? accumulate<T, 3>
+                     : block.count == 2 ? accumulate<T, 2>
+                                        : accumulate<T, 1>;
+    const int low = int(max(block.low, piece.low)), high = int(min(block.high, piece.high));
+    if (low < high)
+      add(scores_ + block.query * kScores, piece.v + (h * next_head_ + (low - piece.low) * token_) * op_.v_dim,
+          token_ * op_.v_dim, low, high, low == block.low, op_.v_dim, node.o + block.query * tile_.stride, tile_.stride,
+          ahead);
   }
 
   // v_dim numbers, of which f gives the pair that begins with the d-th.
@@ -174,24 +236,25 @@ class Run {
   const Call& call_;
   const Operator& op_;
   const Task& task_;
-  const int64_t head_, group_;
+  const int64_t group_, each_;  // each_: queries of a KV head
   const Tile tile_;
-  const int64_t first_row_, first_;  // first_: position of the first row, 0 where positions count from it
-  float *const queries_, *const space_;
+  const int64_t first_row_, first_;      // first_: position of the first row, 0 where positions count from it
+  const int64_t token_, next_head_;      // rows from one token to the next, and from one head to the next
+  float *const queries_, *const scores_, *const space_;
 };
 
 template <class T>
-void run(const Call& call, int64_t number, int64_t head, Scratch& scratch) {
+void run(const Call& call, int64_t number, Scratch& scratch) {
   const Task& task = call.tasks[number];
   const Operator& op = *call.op;
-  Run<T> one(call, task, head, scratch);
+  Run<T> one(call, task, scratch);
   Node node = one.compute();
   if (task.split < 0) return one.deliver(node);
-  // The nodes of a split lie one behind the other, all heads of a task together; whoever is last merges them.
-  const int64_t queries = task.end - task.begin, size = node_size(op, queries);
-  const auto part = [&](int64_t task) { return call.parts + (task * op.kv_heads + head) * node_size(op, kTile); };
-  __builtin_memcpy(part(number), node.o, std::size_t(size) * sizeof(float));
-  if (call.left[task.split * op.kv_heads + head].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+  // The nodes of a split lie one behind the other; whoever is last merges them.
+  const int64_t queries = (task.end - task.begin) * task.heads;
+  const auto part = [&](int64_t task) { return call.parts + task * node_size(op, kTile); };
+  __builtin_memcpy(part(number), node.o, std::size_t(node_size(op, queries)) * sizeof(float));
+  if (call.left[task.split].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
   const Split& split = call.splits[task.split];
   const Tile tile{op, queries, padded(op.v_dim)};
   std::vector<Node> nodes;

@@ -21,30 +21,47 @@ void split(Task task, Tasks& out) {
   }
 }
 
+// A task of all KV heads as several, each of at most `most` of them.
+void push(Task task, int64_t heads, int64_t most, Tasks& out) {
+  const int64_t parts = (heads + most - 1) / most;
+  for (int64_t part = 0; part < parts; ++part) {
+    task.head = heads * part / parts, task.heads = heads * (part + 1) / parts - task.head;
+    if (task.split >= 0)
+      split(task, out);
+    else
+      out.tasks.push_back(task);
+  }
+}
+
 }  // namespace
 
-Tasks make_tasks(const Rows& rows, bool stored, int64_t group, int64_t window) {
+Tasks make_tasks(const Rows& rows, bool stored, const Operator& op, int64_t threads) {
+  constexpr int64_t kEach = 8;  // tasks that a thread finds at least, where there are heads enough
   Tasks out;
-  out.tasks.reserve(std::size_t(rows.sequences));
+  std::vector<Task> tiles;
   for (int64_t s = 0; s < rows.sequences; ++s) {
-    const int64_t queries = rows.count[s] * group, first = rows.first[s];
+    const int64_t group = op.group(), queries = rows.count[s] * group, first = rows.first[s];
     for (int64_t begin = 0; begin < queries; begin += kTile) {
-      Task task{s, begin, std::min(begin + kTile, queries), 0, 0, -1};
+      Task task{s, begin, std::min(begin + kTile, queries), 0, op.kv_heads, 0, 0, -1};
       const int64_t top = begin / group, bottom = (task.end - 1) / group;  // rows
       if (stored) {
         task.low = rows.seen[s], task.high = rows.stop[s];
-        if (window) task.low = std::clamp(first + top - window + 1, task.low, task.high);
+        if (op.window) task.low = std::clamp(first + top - op.window + 1, task.low, task.high);
       } else {
-        task.low = window ? std::max(top - window + 1, int64_t(0)) : 0, task.high = bottom + 1;
+        task.low = op.window ? std::max(top - op.window + 1, int64_t(0)) : 0, task.high = bottom + 1;
       }
       const int64_t chunks = chunks_of(task);
       out.pairs += (task.end - begin) * (task.high - task.low), out.tokens += task.high - task.low;
-      if (queries <= kTile && chunks > int64_t(1) << kSplitLevel)
-        split(task, out);
-      else
-        out.tasks.push_back(task);
+      if (queries <= kTile && chunks > int64_t(1) << kSplitLevel) task.split = 0;
       out.chunks = std::max(out.chunks, chunks);
+      tiles.push_back(task);
     }
+  }
+  const int64_t wanted = threads > 1 ? kEach * threads : 1;
+  const int64_t shares = (wanted + int64_t(tiles.size()) - 1) / std::max(int64_t(tiles.size()), int64_t(1));
+  for (const Task& task : tiles) {
+    const int64_t together = std::min(kTile / (task.end - task.begin), op.kv_heads / shares);
+    push(task, op.kv_heads, std::max(together, int64_t(1)), out);
   }
   return out;
 }
