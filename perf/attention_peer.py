@@ -1,0 +1,157 @@
+"""Attention of other projects, each in an environment and a process of its own, for bench_attention.py.
+
+``Child`` is the benchmark's side. Run as a script it is the other side: a request is a line of JSON on stdin, an answer
+one on stdout; tensors go through files. Between its turns the process waits for the next line and computes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Child:
+    """A peer with its tensors: q [batch, heads, dim], k and v [batch, KV heads, context, dim] of every layer.
+
+    Raises OSError or RuntimeError, with the cause, where the peer cannot take part.
+    """
+
+    def __init__(self, python: str, peer: str, settings: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._shape = q.shape
+        for name, tensor in {"q": q, "k": k, "v": v}.items():
+            tensor.contiguous().view(torch.uint8).numpy().tofile(f"{self._folder.name}/{name}")
+        self._process = subprocess.Popen(
+            [python, __file__, peer, self._folder.name, json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        try:
+            self._answer()
+        except RuntimeError:
+            self.close()
+            raise
+
+    def turn(self, layer: int) -> float:
+        """Seconds of one call."""
+        return float(self._ask("turn", layer)["seconds"])
+
+    def result(self) -> Tensor:
+        """Of layer 0, [batch, heads, dim] fp32."""
+        self._ask("result", 0)
+        return torch.from_file(f"{self._folder.name}/o", size=prod(self._shape)).view(self._shape).clone()
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.stdin:
+            self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout:
+            self._process.stdout.close()
+        self._folder.cleanup()
+
+    def _ask(self, what: str, layer: int) -> dict[str, Any]:
+        pipe = self._process.stdin
+        if pipe is None:
+            raise RuntimeError("its process has no stdin")
+        try:
+            pipe.write(json.dumps({"do": what, "layer": layer}) + "\n")
+            pipe.flush()
+        except BrokenPipeError as e:
+            raise RuntimeError("its process has ended") from e
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._process.stdout.readline() if self._process.stdout else ""
+        answer: dict[str, Any] = json.loads(line or '{"error": "its process has ended"}')
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
+
+
+def vllm(settings: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[int], None], Tensor]:
+    """vLLM's kernel for CPUs over its paged cache: what computes a layer, and where its result is."""
+    import vllm._custom_ops as ops  # type: ignore[import-not-found]
+    from vllm import envs
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # type: ignore[import-not-found]
+
+    batch, heads, dim = q.shape
+    kv_heads, context, size = k.shape[1], k.shape[2], settings["block_size"]
+    isa, pages = _get_attn_isa(q.dtype, size, dim), -(-context // size)
+    table = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
+    slots = (torch.arange(batch)[:, None] * pages * size + torch.arange(context)).flatten()
+    rows = [x.transpose(1, 2).reshape(-1, kv_heads, dim) for x in (k, v)]
+    layers = []
+    for _ in range(settings["layers"]):
+        cache = torch.zeros(batch * pages, kv_heads, 2 * size, dim, dtype=q.dtype).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(*rows, *cache, slots, isa)
+        layers.append(cache)
+    lengths, starts = torch.full((batch,), context, dtype=torch.int32), torch.arange(batch + 1, dtype=torch.int32)
+    sizes = batch, heads, kv_heads, dim, lengths, q.dtype, starts, True, -1, isa, envs.VLLM_CPU_ATTN_SPLIT_KV
+    plan, out = ops.cpu_attn_get_scheduler_metadata(*sizes), torch.empty_like(q)
+
+    def attend(layer: int) -> None:
+        ops.cpu_attention_with_kv_cache(
+            q, *layers[layer], out, starts, lengths, dim**-0.5, True, None, -1, table, 0.0, plan, None
+        )
+
+    return attend, out
+
+
+PEERS = {"vllm": vllm}
+
+
+def serve(peer: str, folder: str, settings: dict[str, Any]) -> None:
+    """The peer's side: answers until stdin ends. What libraries print must not mix with it."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(**fields: Any) -> None:
+        answers.write(json.dumps(fields) + "\n")
+        answers.flush()
+
+    try:
+        attend, out = _open(peer, folder, settings)
+    except Exception as e:  # noqa: BLE001 - the other side reports it
+        return answer(error=f"{type(e).__name__}: {e}")
+    answer()
+    for line in sys.stdin:
+        question = json.loads(line)
+        start = time.perf_counter()
+        attend(question["layer"])
+        seconds = time.perf_counter() - start
+        if question["do"] == "result":
+            out.float().numpy().tofile(f"{folder}/o")
+        answer(seconds=seconds)
+    return None
+
+
+def _open(peer: str, folder: str, settings: dict[str, Any]) -> tuple[Callable[[int], None], Tensor]:
+    torch.set_num_threads(settings["threads"])
+    batch, dim, dtype = settings["batch"], settings["head_dim"], DTYPES[settings["dtype"]]
+    kv = batch, settings["kv_heads"], settings["context"], dim
+    shapes = {"q": (batch, settings["heads"], dim), "k": kv, "v": kv}
+    tensors = [torch.from_file(f"{folder}/{n}", size=prod(s), dtype=dtype).view(s) for n, s in shapes.items()]
+    return PEERS[peer](settings, *tensors)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))

@@ -1,0 +1,355 @@
+"""Paged decode attention of the memory workers against the limit of the memory that it reads, and against its peers.
+
+The storage and the calls are those of a memory worker's step: blocks that sequences filled side by side, a row table,
+``attend_stored`` over the stored tokens, ``write`` of the new ones, ``finish`` over those. The limit is a plain read of
+the same bytes by the same threads. Everybody has one turn in each round, so that noise of the machine hits them alike;
+every round is on another layer, so that nothing is in a cache. Turns during which some task of the machine waited for
+a core for more than QUIET of the time do not count; there are rounds until enough of them do, or patience ends. All
+results are checked against dense attention in fp64 first.
+
+    python perf/bench_attention.py --threads 2 --batch 16 --context 4096 --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from attention_peer import Child
+from common import cpu_pressure, record, spread
+from torch import Tensor
+
+from lamina.attention import BACKENDS, AttentionBackend, Operator, get
+from lamina.attention.merge import CHUNK_TOKENS
+from lamina.attention.spec import AttentionSpec
+from lamina.kv.blocks import BlockTables
+from lamina.kv.pool import LayerStore, allocate, row_table, write_index
+from lamina.workers.stepplan import New, Rows, StepPlan
+
+CPU = torch.device("cpu")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TOLERANCE = {"bf16": 2e-2, "fp16": 4e-3, "fp32": 1e-4}  # norm-wise, between competitors
+COLD_BYTES = 128 << 20  # of K and V, all layers: more than caches hold
+TURN_S = 0.25  # who takes longer than this for one call sits out rounds
+QUIET = 0.02  # share of a turn in which tasks waited for a core
+ENOUGH = 3  # quiet turns of a peer
+
+Turn = Callable[[int], dict[str, float]]  # one call on a layer -> seconds by part
+
+
+class Problem:
+    """What is computed: settings, the stores of some layers, and the new rows."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.dtype = DTYPES[args.dtype]
+        self.op = Operator(
+            spec=AttentionSpec(scale=args.head_dim**-0.5),
+            q_heads=args.heads,
+            kv_heads=args.kv_heads,
+            qk_dim=args.head_dim,
+            v_dim=args.head_dim,
+        )
+        self.stored_bytes = 2 * args.batch * args.context * args.kv_heads * args.head_dim * self.dtype.itemsize
+        generator = torch.Generator().manual_seed(0)
+        shape = args.batch, args.kv_heads, args.head_dim
+        self.q = torch.randn(args.batch, args.heads, args.head_dim, generator=generator).to(self.dtype)
+        self.k, self.v = (torch.randn(shape, generator=generator).to(self.dtype) for _ in range(2))
+        self.tables, self.rows = self._fill_tables()
+        self.layers = [self._store(generator) for _ in range(max(1, -(-COLD_BYTES // self.stored_bytes)))]
+        self.table = row_table(self.tables, 0, self.rows, align=CHUNK_TOKENS)
+        self.at = write_index(self.tables, 0, self.rows, CPU)
+
+    def _fill_tables(self) -> tuple[BlockTables, list[Rows]]:
+        """Sequences that grew side by side, ``--grow`` tokens at a time, and the rows of the next step."""
+        args, size = self.args, self.args.block_size
+        tables = BlockTables([0], [args.batch * (-(-args.context // size) + 1)], size)
+        order, plans = range(args.batch), range(0, args.context, args.grow)
+        tables.apply(StepPlan(step=0, ops=[New(i) for i in order], rows=[]))
+        for at in plans:
+            tables.apply(StepPlan(step=1, ops=[], rows=[Rows(i, at, min(args.grow, args.context - at)) for i in order]))
+        rows = [Rows(i, args.context, 1) for i in order]
+        tables.apply(StepPlan(step=2, ops=[], rows=rows))
+        return tables, rows
+
+    def _store(self, generator: torch.Generator) -> LayerStore:
+        args = self.args
+        blocks = args.batch * (-(-args.context // args.block_size) + 1)
+        dims = args.head_dim, args.head_dim
+        store = allocate(blocks, args.kv_heads, args.block_size, *dims, dtype=self.dtype, device=CPU)
+        for x in store.k, store.v:
+            flat = x[:-1].view(-1)
+            some = torch.randn(min(flat.numel(), 1 << 20), generator=generator).to(self.dtype)
+            for start in range(0, flat.numel(), some.numel()):
+                part = flat[start : start + some.numel()]
+                part.copy_(some[: part.numel()])
+        return store
+
+    def contiguous(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V as peers without pages have them: [batch, KV heads, context, head_dim]."""
+        store, args = self.layers[layer], self.args
+        ids = torch.from_numpy(self.table.table[:, : -(-args.context // args.block_size)].copy())
+
+        def gather(x: Tensor) -> Tensor:
+            return x[ids].transpose(1, 2).flatten(2, 3)[:, :, : args.context].contiguous()
+
+        return gather(store.k), gather(store.v)
+
+
+class Competitor(NamedTuple):
+    """Its turns, its result for layer 0 [batch, heads, head_dim], and what is to be done at the end."""
+
+    turn: Turn
+    result: Callable[[], Tensor]
+    close: Callable[[], None] = lambda: None
+
+
+def lamina(problem: Problem, backend: AttentionBackend) -> Competitor:
+    """A memory worker's work for one layer of a step."""
+    op, rows, at = problem.op, problem.table, problem.at
+    q, k, v, out = problem.q, problem.k, problem.v, torch.empty_like(problem.q)
+    clock = time.perf_counter
+
+    def turn(layer: int) -> dict[str, float]:
+        store, start = problem.layers[layer], clock()
+        prepared = backend.prepare(rows)
+        prepare, start = clock() - start, clock()
+        stored = backend.attend_stored(op, prepared, store, q)
+        attend, start = clock() - start, clock()
+        store.write(at, k, v)
+        append, start = clock() - start, clock()
+        backend.finish(op, prepared, stored, q, k, v, out)
+        return {"attention": attend, "prepare": prepare, "append": append, "finish": clock() - start}
+
+    def result() -> Tensor:
+        return backend.attend_stored(op, backend.prepare(rows), problem.layers[0], q).o.clone()
+
+    return Competitor(turn, result)
+
+
+def read_limit(problem: Problem) -> Competitor:
+    """As many bytes of K and V as attention reads, from end to end."""
+    threads, half = problem.args.threads, problem.stored_bytes // 2
+    try:
+        from lamina.attention.native import Native
+
+        kernels = Native(problem.dtype).kernels
+
+        def read(x: Tensor) -> None:
+            kernels.read(x.data_ptr(), half, threads)
+    except ImportError:
+
+        def read(x: Tensor) -> None:
+            x.view(-1).view(torch.int64)[: half // 8].max()
+
+    def turn(layer: int) -> dict[str, float]:
+        store, start = problem.layers[layer], time.perf_counter()
+        read(store.k)
+        read(store.v)
+        return {"attention": time.perf_counter() - start}
+
+    return Competitor(turn, lambda: torch.empty(0))
+
+
+def torch_sdpa(problem: Problem, *, folded: bool) -> Competitor:
+    """torch's, over contiguous K and V. ``folded``: the query heads of a KV head as rows of one query."""
+    both, args = [problem.contiguous(i) for i in range(len(problem.layers))], problem.args
+    q = problem.q.view(args.batch, args.kv_heads, -1, args.head_dim) if folded else problem.q.unsqueeze(2)
+
+    def attend(layer: int) -> Tensor:
+        return F.scaled_dot_product_attention(q, *both[layer], enable_gqa=not folded)
+
+    def turn(layer: int) -> dict[str, float]:
+        start = time.perf_counter()
+        attend(layer)
+        return {"attention": time.perf_counter() - start}
+
+    return Competitor(turn, lambda: attend(0).reshape(problem.q.shape))
+
+
+def in_child(problem: Problem, peer: str) -> Competitor:
+    """A peer of another environment, in a process of its own that only works in its turns."""
+    args = problem.args
+    settings = {**vars(args), "layers": len(problem.layers)}
+    child = Child(args.peer_python, peer, settings, problem.q, *problem.contiguous(0))
+    return Competitor(lambda layer: {"attention": child.turn(layer)}, child.result, child.close)
+
+
+def competitors(problem: Problem) -> tuple[dict[str, Competitor], dict[str, str]]:
+    """Who takes part, by name, and who does not, with the cause."""
+    args = problem.args
+    found = {"read": read_limit(problem)}
+    missing: dict[str, str] = {}
+    for name in args.backend.split(","):
+        found[name] = lamina(problem, get(name, CPU, problem.dtype))
+    if args.peers:
+        found["sdpa_folded"] = torch_sdpa(problem, folded=True)
+        found["sdpa"] = torch_sdpa(problem, folded=False)
+        try:
+            found["vllm"] = in_child(problem, "vllm")
+        except (OSError, RuntimeError) as e:
+            missing["vllm"] = str(e)
+    return found, missing
+
+
+def check(problem: Problem, found: dict[str, Competitor]) -> dict[str, float]:
+    """Norm-wise difference of each from dense attention in fp64. Raises ValueError where one is wrong."""
+    args = problem.args
+    k, v = (x.double() for x in problem.contiguous(0))
+    q = problem.q.double().view(args.batch, args.kv_heads, -1, args.head_dim)
+    want = torch.cat([((a @ b.mT) * args.head_dim**-0.5).softmax(-1) @ c for a, b, c in zip(q, k, v, strict=True)])
+    want = want.view(problem.q.shape)
+    errors = {}
+    for name, competitor in found.items():
+        if name != "read":
+            got = competitor.result().double()
+            errors[name] = float((got - want).norm(dim=-1).max() / want.norm(dim=-1).max())
+            if not errors[name] < TOLERANCE[args.dtype]:
+                raise ValueError(f"{name} computes something else: norm-wise error {errors[name]:.2g}")
+    return errors
+
+
+def stalled() -> float:
+    """Seconds so far in which some task waited for a core; 0 where the kernel does not say."""
+    try:
+        with open("/proc/pressure/cpu") as f:
+            return int(f.readline().split("total=")[1]) / 1e6
+    except OSError:
+        return 0.0
+
+
+def timed(turn: Turn, layer: int) -> dict[str, float]:
+    """A turn, with the share of it in which tasks waited."""
+    start, before = time.perf_counter(), stalled()
+    found = turn(layer)
+    waited = stalled() - before
+    return {**found, "stalled": waited / (time.perf_counter() - start)}
+
+
+def rounds(problem: Problem, found: dict[str, Competitor]) -> dict[str, list[dict[str, float]]]:
+    """Turns of all, until there are enough quiet ones."""
+    args, layers = problem.args, len(problem.layers)
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in found}
+    every = {}
+    for name, competitor in found.items():
+        competitor.turn(0)  # warm
+        every[name] = 1 + int(competitor.turn(layers - 1)["attention"] / TURN_S)
+    lamina_too = ("read", *args.backend.split(","))
+    wanted = {name: args.rounds if name in lamina_too and every[name] == 1 else ENOUGH for name in found}
+    end, number = time.monotonic() + args.patience, 0
+    while True:
+        for name, competitor in found.items():
+            if number % every[name] == 0:
+                turns[name].append(timed(competitor.turn, number % layers))
+        number += 1
+        enough = all(sum(t["stalled"] <= QUIET for t in turns[name]) >= n for name, n in wanted.items())
+        if number >= args.rounds and (enough or time.monotonic() > end):
+            return turns
+
+
+def quiet(turns: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Those that count; all where too few were quiet."""
+    found = [t for t in turns if t["stalled"] <= QUIET]
+    return found if len(found) >= ENOUGH else turns
+
+
+def summary(problem: Problem, name: str, turns: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """A backend's line: its rate, the read limit's, and where a step's time goes."""
+
+    gb = problem.stored_bytes / 1e9
+    rates = {who: spread([gb / t["attention"] for t in quiet(x)]) for who, x in turns.items()}
+    parts = {part: median(t[part] for t in quiet(turns[name])) for part in ("prepare", "attention", "append", "finish")}
+    return {
+        "backend": name,
+        "gb_s": rates[name]["median"],
+        "read_limit_gb_s": rates["read"]["median"],
+        "ratio": rates[name]["median"] / rates["read"]["median"],
+        "gb_s_spread": rates[name],
+        "read_limit_gb_s_spread": rates["read"],
+        "seconds": parts,
+        "append_share": parts["append"] / (parts["attention"] + parts["append"] + parts["finish"]),
+        "peers": {who: x for who, x in rates.items() if who not in ("read", *BACKENDS)},
+        "quiet_turns": {who: f"{sum(t['stalled'] <= QUIET for t in x)} of {len(x)}" for who, x in turns.items()},
+        "stalled_share": {who: median(t["stalled"] for t in x) for who, x in turns.items()},
+    }
+
+
+def huge_pages() -> int:
+    """Bytes of this process in huge pages; -1 where the kernel does not say."""
+    try:
+        with open("/proc/self/smaps_rollup") as f:
+            return next(int(line.split()[1]) << 10 for line in f if line.startswith("AnonHugePages"))
+    except (OSError, StopIteration):
+        return -1
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--backend", default="native", help="of the attention table, several by comma")
+    parser.add_argument("--threads", type=int, default=0, help="of each competitor; 0 = all cores")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--context", type=int, default=4096, help="stored tokens of each sequence")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--grow", type=int, default=512, help="tokens by which sequences grew in turns")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--patience", type=float, default=60.0, help="seconds of rounds at most, until enough are quiet"
+    )
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="only Lamina and the read limit")
+    parser.add_argument("--peer-python", default=sys.executable, help="interpreter of the environment with vLLM")
+    parser.add_argument("--json", action="store_true", help="print the JSON lines instead of a table")
+    parser.add_argument("--write", action="store_true", help="append to perf/results")
+    args = parser.parse_args(arguments)
+    args.threads = args.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(args.threads)
+    problem = Problem(args)
+    found, missing = competitors(problem)
+    try:
+        errors = check(problem, found)
+        pressure = [cpu_pressure()]
+        turns = rounds(problem, found)
+        pressure.append(cpu_pressure())
+    finally:
+        for competitor in found.values():
+            competitor.close()
+    settings = {k: v for k, v in vars(args).items() if k not in ("backend", "peer_python", "json", "write")}
+    context = {
+        "errors": errors,
+        "missing_peers": missing,
+        "cpu_pressure_avg10": pressure,
+        "huge_page_bytes": huge_pages(),
+        "numpy": np.__version__,
+        "numba": importlib.metadata.version("numba"),
+    }
+    for name in args.backend.split(","):
+        line = {**summary(problem, name, turns), **context}
+        text = record("bench_attention", {**settings, "layers": len(problem.layers)}, line, write=args.write)
+        print(text if args.json else table(line), flush=True)
+
+
+def table(line: dict[str, Any]) -> str:
+    """For people."""
+    rows = [(line["backend"], line["gb_s_spread"]), ("read limit", line["read_limit_gb_s_spread"])]
+    rows += line["peers"].items()
+    out = [f"{name:<14}{x['median']:8.2f} GB/s  ({x['p10']:.2f} to {x['p90']:.2f})" for name, x in rows]
+    out += [f"{name:<14}missing: {cause}" for name, cause in line["missing_peers"].items()]
+    out.append("quiet turns: " + ", ".join(f"{name} {n}" for name, n in line["quiet_turns"].items()))
+    out.append(f"ratio to the limit {line['ratio']:.3f}, append {line['append_share']:.1%} of a layer's step")
+    return "\n".join(out)
+
+
+if __name__ == "__main__":
+    main()
