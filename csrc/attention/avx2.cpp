@@ -29,7 +29,7 @@ inline V quads(V a, V b) {
 }
 
 // sums[i] = the sum over x[i].
-inline void sum8(const V (&x)[8], float* sums) {
+inline void sum8(const V* x, float* sums) {
   const V low = quads(pairs(x[0], x[1]), pairs(x[2], x[3])), high = quads(pairs(x[4], x[5]), pairs(x[6], x[7]));
   _mm256_storeu_ps(sums, (V)_mm256_permute2f128_ps(low, high, 0x20) + (V)_mm256_permute2f128_ps(low, high, 0x31));
 }

@@ -15,7 +15,7 @@ inline V quads(V a, V b) {
 }
 
 // sums[i] = the sum over x[i].
-inline void sum8(const V (&x)[8], float* sums) {
+inline void sum8(const V* x, float* sums) {
   const V low = pairs(halves(x[0], x[4]), halves(x[1], x[5])), high = pairs(halves(x[2], x[6]), halves(x[3], x[7]));
   const V all = quads(low, high);  // lanes of four: 0 and 1 belong to x[0 .. 3], 2 and 3 to x[4 .. 7]
   _mm256_storeu_ps(sums, _mm512_castps512_ps256((V)_mm512_shuffle_f32x4(all, all, 0x88) +

@@ -171,38 +171,46 @@ struct Ahead {
 };
 
 // Scores of G queries [G, kScores] at `low .. high`, whose keys begin at k and follow each other by `stride` numbers.
-// Dim is the size of a row where it is known here, else 0.
+// Dim is the size of a row where it is known here, else 0. Sums over lanes wait until there are many: each is a chain of
+// shuffles for which the next products would have to wait.
 template <class T, int G, int Dim>
 inline void scores(const typename Dot<T>::Row* q, const T* k, int64_t stride, int low, int high, int64_t size,
                    float* score, Ahead& ahead) {
-  constexpr int N = G == 3 ? 2 : 8 / G;  // tokens at once
+  constexpr int N = G == 3 ? 2 : 8 / G, kTokens = 32;  // tokens at once, tokens before lanes are added
   const int64_t dim = Dim ? Dim : size, whole = dim / Dot<T>::step, tail = dim % Dot<T>::step, width = whole + (tail > 0);
-  for (int t = low; t < high; t += N) {
-    const T* key[N];
-    for (int i = 0; i < N; ++i) key[i] = k + ((t + i < high ? t + i : high - 1) - low) * stride;
-    V sum[8] = {};
-    const auto step = [&](int64_t j, auto... left) __attribute__((always_inline)) {
-      typename Dot<T>::Row x[N];
-      for (int i = 0; i < N; ++i) x[i] = Dot<T>::load(key[i] + j * Dot<T>::step, left...);
-      const auto part = [&](auto number) __attribute__((always_inline)) {
-        for (int g = 0; g < G; ++g)
-          for (int i = 0; i < N; ++i)
-            sum[g * N + i] = Dot<T>::template add<number.value>(sum[g * N + i], q[g * width + j], x[i]);
+  V sums[G][kTokens];
+  for (int from = low; from < high; from += kTokens) {
+    const int count = from + kTokens < high ? kTokens : high - from;
+    for (int t = 0; t < count; t += N) {
+      const T* key[N];
+      for (int i = 0; i < N; ++i) key[i] = k + (from - low + (t + i < count ? t + i : count - 1)) * stride;
+      V sum[G][N] = {};
+      const auto step = [&](int64_t j, auto... left) __attribute__((always_inline)) {
+        typename Dot<T>::Row x[N];
+        for (int i = 0; i < N; ++i) x[i] = Dot<T>::load(key[i] + j * Dot<T>::step, left...);
+        const auto part = [&](auto number) __attribute__((always_inline)) {
+          for (int g = 0; g < G; ++g)
+            for (int i = 0; i < N; ++i)
+              sum[g][i] = Dot<T>::template add<number.value>(sum[g][i], q[g * width + j], x[i]);
+        };
+        part(std::integral_constant<int, 0>());
+        if constexpr (Dot<T>::parts > 1) part(std::integral_constant<int, 1>());
+        ahead.template fetch<N * Dot<T>::step * int(sizeof(T))>();
       };
-      part(std::integral_constant<int, 0>());
-      if constexpr (Dot<T>::parts > 1) part(std::integral_constant<int, 1>());
-      ahead.template fetch<N * Dot<T>::step * int(sizeof(T))>();
-    };
-    if constexpr (Dim > 0) {
+      if constexpr (Dim > 0) {
 #pragma GCC unroll 16
-      for (int64_t j = 0; j < Dim / Dot<T>::step; ++j) step(j);
-    } else {
-      for (int64_t j = 0; j < whole; ++j) step(j);
+        for (int64_t j = 0; j < Dim / Dot<T>::step; ++j) step(j);
+      } else {
+        for (int64_t j = 0; j < whole; ++j) step(j);
+      }
+      if (tail) step(whole, tail);
+      for (int g = 0; g < G; ++g)
+        for (int i = 0; i < N; ++i) sums[g][t + i] = sum[g][i];
     }
-    if (tail) step(whole, tail);
-    float sums[8];
-    sum8(sum, sums);
-    for (int g = 0; g < G; ++g) __builtin_memcpy(score + g * kScores + t, sums + g * N, sizeof(float) * N);
+    for (int t = count; t % 8; ++t)
+      for (int g = 0; g < G; ++g) sums[g][t] = V{};
+    for (int g = 0; g < G; ++g)
+      for (int t = 0; t < count; t += 8) sum8(sums[g] + t, score + g * kScores + from + t);
   }
 }
 
@@ -254,13 +262,16 @@ struct Softmax {
 // query sees those of its view.
 inline Softmax softmax(const Operator& op, const View& view, int low, int high, float* score) {
   const int begin = low / W * W, end = (high + W - 1) / W * W;
+  const bool bent = op.softcap > 0 || op.slopes, whole = view.low <= begin && view.high >= end;
   V most = set(kNone), total = {};
   for (int t = begin; t < end; t += W) {
     V x = load(score + t) * op.scale;
-    const V at = lanes(std::make_index_sequence<W>()) + float(t);
-    if (op.softcap > 0) x = tanh(x / op.softcap) * op.softcap;
-    if (op.slopes) x += view.slope * (at - view.self);
-    x = (at >= float(view.low)) & (at < float(view.high)) ? x : set(kNone);
+    if (bent || !whole) {
+      const V at = lanes(std::make_index_sequence<W>()) + float(t);
+      if (op.softcap > 0) x = tanh(x / op.softcap) * op.softcap;
+      if (op.slopes) x += view.slope * (at - view.self);
+      x = (at >= float(view.low)) & (at < float(view.high)) ? x : set(kNone);
+    }
     most = max(most, x);
     store(score + t, x);
   }
@@ -272,10 +283,10 @@ inline Softmax softmax(const Operator& op, const View& view, int low, int high, 
     store(score + t, x);
   }
   const float sum = fold(total, [](float a, float b) { return a + b; });
-  const float whole = sum < 1 ? 1 : sum;  // the highest one counts 1: this touches nothing but empty ones
-  const V share = set(1 / whole);
+  const float least = sum < 1 ? 1 : sum;  // the highest one counts 1: this touches nothing but empty ones
+  const V share = set(1 / least);
   for (int t = begin; t < end; t += W) store(score + t, load(score + t) * share);
-  return {top, whole};
+  return {top, least};
 }
 
 // An entry of the merge tree: o [queries, stride] as loaded, lse [kTile], both in scratch or in Call::parts.

@@ -21,7 +21,18 @@ from lamina.workers.stepplan import New, Rows, StepPlan
 CPU = torch.device("cpu")
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # norm-wise error of o after rounding
 
-backends = pytest.mark.parametrize("name", sorted(BACKENDS))
+try:
+    from lamina.attention.native import VARIANTS, Native
+except ImportError:
+    VARIANTS = ("none",)
+
+# The table, and the native backend with every set of instructions that this CPU runs and it would not choose.
+backends = pytest.mark.parametrize("name", [*sorted(BACKENDS), *(f"native, {v}" for v in VARIANTS[1:])])
+
+
+def opened(name: str, dtype: torch.dtype) -> AttentionBackend:
+    _, _, variant = name.partition(", ")
+    return Native(dtype, variant) if variant else get(name, CPU, dtype)
 
 
 @dataclass(frozen=True)
@@ -161,11 +172,11 @@ sequences = st.lists(st.tuples(lengths, st.one_of(st.just(1), st.integers(1, 20)
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    group, kv_heads = draw(st.sampled_from([(1, 4), (2, 2), (4, 1), (7, 2), (1, 1), (3, 4)]))
+    group, kv_heads = draw(st.sampled_from([(1, 4), (2, 2), (4, 1), (7, 2), (1, 1), (3, 4), (4, 8), (3, 12)]))
     op = operator(
         group * kv_heads,
         kv_heads,
-        draw(st.sampled_from([8, 16, 20, 64])),
+        draw(st.sampled_from([8, 16, 20, 64, 128])),
         draw(st.sampled_from([0, 8, 24])),
         sinks=draw(st.booleans()),
         alibi=draw(st.booleans()),
@@ -186,7 +197,7 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
 def test_equals_the_oracle(name: str, case: Case) -> None:
-    out, stored, new = run(get(name, CPU, case.dtype), case)
+    out, stored, new = run(opened(name, case.dtype), case)
     assert error(out, oracle(case)) < DTYPES[case.dtype]
     assert stored.o.dtype == stored.lse.dtype == new.o.dtype == new.lse.dtype == torch.float32
     rows = torch.tensor([length == 0 for length, count in case.lengths for _ in range(count)])
@@ -209,12 +220,12 @@ def same(a: tuple[Tensor, Partial, Partial], b: tuple[Tensor, Partial, Partial])
 @backends
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spec", [{}, WHOLE], ids=["plain", "whole"])
-@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(8, 4, 16), (4, 4, 64), (28, 4, 20)])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(8, 4, 16), (4, 4, 64), (28, 4, 20), (32, 8, 128)])
 def test_heads_are_independent_bit_for_bit(
     name: str, dtype: torch.dtype, spec: dict[str, float], q_heads: int, kv_heads: int, dim: int
 ) -> None:
     case = Case(STEP, operator(q_heads, kv_heads, dim, **spec), dtype)
-    whole = run(get(name, CPU, case.dtype), case)
+    whole = run(opened(name, case.dtype), case)
     for workers in (2, 4):
         each, parts = kv_heads // workers, []
         for start in range(0, kv_heads, each):
@@ -223,7 +234,7 @@ def test_heads_are_independent_bit_for_bit(
                 (q[:, start * group : (start + each) * group], k[:, start : start + each], v[:, start : start + each])
                 for q, k, v in case.tensors()
             ]
-            parts.append(run(get(name, CPU, case.dtype), case.heads(start, start + each), tensors))
+            parts.append(run(opened(name, case.dtype), case.heads(start, start + each), tensors))
         joined = (
             torch.cat([p[0] for p in parts], 1),
             *(Partial(*(torch.cat(x, 1) for x in zip(*(p[i] for p in parts), strict=True))) for i in (1, 2)),
@@ -236,7 +247,7 @@ def test_heads_are_independent_bit_for_bit(
 @pytest.mark.parametrize("spec", [{}, WHOLE], ids=["plain", "whole"])
 def test_batch_mates_are_independent_bit_for_bit(name: str, dtype: torch.dtype, spec: dict[str, float]) -> None:
     case = Case(STEP, operator(8, 2, 16, **spec), dtype)
-    backend, tensors = get(name, CPU, case.dtype), case.tensors()
+    backend, tensors = opened(name, case.dtype), case.tensors()
     whole = run(backend, case, other=0.5)
     assert same(run(backend, case, order=[5, 2, 0, 7, 1, 6, 3, 4]), whole)
     rows = torch.arange(len(whole[0])).split([count for _, count in STEP])
@@ -263,7 +274,7 @@ def test_ranges_of_tokens_merge_to_the_same_bits(
 ) -> None:
     """Each stripe of chunks by itself, as one worker's node; then ``merge`` and ``close``, as whoever gathers them."""
     case = Case(STEP, operator(8, 2, dim, **spec), dtype)
-    backend, tensors, tokens = get(name, CPU, dtype), case.tensors(), stripe * CHUNK_TOKENS
+    backend, tensors, tokens = opened(name, dtype), case.tensors(), stripe * CHUNK_TOKENS
     out, stored, new = run(backend, case, tensors)
     tables, store = fill(case, tensors, float("nan"))
     rows = [Rows(i, *case.lengths[i]) for i in range(len(STEP))]
@@ -302,15 +313,16 @@ def test_ranges_of_tokens_merge_to_the_same_bits(
         Case(((2500, 1), (900, 1), (40, 1), (300, 30), (1200, 1)), operator(8, 4, 32), torch.bfloat16),
         Case(((2500, 1), (900, 1), (40, 1), (300, 30), (1200, 1)), operator(8, 4, 32, **WHOLE), torch.bfloat16),
         Case(((100, 1),), operator(7, 1, 16)),  # one product alone is computed in another way by many threads
+        Case(((4500, 1), (600, 2), (900, 1)), operator(36, 12, 64), torch.bfloat16),  # threads divide the heads
     ],
-    ids=["plain", "whole", "one item"],
+    ids=["plain", "whole", "one item", "heads"],
 )
 def test_threads_make_no_difference_bit_for_bit(name: str, case: Case) -> None:
-    threads, one = torch.get_num_threads(), run(get(name, CPU, case.dtype), case)
+    threads, one = torch.get_num_threads(), run(opened(name, case.dtype), case)
     try:
         for n in (1, 2, 4):
             torch.set_num_threads(n)
-            assert same(run(get(name, CPU, case.dtype), case), one)
+            assert same(run(opened(name, case.dtype), case), one)
     finally:
         torch.set_num_threads(threads)
 
@@ -320,9 +332,9 @@ def test_threads_make_no_difference_bit_for_bit(name: str, case: Case) -> None:
 def test_nan_stays_where_it_came_from(name: str, stored: int) -> None:
     case = Case(((stored, 1), (stored, 1), (stored, 4)), operator(4, 2, 16))
     tensors = case.tensors()
-    clean = run(get(name, CPU, case.dtype), case, tensors)
+    clean = run(opened(name, case.dtype), case, tensors)
     tensors[1][1][stored // 2, 1] = float("nan")  # K of KV head 1 of sequence 1
-    out = run(get(name, CPU, case.dtype), case, tensors)[0]
+    out = run(opened(name, case.dtype), case, tensors)[0]
     assert out[1, 2:].isnan().all()
     out[1, 2:] = clean[0][1, 2:]
     assert torch.equal(out, clean[0])
@@ -332,9 +344,9 @@ def test_nan_stays_where_it_came_from(name: str, stored: int) -> None:
 def test_long_sequences_beside_short_ones(name: str) -> None:
     """More chunks than a backend would compute at once."""
     case = Case(((9000, 1), (3, 1), (4100, 2), (5000, 40)), operator(8, 2, 64), torch.bfloat16)
-    out, stored, _ = run(get(name, CPU, case.dtype), case)
+    out, stored, _ = run(opened(name, case.dtype), case)
     assert error(out, oracle(case)) < DTYPES[case.dtype]
-    alone = run(get(name, CPU, case.dtype), replace(case, lengths=case.lengths[:1]), case.tensors()[:1])
+    alone = run(opened(name, case.dtype), replace(case, lengths=case.lengths[:1]), case.tensors()[:1])
     assert torch.equal(alone[1].o, stored.o[:1])
 
 
@@ -345,9 +357,9 @@ def test_dropping_any_part_of_the_spec_would_show(name: str, dropped: str, count
     whole = {"window": 60, "softcap": 1.5, "sinks": True, "alibi": True, "scale": 0.4}
     case = Case(((200, count),), operator(4, 2, 16, **whole))
     want = oracle(case)
-    assert error(run(get(name, CPU, case.dtype), case)[0], want) < 1e-5
+    assert error(run(opened(name, case.dtype), case)[0], want) < 1e-5
     less = {k: v for k, v in whole.items() if k != dropped}
-    assert error(run(get(name, CPU, case.dtype), replace(case, op=operator(4, 2, 16, **less)))[0], want) > 1e-3
+    assert error(run(opened(name, case.dtype), replace(case, op=operator(4, 2, 16, **less)))[0], want) > 1e-3
 
 
 @backends
@@ -356,11 +368,11 @@ def test_every_stored_token_counts(name: str, count: int) -> None:
     """Zeroing the V of one stored token, anywhere, changes the result: nothing is skipped."""
     stored = 2 * CHUNK_TOKENS + 17
     case = Case(((stored, count),), operator(2, 1, 8))
-    want = run(get(name, CPU, case.dtype), case)[0]
+    want = run(opened(name, case.dtype), case)[0]
     for position in (0, 15, 16, CHUNK_TOKENS - 1, CHUNK_TOKENS, 2 * CHUNK_TOKENS, stored - 1):
         tensors = case.tensors()
         tensors[0][2][position] = 0
-        assert float((run(get(name, CPU, case.dtype), case, tensors)[0] - want).norm()) > 1e-4, position
+        assert float((run(opened(name, case.dtype), case, tensors)[0] - want).norm()) > 1e-4, position
 
 
 def test_the_table_refuses_unknown_names() -> None:
