@@ -21,6 +21,7 @@ using I = int __attribute__((vector_size(32)));
 
 inline V set(float x) { return (V)_mm256_set1_ps(x); }
 inline V fma(V a, V b, V c) { return (V)_mm256_fmadd_ps(a, b, c); }
+inline V max(V a, V b) { return (V)_mm256_max_ps(a, b); }
 
 inline V pairs(V a, V b) { return (V)_mm256_unpacklo_ps(a, b) + (V)_mm256_unpackhi_ps(a, b); }
 inline V quads(V a, V b) {

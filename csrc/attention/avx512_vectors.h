@@ -6,6 +6,7 @@ using I = int __attribute__((vector_size(64)));
 
 inline V set(float x) { return (V)_mm512_set1_ps(x); }
 inline V fma(V a, V b, V c) { return (V)_mm512_fmadd_ps(a, b, c); }
+inline V max(V a, V b) { return (V)_mm512_max_ps(a, b); }
 
 inline V halves(V a, V b) { return (V)_mm512_shuffle_f32x4(a, b, 0x44) + (V)_mm512_shuffle_f32x4(a, b, 0xee); }
 inline V pairs(V a, V b) { return (V)_mm512_unpacklo_ps(a, b) + (V)_mm512_unpackhi_ps(a, b); }

@@ -1,6 +1,6 @@
 // The kernel, over the vectors of one variant. Included once by each, inside its own namespace and under its target.
 //
-// From the variant: W, V (W floats), I (as many int32), set, fma, sum8, from_half, to_half. Vectors are the compiler's
+// From the variant: W, V (W floats), I (as many int32), set, fma, max (a > b ? a : b), sum8, from_half, to_half. Vectors are the compiler's
 // own (GCC 12, Clang 12 or later), so + - * / < ? : & | << work on them.
 //
 // Bits: what a query gets is one fixed chain of operations over its own tokens, whichever queries are computed beside it:
@@ -19,7 +19,6 @@ constexpr float kNone = -__builtin_inff();
 
 inline V as_float(I x) { return (V)x; }
 inline I as_int(V x) { return (I)x; }
-inline V max(V a, V b) { return a > b ? a : b; }  // a NaN in b stays
 inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }  // not std's: it would be shared with other targets
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 inline V load(const float* p) {
@@ -103,7 +102,7 @@ inline Pair as_loaded(Pair x) {
 // Mathematical Functions), as are log and tanh.
 inline V exp(V x) {
   const V low = set(-87.3f), magic = set(12582912.0f);
-  const V y = x < low ? low : x;
+  const V y = max(low, x);
   const V k = fma(y, set(1.44269504f), magic) - magic;
   const V r = fma(k, set(2.12194440e-4f), fma(k, set(-0.693359375f), y));
   V p = set(1.9875691500e-4f);
@@ -158,15 +157,15 @@ struct Dot {
 };
 
 // What will be read next, on its way while this is computed, a few lines with every few products. All at once would
-// fill the places where loads wait for their lines, and hold up those that are needed now.
+// fill the places where loads wait for their lines, and hold up those that are needed now. step 64, or 0: nothing.
 struct Ahead {
-  const char *at, *end;
+  const char* at;
+  int64_t step;
 
   // While `bytes` are used up. Always inline: by itself it would be a function without effect, and go.
   template <int bytes>
   [[gnu::always_inline]] void fetch() {
-    for (int i = 0; i < (bytes + 63) / 64; ++i, at += 64)
-      if (at < end) __builtin_prefetch(at, 0, 2);
+    for (int i = 0; i < (bytes + 63) / 64; ++i, at += step) __builtin_prefetch(at, 0, 2);
   }
 };
 
@@ -175,7 +174,7 @@ struct Ahead {
 // shuffles for which the next products would have to wait.
 template <class T, int G, int Dim>
 inline void scores(const typename Dot<T>::Row* q, const T* k, int64_t stride, int low, int high, int64_t size,
-                   float* score, Ahead& ahead) {
+                   float* score, Ahead ahead) {
   constexpr int N = G == 3 ? 2 : 8 / G, kTokens = 32;  // tokens at once, tokens before lanes are added
   const int64_t dim = Dim ? Dim : size, whole = dim / Dot<T>::step, tail = dim % Dot<T>::step, width = whole + (tail > 0);
   V sums[G][kTokens];
@@ -217,9 +216,9 @@ inline void scores(const typename Dot<T>::Row* q, const T* k, int64_t stride, in
 // o [G, stride_o] += weight [G, kScores] at `low .. high` . v, whose rows begin at v; `first`: o = that.
 template <class T, int G>
 inline void accumulate(const float* weight, const T* v, int64_t stride, int low, int high, bool first, int64_t dim,
-                       float* o, int64_t stride_o, Ahead& ahead) {
-  constexpr int N = 32;  // tokens before o is written back
-  constexpr int bytes = 2 * W * int(sizeof(T)), every = bytes < 64 ? 64 / bytes : 1;
+                       float* o, int64_t stride_o, Ahead ahead) {
+  constexpr int N = 32, M = 4;  // tokens before o is written back, tokens at once
+  constexpr int bytes = 2 * W * int(sizeof(T));
   for (int from = low; from < high; from += N) {
     const int count = from + N < high ? N : high - from;
     const bool empty = first && from == low;
@@ -230,16 +229,19 @@ inline void accumulate(const float* weight, const T* v, int64_t stride, int low,
         a[g] = empty ? V{} : load(at), b[g] = empty ? V{} : load(at + W);
       }
       const T* row = v + (from - low) * stride + d;
-      const float* w = weight + from;
-#pragma GCC unroll 4
-      for (int t = 0; t < count; ++t, row += stride, ++w) {
+      const float *w = weight + from, *end = w + count;
+      const auto token = [&](const T* row, const float* w) __attribute__((always_inline)) {
         const Pair x = fetch(row);
         for (int g = 0; g < G; ++g) {
           const V y = set(w[g * kScores]);
           a[g] = fma(y, x.a, a[g]), b[g] = fma(y, x.b, b[g]);
         }
-        if (t % every == 0) ahead.template fetch<bytes>();
+      };
+      for (; w + M <= end; w += M, row += M * stride) {
+        for (int i = 0; i < M; ++i) token(row + i * stride, w + i);
+        ahead.template fetch<M * bytes>();
       }
+      for (; w < end; ++w, row += stride) token(row, w);
       for (int g = 0; g < G; ++g) store_pair(o + g * stride_o + d, {a[g], b[g]});
     };
     int64_t d = 0;
@@ -318,9 +320,13 @@ inline void weigh(const float* a, const float* b, int64_t n, float* weight_a, fl
 inline void merge(const Tile& tile, Node& a, const Node& b) {
   float weight_a[kTile], weight_b[kTile];
   weigh(a.lse, b.lse, tile.queries, weight_a, weight_b, a.lse);
-  for (int64_t i = 0; i < tile.queries; ++i)
-    for (int64_t d = i * tile.stride; d < (i + 1) * tile.stride; d += W)
-      store(a.o + d, fma(set(weight_b[i]), load(b.o + d), weight_a[i] * load(a.o + d)));
+  float* to = a.o;
+  const float* from = b.o;
+  const int64_t queries = tile.queries, stride = tile.stride;
+  for (int64_t i = 0; i < queries; ++i) {
+    const V x = set(weight_a[i]), y = set(weight_b[i]);
+    for (const float* end = to + stride; to < end; to += W, from += W) store(to, fma(y, load(from), x * load(to)));
+  }
 }
 
 // merge.root of disjoint nodes, from left to right; the result is in nodes[0].

@@ -13,6 +13,7 @@ using I = int __attribute__((vector_size(16)));
 
 inline V set(float x) { return V{x, x, x, x}; }
 inline V fma(V a, V b, V c) { return a * b + c; }
+inline V max(V a, V b) { return a > b ? a : b; }
 
 inline void sum8(const V* x, float* sums) {
   for (int i = 0; i < 8; ++i) sums[i] = (x[i][0] + x[i][2]) + (x[i][1] + x[i][3]);

@@ -143,7 +143,7 @@ class Run {
       for (int p = 0; p < here.count; ++p)
         for (int64_t h = 0; h < task_.heads; ++h) {
           Ahead ahead = behind(here, next, values, p, h);
-          for (int64_t i = h * per_head; i < (h + 1) * per_head; ++i)
+          for (int64_t i = h * per_head; i < (h + 1) * per_head; ++i, ahead.step = 0)  // fetched once is enough
             if (values)
               weigh_values(blocks[i], here.pieces[p], h, node, ahead);
             else
@@ -176,14 +176,13 @@ class Run {
     const Chunk* chunk = &here;
     if (++h == task_.heads) h = 0, ++p;
     if (p == here.count) chunk = values ? &next : &here, p = 0, values = !values;
-    if (!call_.stored || p >= chunk->count) return {nullptr, nullptr};
+    if (!call_.stored || p >= chunk->count) return {reinterpret_cast<const char*>(queries_), 0};
     const Piece& piece = chunk->pieces[p];
-    const int64_t dim = values ? op_.v_dim : op_.qk_dim;
-    const char* at = reinterpret_cast<const char*>((values ? piece.v : piece.k) + h * next_head_ * dim);
-    return {at, at + (piece.high - piece.low) * dim * int64_t(sizeof(T))};
+    const T* at = values ? piece.v + h * next_head_ * op_.v_dim : piece.k + h * next_head_ * op_.qk_dim;
+    return {reinterpret_cast<const char*>(at), 64};
   }
 
-  void score_keys(const Block& block, const Piece& piece, int64_t h, Ahead& ahead) {
+  void score_keys(const Block& block, const Piece& piece, int64_t h, Ahead ahead) {
     const auto score = block.count == 4   ? &Run::template score_block<4>
                        : block.count == 3 ? &Run::template score_block<3>
                        : block.count == 2 ? &Run::template score_block<2>
@@ -194,7 +193,7 @@ class Run {
   }
 
   template <int G>
-  void score_block(const Block& block, const T* k, int low, int high, Ahead& ahead) {
+  void score_block(const Block& block, const T* k, int low, int high, Ahead ahead) {
     using Row = typename Dot<T>::Row;
     const int64_t width = (op_.qk_dim + Dot<T>::step - 1) / Dot<T>::step;
     const auto score = op_.qk_dim == 128 ? scores<T, G, 128> : op_.qk_dim == 64 ? scores<T, G, 64> : scores<T, G, 0>;
@@ -213,7 +212,7 @@ class Run {
     for (int64_t i = 0; i < tile_.queries; i += W) store(node.lse + i, load(node.lse + i) + log(load(totals + i)));
   }
 
-  void weigh_values(const Block& block, const Piece& piece, int64_t h, Node& node, Ahead& ahead) {
+  void weigh_values(const Block& block, const Piece& piece, int64_t h, Node& node, Ahead ahead) {
     const auto add = block.count == 4   ? accumulate<T, 4>
                      : block.count == 3 ? accumulate<T, 3>
                      : block.count == 2 ? accumulate<T, 2>
