@@ -13,13 +13,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def seconds(call: Callable[[], T]) -> tuple[dict[str, float], T]:
+    """How long a call takes, and the CPU time of all threads in it; what it returns."""
+    start, cpu = time.perf_counter(), time.process_time()
+    result = call()
+    return {"attention": time.perf_counter() - start, "cpu": time.process_time() - cpu}, result
 
 
 class Child:
@@ -46,9 +55,9 @@ class Child:
             self.close()
             raise
 
-    def turn(self, layer: int) -> float:
-        """Seconds of one call."""
-        return float(self._ask("turn", layer)["seconds"])
+    def turn(self, layer: int) -> dict[str, float]:
+        """One call; see ``seconds``."""
+        return self._ask("turn", layer)
 
     def result(self) -> Tensor:
         """Of layer 0, [batch, heads, dim] fp32."""
@@ -135,12 +144,10 @@ def serve(peer: str, folder: str, settings: dict[str, Any]) -> None:
     answer()
     for line in sys.stdin:
         question = json.loads(line)
-        start = time.perf_counter()
-        attend(question["layer"])
-        seconds = time.perf_counter() - start
+        found, _ = seconds(partial(attend, question["layer"]))
         if question["do"] == "result":
             out.float().numpy().tofile(f"{folder}/o")
-        answer(seconds=seconds)
+        answer(**found)
     return None
 
 

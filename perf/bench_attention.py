@@ -5,7 +5,8 @@ The storage and the calls are those of a memory worker's step: blocks that seque
 the same bytes by the same threads. Everybody has one turn in each round, so that noise of the machine hits them alike;
 every round is on another layer, so that nothing is in a cache. Turns during which some task of the machine waited for
 a core for more than QUIET of the time do not count; there are rounds until enough of them do, or patience ends. All
-results are checked against dense attention in fp64 first.
+results are checked against dense attention in fp64 first. Rates by CPU time ("on_core": bytes over the seconds that a
+competitor's threads ran, by thread) say what a kernel does while it has its cores, also on a machine that never rests.
 
     python perf/bench_attention.py --threads 2 --batch 16 --context 4096 --write
 """
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from attention_peer import Child
+from attention_peer import Child, seconds
 from common import cpu_pressure, record, spread
 from torch import Tensor
 
@@ -122,13 +123,13 @@ def lamina(problem: Problem, backend: AttentionBackend) -> Competitor:
     def turn(layer: int) -> dict[str, float]:
         store, start = problem.layers[layer], clock()
         prepared = backend.prepare(rows)
-        prepare, start = clock() - start, clock()
-        stored = backend.attend_stored(op, prepared, store, q)
-        attend, start = clock() - start, clock()
+        prepare = clock() - start
+        found, stored = seconds(lambda: backend.attend_stored(op, prepared, store, q))
+        start = clock()
         store.write(at, k, v)
         append, start = clock() - start, clock()
         backend.finish(op, prepared, stored, q, k, v, out)
-        return {"attention": attend, "prepare": prepare, "append": append, "finish": clock() - start}
+        return {**found, "prepare": prepare, "append": append, "finish": clock() - start}
 
     def result() -> Tensor:
         return backend.attend_stored(op, backend.prepare(rows), problem.layers[0], q).o.clone()
@@ -151,13 +152,11 @@ def read_limit(problem: Problem) -> Competitor:
         def read(x: Tensor) -> None:
             x.view(-1).view(torch.int64)[: half // 8].max()
 
-    def turn(layer: int) -> dict[str, float]:
-        store, start = problem.layers[layer], time.perf_counter()
+    def both(store: LayerStore) -> None:
         read(store.k)
         read(store.v)
-        return {"attention": time.perf_counter() - start}
 
-    return Competitor(turn, lambda: torch.empty(0))
+    return Competitor(lambda layer: seconds(lambda: both(problem.layers[layer]))[0], lambda: torch.empty(0))
 
 
 def torch_sdpa(problem: Problem, *, folded: bool) -> Competitor:
@@ -168,12 +167,7 @@ def torch_sdpa(problem: Problem, *, folded: bool) -> Competitor:
     def attend(layer: int) -> Tensor:
         return F.scaled_dot_product_attention(q, *both[layer], enable_gqa=not folded)
 
-    def turn(layer: int) -> dict[str, float]:
-        start = time.perf_counter()
-        attend(layer)
-        return {"attention": time.perf_counter() - start}
-
-    return Competitor(turn, lambda: attend(0).reshape(problem.q.shape))
+    return Competitor(lambda layer: seconds(lambda: attend(layer))[0], lambda: attend(0).reshape(problem.q.shape))
 
 
 def in_child(problem: Problem, peer: str) -> Competitor:
@@ -181,7 +175,7 @@ def in_child(problem: Problem, peer: str) -> Competitor:
     args = problem.args
     settings = {**vars(args), "layers": len(problem.layers)}
     child = Child(args.peer_python, peer, settings, problem.q, *problem.contiguous(0))
-    return Competitor(lambda layer: {"attention": child.turn(layer)}, child.result, child.close)
+    return Competitor(child.turn, child.result, child.close)
 
 
 def competitors(problem: Problem) -> tuple[dict[str, Competitor], dict[str, str]]:
@@ -265,14 +259,17 @@ def quiet(turns: list[dict[str, float]]) -> list[dict[str, float]]:
 def summary(problem: Problem, name: str, turns: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """A backend's line: its rate, the read limit's, and where a step's time goes."""
 
-    gb = problem.stored_bytes / 1e9
+    gb, threads = problem.stored_bytes / 1e9, problem.args.threads
     rates = {who: spread([gb / t["attention"] for t in quiet(x)]) for who, x in turns.items()}
+    on_core = {who: spread([gb * threads / t["cpu"] for t in x]) for who, x in turns.items()}
     parts = {part: median(t[part] for t in quiet(turns[name])) for part in ("prepare", "attention", "append", "finish")}
     return {
         "backend": name,
         "gb_s": rates[name]["median"],
         "read_limit_gb_s": rates["read"]["median"],
         "ratio": rates[name]["median"] / rates["read"]["median"],
+        "ratio_on_core": on_core[name]["median"] / on_core["read"]["median"],
+        "gb_s_on_core": on_core,
         "gb_s_spread": rates[name],
         "read_limit_gb_s_spread": rates["read"],
         "seconds": parts,
@@ -347,7 +344,8 @@ def table(line: dict[str, Any]) -> str:
     out = [f"{name:<14}{x['median']:8.2f} GB/s  ({x['p10']:.2f} to {x['p90']:.2f})" for name, x in rows]
     out += [f"{name:<14}missing: {cause}" for name, cause in line["missing_peers"].items()]
     out.append("quiet turns: " + ", ".join(f"{name} {n}" for name, n in line["quiet_turns"].items()))
-    out.append(f"ratio to the limit {line['ratio']:.3f}, append {line['append_share']:.1%} of a layer's step")
+    ratios = f"ratio to the limit {line['ratio']:.3f}, by CPU time {line['ratio_on_core']:.3f}"
+    out.append(f"{ratios}; append {line['append_share']:.1%} of a layer's step")
     return "\n".join(out)
 
 

@@ -45,6 +45,7 @@ def test_a_line_has_the_rate_the_limit_and_their_ratio(bench: ModuleType, capsys
     assert "vllm" in line["missing_peers"]  # this environment has none
     assert max(line["errors"].values()) < 1e-2
     assert 0 < line["append_share"] < 1
+    assert line["ratio_on_core"] > 0
 
 
 def test_several_backends_take_turns_in_one_run(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
