@@ -38,8 +38,18 @@ class LayerStore:
 
     def write(self, at: WriteIndex, k: Tensor, v: Tensor) -> None:
         """Put row r at its position. k [R, Hkv, D], v [R, Hkv, Dv] in the store's dtype; overwrites what is there."""
-        self.k[at.blocks, :, at.offsets] = k
-        self.v[at.blocks, :, at.offsets] = v
+        for stored, rows in (self.k, k), (self.v, v):
+            if stored.device.type == "cpu":
+                # By numpy: torch shares even a few rows out to its threads, and waits for one that gets no core.
+                _bits(stored)[at.blocks.numpy(), :, at.offsets.numpy()] = _bits(rows)
+            else:
+                stored[at.blocks, :, at.offsets] = rows
+
+
+def _bits(x: Tensor) -> NDArray[np.generic]:
+    """A tensor of 2 or 4 bytes a number as numpy's integers: it has no bfloat16."""
+    array: NDArray[np.generic] = x.view(torch.int16 if x.itemsize == 2 else torch.int32).numpy()
+    return array
 
 
 @dataclass(frozen=True)
