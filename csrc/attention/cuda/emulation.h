@@ -1,0 +1,273 @@
+// warp.cuh on a CPU: the lanes of a warp are fibers of one thread, which change places where a GPU's lanes would meet.
+//
+// It is stricter than a GPU where that finds mistakes: a background copy destroys its target at once and lands as late as
+// it may; lanes that meet at different instructions end the process; so does a warp that leaves copies unawaited.
+#pragma once
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#define LAMINA_DEVICE inline
+#define __global__
+#define __launch_bounds__(...)
+
+namespace lamina::attention::cuda {
+
+inline float from_bits(u32 bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+inline u32 to_bits(float x) {
+  u32 bits;
+  std::memcpy(&bits, &x, sizeof x);
+  return bits;
+}
+
+inline float to_float(float x) { return x; }
+inline float to_float(BFloat16 x) { return from_bits(u32(x.bits) << 16); }
+inline float to_float(Half x) {
+  const int exponent = x.bits >> 10 & 31, mantissa = x.bits & 1023;
+  float y = exponent == 31 ? (mantissa ? NAN : INFINITY)
+            : exponent     ? std::ldexp(float(1024 + mantissa), exponent - 25)
+                           : std::ldexp(float(mantissa), -24);
+  return x.bits >> 15 ? -y : y;
+}
+
+inline void round_to(float& to, float x) { to = x; }
+inline void round_to(BFloat16& to, float x) {
+  const u32 bits = to_bits(x);
+  to.bits = u16(x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline void round_to(Half& to, float x) {
+  const u16 sign = u16(to_bits(x) >> 31 << 15);
+  const float size = std::fabs(x);
+  if (x != x) {
+    to.bits = 0x7fff;
+  } else if (size >= 65520.0f) {
+    to.bits = u16(sign | 0x7c00);
+  } else {
+    int exponent = 0;
+    std::frexp(size, &exponent);  // size < 2 ** exponent
+    if (size == 0) exponent = -99;
+    const int unit = (exponent < -13 ? -13 : exponent) - 11;
+    const int steps = int(std::nearbyint(std::ldexp(size, -unit)));  // of 2 ** unit; 2048 carries over by itself
+    to.bits = u16(sign | (((unit + 24) << 10) + steps));
+  }
+}
+
+template <class T>
+inline u32 pack(float low, float high) {
+  T a, b;
+  round_to(a, low), round_to(b, high);
+  return u32(a.bits) | u32(b.bits) << 16;
+}
+template <class T>
+inline float half_of(u32 x, int which) {
+  return to_float(T{u16(x >> 16 * which)});
+}
+
+// The warp that runs now.
+class Warp {
+ public:
+  static Warp& now() {
+    static Warp warp;
+    return warp;
+  }
+
+  // A kernel's `blocks` blocks of one warp each, one after the other, the first one first.
+  void launch(int blocks, int shared_bytes, const std::function<void()>& kernel) {
+    blocks_ = blocks, kernel_ = kernel;
+    for (block_ = 0; block_ < blocks; ++block_) {
+      shared_.assign(std::size_t(shared_bytes) / 16 + 1, Line{});
+      std::memset(shared_.data(), 0xff, shared_.size() * sizeof(Line));  // NaN: nothing is zero by itself
+      run();
+    }
+  }
+
+  int lane() const { return lane_; }
+  int block() const { return block_; }
+  int blocks() const { return blocks_; }
+  char* shared() { return reinterpret_cast<char*>(shared_.data()); }
+
+  // All lanes meet at the place `what`; each gives `mine`, and gets what the others gave.
+  template <class X>
+  const X* meet(const char* what, const X& mine) {
+    static_assert(sizeof(X) <= sizeof(Line) * 2);
+    const int turn = turn_[lane_]++ & 1;  // the board of the last meeting may still be read
+    auto* board = reinterpret_cast<X*>(boards_[turn]);
+    board[lane_] = mine;
+    places_[turn][lane_] = what;
+    next();
+    for (int i = 0; i < kLanes; ++i)
+      if (places_[turn][i] != places_[turn][0] || turn_[i] - turn_[lane_] > 1) fail("lanes meet at different places");
+    return board;
+  }
+
+  void copy(void* to, const void* from, bool real) {
+    std::memset(to, 0xff, 16);
+    pending_[lane_].back().push_back({to, real ? from : nullptr});
+  }
+  void commit() { pending_[lane_].emplace_back(); }
+  void wait(int left) {
+    auto& groups = pending_[lane_];
+    while (int(groups.size()) - 1 > left) {
+      for (auto& [to, from] : groups.front())
+        if (from)
+          std::memcpy(to, from, 16);
+        else
+          std::memset(to, 0, 16);
+      groups.pop_front();
+    }
+  }
+
+ private:
+  struct alignas(16) Line {
+    char bytes[16];
+  };
+  struct Copy {
+    void* to;
+    const void* from;
+  };
+  static constexpr std::size_t kStack = 1 << 18;
+
+  [[noreturn]] static void fail(const char* why) {
+    std::fprintf(stderr, "emulated warp: %s\n", why);
+    std::abort();
+  }
+
+  void run() {
+    for (int i = 0; i < kLanes; ++i) {
+      if (!stacks_[i]) stacks_[i].reset(new char[kStack]);
+      ucontext_t& c = contexts_[i];
+      getcontext(&c);
+      c.uc_stack.ss_sp = stacks_[i].get(), c.uc_stack.ss_size = kStack, c.uc_link = nullptr;
+      makecontext(&c, &Warp::enter, 0);
+      started_[i] = done_[i] = false, turn_[i] = 0;
+      pending_[i].assign(1, {});
+    }
+    lane_ = 0;
+    started_[0] = true;
+    swapcontext(&home_, &contexts_[0]);
+    for (int i = 0; i < kLanes; ++i) {
+      if (turn_[i] != turn_[0]) fail("a lane left before the others");
+      for (auto& group : pending_[i])
+        if (!group.empty()) fail("copies that nobody awaits");
+    }
+  }
+
+  static void enter() {
+    Warp& w = now();
+    w.kernel_();
+    w.done_[w.lane_] = true;
+    w.next();
+  }
+
+  // To the next lane that is not done; home when all are.
+  void next() {
+    const int from = lane_;
+    int to = (from + 1) % kLanes;
+    for (int i = 0; done_[to] && i < kLanes; ++i) to = (to + 1) % kLanes;
+    if (done_[to]) setcontext(&home_);
+    if (to == from) return;
+    if (!done_[from] && _setjmp(jumps_[from])) return;
+    lane_ = to;
+    if (!started_[to]) {
+      started_[to] = true;
+      setcontext(&contexts_[to]);
+    }
+    _longjmp(jumps_[to], 1);
+  }
+
+  int lane_ = 0, block_ = 0, blocks_ = 0;
+  std::function<void()> kernel_;
+  std::vector<Line> shared_;
+  std::unique_ptr<char[]> stacks_[kLanes];
+  ucontext_t home_, contexts_[kLanes];
+  jmp_buf jumps_[kLanes];
+  bool started_[kLanes], done_[kLanes];
+  int turn_[kLanes];
+  alignas(16) char boards_[2][kLanes * sizeof(Line) * 2];
+  const char* places_[2][kLanes];
+  std::deque<std::vector<Copy>> pending_[kLanes];
+};
+
+inline int lane() { return Warp::now().lane(); }
+inline int block() { return Warp::now().block(); }
+inline int blocks() { return Warp::now().blocks(); }
+inline char* shared_memory() { return Warp::now().shared(); }
+
+inline void sync() { Warp::now().meet("sync", 0); }
+template <class X>
+inline X shuffle(X x, int from) {
+  return Warp::now().meet("shuffle", x)[from];
+}
+template <class X>
+inline X shuffle_xor(X x, int mask) {
+  const int at = lane() ^ mask;
+  return Warp::now().meet("shuffle_xor", x)[at];
+}
+
+inline void copy16(void* to, const void* from, bool real) { Warp::now().copy(to, from, real); }
+inline void commit() { Warp::now().commit(); }
+template <int N>
+inline void wait() {
+  Warp::now().wait(N);
+}
+
+inline void load(u32 (&x)[4], const void* row, bool transposed) {
+  const auto* rows = Warp::now().meet(transposed ? "load_transposed" : "load_matrices", static_cast<const u16*>(row));
+  const int g = lane() / 4, t = lane() % 4;
+  for (int i = 0; i < 4; ++i) {
+    const u16* const* m = rows + 8 * i;
+    const u16 low = transposed ? m[2 * t][g] : m[g][2 * t], high = transposed ? m[2 * t + 1][g] : m[g][2 * t + 1];
+    x[i] = u32(low) | u32(high) << 16;
+  }
+}
+inline void load_matrices(u32 (&x)[4], const void* row) { load(x, row, false); }
+inline void load_transposed(u32 (&x)[4], const void* row) { load(x, row, true); }
+inline u32 transpose(u32 x) {
+  const int g = lane() / 4, t = lane() % 4;
+  const u32* all = Warp::now().meet("transpose", x);  // (row, columns 2c..) is with lane 4 row + c
+  const u32 low = all[8 * t + g / 2], high = all[8 * t + 4 + g / 2];
+  return (low >> 16 * (g % 2) & 0xffff) | (high >> 16 * (g % 2) & 0xffff) << 16;
+}
+
+template <class T>
+inline void multiply(float& c0, float& c1, float& c2, float& c3, const u32 (&a)[4], const u32 (&b)[2]) {
+  struct Mine {
+    u32 a[4], b[2];
+  };
+  const Mine* all = Warp::now().meet("multiply", Mine{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
+  const int g = lane() / 4, t = lane() % 4;
+  float* const c[4] = {&c0, &c1, &c2, &c3};
+  for (int i = 0; i < 4; ++i) {
+    const int row = g + 8 * (i / 2), column = 2 * t + i % 2;
+    double sum = *c[i];
+    for (int k = 0; k < 16; ++k) {
+      const u32 x = all[row % 8 * 4 + k % 8 / 2].a[row / 8 + 2 * (k / 8)];
+      const u32 y = all[column * 4 + k % 8 / 2].b[k / 8];
+      sum += double(half_of<T>(x, k % 2)) * half_of<T>(y, k % 2);
+    }
+    *c[i] = float(sum);
+  }
+}
+
+inline float load_fresh(const float* p) { return *p; }
+inline bool second_to(u32* counter) {
+  Warp::now().meet("second_to", 0);  // what the lanes have written is there
+  u32 before = 0;
+  if (lane() == 0) before = *counter, *counter ^= 1;
+  return shuffle(int(before), 0) != 0;
+}
+
+}  // namespace lamina::attention::cuda

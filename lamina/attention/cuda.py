@@ -1,0 +1,236 @@
+"""The cuda backend: kernels of csrc/attention/cuda, for decode and prompts alike, on NVIDIA GPUs from sm_80 on.
+
+HARDWARE-UNVERIFIED: its kernels have been compiled for sm_80, sm_90 and sm_100 and run, warp by warp, on a CPU.
+
+Everything is launched on torch's current stream; nothing waits for the GPU. Lengths and block tables are in a ``Step``
+on the device, so a captured CUDA graph can be replayed over growing lengths:
+
+    step = backend.step(sequences=64, rows=64, tokens=32768, block_size=16)
+    backend.refill(step, table)                        # once, then warm up what is to be captured
+    with torch.cuda.graph(graph): ... backend.attend_stored(op, step, store, q) ...
+    backend.refill(step, next_table); graph.replay()   # every step
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lamina.attention import AttentionBackend, Operator
+from lamina.attention.cuda_geometry import LEVELS, MOST_TOKENS, Geometry, Variant, choose
+from lamina.attention.cuda_kernels import Argument, CupyKernels, Kernels
+from lamina.attention.merge import CHUNK_TOKENS, Partial
+from lamina.kv.pool import LayerStore, RowTable, WriteIndex
+
+ELEMENTS = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
+HEADER = 8  # int32 in front of a step's sequences
+SEQUENCE = ("row", "first", "count", "seen", "stop", "origin")  # struct Sequence of csrc/attention/cuda/step.cuh
+SEQUENCE_INTS = 8
+SEQUENCES_PER_WARP = 32
+
+
+def open_backend(device: torch.device, dtype: torch.dtype) -> Cuda:
+    """The backend for stores of ``dtype`` on a CUDA device."""
+    if device.type != "cuda":
+        raise ValueError(f"attention backend 'cuda' computes on CUDA devices, not on {device}")
+    try:
+        return Cuda(CupyKernels(device), device, dtype)
+    except ImportError as error:
+        raise ImportError(f"attention backend 'cuda' cannot be used here: {error}") from error
+
+
+class PlanKey(NamedTuple):
+    """What a plan depends on, besides the step."""
+
+    variant: Variant
+    group: int
+    kv_heads: int
+    stored: bool
+
+
+class Step:
+    """A row table on the device, and its plans. Its addresses do not change when it is filled again."""
+
+    def __init__(self, device: torch.device, sequences: int, rows: int, width: int, block_size: int) -> None:
+        self.sequences, self.rows, self.width, self.block_size = sequences, rows, width, block_size
+        self.most_rows = rows - sequences + 1 if sequences else 0  # of one sequence
+        self.data = torch.zeros(HEADER + sequences * (SEQUENCE_INTS + width), dtype=torch.int32, device=device)
+        self.plans: dict[PlanKey, Tensor] = {}
+
+    def pack(self, table: RowTable) -> Tensor:
+        """The table as it lies on the device, in host memory. Raises ValueError if it does not fit."""
+        count, width = table.table.shape
+        if count > self.sequences or table.num_rows > self.rows or width > self.width:
+            raise ValueError(
+                f"the step takes {self.sequences} sequences, {self.rows} rows and {self.width} blocks of each, not "
+                f"{count}, {table.num_rows} and {width}"
+            )
+        if table.count.max(initial=0) > self.most_rows:
+            raise ValueError(f"the step takes {self.most_rows} rows of a sequence, not {table.count.max()}")
+        if table.block_size != self.block_size:
+            raise ValueError(f"the step has blocks of {self.block_size} tokens, not {table.block_size}")
+        host = torch.zeros(self.data.shape, dtype=torch.int32, pin_memory=self.data.is_cuda)
+        data = host.numpy()
+        data[0] = count
+        sequences = data[HEADER : HEADER + self.sequences * SEQUENCE_INTS].reshape(-1, SEQUENCE_INTS)
+        for i, name in enumerate(SEQUENCE):
+            sequences[:count, i] = getattr(table, name)
+        data[HEADER + sequences.size :].reshape(self.sequences, self.width)[:count, :width] = table.table
+        return host
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """counts and sequences of the kernels."""
+        base = self.data.data_ptr()
+        return np.uint64(base), np.uint64(base + HEADER * 4)
+
+    @property
+    def table_address(self) -> int:
+        return self.data.data_ptr() + (HEADER + self.sequences * SEQUENCE_INTS) * 4
+
+
+class Cuda(AttentionBackend):
+    """See ``AttentionBackend`` for the contract. To be used on one stream at a time: scratch is shared."""
+
+    def __init__(self, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
+        self._kernels = kernels
+        self._device = device
+        self._element = ELEMENTS[dtype]
+        self._common = Variant(element=self._element)  # for kernels that are alike in all variants
+        self._scratch: dict[str, Tensor] = {}
+        self._outgrown: list[Tensor] = []  # captured graphs may still use it
+
+    def step(self, *, sequences: int, rows: int, tokens: int, block_size: int) -> Step:
+        """Room for steps of at most that many sequences, rows and, of each sequence, tokens that are seen.
+
+        Raises ValueError for more tokens than the kernels number.
+        """
+        if tokens > MOST_TOKENS:
+            raise ValueError(f"attention backend 'cuda' takes {MOST_TOKENS} tokens of a sequence, not {tokens}")
+        width = (-(-tokens // CHUNK_TOKENS) + 1) * (CHUNK_TOKENS // block_size)  # what is seen may begin within a chunk
+        return Step(self._device, sequences, rows, width, block_size)
+
+    def refill(self, step: Step, table: RowTable) -> None:
+        """Put another row table into ``step``, and make its plans anew."""
+        step.data.copy_(step.pack(table), non_blocking=True)
+        for key in step.plans:
+            self._plan(step, key)
+
+    def prepare(self, rows: RowTable) -> Step:
+        count, width = rows.table.shape
+        if width * rows.block_size > MOST_TOKENS + CHUNK_TOKENS:
+            raise ValueError(f"attention backend 'cuda' takes {MOST_TOKENS} tokens of a sequence")
+        step = Step(self._device, count, rows.num_rows, width, rows.block_size)
+        step.most_rows = int(rows.count.max(initial=0))
+        self.refill(step, rows)
+        return step
+
+    def attend_stored(self, op: Operator, prepared: Step, store: LayerStore, q: Tensor) -> Partial:
+        if store.k.shape[0] * op.kv_heads * prepared.block_size >= 1 << 31:
+            raise ValueError(f"a store of {store.k.shape[0]} blocks is more than attention backend 'cuda' numbers")
+        out = self._empty(op, q)
+        self._attend(op, prepared, True, q, store.k, store.v, out, 0)
+        return out
+
+    def attend_new(self, op: Operator, prepared: Step, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+        out = self._empty(op, q)
+        self._attend(op, prepared, False, q, k, v, out, 0)
+        return out
+
+    def finish(
+        self, op: Operator, prepared: Step, stored: Partial, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> None:
+        self._attend(op, prepared, False, q, k, v, stored, out.data_ptr())
+
+    def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
+        heads, dim = parts.o.shape[1:]
+        tensors = parts.o, parts.lse, left, right
+        self._launch(self._common, "lamina_merge", len(left) * heads, *map(_address, tensors), *map(np.int32, (heads, dim)))
+
+    def close(self, stored: Partial, new: Partial, sinks: Tensor | None, out: Tensor) -> None:
+        heads, dim = new.o.shape[-2:]
+        tensors = stored.o, stored.lse, new.o, new.lse, sinks
+        shape = np.int32(heads), np.int32(dim)
+        self._launch(self._common, "lamina_close", new.lse.numel(), *map(_address, tensors), *shape, _address(out))
+
+    def append(self, store: LayerStore, at: WriteIndex, k: Tensor, v: Tensor) -> None:
+        """As ``LayerStore.write``, in one launch."""
+        _, heads, size, v_dim = store.v.shape
+        shape = (np.int32(heads), np.int32(size), np.int32(k.shape[-1]), np.int32(v_dim))
+        tensors = tuple(map(_address, (k, v, at.blocks, at.offsets)))
+        self._launch(
+            self._common, "lamina_append", len(k) * heads, *tensors, *shape, _address(store.k), _address(store.v)
+        )
+
+    def _attend(
+        self, op: Operator, step: Step, stored: bool, q: Tensor, k: Tensor, v: Tensor, part: Partial, out: int
+    ) -> None:
+        spec, group = op.spec, op.q_heads // op.kv_heads
+        variant = choose(self._element, op.qk_dim, op.v_dim, step.most_rows * group)
+        key = PlanKey(variant, group, op.kv_heads, stored)
+        geometry = self._geometry(step, key)
+        if key not in step.plans:
+            step.plans[key] = torch.empty(4 + 4 * geometry.capacity, dtype=torch.int32, device=self._device)
+            self._plan(step, key)
+        tasks = geometry.capacity * op.kv_heads
+        scratch = (
+            self._reserve("nodes", tasks * variant.node_numbers, torch.float32),
+            self._reserve("counters", tasks, torch.int32),
+            self._reserve("slots", geometry.blocks * LEVELS * variant.node_numbers, torch.float32),
+        )
+        shape = (op.q_heads, op.kv_heads, op.qk_dim, op.v_dim, spec.window)
+        self._launch(
+            variant,
+            "lamina_attend",
+            geometry.blocks,
+            *step.arguments(),
+            np.uint64(step.table_address),
+            np.int32(step.width),
+            np.int32(step.block_size.bit_length() - 1),
+            _address(step.plans[key]),
+            *map(np.int32, shape),
+            np.float32(spec.scale),
+            np.float32(spec.softcap),
+            _address(op.sinks),
+            _address(op.slopes),
+            np.int32(stored),
+            *map(_address, (q, k, v, part.o, part.lse)),
+            np.uint64(out),
+            *map(_address, scratch),
+        )
+
+    def _plan(self, step: Step, key: PlanKey) -> None:
+        geometry = self._geometry(step, key)
+        shape = (geometry.capacity, key.variant.tile, key.group, key.kv_heads, geometry.blocks, key.stored)
+        blocks = -(-step.sequences // SEQUENCES_PER_WARP)
+        arguments = (*step.arguments(), _address(step.plans[key]), *map(np.int32, shape))
+        self._launch(self._common, "lamina_plan", blocks, *arguments)
+
+    def _geometry(self, step: Step, key: PlanKey) -> Geometry:
+        sizes = {"sequences": step.sequences, "rows": step.rows, "group": key.group, "kv_heads": key.kv_heads}
+        return Geometry.of(key.variant, self._kernels.device, **sizes)
+
+    def _launch(self, variant: Variant, name: str, blocks: int, *arguments: Argument) -> None:
+        if blocks:
+            self._kernels.launch(variant, name, blocks, arguments)
+
+    def _reserve(self, name: str, numbers: int, dtype: torch.dtype) -> Tensor:
+        """Scratch that is kept; zeros when new."""
+        found = self._scratch.get(name)
+        if found is None or found.numel() < numbers:
+            if found is not None:
+                self._outgrown.append(found)
+            found = self._scratch[name] = torch.zeros(numbers, dtype=dtype, device=self._device)
+        return found
+
+    def _empty(self, op: Operator, q: Tensor) -> Partial:
+        shape = q.shape[0], op.q_heads
+        return Partial(
+            torch.empty(*shape, op.v_dim, device=self._device), torch.empty(*shape, device=self._device)
+        )
+
+
+def _address(tensor: Tensor | None) -> np.uint64:
+    return np.uint64(0 if tensor is None else tensor.data_ptr())

@@ -1,0 +1,117 @@
+"""Which kernel takes which step on a GPU, and with how many warps and how much memory. Numbers only: no torch, no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LEVELS = 14  # of the merge tree within a sequence, as kLevels of csrc/attention/cuda/step.cuh
+CHUNK_TOKENS = 128  # merge.CHUNK_TOKENS
+MOST_TOKENS = CHUNK_TOKENS << LEVELS
+LANES = 32
+TILE_TOKENS = 16
+HEAD_DIMS = range(64, 257, 8)  # that tensor cores take
+PLAIN_DIM_MOST = 256
+SPLITS = 4  # tasks of stored tokens for each warp, at most; where tiles alone are more, none is cut
+REGISTER_WARPS = 8  # of a multiprocessor, with 255 registers a lane
+PLAIN_WARPS = 16
+RESERVED_BYTES = 1024  # of shared memory, for each block
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a launch is fitted to."""
+
+    processors: int
+    shared_bytes: int  # of a multiprocessor
+    block_shared_bytes: int  # that one block can have
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One compilation of csrc/attention/cuda/kernels.cu."""
+
+    element: str  # float, BFloat16, Half
+    qk_dim: int = 0
+    v_dim: int = 0
+    columns: int = 0  # of 8 queries; 0 = the plain core, which takes one query and any head size
+    stages: int = 3
+    near_levels: int = 0
+
+    @property
+    def tile(self) -> int:
+        """Queries of a task."""
+        return 8 * self.columns or 1
+
+    @property
+    def node_numbers(self) -> int:
+        """fp32 numbers of a saved node: Fragment::kSize."""
+        if not self.columns:
+            return (PLAIN_DIM_MOST // LANES + 1) * LANES
+        return 2 * self.columns * (2 * _up(self.v_dim, 16) // 16 + 1) * LANES
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: the ring of K and V, then nodes that wait."""
+        if not self.columns:
+            return 0
+        row = sum((2 * _up(dim, 16) // 16 | 1) * 16 for dim in (self.qk_dim, self.v_dim))
+        return self.stages * TILE_TOKENS * row + self.near_levels * self.node_numbers * 4
+
+    def warps(self, device: Device) -> int:
+        """That run at a time, each a block by itself; 0 = there is no room for one."""
+        if not self.columns:
+            return PLAIN_WARPS * device.processors
+        if self.shared_bytes > device.block_shared_bytes:
+            return 0
+        fit = device.shared_bytes // (self.shared_bytes + RESERVED_BYTES)
+        return min(REGISTER_WARPS, fit) * device.processors
+
+    def defines(self) -> tuple[str, ...]:
+        """Of the compiler's command line."""
+        defined = {"ELEMENT": self.element}
+        if self.columns:
+            numbers = (self.qk_dim, self.v_dim, self.columns, self.stages, self.near_levels)
+            names = ("KEY_DIM", "VALUE_DIM", "COLUMNS", "STAGES", "NEAR_LEVELS")
+            defined |= dict(zip(names, map(str, numbers), strict=True))
+        return tuple(f"-DLAMINA_{name}={value}" for name, value in defined.items())
+
+
+def choose(element: str, qk_dim: int, v_dim: int, queries: int) -> Variant:
+    """The variant for tiles of ``queries`` queries at most, of one sequence and KV head.
+
+    Registers decide: a second column of queries fits for head sizes up to 128. Raises ValueError for head sizes that no
+    variant takes.
+    """
+    widest = max(qk_dim, v_dim)
+    if widest > PLAIN_DIM_MOST:
+        raise ValueError(f"attention backend 'cuda' takes head sizes up to {PLAIN_DIM_MOST}, not {widest}")
+    if element == "float" or qk_dim not in HEAD_DIMS or v_dim not in HEAD_DIMS:
+        return Variant(element=element)
+    columns = 2 if queries > 8 and widest <= 128 else 1
+    near_levels = 2 if columns == 1 and widest <= 128 else 1
+    return Variant(element=element, qk_dim=qk_dim, v_dim=v_dim, columns=columns, near_levels=near_levels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """Of one launch. Made of what a captured graph fixes: never of lengths."""
+
+    blocks: int
+    capacity: int  # tasks of a KV head
+
+    @staticmethod
+    def of(variant: Variant, device: Device, *, sequences: int, rows: int, group: int, kv_heads: int) -> Geometry:
+        """For steps of at most that many sequences and rows. Raises ValueError where not even one warp fits."""
+        warps = variant.warps(device)
+        if not warps:
+            raise ValueError(
+                f"attention over heads of {variant.qk_dim} and {variant.v_dim} needs {variant.shared_bytes} bytes of "
+                f"shared memory, this GPU has {device.block_shared_bytes}"
+            )
+        tiles = rows * group // variant.tile + sequences
+        capacity = tiles + SPLITS * warps // kv_heads
+        return Geometry(blocks=min(warps, capacity * kv_heads), capacity=capacity)
+
+
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

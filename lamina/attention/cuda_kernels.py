@@ -1,0 +1,82 @@
+"""The kernels of csrc/attention/cuda, compiled when first used (NVRTC, through CuPy, which keeps them on disk)."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from lamina.attention.cuda_geometry import LANES, Device, Variant
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+SOURCES = CSRC / "attention" / "cuda"
+
+Argument = np.int32 | np.float32 | np.uint64  # int, float and pointer of a kernel
+
+
+class Kernels(Protocol):
+    """Launches kernels on one device, in the order of its current stream."""
+
+    device: Device
+
+    def launch(self, variant: Variant, name: str, blocks: int, arguments: tuple[Argument, ...]) -> None:
+        """``blocks`` warps of the kernel ``name``."""
+        ...
+
+
+class CupyKernels:
+    """Kernels on a CUDA device, on torch's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises ImportError, in one line, for whatever is missing; ValueError for a GPU that is too old."""
+        if not torch.cuda.is_available():
+            raise ImportError(f"it needs an NVIDIA GPU, and torch {torch.__version__} sees none here")
+        try:
+            import cupy
+        except ImportError as error:
+            raise ImportError(
+                f"it needs CuPy, which did not load ({error}); pip install cupy-cuda13x (or cupy-cuda12x)"
+            ) from error
+        if not (SOURCES / "kernels.cu").is_file():
+            raise ImportError(f"it needs its kernels' sources, and {SOURCES} is not there: run from a checkout")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        found = torch.cuda.get_device_properties(index)
+        if found.major < 8:
+            raise ValueError(f"attention backend 'cuda' needs a GPU of sm_80 or later, not sm_{found.major}{found.minor}")
+        self._cupy: Any = cupy
+        self._index = index
+        attributes = cupy.cuda.Device(index).attributes
+        self.device = Device(
+            processors=found.multi_processor_count,
+            shared_bytes=attributes["MaxSharedMemoryPerMultiprocessor"],
+            block_shared_bytes=attributes["MaxSharedMemoryPerBlockOptin"],
+        )
+        self._compiled: dict[tuple[Variant, str], Any] = {}
+
+    def launch(self, variant: Variant, name: str, blocks: int, arguments: tuple[Argument, ...]) -> None:
+        """See ``Kernels``. The first launch of a variant compiles it: seconds, and not while a graph is captured."""
+        stream = torch.cuda.current_stream(self._index).cuda_stream
+        with self._cupy.cuda.Device(self._index), self._cupy.cuda.ExternalStream(stream, self._index):
+            kernel = self._compiled.get((variant, name)) or self._compile(variant, name)
+            kernel((blocks,), (LANES,), arguments, shared_mem=variant.shared_bytes if name == "lamina_attend" else 0)
+
+    def _compile(self, variant: Variant, name: str) -> Any:
+        options = ("-std=c++17", f"-I{CSRC}", *variant.defines())
+        kernel = self._cupy.RawModule(code=source(), options=options).get_function(name)
+        if name == "lamina_attend" and variant.shared_bytes:
+            kernel.max_dynamic_shared_size_bytes = variant.shared_bytes
+        self._compiled[variant, name] = kernel
+        return kernel
+
+
+@cache
+def source() -> str:
+    """The text to compile. It names what it includes, since CuPy finds a kernel on disk by this text alone."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.glob("*.cuh")):
+        digest.update(path.read_bytes())
+    return f"// with headers {digest.hexdigest()}\n" + (SOURCES / "kernels.cu").read_text()
