@@ -10,7 +10,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("LAMINA_MLX5_MODEL", "1")  # no NIC here: mlx5 runs against the software one
 
-NEEDS = {"verbs": pytest.mark.rdma}  # by transport; a test that is parametrized with it carries the mark
+# By transport or attention backend; a test that is parametrized with it carries the mark.
+NEEDS = {"verbs": pytest.mark.rdma, "cuda": pytest.mark.gpu, "flashinfer": pytest.mark.gpu}
 
 
 @pytest.hookimpl(tryfirst=True)

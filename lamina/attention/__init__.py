@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from lamina.kv.pool import LayerStore, RowTable
 
 # name -> module of this package with a function open_backend(device, dtype); imported when first used. The best first.
-BACKENDS: dict[str, str] = {"native": "native", "numba": "numba", "reference": "reference", "emulate": "emulate"}
+BACKENDS: dict[str, str] = {
+    "native": "native",
+    "numba": "numba",
+    "cuda": "cuda",  # on GPUs only, as the next one: both raise ValueError for other devices
+    "flashinfer": "flashinfer",
+    "reference": "reference",
+    "emulate": "emulate",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

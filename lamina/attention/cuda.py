@@ -147,7 +147,9 @@ class Cuda(AttentionBackend):
     def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
         heads, dim = parts.o.shape[1:]
         tensors = parts.o, parts.lse, left, right
-        self._launch(self._common, "lamina_merge", len(left) * heads, *map(_address, tensors), *map(np.int32, (heads, dim)))
+        self._launch(
+            self._common, "lamina_merge", len(left) * heads, *map(_address, tensors), *map(np.int32, (heads, dim))
+        )
 
     def close(self, stored: Partial, new: Partial, sinks: Tensor | None, out: Tensor) -> None:
         heads, dim = new.o.shape[-2:]
@@ -227,9 +229,7 @@ class Cuda(AttentionBackend):
 
     def _empty(self, op: Operator, q: Tensor) -> Partial:
         shape = q.shape[0], op.q_heads
-        return Partial(
-            torch.empty(*shape, op.v_dim, device=self._device), torch.empty(*shape, device=self._device)
-        )
+        return Partial(torch.empty(*shape, op.v_dim, device=self._device), torch.empty(*shape, device=self._device))
 
 
 def _address(tensor: Tensor | None) -> np.uint64:

@@ -46,7 +46,9 @@ class CupyKernels:
         index = torch.cuda.current_device() if device.index is None else device.index
         found = torch.cuda.get_device_properties(index)
         if found.major < 8:
-            raise ValueError(f"attention backend 'cuda' needs a GPU of sm_80 or later, not sm_{found.major}{found.minor}")
+            raise ValueError(
+                f"attention backend 'cuda' needs a GPU of sm_80 or later, not sm_{found.major}{found.minor}"
+            )
         self._cupy: Any = cupy
         self._index = index
         attributes = cupy.cuda.Device(index).attributes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lamina.attention import BACKENDS, AttentionBackend, Operator, get
+from lamina.attention import BACKENDS, AttentionBackend, Operator
+from lamina.attention import get as open_backend
 from lamina.attention.merge import CHUNK_TOKENS, Node, Partial, finish, root
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.blocks import BlockTables
-from lamina.kv.pool import LayerStore, allocate, row_table
+from lamina.kv.pool import LayerStore, RowTable, allocate, row_table
 from lamina.workers.stepplan import New, Rows, StepPlan
 
 CPU = torch.device("cpu")
@@ -28,6 +30,61 @@ except ImportError:
 
 # The table, and the native backend with every set of instructions that this CPU runs and it would not choose.
 backends = pytest.mark.parametrize("name", [*sorted(BACKENDS), *(f"native, {v}" for v in VARIANTS[1:])])
+ON_GPU = ("cuda", "flashinfer")
+
+
+class OnGpu(AttentionBackend):
+    """A backend of a GPU, for tensors on the CPU."""
+
+    def __init__(self, inner: AttentionBackend) -> None:
+        self._inner = inner
+
+    def prepare(self, rows: RowTable) -> Any:
+        return self._inner.prepare(rows)
+
+    def attend_stored(self, op: Operator, prepared: Any, store: LayerStore, q: Tensor) -> Partial:
+        there = LayerStore(store.k.cuda(), store.v.cuda())
+        return _back(self._inner.attend_stored(_there(op), prepared, there, q.cuda()))
+
+    def attend_new(self, op: Operator, prepared: Any, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+        return _back(self._inner.attend_new(_there(op), prepared, q.cuda(), k.cuda(), v.cuda()))
+
+    def finish(
+        self, op: Operator, prepared: Any, stored: Partial, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> None:
+        there, result = Partial(stored.o.cuda(), stored.lse.cuda()), out.cuda()
+        self._inner.finish(_there(op), prepared, there, q.cuda(), k.cuda(), v.cuda(), result)
+        out.copy_(result)
+
+    def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
+        there = Partial(parts.o.cuda(), parts.lse.cuda())
+        self._inner.merge(there, left.cuda(), right.cuda())
+        parts.o.copy_(there.o)
+        parts.lse.copy_(there.lse)
+
+    def close(self, stored: Partial, new: Partial, sinks: Tensor | None, out: Tensor) -> None:
+        parts, result = [Partial(p.o.cuda(), p.lse.cuda()) for p in (stored, new)], out.cuda()
+        self._inner.close(*parts, None if sinks is None else sinks.cuda(), result)
+        out.copy_(result)
+
+
+def _there(op: Operator) -> Operator:
+    sinks, slopes = (None if x is None else x.cuda() for x in (op.sinks, op.slopes))
+    return replace(op, sinks=sinks, slopes=slopes)
+
+
+def _back(part: Partial) -> Partial:
+    return Partial(part.o.cpu(), part.lse.cpu())
+
+
+def get(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    """The backend, on a GPU where it needs one."""
+    if name not in ON_GPU:
+        return open_backend(name, device, dtype)
+    try:
+        return OnGpu(open_backend(name, torch.device("cuda"), dtype))
+    except (ImportError, ValueError) as error:
+        pytest.skip(str(error))
 
 
 def opened(name: str, dtype: torch.dtype) -> AttentionBackend:

@@ -1,4 +1,5 @@
 // The kernels as a shared library for tests: emulate(kernel, blocks, shared bytes, addresses of the kernel's arguments).
+#include <cstddef>
 #include <cstring>
 #include <tuple>
 #include <utility>
@@ -35,4 +36,12 @@ extern "C" bool emulate(const char* name, int blocks, int shared_bytes, void** a
 // The emulation's own conversions, which a test compares with others.
 extern "C" void emulate_round(int count, const float* from, Element* to, float* back) {
   for (int i = 0; i < count; ++i) round_to(to[i], from[i]), back[i] = to_float(to[i]);
+}
+
+// What cuda_geometry.py must know: queries of a tile, numbers of a node, bytes of shared memory, levels, the header's parts.
+extern "C" void emulate_sizes(int* to) {
+  const int shared = Core::kPipelineBytes + Core::kNearLevels * Core::Node::kSize * int(sizeof(float));
+  const int all[] = {Core::kQueries, Core::Node::kSize, shared, kLevels, kChunk, int(sizeof(Sequence)), int(sizeof(Task)),
+                     int(offsetof(Plan, task))};
+  std::memcpy(to, all, sizeof all);
 }

@@ -33,8 +33,19 @@ def build(variant: Variant, *flags: str, source: Path = SOURCES / "emulation.cpp
     """The shared library of one variant."""
     name = f"{abs(hash((variant, flags, source))):x}.so"
     output = Path(_folder().name) / name
-    command = [str(GXX), "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE"]
-    command += ["-shared", "-fPIC", f"-I{CSRC}", *flags, *variant.defines(), str(source), "-o", str(output)]
+    command = [str(GXX), "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    command += [
+        "-Wno-clobbered",
+        "-U_FORTIFY_SOURCE",
+        "-shared",
+        "-fPIC",
+        f"-I{CSRC}",
+        *flags,
+        *variant.defines(),
+        str(source),
+        "-o",
+        str(output),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     return output
@@ -58,7 +69,9 @@ class EmulatedKernels:
         emulate = library(variant).emulate
         emulate.restype = ctypes.c_bool
         shared = variant.shared_bytes if name == "lamina_attend" else 0
-        assert emulate(name.encode(), blocks, shared, addresses, len(held)), f"{name} does not take {len(held)} arguments"
+        assert emulate(name.encode(), blocks, shared, addresses, len(held)), (
+            f"{name} does not take {len(held)} arguments"
+        )
         self.launched[name] += 1
         if variant.columns:
             self.launched["tensor"] += 1

@@ -1,0 +1,122 @@
+"""The CUDA kernels compile for every architecture we support, by nvcc and NVRTC, and to the instructions they are about.
+
+Nothing is run: that needs a GPU (perf/gpu_suite.py)."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from lamina.attention.cuda_geometry import Variant, choose
+from lamina.attention.cuda_kernels import CSRC, SOURCES, source
+
+ARCHITECTURES = (80, 90, 100)
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc: install the CUDA toolkit")
+NAMES = ("plan", "attend", "merge", "close", "append")
+USUAL = choose("BFloat16", 128, 128, 4)
+VARIANTS = [
+    USUAL,
+    Variant(element="float"),
+    choose("Half", 128, 128, 64),
+    pytest.param(choose("Half", 72, 80, 4), marks=pytest.mark.slow),
+    pytest.param(choose("BFloat16", 64, 64, 64), marks=pytest.mark.slow),
+    pytest.param(choose("BFloat16", 192, 128, 4), marks=pytest.mark.slow),
+    pytest.param(choose("BFloat16", 256, 256, 4), marks=pytest.mark.slow),
+]
+
+
+def nvcc(variant: Variant, architecture: int, output: Path) -> str:
+    """Compile to what the suffix of ``output`` says; what the compiler prints."""
+    flags = [f"-arch=sm_{architecture}", "-std=c++17", "-Werror", "all-warnings", "-Xptxas", "-v", f"-I{CSRC}"]
+    command = [
+        str(NVCC),
+        *flags,
+        *variant.defines(),
+        f"-{output.suffix[1:]}",
+        str(SOURCES / "kernels.cu"),
+        "-o",
+        str(output),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def bodies(ptx: str) -> dict[str, str]:
+    """Kernel -> PTX."""
+    parts = re.split(r"\.visible \.entry lamina_(\w+)\(", ptx)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@needs_nvcc
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_kernels_assemble_and_nothing_spills(variant: Variant, architecture: int, tmp_path: Path) -> None:
+    said = nvcc(variant, architecture, tmp_path / "kernels.cubin")
+    spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert len(spilled) == len(NAMES)
+    assert set(spilled) == {("0", "0")}
+
+
+@needs_nvcc
+def test_instructions(tmp_path: Path) -> None:
+    nvcc(USUAL, 90, tmp_path / "kernels.ptx")
+    found = bodies((tmp_path / "kernels.ptx").read_text())
+    assert set(found) == set(NAMES)
+    attend = found["attend"]
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in attend
+    assert "cp.async.cg.shared.global.L2::128B" in attend
+    assert "ldmatrix.sync.aligned.m8n8.x4.trans" in attend
+    assert "movmatrix.sync.aligned.m8n8.trans" in attend
+    meeting = attend.index("atom.global.inc.u32")
+    assert re.search(r"(membar|fence)[\w.]*", attend[:meeting]), "what is saved comes before the meeting"
+    assert re.search(r"(membar|fence)[\w.]*", attend[meeting:]), "and is read after it"
+    assert "ld.global.cg" in attend[meeting:], "past L1, which may hold what was there before"
+    assert "ld.global.nc" not in attend, "nor through the read-only cache"
+    assert not any("trap" in body or "bar.sync" in body for body in found.values()), "blocks are single warps"
+
+
+def nvrtc_library() -> ctypes.CDLL | None:
+    """That of the package nvidia-cuda-nvrtc, or the system's."""
+    spec = find_spec("nvidia")
+    folders = [Path(p) for p in (spec.submodule_search_locations or [] if spec else [])]
+    found = [path for folder in folders for path in sorted(folder.glob("**/libnvrtc.so.*"))]
+    for name in [*map(str, found), "libnvrtc.so.13", "libnvrtc.so.12", "/usr/local/cuda/lib64/libnvrtc.so"]:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("variant", [USUAL, Variant(element="Half")], ids=str)
+def test_nvrtc_takes_what_cupy_gives_it(variant: Variant, architecture: int) -> None:
+    nvrtc = nvrtc_library()
+    if nvrtc is None:
+        pytest.skip("no NVRTC: pip install nvidia-cuda-nvrtc")
+    program = ctypes.c_void_p()
+    assert not nvrtc.nvrtcCreateProgram(ctypes.byref(program), source().encode(), b"kernels.cu", 0, None, None)
+    options = [f"--gpu-architecture=sm_{architecture}", "-std=c++17", f"-I{CSRC}", *variant.defines()]
+    given = (ctypes.c_char_p * len(options))(*(x.encode() for x in options))
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), given)
+    size = ctypes.c_size_t()
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    assert not failed, log.value.decode()
+
+
+def test_the_source_names_its_headers() -> None:
+    """CuPy finds a compiled kernel on disk by its text: a change of a header must change it."""
+    text = source()
+    assert re.match(r"// with headers [0-9a-f]{64}\n", text)
+    assert "lamina_attend" in text

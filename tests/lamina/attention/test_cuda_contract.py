@@ -1,0 +1,130 @@
+"""The contract suite's checks, with the CUDA kernels run on a CPU: the core on tensor cores, and the plain one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_emulation import SMALL, EmulatedKernels, emulated, needs_gxx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "contract"))
+import test_attention as contract
+
+pytestmark = [needs_gxx, pytest.mark.timeout(300)]
+
+OPERATOR, CASE = contract.operator, contract.Case
+SPECS = pytest.mark.parametrize("spec", [{}, contract.WHOLE], ids=["plain", "whole"])
+
+
+@pytest.fixture(params=["tensor", "plain"])
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
+    """The suite's own functions, over emulated kernels; for tensor cores all its heads have the size 64."""
+    monkeypatch.setattr(contract, "get", lambda name, device, dtype: emulated(dtype))
+    if request.param == "plain":
+        yield torch.float32
+        return
+    dtype = torch.bfloat16
+    monkeypatch.setattr(contract, "operator", lambda q, kv, dim, v=0, **spec: OPERATOR(q, kv, 64, **spec))
+    monkeypatch.setattr(contract, "Case", lambda lengths, op, dtype=dtype: CASE(lengths, op, dtype))
+    yield dtype
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> contract.Case:
+    group, kv_heads = draw(st.sampled_from([(1, 2), (4, 1), (7, 2), (12, 1)]))
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float32]))
+    op = OPERATOR(
+        group * kv_heads,
+        kv_heads,
+        64 if dtype == torch.bfloat16 else draw(st.sampled_from([8, 20, 64])),
+        0 if dtype == torch.bfloat16 else draw(st.sampled_from([0, 24])),
+        sinks=draw(st.booleans()),
+        alibi=draw(st.booleans()),
+        window=draw(st.sampled_from([0, 0, 1, 16, 100, 128, 200])),
+        softcap=draw(st.sampled_from([0.0, 2.0])),
+        scale=draw(st.sampled_from([0.25, 1.0])),
+    )
+    return CASE(draw(contract.sequences), op, dtype, draw(st.sampled_from([1, 8, 16, 128])), draw(st.integers(0, 99)))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases(), processors=st.sampled_from([1, 2, 7]))
+def test_equals_the_oracle(case: contract.Case, processors: int) -> None:
+    backend = emulated(case.dtype, replace(SMALL, processors=processors))
+    out, stored, new = contract.run(backend, case)
+    assert contract.error(out, contract.oracle(case)) < contract.DTYPES[case.dtype]
+    empty = torch.tensor([length == 0 for length, count in case.lengths for _ in range(count)])
+    assert (stored.lse[empty] == float("-inf")).all()
+    assert (stored.o[empty] == 0).all()
+    assert not any(x.isnan().any() for p in (stored, new) for x in p)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (72, 80), (96, 128), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("group", [1, 4, 8, 12])
+def test_every_head_size_on_tensor_cores(dtype: torch.dtype, dim: int, v_dim: int, group: int) -> None:
+    case = CASE(((300, 1), (0, 3), (1030, 2)), OPERATOR(group, 1, dim, v_dim, **contract.WHOLE), dtype)
+    backend = emulated(dtype)
+    out, _, _ = contract.run(backend, case)
+    assert backend._kernels.launched["tensor"] == 2  # type: ignore[attr-defined]
+    assert contract.error(out, contract.oracle(case)) < contract.DTYPES[dtype]
+
+
+def test_partial_results_are_as_exact_as_fp32(dtype: torch.dtype) -> None:
+    """Weights are not rounded to the store's 16 bits: the oracle's o is met before it is rounded."""
+    case = contract.Case(((1000, 1), (130, 1)), contract.operator(4, 2, 64))
+    _, stored, new = contract.run(emulated(dtype), case)
+    want = contract.oracle(case)
+    share = 1 / (1 + (new.lse - stored.lse).exp())
+    o = stored.o * share[..., None] + new.o * (1 - share[..., None])
+    assert contract.error(o, want) < 2e-5
+
+
+@SPECS
+def test_heads(dtype: torch.dtype, spec: dict[str, Any]) -> None:
+    contract.test_heads_are_independent_bit_for_bit("", dtype, spec, 8, 4, 16)
+
+
+@SPECS
+def test_batch_mates(dtype: torch.dtype, spec: dict[str, Any]) -> None:
+    contract.test_batch_mates_are_independent_bit_for_bit("", dtype, spec)
+
+
+@SPECS
+@pytest.mark.parametrize("stripe", [1, 2])
+def test_ranges_of_tokens(dtype: torch.dtype, spec: dict[str, Any], stripe: int) -> None:
+    contract.test_ranges_of_tokens_merge_to_the_same_bits("", dtype, spec, 16, stripe)
+
+
+@pytest.mark.parametrize("check", [contract.test_nan_stays_where_it_came_from, contract.test_every_stored_token_counts])
+@pytest.mark.parametrize("number", [1, 100])
+def test_tokens(dtype: torch.dtype, check: Callable[[str, int], None], number: int) -> None:
+    check("", number if check is contract.test_nan_stays_where_it_came_from else min(number, 5))
+
+
+@pytest.mark.parametrize("dropped", ["window", "softcap", "sinks", "alibi", "scale"])
+def test_dropping_any_part_of_the_spec_would_show(dropped: str) -> None:
+    whole = {"window": 6, "softcap": 1.5, "sinks": True, "alibi": True, "scale": 0.4}
+    case = CASE(((200, 3),), OPERATOR(4, 2, 64, **whole), torch.bfloat16)
+    less = replace(case, op=OPERATOR(4, 2, 64, **{k: v for k, v in whole.items() if k != dropped}))
+    assert contract.error(contract.run(emulated(torch.bfloat16), less)[0], contract.oracle(case)) > 2e-2
+
+
+def test_plans_make_no_difference_bit_for_bit(dtype: torch.dtype) -> None:
+    """A task may be a chunk or a whole sequence, with the warps of any GPU."""
+    case = contract.Case(((2500, 1), (900, 1), (40, 1), (300, 20)), contract.operator(4, 2, 64, **contract.WHOLE))
+    found = []
+    for processors in (1, 3, 20, 132):
+        kernels = EmulatedKernels(replace(SMALL, processors=processors))
+        backend = emulated(dtype)
+        backend._kernels = kernels
+        found.append(contract.run(backend, case))
+    assert all(contract.same(x, found[0]) for x in found)
