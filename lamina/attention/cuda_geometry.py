@@ -1,4 +1,4 @@
-"""Which kernel takes which step on a GPU, and with how many warps and how much memory. Numbers only: no torch, no GPU."""
+"""Which kernel takes which step on a GPU, with how many warps and how much memory. Numbers only: no torch, no GPU."""
 
 from __future__ import annotations
 

@@ -57,21 +57,24 @@ class CupyKernels:
             shared_bytes=attributes["MaxSharedMemoryPerMultiprocessor"],
             block_shared_bytes=attributes["MaxSharedMemoryPerBlockOptin"],
         )
-        self._compiled: dict[tuple[Variant, str], Any] = {}
+        self._modules: dict[Variant, Any] = {}
+        self._kernels: dict[tuple[Variant, str], Any] = {}
 
     def launch(self, variant: Variant, name: str, blocks: int, arguments: tuple[Argument, ...]) -> None:
         """See ``Kernels``. The first launch of a variant compiles it: seconds, and not while a graph is captured."""
         stream = torch.cuda.current_stream(self._index).cuda_stream
         with self._cupy.cuda.Device(self._index), self._cupy.cuda.ExternalStream(stream, self._index):
-            kernel = self._compiled.get((variant, name)) or self._compile(variant, name)
+            kernel = self._kernels.get((variant, name)) or self._compile(variant, name)
             kernel((blocks,), (LANES,), arguments, shared_mem=variant.shared_bytes if name == "lamina_attend" else 0)
 
     def _compile(self, variant: Variant, name: str) -> Any:
-        options = ("-std=c++17", f"-I{CSRC}", *variant.defines())
-        kernel = self._cupy.RawModule(code=source(), options=options).get_function(name)
+        if variant not in self._modules:
+            options = ("-std=c++17", f"-I{CSRC}", *variant.defines())
+            self._modules[variant] = self._cupy.RawModule(code=source(), options=options)
+        kernel = self._modules[variant].get_function(name)
         if name == "lamina_attend" and variant.shared_bytes:
             kernel.max_dynamic_shared_size_bytes = variant.shared_bytes
-        self._compiled[variant, name] = kernel
+        self._kernels[variant, name] = kernel
         return kernel
 
 

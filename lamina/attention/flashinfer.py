@@ -3,13 +3,14 @@
 HARDWARE-UNVERIFIED: tested with a stand-in for FlashInfer on a CPU.
 
 FlashInfer folds a sequence's tokens in an order of its own. So it is given every chunk of 128 tokens as a request by
-itself, and the results, with their log-sum-exp, go up the merge tree. That keeps the contract's bits; it costs a partial
-result for each chunk, rounded to the store's dtype, which is what FlashInfer returns.
+itself, and the results, with their log-sum-exp, go up the merge tree. That keeps the contract's bits; it costs a
+partial result for each chunk, rounded to the store's dtype, which is what FlashInfer returns.
 """
 
 from __future__ import annotations
 
 import inspect
+from importlib import import_module
 from math import log
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ def open_backend(device: torch.device, dtype: torch.dtype) -> FlashInfer:
 
 def _wrapper_class() -> Any:
     try:
-        import flashinfer
+        flashinfer = import_module("flashinfer")
     except ImportError as error:
         raise ImportError(
             f"it needs FlashInfer, which did not load ({error}); pip install flashinfer-python"

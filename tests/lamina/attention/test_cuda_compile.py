@@ -1,4 +1,4 @@
-"""The CUDA kernels compile for every architecture we support, by nvcc and NVRTC, and to the instructions they are about.
+"""The CUDA kernels compile for every architecture we support, by nvcc and NVRTC, to the instructions they are about.
 
 Nothing is run: that needs a GPU (perf/gpu_suite.py)."""
 

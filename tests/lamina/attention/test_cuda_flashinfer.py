@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from math import log
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class Decode:
     def plan(self, indptr: Tensor, indices: Tensor, last: Tensor, *shape: int, **options: Any) -> None:
         assert options["disable_split_kv"]
         assert indptr.dtype == indices.dtype == last.dtype == torch.int32
-        self.requests = [indices[a:b].long() for a, b in zip(indptr[:-1], indptr[1:], strict=True)]
+        self.requests = [indices[a:b].long() for a, b in pairwise(indptr.tolist())]
         self.last, self.shape, self.options = last.tolist(), shape, options
 
     def run(self, q: Tensor, kv: tuple[Tensor, Tensor], *, return_lse: bool) -> tuple[Tensor, Tensor]:

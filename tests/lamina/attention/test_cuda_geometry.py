@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from lamina.attention.cuda import SEQUENCE_INTS
 from lamina.attention.cuda_geometry import (
-    CHUNK_TOKENS, HEAD_DIMS, LANES, LEVELS, MOST_TOKENS, SPLITS, Device, Geometry, Variant, choose,
+    CHUNK_TOKENS,
+    HEAD_DIMS,
+    LANES,
+    LEVELS,
+    MOST_TOKENS,
+    SPLITS,
+    Device,
+    Geometry,
+    Variant,
+    choose,
 )  # fmt: skip
 from lamina.attention.merge import CHUNK_TOKENS as MERGED_TOKENS
 

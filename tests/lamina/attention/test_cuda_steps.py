@@ -1,9 +1,8 @@
-"""What the cuda backend launches in a step, replayed over growing lengths as a captured graph would; merge and append."""
+"""What the cuda backend launches in a step, replayed over growing lengths as by a graph; merge and append."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,11 +50,11 @@ def grow(tables: BlockTables, lengths: list[int], step: int) -> list[Rows]:
 
 
 @pytest.fixture
-def tables() -> Iterator[BlockTables]:
+def tables() -> BlockTables:
     tables = BlockTables([0], [200], 16)
     tables.apply(StepPlan(step=0, ops=[New(i) for i in range(3)], rows=[]))
     tables.apply(StepPlan(step=1, ops=[], rows=[Rows(0, 0, 120), Rows(1, 0, 250), Rows(2, 0, 1)]))
-    yield tables
+    return tables
 
 
 @needs_gxx
