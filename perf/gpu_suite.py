@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--replays", type=int, default=1000, help="of one graph (default 1000)")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        said = [run_part(name, part) for name, part in (("compile", compile_kernels), ("netstack kernels", netstack))]
+        said = [run_part("compile", compile_kernels), run_part("netstack kernels", netstack)]
         found = "; ".join(str(x.get("said") or x.get("error")) for x in said)
         print(f"gpu_suite: no NVIDIA GPU that torch {torch.__version__} can use: nothing measured. Compiled: {found}")
         return 0

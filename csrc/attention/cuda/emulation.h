@@ -1,7 +1,8 @@
 // warp.cuh on a CPU: the lanes of a warp are fibers of one thread, which change places where a GPU's lanes would meet.
 //
 // It is stricter than a GPU where that finds mistakes: a background copy destroys its target at once and lands as late as
-// it may; lanes that meet at different instructions end the process; so does a warp that leaves copies unawaited.
+// it may, at the `sync` behind its `wait`; lanes that meet at different instructions end the process, and so do copies that
+// nobody awaits or that are not aligned, and loads from shared memory that only global memory allows.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -113,7 +114,13 @@ class Warp {
     return board;
   }
 
+  void check_global(const void* p) {
+    if (p >= shared_.data() && p < shared_.data() + shared_.size()) fail("a global load from shared memory");
+  }
+
   void copy(void* to, const void* from, bool real) {
+    if (to < shared_.data() || to >= shared_.data() + shared_.size()) fail("a copy to elsewhere than shared memory");
+    if ((std::uintptr_t(to) | std::uintptr_t(from)) % 16) fail("a copy that is not aligned");
     std::memset(to, 0xff, 16);
     pending_[lane_].back().push_back({to, real ? from : nullptr});
   }
@@ -121,13 +128,18 @@ class Warp {
   void wait(int left) {
     auto& groups = pending_[lane_];
     while (int(groups.size()) - 1 > left) {
-      for (auto& [to, from] : groups.front())
-        if (from)
-          std::memcpy(to, from, 16);
-        else
-          std::memset(to, 0, 16);
+      landed_[lane_].insert(landed_[lane_].end(), groups.front().begin(), groups.front().end());
       groups.pop_front();
     }
+  }
+  // What this lane has awaited becomes everybody's.
+  void publish() {
+    for (auto& [to, from] : landed_[lane_])
+      if (from)
+        std::memcpy(to, from, 16);
+      else
+        std::memset(to, 0, 16);
+    landed_[lane_].clear();
   }
 
  private:
@@ -154,6 +166,7 @@ class Warp {
       makecontext(&c, &Warp::enter, 0);
       started_[i] = done_[i] = false, turn_[i] = 0;
       pending_[i].assign(1, {});
+      landed_[i].clear();
     }
     lane_ = 0;
     started_[0] = true;
@@ -162,6 +175,7 @@ class Warp {
       if (turn_[i] != turn_[0]) fail("a lane left before the others");
       for (auto& group : pending_[i])
         if (!group.empty()) fail("copies that nobody awaits");
+      if (!landed_[i].empty()) fail("copies that nobody shares");
     }
   }
 
@@ -198,7 +212,8 @@ class Warp {
   int turn_[kLanes];
   alignas(16) char boards_[2][kLanes * sizeof(Line) * 2];
   const char* places_[2][kLanes];
-  std::deque<std::vector<Copy>> pending_[kLanes];
+  std::deque<std::vector<Copy>> pending_[kLanes];  // by commit, the open one last
+  std::vector<Copy> landed_[kLanes];
 };
 
 inline int lane() { return Warp::now().lane(); }
@@ -206,7 +221,10 @@ inline int block() { return Warp::now().block(); }
 inline int blocks() { return Warp::now().blocks(); }
 inline char* shared_memory() { return Warp::now().shared(); }
 
-inline void sync() { Warp::now().meet("sync", 0); }
+inline void sync() {
+  Warp::now().publish();
+  Warp::now().meet("sync", 0);
+}
 template <class X>
 inline X shuffle(X x, int from) {
   return Warp::now().meet("shuffle", x)[from];
@@ -262,7 +280,11 @@ inline void multiply(float& c0, float& c1, float& c2, float& c3, const u32 (&a)[
   }
 }
 
-inline float load_fresh(const float* p) { return *p; }
+inline float load_own(const float* p) { return *p; }
+inline float load_fresh(const float* p) {
+  Warp::now().check_global(p);
+  return *p;
+}
 inline bool second_to(u32* counter) {
   Warp::now().meet("second_to", 0);  // what the lanes have written is there
   u32 before = 0;

@@ -47,18 +47,19 @@ struct Fragment {
     }
   }
 
-  // This becomes the merge of itself and what was saved, which covers earlier tokens if `left`, else later ones.
+  // This becomes the merge of itself and what was saved, which covers earlier tokens if `left`, else later ones. `load`:
+  // of what was saved by this warp, or by another one.
   template <class Number>
-  LAMINA_DEVICE void merge(const float* from, bool left, int queries, Number number) {
+  LAMINA_DEVICE void merge(const float* from, bool left, int queries, Number number, float (*load)(const float*)) {
 #pragma unroll
     for (int q = 0; q < kQueries; ++q) {
       if (number(q) >= queries) continue;
       const float* at = from + q * (kNumbers + 1) * kLanes + lane();
-      const float other = load_fresh(at + kNumbers * kLanes);
+      const float other = load(at + kNumbers * kLanes);
       const Weights weights(left ? other : lse[q], left ? lse[q] : other);
 #pragma unroll
       for (int i = 0; i < kNumbers; ++i) {
-        const float x = load_fresh(at + i * kLanes);
+        const float x = load(at + i * kLanes);
         o[q][i] = left ? weights(x, o[q][i]) : weights(o[q][i], x);
       }
       lse[q] = weights.lse;
@@ -75,14 +76,14 @@ class Waiting {
   LAMINA_DEVICE void climb(Node& node, int chunk, bool last, int queries, Slot slot, Number number) {
     int level = 0;
     for (; chunk >> level & 1; ++level)
-      if (levels_ >> level & 1) node.merge(slot(level), true, queries, number), levels_ ^= 1u << level;
+      if (levels_ >> level & 1) node.merge(slot(level), true, queries, number, load_own), levels_ ^= 1u << level;
     if (!last) {
       node.save(slot(level), queries, number);
       levels_ |= 1u << level;
       return;
     }
     for (; level < kLevels; ++level)
-      if (levels_ >> level & 1) node.merge(slot(level), true, queries, number);
+      if (levels_ >> level & 1) node.merge(slot(level), true, queries, number, load_own);
   }
 
  private:
@@ -102,7 +103,7 @@ LAMINA_DEVICE bool climb_together(Node& node, int number_of_node, int base, int 
     if (sibling << level >= base + count || (sibling + 1) << level <= base) continue;  // there is none
     node.save(saved(most(n << level, base) - base), queries, number);
     if (!second_to(counters + i64(right - base) * stride)) return false;
-    node.merge(saved(most(sibling << level, base) - base), sibling < n, queries, number);
+    node.merge(saved(most(sibling << level, base) - base), sibling < n, queries, number, load_fresh);
   }
   return true;
 }

@@ -129,7 +129,9 @@ LAMINA_MULTIPLY(BFloat16, "bf16")
 LAMINA_MULTIPLY(Half, "f16")
 #undef LAMINA_MULTIPLY
 
-// What another warp may have written during this launch: past L1.
+// What this lane has written itself; and what another warp may have written during this launch: past L1, and to be used
+// for global memory only.
+LAMINA_DEVICE float load_own(const float* p) { return *p; }
 LAMINA_DEVICE float load_fresh(const float* p) { return __ldcg(p); }
 
 // Two warps meet at `counter`, each when all its lanes have written what the other one needs: false for the first,

@@ -17,11 +17,15 @@ import torch
 
 from lamina.attention.cuda import Cuda
 from lamina.attention.cuda_geometry import Device, Variant
-from lamina.attention.cuda_kernels import CSRC, SOURCES, Argument
+from lamina.attention.cuda_kernels import CSRC, Argument
 
 GXX = shutil.which("g++")
 needs_gxx = pytest.mark.skipif(GXX is None, reason="no g++: the CUDA kernels cannot be emulated")
 SMALL = Device(processors=2, shared_bytes=228 << 10, block_shared_bytes=227 << 10)
+FLAGS = (
+    "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-clobbered", "-U_FORTIFY_SOURCE",
+    "-shared", "-fPIC",
+)  # fmt: skip
 
 
 @cache
@@ -29,31 +33,16 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory()
 
 
-def build(variant: Variant, *flags: str, source: Path = SOURCES / "emulation.cpp") -> Path:
-    """The shared library of one variant."""
-    name = f"{abs(hash((variant, flags, source))):x}.so"
-    output = Path(_folder().name) / name
-    command = [str(GXX), "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    command += [
-        "-Wno-clobbered",
-        "-U_FORTIFY_SOURCE",
-        "-shared",
-        "-fPIC",
-        f"-I{CSRC}",
-        *flags,
-        *variant.defines(),
-        str(source),
-        "-o",
-        str(output),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr
-    return output
-
-
 @cache
-def library(variant: Variant) -> ctypes.CDLL:
-    return ctypes.CDLL(str(build(variant)))
+def library(variant: Variant, csrc: Path = CSRC) -> ctypes.CDLL:
+    """One variant of the kernels; ``csrc``: the folder of the sources."""
+    output = Path(_folder().name) / f"{abs(hash((variant, csrc))):x}.so"
+    source = csrc / "attention" / "cuda" / "emulation.cpp"
+    command = [str(GXX), *FLAGS, f"-I{csrc}", *variant.defines(), str(source), "-o", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    if done.returncode != 0:
+        pytest.exit(done.stderr)  # no test of these kernels can pass
+    return ctypes.CDLL(str(output))
 
 
 @dataclass
@@ -61,12 +50,13 @@ class EmulatedKernels:
     """See ``cuda_kernels.Kernels``; counts what is launched."""
 
     device: Device = SMALL
+    csrc: Path = CSRC
     launched: Counter[str] = field(default_factory=Counter)
 
     def launch(self, variant: Variant, name: str, blocks: int, arguments: tuple[Argument, ...]) -> None:
         held = [np.array([x]) for x in arguments]
         addresses = (ctypes.c_void_p * len(held))(*(x.ctypes.data for x in held))
-        emulate = library(variant).emulate
+        emulate = library(variant, self.csrc).emulate
         emulate.restype = ctypes.c_bool
         shared = variant.shared_bytes if name == "lamina_attend" else 0
         assert emulate(name.encode(), blocks, shared, addresses, len(held)), (
@@ -77,5 +67,5 @@ class EmulatedKernels:
             self.launched["tensor"] += 1
 
 
-def emulated(dtype: torch.dtype, device: Device = SMALL) -> Cuda:
-    return Cuda(EmulatedKernels(device), torch.device("cpu"), dtype)
+def emulated(dtype: torch.dtype, device: Device = SMALL, csrc: Path = CSRC) -> Cuda:
+    return Cuda(EmulatedKernels(device, csrc), torch.device("cpu"), dtype)
