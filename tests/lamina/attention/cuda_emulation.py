@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import shutil
 import subprocess
-import tempfile
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,6 +22,7 @@ from lamina.attention.cuda_geometry import Device, Variant
 from lamina.attention.cuda_kernels import CSRC, Argument
 
 GXX = shutil.which("g++")
+BUILD = CSRC.parent / "build" / "cuda_emulation"
 needs_gxx = pytest.mark.skipif(GXX is None, reason="no g++: the CUDA kernels cannot be emulated")
 SMALL = Device(processors=2, shared_bytes=228 << 10, block_shared_bytes=227 << 10)
 FLAGS = (
@@ -29,19 +32,21 @@ FLAGS = (
 
 
 @cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory()
-
-
-@cache
 def library(variant: Variant, csrc: Path = CSRC) -> ctypes.CDLL:
-    """One variant of the kernels; ``csrc``: the folder of the sources."""
-    output = Path(_folder().name) / f"{abs(hash((variant, csrc))):x}.so"
-    source = csrc / "attention" / "cuda" / "emulation.cpp"
-    command = [str(GXX), *FLAGS, f"-I{csrc}", *variant.defines(), str(source), "-o", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
-    if done.returncode != 0:
-        pytest.exit(done.stderr)  # no test of these kernels can pass
+    """One variant of the kernels; ``csrc``: the folder of the sources. Kept under build/, by content."""
+    sources = csrc / "attention" / "cuda"
+    digest = hashlib.sha256(repr((variant.defines(), FLAGS, sys.version)).encode())
+    for path in sorted(sources.iterdir()):
+        digest.update(path.read_bytes())
+    output = BUILD / f"{digest.hexdigest()[:32]}.so"
+    if not output.exists():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        ours = output.with_suffix(f".{os.getpid()}")  # others may build the same
+        command = [str(GXX), *FLAGS, f"-I{csrc}", *variant.defines(), str(sources / "emulation.cpp"), "-o", str(ours)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+        if done.returncode != 0:
+            pytest.exit(done.stderr)  # no test of these kernels can pass
+        ours.replace(output)
     return ctypes.CDLL(str(output))
 
 

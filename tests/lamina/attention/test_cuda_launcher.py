@@ -1,4 +1,4 @@
-"""How kernels are compiled and launched through CuPy, with a stand-in for it; and what is said where something misses."""
+"""How kernels are compiled and launched through CuPy, with a stand-in for it; and what is said if something misses."""
 
 from __future__ import annotations
 
