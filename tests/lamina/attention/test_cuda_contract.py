@@ -23,7 +23,7 @@ OPERATOR, CASE = contract.operator, contract.Case
 SPECS = pytest.mark.parametrize("spec", [{}, contract.WHOLE], ids=["plain", "whole"])
 
 
-@pytest.fixture(params=["tensor", "plain"])
+@pytest.fixture(params=["tensor", pytest.param("plain", marks=pytest.mark.slow)])
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
     """The suite's own functions, over emulated kernels; for tensor cores all its heads have the size 64."""
     monkeypatch.setattr(contract, "get", lambda name, device, dtype: emulated(dtype))
@@ -54,7 +54,7 @@ def cases(draw: st.DrawFn) -> contract.Case:
     return CASE(draw(contract.sequences), op, dtype, draw(st.sampled_from([1, 8, 16, 128])), draw(st.integers(0, 99)))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases(), processors=st.sampled_from([1, 2, 7]))
 def test_equals_the_oracle(case: contract.Case, processors: int) -> None:
     backend = emulated(case.dtype, replace(SMALL, processors=processors))
@@ -99,7 +99,7 @@ def test_batch_mates(dtype: torch.dtype, spec: dict[str, Any]) -> None:
 
 
 @SPECS
-@pytest.mark.parametrize("stripe", [1, 2])
+@pytest.mark.parametrize("stripe", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranges_of_tokens(dtype: torch.dtype, spec: dict[str, Any], stripe: int) -> None:
     contract.test_ranges_of_tokens_merge_to_the_same_bits("", dtype, spec, 16, stripe)
 
