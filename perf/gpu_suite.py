@@ -91,9 +91,12 @@ def pytest(*arguments: str, limit_s: float) -> Result:
     """A run of tests in a process of its own."""
     command = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    run = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s, check=False
-    )
+    try:
+        run = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise BrokenError(f"pytest {' '.join(arguments)} took more than {limit_s:g} s") from None
     said = run.stdout.strip().splitlines()
     if run.returncode != 0:
         raise BrokenError("\n".join(said[-30:]) + run.stderr[-500:])
