@@ -54,6 +54,13 @@ class Member:
     def name(self) -> str:
         return f"{self.handle.role} worker {self.handle.index} (pid {self.handle.pid})"
 
+    @property
+    def has_news(self) -> bool:
+        """Whether it has sent something that nobody has taken yet."""
+        poller = select.poll()
+        poller.register(self.link, select.POLLIN)
+        return bool(self.inbox or poller.poll(0))
+
 
 class Members:
     """All workers of the pools, in the order in which they were added. Ends them all when one is lost."""

@@ -95,13 +95,15 @@ class Pools:
         return done
 
     def _note(self, done: StepDone) -> None:
-        """Steps of compute workers must not hide that a prefill worker hangs."""
+        """Steps of compute workers must not hide that a prefill worker hangs. One that has answered does not, however
+        long the driver has not listened.
+        """
         now, limit, first = time.monotonic(), self._config.step_timeout_s, self._config.most_batches
         if done.batch >= first:
             self._chunks[done.batch - first] -= 1
             self._since[done.batch - first] = now
         for worker, member in enumerate(self._prefill):
-            if self._chunks[worker] and now - self._since[worker] > limit + GRACE_S:
+            if self._chunks[worker] and now - self._since[worker] > limit + GRACE_S and not member.has_news:
                 raise self._members.fail(
                     f"{member.name} took too long for a chunk of a prompt (--step-timeout-s {limit:g})"
                 )

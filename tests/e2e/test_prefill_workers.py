@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,3 +80,24 @@ def test_a_preempted_prompt_is_computed_again(llama_path: Path, prompts: list[li
             preempted = llm.engine.scheduler.num_preemptions
     assert preempted > 0, llm.engine.free_blocks
     assert found[0] == found[1]
+
+
+def test_a_driver_that_pauses_does_not_take_prefill_workers_for_hung(
+    llama_path: Path, prompts: list[list[int]]
+) -> None:
+    """The answers of both pools lie there for longer than a chunk may take."""
+    with LLM(str(llama_path), transport="loopback", prefill_workers=1, prefill_chunk=8) as llm:
+        engine, (prefill,) = llm.engine, llm.pools._prefill
+        engine.add(prompts[0], GREEDY)
+        while not any(s.num_outputs for b in engine.scheduler.batches for s in b.running):
+            engine.step()
+        engine.add(prompts[3], GREEDY)
+        while not (prefill.chunks and any(batch == 0 for batch, _ in engine._steps)):
+            engine.step()
+        for member in (prefill, *llm.pools._compute):
+            poller = select.poll()
+            poller.register(member.link, select.POLLIN)
+            assert poller.poll(60_000)
+        prefill.since -= 1000.0
+        while engine.has_work:
+            engine.step()
