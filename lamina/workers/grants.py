@@ -59,11 +59,12 @@ class Grants:
         """
         waiting = {d.sequence for x in self._inlets for d in x.deliveries}
         for op in plan.ops:
-            if isinstance(op, Grant) and not 0 <= op.worker < len(self._inlets):
-                raise ProtocolError(f"step {plan.step} grants to prefill worker {op.worker} of {len(self._inlets)}")
-            if isinstance(op, Free | Truncate) and op.sequence in waiting:
+            if isinstance(op, Grant):
+                if not 0 <= op.worker < len(self._inlets):
+                    raise ProtocolError(f"step {plan.step} grants to prefill worker {op.worker} of {len(self._inlets)}")
+                waiting.add(op.sequence)
+            elif isinstance(op, Free | Truncate) and op.sequence in waiting:
                 raise PlanError(f"sequence {op.sequence} is freed or truncated while its K and V are still to come")
-        waiting |= {op.sequence for op in plan.ops if isinstance(op, Grant)}
         for row in plan.rows:
             if row.sequence in waiting:
                 raise PlanError(
