@@ -120,8 +120,8 @@ def _check(bind: Bind) -> None:
     if bind.block_size < 1 or CHUNK_TOKENS % bind.block_size:
         fits = [str(n) for n in range(1, CHUNK_TOKENS + 1) if CHUNK_TOKENS % n == 0]
         raise ValueError(f"--block-size {bind.block_size} does not divide {CHUNK_TOKENS}: use one of {', '.join(fits)}")
-    if bind.replicas < 1:
-        raise ProtocolError(f"bind of {bind.replicas} replicas")
+    if bind.replicas < 1 or bind.prefill_workers < 0:
+        raise ProtocolError(f"bind of {bind.replicas} replicas and {bind.prefill_workers} prefill workers")
     if bind.max_rows < 1 or bind.max_model_len < 1:
         raise ProtocolError(f"bind of {bind.max_rows} rows a step, {bind.max_model_len} tokens a sequence")
     if not bind.layers:

@@ -139,6 +139,7 @@ def bad_binds() -> Iterator[tuple[Bind, str]]:
     yield msgspec.structs.replace(good, kv_bytes=1000), "cannot hold one sequence of 512 tokens.*--kv-memory"
     yield msgspec.structs.replace(good, kv_bytes=1 << 60), "lower --kv-memory"
     yield msgspec.structs.replace(good, max_rows=0), "0 rows"
+    yield msgspec.structs.replace(good, prefill_workers=-1), "-1 prefill workers"
     yield msgspec.structs.replace(good, max_model_len=-1), "-1 tokens"
     yield msgspec.structs.replace(good, worker=1), "nothing for memory worker 1"
     yield msgspec.structs.replace(good, backend="abacus"), "attention backend 'abacus'"
