@@ -16,7 +16,7 @@ from .compute_emulated import emulated
 from .control import ComputeReady, Connect, LinkClosedError
 from .links import MemoryLink
 from .memory_pool import MemoryPool
-from .memory_store import Store
+from .memory_store import Store, available_bytes
 from .model_server import Cut, ModelServer, serve
 from .prefill import OwnAttention, PrefillWorker
 from .stepplan import Bind, Bound, Join
@@ -35,7 +35,7 @@ class _Server(ModelServer):
         if not isinstance(self.service.next(block=True), Connect):
             raise LinkClosedError("the driver ended before the memory workers were bound")
         links, bounds = self._join(cut)
-        store = Store(self._bind(cut, bounds[0].backend), torch.device("cpu"))
+        store = self._store(cut, bounds[0].backend)
         pool = MemoryPool(links, cut.partition, cut.layers, attention.get("reference", store.device, cut.dtype))
         self.clock.lap("bind_s")
         worker = ComputeWorker(
@@ -56,17 +56,24 @@ class _Server(ModelServer):
             bounds.append(links[-1].join(Join(number=start.replicas + start.replica, layers=cut.layers)))
         return links, bounds
 
-    def _bind(self, cut: Cut, backend: str) -> Bind:
-        """Of the store here: all heads of one sequence."""
-        start = self.start
-        return Bind(
+    def _store(self, cut: Cut, backend: str) -> Store:
+        """Of all heads of one sequence. Raises ValueError where there is no room for that."""
+        start, free = self.start, available_bytes()
+        needed = store_bytes(cut.layers, cut.dtype.itemsize, cut.max_len, start.block_size)
+        if needed > free:
+            raise ValueError(
+                f"a prefill worker takes {needed} bytes for K and V of a prompt of up to {cut.max_len} tokens, {free} "
+                f"are free: lower --max-model-len or --prefill-workers"
+            )
+        bind = Bind(
             worker=0,
             partition=by_head([s.kv_heads for s in cut.layers], [1.0], 0),
             layers=cut.layers,
             dtype=str(cut.dtype).removeprefix("torch."),
             block_size=start.block_size,
-            kv_bytes=store_bytes(cut.layers, cut.dtype.itemsize, cut.max_len, start.block_size),
+            kv_bytes=needed,
             max_rows=start.max_rows,
             max_model_len=cut.max_len,
             backend=backend,
         )
+        return Store(bind, torch.device("cpu"))
