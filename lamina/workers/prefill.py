@@ -123,7 +123,11 @@ class PrefillWorker:
             if not self._computed:
                 self._since = self._clock()
             self._computed.append(done)
-        if not self._computed or not self._is_stored(self._computed[0].step, 0.0 if busy else GLANCE_S):
+        begun = self._clock()
+        stored = bool(self._computed) and self._is_stored(self._computed[0].step, 0.0 if busy else GLANCE_S)
+        if not busy:
+            self.stored_wait_s += self._clock() - begun
+        if not stored:
             return None
         self._since = self._clock()
         return self._computed.popleft()
@@ -133,19 +137,17 @@ class PrefillWorker:
         return {**self._worker.stats(), "stored_wait_s": self.stored_wait_s}
 
     def _is_stored(self, step: int, timeout_s: float) -> bool:
-        begun = self._clock()
         for at, link in enumerate(self._links):
             while self._stored[at] < step:
-                key = link.poll(timeout_s)
+                key, due = link.poll(timeout_s), Key(Kind.STORED, self._stored[at] + 1)
                 if key is None:
-                    self._check(link, begun)
+                    self._check(link)
                     return False
-                if key.kind != Kind.STORED or key.step <= self._stored[at]:
-                    raise ProtocolError(f"memory worker {link.worker}: {key} in place of {Key(Kind.STORED, step)}")
+                if key != due:
+                    raise ProtocolError(f"memory worker {link.worker}: {key} in place of {due}")
                 self._stored[at] = key.step
         return True
 
-    def _check(self, link: MemoryLink, begun: float) -> None:
-        self.stored_wait_s += self._clock() - begun
+    def _check(self, link: MemoryLink) -> None:
         if self._clock() - self._since > self._timeout_s and not self._worker.has_work:
             raise RefusedError(f"memory worker {link.worker} did not store K and V in {self._timeout_s:g} s")

@@ -1,0 +1,92 @@
+"""When a prefill worker's step is done: once every memory worker has said so, step by step."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from lamina.workers.control import StepDone
+from lamina.workers.links import RefusedError
+from lamina.workers.prefill import GLANCE_S, PrefillWorker
+from lamina.workers.stepplan import Key, Kind, ProtocolError
+
+
+class FakeWorker:
+    """Computes a step a turn."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = deque(StepDone(batch=1, step=i, drawn=[]) for i in range(steps))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.left)
+
+    def turn(self) -> StepDone:
+        return self.left.popleft()
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+
+class FakeLink:
+    """Answers what it has, late by the time that it is given; the clock stands still otherwise."""
+
+    def __init__(self, worker: int, now: list[float]) -> None:
+        self.worker, self.now = worker, now
+        self.keys: deque[Key] = deque()
+
+    def poll(self, timeout_s: float) -> Key | None:
+        self.now[0] += timeout_s
+        return self.keys.popleft() if self.keys else None
+
+
+def make(steps: int, links: int = 2, timeout_s: float = 1.0) -> tuple[PrefillWorker, list[FakeLink], list[float]]:
+    now = [100.0]
+    fakes = [FakeLink(i, now) for i in range(links)]
+    worker = PrefillWorker(FakeWorker(steps), fakes, timeout_s, clock=lambda: now[0])  # type: ignore[arg-type]
+    return worker, fakes, now
+
+
+def test_a_step_is_done_when_all_have_stored_it() -> None:
+    worker, (first, second), _ = make(2)
+    first.keys += [Key(Kind.STORED, 0), Key(Kind.STORED, 1)]
+    assert worker.turn() is None
+    second.keys.append(Key(Kind.STORED, 0))
+    done = worker.turn()
+    assert done is not None
+    assert done.step == 0
+    assert worker.turn() is None
+    assert worker.has_work
+    second.keys.append(Key(Kind.STORED, 1))
+    done = worker.turn()
+    assert done is not None
+    assert done.step == 1
+    assert not worker.has_work
+
+
+@pytest.mark.parametrize("key", [Key(Kind.STORED, 1), Key(Kind.BOUND, 0), Key(Kind.STORED, 0, batch=3)], ids=str)
+def test_a_memory_worker_that_says_something_else_is_not_believed(key: Key) -> None:
+    worker, (link,), _ = make(2, links=1)
+    link.keys.append(key)
+    with pytest.raises(ProtocolError, match="memory worker 0: .* in place of"):
+        worker.turn()
+
+
+def test_time_with_nothing_else_to_do_counts_also_when_the_answer_comes_in_it() -> None:
+    worker, (link,), _ = make(1, links=1)
+    assert worker.turn() is None, "computed"
+    assert worker.stats() == {"stored_wait_s": 0.0}
+    assert worker.turn() is None
+    link.keys.append(Key(Kind.STORED, 0))
+    assert worker.turn() is not None
+    assert worker.stats() == {"stored_wait_s": pytest.approx(2 * GLANCE_S)}
+
+
+def test_a_memory_worker_that_never_stores_is_named() -> None:
+    worker, (first, _), now = make(1, timeout_s=1.0)
+    first.keys.append(Key(Kind.STORED, 0))
+    assert worker.turn() is None
+    now[0] += 2.0
+    with pytest.raises(RefusedError, match="memory worker 1 did not store K and V in 1 s"):
+        worker.turn()
