@@ -175,8 +175,8 @@ class Scheduler:
         return mine
 
     def _deal(self) -> None:
-        """The longest sequences first, each to the batch whose attention reads least. Nothing is in flight, so every
-        token is known, and no batch has operations left.
+        """The longest sequences first, each to the batch whose attention reads least. No round is in flight, so no
+        batch has operations left, and those that decode know all their tokens; prefill workers go on meanwhile.
         """
         running = [s for b in self.batches for s in b.running]
         self.batches = [Batch(i) for i in range(self._num_batches)]

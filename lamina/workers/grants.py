@@ -2,7 +2,8 @@
 
 A grant of a plan says what will come: the K and V of some tokens of a sequence, a message for each layer. Until a
 memory worker takes them they lie in the slots of the prefill worker's channel, which thus stops when those are full. So
-prompts never push decoding aside; and as a message is taken every STARVED_S at least, they are never stopped by it.
+prompts never push decoding aside; and as a message is taken before a layer once STARVED_S have gone by without a look,
+they are never stopped by it.
 (The paper's pull in the idle periods between messages of decoding: arXiv 2405.01814 section 5.)
 """
 
