@@ -188,8 +188,10 @@ class Scheduler:
     def _next(self, batch: Batch) -> ScheduledStep | None:
         self._drop_finished(batch)
         picked = self._pick_running(batch)
+        waits = any(s.wants_rows and s not in picked for s in batch.running)  # for blocks
         self._admit(batch, picked)
-        self._grant(batch, picked)
+        if not waits:
+            self._grant(batch, picked)
         if not picked and not batch.ops:
             return None
         plan = self._plan(batch, picked)

@@ -18,6 +18,7 @@ LANES = ("work", "messages", "waiting")
 MESSAGES = {Event.SEND_PLAN, Event.SEND_Q, Event.SEND_KV, Event.RECEIVE_O, Event.SEND_O}
 WAITING = {
     Event.WAIT_DONE, Event.WAIT_STEP, Event.WAIT_O, Event.WAIT_PLAN, Event.WAIT_Q, Event.WAIT_KV, Event.RESERVE,
+    Event.WAIT_STORED,
 }  # fmt: skip
 NAMES = {
     Event.SCHEDULE: "schedule",
@@ -39,6 +40,7 @@ NAMES = {
     Event.WRITE: "write",
     Event.NEW: "new",
     Event.SEND_O: "send O",
+    Event.WAIT_STORED: "wait until stored",
     Event.GRANT: "grant",
     Event.RESERVE: "wait for a slot",
 }

@@ -104,13 +104,14 @@ def _compute(index: Index, device: str, start: float, end: float) -> States:
 
 
 def _prefill(index: Index, device: str, start: float, end: float) -> States:
+    last = max((s.end for of in index.of[device].values() for s in of), default=start)
     return _share_out(
         [(start, end)],
-        (GAP, index.time(device, Event.RESERVE)),
+        (GAP, index.time(device, Event.RESERVE, Event.WAIT_STORED)),
         (NETWORK, index.time(device, Event.SEND_KV)),
         (BUSY, index.time(device, Event.SLICE, Event.STORED, Event.NEW)),
         (SAMPLING, index.time(device, Event.SAMPLE)),
-        (IDLE, [(start, end)]),
+        (IDLE, union([*index.time(device, Event.WAIT_STEP), (last, end)])),
     )
 
 

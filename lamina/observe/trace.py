@@ -33,6 +33,7 @@ class Event(enum.IntEnum):
     WAIT_DONE = 2  # engine: until the compute worker has drawn
     POSTPROCESS = 3  # engine: take the tokens in
     WAIT_STEP = 10  # compute: until the engine names a step
+    WAIT_STORED = 18  # prefill: until all memory workers have the K and V, with nothing else to do
     SLICE = 11  # compute: a slice, the messages that it sends included
     SEND_PLAN = 12
     SEND_Q = 13  # from the tensor to the signal, the wait for a slot included

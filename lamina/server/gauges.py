@@ -77,8 +77,9 @@ class EngineGauges(Collector):
         yield from (seconds, wire, read, refused)
         rows, hops, wait_s = self._hops()
         kinds = self._counter("layer_bytes", "tensor bytes between the pools by kind of message", "kind")
+        prefilled = sum(v.get("rows", 0.0) for k, v in self._client.counters.items() if k.startswith("prefill"))
         for kind, size in ready.row_bytes.items():
-            kinds.add_metric([*self._values, kind], size * rows)
+            kinds.add_metric([*self._values, kind], size * (rows + prefilled * (kind == "kv")))
         yield kinds
         hop = SummaryMetricFamily(
             PREFIX + "hop_latency_seconds", "what a compute worker waits for a layer's attention", labels=self._names

@@ -25,7 +25,7 @@ from .stepplan import Free, Grant, Key, Kind, ProtocolError, Rows, StepPlan, Tru
 STARVED_S = 0.005  # without a look at the prefill workers, while decoding leaves no gap
 GAP_S = 0.0005  # that a worker with nothing to do waits for decoding before it looks at the prefill workers again
 IDLE_S = 1.0  # the same where nothing is granted: only decoding can come then
-RESERVE_S = 60.0  # for a prefill worker to take what it was told before
+AHEAD = 2  # grants of a sequence; a third may give blocks back that the first is still to fill (kv.blocks)
 
 
 class Grants:
@@ -59,11 +59,15 @@ class Grants:
         grants what cannot be.
         """
         waiting = {d.sequence for x in self._inlets for d in x.deliveries}
+        ahead = [d.sequence for x in self._inlets for d in x.deliveries]
         for op in plan.ops:
             if isinstance(op, Grant):
                 if not 0 <= op.worker < len(self._inlets):
                     raise ProtocolError(f"step {plan.step} grants to prefill worker {op.worker} of {len(self._inlets)}")
                 waiting.add(op.sequence)
+                ahead.append(op.sequence)
+                if ahead.count(op.sequence) > AHEAD and self._is_new(op):
+                    raise PlanError(f"sequence {op.sequence}: more than {AHEAD} grants whose K and V are still to come")
             elif isinstance(op, Free | Truncate) and op.sequence in waiting:
                 raise PlanError(f"sequence {op.sequence} is freed or truncated while its K and V are still to come")
         for row in plan.rows:
@@ -75,10 +79,15 @@ class Grants:
     def add(self, plan: StepPlan, store: Store) -> None:
         """Expect what a plan grants that ``store`` has begun."""
         for op in plan.ops:
-            if isinstance(op, Grant):
+            if isinstance(op, Grant) and self._is_new(op):
                 inlet = self._inlets[op.worker]
                 inlet.deliveries.append(_Delivery(store, op))
+                inlet.last_step = op.step
                 self._close_done(inlet)
+
+    def _is_new(self, grant: Grant) -> bool:
+        """Whether it is not of a plan that is sent again."""
+        return grant.step > self._inlets[grant.worker].last_step
 
     def take_overdue(self) -> None:
         """``take``, if that was not done for STARVED_S."""
@@ -122,7 +131,7 @@ class Grants:
         """Tell the prefill worker of what has come whole; of some grants this worker keeps nothing."""
         while inlet.deliveries and not inlet.deliveries[0].layers:
             done = inlet.deliveries.popleft()
-            slot = inlet.channel.reserve(0, timeout_s=RESERVE_S)
+            slot = inlet.channel.reserve(0, timeout_s=0.0)  # there is one: few grants are given at a time
             inlet.channel.put_signal(slot, Key(Kind.STORED, done.step).pack())
 
 
@@ -130,6 +139,7 @@ class _Inlet:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.deliveries: deque[_Delivery] = deque()
+        self.last_step = -1  # that was granted
 
 
 class _Delivery:

@@ -41,10 +41,17 @@ class OwnAttention:
         self._step: Step | None = None
         self._q = self._kv = memoryview(b"")
         self._stored: list[Stored] = []
-        self.wait_s = 0.0
+        self.attend_s = 0.0
+        self.wait_s = 0.0  # nobody is waited for
+        self._in_slices_s = 0.0  # of the attention
 
     @property
     def send_s(self) -> float:
+        """Seconds that slices spent in here: sending, and attending."""
+        return self.sending_s + self._in_slices_s
+
+    @property
+    def sending_s(self) -> float:
         """Seconds spent sending."""
         return self._pool.send_s
 
@@ -60,23 +67,28 @@ class OwnAttention:
 
     def q(self, layer: int, q: Tensor) -> None:
         """q [R, Hq, 1, D]."""
-        start, step = self._trace.now(), self._now
+        start, step, begun = self._trace.now(), self._now, time.perf_counter()
         self._q = bytes_of(q.contiguous())
         self._stored = step.attend_stored(layer, self._q)
+        self._in_slices_s += time.perf_counter() - begun
+        self.attend_s += time.perf_counter() - begun
         self._trace.add(Event.STORED, start, step.plan, layer)
 
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
         """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]."""
         self._pool.kv(layer, k, v)
+        begun = time.perf_counter()
         self._kv = bytes_of(torch.cat([k.reshape(-1), v.reshape(-1)]))
         self._now.write(layer, self._kv)
+        self._in_slices_s += time.perf_counter() - begun
 
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
         """[R, 1, Hq, Dv] of the layer whose Q, K and V came last."""
-        start, step = self._trace.now(), self._now
+        start, step, begun = self._trace.now(), self._now, time.perf_counter()
         (piece,) = self._store.layers[layer]
         out = torch.empty(num_rows, 1, piece.operator.q_heads, piece.operator.v_dim, dtype=dtype)
         step.finish(layer, self._stored, self._q, self._kv, bytes_of(out))
+        self.attend_s += time.perf_counter() - begun
         self._trace.add(Event.NEW, start, step.plan, layer)
         return out
 
@@ -93,11 +105,16 @@ class PrefillWorker:
     def __init__(
         self,
         worker: ComputeWorker,
+        attention: OwnAttention,
         links: list[MemoryLink],
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
+        trace: Recorder = OFF,
     ) -> None:
+        """``worker`` runs on ``attention``."""
         self._worker = worker
+        self._attention = attention
+        self._trace = trace
         self._links = links
         self._timeout_s = timeout_s
         self._clock = clock
@@ -123,18 +140,25 @@ class PrefillWorker:
             if not self._computed:
                 self._since = self._clock()
             self._computed.append(done)
-        begun = self._clock()
+        begun, start = self._clock(), self._trace.now()
         stored = bool(self._computed) and self._is_stored(self._computed[0].step, 0.0 if busy else GLANCE_S)
         if not busy:
             self.stored_wait_s += self._clock() - begun
+            if self._computed:
+                self._trace.add(Event.WAIT_STORED, start, self._computed[0])
         if not stored:
             return None
         self._since = self._clock()
         return self._computed.popleft()
 
     def stats(self) -> dict[str, float]:
-        """Those of a compute worker, and the seconds that it waited for memory workers with nothing else to do."""
-        return {**self._worker.stats(), "stored_wait_s": self.stored_wait_s}
+        """Those of a compute worker that apply, its attention, and the seconds that it waited for memory workers with
+        nothing else to do.
+        """
+        worker, attention = self._worker.stats(), self._attention
+        names = ("slice_s", "sample_s", "steps", "rows")
+        found = {"attend_s": attention.attend_s, "send_s": attention.sending_s, "stored_wait_s": self.stored_wait_s}
+        return {**{name: worker[name] for name in names}, **found}
 
     def _is_stored(self, step: int, timeout_s: float) -> bool:
         for at, link in enumerate(self._links):

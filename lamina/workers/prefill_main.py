@@ -38,14 +38,15 @@ class _Server(ModelServer):
         store = self._store(cut, bounds[0].backend)
         pool = MemoryPool(links, cut.partition, cut.layers, attention.get("reference", store.device, cut.dtype))
         self.clock.lap("bind_s")
+        own = OwnAttention(store, pool, self.trace)
         worker = ComputeWorker(
             emulated(cut.program, prefill=True),
-            OwnAttention(store, pool, self.trace),
+            own,
             dtype=cut.dtype,
             deterministic=start.deterministic,
             trace=self.trace,
         )
-        return PrefillWorker(worker, links, start.step_timeout_s), self.ready(cut, bounds)
+        return PrefillWorker(worker, own, links, start.step_timeout_s, trace=self.trace), self.ready(cut, bounds)
 
     def _join(self, cut: Cut) -> tuple[list[MemoryLink], list[Bound]]:
         start, links, bounds = self.start, list[MemoryLink](), list[Bound]()

@@ -55,9 +55,9 @@ class Session:
         join = decode_join(arrival.data)
         channel.release(arrival)
         if join.number != len(self._channels):
-            raise ProtocolError(f"replica {join.number} came when replica {len(self._channels)} was due")
+            raise ProtocolError(f"worker {join.number} came when worker {len(self._channels)} was due")
         if join.layers != bind.layers:
-            raise ProtocolError(f"replica {join.number} has another model than replica 0")
+            raise ProtocolError(f"worker {join.number} has another model than the one that was bound")
         self._channels.append(channel)
         if join.number >= bind.replicas:
             self._grants.join(channel)

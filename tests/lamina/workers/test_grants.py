@@ -112,6 +112,7 @@ def test_steps_go_on_while_a_prompt_arrives_layer_by_layer(pool: Pool) -> None:
         ([New(2), Grant(2, 0, 4, 1, 1)], [], "prefill worker 1 of 1"),
         ([New(2), Grant(2, 1, 4, 0, 1)], [], "sequence 2 has 0 tokens"),
         ([New(2), Grant(2, 0, 65, 0, 1)], [], "more than 64 rows"),
+        ([Grant(1, 9, 4, 0, 1), Grant(1, 13, 4, 0, 2)], [], "more than 2 grants"),
         ([New(2), Grant(2, 500, 20, 0, 1)], [], "at most 512 tokens"),
     ],
     ids=str,
@@ -128,6 +129,15 @@ def test_plans_that_contradict_grants_are_refused_whole(
     prefiller.send(0, Rows(1, 0, 9))
     prefiller.await_stored(0)
     assert len(decoding.step(2, [], [Rows(1, 9, 1)])) == len(LAYERS), "all is well once they have come"
+
+
+def test_a_plan_that_is_sent_again_grants_nothing_more(pool: Pool) -> None:
+    decoding, (prefiller,) = with_prefill(pool)
+    for _ in range(2):
+        decoding.step(0, [New(1), Grant(1, 0, 9, 0, 0)], [])
+    prefiller.send(0, Rows(1, 0, 9))
+    prefiller.await_stored(0)
+    assert len(decoding.step(1, [], [Rows(1, 9, 1)])) == len(LAYERS)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_a_replica_of_another_model_is_turned_away(pool: Pool) -> None:
 
 @pytest.mark.parametrize("replica", [0, 2])
 def test_a_replica_that_is_not_due_is_turned_away(pool: Pool, replica: int) -> None:
-    with pytest.raises(PeerFault, match="when replica 1 was due"):
+    with pytest.raises(PeerFault, match="when worker 1 was due"):
         pool.join(pool.connect(bind(LAYERS, replicas=3)), replica)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +27,7 @@ class FakeWorker:
         return self.left.popleft()
 
     def stats(self) -> dict[str, float]:
-        return {}
+        return dict.fromkeys(("slice_s", "sample_s", "steps", "rows", "wait_s", "carry_s", "send_s"), 0.0)
 
 
 class FakeLink:
@@ -44,7 +45,8 @@ class FakeLink:
 def make(steps: int, links: int = 2, timeout_s: float = 1.0) -> tuple[PrefillWorker, list[FakeLink], list[float]]:
     now = [100.0]
     fakes = [FakeLink(i, now) for i in range(links)]
-    worker = PrefillWorker(FakeWorker(steps), fakes, timeout_s, clock=lambda: now[0])  # type: ignore[arg-type]
+    own = SimpleNamespace(attend_s=2.0, sending_s=3.0)
+    worker = PrefillWorker(FakeWorker(steps), own, fakes, timeout_s, clock=lambda: now[0])  # type: ignore[arg-type]
     return worker, fakes, now
 
 
@@ -76,11 +78,13 @@ def test_a_memory_worker_that_says_something_else_is_not_believed(key: Key) -> N
 def test_time_with_nothing_else_to_do_counts_also_when_the_answer_comes_in_it() -> None:
     worker, (link,), _ = make(1, links=1)
     assert worker.turn() is None, "computed"
-    assert worker.stats() == {"stored_wait_s": 0.0}
+    assert worker.stats()["stored_wait_s"] == 0.0
     assert worker.turn() is None
     link.keys.append(Key(Kind.STORED, 0))
     assert worker.turn() is not None
-    assert worker.stats() == {"stored_wait_s": pytest.approx(2 * GLANCE_S)}
+    assert worker.stats()["stored_wait_s"] == pytest.approx(2 * GLANCE_S)
+    assert (worker.stats()["attend_s"], worker.stats()["send_s"]) == (2.0, 3.0)
+    assert not worker.stats().keys() & {"wait_s", "carry_s"}, "nobody is waited for there"
 
 
 def test_a_memory_worker_that_never_stores_is_named() -> None:
