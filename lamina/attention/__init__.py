@@ -24,6 +24,7 @@ BACKENDS: dict[str, str] = {
     "reference": "reference",
     "emulate": "emulate",
 }
+WRAPPERS = ("emulate",)  # of those, the ones that compute with another one
 
 
 @dataclass(frozen=True, kw_only=True)

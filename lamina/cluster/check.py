@@ -79,7 +79,7 @@ def _matrix(config: EngineConfig, *, all_of_them: bool) -> list[Setting]:
     from lamina import attention, gemm
     from lamina.netstack import SCHEMES
 
-    others = [name for name in attention.BACKENDS if name != config.attention]
+    others = [name for name in attention.BACKENDS if name not in (config.attention, *attention.WRAPPERS)]
     if not all_of_them:
         return quick(others)
     transports = [name for name in SCHEMES if name not in ("auto", config.transport)]

@@ -73,9 +73,15 @@ def run(args: argparse.Namespace) -> int:
     from lamina.llm import LLM
 
     with LLM(args.model, tokenizer=tokenizer, progress=sys.stderr.isatty(), **dataclasses.asdict(config)) as llm:
-        show = _print_json if args.json else _Text(live=len(prompts) * params.n == 1)
-        for output in llm.stream(prompts, params):
-            show(output)
+        text = _Text(live=len(prompts) * params.n == 1)
+        show = _print_json if args.json else text
+        try:
+            for output in llm.stream(prompts, params):
+                show(output)
+        finally:
+            text.end()
+        if config.pipeline == "auto":
+            print(f"--pipeline auto: {llm.engine.info.summary['pipeline']}", file=sys.stderr)
     return 0
 
 
@@ -120,8 +126,14 @@ class _Text:
             sys.stdout.write(text[self._shown :])
             self._shown = len(text)
             if output.finished:
-                sys.stdout.write("\n")
+                self.end()
         elif output.finished:
             for completion in output.outputs:
                 sys.stdout.write(f"{output.prompt}{completion.text}\n\n")
         sys.stdout.flush()
+
+    def end(self) -> None:
+        """Whatever is printed next begins a line."""
+        if self._shown:
+            print(flush=True)
+            self._shown = 0

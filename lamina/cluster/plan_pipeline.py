@@ -13,6 +13,9 @@ from .words import counted
 WIDTH = 96  # characters of the picture
 
 
+MOST_TURNS = 200_000  # seconds of planning
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Times are in any one unit; with one value a time holds for all slices."""
     parser.add_argument("--n", type=int, required=True, help="concurrent batches")
@@ -31,6 +34,11 @@ def run(args: argparse.Namespace) -> int:
     slices = args.slices if args.slices is not None else max(len(tm), len(ta))
     if slices < 1:
         raise ValueError(f"--slices must be at least 1, not {slices}")
+    if args.n * slices * args.tokens > MOST_TURNS:
+        raise ValueError(
+            f"--n {args.n} batches of {args.tokens} tokens and {slices} slices are more than {MOST_TURNS} turns: lower "
+            f"--n, --tokens or --slices"
+        )
     if args.dry_run:
         rotation(args.n, _each("--tm", tm, slices), _each("--ta", ta, slices), 1, args.network)
         batches, replicas = counted(args.n, "batch", "batches"), counted(num_replicas(args.n), "replica")

@@ -48,6 +48,8 @@ def wrap(model: nn.Module, **options: Any) -> WrappedModel:
 
     Raises ValueError for a model or an option that cannot be served.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"wrap takes a model (AutoModelForCausalLM.from_pretrained), not {model!r}: or use lamina.LLM")
     return WrappedModel(model, LLM(model, **options))
 
 

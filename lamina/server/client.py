@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import struct
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from .messages import Add, Cancel, Counters, Delta, Outputs, Ready, Refused, Sta
 FROM_ENGINE = Ready | Progress | Outputs | State | Counters | Refused | Failed
 JOIN_S = 8.0
 _LENGTH = struct.Struct("<I")
+log = logging.getLogger(__name__)
 
 
 class EngineGoneError(WorkerError):
@@ -91,6 +93,7 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FROM_ENGINE)
         self._live: dict[int, tuple[Feed, Meter]] = {}
+        self._closing = False
         self._next_key = 0
         self._state_at = time.monotonic()
         self._task: asyncio.Task[None] | None = None
@@ -132,6 +135,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """End the engine and its workers. Idempotent."""
+        self._closing = True
         with contextlib.suppress(OSError, RuntimeError):
             self._send(Stop())
         # The link stays open until then: its end would tell the engine to hurry.
@@ -166,6 +170,8 @@ class EngineClient:
         except (EngineGoneError, msgspec.MsgspecError) as e:
             reason = str(e)
         self.failure = reason
+        if not self._closing:
+            log.error("the engine is gone, requests get 503 until `lamina-launch serve` is started again: %s", reason)
         live, self._live = self._live, {}
         for feed, _ in live.values():
             feed.fail(EngineGoneError(reason))

@@ -110,6 +110,7 @@ def test_more_replicas_than_the_batches_need_all_take_turns(layers: int) -> None
     ("arguments", "text"),
     [
         (["--n", "0", "--tm", "2", "--ta", "1"], "--n must be at least 1, not 0"),
+        (["--n", "100000", "--tm", "2", "--ta", "1", "--slices", "8"], "lower --n, --tokens or --slices"),
         (["--n", "2", "--tm", "two", "--ta", "1"], "--tm must be a number"),
         (["--n", "2", "--tm", "1,2,3", "--ta", "1", "--slices", "2"], "--tm has 3 times for --slices 2"),
         (["--n", "2", "--tm", "-1", "--ta", "1"], "--tm must be a time of at least 0"),

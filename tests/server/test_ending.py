@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -65,6 +66,10 @@ def test_ill_while_a_worker_hangs_and_gone_with_kill_9(tmp_path: Path) -> None:
             os.kill(workers[0], signal.SIGSTOP)
             assert eventually(lambda: http.get("/health").status_code == 503, 15)
             os.kill(workers[0], signal.SIGCONT)
+            os.kill(workers[1], signal.SIGKILL)
+            said = "ERROR .*the engine is gone.*memory worker . .*was killed by SIGKILL"
+            assert eventually(lambda: bool(re.search(said, (tmp_path / "log").read_text())), 15)
+            assert http.get("/health").status_code == 503
         server.signal(signal.SIGKILL)
         assert eventually(lambda: not alive(pids), 30), alive(pids)
     finally:

@@ -177,3 +177,8 @@ def test_the_model_is_still_itself(model: Any, wrapped: Any, batch: dict[str, to
     assert torch.equal(model.generate(**batch, max_new_tokens=4), fresh.generate(**batch, max_new_tokens=4))
     assert wrapped.config is model.config
     assert wrapped.device == torch.device("cpu")
+
+
+def test_a_path_is_not_wrapped() -> None:
+    with pytest.raises(ValueError, match="from_pretrained"):
+        lamina.wrap("some/path")  # type: ignore[arg-type]
