@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any
 
 from lamina.kv.partition import PARTITIONS
@@ -230,12 +231,16 @@ def make_config(options: dict[str, Any]) -> EngineConfig:
     known = [f.name for f in fields(EngineConfig)]
     unknown = sorted(set(options) - set(known))
     if unknown:
-        raise ValueError(f"unknown option {unknown[0]!r}; known: {', '.join(known)}")
+        near = get_close_matches(unknown[0], known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        raise ValueError(f"unknown option {unknown[0]!r}; {hint}")
     return EngineConfig(**{name: _plain(name, value) for name, value in options.items()})
 
 
 def _plain(name: str, value: Any) -> Any:
-    """What other libraries take for an option, in the form that it has here: torch.float32, a size as a number."""
+    """What Python users write for an option, in the form that it has here: torch.float32, a size as a number, lists."""
     if name == "dtype":
         return str(value).removeprefix("torch.")
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
     return str(value) if name == "kv_memory" and type(value) is int else value

@@ -77,6 +77,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or name in ("n", "top_k", "min_tokens"):
                 put(self, name, _number(operator.index, value, name))
+        texts = [self.stop] if isinstance(self.stop, str | None) else self.stop
+        if not isinstance(texts, list | tuple) or not all(isinstance(t, str | None) for t in texts):
+            raise ValueError(f"stop must be text or a list of texts, not {self.stop!r}")
         put(self, "stop", self.stop if isinstance(self.stop, str) else list(self.stop or []))
         if self.logit_bias is not None:
             bias = self.logit_bias.items()

@@ -53,12 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit status 0; raises ValueError for bad input."""
     config = engine_config(args)
-    params = SamplingParams(
-        **{name: getattr(args, name) for name in SAMPLING},
-        stop=args.stop,
-        ignore_eos=args.ignore_eos,
-        seed=args.sampling_seed,
-    )
+    params = _sampling(args)
     if params.logprobs is not None and not args.json:
         raise ValueError("--logprobs needs --json, which prints them")
     prompts = args.prompt + _read_prompts(args.prompt_file)
@@ -83,6 +78,20 @@ def run(args: argparse.Namespace) -> int:
         if config.pipeline == "auto":
             print(f"--pipeline auto: {llm.engine.info.summary['pipeline']}", file=sys.stderr)
     return 0
+
+
+def _sampling(args: argparse.Namespace) -> SamplingParams:
+    """Raises ValueError by the names of the flags."""
+    try:
+        return SamplingParams(
+            **{name: getattr(args, name) for name in SAMPLING},
+            stop=args.stop,
+            ignore_eos=args.ignore_eos,
+            seed=args.sampling_seed,
+        )
+    except ValueError as e:
+        name, space, rest = str(e).partition(" ")
+        raise ValueError((flag(name) if name in SAMPLING else name) + space + rest) from None
 
 
 def _read_prompts(path: str | None) -> list[str]:

@@ -47,6 +47,7 @@ def check(model: str, config: EngineConfig) -> int:
 
 def stated_limit(model: str, config: EngineConfig) -> int:
     """Tokens that no sequence exceeds, as far as the flags and config.json say it at once; a start may find less."""
+    _check_names(config)
     raw = peek_config(model, trust_remote_code=config.trust_remote_code)
     own = raw.get("text_config", raw).get("max_position_embeddings")
     return config.max_model_len or (own if isinstance(own, int) else sys.maxsize)

@@ -178,4 +178,4 @@ class Members:
         while member.handle.fate() is None and time.monotonic() < deadline:
             threading.Event().wait(0.01)  # the link ends a moment before the process can be waited for
         fate = member.handle.fate() or "closed its control link"
-        return self.fail(f"{member.name} {fate}; its pool cannot go on: create the engine again")
+        return self.fail(f"{member.name} {fate}; its pool cannot go on and was ended: start again")

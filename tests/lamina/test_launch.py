@@ -51,7 +51,9 @@ def test_every_command_helps(command: str, capsys: pytest.CaptureFixture[str]) -
         (["generate", "m", "--prompt", "x", "--compute-threads", "100000"], "--compute-threads"),
         (["generate", "m", "--prompt", "x", "--kv-memory", "9 bananas"], "--kv-memory"),
         (["generate", "m", "--prompt", "x", "--temperature", "nan"], "temperature"),
-        (["generate", "m", "--prompt", "x", "--n", "0"], "n must be at least 1"),
+        (["generate", "m", "--prompt", "x", "--n", "0"], "--n must be at least 1"),
+        (["generate", "m", "--prompt", "x", "--max-tokens", "0"], "--max-tokens must be at least 1"),
+        (["generate", MODEL, "--prompt", "x", "--transport", "shmm"], "--transport: unknown transport 'shmm'"),
         (["generate", "m", "--prompt", "x", "--logprobs", "2"], "--logprobs needs --json"),
         (["generate", "m", "--prompt", "x", "--block-size", "48"], "--block-size"),
         (["generate", "", "--prompt", "x"], "model is empty"),
@@ -218,6 +220,9 @@ def test_options_as_other_libraries_write_them() -> None:
 
     config = make_config({"dtype": torch.bfloat16, "kv_memory": 1 << 30})
     assert (config.dtype, config.kv_bytes()) == ("bfloat16", 1 << 30)
+    assert make_config({"memory_weights": [0.7, 0.3]}).weights == [0.7, 0.3]
+    with pytest.raises(ValueError, match="'memory_worker'; did you mean memory_workers"):
+        make_config({"memory_worker": 2})
 
 
 def test_several_completions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -241,7 +241,16 @@ def test_policy_imports_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"temperature": float("nan")}, {"top_p": 0.0}, {"top_k": -2}, {"max_tokens": 0}, {"n": 0}]
+    "bad",
+    [
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_k": -2},
+        {"max_tokens": 0},
+        {"n": 0},
+        {"stop": 5},
+        {"stop": [5]},
+    ],
 )
 def test_bad_sampling_values_are_named(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
