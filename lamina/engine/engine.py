@@ -162,8 +162,9 @@ class Engine:
             self.wire.submit(RunRound(round=self._next_round, steps=[self._prepare(s) for s in steps]))
             self._next_round += 1
         for chunk in self.scheduler.take_chunks():
-            worker = chunk.prefill_worker or 0
-            self.wire.prefill(worker, RunRound(round=chunk.plan.step, steps=[self._prepare(chunk)]))
+            if chunk.prefill_worker is not None:
+                new = RunRound(round=chunk.plan.step, steps=[self._prepare(chunk)])
+                self.wire.prefill(chunk.prefill_worker, new)
         if not self._steps or (steps and self.scheduler.may_run_ahead):
             return None
         return self.wire.wait()
