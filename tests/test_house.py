@@ -13,9 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("lamina", "converter", "netstack")
 POLICY = (
-    "engine/scheduler.py", "engine/sequence.py", "engine/pipeline.py", "engine/tuner.py", "kv/blocks.py",
-    "kv/layout.py",
-    "kv/partition.py", "request.py", "config.py",
+    "engine/scheduler.py", "engine/prefill.py", "engine/steps.py", "engine/sequence.py", "engine/pipeline.py",
+    "engine/tuner.py", "kv/blocks.py", "kv/layout.py", "kv/partition.py", "request.py", "config.py",
+    "cluster/placement.py",
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from lamina.workers.stepplan import Free, Grant, New, Rows, SequenceOp, StepPlan
+from lamina.workers.stepplan import GRANTS_AHEAD, Free, Grant, New, Rows, SequenceOp, StepPlan
 
 from .sequence import Sequence
 from .steps import ScheduledStep
@@ -30,12 +30,11 @@ class Prefill:
     """Deals prompts to prefill workers. First come, first served; each worker has one prompt after the other.
 
     A chunk is a step of a batch that is the worker's own. The memory workers are told of it by a Grant, in the plan of
-    the batch in which the sequence will decode; so blocks for a chunk are held from then on. LOOKAHEAD chunks of a
-    worker at most are computed or stored at a time: where attention has a window, the blocks of a chunk may be given
+    the batch in which the sequence will decode; so blocks for a chunk are held from then on. GRANTS_AHEAD chunks of
+    a worker at most are computed or stored at a time: where attention has a window, the blocks of a chunk may be given
     back only once the next but one is granted, and then it has been stored.
     """
 
-    LOOKAHEAD = 2
     PROMPTS = 2  # of a worker: the one that it computes, and one so that it need not wait
 
     def __init__(self, num_workers: int, chunk: int, first_batch: int) -> None:
@@ -72,7 +71,7 @@ class Prefill:
         if sequence.prefill_worker is None:
             return None
         worker = self._workers[sequence.prefill_worker]
-        if len(worker.in_flight) >= self.LOOKAHEAD or not worker.prompts or worker.prompts[0] is not sequence:
+        if len(worker.in_flight) >= GRANTS_AHEAD or not worker.prompts or worker.prompts[0] is not sequence:
             return None
         count = min(self._chunk, sequence.num_promised - sequence.num_scheduled)
         return Grant(sequence.id, sequence.num_scheduled, count, worker.index, worker.next_step)

@@ -20,12 +20,11 @@ from lamina.observe.trace import OFF, Event, Recorder
 from .memory_store import Store
 from .memory_write import Writes, layouts_of
 from .meter import Meter
-from .stepplan import Free, Grant, Key, Kind, ProtocolError, Rows, StepPlan, Truncate
+from .stepplan import GRANTS_AHEAD, Free, Grant, Key, Kind, ProtocolError, Rows, StepPlan, Truncate
 
 STARVED_S = 0.005  # without a look at the prefill workers, while decoding leaves no gap
 GAP_S = 0.0005  # that a worker with nothing to do waits for decoding before it looks at the prefill workers again
 IDLE_S = 1.0  # the same where nothing is granted: only decoding can come then
-AHEAD = 2  # grants of a sequence; a third may give blocks back that the first is still to fill (kv.blocks)
 
 
 class Grants:
@@ -58,16 +57,16 @@ class Grants:
         """Raises PlanError where the plan touches a sequence whose K and V are still to come, ProtocolError where it
         grants what cannot be.
         """
-        waiting = {d.sequence for x in self._inlets for d in x.deliveries}
-        ahead = [d.sequence for x in self._inlets for d in x.deliveries]
+        waiting = [d.sequence for x in self._inlets for d in x.deliveries]
         for op in plan.ops:
             if isinstance(op, Grant):
                 if not 0 <= op.worker < len(self._inlets):
                     raise ProtocolError(f"step {plan.step} grants to prefill worker {op.worker} of {len(self._inlets)}")
-                waiting.add(op.sequence)
-                ahead.append(op.sequence)
-                if ahead.count(op.sequence) > AHEAD and self._is_new(op):
-                    raise PlanError(f"sequence {op.sequence}: more than {AHEAD} grants whose K and V are still to come")
+                waiting.append(op.sequence)
+                if waiting.count(op.sequence) > GRANTS_AHEAD and self._is_new(op):
+                    raise PlanError(
+                        f"sequence {op.sequence}: more than {GRANTS_AHEAD} grants whose K and V are still to come"
+                    )
             elif isinstance(op, Free | Truncate) and op.sequence in waiting:
                 raise PlanError(f"sequence {op.sequence} is freed or truncated while its K and V are still to come")
         for row in plan.rows:

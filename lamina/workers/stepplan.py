@@ -33,6 +33,8 @@ import msgspec
 from lamina.kv.partition import Lanes, Partition
 
 VERSION = 1
+# Of a sequence, whose K and V are still to come: behind a window, a third may give blocks back that the first fills.
+GRANTS_AHEAD = 2
 
 
 class Kind(enum.IntEnum):

@@ -12,7 +12,7 @@ from lamina.engine.steps import ScheduledStep
 from lamina.kv.blocks import BlockTables
 from lamina.kv.partition import Lanes
 from lamina.request import CompletionOutput, SamplingParams
-from lamina.workers.stepplan import Free, Grant, New
+from lamina.workers.stepplan import Free, Grant, New, StepPlan
 
 MAX_ROWS = 12
 
@@ -23,6 +23,16 @@ def make(request_id: int, prompt: int, outputs: int, stop_at: int | None = None)
     seq = Sequence(request_id, params, 0, tokens, CompletionOutput(0), prompt + outputs, frozenset([-5]))
     seq.stop_at = stop_at  # type: ignore[attr-defined]
     return seq
+
+
+def begin(plan: StepPlan, stored: dict[int, list[int]]) -> None:
+    """Start and forget sequences as ``plan`` says."""
+    for op in plan.ops:
+        if isinstance(op, New):
+            assert op.sequence not in stored
+            stored[op.sequence] = []
+        elif isinstance(op, Free):
+            del stored[op.sequence]
 
 
 class FakePool:
@@ -41,13 +51,9 @@ class FakePool:
         assert not coming & {op.sequence for op in step.plan.ops if isinstance(op, Free)}, "freed before they have come"
         last = self.drawn.pop(step.plan.batch, {})
         drawn = self.drawn[step.plan.batch] = {}
+        begin(step.plan, self.stored)
         for op in step.plan.ops:
-            if isinstance(op, New):
-                assert op.sequence not in self.stored
-                self.stored[op.sequence] = []
-            elif isinstance(op, Free):
-                del self.stored[op.sequence]
-            elif isinstance(op, Grant):
+            if isinstance(op, Grant):
                 self.granted[op.worker, op.step] = op, self._blocks(op)
         at = 0
         for sequence, rows in zip(step.parts, step.plan.rows, strict=True):
@@ -94,11 +100,7 @@ class FakePrefill:
     def run(self) -> tuple[ScheduledStep, dict[int, int]]:
         step = self.steps.popleft()
         self.tables.apply(step.plan)
-        for op in step.plan.ops:
-            if isinstance(op, New):
-                self.stored[op.sequence] = []
-            elif isinstance(op, Free):
-                del self.stored[op.sequence]
+        begin(step.plan, self.stored)
         (rows,) = step.plan.rows
         kv = self.stored[rows.sequence]
         assert rows.first == len(kv)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
+from scheduled import begin
 
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
@@ -15,7 +16,6 @@ from lamina.kv.blocks import BlockTables
 from lamina.kv.partition import Lanes
 from lamina.request import RequestOutput, SamplingParams
 from lamina.workers.control import ComputeReady, Drawn, RunRound, RunStep, StepDone
-from lamina.workers.stepplan import Free, New
 
 VOCAB, EOS = 97, 96
 
@@ -61,11 +61,7 @@ class FakeWire:
 
     def _execute(self, step: RunStep) -> StepDone:
         self.tables.apply(step.plan)
-        for op in step.plan.ops:
-            if isinstance(op, New):
-                self.stored[op.sequence] = []
-            elif isinstance(op, Free):
-                del self.stored[op.sequence]
+        begin(step.plan, self.stored)
         at = 0
         for rows in step.plan.rows:
             tokens = step.tokens[at : at + rows.count]
