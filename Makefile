@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MODEL ?= examples/tiny_lm/model
 
-.PHONY: demo test check format fuzz clean test-vm
+.PHONY: demo test check properties format fuzz clean test-vm
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py $(MODEL) $(ARGS)
@@ -21,6 +21,11 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The property tests with examples that no run has tried before.
+properties: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile=search \
+	  -m 'hypothesis and not slow and not gpu and not rdma and not vm'
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("LAMINA_MLX5_MODEL", "1")  # no NIC here: mlx5 runs against the software one
+
+# `make test` tries the same examples every time; `make properties` looks for new ones.
+settings.register_profile("fixed", derandomize=True)
+settings.register_profile("search", print_blob=True)
+settings.load_profile("fixed")
 
 # By transport or attention backend; a test that is parametrized with it carries the mark.
 NEEDS = {"verbs": pytest.mark.rdma, "cuda": pytest.mark.gpu, "flashinfer": pytest.mark.gpu}
