@@ -41,6 +41,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TOLERANCE = {"bf16": 2e-2, "fp16": 4e-3, "fp32": 1e-4}  # norm-wise, between competitors
 COLD_BYTES = 128 << 20  # of K and V, all layers: more than caches hold
 TURN_S = 0.25  # who takes longer than this for one call sits out rounds
+REST_S = 0.01  # before a turn, while idle threads of the one before go on spinning for work
 QUIET = 0.02  # share of a turn in which tasks waited for a core
 ENOUGH = 3  # quiet turns of a peer
 
@@ -223,6 +224,7 @@ def stalled() -> float:
 
 def timed(turn: Turn, layer: int) -> dict[str, float]:
     """A turn, with the share of it in which tasks waited."""
+    time.sleep(REST_S)
     start, before = time.perf_counter(), stalled()
     found = turn(layer)
     waited = stalled() - before
