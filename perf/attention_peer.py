@@ -1,14 +1,11 @@
 """Attention of other projects, each in an environment and a process of its own, for bench_attention.py.
 
-``Child`` is the benchmark's side. Run as a script it is the other side: a request is a line of JSON on stdin, an answer
-one on stdout; tensors go through files. Between its turns the process waits for the next line and computes nothing.
+``Peer`` is the benchmark's side; run as a script it is the other one. Tensors go through files.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +15,7 @@ from math import prod
 from typing import Any, TypeVar
 
 import torch
+from child import Child, Fields, serve
 from torch import Tensor
 
 T = TypeVar("T")
@@ -31,7 +29,7 @@ def seconds(call: Callable[[], T]) -> tuple[dict[str, float], T]:
     return {"attention": time.perf_counter() - start, "cpu": time.process_time() - cpu}, result
 
 
-class Child:
+class Peer:
     """A peer with its tensors: q [batch, heads, dim], k and v [batch, KV heads, context, dim] of every layer.
 
     Raises OSError or RuntimeError, with the cause, where the peer cannot take part.
@@ -42,58 +40,25 @@ class Child:
         self._shape = q.shape
         for name, tensor in {"q": q, "k": k, "v": v}.items():
             tensor.contiguous().view(torch.uint8).numpy().tofile(f"{self._folder.name}/{name}")
-        self._process = subprocess.Popen(
-            [python, __file__, peer, self._folder.name, json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
         try:
-            self._answer()
-        except RuntimeError:
-            self.close()
+            self._child = Child(python, __file__, [peer, self._folder.name, json.dumps(settings)])
+        except (OSError, RuntimeError):
+            self._folder.cleanup()
             raise
 
     def turn(self, layer: int) -> dict[str, float]:
         """One call; see ``seconds``."""
-        return self._ask("turn", layer)
+        return self._child.ask(do="turn", layer=layer)
 
     def result(self) -> Tensor:
         """Of layer 0, [batch, heads, dim] fp32."""
-        self._ask("result", 0)
+        self._child.ask(do="result", layer=0)
         return torch.from_file(f"{self._folder.name}/o", size=prod(self._shape)).view(self._shape).clone()
 
     def close(self) -> None:
         """End the process."""
-        if self._process.stdin:
-            self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout:
-            self._process.stdout.close()
+        self._child.close()
         self._folder.cleanup()
-
-    def _ask(self, what: str, layer: int) -> dict[str, Any]:
-        pipe = self._process.stdin
-        if pipe is None:
-            raise RuntimeError("its process has no stdin")
-        try:
-            pipe.write(json.dumps({"do": what, "layer": layer}) + "\n")
-            pipe.flush()
-        except BrokenPipeError as e:
-            raise RuntimeError("its process has ended") from e
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        line = self._process.stdout.readline() if self._process.stdout else ""
-        answer: dict[str, Any] = json.loads(line or '{"error": "its process has ended"}')
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer
 
 
 def vllm(settings: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[int], None], Tensor]:
@@ -128,27 +93,16 @@ def vllm(settings: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Cal
 PEERS = {"vllm": vllm}
 
 
-def serve(peer: str, folder: str, settings: dict[str, Any]) -> None:
-    """The peer's side: answers until stdin ends. What libraries print must not mix with it."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def _begin(peer: str, folder: str, settings: dict[str, Any]) -> Callable[[Fields], Fields]:
+    attend, out = _open(peer, folder, settings)
 
-    def answer(**fields: Any) -> None:
-        answers.write(json.dumps(fields) + "\n")
-        answers.flush()
-
-    try:
-        attend, out = _open(peer, folder, settings)
-    except Exception as e:  # noqa: BLE001 - the other side reports it
-        return answer(error=f"{type(e).__name__}: {e}")
-    answer()
-    for line in sys.stdin:
-        question = json.loads(line)
+    def reply(question: Fields) -> Fields:
         found, _ = seconds(partial(attend, question["layer"]))
         if question["do"] == "result":
             out.float().numpy().tofile(f"{folder}/o")
-        answer(**found)
-    return None
+        return found
+
+    return reply
 
 
 def _open(peer: str, folder: str, settings: dict[str, Any]) -> tuple[Callable[[int], None], Tensor]:
@@ -161,4 +115,4 @@ def _open(peer: str, folder: str, settings: dict[str, Any]) -> tuple[Callable[[i
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    serve(partial(_begin, sys.argv[1], sys.argv[2], json.loads(sys.argv[3])))

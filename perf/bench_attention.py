@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from attention_peer import Child, seconds
+from attention_peer import Peer, seconds
 from common import cpu_pressure, record, spread
 from torch import Tensor
 
@@ -175,7 +175,7 @@ def in_child(problem: Problem, peer: str) -> Competitor:
     """A peer of another environment, in a process of its own that only works in its turns."""
     args = problem.args
     settings = {**vars(args), "layers": len(problem.layers)}
-    child = Child(args.peer_python, peer, settings, problem.q, *problem.contiguous(0))
+    child = Peer(args.peer_python, peer, settings, problem.q, *problem.contiguous(0))
     return Competitor(child.turn, child.result, child.close)
 
 

@@ -4,25 +4,46 @@ All competitors are prefilled first and then take turns of a few steps each, so 
 alike. Prints one JSON line; --write appends it to perf/results/bench_decode.jsonl.
 
     python perf/bench_decode.py --batch 8 --prompt 512 --tokens 64 --dtype bfloat16 --write
+
+--peers adds the other engines whose environments perf/peers.sh has made. What everybody generated is checked: a
+token counts as wrong by as much as its logit lies below the best one of the model in fp32, given the tokens before it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from common import cpu_pressure, record, spread
+from decode_peer import PEERS, Peer
 from reference_model import make
 
 from lamina import LLM, SamplingParams
+from lamina.request import RequestOutput
 
 TURN_STEPS = 8
+REST_S = 0.01  # before a turn, while idle threads of the one before go on spinning for work
+CHECKED = 2  # sequences of each competitor
+
+
+class Player(Protocol):
+    """A competitor whose sequences are all prefilled."""
+
+    def turn(self, steps: int) -> list[float]:
+        """Seconds of each of ``steps`` decode steps."""
+
+    def tokens(self) -> list[list[int]]:
+        """What has been generated, by sequence."""
+
+    def close(self) -> None: ...
 
 
 class Generate:
@@ -31,9 +52,9 @@ class Generate:
     """
 
     def __init__(self, model: Any, prompts: list[list[int]], tokens: int, cache: str) -> None:
-        self._times: list[float] = []
+        self._ids: torch.Tensor = torch.empty(0)
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
-        ids = torch.tensor(prompts)
+        ids, self._prompt = torch.tensor(prompts), len(prompts[0])
         options: dict[str, Any] = {"cache_implementation": "static"} if cache == "static" else {}
         if cache == "static":
             options["disable_compile"] = True  # as transformers itself decides on a CPU
@@ -53,10 +74,9 @@ class Generate:
         self._paused.acquire()  # prefilled
 
     def _hold(self, ids: Any, scores: Any) -> Any:
-        self._times.append(time.perf_counter())
+        self._ids = ids
         self._paused.release()
         self._go.acquire()
-        self._times[-1] = time.perf_counter()  # the step to come begins here
         return scores
 
     def turn(self, steps: int) -> list[float]:
@@ -67,6 +87,11 @@ class Generate:
             self._go.release()
             self._paused.acquire()
             found.append(time.perf_counter() - start)
+        return found
+
+    def tokens(self) -> list[list[int]]:
+        """What has been generated, by sequence."""
+        found: list[list[int]] = self._ids[:, self._prompt :].tolist()
         return found
 
     def close(self) -> None:
@@ -83,8 +108,8 @@ class Lamina:
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         for prompt in prompts:
             self._engine.add(prompt, params)
-        while len(self._engine.step()) < self._batch:
-            pass  # until all decode together
+        self._outputs: list[RequestOutput] = []
+        self._step()  # the first after which all decode together
 
     def turn(self, steps: int) -> list[float]:
         """Seconds of each step. One step is always in flight, so the first of a turn is not counted."""
@@ -93,9 +118,14 @@ class Lamina:
 
     def _step(self) -> float:
         start = time.perf_counter()
-        while len(self._engine.step()) < self._batch:
+        while len(outputs := self._engine.step()) < self._batch:
             pass
+        self._outputs = outputs
         return time.perf_counter() - start
+
+    def tokens(self) -> list[list[int]]:
+        """What has been generated, by sequence."""
+        return [list(o.outputs[0].token_ids) for o in sorted(self._outputs, key=lambda o: o.request_id)]
 
     def close(self) -> None:
         self.llm.close()
@@ -111,13 +141,16 @@ def main() -> None:
     parser.add_argument("--attention", default="auto", help="backend of the memory workers")
     parser.add_argument("--threads", type=int, default=0, help="of each competitor; 0 = all cores")
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--peers", default="", help="other engines, by comma, or all: " + ", ".join(PEERS))
+    parser.add_argument("--peer-folder", type=Path, default=Path("build/peers"), help="their environments (peers.sh)")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    args.threads = args.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(args.threads)
+    settings = {k: v for k, v in vars(args).items() if k not in ("peer_folder", "write")}
     with tempfile.TemporaryDirectory() as folder:
         path = make(Path(folder) / "model", args.dtype, {"num_hidden_layers": args.layers})
-        print(record("bench_decode", vars(args), measure(path, args), write=args.write))
+        print(record("bench_decode", settings, measure(path, args), write=args.write))
 
 
 def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -130,17 +163,36 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     threads = {"compute_threads": args.threads, "memory_threads": args.threads}
     common = {"attention": args.attention, "dtype": args.dtype, "memory_workers": args.memory_workers, **threads}
     total = args.tokens + 2 * TURN_STEPS + args.tokens // TURN_STEPS
-    makers: dict[str, Callable[[], Generate | Lamina]] = {
+    makers: dict[str, Callable[[], Player]] = {
         "transformers static": lambda: Generate(model, prompts, total, "static"),
         "transformers dynamic": lambda: Generate(model, prompts, total, "dynamic"),
         "lamina shm": lambda: Lamina(path, prompts, total, transport="shm", **common),
         "lamina loopback": lambda: Lamina(path, prompts, total, transport="loopback", **common),
     }
-    players: dict[str, Generate | Lamina] = {}
+    config = model.config
+    kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    settings = {
+        "model": str(path),
+        "dtype": args.dtype,
+        "prompts": prompts,
+        "tokens": total,
+        "threads": args.threads,
+        "kv_bytes": kv_bytes * args.batch * (args.prompt + total),
+    }
+    for name in PEERS if args.peers == "all" else filter(None, args.peers.split(",")):
+        python = str(args.peer_folder / name / "bin" / "python")
+        makers[name] = partial(Peer, python, name, settings)
+    players: dict[str, Player] = {}
+    missing: dict[str, str] = {}
     try:
         for name, make_player in makers.items():
-            players[name] = make_player()
-        return _rounds(players, args.tokens // TURN_STEPS, args.batch)
+            try:
+                players[name] = make_player()
+            except (OSError, RuntimeError) as e:
+                missing[name] = str(e)
+        found = _rounds(players, args.tokens // TURN_STEPS, args.batch)
+        notes = {name: player.note() for name, player in players.items() if isinstance(player, Peer)}
+        return {**found, "missing_peers": missing, "notes": notes, "quality": _quality(path, prompts, players)}
     finally:
         for player in players.values():
             player.close()
@@ -155,6 +207,7 @@ def _rounds(players: dict[str, Any], rounds: int, batch: int) -> dict[str, Any]:
     before = split.stats()
     for _ in range(rounds):
         for name, player in players.items():
+            time.sleep(REST_S)
             times[name] += player.turn(TURN_STEPS)
         pressure.append(cpu_pressure())
     medians = {name: spread(t)["median"] for name, t in times.items()}
@@ -162,13 +215,31 @@ def _rounds(players: dict[str, Any], rounds: int, batch: int) -> dict[str, Any]:
     return {
         "step_s": {name: spread(t) for name, t in times.items()},
         "tokens_per_s": {name: batch / m for name, m in medians.items()},
-        "ratio_to_static": medians["transformers static"] / shm,
-        "ratio_to_dynamic": medians["transformers dynamic"] / shm,
+        "speed_of_lamina_shm": {name: m / shm for name, m in medians.items() if not name.startswith("lamina")},
         "disaggregation_tax": shm / medians["lamina loopback"] - 1.0,
         "seconds_by_role": _difference(split.stats(), before),
         "convert_s": split.engine.info.summary["convert_s"],
         "cpu_pressure_avg10": pressure,
     }
+
+
+@torch.inference_mode()
+def _quality(path: Path, prompts: list[list[int]], players: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """How far the tokens of each lie from the model's choice in fp32, given what came before: the share that is the
+    same, and the largest difference of logits as a part of their standard deviation.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model, found = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), {}
+    for name, player in players.items():
+        same, gaps = [], []
+        for prompt, tokens in zip(prompts[:CHECKED], player.tokens(), strict=False):
+            logits = model(torch.tensor([prompt + tokens]), logits_to_keep=len(tokens) + 1).logits[0, :-1]
+            chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            gaps.append(((logits.amax(1) - chosen) / logits.std(1)).max())
+            same.append((logits.argmax(1) == torch.tensor(tokens)).float().mean())
+        found[name] = {"same": float(torch.stack(same).mean()), "gap": float(torch.stack(gaps).max())}
+    return found
 
 
 def _difference(after: dict[str, dict[str, float]], before: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:

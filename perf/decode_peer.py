@@ -1,0 +1,245 @@
+"""Other engines that decode the model of bench_decode.py, each in an environment and a process of its own.
+
+``Peer`` is the benchmark's side; run as a script it is the other one. ``peers.sh`` makes the environments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from child import Child, Fields, serve
+
+ENVIRONMENT = {
+    "vllm": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+}
+GIB = 1 << 30
+
+
+class Run:
+    """What both sides of a peer know: its settings, the tokens that it has generated, by sequence, and how it differs
+    from what was asked for.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.model = Path(settings["model"])
+        self.dtype: str = settings["dtype"]
+        self.prompts: list[list[int]] = settings["prompts"]
+        self.total: int = settings["tokens"]  # at most, of each sequence
+        self.threads: int = settings["threads"]
+        self.kv_gib: int = 1 + settings["kv_bytes"] // GIB
+        self.generated: list[list[int]] = [[] for _ in self.prompts]
+        self.note = ""
+
+
+Step = Callable[[], None]  # decodes one token of every sequence
+
+
+class Peer:
+    """A peer that has taken the prompts (lists of as many token ids) and decodes when it is told to.
+
+    Raises OSError or RuntimeError, with the cause, where it cannot take part.
+    """
+
+    def __init__(self, python: str, peer: str, settings: dict[str, Any]) -> None:
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump(settings, file)
+            file.flush()
+            environment = {"OMP_NUM_THREADS": str(settings["threads"]), **ENVIRONMENT.get(peer, {})}
+            self._child = Child(python, __file__, [peer, file.name], **environment)
+
+    def turn(self, steps: int) -> list[float]:
+        """Seconds of each of ``steps`` decode steps."""
+        seconds: list[float] = self._child.ask(steps=steps)["seconds"]
+        return seconds
+
+    def tokens(self) -> list[list[int]]:
+        """What it has generated, by sequence."""
+        found: list[list[int]] = self._child.ask(steps=0)["tokens"]
+        return found
+
+    def note(self) -> str:
+        """How it differs from what was asked for; empty if it does not."""
+        return str(self._child.ask(steps=0)["note"])
+
+    def close(self) -> None:
+        """End the process."""
+        self._child.close()
+
+
+def vllm(run: Run) -> Step:
+    """vLLM's engine in this process, without compiled graphs, as its documents advise for CPUs."""
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(run.kv_gib)
+    from vllm import EngineArgs, LLMEngine, SamplingParams  # type: ignore[import-not-found]
+
+    arguments = EngineArgs(
+        model=str(run.model),
+        dtype=run.dtype,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=len(run.prompts[0]) + run.total + 8,
+        max_num_seqs=len(run.prompts),
+        enable_prefix_caching=False,
+    )
+    engine = LLMEngine.from_engine_args(arguments)
+    params = SamplingParams(temperature=0.0, max_tokens=run.total, ignore_eos=True, detokenize=False)
+    for i, prompt in enumerate(run.prompts):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+
+    def step() -> None:
+        for output in engine.step():
+            run.generated[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
+
+    while not all(run.generated):
+        step()
+    return step
+
+
+def openvino(run: Run) -> Step:
+    """OpenVINO GenAI's continuous batching; KV in the model's dtype, or in fp32 where this CPU can only do that."""
+    import numpy as np
+    import openvino  # type: ignore[import-not-found]
+    import openvino_genai as genai  # type: ignore[import-not-found]
+
+    folder = run.model / "openvino"
+    if not folder.exists():
+        from optimum.intel import OVModelForCausalLM  # type: ignore[import-not-found]
+
+        OVModelForCausalLM.from_pretrained(run.model, export=True, load_in_8bit=False).save_pretrained(folder)
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size, scheduler.max_num_seqs = 2 * run.kv_gib, len(run.prompts)
+    scheduler.max_num_batched_tokens = 2048
+    scheduler.enable_prefix_caching = False
+    config = genai.GenerationConfig(max_new_tokens=run.total, ignore_eos=True, do_sample=False)
+
+    def begin(precision: str) -> tuple[Any, list[Any]]:
+        properties = {"KV_CACHE_PRECISION": precision, "INFERENCE_NUM_THREADS": run.threads}
+        pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
+        rows = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in run.prompts]
+        handles = [pipeline.add_request(i, row, config) for i, row in enumerate(rows)]
+        pipeline.step()
+        return pipeline, handles
+
+    precision = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[run.dtype]
+    try:
+        pipeline, handles = begin(precision)
+    except RuntimeError:
+        pipeline, handles = begin("f32")
+        run.note = "KV in fp32"
+
+    def step() -> None:
+        pipeline.step()
+        for handle, generated in zip(handles, run.generated, strict=True):
+            while handle.can_read():
+                generated += next(iter(handle.read().values())).generated_ids
+
+    while not all(run.generated):
+        step()
+    return step
+
+
+def llama_cpp(run: Run) -> Step:
+    """llama.cpp with its KV cache in fp16, which is its default."""
+    import llama_cpp as lib  # type: ignore[import-not-found]
+    import numpy as np
+
+    file, most = run.model / "model.gguf", 2048
+    if not file.exists():
+        _write_gguf(run.model, file)
+    run.note = "KV in fp16"
+    lib.llama_backend_init()
+    model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
+    params = lib.llama_context_default_params()
+    params.n_ctx = len(run.prompts) * (-(-(len(run.prompts[0]) + run.total + 8) // 256) * 256)
+    params.n_seq_max, params.n_batch = len(run.prompts), most
+    params.n_threads = params.n_threads_batch = run.threads
+    context = lib.llama_init_from_model(model, params)
+    vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+    batch = lib.llama_batch_init(most, 0, 1)
+
+    def decode(rows: list[tuple[int, int, int, bool]]) -> None:
+        """Rows of (sequence, position, token, sampled)."""
+        batch.n_tokens = len(rows)
+        for i, (sequence, position, token, sampled) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, sampled
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+        if lib.llama_decode(context, batch):
+            raise RuntimeError("llama_decode failed")
+        for i, (sequence, _, _, sampled) in enumerate(rows):
+            if sampled:
+                logits = np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), shape=(vocabulary,))
+                run.generated[sequence].append(int(logits.argmax()))
+
+    for sequence, prompt in enumerate(run.prompts):
+        rows = [(sequence, at, token, at + 1 == len(prompt)) for at, token in enumerate(prompt)]
+        for start in range(0, len(rows), most):
+            decode(rows[start : start + most])
+    begin = len(run.prompts[0]) - 1
+    return lambda: decode([(s, begin + len(done), done[-1], True) for s, done in enumerate(run.generated)])
+
+
+def _write_gguf(model: Path, file: Path) -> None:
+    """The benchmark's Llama as llama.cpp reads it: its names, and rotary halves interleaved."""
+    import gguf  # type: ignore[import-not-found]
+    import torch
+    from safetensors.torch import load_file
+
+    config = json.loads((model / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    rope = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_tokenizer_model("none")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for name, x in load_file(model / "model.safetensors").items():
+        for part, count in ("q_proj", heads), ("k_proj", kv_heads):
+            if part in name:
+                x = x.view(count, 2, -1, x.shape[-1]).transpose(1, 2).reshape(x.shape)
+        to = names.get_name(name, try_suffixes=(".weight",))
+        if x.dim() == 1 or x.dtype == torch.float32:
+            writer.add_tensor(to, x.float().numpy())
+        else:
+            raw = x.contiguous().view(torch.uint8).numpy()
+            writer.add_tensor(to, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+PEERS = {"vllm": vllm, "openvino": openvino, "llama.cpp": llama_cpp}
+
+
+def _begin(peer: str, file: str) -> Callable[[Fields], Fields]:
+    run = Run(json.loads(Path(file).read_text()))
+    step = PEERS[peer](run)
+
+    def reply(question: Fields) -> Fields:
+        seconds = []
+        for _ in range(question["steps"]):
+            start = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start)
+        return {"seconds": seconds, "note": run.note, "tokens": [] if question["steps"] else run.generated}
+
+    return reply
+
+
+if __name__ == "__main__":
+    serve(partial(_begin, sys.argv[1], sys.argv[2]))
