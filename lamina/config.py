@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
 
+from lamina.cores import AUTO, parse_cores
 from lamina.kv.partition import PARTITIONS
 from lamina.netstack import beyond_host
 
@@ -87,6 +88,11 @@ class EngineConfig:
     gemm: str = option("auto", "linear layers of the compute worker: native, torch, or auto (the first that works)")
     compute_threads: int = option(0, "threads of the compute worker; 0 = all cores")
     memory_threads: int = option(0, "threads of each memory worker; 0 = an equal share of the cores")
+    cores: str = option(
+        "",
+        "cores of each worker (compute workers, then memory workers, then prefill workers), such as 0-3/4,5/6,7; "
+        "auto = cores of their own where they work at once; empty = the system places them",
+    )
     seed: int = option(0, "where requests without a seed get theirs from")
     trace: str = option("", "write a Perfetto/Chrome trace of the run to this file, at the end (or set LAMINA_TRACE)")
     trust_remote_code: bool = option(False, "run Python code that ships with the model")
@@ -110,6 +116,8 @@ class EngineConfig:
         for name in ("start_timeout_s", "step_timeout_s"):
             if not 0.0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{flag(name)} must be a positive number of seconds, not {getattr(self, name)}")
+        if self.cores not in ("", AUTO):
+            parse_cores(self.cores)
         self._check_pipeline()
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
@@ -154,6 +162,11 @@ class EngineConfig:
         return max(1, self.most_batches - 1)
 
     @property
+    def at_once(self) -> bool:
+        """Whether both pools work at the same time, and not in turns."""
+        return self.most_batches > 1 or self.prefill_workers > 0
+
+    @property
     def max_rows(self) -> int:
         """Rows of a step at most: every sequence decodes one token, beside one prefill chunk."""
         return self.max_num_seqs + self.prefill_chunk
@@ -179,6 +192,8 @@ class EngineConfig:
             raise ValueError(f"--transport: {error}") from None
         if self.memory_addresses:
             raise ValueError("--memory-addresses are for this machine: over --ray-address hosts have theirs from Ray")
+        if self.cores:
+            raise ValueError("--cores are of this machine: over --ray-address Ray gives workers theirs")
 
     def _check_pipeline(self) -> None:
         if self.pipeline != "auto" and (isinstance(self.pipeline, str) or self.pipeline < 1):

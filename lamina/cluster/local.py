@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from lamina import cores
 from lamina.config import EngineConfig
+
+log = logging.getLogger(__name__)
 
 # role -> (module, its function that serves one control socket)
 ROLES = {
@@ -29,12 +33,13 @@ class ProcessWorker:
 
     place = ""
 
-    def __init__(self, role: str, index: int, threads: int = 0) -> None:
-        """``threads`` of OpenMP; 0 = what the environment says, else all cores."""
+    def __init__(self, role: str, index: int, threads: int = 0, on: cores.Cores = ()) -> None:
+        """``threads`` of OpenMP; 0 = what the environment says, else all cores. ``on``: its cores; empty = any."""
         self.role, self.index = role, index
         self.sock, theirs = socket.socketpair()
         with theirs:
-            self._process = spawn(role, theirs, threads)
+            more = ["--cores", ",".join(map(str, on))] if on else []
+            self._process = spawn(role, theirs, threads, more)
         self.pid = self._process.pid
 
     def fate(self) -> str | None:
@@ -72,21 +77,55 @@ class ThreadWorker:
 class LocalLauncher:
     """All workers on this machine; they end by their control links alone."""
 
-    def __init__(self, key: bytes, wanted: Mapping[str, int]) -> None:
+    def __init__(self, key: bytes, wanted: Mapping[str, int], on: Mapping[str, Sequence[cores.Cores]]) -> None:
+        """``on``: the cores of each worker of a role; empty = any."""
         self.key = key
-        self._wanted = wanted
+        self._wanted, self._on = wanted, on
 
     def share(self, role: str, index: int) -> int:
-        return max(1, len(os.sched_getaffinity(0)) // self._wanted[role])
+        return len(self._on[role][index]) or max(1, len(os.sched_getaffinity(0)) // self._wanted[role])
 
     def start(self, role: str, index: int, threads: int = 0) -> ProcessWorker:
-        return ProcessWorker(role, index, threads)
+        return ProcessWorker(role, index, threads, self._on[role][index])
 
     def close(self) -> None: ...
 
 
 def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> LocalLauncher:
-    return LocalLauncher(key, wanted)
+    on = {role: [cores.Cores()] * count for role, count in wanted.items()}
+    if config.cores:
+        on = placed(config, wanted)
+        log.info("--cores: %s", "; ".join(_lines(on)) or "fewer than workers: the system places them")
+    return LocalLauncher(key, wanted, on)
+
+
+def placed(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[cores.Cores]]:
+    """The cores of each worker, by role, as ``--cores`` says. Raises ValueError where that does not fit."""
+    roles = "compute", "memory", "prefill"
+    counts = [wanted.get(role, 0) for role in roles]
+    if not all(counts[:2]):
+        raise ValueError(f"--cores: with --transport {config.transport} workers are threads of this process")
+    lists = cores.place(config.cores, counts, neighbours(), at_once=config.at_once)
+    return dict(zip(roles, lists, strict=True))
+
+
+def _lines(on: Mapping[str, Sequence[cores.Cores]]) -> Iterator[str]:
+    for role, each in on.items():
+        yield from (f"{role} worker {i} on {cores.ranges(x)}" for i, x in enumerate(each) if x)
+
+
+def neighbours() -> list[int]:
+    """Cores that this process may use; those of a node of memory, and the threads of a core, beside each other."""
+
+    def place_of(core: int) -> tuple[int, ...]:
+        here = Path(f"/sys/devices/system/cpu/cpu{core}")
+        node = next((int(p.name[4:]) for p in here.glob("node[0-9]*")), 0)
+        try:
+            return node, int((here / "topology/core_id").read_text()), core
+        except (OSError, ValueError):
+            return node, core, core
+
+    return sorted(os.sched_getaffinity(0), key=place_of)
 
 
 def spawn(

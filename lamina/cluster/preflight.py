@@ -35,6 +35,7 @@ def check(model: str, config: EngineConfig) -> int:
         PARTITIONS[config.partition]([heads], config.weights, 1)
     if elsewhere:
         return config.max_model_len or limit
+    _check_cores(config)
     check_weights(directory)
     free, kv_bytes = available_bytes(), config.kv_bytes() * config.memory_workers
     check_room(directory, config.replicas + config.prefill_workers, free)
@@ -43,6 +44,15 @@ def check(model: str, config: EngineConfig) -> int:
             f"--kv-memory {config.kv_memory} on {config.memory_workers} memory workers: {free} bytes are free"
         )
     return config.max_model_len or limit
+
+
+def _check_cores(config: EngineConfig) -> None:
+    if config.cores:
+        from .local import placed
+
+        in_process = netstack.open(config.scheme, key=cluster_key()).in_process
+        counts = {"compute": config.replicas, "memory": config.memory_workers, "prefill": config.prefill_workers}
+        placed(config, {role: 0 if in_process else count for role, count in counts.items()})
 
 
 def stated_limit(model: str, config: EngineConfig) -> int:

@@ -1,8 +1,9 @@
-"""A worker process: ``python -m lamina.workers MODULE:FUNCTION --control-fd N [--life-line-fd M]``."""
+"""A worker process: ``python -m lamina.workers MODULE:FUNCTION --control-fd N [--life-line-fd M] [--cores LIST]``."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 from importlib import import_module
 
@@ -15,7 +16,10 @@ def main() -> None:
     parser.add_argument("serve", metavar="MODULE:FUNCTION", help="what to run")
     parser.add_argument("--control-fd", type=int, required=True, help="inherited socket of the control link")
     parser.add_argument("--life-line-fd", type=int, help="inherited pipe of a supervisor; see run_process")
+    parser.add_argument("--cores", help="where to run, by comma; else where the system says")
     args = parser.parse_args()
+    if args.cores:  # before any thread is made
+        os.sched_setaffinity(0, map(int, args.cores.split(",")))
     module, _, function = args.serve.partition(":")
 
     def serve(sock: socket.socket) -> None:
