@@ -168,6 +168,7 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         "transformers dynamic": lambda: Generate(model, prompts, total, "dynamic"),
         "lamina shm": lambda: Lamina(path, prompts, total, transport="shm", **common),
         "lamina loopback": lambda: Lamina(path, prompts, total, transport="loopback", **common),
+        "lamina deterministic": lambda: Lamina(path, prompts, total, transport="shm", deterministic=True, **common),
     }
     config = model.config
     kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
@@ -217,6 +218,7 @@ def _rounds(players: dict[str, Any], rounds: int, batch: int) -> dict[str, Any]:
         "tokens_per_s": {name: batch / m for name, m in medians.items()},
         "speed_of_lamina_shm": {name: m / shm for name, m in medians.items() if not name.startswith("lamina")},
         "disaggregation_tax": shm / medians["lamina loopback"] - 1.0,
+        "cost_of_deterministic": medians["lamina deterministic"] / shm - 1.0,
         "seconds_by_role": _difference(split.stats(), before),
         "convert_s": split.engine.info.summary["convert_s"],
         "cpu_pressure_avg10": pressure,

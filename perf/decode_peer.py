@@ -118,6 +118,7 @@ def openvino(run: Run) -> Step:
     scheduler.max_num_batched_tokens = 2048
     scheduler.enable_prefix_caching = False
     config = genai.GenerationConfig(max_new_tokens=run.total, ignore_eos=True, do_sample=False)
+    config.set_eos_token_id(0)  # one there must be
 
     def begin(precision: str) -> tuple[Any, list[Any]]:
         properties = {"KV_CACHE_PRECISION": precision, "INFERENCE_NUM_THREADS": run.threads}
