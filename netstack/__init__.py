@@ -46,6 +46,7 @@ SCHEMES: dict[str, str] = {
     "loopback": "loopback",
     "shm": "shm",
     "tcp": "tcp",
+    "cuda": "cuda",
     "mlx5": "mlx5",
     "verbs": "verbs",
     "auto": "auto",

@@ -18,14 +18,12 @@ import secrets
 import select
 import socket
 import struct
-import threading
 from collections.abc import Callable
-from contextlib import suppress
 from mmap import mmap
 from pathlib import Path
 from time import monotonic
 
-from .base import BaseChannel, BaseFabric
+from .base import BaseFabric
 from .fabric import (
     EPOCH_SHIFT,
     ChannelAborted,
@@ -34,10 +32,10 @@ from .fabric import (
     Fabric,
     Geometry,
     NoResource,
-    PeerFault,
     Slot,
 )
 from .handshake import Session, Terms, offer, run
+from .lifeline import SLICE_S, WatchedChannel
 from .listener import StreamListener
 
 try:
@@ -51,8 +49,6 @@ except ImportError as error:
 MODEL = "LAMINA_MLX5_MODEL"
 EXCHANGE_S = 5.0
 STALL_S = 10.0
-SLICE_S = 0.05  # a wait looks at the life line this often
-REASON_BYTES = 256
 SLOT_BYTES_MOST = (1 << 30) - 64  # of one RDMA message, header included
 # queue pair, key and address of the inbox; where the software NIC finds it: bytes, process, descriptor, inode
 CARD = struct.Struct("!IIQQIIQ")
@@ -70,16 +66,15 @@ SYNDROMES = {
 }
 
 
-class Mlx5Channel(BaseChannel):
+class Mlx5Channel(WatchedChannel):
     """Owns ``sock``, whose peer has passed the handshake, once this returns. Raises OSError when they cannot meet."""
 
     def __init__(self, sock: socket.socket, peer: str, session: Session, *, listening: bool) -> None:
         outbound, inbound = session.outbound, session.inbound
         if listening:
             outbound, inbound = inbound, outbound
-        super().__init__(peer, session.epoch, outbound, inbound)
+        super().__init__(sock, peer, session.epoch, outbound, inbound)
         self._zero = session.epoch << EPOCH_SHIFT
-        self._sock = sock
         self._number = secrets.randbelow(1 << 24)
         self._memory = _shared_memory(_bytes_of(inbound))
         try:
@@ -94,13 +89,6 @@ class Mlx5Channel(BaseChannel):
             os.close(self._memory)
             raise
         self._sent = 0
-        self._looked = monotonic()
-        self._looking = threading.Lock()
-        self._stopped = False
-        self._peer_end: str | None = None
-
-    def abort(self, reason: str) -> None:
-        self._leave(f"aborted: {reason}")
 
     def close(self) -> None:
         self._leave("closed the channel")
@@ -128,25 +116,16 @@ class Mlx5Channel(BaseChannel):
         finally:
             os.close(memory)
 
-    def _leave(self, why: str) -> None:
-        if self._stopped:
-            return
-        self._stopped = True
+    def _end_waits(self) -> None:
         if self._endpoint is not None:
             self._endpoint.abort()
-        with suppress(OSError):
-            self._sock.send(why.encode()[:REASON_BYTES])
-            self._sock.shutdown(socket.SHUT_RDWR)
 
     def _live(self, operation: str) -> native.Endpoint:
+        self._check(operation)
         endpoint = self._endpoint
-        if self._stopped or endpoint is None:
-            raise ChannelAborted(f"{self.peer}: {operation}: the channel was aborted or closed on this side")
+        if endpoint is None:
+            raise ChannelAborted(f"{self.peer}: {operation}: the channel was closed on this side")
         return endpoint
-
-    def _check_peer(self, operation: str) -> None:
-        if self._peer_end is not None:
-            raise PeerFault(f"{self.peer}: {operation}: {self._peer_end}")
 
     def _grant(self, nbytes: int, timeout_s: float) -> tuple[int, memoryview]:
         if monotonic() - self._looked > 2 * SLICE_S:
@@ -218,23 +197,6 @@ class Mlx5Channel(BaseChannel):
             if self._peer_end is None and left <= 0:
                 return False
             pause = 0.0 if self._peer_end else min(left, SLICE_S)
-
-    def _look(self) -> None:
-        """Notice the peer's end: its farewell, or the end of the connection."""
-        with self._looking:
-            self._looked = monotonic()
-            try:
-                farewell = self._sock.recv(REASON_BYTES)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self._lose(f"the connection broke ({error.strerror})")
-                return
-            self._lose(f"the peer {farewell.decode(errors='replace')}" if farewell else "the peer's process is gone")
-
-    def _lose(self, why: str) -> None:
-        if self._peer_end is None:
-            self._peer_end = why
 
     def _lose_to_nic(self, endpoint: native.Endpoint) -> None:
         syndrome = endpoint.syndrome()

@@ -18,10 +18,10 @@ from functools import partial
 from time import monotonic
 
 from .base import SPIN_S, BaseFabric, affordable_spin
-from .fabric import ChannelError, ChannelTimeout, Fabric, Geometry, HandshakeError
-from .handshake import Terms, offer, run
+from .fabric import Channel, ChannelError, ChannelTimeout, Fabric, Geometry, HandshakeError
+from .handshake import Session, Terms, offer, run
 from .listener import StreamListener
-from .native import Channel, open_link, ring_bytes
+from .native import open_link, ring_bytes
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _UCRED = struct.Struct("iII")  # pid, uid, gid
@@ -70,17 +70,19 @@ class ShmFabric(BaseFabric):
             except OSError as error:
                 raise ChannelError(f"{url}: connect: {error.strerror}; is the listener's process alive?") from error
             _check_user(sock)
-            run(sock, offer(self._key, terms), url, deadline=deadline)
-            memory = _receive_memory(sock, url, terms, deadline)
-            try:
-                return self._channel(memory, sock, terms, listening=False, peer=url)
-            finally:
-                os.close(memory)
+            return self._meet(sock, url, run(sock, offer(self._key, terms), url, deadline=deadline), deadline)
         except BaseException:
             sock.close()
             raise
 
-    def _welcome(self, url: str, sock: socket.socket, terms: Terms) -> Channel:
+    def _meet(self, sock: socket.socket, url: str, terms: Session, deadline: float) -> Channel:
+        memory = _receive_memory(sock, url, terms, deadline)
+        try:
+            return self._channel(memory, sock, terms, listening=False, peer=url)
+        finally:
+            os.close(memory)
+
+    def _welcome(self, url: str, sock: socket.socket, terms: Session) -> Channel:
         pid, _, _ = _credentials(sock)
         memory = os.memfd_create("lamina", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

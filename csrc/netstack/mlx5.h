@@ -9,30 +9,11 @@
 // without a bound, or traps.
 #pragma once
 
-#if !defined(__CUDACC_RTC__)
-#include <time.h>
-#endif
-
-#if defined(__CUDACC__)
-#define LAMINA_HD __host__ __device__ __forceinline__
-#else
-#define LAMINA_HD inline
-#endif
+#include "netstack/device.h"
 
 namespace lamina::mlx5 {
 
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-
-enum Status : int {
-  kOk = 0,
-  kPending = 1,  // nothing yet: the ring is full, or no completion has come
-  kTimeout = 2,
-  kAborted = 3,
-  kFault = 4,   // the peer wrote what no honest peer writes
-  kFailed = 5,  // the NIC reported an error; Queue::syndrome says which
-};
+using namespace device;
 
 constexpr u32 kOpWrite = 0x08;          // RDMA WRITE
 constexpr u32 kSignalled = 0x08;        // ask for a completion
@@ -90,74 +71,6 @@ LAMINA_HD u32 be32(u32 x) {
 }
 
 LAMINA_HD u64 be64(u64 x) { return (u64(be32(u32(x))) << 32) | be32(u32(x >> 32)); }
-
-// How this processor reaches memory that others, the NIC among them, read and write. The software NIC has its own.
-struct Bus {
-#if defined(__CUDA_ARCH__)
-  static constexpr u32 kRestMostNs = 1024;
-#else
-  static constexpr u32 kRestMostNs = 262144;  // a CPU has other work
-#endif
-
-  // An ordinary store: visible to others after a fence, in no order before it.
-  template <class T>
-  LAMINA_HD void put(T* to, const T& value) {
-    *to = value;
-  }
-
-  // All earlier loads and stores, of this thread and those it has synchronised with, come before all later ones.
-  LAMINA_HD void fence() {
-#if defined(__CUDA_ARCH__)
-    __threadfence_system();
-#else
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
-#endif
-  }
-
-  // A store to a NIC register.
-  LAMINA_HD void ring(u64* at, u64 value) {
-#if defined(__CUDA_ARCH__)
-    asm volatile("st.mmio.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
-#else
-    *static_cast<volatile u64*>(at) = value;
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);  // a write-combining mapping lets go of it
-#endif
-  }
-
-  // What was visible to the writer of the value is visible to all later loads here.
-  LAMINA_HD u64 acquire(const u64* at) {
-#if defined(__CUDA_ARCH__)
-    u64 value;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
-    return value;
-#else
-    return __atomic_load_n(at, __ATOMIC_ACQUIRE);
-#endif
-  }
-
-  LAMINA_HD u64 load(const u64* at) { return *static_cast<const volatile u64*>(at); }
-
-  LAMINA_HD u64 now_ns() {
-#if defined(__CUDA_ARCH__)
-    u64 now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    return now;
-#else
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return u64(t.tv_sec) * 1000000000u + u64(t.tv_nsec);
-#endif
-  }
-
-  LAMINA_HD void rest(u32 ns) {
-#if defined(__CUDA_ARCH__)
-    __nanosleep(ns);
-#else
-    const timespec t{0, long(ns)};
-    nanosleep(&t, nullptr);
-#endif
-  }
-};
 
 // The control and remote-address segments, which all our WQEs begin with.
 LAMINA_HD Wqe write_head(u64 index, u32 queue, Remote to, u32 flags) {
@@ -243,22 +156,6 @@ LAMINA_HD void commit(B& bus, Queue& q) {
   bus.ring(q.doorbell + (q.doorbells & 1) * q.alternate / sizeof(u64), u64(queue) << 32 | last);
   q.doorbells += 1;
   q.committed = q.reserved;
-}
-
-// Wait until the peer has moved `*word` beyond `known`; `*value` is what it holds then. An honest peer never moves it
-// back nor beyond `most`, else kFault. A non-zero `*abort` ends the wait with kAborted.
-template <class B>
-LAMINA_HD Status wait_signal(B& bus, const u64* word, u64 known, u64 most, const u64* abort, u64 timeout_ns,
-                             u64* value) {
-  const u64 start = bus.now_ns();
-  for (u32 pause = 32;; pause = pause < B::kRestMostNs ? 2 * pause : pause) {
-    *value = bus.acquire(word);
-    if (*value - known > most - known) return kFault;
-    if (*value != known) return kOk;
-    if (bus.load(abort)) return kAborted;
-    if (bus.now_ns() - start >= timeout_ns) return kTimeout;
-    bus.rest(pause);
-  }
 }
 
 // Wait until all committed WQEs are done: their sources may be reused and, on the same connection, the peer's NIC has

@@ -8,12 +8,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cuda_stand_in import STAND_IN, scheme_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +27,7 @@ LONG_S = 30.0  # a wait that must be ended by something else than its timeout
 SOON_S = 5.0  # for what is on its way
 SMALL = Geometry(slots=3, slot_bytes=257)
 SLOW_LINKS = [f"emulate+{other}?latency_ms=0.5&jitter_ms=0.5&gbps=5" for other in ("loopback", "shm")]
-TRANSPORTS = [*netstack.SCHEMES, *SLOW_LINKS]
+TRANSPORTS = [*netstack.SCHEMES, *SLOW_LINKS, STAND_IN]
 
 
 class Task:
@@ -88,9 +89,10 @@ def open_or_skip(scheme: str, key: bytes = KEY) -> Fabric:
 
 @pytest.fixture(params=TRANSPORTS)
 def fabric(request: pytest.FixtureRequest) -> Iterator[Fabric]:
-    fabric = open_or_skip(request.param)
-    yield fabric
-    fabric.close()
+    with scheme_of(request.param) as scheme:
+        fabric = open_or_skip(scheme)
+        yield fabric
+        fabric.close()
 
 
 @pytest.fixture
@@ -532,14 +534,15 @@ STEPS = st.lists(
 )
 
 
-@pytest.mark.parametrize("scheme", TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=STEPS, slots=st.integers(1, 4), seed=st.integers(0, 1 << 30))
-def test_random_traffic_equals_a_queue(scheme: str, steps: list[tuple[str, int, int]], slots: int, seed: int) -> None:
+def test_random_traffic_equals_a_queue(
+    transport: str, steps: list[tuple[str, int, int]], slots: int, seed: int
+) -> None:
     """Against the model: per direction a queue of sent payloads, and the arrivals not yet released."""
     rng = random.Random(seed)
-    fabric = open_or_skip(scheme)
-    try:
+    with scheme_of(transport) as scheme, closing(open_or_skip(scheme)) as fabric:
         geometry = Geometry(slots=slots, slot_bytes=64)
         pair = connect(fabric, fabric.listen(), geometry, geometry)
         ends = (pair.a, pair.b)
@@ -573,5 +576,3 @@ def test_random_traffic_equals_a_queue(scheme: str, steps: list[tuple[str, int, 
                 arrival, payload = held[side].popleft()
                 assert arrival.data == payload
                 ends[side].release(arrival)
-    finally:
-        fabric.close()

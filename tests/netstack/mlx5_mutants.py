@@ -1,4 +1,4 @@
-"""Mutation testing of the mlx5 headers: every mutant must fail against the software NIC, or be argued.
+"""Mutation testing of the headers of the device side: every mutant must fail against the software NIC, or be argued.
 
 ``python tests/netstack/mlx5_mutants.py`` makes them all, compiles each against the proof program and runs it.
 Survivors that cannot be told from the original are in mlx5_survivors.txt, each with its reason; any other one makes
@@ -20,15 +20,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-HEADERS = ("netstack/mlx5.h", "netstack/mlx5_channel.h")
+HEADERS = tuple(f"netstack/{name}.h" for name in ("device", "mlx5", "mlx5_channel", "memory_channel", "proxy"))
 MODEL = CSRC / "netstack" / "nic_model"
 ARGUED = Path(__file__).with_name("mlx5_survivors.txt")
 POSTS = "20000"
-COMPILE_S, RUN_S = 120.0, 30.0
+COMPILE_S, RUN_S = 600.0, 30.0
 
 # (what to look for in a line of code, what to put there); one mutant for each place
 RULES = [
     (r"bus\.acquire\(", "bus.load("),
+    (r"bus\.release\(", "bus.put("),
     (r"\bbe(32|64)\((?!u\d\d x\))", "("),
     (r" \+ 1\b", ""),
     (r" \+ 1\b", " + 2"),
@@ -61,12 +62,14 @@ RULES = [
     (r"\.completed\b", ".polled"),
     (r"\.credited\b", ".published"),
     (r"\.reported\b", ".received"),
+    (r"kNoDoorbell = ~0ull", "kNoDoorbell = 0"),
     (r"known", "most"),
     (r" % ", " / "),
 ]  # fmt: skip
 FUNCTION = re.compile(r"^ *LAMINA_HD .*?(\w+)\(")
 STATEMENT = re.compile(
-    r"^\s*(bus\.|place\(|commit\(|if \(.*\) return |if \(.*\) continue|q\.|c\.|wqe\.|status = |\*).*;$"
+    r"^\s*(bus\.|place\(|commit\(|write_header\(|p\.|"
+    r"if \(.*\) return |if \(.*\) continue|q\.|c\.|wqe\.|status = |\*).*;$"
 )
 
 

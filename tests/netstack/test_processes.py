@@ -13,21 +13,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cuda_stand_in import STAND_IN, scheme_of
 from wiring import GEOMETRY, KEY, ROOT, SOON_S, open_or_skip, peer_process, send
 
 from lamina import netstack
 from lamina.netstack import Channel, Fabric
 from lamina.netstack.fabric import DEATH_NOTICED_S
 
-SCHEMES = [scheme for scheme in netstack.SCHEMES if scheme != "loopback"]
+SCHEMES = [*(s for s in netstack.SCHEMES if s != "loopback"), pytest.param(STAND_IN, marks=pytest.mark.slow)]
 PATTERN = bytes(range(256)) * (GEOMETRY.slot_bytes // 256)
 
 
 @pytest.fixture(params=SCHEMES)
 def fabric(request: pytest.FixtureRequest) -> Iterator[Fabric]:
-    fabric = open_or_skip(request.param)
-    yield fabric
-    fabric.close()
+    with scheme_of(request.param) as scheme:
+        fabric = open_or_skip(scheme)
+        yield fabric
+        fabric.close()
 
 
 def fault_after(channel: Channel, call: str) -> tuple[int, float]:
@@ -176,7 +178,7 @@ def test_strangers_do_not_hold_up_a_peer(fabric: Fabric, noise: bytes) -> None:
     name = listener.url.partition("://")[2]
     strangers = []
     for _ in range(100):
-        if fabric.scheme.endswith("shm"):
+        if fabric.scheme.endswith(("shm", "cuda")):
             stranger = socket.socket(socket.AF_UNIX)
             stranger.connect(f"\0{name}")
         else:

@@ -18,8 +18,8 @@ class WeakBus final : public Observer {
   using Word = unsigned long long;
   static constexpr unsigned kRestMostNs = 1024;
 
-  // `registers` is where doorbell offset 0 is, as the poster addresses it.
-  WeakBus(Nic& nic, const void* registers, std::uint64_t seed, std::function<void()> world)
+  // `registers` is where doorbell offset 0 is, as the poster addresses it. No `nic`: doorbells are rung in memory.
+  WeakBus(Nic* nic, const void* registers, std::uint64_t seed, std::function<void()> world)
       : nic_(nic), registers_(static_cast<const std::uint8_t*>(registers)), random_{seed}, world_(std::move(world)) {}
 
   template <class T>
@@ -48,7 +48,17 @@ class WeakBus final : public Observer {
 
   void ring(Word* at, Word value) {
     move();
-    nic_.doorbell(std::uint64_t(reinterpret_cast<std::uint8_t*>(at) - registers_), value);
+    if (nic_) {
+      nic_->doorbell(std::uint64_t(reinterpret_cast<std::uint8_t*>(at) - registers_), value);
+    } else {
+      __atomic_store_n(at, value, __ATOMIC_RELEASE);
+    }
+    move();
+  }
+
+  void release(Word* at, Word value) {
+    fence();
+    write({reinterpret_cast<std::uint8_t*>(at), sizeof value, value});
     move();
   }
 
@@ -72,6 +82,9 @@ class WeakBus final : public Observer {
     move();
   }
 
+  // The processor that reads what this one stores; null: a NIC, which sees memory as it is.
+  void tell(Observer* reader) { reader_ = reader; }
+
   unsigned rests = 0, longest_rest = 0;
 
   // Someone else writes to memory that this processor reads.
@@ -91,7 +104,8 @@ class WeakBus final : public Observer {
     std::uint64_t value;
   };
 
-  static void write(const Store& store) {
+  void write(const Store& store) {
+    if (reader_) reader_->before_write(store.to, store.bytes);
     if (store.bytes == 8)
       __atomic_store_n(reinterpret_cast<std::uint64_t*>(store.to), store.value, __ATOMIC_RELEASE);
     else
@@ -110,7 +124,8 @@ class WeakBus final : public Observer {
     if (world_ && random_.once_in(4)) world_();
   }
 
-  Nic& nic_;
+  Nic* nic_;
+  Observer* reader_ = nullptr;
   const std::uint8_t* registers_;
   Random random_;
   std::function<void()> world_;

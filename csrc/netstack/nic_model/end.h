@@ -7,6 +7,7 @@
 
 #include "netstack/mlx5_channel.h"
 #include "netstack/nic_model/bus.h"
+#include "netstack/proxy.h"
 
 namespace lamina::nic_model {
 
@@ -16,6 +17,7 @@ struct Shape {
   std::uint64_t zero = 0;       // epoch << 48
   std::uint64_t index = 0;      // first WQE
   std::uint64_t completed = 0;  // first completion
+  bool proxied = false;         // another thread rings: see clerk()
 };
 
 struct Keys {
@@ -36,13 +38,19 @@ class End {
   End(const Shape& shape, std::uint8_t* inbox, std::uint8_t* staging, const mlx5::u64* abort, Adversary adversary,
       std::uint64_t seed, std::function<void()> world)
       : ring_(shape.blocks), completions_(shape.cqes), nic(setup(shape), adversary, seed),
-        bus(nic, registers_, seed + 1, std::move(world)), channel{} {
+        bus(shape.proxied ? nullptr : &nic, registers_, seed + 1, std::move(world)),
+        clerk_(&nic, registers_, seed + 2, nullptr), channel{} {
     for (auto& cqe : completions_) cqe.word[7] = 0xf1ull << 56;  // byte 63: invalid, as after creation
     seen_[0] = __builtin_bswap32(std::uint32_t(shape.completed) & 0xffffff);
     record_[1] = __builtin_bswap32(std::uint32_t(shape.index) & 0xffff);
     channel.queue = {ring_.data(), record_,       registers_,  completions_.data(), seen_,
                      shape.number, shape.blocks,  shape.cqes,  kAlternate,          shape.index,
                      shape.index,  shape.index,   shape.completed, 0,               0};
+    proxy_ = {&mailbox_, registers_, kAlternate, 0, mlx5::kNoDoorbell};
+    if (shape.proxied) {
+      channel.queue.doorbell = &mailbox_;
+      channel.queue.alternate = 0;
+    }
     channel.staging = staging;
     channel.source = {kStagingAddress, keys.staging};
     channel.inbox = inbox;
@@ -54,6 +62,10 @@ class End {
     for (State to : {State::init, State::rtr, State::rts}) nic.modify(to);
   }
   End(const End&) = delete;
+
+  // What the thread does that rings for a proxied poster: whether there was a doorbell.
+  bool clerk() { return mlx5::ring_on(clerk_, proxy_); }
+  const mlx5::u64* mailbox() const { return &mailbox_; }
 
   // The peer's inbox: what its requests name it, and where it is for us.
   void reach(mlx5::Remote peer, std::uint8_t* at, Observer* observer) {
@@ -73,18 +85,26 @@ class End {
             kAlternate,
             s.index,
             s.completed,
-            &bus};
+            &bus,
+            s.proxied};
   }
 
   std::vector<mlx5::Wqe> ring_;
   std::vector<mlx5::Cqe> completions_;
   std::uint32_t record_[2] = {}, seen_[2] = {};
   mlx5::u64 registers_[2 * kAlternate / 8] = {};
+  mlx5::u64 mailbox_ = mlx5::kNoDoorbell;
+  mlx5::Proxy proxy_;
 
  public:
   Keys keys;
   Nic nic;
   WeakBus bus;
+
+ private:
+  WeakBus clerk_;
+
+ public:
   mlx5::Channel channel;
 };
 

@@ -60,6 +60,7 @@ struct Setup {
   std::uint64_t index;        // of the next WQE; hardware starts at 0, tests start near a wrap
   std::uint64_t completed;    // of the next completion
   Observer* observer;         // of the processor that polls
+  bool late = false;          // doorbells may come when the record has gone on
 };
 
 // How the outside world may delay, split and repeat; all legal. `reorder` is not: see mlx5::put_signal.

@@ -38,10 +38,14 @@ class Pair {
   }
 
   void move() {
-    for (u64 n = random_.below(4); n; --n) (random_.once_in(2) ? a : b).nic.step();
+    for (u64 n = random_.below(4); n; --n) {
+      End& end = random_.once_in(2) ? a : b;
+      if (random_.once_in(8)) end.clerk();
+      end.nic.step();
+    }
   }
   void settle() {
-    while (a.nic.step() || b.nic.step()) {
+    while (a.clerk() || b.clerk() || a.nic.step() || b.nic.step()) {
     }
   }
   std::uint8_t* inbox_of_a() { return inbox_[0].data(); }
@@ -66,7 +70,8 @@ inline u64 pattern(u64 message, u64 word) { return (message + 1) * 0x9e3779b97f4
 inline u64 length(u64 message, u64 slot_bytes) { return pattern(message, 77) % (slot_bytes / 8 + 1) * 8; }
 
 // Send the next message if there is room for it now.
-inline bool send(End& end) {
+template <class E>
+bool send(E& end) {
   auto& c = end.channel;
   Status status = mlx5::wait_slot(end.bus, c, 0);
   if (status == mlx5::kTimeout) return false;
@@ -76,7 +81,7 @@ inline bool send(End& end) {
   auto* payload = reinterpret_cast<u64*>(mlx5::payload_of(c, n));
   for (u64 i = 0; i < bytes / 8; ++i) end.bus.put(payload + i, pattern(n, i));
   const u64 tag[5] = {n, ~n, 3, 4, 0xbad};
-  for (int tries = 0; (status = mlx5::publish(end.bus, c, bytes, tag)) == mlx5::kPending; ++tries) {
+  for (int tries = 0; (status = publish(end.bus, c, bytes, tag)) == mlx5::kPending; ++tries) {
     CHECK(tries < 100'000);
     end.bus.rest(32);
   }
@@ -85,7 +90,8 @@ inline bool send(End& end) {
 }
 
 // Receive and check the next message if there is one now.
-inline bool receive(End& end) {
+template <class E>
+bool receive(E& end) {
   auto& c = end.channel;
   Status status = mlx5::wait_message(end.bus, c, 0);
   if (status == mlx5::kTimeout) return false;
@@ -116,8 +122,10 @@ inline void report(End& end) {
 inline void check_clean(const End& end, u64 first) {
   const Counters& n = end.nic.count;
   CHECK(end.nic.state() == State::rts && !end.nic.overrun && end.channel.queue.syndrome == 0);
-  CHECK(n.refused == 0 && n.odd == 0);
-  CHECK(n.executed == end.channel.queue.committed - first && n.doorbells == end.channel.queue.doorbells);
+  CHECK(n.refused == 0);
+  CHECK(n.odd == 0);
+  CHECK(n.executed == end.channel.queue.committed - first);
+  CHECK(n.doorbells == end.channel.queue.doorbells || (end.channel.queue.alternate == 0 && n.doorbells > 0));
 }
 
 // Both directions at once, until each side has sent `messages`; everything is verified on arrival.

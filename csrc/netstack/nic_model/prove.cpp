@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <functional>
 
-#include "netstack/nic_model/pair.h"
+#include "netstack/nic_model/memory.h"
 
 using namespace lamina;
 using namespace lamina::nic_model;
@@ -141,7 +141,7 @@ void full_ring() {
   g_scenario = "full ring";
   Pair pair(shape(2, 64), shape(2, 64), {}, 9);
   auto& q = pair.a.channel.queue;
-  WeakBus still(pair.a.nic, q.doorbell, 1, nullptr);  // the NIC sleeps
+  WeakBus still(&pair.a.nic, q.doorbell, 1, nullptr);  // the NIC sleeps
   for (u64 i = 0; i < q.blocks; ++i) CHECK(mlx5::put_word(still, q, {kInboxB + 512, 0xccdd00}, i) == mlx5::kOk);
   u64 first = 77;
   for (u64 count : {1, 2, 8}) CHECK(mlx5::reserve(still, q, mlx5::u32(count), &first) == mlx5::kPending);
@@ -196,7 +196,7 @@ void recorded_doorbell() {
   g_scenario = "recorded doorbell";
   Pair pair(shape(2, 64), shape(2, 64), {}, 15);
   auto& q = pair.a.channel.queue;
-  WeakBus still(pair.a.nic, q.doorbell, 1, nullptr);
+  WeakBus still(&pair.a.nic, q.doorbell, 1, nullptr);
   const mlx5::Put put{{kInboxB + 4096, 0xccdd00}, pair.a.channel.source, 64, {kInboxB, 0xccdd00}, 1};
   CHECK(mlx5::put_signal(still, q, put) == mlx5::kOk);
   CHECK(big32(q.record) == 0 && big32(q.record + 1) == 2);
@@ -256,7 +256,7 @@ void bad_completions() {
                           tail(index, 0xe0), tail(index, 0x20), tail(index, 0x00) ^ 1ull << 24}) {
     Pair pair(shape(2, 64, 0, index), shape(2, 64), {}, 12);
     auto& q = pair.a.channel.queue;
-    WeakBus still(pair.a.nic, q.doorbell, 1, nullptr);
+    WeakBus still(&pair.a.nic, q.doorbell, 1, nullptr);
     CHECK(mlx5::poll_cq(still, q) == mlx5::kPending);
     CHECK(mlx5::put_word(still, q, {kInboxB + 512, 0xccdd00}, 1) == mlx5::kOk);
     CHECK(mlx5::poll_cq(still, q) == mlx5::kPending);
@@ -320,6 +320,11 @@ int main(int argc, char** argv) {
           seed + 2);
   traffic("32-bit wrap", 300, shape(2, 136, 1, 0xffffff80, 0xffffff80), shape(2, 136, 1, 0xffffff8f, 0xffffff8f),
           kHostile, seed + 3);
+  Shape proxied = shape(3, 64, 0, 0xff80);
+  proxied.proxied = true;
+  traffic("a proxy rings", 2000, proxied, shape(3, 64), kHostile, seed + 40);
+  memory_lies();
+  for (u64 part = 0; part < 6; ++part) memory_traffic(2000, 1 + part % 3, 24 * part, (part % 2 ? last_epoch : 0), seed + 50 + part);
   Counters sum;
   for (u64 part = 0; sum.doorbells < posts; ++part) {  // a post is a doorbell: a message or a credit
     const u64 slots = 1 + part % 4;

@@ -1,0 +1,212 @@
+// What every link driven from a device shares: how the processor reaches memory, and a channel's slots, credit and checks.
+//
+// HARDWARE-UNVERIFIED on GPUs: proven on CPUs (nic_model/), where the same source is compiled.
+//
+// Each side has one inbox, the only memory that its peer can write: a line with the seqno of the newest message
+// (signal), a line with the seqno of the newest message that the peer has released (credit), then slots of a header
+// line and the payload. The peer can write any byte of the inbox at any time: each word is loaded once, checked, and
+// only the copy is used. How a message gets there is the link's own: mlx5_channel.h, memory_channel.h.
+#pragma once
+
+#if !defined(__CUDACC_RTC__)
+#include <time.h>
+#endif
+
+#if defined(__CUDACC__)
+#define LAMINA_HD __host__ __device__ __forceinline__
+#else
+#define LAMINA_HD inline
+#endif
+
+namespace lamina::device {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+enum Status : int {
+  kOk = 0,
+  kPending = 1,  // nothing yet: the ring is full, or no completion has come
+  kTimeout = 2,
+  kAborted = 3,
+  kFault = 4,   // the peer wrote what no honest peer writes
+  kFailed = 5,  // the NIC reported an error; Queue::syndrome says which
+};
+
+// How this processor reaches memory that others, the NIC among them, read and write. The software NIC has its own.
+struct Bus {
+#if defined(__CUDA_ARCH__)
+  static constexpr u32 kRestMostNs = 1024;
+#else
+  static constexpr u32 kRestMostNs = 262144;  // a CPU has other work
+#endif
+
+  // An ordinary store: visible to others after a fence, in no order before it.
+  template <class T>
+  LAMINA_HD void put(T* to, const T& value) {
+    *to = value;
+  }
+
+  // All earlier loads and stores, of this thread and those it has synchronised with, come before all later ones.
+  LAMINA_HD void fence() {
+#if defined(__CUDA_ARCH__)
+    __threadfence_system();
+#else
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+#endif
+  }
+
+  // A store to a NIC register.
+  LAMINA_HD void ring(u64* at, u64 value) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("st.mmio.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+#else
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    *static_cast<volatile u64*>(at) = value;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);  // a write-combining mapping lets go of it
+#endif
+  }
+
+  // What was visible to the writer of the value is visible to all later loads here.
+  LAMINA_HD u64 acquire(const u64* at) {
+#if defined(__CUDA_ARCH__)
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+    return value;
+#else
+    return __atomic_load_n(at, __ATOMIC_ACQUIRE);
+#endif
+  }
+
+  // A store behind all earlier loads and stores, as `fence` says, and with what they wrote.
+  LAMINA_HD void release(u64* at, u64 value) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+#else
+    __atomic_store_n(at, value, __ATOMIC_RELEASE);
+#endif
+  }
+
+  LAMINA_HD u64 load(const u64* at) { return *static_cast<const volatile u64*>(at); }
+
+  LAMINA_HD u64 now_ns() {
+#if defined(__CUDA_ARCH__)
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+#else
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return u64(t.tv_sec) * 1000000000u + u64(t.tv_nsec);
+#endif
+  }
+
+  LAMINA_HD void rest(u32 ns) {
+#if defined(__CUDA_ARCH__)
+    __nanosleep(ns);
+#else
+    const timespec t{0, long(ns)};
+    nanosleep(&t, nullptr);
+#endif
+  }
+};
+
+// Wait until the peer has moved `*word` beyond `known`; `*value` is what it holds then. An honest peer never moves it
+// back nor beyond `most`, else kFault. A non-zero `*abort` ends the wait with kAborted.
+template <class B>
+LAMINA_HD Status wait_signal(B& bus, const u64* word, u64 known, u64 most, const u64* abort, u64 timeout_ns,
+                             u64* value) {
+  const u64 start = bus.now_ns();
+  for (u32 pause = 32;; pause = pause < B::kRestMostNs ? 2 * pause : pause) {
+    *value = bus.acquire(word);
+    if (*value - known > most - known) return kFault;
+    if (*value != known) return kOk;
+    if (bus.load(abort)) return kAborted;
+    if (bus.now_ns() - start >= timeout_ns) return kTimeout;
+    bus.rest(pause);
+  }
+}
+
+constexpr u64 kLine = 64;
+constexpr u64 kSignalAt = 0, kCreditAt = kLine, kSlotsAt = 4096;
+constexpr u64 kTagWords = 4;
+
+struct alignas(64) Header {
+  u64 seqno, length;
+  u64 tag[kTagWords];
+  u64 unused[2];
+};
+
+// One direction's slots, the same on both sides.
+struct Slots {
+  u64 count, bytes;  // payload bytes of one slot
+
+  LAMINA_HD u64 stride() const { return (sizeof(Header) + bytes + kLine - 1) / kLine * kLine; }
+  LAMINA_HD u64 at(u64 message) const { return kSlotsAt + message % count * stride(); }
+  LAMINA_HD u64 inbox_bytes() const { return kSlotsAt + count * stride(); }
+};
+
+// Both directions of a channel, as this side knows them. Message n, from 0, is in slot n % count and has seqno
+// zero + n + 1.
+struct Ends {
+  // Filled by the control plane.
+  u8* staging;  // laid out as the peer's inbox; we write messages there
+  u8* inbox;    // ours; the peer writes
+  const u64* abort;
+  Slots out, in;
+  u64 zero;  // epoch << 48
+  // The sender's.
+  u64 granted, published, credited;
+  // The receiver's. `reported` is what of `released` the peer was told.
+  u64 received, released, reported;
+};
+
+LAMINA_HD const u64* word_at(const u8* inbox, u64 at) { return reinterpret_cast<const u64*>(inbox + at); }
+
+// Wait for a free slot; `grant` then takes it.
+template <class B>
+LAMINA_HD Status wait_slot(B& bus, Ends& c, u64 timeout_ns) {
+  if (c.granted - c.credited < c.out.count) return kOk;
+  u64 credit;
+  const Status status = wait_signal(bus, word_at(c.inbox, kCreditAt), c.zero + c.credited, c.zero + c.published,
+                                    c.abort, timeout_ns, &credit);
+  if (status == kOk) c.credited = credit - c.zero;
+  return status;
+}
+
+// The staging of a granted message's payload.
+LAMINA_HD u8* payload_of(const Ends& c, u64 message) { return c.staging + c.out.at(message) + sizeof(Header); }
+
+// The oldest granted message's header, for a payload of `bytes` that is in place.
+template <class B>
+LAMINA_HD void write_header(B& bus, const Ends& c, u64 bytes, const u64* tag) {
+  Header* header = reinterpret_cast<Header*>(c.staging + c.out.at(c.published));
+  bus.put(&header->seqno, c.zero + c.published + 1);
+  bus.put(&header->length, bytes);
+  for (u64 i = 0; i < kTagWords; ++i) bus.put(&header->tag[i], tag[i]);
+}
+
+// Wait for the next message; `take` then takes it.
+template <class B>
+LAMINA_HD Status wait_message(B& bus, Ends& c, u64 timeout_ns) {
+  u64 newest;
+  return wait_signal(bus, word_at(c.inbox, kSignalAt), c.zero + c.received, c.zero + c.reported + c.in.count, c.abort,
+                     timeout_ns, &newest);
+}
+
+// Copy and check the next message's header. The payload, `header->length` bytes, is at `*payload` until released.
+template <class B>
+LAMINA_HD Status take(B& bus, Ends& c, Header* header, const u8** payload) {
+  const u8* slot = c.inbox + c.in.at(c.received);
+  const Header* theirs = reinterpret_cast<const Header*>(slot);
+  header->seqno = bus.load(&theirs->seqno);
+  header->length = bus.load(&theirs->length);
+  for (u64 i = 0; i < kTagWords; ++i) header->tag[i] = bus.load(&theirs->tag[i]);
+  if (header->seqno != c.zero + c.received + 1 || header->length > c.in.bytes) return kFault;
+  *payload = slot + sizeof(Header);
+  c.received += 1;
+  return kOk;
+}
+
+}  // namespace lamina::device

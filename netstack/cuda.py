@@ -1,0 +1,310 @@
+"""Between GPUs of one host, or two processes on one GPU: kernels put into the peer's inbox, in device memory.
+
+HARDWARE-UNVERIFIED. What the kernels do (csrc/netstack/kernels.cu, memory_channel.h) is proven on CPUs against weak
+memory, and this module runs against a stand-in of the CUDA driver; neither has run on a GPU.
+
+Peers meet as those of ``shm`` do. Each makes an inbox in its GPU's memory and hands the other a descriptor of it, by
+the driver's virtual memory management: the memory lives until both have let go, so nobody is left with a dead
+mapping. From there on a message is a few stores of a kernel over NVLink or PCIe, or within the GPU.
+
+A channel is used from one side of the machine at a time: by the host, through the calls of every channel, each of
+which launches a kernel and waits for it, with payloads in pinned memory; or by the device, through ``device``, whose
+kernels go on a stream or into a CUDA graph. Two processes on one GPU take turns on it, unless MPS runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from time import monotonic
+
+from .cuda_driver import CudaError, Driver, Pinned, Shared, Stream
+from .fabric import (
+    EPOCH_SHIFT,
+    Channel,
+    ChannelError,
+    ChannelTimeout,
+    Fabric,
+    Geometry,
+    NoResource,
+    PeerFault,
+    Slot,
+)
+from .handshake import Session, Terms
+from .lifeline import SLICE_S, WatchedChannel
+from .shm import ShmFabric
+
+DEVICE = "LAMINA_CUDA_DEVICE"
+EXCHANGE_S = 5.0
+STALL_NS = 1_000_000_000  # a put or release that takes so long has lost its memory
+OK, PENDING, TIMEOUT, ABORTED, FAULT = range(5)  # enum Status of csrc/netstack/device.h
+LINE = 64
+SLOTS_AT = 4096
+CREDIT_AT = LINE
+CHANNEL = struct.Struct("<14Q")  # struct Ends of csrc/netstack/device.h
+MAIL = struct.Struct("<Q32si")  # bytes, tag and status of a direction, in a line of pinned memory
+TAG_OFFSET, STATUS_OFFSET = 8, 40
+SENDER, RECEIVER = 0, 1
+CARD = struct.Struct("!4sQ")  # magic, bytes of the inbox
+MAGIC = b"CUDA"
+
+
+def stride(geometry: Geometry) -> int:
+    """Bytes of a slot, header included; as Slots::stride of csrc/netstack/device.h."""
+    return (LINE + geometry.slot_bytes + LINE - 1) // LINE * LINE
+
+
+def inbox_bytes(geometry: Geometry) -> int:
+    return SLOTS_AT + geometry.slots * stride(geometry)
+
+
+@dataclass(frozen=True)
+class DeviceView:
+    """A channel as kernels see it. Pointers are device addresses; ``status`` is an int32 that is 0 at first, sticky."""
+
+    driver: Driver
+    channel: int
+
+    def send(self, stream: Stream, source: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> None:
+        """Put ``*nbytes`` (u64) from ``source`` with the 32 bytes at ``tag``, once there is a slot."""
+        self.driver.launch(stream, "memory_send", self.channel, source, nbytes, tag, timeout_ns, status)
+
+    def receive(
+        self, stream: Stream, target: int, room: int, nbytes: int, tag: int, timeout_ns: int, status: int
+    ) -> None:
+        """Copy the next message into ``target`` of ``room`` bytes, its length and tag to ``nbytes`` and ``tag``."""
+        self.driver.launch(stream, "memory_receive", self.channel, target, room, nbytes, tag, timeout_ns, status)
+
+
+class CudaChannel(WatchedChannel):
+    """Owns ``sock`` and ``inbox`` once this returns; ``theirs`` is the descriptor of the peer's, the caller's."""
+
+    def __init__(
+        self, driver: Driver, inbox: Shared, theirs: int, sock: socket.socket, peer: str, terms: Terms, *,
+        listening: bool,
+    ) -> None:  # fmt: skip
+        outbound, inbound = (terms.inbound, terms.outbound) if listening else (terms.outbound, terms.inbound)
+        super().__init__(sock, peer, terms.epoch, outbound, inbound)
+        self._driver = driver
+        self._steps = stride(outbound), stride(inbound)
+        self._zero = terms.epoch << EPOCH_SHIFT
+        nbytes = 3 * LINE + outbound.slots * self._steps[SENDER] + inbound.slots * self._steps[RECEIVER]
+        shapes = outbound.slots, outbound.slot_bytes, inbound.slots, inbound.slot_bytes
+        with ExitStack() as parts:
+            reach = parts.enter_context(closing(Shared(driver, inbox_bytes(outbound), theirs)))
+            # abort word, two mails, staging, what was received
+            self._pinned = parts.enter_context(closing(Pinned(driver, nbytes)))
+            pointers = reach.address, inbox.address, self._pinned.address
+            self._channel = driver.allocate(CHANNEL.pack(*pointers, *shapes, self._zero, *[0] * 6))
+            parts.callback(driver.free, self._channel)
+            self._streams = tuple(parts.enter_context(closing(Stream(driver))) for _ in range(2))
+            parts.callback(inbox.close)
+            self._free = weakref.finalize(self, parts.pop_all().close)
+        self._roles = threading.Lock(), threading.Lock()  # held by a role for the whole of its call
+        self._grants = self._sent = self._received = self._released = 0
+
+    @property
+    def device(self) -> DeviceView:
+        return DeviceView(self._driver, self._channel)
+
+    def close(self) -> None:
+        self._leave("closed the channel")
+        with self._roles[SENDER], self._roles[RECEIVER]:
+            self._free()
+            self._sock.close()
+
+    def _end_waits(self) -> None:
+        self._pinned.view[0] = 1
+
+    def _grant(self, nbytes: int, timeout_s: float) -> tuple[int, memoryview]:
+        with self._roles[SENDER]:
+            if monotonic() - self._looked > 2 * SLICE_S:
+                self._look()
+            self._check("reserve")
+            self._check_peer("reserve")
+            message = self._grants
+
+            def step(timeout_ns: int) -> int:
+                return self._run(SENDER, "memory_reserve", message, timeout_ns)
+
+            if not self._wait(step, timeout_s, "reserve"):
+                slots = self.outbound.slots
+                raise NoResource(f"{self.peer}: reserve: none of {slots} slots became free within {timeout_s:g} s")
+            self._grants += 1
+            index = message % self.outbound.slots
+            return index, self._place(SENDER, index)[:nbytes]
+
+    def _publish(self, slot: Slot, nbytes: int, tag: bytes, source: memoryview | None) -> int:
+        with self._roles[SENDER]:
+            self._check("put_signal")
+            self._check_peer("put_signal")
+            if source is not None:
+                slot.data[:] = source
+            mail = self._mail(SENDER)
+            MAIL.pack_into(mail, 0, nbytes, tag, OK)
+            address = self._address(mail)
+            payload = self._address(self._place(SENDER, slot.index))
+            try:
+                status = self._run(SENDER, "memory_put", payload, address, address + TAG_OFFSET, STALL_NS)
+            except BaseException:
+                self._lose("a put was interrupted half-way")
+                raise
+            if status != OK:
+                self._check("put_signal")
+                self._lose("its memory takes nothing")
+                self._check_peer("put_signal")
+            self._sent += 1
+            return self._zero + self._sent
+
+    def _take(self, timeout_s: float) -> tuple[int, bytes, memoryview]:
+        with self._roles[RECEIVER]:
+            message = self._received
+            mail, place = self._mail(RECEIVER), self._place(RECEIVER, message % self.inbound.slots)
+            where = self._address(mail)
+            room = self.inbound.slot_bytes
+
+            def step(timeout_ns: int) -> int:
+                rest = room, where, where + TAG_OFFSET, timeout_ns
+                return self._run(RECEIVER, "memory_take", message, self._address(place), *rest)
+
+            if not self._wait(step, timeout_s, "wait_signal"):
+                raise ChannelTimeout(f"{self.peer}: wait_signal: no message within {timeout_s:g} s")
+            self._received += 1
+            nbytes, tag, _ = MAIL.unpack_from(mail)
+            return self._zero + self._received, tag, place[:nbytes].toreadonly()
+
+    def _give_back(self) -> None:
+        with self._roles[RECEIVER]:
+            if not self._stopped and self._peer_end is None:
+                self._released += 1
+                self._run(RECEIVER, "memory_release", self._released, STALL_NS)
+
+    def _wait(self, step: Callable[[int], int], timeout_s: float, operation: str) -> bool:
+        """Until ``step`` says OK; False once ``timeout_s`` has passed. What came before the peer's end counts."""
+        deadline, pause = monotonic() + timeout_s, 0.0
+        while True:
+            self._check(operation)
+            over = self._peer_end is not None
+            status = step(round(pause * 1e9))
+            if status == OK:
+                return True
+            self._check(operation)
+            if status == FAULT:
+                self._lose("the peer broke the protocol: a signal, credit or header out of its bounds")
+                over = True
+            if over:
+                self._check_peer(operation)
+            self._look()
+            left = deadline - monotonic()
+            if self._peer_end is None and left <= 0:
+                return False
+            pause = 0.0 if self._peer_end else min(left, SLICE_S)
+
+    def _run(self, role: int, kernel: str, *arguments: int) -> int:
+        """Launch, wait, and tell the status. A driver that fails has ended the channel."""
+        mail = self._mail(role)
+        mail[STATUS_OFFSET : STATUS_OFFSET + 4] = bytes(4)
+        try:
+            status = self._address(mail) + STATUS_OFFSET
+            stream = self._streams[role]
+            self._driver.launch(stream, kernel, self._channel, *arguments, status)
+            stream.synchronize()
+        except CudaError as error:
+            self._lose(str(error))
+            raise PeerFault(f"{self.peer}: {kernel}: {error}") from error
+        return int(MAIL.unpack_from(mail)[2])
+
+    def _mail(self, role: int) -> memoryview:
+        return self._pinned.view[(1 + role) * LINE : (2 + role) * LINE]
+
+    def _place(self, role: int, index: int) -> memoryview:
+        """Pinned memory of the payload of a slot."""
+        base = 3 * LINE + (self.outbound.slots * self._steps[SENDER] if role == RECEIVER else 0)
+        start = base + index * self._steps[role]
+        return self._pinned.view[start : start + self._steps[role]]
+
+    def _address(self, part: memoryview) -> int:
+        return ctypes.addressof(ctypes.c_ubyte.from_buffer(part))
+
+
+class CudaFabric(ShmFabric):
+    """Listens and connects as ``shm`` does, on this host and for this user alone."""
+
+    scheme = "cuda"
+
+    def __init__(self, key: bytes, driver: Driver) -> None:
+        super().__init__(key)
+        self._driver = driver
+
+    def close(self) -> None:
+        super().close()
+        self._driver.close()
+
+    def _meet(self, sock: socket.socket, url: str, terms: Session, deadline: float) -> Channel:
+        try:
+            return self._exchange(sock, url, terms, deadline, listening=False)
+        except OSError as error:
+            raise ChannelError(f"{url}: connect: {error}") from error
+
+    def _welcome(self, url: str, sock: socket.socket, terms: Session) -> Channel:
+        return self._exchange(sock, url, terms, monotonic() + EXCHANGE_S, listening=True)
+
+    def _exchange(self, sock: socket.socket, url: str, terms: Terms, deadline: float, *, listening: bool) -> Channel:
+        """Hand the peer our inbox and take its. Raises OSError."""
+        inbound = terms.outbound if listening else terms.inbound
+        outbound = terms.inbound if listening else terms.outbound
+        inbox = Shared(self._driver, inbox_bytes(inbound))
+        try:
+            zero = (terms.epoch << EPOCH_SHIFT).to_bytes(8, "little")
+            self._driver.call("cuMemsetD8_v2", inbox.address, 0, SLOTS_AT)
+            for at in (0, CREDIT_AT):
+                self._driver.write(inbox.address + at, zero)
+            mine = inbox.export()
+            try:
+                socket.send_fds(sock, [CARD.pack(MAGIC, inbox_bytes(inbound))], [mine])
+            finally:
+                os.close(mine)
+            theirs = receive_card(sock, inbox_bytes(outbound), deadline)
+            try:
+                channel = CudaChannel(self._driver, inbox, theirs, sock, url, terms, listening=listening)
+            finally:
+                os.close(theirs)
+        except BaseException:
+            inbox.close()
+            raise
+        self._opened.add(channel)
+        return channel
+
+
+def receive_card(sock: socket.socket, nbytes: int, deadline: float) -> int:
+    """The descriptor of the peer's inbox of ``nbytes``; ``sock`` is non-blocking. Raises OSError."""
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    if not poller.poll(max(0.0, deadline - monotonic()) * 1000):
+        raise TimeoutError("the peer sent no memory in time")
+    card, fds, _, _ = socket.recv_fds(sock, CARD.size, 1, socket.MSG_CMSG_CLOEXEC)
+    if len(fds) != 1 or card != CARD.pack(MAGIC, nbytes):
+        for fd in fds:
+            os.close(fd)
+        raise OSError("the peer's inbox is not what the terms say" if card else "the peer has no memory for its inbox")
+    return int(fds[0])
+
+
+def open_fabric(key: bytes) -> Fabric:
+    """Raises ImportError, with its cause, where there is no GPU whose memory processes can share."""
+    try:
+        driver = Driver(int(os.environ.get(DEVICE, "0")))
+    except ImportError as error:
+        raise ImportError(f"transport 'cuda' cannot be used here: {error}") from error
+    if not driver.shares_memory:
+        driver.close()
+        raise ImportError("transport 'cuda' cannot be used here: this GPU's memory cannot be shared by descriptors")
+    return CudaFabric(key, driver)

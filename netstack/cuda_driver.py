@@ -1,0 +1,329 @@
+"""What of the CUDA driver (libcuda) and of NVRTC the device side needs, by ctypes: no toolkit, no package, no compiler.
+
+HARDWARE-UNVERIFIED: run against a stand-in of the driver on a CPU (tests/netstack/fake_cuda.cpp), which is compiled
+against the declarations of cuda.h. Names and constants are those of the CUDA Driver API reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ushort, c_void_p
+from functools import cache
+from mmap import mmap
+from pathlib import Path
+
+LIBCUDA, LIBNVRTC = "LAMINA_LIBCUDA", "LAMINA_LIBNVRTC"  # other files to load instead of the installed ones
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
+KERNELS = CSRC / "netstack" / "kernels.cu"
+THREADS = 256  # of a kernel's one block
+CC_MAJOR, CC_MINOR, VMM, POSIX_HANDLES = 75, 76, 102, 103  # CUdevice_attribute
+PINNED, DEVICE, FILE_DESCRIPTOR, READ_WRITE = 1, 1, 1, 3
+HOST_PORTABLE, HOST_MAPPED, HOST_IO_MEMORY = 1, 2, 4
+NON_BLOCKING, RELAXED = 1, 2  # CUstream_flags, CUstreamCaptureMode
+Handle = c_void_p
+
+
+class Location(ctypes.Structure):
+    _fields_ = [("type", c_int), ("id", c_int)]
+
+
+class _Flags(ctypes.Structure):
+    _fields_ = [("compression", c_ubyte), ("rdma", c_ubyte), ("usage", c_ushort), ("reserved", c_ubyte * 4)]
+
+
+class AllocationProperties(ctypes.Structure):
+    _fields_ = [
+        ("type", c_int), ("handles", c_int), ("location", Location), ("win32", c_void_p), ("flags", _Flags),
+    ]  # fmt: skip
+
+
+class AccessDescription(ctypes.Structure):
+    _fields_ = [("location", Location), ("flags", c_int)]
+
+
+SIGNATURES: dict[str, tuple[type | object, ...]] = {
+    "cuInit": (c_uint,),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(Handle), c_int),
+    "cuDevicePrimaryCtxRelease_v2": (c_int,),
+    "cuCtxPushCurrent_v2": (Handle,),
+    "cuCtxPopCurrent_v2": (POINTER(Handle),),
+    "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(AllocationProperties), c_int),
+    "cuMemCreate": (POINTER(c_uint64), c_size_t, POINTER(AllocationProperties), c_uint64),
+    "cuMemRelease": (c_uint64,),
+    "cuMemExportToShareableHandle": (c_void_p, c_uint64, c_int, c_uint64),
+    "cuMemImportFromShareableHandle": (POINTER(c_uint64), c_void_p, c_int),
+    "cuMemAddressReserve": (POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemAddressFree": (c_uint64, c_size_t),
+    "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemUnmap": (c_uint64, c_size_t),
+    "cuMemSetAccess": (c_uint64, c_size_t, POINTER(AccessDescription), c_size_t),
+    "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
+    "cuMemFree_v2": (c_uint64,),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+    "cuMemcpyHtoD_v2": (c_uint64, c_void_p, c_size_t),
+    "cuMemcpyDtoH_v2": (c_void_p, c_uint64, c_size_t),
+    "cuMemsetD8_v2": (c_uint64, c_ubyte, c_size_t),
+    "cuModuleLoadData": (POINTER(Handle), c_char_p),
+    "cuModuleGetFunction": (POINTER(Handle), Handle, c_char_p),
+    "cuModuleUnload": (Handle,),
+    "cuStreamCreate": (POINTER(Handle), c_uint),
+    "cuStreamSynchronize": (Handle,),
+    "cuStreamDestroy_v2": (Handle,),
+    "cuLaunchKernel": (Handle, *[c_uint] * 7, Handle, POINTER(c_void_p), POINTER(c_void_p)),
+    "cuStreamBeginCapture_v2": (Handle, c_int),
+    "cuStreamEndCapture": (Handle, POINTER(Handle)),
+    "cuGraphInstantiateWithFlags": (POINTER(Handle), Handle, c_uint64),
+    "cuGraphLaunch": (Handle, Handle),
+    "cuGraphDestroy": (Handle,),
+    "cuGraphExecDestroy": (Handle,),
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+}
+NVRTC_SIGNATURES: dict[str, tuple[type | object, ...]] = {
+    "nvrtcCreateProgram": (POINTER(Handle), c_char_p, c_char_p, c_int, c_void_p, c_void_p),
+    "nvrtcCompileProgram": (Handle, c_int, POINTER(c_char_p)),
+    "nvrtcGetProgramLogSize": (Handle, POINTER(c_size_t)),
+    "nvrtcGetProgramLog": (Handle, c_char_p),
+    "nvrtcGetCUBINSize": (Handle, POINTER(c_size_t)),
+    "nvrtcGetCUBIN": (Handle, c_char_p),
+    "nvrtcDestroyProgram": (POINTER(Handle),),
+}
+
+
+class CudaError(OSError):
+    """A call of the driver failed."""
+
+
+def load(names: list[str], signatures: dict[str, tuple[type | object, ...]]) -> ctypes.CDLL:
+    """The first of ``names`` that loads. Raises ImportError."""
+    cause: OSError | None = None
+    for name in names:
+        try:
+            library = ctypes.CDLL(name)
+        except OSError as error:
+            cause = error
+            continue
+        for function, arguments in signatures.items():
+            getattr(library, function).argtypes = arguments
+        return library
+    raise ImportError(f"{names[0]} does not load ({cause})")
+
+
+def nvrtc_names() -> list[str]:
+    """Where NVRTC may be: named, packaged for Python, installed."""
+    if named := os.environ.get(LIBNVRTC):
+        return [named]
+    from importlib.util import find_spec
+
+    spec = find_spec("nvidia")
+    folders = [Path(p) for p in (spec.submodule_search_locations or [] if spec else [])]
+    packaged = [str(path) for folder in folders for path in sorted(folder.glob("**/libnvrtc.so.*"))]
+    return [*packaged, "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
+
+
+@cache
+def compiled(architecture: int, names: tuple[str, ...], options: tuple[str, ...] = ()) -> bytes:
+    """kernels.cu for sm_``architecture``. Raises ImportError for what is missing, RuntimeError with NVRTC's words."""
+    if not KERNELS.is_file():
+        raise ImportError(f"its kernels' source, {KERNELS}, is not there: run from a checkout")
+    nvrtc = load(list(names), NVRTC_SIGNATURES)
+    program = Handle()
+    text = KERNELS.read_bytes()
+    nvrtc.nvrtcCreateProgram(byref(program), text, KERNELS.name.encode(), 0, None, None)
+    try:
+        flags = [f"--gpu-architecture=sm_{architecture}", "-std=c++17", f"-I{CSRC}", *options]
+        given = (c_char_p * len(flags))(*(flag.encode() for flag in flags))
+        if nvrtc.nvrtcCompileProgram(program, len(flags), given):
+            size = c_size_t()
+            nvrtc.nvrtcGetProgramLogSize(program, byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise RuntimeError(f"{KERNELS.name} does not compile for sm_{architecture}: {log.value.decode()}")
+        size = c_size_t()
+        nvrtc.nvrtcGetCUBINSize(program, byref(size))
+        image = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetCUBIN(program, image)
+        return image.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(byref(program))
+
+
+class Shared:
+    """Device memory that another process may map: the allocation lives until its last mapping is gone."""
+
+    def __init__(self, driver: Driver, nbytes: int, fd: int = -1) -> None:
+        """A new one of at least ``nbytes``, or the one behind ``fd`` (which stays the caller's)."""
+        self._driver = driver
+        self.size = -(-nbytes // driver.granularity) * driver.granularity
+        handle, address = c_uint64(), c_uint64()
+        with ExitStack() as undo:
+            if fd < 0:
+                driver.call("cuMemCreate", byref(handle), self.size, byref(driver.properties), 0)
+            else:
+                driver.call("cuMemImportFromShareableHandle", byref(handle), c_void_p(fd), FILE_DESCRIPTOR)
+            self._handle = handle.value
+            undo.callback(driver.call, "cuMemRelease", self._handle)
+            driver.call("cuMemAddressReserve", byref(address), self.size, 0, 0, 0)
+            self.address = address.value
+            undo.callback(driver.call, "cuMemAddressFree", self.address, self.size)
+            driver.call("cuMemMap", self.address, self.size, 0, self._handle, 0)
+            undo.callback(driver.call, "cuMemUnmap", self.address, self.size)
+            access = AccessDescription(Location(DEVICE, driver.index), READ_WRITE)
+            driver.call("cuMemSetAccess", self.address, self.size, byref(access), 1)
+            self.close = undo.pop_all().close
+
+    def export(self) -> int:
+        """A descriptor, the caller's, for a peer's Shared."""
+        fd = c_int(-1)
+        self._driver.call("cuMemExportToShareableHandle", byref(fd), self._handle, FILE_DESCRIPTOR, 0)
+        return fd.value
+
+
+class Pinned:
+    """Host memory that kernels reach at the same address. It lives as long as a view of it does."""
+
+    def __init__(self, driver: Driver, nbytes: int) -> None:
+        self._driver = driver
+        self.view = memoryview(mmap(-1, max(nbytes, 1)))
+        self.address = ctypes.addressof(c_ubyte.from_buffer(self.view))
+        driver.call("cuMemHostRegister_v2", self.address, self.view.nbytes, HOST_PORTABLE | HOST_MAPPED)
+
+    def close(self) -> None:
+        self._driver.call("cuMemHostUnregister", self.address)
+
+
+class Stream:
+    """A queue of launches, in order."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self.handle = Handle()
+        driver.call("cuStreamCreate", byref(self.handle), NON_BLOCKING)
+
+    def synchronize(self) -> None:
+        self._driver.call("cuStreamSynchronize", self.handle)
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """What is launched on this stream within becomes the graph, which is ready behind the block."""
+        graph, ready = Handle(), Graph(self._driver)
+        self._driver.call("cuStreamBeginCapture_v2", self.handle, RELAXED)
+        yield ready
+        self._driver.call("cuStreamEndCapture", self.handle, byref(graph))
+        self._driver.call("cuGraphInstantiateWithFlags", byref(ready.handle), graph, 0)
+        self._driver.call("cuGraphDestroy", graph)
+
+    def close(self) -> None:
+        """Waits for what was launched."""
+        self.synchronize()
+        self._driver.call("cuStreamDestroy_v2", self.handle)
+
+
+class Graph:
+    """Launches of a stream, as one."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self.handle = Handle()
+
+    def replay(self, stream: Stream) -> None:
+        self._driver.call("cuGraphLaunch", self.handle, stream.handle)
+
+    def close(self) -> None:
+        self._driver.call("cuGraphExecDestroy", self.handle)
+
+
+class Driver:
+    """One GPU's primary context, with our kernels. Raises ImportError, in one line, for what is missing."""
+
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
+        self._library = load([os.environ.get(LIBCUDA) or "libcuda.so.1"], SIGNATURES)
+        device, context = c_int(), Handle()
+        try:
+            self._check("cuInit", self._library.cuInit(0))
+            self._check("cuDeviceGet", self._library.cuDeviceGet(byref(device), index))
+            self.device = device.value
+            major, minor, vmm, handles = map(self.attribute, (CC_MAJOR, CC_MINOR, VMM, POSIX_HANDLES))
+            self._check("cuDevicePrimaryCtxRetain", self._library.cuDevicePrimaryCtxRetain(byref(context), self.device))
+        except CudaError as error:
+            raise ImportError(f"no GPU that can be used: {error}") from error
+        self._context = context
+        self.architecture = 10 * major + minor
+        self.shares_memory = bool(vmm and handles)
+        self.properties = AllocationProperties(PINNED, FILE_DESCRIPTOR, Location(DEVICE, index))
+        granularity, module = c_size_t(), Handle()
+        if self.shares_memory:
+            self.call("cuMemGetAllocationGranularity", byref(granularity), byref(self.properties), 0)
+        self.granularity = granularity.value or 1
+        try:
+            self.call("cuModuleLoadData", byref(module), compiled(self.architecture, tuple(nvrtc_names())))
+        except (ImportError, RuntimeError) as error:
+            self._library.cuDevicePrimaryCtxRelease_v2(self.device)
+            raise ImportError(f"{error}; pip install nvidia-cuda-nvrtc") from error
+        self._module = module
+        self._functions: dict[str, Handle] = {}
+
+    def attribute(self, number: int) -> int:
+        value = c_int()
+        self._check("cuDeviceGetAttribute", self._library.cuDeviceGetAttribute(byref(value), number, self.device))
+        return value.value
+
+    def call(self, name: str, *arguments: object) -> None:
+        """A function of the driver in our context, which need not be this thread's. Raises CudaError."""
+        with self._current():
+            self._check(name, getattr(self._library, name)(*arguments))
+
+    def allocate(self, data: bytes) -> int:
+        """Device memory of this process that holds ``data``; its address. ``free`` gives it back."""
+        address = c_uint64()
+        self.call("cuMemAlloc_v2", byref(address), len(data))
+        self.write(address.value, data)
+        return address.value
+
+    def free(self, address: int) -> None:
+        self.call("cuMemFree_v2", address)
+
+    def write(self, address: int, data: bytes) -> None:
+        self.call("cuMemcpyHtoD_v2", address, data, len(data))
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        data = ctypes.create_string_buffer(nbytes)
+        self.call("cuMemcpyDtoH_v2", data, address, nbytes)
+        return data.raw
+
+    def launch(self, stream: Stream, kernel: str, *arguments: int) -> None:
+        """One block of ``lamina_<kernel>``, whose parameters are all of 8 bytes."""
+        function = self._functions.get(kernel)
+        if function is None:
+            function = Handle()
+            self.call("cuModuleGetFunction", byref(function), self._module, f"lamina_{kernel}".encode())
+            self._functions[kernel] = function
+        values = [c_uint64(argument) for argument in arguments]
+        pointers = (c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        self.call("cuLaunchKernel", function, 1, 1, 1, THREADS, 1, 1, 0, stream.handle, pointers, None)
+
+    def close(self) -> None:
+        if self._module:
+            self.call("cuModuleUnload", self._module)
+            self._module = Handle()
+            self._library.cuDevicePrimaryCtxRelease_v2(self.device)
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        self._check("cuCtxPushCurrent", self._library.cuCtxPushCurrent_v2(self._context))
+        try:
+            yield
+        finally:
+            self._library.cuCtxPopCurrent_v2(byref(Handle()))
+
+    def _check(self, name: str, status: int) -> None:
+        if status:
+            text = c_char_p()
+            self._library.cuGetErrorName(status, byref(text))
+            raise CudaError(f"{name}: {(text.value or b'error').decode()} ({status})")

@@ -1,0 +1,68 @@
+"""A channel whose peer's end shows on a connection that is silent otherwise."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from abc import abstractmethod
+from contextlib import suppress
+from time import monotonic
+
+from .base import BaseChannel
+from .fabric import ChannelAborted, Geometry, PeerFault
+
+SLICE_S = 0.05  # a wait looks at the life line this often
+REASON_BYTES = 256
+
+
+class WatchedChannel(BaseChannel):
+    """Owns ``sock``, the non-blocking life line. A transport says in ``_end_waits`` how its waits end."""
+
+    def __init__(self, sock: socket.socket, peer: str, epoch: int, outbound: Geometry, inbound: Geometry) -> None:
+        super().__init__(peer, epoch, outbound, inbound)
+        self._sock = sock
+        self._looked = monotonic()
+        self._looking = threading.Lock()
+        self._stopped = False
+        self._peer_end: str | None = None
+
+    def abort(self, reason: str) -> None:
+        self._leave(f"aborted: {reason}")
+
+    @abstractmethod
+    def _end_waits(self) -> None:
+        """From any thread: calls in progress on this side return soon."""
+
+    def _leave(self, why: str) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        self._end_waits()
+        with suppress(OSError):
+            self._sock.send(why.encode()[:REASON_BYTES])
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _check(self, operation: str) -> None:
+        if self._stopped:
+            raise ChannelAborted(f"{self.peer}: {operation}: the channel was aborted or closed on this side")
+
+    def _check_peer(self, operation: str) -> None:
+        if self._peer_end is not None:
+            raise PeerFault(f"{self.peer}: {operation}: {self._peer_end}")
+
+    def _look(self) -> None:
+        """Notice the peer's end: its farewell, or the end of the connection."""
+        with self._looking:
+            self._looked = monotonic()
+            try:
+                farewell = self._sock.recv(REASON_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._lose(f"the connection broke ({error.strerror})")
+                return
+            self._lose(f"the peer {farewell.decode(errors='replace')}" if farewell else "the peer's process is gone")
+
+    def _lose(self, why: str) -> None:
+        if self._peer_end is None:
+            self._peer_end = why

@@ -1,0 +1,411 @@
+// A stand-in of libcuda and NVRTC: kernels.cu runs on the CPU, a block as one thread, a stream as a thread with a
+// queue; shared device memory is a memfd. It is strict where the driver is: no call without a current context, no
+// access to memory before cuMemSetAccess. With -DWITH_CUDA_H its functions have to be those that cuda.h declares.
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __shared__ static thread_local
+struct uint4 {
+  unsigned x, y, z, w;
+};
+static constexpr struct {
+  unsigned x;
+} threadIdx{0}, blockDim{1};
+static inline void __syncthreads() {}
+template <class T>
+static inline T __ldcg(const T* at) {
+  return *at;
+}
+#include "netstack/kernels.cu"
+
+static_assert(sizeof(Memory) == 14 * 8);
+
+#if defined(WITH_CUDA_H)
+#define uint4 cuda_uint4
+#include <cuda.h>
+#undef uint4
+#else
+using CUresult = int;
+using CUdevice = int;
+using CUdeviceptr = unsigned long long;
+using CUmemGenericAllocationHandle = unsigned long long;
+using CUmemAllocationHandleType = int;
+using CUmemAllocationGranularity_flags = int;
+using CUdevice_attribute = int;
+using CUstreamCaptureMode = int;
+using CUcontext = struct CUctx_st*;
+using CUmodule = struct CUmod_st*;
+using CUfunction = struct CUfunc_st*;
+using CUstream = struct CUstream_st*;
+using CUgraph = struct CUgraph_st*;
+using CUgraphExec = struct CUgraphExec_st*;
+struct CUmemLocation {
+  int type, id;
+};
+struct CUmemAllocationProp {
+  int type, requestedHandleTypes;
+  CUmemLocation location;
+  void* win32HandleMetaData;
+  unsigned char allocFlags[8];
+};
+struct CUmemAccessDesc {
+  CUmemLocation location;
+  int flags;
+};
+#endif
+
+namespace {
+
+constexpr std::size_t kGranularity = 1 << 16;
+const auto kOkay = CUresult(0), kInvalid = CUresult(1), kNoContext = CUresult(201), kNotFound = CUresult(500);
+thread_local int current = 0;
+std::atomic<long> live{0};  // allocations, mappings, registrations, streams, graphs, contexts
+
+#define NEEDS_CONTEXT \
+  if (!current) return kNoContext
+
+using Work = std::function<void()>;
+
+struct Stream {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<Work> queue;
+  bool busy = false, over = false, capturing = false;
+  std::vector<Work> captured;
+  std::thread thread{[this] { run(); }};
+
+  void add(Work work) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    (capturing ? captured : queue).push_back(std::move(work));
+    changed.notify_all();
+  }
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [this] { return queue.empty() && !busy; });
+  }
+  void run() {
+    std::unique_lock<std::mutex> lock(mutex);
+    for (;;) {
+      changed.wait(lock, [this] { return over || !queue.empty(); });
+      if (queue.empty()) return;
+      const Work work = std::move(queue.front());
+      queue.erase(queue.begin());
+      busy = true;
+      lock.unlock();
+      work();
+      lock.lock();
+      busy = false;
+      changed.notify_all();
+    }
+  }
+};
+
+// A kernel with the arguments that `values` points to, copied now.
+using Kernel = std::function<Work(void** values)>;
+
+template <class... A, std::size_t... I>
+Work bound(void (*kernel)(A...), void** values, std::index_sequence<I...>) {
+  return [kernel, copy = std::make_tuple(*static_cast<A*>(values[I])...)] { std::apply(kernel, copy); };
+}
+
+template <class... A>
+Kernel kernel(void (*function)(A...)) {
+  static_assert(((sizeof(A) == 8) && ...));
+  return [function](void** values) { return bound(function, values, std::index_sequence_for<A...>{}); };
+}
+
+std::map<std::string, Kernel>& kernels() {
+  static std::map<std::string, Kernel> all = {
+#define KERNEL(name) {#name, kernel(name)}
+      KERNEL(lamina_mlx5_send),      KERNEL(lamina_mlx5_receive), KERNEL(lamina_memory_send),
+      KERNEL(lamina_memory_receive), KERNEL(lamina_memory_reserve), KERNEL(lamina_memory_put),
+      KERNEL(lamina_memory_take),    KERNEL(lamina_memory_release), KERNEL(lamina_stamp),
+  };
+  return all;
+}
+
+template <class T>
+T* pointer(std::uint64_t value) {
+  return reinterpret_cast<T*>(std::uintptr_t(value));
+}
+
+}  // namespace
+
+extern "C" {
+
+long fake_cuda_live() { return live; }
+
+CUresult cuInit(unsigned) { return kOkay; }
+CUresult cuGetErrorName(CUresult error, const char** text) {
+  *text = error == kNoContext ? "CUDA_ERROR_INVALID_CONTEXT" : "CUDA_ERROR_OF_THE_STAND_IN";
+  return kOkay;
+}
+CUresult cuDeviceGet(CUdevice* device, int index) {
+  *device = 40 + index;
+  return index < 2 ? kOkay : kInvalid;
+}
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute name, CUdevice) {
+  const bool shares = !std::getenv("FAKE_CUDA_SHARES_NOTHING");
+  *value = int(name) == 75 ? 9 : int(name) == 102 || int(name) == 103 ? shares : 0;
+  return kOkay;
+}
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
+  ++live;
+  *context = pointer<std::remove_pointer_t<CUcontext>>(0x1234);
+  return kOkay;
+}
+CUresult cuDevicePrimaryCtxRelease_v2(CUdevice) {
+  --live;
+  return kOkay;
+}
+CUresult cuCtxPushCurrent_v2(CUcontext context) {
+  if (std::uintptr_t(context) != 0x1234) return kInvalid;
+  ++current;
+  return kOkay;
+}
+CUresult cuCtxPopCurrent_v2(CUcontext*) {
+  NEEDS_CONTEXT;
+  --current;
+  return kOkay;
+}
+
+CUresult cuMemGetAllocationGranularity(std::size_t* bytes, const CUmemAllocationProp* p,
+                                       CUmemAllocationGranularity_flags) {
+  NEEDS_CONTEXT;
+  *bytes = kGranularity;
+  return int(p->type) == 1 && int(p->location.type) == 1 ? kOkay : kInvalid;
+}
+CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, std::size_t bytes, const CUmemAllocationProp* p,
+                     unsigned long long) {
+  NEEDS_CONTEXT;
+  if (bytes % kGranularity || int(p->requestedHandleTypes) != 1) return kInvalid;
+  const int fd = memfd_create("fake-cuda", MFD_CLOEXEC);
+  if (fd < 0 || ftruncate(fd, off_t(bytes))) return kInvalid;
+  *handle = CUmemGenericAllocationHandle(fd);
+  ++live;
+  return kOkay;
+}
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+  NEEDS_CONTEXT;
+  --live;
+  return close(int(handle)) ? kInvalid : kOkay;
+}
+CUresult cuMemExportToShareableHandle(void* out, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
+                                      unsigned long long) {
+  NEEDS_CONTEXT;
+  const int fd = dup(int(handle));
+  std::memcpy(out, &fd, sizeof fd);
+  return int(type) == 1 && fd >= 0 ? kOkay : kInvalid;
+}
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* in, CUmemAllocationHandleType) {
+  NEEDS_CONTEXT;
+  const int theirs = int(std::intptr_t(in));
+  char name[64] = {};
+  const std::string link = "/proc/self/fd/" + std::to_string(theirs);
+  if (readlink(link.c_str(), name, sizeof name - 1) < 0 || !std::strstr(name, "fake-cuda")) return kInvalid;
+  const int fd = dup(theirs);
+  if (fd < 0) return kInvalid;
+  *handle = CUmemGenericAllocationHandle(fd);
+  ++live;
+  return kOkay;
+}
+CUresult cuMemAddressReserve(CUdeviceptr* at, std::size_t bytes, std::size_t, CUdeviceptr, unsigned long long) {
+  NEEDS_CONTEXT;
+  void* place = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  *at = CUdeviceptr(std::uintptr_t(place));
+  ++live;
+  return place == MAP_FAILED ? kInvalid : kOkay;
+}
+CUresult cuMemAddressFree(CUdeviceptr at, std::size_t bytes) {
+  NEEDS_CONTEXT;
+  --live;
+  return munmap(pointer<void>(at), bytes) ? kInvalid : kOkay;
+}
+CUresult cuMemMap(CUdeviceptr at, std::size_t bytes, std::size_t, CUmemGenericAllocationHandle handle,
+                  unsigned long long) {
+  NEEDS_CONTEXT;
+  struct stat info = {};
+  if (fstat(int(handle), &info) || std::size_t(info.st_size) < bytes) return kInvalid;
+  ++live;
+  void* place = mmap(pointer<void>(at), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, int(handle), 0);
+  return place == MAP_FAILED ? kInvalid : kOkay;
+}
+CUresult cuMemUnmap(CUdeviceptr at, std::size_t bytes) {
+  NEEDS_CONTEXT;
+  --live;
+  void* place = mmap(pointer<void>(at), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  return place == MAP_FAILED ? kInvalid : kOkay;
+}
+CUresult cuMemSetAccess(CUdeviceptr at, std::size_t bytes, const CUmemAccessDesc* access, std::size_t count) {
+  NEEDS_CONTEXT;
+  if (count != 1 || int(access->location.type) != 1 || int(access->flags) != 3) return kInvalid;
+  return mprotect(pointer<void>(at), bytes, PROT_READ | PROT_WRITE) ? kInvalid : kOkay;
+}
+CUresult cuMemAlloc_v2(CUdeviceptr* at, std::size_t bytes) {
+  NEEDS_CONTEXT;
+  *at = CUdeviceptr(std::uintptr_t(std::aligned_alloc(256, (bytes + 255) / 256 * 256)));
+  ++live;
+  return kOkay;
+}
+CUresult cuMemFree_v2(CUdeviceptr at) {
+  NEEDS_CONTEXT;
+  std::free(pointer<void>(at));
+  --live;
+  return kOkay;
+}
+CUresult cuMemHostRegister_v2(void* at, std::size_t bytes, unsigned flags) {
+  NEEDS_CONTEXT;
+  ++live;
+  return at && bytes && flags == 3 ? kOkay : kInvalid;
+}
+CUresult cuMemHostUnregister(void*) {
+  NEEDS_CONTEXT;
+  --live;
+  return kOkay;
+}
+CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, std::size_t bytes) {
+  NEEDS_CONTEXT;
+  std::memcpy(pointer<void>(to), from, bytes);
+  return kOkay;
+}
+CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, std::size_t bytes) {
+  NEEDS_CONTEXT;
+  std::memcpy(to, pointer<void>(from), bytes);
+  return kOkay;
+}
+CUresult cuMemsetD8_v2(CUdeviceptr at, unsigned char value, std::size_t bytes) {
+  NEEDS_CONTEXT;
+  std::memset(pointer<void>(at), value, bytes);
+  return kOkay;
+}
+
+CUresult cuModuleLoadData(CUmodule* module, const void* image) {
+  NEEDS_CONTEXT;
+  ++live;
+  *module = pointer<std::remove_pointer_t<CUmodule>>(1);
+  return std::strcmp(static_cast<const char*>(image), "image") == 0 ? kOkay : kInvalid;
+}
+CUresult cuModuleUnload(CUmodule) {
+  NEEDS_CONTEXT;
+  --live;
+  return kOkay;
+}
+CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
+  NEEDS_CONTEXT;
+  const auto found = kernels().find(name);
+  if (found == kernels().end()) return kNotFound;
+  *function = reinterpret_cast<CUfunction>(&found->second);
+  return kOkay;
+}
+
+CUresult cuStreamCreate(CUstream* stream, unsigned) {
+  NEEDS_CONTEXT;
+  ++live;
+  *stream = reinterpret_cast<CUstream>(new Stream);
+  return kOkay;
+}
+CUresult cuStreamSynchronize(CUstream stream) {
+  NEEDS_CONTEXT;
+  reinterpret_cast<Stream*>(stream)->wait();
+  return kOkay;
+}
+CUresult cuStreamDestroy_v2(CUstream handle) {
+  NEEDS_CONTEXT;
+  auto* stream = reinterpret_cast<Stream*>(handle);
+  {
+    const std::lock_guard<std::mutex> lock(stream->mutex);
+    stream->over = true;
+    stream->changed.notify_all();
+  }
+  stream->thread.join();
+  delete stream;
+  --live;
+  return kOkay;
+}
+CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned,
+                        unsigned, unsigned, CUstream stream, void** values, void**) {
+  NEEDS_CONTEXT;
+  if (x != 1 || y != 1 || z != 1 || threads < 32) return kInvalid;
+  reinterpret_cast<Stream*>(stream)->add((*reinterpret_cast<Kernel*>(function))(values));
+  return kOkay;
+}
+CUresult cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode) {
+  NEEDS_CONTEXT;
+  reinterpret_cast<Stream*>(stream)->capturing = true;
+  return kOkay;
+}
+CUresult cuStreamEndCapture(CUstream handle, CUgraph* graph) {
+  NEEDS_CONTEXT;
+  auto* stream = reinterpret_cast<Stream*>(handle);
+  stream->capturing = false;
+  *graph = reinterpret_cast<CUgraph>(new std::vector<Work>(std::move(stream->captured)));
+  stream->captured.clear();
+  ++live;
+  return kOkay;
+}
+CUresult cuGraphInstantiateWithFlags(CUgraphExec* ready, CUgraph graph, unsigned long long) {
+  NEEDS_CONTEXT;
+  *ready = reinterpret_cast<CUgraphExec>(new std::vector<Work>(*reinterpret_cast<std::vector<Work>*>(graph)));
+  ++live;
+  return kOkay;
+}
+CUresult cuGraphLaunch(CUgraphExec graph, CUstream stream) {
+  NEEDS_CONTEXT;
+  for (const Work& work : *reinterpret_cast<std::vector<Work>*>(graph)) reinterpret_cast<Stream*>(stream)->add(work);
+  return kOkay;
+}
+CUresult cuGraphDestroy(CUgraph graph) {
+  NEEDS_CONTEXT;
+  delete reinterpret_cast<std::vector<Work>*>(graph);
+  --live;
+  return kOkay;
+}
+CUresult cuGraphExecDestroy(CUgraphExec graph) {
+  NEEDS_CONTEXT;
+  delete reinterpret_cast<std::vector<Work>*>(graph);
+  --live;
+  return kOkay;
+}
+
+// NVRTC, which compiles anything.
+int nvrtcCreateProgram(void** program, const char*, const char*, int, const char* const*, const char* const*) {
+  *program = pointer<void>(1);
+  return 0;
+}
+int nvrtcCompileProgram(void*, int, const char* const*) { return 0; }
+int nvrtcGetProgramLogSize(void*, std::size_t* bytes) {
+  *bytes = 1;
+  return 0;
+}
+int nvrtcGetProgramLog(void*, char* log) {
+  *log = 0;
+  return 0;
+}
+int nvrtcGetCUBINSize(void*, std::size_t* bytes) {
+  *bytes = 6;
+  return 0;
+}
+int nvrtcGetCUBIN(void*, char* image) {
+  std::memcpy(image, "image", 6);
+  return 0;
+}
+int nvrtcDestroyProgram(void**) { return 0; }
+
+}  // extern "C"

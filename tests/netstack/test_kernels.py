@@ -1,0 +1,77 @@
+"""The CUDA kernels compile for every architecture we support, and their instructions are the ones that order memory.
+
+Nothing is run: that needs a GPU, and for the NIC's part a ConnectX."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lamina.netstack.cuda_driver import NVRTC_SIGNATURES, compiled, load, nvrtc_names
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+SOURCE = CSRC / "netstack" / "kernels.cu"
+ARCHITECTURES = (80, 90, 100)
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc: install the CUDA toolkit")
+
+
+def nvcc(architecture: int, folder: Path) -> tuple[Path, str]:
+    """(the machine code, the PTX that it was assembled from)."""
+    flags = [f"-arch=sm_{architecture}", "-std=c++17", "-Werror", "all-warnings", f"-I{CSRC}", "--keep"]
+    output = folder / "out.cubin"
+    done = subprocess.run(
+        [str(NVCC), *flags, "--keep-dir", str(folder), "-cubin", str(SOURCE), "-o", str(output)],
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return output, (folder / "kernels.ptx").read_text()
+
+
+def kernels(ptx: str) -> dict[str, str]:
+    """Name -> body."""
+    parts = re.split(r"\.visible \.entry (\w+)\(", ptx)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@needs_nvcc
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_kernels_assemble_and_order_memory(architecture: int, tmp_path: Path) -> None:
+    code, ptx = nvcc(architecture, tmp_path)
+    assert code.stat().st_size > 0
+    bodies = kernels(ptx)
+    memory = {f"lamina_memory_{name}" for name in ("send", "receive", "reserve", "put", "take", "release")}
+    assert set(bodies) == {"lamina_mlx5_send", "lamina_mlx5_receive", "lamina_stamp"} | memory
+    for name in memory - {"lamina_memory_reserve", "lamina_memory_take"}:
+        assert "st.release.sys.global.u64" in bodies[name], "behind all stores and loads of the block"
+    for body in bodies.values():
+        assert "trap" not in body
+        assert "ld.global.nc" not in body, "the read-only cache does not see a NIC's writes"
+    for name in ("lamina_memory_reserve", "lamina_memory_take", "lamina_memory_send", "lamina_memory_receive"):
+        assert "ld.acquire.sys.global.u64" in bodies[name], "signals and credit"
+    for body in (bodies["lamina_mlx5_send"], bodies["lamina_mlx5_receive"]):
+        assert "ld.acquire.sys.global.u64" in body, "signals and completions"
+        assert "nanosleep.u32" in body
+        assert "globaltimer" in body
+        fence = r"(?:membar\.sys|fence\.(?:sc|acq_rel)\.sys)"
+        for doorbell in re.finditer(r"st\.mmio\.relaxed\.sys\.global\.u64", body):
+            before = body[: doorbell.start()]
+            fences = [m.end() for m in re.finditer(fence, before)]
+            record = before[fences[-2] : fences[-1]]
+            assert re.search(r"\bst\.(?:volatile\.|relaxed\.\w+\.)?(?:global\.)?[bu]32", record), "fence, record, fence"
+            assert not re.search(r"\bst\.(?:global\.)?(?:v4\.)?[bu]", before[fences[-1] :]), "nothing behind the fence"
+        assert body.count("st.mmio.relaxed.sys.global.u64") >= 1
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nvrtc_takes_the_kernels(architecture: int) -> None:
+    """By the very call with which the product compiles them."""
+    try:
+        load(nvrtc_names(), NVRTC_SIGNATURES)
+    except ImportError as error:
+        pytest.skip(f"no NVRTC ({error}): pip install nvidia-cuda-nvrtc")
+    assert compiled(architecture, tuple(nvrtc_names()))[:4] == b"\x7fELF"
