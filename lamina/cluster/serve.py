@@ -7,6 +7,7 @@ import dataclasses
 import os
 import socket
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 from lamina.config import flag
@@ -16,6 +17,7 @@ from lamina.server.config import ServerConfig
 from .flags import add_engine_flags, engine_config, print_config
 from .preflight import check, would_start
 
+NEEDS = ("fastapi", "prometheus_client", "uvicorn")
 _TYPES = {"int": int, "float": float, "str": str}
 
 
@@ -52,12 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(model: str, config: ServerConfig, engine: Any) -> int:
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as e:
-        raise ImportError(f"serve needs {e.name}: pip install 'lamina[serve]'") from e
+    if missing := [name for name in NEEDS if find_spec(name) is None]:  # imported later: the engine is to start first
+        raise ImportError(f"serve needs {', '.join(missing)}: pip install 'lamina[serve]'")
     from lamina.server.client import launch_engine
     from lamina.server.messages import Start
 

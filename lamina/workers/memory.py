@@ -6,24 +6,19 @@ one that binds; the sequences of the old ones are dropped.
 
 from __future__ import annotations
 
-import socket
 from contextlib import suppress
 
 import torch
 
-from lamina import netstack
-from lamina.env import cluster_key
-from lamina.netstack import Channel, ChannelError, ChannelTimeout, Listener
-from lamina.observe.trace import OFF, Recorder, recorder
+from lamina.netstack import Channel, ChannelTimeout, Listener
+from lamina.observe.trace import OFF, Recorder
 
-from .control import AskClock, AskRate, AskStats, AskTrace, ControlLink, LinkClosedError, MemoryReady, StartMemory, Stop
 from .memory_store import read_rate
 from .meter import Meter
-from .service import Service
 from .session import Session
 from .stepplan import ProtocolError
 
-POLL_S = 1.0  # of waits that only an event ends: somebody comes, the driver's Stop
+POLL_S = 1.0  # of a wait that only an event ends: somebody comes
 
 
 class MemoryWorker:
@@ -88,68 +83,3 @@ class MemoryWorker:
         with suppress(ChannelTimeout):
             self._add(listener.accept(timeout_s=POLL_S))
             session.join(self._channels[-1])
-
-
-def serve_memory(sock: socket.socket) -> None:
-    """Serve one driver, over its control socket, until the link ends or says Stop."""
-    link = ControlLink(sock, StartMemory | AskStats | AskClock | AskRate | AskTrace | Stop)
-    try:
-        start = link.recv()
-    except LinkClosedError:
-        return
-    if isinstance(start, StartMemory):
-        _Server(link, start).run()
-    link.close()
-
-
-class _Server:
-    """The life of a memory worker's process, or thread."""
-
-    def __init__(self, link: ControlLink, start: StartMemory) -> None:
-        self._start = start
-        trace = recorder(start.trace)
-        self._worker = MemoryWorker(trace=trace)
-        self._fabric: netstack.Fabric | None = None
-        self._service = Service(link, self._worker.stats, self._abort, trace, self._worker.rate)
-
-    def run(self) -> None:
-        service, start = self._service, self._start
-        try:
-            if start.threads not in (0, torch.get_num_threads()):  # once called, it wakes threads for tiny tensors too
-                torch.set_num_threads(start.threads)
-            listener = self._listen()
-            if listener is not None:
-                service.link.send(MemoryReady(url=listener.url))
-                while not service.stopped.is_set():
-                    self._serve_next(listener)
-        except LinkClosedError:
-            pass  # the driver is gone: so are we
-        except Exception as e:
-            if not service.stopped.is_set():
-                service.fail(f"memory worker: {type(e).__name__}: {e}")
-                raise
-        finally:
-            if self._fabric is not None:
-                self._fabric.close()
-
-    def _listen(self) -> Listener | None:
-        """None where that is impossible, and the driver knows why."""
-        try:
-            self._fabric = netstack.open(self._start.scheme, key=self._start.key or cluster_key())
-            return self._fabric.listen(self._start.address)
-        except (ValueError, ImportError, ChannelError) as e:
-            self._service.fail(f"memory worker: {e}", user_error=True)
-            return None
-
-    def _serve_next(self, listener: Listener) -> None:
-        try:
-            channel = listener.accept(timeout_s=POLL_S)
-        except ChannelTimeout:
-            return  # nobody came yet
-        with suppress(ChannelError, ProtocolError):
-            self._worker.serve(channel, listener)  # the other end tells the driver why it ended; another may come
-
-    def _abort(self, reason: str) -> None:
-        self._worker.abort(reason)
-        if self._fabric is not None:
-            self._fabric.close()

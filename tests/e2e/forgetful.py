@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lamina.kv.pool import LayerStore, WriteIndex
-from lamina.workers import memory
+from lamina.workers import memory_main
 
 _write = LayerStore.write
 
@@ -19,4 +19,4 @@ def _write_zeros(self: LayerStore, at: WriteIndex, k: Tensor, v: Tensor) -> None
 
 def serve_memory(sock: socket.socket) -> None:
     LayerStore.write = _write_zeros  # type: ignore[method-assign]
-    memory.serve_memory(sock)
+    memory_main.serve_memory(sock)

@@ -20,13 +20,13 @@ from lamina.attention.spec import AttentionSpec
 from lamina.kv.partition import by_head
 from lamina.netstack import Channel, Geometry, PeerFault
 from lamina.workers.control import AskStats, ControlLink, Failed, LinkClosedError, MemoryReady, StartMemory, Stats, Stop
-from lamina.workers.memory import serve_memory
+from lamina.workers.memory_main import serve_memory
 from lamina.workers.stepplan import Bind, Key, Kind, LayerShape, New, Rows, StepPlan, decode_bound, encode
 
 ROOT = Path(__file__).resolve().parents[3]
 KEY = b"k" * 32
 WAIT_S = 30.0
-SERVE = "lamina.workers.memory:serve_memory"
+SERVE = "lamina.workers.memory_main:serve_memory"
 GEOMETRY = Geometry(slots=4, slot_bytes=1 << 16)
 SHAPE = LayerShape(2, 1, 16, 16, AttentionSpec(scale=0.25).encode())
 

@@ -1,0 +1,110 @@
+"""Start of a memory worker: listen, tell the driver where, import what takes seconds; then serve who comes.
+
+Compute workers load the model meanwhile, so torch is not imported here before the driver knows the address.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from lamina import netstack
+from lamina.env import cluster_key
+from lamina.netstack import ChannelError, ChannelTimeout, Listener
+from lamina.observe.trace import recorder
+
+from .control import AskClock, AskRate, AskStats, AskTrace, ControlLink, LinkClosedError, MemoryReady, StartMemory, Stop
+from .service import Service
+from .stepplan import ProtocolError
+
+if TYPE_CHECKING:
+    from .memory import MemoryWorker
+
+POLL_S = 1.0  # of waits that only an event ends: somebody comes, the driver's Stop
+
+
+def serve_memory(sock: socket.socket) -> None:
+    """Serve one driver, over its control socket, until the link ends or says Stop."""
+    link = ControlLink(sock, StartMemory | AskStats | AskClock | AskRate | AskTrace | Stop)
+    try:
+        start = link.recv()
+    except LinkClosedError:
+        return
+    if isinstance(start, StartMemory):
+        _Server(link, start).run()
+    link.close()
+
+
+class _Server:
+    """The life of a memory worker's process, or thread."""
+
+    def __init__(self, link: ControlLink, start: StartMemory) -> None:
+        self._start = start
+        self._trace = recorder(start.trace)
+        self._worker: MemoryWorker | None = None  # until it is loaded
+        self._loading = threading.Lock()
+        self._fabric: netstack.Fabric | None = None
+        self._service = Service(link, self._stats, self._abort, self._trace, lambda: self._loaded().rate())
+
+    def run(self) -> None:
+        service = self._service
+        try:
+            listener = self._listen()
+            if listener is not None:
+                service.link.send(MemoryReady(url=listener.url))
+                worker = self._loaded()
+                self._set_threads()
+                while not service.stopped.is_set():
+                    self._serve_next(worker, listener)
+        except LinkClosedError:
+            pass  # the driver is gone: so are we
+        except Exception as e:
+            if not service.stopped.is_set():
+                service.fail(f"memory worker: {type(e).__name__}: {e}")
+                raise
+        finally:
+            if self._fabric is not None:
+                self._fabric.close()
+
+    def _listen(self) -> Listener | None:
+        """None where that is impossible, and the driver knows why."""
+        try:
+            self._fabric = netstack.open(self._start.scheme, key=self._start.key or cluster_key())
+            return self._fabric.listen(self._start.address)
+        except (ValueError, ImportError, ChannelError) as e:
+            self._service.fail(f"memory worker: {e}", user_error=True)
+            return None
+
+    def _loaded(self) -> MemoryWorker:
+        """The worker. Safe from any thread."""
+        with self._loading:
+            if self._worker is None:
+                from .memory import MemoryWorker
+
+                self._worker = MemoryWorker(trace=self._trace)
+            return self._worker
+
+    def _set_threads(self) -> None:
+        import torch
+
+        if self._start.threads not in (0, torch.get_num_threads()):  # once called, it wakes threads for tiny tensors too
+            torch.set_num_threads(self._start.threads)
+
+    def _serve_next(self, worker: MemoryWorker, listener: Listener) -> None:
+        try:
+            channel = listener.accept(timeout_s=POLL_S)
+        except ChannelTimeout:
+            return  # nobody came yet
+        with suppress(ChannelError, ProtocolError):
+            worker.serve(channel, listener)  # the other end tells the driver why it ended; another may come
+
+    def _stats(self) -> dict[str, float]:
+        return self._worker.stats() if self._worker else {}
+
+    def _abort(self, reason: str) -> None:
+        if self._worker is not None:
+            self._worker.abort(reason)
+        if self._fabric is not None:
+            self._fabric.close()
