@@ -87,6 +87,7 @@ class EngineClient:
         self.state: State | None = None
         self.counters: dict[str, dict[str, float]] = {}
         self.failure: str | None = None  # why the engine is gone
+        self.lost = asyncio.Event()  # the same, to wait for; not set where ``close`` has ended it
         self._handle = handle
         self._reader = reader
         self._writer = writer
@@ -133,6 +134,11 @@ class EngineClient:
         if self._live.pop(key, None) is not None and self.failure is None:
             self._send(Cancel(key))
 
+    def kill(self) -> None:
+        """End the engine by force, now; its workers end when its links do. ``close`` then has nothing to wait for."""
+        self._closing = True
+        self._handle.join(0.0)
+
     async def close(self) -> None:
         """End the engine and its workers. Idempotent."""
         self._closing = True
@@ -171,7 +177,8 @@ class EngineClient:
             reason = str(e)
         self.failure = reason
         if not self._closing:
-            log.error("the engine is gone, requests get 503 until `lamina-launch serve` is started again: %s", reason)
+            log.error("the engine is gone, requests get 503: %s", reason)
+            self.lost.set()
         live, self._live = self._live, {}
         for feed, _ in live.values():
             feed.fail(EngineGoneError(reason))

@@ -32,6 +32,7 @@ from .prompts import Prompter
 from .status import report_forever
 
 CLOSE_S = 5  # for connections to take their last bytes
+TOLD_S = 3.0  # for clients and health checks to hear that the engine is lost, before the server ends
 # Longer than clients keep an idle connection (httpx: 5 s; balancers: 60 s): they should close it first, as a request
 # that crosses our closing fails.
 KEEP_ALIVE_S = 75
@@ -46,8 +47,9 @@ def run(
     sock: socket.socket,
     on_ready: Callable[[], None],
 ) -> int:
-    """Serve until a signal. The exit status: 0, or 1 where the engine was lost."""
+    """Serve until a signal, or until the engine is lost. The exit status: 0, or 1 where it was lost."""
     set_up_logging(as_json=config.log_json)
+    logger.info("starting %s", model)
     return asyncio.run(_serve(model, config, engine_config, handle, sock, on_ready))
 
 
@@ -69,8 +71,7 @@ async def _serve(
     try:
         if tokenizer is None:
             raise ValueError(f"{model} has no tokenizer: give --tokenizer")
-        service = _service(model, config, engine_config, client, tokenizer)
-        await _Server(service, on_ready).run(sock)
+        await _Server(_service(model, config, engine_config, client, tokenizer), on_ready).run(sock)
         return 1 if client.failure is not None else 0
     finally:
         await client.close()
@@ -135,11 +136,19 @@ class _Server(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
 
     async def run(self, sock: socket.socket) -> None:
         """Serve on ``sock`` until ended."""
-        status = asyncio.create_task(report_forever(self._service))
+        beside = [asyncio.create_task(report_forever(self._service)), asyncio.create_task(self._end_with_engine())]
         try:
             await self.serve(sockets=[sock])
         finally:
-            status.cancel()
+            for task in beside:
+                task.cancel()
+
+    async def _end_with_engine(self) -> None:
+        """Whoever supervises this server starts it again: it says what happened, then ends."""
+        await self._service.client.lost.wait()
+        logger.error("ending with status 1 in %g s", TOLD_S)
+        await asyncio.sleep(TOLD_S)
+        self.should_exit = True
 
     def _signalled(self) -> None:
         if self._ending is None:
@@ -147,6 +156,7 @@ class _Server(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
         else:
             logger.warning("second signal: ending at once")
             self._abort()
+            self._service.client.kill()
             self.should_exit = self.force_exit = True
 
     async def _drain(self) -> None:
@@ -181,10 +191,11 @@ def _ended_by_signals(handle: WorkerHandle) -> Iterator[None]:
 
 
 class _Stages:
-    """Logs the end of each stage of loading: when it is told, when the next one begins, or when all have ended."""
+    """A line at the end of each stage of a start: when it is told, when the next one begins, or when all have ended."""
 
     def __init__(self) -> None:
         self._under_way = ""
+        self._since = time.monotonic()
 
     def __call__(self, progress: Progress) -> None:
         if progress.stage != self._under_way:
@@ -195,5 +206,7 @@ class _Stages:
 
     def end(self) -> None:
         if self._under_way:
-            logger.info("%s: done", self._under_way)
+            now = time.monotonic()
+            logger.info("%s: done, %.1f s", self._under_way, now - self._since)
+            self._since = now
         self._under_way = ""

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import httpx
@@ -53,7 +54,7 @@ def test_a_signal_lets_streams_finish_and_takes_no_more(tmp_path: Path) -> None:
         server.kill()
 
 
-def test_ill_while_a_worker_hangs_and_gone_with_kill_9(tmp_path: Path) -> None:
+def test_ill_while_a_worker_hangs_and_ends_when_one_is_lost(tmp_path: Path) -> None:
     """Over a Unix socket, so that this is tried too."""
     place = tmp_path / "socket"
     server = Running(tmp_path / "log", f"--uds={place}", "--health-timeout-s=2")
@@ -70,9 +71,35 @@ def test_ill_while_a_worker_hangs_and_gone_with_kill_9(tmp_path: Path) -> None:
             os.kill(workers[1], signal.SIGKILL)
             said = "ERROR .*the engine is gone.*memory worker . .*was killed by SIGKILL"
             assert eventually(lambda: bool(re.search(said, (tmp_path / "log").read_text())), 15)
-            assert http.get("/health").status_code == 503
-        server.signal(signal.SIGKILL)
+            health = http.get("/health")
+            assert (health.status_code, "was killed by SIGKILL" in health.text) == (503, True)
+        assert server.wait(15) == 1, "a supervisor must see that it failed"
         assert eventually(lambda: not alive(pids), 30), alive(pids)
+    finally:
+        server.kill()
+        for pid in alive(pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("signals", [(signal.SIGINT, signal.SIGINT), (signal.SIGKILL,)])
+def test_a_second_signal_or_kill_9_ends_a_busy_server_at_once(
+    signals: tuple[signal.Signals, ...], tmp_path: Path
+) -> None:
+    server = Running(tmp_path / "log", "--shutdown-timeout=60")
+    pids = server.descendants()
+    try:
+        body = {**BODY, "max_tokens": 1900}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            server.signal(signals[0])
+            if len(signals) > 1:
+                assert eventually(lambda: "draining" in (tmp_path / "log").read_text(), 10)
+                server.signal(signals[1])
+            start = time.monotonic()
+            server.wait(20)
+            assert time.monotonic() - start < 4.0, "1 s on a machine of its own"
+        assert eventually(lambda: not alive(pids), 20), alive(pids)
     finally:
         server.kill()
         for pid in alive(pids):

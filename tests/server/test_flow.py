@@ -105,7 +105,8 @@ def test_the_log_has_the_end_of_every_stage(caplog: pytest.LogCaptureFixture) ->
             stages(Progress(stage=stage, done=done, total=1))
         assert "cutting" not in caplog.text
         stages.end()
-    assert [r.getMessage() for r in caplog.records] == ["starting: done", "loading: done", "cutting: done"]
+    said = [r.getMessage().partition(",")[0] for r in caplog.records]
+    assert said == ["starting: done", "loading: done", "cutting: done"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
