@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 from lamina.cores import AUTO, parse_cores
 from lamina.kv.partition import PARTITIONS
 from lamina.netstack import beyond_host
 
+_T = TypeVar("_T")
 CHUNK_TOKENS = 128  # of attention.merge, which this module does not import for torch's sake
 _ACCEPTED = {
     "int": ("int",),
@@ -73,6 +75,9 @@ class EngineConfig:
         "batches that take turns: while one is attended, others are in the slices; n > 2 rotate over n - 1 replicas; "
         "auto = what is fastest here, found by trying",
     )
+    tensor_parallel_size: int = option(
+        1, "compute workers that share the weights of a replica, a part each; must divide the memory workers"
+    )
     compute_workers: int = option(1, "replicas for --pipeline auto, which then goes up to one batch more")
     prefill_workers: int = option(
         0, "workers of their own for prompts, which then do not slow decoding; 0 = the compute workers do them"
@@ -105,7 +110,8 @@ class EngineConfig:
             if type(value).__name__ not in _ACCEPTED[str(f.type)]:
                 raise ValueError(f"{flag(f.name)} must be of type {f.type}, not {value!r}")
         for name, low in (
-            ("memory_workers", 1), ("compute_workers", 1), ("max_num_seqs", 1), ("prefill_chunk", 1), ("block_size", 1),
+            ("memory_workers", 1), ("compute_workers", 1), ("tensor_parallel_size", 1),
+            ("max_num_seqs", 1), ("prefill_chunk", 1), ("block_size", 1),
             ("prefill_workers", 0), ("max_model_len", 0), ("compute_threads", 0), ("memory_threads", 0), ("seed", 0),
         ):  # fmt: skip
             if getattr(self, name) < low:
@@ -137,6 +143,7 @@ class EngineConfig:
             raise ValueError(
                 f"--memory-weights names {len(self.weights)} weights for --memory-workers {self.memory_workers}"
             )
+        self._check_ranks()
         self.kv_bytes()
 
     @property
@@ -158,13 +165,18 @@ class EngineConfig:
 
     @property
     def replicas(self) -> int:
-        """Compute workers, each with all weights."""
+        """Copies of the weights, each on ``tensor_parallel_size`` compute workers."""
         return max(1, self.most_batches - 1)
 
     @property
     def at_once(self) -> bool:
         """Whether both pools work at the same time, and not in turns."""
         return self.most_batches > 1 or self.prefill_workers > 0
+
+    @property
+    def num_compute(self) -> int:
+        """Compute workers: of every replica, one for each rank."""
+        return self.replicas * self.tensor_parallel_size
 
     @property
     def max_rows(self) -> int:
@@ -203,6 +215,25 @@ class EngineConfig:
                 f"--compute-workers {self.compute_workers} is for --pipeline auto; --pipeline {self.pipeline} "
                 f"has {self.replicas}"
             )
+
+    def _check_ranks(self) -> None:
+        size = self.tensor_parallel_size
+        if self.memory_workers % size:
+            raise ValueError(
+                f"--tensor-parallel-size {size}: each rank has memory workers of its own, as many as the others: "
+                f"use --memory-workers {size} or {2 * size}, not {self.memory_workers}"
+            )
+        if size > 1 and self.prefill_workers:
+            raise ValueError("--prefill-workers have all weights: use 0 with --tensor-parallel-size > 1")
+        if any(self.of_rank(self.weights, r) != self.of_rank(self.weights, 0) for r in range(size)):
+            raise ValueError(
+                f"--memory-weights {self.memory_weights}: memory worker w is rank w mod {size}'s "
+                f"(--tensor-parallel-size), and every rank must have the same weights in the same order"
+            )
+
+    def of_rank(self, each: Sequence[_T], rank: int) -> list[_T]:
+        """Of what there is one of for each memory worker, what belongs to those of ``rank``."""
+        return list(each[rank :: self.tensor_parallel_size])
 
     def kv_bytes(self) -> int:
         """``kv_memory`` in bytes; 0 = choose at start. Raises ValueError on anything else than a size."""

@@ -19,6 +19,7 @@ from lamina.workers.control import (
     LinkClosedError,
     MemoryReady,
     Progress,
+    RankUrl,
     Rate,
     RingUrl,
     Stats,
@@ -27,7 +28,8 @@ from lamina.workers.control import (
     Trace,
 )
 
-FROM_WORKERS = MemoryReady | RingUrl | ComputeReady | Progress | StepDone | Stats | ClockTime | Rate | Trace | Failed
+STARTING = MemoryReady | RingUrl | RankUrl | ComputeReady | Progress
+FROM_WORKERS = STARTING | StepDone | Stats | ClockTime | Rate | Trace | Failed
 JOIN_S = 5.0
 JOIN_AFTER_LOSS_S = 0.5
 REST_S = 5.0  # for the rest of a message that has begun to come

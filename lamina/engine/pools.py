@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from lamina import netstack
 from lamina.cluster.launcher import Launcher, WorkerHandle, open_launcher
 from lamina.cluster.local import ThreadWorker
@@ -16,6 +18,7 @@ from lamina.config import MEASURED, EngineConfig, weights_of
 from lamina.env import cluster_key
 from lamina.observe.collect import ROUND_TRIPS, Tracer
 from lamina.observe.trace import Event, Recorder
+from lamina.workers.capacity import Capacity, of_all_ranks
 from lamina.workers.control import (
     AskClock,
     AskRate,
@@ -25,6 +28,8 @@ from lamina.workers.control import (
     Connect,
     MemoryReady,
     Progress,
+    RankUrl,
+    RankUrls,
     Rate,
     RingPeer,
     RingUrl,
@@ -163,7 +168,7 @@ class Pools:
         module = None if isinstance(model, str) else model  # an nn.Module: LLM has checked
         one_process = netstack.open(config.scheme, key=key).in_process
         here = one_process or module is not None
-        counts = {"memory": config.memory_workers, "compute": config.replicas, "prefill": config.prefill_workers}
+        counts = {"memory": config.memory_workers, "compute": config.num_compute, "prefill": config.prefill_workers}
         threaded = {"memory": one_process, "compute": here, "prefill": here}
         wanted = {role: 0 if threaded[role] else count for role, count in counts.items()}
         self._launcher = launcher = open_launcher(config, key, wanted)
@@ -178,23 +183,27 @@ class Pools:
         weights = self._weigh(deadline)
         path, own_key = model if module is None else "", key if here else launcher.key
         for member in self._compute + self._prefill:
-            self._members.send(member, self._start_compute(path, own_key, urls, weights, member.handle))
+            threads = self._threads(member.handle.role, member.handle.index, one_process=one_process)
+            self._members.send(member, self._start_compute(path, own_key, urls, weights, threads, member.handle))
+        self._introduce_ranks(deadline)
         self._close_ring(deadline)
         on_progress("starting workers", 1, 1)
-        first, *_ = [self._await_compute(m, deadline, on_progress) for m in self._compute]
+        readies = [self._await_compute(m, deadline, on_progress) for m in self._compute]
         for member in self._prefill:  # one after the other: they join the memory workers in this order
             self._members.send(member, Connect())
             self._await_compute(member, deadline, on_progress)
-        return first
+        return self._together(readies[: config.tensor_parallel_size])
 
     def _threads(self, role: str, index: int, *, one_process: bool) -> int:
-        """Memory workers of one host run at the same time, the compute worker while they rest. In one process all share
-        torch's threads: those are left as they are. 0 = all cores.
+        """Memory workers of one host run at the same time, the compute worker while they rest; its ranks, if it has
+        several, at the same time too. In one process all share torch's threads: those are left as they are. 0 = all
+        cores.
         """
         config, launcher = self._config, self._launcher
-        if role != "memory":
+        if role != "memory" and (config.compute_threads or config.tensor_parallel_size == 1):
             return config.compute_threads
-        return config.memory_threads or (0 if one_process or launcher is None else launcher.share(role, index))
+        chosen = config.memory_threads if role == "memory" else 0
+        return chosen or (0 if one_process or launcher is None else launcher.share(role, index))
 
     def _start_memory(self, *, one_process: bool, deadline: float) -> list[str]:
         """Where they listen."""
@@ -216,14 +225,40 @@ class Pools:
             raise ValueError(f"--memory-addresses: {e}" if config.memory_addresses else str(e)) from None
         return urls
 
+    def _introduce_ranks(self, deadline: float) -> None:
+        """Tell the ranks of every replica where they are."""
+        size = self._config.tensor_parallel_size
+        for first in range(0, len(self._compute) if size > 1 else 0, size):
+            ranks = self._compute[first : first + size]
+            urls = self._urls(ranks, RankUrl, deadline)
+            for member in ranks:
+                self._members.send(member, RankUrls(urls=urls))
+
     def _close_ring(self, deadline: float) -> None:
-        """Tell every replica where the next one is."""
-        replicas = self._compute if len(self._compute) > 1 else []
-        urls = [
-            self._members.wait_for([m], RingUrl, deadline - time.monotonic(), self._start_limit).url for m in replicas
-        ]
-        for member, url in zip(replicas, urls[1:] + urls[:1], strict=True):
-            self._members.send(member, RingPeer(url=url))
+        """Tell every replica where the next one is, each rank for itself."""
+        size = self._config.tensor_parallel_size
+        for rank in range(size if self._config.replicas > 1 else 0):
+            replicas = self._compute[rank::size]
+            urls = self._urls(replicas, RingUrl, deadline)
+            for member, url in zip(replicas, urls[1:] + urls[:1], strict=True):
+                self._members.send(member, RingPeer(url=url))
+
+    def _urls(self, members: list[Member], kind: Any, deadline: float) -> list[str]:
+        """What each of ``members`` says in a message of ``kind``."""
+        return [self._members.wait_for([m], kind, deadline - time.monotonic(), self._start_limit).url for m in members]
+
+    def _together(self, ranks: list[ComputeReady]) -> ComputeReady:
+        """What all ranks of a replica have said, as one."""
+        for rank, ready in enumerate(ranks if len(ranks) > 1 else []):
+            (q_heads, kv_heads), size = ready.summary["heads"][0], ready.summary["weight_bytes"]
+            own = [f"{rank * n}..{(rank + 1) * n - 1}" for n in (q_heads, kv_heads)]
+            holders = ", ".join(str(w) for w in sorted({w for of in ready.holders for w in of}))
+            log.info(
+                "rank %d: query heads %s, KV heads %s of layer 0 on memory worker %s, %.1f MB of weights",
+                rank, *own, holders, size / 1e6,
+            )  # fmt: skip
+        capacities = [Capacity(r.windows, r.lanes, r.stripe, r.num_blocks, r.holders) for r in ranks]
+        return msgspec.structs.replace(ranks[0], **of_all_ranks(capacities)._asdict())
 
     def _weigh(self, deadline: float) -> list[float]:
         """The memory workers' parts of the work. All measure at once, as they will read at once."""
@@ -240,9 +275,10 @@ class Pools:
         return weights
 
     def _start_compute(
-        self, model: str, key: bytes, urls: list[str], weights: list[float], handle: WorkerHandle
+        self, model: str, key: bytes, urls: list[str], weights: list[float], threads: int, handle: WorkerHandle
     ) -> StartCompute:
         c = self._config
+        rank = handle.index % c.tensor_parallel_size
         return StartCompute(
             model=model,
             dtype=c.dtype,
@@ -251,8 +287,10 @@ class Pools:
             max_rows=c.max_rows,
             max_num_seqs=c.max_num_seqs,
             num_batches=c.most_batches,
-            replica=handle.index,
+            replica=handle.index // c.tensor_parallel_size,
             replicas=c.replicas,
+            rank=rank,
+            tensor_parallel_size=c.tensor_parallel_size,
             prefill_workers=c.prefill_workers,
             block_size=c.block_size,
             kv_bytes=c.kv_bytes(),
@@ -260,12 +298,12 @@ class Pools:
             deterministic=c.deterministic,
             backend=c.attention,
             gemm=c.gemm,
-            threads=c.compute_threads,
+            threads=threads,
             scheme=c.scheme,
             address=handle.place,
             key=key,
-            memory_urls=urls,
-            memory_weights=weights,
+            memory_urls=c.of_rank(urls, rank),
+            memory_weights=c.of_rank(weights, rank),
             partition=c.partition,
             start_timeout_s=c.start_timeout_s,
             step_timeout_s=c.step_timeout_s,

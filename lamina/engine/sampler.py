@@ -17,16 +17,18 @@ from lamina.workers.control import Adjust, Draw, Drawn
 _NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
-def sample(logits: Tensor, draws: list[Draw], pending: Mapping[int, int] = _NOTHING) -> list[Drawn]:
+def sample(
+    logits: Tensor, draws: list[Draw], pending: Mapping[int, int] = _NOTHING, lse: Tensor | None = None
+) -> list[Drawn]:
     """One token for each row. logits [len(draws), V], any float dtype; ``pending``: sequence -> token that the step
-    before drew.
+    before drew. ``lse``: of each row, the logarithm of the sum of all, where ``logits`` do not show them all.
 
     Penalties, bias and bans first. Greedy takes the lowest token id among equals. Otherwise: temperature, then top_k,
     then min_p, then top_p (the smallest set whose probability reaches top_p, at least one token), then the inverse of
     the cumulative distribution at a uniform number that depends on (seed, index) alone.
     """
     raw = logits.float()
-    reports = [_logprobs(raw[i], d.logprobs) for i, d in enumerate(draws)]
+    reports = [_logprobs(raw[i], d.logprobs, None if lse is None else lse[i]) for i, d in enumerate(draws)]
     scores = _adjust(raw, draws, pending)
     tokens = scores.argmax(-1).tolist() if draws else []
     for i, draw in enumerate(draws):
@@ -83,9 +85,9 @@ def _penalise(row: Tensor, adjust: Adjust, pending: int | None) -> None:
 class _logprobs:  # noqa: N801 - used like a function
     """Reports the log-probabilities of a row once its token is known; free where none were asked for."""
 
-    def __init__(self, scores: Tensor, count: int) -> None:
+    def __init__(self, scores: Tensor, count: int, lse: Tensor | None) -> None:
         self._count = count
-        self._values = torch.log_softmax(scores, -1) if count >= 0 else None
+        self._values = None if count < 0 else torch.log_softmax(scores, -1) if lse is None else scores - lse
 
     def __call__(self, token: int) -> list[tuple[int, float]]:
         if self._values is None:

@@ -6,9 +6,12 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import ModelError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    import torch
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
@@ -76,7 +79,7 @@ def check_weights(directory: Path) -> None:
     """Raises ModelError unless the directory has whole safetensors files."""
     from safetensors import SafetensorError, safe_open
 
-    files = _weight_files(directory)
+    files = weight_files(directory)
     if not files:
         if pickled := sorted(p.name for ext in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in directory.glob(ext)):
             raise ModelError(
@@ -96,9 +99,18 @@ def check_weights(directory: Path) -> None:
             raise ModelError(f"{file} is truncated or corrupt, fetch it again: {one_line(error)}") from error
 
 
+def stored_dtype(directory: Path) -> torch.dtype:
+    """Of the first weight in the files."""
+    from safetensors import safe_open
+
+    with safe_open(weight_files(directory)[0], framework="pt") as file:
+        found: torch.dtype = file.get_slice(next(iter(file.keys())))[:1].dtype
+    return found
+
+
 def check_room(directory: Path, copies: int, free: int) -> None:
     """Raises ModelError unless ``free`` bytes hold the weights so many times."""
-    weights = sum(file.stat().st_size for file in _weight_files(directory))
+    weights = sum(file.stat().st_size for file in weight_files(directory))
     if weights * copies > free:
         raise ModelError(
             f"{copies} x {weights / 1e9:.1f} GB of weights do not fit in the {free / 1e9:.1f} GB of memory that are "
@@ -127,7 +139,8 @@ def _check_architecture(directory: Path, raw: dict[str, Any]) -> None:
         raise UnsupportedModelError(f"{directory}: {kind!r} is not a causal language model")
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
+    """Its safetensors files, whether they are there or not. Raises ModelError."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
         shards = _read_json(index, "").get("weight_map", {})

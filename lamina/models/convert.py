@@ -13,7 +13,7 @@ from lamina.workers.stepplan import LayerShape
 from .errors import UnsupportedModelError
 from .load import ONE_AT_A_TIME
 from .refuse import check_config, check_layers
-from .route import DecodeStep, routed
+from .route import WHOLE, DecodeStep, Part, routed
 
 
 def convert_model(
@@ -23,13 +23,14 @@ def convert_model(
     overlap: bool = False,
     check_rows: bool = True,
     deterministic: bool = False,
+    part: Part = WHOLE,
 ) -> SlicedProgram:
     """Cut ``model`` at its attention layers. Weights are bound, not copied; the model is left as it was found.
 
     ``max_model_len``: tokens of a text at most; a model whose attention or rotary embedding changes with longer texts
     is served up to there. ``overlap``, ``check_rows``: see lamina.converter.convert. ``deterministic``: experts take
-    each row by itself, so that it does not matter which rows run beside it; slower. On the meta device the result is a
-    plan.
+    each row by itself, so that it does not matter which rows run beside it; slower. ``part``: which one the model's
+    weights are. On the meta device the result is a plan.
 
     Raises UnsupportedModelError, naming the layer and the reason, for a model that would not give the same tokens.
     """
@@ -37,7 +38,7 @@ def convert_model(
         raise ValueError(f"--max-model-len must be at least 1, not {max_model_len}")
     check_config(model)
     experts = "batched_mm" if deterministic else "grouped_mm"
-    with ONE_AT_A_TIME, routed(model, max_model_len=max_model_len, experts=experts) as router:
+    with ONE_AT_A_TIME, routed(model, max_model_len=max_model_len, experts=experts, part=part) as router:
         layers = check_layers(model, router, max_model_len)
         try:
             return convert(

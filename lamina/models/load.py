@@ -6,15 +6,18 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from .checkpoint import check_weights, find_checkpoint, one_line, read_config
+from .checkpoint import check_weights, find_checkpoint, one_line, read_config, stored_dtype
 from .errors import ModelError
+from .read_shard import read_shard
+from .route import WHOLE, Part
+from .shard import plan_shard
 
 # Loading, routing and torch.export change what the whole process sees, and workers may share a process.
 ONE_AT_A_TIME = threading.Lock()
@@ -36,6 +39,7 @@ class LoadedModel:
     max_model_len: int
     dtype: torch.dtype
     path: Path | None  # of the checkpoint; None for a module
+    part: Part = WHOLE  # of the weights
 
 
 def load(
@@ -44,22 +48,30 @@ def load(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     progress: OnProgress | None = None,
+    rank: int = 0,
+    size: int = 1,
 ) -> LoadedModel:
     """A model directory, a hub id, or a module, which is taken as it is.
 
     Weights are mapped from their files: where ``dtype`` ("auto" = the checkpoint's) is that of the file, nothing is
-    copied. The model is in evaluation mode and records no gradients. Raises ModelError.
+    copied. Of several ranks, ``size``, each reads its own part alone. The model is in evaluation mode and records no
+    gradients. Raises ModelError.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
     if isinstance(source, nn.Module):
+        if size > 1:
+            raise ModelError("--tensor-parallel-size: a module is used as it is, give the directory of a checkpoint")
         return _describe(_checked_module(source, dtype), None)
     directory = find_checkpoint(source, trust_remote_code=trust_remote_code)
     config = read_config(directory, trust_remote_code=trust_remote_code)
     check_weights(directory)
     with ONE_AT_A_TIME:
-        model = _from_pretrained(directory, config, dtype, trust_remote_code, progress)
-    return _describe(model.eval().requires_grad_(False), directory)
+        if size > 1:
+            model, part = _read_part(directory, config, dtype, trust_remote_code, progress, rank, size)
+        else:
+            model, part = _from_pretrained(directory, config, dtype, trust_remote_code, progress), WHOLE
+    return replace(_describe(model.eval().requires_grad_(False), directory), part=part)
 
 
 def from_config(
@@ -152,6 +164,33 @@ def _from_pretrained(
         raise ModelError(f"{directory} lacks weights of {type(model).__name__}: {missing[0]}{more}")
     loaded: nn.Module = model
     return loaded
+
+
+def _read_part(
+    directory: Path,
+    config: Any,
+    dtype: str,
+    trust_remote_code: bool,
+    progress: OnProgress | None,
+    rank: int,
+    size: int,
+) -> tuple[nn.Module, Part]:
+    from safetensors import SafetensorError
+    from transformers import GenerationConfig
+
+    wanted = DTYPES.get(dtype) or getattr(config, "dtype", None) or stored_dtype(directory)
+    model = from_config(config, dtype=str(wanted).removeprefix("torch."), trust_remote_code=trust_remote_code)
+    shard = plan_shard(model, rank, size, max_model_len(config))
+    shard.shrink(model)
+    try:
+        with _quiet(progress):
+            read_shard(model, directory, shard, wanted)
+            with contextlib.suppress(OSError):  # not every model has one
+                model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    except (SafetensorError, RuntimeError, OSError, KeyError, ImportError) as error:
+        raise ModelError(f"{directory} cannot be loaded: {one_line(error)}") from error
+    shard.join(model)
+    return model, shard.part
 
 
 class _Ticks:

@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,22 @@ _HARMLESS = frozenset(
 _PACKING = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 
 
+class Part(NamedTuple):
+    """Which part of a model's weights this is. ``heads``: query and KV heads of each of its attentions, all ranks'."""
+
+    rank: int = 0
+    size: int = 1
+    heads: tuple[tuple[int, int], ...] = ()
+
+    def own(self, x: Tensor, whole: int, dim: int) -> Tensor:
+        """This part's heads of ``x``, which has them along ``dim``: the ``whole`` model's, or these already."""
+        each = whole // self.size
+        return x.narrow(dim, self.rank * each, each) if self.size > 1 and x.shape[dim] == whole else x
+
+
+WHOLE = Part()
+
+
 @dataclass(frozen=True)
 class RoutedLayer:
     """One attention that a forward pass went through."""
@@ -50,6 +66,7 @@ class RoutedLayer:
     name: str  # dotted name of the attention module
     module: nn.Module
     spec: AttentionSpec
+    heads: tuple[int, int]  # of Q, and of K and V
 
 
 class Router:
@@ -60,9 +77,10 @@ class Router:
     can only be traced.
     """
 
-    def __init__(self, model: nn.Module, max_model_len: int) -> None:
+    def __init__(self, model: nn.Module, max_model_len: int, part: Part = WHOLE) -> None:
         self.layers: list[RoutedLayer] = []
         self.local = False
+        self._part = part
         self._max_model_len = max_model_len
         self._names: dict[int, str] = {id(m): name for name, m in model.named_modules()}
         self._masks: list[tuple[Tensor, int | None]] = []  # a mask of this pass and the window that it means
@@ -164,7 +182,12 @@ class Router:
             alibi=slopes is not None,
         )
         layer = len(self.layers)
-        self.layers.append(RoutedLayer(self._name(module), module, spec))
+        if layer < len(self._part.heads):
+            q_heads, kv_heads = self._part.heads[layer]
+            own, query = self._part.own, self._part.own(query, q_heads, 1)
+            key, value = own(key, kv_heads, 1), own(value, kv_heads, 1)
+            sinks, slopes = (x if x is None else own(x, q_heads, 0) for x in (sinks, slopes))
+        self.layers.append(RoutedLayer(self._name(module), module, spec, (query.shape[1], key.shape[1])))
         if self.local:
             return _local(query, key, value)
         if slopes is not None:
@@ -200,14 +223,17 @@ class Router:
 
 
 @contextlib.contextmanager
-def routed(model: nn.Module, *, max_model_len: int, experts: str = "grouped_mm") -> Iterator[Router]:
+def routed(
+    model: nn.Module, *, max_model_len: int, experts: str = "grouped_mm", part: Part = WHOLE
+) -> Iterator[Router]:
     """While open, every attention of ``model`` goes through a Router, and a forward pass can be traced.
 
     ``max_model_len`` is in tokens: what only matters to longer texts is left out. ``experts``: transformers' name of
-    how experts are computed; its default loops over them, depending on data. On exit, and on any exception, the
+    how experts are computed; its default loops over them, depending on data. ``part``: of the heads, that the model's
+    attention is to have. On exit, and on any exception, the
     model, its configuration and transformers' registries are as they were found. Raises UnsupportedModelError.
     """
-    router = Router(model, max_model_len)
+    router = Router(model, max_model_len, part)
     name = f"lamina_{id(router):x}"
     with _registered(name, router), _unchanged(model), contextlib.closing(_Hook(model, router)):
         for module in model.modules():

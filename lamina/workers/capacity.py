@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lamina.attention.merge import CHUNK_TOKENS
@@ -122,16 +122,32 @@ class Capacity(NamedTuple):
     holders: list[list[int]]  # group -> memory workers
 
 
-def together(bounds: Sequence[Bound]) -> Capacity:
-    """What the memory workers, in their order, have said."""
+def together(bounds: Sequence[Bound], number: Callable[[int], int] = int) -> Capacity:
+    """What the memory workers of one rank, in their order, have said. ``number``: of the order, among all workers."""
     blocks: dict[tuple[int, Lanes], dict[int, int]] = {}
     for worker, bound in enumerate(bounds):
         for window, lanes, count in zip(bound.windows, bound.lanes, bound.num_blocks, strict=True):
-            blocks.setdefault((window, lanes), {})[worker] = count
+            blocks.setdefault((window, lanes), {})[number(worker)] = count
     return Capacity(
         [window for window, _ in blocks],
         [lanes for _, lanes in blocks],
         bounds[0].stripe,
         [min(of.values()) for of in blocks.values()],
         [list(of) for of in blocks.values()],
+    )
+
+
+def of_all_ranks(ranks: Sequence[Capacity]) -> Capacity:
+    """The capacity of all ranks' memory workers, from those of each: they hold the same tokens, of other heads."""
+    blocks: dict[tuple[int, Lanes], tuple[int, list[int]]] = {}
+    for each in ranks:
+        for window, lanes, count, holders in zip(each.windows, each.lanes, each.num_blocks, each.holders, strict=True):
+            least, known = blocks.get((window, lanes), (count, []))
+            blocks[window, lanes] = min(least, count), [*known, *holders]
+    return Capacity(
+        [window for window, _ in blocks],
+        [lanes for _, lanes in blocks],
+        ranks[0].stripe,
+        [least for least, _ in blocks.values()],
+        [holders for _, holders in blocks.values()],
     )

@@ -8,15 +8,15 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lamina.engine.sampler import sample
 from lamina.observe.trace import OFF, Event, Recorder
 
 from .control import Drawn, RunRound, RunStep, StepDone
+from .ranks import Alone, Ranks, Turn, Turns
 from .ring import Ring, Stay
 from .stepplan import StepPlan
 
@@ -66,19 +66,6 @@ class Attention(Protocol):
         ...
 
 
-class Turn(NamedTuple):
-    """A slice of one batch's step, in the order of service that all workers share: by round, slice and batch.
-
-    The last slice counts as one of the next round, ahead of the first slice of the same batch there: with sampling
-    between them the two are one turn.
-    """
-
-    round: int
-    slice: int
-    batch: int
-    begins: bool
-
-
 class ComputeWorker:
     """One replica of the model. Takes its turns in their order, whatever comes first."""
 
@@ -91,17 +78,19 @@ class ComputeWorker:
         deterministic: bool = False,
         replica: int = 0,
         ring: Ring | None = None,
+        ranks: Ranks | None = None,
         trace: Recorder = OFF,
     ) -> None:
-        """``ring``: None for the only replica."""
+        """``ring``: None for the only replica; ``ranks``: None where it has all weights."""
         self._slices = program.slices
         self._pool = pool
         self._replica = replica
         self._ring = ring or Stay()
+        self._ranks = ranks or Alone()
         self._trace = trace
         self._dtype = dtype
         self._call = self._call_fixed if deterministic else self._call_plain
-        self._turns: list[tuple[Turn, RunStep]] = []  # a heap of this replica's turns
+        self._turns: Turns = []  # of this replica
         self._last: dict[int, dict[int, int]] = {}  # batch -> sequence -> the token drawn by its step before
         self.slice_s = 0.0
         self.sample_s = 0.0
@@ -111,7 +100,7 @@ class ComputeWorker:
     @property
     def has_work(self) -> bool:
         """Whether some turn is ahead."""
-        return bool(self._turns)
+        return self._ranks.may_take(self._turns)
 
     def submit(self, new: RunRound) -> None:
         """Queue the turns of a round that are this replica's; replica 0 announces its plans to the memory workers."""
@@ -126,10 +115,12 @@ class ComputeWorker:
 
     @torch.inference_mode()
     def turn(self) -> StepDone | None:
-        """Take the next turn; returns its step if that is done now."""
-        turn, step = heapq.heappop(self._turns)
+        """Take the next turn; returns its step if that is done now and this rank is to say so."""
+        if (taken := self._ranks.take(self._turns)) is None:
+            return None
+        turn, step = taken
         if not step.tokens:
-            return StepDone(batch=step.plan.batch, step=step.plan.step, drawn=[])
+            return self._done(step, [])
         self._pool.select(step.plan)
         if turn.begins:
             self._begin(step)
@@ -167,7 +158,7 @@ class ComputeWorker:
         self._ring.give(step.plan, index, (ids, *self._call(index, inputs)))
         self._trace.add(Event.SLICE, start, step.plan, index, value=len(step.tokens))
 
-    def _finish(self, step: RunStep) -> StepDone:
+    def _finish(self, step: RunStep) -> StepDone | None:
         last, drawn = len(self._slices) - 1, list[Drawn]()
         ids, *carry = self._ring.take(step.plan, last - 1)
         o = self._receive(step, last - 1)
@@ -177,11 +168,15 @@ class ComputeWorker:
             (logits,) = self._call(last, tuple(x[wanted] for x in (*carry, o)))
             self._trace.add(Event.SLICE, start, step.plan, last, value=len(step.draws))
             begun = time.perf_counter()
-            drawn = sample(logits[:, -1], step.draws, {d.sequence: int(ids[d.row]) for d in step.draws if d.pending})
+            pending = {d.sequence: int(ids[d.row]) for d in step.draws if d.pending}
+            drawn = self._ranks.draw(logits[:, -1], step.draws, pending)
             self.sample_s += time.perf_counter() - begun
             self._trace.add(Event.SAMPLE, begun, step.plan)
         self._last[step.plan.batch] = {d.sequence: d.token for d in drawn}
-        return StepDone(batch=step.plan.batch, step=step.plan.step, drawn=drawn)
+        return self._done(step, drawn)
+
+    def _done(self, step: RunStep, drawn: list[Drawn]) -> StepDone | None:
+        return StepDone(batch=step.plan.batch, step=step.plan.step, drawn=drawn) if self._ranks.leads else None
 
     def _receive(self, step: RunStep, layer: int) -> Tensor:
         return self._pool.o(layer, len(step.tokens), self._dtype)

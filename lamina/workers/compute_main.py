@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 
-from lamina import attention, netstack
+from lamina import attention, collective, netstack
+from lamina.collective.mesh import Mesh, listen_and_connect
 
 from .capacity import choose_kv_bytes, geometries
 from .compute import ComputeWorker
 from .compute_emulated import emulated
-from .control import ComputeReady, LinkClosedError, RingPeer, RingUrl
+from .control import ComputeReady, LinkClosedError, RankUrl, RankUrls, RingPeer, RingUrl
 from .links import MemoryLink
 from .memory_pool import MemoryPool
 from .memory_store import available_bytes
 from .model_server import Cut, ModelServer, serve
+from .ranks import Together
 from .ring import RingEnds
 from .stepplan import Bind, Bound, Join
 
@@ -31,29 +33,47 @@ class _Server(ModelServer):
 
     def prepare(self) -> tuple[ComputeWorker, ComputeReady]:
         start = self.start
-        listener = self._listen() if start.replicas > 1 else None
-        if not start.replica and self.module is None:
+        listener = self._listen(RingUrl) if start.replicas > 1 else None
+        ranks = self._listen(RankUrl) if start.tensor_parallel_size > 1 else None
+        if not start.replica and not start.rank and self.module is None:
             self._check_room(start.replicas + start.prefill_workers)
         cut = self.cut()
+        group = self._meet(ranks) if ranks else None
+        program = collective.bind(cut.program, group) if group else cut.program
         ring = self._close_ring(listener, cut.program) if listener else None
         pool, bounds = self._connect(cut, ring)
         self.clock.lap("bind_s")
         worker = ComputeWorker(
-            emulated(cut.program),
+            emulated(program),
             pool,
             dtype=cut.dtype,
             deterministic=start.deterministic,
             replica=start.replica,
             ring=ring.ring if ring else None,
+            ranks=Together(group, start.num_batches) if group else None,
             trace=self.trace,
         )
         return worker, self.ready(cut, bounds)
 
-    def _listen(self) -> netstack.Listener:
-        """Where the replica before this one comes."""
+    def _listen(self, tell: type[RingUrl | RankUrl]) -> netstack.Listener:
+        """Where the replica before this one comes, or the other ranks."""
         listener = self.fabric.listen(self.start.address)
-        self.service.link.send(RingUrl(url=listener.url))
+        self.service.link.send(tell(url=listener.url))
         return listener
+
+    def _meet(self, listener: netstack.Listener) -> Mesh:
+        """The other ranks, once all are there."""
+        peers, start = self.service.next(block=True), self.start
+        if not isinstance(peers, RankUrls):
+            raise LinkClosedError("the driver ended before the ranks had met")
+        return listen_and_connect(
+            self.fabric,
+            listener,
+            peers.urls,
+            start.rank,
+            start_timeout_s=start.start_timeout_s,
+            step_timeout_s=start.step_timeout_s,
+        )
 
     def _check_room(self, copies: int) -> None:
         """Raises ModelError where there is no room for so many copies of the weights."""
@@ -89,7 +109,8 @@ class _Server(ModelServer):
         links, bounds = list[MemoryLink](), list[Bound]()
         for worker, url in enumerate(start.memory_urls):
             channel = self.fabric.connect(url, outbound=outbound, inbound=inbound)
-            links.append(MemoryLink(channel, worker, start.step_timeout_s, self.trace))
+            number = worker * start.tensor_parallel_size + start.rank
+            links.append(MemoryLink(channel, worker, start.step_timeout_s, self.trace, number))
             if start.replica:
                 bounds.append(links[-1].join(Join(number=start.replica, layers=cut.layers)))
             else:
@@ -109,7 +130,7 @@ class _Server(ModelServer):
             max_len=cut.max_len,
             max_num_seqs=start.max_num_seqs,
             block_size=start.block_size,
-            free=available_bytes(),
+            free=available_bytes() // start.tensor_parallel_size,
         )
         return Bind(
             worker=worker,

@@ -91,6 +91,8 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     num_batches: int  # that take turns
     replica: int  # or which prefill worker
     replicas: int
+    rank: int = 0  # which part of the weights
+    tensor_parallel_size: int = 1  # parts that there are; a worker has the memory workers of its rank alone
     prefill_workers: int
     block_size: int
     kv_bytes: int  # on each memory worker; 0 = choose
@@ -120,6 +122,18 @@ class RingPeer(msgspec.Struct, frozen=True, kw_only=True, tag="ring-peer"):
     """Driver -> compute worker: the place of the one behind it."""
 
     url: str
+
+
+class RankUrl(msgspec.Struct, frozen=True, kw_only=True, tag="rank-url"):
+    """Compute worker -> driver, where weights are in parts: its place for the other ranks of its replica."""
+
+    url: str
+
+
+class RankUrls(msgspec.Struct, frozen=True, kw_only=True, tag="rank-urls"):
+    """Driver -> compute worker: the places of all ranks of its replica, in their order."""
+
+    urls: list[str]
 
 
 class Connect(msgspec.Struct, frozen=True, tag="connect"):

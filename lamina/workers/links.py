@@ -20,9 +20,13 @@ class RefusedError(Exception):
 class MemoryLink:
     """The channel to one memory worker, and its share of every layer."""
 
-    def __init__(self, channel: Channel, worker: int, timeout_s: float, trace: Recorder = OFF) -> None:
+    def __init__(
+        self, channel: Channel, worker: int, timeout_s: float, trace: Recorder = OFF, number: int | None = None
+    ) -> None:
+        """``worker``: by the partition; ``number``: among all memory workers, where that is another."""
         self.channel = channel
         self.worker = worker
+        self.number = worker if number is None else number
         self._timeout_s = timeout_s
         self._trace = trace
 
@@ -65,34 +69,34 @@ class MemoryLink:
         """``send``, as part of a step."""
         start = self._trace.now()
         self.send(key, data)
-        self._trace.add(Event.SEND_PLAN, start, key, -1, self.worker, len(data))
+        self._trace.add(Event.SEND_PLAN, start, key, -1, self.number, len(data))
 
     def send_tensors(self, key: Key, parts: Sequence[Tensor]) -> None:
         """Write ``parts`` one behind the other straight into the peer's inbox; they may be strided."""
         start = self._trace.now()
         total = sum(p.numel() for p in parts)
         slot = self.channel.reserve(total * parts[0].element_size(), timeout_s=self._timeout_s)
-        self._trace.add(Event.RESERVE, start, key, key.layer, self.worker)
+        self._trace.add(Event.RESERVE, start, key, key.layer, self.number)
         flat = tensor_over(slot.data, parts[0].dtype)
         for part in parts:
             flat[: part.numel()].view(part.shape).copy_(part)
             flat = flat[part.numel() :]
         self.channel.put_signal(slot, key.pack())
         event = Event.SEND_Q if key.kind == Kind.Q else Event.SEND_KV
-        self._trace.add(event, start, key, key.layer, self.worker, total * parts[0].element_size())
+        self._trace.add(event, start, key, key.layer, self.number, total * parts[0].element_size())
 
     def receive(self, key: Key, take: Callable[[memoryview], None], nbytes: int) -> None:
         """Wait for the O that ``key`` names, and hand its bytes over. Raises RefusedError, ProtocolError."""
         start = self._trace.now()
         arrival = self.channel.wait_signal(timeout_s=self._timeout_s)
-        came = self._trace.add(Event.WAIT_O, start, key, key.layer, self.worker)
+        came = self._trace.add(Event.WAIT_O, start, key, key.layer, self.number)
         try:
             got = Key.unpack(arrival.tag)
             if got.kind == Kind.REFUSED:
                 raise RefusedError(bytes(arrival.data).decode(errors="replace"))
             if got != key or arrival.data.nbytes != nbytes:
-                raise ProtocolError(f"memory worker {self.worker}: {got} of {arrival.data.nbytes} B in place of {key}")
+                raise ProtocolError(f"memory worker {self.number}: {got} of {arrival.data.nbytes} B in place of {key}")
             take(arrival.data)
-            self._trace.add(Event.RECEIVE_O, came, key, key.layer, self.worker, nbytes)
+            self._trace.add(Event.RECEIVE_O, came, key, key.layer, self.number, nbytes)
         finally:
             self.channel.release(arrival)

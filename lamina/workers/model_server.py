@@ -26,6 +26,7 @@ from .control import (
     ControlLink,
     LinkClosedError,
     Progress,
+    RankUrls,
     RingPeer,
     RunRound,
     StartCompute,
@@ -36,7 +37,7 @@ from .links import RefusedError
 from .service import Service
 from .stepplan import Bound, LayerShape, ProtocolError
 
-MESSAGES = StartCompute | RunRound | RingPeer | Connect | AskStats | AskClock | AskTrace | Stop
+MESSAGES = StartCompute | RunRound | RingPeer | RankUrls | Connect | AskStats | AskClock | AskTrace | Stop
 
 
 class Worker(Protocol):
@@ -117,11 +118,20 @@ class ModelServer:
         if start.threads and start.threads != torch.get_num_threads():
             torch.set_num_threads(start.threads)
         source = self.module if self.module is not None else start.model
-        loaded = load(source, dtype=start.dtype, trust_remote_code=start.trust_remote_code, progress=self._progress)
+        loaded = load(
+            source,
+            dtype=start.dtype,
+            trust_remote_code=start.trust_remote_code,
+            progress=self._progress,
+            rank=start.rank,
+            size=start.tensor_parallel_size,
+        )
         max_len = _sequence_limit(start.max_model_len, loaded.max_model_len)
         self.clock.lap("load_s")
         self._progress("cutting the model", 0, 1)
-        program = convert_model(loaded.model, max_model_len=max_len, deterministic=start.deterministic)
+        program = convert_model(
+            loaded.model, max_model_len=max_len, deterministic=start.deterministic, part=loaded.part
+        )
         self._progress("cutting the model", 1, 1)
         self.clock.lap("convert_s")
         linear = gemm.get(start.gemm, torch.get_num_threads())
@@ -133,13 +143,14 @@ class ModelServer:
 
     def ready(self, cut: Cut, bounds: Sequence[Bound]) -> ComputeReady:
         """What the driver must know; ``bounds``: the memory workers' answers, in their order."""
+        start = self.start
         return ComputeReady(
             vocab_size=cut.loaded.config.get_text_config().vocab_size,
             num_layers=len(cut.layers),
             max_model_len=cut.max_len,
             dtype=str(cut.dtype).removeprefix("torch."),
             eos_token_ids=list(cut.loaded.eos_token_ids),
-            **together(bounds)._asdict(),
+            **together(bounds, lambda worker: worker * start.tensor_parallel_size + start.rank)._asdict(),
             block_size=self.start.block_size,
             summary={
                 **_summary(cut),
@@ -205,6 +216,8 @@ def _summary(cut: Cut) -> dict[str, Any]:
     layers, size = cut.layers, cut.dtype.itemsize
     return {
         "num_slices": len(cut.program.slices),
+        "weight_bytes": cut.program.weight_bytes,
+        "heads": [(s.q_heads, s.kv_heads) for s in layers],
         "cut_bytes_per_token": [c.bytes_per_token for c in cut.program.cuts],
         "q_bytes": [s.q_heads * s.qk_dim * size for s in layers],
         "kv_bytes": [s.kv_heads * (s.qk_dim + s.v_dim) * size for s in layers],

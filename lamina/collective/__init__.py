@@ -1,0 +1,64 @@
+"""What ranks do together: each has a part of the weights, and all run the same slices in the same order.
+
+Contract, the same for every implementation (tests/contract/test_collectives.py):
+
+- All ranks make the same calls in the same order, with tensors of the same shape and dtype; a rank that is out of step
+  is found out and raises PeerFault.
+- ``all_reduce`` sums in the order of ranks, in fp32 for narrower dtypes and with one rounding at the end. So every rank
+  has the same bits, and no row's sum depends on where it stands among others.
+- Every wait has a deadline: ChannelTimeout. A rank that has died is noticed as a peer of any channel is: PeerFault.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lamina.converter import SlicedProgram
+
+
+class Collective(Protocol):
+    """One rank's end of its group. Tensors may be strided; what is returned is contiguous and the caller's own."""
+
+    rank: int
+    size: int
+    wait_s: float  # seconds spent waiting for other ranks
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' ``x``."""
+        ...
+
+    def all_gather(self, x: Tensor, size: int) -> Tensor:
+        """All ranks' ``x`` [..., n] side by side in the order of ranks, [..., size * n]; ``size`` ranks there are."""
+        ...
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's ``x``; that of others is of the same shape and dtype, its contents do not matter."""
+        ...
+
+
+def bind(program: SlicedProgram, collective: Collective) -> SlicedProgram:
+    """The program with its ``lamina::all_reduce`` and ``lamina::all_gather`` on ``collective``. The one given is used
+    up.
+    """
+    for part in program.slices:
+        _bind(part.module, collective)
+    return replace(program, slices=tuple(replace(part) for part in program.slices))
+
+
+def _bind(module: Any, collective: Collective) -> None:
+    from .op import ALL_GATHER_OP, ALL_REDUCE_OP
+
+    methods = {ALL_REDUCE_OP: "all_reduce", ALL_GATHER_OP: "all_gather"}
+    nodes = [n for n in module.graph.nodes if n.op == "call_function" and n.target in methods]
+    if not nodes:
+        return
+    module.collective = collective
+    with module.graph.inserting_before(nodes[0]):
+        owner = module.graph.create_node("get_attr", "collective")
+    for node in nodes:
+        node.op, node.target, node.args = "call_method", methods[node.target], (owner, *node.args)
+    module.recompile()

@@ -1,0 +1,91 @@
+"""Reads a rank's part of a checkpoint: of each weight only the bytes that it keeps."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint import weight_files
+from .errors import ModelError, UnsupportedModelError
+from .route import Part
+from .shard import Cut, Shard
+
+_SPREADS = {"MergeModulelist", "Concatenate"}  # what may become of weights as they are read: each is cut by itself
+
+
+class CutSlice:
+    """A part of a weight in a file. Read when it is asked for, as ``[...]``."""
+
+    def __init__(self, stored: Any, cut: Cut, part: Part) -> None:
+        """``stored``: safetensors' slice of the whole weight."""
+        self._stored, self._cut, self._part = stored, cut, part
+
+    def __getitem__(self, index: Any) -> Tensor:
+        shape = self._stored.get_shape()
+        spans = self._cut.spans(self._part, shape[self._cut.dim])
+        before = (slice(None),) * (len(shape) + self._cut.dim)
+        found = [self._stored[(*before, span)] for span in spans]
+        return found[0] if len(found) == 1 else torch.cat(found, self._cut.dim)
+
+
+def read_shard(model: nn.Module, directory: Path, shard: Shard, dtype: torch.dtype) -> None:
+    """Fill a model on the meta device that ``shard`` has shrunk. Raises ModelError, SafetensorError, OSError."""
+    from safetensors import safe_open
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    mapping = get_model_conversion_mapping(model)
+    weights: dict[str, Any] = {}
+    # As from_pretrained does, which has no way in for weights of other shapes than the configuration's.
+    loading: Any = model
+    with contextlib.ExitStack() as files:
+        for file in weight_files(directory):
+            stored = files.enter_context(safe_open(file, framework="pt"))
+            weights |= {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 - it is no mapping
+        cut = _Cutter(model, shard, mapping)
+        config = LoadStateDictConfig(
+            dtype=dtype, dtype_plan=loading._get_dtype_plan(dtype), weight_mapping=mapping, use_safetensors=True
+        )
+        sliced = {name: cut(name, stored) for name, stored in weights.items()}
+        info, _ = loading._load_pretrained_model(model, sliced, None, config)
+        if wrong := sorted(info.mismatched_keys):
+            name, got, expected = wrong[0]
+            raise ModelError(f"{directory}: {name} is {list(got)} in place of {list(expected)} on each rank")
+        info = loading._finalize_model_loading(model, config, info)
+    if missing := sorted(info.missing_keys):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(f"{directory} lacks weights of {type(model).__name__}: {missing[0]}{more}")
+
+
+class _Cutter:
+    """Takes from each stored weight what ``shard`` has of the weight that it becomes."""
+
+    def __init__(self, model: nn.Module, shard: Shard, mapping: list[Any]) -> None:
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        self._model, self._shard = model, shard
+        self._renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
+        self._converters = [m for m in mapping if isinstance(m, WeightConverter)]
+        self._names = model.state_dict()
+
+    def __call__(self, name: str, stored: Any) -> Any:
+        from transformers.core_model_loading import rename_source_key
+
+        prefix = self._model.base_model_prefix
+        target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._names)
+        cut = self._shard.cuts.get(target)
+        if cut is None:
+            return stored
+        if pattern is not None:
+            converter = next(c for c in self._converters if pattern in c.source_patterns)
+            if strange := {type(op).__name__ for op in converter.operations} - _SPREADS:
+                raise UnsupportedModelError(
+                    f"--tensor-parallel-size: {name} goes through {strange.pop()} as it is read and cannot be cut"
+                )
+            if len(converter.source_patterns) == cut.pieces:
+                cut = Cut(cut.dim)  # the pieces are weights of their own
+        return CutSlice(stored, cut, self._shard.part)

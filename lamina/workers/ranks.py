@@ -1,0 +1,174 @@
+"""What a compute worker does with the other ranks of its replica: go through turns in one order, and draw tokens.
+
+All ranks run the same slices on their parts of the weights, and meet inside of them (``lamina.collective``). Rank 0
+leads: where the order of turns depends on when rounds come, it says whose turn it is, and it alone draws.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lamina.collective import Collective
+from lamina.engine.sampler import sample
+
+from .control import Draw, Drawn, RunStep
+
+
+class Turn(NamedTuple):
+    """A slice of one batch's step, in the order of service that all workers share: by round, slice and batch.
+
+    The last slice counts as one of the next round, ahead of the first slice of the same batch there: with sampling
+    between them the two are one turn.
+    """
+
+    round: int
+    slice: int
+    batch: int
+    begins: bool
+
+
+Turns = list[tuple[Turn, RunStep]]  # a heap
+
+
+class Ranks(Protocol):
+    """All ranks of a replica, as one of them sees them."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank tells the driver what was drawn."""
+        ...
+
+    def may_take(self, turns: Turns) -> bool:
+        """Whether ``take`` will find something."""
+        ...
+
+    def take(self, turns: Turns) -> tuple[Turn, RunStep] | None:
+        """Remove the next turn; None if it is one that has not come yet."""
+        ...
+
+    def draw(self, logits: Tensor, draws: list[Draw], pending: Mapping[int, int]) -> list[Drawn]:
+        """One token for each row of ``logits`` [len(draws), this rank's vocabulary]; see engine.sampler.sample."""
+        ...
+
+
+class Alone:
+    """One rank with all weights."""
+
+    leads = True
+
+    def may_take(self, turns: Turns) -> bool:
+        """See Ranks."""
+        return bool(turns)
+
+    def take(self, turns: Turns) -> tuple[Turn, RunStep] | None:
+        """See Ranks."""
+        return heapq.heappop(turns)
+
+    def draw(self, logits: Tensor, draws: list[Draw], pending: Mapping[int, int]) -> list[Drawn]:
+        """See Ranks."""
+        return sample(logits, draws, pending)
+
+
+class Together:
+    """Several ranks."""
+
+    def __init__(self, collective: Collective, num_batches: int) -> None:
+        """``num_batches`` take turns: of a single one, turns come in one order by themselves."""
+        self._collective = collective
+        self._ordered = num_batches > 1
+        self._due: Turn | None = None  # what rank 0 is at
+        self.leads = collective.rank == 0
+
+    def may_take(self, turns: Turns) -> bool:
+        """See Ranks."""
+        return bool(turns) if self._due is None else any(turn == self._due for turn, _ in turns)
+
+    def take(self, turns: Turns) -> tuple[Turn, RunStep] | None:
+        """See Ranks. Raises ChannelError."""
+        if not self._ordered:
+            return heapq.heappop(turns)
+        if self.leads:
+            self._collective.broadcast(torch.tensor(turns[0][0]))
+            return heapq.heappop(turns)
+        if self._due is None:
+            self._due = Turn(*self._collective.broadcast(torch.empty(len(Turn._fields), dtype=torch.int64)).tolist())
+        found = next((i for i, (turn, _) in enumerate(turns) if turn == self._due), None)
+        if found is None:
+            return None
+        self._due, taken = None, turns.pop(found)
+        heapq.heapify(turns)
+        return taken
+
+    def draw(self, logits: Tensor, draws: list[Draw], pending: Mapping[int, int]) -> list[Drawn]:
+        """See Ranks. Raises ChannelError.
+
+        Rank 0 gets each rank's best few logits and those that a draw names, with the logarithm of the sum of all; the
+        whole logits only where one samples without ``top_k``, or names a large part of the vocabulary.
+        """
+        group, width = self._collective, logits.shape[1]
+        few = Few.of(draws, width)
+        if few is None:
+            whole, lse = group.all_gather(logits.contiguous(), group.size), None
+        else:
+            packed = few.pack(logits.float(), draws, pending, group.rank * width)
+            whole, lse = few.unpack(group.all_gather(packed, group.size), group.size * width)
+        drawn = sample(whole, draws, pending, lse) if self.leads else []
+        tokens = torch.tensor([d.token for d in drawn]) if self.leads else torch.empty(len(draws), dtype=torch.int64)
+        told = group.broadcast(tokens).tolist()
+        return drawn or [Drawn(d.sequence, token) for d, token in zip(draws, told, strict=True)]
+
+
+class Few(NamedTuple):
+    """How much of the logits the draws of a step can do with: of every rank ``best`` ones, and ``named`` ones."""
+
+    best: int
+    named: int
+
+    @staticmethod
+    def of(draws: list[Draw], width: int) -> Few | None:
+        """None: they need it all. ``width``: of one rank's logits."""
+        best, named = 1, 0
+        for draw in draws:
+            if draw.known < 0 and draw.temperature > 0.0 and not draw.top_k:
+                return None
+            names = _named(draw, {})
+            # Penalties may put as many others in the place of the best as they name.
+            best = max(best, draw.top_k + len(names) + 1, draw.logprobs)
+            named = max(named, len(names) + draw.pending)
+        return Few(best, named) if best + named < width / 2 else None
+
+    def pack(self, raw: Tensor, draws: list[Draw], pending: Mapping[int, int], first: int) -> Tensor:
+        """raw [n, width] fp32, of the tokens from ``first`` on -> [n, 2 * (best + named) + 1] fp32: values, the ids of
+        their tokens (exact below 2^24), log-sum-exp.
+        """
+        # Stable: of equals the lowest ids, as sampling prefers them.
+        best = raw.sort(dim=-1, descending=True, stable=True).indices[:, : self.best]
+        named = best[:, :1].repeat(1, self.named)
+        for row, draw in zip(named, draws, strict=True):
+            own = [i - first for i in _named(draw, pending) if 0 <= i - first < raw.shape[1]]
+            row[: len(own)] = torch.tensor(own, dtype=row.dtype)
+        ids = torch.cat([best, named], 1)
+        return torch.cat([raw.gather(1, ids), (ids + first).float(), raw.logsumexp(-1, keepdim=True)], 1)
+
+    def unpack(self, packed: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+        """What all ranks packed -> logits [n, vocabulary], minus infinity where they are not known; log-sum-exp [n]."""
+        count = self.best + self.named
+        parts = packed.view(len(packed), -1, 2 * count + 1)
+        values, ids, lse = parts[..., :count], parts[..., count:-1].long(), parts[..., -1]
+        logits = packed.new_full((len(packed), vocabulary), float("-inf"))
+        return logits.scatter_(1, ids.flatten(1), values.flatten(1)), lse.logsumexp(-1)
+
+
+def _named(draw: Draw, pending: Mapping[int, int]) -> list[int]:
+    """The tokens whose logits the draw looks at, however low they are."""
+    found = {*draw.banned, *([draw.known] if draw.known >= 0 else [])}
+    if adjust := draw.adjust:
+        found |= {*adjust.bias, *adjust.counts, *adjust.prompt}
+    if draw.pending and draw.sequence in pending:
+        found.add(pending[draw.sequence])
+    return sorted(found)
