@@ -49,6 +49,9 @@ BASE_OPTIONS: dict[str, Any] = {
 OTHERS = [name for name in PARTITIONS if name != EngineConfig.partition]
 BASE = Setting("base", Exactness.TOKEN_EQUAL)
 FIXED = Setting("deterministic", Exactness.TOKEN_EQUAL, BASE, {"deterministic": True})
+# Sums over ranks round otherwise than those of one.
+_TWO: dict[str, Any] = {"tensor_parallel_size": 2, "memory_workers": 2, "deterministic": True}
+RANKS = Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, _TWO)
 
 
 def quick(attention: Sequence[str]) -> list[Setting]:
@@ -66,6 +69,9 @@ def quick(attention: Sequence[str]) -> list[Setting]:
         Setting("batch mates", Exactness.BITWISE, FIXED, FIXED.options, alone=True),
         _fixed("pipeline", pipeline=3),
         _fixed("prefill workers", prefill_workers=1),
+        RANKS,
+        _ranks(transport="shm", memory_workers=4),
+        _ranks(pipeline=3),
         *(_bounded("attention", attention=name) for name in attention[-1:]),
         _rounded("bfloat16"),
     ]
@@ -89,6 +95,11 @@ def whole(attention: Sequence[str], gemm: Sequence[str], transports: Sequence[st
         *(_fixed("prefill workers", prefill_workers=n) for n in (1, 2)),
         *(_fixed("prefill workers", **o, prefill_workers=1, pipeline=2) for o in splits),
         Setting("prefill workers", Exactness.TOKEN_EQUAL, BASE, {"prefill_workers": 1}),
+        RANKS,
+        *(_ranks(transport=name, pipeline=3) for name in transports),
+        *(_ranks(memory_workers=4, partition=name) for name in PARTITIONS),
+        Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, {"tensor_parallel_size": 2, "memory_workers": 2}),
+        Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, {"tensor_parallel_size": 4, "memory_workers": 4}),
         *(_fixed("combined", **o, overlap=overlap, pipeline=3) for o in splits for overlap in (True, False)),
         *(_fixed("combined", memory_workers=2, transport=name, pipeline=3) for name in transports),
         *(Setting("pipeline", Exactness.TOKEN_EQUAL, BASE, {"pipeline": n}) for n in (2, 3)),
@@ -120,6 +131,10 @@ def _bits(axis: str, **options: Any) -> Setting:
 
 def _fixed(axis: str, **options: Any) -> Setting:
     return Setting(axis, Exactness.BITWISE, FIXED, {**options, **FIXED.options})
+
+
+def _ranks(**options: Any) -> Setting:
+    return Setting("tensor parallel", Exactness.BITWISE, RANKS, {**RANKS.options, **options})
 
 
 def _bounded(axis: str, **options: Any) -> Setting:

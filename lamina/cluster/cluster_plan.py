@@ -24,16 +24,16 @@ def cluster_plan(model: str, config: EngineConfig) -> str:
     from .ray import wishes
 
     hosts = planned_hosts(config.ray_address)
-    wanted = {"compute": config.replicas, "prefill": config.prefill_workers, "memory": config.memory_workers}
+    wanted = {"compute": config.num_compute, "prefill": config.prefill_workers, "memory": config.memory_workers}
     places = place(hosts, wishes(config, wanted), config.placement)
     weights, token = _sizes(model, config)
-    workers = counted(config.replicas, "compute worker")
+    workers = counted(config.num_compute, "compute worker")
     if config.prefill_workers:
         workers += ", " + counted(config.prefill_workers, "prefill worker")
     title = (
         f"would start {workers} and {counted(config.memory_workers, 'memory worker')} through Ray "
         f"over {config.scheme} for {model}: "
-        f"DOP ({config.replicas}, {config.memory_workers}), --placement {config.placement}"
+        f"DOP ({config.num_compute}, {config.memory_workers}), --placement {config.placement}"
     )
     rows = [
         (f"{role}-{i}", at.host.address, _device(at), _weights(weights, at), _ring(config, role, at))
@@ -42,7 +42,12 @@ def cluster_plan(model: str, config: EngineConfig) -> str:
     ]
     for i, at in enumerate(places["memory"]):
         part = config.weights[i] / sum(config.weights)
-        came = f"{_url(config, at)} from compute-*" + (", prefill-*" if config.prefill_workers else "")
+        ranks = config.tensor_parallel_size
+        came = (
+            f"{_url(config, at)} from "
+            + ("compute-*" if ranks == 1 else f"rank {i % ranks} of every replica")
+            + (", prefill-*" if config.prefill_workers else "")
+        )
         rows.append((f"memory-{i}", at.host.address, _device(at), _kv(token * part, config, at), came))
     return "\n".join([title, *_table(("worker", "host", "device", "memory of the device", "listens at, for"), rows)])
 
@@ -58,13 +63,19 @@ def planned_hosts(address: str) -> list[Host]:
 
 
 def _sizes(model: str, config: EngineConfig) -> tuple[int, int]:
-    """Bytes of the weights, and of a token's K and V in all layers; from the model's configuration alone."""
+    """Bytes of a rank's weights, and of a token's K and V in all layers; from the model's configuration alone."""
     from .explain import plan
 
     _, program = plan(
-        argparse.Namespace(model=model, dtype=config.dtype, trust_remote_code=config.trust_remote_code, overlap=False)
+        argparse.Namespace(
+            model=model,
+            dtype=config.dtype,
+            trust_remote_code=config.trust_remote_code,
+            overlap=False,
+            tensor_parallel_size=config.tensor_parallel_size,
+        )
     )
-    return program.weight_bytes, sum(call.kv_bytes for call in program.calls)
+    return program.weight_bytes, sum(call.kv_bytes for call in program.calls) * config.tensor_parallel_size
 
 
 def _device(at: Place) -> str:
@@ -83,7 +94,7 @@ def _weights(nbytes: int, at: Place) -> str:
     if limit is not None and nbytes > limit:
         raise ValueError(
             f"{nbytes / _GB:.1f} GB of weights do not fit in the {limit / _GB:g} GB of {_device(at)}: every compute "
-            f"worker holds all of them"
+            f"worker holds all of them, or a part with --tensor-parallel-size"
         )
     return f"{_size(nbytes)} of weights" + ("" if limit is None else f" of {limit / _GB:g} GB")
 

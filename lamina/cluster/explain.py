@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16")
     parser.add_argument("--overlap", action="store_true", help="keep work before attention that does not wait for it")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that ships with the model")
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="T", help="of T ranks, what the first one has (1)"
+    )
     group = parser.add_argument_group("modelled bandwidth and times", f"devices: {', '.join(DEVICES)}")
     group.add_argument("--compute-device", metavar="NAME", help="what computes the slices")
     group.add_argument("--memory-device", metavar="NAME", help="what stores KV and computes attention")
@@ -54,6 +57,8 @@ class _Devices:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 0; raises ValueError for bad input."""
+    if args.tensor_parallel_size < 1:
+        raise ValueError(f"--tensor-parallel-size must be at least 1, not {args.tensor_parallel_size}")
     devices = _devices(args)
     _check_dtype(args.dtype)
     if args.print_config:
@@ -65,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     model, program = plan(args) if args.no_weights else _convert(args)
     from lamina.converter.explain import facts_of, to_dot, to_json
 
-    facts = {"model": args.model, **_describe(model), **to_json(program)}
+    facts = {"model": args.model, **_describe(model, args.tensor_parallel_size), **to_json(program)}
     modelled = None
     if devices is not None:
         gemms = [
@@ -123,9 +128,10 @@ def _check_dtype(dtype: str) -> None:
         raise ValueError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
 
 
-def _describe(model: nn.Module) -> dict[str, str]:
+def _describe(model: nn.Module, ranks: int) -> dict[str, str]:
     dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
-    return {"architecture": type(model).__name__, "dtype": "/".join(sorted(dtypes))}
+    part = f" (rank 0 of {ranks})" if ranks > 1 else ""
+    return {"architecture": type(model).__name__ + part, "dtype": "/".join(sorted(dtypes))}
 
 
 def _attention(program: SlicedProgram) -> list[AttentionWork]:
@@ -146,22 +152,30 @@ def _convert(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
     from lamina.models.convert import convert_model
     from lamina.models.load import load
 
-    loaded = load(args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
-    return loaded.model, convert_model(loaded.model, max_model_len=loaded.max_model_len, overlap=args.overlap)
+    size = args.tensor_parallel_size
+    loaded = load(args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code, size=size)
+    limit = loaded.max_model_len
+    return loaded.model, convert_model(loaded.model, max_model_len=limit, overlap=args.overlap, part=loaded.part)
 
 
 def plan(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
-    """``args``: model, dtype, trust_remote_code, overlap. Without weights: a few layers are captured and the rest
-    stamped if that is provably the same, else all are captured.
+    """``args``: model, dtype, trust_remote_code, overlap, tensor_parallel_size. Without weights: a few layers are
+    captured and the rest stamped if that is provably the same, else all are captured.
     """
     from lamina.converter.stamp import layer_stack, stamp
     from lamina.models.convert import convert_model
     from lamina.models.load import from_config, max_model_len
     from lamina.models.refuse import num_layers
+    from lamina.models.shard import plan_shard
 
     config = _read_config(args)
     limit = max_model_len(config)
     model = from_config(config, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+    if args.tensor_parallel_size > 1:
+        shard = plan_shard(model, 0, args.tensor_parallel_size, limit)
+        shard.shrink(model)
+        shard.join(model)
+        return model, convert_model(model, max_model_len=limit, overlap=args.overlap, part=shard.part)
 
     def shallow(few: int) -> tuple[SlicedProgram, Sequence[nn.Module], Sequence[Hashable]]:
         less = _with_layers(config, num_layers(model), few)

@@ -32,7 +32,12 @@ def check(model: str, config: EngineConfig) -> int:
     if config.max_model_len > limit:
         raise ValueError(f"--max-model-len {config.max_model_len} exceeds the model's own limit of {limit} tokens")
     if heads := _kv_heads(found):
-        PARTITIONS[config.partition]([heads], config.weights, 1)
+        if heads % config.tensor_parallel_size:
+            raise ValueError(
+                f"--tensor-parallel-size {config.tensor_parallel_size} does not divide the model's {heads} KV heads: "
+                f"use {' or '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
+            )
+        PARTITIONS[config.partition]([heads // config.tensor_parallel_size], config.of_rank(config.weights, 0), 1)
     if elsewhere:
         return config.max_model_len or limit
     _check_cores(config)
@@ -85,7 +90,9 @@ def would_start(model: str, config: EngineConfig) -> str:
         from .cluster_plan import cluster_plan
 
         return cluster_plan(model, config)
-    compute, memory = counted(config.replicas, "compute worker"), counted(config.memory_workers, "memory worker")
+    compute, memory = counted(config.num_compute, "compute worker"), counted(config.memory_workers, "memory worker")
+    if config.tensor_parallel_size > 1:
+        compute += f" ({counted(config.replicas, 'replica')} x {config.tensor_parallel_size} ranks)"
     if config.prefill_workers:
         compute += ", " + counted(config.prefill_workers, "prefill worker")
     return f"would start {compute} and {memory} over {config.transport} for {model}"

@@ -146,8 +146,12 @@ class Few(NamedTuple):
         """raw [n, width] fp32, of the tokens from ``first`` on -> [n, 2 * (best + named) + 1] fp32: values, the ids of
         their tokens (exact below 2^24), log-sum-exp.
         """
-        # Stable: of equals the lowest ids, as sampling prefers them.
-        best = raw.sort(dim=-1, descending=True, stable=True).indices[:, : self.best]
+        # Of equals the lowest ids, as sampling prefers them: hence no topk.
+        best = (
+            raw.argmax(-1, keepdim=True)
+            if self.best == 1
+            else raw.sort(dim=-1, descending=True, stable=True).indices[:, : self.best]
+        )
         named = best[:, :1].repeat(1, self.named)
         for row, draw in zip(named, draws, strict=True):
             own = [i - first for i in _named(draw, pending) if 0 <= i - first < raw.shape[1]]

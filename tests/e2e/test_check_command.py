@@ -93,6 +93,11 @@ def test_families_keep_what_is_promised_on_every_axis(
     family: Family, family_path: FamilyPath, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, found, _ = check(family_path(family), capsys)
+    if family.name in ("gpt2", "falcon-mqa"):  # transformers has no plan for how they are cut
+        refused = [r for r in found["runs"] if r["axis"] == "tensor parallel"]
+        assert refused
+        assert all(r["held"] is None for r in refused)
+        found["runs"] = [r for r in found["runs"] if r not in refused]
     held(found)
 
 

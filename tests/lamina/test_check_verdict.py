@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.agreement import ERROR_ALLOWED, Agreement
-from lamina.cluster.check_matrix import BASE, FIXED, Exactness, Setting, only, quick, whole
+from lamina.cluster.check_matrix import BASE, FIXED, RANKS, Exactness, Setting, only, quick, whole
 from lamina.cluster.check_report import report_json, show
 from lamina.cluster.check_verdict import Outcome, Verdict, compare, failed, judge
 from lamina.config import EngineConfig
@@ -152,7 +152,7 @@ def test_settings_are_valid_and_follow_what_they_are_compared_with(settings: lis
         if setting.promised == Exactness.BITWISE and ("pipeline" in setting.options or setting.alone):
             assert deterministic, "these change the rows of a step"
         if setting.promised == Exactness.BITWISE and deterministic:
-            assert setting.like is FIXED
+            assert setting.like in (FIXED, RANKS)
     assert len({(s.axis, s.text) for s in settings}) == len(settings)
 
 

@@ -1,0 +1,114 @@
+"""Engines whose weights are on several compute workers: tokens of transformers, one order, and deaths that are told."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import FAMILIES
+
+from lamina import LLM, SamplingParams
+from lamina.engine.members import WorkerError
+
+pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, logprobs=2, ignore_eos=True)
+Reference = Callable[[list[int], int], list[int]]
+Found = list[Any]
+
+
+def outputs(path: Path, prompts: list[list[int]], params: Any = GREEDY, **options: Any) -> tuple[Found, Found]:
+    """Tokens, and log-probabilities, of every prompt."""
+    with LLM(str(path), **{"prefill_chunk": 32, "max_num_seqs": 4, **options}) as llm:
+        found = [o.outputs[0] for o in llm.generate(prompts, params)]
+    return [o.token_ids for o in found], [o.logprobs for o in found]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tokens_are_those_of_transformers(
+    size: int, llama_path: Path, prompts: list[list[int]], reference: Reference
+) -> None:
+    tokens, _ = outputs(llama_path, prompts, transport="loopback", tensor_parallel_size=size, memory_workers=4)
+    assert tokens == [reference(p, 16) for p in prompts]
+
+
+def test_own_processes_and_more_memory_workers_give_the_same_bits(
+    llama_path: Path, prompts: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"tensor_parallel_size": 2, "deterministic": True}
+    wanted = outputs(llama_path, prompts, transport="loopback", memory_workers=2, **options)
+    with caplog.at_level(logging.INFO, "lamina"):
+        found = outputs(llama_path, prompts, transport="shm", memory_workers=4, **options)
+    assert found == wanted
+    assert "rank 1: query heads 4..7, KV heads 2..3 of layer 0 on memory worker 1, 3" in caplog.text
+
+
+def test_batches_and_replicas_of_ranks_give_the_same_bits(llama_path: Path, prompts: list[list[int]]) -> None:
+    options = {"tensor_parallel_size": 2, "memory_workers": 2, "deterministic": True, "transport": "loopback"}
+    wanted = outputs(llama_path, prompts, **options)
+    for pipeline in (2, 3):
+        assert outputs(llama_path, prompts, pipeline=pipeline, **options) == wanted
+
+
+def test_sampling_with_penalties_draws_what_one_rank_does(llama_path: Path, prompts: list[list[int]]) -> None:
+    params = [
+        SamplingParams(temperature=0.8, top_k=5, seed=1, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=2, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.5, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=1.0, min_p=0.1, seed=3, max_tokens=12, ignore_eos=True),
+    ]
+    (wanted, exact), (found, close) = (
+        outputs(llama_path, prompts, params, transport="loopback", memory_workers=2, tensor_parallel_size=n)
+        for n in (1, 2)
+    )
+    assert found == wanted
+    assert [e.logprob for step in close[3] for e in step] == pytest.approx(
+        [e.logprob for step in exact[3] for e in step], abs=1e-3
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gemma3", "phi3", "mixtral", "qwen3-moe"])
+def test_tokens_of_families_are_those_of_one_rank(name: str, prompts: list[list[int]], tmp_path: Path) -> None:
+    next(f for f in FAMILIES if f.name == name).build().save_pretrained(tmp_path)
+    prompts = [[t % 300 + 3 for t in p] for p in prompts]
+    wanted, found = (
+        outputs(tmp_path, prompts, transport="loopback", memory_workers=4, tensor_parallel_size=n)[0] for n in (1, 4)
+    )
+    assert found == wanted
+
+
+@pytest.mark.parametrize("victim", ["compute-0", "compute-1"])
+def test_kill_of_a_rank_is_told_within_five_seconds(victim: str, llama_path: Path) -> None:
+    llm = LLM(str(llama_path), memory_workers=2, tensor_parallel_size=2)
+    pids = llm.pools.pids
+    stream = llm.stream([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
+    next(stream)
+    os.kill(pids[victim], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=victim.replace("-", " worker ") + r" .*killed by SIGKILL"):
+        for _ in stream:
+            pass
+    assert time.monotonic() - start < 5.0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_parallel_size": 2, "memory_workers": 3}, r"use --memory-workers 2 or 4, not 3"),
+        ({"tensor_parallel_size": 0}, r"--tensor-parallel-size must be at least 1, not 0"),
+        ({"tensor_parallel_size": 2, "prefill_workers": 1}, r"--prefill-workers .* use 0 with --tensor-parallel-size"),
+        ({"tensor_parallel_size": 2, "memory_weights": "2,1"}, r"every rank must have the same weights"),
+        ({"tensor_parallel_size": 3, "memory_workers": 3}, r"3 does not divide the 4 KV heads .*: use 1 or 2 or 4"),
+    ],
+)
+def test_bad_sizes_are_told_in_one_line(options: dict[str, Any], words: str, llama_path: Path) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        LLM(str(llama_path), transport="loopback", **options)
+    assert "\n" not in str(error.value)

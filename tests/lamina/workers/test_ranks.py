@@ -1,0 +1,140 @@
+"""Ranks that draw together draw what one with all logits does, from few of them; and go through turns in one order."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meshes import on_all
+
+from lamina.collective.mesh import Mesh
+from lamina.engine.sampler import sample
+from lamina.workers.control import Adjust, Draw, Drawn, RunStep
+from lamina.workers.ranks import Few, Together, Turn, Turns
+from lamina.workers.stepplan import StepPlan
+
+WIDTH = 96
+
+
+class Alike:
+    """Stands in for a rank's collective where all parts are here: gathers what the others have packed."""
+
+    def __init__(self, parts: list[torch.Tensor]) -> None:
+        self.parts = parts
+
+    def gathered(self, few: Few, draws: list[Draw], pending: dict[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        packed = [few.pack(x, draws, pending, r * x.shape[1]) for r, x in enumerate(self.parts)]
+        return few.unpack(torch.cat(packed, -1), sum(x.shape[1] for x in self.parts))
+
+
+tokens = st.integers(0, WIDTH - 1)
+adjusts = st.builds(
+    Adjust,
+    presence=st.sampled_from([0.0, 1.5]),
+    frequency=st.sampled_from([0.0, 0.7]),
+    repetition=st.sampled_from([1.0, 1.4]),
+    bias=st.dictionaries(tokens, st.sampled_from([-9.0, 4.0]), max_size=2),
+    counts=st.dictionaries(tokens, st.integers(1, 3), max_size=2),
+    prompt=st.lists(tokens, max_size=2, unique=True),
+)
+
+
+@st.composite
+def draws(draw: Any) -> Draw:
+    temperature = draw(st.sampled_from([0.0, 0.0, 0.8]))
+    return Draw(
+        row=0,
+        sequence=3,
+        temperature=temperature,
+        top_k=draw(st.integers(1, 4)) if temperature else 0,
+        top_p=draw(st.sampled_from([1.0, 0.6])),
+        min_p=draw(st.sampled_from([0.0, 0.2])),
+        seed=draw(st.integers(0, 99)),
+        index=draw(st.integers(0, 9)),
+        logprobs=draw(st.sampled_from([-1, 0, 3])),
+        banned=draw(st.lists(tokens, max_size=2, unique=True)),
+        adjust=draw(st.none() | adjusts),
+        pending=draw(st.booleans()),
+        known=draw(st.sampled_from([-1, -1, 5])),
+    )
+
+
+@settings(max_examples=120, deadline=None)
+@given(draw=draws(), seed=st.integers(0, 10_000), size=st.sampled_from([1, 2, 4]), pending=tokens)
+def test_few_logits_give_the_same_token_and_log_probabilities(draw: Draw, seed: int, size: int, pending: int) -> None:
+    # Quarters: many are equal, as those of 16 bits often are.
+    logits = (torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(seed)) * 8).round() / 4
+    few = Few.of([draw], WIDTH)
+    assert few is not None
+    known, lse = Alike(list(logits.split(WIDTH // size, -1))).gathered(few, [draw], {3: pending})
+    (wanted,), (found,) = sample(logits, [draw], {3: pending}), sample(known, [draw], {3: pending}, lse)
+    assert found.token == wanted.token
+    assert [v for _, v in found.logprobs] == pytest.approx([v for _, v in wanted.logprobs], abs=1e-4)
+
+
+def plain(**options: Any) -> Draw:
+    fields = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "index": 0, "logprobs": -1, **options}
+    return Draw(row=0, sequence=0, **fields)
+
+
+def test_what_needs_all_logits_gets_them() -> None:
+    assert Few.of([plain()], 1000) == Few(1, 0)
+    assert Few.of([plain(), plain(temperature=1.0)], 1000) is None
+    assert Few.of([plain(temperature=1.0, top_k=40)], 1000) == Few(41, 0)
+    assert Few.of([plain(logprobs=20, known=4)], 1000) == Few(20, 1)
+    assert Few.of([plain(banned=list(range(600)))], 1000) is None
+
+
+@pytest.mark.parametrize("draw", [plain(logprobs=2), plain(temperature=0.9, seed=4), plain(temperature=0.9, top_k=3)])
+def test_all_ranks_are_told_the_token(draw: Draw) -> None:
+    logits = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))
+    both = [draw, plain()]
+
+    def work(mesh: Mesh) -> list[Drawn]:
+        return Together(mesh, 1).draw(logits.chunk(4, -1)[mesh.rank], both, {})
+
+    wanted = sample(logits, both)
+    for found in on_all(4, work):
+        assert [d.token for d in found] == [d.token for d in wanted]
+
+
+def test_turns_are_taken_in_the_order_of_rank_0_whenever_rounds_come() -> None:
+    """Rank 1 hears of the second round before it begins, rank 0 only when it is through with the first one."""
+    step = RunStep(plan=StepPlan(step=0, ops=[], rows=[]), tokens=[1], draws=[])
+    first = [Turn(1, 0, b, False) for b in (0, 1)]
+    second = [Turn(1, 0, b, True) for b in (0, 1)]
+    assert sorted(first + second) != first + second, "the control: alone, rank 1 would take another order"
+
+    def work(mesh: Mesh) -> list[Turn]:
+        ranks, turns, taken = Together(mesh, 2), Turns(), list[Turn]()
+        for turn in first if mesh.rank == 0 else first + second:
+            heapq.heappush(turns, (turn, step))
+        for at in range(4):
+            if at == 2 and mesh.rank == 0:
+                for turn in second:
+                    heapq.heappush(turns, (turn, step))
+            found = ranks.take(turns)
+            assert found is not None
+            taken.append(found[0])
+        return taken
+
+    assert on_all(2, work) == [first + second] * 2
+
+
+def test_a_turn_whose_round_has_not_come_is_waited_for() -> None:
+    step = RunStep(plan=StepPlan(step=0, ops=[], rows=[]), tokens=[1], draws=[])
+    early, late = (Turn(1, 1, 0, False), step), (Turn(1, 0, 0, False), step)
+
+    def work(mesh: Mesh) -> bool:
+        ranks, turns = Together(mesh, 2), Turns([late] if mesh.rank == 0 else [early])
+        if mesh.rank == 0:
+            return ranks.take(turns) == late
+        nothing = ranks.take(turns) is None and not ranks.may_take(turns)
+        turns.append(late)
+        return nothing and ranks.may_take(turns) and ranks.take(turns) == late and turns == [early]
+
+    assert on_all(2, work) == [True, True]
