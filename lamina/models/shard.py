@@ -119,7 +119,8 @@ def _cut_of(name: str, ndim: int, styles: dict[str, str]) -> Cut | None:
 def _heads(model: nn.Module, max_model_len: int) -> list[tuple[int, int]]:
     """Query and KV heads of every attention."""
     ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-    with routed(model, max_model_len=max_model_len) as router, torch.no_grad():
+    # The other way of experts asks for bfloat16 where there is no data.
+    with routed(model, max_model_len=max_model_len, experts="batched_mm") as router, torch.no_grad():
         router.local = True
         DecodeStep(model)(ids, ids)
     return [layer.heads for layer in router.layers]
