@@ -30,14 +30,15 @@ def place(text: str, wanted: Sequence[int], available: Sequence[int], *, at_once
     """The cores of every worker, pool by pool: compute, memory, prefill workers, ``wanted`` of each.
 
     ``available``: cores that this process may use, neighbours beside each other. ``at_once``: whether pools work at the
-    same time. ``auto`` then gives every worker cores of its own; where pools take turns, it only keeps memory workers
-    out of each other's way, and where there are fewer cores than workers it leaves all to the system. Raises ValueError
-    for lists that do not fit.
+    same time. ``auto`` then gives every worker cores of its own; where pools take turns, each pool divides all cores
+    among its workers; where there are fewer cores than workers they are left to the system. Raises ValueError for
+    lists that do not fit.
     """
     if not text:
         each = [Cores()] * sum(wanted)
     elif text == AUTO:
-        each = _alone(wanted, available) if at_once else _memory_alone(wanted, available)
+        pools = [sum(wanted)] if at_once else wanted
+        each = [cores for count in pools for cores in _divide(count, available)]
     else:
         each = parse_cores(text)
         if len(each) != sum(wanted):
@@ -59,16 +60,11 @@ def ranges(cores: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def _alone(wanted: Sequence[int], available: Sequence[int]) -> list[Cores]:
-    count, total = sum(wanted), len(available)
+def _divide(count: int, available: Sequence[int]) -> list[Cores]:
+    total = len(available)
     if total < count:
         return [Cores()] * count
     return [tuple(available[i * total // count : (i + 1) * total // count]) for i in range(count)]
-
-
-def _memory_alone(wanted: Sequence[int], available: Sequence[int]) -> list[Cores]:
-    compute, memory, prefill = wanted
-    return [Cores()] * compute + _alone([memory], available) + [Cores()] * prefill
 
 
 def _count(wanted: Sequence[int]) -> str:

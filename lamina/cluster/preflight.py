@@ -56,7 +56,7 @@ def _check_cores(config: EngineConfig) -> None:
         from .local import placed
 
         in_process = netstack.open(config.scheme, key=cluster_key()).in_process
-        counts = {"compute": config.replicas, "memory": config.memory_workers, "prefill": config.prefill_workers}
+        counts = {"compute": config.num_compute, "memory": config.memory_workers, "prefill": config.prefill_workers}
         placed(config, {role: 0 if in_process else count for role, count in counts.items()})
 
 

@@ -89,7 +89,10 @@ class _Server:
     def _set_threads(self) -> None:
         import torch
 
-        if self._start.threads not in (0, torch.get_num_threads()):  # once called, it wakes threads for tiny tensors too
+        if self._start.threads not in (
+            0,
+            torch.get_num_threads(),
+        ):  # called, it wakes threads for tiny tensors too
             torch.set_num_threads(self._start.threads)
 
     def _serve_next(self, worker: MemoryWorker, listener: Listener) -> None:

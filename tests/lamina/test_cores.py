@@ -50,8 +50,8 @@ def test_pools_that_work_at_once_share_no_core_and_leave_none(
 
 
 def test_pools_that_take_turns_share_the_cores() -> None:
-    compute, memory, prefill = place("auto", [1, 2, 0], range(6), at_once=False)
-    assert (compute, memory, prefill) == ([()], [(0, 1, 2), (3, 4, 5)], [])
+    compute, memory, prefill = place("auto", [2, 3, 0], range(6), at_once=False)
+    assert (compute, memory, prefill) == ([(0, 1, 2), (3, 4, 5)], [(0, 1), (2, 3), (4, 5)], [])
 
 
 def test_lists_must_fit_workers_and_machine() -> None:
