@@ -26,6 +26,7 @@ MEASURED = "measured"
 MOST_THREADS = 1024
 PLACEMENTS = ("pack", "spread")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")  # of kv.stored, which imports torch
 
 
 def option(default: Any, help: str) -> Any:
@@ -65,6 +66,9 @@ class EngineConfig:
     )
     memory_on: str = option("lamina_memory", "over Ray: the same for memory workers")
     dtype: str = option("auto", "of weights, KV cache and wire: auto (as stored), float32, bfloat16, float16")
+    kv_cache_dtype: str = option(
+        "auto", "of stored K and V: auto (as --dtype), or 8 bits with a scale for each token and head: int8, fp8 (E4M3)"
+    )
     max_model_len: int = option(0, "tokens of a sequence, prompt included; 0 = the model's own limit")
     block_size: int = option(32, "tokens in a KV block")
     kv_memory: str = option("auto", "memory for KV blocks on each memory worker, such as 512MiB or 4GiB")
@@ -127,6 +131,10 @@ class EngineConfig:
         self._check_pipeline()
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(
+                f"--kv-cache-dtype must be one of {', '.join(KV_CACHE_DTYPES)}, not {self.kv_cache_dtype!r}"
+            )
         if CHUNK_TOKENS % self.block_size:
             raise ValueError(f"--block-size must divide {CHUNK_TOKENS}, not {self.block_size}: use 16, 32 or 64")
         if self.memory_addresses and len(self.addresses) != self.memory_workers:

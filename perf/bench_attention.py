@@ -34,6 +34,7 @@ from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.blocks import BlockTables
 from lamina.kv.pool import LayerStore, allocate, row_table, write_index
+from lamina.kv.stored import StoredRows
 from lamina.workers.stepplan import New, Rows, StepPlan
 
 CPU = torch.device("cpu")
@@ -118,7 +119,7 @@ class Competitor(NamedTuple):
 def lamina(problem: Problem, backend: AttentionBackend) -> Competitor:
     """A memory worker's work for one layer of a step."""
     op, rows, at = problem.op, problem.table, problem.at
-    q, k, v, out = problem.q, problem.k, problem.v, torch.empty_like(problem.q)
+    q, kv, out = problem.q, StoredRows(problem.k, problem.v), torch.empty_like(problem.q)
     clock = time.perf_counter
 
     def turn(layer: int) -> dict[str, float]:
@@ -127,9 +128,9 @@ def lamina(problem: Problem, backend: AttentionBackend) -> Competitor:
         prepare = clock() - start
         found, stored = seconds(lambda: backend.attend_stored(op, prepared, store, q))
         start = clock()
-        store.write(at, k, v)
+        store.write(at, kv)
         append, start = clock() - start, clock()
-        backend.finish(op, prepared, stored, q, k, v, out)
+        backend.finish(op, prepared, stored, q, kv, out)
         return {**found, "prepare": prepare, "append": append, "finish": clock() - start}
 
     def result() -> Tensor:

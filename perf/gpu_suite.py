@@ -30,6 +30,7 @@ from lamina.attention.cuda import Cuda, open_backend
 from lamina.attention.merge import CHUNK_TOKENS, Partial
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.pool import LayerStore, RowTable
+from lamina.kv.stored import StoredRows
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = 16
@@ -176,7 +177,7 @@ def worst(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor, found: Partia
 
 
 def backend(dtype: torch.dtype) -> Cuda:
-    return open_backend(torch.device("cuda"), dtype)
+    return open_backend(torch.device("cuda"), dtype, dtype)
 
 
 def exactness() -> Result:
@@ -207,11 +208,11 @@ def graph(replays: int) -> Result:
     starts, out = [1, 100, 127, 1000, 3000, 4095, 4096, 7000], torch.empty_like(q)
     step = mine.step(sequences=8, rows=8, tokens=room, block_size=BLOCK)
     mine.refill(step, row_table(starts, room))
-    mine.finish(op, step, mine.attend_stored(op, step, kv, q), q, k, v, out)
+    mine.finish(op, step, mine.attend_stored(op, step, kv, q), q, StoredRows(k, v), out)
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
         stored = mine.attend_stored(op, step, kv, q)
-        mine.finish(op, step, stored, q, k, v, out)
+        mine.finish(op, step, stored, q, StoredRows(k, v), out)
     error, checked = 0.0, 0
     for i in range(replays):
         rows = row_table([n + i for n in starts], room)
@@ -221,7 +222,7 @@ def graph(replays: int) -> Result:
             continue
         prepared, want = mine.prepare(rows), torch.empty_like(out)
         fresh = mine.attend_stored(op, prepared, kv, q)
-        mine.finish(op, prepared, fresh, q, k, v, want)
+        mine.finish(op, prepared, fresh, q, StoredRows(k, v), want)
         if not (torch.equal(stored.o, fresh.o) and torch.equal(stored.lse, fresh.lse) and torch.equal(out, want)):
             raise BrokenError(f"replay {i} differs from separate launches")
         error, checked = max(error, worst(op, rows, kv, q, stored)), checked + 1
@@ -273,11 +274,11 @@ def launches() -> Result:
     op, kv, rows = operator(32, 8, 128), store(4 * 128, 8, 128, dtype), row_table([100] * 4, 128)
     q, k, v = (torch.randn(4, heads, 128, device="cuda", dtype=dtype) for heads in (32, 8, 8))
     prepared, out = mine.prepare(rows), torch.empty_like(q)
-    mine.finish(op, prepared, mine.attend_stored(op, prepared, kv, q), q, k, v, out)
+    mine.finish(op, prepared, mine.attend_stored(op, prepared, kv, q), q, StoredRows(k, v), out)
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(500):
-        mine.finish(op, prepared, mine.attend_stored(op, prepared, kv, q), q, k, v, out)
+        mine.finish(op, prepared, mine.attend_stored(op, prepared, kv, q), q, StoredRows(k, v), out)
     torch.cuda.synchronize()
     return {"layer_us": (time.perf_counter() - start) / 500 * 1e6}
 

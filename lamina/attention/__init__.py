@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from lamina.attention.merge import Partial
     from lamina.attention.spec import AttentionSpec
     from lamina.kv.pool import LayerStore, RowTable
+    from lamina.kv.stored import StoredRows
 
-# name -> module of this package with a function open_backend(device, dtype); imported when first used. The best first.
+# name -> module of this package with a function open_backend(device, dtype, store_dtype); imported when first used. The
+# best first.
 BACKENDS: dict[str, str] = {
     "native": "native",
     "numba": "numba",
@@ -25,6 +27,7 @@ BACKENDS: dict[str, str] = {
     "emulate": "emulate",
 }
 WRAPPERS = ("emulate",)  # of those, the ones that compute with another one
+UNSCALED = ("flashinfer",)  # of those, the ones that take stored K and V in the wire's dtype alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +50,16 @@ class AttentionBackend(Protocol):
 
     1. Meaning. ``AttentionSpec``, for any numbers of rows in a sequence: one (decode), some, a whole prompt. Query head
        h reads KV head h // (q_heads / kv_heads).
-    2. Precision. Scores, softmax and sums in fp32 or better, whatever the dtype of the store.
+    2. Precision. Scores, softmax and sums in fp32 or better, whatever the dtype of the store. Where that is of 8 bits
+       (``kv.stored``), a K or V is what its number and scale give in fp32; a step's own rows are attended as they will
+       be stored, never as they came. So a result does not tell which tokens were stored before the step and which
+       came with it, more than it does without scales: chunks of a prompt, replayed steps and workers that split a
+       sequence all read the same numbers.
     3. Exactness. What a (sequence, query head) gets depends, bit for bit, on that sequence's rows and stored tokens
        alone: not on the other sequences of the step, the other heads of the worker, block ids or threads. Stored tokens
        are cut into chunks and merged as ``merge`` describes.
-    4. Isolation. Stored bytes outside a sequence's visible positions have no influence, even if they are NaN; a NaN
-       stays in the (sequence, head) that it came from.
+    4. Isolation. Stored bytes outside a sequence's visible positions, scales too, have no influence, even if they are
+       NaN; a NaN stays in the (sequence, head) that it came from.
     5. Lifetime. Results may share memory with the arguments of the call and with the backend; they hold until the next
        ``prepare``, or the next call of the same method for the same operator, whichever is first. Nothing is kept of q,
        k, v after that.
@@ -70,18 +77,16 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def attend_new(self, op: Operator, prepared: Any, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    def attend_new(self, op: Operator, prepared: Any, q: Tensor, kv: StoredRows) -> Partial:
         """Causal attention of the step's rows over the rows of their own sequence.
 
-        q [R, Hq, D], k [R, Hkv, D], v [R, Hkv, Dv] in the wire dtype -> o [R, Hq, Dv], lse [R, Hq] fp32.
+        q [R, Hq, D] in the wire dtype, ``kv`` in the store's -> o [R, Hq, Dv], lse [R, Hq] fp32.
         """
         ...
 
-    def finish(
-        self, op: Operator, prepared: Any, stored: Partial, q: Tensor, k: Tensor, v: Tensor, out: Tensor
-    ) -> None:
+    def finish(self, op: Operator, prepared: Any, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor) -> None:
         """``attend_new``, then ``close``."""
-        self.close(stored, self.attend_new(op, prepared, q, k, v), op.sinks, out)
+        self.close(stored, self.attend_new(op, prepared, q, kv), op.sinks, out)
 
     def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
         """Rows ``left`` of ``parts`` become their merge with rows ``right``, bit for bit as inside ``attend_stored``.
@@ -100,28 +105,45 @@ class AttentionBackend(Protocol):
         finish(stored, new, sinks, out)
 
 
-def get(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """Open the backend ``name`` on ``device``, for a store of ``dtype``; "auto" is the first of the table that works.
+def get(
+    name: str, device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype | None = None
+) -> AttentionBackend:
+    """Open the backend ``name`` on ``device``, for the wire's ``dtype`` and the store's (None = the same); "auto" is
+    the first of the table that works.
 
-    Raises ValueError for an unknown name (it lists the known ones) or a device that it cannot use, and ImportError,
-    with its cause, when something that it needs is missing.
+    Raises ValueError for an unknown name (it lists the known ones), a device or a store that it cannot use, and
+    ImportError, with its cause, when something that it needs is missing.
     """
+    store_dtype = store_dtype or dtype
     if name == "auto":
         for candidate in BACKENDS:
             with suppress(ImportError, ValueError):
-                return _open(candidate, device, dtype)
+                return _open(candidate, device, dtype, store_dtype)
         raise ImportError(f"no attention backend can be used on {device}")
     if name not in BACKENDS:
         raise ValueError(f"unknown attention backend {name!r}; choose one of auto, {', '.join(BACKENDS)}")
-    return _open(name, device, dtype)
+    return _open(name, device, dtype, store_dtype)
 
 
-def _open(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+def check_store(name: str, kv_cache_dtype: str) -> None:
+    """Raises ValueError where backend ``name`` has no kernels for that --kv-cache-dtype."""
+    if name in UNSCALED and kv_cache_dtype != "auto":
+        others = ", ".join(b for b in BACKENDS if b not in (*UNSCALED, *WRAPPERS))
+        raise ValueError(
+            f"--kv-cache-dtype {kv_cache_dtype}: attention backend {name!r} stores K and V as --dtype alone; "
+            f"use --attention {others} or auto"
+        )
+
+
+def _open(name: str, device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> AttentionBackend:
+    from lamina.kv.stored import option_of
+
+    check_store(name, option_of(store_dtype))
     try:
         module = import_module(f"{__name__}.{BACKENDS[name]}")
     except ImportError as e:
         raise ImportError(f"attention backend {name!r} cannot be used here: {e}") from e
-    backend: AttentionBackend = module.open_backend(device, dtype)
+    backend: AttentionBackend = module.open_backend(device, dtype, store_dtype)
     return backend
 
 

@@ -24,6 +24,7 @@ from lamina.attention.cuda_geometry import LEVELS, MOST_TOKENS, Geometry, Varian
 from lamina.attention.cuda_kernels import Argument, CupyKernels, Kernels
 from lamina.attention.merge import CHUNK_TOKENS, Partial
 from lamina.kv.pool import LayerStore, RowTable, WriteIndex
+from lamina.kv.stored import StoredRows, is_scaled
 
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
 HEADER = 8  # int32 in front of a step's sequences
@@ -32,10 +33,12 @@ SEQUENCE_INTS = 8
 SEQUENCES_PER_WARP = 32
 
 
-def open_backend(device: torch.device, dtype: torch.dtype) -> Cuda:
+def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> Cuda:
     """The backend for stores of ``dtype`` on a CUDA device."""
     if device.type != "cuda":
         raise ValueError(f"attention backend 'cuda' computes on CUDA devices, not on {device}")
+    if is_scaled(store_dtype):
+        raise ValueError("attention backend 'cuda' has no kernels for --kv-cache-dtype yet")
     try:
         return Cuda(CupyKernels(device), device, dtype)
     except ImportError as error:
@@ -134,15 +137,13 @@ class Cuda(AttentionBackend):
         self._attend(op, prepared, True, q, store.k, store.v, out, 0)
         return out
 
-    def attend_new(self, op: Operator, prepared: Step, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    def attend_new(self, op: Operator, prepared: Step, q: Tensor, kv: StoredRows) -> Partial:
         out = self._empty(op, q)
-        self._attend(op, prepared, False, q, k, v, out, 0)
+        self._attend(op, prepared, False, q, kv.k, kv.v, out, 0)
         return out
 
-    def finish(
-        self, op: Operator, prepared: Step, stored: Partial, q: Tensor, k: Tensor, v: Tensor, out: Tensor
-    ) -> None:
-        self._attend(op, prepared, False, q, k, v, stored, out.data_ptr())
+    def finish(self, op: Operator, prepared: Step, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor) -> None:
+        self._attend(op, prepared, False, q, kv.k, kv.v, stored, out.data_ptr())
 
     def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
         heads, dim = parts.o.shape[1:]
@@ -157,13 +158,13 @@ class Cuda(AttentionBackend):
         shape = np.int32(heads), np.int32(dim)
         self._launch(self._common, "lamina_close", new.lse.numel(), *map(_address, tensors), *shape, _address(out))
 
-    def append(self, store: LayerStore, at: WriteIndex, k: Tensor, v: Tensor) -> None:
+    def append(self, store: LayerStore, at: WriteIndex, rows: StoredRows) -> None:
         """As ``LayerStore.write``, in one launch."""
         _, heads, size, v_dim = store.v.shape
-        shape = (np.int32(heads), np.int32(size), np.int32(k.shape[-1]), np.int32(v_dim))
-        tensors = tuple(map(_address, (k, v, at.blocks, at.offsets)))
+        shape = (np.int32(heads), np.int32(size), np.int32(rows.k.shape[-1]), np.int32(v_dim))
+        tensors = tuple(map(_address, (rows.k, rows.v, at.blocks, at.offsets)))
         self._launch(
-            self._common, "lamina_append", len(k) * heads, *tensors, *shape, _address(store.k), _address(store.v)
+            self._common, "lamina_append", len(rows.k) * heads, *tensors, *shape, _address(store.k), _address(store.v)
         )
 
     def _attend(

@@ -11,11 +11,12 @@ from lamina.attention import AttentionBackend, Operator, get
 from lamina.attention.merge import Partial
 from lamina.emulate import Device, DeviceTimes
 from lamina.kv.pool import LayerStore, RowTable
+from lamina.kv.stored import StoredRows
 
 
-def open_backend(device: torch.device, dtype: torch.dtype) -> Emulate:
+def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> Emulate:
     """Takes the times of the environment; without them it adds none. Raises ValueError for times that cannot be."""
-    return Emulate(get("auto", device, dtype), DeviceTimes.from_environment() or DeviceTimes())
+    return Emulate(get("auto", device, dtype, store_dtype), DeviceTimes.from_environment() or DeviceTimes())
 
 
 class _Prepared(NamedTuple):
@@ -35,20 +36,19 @@ class Emulate(AttentionBackend):
         return _Prepared(self._inner.prepare(rows), int((rows.stop - rows.seen).sum()))
 
     def attend_stored(self, op: Operator, prepared: _Prepared, store: LayerStore, q: Tensor) -> Partial:
-        token_bytes = op.kv_heads * (op.qk_dim + op.v_dim) * q.element_size()
-        times = self._times
+        times, token_bytes = self._times, store.token_bytes
         self._device.begin(times.attention_s + prepared.stored_tokens * token_bytes * times.attention_byte_s)
         stored = self._inner.attend_stored(op, prepared.inner, store, q)
         self._device.finish()
         return stored
 
-    def attend_new(self, op: Operator, prepared: _Prepared, q: Tensor, k: Tensor, v: Tensor) -> Partial:
-        return self._inner.attend_new(op, prepared.inner, q, k, v)
+    def attend_new(self, op: Operator, prepared: _Prepared, q: Tensor, kv: StoredRows) -> Partial:
+        return self._inner.attend_new(op, prepared.inner, q, kv)
 
     def finish(
-        self, op: Operator, prepared: _Prepared, stored: Partial, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+        self, op: Operator, prepared: _Prepared, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor
     ) -> None:
-        self._inner.finish(op, prepared.inner, stored, q, k, v, out)
+        self._inner.finish(op, prepared.inner, stored, q, kv, out)
 
     def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
         self._inner.merge(parts, left, right)

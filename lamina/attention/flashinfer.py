@@ -24,13 +24,14 @@ from lamina.attention.cuda_kernels import CupyKernels
 from lamina.attention.merge import CHUNK_TOKENS, Partial
 from lamina.attention.reference_tiles import _levels
 from lamina.kv.pool import LayerStore, RowTable
+from lamina.kv.stored import StoredRows
 
 HEAD_DIMS = (64, 128, 256)
 WORKSPACE_BYTES = 128 << 20
 NEEDED = "disable_split_kv"  # of its plan: without it a chunk's bits would depend on the other ones
 
 
-def open_backend(device: torch.device, dtype: torch.dtype) -> FlashInfer:
+def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> FlashInfer:
     """The backend for stores of ``dtype`` (bfloat16, float16) on a CUDA device."""
     if device.type != "cuda":
         raise ValueError(f"attention backend 'flashinfer' computes on CUDA devices, not on {device}")
@@ -114,13 +115,13 @@ class FlashInfer(AttentionBackend):
         out.o[rows], out.lse[rows] = parts.o[chunks.roots], parts.lse[chunks.roots]
         return out
 
-    def attend_new(self, op: Operator, prepared: _Prepared, q: Tensor, k: Tensor, v: Tensor) -> Partial:
-        return self._cuda.attend_new(op, prepared.step, q, k, v)
+    def attend_new(self, op: Operator, prepared: _Prepared, q: Tensor, kv: StoredRows) -> Partial:
+        return self._cuda.attend_new(op, prepared.step, q, kv)
 
     def finish(
-        self, op: Operator, prepared: _Prepared, stored: Partial, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+        self, op: Operator, prepared: _Prepared, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor
     ) -> None:
-        self._cuda.finish(op, prepared.step, stored, q, k, v, out)
+        self._cuda.finish(op, prepared.step, stored, q, kv, out)
 
     def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
         self._cuda.merge(parts, left, right)

@@ -8,6 +8,7 @@ from torch import Tensor
 from lamina.attention import AttentionBackend, Operator
 from lamina.attention.merge import Partial
 from lamina.kv.pool import LayerStore, RowTable
+from lamina.kv.stored import StoredRows, is_scaled
 
 try:
     from lamina.attention._native import VARIANTS, Kernels, Step
@@ -20,10 +21,12 @@ except ImportError as error:
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def open_backend(device: torch.device, dtype: torch.dtype) -> Native:
+def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> Native:
     """The backend for stores of ``dtype``, with the best instructions of this CPU."""
     if device.type != "cpu":
         raise ValueError(f"attention backend 'native' computes on CPUs, not on {device}")
+    if is_scaled(store_dtype):
+        raise ValueError("attention backend 'native' has no kernels for --kv-cache-dtype yet")
     return Native(dtype)
 
 
@@ -42,15 +45,13 @@ class Native(AttentionBackend):
         self._attend(op, prepared, True, q, store.k, store.v, out, 0)
         return out
 
-    def attend_new(self, op: Operator, prepared: Step, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    def attend_new(self, op: Operator, prepared: Step, q: Tensor, kv: StoredRows) -> Partial:
         out = _empty(op, q)
-        self._attend(op, prepared, False, q, k, v, out, 0)
+        self._attend(op, prepared, False, q, kv.k, kv.v, out, 0)
         return out
 
-    def finish(
-        self, op: Operator, prepared: Step, stored: Partial, q: Tensor, k: Tensor, v: Tensor, out: Tensor
-    ) -> None:
-        self._attend(op, prepared, False, q, k, v, stored, out.data_ptr())
+    def finish(self, op: Operator, prepared: Step, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor) -> None:
+        self._attend(op, prepared, False, q, kv.k, kv.v, stored, out.data_ptr())
 
     def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
         addresses = parts.o.data_ptr(), parts.lse.data_ptr(), left.data_ptr(), right.data_ptr()

@@ -15,6 +15,7 @@ from lamina.attention import AttentionBackend, Operator, numba_kernels
 from lamina.attention.merge import Partial
 from lamina.attention.reference import Reference
 from lamina.kv.pool import LayerStore, RowTable
+from lamina.kv.stored import StoredRows, is_scaled
 
 BITS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 THREAD_TOKENS = 4096  # (token, KV head) pairs for which it pays to wake another thread
@@ -22,10 +23,12 @@ THREAD_TOKENS = 4096  # (token, KV head) pairs for which it pays to wake another
 Array = NDArray[Any]
 
 
-def open_backend(device: torch.device, dtype: torch.dtype) -> Numba:
+def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> Numba:
     """The backend for stores of ``dtype``. Its first use on a machine takes some seconds, for compiling."""
     if device.type != "cpu":
         raise ValueError(f"attention backend 'numba' computes on CPUs, not on {device}")
+    if is_scaled(store_dtype):
+        raise ValueError("attention backend 'numba' has no kernels for --kv-cache-dtype yet")
     return Numba(dtype)
 
 
@@ -72,12 +75,12 @@ class Numba(AttentionBackend):
             self._run(inputs, np.float32(op.spec.softcap), bounds, (out.o.numpy(), out.lse.numpy()))
         return out
 
-    def attend_new(self, op: Operator, prepared: _Prepared, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    def attend_new(self, op: Operator, prepared: _Prepared, q: Tensor, kv: StoredRows) -> Partial:
         out = _empty(op, q)
         if prepared.others is not None:
             rows = prepared.other_rows
-            out.o[rows], out.lse[rows] = self._reference.attend_new(op, prepared.others, q[rows], k[rows], v[rows])
-        arrays, spec = [self._array(x) for x in (q, k, v)], op.spec
+            out.o[rows], out.lse[rows] = self._reference.attend_new(op, prepared.others, q[rows], kv.pick(rows))
+        arrays, spec = [self._array(x) for x in (q, kv.k, kv.v)], op.spec
         scale, softcap = np.float32(spec.scale), np.float32(spec.softcap)
         numba_kernels.attend_self(*arrays, prepared.arrays[0], scale, softcap, out.o.numpy(), out.lse.numpy())
         return out

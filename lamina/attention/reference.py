@@ -18,6 +18,7 @@ from lamina.attention import AttentionBackend, Operator
 from lamina.attention.merge import CHUNK_TOKENS, Fold, Merge, Partial, merge, root
 from lamina.attention.reference_tiles import Prepared, Tile
 from lamina.kv.pool import LayerStore, RowTable
+from lamina.kv.stored import StoredRows, dequantise
 
 LANES = 16  # fp32 numbers in 64 bytes
 NEW_ROWS = 256  # rows of a prompt whose causal attention is computed at once; results do depend on it
@@ -25,7 +26,7 @@ NEW_ROWS = 256  # rows of a prompt whose causal attention is computed at once; r
 _LOWEST = torch.finfo(torch.float32).min
 
 
-def open_backend(device: torch.device, dtype: torch.dtype) -> Reference:
+def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> Reference:
     """The backend on ``device``, for stores of any dtype."""
     return Reference(device)
 
@@ -61,7 +62,9 @@ class Reference(AttentionBackend):
                 _put(out, prepared.rows_of(equal.members[[member]], equal.count), root(fold.nodes, self._merge))
         return out or self._empty(op, q.shape[0])
 
-    def attend_new(self, op: Operator, prepared: Prepared, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    def attend_new(self, op: Operator, prepared: Prepared, q: Tensor, kv: StoredRows) -> Partial:
+        scales = kv.scales or (None, None)
+        k, v = dequantise(kv.k, scales[0]), dequantise(kv.v, scales[1])
         if prepared.equal[0].count == 1 and len(prepared.equal) == 1:
             return attend_self(op, q, k, v)
         out = self._empty(op, q.shape[0])
@@ -78,12 +81,13 @@ class Reference(AttentionBackend):
     def _attend_tile(self, op: Operator, tile: Tile, store: LayerStore, q: Tensor, count: int) -> Partial:
         """The roots of the tile's sequences, or its node: o [S, H, c, G, Dv], lse [S, H, c, G]. q [S, H, c G, D]."""
         q = q if tile.select is None else q.index_select(0, tile.select)
-        k = self._gather(store.k, tile)
+        scales = store.scales or (None, None)
+        k = self._gather(store.k, scales[0], tile)
         score = _bmm(q.index_select(0, tile.sequence).flatten(0, 1), k.transpose(1, 2))
         by_pair = score.view(tile.num_pairs, op.kv_heads, count, -1, CHUNK_TOKENS)
         _modify(op, by_pair, tile.distance if op.slopes is not None else None)
         by_pair[tile.masked_from :].masked_fill_(tile.mask, float("-inf"))
-        v = self._gather(store.v, tile)  # overwrites k
+        v = self._gather(store.v, scales[1], tile)  # overwrites k
         v.flatten(0, 1).index_fill_(0, tile.stale, 0.0)  # a weight of 0 does not help against NaN
         flat = _softmax(score, v)
         o, lse = flat.o.view(*by_pair.shape[:-1], -1)[..., : op.v_dim], flat.lse.view(by_pair.shape[:-1])
@@ -91,14 +95,18 @@ class Reference(AttentionBackend):
             o[left], lse[left] = self._merge(Partial(o[left], lse[left]), Partial(o[right], lse[right]))
         return Partial(o.index_select(0, tile.roots), lse.index_select(0, tile.roots))
 
-    def _gather(self, stored: Tensor, tile: Tile) -> Tensor:
+    def _gather(self, stored: Tensor, scale: Tensor | None, tile: Tile) -> Tensor:
         """The tile's chunks, [P H, C, D padded] fp32. Overwrites what the call before returned."""
         blocks = stored.view(-1, stored.shape[2] * stored.shape[3])
         shape = (len(tile.blocks), blocks.shape[1])
         chunks = torch.index_select(blocks, 0, tile.blocks, out=self._buffer(shape, stored.dtype))
         if stored.dtype != torch.float32:
             chunks = self._buffer(shape, torch.float32).copy_(chunks)
-        return _pad(chunks.view(-1, CHUNK_TOKENS, stored.shape[3]))
+        chunks = chunks.view(-1, CHUNK_TOKENS, stored.shape[3])
+        if scale is not None:
+            by_block = scale.view(-1, scale.shape[2]).index_select(0, tile.blocks)
+            chunks.mul_(by_block.view(-1, CHUNK_TOKENS, 1))
+        return _pad(chunks)
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Scratch, one for each dtype, that is kept: fresh pages cost more than what is done with them."""
@@ -113,19 +121,19 @@ class Reference(AttentionBackend):
 
 
 def attend_self(op: Operator, q: Tensor, k: Tensor, v: Tensor) -> Partial:
-    """Every row over itself alone: o is v, lse is the score."""
+    """Every row over itself alone, k and v in fp32: o is v, lse is the score."""
     rows, group = q.shape[0], op.q_heads // op.kv_heads
     q = q.reshape(rows, op.kv_heads, group, -1).to(torch.float32) * op.spec.scale
-    score = (q * k.to(torch.float32).unsqueeze(2)).sum(-1)
+    score = (q * k.unsqueeze(2)).sum(-1)
     _modify(op, score, None)
-    o = v.to(torch.float32).repeat_interleave(group, 1)
+    o = v.repeat_interleave(group, 1)
     return Partial(o, score.view(rows, op.q_heads))
 
 
 def _attend_causal(op: Operator, q: Tensor, k: Tensor, v: Tensor, out: Partial) -> None:
-    """One sequence's rows over each other, into ``out``; some rows at a time, over what these can see."""
+    """One sequence's rows over each other, k and v in fp32, into ``out``; some rows at a time, over what they see."""
     window, heads = op.spec.window, op.kv_heads
-    k_heads, v_heads = (_pad(F.pad(x.to(torch.float32).transpose(0, 1), (0, 0, 0, LANES)).contiguous()) for x in (k, v))
+    k_heads, v_heads = (_pad(F.pad(x.transpose(0, 1), (0, 0, 0, LANES)).contiguous()) for x in (k, v))
     for start in range(0, q.shape[0], NEW_ROWS):
         stop = min(start + NEW_ROWS, q.shape[0])
         low = max(0, start - window + 1) if window else 0

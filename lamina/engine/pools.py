@@ -294,6 +294,7 @@ class Pools:
             prefill_workers=c.prefill_workers,
             block_size=c.block_size,
             kv_bytes=c.kv_bytes(),
+            kv_cache_dtype=c.kv_cache_dtype,
             overlap=c.overlap,
             deterministic=c.deterministic,
             backend=c.attention,

@@ -14,41 +14,53 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lamina.kv.blocks import BlockTables
+from lamina.kv.stored import Scales, StoredRows, head_bytes, is_scaled
 from lamina.workers.stepplan import Rows
 
 Ints = NDArray[np.int64]
 
 HUGE_PAGE = 2 << 20
 MADV_POPULATE_WRITE = 23
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
 class LayerStore:
-    """k [N + 1, Hkv, block_size, D], v [N + 1, Hkv, block_size, Dv], contiguous, in the store's dtype.
+    """k [N + 1, Hkv, block_size, D], v [N + 1, Hkv, block_size, Dv], contiguous, in the store's dtype; ``scales`` where
+    that is of 8 bits.
 
     Blocks 0 .. N hold tokens. Block N is the null block: always zero, it stands in for tokens that nobody sees.
     """
 
     k: Tensor
     v: Tensor
+    scales: Scales | None = None
 
     @property
     def null_block(self) -> int:
         return self.k.shape[0] - 1
 
-    def write(self, at: WriteIndex, k: Tensor, v: Tensor) -> None:
-        """Put row r at its position. k [R, Hkv, D], v [R, Hkv, Dv] in the store's dtype; overwrites what is there."""
-        for stored, rows in (self.k, k), (self.v, v):
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's K and V in all heads."""
+        return self.k.shape[1] * head_bytes(self.k.shape[3], self.v.shape[3], self.k.dtype)
+
+    def write(self, at: WriteIndex, rows: StoredRows) -> None:
+        """Put row r at its position; overwrites what is there. ``rows`` are in the store's dtype."""
+        both = [(self.k, rows.k), (self.v, rows.v)]
+        if self.scales is not None and rows.scales is not None:
+            both += zip(self.scales, rows.scales, strict=True)
+        for stored, new in both:
             if stored.device.type == "cpu":
                 # By numpy: torch shares even a few rows out to its threads, and waits for one that gets no core.
-                _bits(stored)[at.blocks.numpy(), :, at.offsets.numpy()] = _bits(rows)
+                _bits(stored)[at.blocks.numpy(), :, at.offsets.numpy()] = _bits(new)
             else:
-                stored[at.blocks, :, at.offsets] = rows
+                stored[at.blocks, :, at.offsets] = new
 
 
 def _bits(x: Tensor) -> NDArray[np.generic]:
-    """A tensor of 2 or 4 bytes a number as numpy's integers: it has no bfloat16."""
-    array: NDArray[np.generic] = x.view(torch.int16 if x.itemsize == 2 else torch.int32).numpy()
+    """A tensor as numpy's integers: it has no bfloat16 and no float8."""
+    array: NDArray[np.generic] = x.view(_INTEGERS[x.itemsize]).numpy()
     return array
 
 
@@ -146,11 +158,12 @@ def allocate(
     zeros = _huge_zeros if device.type == "cpu" else torch.zeros
     shape = (num_blocks + 1, kv_heads, block_size)
     try:
-        return LayerStore(
-            zeros((*shape, qk_dim), dtype=dtype, device=device), zeros((*shape, v_dim), dtype=dtype, device=device)
-        )
+        k, v = (zeros((*shape, dim), dtype=dtype, device=device) for dim in (qk_dim, v_dim))
+        if not is_scaled(dtype):
+            return LayerStore(k, v)
+        return LayerStore(k, v, Scales(*(zeros(shape, dtype=torch.float32, device=device) for _ in range(2))))
     except (RuntimeError, OSError, OverflowError) as e:
-        nbytes = (num_blocks + 1) * kv_heads * block_size * (qk_dim + v_dim) * dtype.itemsize
+        nbytes = prod(shape) * head_bytes(qk_dim, v_dim, dtype)
         raise MemoryError(f"cannot allocate {nbytes} bytes for the KV blocks of a layer: lower --kv-memory") from e
 
 

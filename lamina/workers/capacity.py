@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
+
 from lamina.attention.merge import CHUNK_TOKENS
 from lamina.kv.blocks import Deal
 from lamina.kv.partition import Lanes, Partition, Piece
+from lamina.kv.stored import head_bytes
 from lamina.netstack import Geometry
 
 from .stepplan import Bound, LayerShape
@@ -67,9 +70,9 @@ def _inbox(slots: int, slot_bytes: int, max_rows: int) -> Geometry:
         ) from None
 
 
-def store_bytes(layers: Sequence[LayerShape], itemsize: int, max_len: int, block_size: int) -> int:
-    """Of a store for one sequence, the null block included."""
-    token = sum(x.kv_heads * (x.qk_dim + x.v_dim) for x in layers) * itemsize
+def store_bytes(layers: Sequence[LayerShape], dtype: torch.dtype, max_len: int, block_size: int) -> int:
+    """Of a store of ``dtype`` for one sequence, the null block included."""
+    token = sum(x.kv_heads * head_bytes(x.qk_dim, x.v_dim, dtype) for x in layers)
     return token * block_size * (-(-max_len // block_size) + 1)
 
 
@@ -89,19 +92,19 @@ def choose_kv_bytes(
     layers: Sequence[LayerShape],
     partition: Partition,
     worker: int,
-    itemsize: int,
+    dtype: torch.dtype,
     *,
     max_len: int,
     max_num_seqs: int,
     block_size: int,
     free: int,
 ) -> int:
-    """Room on ``worker`` for its part of ``max_num_seqs`` sequences of ``max_len`` tokens, but at most its part of a
-    quarter of the ``free`` bytes; and for one sequence of two blocks at least.
+    """Room on ``worker``, in a store of ``dtype``, for its part of ``max_num_seqs`` sequences of ``max_len`` tokens,
+    but at most its part of a quarter of the ``free`` bytes; and for one sequence of two blocks at least.
     """
     whole, parts = 0, [0.0] * partition.num_workers  # bytes of a token in all lanes; of one on average, by worker
     for i, layer in enumerate(layers):
-        token = (layer.qk_dim + layer.v_dim) * itemsize
+        token = head_bytes(layer.qk_dim, layer.v_dim, dtype)
         for each in range(partition.num_workers):
             parts[each] += sum(p.num_kv_heads * p.lanes.portion for p in partition.pieces(i, each)) * token
         whole += sum(p.num_kv_heads for p in partition.pieces(i, worker)) * token

@@ -9,6 +9,7 @@ import torch
 
 from lamina import attention, collective, netstack
 from lamina.collective.mesh import Mesh, listen_and_connect
+from lamina.kv.stored import stored_dtype
 
 from .capacity import choose_kv_bytes, geometries
 from .compute import ComputeWorker
@@ -126,7 +127,7 @@ class _Server(ModelServer):
             cut.layers,
             cut.partition,
             worker,
-            cut.dtype.itemsize,
+            stored_dtype(start.kv_cache_dtype, cut.dtype),
             max_len=cut.max_len,
             max_num_seqs=start.max_num_seqs,
             block_size=start.block_size,
@@ -139,6 +140,7 @@ class _Server(ModelServer):
             dtype=str(cut.dtype).removeprefix("torch."),
             block_size=start.block_size,
             kv_bytes=start.kv_bytes or chosen,
+            kv_cache_dtype=start.kv_cache_dtype,
             max_rows=start.max_rows,
             max_model_len=cut.max_len,
             replicas=start.replicas,

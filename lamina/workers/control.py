@@ -96,6 +96,7 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     prefill_workers: int
     block_size: int
     kv_bytes: int  # on each memory worker; 0 = choose
+    kv_cache_dtype: str = "auto"  # as in Bind
     overlap: bool
     deterministic: bool
     backend: str  # attention backend of the memory workers

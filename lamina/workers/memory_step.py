@@ -20,10 +20,11 @@ from torch import Tensor
 from lamina.attention.merge import CHUNK_TOKENS, Partial
 from lamina.kv.layout import Layout
 from lamina.kv.pool import row_table
+from lamina.kv.stored import head_bytes
 
 from .buffers import pick
 from .memory_store import Store, StoredPiece
-from .memory_write import Flat, Writes, layouts_of
+from .memory_write import Flat, Writes, Written, layouts_of
 from .stepplan import Rows, StepPlan
 
 
@@ -74,9 +75,9 @@ class Step:
             q += (whole + group.other_q) * op.q_heads * op.qk_dim
             partial += group.num_partial * op.q_heads * (op.v_dim + 1)
             final += whole * op.q_heads * op.v_dim
-            stored += group.stored_tokens * op.kv_heads * (op.qk_dim + op.v_dim)
+            stored += group.stored_tokens * op.kv_heads * head_bytes(op.qk_dim, op.v_dim, self._store.kv_dtype)
         size, kv = self._store.dtype.itemsize, self._writes.num_bytes(layer)
-        return Sizes(q * size, kv, partial * torch.float32.itemsize, final * size, stored * size)
+        return Sizes(q * size, kv, partial * torch.float32.itemsize, final * size, stored)
 
     def attend_stored(self, layer: int, q: memoryview) -> list[Stored]:
         """By piece; see ``AttentionBackend.attend_stored``."""
@@ -89,28 +90,27 @@ class Step:
             found.append(Stored(*results))
         return found
 
-    def write(self, layer: int, kv: memoryview) -> None:
-        """Store the rows' K and V at their positions."""
-        self._writes.write(layer, kv)
+    def write(self, layer: int, kv: memoryview) -> list[Written]:
+        """Store the rows' K and V at their positions; what ``finish`` takes. It may lie in ``kv``."""
+        return self._writes.write(layer, kv)
 
-    def finish(self, layer: int, stored: list[Stored], q: memoryview, kv: memoryview, out: memoryview) -> None:
-        """Attend the new rows, and fill O."""
+    def finish(self, layer: int, stored: list[Stored], q: memoryview, kv: list[Written], out: memoryview) -> None:
+        """Attend the new rows as they are stored, and fill O."""
         backend, upto = self._store.backend, self.sizes(layer).partial
         partial, final = Flat(out[:upto], torch.float32), Flat(out[upto:], self._store.dtype)
-        for (piece, group, (whole, other)), (_, (k, v, other_k, other_v)), part in zip(
-            self._q(layer, q), self._writes.tensors(layer, kv), stored, strict=True
-        ):
+        for (piece, group, (whole, other)), written, part in zip(self._q(layer, q), kv, stored, strict=True):
             op, new = piece.operator, group.new
             parts = [] if part.nodes is None else [part.nodes]
             if new.num_rows:
-                new_k, new_v = pick(other_k, group.new_kv), pick(other_v, group.new_kv)
-                parts.append(backend.attend_new(op, new.prepared, pick(other, new.of), new_k, new_v))
+                parts.append(
+                    backend.attend_new(op, new.prepared, pick(other, new.of), written.other.pick(group.new_kv))
+                )
             if parts:
                 torch.cat([x.o for x in parts], out=partial.take(group.num_partial, op.q_heads, op.v_dim))
                 torch.cat([x.lse for x in parts], out=partial.take(group.num_partial, op.q_heads))
             if part.whole is not None:
                 o = final.take(group.whole.num_rows, op.q_heads, op.v_dim)
-                backend.finish(op, group.whole.prepared, part.whole, whole, k, v, o)
+                backend.finish(op, group.whole.prepared, part.whole, whole, written.whole, o)
 
     def _pieces(self, layer: int) -> Iterator[tuple[StoredPiece, _GroupStep]]:
         for piece in self._store.layers[layer]:

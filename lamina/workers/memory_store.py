@@ -17,6 +17,7 @@ from lamina.attention.spec import AttentionSpec
 from lamina.kv.blocks import BlockTables, split_memory
 from lamina.kv.partition import Lanes, Piece
 from lamina.kv.pool import LayerStore, allocate
+from lamina.kv.stored import head_bytes, stored_dtype
 
 from .stepplan import Bind, Bound, Grant, LayerShape, ProtocolError, Rows, StepPlan
 
@@ -45,7 +46,8 @@ class Store:
         self.bind = bind
         self.dtype = DTYPES[bind.dtype]
         self.device = device
-        self.backend = get(bind.backend, device, self.dtype)
+        self.kv_dtype = stored_dtype(bind.kv_cache_dtype, self.dtype)
+        self.backend = get(bind.backend, device, self.dtype, self.kv_dtype)
         self.view = 0
         self.stripe = bind.partition.stripe * CHUNK_TOKENS  # tokens
         pieces = [
@@ -96,7 +98,7 @@ class Store:
     ) -> list[int]:
         bind, block_bytes = self.bind, [0] * len(windows)
         for group, op in (piece for layer in layers for piece in layer):
-            block_bytes[group] += bind.block_size * op.kv_heads * (op.qk_dim + op.v_dim) * self.dtype.itemsize
+            block_bytes[group] += bind.block_size * op.kv_heads * head_bytes(op.qk_dim, op.v_dim, self.kv_dtype)
         return split_memory(
             bind.kv_bytes,
             block_bytes,
@@ -110,13 +112,13 @@ class Store:
 
     def _allocate(self, op: Operator, num_blocks: int) -> LayerStore:
         return allocate(
-            num_blocks, op.kv_heads, self.bind.block_size, op.qk_dim, op.v_dim, dtype=self.dtype, device=self.device
+            num_blocks, op.kv_heads, self.bind.block_size, op.qk_dim, op.v_dim, dtype=self.kv_dtype, device=self.device
         )
 
 
 def _check(bind: Bind) -> None:
     if bind.dtype not in DTYPES:
-        raise ValueError(f"--dtype {bind.dtype}: KV is stored in one of {', '.join(DTYPES)}")
+        raise ValueError(f"--dtype {bind.dtype}: it must be one of {', '.join(DTYPES)}")
     if bind.block_size < 1 or CHUNK_TOKENS % bind.block_size:
         fits = [str(n) for n in range(1, CHUNK_TOKENS + 1) if CHUNK_TOKENS % n == 0]
         raise ValueError(f"--block-size {bind.block_size} does not divide {CHUNK_TOKENS}: use one of {', '.join(fits)}")

@@ -13,10 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lamina.attention import Operator
 from lamina.kv.layout import Layout, kept, layout
 from lamina.kv.pool import WriteIndex, write_index
+from lamina.kv.stored import StoredRows, as_stored
 
-from .buffers import pick, tensor_over
+from .buffers import tensor_over
 from .memory_store import Store, StoredPiece
 from .stepplan import Rows
 
@@ -38,21 +40,31 @@ class Writes:
             count += rows * op.kv_heads * (op.qk_dim + op.v_dim)
         return count * self._store.dtype.itemsize
 
-    def tensors(self, layer: int, data: memoryview) -> Iterator[tuple[StoredPiece, list[Tensor]]]:
-        """The message by piece: k and v of whole sequences, then of the others."""
+    def _rows(self, layer: int, data: memoryview) -> Iterator[tuple[StoredPiece, list[StoredRows]]]:
+        """The message by piece: K and V of whole sequences, then of the others."""
         flat = Flat(data, self._store.dtype)
         for piece in self._store.layers[layer]:
-            op = piece.operator
-            counts = [x.num_rows for x in self._groups[piece.group]]
-            yield piece, [flat.take(n, op.kv_heads, dim) for n in counts for dim in (op.qk_dim, op.v_dim)]
+            yield piece, [_take(flat, piece.operator, place.num_rows) for place in self._groups[piece.group]]
 
-    def write(self, layer: int, data: memoryview) -> None:
-        """Store the rows' K and V at their positions."""
-        for piece, (k, v, other_k, other_v) in self.tensors(layer, data):
-            whole, other = self._groups[piece.group]
-            for place, x, y in ((whole, k, v), (other, other_k, other_v)):
-                if place.at is not None:
-                    piece.kv.write(place.at, pick(x, place.kept), pick(y, place.kept))
+    def write(self, layer: int, data: memoryview) -> list[Written]:
+        """Store the rows' K and V at their positions. By piece, what they are as stored."""
+        return [
+            Written(*(self._put(piece, *each) for each in zip(self._groups[piece.group], both, strict=True)))
+            for piece, both in self._rows(layer, data)
+        ]
+
+    def _put(self, piece: StoredPiece, place: _Place, rows: StoredRows) -> StoredRows:
+        stored = as_stored(rows.k, rows.v, self._store.kv_dtype) if place.num_rows else rows
+        if place.at is not None:
+            piece.kv.write(place.at, stored.pick(place.kept))
+        return stored
+
+
+class Written(NamedTuple):
+    """A piece's rows as they are stored, those of the sequences that it finishes alone and those of the others."""
+
+    whole: StoredRows
+    other: StoredRows
 
 
 def layouts_of(store: Store, rows: Sequence[Rows]) -> list[Layout]:
@@ -83,6 +95,11 @@ def _place(store: Store, group: int, rows: list[Rows]) -> _Place:
         return _Place(count, None, None)
     at = write_index(tables, group, parts, store.device)
     return _Place(count, None if len(here) == count else torch.tensor(here, dtype=torch.int64), at)
+
+
+def _take(flat: Flat, op: Operator, num_rows: int) -> StoredRows:
+    k, v = (flat.take(num_rows, op.kv_heads, dim) for dim in (op.qk_dim, op.v_dim))
+    return StoredRows(k, v)
 
 
 class Flat:

@@ -23,6 +23,7 @@ from .links import MemoryLink, RefusedError
 from .memory_pool import MemoryPool
 from .memory_step import Step, Stored
 from .memory_store import Store
+from .memory_write import Written
 from .stepplan import Key, Kind, ProtocolError, StepPlan
 
 GLANCE_S = 0.002  # for news of memory workers, before the driver's are looked at again
@@ -39,7 +40,8 @@ class OwnAttention:
         self._pool = pool
         self._trace = trace
         self._step: Step | None = None
-        self._q = self._kv = memoryview(b"")
+        self._q = memoryview(b"")
+        self._written: list[Written] = []
         self._stored: list[Stored] = []
         self.attend_s = 0.0
         self.wait_s = 0.0  # nobody is waited for
@@ -78,8 +80,7 @@ class OwnAttention:
         """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]."""
         self._pool.kv(layer, k, v)
         begun = time.perf_counter()
-        self._kv = bytes_of(torch.cat([k.reshape(-1), v.reshape(-1)]))
-        self._now.write(layer, self._kv)
+        self._written = self._now.write(layer, bytes_of(torch.cat([k.reshape(-1), v.reshape(-1)])))
         self._in_slices_s += time.perf_counter() - begun
 
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
@@ -87,7 +88,7 @@ class OwnAttention:
         start, step, begun = self._trace.now(), self._now, time.perf_counter()
         (piece,) = self._store.layers[layer]
         out = torch.empty(num_rows, 1, piece.operator.q_heads, piece.operator.v_dim, dtype=dtype)
-        step.finish(layer, self._stored, self._q, self._kv, bytes_of(out))
+        step.finish(layer, self._stored, self._q, self._written, bytes_of(out))
         self.attend_s += time.perf_counter() - begun
         self._trace.add(Event.NEW, start, step.plan, layer)
         return out

@@ -9,6 +9,7 @@ import torch
 
 from lamina import attention
 from lamina.kv.partition import by_head
+from lamina.kv.stored import stored_dtype
 
 from .capacity import kv_geometries, store_bytes
 from .compute import ComputeWorker
@@ -60,7 +61,7 @@ class _Server(ModelServer):
     def _store(self, cut: Cut, backend: str) -> Store:
         """Of all heads of one sequence. Raises ValueError where there is no room for that."""
         start, free = self.start, available_bytes()
-        needed = store_bytes(cut.layers, cut.dtype.itemsize, cut.max_len, start.block_size)
+        needed = store_bytes(cut.layers, stored_dtype(start.kv_cache_dtype, cut.dtype), cut.max_len, start.block_size)
         if needed > free:
             raise ValueError(
                 f"a prefill worker takes {needed} bytes for K and V of a prompt of up to {cut.max_len} tokens, {free} "
@@ -73,6 +74,7 @@ class _Server(ModelServer):
             dtype=str(cut.dtype).removeprefix("torch."),
             block_size=start.block_size,
             kv_bytes=needed,
+            kv_cache_dtype=start.kv_cache_dtype,
             max_rows=start.max_rows,
             max_model_len=cut.max_len,
             backend=backend,

@@ -149,13 +149,13 @@ class Session:
             stored = self._attend_stored(step, layer, q)
         start = trace.now()
         with meter.time("write_s"):
-            step.write(layer, kv)
+            written = step.write(layer, kv)
         start = trace.add(Event.WRITE, start, step.plan, layer)
         if sizes.o:
             slot = reply.reserve(sizes.o, timeout_s=RESERVE_S)
             start = trace.add(Event.RESERVE, start, step.plan, layer)
             with meter.time("attend_s"):
-                step.finish(layer, stored, q, kv, slot.data)
+                step.finish(layer, stored, q, written, slot.data)
             start = trace.add(Event.NEW, start, step.plan, layer)
         for arrival in (q_arrival, kv_arrival):
             if arrival:

@@ -194,13 +194,14 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True):
     worker: int
     partition: Partition
     layers: list[LayerShape]
-    dtype: str  # of the wire and of the store: "float32", "bfloat16", "float16"
+    dtype: str  # of the wire: "float32", "bfloat16", "float16"
     block_size: int  # tokens in a KV block
     kv_bytes: int  # memory for KV blocks on this worker
     max_rows: int  # rows in a step at most
     max_model_len: int  # tokens in a sequence at most
     replicas: int = 1  # compute workers: this one and those that will join
     prefill_workers: int = 0  # that will join behind them
+    kv_cache_dtype: str = "auto"  # of the store, by its name in kv.stored; auto = that of the wire
     overlap: bool = True  # attend the stored tokens as soon as Q is there, not only once KV has come
     backend: str = "reference"
 

@@ -18,6 +18,7 @@ from lamina.attention.merge import CHUNK_TOKENS, Node, Partial, finish, root
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.blocks import BlockTables
 from lamina.kv.pool import LayerStore, RowTable, allocate, row_table
+from lamina.kv.stored import Scales, StoredRows, as_stored
 from lamina.workers.stepplan import New, Rows, StepPlan
 
 CPU = torch.device("cpu")
@@ -43,17 +44,15 @@ class OnGpu(AttentionBackend):
         return self._inner.prepare(rows)
 
     def attend_stored(self, op: Operator, prepared: Any, store: LayerStore, q: Tensor) -> Partial:
-        there = LayerStore(store.k.cuda(), store.v.cuda())
+        there = LayerStore(*_rows_there(StoredRows(store.k, store.v, store.scales)))
         return _back(self._inner.attend_stored(_there(op), prepared, there, q.cuda()))
 
-    def attend_new(self, op: Operator, prepared: Any, q: Tensor, k: Tensor, v: Tensor) -> Partial:
-        return _back(self._inner.attend_new(_there(op), prepared, q.cuda(), k.cuda(), v.cuda()))
+    def attend_new(self, op: Operator, prepared: Any, q: Tensor, kv: StoredRows) -> Partial:
+        return _back(self._inner.attend_new(_there(op), prepared, q.cuda(), _rows_there(kv)))
 
-    def finish(
-        self, op: Operator, prepared: Any, stored: Partial, q: Tensor, k: Tensor, v: Tensor, out: Tensor
-    ) -> None:
+    def finish(self, op: Operator, prepared: Any, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor) -> None:
         there, result = Partial(stored.o.cuda(), stored.lse.cuda()), out.cuda()
-        self._inner.finish(_there(op), prepared, there, q.cuda(), k.cuda(), v.cuda(), result)
+        self._inner.finish(_there(op), prepared, there, q.cuda(), _rows_there(kv), result)
         out.copy_(result)
 
     def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
@@ -71,6 +70,10 @@ class OnGpu(AttentionBackend):
 def _there(op: Operator) -> Operator:
     sinks, slopes = (None if x is None else x.cuda() for x in (op.sinks, op.slopes))
     return replace(op, sinks=sinks, slopes=slopes)
+
+
+def _rows_there(kv: StoredRows) -> StoredRows:
+    return StoredRows(kv.k.cuda(), kv.v.cuda(), kv.scales and Scales(*(x.cuda() for x in kv.scales)))
 
 
 def _back(part: Partial) -> Partial:
@@ -101,6 +104,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     block_size: int = 16
     seed: int = 0
+    store: torch.dtype | None = None  # of 8 bits; None = dtype
 
     def tensors(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Per sequence q [count, Hq, D] of the new rows, k and v [stored + count, Hkv, D] of all tokens."""
@@ -111,6 +115,26 @@ class Case:
             k = torch.randn(stored + count, op.kv_heads, op.qk_dim, generator=g)
             v = torch.randn(stored + count, op.kv_heads, op.v_dim, generator=g)
             out.append((q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)))
+        return out
+
+    def stored(self, k: Tensor, v: Tensor) -> StoredRows:
+        return as_stored(k, v, self.store or self.dtype)
+
+    def meant(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """``tensors`` as they are stored, in fp64."""
+        out = []
+        for q, k, v in self.tensors():
+            rows = self.stored(k, v)
+            numbers, scales = (rows.k, rows.v), rows.scales or (None, None)
+            out.append(
+                (
+                    q,
+                    *(
+                        n.double() if s is None else n.double() * s.double()[..., None]
+                        for n, s in zip(numbers, scales, strict=True)
+                    ),
+                )
+            )
         return out
 
     def heads(self, start: int, stop: int) -> Case:
@@ -124,11 +148,11 @@ class Case:
 
 
 def oracle(case: Case) -> Tensor:
-    """Dense attention in fp64, sequence by sequence and head by head, straight from AttentionSpec's text."""
+    """Dense attention in fp64 over what is stored, by sequence and head, straight from AttentionSpec's text."""
     op, spec, out = case.op, case.op.spec, []
-    for (stored, count), (q, k, v) in zip(case.lengths, case.tensors(), strict=True):
+    for (stored, count), (q, k, v) in zip(case.lengths, case.meant(), strict=True):
         group = op.q_heads // op.kv_heads
-        k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         t = torch.arange(stored, stored + count)[:, None]
         s = torch.arange(stored + count)[None]
         score = torch.einsum("thd,shd->hts", q.double(), k) * spec.scale
@@ -149,8 +173,12 @@ def fill(case: Case, tensors: list[tuple[Tensor, Tensor, Tensor]], other: float)
     op, size = case.op, case.block_size
     needed = sum(-(-(a + b) // size) for a, b in case.lengths) + 3
     tables = BlockTables([op.spec.window], [needed], size)
-    store = allocate(needed, op.kv_heads, size, op.qk_dim, op.v_dim, case.dtype, CPU)
-    store.k[:-1], store.v[:-1] = other, other
+    store = allocate(needed, op.kv_heads, size, op.qk_dim, op.v_dim, case.store or case.dtype, CPU)
+    numbers = other if store.k.dtype != torch.int8 else 99
+    store.k[:-1], store.v[:-1] = numbers, numbers
+    for scale in store.scales or ():
+        scale[:-1] = other
+    stored = [case.stored(k, v) for _, k, v in tensors]
     order = range(len(case.lengths))
     tables.apply(StepPlan(step=0, ops=[New(i) for i in order], rows=[]))
     longest = max(a for a, _ in case.lengths)
@@ -161,8 +189,13 @@ def fill(case: Case, tensors: list[tuple[Tensor, Tensor, Tensor]], other: float)
             start, ids = tables.table(0, row.sequence)
             for p in range(row.first, row.first + row.count):
                 block = ids[p // size - start]
-                store.k[block, :, p % size] = tensors[row.sequence][1][p]
-                store.v[block, :, p % size] = tensors[row.sequence][2][p]
+                mine = stored[row.sequence]
+                for to, of in (
+                    (store.k, mine.k),
+                    (store.v, mine.v),
+                    *zip(store.scales or (), mine.scales or (), strict=True),
+                ):
+                    to[block, :, p % size] = of[p]
     return tables, store
 
 
@@ -186,7 +219,7 @@ def run(
     v = torch.cat([tensors[i][2][s:] for i, s in zip(order, stored, strict=True)])
     prepared = backend.prepare(row_table(tables, 0, rows, align=CHUNK_TOKENS))
     part = backend.attend_stored(case.op, prepared, store, q)
-    new = backend.attend_new(case.op, prepared, q, k, v)
+    new = backend.attend_new(case.op, prepared, q, case.stored(k, v))
     out = torch.full((len(q), case.op.q_heads, case.op.v_dim), float("nan"), dtype=case.dtype)
     finish(part, new, case.op.sinks, out)
     at = dict(zip(order, torch.arange(len(q)).split([r.count for r in rows]), strict=True))
@@ -364,7 +397,9 @@ def test_ranges_of_tokens_merge_to_the_same_bits(
     k = torch.cat([k[stored:] for (_, k, _), (stored, _) in zip(tensors, STEP, strict=True)])
     v = torch.cat([v[stored:] for (_, _, v), (stored, _) in zip(tensors, STEP, strict=True)])
     q = torch.cat([q for q, _, _ in tensors])
-    backend.finish(case.op, backend.prepare(row_table(tables, 0, rows, align=CHUNK_TOKENS)), stored, q, k, v, fused)
+    backend.finish(
+        case.op, backend.prepare(row_table(tables, 0, rows, align=CHUNK_TOKENS)), stored, q, case.stored(k, v), fused
+    )
     assert torch.equal(closed[decode], fused[decode])
 
 

@@ -15,6 +15,7 @@ from lamina.attention.spec import AttentionSpec
 from lamina.emulate import VARIABLE, Device
 from lamina.kv.blocks import BlockTables
 from lamina.kv.pool import allocate, row_table
+from lamina.kv.stored import StoredRows
 from lamina.workers.compute_emulated import EmulatedProgram, emulated
 from lamina.workers.stepplan import New, Rows, StepPlan
 
@@ -90,7 +91,7 @@ def test_attention_takes_its_time_and_changes_nothing(monkeypatch: pytest.Monkey
         backend, out = get(name, device, dtype), torch.empty(1, 4, 8)
         prepared = backend.prepare(row_table(tables, 0, rows, align=128))
         start = time.monotonic()
-        backend.finish(op, prepared, backend.attend_stored(op, prepared, store, q), q, k, v, out)
+        backend.finish(op, prepared, backend.attend_stored(op, prepared, store, q), q, StoredRows(k, v), out)
         seconds.append(time.monotonic() - start)
         results.append(out)
     assert torch.equal(*results)

@@ -18,6 +18,7 @@ from lamina.attention.cuda_kernels import Argument
 from lamina.attention.merge import CHUNK_TOKENS, Partial, finish, merge
 from lamina.kv.blocks import BlockTables
 from lamina.kv.pool import WriteIndex, allocate, row_table, write_index
+from lamina.kv.stored import StoredRows
 from lamina.workers.stepplan import New, Rows, StepPlan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "contract"))
@@ -75,7 +76,7 @@ def test_launches_of_a_step_can_be_replayed_over_growing_lengths(tables: BlockTa
         backend.refill(step, table)
         if stored is None:
             stored = backend.attend_stored(op, step, store, q)
-            backend.finish(op, step, stored, q, k, v, out)
+            backend.finish(op, step, stored, q, StoredRows(k, v), out)
             captured = [c for c in kernels.calls if c[1] == "lamina_attend"]
             assert len(captured) == 2
         else:
@@ -84,7 +85,7 @@ def test_launches_of_a_step_can_be_replayed_over_growing_lengths(tables: BlockTa
         eager = emulated(torch.bfloat16)
         prepared = eager.prepare(table)
         fresh, want = eager.attend_stored(op, prepared, store, q), torch.empty_like(out)
-        eager.finish(op, prepared, fresh, q, k, v, want)
+        eager.finish(op, prepared, fresh, q, StoredRows(k, v), want)
         assert torch.equal(stored.o, fresh.o)
         assert torch.equal(stored.lse, fresh.lse)
         assert torch.equal(out, want)
@@ -103,7 +104,7 @@ def test_a_layer_takes_one_launch_for_each_part(tables: BlockTables) -> None:
     prepared = backend.prepare(row_table(tables, 0, grow(tables, [120, 250, 1], 2), align=CHUNK_TOKENS))
     q, k, out = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.empty(3, 4, 16)
     for _ in range(3):
-        backend.finish(op, prepared, backend.attend_stored(op, prepared, store, q), q, k, k, out)
+        backend.finish(op, prepared, backend.attend_stored(op, prepared, store, q), q, StoredRows(k, k), out)
     assert kernels.launched == {"lamina_plan": 2, "lamina_attend": 6}
     assert not backend._outgrown
 
@@ -159,8 +160,8 @@ def test_append_writes_where_the_store_does(tables: BlockTables, dims: tuple[int
     at: WriteIndex = write_index(tables, 0, rows, CPU)
     k, v = torch.randn(21, 3, dims[0]), torch.randn(21, 3, dims[1])
     found, want = (allocate(200, 3, 16, *dims, torch.float32, CPU) for _ in range(2))
-    backend.append(found, at, k, v)
-    want.write(at, k, v)
+    backend.append(found, at, StoredRows(k, v))
+    want.write(at, StoredRows(k, v))
     assert torch.equal(found.k, want.k)
     assert torch.equal(found.v, want.v)
     assert np.count_nonzero(found.k.numpy()) == k.numel()

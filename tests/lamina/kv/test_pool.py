@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lamina.kv.blocks import BlockTables
 from lamina.kv.pool import LayerStore, allocate, row_table, write_index
+from lamina.kv.stored import StoredRows
 from lamina.workers.stepplan import New, Rows, StepPlan
 
 CPU = torch.device("cpu")
@@ -30,7 +31,7 @@ def write(tables: BlockTables, store: LayerStore, rows: list[Rows]) -> None:
     values = torch.tensor([1000.0 * r.sequence + r.first + i for r in rows for i in range(r.count)])
     k = values[:, None, None].expand(-1, store.k.shape[1], store.k.shape[3])
     v = -values[:, None, None].expand(-1, store.v.shape[1], store.v.shape[3])
-    store.write(write_index(tables, 0, rows, CPU), k.to(store.k.dtype), v.to(store.v.dtype))
+    store.write(write_index(tables, 0, rows, CPU), StoredRows(k.to(store.k.dtype), v.to(store.v.dtype)))
 
 
 lengths = st.lists(st.integers(1, 70), min_size=1, max_size=4)
@@ -84,7 +85,10 @@ def test_a_write_overwrites_and_touches_nothing_else() -> None:
     store = allocate(tables.num_blocks[0], 2, SIZE, 3, 3, torch.bfloat16, CPU)
     write(tables, store, [Rows(0, 0, 30)])
     before = store.k.clone()
-    store.write(write_index(tables, 0, [Rows(0, 13, 1)], CPU), torch.full((1, 2, 3), 7.0).bfloat16(), store.v[:1, :, 0])
+    store.write(
+        write_index(tables, 0, [Rows(0, 13, 1)], CPU),
+        StoredRows(torch.full((1, 2, 3), 7.0).bfloat16(), store.v[:1, :, 0]),
+    )
     changed = (store.k != before).nonzero()
     assert len(changed) == 2 * 3
     assert (store.k == 7.0)[changed[:, 0], changed[:, 1], changed[:, 2]].all()

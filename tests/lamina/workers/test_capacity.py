@@ -60,7 +60,7 @@ def test_slots_hold_every_message(
 @pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize("max_len", [1, 127, 1024])
 def test_a_prefill_worker_holds_one_sequence(layers: list[LayerShape], max_len: int) -> None:
-    kv_bytes = store_bytes(layers, 4, max_len, 16)
+    kv_bytes = store_bytes(layers, torch.float32, max_len, 16)
     tables = Store(bind(layers, kv_bytes=kv_bytes, max_rows=64, max_model_len=max_len), torch.device("cpu")).tables
     for step, first in enumerate(range(0, max_len, 64)):
         rows = [Rows(1, first, min(64, max_len - first))]
@@ -78,7 +78,7 @@ def test_kv_memory_follows_the_weights() -> None:
     """So that one worker's is not full long before the other's."""
     partition = PARTITIONS["head"]([8], [0.75, 0.25], 1)
     sizes = {"max_len": 1 << 17, "max_num_seqs": 64, "block_size": 32, "free": 1 << 30}
-    found = [choose_kv_bytes([shape(8, 8)], partition, w, 2, **sizes) for w in (0, 1)]
+    found = [choose_kv_bytes([shape(8, 8)], partition, w, torch.bfloat16, **sizes) for w in (0, 1)]
     assert sum(found) == pytest.approx(sizes["free"] / 4, rel=0.01)
     assert found[0] / found[1] == pytest.approx(3.0, rel=0.01)
 
