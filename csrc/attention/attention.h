@@ -5,6 +5,7 @@
 // so that a task reads long stretches of memory from end to end. A *chunk* is 128 consecutive positions, a *node* an
 // entry of the merge tree over chunks (lamina/attention/merge.py). A task computes one node for one tile.
 #pragma once
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -66,6 +67,7 @@ struct Call {
   const Split* splits;
   bool stored;        // k, v: a LayerStore's blocks, else the step's own rows
   const void *q, *k, *v;  // q [R, Hq, D]
+  const float *k_scale, *v_scale;  // of each row of k and v, [.., Hkv, block] or [R, Hkv]; where these are of 8 bits
   float *o, *lse;                   // results [R, Hq, Dv], [R, Hq]; unless there is `out`: then those of the stored part
   void* out;                        // [R, Hq, Dv] in the dtype of q: merged with the stored part and the sinks
   float* parts;                     // nodes of split tiles, by task
@@ -101,6 +103,9 @@ class Scratch {
 };
 
 enum Dtype { kFloat32, kBFloat16, kFloat16, kDtypes };
+enum Stored { kAsQueries, kInt8, kFp8, kStored };  // what k and v are
+
+using RunTask = void (*)(const Call&, int64_t task, Scratch&);
 
 // Partial results of `queries` queries: o [queries, v_dim], lse [queries].
 struct Partial {
@@ -111,7 +116,7 @@ struct Partial {
 struct Variant {
   const char* name;
   bool (*usable)();
-  void (*run[kDtypes])(const Call&, int64_t task, Scratch&);
+  std::array<std::array<RunTask, kStored>, kDtypes> run;
   // a becomes the merge of both.
   void (*merge)(Partial a, Partial b, int64_t queries, int64_t v_dim);
   // merge.finish; q_heads of `queries` follow each other, sinks [q_heads] or null.

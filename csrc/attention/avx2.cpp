@@ -42,6 +42,14 @@ inline void to_half(std::uint16_t* p, V x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
+inline V from_int8(const void* p) {
+  return (V)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
+}
+inline V from_fp8(const void* p) {
+  const __m128i x = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64(static_cast<const __m128i*>(p))), 7);
+  return (V)_mm256_cvtph_ps(_mm_and_si128(x, _mm_set1_epi16(short(0xbf80))));
+}
+
 #include "kernel.h"
 #include "task.h"
 
@@ -51,7 +59,7 @@ bool usable() {
 
 }  // namespace
 
-const Variant kAvx2 = {"avx2", usable, {run<float>, run<BFloat16>, run<Half>},
+const Variant kAvx2 = {"avx2", usable, {runs<float>, runs<BFloat16>, runs<Half>},
                        merge_partials, {finish<float>, finish<BFloat16>, finish<Half>}, read};
 
 }  // namespace lamina::attention

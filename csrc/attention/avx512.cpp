@@ -27,7 +27,7 @@ bool usable() {
 
 }  // namespace
 
-const Variant kAvx512 = {"avx512", usable, {run<float>, run<BFloat16>, run<Half>},
+const Variant kAvx512 = {"avx512", usable, {runs<float>, runs<BFloat16>, runs<Half>},
                        merge_partials, {finish<float>, finish<BFloat16>, finish<Half>}, read};
 
 }  // namespace lamina::attention

@@ -40,7 +40,7 @@ bool usable() {
 
 }  // namespace
 
-const Variant kAvx512Bf16 = {"avx512_bf16", usable, {run<float>, run<BFloat16>, run<Half>},
+const Variant kAvx512Bf16 = {"avx512_bf16", usable, {runs<float>, runs<BFloat16>, runs<Half>},
                        merge_partials, {finish<float>, finish<BFloat16>, finish<Half>}, read};
 
 }  // namespace lamina::attention

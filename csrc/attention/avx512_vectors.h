@@ -29,3 +29,10 @@ inline V from_half(const std::uint16_t* p) {
 inline void to_half(std::uint16_t* p, V x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
+inline V from_int8(const void* p) {
+  return (V)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+}
+inline V from_fp8(const void* p) {
+  const __m256i x = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(p))), 7);
+  return (V)_mm512_cvtph_ps(_mm256_and_si256(x, _mm256_set1_epi16(short(0xbf80))));
+}

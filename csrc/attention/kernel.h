@@ -1,6 +1,7 @@
 // The kernel, over the vectors of one variant. Included once by each, inside its own namespace and under its target.
 //
-// From the variant: W, V (W floats), I (as many int32), set, fma, max (a > b ? a : b), sum8, from_half, to_half. Vectors are the compiler's
+// From the variant: W, V (W floats), I (as many int32), set, fma, max (a > b ? a : b), sum8, from_half, to_half,
+// from_int8, from_fp8. Vectors are the compiler's
 // own (GCC 12, Clang 12 or later), so + - * / < ? : & | << work on them.
 //
 // Bits: what a query gets is one fixed chain of operations over its own tokens, whichever queries are computed beside it:
@@ -10,6 +11,8 @@
 using Bits = std::uint16_t;
 struct BFloat16 { Bits bits; };
 struct Half { Bits bits; };
+struct Int8 { signed char number; };
+struct Fp8 { unsigned char bits; };  // E4M3
 
 struct Pair {
   V a, b;
@@ -46,6 +49,17 @@ template <>
 inline Pair load_pair(const Half* p) {
   return {from_half(&p->bits), from_half(&p[W].bits)};
 }
+
+template <>
+inline Pair load_pair(const Int8* p) {
+  return {from_int8(p), from_int8(p + W)};
+}
+template <>  // as halves with the same bits, which are too small by what `unit` says
+inline Pair load_pair(const Fp8* p) {
+  return {from_fp8(p), from_fp8(p + W)};
+}
+template <class T>
+constexpr float unit = std::is_same_v<T, Fp8> ? 256 : 1;
 
 // The last n < 2 W numbers of a row, then zeros; nothing behind them is read.
 template <class T>
@@ -96,6 +110,13 @@ template <class T>  // the inverse of natural
 inline Pair as_loaded(Pair x) {
   if constexpr (std::is_same_v<T, BFloat16>) return separate(x, std::make_index_sequence<W>());
   return x;
+}
+
+// From the order in which S is loaded to that of T.
+template <class S, class T>
+inline Pair reorder(Pair x) {
+  if constexpr (std::is_same_v<S, T>) return x;
+  return as_loaded<T>(natural<S>(x));
 }
 
 // exp(x), x <= 0, to 2 ulp; 0 below the smallest normal number. After Cephes' expf (Moshier, Methods and Programs for
@@ -165,7 +186,7 @@ struct Ahead {
   // While `bytes` are used up. Always inline: by itself it would be a function without effect, and go.
   template <int bytes>
   [[gnu::always_inline]] void fetch() {
-    for (int i = 0; i < (bytes + 63) / 64; ++i, at += step) __builtin_prefetch(at, 0, 2);
+    for (int i = 0; i < (bytes + 63) / 64; ++i, at += bytes < 64 ? step * bytes / 64 : step) __builtin_prefetch(at, 0, 2);
   }
 };
 

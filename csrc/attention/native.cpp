@@ -23,6 +23,7 @@ const Variant* const kVariants[] = {
     &kPortable};
 
 constexpr const char* kDtypeNames[kDtypes] = {"float32", "bfloat16", "float16"};
+constexpr const char* kStoredNames[kStored] = {"", "int8", "fp8"};
 constexpr int64_t kDtypeBytes[kDtypes] = {4, 2, 2};
 constexpr int kTables = 7;
 
@@ -43,6 +44,7 @@ struct Step {
 struct Engine {
   const Variant* variant;
   Dtype dtype;
+  Stored stored;
   Pool pool;
   std::vector<Scratch> scratch;
   std::vector<float> parts;
@@ -124,7 +126,7 @@ int helpers_for(const Operator& op, const Tasks& tasks, int64_t item, int thread
 void attend(Engine& engine, Call call, const Tasks& tasks, int threads) {
   const Operator& op = *call.op;
   const std::lock_guard lock(engine.busy);
-  const int helpers = std::max(0, helpers_for(op, tasks, kDtypeBytes[engine.dtype], threads));
+  const int helpers = std::max(0, helpers_for(op, tasks, engine.stored ? 1 : kDtypeBytes[engine.dtype], threads));
   if (int(engine.scratch.size()) <= helpers) engine.scratch.resize(std::size_t(helpers) + 1);
   for (Scratch& scratch : engine.scratch) scratch.reserve(Scratch::needed(op, tasks.chunks));
   if (!tasks.splits.empty()) {
@@ -135,7 +137,7 @@ void attend(Engine& engine, Call call, const Tasks& tasks, int threads) {
   }
   call.parts = engine.parts.data(), call.left = engine.left.data();
   call.tasks = tasks.tasks.data(), call.splits = tasks.splits.data();
-  const auto run = engine.variant->run[engine.dtype];
+  const auto run = engine.variant->run[engine.dtype][engine.stored];
   const int64_t all = int64_t(tasks.tasks.size());
   std::atomic<int64_t> next{0};
   engine.pool.run(helpers, [&](int thread) {
@@ -145,19 +147,23 @@ void attend(Engine& engine, Call call, const Tasks& tasks, int threads) {
 }
 
 PyObject* kernels_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  const char *name, *dtype;
-  if (!PyArg_ParseTuple(args, "ss", &name, &dtype)) return nullptr;
+  const char *name, *dtype, *stored = kStoredNames[kAsQueries];
+  if (!PyArg_ParseTuple(args, "ss|s", &name, &dtype, &stored)) return nullptr;
   const auto variant = std::find_if(std::begin(kVariants), std::end(kVariants),
                                     [&](const Variant* v) { return !std::strcmp(v->name, name) && v->usable(); });
   if (variant == std::end(kVariants)) return PyErr_Format(PyExc_ValueError, "this CPU does not run variant '%s'", name);
-  const auto kind = std::find_if(std::begin(kDtypeNames), std::end(kDtypeNames),
-                                 [&](const char* known) { return !std::strcmp(known, dtype); });
+  const auto find = [](const auto& names, const char* name) {
+    return std::find_if(std::begin(names), std::end(names), [&](const char* known) { return !std::strcmp(known, name); });
+  };
+  const auto kind = find(kDtypeNames, dtype), kept = find(kStoredNames, stored);
   if (kind == std::end(kDtypeNames)) return PyErr_Format(PyExc_ValueError, "no kernels for '%s'", dtype);
+  if (kept == std::end(kStoredNames)) return PyErr_Format(PyExc_ValueError, "no kernels for stored '%s'", stored);
   auto* self = reinterpret_cast<Kernels*>(type->tp_alloc(type, 0));
   if (!self) return nullptr;
   self->engine = new (std::nothrow) Engine;
   if (!self->engine) return Py_DECREF(self), PyErr_NoMemory();
   self->engine->variant = *variant, self->engine->dtype = Dtype(kind - kDtypeNames);
+  self->engine->stored = Stored(kept - kStoredNames);
   return reinterpret_cast<PyObject*>(self);
 }
 
@@ -177,10 +183,12 @@ PyObject* kernels_attend(PyObject* object, PyObject* args) {
   long long q_heads, kv_heads, qk_dim, v_dim, window;
   float scale, softcap;
   int stored, threads;
-  unsigned long long sinks, slopes, q, k, v, o, lse, out;
-  if (!PyArg_ParseTuple(args, "O(LLLLLffKK)pKKKKKKi", &of, &q_heads, &kv_heads, &qk_dim, &v_dim, &window, &scale,
-                        &softcap, &sinks, &slopes, &stored, &q, &k, &v, &o, &lse, &out, &threads))
+  unsigned long long sinks, slopes, q, k, v, k_scale, v_scale, o, lse, out;
+  if (!PyArg_ParseTuple(args, "O(LLLLLffKK)pKKKKKKKKi", &of, &q_heads, &kv_heads, &qk_dim, &v_dim, &window, &scale,
+                        &softcap, &sinks, &slopes, &stored, &q, &k, &v, &k_scale, &v_scale, &o, &lse, &out, &threads))
     return nullptr;
+  if (engine.stored && !(k_scale && v_scale))
+    return PyErr_Format(PyExc_ValueError, "k and v of '%s' without scales", kStoredNames[engine.stored]);
   auto* state = static_cast<State*>(PyType_GetModuleState(Py_TYPE(object)));
   if (Py_TYPE(of) != state->step) return PyErr_Format(PyExc_TypeError, "the first argument is a Step");
   if (q_heads < 1 || kv_heads < 1 || q_heads % kv_heads || qk_dim < 1 || v_dim < 1)
@@ -192,7 +200,7 @@ PyObject* kernels_attend(PyObject* object, PyObject* args) {
   Py_BEGIN_ALLOW_THREADS;
   try {
     const Call call{&op, &step->rows, nullptr, nullptr, bool(stored), pointer<void>(q), pointer<void>(k),
-                    pointer<void>(v), pointer<float>(o), pointer<float>(lse), pointer<void>(out), nullptr, nullptr};
+                    pointer<void>(v), pointer<float>(k_scale), pointer<float>(v_scale), pointer<float>(o), pointer<float>(lse), pointer<void>(out), nullptr, nullptr};
     attend(engine, call, tasks_of(step, stored, op, threads), threads);
   } catch (const std::bad_alloc&) {
     enough = false;

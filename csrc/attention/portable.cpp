@@ -52,12 +52,23 @@ inline void to_half(std::uint16_t* p, V x) {
   }
 }
 
+inline V from_int8(const void* p) {
+  const auto* x = static_cast<const signed char*>(p);
+  return V{float(x[0]), float(x[1]), float(x[2]), float(x[3])};
+}
+inline V from_fp8(const void* p) {
+  const auto* x = static_cast<const unsigned char*>(p);
+  std::uint16_t half[W];
+  for (int i = 0; i < W; ++i) half[i] = std::uint16_t((x[i] & 0x80) << 8 | (x[i] & 0x7f) << 7);
+  return from_half(half);
+}
+
 #include "kernel.h"
 #include "task.h"
 
 }  // namespace
 
-const Variant kPortable = {"portable", [] { return true; }, {run<float>, run<BFloat16>, run<Half>},
+const Variant kPortable = {"portable", [] { return true; }, {runs<float>, runs<BFloat16>, runs<Half>},
                        merge_partials, {finish<float>, finish<BFloat16>, finish<Half>}, read};
 
 }  // namespace lamina::attention

@@ -1,7 +1,8 @@
 // One task: the tokens of a tile's chunks through the kernel, the chunks' nodes up the merge tree, the root to where it
 // is wanted. Included behind kernel.h, in the same namespace.
 
-template <class T>
+// T: of q and the result; S: of k and v, which have scales where that is another type.
+template <class T, class S>
 class Run {
  public:
   Run(const Call& call, const Task& task, Scratch& scratch)
@@ -49,7 +50,7 @@ class Run {
         const int64_t at = place(i);
         call_.lse[at] = root.lse[i];
         const float* o = root.o + i * tile_.stride;
-        write(call_.o + at * op_.v_dim, [&](int64_t d) { return natural<T>(load_pair(o + d)); });
+        write(call_.o + at * op_.v_dim, [&](int64_t d) { return natural<S>(load_pair(o + d)); });
       }
       return;
     }
@@ -65,7 +66,7 @@ class Run {
       const V a = set(weight_a[i]), b = set(weight_b[i]), c = set(op_.sinks ? weight[i] : 1);
       const float *o = root.o + i * tile_.stride, *stored = call_.o + at;
       write(static_cast<T*>(call_.out) + at, [&](int64_t d) {
-        const Pair y = load_pair(o + d);
+        const Pair y = reorder<S, T>(load_pair(o + d));
         const Pair x = as_loaded<T>(d + 2 * W <= op_.v_dim ? load_pair(stored + d) : load_tail(stored + d, op_.v_dim - d));
         return Pair{fma(b, y.a, a * x.a) * c, fma(b, y.b, a * x.b) * c};
       });
@@ -73,9 +74,12 @@ class Run {
   }
 
  private:
+  static constexpr bool kScaled = !std::is_same_v<S, T>;
+
   // Tokens of a chunk that lie one behind the other, positions less the chunk's first one: rows of the first head.
   struct Piece {
-    const T *k, *v;
+    const S *k, *v;
+    int64_t row;  // of k and v, by which their scales go
     int low, high;
   };
 
@@ -97,20 +101,30 @@ class Run {
   int64_t place(int64_t query) const { return (first_row_ + row(query)) * op_.q_heads + head(query); }
 
   void load_queries() {
-    using Row = typename Dot<T>::Row;
+    using Row = typename Dot<S>::Row;
+    constexpr int step = Dot<S>::step;
+    const auto load = [](const T* p, auto... left) {
+      if constexpr (kScaled)
+        return load_natural(p, left...);
+      else
+        return Dot<S>::load(p, left...);
+    };
     Row* to = reinterpret_cast<Row*>(queries_);
     for (int64_t i = 0; i < tile_.queries; ++i) {
       const T* from = static_cast<const T*>(call_.q) + place(i) * op_.qk_dim;
       int64_t left = op_.qk_dim;
-      for (; left >= Dot<T>::step; left -= Dot<T>::step, from += Dot<T>::step) *to++ = Dot<T>::load(from);
-      if (left) *to++ = Dot<T>::load(from, left);
+      for (; left >= step; left -= step, from += step) *to++ = load(from);
+      if (left) *to++ = load(from, left);
     }
   }
+
+  static Pair load_natural(const T* p) { return natural<T>(load_pair(p)); }
+  static Pair load_natural(const T* p, int64_t n) { return natural<T>(load_tail(p, n)); }
 
   void locate(int64_t number, Chunk& chunk) const {
     const Rows& rows = *call_.rows;
     const int64_t begin = number * kChunk, s = task_.sequence, size = rows.block_size;
-    const T *k = static_cast<const T*>(call_.k), *v = static_cast<const T*>(call_.v);
+    const S *k = static_cast<const S*>(call_.k), *v = static_cast<const S*>(call_.v);
     const int high = int(min(task_.high - begin, kChunk));
     chunk.count = 0;
     for (int t = int(max(task_.low - begin, 0)); t < high;) {
@@ -120,7 +134,7 @@ class Run {
         const int64_t block = rows.table[s * rows.width + (position - rows.origin[s]) / size], inside = position % size;
         at = (block * op_.kv_heads + task_.head) * size + inside, upto = min(t + size - inside, high);
       }
-      chunk.pieces[chunk.count++] = {k + at * op_.qk_dim, v + at * op_.v_dim, t, int(upto)};
+      chunk.pieces[chunk.count++] = {k + at * op_.qk_dim, v + at * op_.v_dim, at, t, int(upto)};
       t = int(upto);
     }
   }
@@ -178,7 +192,11 @@ class Run {
     if (p == here.count) chunk = values ? &next : &here, p = 0, values = !values;
     if (!call_.stored || p >= chunk->count) return {reinterpret_cast<const char*>(queries_), 0};
     const Piece& piece = chunk->pieces[p];
-    const T* at = values ? piece.v + h * next_head_ * op_.v_dim : piece.k + h * next_head_ * op_.qk_dim;
+    if constexpr (kScaled) {
+      const float* scale = (values ? call_.v_scale : call_.k_scale) + piece.row + h * next_head_;
+      for (int t = piece.low; t < piece.high; t += 16) __builtin_prefetch(scale + (t - piece.low), 0, 2);
+    }
+    const S* at = values ? piece.v + h * next_head_ * op_.v_dim : piece.k + h * next_head_ * op_.qk_dim;
     return {reinterpret_cast<const char*>(at), 64};
   }
 
@@ -188,15 +206,27 @@ class Run {
                        : block.count == 2 ? &Run::template score_block<2>
                                           : &Run::template score_block<1>;
     const int low = int(max(block.low, piece.low)), high = int(min(block.high, piece.high));
-    if (low < high)
-      (this->*score)(block, piece.k + (h * next_head_ + (low - piece.low) * token_) * op_.qk_dim, low, high, ahead);
+    if (low >= high) return;
+    const int64_t row = h * next_head_ + (low - piece.low) * token_;
+    (this->*score)(block, piece.k + row * op_.qk_dim, low, high, ahead);
+    if constexpr (kScaled) multiply(block, call_.k_scale + piece.row + row, low, high);
+  }
+
+  // Scores, or weights, of tokens whose numbers have scales.
+  void multiply(const Block& block, const float* scale, int low, int high) const {
+    for (int i = block.query; i < block.query + block.count; ++i) {
+      float* x = scores_ + i * kScores;
+      int t = low;
+      for (; token_ == 1 && t + W <= high; t += W) store(x + t, load(x + t) * (load(scale + (t - low)) * unit<S>));
+      for (; t < high; ++t) x[t] *= scale[(t - low) * token_] * unit<S>;
+    }
   }
 
   template <int G>
-  void score_block(const Block& block, const T* k, int low, int high, Ahead ahead) {
-    using Row = typename Dot<T>::Row;
-    const int64_t width = (op_.qk_dim + Dot<T>::step - 1) / Dot<T>::step;
-    const auto score = op_.qk_dim == 128 ? scores<T, G, 128> : op_.qk_dim == 64 ? scores<T, G, 64> : scores<T, G, 0>;
+  void score_block(const Block& block, const S* k, int low, int high, Ahead ahead) {
+    using Row = typename Dot<S>::Row;
+    const int64_t width = (op_.qk_dim + Dot<S>::step - 1) / Dot<S>::step;
+    const auto score = op_.qk_dim == 128 ? scores<S, G, 128> : op_.qk_dim == 64 ? scores<S, G, 64> : scores<S, G, 0>;
     score(reinterpret_cast<const Row*>(queries_) + block.query * width, k, token_ * op_.qk_dim, low, high, op_.qk_dim,
           scores_ + block.query * kScores, ahead);
   }
@@ -213,15 +243,16 @@ class Run {
   }
 
   void weigh_values(const Block& block, const Piece& piece, int64_t h, Node& node, Ahead ahead) {
-    const auto add = block.count == 4   ? accumulate<T, 4>
-                     : block.count == 3 ? accumulate<T, 3>
-                     : block.count == 2 ? accumulate<T, 2>
-                                        : accumulate<T, 1>;
+    const auto add = block.count == 4   ? accumulate<S, 4>
+                     : block.count == 3 ? accumulate<S, 3>
+                     : block.count == 2 ? accumulate<S, 2>
+                                        : accumulate<S, 1>;
     const int low = int(max(block.low, piece.low)), high = int(min(block.high, piece.high));
-    if (low < high)
-      add(scores_ + block.query * kScores, piece.v + (h * next_head_ + (low - piece.low) * token_) * op_.v_dim,
-          token_ * op_.v_dim, low, high, low == block.low, op_.v_dim, node.o + block.query * tile_.stride, tile_.stride,
-          ahead);
+    if (low >= high) return;
+    const int64_t row = h * next_head_ + (low - piece.low) * token_;
+    if constexpr (kScaled) multiply(block, call_.v_scale + piece.row + row, low, high);
+    add(scores_ + block.query * kScores, piece.v + row * op_.v_dim, token_ * op_.v_dim, low, high, low == block.low,
+        op_.v_dim, node.o + block.query * tile_.stride, tile_.stride, ahead);
   }
 
   // v_dim numbers, of which f gives the pair that begins with the d-th.
@@ -242,11 +273,11 @@ class Run {
   float *const queries_, *const scores_, *const space_;
 };
 
-template <class T>
+template <class T, class S>
 void run(const Call& call, int64_t number, Scratch& scratch) {
   const Task& task = call.tasks[number];
   const Operator& op = *call.op;
-  Run<T> one(call, task, scratch);
+  Run<T, S> one(call, task, scratch);
   Node node = one.compute();
   if (task.split < 0) return one.deliver(node);
   // The nodes of a split lie one behind the other; whoever is last merges them.
@@ -266,6 +297,10 @@ void run(const Call& call, int64_t number, Scratch& scratch) {
   root(tile, nodes.data(), split.tasks);
   one.deliver(nodes[0]);
 }
+
+// By Stored.
+template <class T>
+constexpr std::array<RunTask, kStored> runs = {run<T, T>, run<T, Int8>, run<T, Fp8>};
 
 // The v_dim numbers of a query in a and b, and what they weigh, through f; f's result goes to `to`.
 template <class To, class F>

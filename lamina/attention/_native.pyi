@@ -19,9 +19,12 @@ class Step:
     ) -> Step: ...
 
 class Kernels:
-    """The kernels of one variant and dtype, and their threads. Calls give the GIL back; one computes at a time."""
+    """The kernels of one variant, dtype of queries and of stored numbers ("" = the same), and their threads.
 
-    def __new__(cls, variant: str, dtype: str) -> Kernels: ...
+    Calls give the GIL back; one computes at a time.
+    """
+
+    def __new__(cls, variant: str, dtype: str, stored: str = "") -> Kernels: ...
     def attend(
         self,
         step: Step,
@@ -30,6 +33,8 @@ class Kernels:
         q: int,
         k: int,
         v: int,
+        k_scale: int,
+        v_scale: int,
         o: int,
         lse: int,
         out: int,
@@ -38,9 +43,9 @@ class Kernels:
         """Attention of a step's rows over stored tokens, or over each other.
 
         ``operator``: query heads, KV heads, qk_dim, v_dim, window, scale, softcap, addresses of sinks and slopes (0 =
-        none). k and v: a store's blocks if ``stored``, else the step's rows. All tensors by address, contiguous.
-        Without ``out`` the result goes to o and lse. With it, o and lse hold the stored part, which is merged with the
-        result and the sinks into out.
+        none). k and v: a store's blocks if ``stored``, else the step's rows; k_scale and v_scale: theirs, 0 where they
+        are not of 8 bits. All tensors by address, contiguous. Without ``out`` the result goes to o and lse. With it, o
+        and lse hold the stored part, which is merged with the result and the sinks into out.
         """
 
     def merge(self, o: int, lse: int, left: int, right: int, pairs: int, q_heads: int, v_dim: int) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from lamina.attention import AttentionBackend, Operator
 from lamina.attention.merge import Partial
 from lamina.kv.pool import LayerStore, RowTable
-from lamina.kv.stored import StoredRows, is_scaled
+from lamina.kv.stored import DTYPES, Scales, StoredRows
 
 try:
     from lamina.attention._native import VARIANTS, Kernels, Step
@@ -19,39 +19,38 @@ except ImportError as error:
     ) from error
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+STORED: dict[torch.dtype | None, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> Native:
-    """The backend for stores of ``dtype``, with the best instructions of this CPU."""
+    """The backend for queries of ``dtype``, with the best instructions of this CPU."""
     if device.type != "cpu":
         raise ValueError(f"attention backend 'native' computes on CPUs, not on {device}")
-    if is_scaled(store_dtype):
-        raise ValueError("attention backend 'native' has no kernels for --kv-cache-dtype yet")
-    return Native(dtype)
+    return Native(dtype, store_dtype=store_dtype)
 
 
 class Native(AttentionBackend):
     """See ``AttentionBackend`` for the contract. Computes on torch's number of threads, which are its own."""
 
-    def __init__(self, dtype: torch.dtype, variant: str = VARIANTS[0]) -> None:
+    def __init__(self, dtype: torch.dtype, variant: str = VARIANTS[0], store_dtype: torch.dtype | None = None) -> None:
         """``variant``: one of VARIANTS. Raises ValueError for one that this CPU does not run."""
-        self.kernels = Kernels(variant, NAMES[dtype])
+        self.kernels = Kernels(variant, NAMES[dtype], STORED.get(store_dtype, ""))
 
     def prepare(self, rows: RowTable) -> Step:
         return Step(rows.row, rows.first, rows.count, rows.seen, rows.stop, rows.origin, rows.table, rows.block_size)
 
     def attend_stored(self, op: Operator, prepared: Step, store: LayerStore, q: Tensor) -> Partial:
         out = _empty(op, q)
-        self._attend(op, prepared, True, q, store.k, store.v, out, 0)
+        self._attend(op, prepared, True, q, store.k, store.v, store.scales, out, 0)
         return out
 
     def attend_new(self, op: Operator, prepared: Step, q: Tensor, kv: StoredRows) -> Partial:
         out = _empty(op, q)
-        self._attend(op, prepared, False, q, kv.k, kv.v, out, 0)
+        self._attend(op, prepared, False, q, kv.k, kv.v, kv.scales, out, 0)
         return out
 
     def finish(self, op: Operator, prepared: Step, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor) -> None:
-        self._attend(op, prepared, False, q, kv.k, kv.v, stored, out.data_ptr())
+        self._attend(op, prepared, False, q, kv.k, kv.v, kv.scales, stored, out.data_ptr())
 
     def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
         addresses = parts.o.data_ptr(), parts.lse.data_ptr(), left.data_ptr(), right.data_ptr()
@@ -63,13 +62,23 @@ class Native(AttentionBackend):
         self.kernels.close(*addresses, 0 if sinks is None else sinks.data_ptr(), *shape, out.data_ptr())
 
     def _attend(
-        self, op: Operator, step: Step, stored: bool, q: Tensor, k: Tensor, v: Tensor, part: Partial, out: int
+        self,
+        op: Operator,
+        step: Step,
+        stored: bool,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scales: Scales | None,
+        part: Partial,
+        out: int,
     ) -> None:
         spec = op.spec
         sinks = 0 if op.sinks is None else op.sinks.data_ptr()
         slopes = 0 if op.slopes is None else op.slopes.data_ptr()
         shape = op.q_heads, op.kv_heads, op.qk_dim, op.v_dim, spec.window, spec.scale, spec.softcap, sinks, slopes
-        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), part.o.data_ptr(), part.lse.data_ptr()
+        of_scales = (scales.k.data_ptr(), scales.v.data_ptr()) if scales else (0, 0)
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), *of_scales, part.o.data_ptr(), part.lse.data_ptr()
         self.kernels.attend(step, shape, stored, *addresses, out, torch.get_num_threads())
 
 

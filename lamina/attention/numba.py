@@ -15,21 +15,25 @@ from lamina.attention import AttentionBackend, Operator, numba_kernels
 from lamina.attention.merge import Partial
 from lamina.attention.reference import Reference
 from lamina.kv.pool import LayerStore, RowTable
-from lamina.kv.stored import StoredRows, is_scaled
+from lamina.kv.stored import Scales, StoredRows
 
-BITS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+BITS = {
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.uint16,
+    torch.float16: torch.int16,
+    torch.int8: torch.int8,
+    torch.float8_e4m3fn: torch.uint8,
+}
 THREAD_TOKENS = 4096  # (token, KV head) pairs for which it pays to wake another thread
 
 Array = NDArray[Any]
 
 
 def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> Numba:
-    """The backend for stores of ``dtype``. Its first use on a machine takes some seconds, for compiling."""
+    """The backend for queries of ``dtype``. Its first use on a machine takes some seconds, for compiling."""
     if device.type != "cpu":
         raise ValueError(f"attention backend 'numba' computes on CPUs, not on {device}")
-    if is_scaled(store_dtype):
-        raise ValueError("attention backend 'numba' has no kernels for --kv-cache-dtype yet")
-    return Numba(dtype)
+    return Numba(dtype, store_dtype)
 
 
 class _Prepared:
@@ -53,11 +57,10 @@ class _Prepared:
 class Numba(AttentionBackend):
     """See ``AttentionBackend`` for the contract."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._bits = BITS[dtype]
+    def __init__(self, dtype: torch.dtype, store_dtype: torch.dtype) -> None:
         self._reference = Reference(torch.device("cpu"), _merge)
         self._helpers = ThreadPoolExecutor(thread_name_prefix="lamina-attention")  # starts a thread when it needs one
-        self._compile(dtype)
+        self._compile(dtype, store_dtype)
 
     def prepare(self, rows: RowTable) -> _Prepared:
         return _Prepared(rows, self._reference)
@@ -70,7 +73,8 @@ class Numba(AttentionBackend):
         if len(prepared.tokens):
             scaled = (q.to(torch.float32) * op.spec.scale).numpy()
             slopes = np.empty(0, np.float32) if op.slopes is None else op.slopes.numpy()
-            inputs = (scaled, self._array(store.k), self._array(store.v), *prepared.arrays, slopes)
+            arrays = (_array(store.k), _array(store.v), *_scales(store.scales, 3))
+            inputs = (scaled, *arrays, *prepared.arrays, slopes)
             bounds = prepared.bounds(op.kv_heads, torch.get_num_threads())
             self._run(inputs, np.float32(op.spec.softcap), bounds, (out.o.numpy(), out.lse.numpy()))
         return out
@@ -80,7 +84,7 @@ class Numba(AttentionBackend):
         if prepared.others is not None:
             rows = prepared.other_rows
             out.o[rows], out.lse[rows] = self._reference.attend_new(op, prepared.others, q[rows], kv.pick(rows))
-        arrays, spec = [self._array(x) for x in (q, kv.k, kv.v)], op.spec
+        arrays, spec = (*(_array(x) for x in (q, kv.k, kv.v)), *_scales(kv.scales, 2)), op.spec
         scale, softcap = np.float32(spec.scale), np.float32(spec.softcap)
         numba_kernels.attend_self(*arrays, prepared.arrays[0], scale, softcap, out.o.numpy(), out.lse.numpy())
         return out
@@ -99,17 +103,15 @@ class Numba(AttentionBackend):
         for run in helped:
             run.result()
 
-    def _array(self, stored: Tensor) -> Array:
-        array: Array = stored.view(self._bits).numpy()
-        return array
-
-    def _compile(self, dtype: torch.dtype) -> None:
-        stored = self._array(torch.empty(1, 1, 1, 1, dtype=dtype))
+    def _compile(self, dtype: torch.dtype, store_dtype: torch.dtype) -> None:
+        query, stored = (_array(torch.empty(1, 1, 1, 1, dtype=x)) for x in (dtype, store_dtype))
         numbers, integers = np.empty((1, 1, 1), np.float32), np.empty((1, 1), np.int64)
-        inputs, zero = (numbers, stored, stored, *[integers[0]] * 5, integers, numbers[0, 0]), np.float32(0.0)
+        tensors, zero = (numbers, stored, stored, *_scales(None, 3)), np.float32(0.0)
+        inputs = (*tensors, *[integers[0]] * 5, integers, numbers[0, 0])
         self._run(inputs, zero, [0, 0], (numbers, numbers[0]))
         numba_kernels.merge(np.zeros((2, 1, 1), np.float32), np.zeros((2, 1), np.float32), 0, 1)
-        numba_kernels.attend_self(stored[0], stored[0], stored[0], integers[0, :0], zero, zero, numbers, numbers[0])
+        rows = (query[0], stored[0], stored[0], *_scales(None, 2), integers[0, :0])
+        numba_kernels.attend_self(*rows, zero, zero, numbers, numbers[0])
 
 
 def _merge(left: Partial, right: Partial) -> Partial:
@@ -120,6 +122,17 @@ def _merge(left: Partial, right: Partial) -> Partial:
     numba_kernels.merge(o.numpy(), lse.numpy(), 0, 1)
     o[0, empty], lse[0, empty] = 0.0, float("-inf")
     return Partial(o[0].view_as(left.o), lse[0].view_as(left.lse))
+
+
+def _array(x: Tensor) -> Array:
+    array: Array = x.view(BITS[x.dtype]).numpy()
+    return array
+
+
+def _scales(scales: Scales | None, dims: int) -> tuple[Array, Array]:
+    """Empty ones where there are none."""
+    none: Array = np.empty((0,) * dims, np.float32)
+    return (scales.k.numpy(), scales.v.numpy()) if scales else (none, none)
 
 
 def _empty(op: Operator, q: Tensor) -> Partial:

@@ -1,7 +1,8 @@
 """Decode attention compiled by numba: one pass over the stored K and V, converted in registers, nothing gathered.
 
 A work item is one sequence's KV head. Loops run over tokens or dimensions of one item only, so what an item gets does
-not depend on any other. Stores hold float32, or 16-bit numbers behind integers: bfloat16 as uint16, float16 as int16.
+not depend on any other. Stores hold float32, or other numbers behind integers: bfloat16 as uint16, float16 as int16,
+fp8 as uint8; int8 is itself. Those of 8 bits have scales, which the others replace by an empty array.
 
 ``reassoc`` lets sums be vectorised; NaN and infinities keep their meaning.
 """
@@ -39,6 +40,12 @@ def _widen(_context: Any, x: Any) -> Any:
             return builder.bitcast(builder.shl(builder.zext(value, _INT), ir.Constant(_INT, 16)), _FLOAT)
         if signature.args[0] == types.int16:
             return builder.fpext(builder.bitcast(value, ir.HalfType()), _FLOAT)
+        if signature.args[0] == types.int8:
+            return builder.sitofp(value, _FLOAT)
+        if signature.args[0] == types.uint8:  # the bits of E4M3 are those of a float, too small by 2 ** 120
+            wide = builder.shl(builder.sext(value, _INT), ir.Constant(_INT, 20))
+            small = builder.bitcast(builder.and_(wide, ir.Constant(_INT, 0x87F00000)), _FLOAT)
+            return builder.fmul(small, ir.Constant(_FLOAT, 2.0**120))
         return value
 
     return types.float32(x), generate
@@ -151,6 +158,15 @@ def _softmax(score: Any) -> Any:
 
 
 @_compiled({"contract"})
+def _multiply(score: Any, at: int, scale: Any, block: int, head: int, start: int, stop: int) -> None:
+    """score [G, at ..] *= scale [block, head, start .. stop]; an empty scale is 1."""
+    if len(scale):
+        for g in range(score.shape[0]):
+            for token in range(stop - start):
+                score[g, at + token] *= scale[block, head, start + token]
+
+
+@_compiled({"contract"})
 def merge(o: Any, lse: Any, left: int, right: int) -> None:
     """``merge.merge`` of the parts ``left`` and ``right``, of o [parts, G, Dv] and lse [parts, G], into ``left``."""
     for g in range(o.shape[1]):
@@ -185,13 +201,14 @@ def _root(o: Any, lse: Any, chunks: Any, places: Any) -> None:
 
 @_compiled({"contract"})
 def attend_stored(
-    q: Any, k: Any, v: Any, row: Any, seen: Any, stop_at: Any, first: Any, origin: Any, table: Any, slopes: Any,
-    softcap: Any, begin: int, end: int, out: Any, lse_out: Any,
+    q: Any, k: Any, v: Any, k_scale: Any, v_scale: Any, row: Any, seen: Any, stop_at: Any, first: Any, origin: Any,
+    table: Any, slopes: Any, softcap: Any, begin: int, end: int, out: Any, lse_out: Any,
 ) -> None:  # fmt: skip
     """Work items ``begin .. end``, numbered (sequence, KV head): row ``row[s]`` over ``seen[s] .. stop_at[s]``,
     seen from position ``first[s]``.
 
-    q [R, Hq, D] scaled, k [N, H, size, D], v [N, H, size, Dv], slopes [Hq] or [0], out [R, Hq, Dv], lse_out [R, Hq].
+    q [R, Hq, D] scaled, k [N, H, size, D], v [N, H, size, Dv], their scales [N, H, size] or [0, 0, 0], slopes
+    [Hq] or [0], out [R, Hq, Dv], lse_out [R, Hq].
     """
     heads, size = k.shape[1], k.shape[2]
     groups, most = q.shape[1] // heads, table.shape[1] * size // CHUNK_TOKENS
@@ -208,6 +225,7 @@ def attend_stored(
                 upto = min(stop, t // size * size + size)
                 block = table[s, (t - origin[s]) // size]
                 _scores(q[row[s], mine], k, block, head, t % size, t % size + upto - t, t - start, score)
+                _multiply(score, t - start, k_scale, block, head, t % size, t % size + upto - t)
                 t = upto
             for g in range(groups):
                 weights = score[g, : stop - start]
@@ -223,6 +241,7 @@ def attend_stored(
             while t < stop:
                 upto = min(stop, t // size * size + size)
                 block = table[s, (t - origin[s]) // size]
+                _multiply(score, t - start, v_scale, block, head, t % size, t % size + upto - t)
                 _accumulate(score, t - start, v, block, head, t % size, t % size + upto - t, o[parts])
                 t = upto
             chunks[parts] = chunk
@@ -235,10 +254,12 @@ def attend_stored(
 
 
 @_compiled({"contract", "reassoc"})
-def attend_self(q: Any, k: Any, v: Any, rows: Any, scale: Any, softcap: Any, out: Any, lse_out: Any) -> None:
+def attend_self(
+    q: Any, k: Any, v: Any, k_scale: Any, v_scale: Any, rows: Any, scale: Any, softcap: Any, out: Any, lse_out: Any
+) -> None:
     """The rows ``rows``, each over itself alone: o is v, lse is the score.
 
-    q [R, Hq, D], k [R, H, D], v [R, H, Dv] as stored, out [R, Hq, Dv], lse_out [R, Hq].
+    q [R, Hq, D], k [R, H, D], v [R, H, Dv] as stored, their scales [R, H] or [0, 0], out [R, Hq, Dv], lse_out [R, Hq].
     """
     groups = q.shape[1] // k.shape[1]
     for r in rows:
@@ -246,8 +267,12 @@ def attend_self(q: Any, k: Any, v: Any, rows: Any, scale: Any, softcap: Any, out
             score = _f32(0.0)
             for i in range(q.shape[2]):
                 score += scale * _widen(q[r, h, i]) * _widen(k[r, h // groups, i])
+            unit = _f32(1.0)
+            if len(k_scale):
+                score *= k_scale[r, h // groups]
+                unit = v_scale[r, h // groups]
             if softcap > 0:
                 score = softcap * _f32(math.tanh(score / softcap))
             lse_out[r, h] = score
             for i in range(v.shape[2]):
-                out[r, h, i] = _widen(v[r, h // groups, i])
+                out[r, h, i] = _widen(v[r, h // groups, i]) * unit
