@@ -32,9 +32,10 @@ from torch import Tensor
 from lamina.attention import BACKENDS, AttentionBackend, Operator, get
 from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.spec import AttentionSpec
+from lamina.config import KV_CACHE_DTYPES
 from lamina.kv.blocks import BlockTables
 from lamina.kv.pool import LayerStore, allocate, row_table, write_index
-from lamina.kv.stored import StoredRows
+from lamina.kv.stored import as_stored, dequantise, head_bytes, stored_dtype
 from lamina.workers.stepplan import New, Rows, StepPlan
 
 CPU = torch.device("cpu")
@@ -62,7 +63,9 @@ class Problem:
             qk_dim=args.head_dim,
             v_dim=args.head_dim,
         )
-        self.stored_bytes = 2 * args.batch * args.context * args.kv_heads * args.head_dim * self.dtype.itemsize
+        self.kv_dtype = stored_dtype(args.kv_cache_dtype, self.dtype)
+        self.stored_heads = args.batch * args.context * args.kv_heads  # of tokens
+        self.stored_bytes = self.stored_heads * head_bytes(args.head_dim, args.head_dim, self.kv_dtype)
         generator = torch.Generator().manual_seed(0)
         shape = args.batch, args.kv_heads, args.head_dim
         self.q = torch.randn(args.batch, args.heads, args.head_dim, generator=generator).to(self.dtype)
@@ -88,10 +91,13 @@ class Problem:
         args = self.args
         blocks = args.batch * (-(-args.context // args.block_size) + 1)
         dims = args.head_dim, args.head_dim
-        store = allocate(blocks, args.kv_heads, args.block_size, *dims, dtype=self.dtype, device=CPU)
-        for x in store.k, store.v:
+        store = allocate(blocks, args.kv_heads, args.block_size, *dims, dtype=self.kv_dtype, device=CPU)
+        for x in store.k, store.v, *(store.scales or ()):
             flat = x[:-1].view(-1)
-            some = torch.randn(min(flat.numel(), 1 << 20), generator=generator).to(self.dtype)
+            some = torch.randn(min(flat.numel(), 1 << 20), generator=generator)
+            if store.scales is not None:  # of the same size as without scales
+                some = (some * 40).round() if x.dtype == torch.int8 else some.abs() / 40 if x.dim() == 3 else some * 40
+            some = some.clamp(-127, 127).to(x.dtype)
             for start in range(0, flat.numel(), some.numel()):
                 part = flat[start : start + some.numel()]
                 part.copy_(some[: part.numel()])
@@ -102,10 +108,12 @@ class Problem:
         store, args = self.layers[layer], self.args
         ids = torch.from_numpy(self.table.table[:, : -(-args.context // args.block_size)].copy())
 
-        def gather(x: Tensor) -> Tensor:
-            return x[ids].transpose(1, 2).flatten(2, 3)[:, :, : args.context].contiguous()
+        def gather(x: Tensor, scale: Tensor | None) -> Tensor:
+            found = dequantise(x[ids], None if scale is None else scale[ids]).to(self.dtype)
+            return found.transpose(1, 2).flatten(2, 3)[:, :, : args.context].contiguous()
 
-        return gather(store.k), gather(store.v)
+        scales = store.scales or (None, None)
+        return gather(store.k, scales[0]), gather(store.v, scales[1])
 
 
 class Competitor(NamedTuple):
@@ -119,7 +127,7 @@ class Competitor(NamedTuple):
 def lamina(problem: Problem, backend: AttentionBackend) -> Competitor:
     """A memory worker's work for one layer of a step."""
     op, rows, at = problem.op, problem.table, problem.at
-    q, kv, out = problem.q, StoredRows(problem.k, problem.v), torch.empty_like(problem.q)
+    q, out = problem.q, torch.empty_like(problem.q)
     clock = time.perf_counter
 
     def turn(layer: int) -> dict[str, float]:
@@ -128,6 +136,7 @@ def lamina(problem: Problem, backend: AttentionBackend) -> Competitor:
         prepare = clock() - start
         found, stored = seconds(lambda: backend.attend_stored(op, prepared, store, q))
         start = clock()
+        kv = as_stored(problem.k, problem.v, problem.kv_dtype)
         store.write(at, kv)
         append, start = clock() - start, clock()
         backend.finish(op, prepared, stored, q, kv, out)
@@ -141,22 +150,24 @@ def lamina(problem: Problem, backend: AttentionBackend) -> Competitor:
 
 def read_limit(problem: Problem) -> Competitor:
     """As many bytes of K and V as attention reads, from end to end."""
-    threads, half = problem.args.threads, problem.stored_bytes // 2
+    threads, heads = problem.args.threads, problem.stored_heads
     try:
         from lamina.attention.native import Native
 
         kernels = Native(problem.dtype).kernels
 
-        def read(x: Tensor) -> None:
-            kernels.read(x.data_ptr(), half, threads)
+        def read(x: Tensor, nbytes: int) -> None:
+            kernels.read(x.data_ptr(), nbytes, threads)
     except ImportError:
 
-        def read(x: Tensor) -> None:
-            x.view(-1).view(torch.int64)[: half // 8].max()
+        def read(x: Tensor, nbytes: int) -> None:
+            x.view(-1).view(torch.int64)[: nbytes // 8].max()
 
     def both(store: LayerStore) -> None:
-        read(store.k)
-        read(store.v)
+        for x in store.k, store.v:
+            read(x, heads * x.shape[3] * x.itemsize)
+        for scale in store.scales or ():
+            read(scale, heads * scale.itemsize)
 
     return Competitor(lambda layer: seconds(lambda: both(problem.layers[layer]))[0], lambda: torch.empty(0))
 
@@ -186,7 +197,7 @@ def competitors(problem: Problem) -> tuple[dict[str, Competitor], dict[str, str]
     found = {"read": read_limit(problem)}
     missing: dict[str, str] = {}
     for name in args.backend.split(","):
-        found[name] = lamina(problem, get(name, CPU, problem.dtype))
+        found[name] = lamina(problem, get(name, CPU, problem.dtype, problem.kv_dtype))
     if args.peers:
         found["sdpa_folded"] = torch_sdpa(problem, folded=True)
         found["sdpa"] = torch_sdpa(problem, folded=False)
@@ -302,6 +313,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of stored K and V")
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--grow", type=int, default=512, help="tokens by which sequences grew in turns")
     parser.add_argument("--rounds", type=int, default=15)

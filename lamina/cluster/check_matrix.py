@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from lamina.config import EngineConfig, flag
+from lamina.config import KV_CACHE_DTYPES, EngineConfig, flag
 from lamina.kv.partition import PARTITIONS
 
 
@@ -46,6 +46,7 @@ class Setting:
 BASE_OPTIONS: dict[str, Any] = {
     "transport": "loopback", "memory_workers": 1, "dtype": "float32", "prefill_chunk": 32, "max_num_seqs": 4
 }  # fmt: skip
+BASE_STORE = EngineConfig.kv_cache_dtype
 OTHERS = [name for name in PARTITIONS if name != EngineConfig.partition]
 BASE = Setting("base", Exactness.TOKEN_EQUAL)
 FIXED = Setting("deterministic", Exactness.TOKEN_EQUAL, BASE, {"deterministic": True})
@@ -73,6 +74,7 @@ def quick(attention: Sequence[str]) -> list[Setting]:
         _ranks(transport="shm", memory_workers=4),
         _ranks(pipeline=3),
         *(_bounded("attention", attention=name) for name in attention[-1:]),
+        *_stored("int8"),
         _rounded("bfloat16"),
     ]
 
@@ -105,6 +107,7 @@ def whole(attention: Sequence[str], gemm: Sequence[str], transports: Sequence[st
         *(Setting("pipeline", Exactness.TOKEN_EQUAL, BASE, {"pipeline": n}) for n in (2, 3)),
         *(Setting("prefill chunk", Exactness.TOKEN_EQUAL, BASE, {"prefill_chunk": n}) for n in (5, 512)),
         *(s for name in attention for s in _backend(name)),
+        *(s for name in KV_CACHE_DTYPES if name != BASE_STORE for s in _stored(name)),
         *(_bounded("linear layers", gemm=name) for name in gemm),
         *(_rounded(name) for name in ("bfloat16", "float16")),
     ]  # fmt: skip
@@ -146,6 +149,13 @@ def _backend(name: str) -> tuple[Setting, Setting]:
     whole = _bounded("attention", attention=name)
     split = {**whole.options, "memory_workers": 3, "overlap": False}
     return whole, Setting("attention", Exactness.BITWISE, whole, split)
+
+
+def _stored(name: str) -> tuple[Setting, Setting]:
+    """Stored numbers of 8 bits are within a bound of the reference's, and the same bits however the work is split."""
+    whole = Setting("kv cache dtype", Exactness.BOUNDED, None, {"kv_cache_dtype": name})
+    split = {**whole.options, "memory_workers": 3, "partition": "token", "overlap": False}
+    return whole, Setting("kv cache dtype", Exactness.BITWISE, whole, split)
 
 
 def _rounded(dtype: str) -> Setting:

@@ -99,7 +99,7 @@ def would_start(model: str, config: EngineConfig) -> str:
 
 
 def _check_names(config: EngineConfig) -> None:
-    from lamina.attention import BACKENDS
+    from lamina.attention import BACKENDS, check_store
     from lamina.gemm import BACKENDS as LINEAR
 
     try:
@@ -112,6 +112,7 @@ def _check_names(config: EngineConfig) -> None:
     ):
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+    check_store(config.attention, config.kv_cache_dtype)
 
 
 def _kv_heads(config: Any) -> int:
