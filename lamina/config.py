@@ -24,6 +24,7 @@ _ACCEPTED = {
 }
 MEASURED = "measured"
 MOST_THREADS = 1024
+MOST_WORKERS = 1024
 PLACEMENTS = ("pack", "spread")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")  # of kv.stored, which imports torch
@@ -120,9 +121,12 @@ class EngineConfig:
         ):  # fmt: skip
             if getattr(self, name) < low:
                 raise ValueError(f"{flag(name)} must be at least {low}, not {getattr(self, name)}")
-        for name in ("compute_threads", "memory_threads"):
-            if getattr(self, name) > MOST_THREADS:
-                raise ValueError(f"{flag(name)} must be at most {MOST_THREADS}, not {getattr(self, name)}")
+        for name, most in (
+            ("memory_workers", MOST_WORKERS), ("compute_workers", MOST_WORKERS), ("prefill_workers", MOST_WORKERS),
+            ("compute_threads", MOST_THREADS), ("memory_threads", MOST_THREADS),
+        ):  # fmt: skip
+            if getattr(self, name) > most:
+                raise ValueError(f"{flag(name)} must be at most {most}, not {getattr(self, name)}")
         for name in ("start_timeout_s", "step_timeout_s"):
             if not 0.0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{flag(name)} must be a positive number of seconds, not {getattr(self, name)}")
@@ -218,6 +222,8 @@ class EngineConfig:
     def _check_pipeline(self) -> None:
         if self.pipeline != "auto" and (isinstance(self.pipeline, str) or self.pipeline < 1):
             raise ValueError(f"--pipeline must be at least 1, or auto, not {self.pipeline}")
+        if self.most_batches > MOST_WORKERS + 1:
+            raise ValueError(f"--pipeline must be at most {MOST_WORKERS + 1}, not {self.pipeline}")
         if self.pipeline != "auto" and self.compute_workers not in (1, self.replicas):
             raise ValueError(
                 f"--compute-workers {self.compute_workers} is for --pipeline auto; --pipeline {self.pipeline} "

@@ -9,7 +9,7 @@ from lamina.config import EngineConfig
 from lamina.planner.hardware import DEVICES
 
 from .hosts import is_file, read_cluster
-from .placement import Host, Place, place
+from .placement import Host, Place, check_kv_memory, place
 from .remote import any_port
 from .words import counted
 
@@ -26,6 +26,7 @@ def cluster_plan(model: str, config: EngineConfig) -> str:
     hosts = planned_hosts(config.ray_address)
     wanted = {"compute": config.num_compute, "prefill": config.prefill_workers, "memory": config.memory_workers}
     places = place(hosts, wishes(config, wanted), config.placement)
+    check_kv_memory(places, config.kv_bytes())
     weights, token = _sizes(model, config)
     workers = counted(config.num_compute, "compute worker")
     if config.prefill_workers:

@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if not prompts:
         raise ValueError("no prompt: give --prompt TEXT or --prompt-file FILE")
     if args.dry_run:
-        return _dry_run(args.model, config, prompts)
-    tokenizer = _tokenizer(args.model, config, prompts)
+        return _dry_run(args.model, config, prompts, params.max_tokens)
+    tokenizer = _tokenizer(args.model, config, prompts, params.max_tokens)
     from lamina.llm import LLM
 
     with LLM(args.model, tokenizer=tokenizer, progress=sys.stderr.isatty(), **dataclasses.asdict(config)) as llm:
@@ -101,20 +101,29 @@ def _read_prompts(path: str | None) -> list[str]:
     return [line for line in text.splitlines() if line.strip()]
 
 
-def _tokenizer(model: str, config: EngineConfig, prompts: list[str]) -> Any:
+def _tokenizer(model: str, config: EngineConfig, prompts: list[str], max_tokens: int | None) -> Any:
     """The model's, once it is known that the prompts will do: that takes seconds less than a start."""
-    from .preflight import check_prompts, stated_limit
+    from .preflight import stated_limit
 
-    return check_prompts(model, config, prompts, stated_limit(model, config))
+    return _checked(model, config, prompts, max_tokens, stated_limit(model, config))
 
 
-def _dry_run(model: str, config: EngineConfig, prompts: list[str]) -> int:
-    from .preflight import check, check_prompts, would_start
+def _dry_run(model: str, config: EngineConfig, prompts: list[str], max_tokens: int | None) -> int:
+    from .preflight import check, would_start
 
-    check_prompts(model, config, prompts, check(model, config))
+    _checked(model, config, prompts, max_tokens, check(model, config))
     print(would_start(model, config))
     print(f"would complete {counted(len(prompts), 'prompt')}")
     return 0
+
+
+def _checked(model: str, config: EngineConfig, prompts: list[str], max_tokens: int | None, limit: int) -> Any:
+    from .preflight import check_prompts, what_is_cut
+
+    tokenizer = check_prompts(model, config, prompts, limit)
+    if max_tokens is not None and (note := what_is_cut(tokenizer, prompts, max_tokens, limit)):
+        print(f"lamina-launch generate: {note}", file=sys.stderr)
+    return tokenizer
 
 
 def _print_json(output: RequestOutput) -> None:

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 from importlib import import_module
 
 from lamina import __version__
@@ -29,7 +32,7 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 = done, 1 = a worker was lost, 2 = bad input (one line on stderr), 130 = interrupted, 141 = nobody
-    reads the output any more.
+    reads the output any more, 143 = SIGTERM.
     """
     try:
         try:
@@ -61,7 +64,8 @@ def _guarded(run: object, args: argparse.Namespace) -> int:
     from lamina.engine.members import WorkerError
 
     try:
-        status: int = run(args)  # type: ignore[operator]
+        with _ended_by_sigterm():
+            status: int = run(args)  # type: ignore[operator]
     except BrokenPipeError:
         raise
     except (ValueError, OSError, ImportError) as e:
@@ -74,6 +78,23 @@ def _guarded(run: object, args: argparse.Namespace) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return status
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends a command like Ctrl-C does: its workers are told, instead of finding out."""
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _one_line(error: Exception) -> str:

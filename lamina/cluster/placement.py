@@ -52,6 +52,16 @@ def place(hosts: Sequence[Host], wanted: dict[str, tuple[int, str, str]], placem
     return chosen
 
 
+def check_kv_memory(places: dict[str, list[Place]], kv_bytes: int) -> None:
+    """Raises ValueError where the room for KV is to be chosen (0 bytes) for a host that nobody measures: a compute
+    worker does, for its own.
+    """
+    measured = [p.host.address for p in places.get("compute", [])][:1]
+    elsewhere = [p.host.address for p in places.get("memory", []) if measured and p.host.address not in measured]
+    if elsewhere and not kv_bytes:
+        raise ValueError(f"--kv-memory auto is for one host: say what a worker takes on {elsewhere[0]}, such as 4GiB")
+
+
 def _next(
     ordered: Sequence[Host], trait: str, taken: dict[str, dict[str, float]], even: Sequence[Place]
 ) -> Place | None:

@@ -38,6 +38,7 @@ def check(model: str, config: EngineConfig) -> int:
                 f"use {' or '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
             )
         PARTITIONS[config.partition]([heads // config.tensor_parallel_size], config.of_rank(config.weights, 0), 1)
+    _check_kv(found, config, config.max_model_len or limit)
     if elsewhere:
         return config.max_model_len or limit
     _check_cores(config)
@@ -84,6 +85,17 @@ def check_prompts(model: str, config: EngineConfig, prompts: Sequence[str], limi
     return tokenizer
 
 
+def what_is_cut(tokenizer: Any, prompts: Sequence[str], max_tokens: int, limit: int) -> str:
+    """What to say of ``max_tokens`` that not all of the prompts leave room for; "" where they do."""
+    longest = max(len(tokenizer(prompt, verbose=False)["input_ids"]) for prompt in prompts)
+    if longest + max_tokens <= limit:
+        return ""
+    return (
+        f"--max-tokens {max_tokens} is cut to {limit - longest} behind a prompt of {longest} tokens: a sequence has "
+        f"at most {limit} (--max-model-len)"
+    )
+
+
 def would_start(model: str, config: EngineConfig) -> str:
     """The workers of a run, in words."""
     if config.ray_address:
@@ -101,7 +113,9 @@ def would_start(model: str, config: EngineConfig) -> str:
 def _check_names(config: EngineConfig) -> None:
     from lamina.attention import BACKENDS, check_store
     from lamina.gemm import BACKENDS as LINEAR
+    from lamina.observe.collect import check_place
 
+    check_place(config.trace)
     try:
         netstack.check_scheme(config.transport)
     except ValueError as e:
@@ -113,6 +127,21 @@ def _check_names(config: EngineConfig) -> None:
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
     check_store(config.attention, config.kv_cache_dtype)
+
+
+def _check_kv(model: Any, config: EngineConfig, max_len: int) -> None:
+    """Raises ValueError where --kv-memory is less than what one sequence takes for certain: a byte for each element,
+    and no more tokens than the narrowest window has. The workers know the rest.
+    """
+    text = model.get_text_config()
+    layers, dim = getattr(text, "num_hidden_layers", 0), getattr(text, "head_dim", 0)
+    window = getattr(text, "sliding_window", None)
+    need = 2 * layers * _kv_heads(model) * (dim or 0) * min(max_len, window or max_len)
+    if 0 < config.kv_bytes() * config.memory_workers < need:
+        raise ValueError(
+            f"--kv-memory {config.kv_memory} on {counted(config.memory_workers, 'memory worker')} cannot hold one "
+            f"sequence of {max_len} tokens, which takes {need} bytes at least: raise it, or lower --max-model-len"
+        )
 
 
 def _kv_heads(config: Any) -> int:

@@ -22,7 +22,7 @@ from lamina.netstack import ChannelError
 from lamina.workers.sealed import SealedSocket
 
 from .hosts import head_address
-from .placement import Host, Place, place
+from .placement import Host, Place, check_kv_memory, place
 from .remote import any_port, connect
 from .token import MODE, offer_token
 from .warden import Warden
@@ -81,6 +81,7 @@ class RayLauncher:
         self._wardens: dict[tuple[str, int], Any] = {}
         try:
             self.places = place(hosts_of(ray), wishes(config, wanted), config.placement)
+            check_kv_memory(self.places, config.kv_bytes())
             for role, places in self.places.items():
                 for index, at in enumerate(places):
                     self._wardens[role, index] = self._warden(at)

@@ -29,8 +29,7 @@ class Tracer:
         self._clocks: dict[str, ClockOffset] = {}
         self._spans: list[Span] = []
         self._dropped: dict[str, int] = {}
-        if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK | os.X_OK)):
-            raise ValueError(f"--trace {path}: cannot be written; name a file in a folder that exists")
+        check_place(path)
 
     @property
     def on(self) -> bool:
@@ -65,6 +64,19 @@ class Tracer:
         clock = self._clocks.get(name)
         self._spans += spans(name, trace.records, clock.correction_s if clock else 0.0)
         self._dropped[name] = trace.dropped
+
+
+def check_place(path: str) -> None:
+    """Raises ValueError where a trace could not be written later. Empty = none is wanted."""
+    if not path:
+        return
+    existed = os.path.lexists(path)
+    try:
+        Path(path).open("ab").close()
+        if not existed:
+            os.unlink(path)
+    except OSError as e:
+        raise ValueError(f"--trace {path} cannot be written: {e.strerror}; name a file in a folder that exists") from e
 
 
 def clock_offset(trips: Sequence[tuple[float, float, float]]) -> ClockOffset:

@@ -89,9 +89,9 @@ class _Server:
     def _set_threads(self) -> None:
         import torch
 
-        wanted = self._start.threads
-        if wanted and wanted != torch.get_num_threads():  # once called, it wakes threads for tiny tensors too
-            torch.set_num_threads(wanted)
+        threads = self._start.threads
+        if threads not in (0, torch.get_num_threads()):  # once called, it wakes threads for tiny tensors too
+            torch.set_num_threads(threads)
 
     def _serve_next(self, worker: MemoryWorker, listener: Listener) -> None:
         try:

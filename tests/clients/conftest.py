@@ -20,7 +20,7 @@ from running import Running  # noqa: E402 - needs the path above
 
 CLIENTS = ("openai-python", "openai-node", "langchain-openai", "litellm", "llm", "lm-eval", "guidellm", "aiperf",
            "vllm bench", "transformers chat", "schemathesis")  # fmt: skip
-INSTALL_S, RUN_S = 1500, 400
+INSTALL_S, RUN_S = 1500, 900
 _tried: set[str] = set()
 _ran: set[str] = set()
 

