@@ -292,6 +292,7 @@ class Pools:
             rank=rank,
             tensor_parallel_size=c.tensor_parallel_size,
             prefill_workers=c.prefill_workers,
+            copies=self._copies(handle),
             block_size=c.block_size,
             kv_bytes=c.kv_bytes(),
             kv_cache_dtype=c.kv_cache_dtype,
@@ -310,6 +311,11 @@ class Pools:
             step_timeout_s=c.step_timeout_s,
             trace=self.tracer.on,
         )
+
+    def _copies(self, handle: WorkerHandle) -> int:
+        """Of the weights on a worker's host, if it is the first one there that has them."""
+        here = [m.handle for m in self._compute + self._prefill if m.handle.place == handle.place]
+        return -(-len(here) // self._config.tensor_parallel_size) if here[0] is handle else 0
 
     def _await_compute(
         self, member: Member, deadline: float, on_progress: Callable[[str, int, int], None]

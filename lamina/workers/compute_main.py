@@ -36,8 +36,8 @@ class _Server(ModelServer):
         start = self.start
         listener = self._listen(RingUrl) if start.replicas > 1 else None
         ranks = self._listen(RankUrl) if start.tensor_parallel_size > 1 else None
-        if not start.replica and not start.rank and self.module is None:
-            self._check_room(start.replicas + start.prefill_workers)
+        if self.module is None:
+            self._check_room(start.copies)
         cut = self.cut()
         group = self._meet(ranks) if ranks else None
         program = collective.bind(cut.program, group) if group else cut.program

@@ -1,8 +1,9 @@
-"""schemathesis against our own /openapi.json: no 500, no hang, wrong requests refused."""
+"""schemathesis against our own /openapi.json, and OpenAI's where it is at hand: no 500, no hang."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,23 +11,37 @@ import httpx
 import pytest
 from running import Running, alive
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000), pytest.mark.usefixtures("client")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(4000), pytest.mark.usefixtures("client")]
+ROUTES = ("/completions", "/chat/completions", "/models", "/models/{model}")  # of OpenAI's, those that are served
+CHECKS = "not_a_server_error,content_type_conformance"
+HANG_S = 60
+OWN_OPERATIONS = 5  # of ours, those that take parameters
 
 
 @pytest.mark.client("schemathesis")
 def test_no_500_and_no_hang(
     server: Running, environment: Callable[..., Path], run: Callable[..., str], tmp_path: Path
 ) -> None:
-    """For LAMINA_FUZZ_S seconds (default 120); the server lives and is idle afterwards."""
+    """LAMINA_FUZZ_CASES cases (default 5000), half of them by OpenAI's description if LAMINA_OPENAPI names its file
+    (YAML or JSON); the server lives and is idle afterwards.
+    """
     program = environment("schemathesis", "schemathesis") / "schemathesis"
     before = alive(server.descendants())
-    checks = "not_a_server_error,response_schema_conformance,content_type_conformance"
-    run(
-        program, "run", f"{server.url}/openapi.json", "--checks", checks, "--request-timeout", "60",
-        "--phases", "examples,coverage,fuzzing", "--max-time", os.environ.get("LAMINA_FUZZ_S", "120"),
-        "--max-examples", "1000", "--seed", "1", "--no-color",
-    )  # fmt: skip
-    with httpx.Client(base_url=server.url, timeout=60) as http:
+    cases, theirs = int(os.environ.get("LAMINA_FUZZ_CASES", "5000")), os.environ.get("LAMINA_OPENAPI", "")
+    specs = [([f"{server.url}/openapi.json", "--checks", f"{CHECKS},response_schema_conformance"], OWN_OPERATIONS)]
+    if theirs:
+        paths = [word for route in ROUTES for word in ("--include-path", route)]
+        specs.append(([theirs, "--url", f"{server.url}/v1", "--checks", CHECKS, *paths], len(ROUTES)))
+    tried = 0
+    for words, operations in specs:
+        said = run(
+            program, "run", *words, "--request-timeout", HANG_S, "--phases", "examples,coverage,fuzzing",
+            "--max-examples", -(-cases // len(specs) // operations), "--seed", 1, "--no-color",
+        )  # fmt: skip
+        tried += sum(int(n.replace(",", "")) for n in re.findall(r"([\d,]+) generated", said))
+    print(f"{tried} cases")
+    assert tried >= cases
+    with httpx.Client(base_url=server.url, timeout=HANG_S) as http:
         assert http.get("/health").status_code == 200
         assert http.get("/load").json()["server_load"] == 0
     assert alive(before) == before

@@ -97,7 +97,7 @@ def test_a_cluster_comes_up_serves_and_goes(hosts: Hosts) -> None:
     assert "started" in hosts.run("cluster", "up", target)
     assert "was up already" in hosts.run("cluster", "up", target)
     assert [line.split()[1] for line in hosts.run("cluster", "status", target).splitlines()] == ["up", "up"]
-    options = ("--memory-workers", "2", "--placement", "spread", "--ray-address", target)
+    options = ("--memory-workers", "2", "--placement", "spread", "--kv-memory", "64MiB", "--ray-address", target)
     planned = hosts.run("generate", MODEL, *ASK, *options, "--dry-run")
     assert [line.split()[0] for line in planned.splitlines()[2:5]] == ["compute-0", "memory-0", "memory-1"]
     here = subprocess.run(
@@ -116,7 +116,7 @@ def test_a_host_that_falls_silent_is_noticed(hosts: Hosts) -> None:
     hosts.run("cluster", "up", target)
     ask = ("--prompt", "import os", "--max-tokens", "1900", "--ignore-eos", "--dtype", "float32")
     with subprocess.Popen(
-        hosts.command("generate", MODEL, *ask, "--memory-workers", "3", "--ray-address", target),
+        hosts.command("generate", MODEL, *ask, "--memory-workers", "3", "--kv-memory", "64MiB", "--ray-address", target),
         cwd=ROOT, env=hosts.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as driver:  # fmt: skip
         assert driver.stdout is not None
