@@ -115,8 +115,9 @@ def test_a_host_that_falls_silent_is_noticed(hosts: Hosts) -> None:
     target = str(hosts.file)
     hosts.run("cluster", "up", target)
     ask = ("--prompt", "import os", "--max-tokens", "1900", "--ignore-eos", "--dtype", "float32")
+    room = ("--kv-memory", "64MiB")
     with subprocess.Popen(
-        hosts.command("generate", MODEL, *ask, "--memory-workers", "3", "--kv-memory", "64MiB", "--ray-address", target),
+        hosts.command("generate", MODEL, *ask, "--memory-workers", "3", *room, "--ray-address", target),
         cwd=ROOT, env=hosts.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as driver:  # fmt: skip
         assert driver.stdout is not None
