@@ -24,9 +24,10 @@ from lamina.attention.cuda_geometry import LEVELS, MOST_TOKENS, Geometry, Varian
 from lamina.attention.cuda_kernels import Argument, CupyKernels, Kernels
 from lamina.attention.merge import CHUNK_TOKENS, Partial
 from lamina.kv.pool import LayerStore, RowTable, WriteIndex
-from lamina.kv.stored import StoredRows, is_scaled
+from lamina.kv.stored import StoredRows
 
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
+STORED: dict[torch.dtype | None, str] = {torch.int8: "Int8", torch.float8_e4m3fn: "Fp8"}
 HEADER = 8  # int32 in front of a step's sequences
 SEQUENCE = ("row", "first", "count", "seen", "stop", "origin")  # struct Sequence of csrc/attention/cuda/step.cuh
 SEQUENCE_INTS = 8
@@ -34,13 +35,11 @@ SEQUENCES_PER_WARP = 32
 
 
 def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> Cuda:
-    """The backend for stores of ``dtype`` on a CUDA device."""
+    """The backend for queries of ``dtype`` on a CUDA device. Stored numbers of 8 bits have the plain core alone."""
     if device.type != "cuda":
         raise ValueError(f"attention backend 'cuda' computes on CUDA devices, not on {device}")
-    if is_scaled(store_dtype):
-        raise ValueError("attention backend 'cuda' has no kernels for --kv-cache-dtype yet")
     try:
-        return Cuda(CupyKernels(device), device, dtype)
+        return Cuda(CupyKernels(device), device, dtype, store_dtype)
     except ImportError as error:
         raise ImportError(f"attention backend 'cuda' cannot be used here: {error}") from error
 
@@ -97,11 +96,14 @@ class Step:
 class Cuda(AttentionBackend):
     """See ``AttentionBackend`` for the contract. To be used on one stream at a time: scratch is shared."""
 
-    def __init__(self, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, kernels: Kernels, device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype | None = None
+    ) -> None:
         self._kernels = kernels
         self._device = device
         self._element = ELEMENTS[dtype]
-        self._common = Variant(element=self._element)  # for kernels that are alike in all variants
+        self._stored = STORED.get(store_dtype, "")
+        self._common = Variant(element=self._element, stored=self._stored)  # for kernels that are alike in all variants
         self._scratch: dict[str, Tensor] = {}
         self._outgrown: list[Tensor] = []  # captured graphs may still use it
 
@@ -134,16 +136,16 @@ class Cuda(AttentionBackend):
         if store.k.shape[0] * op.kv_heads * prepared.block_size >= 1 << 31:
             raise ValueError(f"a store of {store.k.shape[0]} blocks is more than attention backend 'cuda' numbers")
         out = self._empty(op, q)
-        self._attend(op, prepared, True, q, store.k, store.v, out, 0)
+        self._attend(op, prepared, True, q, StoredRows(store.k, store.v, store.scales), out, 0)
         return out
 
     def attend_new(self, op: Operator, prepared: Step, q: Tensor, kv: StoredRows) -> Partial:
         out = self._empty(op, q)
-        self._attend(op, prepared, False, q, kv.k, kv.v, out, 0)
+        self._attend(op, prepared, False, q, kv, out, 0)
         return out
 
     def finish(self, op: Operator, prepared: Step, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor) -> None:
-        self._attend(op, prepared, False, q, kv.k, kv.v, stored, out.data_ptr())
+        self._attend(op, prepared, False, q, kv, stored, out.data_ptr())
 
     def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
         heads, dim = parts.o.shape[1:]
@@ -162,16 +164,16 @@ class Cuda(AttentionBackend):
         """As ``LayerStore.write``, in one launch."""
         _, heads, size, v_dim = store.v.shape
         shape = (np.int32(heads), np.int32(size), np.int32(rows.k.shape[-1]), np.int32(v_dim))
-        tensors = tuple(map(_address, (rows.k, rows.v, at.blocks, at.offsets)))
-        self._launch(
-            self._common, "lamina_append", len(rows.k) * heads, *tensors, *shape, _address(store.k), _address(store.v)
-        )
+        none = (None, None)
+        tensors = tuple(map(_address, (rows.k, rows.v, *(rows.scales or none), at.blocks, at.offsets)))
+        to = tuple(map(_address, (store.k, store.v, *(store.scales or none))))
+        self._launch(self._common, "lamina_append", len(rows.k) * heads, *tensors, *shape, *to)
 
     def _attend(
-        self, op: Operator, step: Step, stored: bool, q: Tensor, k: Tensor, v: Tensor, part: Partial, out: int
+        self, op: Operator, step: Step, stored: bool, q: Tensor, kv: StoredRows, part: Partial, out: int
     ) -> None:
         spec, group = op.spec, op.q_heads // op.kv_heads
-        variant = choose(self._element, op.qk_dim, op.v_dim, step.most_rows * group)
+        variant = choose(self._element, op.qk_dim, op.v_dim, step.most_rows * group, self._stored)
         key = PlanKey(variant, group, op.kv_heads, stored)
         geometry = self._geometry(step, key)
         if key not in step.plans:
@@ -199,7 +201,7 @@ class Cuda(AttentionBackend):
             _address(op.sinks),
             _address(op.slopes),
             np.int32(stored),
-            *map(_address, (q, k, v, part.o, part.lse)),
+            *map(_address, (q, kv.k, kv.v, *(kv.scales or (None, None)), part.o, part.lse)),
             np.uint64(out),
             *map(_address, scratch),
         )

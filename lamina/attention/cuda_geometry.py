@@ -31,6 +31,7 @@ class Variant:
     """One compilation of csrc/attention/cuda/kernels.cu."""
 
     element: str  # float, BFloat16, Half
+    stored: str = ""  # Int8, Fp8; "" = element
     qk_dim: int = 0
     v_dim: int = 0
     columns: int = 0  # of 8 queries; 0 = the plain core, which takes one query and any head size
@@ -68,7 +69,7 @@ class Variant:
 
     def defines(self) -> tuple[str, ...]:
         """Of the compiler's command line."""
-        defined = {"ELEMENT": self.element}
+        defined = {"ELEMENT": self.element, **({"STORED": self.stored} if self.stored else {})}
         if self.columns:
             numbers = (self.qk_dim, self.v_dim, self.columns, self.stages, self.near_levels)
             names = ("KEY_DIM", "VALUE_DIM", "COLUMNS", "STAGES", "NEAR_LEVELS")
@@ -76,7 +77,7 @@ class Variant:
         return tuple(f"-DLAMINA_{name}={value}" for name, value in defined.items())
 
 
-def choose(element: str, qk_dim: int, v_dim: int, queries: int) -> Variant:
+def choose(element: str, qk_dim: int, v_dim: int, queries: int, stored: str = "") -> Variant:
     """The variant for tiles of ``queries`` queries at most, of one sequence and KV head.
 
     Registers decide: a second column of queries fits for head sizes up to 128. Raises ValueError for head sizes that no
@@ -85,8 +86,8 @@ def choose(element: str, qk_dim: int, v_dim: int, queries: int) -> Variant:
     widest = max(qk_dim, v_dim)
     if widest > PLAIN_DIM_MOST:
         raise ValueError(f"attention backend 'cuda' takes head sizes up to {PLAIN_DIM_MOST}, not {widest}")
-    if element == "float" or qk_dim not in HEAD_DIMS or v_dim not in HEAD_DIMS:
-        return Variant(element=element)
+    if stored or element == "float" or qk_dim not in HEAD_DIMS or v_dim not in HEAD_DIMS:
+        return Variant(element=element, stored=stored)
     columns = 2 if queries > 8 and widest <= 128 else 1
     near_levels = 2 if columns == 1 and widest <= 128 else 1
     return Variant(element=element, qk_dim=qk_dim, v_dim=v_dim, columns=columns, near_levels=near_levels)

@@ -9,14 +9,16 @@
 
 namespace lamina::attention::cuda {
 
-// T: of q, k, v and out.
-template <class T>
+// T: of q and out; S: of k and v, which have scales where that is another type.
+template <class T, class S = T>
 struct Call {
   Step step;
   const Plan* plan;
   Operator op;
   bool stored;            // k, v: a LayerStore's blocks, else the step's own rows
-  const T *q, *k, *v;     // q [R, Hq, D]
+  const T* q;             // [R, Hq, D]
+  const S *k, *v;
+  const float *k_scale, *v_scale;  // of each row of k and v, or null
   float *o, *lse;         // results [R, Hq, Dv], [R, Hq]; unless there is `out`: then those of the stored part
   T* out;                 // [R, Hq, Dv]: merged with the stored part and the sinks
   float* nodes;           // [capacity, Hkv, Fragment::kSize]: of tasks that wait for others
@@ -31,14 +33,14 @@ struct View {
 };
 
 // What a core needs of its task.
-template <class T>
+template <class T, class S = T>
 struct Work {
-  const Call<T>& call;
+  const Call<T, S>& call;
   const Task task;
   const Sequence sequence;
   const int kv_head, sequences_queries;
 
-  LAMINA_DEVICE Work(const Call<T>& call, const Task& task, int kv_head)
+  LAMINA_DEVICE Work(const Call<T, S>& call, const Task& task, int kv_head)
       : call(call), task(task), sequence(call.step.sequences[task.sequence]), kv_head(kv_head),
         sequences_queries(sequence.count * call.op.group()) {}
 
@@ -122,9 +124,9 @@ struct Softmax {
 };
 
 // A root, to where the call wants it. `number(q)` and `column(i)` say which query and which of its Dv numbers a lane holds.
-template <class Core, class T, class Node, class Number, class Column>
-LAMINA_DEVICE void deliver(const Work<T>& work, Node& node, int queries, Number number, Column column) {
-  const Call<T>& call = work.call;
+template <class Core, class T, class S, class Node, class Number, class Column>
+LAMINA_DEVICE void deliver(const Work<T, S>& work, Node& node, int queries, Number number, Column column) {
+  const Call<T, S>& call = work.call;
   const int v_dim = call.op.v_dim;
 #pragma unroll
   for (int q = 0; q < Node::kQueries; ++q) {
@@ -148,7 +150,7 @@ LAMINA_DEVICE void deliver(const Work<T>& work, Node& node, int queries, Number 
 }
 
 template <class Core>
-LAMINA_DEVICE void attend(const Call<typename Core::T>& call) {
+LAMINA_DEVICE void attend(const Call<typename Core::T, typename Core::S>& call) {
   using Node = typename Core::Node;
   const Plan& plan = *call.plan;
   const int heads = call.op.kv_heads, tasks = plan.tasks * heads;
@@ -160,7 +162,7 @@ LAMINA_DEVICE void attend(const Call<typename Core::T>& call) {
   Core::prepare(shared_memory());
   for (int t = block(); t < tasks; t += blocks()) {
     const int number = t / heads, head = t % heads;
-    const Work<typename Core::T> work(call, plan.task[number], head);
+    const Work<typename Core::T, typename Core::S> work(call, plan.task[number], head);
     const int queries = work.queries(Core::kQueries);
     const int low = work.low(plan.level), high = work.high(plan.level, Core::kQueries);
     Node node;

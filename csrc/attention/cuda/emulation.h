@@ -44,6 +44,9 @@ inline float to_float(Half x) {
   return x.bits >> 15 ? -y : y;
 }
 
+inline float to_float(Int8 x) { return float(x.number); }
+inline float to_float(Fp8 x) { return from_bits(u32(x.bits & 0x80) << 24 | u32(x.bits & 0x7f) << 20) * 0x1p120f; }
+
 inline void round_to(float& to, float x) { to = x; }
 inline void round_to(BFloat16& to, float x) {
   const u32 bits = to_bits(x);

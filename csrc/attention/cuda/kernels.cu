@@ -3,7 +3,8 @@
 //
 // HARDWARE-UNVERIFIED: compiled for sm_80, sm_90 and sm_100, and run warp by warp on a CPU (emulation.h); not on a GPU.
 //
-// Defined by the compiler's command line: LAMINA_ELEMENT (float, BFloat16, Half); for tensor cores also LAMINA_KEY_DIM,
+// Defined by the compiler's command line: LAMINA_ELEMENT (float, BFloat16, Half), and LAMINA_STORED where k and v are
+// Int8 or Fp8; for tensor cores also LAMINA_KEY_DIM,
 // LAMINA_VALUE_DIM, LAMINA_COLUMNS, LAMINA_STAGES and LAMINA_NEAR_LEVELS. Without these: the plain core, for any head size
 // up to 256.
 #include "attention/cuda/plain.cuh"
@@ -12,10 +13,14 @@
 namespace lamina::attention::cuda {
 
 using Element = LAMINA_ELEMENT;
+#ifndef LAMINA_STORED
+#define LAMINA_STORED LAMINA_ELEMENT
+#endif
+using Stored = LAMINA_STORED;
 #ifdef LAMINA_COLUMNS
 using Core = TensorCore<Element, LAMINA_KEY_DIM, LAMINA_VALUE_DIM, LAMINA_COLUMNS, LAMINA_STAGES, LAMINA_NEAR_LEVELS>;
 #else
-using Core = PlainCore<Element>;
+using Core = PlainCore<Element, Stored>;
 #endif
 
 }  // namespace lamina::attention::cuda
@@ -33,12 +38,12 @@ extern "C" __global__ void __launch_bounds__(32)
 extern "C" __global__ void __launch_bounds__(32)
     lamina_attend(const int* counts, const Sequence* sequences, const int* table, int width, int block_shift,
                   const Plan* plan, int q_heads, int kv_heads, int qk_dim, int v_dim, int window, float scale,
-                  float softcap, const float* sinks, const float* slopes, int stored, const Element* q, const Element* k, const Element* v, float* o,
-                  float* lse, Element* out, float* nodes, u32* counters, float* slots) {
+                  float softcap, const float* sinks, const float* slopes, int stored, const Element* q, const Stored* k,
+                  const Stored* v, const float* k_scale, const float* v_scale, float* o, float* lse, Element* out, float* nodes, u32* counters, float* slots) {
   attend<Core>({{counts, sequences, table, width, block_shift},
                 plan,
                 {q_heads, kv_heads, qk_dim, v_dim, window, scale, softcap, sinks, slopes},
-                stored != 0, q, k, v, o, lse, out, nodes, counters, slots});
+                stored != 0, q, k, v, k_scale, v_scale, o, lse, out, nodes, counters, slots});
 }
 
 // Rows `left` [pairs] of o [N, Hq, Dv] and lse [N, Hq] become their merge with rows `right`. A block for each pair and head.
@@ -67,12 +72,14 @@ extern "C" __global__ void __launch_bounds__(32)
   }
 }
 
-// Row r of k [R, Hkv, D] and v [R, Hkv, Dv] to token offsets[r] of block blocks[r]. A block for each row and head.
+// Row r of k [R, Hkv, D] and v [R, Hkv, Dv], and of their scales [R, Hkv] or null, to token offsets[r] of block blocks[r]. A block for each row and head.
 extern "C" __global__ void __launch_bounds__(32)
-    lamina_append(const Element* k, const Element* v, const i64* block_ids, const i64* offsets, int kv_heads,
-                  int block_size, int qk_dim, int v_dim, Element* k_store, Element* v_store) {
+    lamina_append(const Stored* k, const Stored* v, const float* k_scale, const float* v_scale, const i64* block_ids, const i64* offsets, int kv_heads,
+                  int block_size, int qk_dim, int v_dim, Stored* k_store, Stored* v_store, float* k_scales,
+                  float* v_scales) {
   const int r = block() / kv_heads, head = block() % kv_heads;
   const i64 to = (block_ids[r] * kv_heads + head) * block_size + offsets[r], from = block();
   for (int d = lane(); d < qk_dim; d += kLanes) k_store[to * qk_dim + d] = k[from * qk_dim + d];
   for (int d = lane(); d < v_dim; d += kLanes) v_store[to * v_dim + d] = v[from * v_dim + d];
+  if (k_scale && lane() == 0) k_scales[to] = k_scale[from], v_scales[to] = v_scale[from];
 }

@@ -1,13 +1,14 @@
-// The core for everything that tensor cores do not take: fp32, and head sizes other than the multiples of 8 from 64 on. One query a
-// tile; a lane scores a token, then holds every 32nd number of o. Made to be right, not fast.
+// The core for everything that tensor cores do not take: fp32, stored numbers of 8 bits, and head sizes other than the
+// multiples of 8 from 64 on. One query a tile; a lane scores a token, then holds every 32nd number of o. Made to be right, not fast.
 #pragma once
 #include "attention/cuda/attend.cuh"
 
 namespace lamina::attention::cuda {
 
-template <class T_>
+template <class T_, class S_ = T_>
 struct PlainCore {
   using T = T_;
+  using S = S_;
   static constexpr int kNearLevels = 0, kQueries = 1, kPipelineBytes = 0;
 
   using Node = Fragment<1, 256 / kLanes>;
@@ -18,7 +19,7 @@ struct PlainCore {
 
   // As TensorCore::run.
   template <class Done>
-  LAMINA_DEVICE static void run(const Work<T>& work, char*, int low, int high, Node& node, Done done) {
+  LAMINA_DEVICE static void run(const Work<T, S>& work, char*, int low, int high, Node& node, Done done) {
     const Score scored(work.call.op);
     const View view = work.view(0, low, high);
     const T* const query = work.call.q + work.row(0) * work.call.op.qk_dim;
@@ -36,8 +37,10 @@ struct PlainCore {
         if (seen)
           for (int d = 0; d < qk_dim; ++d)
             product = fmaf(to_float(query[d]), to_float(work.call.k[i64(row) * qk_dim + d]), product);
+        const float* const k_scale = work.call.k_scale;
+        if (seen && k_scale) product *= k_scale[row];
         const float score = seen ? scored(product, view, at - view.self) : none();
-        add(work.call.v, work.call.op.v_dim, seen, row, score, softmax, node);
+        add(work.call.v, work.call.v_scale, work.call.op.v_dim, seen, row, score, softmax, node);
       }
       const float share = softmax.close(sum(softmax.total), node.lse[0]);
       for (int i = 0; i < Node::kNumbers; ++i) node.o[0][i] *= share;
@@ -48,12 +51,13 @@ struct PlainCore {
 
  private:
   // 32 tokens, one with each lane.
-  LAMINA_DEVICE static void add(const T* values, int v_dim, bool seen, int row, float score, Softmax& softmax,
+  LAMINA_DEVICE static void add(const S* values, const float* scales, int v_dim, bool seen, int row, float score, Softmax& softmax,
                                 Node& node) {
     const float factor = softmax.raise(max(score)), weight = softmax.weight(score);
+    const float scaled = seen && scales ? weight * scales[row] : weight;
     for (int i = 0; i < Node::kNumbers; ++i) node.o[0][i] *= factor;
     for (int t = 0; t < kLanes; ++t) {
-      const float w = shuffle(weight, t);
+      const float w = shuffle(scaled, t);
       const int from = shuffle(seen ? row : -1, t);
       if (from < 0) continue;  // a weight of 0 does not help against NaN
 #pragma unroll

@@ -15,6 +15,7 @@ namespace lamina::attention::cuda {
 template <class T_, int kKeyDim, int kValueDim, int kColumns, int kStages, int kNearLevels_>
 struct TensorCore {
   using T = T_;
+  using S = T_;
   static_assert(kKeyDim % 8 == 0 && kValueDim % 8 == 0 && kStages >= 2);
   static constexpr int kNearLevels = kNearLevels_;
   static constexpr int kTokens = 16, kQueries = 8 * kColumns;

@@ -20,6 +20,13 @@ struct Half {
   u16 bits;
 };
 
+struct Int8 {
+  signed char number;
+};
+struct Fp8 {
+  unsigned char bits;  // E4M3
+};
+
 constexpr int kLanes = 32;
 
 }  // namespace lamina::attention::cuda
@@ -40,6 +47,12 @@ LAMINA_DEVICE float to_float(Half x) {
   float y;
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
   return y;
+}
+
+LAMINA_DEVICE float to_float(Int8 x) { return float(x.number); }
+// Its bits are those of a float, too small by 2 ** 120.
+LAMINA_DEVICE float to_float(Fp8 x) {
+  return __uint_as_float(u32(x.bits & 0x80) << 24 | u32(x.bits & 0x7f) << 20) * 0x1p120f;
 }
 
 LAMINA_DEVICE void round_to(float& to, float x) { to = x; }

@@ -72,5 +72,5 @@ class EmulatedKernels:
             self.launched["tensor"] += 1
 
 
-def emulated(dtype: torch.dtype, device: Device = SMALL, csrc: Path = CSRC) -> Cuda:
-    return Cuda(EmulatedKernels(device, csrc), torch.device("cpu"), dtype)
+def emulated(dtype: torch.dtype, device: Device = SMALL, csrc: Path = CSRC, store: torch.dtype | None = None) -> Cuda:
+    return Cuda(EmulatedKernels(device, csrc), torch.device("cpu"), dtype, store)

@@ -25,6 +25,8 @@ VARIANTS = [
     USUAL,
     Variant(element="float"),
     choose("Half", 128, 128, 64),
+    choose("BFloat16", 128, 128, 4, "Fp8"),
+    pytest.param(choose("Half", 128, 128, 4, "Int8"), marks=pytest.mark.slow),
     pytest.param(choose("Half", 72, 80, 4), marks=pytest.mark.slow),
     pytest.param(choose("BFloat16", 64, 64, 64), marks=pytest.mark.slow),
     pytest.param(choose("BFloat16", 192, 128, 4), marks=pytest.mark.slow),

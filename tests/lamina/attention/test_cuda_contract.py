@@ -26,7 +26,7 @@ SPECS = pytest.mark.parametrize("spec", [{}, contract.WHOLE], ids=["plain", "who
 @pytest.fixture(params=["tensor", pytest.param("plain", marks=pytest.mark.slow)])
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
     """The suite's own functions, over emulated kernels; for tensor cores all its heads have the size 64."""
-    monkeypatch.setattr(contract, "get", lambda name, device, dtype: emulated(dtype))
+    monkeypatch.setattr(contract, "get", lambda name, device, dtype, store=None: emulated(dtype, store=store))
     if request.param == "plain":
         yield torch.float32
         return
@@ -90,24 +90,35 @@ def test_partial_results_are_as_exact_as_fp32(dtype: torch.dtype) -> None:
 
 @SPECS
 def test_heads(dtype: torch.dtype, spec: dict[str, Any]) -> None:
-    contract.test_heads_are_independent_bit_for_bit("", dtype, spec, 8, 4, 16)
+    contract.test_heads_are_independent_bit_for_bit("", dtype, spec, 8, 4, 16, None)
 
 
 @SPECS
 def test_batch_mates(dtype: torch.dtype, spec: dict[str, Any]) -> None:
-    contract.test_batch_mates_are_independent_bit_for_bit("", dtype, spec)
+    contract.test_batch_mates_are_independent_bit_for_bit("", dtype, spec, None)
 
 
 @SPECS
 @pytest.mark.parametrize("stripe", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranges_of_tokens(dtype: torch.dtype, spec: dict[str, Any], stripe: int) -> None:
-    contract.test_ranges_of_tokens_merge_to_the_same_bits("", dtype, spec, 16, stripe)
+    contract.test_ranges_of_tokens_merge_to_the_same_bits("", dtype, spec, 16, stripe, None)
 
 
 @pytest.mark.parametrize("check", [contract.test_nan_stays_where_it_came_from, contract.test_every_stored_token_counts])
 @pytest.mark.parametrize("number", [1, 100])
-def test_tokens(dtype: torch.dtype, check: Callable[[str, int], None], number: int) -> None:
-    check("", number if check is contract.test_nan_stays_where_it_came_from else min(number, 5))
+def test_tokens(dtype: torch.dtype, check: Callable[..., None], number: int) -> None:
+    if check is contract.test_nan_stays_where_it_came_from:
+        check("", number, None)
+    else:
+        check("", min(number, 5))
+
+
+@pytest.mark.parametrize("store", [torch.int8, torch.float8_e4m3fn])
+def test_stored_numbers_of_8_bits(store: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the plain core, whatever the head size."""
+    monkeypatch.setattr(contract, "get", lambda name, device, dtype, store=None: emulated(dtype, store=store))
+    contract.test_scales_of_any_size_and_the_bound_of_the_error("", store)
+    contract.test_nan_stays_where_it_came_from("", 20, store)
 
 
 @pytest.mark.parametrize("dropped", ["window", "softcap", "sinks", "alibi", "scale"])

@@ -18,7 +18,7 @@ from lamina.attention.cuda_kernels import Argument
 from lamina.attention.merge import CHUNK_TOKENS, Partial, finish, merge
 from lamina.kv.blocks import BlockTables
 from lamina.kv.pool import WriteIndex, allocate, row_table, write_index
-from lamina.kv.stored import StoredRows
+from lamina.kv.stored import StoredRows, as_stored
 from lamina.workers.stepplan import New, Rows, StepPlan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "contract"))
@@ -165,6 +165,24 @@ def test_append_writes_where_the_store_does(tables: BlockTables, dims: tuple[int
     assert torch.equal(found.k, want.k)
     assert torch.equal(found.v, want.v)
     assert np.count_nonzero(found.k.numpy()) == k.numel()
+
+
+@needs_gxx
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_append_of_stored_numbers_of_8_bits(tables: BlockTables, dtype: torch.dtype) -> None:
+    backend, rows = emulated(torch.bfloat16, store=dtype), [Rows(0, 120, 20), Rows(2, 1, 1)]
+    tables.apply(StepPlan(step=2, ops=[], rows=rows))
+    at: WriteIndex = write_index(tables, 0, rows, CPU)
+    new = as_stored(torch.randn(21, 3, 20), torch.randn(21, 3, 24), dtype)
+    found, want = (allocate(200, 3, 16, 20, 24, dtype, CPU) for _ in range(2))
+    backend.append(found, at, new)
+    want.write(at, new)
+    for x, y in ((found.k, want.k), (found.v, want.v)):
+        assert torch.equal(x.view(torch.int8), y.view(torch.int8))
+    assert found.scales is not None
+    assert want.scales is not None
+    assert all(torch.equal(x, y) for x, y in zip(found.scales, want.scales, strict=True))
+    assert int((found.scales.k > 0).sum()) == 21 * 3
 
 
 @pytest.mark.parametrize("name", ["cuda", "flashinfer"])
