@@ -22,6 +22,33 @@ def write_wqe(
 def write_word_wqe(index: int, queue: int, remote: tuple[int, int], value: int, flags: int) -> bytes:
     """The 64 bytes of an RDMA WRITE of one 8-byte word that travels in the work request."""
 
+def host_send(channel: int, nbytes: int, timeout_s: float) -> int:
+    """Put a message, whose payload is in its staging, on the Channel of mlx5_channel.h at that address: a status."""
+
+def host_receive(channel: int, timeout_s: float) -> int:
+    """Take the next message of that channel, and release it."""
+
+def serve_nic(
+    ring: int,
+    record: int,
+    completions: int,
+    seen: int,
+    registers: int,
+    alternate: int,
+    number: int,
+    blocks: int,
+    cqes: int,
+    index: int,
+    local: tuple[int, int, int, int],
+    remote: tuple[int, int, int, int],
+    stop: int,
+) -> tuple[int, int, int]:
+    """Be the NIC of a queue whose memory (addresses) is the caller's, until the word at ``stop`` is not 0.
+
+    Registers hold ~0 until they are written; ``index`` is that of the first WQE; ``local`` and ``remote`` are memory
+    regions: key, address as work requests name it, bytes, address here. Counts of what was executed, rung, refused.
+    """  # fmt: skip
+
 class Endpoint:
     """One end of a channel over the software NIC. ``outbound`` and ``inbound`` are (slots, slot_bytes).
 

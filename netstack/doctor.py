@@ -18,6 +18,7 @@ from importlib import import_module
 from pathlib import Path
 
 from . import SCHEMES, open
+from .cuda_driver import NVRTC_SIGNATURES, load, nvrtc_names
 
 MEMLOCK_LEAST = 1 << 30
 MELLANOX = "0x15b3"
@@ -138,6 +139,25 @@ def cuda(machine: Machine) -> Verdict:
     return bool(gpus), f"{len(gpus)} GPUs; {driver}", "" if gpus else "no GPU is visible: see nvidia-smi"
 
 
+def cuda_sharing(machine: Machine) -> Verdict:
+    """Can processes hand each other GPU memory? The driver says so when the transport opens; this is what it needs."""
+    gpus = machine.names("proc/driver/nvidia/gpus")
+    if not gpus:
+        return False, "no NVIDIA GPU", "none needed for shm and tcp"
+    nodes = [n for n in machine.names("dev") if n.startswith("nvidia") and n[6:].isdigit()]
+    if len(nodes) < len(gpus):
+        return False, f"{len(gpus)} GPUs, {len(nodes)} device nodes", "start the container with the NVIDIA runtime"
+    return None, f"{len(gpus)} GPUs", "nvidia-smi topo -p2p rw shows which pairs reach each other; one GPU: start MPS"
+
+
+def nvrtc(_: Machine) -> Verdict:
+    try:
+        load(nvrtc_names(), NVRTC_SIGNATURES)
+    except ImportError as error:
+        return False, str(error), "pip install nvidia-cuda-nvrtc: it compiles the kernels at run time"
+    return True, "loads", ""
+
+
 def cupy(_: Machine) -> Verdict:
     try:
         import_module("cupy")
@@ -187,15 +207,17 @@ def ordered_delivery(machine: Machine) -> Verdict:
 
 RDMA = ("verbs", "mlx5")
 CHECKS: list[tuple[str, tuple[str, ...], Callable[[Machine], Verdict]]] = [
-    ("shared memory", ("shm", "mlx5"), shared_memory),
-    ("loopback interface", ("tcp", *RDMA), tcp_loopback),
-    ("C++ compiler", ("shm", "tcp", "mlx5"), compiler),
+    ("shared memory", ("shm", "auto", "mlx5"), shared_memory),
+    ("loopback interface", ("tcp", "auto", *RDMA), tcp_loopback),
+    ("C++ compiler", ("shm", "tcp", "auto", "mlx5"), compiler),
     ("RDMA device", RDMA, rdma_device),
     ("ConnectX", ("mlx5",), connectx),
     ("verbs device nodes", RDMA, verbs_nodes),
     ("pyverbs", ("verbs",), pyverbs),
     ("locked memory", RDMA, memlock),
-    ("CUDA", ("mlx5",), cuda),
+    ("CUDA", ("cuda", "mlx5"), cuda),
+    ("NVRTC", ("cuda",), nvrtc),
+    ("GPU memory between processes", ("cuda",), cuda_sharing),
     ("CuPy", ("mlx5",), cupy),
     ("GPU memory registration", RDMA, gpu_registration),
     ("doorbell page", ("mlx5",), uar_mapping),

@@ -2,7 +2,8 @@
 
 Compiles the kernels, runs the contract suite of the cuda backends, compares every head size with fp64, replays one CUDA
 graph over growing lengths, and measures attention over stored tokens in bytes per second, next to torch's and
-FlashInfer's. A part that fails is recorded, and the others run: exit status 1. Without a GPU it compiles what it can.
+FlashInfer's. Of the network: the contract over ``cuda``, and mlx5 kernels against software NICs (gpu_network.py). A part
+that fails is recorded, and the others run: exit status 1. Without a GPU it compiles what it can.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import gpu_network
 import numpy as np
 import torch
 from common import record
@@ -59,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "compile": compile_kernels,
         "netstack kernels": netstack,
         "contract": contract,
+        "transport": transport,
+        "network": lambda: gpu_network.network(args.replays),
         "exactness": exactness,
         "graph": lambda: graph(args.replays),
         "memory": memory,
@@ -115,6 +119,11 @@ def compile_kernels() -> Result:
 def netstack() -> Result:
     """The device side of the network: its kernels compile to the instructions that order memory."""
     return pytest("tests/netstack/test_kernels.py", limit_s=60)
+
+
+def transport() -> Result:
+    """The contract of transports over ``cuda``, between two ends on this GPU."""
+    return pytest("-m", "gpu", "tests/contract/test_transports.py", "-k", "cuda", limit_s=120)
 
 
 def contract() -> Result:

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <thread>
 
 #include "netstack/nic_model/end.h"
 
@@ -208,6 +209,83 @@ PyObject* write_word_wqe(PyObject*, PyObject* args) {
   return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&wqe), sizeof wqe);
 }
 
+// As mlx5::Channel lies in memory that this process and a GPU reach.
+mlx5::Channel* channel_at(u64 address) { return reinterpret_cast<mlx5::Channel*>(std::uintptr_t(address)); }
+
+PyObject* host_send(PyObject*, PyObject* args) {
+  u64 address, bytes;
+  double timeout_s;
+  if (!PyArg_ParseTuple(args, "KKd", &address, &bytes, &timeout_s)) return nullptr;
+  mlx5::Channel& c = *channel_at(address);
+  mlx5::Bus bus;
+  mlx5::Status status;
+  Py_BEGIN_ALLOW_THREADS;
+  const u64 tag[mlx5::kTagWords] = {};
+  status = mlx5::wait_slot(bus, c, u64(timeout_s * 1e9));
+  if (status == mlx5::kOk) {
+    c.granted += 1;
+    status = mlx5::publish(bus, c, bytes, tag);
+  }
+  Py_END_ALLOW_THREADS;
+  return PyLong_FromLong(status);
+}
+
+PyObject* host_receive(PyObject*, PyObject* args) {
+  u64 address;
+  double timeout_s;
+  if (!PyArg_ParseTuple(args, "Kd", &address, &timeout_s)) return nullptr;
+  mlx5::Channel& c = *channel_at(address);
+  mlx5::Bus bus;
+  mlx5::Status status;
+  Py_BEGIN_ALLOW_THREADS;
+  mlx5::Header header;
+  const mlx5::u8* payload;
+  status = mlx5::wait_message(bus, c, u64(timeout_s * 1e9));
+  if (status == mlx5::kOk) status = mlx5::take(bus, c, &header, &payload);
+  if (status == mlx5::kOk) {
+    c.released += 1;
+    status = mlx5::report(bus, c);
+  }
+  Py_END_ALLOW_THREADS;
+  return PyLong_FromLong(status);
+}
+
+// A NIC over memory of the caller's, whose doorbells somebody else writes.
+PyObject* serve_nic(PyObject*, PyObject* args) {
+  u64 ring, record, completions, seen, registers, index, stop_at;
+  unsigned number, blocks, cqes, alternate;
+  nic_model::MemoryRegion local{0, 0, 0, nullptr, false, nullptr}, remote{0, 0, 0, nullptr, true, nullptr};
+  unsigned long long local_address, local_bytes, local_at, remote_address, remote_bytes, remote_at;
+  if (!PyArg_ParseTuple(args, "KKKKKIIIIK(IKKK)(IKKK)K", &ring, &record, &completions, &seen, &registers, &alternate,
+                        &number, &blocks, &cqes, &index, &local.key, &local_address, &local_bytes, &local_at,
+                        &remote.key, &remote_address, &remote_bytes, &remote_at, &stop_at))
+    return nullptr;
+  const auto at = [](u64 address) { return reinterpret_cast<std::uint8_t*>(std::uintptr_t(address)); };
+  local.address = local_address, local.bytes = local_bytes, local.at = at(local_at);
+  remote.address = remote_address, remote.bytes = remote_bytes, remote.at = at(remote_at);
+  nic_model::Counters count;
+  Py_BEGIN_ALLOW_THREADS;
+  nic_model::Nic nic({at(ring), reinterpret_cast<std::uint32_t*>(at(record)), at(completions),
+                      reinterpret_cast<std::uint32_t*>(at(seen)), number, blocks, cqes, alternate, index, 0, nullptr,
+                      true},
+                     {}, 1);
+  nic.local.push_back(local);
+  nic.remote.push_back(remote);
+  for (const auto to : {nic_model::State::init, nic_model::State::rtr, nic_model::State::rts}) nic.modify(to);
+  const auto* stop = reinterpret_cast<const u64*>(at(stop_at));
+  u64 known[2] = {mlx5::kNoDoorbell, mlx5::kNoDoorbell};
+  while (!__atomic_load_n(stop, __ATOMIC_ACQUIRE)) {
+    for (unsigned i = 0; i < (alternate ? 2u : 1u); ++i) {
+      const u64 value = __atomic_load_n(reinterpret_cast<const u64*>(at(registers) + i * alternate), __ATOMIC_ACQUIRE);
+      if (value != known[i]) nic.doorbell(i * alternate, known[i] = value);
+    }
+    if (!nic.step()) std::this_thread::yield();
+  }
+  count = nic.count;
+  Py_END_ALLOW_THREADS;
+  return Py_BuildValue("KKK", u64(count.executed), u64(count.doorbells), u64(count.refused));
+}
+
 PyMethodDef endpoint_methods[] = {
     {"reach", endpoint_reach, METH_VARARGS, nullptr},
     {"wait_slot", endpoint_wait_slot, METH_O, nullptr},
@@ -254,6 +332,9 @@ int module_exec(PyObject* module) {
 }
 
 PyMethodDef module_methods[] = {{"inbox_bytes", inbox_bytes, METH_VARARGS, nullptr},
+                                {"host_send", host_send, METH_VARARGS, nullptr},
+                                {"host_receive", host_receive, METH_VARARGS, nullptr},
+                                {"serve_nic", serve_nic, METH_VARARGS, nullptr},
                                 {"write_wqe", write_wqe, METH_VARARGS, nullptr},
                                 {"write_word_wqe", write_word_wqe, METH_VARARGS, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};

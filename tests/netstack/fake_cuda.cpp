@@ -35,7 +35,7 @@ static inline T __ldcg(const T* at) {
 }
 #include "netstack/kernels.cu"
 
-static_assert(sizeof(Memory) == 14 * 8);
+static_assert(sizeof(Memory) == 14 * 8 && sizeof(Mlx5) == 240);
 
 #if defined(WITH_CUDA_H)
 #define uint4 cuda_uint4
