@@ -2,7 +2,7 @@
 
 Compiles the kernels, runs the contract suite of the cuda backends, compares every head size with fp64, replays one CUDA
 graph over growing lengths, and measures attention over stored tokens in bytes per second, next to torch's and
-FlashInfer's. Of the network: the contract over ``cuda``, and mlx5 kernels against software NICs (gpu_network.py). A part
+FlashInfer's. The network: the contract over ``cuda``, and mlx5 kernels against software NICs (gpu_network.py). A part
 that fails is recorded, and the others run: exit status 1. Without a GPU it compiles what it can.
 """
 
