@@ -52,7 +52,7 @@ class EngineConfig:
     )
     transport: str = option(
         "shm",
-        "how the pools talk: shm, tcp, loopback (everything in one process), auto, verbs, mlx5; over Ray auto in "
+        "how the pools talk: shm, tcp, loopback (everything in one process), auto, cuda, verbs, mlx5; over Ray auto in "
         "place of shm",
     )
     memory_addresses: str = option("", "where memory workers listen, one each, by comma; empty = any free place")

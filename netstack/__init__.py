@@ -48,6 +48,7 @@ SCHEMES: dict[str, str] = {
     "tcp": "tcp",
     "cuda": "cuda",
     "mlx5": "mlx5",
+    "mlx5-proxy": "mlx5_proxy",
     "verbs": "verbs",
     "auto": "auto",
     "emulate": "emulate",

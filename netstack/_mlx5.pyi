@@ -65,6 +65,7 @@ class Endpoint:
         epoch: int,
         number: int,
         seed: int,
+        proxied: bool = False,
     ) -> Endpoint: ...
     def reach(self, inbox: Buffer, address: int, key: int) -> None:
         """The peer's inbox, as mapped here, and how its NIC names it. Once, before the first publish."""
@@ -95,5 +96,8 @@ class Endpoint:
 
     def syndrome(self) -> int:
         """The NIC's first error, as the manual numbers them; 0: none."""
+
+    def ring(self, timeout_s: float) -> bool:
+        """Of a proxied endpoint: wait for a doorbell and ring on. False once aborted."""
 
     def abort(self) -> None: ...

@@ -205,20 +205,21 @@ def ordered_delivery(machine: Machine) -> Verdict:
     )
 
 
-RDMA = ("verbs", "mlx5")
+MLX5 = ("mlx5", "mlx5-proxy")
+RDMA = ("verbs", *MLX5)
 CHECKS: list[tuple[str, tuple[str, ...], Callable[[Machine], Verdict]]] = [
-    ("shared memory", ("shm", "auto", "mlx5"), shared_memory),
+    ("shared memory", ("shm", "auto", *MLX5), shared_memory),
     ("loopback interface", ("tcp", "auto", *RDMA), tcp_loopback),
-    ("C++ compiler", ("shm", "tcp", "auto", "mlx5"), compiler),
+    ("C++ compiler", ("shm", "tcp", "auto", *MLX5), compiler),
     ("RDMA device", RDMA, rdma_device),
-    ("ConnectX", ("mlx5",), connectx),
+    ("ConnectX", MLX5, connectx),
     ("verbs device nodes", RDMA, verbs_nodes),
     ("pyverbs", ("verbs",), pyverbs),
     ("locked memory", RDMA, memlock),
-    ("CUDA", ("cuda", "mlx5"), cuda),
+    ("CUDA", ("cuda", *MLX5), cuda),
     ("NVRTC", ("cuda",), nvrtc),
     ("GPU memory between processes", ("cuda",), cuda_sharing),
-    ("CuPy", ("mlx5",), cupy),
+    ("CuPy", MLX5, cupy),
     ("GPU memory registration", RDMA, gpu_registration),
     ("doorbell page", ("mlx5",), uar_mapping),
     ("ordered delivery", RDMA, ordered_delivery),

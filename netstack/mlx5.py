@@ -18,6 +18,8 @@ import secrets
 import select
 import socket
 import struct
+import threading
+import weakref
 from collections.abc import Callable
 from mmap import mmap
 from pathlib import Path
@@ -69,7 +71,9 @@ SYNDROMES = {
 class Mlx5Channel(WatchedChannel):
     """Owns ``sock``, whose peer has passed the handshake, once this returns. Raises OSError when they cannot meet."""
 
-    def __init__(self, sock: socket.socket, peer: str, session: Session, *, listening: bool) -> None:
+    def __init__(
+        self, sock: socket.socket, peer: str, session: Session, *, listening: bool, proxied: bool = False
+    ) -> None:
         outbound, inbound = session.outbound, session.inbound
         if listening:
             outbound, inbound = inbound, outbound
@@ -82,13 +86,17 @@ class Mlx5Channel(WatchedChannel):
             self._staging = memoryview(mmap(-1, _bytes_of(outbound)))
             shapes = (outbound.slots, outbound.slot_bytes), (inbound.slots, inbound.slot_bytes)
             self._endpoint: native.Endpoint | None = native.Endpoint(
-                self._inbox, self._staging, *shapes, session.epoch, self._number, secrets.randbits(64)
+                self._inbox, self._staging, *shapes, session.epoch, self._number, secrets.randbits(64), proxied
             )
             self._meet(self._endpoint, _bytes_of(outbound), *session.keys(listening=listening))
         except BaseException:
             os.close(self._memory)
             raise
         self._sent = 0
+        self._proxied = proxied
+        if proxied:
+            weakref.finalize(self, self._endpoint.abort)  # a channel that nobody closes
+            threading.Thread(target=_ring_on, args=(self._endpoint,), name="mlx5-proxy", daemon=True).start()
 
     def close(self) -> None:
         self._leave("closed the channel")
@@ -118,6 +126,8 @@ class Mlx5Channel(WatchedChannel):
 
     def _end_waits(self) -> None:
         if self._endpoint is not None:
+            if self._proxied:
+                self._endpoint.ring(0.0)  # what was put
             self._endpoint.abort()
 
     def _live(self, operation: str) -> native.Endpoint:
@@ -203,8 +213,15 @@ class Mlx5Channel(WatchedChannel):
         self._lose(f"the NIC reports error {syndrome:#x} ({SYNDROMES.get(syndrome, 'see the mlx5 manual')})")
 
 
+def _ring_on(endpoint: native.Endpoint) -> None:
+    while endpoint.ring(SLICE_S):
+        pass
+
+
 class Mlx5Fabric(BaseFabric):
     scheme = "mlx5"
+    spoken = "mlx5"  # what peers tell each other: who rings is nobody else's business
+    proxied = False  # another thread rings for the one that posts
 
     def listen(self, address: str = "") -> StreamListener:
         place = _endpoint(address or f"{LOCAL}:0")
@@ -218,7 +235,7 @@ class Mlx5Fabric(BaseFabric):
             where = f"{self.scheme}://{place[0]}:{place[1]}"
             raise ChannelError(f"cannot listen at {where}: {error.strerror}; choose another port (0: any)") from error
         listener = StreamListener(
-            sock, self._url(sock.getsockname()), self._key, self.scheme, screen=lambda _: None, welcome=self._welcome
+            sock, self._url(sock.getsockname()), self._key, self.spoken, screen=lambda _: None, welcome=self._welcome
         )
         self._opened.add(listener)
         return listener
@@ -228,7 +245,7 @@ class Mlx5Fabric(BaseFabric):
     ) -> Mlx5Channel:
         deadline = monotonic() + timeout_s
         place = _endpoint(self._address(url))
-        terms = Terms(self.scheme, epoch, outbound, inbound, sealed=True)
+        terms = Terms(self.spoken, epoch, outbound, inbound, sealed=True)
         for geometry in (outbound, inbound):
             if geometry.slot_bytes > SLOT_BYTES_MOST:
                 raise ValueError(f"{url}: slot_bytes is at most {SLOT_BYTES_MOST} here, not {geometry.slot_bytes}")
@@ -257,7 +274,7 @@ class Mlx5Fabric(BaseFabric):
             raise OSError(str(error)) from error
 
     def _channel(self, sock: socket.socket, peer: str, session: Session, *, listening: bool) -> Mlx5Channel:
-        channel = Mlx5Channel(sock, peer, session, listening=listening)
+        channel = Mlx5Channel(sock, peer, session, listening=listening, proxied=self.proxied)
         self._opened.add(channel)
         return channel
 
@@ -316,13 +333,18 @@ def _receive_card(sock: socket.socket) -> tuple[bytes, bytes]:
     return got[: CARD.size], got[CARD.size :]
 
 
-def open_fabric(key: bytes) -> Fabric:
+def check_usable(scheme: str) -> None:
     """Raises ImportError unless the software NIC was asked for: there is no control plane for a real one yet."""
     if os.environ.get(MODEL) != "1":
         devices = sorted(p.name for p in Path("/sys/class/infiniband").glob("mlx5_*"))
         there = f"{', '.join(devices)} is here, but its control plane is not written" if devices else "none is here"
         raise ImportError(
-            f"transport 'mlx5' needs a ConnectX NIC; {there}. Set {MODEL}=1 to run it against the software NIC (same "
-            "host, for tests), or use another transport; `lamina-launch doctor` checks this machine"
+            f"transport '{scheme}' needs a ConnectX NIC; {there}. Set {MODEL}=1 to run it against the software NIC "
+            "(same host, for tests), or use another transport; `lamina-launch doctor` checks this machine"
         )
+
+
+def open_fabric(key: bytes) -> Fabric:
+    """Raises ImportError; see ``check_usable``."""
+    check_usable(Mlx5Fabric.scheme)
     return Mlx5Fabric(key)

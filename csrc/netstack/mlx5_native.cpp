@@ -22,6 +22,7 @@ struct Endpoint {
   PyObject_HEAD
   Py_buffer inbox, staging, peer;  // obj is null until taken
   u64 abort;
+  bool proxied;  // `ring` moves the NIC
   nic_model::End* end;
 };
 
@@ -43,13 +44,14 @@ std::uint32_t ring_blocks(u64 messages, u64 credits) {
 }
 
 PyObject* endpoint_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
-  static const char* names[] = {"inbox", "staging", "outbound", "inbound", "epoch", "number", "seed", nullptr};
+  static const char* names[] = {"inbox", "staging", "outbound", "inbound", "epoch", "number", "seed", "proxied", nullptr};
   PyObject *inbox, *staging;
   mlx5::Slots out, in;
   u64 epoch, seed;
   unsigned number;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO(KK)(KK)KIK", const_cast<char**>(names), &inbox, &staging,
-                                   &out.count, &out.bytes, &in.count, &in.bytes, &epoch, &number, &seed))
+  int proxied = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO(KK)(KK)KIK|p", const_cast<char**>(names), &inbox, &staging,
+                                   &out.count, &out.bytes, &in.count, &in.bytes, &epoch, &number, &seed, &proxied))
     return nullptr;
   for (const mlx5::Slots& slots : {out, in})
     if (slots.count < 1 || slots.count > 1024 || slots.bytes > kMessageMost - sizeof(mlx5::Header))
@@ -65,6 +67,7 @@ PyObject* endpoint_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   }
   nic_model::Shape shape{out, in, number, 0, 0, epoch << 48};
   shape.blocks = shape.cqes = ring_blocks(out.count, in.count);
+  self->proxied = shape.proxied = proxied != 0;
   auto* at = static_cast<std::uint8_t*>(self->inbox.buf);
   nic_model::open_inbox(at, shape.zero);
   try {
@@ -146,7 +149,7 @@ PyObject* endpoint_publish(PyObject* object, PyObject* args) {
     return PyErr_Format(PyExc_ValueError, "publish takes a granted slot, at most its bytes, and a tag of %zu bytes",
                         sizeof words);
   const mlx5::Status status = mlx5::publish(end.bus, c, bytes, words);
-  end.nic.run();
+  if (!self->proxied) end.nic.run();
   return PyLong_FromLong(status);
 }
 
@@ -170,8 +173,26 @@ PyObject* endpoint_release(PyObject* object, PyObject*) {
 PyObject* endpoint_report(PyObject* object, PyObject*) {
   nic_model::End& end = *self_of(object)->end;
   const mlx5::Status status = mlx5::report(end.bus, end.channel);
-  end.nic.run();
+  if (!self_of(object)->proxied) end.nic.run();
   return PyLong_FromLong(status);
+}
+
+PyObject* endpoint_ring(PyObject* object, PyObject* timeout) {
+  const double timeout_s = PyFloat_AsDouble(timeout);
+  if (PyErr_Occurred()) return nullptr;
+  Endpoint* self = self_of(object);
+  const u64 known = self->end->rung();
+  mlx5::Bus bus;
+  bool aborted;
+  Py_BEGIN_ALLOW_THREADS;
+  const u64 start = bus.now_ns(), most = u64(std::min(timeout_s, 1e6) * 1e9);
+  while (!(aborted = bus.load(&self->abort) != 0) && bus.acquire(self->end->mailbox()) == known &&
+         bus.now_ns() - start < most)
+    bus.rest(20'000);
+  Py_END_ALLOW_THREADS;
+  self->end->clerk();
+  self->end->nic.run();
+  return PyBool_FromLong(!aborted);
 }
 
 PyObject* endpoint_syndrome(PyObject* object, PyObject*) {
@@ -296,6 +317,7 @@ PyMethodDef endpoint_methods[] = {
     {"release", endpoint_release, METH_NOARGS, nullptr},
     {"report", endpoint_report, METH_NOARGS, nullptr},
     {"syndrome", endpoint_syndrome, METH_NOARGS, nullptr},
+    {"ring", endpoint_ring, METH_O, nullptr},
     {"abort", endpoint_abort, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -20,7 +20,12 @@ from lamina import netstack
 from lamina.netstack import Channel, Fabric
 from lamina.netstack.fabric import DEATH_NOTICED_S
 
-SCHEMES = [*(s for s in netstack.SCHEMES if s != "loopback"), pytest.param(STAND_IN, marks=pytest.mark.slow)]
+SLOW = ("mlx5-proxy", STAND_IN)
+SCHEMES = [
+    pytest.param(s, marks=pytest.mark.slow if s in SLOW else ())
+    for s in (*netstack.SCHEMES, STAND_IN)
+    if s != "loopback"
+]
 PATTERN = bytes(range(256)) * (GEOMETRY.slot_bytes // 256)
 
 

@@ -66,6 +66,7 @@ class End {
   // What the thread does that rings for a proxied poster: whether there was a doorbell.
   bool clerk() { return mlx5::ring_on(clerk_, proxy_); }
   const mlx5::u64* mailbox() const { return &mailbox_; }
+  mlx5::u64 rung() const { return proxy_.last; }
 
   // The peer's inbox: what its requests name it, and where it is for us.
   void reach(mlx5::Remote peer, std::uint8_t* at, Observer* observer) {
