@@ -158,14 +158,6 @@ def nvrtc(_: Machine) -> Verdict:
     return True, "loads", ""
 
 
-def cupy(_: Machine) -> Verdict:
-    try:
-        import_module("cupy")
-    except ImportError as error:
-        return False, str(error), "pip install cupy-cuda12x (or 13x): it compiles the kernels at run time"
-    return True, "imports", ""
-
-
 def gpu_registration(machine: Machine) -> Verdict:
     """How a NIC gets at GPU memory: dma-buf, else nvidia-peermem."""
     release = tuple(int(n) for n in machine.kernel.split("-")[0].split(".")[:2] if n.isdigit())
@@ -217,9 +209,8 @@ CHECKS: list[tuple[str, tuple[str, ...], Callable[[Machine], Verdict]]] = [
     ("pyverbs", ("verbs",), pyverbs),
     ("locked memory", RDMA, memlock),
     ("CUDA", ("cuda", *MLX5), cuda),
-    ("NVRTC", ("cuda",), nvrtc),
+    ("NVRTC", ("cuda", *MLX5), nvrtc),
     ("GPU memory between processes", ("cuda",), cuda_sharing),
-    ("CuPy", MLX5, cupy),
     ("GPU memory registration", RDMA, gpu_registration),
     ("doorbell page", ("mlx5",), uar_mapping),
     ("ordered delivery", RDMA, ordered_delivery),
