@@ -35,9 +35,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def environment() -> Callable[..., Path]:
-    """(name, requirements) -> the folder of programs of a virtual environment that has them."""
+    """(name, requirements, without) -> the folder of programs of a virtual environment that has them, and not those."""
 
-    def make(name: str, *requirements: str) -> Path:
+    def make(name: str, *requirements: str, without: tuple[str, ...] = ()) -> Path:
         folder = Path(os.environ.get("LAMINA_CLIENTS", ROOT / "build" / "clients")) / name
         done = folder / ".ready"
         if not done.exists():
@@ -49,6 +49,9 @@ def environment() -> Callable[..., Path]:
             )
             if run.returncode:
                 pytest.skip(f"{' '.join(requirements)} cannot be installed: {run.stderr.strip()[-300:]}")
+            if without:
+                drop = [*pip[:3], "uninstall", "--quiet", "--yes", *without]
+                subprocess.run(drop, capture_output=True, timeout=INSTALL_S, check=True)
             done.touch()
         return folder / "bin"
 

