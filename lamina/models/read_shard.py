@@ -18,7 +18,9 @@ _SPREADS = {"MergeModulelist", "Concatenate"}  # what may become of weights as t
 
 
 class CutSlice:
-    """A part of a weight in a file. Read when it is asked for, as ``[...]``."""
+    """A part of a weight in a file. Read when it is asked for, as ``[...]``: mapped where it lies in one piece, else
+    copied.
+    """
 
     def __init__(self, stored: Any, cut: Cut, part: Part) -> None:
         """``stored``: safetensors' slice of the whole weight."""
@@ -29,7 +31,7 @@ class CutSlice:
         spans = self._cut.spans(self._part, shape[self._cut.dim])
         before = (slice(None),) * (len(shape) + self._cut.dim)
         found = [self._stored[(*before, span)] for span in spans]
-        return found[0] if len(found) == 1 else torch.cat(found, self._cut.dim)
+        return found[0].contiguous() if len(found) == 1 else torch.cat(found, self._cut.dim)
 
 
 def read_shard(model: nn.Module, directory: Path, shard: Shard, dtype: torch.dtype) -> None:

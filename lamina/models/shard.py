@@ -141,7 +141,7 @@ def _check_share(model: nn.Module, weights: dict[str, nn.Parameter], shard: Shar
     if own > MOST_OF_SHARE * whole / size:
         raise UnsupportedModelError(
             f"--tensor-parallel-size {size}: by its plan each rank of {type(model).__name__} would have "
-            f"{own / whole:.0%} of the weights: use less ranks"
+            f"{own / whole:.0%} of the weights: use fewer ranks"
         )
 
 

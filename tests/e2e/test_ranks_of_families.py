@@ -114,6 +114,7 @@ def test_ranks_compute_what_the_whole_does_with_a_share_of_the_bytes(family: Fam
         for part in parts:
             own = sum(p.numel() * p.element_size() for p in part.model.parameters())
             assert stored / size <= own <= 1.1 * stored / size, "resident bytes of a rank"
+            assert all(p.is_contiguous() for p in part.model.parameters()), "no page of another rank's is touched"
         programs = [cut(part) for part in parts]
         for rank, program in enumerate(programs):
             assert program.weight_bytes <= 1.1 * whole.weight_bytes / size
