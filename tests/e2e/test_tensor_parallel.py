@@ -37,22 +37,38 @@ def test_tokens_are_those_of_transformers(
     assert tokens == [reference(p, 16) for p in prompts]
 
 
-def test_own_processes_and_more_memory_workers_give_the_same_bits(
-    llama_path: Path, prompts: list[list[int]], caplog: pytest.LogCaptureFixture
+RANKS = {"tensor_parallel_size": 2, "memory_workers": 2, "deterministic": True, "transport": "loopback"}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(llama_path: Path) -> Callable[[list[list[int]]], tuple[Found, Found]]:
+    """What two ranks give, run once."""
+    known: list[tuple[Found, Found]] = []
+
+    def give(prompts: list[list[int]]) -> tuple[Found, Found]:
+        if not known:
+            known.append(outputs(llama_path, prompts, **RANKS))
+        return known[0]
+
+    return give
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"memory_workers": 4, "overlap": False}, {"transport": "shm"}, {"pipeline": 2}, {"pipeline": 3}],
+    ids=lambda o: " ".join(f"{k}={v}" for k, v in o.items()),
+)
+def test_ranks_give_the_same_bits_whatever_is_around_them(
+    options: dict[str, Any], llama_path: Path, prompts: list[list[int]], two_ranks: Any
 ) -> None:
-    options = {"tensor_parallel_size": 2, "deterministic": True}
-    wanted = outputs(llama_path, prompts, transport="loopback", memory_workers=2, **options)
+    """Memory workers, own processes, batches that take turns, replicas."""
+    assert outputs(llama_path, prompts, **{**RANKS, **options}) == two_ranks(prompts)
+
+
+def test_the_log_says_what_each_rank_has(llama_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "lamina"):
-        found = outputs(llama_path, prompts, transport="shm", memory_workers=4, **options)
-    assert found == wanted
-    assert "rank 1: query heads 4..7, KV heads 2..3 of layer 0 on memory worker 1, 3" in caplog.text
-
-
-def test_batches_and_replicas_of_ranks_give_the_same_bits(llama_path: Path, prompts: list[list[int]]) -> None:
-    options = {"tensor_parallel_size": 2, "memory_workers": 2, "deterministic": True, "transport": "loopback"}
-    wanted = outputs(llama_path, prompts, **options)
-    for pipeline in (2, 3):
-        assert outputs(llama_path, prompts, pipeline=pipeline, **options) == wanted
+        outputs(llama_path, [[3]], **{**RANKS, "memory_workers": 4})
+    assert "rank 1: query heads 4..7, KV heads 2..3 of layer 0 on memory worker 1, 3, 0.3 MB of weights" in caplog.text
 
 
 def test_sampling_with_penalties_draws_what_one_rank_does(llama_path: Path, prompts: list[list[int]]) -> None:
