@@ -1,6 +1,6 @@
 """What ranks do together: each has a part of the weights, and all run the same slices in the same order.
 
-Contract, the same for every implementation (tests/contract/test_collectives.py):
+Contract, the same for every implementation (tests/lamina/workers/test_mesh.py):
 
 - All ranks make the same calls in the same order, with tensors of the same shape and dtype; a rank that is out of step
   is found out and raises PeerFault.

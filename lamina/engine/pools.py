@@ -268,7 +268,8 @@ class Pools:
         for member in memory:
             self._members.send(member, AskRate())
         answers = [self._members.wait_for([m], Rate, deadline - time.monotonic(), self._start_limit) for m in memory]
-        rates = [a.read_bytes_s for a in answers]
+        size, rates = config.tensor_parallel_size, [a.read_bytes_s for a in answers]
+        rates = [min(rates[w - w % size :][:size]) for w in range(len(rates))]  # the same for every rank
         weights = weights_of(rates)
         texts = [f"{w:g} ({r / 1e9:.1f} GB/s)" for w, r in zip(weights, rates, strict=True)]
         log.info("--memory-weights measured: %s", ", ".join(texts))
