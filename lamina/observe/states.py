@@ -143,14 +143,23 @@ def _memory(index: Index, device: str, compute: Mapping[str, States], start: flo
         (SCHEDULER, index.time(device, Event.PLAN)),
         (NETWORK, index.time(device, Event.SEND_O, Event.RESERVE)),
     ]
+    replicas = _senders(index, device)
     for event in _SENT_AS:
         by_source: dict[str, list[Span]] = defaultdict(list)
         for s in index.of[device].get(event, []):
-            by_source[f"compute-{max(s.peer, 0)}"].append(s)
+            replica = max(s.peer, 0)
+            by_source[replicas[replica] if replica < len(replicas) else f"compute-{replica}"].append(s)
         for source, waits in by_source.items():
             claims.append((NETWORK, _on_the_way(index, source, device, waits)))
             claims += _blame(union((s.start, s.end) for s in waits), compute.get(source, {}), event)
     return _share_out([(start, end)], *claims)
+
+
+def _senders(index: Index, device: str) -> list[str]:
+    """The compute workers that ``device`` gets Q and KV from, by replica: of several ranks one each."""
+    number = int(device.partition("-")[2])
+    spans = {c: (s for e in _SENT_AS.values() for s in index.of[c].get(e, [])) for c in index.role("compute")}
+    return [c for c, of in spans.items() if any(s.peer == number for s in of)] or index.role("compute")
 
 
 def _on_the_way(index: Index, source: str, device: str, waits: Sequence[Span]) -> Intervals:
