@@ -158,8 +158,11 @@ def _memory(index: Index, device: str, compute: Mapping[str, States], start: flo
 def _senders(index: Index, device: str) -> list[str]:
     """The compute workers that ``device`` gets Q and KV from, by replica: of several ranks one each."""
     number = int(device.partition("-")[2])
-    spans = {c: (s for e in _SENT_AS.values() for s in index.of[c].get(e, [])) for c in index.role("compute")}
-    return [c for c, of in spans.items() if any(s.peer == number for s in of)] or index.role("compute")
+
+    def sends(compute: str) -> bool:
+        return any(s.peer == number for event in _SENT_AS.values() for s in index.of[compute].get(event, []))
+
+    return [c for c in index.role("compute") if sends(c)] or index.role("compute")
 
 
 def _on_the_way(index: Index, source: str, device: str, waits: Sequence[Span]) -> Intervals:

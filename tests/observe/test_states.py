@@ -68,6 +68,18 @@ def one_layer() -> list[Span]:
     ]
 
 
+def test_a_memory_worker_waits_for_the_rank_that_sends_to_it() -> None:
+    """Two ranks of one replica: the second one samples while memory worker 1 waits, the first one does nothing."""
+    spans = [
+        span("compute-0", E.SEND_Q, 0, 1, 0, 0),
+        span("compute-1", E.SAMPLE, 0, 4),
+        span("compute-1", E.SEND_Q, 4, 5, 0, 1),
+        span("memory-0", E.WAIT_Q, 0, 1, 0, 0),
+        span("memory-1", E.WAIT_Q, 0, 5, 0, 0),
+    ]
+    assert lasts(spans, 0, 5)["memory-1"] == {SAMPLING: 4, NETWORK: 1}
+
+
 def test_one_layer_adds_up_by_hand() -> None:
     found = lasts(one_layer(), 0, 40)
     assert found["compute-0"] == {
