@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 from families import FAMILIES
 
 from lamina import LLM, SamplingParams
+from lamina.cluster.launch import main
 from lamina.engine.members import WorkerError
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
@@ -128,3 +130,18 @@ def test_bad_sizes_are_told_in_one_line(options: dict[str, Any], words: str, lla
     with pytest.raises(ValueError, match=words) as error:
         LLM(str(llama_path), transport="loopback", **options)
     assert "\n" not in str(error.value)
+
+
+def test_dry_run_and_explain_know_of_ranks(tiny_lm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    three = ["--tensor-parallel-size", "3", "--memory-workers", "3"]
+    two = ["--tensor-parallel-size", "2"]
+    assert main(["generate", str(tiny_lm), "--dry-run", "--prompt", "x", "--pipeline", "3", *two]) == 0
+    assert "would start 4 compute workers (2 replicas x 2 ranks) and 2 memory workers" in capsys.readouterr().out
+    assert main(["explain", str(tiny_lm), "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert main(["explain", str(tiny_lm), "--json", *two]) == 0
+    part = json.loads(capsys.readouterr().out)
+    assert part["architecture"] == "LlamaForCausalLM (rank 0 of 2)"
+    assert whole["weight_bytes"] / 2 < part["weight_bytes"] < 1.1 * whole["weight_bytes"] / 2
+    assert main(["generate", str(tiny_lm), "--dry-run", "--prompt", "x", *three]) == 2
+    assert "does not divide the model's 4 KV heads: use 1 or 2 or 4" in capsys.readouterr().err
