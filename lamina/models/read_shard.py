@@ -46,13 +46,15 @@ def read_shard(model: nn.Module, directory: Path, shard: Shard, dtype: torch.dty
     loading: Any = model
     with contextlib.ExitStack() as files:
         for file in weight_files(directory):
-            stored = files.enter_context(safe_open(file, framework="pt"))
-            weights |= {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 - it is no mapping
+            # What is mapped stays so; what is copied comes through a mapping of its own, whose pages go at the end.
+            mapped, passing = (files.enter_context(safe_open(file, framework="pt")) for _ in range(2))
+            for name in mapped.keys():  # noqa: SIM118 - it is no mapping
+                weights[name] = mapped.get_slice(name), passing.get_slice(name)
         cut = _Cutter(model, shard, mapping)
         config = LoadStateDictConfig(
             dtype=dtype, dtype_plan=loading._get_dtype_plan(dtype), weight_mapping=mapping, use_safetensors=True
         )
-        sliced = {name: cut(name, stored) for name, stored in weights.items()}
+        sliced = {name: cut(name, *stored) for name, stored in weights.items()}
         info, _ = loading._load_pretrained_model(model, sliced, None, config)
         if wrong := sorted(info.mismatched_keys):
             name, got, expected = wrong[0]
@@ -74,14 +76,15 @@ class _Cutter:
         self._converters = [m for m in mapping if isinstance(m, WeightConverter)]
         self._names = model.state_dict()
 
-    def __call__(self, name: str, stored: Any) -> Any:
+    def __call__(self, name: str, mapped: Any, passing: Any) -> Any:
+        """What to read of a weight; the same in two mappings of its file."""
         from transformers.core_model_loading import rename_source_key
 
         prefix = self._model.base_model_prefix
         target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._names)
         cut = self._shard.cuts.get(target)
         if cut is None:
-            return stored
+            return mapped
         if pattern is not None:
             converter = next(c for c in self._converters if pattern in c.source_patterns)
             if strange := {type(op).__name__ for op in converter.operations} - _SPREADS:
@@ -90,4 +93,5 @@ class _Cutter:
                 )
             if len(converter.source_patterns) == cut.pieces:
                 cut = Cut(cut.dim)  # the pieces are weights of their own
-        return CutSlice(stored, cut, self._shard.part)
+        copied = pattern is not None or cut.pieces > 1 or cut.dim + len(mapped.get_shape()) > 0
+        return CutSlice(passing if copied else mapped, cut, self._shard.part)
