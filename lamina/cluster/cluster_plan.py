@@ -64,7 +64,9 @@ def planned_hosts(address: str) -> list[Host]:
 
 
 def _sizes(model: str, config: EngineConfig) -> tuple[int, int]:
-    """Bytes of a rank's weights, and of a token's K and V in all layers; from the model's configuration alone."""
+    """Bytes of a rank's weights, and of a token's stored K and V in all layers; from the model's configuration alone."""
+    from lamina.kv.stored import head_bytes, stored_dtype
+
     from .explain import plan
 
     _, program = plan(
@@ -76,7 +78,9 @@ def _sizes(model: str, config: EngineConfig) -> tuple[int, int]:
             tensor_parallel_size=config.tensor_parallel_size,
         )
     )
-    return program.weight_bytes, sum(call.kv_bytes for call in program.calls) * config.tensor_parallel_size
+    shapes = [(call.k.shape[0], call.k.shape[-1], call.v.shape[-1], call.k.dtype) for call in program.calls]
+    token = sum(h * head_bytes(k, v, stored_dtype(config.kv_cache_dtype, dtype)) for h, k, v, dtype in shapes)
+    return program.weight_bytes, token * config.tensor_parallel_size
 
 
 def _device(at: Place) -> str:

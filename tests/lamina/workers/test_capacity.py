@@ -7,10 +7,11 @@ import torch
 from memory_peer import bind, shape
 
 from lamina.kv.partition import PARTITIONS
+from lamina.kv.stored import stored_dtype
 from lamina.workers import capacity
 from lamina.workers.capacity import choose_kv_bytes, geometries, kv_geometries, store_bytes, together
 from lamina.workers.memory_step import Step
-from lamina.workers.memory_store import Store
+from lamina.workers.memory_store import DTYPES, Store
 from lamina.workers.stepplan import Free, LayerShape, New, Rows, StepPlan
 
 LAYERS = {
@@ -81,6 +82,26 @@ def test_kv_memory_follows_the_weights() -> None:
     found = [choose_kv_bytes([shape(8, 8)], partition, w, torch.bfloat16, **sizes) for w in (0, 1)]
     assert sum(found) == pytest.approx(sizes["free"] / 4, rel=0.01)
     assert found[0] / found[1] == pytest.approx(3.0, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 2), ("float32", 4)])
+def test_stored_numbers_of_8_bits_give_so_many_times_the_tokens(name: str, dtype: str, most: int) -> None:
+    """Less what the scales take: 8 bytes of a token's 264 in a head of 128."""
+    layers = [shape(16, 8, 128, 128)] * 2
+    for partition in ([1.0], [1.0, 1.0]):
+        blocks = [
+            Store(
+                bind(layers, partition, dtype=dtype, kv_bytes=8 << 20, kv_cache_dtype=kv, max_model_len=256),
+                torch.device("cpu"),
+            ).bound.num_blocks[0]
+            for kv in ("auto", name)
+        ]
+        assert 0.95 * most < blocks[1] / blocks[0] <= most
+    sizes = {"max_len": 4096, "max_num_seqs": 8, "block_size": 32, "free": 1 << 40}
+    split, wire = PARTITIONS["head"]([8, 8], [1.0], 1), DTYPES[dtype]
+    chosen = [choose_kv_bytes(layers, split, 0, stored_dtype(kv, wire), **sizes) for kv in ("auto", name)]
+    assert chosen[0] / chosen[1] == pytest.approx(most * 256 / 264, rel=1e-3)
 
 
 def test_groups_that_several_have_count_once() -> None:
