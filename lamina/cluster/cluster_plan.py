@@ -64,7 +64,7 @@ def planned_hosts(address: str) -> list[Host]:
 
 
 def _sizes(model: str, config: EngineConfig) -> tuple[int, int]:
-    """Bytes of a rank's weights, and of a token's stored K and V in all layers; from the model's configuration alone."""
+    """Bytes of a rank's weights, and of a token's stored K and V in all layers; from the configuration alone."""
     from lamina.kv.stored import head_bytes, stored_dtype
 
     from .explain import plan
