@@ -26,8 +26,8 @@ the number of memory workers, their weights, the partition and overlap (given th
 with --deterministic also for the pipeline and batch mates. token-equal = the greedy tokens of transformers in fp32
 wherever its two best logits lie further apart than ten times the measured logit error; behind a nearer one the
 comparison goes on with the token that Lamina chose, and such ties may be 1 % of all tokens. bounded = the
-log-probabilities err by at most 0.01, or in half precision by at most 4 times what transformers errs in that dtype, or
-with --kv-cache-dtype int8 by 0.5, fp8 by 1.
+log-probabilities err by at most 0.01, or in half precision and with --kv-cache-dtype int8 or fp8 by at most 4 times
+what transformers errs with its numbers rounded in the same way.
 Exit status: 0 = all promises are kept, 1 = one is broken or a worker was lost, 2 = bad input. A setting that this model
 or machine cannot run is listed as refused, with the reason. The model is loaded in fp32, once for transformers and once
 for each compute worker.

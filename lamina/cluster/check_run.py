@@ -11,24 +11,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 from lamina.agreement import ERROR_ALLOWED, Agreement, compare
 from lamina.config import EngineConfig
 from lamina.engine.members import WorkerError
 from lamina.engine.wire import Wire
+from lamina.kv.stored import dequantise, is_scaled, quantise, stored_dtype
 from lamina.llm import LLM
 from lamina.models.load import load
 from lamina.request import RequestOutput, SamplingParams
 from lamina.workers.control import ComputeReady, RunRound, StepDone
 
-from .check_matrix import BASE_OPTIONS, Setting
+from .check_matrix import BASE_OPTIONS, BASE_STORE, Setting
 from .check_verdict import Outcome, Plans, Verdict, failed, judge
 
 # Tokens of the random prompts: several prefill chunks, several chunks of stored tokens, and a single token.
 LENGTHS = (3, 17, 1, 290, 33, 140)
-DTYPE_FACTOR = 4.0  # by which the error of half precision may exceed that of transformers in the same dtype
-STORED_ERROR = {"int8": 0.5, "fp8": 1.0}  # allowed of log-probabilities, by --kv-cache-dtype
+DTYPE_FACTOR = 4.0  # by which the error of narrower numbers may exceed that of transformers with the same rounding
 ALTERNATIVES = 4  # whose log-probabilities are compared too
 
 
@@ -86,13 +86,13 @@ class Check:
         ]
         stats = llm.stats()
         config = llm.engine.config
-        agreement, bound = self._reference.agreement(config.dtype, outputs)
+        agreement, bound = self._reference.agreement(config.dtype, config.kv_cache_dtype, outputs)
         return Outcome(
             completions=[o.outputs[0] for o in outputs],
             plans=wire.plans,
             num_preemptions=llm.engine.scheduler.num_preemptions,
             agreement=agreement,
-            bound=max(bound, STORED_ERROR.get(config.kv_cache_dtype, 0.0)),
+            bound=bound,
             seconds=time.monotonic() - start,
             idle=tuple(n for n, s in stats.items() if n.startswith("memory") and not s["stored_bytes"]),
         )
@@ -166,22 +166,25 @@ class Reference:
         self._full: Any = None  # the model in fp32
         self._known: dict[str, tuple[Agreement, float]] = {}  # by what was generated: most runs give the same
 
-    def agreement(self, dtype: str, outputs: list[RequestOutput]) -> tuple[Agreement, float]:
-        """What lamina.agreement says of ``outputs``, and the bound of their error. In half precision that is
-        DTYPE_FACTOR times the error that transformers itself makes with this dtype on the same tokens.
+    def agreement(self, dtype: str, kv_dtype: str, outputs: list[RequestOutput]) -> tuple[Agreement, float]:
+        """What lamina.agreement says of ``outputs``, and the bound of their error. In half precision, or with stored K
+        and V in 8 bits, that is DTYPE_FACTOR times the error that transformers itself makes on the same tokens, if its
+        numbers are rounded in the same way.
         """
         completions = [(o.prompt_token_ids, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
-        key = repr((dtype, completions))
+        key = repr((dtype, kv_dtype, completions))
         if key not in self._known:
-            self._known[key] = self._compare(dtype, outputs)
+            self._known[key] = self._compare(dtype, kv_dtype, outputs)
         return self._known[key]
 
-    def _compare(self, dtype: str, outputs: list[RequestOutput]) -> tuple[Agreement, float]:
-        if dtype == BASE_OPTIONS["dtype"]:
+    def _compare(self, dtype: str, kv_dtype: str, outputs: list[RequestOutput]) -> tuple[Agreement, float]:
+        full = dtype == BASE_OPTIONS["dtype"]
+        if full:
             self._full = self._full or self._load(dtype)
-            return compare(self._full, outputs), ERROR_ALLOWED
-        model = self._load(dtype)
-        rounded = [_scores(model, o) for o in outputs]
+            if kv_dtype == BASE_STORE:
+                return compare(self._full, outputs), ERROR_ALLOWED
+        model = self._full if full else self._load(dtype)
+        rounded = [_scores(model, o, Rounded(kv_dtype)) for o in outputs]
         model.float()
         own_error = max(float((a - _scores(model, o)).abs().max()) for a, o in zip(rounded, outputs, strict=True))
         return compare(model, outputs), max(ERROR_ALLOWED, DTYPE_FACTOR * own_error)
@@ -192,9 +195,26 @@ class Reference:
         return model
 
 
+class Rounded(DynamicCache):  # type: ignore[misc]
+    """A cache of transformers with K and V as a store of this --kv-cache-dtype keeps them."""
+
+    def __init__(self, kv_dtype: str) -> None:
+        super().__init__()
+        self._kv_dtype = kv_dtype
+
+    def update(self, key_states: Tensor, value_states: Tensor, *more: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """See transformers. K and V [batch, heads, tokens, dim]."""
+        wire = key_states.dtype
+        if is_scaled(dtype := stored_dtype(self._kv_dtype, wire)):
+            key_states, value_states = (dequantise(*quantise(x, dtype)).to(wire) for x in (key_states, value_states))
+        both: tuple[Tensor, Tensor] = super().update(key_states, value_states, *more, **options)
+        return both
+
+
 @torch.inference_mode()
-def _scores(model: Any, output: RequestOutput) -> Tensor:
+def _scores(model: Any, output: RequestOutput, cache: Rounded | None = None) -> Tensor:
     """Log-probabilities [tokens] of what was generated, in fp32."""
     prompt, tokens = output.prompt_token_ids, output.outputs[0].token_ids
-    logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :].float()
+    ids = torch.tensor([prompt + tokens[:-1]])
+    logits = model(ids, past_key_values=cache).logits[0, len(prompt) - 1 :].float()
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
