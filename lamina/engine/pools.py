@@ -18,7 +18,6 @@ from lamina.config import MEASURED, EngineConfig, weights_of
 from lamina.env import cluster_key
 from lamina.observe.collect import ROUND_TRIPS, Tracer
 from lamina.observe.trace import Event, Recorder
-from lamina.workers.capacity import Capacity, of_all_ranks
 from lamina.workers.control import (
     AskClock,
     AskRate,
@@ -39,6 +38,7 @@ from lamina.workers.control import (
     Stats,
     StepDone,
 )
+from lamina.workers.groups import Capacity, of_all_ranks
 
 from .members import Member, Members
 

@@ -1,19 +1,18 @@
-"""What a model and its partition ask of the memory workers, and what these have together."""
+"""What a model and its partition ask of the memory workers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
 from lamina.attention.merge import CHUNK_TOKENS
 from lamina.kv.blocks import Deal
-from lamina.kv.partition import Lanes, Partition, Piece
+from lamina.kv.partition import Partition, Piece
 from lamina.kv.stored import head_bytes
 from lamina.netstack import Geometry
 
-from .stepplan import Bound, LayerShape
+from .stepplan import LayerShape
 
 SLOTS_OF_A_BATCH = 3  # PLAN, Q and KV are in flight together; one more slot so that the next PLAN need not wait
 LEAST_SLOT_BYTES = 1 << 20  # a PLAN or a Bind
@@ -111,46 +110,3 @@ def choose_kv_bytes(
     blocks = -(-max_len // block_size) + 1
     wanted = max(int(parts[worker] * block_size * blocks * max_num_seqs), whole * block_size * blocks)
     return min(wanted, max(int(free / 4 * parts[worker] / sum(parts)), whole * block_size * LEAST_BLOCKS))
-
-
-class Capacity(NamedTuple):
-    """The groups of all memory workers. Where several have the same one, that with the fewest blocks stands for all: a
-    sequence takes as many from each.
-    """
-
-    windows: list[int]
-    lanes: list[Lanes]
-    stripe: int
-    num_blocks: list[int]
-    holders: list[list[int]]  # group -> memory workers
-
-
-def together(bounds: Sequence[Bound], number: Callable[[int], int] = int) -> Capacity:
-    """What the memory workers of one rank, in their order, have said. ``number``: of the order, among all workers."""
-    blocks: dict[tuple[int, Lanes], dict[int, int]] = {}
-    for worker, bound in enumerate(bounds):
-        for window, lanes, count in zip(bound.windows, bound.lanes, bound.num_blocks, strict=True):
-            blocks.setdefault((window, lanes), {})[number(worker)] = count
-    return Capacity(
-        [window for window, _ in blocks],
-        [lanes for _, lanes in blocks],
-        bounds[0].stripe,
-        [min(of.values()) for of in blocks.values()],
-        [list(of) for of in blocks.values()],
-    )
-
-
-def of_all_ranks(ranks: Sequence[Capacity]) -> Capacity:
-    """The capacity of all ranks' memory workers, from those of each: they hold the same tokens, of other heads."""
-    blocks: dict[tuple[int, Lanes], tuple[int, list[int]]] = {}
-    for each in ranks:
-        for window, lanes, count, holders in zip(each.windows, each.lanes, each.num_blocks, each.holders, strict=True):
-            least, known = blocks.get((window, lanes), (count, []))
-            blocks[window, lanes] = min(least, count), [*known, *holders]
-    return Capacity(
-        [window for window, _ in blocks],
-        [lanes for _, lanes in blocks],
-        ranks[0].stripe,
-        [least for least, _ in blocks.values()],
-        [holders for _, holders in blocks.values()],
-    )

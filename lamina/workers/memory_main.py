@@ -46,7 +46,9 @@ class _Server:
         self._worker: MemoryWorker | None = None  # until it is loaded
         self._loading = threading.Lock()
         self._fabric: netstack.Fabric | None = None
-        self._service = Service(link, self._stats, self._abort, self._trace, lambda: self._loaded().rate())
+        self._service = Service(
+            link, lambda: self._loaded().stats(), self._abort, self._trace, lambda: self._loaded().rate()
+        )
 
     def run(self) -> None:
         service = self._service
@@ -100,9 +102,6 @@ class _Server:
             return  # nobody came yet
         with suppress(ChannelError, ProtocolError):
             worker.serve(channel, listener)  # the other end tells the driver why it ended; another may come
-
-    def _stats(self) -> dict[str, float]:
-        return self._worker.stats() if self._worker else {}
 
     def _abort(self, reason: str) -> None:
         if self._worker is not None:

@@ -16,7 +16,6 @@ from lamina.kv.partition import PARTITIONS, Partition, stripe_of
 from lamina.netstack import ChannelError
 from lamina.observe.trace import Event, recorder
 
-from .capacity import together
 from .control import (
     AskClock,
     AskStats,
@@ -33,6 +32,7 @@ from .control import (
     StepDone,
     Stop,
 )
+from .groups import together
 from .links import RefusedError
 from .service import Service
 from .stepplan import Bound, LayerShape, ProtocolError

@@ -5,16 +5,16 @@ from __future__ import annotations
 import socket
 
 import torch
-from torch import Tensor
 
 from lamina.kv.pool import LayerStore, WriteIndex
+from lamina.kv.stored import StoredRows
 from lamina.workers import memory_main
 
 _write = LayerStore.write
 
 
-def _write_zeros(self: LayerStore, at: WriteIndex, k: Tensor, v: Tensor) -> None:
-    _write(self, at, torch.zeros_like(k), torch.zeros_like(v))
+def _write_zeros(self: LayerStore, at: WriteIndex, rows: StoredRows) -> None:
+    _write(self, at, StoredRows(torch.zeros_like(rows.k), torch.zeros_like(rows.v)))
 
 
 def serve_memory(sock: socket.socket) -> None:

@@ -23,6 +23,7 @@ from lamina.cluster.check_run import Check
 from lamina.cluster.launch import main
 from lamina.config import EngineConfig
 from lamina.kv.pool import LayerStore, WriteIndex
+from lamina.kv.stored import StoredRows
 from lamina.workers import memory
 from lamina.workers.compute import ComputeWorker
 
@@ -139,7 +140,7 @@ class Broken(Reference):
 def add_backend(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Reference]], None]:
     def add(backend: type[Reference]) -> None:
         module = ModuleType("lamina.attention.added")
-        module.open_backend = lambda device, dtype: backend(device)  # type: ignore[attr-defined]
+        module.open_backend = lambda device, dtype, store_dtype: backend(device)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setitem(attention.BACKENDS, "added", "added")
 
@@ -170,8 +171,8 @@ SPLIT = Setting("memory workers", Exactness.BITWISE, BASE, {"memory_workers": 2}
 def test_a_forgetful_memory_worker_is_found(based: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     write = LayerStore.write
 
-    def forget(self: LayerStore, at: WriteIndex, k: Tensor, v: Tensor) -> None:
-        write(self, at, k * 0.0, v * 0.0)
+    def forget(self: LayerStore, at: WriteIndex, rows: StoredRows) -> None:
+        write(self, at, StoredRows(rows.k * 0.0, rows.v * 0.0))
 
     monkeypatch.setattr(LayerStore, "write", forget)
     (found,) = based.run([SPLIT])
@@ -182,8 +183,8 @@ def test_a_forgetful_memory_worker_is_found(based: Check, monkeypatch: pytest.Mo
 def test_a_single_bit_is_found(based: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     write = LayerStore.write
 
-    def jog(self: LayerStore, at: WriteIndex, k: Tensor, v: Tensor) -> None:
-        write(self, at, k, torch.nextafter(v, torch.full_like(v, torch.inf)))
+    def jog(self: LayerStore, at: WriteIndex, rows: StoredRows) -> None:
+        write(self, at, StoredRows(rows.k, torch.nextafter(rows.v, torch.full_like(rows.v, torch.inf))))
 
     monkeypatch.setattr(LayerStore, "write", jog)
     (found,) = based.run([SPLIT])

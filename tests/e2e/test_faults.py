@@ -79,7 +79,7 @@ def test_the_worker_that_failed_is_named_not_the_one_that_missed_it(
     llama_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = ModuleType("lamina.attention.broken")
-    module.open_backend = lambda device, dtype: Broken(device)  # type: ignore[attr-defined]
+    module.open_backend = lambda device, dtype, store_dtype: Broken(device)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(attention.BACKENDS, "broken", "broken")
     llm = LLM(str(llama_path), transport="loopback", attention="broken")

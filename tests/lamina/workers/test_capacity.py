@@ -9,7 +9,8 @@ from memory_peer import bind, shape
 from lamina.kv.partition import PARTITIONS
 from lamina.kv.stored import stored_dtype
 from lamina.workers import capacity
-from lamina.workers.capacity import choose_kv_bytes, geometries, kv_geometries, store_bytes, together
+from lamina.workers.capacity import choose_kv_bytes, geometries, kv_geometries, store_bytes
+from lamina.workers.groups import together
 from lamina.workers.memory_step import Step
 from lamina.workers.memory_store import DTYPES, Store
 from lamina.workers.stepplan import Free, LayerShape, New, Rows, StepPlan
