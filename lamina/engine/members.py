@@ -159,21 +159,22 @@ class Members:
         deadline = time.monotonic() + CAUSE_S
         for other in others:
             if message.by_peer or other.handle.fate() is not None:
-                if (cause := self._cause(other, deadline)) is not None:
+                cause = self._failure_of(other, deadline)
+                if cause is not None and not cause.by_peer:
                     message = cause
-                elif other.handle.fate() is not None:
+                elif cause is None and other.handle.fate() is not None:  # it ended without a word
                     return self._lost(other)
         return self.fail(message.text)
 
-    def _cause(self, member: Member, deadline: float) -> Failed | None:
-        """What ``member`` says about a failure of its own, if it is about to."""
+    def _failure_of(self, member: Member, deadline: float) -> Failed | None:
+        """What ``member`` says about its end, if it is about to."""
         while True:
             try:
                 message = member.link.recv(timeout_s=max(0.0, deadline - time.monotonic()))
             except (LinkClosedError, TimeoutError):
                 return None
             if isinstance(message, Failed):
-                return None if message.by_peer else message
+                return message
 
     def _lost(self, member: Member) -> WorkerError:
         deadline = time.monotonic() + 1.0

@@ -124,8 +124,8 @@ def test_own_prompts(tiny_lm: Path, capsys: pytest.CaptureFixture[str]) -> None:
 class Careless(Reference):
     """An attention that is slightly wrong."""
 
-    def finish(self, op: Any, prepared: Any, stored: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        super().finish(op, prepared, stored, q, k, v, out)
+    def finish(self, op: Any, prepared: Any, stored: Any, q: Tensor, kv: StoredRows, out: Tensor) -> None:
+        super().finish(op, prepared, stored, q, kv, out)
         out.mul_(1.05)
 
 
