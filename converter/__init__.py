@@ -6,6 +6,7 @@ if __name__ != "lamina.converter":
 from .convert import convert
 from .errors import ConversionError
 from .graph import RowTensor
+from .redirect import redirect
 from .slices import Cut, CutCall, Send, Slice, SlicedProgram
 
-__all__ = ["ConversionError", "Cut", "CutCall", "RowTensor", "Send", "Slice", "SlicedProgram", "convert"]
+__all__ = ["ConversionError", "Cut", "CutCall", "RowTensor", "Send", "Slice", "SlicedProgram", "convert", "redirect"]

@@ -11,8 +11,7 @@ Contract, the same for every implementation (tests/lamina/workers/test_mesh.py):
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,21 +43,8 @@ def bind(program: SlicedProgram, collective: Collective) -> SlicedProgram:
     """The program with its ``lamina::all_reduce`` and ``lamina::all_gather`` on ``collective``. The one given is used
     up.
     """
-    for part in program.slices:
-        _bind(part.module, collective)
-    return replace(program, slices=tuple(replace(part) for part in program.slices))
+    from lamina.converter import redirect
 
-
-def _bind(module: Any, collective: Collective) -> None:
     from .op import ALL_GATHER_OP, ALL_REDUCE_OP
 
-    methods = {ALL_REDUCE_OP: "all_reduce", ALL_GATHER_OP: "all_gather"}
-    nodes = [n for n in module.graph.nodes if n.op == "call_function" and n.target in methods]
-    if not nodes:
-        return
-    module.collective = collective
-    with module.graph.inserting_before(nodes[0]):
-        owner = module.graph.create_node("get_attr", "collective")
-    for node in nodes:
-        node.op, node.target, node.args = "call_method", methods[node.target], (owner, *node.args)
-    module.recompile()
+    return redirect(program, "collective", collective, {ALL_REDUCE_OP: "all_reduce", ALL_GATHER_OP: "all_gather"})

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,20 +58,8 @@ def bind(program: SlicedProgram, backend: LinearBackend) -> SlicedProgram:
     """The program with its linear layers on ``backend`` and everything else with torch. The one given is used up: it
     may have been called before, and holds on to what it called.
     """
-    for part in program.slices:
-        _bind(part.module, backend)
-    return replace(program, slices=tuple(replace(part) for part in program.slices))
-
-
-def _bind(module: Any, backend: LinearBackend) -> None:
     import torch
 
-    linears = [n for n in module.graph.nodes if n.target is torch.ops.aten.linear.default]
-    if not linears:
-        return
-    module.gemm = backend
-    with module.graph.inserting_before(linears[0]):
-        owner = module.graph.create_node("get_attr", "gemm")
-    for node in linears:
-        node.op, node.target, node.args = "call_method", "linear", (owner, *node.args)
-    module.recompile()
+    from lamina.converter import redirect
+
+    return redirect(program, "gemm", backend, {torch.ops.aten.linear.default: "linear"})

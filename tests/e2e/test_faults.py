@@ -25,12 +25,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # How each transport notices a death is the contract suite's; here are all workers over one, and one over another.
 @pytest.mark.parametrize(
-    ("victim", "scheme"),
-    [(role, "shm") for role in ("memory-0", "memory-1", "compute-0", "compute-1", "prefill-0")] + [("memory-1", "tcp")],
+    ("victim", "options"),
+    [
+        ("memory-0", {}),
+        ("memory-1", {}),
+        ("memory-1", {"transport": "tcp"}),
+        ("compute-0", {}),
+        ("compute-1", {"pipeline": 3}),
+        ("compute-0", {"tensor_parallel_size": 2}),
+        ("compute-1", {"tensor_parallel_size": 2}),
+        ("prefill-0", {"prefill_workers": 1}),
+    ],
 )
-def test_kill_of_a_worker_is_told_within_five_seconds(victim: str, scheme: str, llama_path: Path) -> None:
-    options = {"compute-1": {"pipeline": 3}, "prefill-0": {"prefill_workers": 1}}.get(victim, {})
-    llm = LLM(str(llama_path), transport=scheme, memory_workers=2, **options)
+def test_kill_of_a_worker_is_told_within_five_seconds(victim: str, options: dict[str, Any], llama_path: Path) -> None:
+    llm = LLM(str(llama_path), memory_workers=2, **options)
     pids = llm.pools.pids
     stream = llm.stream([[5, 6, 7]], LONG)
     next(stream)
