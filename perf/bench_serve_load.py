@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import uvloop
 from common import cpu_pressure, record
 
 from lamina.cluster.bench_client import COMPLETIONS, Answer, ask, body_of, open_client
@@ -258,7 +259,7 @@ def main() -> int:
     try:
         load = Load(server.url, "examples/tiny_lm/model", input_len=args.input_len, output_len=args.output_len,
                     vocab=2000)  # fmt: skip
-        found = asyncio.run(measure(server, load, args))
+        found = uvloop.run(measure(server, load, args))
     finally:
         server.end()
     print(record("bench_serve_load", vars(args), found, write=args.write))

@@ -81,10 +81,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     try:
         import httpx
+        import uvloop
     except ImportError as e:
-        raise ImportError("bench serve needs httpx: pip install httpx") from e
+        raise ImportError(f"bench serve needs {e.name}: pip install 'lamina[serve]'") from e
     try:
-        found = asyncio.run(_measure(args, url, rows))
+        found = uvloop.run(_measure(args, url, rows))
     except httpx.HTTPError as e:
         raise OSError(f"{url} does not answer: {type(e).__name__}: {e}") from e
     _show(args, found)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import uvicorn
+import uvloop
 
 from lamina.cluster.launcher import WorkerHandle
 from lamina.config import EngineConfig
@@ -50,7 +51,7 @@ def run(
     """Serve until a signal, or until the engine is lost. The exit status: 0, or 1 where it was lost."""
     set_up_logging(as_json=config.log_json)
     logger.info("starting %s", model)
-    return asyncio.run(_serve(model, config, engine_config, handle, sock, on_ready))
+    return uvloop.run(_serve(model, config, engine_config, handle, sock, on_ready))
 
 
 async def _serve(
@@ -114,6 +115,7 @@ class _Server(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
                 server_header=False,
                 ssl_keyfile=config.ssl_keyfile or None,
                 ssl_certfile=config.ssl_certfile or None,
+                http="httptools",
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=CLOSE_S,
                 ws="none",

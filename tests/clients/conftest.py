@@ -60,14 +60,16 @@ def environment() -> Callable[..., Path]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., str]:
-    """(command, variables) -> what it printed. It runs in a folder of its own, without a hub and without telemetry."""
+    """(command, timeout_s, variables) -> what it printed. It runs in a folder of its own, without a hub and without
+    telemetry.
+    """
 
-    def call(*command: str | Path, **variables: str) -> str:
+    def call(*command: object, timeout_s: float = RUN_S, **variables: str) -> str:
         kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG", "TMPDIR")}
         quiet = {"HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "NO_PROXY": "*"}
         done = subprocess.run(
             [str(c) for c in command], cwd=tmp_path, env={**kept, **quiet, **variables}, capture_output=True,
-            text=True, timeout=RUN_S, check=False,
+            text=True, timeout=timeout_s, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-4000:]}"
         return done.stdout
