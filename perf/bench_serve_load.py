@@ -22,14 +22,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 import uvloop
 from common import cpu_pressure, record
 
-from lamina.cluster.bench_client import COMPLETIONS, Answer, ask, body_of, open_client
+from lamina.cluster.bench_client import COMPLETIONS, Answer, ask, body_of, events, open_client
 from lamina.cluster.bench_report import percentile
 
 ROOT = Path(__file__).resolve().parents[1]
+ROUTE = COMPLETIONS.lstrip("/")
 PATIENCE_S = 120.0  # of silence in a request, and for everything to end
 WRONG: tuple[dict[str, Any], ...] = (
     {"prompt": []}, {"prompt": [-1]}, {"prompt": "x", "max_tokens": -1}, {"prompt": "x", "n": 10**6},
@@ -57,7 +58,7 @@ class Load:
         """Tokens and requests per second of ``streams`` clients that send one request behind the other."""
         answers: list[Answer] = []
 
-        async def client(http: httpx.AsyncClient) -> None:
+        async def client(http: aiohttp.ClientSession) -> None:
             while time.perf_counter() < end:
                 answers.append(await ask(http, COMPLETIONS, self.body()))
 
@@ -110,7 +111,7 @@ class Load:
         kinds = {"served": 0, "left": 0, "wrong": 0, "refused": 0, "failed": 0}
         left = iter(range(count))
 
-        async def client(http: httpx.AsyncClient) -> None:
+        async def client(http: aiohttp.ClientSession) -> None:
             for _ in left:
                 draw = self._rng.random()
                 kinds[await self._one(http, draw < wrong, wrong <= draw < wrong + leaving)] += 1
@@ -119,19 +120,20 @@ class Load:
             await asyncio.gather(*(client(http) for _ in range(streams)))
             return {**kinds, **await _drained(http)}
 
-    async def _one(self, http: httpx.AsyncClient, wrong: bool, leaving: bool) -> str:
+    async def _one(self, http: aiohttp.ClientSession, wrong: bool, leaving: bool) -> str:
         if wrong:
-            status = (await http.post(COMPLETIONS, json={**self._rng.choice(WRONG)})).status_code
+            async with http.post(ROUTE, json={**self._rng.choice(WRONG)}) as response:
+                status = response.status
             return "wrong" if 400 <= status < 429 else "refused" if status == 429 else "failed"
         if not leaving:
             answer = await ask(http, COMPLETIONS, self.body())
             return "served" if answer.ok else "refused" if answer.refused else "failed"
         chunks = self._rng.randrange(self._lengths[1])
-        async with http.stream("POST", COMPLETIONS, json=self.body()) as response:
-            if response.status_code != 200:
-                return "refused" if response.status_code == 429 else "failed"
-            async for line in response.aiter_lines():
-                chunks -= line.startswith("data: ")
+        async with http.post(ROUTE, json=self.body()) as response:
+            if response.status != 200:
+                return "refused" if response.status == 429 else "failed"
+            async for _ in events(response):
+                chunks -= 1
                 if chunks < 0:
                     break
         return "left"
@@ -153,15 +155,17 @@ def _failed(answers: list[Answer]) -> int:
     return sum(not a.ok and not a.refused for a in answers)
 
 
-async def _drained(http: httpx.AsyncClient) -> dict[str, float]:
+async def _drained(http: aiohttp.ClientSession) -> dict[str, float]:
     """Seconds until nothing runs, and the KV blocks that are in use then."""
     start = time.perf_counter()
     while time.perf_counter() - start < PATIENCE_S:
-        load = (await http.get("/load")).json()
+        async with http.get("load") as response:
+            load = await response.json()
         if load["server_load"] == load["running"] == load["waiting"] == load["kv_usage"] == 0:
             break
         await asyncio.sleep(0.1)
-    text = (await http.get("/metrics")).text
+    async with http.get("metrics") as response:
+        text = await response.text()
     used = re.findall(r'^lamina:kv_blocks\{.*state="used".*\} (\S+)$', text, re.MULTILINE)
     if not used:
         raise ValueError("the server exports no lamina:kv_blocks")

@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import aiohttp
 import msgspec
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 REFUSED = (429, 503, 529)  # a server that has enough to do
+MAX_LINE_BYTES = 2 << 20
 _decode = msgspec.json.Decoder().decode
 
 
@@ -65,62 +66,17 @@ class Timed:
     body: dict[str, Any]
 
 
-def open_client(base_url: str, api_key: str, timeout_s: float) -> httpx.AsyncClient:
-    """``timeout_s``: of silence, in any phase of a request."""
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    return httpx.AsyncClient(
-        base_url=base_url, headers=headers, timeout=timeout_s, transport=_Connections(), trust_env=False
-    )
-
-
-class _Connections(httpx.AsyncBaseTransport):
-    """A connection for each request under way; idle ones are used again. httpx's own pool looks at all of its
-    connections for every request, which at hundreds of them takes longer than the requests.
+def open_client(base_url: str, api_key: str, timeout_s: float) -> aiohttp.ClientSession:
+    """To be opened where a loop runs. ``timeout_s``: of silence, in any phase of a request. Routes are given without
+    the slash that they begin with, as ``base_url`` may have a path. As many connections as requests are under way.
     """
-
-    def __init__(self) -> None:
-        self._context = httpx.create_ssl_context()
-        self._all: list[httpx.AsyncHTTPTransport] = []
-        self._free: list[httpx.AsyncHTTPTransport] = []
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        if not self._free:
-            self._free.append(httpx.AsyncHTTPTransport(verify=self._context))
-            self._all += self._free
-        one = self._free.pop()
-        try:
-            response = await one.handle_async_request(request)
-        except BaseException:
-            self._free.append(one)
-            raise
-        if isinstance(response.stream, httpx.AsyncByteStream):
-            response.stream = _Returned(response.stream, lambda: self._free.append(one))
-        return response
-
-    async def aclose(self) -> None:
-        for one in self._all:
-            await one.aclose()
-
-
-class _Returned(httpx.AsyncByteStream):
-    """An answer's bytes; ``on_close`` is called once it has been read or given up."""
-
-    def __init__(self, inner: httpx.AsyncByteStream, on_close: Callable[[], None]) -> None:
-        self._inner = inner
-        self._on_close = on_close
-        self._open = True
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for part in self._inner:
-            yield part
-
-    async def aclose(self) -> None:
-        try:
-            await self._inner.aclose()
-        finally:
-            if self._open:
-                self._open = False
-                self._on_close()
+    return aiohttp.ClientSession(
+        base_url.rstrip("/") + "/",
+        headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=timeout_s, sock_read=timeout_s),
+        connector=aiohttp.TCPConnector(limit=0),
+        read_bufsize=MAX_LINE_BYTES // 2,
+    )
 
 
 def body_of(endpoint: str, model: str, prompt: str | list[int], output_len: int, **more: Any) -> dict[str, Any]:
@@ -131,18 +87,18 @@ def body_of(endpoint: str, model: str, prompt: str | list[int], output_len: int,
     return {"model": model, **content, "stream": True, "stream_options": {"include_usage": True}, **more}
 
 
-async def ask(http: httpx.AsyncClient, endpoint: str, body: dict[str, Any]) -> Answer:
+async def ask(http: aiohttp.ClientSession, endpoint: str, body: dict[str, Any]) -> Answer:
     """Send one streaming request and read its answer to the end. Never raises for what a server may do."""
     answer = Answer(time.perf_counter())
     try:
-        async with http.stream("POST", endpoint, json=body) as response:
-            answer.status = response.status_code
-            if response.status_code != 200:
-                answer.error = (await response.aread())[:500].decode(errors="replace") or "no body"
+        async with http.post(endpoint.lstrip("/"), json=body) as response:
+            answer.status = response.status
+            if response.status != 200:
+                answer.error = (await response.read())[:500].decode(errors="replace") or "no body"
             else:
-                async for data in _events(response):
+                async for data in events(response):
                     _book(answer, data)
-    except (httpx.HTTPError, msgspec.DecodeError, TypeError, KeyError) as e:
+    except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, KeyError) as e:  # msgspec's are ValueErrors
         answer.error = f"{type(e).__name__}: {e}"
     answer.end_s = time.perf_counter()
     if answer.ok and not answer.output_tokens:
@@ -150,10 +106,11 @@ async def ask(http: httpx.AsyncClient, endpoint: str, body: dict[str, Any]) -> A
     return answer
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
-    async for line in response.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield line[6:].encode()
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The data of its server-sent events, but for the last one. Raises ValueError for a line above MAX_LINE_BYTES."""
+    async for line in response.content:
+        if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+            yield line[6:]
 
 
 def _book(answer: Answer, data: bytes) -> None:
@@ -176,7 +133,7 @@ def _book(answer: Answer, data: bytes) -> None:
 
 
 async def drive(
-    http: httpx.AsyncClient,
+    http: aiohttp.ClientSession,
     endpoint: str,
     requests: Sequence[Timed],
     max_concurrency: int = 0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
@@ -16,7 +15,7 @@ from .bench_load import DATASETS, Ask, at_rate, file_asks, random_asks, tokens_o
 from .bench_trace import READERS, Row, fitting, load_trace
 
 if TYPE_CHECKING:
-    import httpx
+    import aiohttp
 
     from .bench_client import Answer, Timed
 
@@ -80,13 +79,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"first, for {tokens} output tokens; {dropped} rows of the trace dropped")
         return 0
     try:
-        import httpx
+        import aiohttp
         import uvloop
     except ImportError as e:
         raise ImportError(f"bench serve needs {e.name}: pip install 'lamina[serve]'") from e
     try:
         found = uvloop.run(_measure(args, url, rows))
-    except httpx.HTTPError as e:
+    except (aiohttp.ClientError, TimeoutError) as e:
         raise OSError(f"{url} does not answer: {type(e).__name__}: {e}") from e
     _show(args, found)
     return 1 if found["failed"] else 0
@@ -141,19 +140,19 @@ async def _measure(args: argparse.Namespace, url: str, rows: list[Row] | None) -
     return {**settings, **traced, **summary(answers, details=args.save_detailed)}
 
 
-async def _model(http: httpx.AsyncClient, wanted: str) -> tuple[str, int]:
+async def _model(http: aiohttp.ClientSession, wanted: str) -> tuple[str, int]:
     """The name to use and the longest sequence, 0 = the server does not say."""
-    response = await http.get("/v1/models")
-    if response.status_code != 200:
-        raise OSError(f"GET /v1/models answered {response.status_code}: {response.text[:200]}")
-    cards = {card["id"]: card for card in response.json()["data"]}
+    async with http.get("v1/models") as response:
+        if response.status != 200:
+            raise OSError(f"GET /v1/models answered {response.status}: {(await response.text())[:200]}")
+        cards = {card["id"]: card for card in (await response.json(content_type=None))["data"]}
     name = wanted or next(iter(cards), "")
     if name not in cards:
         raise ValueError(f"--model {wanted!r}: the server has {', '.join(cards) or 'none'}")
     return name, int(cards[name].get("max_model_len") or 0)
 
 
-async def _requests(args: argparse.Namespace, http: httpx.AsyncClient, model: str, asks: list[Ask]) -> list[Timed]:
+async def _requests(args: argparse.Namespace, http: aiohttp.ClientSession, model: str, asks: list[Ask]) -> list[Timed]:
     from .bench_client import Timed, body_of
 
     more = {"temperature": args.temperature} | ({"ignore_eos": True} if args.ignore_eos else {})
@@ -168,17 +167,18 @@ async def _requests(args: argparse.Namespace, http: httpx.AsyncClient, model: st
     return requests
 
 
-async def _tokenize(http: httpx.AsyncClient, model: str, text: str) -> list[int]:
+async def _tokenize(http: aiohttp.ClientSession, model: str, text: str) -> list[int]:
     """The tokens of a text. Raises OSError where the server cannot say."""
     body = {"model": model, "prompt": text, "add_special_tokens": False}
     return list((await _post(http, "/tokenize", body))["tokens"])
 
 
-async def _post(http: httpx.AsyncClient, route: str, body: dict[str, Any]) -> dict[str, Any]:
-    response = await http.post(route, json=body)
-    if response.status_code != 200:
-        raise OSError(f"POST {route} answered {response.status_code}: {response.text[:200]}; use --dataset-name custom")
-    found: dict[str, Any] = response.json()
+async def _post(http: aiohttp.ClientSession, route: str, body: dict[str, Any]) -> dict[str, Any]:
+    async with http.post(route.lstrip("/"), json=body) as response:
+        if response.status != 200:
+            said = (await response.text())[:200]
+            raise OSError(f"POST {route} answered {response.status}: {said}; use --dataset-name custom")
+        found: dict[str, Any] = await response.json(content_type=None)
     return found
 
 

@@ -44,7 +44,7 @@ def test_no_500_and_no_hang(server: Running, environment: Callable[..., Path], r
     for words, operations in specs:
         said = run(
             program, "run", *words, "--request-timeout", HANG_S, "--phases", "examples,coverage,fuzzing",
-            "--max-examples", -(-cases // len(specs) // operations), "--seed", 1, "--no-color", "--workers", 4,
+            "--max-examples", -(-cases // len(specs) // operations), "--seed", 1, "--no-color",
             timeout_s=FUZZ_S,
         )  # fmt: skip
         tried += sum(int(n.replace(",", "")) for n in re.findall(r"([\d,]+) generated", said))

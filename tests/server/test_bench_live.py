@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import statistics
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -61,37 +63,44 @@ def test_known_delays_are_found_again() -> None:
     assert 0.4 + FIRST_S + 5 * GAP_S <= found["duration"] <= 1.5
 
 
-class Stopwatch(httpx.AsyncHTTPTransport):
-    """Below the client: when each request left, and when each token's bytes came."""
+class Stopwatch:
+    """A proxy between the client and its server, on the client's own loop: when each request passed, and each token."""
 
     def __init__(self) -> None:
-        super().__init__(limits=httpx.Limits(max_connections=None))
         self.times: list[list[float]] = []
+        self._there: list[str] = []
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        times = [time.monotonic()]
-        response = await super().handle_async_request(request)
-        if request.url.path == "/v1/completions":
-            self.times.append(times)
-            response.stream = _Watched(response.stream, times)  # type: ignore[arg-type]
-        return response
+    @contextlib.asynccontextmanager
+    async def open_client(self, url: str, *more: Any) -> AsyncIterator[Any]:
+        """In place of bench_client's."""
+        self._there = url.removeprefix("http://").split(":")
+        proxy = await asyncio.start_server(self._pass, "127.0.0.1")
+        async with proxy, open_client(f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}", *more) as http:
+            yield http
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection(*self._there)
+        mine: list[list[float]] = []  # of this connection's requests
+        await asyncio.gather(self._requests(reader, there[1], mine), self._answers(there[0], writer, mine))
+
+    async def _requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, mine: list[Any]) -> None:
+        while data := await reader.read(1 << 16):
+            if data.startswith(b"POST /v1/completions"):
+                mine.append([time.monotonic()])
+                self.times.append(mine[-1])
+            writer.write(data)
+        writer.close()
+
+    async def _answers(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, mine: list[Any]) -> None:
+        while data := await reader.read(1 << 16):
+            if tokens := data.count(b'"index":0'):
+                mine[-1] += [time.monotonic()] * tokens
+            writer.write(data)
+        writer.close()
 
 
-class _Watched(httpx.AsyncByteStream):
-    def __init__(self, inner: httpx.AsyncByteStream, times: list[float]) -> None:
-        self._inner, self._times = inner, times
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for part in self._inner:
-            self._times += [time.monotonic()] * part.count(b'"index":0')
-            yield part
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()
-
-
-def _bench(capsys: pytest.CaptureFixture[str], server: Running, *flags: str) -> dict[str, float]:
-    assert main(["bench", "serve", "--base-url", server.url, "--json", *flags]) == 0
+def _bench(capsys: pytest.CaptureFixture[str], url: str, *flags: str) -> dict[str, float]:
+    assert main(["bench", "serve", "--base-url", url, "--json", *flags]) == 0
     found: dict[str, float] = json.loads(capsys.readouterr().out)
     return found
 
@@ -101,11 +110,9 @@ def test_agrees_with_a_stopwatch_at_the_wire(
 ) -> None:
     """The same bytes, timed and counted by other code: medians within 3 % and 2 ms, on however busy a machine."""
     watch = Stopwatch()
-    monkeypatch.setattr(
-        "lamina.cluster.bench_client.open_client", lambda url, *_: httpx.AsyncClient(base_url=url, transport=watch)
-    )
+    monkeypatch.setattr("lamina.cluster.bench_client.open_client", watch.open_client)
     flags = ("--num-prompts=20", "--random-input-len=24", "--random-output-len=8", "--max-concurrency=4")
-    found = _bench(capsys, server, *flags, "--num-warmups=0", "--timeout-s=60")
+    found = _bench(capsys, server.url, *flags, "--num-warmups=0", "--timeout-s=60")
     assert (found["completed"], found["total_input_tokens"], found["total_output_tokens"]) == (20, 480, 160)
     assert len(watch.times) == 20
     wanted = {
@@ -135,7 +142,7 @@ def test_agrees_with_what_the_server_counted(
     before = [count(n) for n in names]
     flags = ("--num-prompts=16", "--max-concurrency=4", "--random-input-len=20", "--random-output-len=6",
              "--random-range-ratio=0.5", "--num-warmups=0", "--endpoint=/v1/completions")  # fmt: skip
-    found = _bench(capsys, server, *flags)
+    found = _bench(capsys, server.url, *flags)
     prompt, generated, firsts, first_s, done = (count(n) - b for n, b in zip(names, before, strict=True))
     assert (prompt, generated) == (found["total_input_tokens"], found["total_output_tokens"])
     assert firsts == done == found["completed"] == 16
@@ -149,7 +156,7 @@ def test_a_trace_is_replayed_and_a_result_saved(
     names = ("timestamp", "input_length", "output_length", "hash_ids")
     (tmp_path / "trace").write_text("\n".join(json.dumps(dict(zip(names, r, strict=True))) for r in rows))
     found = _bench(
-        capsys, server, "--trace", "mooncake", str(tmp_path / "trace"), "--no-spread-ticks", "--speed-up=10",
+        capsys, server.url, "--trace", "mooncake", str(tmp_path / "trace"), "--no-spread-ticks", "--speed-up=10",
         "--save-result", f"--result-dir={tmp_path}", "--result-filename=out.json", "--save-detailed",
         "--endpoint=/v1/chat/completions",
     )  # fmt: skip

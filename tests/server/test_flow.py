@@ -52,6 +52,8 @@ def test_above_the_queue_429_at_once_and_room_comes_back() -> None:
             assert refused.status_code == 429
             assert refused.headers["retry-after"]
             assert error_of(refused)["type"] == "rate_limit_error"
+            assert (await http.post("/v1/completions", content=b"{")).status_code == 429, "its body is not read"
+            assert (await http.post("/tokenize", content=b"{")).status_code == 400, "which needs no room"
             assert service.admission.num_waiting == 2
             waiting[0].cancel()
             await until(lambda: service.admission.completions == 3)
@@ -63,7 +65,7 @@ def test_above_the_queue_429_at_once_and_room_comes_back() -> None:
     assert (service.admission.completions, service.admission.tokens) == (0, 0)
     assert ask("POST", "/v1/completions", service, json={**BODY, "n": 7}).status_code == 400, "it never could"
     text = ask("GET", "/metrics", service).text
-    assert 'lamina:admission_rejections_total{engine="0",model_name="tiny",reason="requests"} 1.0' in text
+    assert 'lamina:admission_rejections_total{engine="0",model_name="tiny",reason="requests"} 2.0' in text
 
 
 def test_prompt_tokens_that_wait_are_bounded_too() -> None:
