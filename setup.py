@@ -14,7 +14,8 @@ def native(name: str, *sources: str) -> Extension:
         sources=list(sources),
         depends=glob("csrc/**/*.h", recursive=True),
         include_dirs=["csrc"],
-        extra_compile_args=["-std=c++17", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden"],
+        # -g0: Python's own flags have -g, which takes two fifths of the time, for 16 MB.
+        extra_compile_args=["-std=c++17", "-O3", "-g0", "-Wall", "-Wextra", "-fvisibility=hidden"],
         optional=True,
     )
 
