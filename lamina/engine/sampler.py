@@ -30,12 +30,11 @@ def sample(
     raw = logits.float()
     reports = [_logprobs(raw[i], d.logprobs, None if lse is None else lse[i]) for i, d in enumerate(draws)]
     scores = _adjust(raw, draws, pending)
-    tokens = scores.argmax(-1).tolist() if draws else []
+    drawn = scores.argmax(-1)
     for i, draw in enumerate(draws):
-        if draw.known >= 0:
-            tokens[i] = draw.known
-        elif draw.temperature > 0.0:
-            tokens[i] = _draw(scores[i], draw)
+        if draw.temperature > 0.0 and draw.known < 0:
+            drawn[i] = _draw(scores[i], draw)
+    tokens = [d.known if d.known >= 0 else t for d, t in zip(draws, drawn.tolist(), strict=True)]
     return [Drawn(d.sequence, t, r(t)) for d, t, r in zip(draws, tokens, reports, strict=True)]
 
 
@@ -44,7 +43,7 @@ def uniform(seed: int, index: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed, counter=index)).random())
 
 
-def _draw(scores: Tensor, draw: Draw) -> int:
+def _draw(scores: Tensor, draw: Draw) -> Tensor:
     keep = min(draw.top_k, scores.numel()) if draw.top_k > 0 else scores.numel()
     scores = scores.double()
     # Less the largest, so that the smallest temperature divides to 0 and minus infinity, not to infinity.
@@ -52,10 +51,11 @@ def _draw(scores: Tensor, draw: Draw) -> int:
     if draw.min_p > 0.0:
         keep = min(keep, int((top - top[0] >= math.log(draw.min_p)).sum()))
     mass = torch.softmax(top[:keep], -1).cumsum(-1)
-    if draw.top_p < 1.0:
-        mass = mass[: int(torch.searchsorted(mass, draw.top_p)) + 1]
-    at = int(torch.searchsorted(mass, uniform(draw.seed, draw.index) * float(mass[-1]), right=True))
-    return int(ids[min(at, mass.numel() - 1)])
+    most = mass.numel() - 1
+    # Numbers stay on the device, where they cost no wait for it.
+    last = torch.searchsorted(mass, draw.top_p).clamp_max(most) if draw.top_p < 1.0 else torch.full_like(ids[0], most)
+    at = torch.searchsorted(mass, uniform(draw.seed, draw.index) * mass.take(last), right=True)
+    return ids.take(torch.minimum(at, last))
 
 
 def _adjust(scores: Tensor, draws: list[Draw], pending: Mapping[int, int]) -> Tensor:
