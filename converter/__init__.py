@@ -6,7 +6,19 @@ if __name__ != "lamina.converter":
 from .convert import convert
 from .errors import ConversionError
 from .graph import RowTensor
+from .move import move
 from .redirect import redirect
 from .slices import Cut, CutCall, Send, Slice, SlicedProgram
 
-__all__ = ["ConversionError", "Cut", "CutCall", "RowTensor", "Send", "Slice", "SlicedProgram", "convert", "redirect"]
+__all__ = [
+    "ConversionError",
+    "Cut",
+    "CutCall",
+    "RowTensor",
+    "Send",
+    "Slice",
+    "SlicedProgram",
+    "convert",
+    "move",
+    "redirect",
+]
