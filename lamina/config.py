@@ -96,6 +96,15 @@ class EngineConfig:
         "auto", "attention of the memory workers: native, numba, reference, or auto (the first that works)"
     )
     gemm: str = option("auto", "linear layers of the compute worker: native, torch, or auto (the first that works)")
+    compute_device: str = option(
+        "cpu",
+        "what compute and prefill workers compute on: cpu; cuda (a GPU for each, in turn); cuda:N; or auto (cuda where "
+        "torch has it). Not auto by default while GPUs are not yet measured",
+    )
+    memory_device: str = option("cpu", "the same for memory workers, whose KV cache is in its memory then")
+    cuda_graphs: bool = option(
+        True, "on GPUs, slices of up to 256 rows run as CUDA graphs (not with --tensor-parallel-size > 1)"
+    )
     compute_threads: int = option(0, "threads of the compute worker; 0 = all cores")
     memory_threads: int = option(0, "threads of each memory worker; 0 = an equal share of the cores")
     cores: str = option(
@@ -156,6 +165,7 @@ class EngineConfig:
                 f"--memory-weights names {len(self.weights)} weights for --memory-workers {self.memory_workers}"
             )
         self._check_ranks()
+        self._check_devices()
         self.kv_bytes()
 
     @property
@@ -218,6 +228,22 @@ class EngineConfig:
             raise ValueError("--memory-addresses are for this machine: over --ray-address hosts have theirs from Ray")
         if self.cores:
             raise ValueError("--cores are of this machine: over --ray-address Ray gives workers theirs")
+
+    def gpu_number(self, role: str, index: int) -> int:
+        """Of a worker, among those of a host that take its GPUs in turn: compute workers first, memory workers last."""
+        before = {"compute": 0, "prefill": self.num_compute}
+        elsewhere = self.compute_device == "cpu"
+        return index + before.get(role, 0 if elsewhere else self.num_compute + self.prefill_workers)
+
+    def _check_devices(self) -> None:
+        for name in ("compute_device", "memory_device"):
+            if not re.fullmatch(r"cpu|auto|cuda(:\d{1,4})?", getattr(self, name)):
+                raise ValueError(f"{flag(name)} must be cpu, cuda, cuda:N or auto, not {getattr(self, name)!r}")
+        if ":" in self.compute_device and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"--compute-device {self.compute_device} is one GPU, and --tensor-parallel-size "
+                f"{self.tensor_parallel_size} takes one for each rank: use --compute-device cuda"
+            )
 
     def _check_pipeline(self) -> None:
         if self.pipeline != "auto" and (isinstance(self.pipeline, str) or self.pipeline < 1):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from lamina.attention.merge import Partial
     from lamina.attention.spec import AttentionSpec
-    from lamina.kv.pool import LayerStore, RowTable
+    from lamina.kv.pool import LayerStore, RowTable, WriteIndex
     from lamina.kv.stored import StoredRows
 
 # name -> module of this package with a function open_backend(device, dtype, store_dtype); imported when first used. The
@@ -87,6 +87,10 @@ class AttentionBackend(Protocol):
     def finish(self, op: Operator, prepared: Any, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor) -> None:
         """``attend_new``, then ``close``."""
         self.close(stored, self.attend_new(op, prepared, q, kv), op.sinks, out)
+
+    def append(self, store: LayerStore, at: WriteIndex, rows: StoredRows) -> None:
+        """``LayerStore.write``, on the device that computes."""
+        store.write(at, rows)
 
     def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
         """Rows ``left`` of ``parts`` become their merge with rows ``right``, bit for bit as inside ``attend_stored``.

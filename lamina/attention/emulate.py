@@ -10,7 +10,7 @@ from torch import Tensor
 from lamina.attention import AttentionBackend, Operator, get
 from lamina.attention.merge import Partial
 from lamina.emulate import Device, DeviceTimes
-from lamina.kv.pool import LayerStore, RowTable
+from lamina.kv.pool import LayerStore, RowTable, WriteIndex
 from lamina.kv.stored import StoredRows
 
 
@@ -49,6 +49,9 @@ class Emulate(AttentionBackend):
         self, op: Operator, prepared: _Prepared, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor
     ) -> None:
         self._inner.finish(op, prepared.inner, stored, q, kv, out)
+
+    def append(self, store: LayerStore, at: WriteIndex, rows: StoredRows) -> None:
+        self._inner.append(store, at, rows)
 
     def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
         self._inner.merge(parts, left, right)

@@ -23,7 +23,7 @@ from lamina.attention.cuda import Cuda, Step
 from lamina.attention.cuda_kernels import CupyKernels
 from lamina.attention.merge import CHUNK_TOKENS, Partial
 from lamina.attention.reference_tiles import _levels
-from lamina.kv.pool import LayerStore, RowTable
+from lamina.kv.pool import LayerStore, RowTable, WriteIndex
 from lamina.kv.stored import StoredRows
 
 HEAD_DIMS = (64, 128, 256)
@@ -122,6 +122,9 @@ class FlashInfer(AttentionBackend):
         self, op: Operator, prepared: _Prepared, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor
     ) -> None:
         self._cuda.finish(op, prepared.step, stored, q, kv, out)
+
+    def append(self, store: LayerStore, at: WriteIndex, rows: StoredRows) -> None:
+        self._cuda.append(store, at, rows)
 
     def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
         self._cuda.merge(parts, left, right)

@@ -17,7 +17,8 @@ from .flags import add_engine_flags, engine_config
 
 # Options of every run: what has to do with the model and the machine. All others are what is compared.
 OPTIONS = (
-    "max_model_len", "block_size", "kv_memory", "attention", "gemm", "compute_threads", "memory_threads",
+    "max_model_len", "block_size", "kv_memory", "attention", "gemm", "compute_device", "memory_device",
+    "compute_threads", "memory_threads",
     "trust_remote_code", "start_timeout_s", "step_timeout_s",
 )  # fmt: skip
 EPILOG = """\

@@ -21,6 +21,7 @@ def check(model: str, config: EngineConfig) -> int:
     from lamina.kv.partition import PARTITIONS
     from lamina.models.checkpoint import check_room, check_weights, find_checkpoint, read_config
     from lamina.models.load import max_model_len
+    from lamina.workers import devices
     from lamina.workers.memory_store import available_bytes
 
     _check_names(config)
@@ -42,10 +43,12 @@ def check(model: str, config: EngineConfig) -> int:
     if elsewhere:
         return config.max_model_len or limit
     _check_cores(config)
+    compute, memory = devices.check(config)
     check_weights(directory)
     free, kv_bytes = available_bytes(), config.kv_bytes() * config.memory_workers
-    check_room(directory, config.replicas + config.prefill_workers, free)
-    if kv_bytes > free:
+    if compute.type == "cpu":
+        check_room(directory, config.replicas + config.prefill_workers, free)
+    if memory.type == "cpu" and kv_bytes > free:
         raise ValueError(
             f"--kv-memory {config.kv_memory} on {config.memory_workers} memory workers: {free} bytes are free"
         )

@@ -24,7 +24,11 @@ class Collective(Protocol):
 
     rank: int
     size: int
-    wait_s: float  # seconds spent waiting for other ranks
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds spent waiting for other ranks."""
+        ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' ``x``."""

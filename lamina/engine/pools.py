@@ -214,6 +214,9 @@ class Pools:
                 address=address or member.handle.place,
                 key=launcher.key if launcher else b"",
                 threads=self._threads("memory", member.handle.index, one_process=one_process),
+                device=config.memory_device,
+                device_number=self._gpu_number(member.handle),
+                device_users=1 if member.handle.place else config.gpu_number("memory", config.memory_workers),
                 trace=self.tracer.on,
             )
             self._members.send(member, start)
@@ -301,6 +304,9 @@ class Pools:
             deterministic=c.deterministic,
             backend=c.attention,
             gemm=c.gemm,
+            device=c.compute_device,
+            device_number=self._gpu_number(handle),
+            cuda_graphs=c.cuda_graphs,
             threads=threads,
             scheme=c.scheme,
             address=handle.place,
@@ -312,6 +318,10 @@ class Pools:
             step_timeout_s=c.step_timeout_s,
             trace=self.tracer.on,
         )
+
+    def _gpu_number(self, handle: WorkerHandle) -> int:
+        """See EngineConfig.gpu_number. On other hosts the launcher gives each worker GPUs of its own."""
+        return 0 if handle.place else self._config.gpu_number(handle.role, handle.index)
 
     def _copies(self, handle: WorkerHandle) -> int:
         """Of the weights on a worker's host, if it is the first one there that has them."""

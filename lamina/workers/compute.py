@@ -16,8 +16,10 @@ from torch import Tensor
 from lamina.observe.trace import OFF, Event, Recorder
 
 from .control import Drawn, RunRound, RunStep, StepDone
+from .devices import CPU
 from .ranks import Alone, Ranks, Turn, Turns
 from .ring import Ring, Stay
+from .staging import Staging, open_staging
 from .stepplan import StepPlan
 
 FIXED_ROWS = 32
@@ -79,14 +81,18 @@ class ComputeWorker:
         replica: int = 0,
         ring: Ring | None = None,
         ranks: Ranks | None = None,
+        staging: Staging | None = None,
         trace: Recorder = OFF,
     ) -> None:
-        """``ring``: None for the only replica; ``ranks``: None where it has all weights."""
+        """``ring``: None for the only replica; ``ranks``: None where it has all weights; ``staging``: of the program's
+        device, None for the CPU. ``pool`` and the others take and give tensors of that device.
+        """
         self._slices = program.slices
         self._pool = pool
         self._replica = replica
         self._ring = ring or Stay()
         self._ranks = ranks or Alone()
+        self._up = (staging or open_staging(CPU)).up
         self._trace = trace
         self._dtype = dtype
         self._call = self._call_fixed if deterministic else self._call_plain
@@ -147,7 +153,7 @@ class ComputeWorker:
         self.rows += len(step.tokens)
         ids = torch.tensor([[t] for t in _resolve(step, self._last.get(step.plan.batch, {}))])
         positions = torch.tensor([[p] for r in step.plan.rows for p in range(r.first, r.first + r.count)])
-        self._run(step, 0, ids, (ids, positions))
+        self._run(step, 0, ids, (self._up(ids), self._up(positions)))
 
     def _advance(self, step: RunStep, index: int) -> None:
         ids, *carry = self._ring.take(step.plan, index - 1)
@@ -164,7 +170,7 @@ class ComputeWorker:
         o = self._receive(step, last - 1)
         if step.draws:
             start = self._trace.now()
-            wanted = torch.tensor([d.row for d in step.draws])
+            wanted = self._up(torch.tensor([d.row for d in step.draws]))
             (logits,) = self._call(last, tuple(x[wanted] for x in (*carry, o)))
             self._trace.add(Event.SLICE, start, step.plan, last, value=len(step.draws))
             begun = time.perf_counter()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import socket
+from functools import partial
 from typing import Any
 
-import torch
-
-from lamina import attention, collective, netstack
+from lamina import collective, netstack
 from lamina.collective.mesh import Mesh, listen_and_connect
 from lamina.kv.stored import stored_dtype
 
@@ -15,13 +14,18 @@ from .capacity import choose_kv_bytes, geometries
 from .compute import ComputeWorker
 from .compute_emulated import emulated
 from .control import ComputeReady, LinkClosedError, RankUrl, RankUrls, RingPeer, RingUrl
+from .devices import CPU, backend_on
+from .graphs import Graphs
 from .links import MemoryLink
 from .memory_pool import MemoryPool
 from .memory_store import available_bytes
 from .model_server import Cut, ModelServer, serve
 from .ranks import Together
 from .ring import RingEnds
+from .staged import stage_attention, stage_collective, stage_ring
 from .stepplan import Bind, Bound, Join
+
+NO_LIMIT = 1 << 62  # bytes
 
 
 def serve_compute(sock: socket.socket, module: Any = None) -> None:
@@ -39,22 +43,29 @@ class _Server(ModelServer):
         if self.module is None:
             self._check_room(start.copies)
         cut = self.cut()
-        group = self._meet(ranks) if ranks else None
-        program = collective.bind(cut.program, group) if group else cut.program
+        group = stage_collective(self._meet(ranks), self.staging) if ranks else None
+        program = self._graphs(collective.bind(cut.program, group) if group else cut.program)
         ring = self._close_ring(listener, cut.program) if listener else None
         pool, bounds = self._connect(cut, ring)
         self.clock.lap("bind_s")
         worker = ComputeWorker(
             emulated(program),
-            pool,
+            stage_attention(pool, self.staging),
             dtype=cut.dtype,
             deterministic=start.deterministic,
             replica=start.replica,
-            ring=ring.ring if ring else None,
+            ring=stage_ring(ring.ring, self.staging) if ring else None,
             ranks=Together(group, start.num_batches) if group else None,
+            staging=self.staging,
             trace=self.trace,
         )
         return worker, self.ready(cut, bounds)
+
+    def _graphs(self, program: Any) -> Any:
+        """The program as graphs, where the device has them. What ranks do together cannot be in one."""
+        start = self.start
+        capture = self.staging.capture() if start.cuda_graphs and start.tensor_parallel_size == 1 else None
+        return Graphs(program, capture) if capture else program
 
     def _listen(self, tell: type[RingUrl | RankUrl]) -> netstack.Listener:
         """Where the replica before this one comes, or the other ranks."""
@@ -77,10 +88,10 @@ class _Server(ModelServer):
         )
 
     def _check_room(self, copies: int) -> None:
-        """Raises ModelError where there is no room for so many copies of the weights."""
+        """Raises ModelError where the host has no room for so many copies of the weights."""
         from lamina.models.checkpoint import check_room, find_checkpoint
 
-        if copies > 1:
+        if copies > 1 and not self.staging.apart:
             directory = find_checkpoint(self.start.model, trust_remote_code=self.start.trust_remote_code)
             check_room(directory, copies, available_bytes())
 
@@ -118,12 +129,13 @@ class _Server(ModelServer):
                 bounds.append(links[-1].bind(self._bind(worker, cut)))
         if ring and start.replica + 1 < start.replicas:
             ring.pass_turn()
-        merging = attention.get(bounds[0].backend if partition.stripe else "reference", torch.device("cpu"), cut.dtype)
-        return MemoryPool(links, partition, cut.layers, merging), bounds
+        merging = backend_on(CPU, bounds[0].backend if partition.stripe else "reference", "reference", cut.dtype)
+        return MemoryPool(links, partition, cut.layers, merging, self.staging.empty), bounds
 
     def _bind(self, worker: int, cut: Cut) -> Bind:
         start = self.start
-        chosen = choose_kv_bytes(
+        wanted = partial(
+            choose_kv_bytes,
             cut.layers,
             cut.partition,
             worker,
@@ -131,7 +143,6 @@ class _Server(ModelServer):
             max_len=cut.max_len,
             max_num_seqs=start.max_num_seqs,
             block_size=start.block_size,
-            free=available_bytes() // start.tensor_parallel_size,
         )
         return Bind(
             worker=worker,
@@ -139,7 +150,8 @@ class _Server(ModelServer):
             layers=cut.layers,
             dtype=str(cut.dtype).removeprefix("torch."),
             block_size=start.block_size,
-            kv_bytes=start.kv_bytes or chosen,
+            kv_bytes=start.kv_bytes or wanted(free=available_bytes() // start.tensor_parallel_size),
+            kv_most=0 if start.kv_bytes else wanted(free=NO_LIMIT),
             kv_cache_dtype=start.kv_cache_dtype,
             max_rows=start.max_rows,
             max_model_len=cut.max_len,

@@ -35,6 +35,9 @@ class StartMemory(msgspec.Struct, frozen=True, kw_only=True, tag="start-memory")
     address: str  # where to listen, "" = any private place
     key: bytes  # empty: the worker's environment has it
     threads: int  # of the attention backend
+    device: str = "cpu"  # as in --memory-device
+    device_number: int = 0  # among the workers here that take the host's GPUs in turn
+    device_users: int = 1  # how many they are
     trace: bool = False  # record spans
 
 
@@ -102,6 +105,9 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     deterministic: bool
     backend: str  # attention backend of the memory workers
     gemm: str  # backend of the linear layers
+    device: str = "cpu"  # as in --compute-device
+    device_number: int = 0  # among the workers here that take the host's GPUs in turn
+    cuda_graphs: bool = True  # where the device has them
     threads: int  # 0 = torch's own choice
     scheme: str
     address: str = ""  # where replicas listen for each other, as for memory workers

@@ -118,7 +118,7 @@ class Grants:
                 f"prefill worker {worker}: {got} of {arrival.data.nbytes} bytes in place of {key} of {due}"
             )
         with self._meter.time("grant_s"):
-            delivery.writes.write(layer, arrival.data)
+            delivery.write(layer, arrival.data)
         self._meter.add("bytes_received", due)
         inlet.channel.release(arrival)
         self._trace.add(Event.GRANT, start, got, layer, worker, due)
@@ -146,8 +146,12 @@ class _Delivery:
 
     def __init__(self, store: Store, grant: Grant) -> None:
         self.sequence, self.step = grant.sequence, grant.step
-        self.writes = Writes(store, layouts_of(store, [Rows(grant.sequence, grant.first, grant.count)]))
+        self._store = store
+        self._writes = Writes(store, layouts_of(store, [Rows(grant.sequence, grant.first, grant.count)]))
         self.layers = deque(x for x in range(len(store.layers)) if self.num_bytes(x))
 
     def num_bytes(self, layer: int) -> int:
-        return self.writes.num_bytes(layer)
+        return self._writes.num_bytes(layer)
+
+    def write(self, layer: int, data: memoryview) -> None:
+        self._writes.write(layer, self._store.message(data))

@@ -13,6 +13,7 @@ import torch
 from lamina.netstack import Channel, ChannelTimeout, Listener
 from lamina.observe.trace import OFF, Recorder
 
+from .devices import CPU, FREE_PART
 from .memory_store import read_rate
 from .meter import Meter
 from .session import Session
@@ -24,8 +25,9 @@ POLL_S = 1.0  # of a wait that only an event ends: somebody comes
 class MemoryWorker:
     """Serves channels, one after the other. Holds state, decides nothing."""
 
-    def __init__(self, device: torch.device | None = None, trace: Recorder = OFF) -> None:
-        self._device = device or torch.device("cpu")
+    def __init__(self, device: torch.device = CPU, trace: Recorder = OFF, share: float = FREE_PART) -> None:
+        """``share``: see Store."""
+        self._device, self._share = device, share
         self._meter = Meter()
         self._trace = trace
         self._channels: list[Channel] = []
@@ -58,7 +60,7 @@ class MemoryWorker:
         try:
             self._add(channel)
             with torch.inference_mode():
-                session = Session(channel, self._device, self._meter, self._trace)
+                session = Session(channel, self._device, self._meter, self._trace, self._share)
                 while session.missing:
                     self._join(session, listener)
                 session.run()

@@ -73,6 +73,8 @@ class _Server:
     def _listen(self) -> Listener | None:
         """None where that is impossible, and the driver knows why."""
         try:
+            if self._start.device != "cpu":
+                self._loaded()  # it may not be there
             self._fabric = netstack.open(self._start.scheme, key=self._start.key or cluster_key())
             return self._fabric.listen(self._start.address)
         except (ValueError, ImportError, ChannelError) as e:
@@ -83,9 +85,12 @@ class _Server:
         """The worker. Safe from any thread."""
         with self._loading:
             if self._worker is None:
+                from .devices import pick, share
                 from .memory import MemoryWorker
 
-                self._worker = MemoryWorker(trace=self._trace)
+                start = self._start
+                device = pick("--memory-device", start.device, start.device_number)
+                self._worker = MemoryWorker(device, self._trace, share(start.device, start.device_users))
             return self._worker
 
     def _set_threads(self) -> None:

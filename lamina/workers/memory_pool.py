@@ -6,7 +6,7 @@ The layouts of the messages are those of workers.memory_step.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -32,13 +32,20 @@ class MemoryPool:
     """What slices send with, ``q`` and ``kv``; and what they go on with, ``o``."""
 
     def __init__(
-        self, links: list[MemoryLink], partition: Partition, layers: Sequence[LayerShape], backend: AttentionBackend
+        self,
+        links: list[MemoryLink],
+        partition: Partition,
+        layers: Sequence[LayerShape],
+        backend: AttentionBackend,
+        empty: Callable[..., Tensor] = torch.empty,
     ) -> None:
-        """``backend``: of the memory workers' name; it merges what they return in parts."""
+        """``backend``: of the memory workers' name; it merges what they return in parts. ``empty``: makes what ``o``
+        gives.
+        """
         self.links = links
         self._groups: list[Group] = []
         self._layers = [_Layer(shape, i, partition, links, self._groups) for i, shape in enumerate(layers)]
-        self._backend = backend
+        self._backend, self._empty = backend, empty
         self._stripe = partition.stripe * CHUNK_TOKENS
         self._steps: dict[int, _Step] = {}  # of every batch, its last one
         self.select(StepPlan(step=0, ops=[], rows=[]))
@@ -79,7 +86,7 @@ class MemoryPool:
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
         """Gather [R, 1, Hq, Dv] from all memory workers."""
         start, of = time.perf_counter(), self._layers[layer]
-        out = torch.empty(num_rows, of.num_q_heads, of.v_dim, dtype=dtype)
+        out = self._empty(num_rows, of.num_q_heads, of.v_dim, dtype=dtype)
         found: dict[int, list[Partial]] = {}  # first head -> partial results, in the order of workers
         for link, pieces in of.pieces:
             groups = [(p, self._step.rows(p.group)) for p in pieces]

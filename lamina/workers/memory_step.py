@@ -79,8 +79,8 @@ class Step:
         size, kv = self._store.dtype.itemsize, self._writes.num_bytes(layer)
         return Sizes(q * size, kv, partial * torch.float32.itemsize, final * size, stored)
 
-    def attend_stored(self, layer: int, q: memoryview) -> list[Stored]:
-        """By piece; see ``AttentionBackend.attend_stored``."""
+    def attend_stored(self, layer: int, q: Tensor) -> list[Stored]:
+        """By piece, of a message; see ``AttentionBackend.attend_stored``."""
         attend, found = self._store.backend.attend_stored, list[Stored]()
         for piece, group, (whole, other) in self._q(layer, q):
             results = [
@@ -90,14 +90,16 @@ class Step:
             found.append(Stored(*results))
         return found
 
-    def write(self, layer: int, kv: memoryview) -> list[Written]:
+    def write(self, layer: int, kv: Tensor) -> list[Written]:
         """Store the rows' K and V at their positions; what ``finish`` takes. It may lie in ``kv``."""
         return self._writes.write(layer, kv)
 
-    def finish(self, layer: int, stored: list[Stored], q: memoryview, kv: list[Written], out: memoryview) -> None:
-        """Attend the new rows as they are stored, and fill O."""
-        backend, upto = self._store.backend, self.sizes(layer).partial
-        partial, final = Flat(out[:upto], torch.float32), Flat(out[upto:], self._store.dtype)
+    def finish(
+        self, layer: int, stored: list[Stored], q: Tensor, kv: list[Written], partial: Tensor, final: Tensor
+    ) -> None:
+        """Attend the new rows as they are stored, and fill the two parts of O, flat bytes."""
+        backend = self._store.backend
+        partials, finals = Flat(partial, torch.float32), Flat(final, self._store.dtype)
         for (piece, group, (whole, other)), written, part in zip(self._q(layer, q), kv, stored, strict=True):
             op, new = piece.operator, group.new
             parts = [] if part.nodes is None else [part.nodes]
@@ -106,17 +108,17 @@ class Step:
                     backend.attend_new(op, new.prepared, pick(other, new.of), written.other.pick(group.new_kv))
                 )
             if parts:
-                torch.cat([x.o for x in parts], out=partial.take(group.num_partial, op.q_heads, op.v_dim))
-                torch.cat([x.lse for x in parts], out=partial.take(group.num_partial, op.q_heads))
+                torch.cat([x.o for x in parts], out=partials.take(group.num_partial, op.q_heads, op.v_dim))
+                torch.cat([x.lse for x in parts], out=partials.take(group.num_partial, op.q_heads))
             if part.whole is not None:
-                o = final.take(group.whole.num_rows, op.q_heads, op.v_dim)
+                o = finals.take(group.whole.num_rows, op.q_heads, op.v_dim)
                 backend.finish(op, group.whole.prepared, part.whole, whole, written.whole, o)
 
     def _pieces(self, layer: int) -> Iterator[tuple[StoredPiece, _GroupStep]]:
         for piece in self._store.layers[layer]:
             yield piece, self._groups[piece.group]
 
-    def _q(self, layer: int, data: memoryview) -> Iterator[tuple[StoredPiece, _GroupStep, list[Tensor]]]:
+    def _q(self, layer: int, data: Tensor) -> Iterator[tuple[StoredPiece, _GroupStep, list[Tensor]]]:
         flat = Flat(data, self._store.dtype)
         for piece, group in self._pieces(layer):
             op = piece.operator
@@ -142,9 +144,10 @@ class _GroupStep:
         self.whole = self._attended(found.whole, None, None)
         self.other_q = len(found.q_rows)
         node_rows, ranges = [n.rows for n in found.nodes], [(n.low, n.high) for n in found.nodes]
-        self.nodes = self._attended(node_rows, ranges, _index(node_rows, q_at))
-        self.new = self._attended(found.new, [(r.first, r.first) for r in found.new], _index(found.new, q_at))
-        self.new_kv = _index(found.new, kv_at)
+        self.nodes = self._attended(node_rows, ranges, _index(node_rows, q_at, store.device))
+        at = _index(found.new, q_at, store.device)
+        self.new = self._attended(found.new, [(r.first, r.first) for r in found.new], at)
+        self.new_kv = _index(found.new, kv_at, store.device)
 
     def _attended(self, rows: list[Rows], ranges: list[tuple[int, int]] | None, index: Tensor | None) -> _Attended:
         if not rows:
@@ -163,6 +166,7 @@ def _starts(rows: Iterable[Rows]) -> dict[int, int]:
     return found
 
 
-def _index(rows: Iterable[Rows], starts: dict[int, int]) -> Tensor:
+def _index(rows: Iterable[Rows], starts: dict[int, int], device: torch.device) -> Tensor:
     """The rows of sequences in a message."""
-    return torch.tensor([starts[r.sequence] + i for r in rows for i in range(r.count)], dtype=torch.int64)
+    at = [starts[r.sequence] + i for r in rows for i in range(r.count)]
+    return torch.tensor(at, dtype=torch.int64, device=device)

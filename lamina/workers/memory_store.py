@@ -19,6 +19,9 @@ from lamina.kv.partition import Lanes, Piece
 from lamina.kv.pool import LayerStore, allocate
 from lamina.kv.stored import head_bytes, stored_dtype
 
+from .buffers import tensor_over
+from .devices import CPU, FREE_PART
+from .staging import NOTHING, open_staging
 from .stepplan import Bind, Bound, Grant, LayerShape, ProtocolError, Rows, StepPlan
 
 RATE_BYTES = 256 << 20
@@ -41,11 +44,14 @@ class Store:
     Raises ValueError where the Bind asks for something that cannot be, ProtocolError where it contradicts itself.
     """
 
-    def __init__(self, bind: Bind, device: torch.device) -> None:
+    def __init__(self, bind: Bind, device: torch.device, share: float = FREE_PART) -> None:
+        """``share``: of what the device has free, where the blocks are to take what there is."""
         _check(bind)
         self.bind = bind
         self.dtype = DTYPES[bind.dtype]
+        self.staging = open_staging(device)
         self.device = device
+        self._kv_bytes = _kv_bytes(bind, device, share)
         self.kv_dtype = stored_dtype(bind.kv_cache_dtype, self.dtype)
         self.backend = get(bind.backend, device, self.dtype, self.kv_dtype)
         self.view = 0
@@ -66,6 +72,10 @@ class Store:
         self.layers = [[StoredPiece(g, op, self._allocate(op, num_blocks[g])) for g, op in x] for x in numbered]
         backend, stripe = name_of(self.backend), self.tables.stripe
         self.bound = Bound(windows=windows, lanes=lanes, stripe=stripe, num_blocks=num_blocks, backend=backend)
+
+    def message(self, data: memoryview) -> Tensor:
+        """Its bytes, flat, on the device. On the CPU they are shared, not copied."""
+        return self.staging.up(tensor_over(data, torch.uint8)) if len(data) else NOTHING
 
     def begin(self, plan: StepPlan) -> None:
         """Apply a plan, all or nothing. Raises ProtocolError, PlanError, NoBlocksError: then nothing has changed."""
@@ -100,7 +110,7 @@ class Store:
         for group, op in (piece for layer in layers for piece in layer):
             block_bytes[group] += bind.block_size * op.kv_heads * head_bytes(op.qk_dim, op.v_dim, self.kv_dtype)
         return split_memory(
-            bind.kv_bytes,
+            self._kv_bytes,
             block_bytes,
             windows,
             lanes,
@@ -132,9 +142,17 @@ def _check(bind: Bind) -> None:
         bind.partition.check([x.kv_heads for x in bind.layers])
     except ValueError as e:
         raise ProtocolError(str(e)) from e
-    free = available_bytes()
+
+
+def _kv_bytes(bind: Bind, device: torch.device, share: float) -> int:
+    """For KV blocks; on a device of its own memory, where nobody says how much, what it has. Raises ValueError."""
+    free = available_bytes(device)
+    if device.type != "cpu" and bind.kv_most:
+        return min(bind.kv_most, int(free * share))
     if bind.kv_bytes > free:
-        raise ValueError(f"{bind.kv_bytes} bytes of KV memory asked for, {free} are free: lower --kv-memory")
+        where = "" if device.type == "cpu" else f" on {device}"
+        raise ValueError(f"{bind.kv_bytes} bytes of KV memory asked for, {free} are free{where}: lower --kv-memory")
+    return bind.kv_bytes
 
 
 def _operator(shape: LayerShape, piece: Piece, device: torch.device) -> Operator:
@@ -165,8 +183,10 @@ def _operator(shape: LayerShape, piece: Piece, device: torch.device) -> Operator
     )
 
 
-def available_bytes() -> int:
-    """Memory that this host could give to a process now."""
+def available_bytes(device: torch.device = CPU) -> int:
+    """Memory that ``device`` could give to a process now; the CPU: this host."""
+    if device.type != "cpu":
+        return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo") as f:
         fields = dict(line.split(":") for line in f)
     return int(fields["MemAvailable"].split()[0]) << 10

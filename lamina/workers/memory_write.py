@@ -18,11 +18,9 @@ from lamina.kv.layout import Layout, kept, layout
 from lamina.kv.pool import WriteIndex, write_index
 from lamina.kv.stored import StoredRows, as_stored
 
-from .buffers import tensor_over
 from .memory_store import Store, StoredPiece
+from .staging import NOTHING
 from .stepplan import Rows
-
-NOTHING = torch.empty(0)
 
 
 class Writes:
@@ -40,13 +38,13 @@ class Writes:
             count += rows * op.kv_heads * (op.qk_dim + op.v_dim)
         return count * self._store.dtype.itemsize
 
-    def _rows(self, layer: int, data: memoryview) -> Iterator[tuple[StoredPiece, list[StoredRows]]]:
+    def _rows(self, layer: int, data: Tensor) -> Iterator[tuple[StoredPiece, list[StoredRows]]]:
         """The message by piece: K and V of whole sequences, then of the others."""
         flat = Flat(data, self._store.dtype)
         for piece in self._store.layers[layer]:
             yield piece, [_take(flat, piece.operator, place.num_rows) for place in self._groups[piece.group]]
 
-    def write(self, layer: int, data: memoryview) -> list[Written]:
+    def write(self, layer: int, data: Tensor) -> list[Written]:
         """Store the rows' K and V at their positions. By piece, what they are as stored."""
         return [
             Written(*(self._put(piece, *each) for each in zip(self._groups[piece.group], both, strict=True)))
@@ -56,7 +54,7 @@ class Writes:
     def _put(self, piece: StoredPiece, place: _Place, rows: StoredRows) -> StoredRows:
         stored = as_stored(rows.k, rows.v, self._store.kv_dtype) if place.num_rows else rows
         if place.at is not None:
-            piece.kv.write(place.at, stored.pick(place.kept))
+            self._store.backend.append(piece.kv, place.at, stored.pick(place.kept))
         return stored
 
 
@@ -94,7 +92,8 @@ def _place(store: Store, group: int, rows: list[Rows]) -> _Place:
     if not parts:
         return _Place(count, None, None)
     at = write_index(tables, group, parts, store.device)
-    return _Place(count, None if len(here) == count else torch.tensor(here, dtype=torch.int64), at)
+    whole = len(here) == count
+    return _Place(count, None if whole else torch.tensor(here, dtype=torch.int64, device=store.device), at)
 
 
 def _take(flat: Flat, op: Operator, num_rows: int) -> StoredRows:
@@ -103,10 +102,10 @@ def _take(flat: Flat, op: Operator, num_rows: int) -> StoredRows:
 
 
 class Flat:
-    """A message, tensor by tensor. What has no rows is nothing."""
+    """A message, flat bytes, tensor by tensor. What has no rows is nothing."""
 
-    def __init__(self, data: memoryview, dtype: torch.dtype) -> None:
-        self._rest = tensor_over(data, dtype) if len(data) else NOTHING
+    def __init__(self, data: Tensor, dtype: torch.dtype) -> None:
+        self._rest = data.view(dtype)
 
     def take(self, *shape: int) -> Tensor:
         """The next tensor, in place."""

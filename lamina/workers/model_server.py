@@ -32,9 +32,11 @@ from .control import (
     StepDone,
     Stop,
 )
+from .devices import CPU, linear, pick
 from .groups import together
 from .links import RefusedError
 from .service import Service
+from .staging import Staging, open_staging
 from .stepplan import Bound, LayerShape, ProtocolError
 
 MESSAGES = StartCompute | RunRound | RingPeer | RankUrls | Connect | AskStats | AskClock | AskTrace | Stop
@@ -85,6 +87,7 @@ class ModelServer:
         self.fabric = netstack.open(start.scheme, key=start.key or cluster_key())
         self.trace = recorder(start.trace)
         self.clock = Clock()
+        self.staging: Staging = open_staging(CPU)  # until the device is picked
         self._worker: Worker | None = None
         self.service = Service(link, self._stats, lambda reason: self.fabric.close(), self.trace)
 
@@ -134,11 +137,12 @@ class ModelServer:
         )
         self._progress("cutting the model", 1, 1)
         self.clock.lap("convert_s")
-        linear = gemm.get(start.gemm, torch.get_num_threads())
-        program, layers = gemm.bind(program, linear), layer_shapes(program)
+        backend = gemm.get(linear(start.gemm, self.staging.device), torch.get_num_threads())
+        layers = layer_shapes(program)
+        program = self.staging.place(gemm.bind(program, backend))
         stripe = stripe_of(-(-max_len // CHUNK_TOKENS), len(start.memory_urls))
         partition = PARTITIONS[start.partition]([s.kv_heads for s in layers], start.memory_weights, stripe)
-        dtype, name = program.calls[0].q.dtype, type(linear).__name__.lower()
+        dtype, name = program.calls[0].q.dtype, type(backend).__name__.lower()
         return Cut(program, loaded, layers, dtype, max_len, partition, name)
 
     def ready(self, cut: Cut, bounds: Sequence[Bound]) -> ComputeReady:
@@ -156,13 +160,19 @@ class ModelServer:
                 **_summary(cut),
                 "attention": bounds[0].backend,
                 "gemm": cut.gemm,
+                "device": str(self.staging.device),
                 **self.clock.laps,
             },
         )
 
+    def _pick(self) -> torch.device:
+        start = self.start
+        return pick("--compute-device", start.device, start.device_number, start.tensor_parallel_size)
+
     def _start_up(self) -> bool:
         """Whether there is a model to serve; what a user can put right has been told."""
         try:
+            self.staging = open_staging(self._pick())
             self._worker, ready = self.prepare()
         except (RefusedError, ValueError) as e:
             self.service.fail(str(e), user_error=True)

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from lamina.observe.trace import OFF, Event, Recorder
 
-from .buffers import bytes_of
-from .compute import ComputeWorker
+from .compute import Attention, ComputeWorker
 from .control import RunRound, StepDone
 from .links import MemoryLink, RefusedError
-from .memory_pool import MemoryPool
 from .memory_step import Step, Stored
 from .memory_store import Store
 from .memory_write import Written
+from .staging import NOTHING
 from .stepplan import Key, Kind, ProtocolError, StepPlan
 
 GLANCE_S = 0.002  # for news of memory workers, before the driver's are looked at again
@@ -34,13 +33,13 @@ class OwnAttention:
     computed here. K and V go on to ``pool`` too.
     """
 
-    def __init__(self, store: Store, pool: MemoryPool, trace: Recorder = OFF) -> None:
-        """``store``: of all heads, for one sequence at a time."""
+    def __init__(self, store: Store, pool: Attention, trace: Recorder = OFF) -> None:
+        """``store``: of all heads, for one sequence at a time. Tensors are on its device, ``pool`` takes them there."""
         self._store = store
         self._pool = pool
         self._trace = trace
         self._step: Step | None = None
-        self._q = memoryview(b"")
+        self._q = NOTHING
         self._written: list[Written] = []
         self._stored: list[Stored] = []
         self.attend_s = 0.0
@@ -70,7 +69,7 @@ class OwnAttention:
     def q(self, layer: int, q: Tensor) -> None:
         """q [R, Hq, 1, D]."""
         start, step, begun = self._trace.now(), self._now, time.perf_counter()
-        self._q = bytes_of(q.contiguous())
+        self._q = _flat(q)
         self._stored = step.attend_stored(layer, self._q)
         self._in_slices_s += time.perf_counter() - begun
         self.attend_s += time.perf_counter() - begun
@@ -80,15 +79,16 @@ class OwnAttention:
         """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]."""
         self._pool.kv(layer, k, v)
         begun = time.perf_counter()
-        self._written = self._now.write(layer, bytes_of(torch.cat([k.reshape(-1), v.reshape(-1)])))
+        self._written = self._now.write(layer, _flat(torch.cat([k.reshape(-1), v.reshape(-1)])))
         self._in_slices_s += time.perf_counter() - begun
 
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
         """[R, 1, Hq, Dv] of the layer whose Q, K and V came last."""
         start, step, begun = self._trace.now(), self._now, time.perf_counter()
         (piece,) = self._store.layers[layer]
-        out = torch.empty(num_rows, 1, piece.operator.q_heads, piece.operator.v_dim, dtype=dtype)
-        step.finish(layer, self._stored, self._q, self._written, bytes_of(out))
+        shape = num_rows, 1, piece.operator.q_heads, piece.operator.v_dim
+        out = torch.empty(shape, dtype=dtype, device=self._store.device)
+        step.finish(layer, self._stored, self._q, self._written, NOTHING, _flat(out))
         self.attend_s += time.perf_counter() - begun
         self._trace.add(Event.NEW, start, step.plan, layer)
         return out
@@ -176,3 +176,8 @@ class PrefillWorker:
     def _check(self, link: MemoryLink) -> None:
         if self._clock() - self._since > self._timeout_s and not self._worker.has_work:
             raise RefusedError(f"memory worker {link.worker} did not store K and V in {self._timeout_s:g} s")
+
+
+def _flat(x: Tensor) -> Tensor:
+    """The bytes of a tensor, shared where it is contiguous."""
+    return x.contiguous().view(-1).view(torch.uint8)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-import torch
-
 from lamina import attention
+from lamina.attention import name_of
 from lamina.kv.partition import by_head
 from lamina.kv.stored import stored_dtype
 
@@ -15,11 +14,13 @@ from .capacity import kv_geometries, store_bytes
 from .compute import ComputeWorker
 from .compute_emulated import emulated
 from .control import ComputeReady, Connect, LinkClosedError
+from .devices import CPU, backend_on
 from .links import MemoryLink
 from .memory_pool import MemoryPool
 from .memory_store import Store, available_bytes
 from .model_server import Cut, ModelServer, serve
 from .prefill import OwnAttention, PrefillWorker
+from .staged import stage_attention
 from .stepplan import Bind, Bound, Join
 
 
@@ -37,14 +38,15 @@ class _Server(ModelServer):
             raise LinkClosedError("the driver ended before the memory workers were bound")
         links, bounds = self._join(cut)
         store = self._store(cut, bounds[0].backend)
-        pool = MemoryPool(links, cut.partition, cut.layers, attention.get("reference", store.device, cut.dtype))
+        pool = MemoryPool(links, cut.partition, cut.layers, attention.get("reference", CPU, cut.dtype))
         self.clock.lap("bind_s")
-        own = OwnAttention(store, pool, self.trace)
+        own = OwnAttention(store, stage_attention(pool, self.staging), self.trace)
         worker = ComputeWorker(
             emulated(cut.program, prefill=True),
             own,
             dtype=cut.dtype,
             deterministic=start.deterministic,
+            staging=self.staging,
             trace=self.trace,
         )
         return PrefillWorker(worker, own, links, start.step_timeout_s, trace=self.trace), self.ready(cut, bounds)
@@ -60,7 +62,8 @@ class _Server(ModelServer):
 
     def _store(self, cut: Cut, backend: str) -> Store:
         """Of all heads of one sequence. Raises ValueError where there is no room for that."""
-        start, free = self.start, available_bytes()
+        start, device = self.start, self.staging.device
+        free = available_bytes(device)
         needed = store_bytes(cut.layers, stored_dtype(start.kv_cache_dtype, cut.dtype), cut.max_len, start.block_size)
         if needed > free:
             raise ValueError(
@@ -77,6 +80,6 @@ class _Server(ModelServer):
             kv_cache_dtype=start.kv_cache_dtype,
             max_rows=start.max_rows,
             max_model_len=cut.max_len,
-            backend=backend,
+            backend=name_of(backend_on(device, backend, "auto", cut.dtype)),
         )
-        return Store(bind, torch.device("cpu"))
+        return Store(bind, device)

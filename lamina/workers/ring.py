@@ -42,7 +42,10 @@ class _Ids:
 class Ring(Protocol):
     """Hands the tensors of a cut from the replica that made them to the one that needs them."""
 
-    wait_s: float  # seconds spent in ``take``
+    @property
+    def wait_s(self) -> float:
+        """Seconds spent in ``take``."""
+        ...
 
     def give(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
         """The results of slice ``index``, for the one that runs the next slice."""

@@ -10,19 +10,22 @@ from collections import deque
 from contextlib import suppress
 
 import torch
+from torch import Tensor
 
 from lamina.kv.blocks import NoBlocksError, PlanError
 from lamina.netstack import Arrival, Channel, ChannelTimeout
 from lamina.observe.trace import Event, Recorder
 
+from .devices import FREE_PART
 from .grants import Grants
 from .memory_step import Step, Stored
 from .memory_store import Store
+from .memory_write import Written
 from .meter import Meter
+from .staging import NOTHING
 from .stepplan import Key, Kind, ProtocolError, StepPlan, decode_bind, decode_join, decode_plan, encode
 
 RESERVE_S = 60.0  # for a compute worker to take what it was sent before
-NOTHING = memoryview(b"")
 MOST_PLANS = 64  # that may lie here before their round
 
 
@@ -31,15 +34,17 @@ class Session:
     plans.
     """
 
-    def __init__(self, channel: Channel, device: torch.device, meter: Meter, trace: Recorder) -> None:
-        """Waits for a Bind on ``channel``."""
+    def __init__(
+        self, channel: Channel, device: torch.device, meter: Meter, trace: Recorder, share: float = FREE_PART
+    ) -> None:
+        """Waits for a Bind on ``channel``. ``share``: see Store."""
         self._channels = [channel]
         self._meter = meter
         self._trace = trace
         self._plans: deque[tuple[Key, bytes]] = deque()  # that came before their round
         self._refused: dict[int, Key] = {}  # batch -> its last plan, if refused: its layer messages are dropped
         self._grants = Grants(meter, trace)
-        self._store = self._bind(device)
+        self._store = self._bind(device, share)
 
     @property
     def missing(self) -> int:
@@ -140,11 +145,11 @@ class Session:
         meter, trace, sizes = self._meter, self._trace, step.sizes(layer)
         source, reply = (self._channels[step.plan.replica_of(i)] for i in (layer, layer + 1))
         q_arrival = self._expect(step, layer, Kind.Q, sizes.q)
-        q = q_arrival.data if q_arrival else NOTHING
+        q = self._message(q_arrival)
         if self._store.bind.overlap:
             stored = self._attend_stored(step, layer, q)
         kv_arrival = self._expect(step, layer, Kind.KV, sizes.kv)
-        kv = kv_arrival.data if kv_arrival else NOTHING
+        kv = self._message(kv_arrival)
         if not self._store.bind.overlap:
             stored = self._attend_stored(step, layer, q)
         start = trace.now()
@@ -155,7 +160,7 @@ class Session:
             slot = reply.reserve(sizes.o, timeout_s=RESERVE_S)
             start = trace.add(Event.RESERVE, start, step.plan, layer)
             with meter.time("attend_s"):
-                step.finish(layer, stored, q, written, slot.data)
+                self._finish(step, layer, stored, q, written, slot.data)
             start = trace.add(Event.NEW, start, step.plan, layer)
         for arrival in (q_arrival, kv_arrival):
             if arrival:
@@ -165,7 +170,20 @@ class Session:
             trace.add(Event.SEND_O, start, step.plan, layer, 0, sizes.o)
             meter.add("bytes_sent", sizes.o)
 
-    def _attend_stored(self, step: Step, layer: int, q: memoryview) -> list[Stored]:
+    def _message(self, arrival: Arrival | None) -> Tensor:
+        return NOTHING if arrival is None else self._store.message(arrival.data)
+
+    def _finish(
+        self, step: Step, layer: int, stored: list[Stored], q: Tensor, written: list[Written], out: memoryview
+    ) -> None:
+        """The layer's O into ``out``."""
+        staging, upto = self._store.staging, step.sizes(layer).partial
+        partial, final = staging.room(out[:upto]), staging.room(out[upto:])
+        step.finish(layer, stored, q, written, partial, final)
+        staging.fill(out[:upto], partial)
+        staging.fill(out[upto:], final)
+
+    def _attend_stored(self, step: Step, layer: int, q: Tensor) -> list[Stored]:
         start = self._trace.now()
         with self._meter.time("attend_s"):
             stored = step.attend_stored(layer, q)
@@ -189,7 +207,7 @@ class Session:
         self._trace.add(Event.WAIT_Q if kind == Kind.Q else Event.WAIT_KV, start, step.plan, layer, 0, nbytes)
         return arrival
 
-    def _bind(self, device: torch.device) -> Store:
+    def _bind(self, device: torch.device, share: float) -> Store:
         """Wait for a Bind that can be; the peer may try again after a refusal, or leave."""
         channel = self._channels[0]
         while True:
@@ -198,7 +216,7 @@ class Session:
             if key.kind != Kind.BIND:
                 raise ProtocolError(f"{key} in place of a bind")
             try:
-                store = Store(decode_bind(arrival.data), device)
+                store = Store(decode_bind(arrival.data), device, share)
             except (ValueError, ImportError, MemoryError, ProtocolError) as e:
                 answer, text = Kind.REFUSED, str(e).encode()
             else:

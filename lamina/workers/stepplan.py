@@ -197,6 +197,7 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str  # of the wire: "float32", "bfloat16", "float16"
     block_size: int  # tokens in a KV block
     kv_bytes: int  # memory for KV blocks on this worker
+    kv_most: int = 0  # of them, all sequences need no more; a device of its own memory takes them, as far as it has it
     max_rows: int  # rows in a step at most
     max_model_len: int  # tokens in a sequence at most
     replicas: int = 1  # compute workers: this one and those that will join

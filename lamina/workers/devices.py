@@ -1,0 +1,84 @@
+"""Which device a worker computes on, of those that its host has."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+
+from lamina import attention
+from lamina.attention import AttentionBackend
+from lamina.config import EngineConfig
+
+CPU = torch.device("cpu")
+FREE_PART = 0.9  # of what a device has free, for KV blocks at most: backends need some to work in
+
+
+def pick(flag: str, asked: str, number: int = 0, ranks: int = 1) -> torch.device:
+    """The device that ``flag`` asks for: cpu, cuda, cuda:N, or auto, which is cuda where torch has it.
+
+    ``number``: among the workers that share the host's GPUs, which they take in turn. ``ranks``: that share weights,
+    each of which needs a GPU of its own. Raises ValueError, naming the flag, for a device that is not there.
+    """
+    count = torch.cuda.device_count() if asked != "cpu" and torch.cuda.is_available() else 0
+    if asked == "cpu" or (asked == "auto" and not count):
+        return CPU
+    if not count:
+        raise ValueError(
+            f"{flag} {asked}: torch {torch.__version__} finds no NVIDIA GPU here: use cpu, or a torch built for CUDA "
+            f"on a host with a GPU (over --ray-address ask for a type of GPU, as in --compute-on H100)"
+        )
+    _, given, index = asked.partition(":")
+    if given and int(index) >= count:
+        raise ValueError(f"{flag} {asked}: torch finds {count} GPUs here, the last one is cuda:{count - 1}")
+    if not given and count < ranks and number >= count:
+        raise ValueError(
+            f"--tensor-parallel-size {ranks} with {flag} {asked}: each rank needs a GPU, and torch finds {count} here: "
+            f"lower it, or use {flag} cpu"
+        )
+    return torch.device("cuda", int(index) if given else number % count)
+
+
+def share(asked: str, workers: int) -> float:
+    """The part of its device's free memory that one of ``workers`` may take which have the host's GPUs in turn."""
+    count = torch.cuda.device_count() if asked == "auto" or asked == "cuda" else 1
+    return FREE_PART / max(1, -(-workers // max(1, count)))
+
+
+def linear(asked: str, device: torch.device) -> str:
+    """The backend of linear layers on ``device`` for --gemm ``asked``. Raises ValueError where there is none."""
+    if device.type == "cpu":
+        return asked
+    if asked not in ("auto", "torch"):
+        raise ValueError(f"--gemm {asked} computes on CPUs: use auto or torch with --compute-device {device}")
+    return "torch"
+
+
+def backend_on(device: torch.device, name: str, other: str, dtype: torch.dtype) -> AttentionBackend:
+    """Attention backend ``name`` where it runs on ``device``, else ``other``."""
+    with suppress(ValueError, ImportError):
+        return attention.get(name, device, dtype)
+    return attention.get(other, device, dtype)
+
+
+def check(config: EngineConfig) -> tuple[torch.device, torch.device]:
+    """The first compute worker's device and the first memory worker's, on this host. Raises what their start would:
+    ValueError, ImportError, naming the flag.
+    """
+    ranks, prefill = config.tensor_parallel_size, range(config.prefill_workers)
+    numbers = [
+        *(config.gpu_number("compute", i) for i in range(config.num_compute)),
+        *(config.gpu_number("prefill", i) for i in prefill),
+    ]
+    compute, *_ = [pick("--compute-device", config.compute_device, n, ranks) for n in numbers]
+    linear(config.gemm, compute)
+    memory = pick("--memory-device", config.memory_device, config.gpu_number("memory", 0))
+    if memory.type != "cpu":
+        dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+        try:
+            attention.get(config.attention, memory, dtype)
+        except ValueError as error:
+            raise ValueError(
+                f"--attention {config.attention} with --memory-device {config.memory_device}: {error}"
+            ) from None
+    return compute, memory

@@ -1,0 +1,116 @@
+"""What a compute worker deals with, for tensors on a device of its own memory: messages, the ring, other ranks.
+
+Each stands in for one that knows host tensors alone, and brings tensors there and back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lamina.collective import Collective
+
+from .compute import Attention
+from .ring import Ring
+from .staging import Staging
+from .stepplan import StepPlan
+
+
+def stage_attention(inner: Attention, staging: Staging) -> Attention:
+    """``inner`` itself where nothing need be copied, as with the others."""
+    return StagedAttention(inner, staging) if staging.apart else inner
+
+
+def stage_ring(inner: Ring, staging: Staging) -> Ring:
+    """For a ring whose tensors leave this process."""
+    return StagedRing(inner, staging) if staging.apart else inner
+
+
+def stage_collective(inner: Collective, staging: Staging) -> Collective:
+    """For the slices, and for draws."""
+    return StagedCollective(inner, staging) if staging.apart else inner
+
+
+class StagedAttention:
+    """See Attention. A message is on the host before ``q`` or ``kv`` returns: its tensors may be overwritten then."""
+
+    def __init__(self, inner: Attention, staging: Staging) -> None:
+        self._inner, self._staging = inner, staging
+
+    @property
+    def send_s(self) -> float:
+        """See Attention; without the time in which the device computes what is sent."""
+        return self._inner.send_s
+
+    @property
+    def wait_s(self) -> float:
+        """See Attention."""
+        return self._inner.wait_s
+
+    def announce(self, plan: StepPlan) -> None:
+        """See Attention."""
+        self._inner.announce(plan)
+
+    def select(self, plan: StepPlan) -> None:
+        """See Attention."""
+        self._inner.select(plan)
+
+    def q(self, layer: int, q: Tensor) -> None:
+        """See Attention."""
+        self._inner.q(layer, *self._staging.down(q))
+
+    def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """See Attention."""
+        self._inner.kv(layer, *self._staging.down(k, v))
+
+    def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
+        """See Attention."""
+        return self._staging.up(self._inner.o(layer, num_rows, dtype))
+
+
+class StagedRing:
+    """See Ring. A step's ids, in front, are on the host anyway."""
+
+    def __init__(self, inner: Ring, staging: Staging) -> None:
+        self._inner, self._staging = inner, staging
+
+    @property
+    def wait_s(self) -> float:
+        """See Ring."""
+        return self._inner.wait_s
+
+    def give(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
+        """See Ring."""
+        ids, *rest = carry
+        self._inner.give(plan, index, (ids, *self._staging.down(*rest)))
+
+    def take(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
+        """See Ring."""
+        ids, *rest = self._inner.take(plan, index)
+        return ids, *map(self._staging.up, rest)
+
+
+class StagedCollective:
+    """See Collective. Results are where the argument was."""
+
+    def __init__(self, inner: Collective, staging: Staging) -> None:
+        self._inner, self._staging = inner, staging
+        self.rank, self.size = inner.rank, inner.size
+
+    @property
+    def wait_s(self) -> float:
+        """See Collective."""
+        return self._inner.wait_s
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See Collective."""
+        return self._staging.up(self._inner.all_reduce(*self._staging.down(x)))
+
+    def all_gather(self, x: Tensor, size: int) -> Tensor:
+        """See Collective."""
+        (here,) = self._staging.down(x)
+        return self._staging.up(self._inner.all_gather(here, size))
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """See Collective. What is broadcast is small, made on the host, and read there."""
+        return self._inner.broadcast(x)

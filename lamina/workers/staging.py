@@ -1,0 +1,206 @@
+"""Between a worker's device and its messages, which lie in host memory.
+
+On the CPU the two are one and nothing is copied. A device with memory of its own gets copies through pinned host
+memory, in the order of its stream; the host waits for it only where it is to read what the device has computed: once
+for each Q, for each K and V, for each O, and for what is carried or shared between compute workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .buffers import tensor_over
+from .graphs import Capture, CudaCapture
+
+NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class Staging(Protocol):
+    """A device, and the ways to it and back."""
+
+    device: torch.device
+
+    @property
+    def apart(self) -> bool:
+        """Whether the device has memory of its own."""
+        ...
+
+    def up(self, x: Tensor) -> Tensor:
+        """``x`` of the host, on the device: on the CPU x itself, else a copy, and x may be overwritten at once."""
+        ...
+
+    def down(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Tensors of the device on the host, there to be read now."""
+        ...
+
+    def room(self, data: memoryview) -> Tensor:
+        """Flat bytes on the device that are to become ``data``: on the CPU they are."""
+        ...
+
+    def fill(self, data: memoryview, room: Tensor) -> None:
+        """What the device has put into ``room`` is in ``data`` now."""
+        ...
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Host memory that is to go ``up``, and not to change after."""
+        ...
+
+    def place(self, program: Any) -> Any:
+        """A sliced program with its weights on the device; the one given is used up."""
+        ...
+
+    def capture(self) -> Capture | None:
+        """Records graphs, where the device has them."""
+        ...
+
+
+class Host:
+    """The CPU."""
+
+    apart = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def up(self, x: Tensor) -> Tensor:
+        """See Staging."""
+        return x
+
+    def down(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """See Staging."""
+        return xs
+
+    def room(self, data: memoryview) -> Tensor:
+        """See Staging."""
+        return tensor_over(data, torch.uint8) if len(data) else NOTHING
+
+    def fill(self, data: memoryview, room: Tensor) -> None:
+        """See Staging."""
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """See Staging."""
+        return torch.empty(shape, dtype=dtype)
+
+    def place(self, program: Any) -> Any:
+        """See Staging."""
+        return program
+
+    def capture(self) -> Capture | None:
+        """See Staging."""
+        return None
+
+
+class Apart:
+    """A device with memory of its own, whose copies are done at once. Subclasses have them done in their order."""
+
+    apart = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.waits = 0  # of the host for the device
+
+    def up(self, x: Tensor) -> Tensor:
+        """See Staging."""
+        held = x if self.is_pinned(x) else self.empty(*x.shape, dtype=x.dtype).copy_(x)
+        there = torch.empty(x.shape, dtype=x.dtype, device=self.device)
+        self.copy(there, held)
+        return there
+
+    def down(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """See Staging. The host waits once for all."""
+        found = tuple(self.empty(*x.shape, dtype=x.dtype) for x in xs)
+        for here, x in zip(found, xs, strict=True):
+            self.copy(here, x)
+        self.waits += 1
+        self.wait()
+        return found
+
+    def room(self, data: memoryview) -> Tensor:
+        """See Staging."""
+        return torch.empty(len(data), dtype=torch.uint8, device=self.device)
+
+    def fill(self, data: memoryview, room: Tensor) -> None:
+        """See Staging."""
+        if len(data):
+            (here,) = self.down(room)
+            tensor_over(data, torch.uint8).copy_(here)
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """See Staging."""
+        return torch.empty(shape, dtype=dtype)
+
+    def place(self, program: Any) -> Any:
+        """See Staging. Raises ValueError where the weights do not fit."""
+        from lamina.converter import move
+
+        try:
+            moved = move(program, self.device)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"{program.weight_bytes} bytes of weights do not fit on {self.device}: use --tensor-parallel-size, or "
+                f"another --compute-device"
+            ) from error
+        self.wait()
+        return moved
+
+    def capture(self) -> Capture | None:
+        """See Staging."""
+        return None
+
+    def is_pinned(self, x: Tensor) -> bool:
+        """Whether the device copies from ``x`` while the host goes on."""
+        return False
+
+    def copy(self, to: Tensor, x: Tensor) -> None:
+        """From the host to the device or back, behind what the device has been given to do."""
+        to.copy_(x)
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
+
+
+class Cuda(Apart):
+    """A CUDA device, on a stream of this thread's own: workers may be threads of one process.
+
+    torch keeps pinned memory until the copies out of it are done, whatever becomes of its tensors.
+    HARDWARE-UNVERIFIED: all but what is below has been run with a stand-in.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        torch.cuda.set_device(device)  # else a context, of hundreds of MB, is made on the first device too
+        if torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
+            torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """See Staging."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def is_pinned(self, x: Tensor) -> bool:
+        """See Apart."""
+        return x.is_pinned()
+
+    def copy(self, to: Tensor, x: Tensor) -> None:
+        """See Apart."""
+        to.copy_(x, non_blocking=True)
+
+    def wait(self) -> None:
+        """See Apart."""
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def capture(self) -> Capture | None:
+        """See Staging."""
+        return CudaCapture(self.device)
+
+
+# type of device -> its staging
+KINDS: dict[str, Callable[[torch.device], Staging]] = {"cpu": Host, "cuda": Cuda}
+
+
+def open_staging(device: torch.device) -> Staging:
+    """For the thread that calls, which is to be the only one that uses it."""
+    return KINDS[device.type](device)

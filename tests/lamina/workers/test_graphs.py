@@ -1,0 +1,101 @@
+"""Slices as graphs: rows padded, messages in the midst, memory that every replay writes again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from stand_in_device import RecordingCapture
+from torch import Tensor
+
+from lamina.workers.graphs import MOST_ROWS, GraphedSlice
+
+
+class Kept:
+    """Holds on to what is sent, as it comes."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, int, Tensor]] = []
+
+    def q(self, call: int, q: Tensor) -> None:
+        self.sent.append(("q", call, q))
+
+    def kv(self, call: int, k: Tensor, v: Tensor) -> None:
+        self.sent += [("k", call, k), ("v", call, v)]
+
+
+WEIGHT = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def slice_of_a_model(ids: Tensor, x: Tensor, send: Any) -> tuple[Tensor, ...]:
+    """With a message in the midst, a view, an operator in place, and an input that is a result."""
+    h = x @ WEIGHT
+    q = torch.relu(h)
+    send.q(4, q.view(-1, 2, 1, 4))
+    h = h.clone()
+    h.add_(ids)
+    send.kv(4, h[:, None], h * 2)
+    return ids, h.sin() + q
+
+
+def last_slice(x: Tensor, o: Tensor) -> tuple[Tensor, ...]:
+    return (x @ WEIGHT + o,)
+
+
+def inputs(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 9, (rows, 1), generator=g), torch.randn(rows, 8, generator=g)
+
+
+def test_results_and_messages_are_those_of_the_slice_and_stay() -> None:
+    """All of them are compared at the end, when later replays have written their memory again and again."""
+    capture = RecordingCapture()
+    graphed, kept, held = GraphedSlice(slice_of_a_model, capture), Kept(), list[tuple[Tensor, ...]]()
+    wanted, plain = list[tuple[Tensor, ...]](), Kept()
+    order = [1, 3, 4, 2, 3, 8, 5, 1, 7]
+    for seed, rows in enumerate(order):
+        held.append(graphed(*inputs(rows, seed), kept))
+        wanted.append(slice_of_a_model(*inputs(rows, seed), plain))
+    for a, b in zip(held, wanted, strict=True):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+    assert [(s[0], s[1], s[2].shape) for s in kept.sent] == [(s[0], s[1], s[2].shape) for s in plain.sent]
+    for a, b in zip(kept.sent, plain.sent, strict=True):
+        torch.testing.assert_close(a[2], b[2], atol=1e-5, rtol=1e-5)
+    assert capture.graphs == 3 * len({1, 2, 4, 8}), "three pieces for each number of rows, recorded once"
+
+
+def test_the_last_slice_sends_nothing() -> None:
+    capture = RecordingCapture()
+    graphed = GraphedSlice(last_slice, capture)
+    for seed, rows in enumerate((4, 3, 4)):
+        _, x = inputs(rows, seed)
+        torch.testing.assert_close(graphed(x, x * 3)[0], last_slice(x, x * 3)[0])
+    assert capture.graphs == 1
+
+
+def test_many_rows_run_without_graphs() -> None:
+    capture = RecordingCapture()
+    graphed = GraphedSlice(last_slice, capture)
+    _, x = inputs(MOST_ROWS + 1, 0)
+    assert torch.equal(graphed(x, x)[0], last_slice(x, x)[0])
+    assert not capture.graphs
+
+
+def test_what_cannot_be_recorded_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    def looks(x: Tensor, send: Any) -> tuple[Tensor, ...]:
+        send.q(0, x)
+        if capture.recording:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        return (x + 1,)
+
+    capture = RecordingCapture()
+    graphed, kept = GraphedSlice(looks, capture), Kept()
+    x = torch.ones(2, 8)
+    for _ in range(3):
+        assert torch.equal(graphed(x, kept)[0], x + 1)
+    assert len(kept.sent) == 3, "no message of a recording has left"
+    assert len(caplog.records) == 1
+    assert not capture.recording

@@ -1,0 +1,156 @@
+"""Messages of a device of its own memory: they are whole when they leave, and nobody overwrites them on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from memory_peer import Pool, error, memory_pool, model
+from stand_in_device import CPU, StandIn, stand_in_for_cpu
+from torch import Tensor
+
+from lamina.workers.staged import StagedAttention, StagedCollective, StagedRing, stage_attention
+from lamina.workers.staging import Apart, Host
+from lamina.workers.stepplan import New, Rows, SequenceOp, StepPlan
+
+STEPS: list[tuple[list[SequenceOp], list[Rows]]] = [
+    ([New(1), New(2)], [Rows(1, 0, 40), Rows(2, 0, 5)]),
+    ([], [Rows(1, 40, 1), Rows(2, 5, 20)]),
+    ([New(3)], [Rows(2, 25, 1), Rows(1, 41, 1), Rows(3, 0, 33)]),
+]
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    with memory_pool() as pool:
+        yield pool
+
+
+def test_the_host_shares_and_a_device_copies() -> None:
+    x, data = torch.arange(6.0), memoryview(bytearray(8))
+    host, there = Host(CPU), Apart(CPU)
+    assert host.up(x) is x
+    assert host.down(x)[0] is x
+    host.room(data)[3] = 7
+    assert data[3] == 7
+    assert not host.apart
+    assert there.up(x).data_ptr() != x.data_ptr()
+    room = there.room(data)
+    room.fill_(9)
+    assert data[0] == 0
+    there.fill(data, room)
+    assert bytes(data) == b"\x09" * 8
+    assert there.waits == 1
+
+
+def test_what_comes_down_is_there_after_one_wait_for_all() -> None:
+    device = StandIn()
+    x, y = torch.randn(3, 4).t(), torch.arange(5)
+    found = device.down(x, y)
+    assert torch.equal(found[0], x)
+    assert torch.equal(found[1], y)
+    assert device.waits == 1
+    assert device.up(torch.empty(0, 3)).shape == (0, 3)
+
+
+def test_the_stand_in_finds_out_who_does_not_wait_and_who_overwrites() -> None:
+    device = StandIn()
+    late = device.empty(2, dtype=torch.float32)
+    device.copy(late, torch.ones(2))
+    assert late.isnan().all()
+    sent = device.empty(2, dtype=torch.float32).fill_(1.0)
+    device.up(sent)
+    sent.fill_(2.0)
+    with pytest.raises(AssertionError, match="on its way up"):
+        device.wait()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("partition", ["head", "token", "request"])
+def test_a_memory_worker_on_a_device_gives_the_same_bits(
+    pool: Pool, dtype: str, kv_cache_dtype: str, partition: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
+    host = model(pool, [1.0, 1.0], partition=partition, **options)
+    with stand_in_for_cpu(monkeypatch) as made:
+        there = model(pool, [1.0, 1.0], partition=partition, **options)
+    assert len(made) == 2
+    for number, (ops, rows) in enumerate(STEPS):
+        outs = [m.step(number, ops, rows) for m in (host, there)]
+        for layer, (a, b) in enumerate(zip(*outs, strict=True)):
+            assert torch.equal(a, b), (number, layer)
+            assert kv_cache_dtype != "auto" or error(b, there.oracle(rows, layer)) < 1e-2
+    assert all(0 < device.waits <= 2 * len(STEPS) * len(host.layers) for device in made)
+
+
+class Kept:
+    """Takes what is sent, as it is when it comes."""
+
+    send_s = wait_s = 1.5
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.sent: list[Tensor] = []
+
+    def announce(self, plan: StepPlan) -> None: ...
+
+    def select(self, plan: StepPlan) -> None: ...
+
+    def q(self, layer: int, q: Tensor) -> None:
+        self.sent.append(q.clone())
+
+    def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self.sent += [k.clone(), v.clone()]
+
+    def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
+        return torch.full((num_rows, 1), float(layer), dtype=dtype)
+
+    def give(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
+        self.sent += [x.clone() for x in carry]
+
+    def take(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
+        return tuple(self.sent)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def all_gather(self, x: Tensor, size: int) -> Tensor:
+        return torch.cat([x] * size, -1)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return x
+
+
+PLAN = StepPlan(step=0, ops=[], rows=[])
+
+
+def test_messages_are_whole_when_they_are_handed_on() -> None:
+    device, kept = StandIn(), Kept()
+    staged, buffer = StagedAttention(kept, device), torch.randn(3, 4)
+    first = buffer.clone()
+    staged.q(0, buffer)
+    buffer.fill_(0.0)  # as the next replay of a graph does
+    staged.kv(0, first + 1, first + 2)
+    assert [torch.equal(a, b) for a, b in zip(kept.sent, (first, first + 1, first + 2), strict=True)] == [True] * 3
+    assert device.waits == 2
+    assert (staged.o(5, 2, torch.float32) == 5).all()
+    assert device.waits == 2, "O needs none"
+    assert stage_attention(kept, Host(CPU)) is kept
+    assert staged.send_s == staged.wait_s == 1.5
+
+
+def test_the_ring_and_the_ranks_of_a_device() -> None:
+    device, kept = StandIn(), Kept()
+    ids, x = torch.arange(3)[:, None], torch.randn(3, 8)
+    ring, group = StagedRing(kept, device), StagedCollective(kept, device)
+    ring.give(PLAN, 0, (ids, x))
+    got = ring.take(PLAN, 0)
+    assert torch.equal(got[0], ids)
+    assert torch.equal(got[1], x)
+    assert device.waits == 1
+    assert torch.equal(group.all_reduce(x), x * 2)
+    assert torch.equal(group.all_gather(x, 2), torch.cat([x, x], -1))
+    assert group.broadcast(ids) is ids
+    assert (group.rank, group.size, device.waits) == (0, 2, 3)
