@@ -1,8 +1,9 @@
-"""Everything that needs an NVIDIA GPU, in one run of under 8 minutes: ``python perf/gpu_suite.py --write``.
+"""Everything that needs an NVIDIA GPU, in one run of about 10 minutes: ``python perf/gpu_suite.py --write``.
 
 Compiles the kernels, runs the contract suite of the cuda backends, compares every head size with fp64, replays one CUDA
 graph over growing lengths, and measures attention over stored tokens in bytes per second, next to torch's and
-FlashInfer's. The network: the contract over ``cuda``, and mlx5 kernels against software NICs (gpu_network.py). A part
+FlashInfer's. The network: the contract over ``cuda``, and mlx5 kernels against software NICs (gpu_network.py). End to
+end: tokens, speed and memory of decoding with compute workers on the GPU, next to transformers (gpu_decode.py). A part
 that fails is recorded, and the others run: exit status 1. Without a GPU it compiles what it can.
 """
 
@@ -21,6 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import gpu_decode
 import gpu_network
 import numpy as np
 import torch
@@ -68,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "memory": memory,
         "launches": launches,
         "attention": attention,
+        "tokens": tokens,
+        "decode": lambda: gpu_decode.speed(gpu_decode.Settings()),
     }
     results = {name: run_part(name, part) for name, part in parts.items()}
     judge(results)
@@ -129,6 +133,14 @@ def transport() -> Result:
 def contract() -> Result:
     """The contract of attention backends, on this GPU."""
     return pytest("-m", "gpu", "tests/contract/test_attention.py", "-k", "cuda or flashinfer", limit_s=200)
+
+
+def tokens() -> Result:
+    """Of the shipped model, with compute workers on this GPU and memory workers here and there."""
+    found = gpu_decode.tokens_as_transformers(gpu_decode.Settings())
+    if bad := {name: part for name, part in found.items() if part < gpu_decode.LEAST_EQUAL}:
+        raise BrokenError(f"of the tokens of transformers: {bad}")
+    return found
 
 
 def operator(q_heads: int, kv_heads: int, dim: int, **spec: Any) -> Operator:

@@ -1,0 +1,174 @@
+"""Decoding with the compute worker on a GPU, next to transformers on the same GPU: the end-to-end part of gpu_suite.py.
+
+Tokens of the shipped model are compared with those of transformers. A Llama shape with random weights is timed:
+Lamina with memory workers on the host's cores, and on the same GPU; transformers with a static cache, compiled and not.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from reference_model import make
+
+from lamina import LLM, SamplingParams
+
+SHIPPED = Path(__file__).resolve().parents[1] / "examples" / "tiny_lm" / "model"
+LLAMA_1B = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8192,
+    "vocab_size": 32000,
+}
+LEAST_EQUAL = 0.95  # of the shipped model's tokens in fp32; a near tie may change the rest of a text
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure. ``batches``: (sequences, tokens of each prompt); ``limit_s``: nothing is begun behind it."""
+
+    device: str = "cuda"
+    shape: tuple[tuple[str, int], ...] = tuple(LLAMA_1B.items())
+    dtype: str = "bfloat16"
+    batches: tuple[tuple[int, int], ...] = ((1, 2048), (32, 2048), (128, 2048))
+    tokens: int = 48
+    early: int = 1024  # tokens that the first ones may draw while the last prompts are read
+    texts: int = 4
+    memory_workers: int = 2
+    limit_s: float = 150.0
+
+
+def tokens_as_transformers(settings: Settings) -> Result:
+    """The part of the shipped model's greedy tokens that are those of transformers on the same device, in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 200, (5 + 40 * i,), generator=generator).tolist() for i in range(settings.texts)]
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).to(settings.device)
+    wanted = [_generate(model, [p], settings.tokens, settings.device)[0] for p in prompts]
+    del model
+    found = Result()
+    for memory in dict.fromkeys(("cpu", settings.device)):
+        options: dict[str, Any] = {"compute_device": settings.device, "memory_device": memory, "dtype": "float32"}
+        with LLM(str(SHIPPED), memory_workers=settings.memory_workers, **options) as llm:
+            outputs = llm.generate(prompts, _greedy(settings.tokens))
+        same = [_prefix(o.outputs[0].token_ids, w) for o, w in zip(outputs, wanted, strict=True)]
+        found[f"memory on {memory}"] = sum(same) / sum(map(len, wanted))
+    return found
+
+
+def speed(settings: Settings) -> Result:
+    """Tokens a second, milliseconds between tokens and GB of the device, by batch and contender; one that does not run
+    is named with its error, and one that there was no time for as such.
+    """
+    begun, found = time.perf_counter(), Result()
+    contenders: dict[str, Callable[[Settings, Path, list[list[int]]], Result]] = {
+        "lamina, memory on the host": lambda s, path, prompts: lamina(s, path, prompts, "cpu"),
+        "lamina, memory on the device": lambda s, path, prompts: lamina(s, path, prompts, s.device),
+        "transformers, static": lambda s, path, prompts: transformers(s, path, prompts, compiled=False),
+        "transformers, static, compiled": lambda s, path, prompts: transformers(s, path, prompts, compiled=True),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = make(Path(folder) / "model", settings.dtype, dict(settings.shape))
+        for batch, length in settings.batches:
+            generator = torch.Generator().manual_seed(batch)
+            vocabulary = dict(settings.shape)["vocab_size"]
+            prompts = torch.randint(3, vocabulary, (batch, length), generator=generator).tolist()
+            for name, contender in contenders.items():
+                place = f"{batch} x {length}, {name}"
+                if time.perf_counter() - begun > settings.limit_s:
+                    found[place] = "no time was left"
+                    continue
+                try:
+                    found[place] = contender(settings, path, prompts)
+                except Exception as error:  # noqa: BLE001 - the others are to run
+                    found[place] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return found
+
+
+def lamina(settings: Settings, path: Path, prompts: list[list[int]], memory: str) -> Result:
+    """Steps in which all decode. Prompts go to a prefill worker on the device: the host's cores would take minutes."""
+    free, tokens = _free(settings.device), settings.tokens + settings.early
+    options: dict[str, Any] = {"compute_device": settings.device, "memory_device": memory, "dtype": settings.dtype}
+    options |= {"max_model_len": len(prompts[0]) + tokens + 8, "max_num_seqs": len(prompts), "prefill_workers": 1}
+    options |= {"memory_workers": settings.memory_workers if memory == "cpu" else 1}
+    with LLM(str(path), **options) as llm:
+        engine, gaps, last = llm.engine, list[float](), 0.0
+        for prompt in prompts:
+            engine.add(prompt, _greedy(tokens))
+        while len(gaps) < settings.tokens and engine.has_work:
+            outputs, now = engine.step(), time.perf_counter()
+            together = len(outputs) == len(prompts)
+            if together and last:
+                gaps.append(now - last)
+            if outputs:
+                last = now if together else 0.0
+        used = free - _free(settings.device)
+    return _rates(gaps, len(prompts), used)
+
+
+class _Clock:
+    """A logits processor that notes when each token is drawn."""
+
+    def __init__(self, device: str) -> None:
+        self._device, self.times = device, list[float]()
+
+    def __call__(self, ids: Any, scores: Any) -> Any:
+        if self._device != "cpu":
+            torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+        return scores
+
+
+def transformers(settings: Settings, path: Path, prompts: list[list[int]], *, compiled: bool) -> Result:
+    """``generate`` with a static cache; compiled, as transformers does it by itself on a GPU."""
+    from transformers import AutoModelForCausalLM
+
+    free, clock = _free(settings.device), _Clock(settings.device)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, settings.dtype)).to(settings.device)
+    options = {"cache_implementation": "static", "disable_compile": not compiled, "logits_processor": [clock]}
+    _generate(model, prompts, settings.tokens, settings.device, **options)
+    used = free - _free(settings.device)
+    del model
+    if settings.device != "cpu":
+        torch.cuda.empty_cache()
+    gaps = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]
+    return _rates(gaps[len(gaps) // 2 :], len(prompts), used)  # the first ones are compiled and recorded
+
+
+def _generate(model: Any, prompts: list[list[int]], tokens: int, device: str, **options: Any) -> list[list[int]]:
+    ids = torch.tensor(prompts, device=device)
+    count = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **count, **options)
+    found: list[list[int]] = out[:, ids.shape[1] :].tolist()
+    return found
+
+
+def _greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
+def _prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _rates(gaps: list[float], batch: int, used: int) -> Result:
+    if not gaps:
+        raise ValueError("no step in which all sequences decoded")
+    median = statistics.median(gaps)
+    return {"tokens_s": batch / median, "tbt_ms": median * 1e3, "steps": len(gaps), "device_gb": used / 1e9}
+
+
+def _free(device: str) -> int:
+    """Bytes of the device, whoever has the others."""
+    return 0 if device == "cpu" else torch.cuda.mem_get_info()[0]
