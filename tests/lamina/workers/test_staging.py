@@ -66,6 +66,14 @@ def test_the_stand_in_finds_out_who_does_not_wait_and_who_overwrites() -> None:
         device.wait()
 
 
+def test_memory_that_is_not_pinned_may_be_overwritten_at_once() -> None:
+    device, x = StandIn(), torch.ones(2)
+    there = device.up(x)
+    x.fill_(2.0)
+    device.wait()
+    assert (there == 1.0).all()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("partition", ["head", "token", "request"])
