@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import select
 import socket
 import threading
@@ -9,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 
-from .fabric import Channel, ChannelAborted, ChannelTimeout, HandshakeError
+from .fabric import Channel, ChannelAborted, ChannelError, ChannelTimeout, HandshakeError
 from .handshake import Exchange, Session, answer
 
 HANDSHAKE_S = 5.0
 HALF_OPEN_MAX = 64  # handshakes in progress; one more drops the oldest
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this host has no socket for a peer
 
 
 @dataclass(frozen=True)
@@ -113,17 +115,20 @@ class StreamListener:
     def _admit(self, door: Door) -> None:
         try:
             sock, _ = door.sock.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
+        except OSError as error:
+            if error.errno in EXHAUSTED:
+                raise ChannelError(f"{self.url}: accept: {error.strerror}") from error
+            return  # the peer is gone again (accept(2))
         try:
             door.screen(sock)
-        except HandshakeError as error:
+            must_seal = door.must_seal(sock)
+        except (HandshakeError, OSError) as error:  # OSError: it is gone already, and has no address any more
             self._refusal = str(error)
             sock.close()
             return
         if len(self._half_open) >= HALF_OPEN_MAX:
             self._drop(next(iter(self._half_open)), "too many strangers at once")
-        steps = answer(self._key, door.scheme, must_seal=door.must_seal(sock))
+        steps = answer(self._key, door.scheme, must_seal=must_seal)
         self._half_open[sock.fileno()] = (Exchange(sock, steps), monotonic() + HANDSHAKE_S, door)
 
     def _advance(self, fd: int) -> tuple[socket.socket, Session, Door] | None:

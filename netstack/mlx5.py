@@ -39,6 +39,7 @@ from .fabric import (
 from .handshake import Session, Terms, offer, run
 from .lifeline import SLICE_S, WatchedChannel
 from .listener import StreamListener
+from .sockets import dial, open_place
 
 try:
     from . import _mlx5 as native
@@ -225,15 +226,8 @@ class Mlx5Fabric(BaseFabric):
 
     def listen(self, address: str = "") -> StreamListener:
         place = _endpoint(address or f"{LOCAL}:0")
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(place)
-            sock.listen()
-        except OSError as error:
-            sock.close()
-            where = f"{self.scheme}://{place[0]}:{place[1]}"
-            raise ChannelError(f"cannot listen at {where}: {error.strerror}; choose another port (0: any)") from error
+        where = f"{self.scheme}://{place[0]}:{place[1]}"
+        sock = open_place(socket.AF_INET, place, where, "port (0: any)")
         listener = StreamListener(
             sock, self._url(sock.getsockname()), self._key, self.spoken, screen=lambda _: None, welcome=self._welcome
         )
@@ -249,15 +243,8 @@ class Mlx5Fabric(BaseFabric):
         for geometry in (outbound, inbound):
             if geometry.slot_bytes > SLOT_BYTES_MOST:
                 raise ValueError(f"{url}: slot_bytes is at most {SLOT_BYTES_MOST} here, not {geometry.slot_bytes}")
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        sock = dial(socket.AF_INET, place, url, timeout_s)
         try:
-            sock.settimeout(timeout_s)
-            try:
-                sock.connect(place)
-            except TimeoutError as error:
-                raise ChannelTimeout(f"{url}: connect: the listener took nobody in time") from error
-            except OSError as error:
-                raise ChannelError(f"{url}: connect: {error.strerror}; is the listener's process alive?") from error
             session = run(sock, offer(self._key, terms), url, deadline=deadline)
             try:
                 return self._channel(sock, url, session, listening=False)

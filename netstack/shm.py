@@ -18,10 +18,11 @@ from functools import partial
 from time import monotonic
 
 from .base import SPIN_S, BaseFabric, affordable_spin
-from .fabric import Channel, ChannelError, ChannelTimeout, Fabric, Geometry, HandshakeError
+from .fabric import Channel, ChannelTimeout, Fabric, Geometry, HandshakeError
 from .handshake import Session, Terms, offer, run
 from .listener import StreamListener
 from .native import open_link, ring_bytes
+from .sockets import dial, open_place
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _UCRED = struct.Struct("iII")  # pid, uid, gid
@@ -38,16 +39,8 @@ class ShmFabric(BaseFabric):
 
     def listen(self, address: str = "") -> StreamListener:
         name = address or f"lamina-{secrets.token_hex(8)}"
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.bind(f"\0{name}")
-            sock.listen()
-        except OSError as error:
-            sock.close()
-            raise ChannelError(
-                f"cannot listen at {self.scheme}://{name}: {error.strerror}; choose another name"
-            ) from error
         url = f"{self.scheme}://{name}"
+        sock = open_place(socket.AF_UNIX, f"\0{name}", url, "name")
         listener = StreamListener(
             sock, url, self._key, self.scheme, screen=_check_user, welcome=partial(self._welcome, url)
         )
@@ -60,15 +53,8 @@ class ShmFabric(BaseFabric):
         deadline = monotonic() + timeout_s
         name = self._address(url)
         terms = Terms(self.scheme, epoch, outbound, inbound)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock = dial(socket.AF_UNIX, f"\0{name}", url, timeout_s)
         try:
-            sock.settimeout(timeout_s)
-            try:
-                sock.connect(f"\0{name}")
-            except TimeoutError as error:
-                raise ChannelTimeout(f"{url}: connect: the listener took nobody in time") from error
-            except OSError as error:
-                raise ChannelError(f"{url}: connect: {error.strerror}; is the listener's process alive?") from error
             _check_user(sock)
             return self._meet(sock, url, run(sock, offer(self._key, terms), url, deadline=deadline), deadline)
         except BaseException:

@@ -11,10 +11,11 @@ import socket
 from time import monotonic
 
 from .base import SPIN_S, BaseFabric, affordable_spin
-from .fabric import Channel, ChannelError, ChannelTimeout, Fabric, Geometry
+from .fabric import Channel, Fabric, Geometry
 from .handshake import Session, Terms, offer, run
 from .listener import StreamListener
 from .native import open_stream
+from .sockets import dial, open_place
 
 STALL_S = 10.0  # a peer that takes no byte of a put for so long is given up
 
@@ -32,17 +33,8 @@ class TcpFabric(BaseFabric):
 
     def listen(self, address: str = "") -> StreamListener:
         host, port, family = self._endpoint(address or "127.0.0.1:0")
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports in TIME_WAIT are free
-            sock.bind((host, port))
-            sock.listen()
-        except OSError as error:
-            sock.close()
-            where = f"{self.scheme}://{host}:{port}"
-            raise ChannelError(
-                f"cannot listen at {where}: {error.strerror}; choose another address of this host, or port (0: any)"
-            ) from error
+        where = f"{self.scheme}://{host}:{port}"
+        sock = open_place(family, (host, port), where, "address of this host, or port (0: any)")
         listener = StreamListener(
             sock,
             self._url(sock.getsockname()),
@@ -61,15 +53,8 @@ class TcpFabric(BaseFabric):
         deadline = monotonic() + timeout_s
         host, port, family = self._endpoint(self._address(url))
         terms = Terms(self.scheme, epoch, outbound, inbound, self._seal or not _is_loopback(host))
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock = dial(family, (host, port), url, timeout_s)
         try:
-            sock.settimeout(timeout_s)
-            try:
-                sock.connect((host, port))
-            except TimeoutError as error:
-                raise ChannelTimeout(f"{url}: connect: the listener took nobody in time") from error
-            except OSError as error:
-                raise ChannelError(f"{url}: connect: {error.strerror}; is the listener's process alive?") from error
             session = run(sock, offer(self._key, terms), url, deadline=deadline)
             return self._channel(sock, url, session, listening=False)
         except BaseException:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -118,4 +121,55 @@ def test_a_peer_whose_memory_cannot_be_had_is_dropped(place: StreamListener) -> 
     a, b = connect(fabric, place)
     send(a, b"second")
     assert b.wait_signal(timeout_s=5).data == b"second"
+    fabric.close()
+
+
+def test_a_stranger_that_is_gone_already_does_not_end_accept(place: StreamListener) -> None:
+    """It connects and resets at once: such a socket has no peer any more when it is accepted."""
+    for _ in range(3):
+        sock = stranger(place)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.close()
+    with pytest.raises(netstack.ChannelTimeout, match="refused"):
+        place.accept(timeout_s=0.2)
+    fabric = netstack.open("tcp", key=KEY)
+    a, b = connect(fabric, place)
+    send(a, b"friend")
+    assert b.wait_signal(timeout_s=5).data == b"friend"
+    fabric.close()
+
+
+def test_a_process_without_descriptors_says_so_and_goes_on_later(place: StreamListener) -> None:
+    sock = stranger(place)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        with pytest.raises(netstack.ChannelError, match=r"accept: Too many open files"):
+            place.accept(timeout_s=5.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    fabric = netstack.open("tcp", key=KEY)
+    connect(fabric, place)
+    fabric.close()
+    sock.close()
+
+
+def test_a_connector_waits_where_too_many_wait_before_it() -> None:
+    """A Unix socket tells at once that its queue is full: no reason to give up, nor to take the listener for dead."""
+    fabric = netstack.open("shm", key=KEY)
+    place = fabric.listen()
+    assert isinstance(place, StreamListener)
+    (door,) = place._doors.values()
+    door.sock.listen(0)
+    name = f"\0{place.url.partition('://')[2]}"
+    early = socket.socket(socket.AF_UNIX)
+    early.connect(name)
+    start = time.monotonic()
+    with pytest.raises(netstack.ChannelTimeout, match="took nobody in time"):
+        fabric.connect(place.url, outbound=GEOMETRY, inbound=GEOMETRY, timeout_s=0.2)
+    assert 0.2 <= time.monotonic() - start < 2.0
+    connect(fabric, place)  # once somebody accepts
+    early.close()
     fabric.close()

@@ -1,0 +1,52 @@
+"""Stream sockets on which peers meet: opened for a listener, connected to one."""
+
+from __future__ import annotations
+
+import socket
+from time import monotonic, sleep
+
+from .fabric import ChannelError, ChannelTimeout
+
+LEAST_S = 1e-3  # 0 would make a socket non-blocking
+AGAIN_S = 0.01
+
+Place = str | tuple[str, int]  # of a Unix socket, of an IP socket
+
+
+def open_place(family: socket.AddressFamily, place: Place, url: str, choose: str) -> socket.socket:
+    """A socket that listens at ``place``. Raises ChannelError; ``choose`` says what else to take."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports in TIME_WAIT are free
+        sock.bind(place)
+        sock.listen()
+    except OSError as error:
+        sock.close()
+        raise ChannelError(f"cannot listen at {url}: {error.strerror or error}; choose another {choose}") from error
+    return sock
+
+
+def dial(family: socket.AddressFamily, place: Place, url: str, timeout_s: float) -> socket.socket:
+    """A connection to ``place``. Raises ChannelTimeout and ChannelError."""
+    deadline = monotonic() + timeout_s
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        while True:
+            left_s = deadline - monotonic()
+            sock.settimeout(max(left_s, LEAST_S))
+            try:
+                sock.connect(place)
+                return sock
+            except BlockingIOError:  # a Unix socket's queue is full; the kernel says so at once (unix(7))
+                if left_s <= 0.0:
+                    raise TimeoutError from None
+                sleep(min(AGAIN_S, left_s))
+    except TimeoutError as error:
+        sock.close()
+        raise ChannelTimeout(f"{url}: connect: the listener took nobody in time") from error
+    except OSError as error:
+        sock.close()
+        raise ChannelError(f"{url}: connect: {error.strerror or error}; is the listener's process alive?") from error
+    except BaseException:
+        sock.close()
+        raise
