@@ -101,15 +101,15 @@ class CudaError(OSError):
 
 def load(names: list[str], signatures: dict[str, tuple[type | object, ...]]) -> ctypes.CDLL:
     """The first of ``names`` that loads. Raises ImportError."""
-    cause: OSError | None = None
+    cause: Exception | None = None
     for name in names:
         try:
             library = ctypes.CDLL(name)
-        except OSError as error:
+            for function, arguments in signatures.items():
+                getattr(library, function).argtypes = arguments
+        except (OSError, AttributeError) as error:  # AttributeError: it is too old for a function
             cause = error
             continue
-        for function, arguments in signatures.items():
-            getattr(library, function).argtypes = arguments
         return library
     raise ImportError(f"{names[0]} does not load ({cause})")
 
@@ -258,14 +258,14 @@ class Driver:
         self.shares_memory = bool(vmm and handles)
         self.properties = AllocationProperties(PINNED, FILE_DESCRIPTOR, Location(DEVICE, index))
         granularity, module = c_size_t(), Handle()
-        if self.shares_memory:
-            self.call("cuMemGetAllocationGranularity", byref(granularity), byref(self.properties), 0)
-        self.granularity = granularity.value or 1
         try:
+            if self.shares_memory:
+                self.call("cuMemGetAllocationGranularity", byref(granularity), byref(self.properties), 0)
             self.call("cuModuleLoadData", byref(module), compiled(self.architecture, tuple(nvrtc_names())))
-        except (ImportError, RuntimeError) as error:
+        except (ImportError, RuntimeError, CudaError) as error:
             self._library.cuDevicePrimaryCtxRelease_v2(self.device)
-            raise ImportError(f"{error}; pip install nvidia-cuda-nvrtc") from error
+            raise ImportError(f"{error}; pip install an nvidia-cuda-nvrtc that fits the driver") from error
+        self.granularity = granularity.value or 1
         self._module = module
         self._functions: dict[str, Handle] = {}
 

@@ -19,7 +19,7 @@ import pytest
 from wiring import HERE, KEY, ROOT, SOON_S, connect, send
 
 from lamina import netstack
-from lamina.netstack import Channel, Geometry
+from lamina.netstack import Channel, Geometry, cuda_driver
 from lamina.netstack.cuda import CREDIT_AT, SLOTS_AT, CudaChannel, inbox_bytes, receive_card, stride
 from lamina.netstack.cuda_driver import SIGNATURES, AllocationProperties, CudaError, Driver, Pinned, Shared, Stream
 
@@ -196,6 +196,17 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
             netstack.open("cuda", key=KEY)
     monkeypatch.setenv("LAMINA_LIBCUDA", "/nowhere/libcuda.so.1")
     with pytest.raises(ImportError, match="'cuda'.*/nowhere/libcuda.so.1 does not load"):
+        netstack.open("cuda", key=KEY)
+
+
+def test_what_is_too_old_or_too_new_for_the_driver_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of an import, so that other transports can be taken; nothing is held."""
+    with monkeypatch.context() as patch:
+        patch.setenv("LAMINA_LIBNVRTC", "libm.so.6")
+        with pytest.raises(ImportError, match="libm.so.6 does not load .*undefined symbol: nvrtc"):
+            netstack.open("cuda", key=KEY)
+    monkeypatch.setattr(cuda_driver, "compiled", lambda *_: b"of a later version")
+    with pytest.raises(ImportError, match="'cuda'.*cuModuleLoadData.*fits the driver"):
         netstack.open("cuda", key=KEY)
 
 
