@@ -18,13 +18,14 @@ from time import perf_counter, process_time
 
 from . import SCHEMES, WRAPPERS, open
 from .bench_job import Job, Size, parse_size, receive, send
-from .bench_patterns import NATIVE_PATTERNS, PATTERNS, TIMEOUT_S, Measured, client_of
+from .bench_patterns import DRIVERS, PATTERNS, TIMEOUT_S, Measured, client_of
 from .bench_server import local_servers, serve, watch_life_line
 from .fabric import Channel, ChannelError, Fabric
 from .key import KEY, KEY_FILE, cluster_key
 
 SIZES = "8,64,256,1KiB,4KiB,16KiB,64KiB,256KiB,1MiB"
 ROUNDS_MIN = 20
+DEVICES = {"cpu": "", "cuda": "cuda"}  # what makes the calls -> the only transport of its kernels; empty: any
 COLUMNS = ("p50_us", "p99_us", "p999_us", "max_us", "msg/s", "GB/s", "CPU %")
 
 
@@ -46,10 +47,10 @@ class Plan:
     def jobs(self) -> Iterator[Job]:
         for pattern in self.patterns:
             for driver in self.drivers:
-                for size in self.sizes if driver == "python" or pattern in NATIVE_PATTERNS else []:
+                for size in self.sizes if pattern in DRIVERS[driver] else []:
                     rounds = max(ROUNDS_MIN, min(self.count, self.volume // (2 * size.query)))
                     warm_up = min(self.warm_up, rounds)
-                    yield Job(pattern, driver == "native", size.query, size.kv, warm_up, rounds)
+                    yield Job(pattern, driver, size.query, size.kv, warm_up, rounds)
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
@@ -134,8 +135,7 @@ def end(fabric: Fabric, urls: Sequence[str]) -> None:
 
 
 def report(scheme: str, job: Job, peers: int, plan: Plan, result: dict[str, float], as_json: bool) -> None:
-    driver = "native" if job.native else "python"
-    facts: dict[str, object] = {"transport": scheme, "driver": driver, "pattern": job.pattern, "size": job.query}
+    facts: dict[str, object] = {"transport": scheme, "driver": job.driver, "pattern": job.pattern, "size": job.query}
     if as_json:
         if job.pattern == "pair":
             facts["kv"] = job.kv
@@ -183,8 +183,10 @@ def parser() -> argparse.ArgumentParser:
     add("--pattern", default="rtt", metavar="NAME[,NAME...]", help=f"of {', '.join(PATTERNS)} (default: %(default)s)")
     add("--sizes", default=SIZES, metavar="SIZE[,SIZE...]", help=f"{parse_size.__doc__.split('.')[0]}"
         if parse_size.__doc__ else None)  # fmt: skip
-    add("--driver", default="python", metavar="NAME[,NAME...]",
-        help=f"who calls: python, or native (no Python in between; {', '.join(NATIVE_PATTERNS)} only)")  # fmt: skip
+    add("--driver", metavar="NAME[,NAME...]", help="who calls: python (default), or native (no Python in between; "
+        f"{', '.join(DRIVERS['native'])} only)")  # fmt: skip
+    add("--device", default="cpu", metavar="NAME", help="cpu, or cuda: kernels call, and the GPU's clock runs from the "
+        "end of the one before the send to the start of the one behind the receive")  # fmt: skip
     add("--count", type=int, default=10_000, help="rounds of a measurement (default: %(default)s)")
     add("--warm-up", type=int, default=1000, help="rounds before them (default: %(default)s)")
     add("--volume", default="512MiB", help="payload bytes of a measurement; fewer rounds of large messages then "
@@ -223,6 +225,18 @@ def cores_of(text: str) -> list[int]:
     return cores
 
 
+def drivers_of(args: argparse.Namespace) -> list[str]:
+    """Raises ValueError where --device leaves no choice of driver or transport."""
+    named, only = names("--driver", args.driver or "python", ("python", "native")), DEVICES[args.device]
+    if not only:
+        return named
+    if args.driver:
+        raise ValueError(f"--driver {args.driver} is of --device cpu: leave it out")
+    if args.transport not in (None, only):
+        raise ValueError(f"--device {args.device} has kernels for --transport {only} alone, not {args.transport}")
+    return ["device"]
+
+
 def plan_of(args: argparse.Namespace, transports: list[str]) -> Plan:
     """Raises ValueError that names the flag."""
     for name in ("count", "peers", "rate", "idle"):
@@ -230,10 +244,12 @@ def plan_of(args: argparse.Namespace, transports: list[str]) -> Plan:
             raise ValueError(f"--{name} must be above 0, not {getattr(args, name)}")
     if not 0 <= args.warm_up < 1 << 32:
         raise ValueError(f"--warm-up must be 0 or more, not {args.warm_up}")
-    drivers = names("--driver", args.driver, ("python", "native"))
+    drivers = drivers_of(args)
     patterns = names("--pattern", args.pattern, list(PATTERNS))
-    if drivers == ["native"] and (strange := set(patterns) - set(NATIVE_PATTERNS)):
-        raise ValueError(f"--driver native has no pattern {min(strange)}; choose of {', '.join(NATIVE_PATTERNS)}")
+    known = DRIVERS[drivers[0]] if len(drivers) == 1 else tuple(PATTERNS)
+    if strange := set(patterns) - set(known):
+        flag = f"--driver {drivers[0]}" if DEVICES[args.device] == "" else f"--device {args.device}"
+        raise ValueError(f"{flag} has no pattern {min(strange)}; choose of {', '.join(known)}")
     return Plan(
         transports=transports,
         patterns=patterns,
@@ -266,17 +282,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     key = cluster_key()
+    if args.device not in DEVICES:
+        raise ValueError(f"unknown --device {args.device!r}; choose of {', '.join(DEVICES)}")
     remote = args.listen is not None or args.connect is not None
     if remote and args.listen is not None and args.connect is not None:
         raise ValueError("--listen and --connect exclude each other: one on each host")
     if remote and key is None:
         raise ValueError(f"--listen and --connect need the key of both sides in {KEY} or {KEY_FILE}")
     own = key or secrets.token_bytes(32)
-    named = names("--transport", args.transport or "tcp", list(SCHEMES))
+    given = args.transport or DEVICES[args.device]
+    named = names("--transport", given or "tcp", list(SCHEMES))
     if remote and len(named) != 1:
         raise ValueError("--listen and --connect measure one --transport")
     plan = plan_of(args, named)
-    if not (remote or args.transport):
+    if not (remote or given):
         plan = replace(plan, transports=usable_transports(own))
     if args.dry_run:
         sys.stdout.write(json.dumps(asdict(plan) | {"listen": args.listen, "connect": args.connect}) + "\n")

@@ -47,10 +47,13 @@ def parse_size(text: str) -> Size:
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement, as the client sends it to the server; ``pattern`` "end" stops the server."""
+    """One measurement, as the client sends it to the server; ``pattern`` "end" stops the server.
+
+    ``driver``: who makes the calls, of ``bench_patterns.DRIVERS``.
+    """
 
     pattern: str
-    native: bool = False
+    driver: str = "python"
     query: int = 1
     kv: int = 1
     warm_up: int = 0
@@ -62,6 +65,8 @@ class Job:
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value <= most:
                 raise ValueError(f"{name} of a job must be 0..{most}, not {value!r}")
+        if type(self.pattern) is not str or type(self.driver) is not str:
+            raise ValueError("pattern and driver of a job must be names")
 
     def geometry(self) -> Geometry:
         return Geometry(slots=SLOTS, slot_bytes=max(self.query, self.kv, CONTROL_BYTES))

@@ -189,15 +189,27 @@ PATTERNS: dict[str, tuple[Client, Server, int]] = {
     "fan": (fan_client, answer_server, 2),
     "rate": (rate_client, answer_server, 2),
 }
-NATIVE_PATTERNS = ("put_lat", "rtt")
+# driver -> the patterns that it knows: this loop in Python, one in C++, kernels
+DRIVERS: dict[str, tuple[str, ...]] = {"python": tuple(PATTERNS), "native": ("put_lat", "rtt"), "device": ("rtt",)}
 
 
 def client_of(job: Job) -> Client:
-    return bounce_client if job.native else PATTERNS[job.pattern][0]
+    return _sides_of(job)[0]
 
 
 def server_of(job: Job) -> Server:
     """Raises ValueError for a pattern that is not known."""
-    if job.pattern not in PATTERNS or (job.native and job.pattern not in NATIVE_PATTERNS):
-        raise ValueError(f"unknown pattern {job.pattern!r}")
-    return bounce_server if job.native else PATTERNS[job.pattern][1]
+    if job.pattern not in DRIVERS.get(job.driver, ()):
+        raise ValueError(f"unknown pattern {job.pattern!r} of driver {job.driver!r}")
+    return _sides_of(job)[1]
+
+
+def _sides_of(job: Job) -> tuple[Client, Server]:
+    if job.driver == "native":
+        return bounce_client, bounce_server
+    if job.driver == "device":
+        from .bench_device import device_client, device_server
+
+        return device_client, device_server
+    client, server, _ = PATTERNS[job.pattern]
+    return client, server

@@ -9,7 +9,8 @@ mapping. From there on a message is a few stores of a kernel over NVLink or PCIe
 
 A channel is used from one side of the machine at a time: by the host, through the calls of every channel, each of
 which launches a kernel and waits for it, with payloads in pinned memory; or by the device, through ``device``, whose
-kernels go on a stream or into a CUDA graph. Two processes on one GPU take turns on it, unless MPS runs.
+kernels go on a stream or into a CUDA graph, until ``take_back``. Two processes on one GPU take turns on it, unless MPS
+runs.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ LINE = 64
 SLOTS_AT = 4096
 CREDIT_AT = LINE
 CHANNEL = struct.Struct("<14Q")  # struct Ends of csrc/netstack/device.h
+COUNTS_AT = 8  # its counters: granted, published, credited, received, released, reported
 MAIL = struct.Struct("<Q32si")  # bytes, tag and status of a direction, in a line of pinned memory
 TAG_OFFSET, STATUS_OFFSET = 8, 40
 SENDER, RECEIVER = 0, 1
@@ -114,6 +116,11 @@ class CudaChannel(WatchedChannel):
     @property
     def device(self) -> DeviceView:
         return DeviceView(self._driver, self._channel)
+
+    def take_back(self) -> None:
+        """The host's calls go on where kernels of ``device`` ended; none is under way any more, nor a slot reserved."""
+        counts = CHANNEL.unpack(self._driver.read(self._channel, CHANNEL.size))[COUNTS_AT:]
+        self._grants, self._sent, _, self._received, self._released, _ = counts
 
     def close(self) -> None:
         self._leave("closed the channel")

@@ -21,7 +21,7 @@ from wiring import KEY, ROOT, SOON_S, connect, open_or_skip
 from lamina import netstack
 from lamina.netstack import bench
 from lamina.netstack.bench_job import Job, Payloads, check_bytes, parse_size
-from lamina.netstack.bench_patterns import NATIVE_PATTERNS, PATTERNS, Measured, client_of, server_of
+from lamina.netstack.bench_patterns import DRIVERS, PATTERNS, Measured, client_of, server_of
 
 FIGURES = {"p50_us", "p99_us", "p999_us", "max_us", "msg/s", "GB/s", "CPU %"}
 
@@ -42,7 +42,7 @@ def test_every_pattern_between_processes(scheme: str) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 3 * (len(PATTERNS) + len(NATIVE_PATTERNS))
+    assert len(rows) == 3 * (len(PATTERNS) + len(DRIVERS["native"]))
     for row in rows:
         assert row.keys() >= FIGURES | {"transport", "driver", "pattern", "size"}
         assert 0 < row["p50_us"] <= row["p99_us"] <= row["p999_us"] <= row["max_us"]
@@ -111,6 +111,10 @@ def test_a_killed_client_leaves_no_server() -> None:
         (["--cores", "12345"], "--cores: 12345 is not among"),
         (["--cores", "a"], "--cores must be"),
         (["--driver", "native", "--pattern", "fan"], "--driver native has no pattern fan"),
+        (["--device", "gpu"], "unknown --device 'gpu'; choose of cpu, cuda"),
+        (["--device", "cuda", "--transport", "shm"], "--transport cuda alone, not shm"),
+        (["--device", "cuda", "--pattern", "pair"], "--device cuda has no pattern pair; choose of rtt"),
+        (["--device", "cuda", "--driver", "native"], "--driver native is of --device cpu"),
         (["--listen"], "LAMINA_CLUSTER_KEY"),
         (["--connect", "127.0.0.1:1", "--listen"], "exclude"),
         (["--transport", "loopback"], "one process"),
@@ -165,14 +169,14 @@ def test_rates_follow_from_the_samples() -> None:
     assert figures["GB/s"] == pytest.approx(2500 * 4 / 10e-6 / 1e9)
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("pattern", NATIVE_PATTERNS)
+@pytest.mark.parametrize("driver", ["python", "native"])
+@pytest.mark.parametrize("pattern", DRIVERS["native"])
 @pytest.mark.parametrize("wrong_side", ["client", "server"])
 def test_a_wrong_payload_is_noticed_on_either_side(
-    pattern: str, native: bool, wrong_side: str, monkeypatch: pytest.MonkeyPatch
+    pattern: str, driver: str, wrong_side: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fabric = open_or_skip("shm")
-    job = Job(pattern, native, query=100, rounds=9)
+    job = Job(pattern, driver, query=100, rounds=9)
     a, b = connect(fabric, geometry=job.geometry())
     real, server = Payloads.__init__, threading.current_thread()
 
@@ -202,8 +206,11 @@ def test_a_short_or_changed_payload_is_told_from_the_right_one() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"[]", b"{}", b'{"pattern": 1, "query": "x"}', b'{"pattern": "rtt", "rounds": -1}', b'{"a": 1}', b"\xff"],
-)
+    [
+        b"", b"[]", b"{}", b'{"pattern": 1, "query": "x"}', b'{"pattern": "rtt", "rounds": -1}', b'{"a": 1}', b"\xff",
+        b'{"pattern": "rtt", "driver": ["device"]}', b'{"pattern": "pair", "driver": "device"}',
+    ],
+)  # fmt: skip
 def test_what_is_no_job_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError):
         server_of(Job.unpack(text))
@@ -212,4 +219,4 @@ def test_what_is_no_job_is_refused(text: bytes) -> None:
 def test_jobs_cross_the_wire_unchanged() -> None:
     job = Job("pair", query=5, kv=7, warm_up=1, rounds=2)
     assert Job.unpack(job.pack()) == job
-    assert Job.unpack(replace(job, native=True).pack()).native
+    assert Job.unpack(replace(job, driver="native").pack()).driver == "native"

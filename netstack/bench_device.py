@@ -1,0 +1,124 @@
+"""The pattern ``rtt`` as kernels drive it, over a channel in GPU memory: a graph for each round, and the GPU's clock.
+
+The clock runs from the end of the kernel before the send to the start of the kernel behind the receive. The host
+fills and checks payloads between rounds, while the clock stands.
+
+HARDWARE-UNVERIFIED, as ``cuda`` is.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+
+from .bench_job import Job, Payloads, check_bytes
+from .bench_patterns import TIMEOUT_S, Measured
+from .cuda import OK, CudaChannel
+from .cuda_driver import Driver, Stream
+from .fabric import Channel, ChannelError, Fabric
+
+TIMEOUT_NS = int(TIMEOUT_S * 1e9)
+HEAD = struct.Struct("<Q32si4xQ8x2Q")  # bytes, tag, status of the kernels, count of stamps, stamps
+TAG_AT, STATUS_AT, COUNT_AT, STAMPS_AT, PAYLOAD_AT = 8, 40, 48, 64, 128
+
+
+class Mail:
+    """A message in the GPU's memory, beside what the kernels that move it say."""
+
+    def __init__(self, driver: Driver, nbytes: int) -> None:
+        self._driver = driver
+        self._nbytes = PAYLOAD_AT + nbytes
+        self.address = driver.allocate(bytes(self._nbytes))
+        self.payload = self.address + PAYLOAD_AT
+
+    def write(self, n: int, payload: bytes) -> None:
+        """Message n."""
+        head = HEAD.pack(len(payload), n.to_bytes(32, "little"), OK, 0, 0, 0)
+        self._driver.write(self.address, head.ljust(PAYLOAD_AT, b"\0") + payload)
+
+    def clear(self) -> None:
+        """The kernels have said nothing yet."""
+        self._driver.write(self.address, bytes(PAYLOAD_AT))
+
+    def check(self, n: int, payload: bytes, peer: str) -> float:
+        """The seconds between its stamps. Raises ChannelError for what kernels say, ValueError for another message."""
+        data = memoryview(self._driver.read(self.address, self._nbytes))
+        nbytes, tag, status, _, start, end = HEAD.unpack_from(data)
+        if status != OK:
+            raise ChannelError(f"{peer}: round {n}: a kernel ended with status {status} of csrc/netstack/device.h")
+        if int.from_bytes(tag, "little") != n:
+            raise ValueError(f"message {n} was due, tag {tag.hex()} came")
+        check_bytes(data[PAYLOAD_AT : PAYLOAD_AT + nbytes], n, payload)
+        return float(end - start) / 1e9
+
+    def close(self) -> None:
+        self._driver.free(self.address)
+
+
+class Kernels:
+    """What one side launches in a round. ``came`` takes what arrives and every kernel's status."""
+
+    def __init__(self, channel: CudaChannel, job: Job, parts: ExitStack) -> None:
+        self._view, self._room = channel.device, job.query
+        self.driver = self._view.driver
+        self.came = parts.enter_context(closing(Mail(self.driver, job.query)))
+        self.stream = parts.enter_context(closing(Stream(self.driver)))
+
+    def stamp(self) -> None:
+        at = self.came.address
+        self.driver.launch(self.stream, "stamp", at + STAMPS_AT, at + COUNT_AT)
+
+    def send(self, mail: Mail) -> None:
+        at, status = mail.address, self.came.address + STATUS_AT
+        self._view.send(self.stream, mail.payload, at, at + TAG_AT, TIMEOUT_NS, status)
+
+    def receive(self) -> None:
+        at = self.came.address
+        status = at + STATUS_AT
+        self._view.receive(self.stream, self.came.payload, self._room, at, at + TAG_AT, TIMEOUT_NS, status)
+
+
+def device_client(_: Fabric, channels: Sequence[Channel], job: Job, __: float) -> Measured:
+    (channel,) = channels
+    driven = _driven(channel)
+    payloads = Payloads(job.query)
+    samples = []
+    with ExitStack() as parts:
+        kernels = Kernels(driven, job, parts)
+        going = parts.enter_context(closing(Mail(kernels.driver, job.query)))
+        with kernels.stream.capture() as graph:
+            kernels.stamp()
+            kernels.send(going)
+            kernels.receive()
+            kernels.stamp()
+        parts.enter_context(closing(graph))
+        for n in range(job.warm_up + job.rounds):
+            going.write(n, payloads[n])
+            kernels.came.clear()
+            graph.replay(kernels.stream)
+            kernels.stream.synchronize()
+            samples.append(kernels.came.check(n, payloads[n], channel.peer))
+    driven.take_back()
+    return Measured(samples[job.warm_up :], sum(samples[job.warm_up :]))
+
+
+def device_server(_: Fabric, channel: Channel, job: Job) -> None:
+    driven, payloads = _driven(channel), Payloads(job.query)
+    with ExitStack() as parts:
+        kernels = Kernels(driven, job, parts)
+        with kernels.stream.capture() as graph:
+            kernels.receive()
+            kernels.send(kernels.came)
+        parts.enter_context(closing(graph))
+        for n in range(job.warm_up + job.rounds):
+            graph.replay(kernels.stream)
+            kernels.stream.synchronize()
+            kernels.came.check(n, payloads[n], channel.peer)
+    driven.take_back()
+
+
+def _driven(channel: Channel) -> CudaChannel:
+    if not isinstance(channel, CudaChannel):
+        raise ValueError(f"--device cuda: kernels do not drive {channel.peer}; use --transport cuda")
+    return channel

@@ -1,0 +1,117 @@
+"""``python -m lamina.netstack bench --device cuda`` over the stand-in of the CUDA driver."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import cuda_stand_in
+import pytest
+from wiring import ROOT, SOON_S, connect, open_or_skip, send
+
+from lamina import netstack
+from lamina.netstack import Channel, Fabric, bench, bench_device
+from lamina.netstack.bench_device import Mail
+from lamina.netstack.bench_job import SLOTS, Job, Payloads
+from lamina.netstack.bench_patterns import client_of, server_of
+
+
+@pytest.fixture
+def fabric() -> Iterator[Fabric]:
+    with cuda_stand_in.scheme_of(cuda_stand_in.STAND_IN) as scheme:
+        fabric = open_or_skip(scheme)
+        yield fabric
+        fabric.close()
+
+
+def run(fabric: Fabric, a: Channel, b: Channel, job: Job) -> list[float]:
+    with ThreadPoolExecutor(1) as pool:
+        server = pool.submit(server_of(job), fabric, b, job)
+        samples = client_of(job)(fabric, [a], job, 1.0).samples
+        server.result(SOON_S)
+    return samples
+
+
+def test_round_trips_between_processes() -> None:
+    line = [sys.executable, "-m", "lamina.netstack", "bench", "--device", "cuda", "--sizes", "8,5000", "--json"]
+    with cuda_stand_in.scheme_of(cuda_stand_in.STAND_IN):
+        done = subprocess.run(
+            [*line, "--count", "30", "--warm-up", "3"],
+            cwd=ROOT, capture_output=True, text=True, check=False, timeout=90, env=os.environ,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [json.loads(row) for row in done.stdout.splitlines()]
+    assert [(row["transport"], row["driver"], row["size"]) for row in rows] == [
+        ("cuda", "device", 8),
+        ("cuda", "device", 5000),
+    ]
+    assert all(0 < row["p50_us"] <= row["max_us"] and row["verified"] for row in rows)
+
+
+def test_without_a_gpu_it_is_one_line(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAMINA_LIBCUDA", "/nowhere/libcuda.so.1")
+    assert bench.main(["--device", "cuda", "--json"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("error: transport 'cuda' cannot be used here: /nowhere/libcuda.so.1 does not load")
+    assert err.count("\n") == 1
+
+
+def test_the_calls_of_the_host_go_on_where_the_kernels_ended(fabric: Fabric) -> None:
+    job = Job("rtt", "device", query=100, warm_up=1, rounds=2 * SLOTS)
+    a, b = connect(fabric, geometry=job.geometry())
+    for _ in range(2):
+        for n in range(SLOTS + 1):
+            for sender, receiver in ((a, b), (b, a)):
+                send(sender, bytes([n]) * n)
+                arrival = receiver.wait_signal(timeout_s=SOON_S)
+                assert arrival.data == bytes([n]) * n
+                receiver.release(arrival)
+        assert len(run(fabric, a, b, job)) == job.rounds
+
+
+@pytest.mark.parametrize("slow_side", ["client", "server"])
+def test_the_clock_runs_between_the_kernels_alone(
+    fabric: Fabric, slow_side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the client's host does is not in it, however long that takes; what delays the answer is."""
+    job = Job("rtt", "device", query=64, rounds=4)
+    a, b = connect(fabric, geometry=job.geometry())
+    real, client = Mail.check, threading.current_thread()
+
+    def slow(self: Mail, n: int, payload: bytes, peer: str) -> float:
+        if (threading.current_thread() is client) == (slow_side == "client"):
+            threading.Event().wait(0.2)
+        return real(self, n, payload, peer)
+
+    monkeypatch.setattr(Mail, "check", slow)
+    assert [s > 0.1 for s in run(fabric, a, b, job)[1:]] == [slow_side == "server"] * 3
+
+
+@pytest.mark.parametrize("wrong_side", ["client", "server"])
+def test_a_wrong_payload_is_noticed_on_either_side(
+    fabric: Fabric, wrong_side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job("rtt", "device", query=100, rounds=9)
+    a, b = connect(fabric, geometry=job.geometry())
+    real, server = Payloads.__init__, threading.current_thread()
+    monkeypatch.setattr(bench_device, "TIMEOUT_NS", 500_000_000)
+
+    def spoiled(self: Payloads, nbytes: int) -> None:
+        real(self, nbytes)
+        if (threading.current_thread() is server) == (wrong_side == "server"):
+            self.each[2] = self.each[2][:-1] + bytes([self.each[2][-1] ^ 1])
+
+    monkeypatch.setattr(Payloads, "__init__", spoiled)
+    with ThreadPoolExecutor(1) as pool:
+        client = pool.submit(client_of(job), fabric, [a], job, 1.0)
+        with pytest.raises(ValueError, match="differs"):
+            server_of(job)(fabric, b, job)
+        b.close()
+        with pytest.raises((ValueError, netstack.ChannelError)):
+            client.result(SOON_S)
