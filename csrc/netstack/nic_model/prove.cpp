@@ -1,5 +1,6 @@
 // Runs mlx5.h and mlx5_channel.h against the software NIC: prove [POSTS [SEED]]. Exit status 0 and one line of
 // counters, or 1 and the first thing that was wrong. tests/netstack/test_nic_model.py and the mutants run it.
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -134,6 +135,20 @@ void lies() {
     lie("header length", [=](Pair& p) { set(p.inbox_of_b() + slot + 8, bytes); }, false);
   for (u64 credit : {zero - 1, zero + 3, ~0ull, u64(2)})
     lie("credit", [=](Pair& p) { set(p.inbox_of_a() + mlx5::kCreditAt, credit); }, true);
+}
+
+// What a peer writes into the words of a header that nobody defined stays in its slot.
+void unused_words() {
+  g_scenario = "unused words of a header";
+  Pair pair(shape(2, 64), shape(2, 64), {}, 16);
+  CHECK(send(pair.a));
+  pair.settle();
+  std::memset(pair.inbox_of_b() + mlx5::kSlotsAt + offsetof(mlx5::Header, unused), 0xff, sizeof(mlx5::Header::unused));
+  mlx5::Header header = {};
+  const mlx5::u8* payload;
+  CHECK(mlx5::wait_message(pair.b.bus, pair.b.channel, 0) == mlx5::kOk);
+  CHECK(mlx5::take(pair.b.bus, pair.b.channel, &header, &payload) == mlx5::kOk);
+  CHECK(header.unused[0] == 0 && header.unused[1] == 0);
 }
 
 // A full ring says so at once, and goes on when completions come.
@@ -302,6 +317,7 @@ int main(int argc, char** argv) {
   const u64 seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
   waits();
   lies();
+  unused_words();
   region_fits_exactly();
   for (u64 i = 0; i < 16; ++i) faults(i);
   full_ring();
