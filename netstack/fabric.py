@@ -15,9 +15,9 @@ Contract, the same for every transport (tests/contract/test_transports.py runs i
    ``NoResource`` once its timeout (default 0) has passed. A slot is free again when the peer has released it.
 4. Bounds. A message is at most ``Geometry.slot_bytes`` long; more raises ``ValueError`` before anything is sent.
    Nothing that a peer writes can make this side touch memory outside the channel's own slots.
-5. Time. Every blocking call takes a timeout and raises ``ChannelTimeout`` when it has passed. Peer death is
-   noticed within ``DEATH_NOTICED_S`` and raises ``PeerFault`` from the calls in progress and from all later ones;
-   messages that were complete before the death may still be received first.
+5. Time. Every blocking call takes a timeout and raises ``ChannelTimeout`` when it has passed. The death of a peer's
+   process is noticed within ``DEATH_NOTICED_S``, that of its host within ``HOST_NOTICED_S``; it raises ``PeerFault``
+   from the calls in progress and from all later ones. Messages that were complete before may still be received first.
 6. Epoch. A channel lives in exactly one epoch, the top 16 bits of its 64-bit sequence numbers. A link is reset by
    connecting again with a higher epoch: fresh memory, fresh numbers, so that a late writer of the old epoch hits
    nothing. There is no way to revive a channel.
@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 DEATH_NOTICED_S = 2.0
+HOST_NOTICED_S = 15.0  # nothing tells of it but that it acknowledges nothing
 TAG_BYTES = 32
 EPOCH_SHIFT = 48
 
