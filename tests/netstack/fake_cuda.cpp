@@ -298,9 +298,10 @@ CUresult cuMemsetD8_v2(CUdeviceptr at, unsigned char value, std::size_t bytes) {
 
 CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   NEEDS_CONTEXT;
+  if (std::strcmp(static_cast<const char*>(image), "image")) return kInvalid;
   ++live;
   *module = pointer<std::remove_pointer_t<CUmodule>>(1);
-  return std::strcmp(static_cast<const char*>(image), "image") == 0 ? kOkay : kInvalid;
+  return kOkay;
 }
 CUresult cuModuleUnload(CUmodule) {
   NEEDS_CONTEXT;
