@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 from cuda_stand_in import STAND_IN, scheme_of
-from wiring import GEOMETRY, KEY, ROOT, SOON_S, open_or_skip, peer_process, send
+from wiring import GEOMETRY, KEY, ROOT, SOON_S, START_S, connect, open_or_skip, peer_process, send
 
 from lamina import netstack
 from lamina.netstack import Channel, Fabric
 from lamina.netstack.fabric import DEATH_NOTICED_S
+from lamina.netstack.listener import HANDSHAKE_S
 
 SLOW = ("mlx5-proxy", STAND_IN)
 SCHEMES = [
@@ -59,7 +60,7 @@ def test_echo_between_processes(fabric: Fabric) -> None:
     listener = fabric.listen()
     rng = random.Random(5)
     with peer_process("echo", listener.url):
-        channel = listener.accept(timeout_s=SOON_S)
+        channel = listener.accept(timeout_s=START_S)
         for n in range(200):
             payload = rng.randbytes(rng.choice([0, 1, 63, 64, 65, 4096, 100_000]))
             send(channel, payload, b"%d" % n)
@@ -73,7 +74,7 @@ def test_echo_between_processes(fabric: Fabric) -> None:
 def test_kill_of_the_peer_is_noticed(fabric: Fabric, role: str, call: str) -> None:
     listener = fabric.listen()
     with peer_process(role, listener.url) as peer:
-        channel = listener.accept(timeout_s=SOON_S)
+        channel = listener.accept(timeout_s=START_S)
         channel.release(channel.wait_signal(timeout_s=SOON_S))  # now it is in its role
         peer.kill()
         _, seconds = fault_after(channel, call)
@@ -89,7 +90,7 @@ def test_a_kill_at_any_moment_leaves_only_whole_messages(fabric: Fabric) -> None
     rng = random.Random(6)
     for _ in range(4):
         with peer_process("put", listener.url) as peer:
-            channel = listener.accept(timeout_s=SOON_S)
+            channel = listener.accept(timeout_s=START_S)
             for _ in range(rng.randint(1, 30)):
                 channel.release(channel.wait_signal(timeout_s=SOON_S))
             peer.kill()
@@ -100,7 +101,7 @@ def test_a_kill_at_any_moment_leaves_only_whole_messages(fabric: Fabric) -> None
 def test_half_a_message_is_never_seen(fabric: Fabric) -> None:
     listener = fabric.listen()
     with peer_process("half", listener.url) as peer:
-        channel = listener.accept(timeout_s=SOON_S)
+        channel = listener.accept(timeout_s=START_S)
         assert channel.wait_signal(timeout_s=SOON_S).tag.startswith(b"whole")
         with pytest.raises(netstack.ChannelTimeout):  # half a message is none
             channel.wait_signal(timeout_s=0.2)
@@ -112,7 +113,7 @@ def test_half_a_message_is_never_seen(fabric: Fabric) -> None:
 def test_a_stopped_peer_is_a_timeout_at_the_deadline_and_no_fault(fabric: Fabric) -> None:
     listener = fabric.listen()
     with peer_process("echo", listener.url) as peer:
-        channel = listener.accept(timeout_s=SOON_S)
+        channel = listener.accept(timeout_s=START_S)
         peer.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, peer.pid, os.WSTOPPED | os.WNOWAIT)
         for n in range(GEOMETRY.slots):
@@ -150,7 +151,7 @@ def test_nothing_is_left_behind(fabric: Fabric, kill: bool) -> None:
     before = footprint()
     listener = fabric.listen()
     with peer_process("echo", listener.url) as peer:
-        channel = listener.accept(timeout_s=SOON_S)
+        channel = listener.accept(timeout_s=START_S)
         send(channel, b"x")
         arrival = channel.wait_signal(timeout_s=SOON_S)
         assert footprint(listener.url) != before  # the look can fail
@@ -195,10 +196,10 @@ def test_strangers_do_not_hold_up_a_peer(fabric: Fabric, noise: bytes) -> None:
             with pytest.raises(netstack.ChannelTimeout):
                 listener.accept(timeout_s=0.1)
     start = time.monotonic()
-    with peer_process("wait", listener.url):
-        channel = listener.accept(timeout_s=SOON_S)
-        assert channel.wait_signal(timeout_s=SOON_S).tag.startswith(b"ready")
-    assert time.monotonic() - start < SOON_S / 2
+    a, b = connect(fabric, listener)
+    send(a, b"friend")
+    assert b.wait_signal(timeout_s=SOON_S).data == b"friend"
+    assert time.monotonic() - start < HANDSHAKE_S / 2, "no stranger was waited for"
     for stranger in strangers:
         stranger.close()
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from peer import SIZE
-from wiring import GEOMETRY, SOON_S, connect, open_or_skip, peer_process, send
+from wiring import GEOMETRY, SOON_S, START_S, connect, open_or_skip, peer_process, send
 
 from lamina import netstack
 from lamina.netstack import Channel, Fabric, Geometry
 from lamina.netstack.fabric import EPOCH_SHIFT
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=["shm", "tcp", "verbs"])
 def fabric(request: pytest.FixtureRequest) -> Iterator[Fabric]:
     fabric = open_or_skip(request.param)
     yield fabric
@@ -47,13 +47,13 @@ def test_a_writer_that_wakes_in_an_old_epoch_hits_nothing(fabric: Fabric) -> Non
     """Stopped at any moment, inside a copy as likely as not; the link is reset; then it goes on where it was."""
     listener = fabric.listen()
     with peer_process("fill", listener.url, PEER_FILL="1", PEER_EPOCH="4") as old:
-        late = listener.accept(timeout_s=SOON_S)
+        late = listener.accept(timeout_s=START_S)
         receive_all_of(late, 1, 5)
         stop(old.pid)
         before = inboxes()
         late.abort("it does not answer")
         with peer_process("fill", listener.url, PEER_FILL="2", PEER_EPOCH="5"):
-            fresh = listener.accept(timeout_s=SOON_S)
+            fresh = listener.accept(timeout_s=START_S)
             assert fresh.epoch == 5
             if fabric.scheme == "shm":
                 assert len(inboxes() - before) == 1  # fresh memory, not the old one again
@@ -86,7 +86,7 @@ def test_a_slow_reader_costs_its_slots_and_no_more(fabric: Fabric) -> None:
 def test_a_reader_that_reads_nothing_keeps_a_sender_waiting_no_longer_than_it_asked(fabric: Fabric) -> None:
     listener = fabric.listen()
     with peer_process("wait", listener.url) as reader:
-        channel = listener.accept(timeout_s=SOON_S)
+        channel = listener.accept(timeout_s=START_S)
         channel.wait_signal(timeout_s=SOON_S)
         stop(reader.pid)
         for _ in range(GEOMETRY.slots):

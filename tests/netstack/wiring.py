@@ -17,6 +17,7 @@ from lamina.netstack import Channel, Fabric, Geometry, Listener
 
 KEY = b"k" * 32
 SOON_S = 10.0
+START_S = 60.0  # for a process of peer.py to come: in an emulated guest its imports take long
 GEOMETRY = Geometry(slots=4, slot_bytes=1 << 20)
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent

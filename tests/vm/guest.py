@@ -6,6 +6,7 @@ import base64
 import os
 import secrets
 import select
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from image import PYVERBS, ROOT, Image, program
 
 BOOT_S = 90.0
 KVM_BOOT_S = 15.0
-LIFE_S = 900  # no guest outlives this, whatever happens to the tests
+LIFE_S = 1800  # no guest outlives this, whatever happens to the tests
 MEMORY_MB = 3072
 PYTHON = Path(sys.executable)
 SHELL = (  # pyverbs is the distribution's, and nothing else of its packages is wanted
@@ -26,6 +27,11 @@ SHELL = (  # pyverbs is the distribution's, and nothing else of its packages is 
     "PYTHONDONTWRITEBYTECODE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis "
     "OMP_NUM_THREADS=1"
 )
+
+
+def python(arguments: str, environment: str = "") -> str:
+    """The command that runs this environment's Python in the checkout, pyverbs included."""
+    return f"{SHELL} {environment} {PYTHON} {arguments}"
 
 
 @dataclass(frozen=True)
@@ -38,9 +44,13 @@ class Done:
 
 
 class Guest:
-    """Boots on entry, is killed on exit. ``wire``: a QEMU netdev (``socket,listen=...``) to another guest."""
+    """Boots on entry, is killed on exit. ``wire``: one end of a socketpair, whose other end another guest has; the
+    caller's. Without one, both ends of the link are in this guest.
+    """
 
-    def __init__(self, image: Image, *, rdma_ip: str = "10.9.0.1", wire: str = "", loss_percent: float = 0.0) -> None:
+    def __init__(
+        self, image: Image, *, rdma_ip: str = "10.9.0.1", wire: socket.socket | None = None, loss_percent: float = 0.0
+    ) -> None:
         self._image = image
         self._options = f"rdma_ip={rdma_ip}" + (f" loss={loss_percent:g}" if loss_percent else "")
         self._wire = wire
@@ -92,9 +102,13 @@ class Guest:
         status = int(self._until(b"\n", timeout_s))
         return Done(status, output.decode(errors="replace"), monotonic() - self._began)
 
+    def hear(self, words: str, *, timeout_s: float) -> None:
+        """Until the command that was started says ``words``."""
+        self._until(words.encode(), timeout_s)
+
     def python(self, arguments: str, *, timeout_s: float) -> Done:
         """Run this environment's Python in the checkout, pyverbs included."""
-        return self.run(f"{SHELL} {PYTHON} {arguments}", timeout_s=timeout_s)
+        return self.run(python(arguments), timeout_s=timeout_s)
 
     def pytest(self, arguments: str, *, timeout_s: float) -> Done:
         """Run tests with no plugin but pytest-timeout: every import costs, emulated."""
@@ -106,6 +120,7 @@ class Guest:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            pass_fds=[self._wire.fileno()] if self._wire else [],
         )
 
     def _command(self) -> list[str]:
@@ -126,7 +141,8 @@ class Guest:
                 "-device", f"virtio-9p-pci,fsdev=share{n},mount_tag=share{n}",
             ]  # fmt: skip
         if self._wire:
-            command += ["-netdev", f"{self._wire},id=wire", "-device", f"virtio-net-pci,netdev=wire,mac={self._mac}"]
+            netdev = f"socket,id=wire,fd={self._wire.fileno()}"
+            command += ["-netdev", netdev, "-device", f"virtio-net-pci,netdev=wire,mac={self._mac}"]
         return command
 
     def _until(self, mark: bytes, timeout_s: float) -> bytes:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 from guest import Guest
 
-pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(1200)]
+SUITES = {
+    "contract": "tests/contract/test_transports.py",
+    "lies": "tests/netstack/test_verbs_faults.py",
+}
 
 
 def test_the_guest_reports_status_and_output(guest: Guest) -> None:
@@ -14,8 +18,9 @@ def test_the_guest_reports_status_and_output(guest: Guest) -> None:
     assert "state ACTIVE" in guest.run("rdma link", timeout_s=30).output
 
 
-def test_the_contract_holds_over_verbs(guest: Guest) -> None:
-    done = guest.pytest("-m rdma --timeout 90 -rs tests/contract/test_transports.py", timeout_s=800)
-    print(f"{done.output}\ncontract: {done.seconds:.1f} s")
+@pytest.mark.parametrize("suite", SUITES)
+def test_it_holds_over_verbs(guest: Guest, suite: str) -> None:
+    done = guest.pytest(f"-m rdma --timeout 90 -rs {SUITES[suite]}", timeout_s=800)
+    print(f"{done.output}\n{suite}: {done.seconds:.1f} s")
     assert done.status == 0
     assert "SKIPPED" not in done.output

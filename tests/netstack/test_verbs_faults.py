@@ -1,0 +1,122 @@
+"""Peers that hold the key and lie over RDMA. Needs a device: `make test-vm` has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+from wiring import SOON_S, connect, open_or_skip
+
+from lamina import netstack
+from lamina.netstack import Channel, Geometry
+
+if TYPE_CHECKING:
+    from lamina.netstack.verbs_channel import VerbsChannel
+
+pytestmark = pytest.mark.rdma
+SMALL = Geometry(slots=2, slot_bytes=200)
+
+
+@dataclass
+class Liar:
+    """An end that writes into its peer's inbox whatever it likes."""
+
+    end: VerbsChannel
+
+    def message(self, n: int, *, seqno: int | None = None, length: int = 5, immediate: int | None = None) -> None:
+        """Message n, from 0, as a put writes it but for what is given; its payload is whatever was staged."""
+        from lamina.netstack.verbs_channel import COUNT, DATA_SENT, HEADER, _stride
+
+        end, at = self.end, n % SMALL.slots * _stride(SMALL)
+        said = n + 1 if seqno is None else seqno
+        HEADER.pack_into(end._staging.view, at, said, length, b"tag")
+        piece = end._staging, end._staging.address + at, HEADER.size + 5
+        key, remote = end._theirs
+        word = said & COUNT if immediate is None else immediate
+        end._pair.write(DATA_SENT, [piece], (key, remote + at), word, wake=True)
+
+    def credit(self, count: int) -> None:
+        from lamina.netstack.verbs_channel import CREDIT, CREDIT_SENT
+
+        self.end._pair.write(CREDIT_SENT, [], self.end._theirs, CREDIT | count)
+
+    def scribble(self, to: tuple[int, int]) -> None:
+        """Write 64 bytes of 0xee to (key, address) of the peer's memory."""
+        from lamina.netstack.verbs_channel import DATA_SENT
+
+        self.end._staging.view[:64] = b"\xee" * 64
+        self.end._pair.write(DATA_SENT, [(self.end._staging, self.end._staging.address, 64)], to)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Liar, VerbsChannel]]:
+    fabric = open_or_skip("verbs")
+    a, b = connect(fabric, geometry=SMALL)
+    yield Liar(a), b  # type: ignore[arg-type]
+    fabric.close()
+
+
+def fault_of(channel: Channel) -> str:
+    """What ends the channel, behind the messages that came before."""
+    with pytest.raises(netstack.PeerFault) as fault:  # noqa: PT012
+        for _ in range(SMALL.slots + 1):
+            channel.wait_signal(timeout_s=SOON_S)
+    with pytest.raises(netstack.PeerFault):
+        channel.reserve(1)
+    return str(fault.value)
+
+
+def test_what_an_honest_peer_writes_is_a_message(ends: tuple[Liar, VerbsChannel]) -> None:
+    liar, victim = ends
+    for n in range(3 * SMALL.slots):
+        liar.end._staging.view[n % 2 * 320 + 64 : n % 2 * 320 + 69] = b"hello"
+        liar.message(n)
+        arrival = victim.wait_signal(timeout_s=SOON_S)
+        assert (arrival.seqno, arrival.tag[:3], arrival.data) == (n + 1, b"tag", b"hello")
+        victim.release(arrival)
+
+
+def without_credit(liar: Liar) -> None:
+    for n in range(SMALL.slots + 1):
+        liar.message(n)
+
+
+LIES: dict[str, Callable[[Liar], None]] = {
+    "a seqno ahead": lambda liar: liar.message(0, seqno=2),
+    "a seqno of another epoch": lambda liar: liar.message(0, seqno=1 << 48 | 1),
+    "a signal that is not the header's": lambda liar: liar.message(0, immediate=2),
+    "a byte too long": lambda liar: liar.message(0, length=SMALL.slot_bytes + 1),
+    "longer than all memory": lambda liar: liar.message(0, length=1 << 63),
+    "without credit": without_credit,
+    "credit for what was not sent": lambda liar: liar.credit(1),
+    "credit that goes back": lambda liar: liar.credit((1 << 31) - 1),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_no_honest_peer_sends_ends_the_channel(ends: tuple[Liar, VerbsChannel], lie: str) -> None:
+    liar, victim = ends
+    LIES[lie](liar)
+    assert "protocol" in fault_of(victim)
+
+
+@pytest.mark.parametrize("where", ["before it", "across its end", "under another key", "what it sends from"])
+def test_only_the_inbox_is_open_to_a_peer(ends: tuple[Liar, VerbsChannel], where: str) -> None:
+    """The NIC refuses the rest, nothing is touched, and both sides learn of it."""
+    liar, victim = ends
+    key, address = liar.end._theirs
+    memory = victim._staging
+    memory.view[:] = b"\xaa" * len(memory.view)
+    before = bytes(victim._inbox.view), bytes(memory.view)
+    places = {
+        "before it": (key, address - 4096),
+        "across its end": (key, address + len(victim._inbox.view) - 63),
+        "under another key": (key ^ 0x100, address),
+        "what it sends from": (memory.rkey, memory.address),
+    }
+    liar.scribble(places[where])
+    for end in (liar.end, victim):
+        assert "broke" in fault_of(end)
+    assert (bytes(victim._inbox.view), bytes(memory.view)) == before
