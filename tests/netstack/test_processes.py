@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from cuda_stand_in import STAND_IN, scheme_of
-from wiring import GEOMETRY, KEY, ROOT, SOON_S, START_S, connect, open_or_skip, peer_process, send
+from wiring import GEOMETRY, KEY, PATH, ROOT, SOON_S, START_S, connect, open_or_skip, peer_process, send
 
 from lamina import netstack
 from lamina.netstack import Channel, Fabric
@@ -166,7 +166,7 @@ def test_nothing_is_left_behind(fabric: Fabric, kill: bool) -> None:
 
 def test_nothing_is_left_when_both_sides_are_killed(fabric: Fabric) -> None:
     before = footprint()
-    environment = os.environ | {"PEER_URL": f"{fabric.scheme}://", "PEER_KEY": KEY.hex(), "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PEER_URL": f"{fabric.scheme}://", "PEER_KEY": KEY.hex(), "PYTHONPATH": PATH}
     command = [sys.executable, str(Path(__file__).with_name("peer.py")), "listen"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None

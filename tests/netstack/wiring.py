@@ -21,6 +21,7 @@ START_S = 60.0  # for a process of peer.py to come: in an emulated guest its imp
 GEOMETRY = Geometry(slots=4, slot_bytes=1 << 20)
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
+PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # of a process of peer.py
 
 
 def open_or_skip(scheme: str) -> Fabric:
@@ -50,7 +51,7 @@ def send(channel: Channel, payload: bytes, tag: bytes = b"") -> int:
 @contextmanager
 def peer_process(role: str, url: str, **more: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process that connects to ``url`` and plays ``role`` of peer.py. It is killed at the end."""
-    environment = os.environ | {"PEER_URL": url, "PEER_KEY": KEY.hex(), "PYTHONPATH": str(ROOT)} | more
+    environment = os.environ | {"PEER_URL": url, "PEER_KEY": KEY.hex(), "PYTHONPATH": PATH} | more
     process = subprocess.Popen([sys.executable, str(HERE / "peer.py"), role], env=environment)
     try:
         yield process
