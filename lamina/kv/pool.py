@@ -176,7 +176,8 @@ def _huge_zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.dev
     memory = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
     with suppress(OSError, ValueError, AttributeError):  # a kernel without: small pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        # Not the rest behind the last whole one, for which the kernel would take a huge page too.
+        memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes // HUGE_PAGE * HUGE_PAGE)
     with suppress(OSError, ValueError):  # before Linux 5.14 pages come when first written
         memory.madvise(MADV_POPULATE_WRITE, start, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
     return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=start).view(shape)

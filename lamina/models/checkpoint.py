@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import ModelError, UnsupportedModelError
 
@@ -17,6 +18,15 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 _HUB_TIMEOUT_S = 20.0
 _LONGEST_CAUSE = 240  # characters
+_FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class StoredWeight(NamedTuple):
+    """What the header of a safetensors file says of a tensor. ``dtype``: by the format's name, such as BF16."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
 
 
 def find_checkpoint(source: str | os.PathLike[str], *, trust_remote_code: bool = False, weights: bool = True) -> Path:
@@ -97,6 +107,26 @@ def check_weights(directory: Path) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} is truncated or corrupt, fetch it again: {one_line(error)}") from error
+
+
+def stored_weights(directory: Path) -> Iterator[StoredWeight]:
+    """All tensors of files that ``check_weights`` has found whole; reads their headers alone."""
+    for path in weight_files(directory):
+        with open(path, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                yield StoredWeight(name, entry["dtype"], tuple(entry["shape"]))
+
+
+def check_one_dtype(directory: Path) -> None:
+    """Raises ModelError where matrices are stored in several dtypes, so that "as stored" means nothing. Vectors may
+    differ: many models keep norms and biases in fp32.
+    """
+    found = {_FLOATS[w.dtype]: w.name for w in stored_weights(directory) if len(w.shape) > 1 and w.dtype in _FLOATS}
+    if len(found) > 1:
+        kinds = " and ".join(f"{dtype} ({name})" for dtype, name in sorted(found.items()))
+        raise ModelError(f"{directory} mixes weights of {kinds}: say which one they are to have, with --dtype")
 
 
 def stored_dtype(directory: Path) -> torch.dtype:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .checkpoint import check_weights, find_checkpoint, one_line, read_config, stored_dtype
+from .checkpoint import check_one_dtype, check_weights, find_checkpoint, one_line, read_config, stored_dtype
 from .errors import ModelError
+from .pages import read_pages
 from .read_shard import read_shard
 from .route import WHOLE, Part
 from .shard import plan_shard
@@ -53,9 +54,9 @@ def load(
 ) -> LoadedModel:
     """A model directory, a hub id, or a module, which is taken as it is.
 
-    Weights are mapped from their files: where ``dtype`` ("auto" = the checkpoint's) is that of the file, nothing is
-    copied. Of several ranks, ``size``, each reads its own part alone. The model is in evaluation mode and records no
-    gradients. Raises ModelError.
+    Weights are mapped from their files, and their pages read: where ``dtype`` ("auto" = the checkpoint's) is that of
+    the file, nothing is copied, and processes of one host share the pages. Of several ranks, ``size``, each reads its
+    own part alone. The model is in evaluation mode and records no gradients. Raises ModelError.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
@@ -66,11 +67,14 @@ def load(
     directory = find_checkpoint(source, trust_remote_code=trust_remote_code)
     config = read_config(directory, trust_remote_code=trust_remote_code)
     check_weights(directory)
+    if dtype == "auto":
+        check_one_dtype(directory)
     with ONE_AT_A_TIME:
         if size > 1:
             model, part = _read_part(directory, config, dtype, trust_remote_code, progress, rank, size)
         else:
             model, part = _from_pretrained(directory, config, dtype, trust_remote_code, progress), WHOLE
+    _read_ahead(model, directory, progress)
     return replace(_describe(model.eval().requires_grad_(False), directory), part=part)
 
 
@@ -91,6 +95,12 @@ def from_config(
     with torch.device(device), _quiet():
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=trust_remote_code)
     return model.eval().requires_grad_(False)
+
+
+def weights_dtype(directory: Path, config: Any, dtype: str) -> torch.dtype:
+    """Of weights that are loaded from ``directory`` with --dtype ``dtype``."""
+    found: torch.dtype = DTYPES.get(dtype) or getattr(config, "dtype", None) or stored_dtype(directory)
+    return found
 
 
 def max_model_len(config: Any) -> int:
@@ -178,7 +188,7 @@ def _read_part(
     from safetensors import SafetensorError
     from transformers import GenerationConfig
 
-    wanted = DTYPES.get(dtype) or getattr(config, "dtype", None) or stored_dtype(directory)
+    wanted = weights_dtype(directory, config, dtype)
     model = from_config(config, dtype=str(wanted).removeprefix("torch."), trust_remote_code=trust_remote_code)
     shard = plan_shard(model, rank, size, max_model_len(config))
     shard.shrink(model)
@@ -191,6 +201,17 @@ def _read_part(
         raise ModelError(f"{directory} cannot be loaded: {one_line(error)}") from error
     shard.join(model)
     return model, shard.part
+
+
+def _read_ahead(model: nn.Module, directory: Path, progress: OnProgress | None) -> None:
+    def report(done: int, total: int) -> None:
+        if progress is not None:
+            progress("reading weights (MB)", done, total)
+
+    try:
+        read_pages([*model.parameters(), *model.buffers()], report)
+    except OSError as error:
+        raise ModelError(f"{directory} cannot be loaded: {one_line(error)}") from error
 
 
 class _Ticks:

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import weight_files
+from .checkpoint import stored_weights, weight_files
 from .errors import ModelError, UnsupportedModelError
-from .route import Part
+from .pages import drop_pages
+from .route import WHOLE, Part
 from .shard import Cut, Shard
 
 _SPREADS = {"MergeModulelist", "Concatenate"}  # what may become of weights as they are read: each is cut by itself
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class WeightBytes(NamedTuple):
+    """Of a rank's weights: those in the pages of their files, which who else reads them shares, and those copied."""
+
+    mapped: int
+    copied: int
+
+
+class Read(NamedTuple):
+    """How a stored weight is read: it becomes ``target`` or a part of that; ``cut`` None = all of it."""
+
+    target: str
+    cut: Cut | None
+    copied: bool
 
 
 class CutSlice:
@@ -31,7 +48,11 @@ class CutSlice:
         spans = self._cut.spans(self._part, shape[self._cut.dim])
         before = (slice(None),) * (len(shape) + self._cut.dim)
         found = [self._stored[(*before, span)] for span in spans]
-        return found[0].contiguous() if len(found) == 1 else torch.cat(found, self._cut.dim)
+        part = found[0].contiguous() if len(found) == 1 else torch.cat(found, self._cut.dim)
+        if part.data_ptr() != found[0].data_ptr():
+            for x in found:  # copied, and who else needs these pages has its own mapping
+                drop_pages(x)
+        return part
 
 
 def read_shard(model: nn.Module, directory: Path, shard: Shard, dtype: torch.dtype) -> None:
@@ -78,13 +99,20 @@ class _Cutter:
 
     def __call__(self, name: str, mapped: Any, passing: Any) -> Any:
         """What to read of a weight; the same in two mappings of its file."""
+        read = self.read(name, mapped.get_dtype(), len(mapped.get_shape()))
+        source = passing if read.copied else mapped
+        return source if read.cut is None else CutSlice(source, read.cut, self._shard.part)
+
+    def read(self, name: str, dtype: str, ndim: int) -> Read:
+        """``dtype``, by safetensors' name, and ``ndim`` are those of the stored weight ``name``."""
         from transformers.core_model_loading import rename_source_key
 
         prefix = self._model.base_model_prefix
         target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._names)
-        cut = self._shard.cuts.get(target)
+        cut, becomes = self._shard.cuts.get(target), self._names.get(target)
+        copied = pattern is not None or (becomes is not None and _DTYPES.get(dtype) != becomes.dtype)
         if cut is None:
-            return mapped
+            return Read(target, None, copied)
         if pattern is not None:
             converter = next(c for c in self._converters if pattern in c.source_patterns)
             if strange := {type(op).__name__ for op in converter.operations} - _SPREADS:
@@ -93,5 +121,25 @@ class _Cutter:
                 )
             if len(converter.source_patterns) == cut.pieces:
                 cut = Cut(cut.dim)  # the pieces are weights of their own
-        copied = pattern is not None or cut.pieces > 1 or cut.dim + len(mapped.get_shape()) > 0
-        return CutSlice(passing if copied else mapped, cut, self._shard.part)
+        return Read(target, cut, copied or cut.pieces > 1 or cut.dim + ndim > 0)
+
+
+def weight_bytes(model: nn.Module, directory: Path, shard: Shard | None = None) -> WeightBytes:
+    """What a model takes whose weights are read from ``directory``. It is on the meta device, and ``shard`` has shrunk
+    it, if there is one. Reads headers alone.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    cutter = _Cutter(model, shard or Shard(WHOLE, {}, {}), get_model_conversion_mapping(model))
+    reads = [cutter.read(w.name, w.dtype, len(w.shape)) for w in stored_weights(directory)]
+    copied_names = {read.target for read in reads if read.copied}
+    names: dict[int, set[str]] = {}  # of weights that are tied, all
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(weight), set()).add(name)
+    mapped, copied = 0, sum(b.nbytes for b in model.buffers())
+    for weight in model.parameters():
+        if names[id(weight)] & copied_names:
+            copied += weight.nbytes
+        else:
+            mapped += weight.nbytes
+    return WeightBytes(mapped, copied)
