@@ -86,3 +86,14 @@ def test_the_tree_names_what_is_there() -> None:
         if line and not line.startswith("  ") and name.endswith("/"):
             for folder in name.split():
                 assert (ROOT / folder).is_dir(), folder
+
+
+def test_the_table_of_memory_is_a_true_print() -> None:
+    """But for what depends on the machine: the last three columns, and the line below."""
+    printed = README[README.index("$ lamina-launch generate examples/tiny_lm/model --prompt x --dry-run") :]
+    command, *lines = printed[: printed.index("```")].splitlines()
+    found = run("-m", "lamina.cluster.launch", *shlex.split(command)[2:]).splitlines()
+    assert found[0] == lines[0]
+    assert len(found) == len(lines)
+    cells = [[re.split(r"\s{2,}", line.strip())[:6] for line in text[1:5]] for text in (found, lines)]
+    assert cells[0] == cells[1]

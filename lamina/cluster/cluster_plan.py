@@ -69,7 +69,7 @@ def _sizes(model: str, config: EngineConfig) -> tuple[int, int]:
 
     from .explain import plan
 
-    _, program = plan(
+    program = plan(
         argparse.Namespace(
             model=model,
             dtype=config.dtype,
@@ -77,7 +77,7 @@ def _sizes(model: str, config: EngineConfig) -> tuple[int, int]:
             overlap=False,
             tensor_parallel_size=config.tensor_parallel_size,
         )
-    )
+    ).program
     shapes = [(call.k.shape[0], call.k.shape[-1], call.v.shape[-1], call.k.dtype) for call in program.calls]
     token = sum(h * head_bytes(k, v, stored_dtype(config.kv_cache_dtype, dtype)) for h, k, v, dtype in shapes)
     return program.weight_bytes, token * config.tensor_parallel_size

@@ -10,8 +10,9 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lamina.planner.hardware import DEVICES, Device, device
 from lamina.planner.report import estimate_text, explain_text
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lamina.converter import SlicedProgram
+    from lamina.models.shard import Shard
+
+
+class Plan(NamedTuple):
+    """A model without weights, cut. ``shard``: of the rank that it is a part for, if there are several."""
+
+    model: nn.Module
+    program: SlicedProgram
+    shard: Shard | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.dry_run:
         return _dry_run(args)
-    model, program = plan(args) if args.no_weights else _convert(args)
+    model, program = plan(args)[:2] if args.no_weights else _convert(args)
     from lamina.converter.explain import facts_of, to_dot, to_json
 
     facts = {"model": args.model, **_describe(model, args.tensor_parallel_size), **to_json(program)}
@@ -158,10 +168,11 @@ def _convert(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
     return loaded.model, convert_model(loaded.model, max_model_len=limit, overlap=args.overlap, part=loaded.part)
 
 
-def plan(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
+def plan(args: argparse.Namespace) -> Plan:
     """``args``: model, dtype, trust_remote_code, overlap, tensor_parallel_size. Without weights: a few layers are
     captured and the rest stamped if that is provably the same, else all are captured.
     """
+    from lamina.converter import ConversionError
     from lamina.converter.stamp import layer_stack, stamp
     from lamina.models.convert import convert_model
     from lamina.models.load import from_config, max_model_len
@@ -175,7 +186,8 @@ def plan(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
         shard = plan_shard(model, 0, args.tensor_parallel_size, limit)
         shard.shrink(model)
         shard.join(model)
-        return model, convert_model(model, max_model_len=limit, overlap=args.overlap, part=shard.part)
+        program = convert_model(model, max_model_len=limit, overlap=args.overlap, part=shard.part)
+        return Plan(model, program, shard)
 
     def shallow(few: int) -> tuple[SlicedProgram, Sequence[nn.Module], Sequence[Hashable]]:
         less = _with_layers(config, num_layers(model), few)
@@ -183,12 +195,11 @@ def plan(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
         program = convert_model(small, max_model_len=limit, overlap=args.overlap)
         return program, layer_stack(small, few)[1], _layer_entries(less, few)
 
-    total = num_layers(model)
-    name, layers = layer_stack(model, total)
-    program = stamp(shallow, layers, _layer_entries(config, total), f"model.{name}")
-    if program is None:
-        program = convert_model(model, max_model_len=limit, overlap=args.overlap)
-    return model, program
+    total, stamped = num_layers(model), None
+    with suppress(ConversionError):  # where layers are in no list, all of them are captured
+        name, layers = layer_stack(model, total)
+        stamped = stamp(shallow, layers, _layer_entries(config, total), f"model.{name}")
+    return Plan(model, stamped or convert_model(model, max_model_len=limit, overlap=args.overlap), None)
 
 
 def _read_config(args: argparse.Namespace) -> Any:

@@ -138,7 +138,7 @@ def spawn(
         [*command, *more],
         pass_fds=[control.fileno(), *fds],
         stdin=subprocess.DEVNULL,
-        env={**_environment(threads), **env},
+        env={**environment(threads), **env},
         process_group=0,  # Ctrl-C is the driver's to handle, also while the worker still imports
     )
 
@@ -155,7 +155,8 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _environment(threads: int) -> dict[str, str]:
+def environment(threads: int) -> dict[str, str]:
+    """Of a worker's process; ``threads`` of OpenMP, 0 = as here."""
     # The package need not be installed: workers find it where this process did.
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

@@ -19,7 +19,7 @@ def check(model: str, config: EngineConfig) -> int:
     or OSError where this machine lacks what the transport or a backend needs.
     """
     from lamina.kv.partition import PARTITIONS
-    from lamina.models.checkpoint import check_room, check_weights, find_checkpoint, read_config
+    from lamina.models.checkpoint import check_one_dtype, check_room, check_weights, find_checkpoint, read_config
     from lamina.models.load import max_model_len
     from lamina.workers import devices
     from lamina.workers.memory_store import available_bytes
@@ -45,6 +45,8 @@ def check(model: str, config: EngineConfig) -> int:
     _check_cores(config)
     compute, memory = devices.check(config)
     check_weights(directory)
+    if config.dtype == "auto":
+        check_one_dtype(directory)
     free, kv_bytes = available_bytes(), config.kv_bytes() * config.memory_workers
     if compute.type == "cpu":
         check_room(directory, config.replicas + config.prefill_workers, free)
@@ -100,7 +102,7 @@ def what_is_cut(tokenizer: Any, prompts: Sequence[str], max_tokens: int, limit: 
 
 
 def would_start(model: str, config: EngineConfig) -> str:
-    """The workers of a run, in words."""
+    """The workers of a run and what they take of memory. Raises ValueError where this host has less, naming the fix."""
     if config.ray_address:
         from .cluster_plan import cluster_plan
 
@@ -110,7 +112,20 @@ def would_start(model: str, config: EngineConfig) -> str:
         compute += f" ({counted(config.replicas, 'replica')} x {config.tensor_parallel_size} ranks)"
     if config.prefill_workers:
         compute += ", " + counted(config.prefill_workers, "prefill worker")
-    return f"would start {compute} and {memory} over {config.transport} for {model}"
+    started = f"would start {compute} and {memory} over {config.transport} for {model}"
+    return f"{started}\n{_memory_text(model, config)}"
+
+
+def _memory_text(model: str, config: EngineConfig) -> str:
+    from lamina.planner.memory import check_fits, memory_text
+    from lamina.workers.memory_store import available_bytes
+
+    from .memory_table import workers_memory
+
+    free = available_bytes()
+    workers = workers_memory(model, config, free)
+    check_fits(workers, free)
+    return memory_text(workers, free)
 
 
 def _check_names(config: EngineConfig) -> None:

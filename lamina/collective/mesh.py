@@ -19,6 +19,7 @@ from lamina.workers.buffers import bytes_of, tensor_over
 # A rank may be ahead of another by what it has been told but need not answer (two broadcasts) and one piece.
 SLOTS = 4
 SLOT_BYTES = 1 << 20
+INBOX = Geometry(slots=SLOTS, slot_bytes=SLOT_BYTES)  # from each rank, of each rank
 _TAG = struct.Struct("<QQ")  # number of the message, its bytes
 _HELLO = struct.Struct("<Q")  # rank
 _NARROW = (torch.bfloat16, torch.float16)
@@ -126,7 +127,6 @@ def listen_and_connect(
 
     Each rank waits for those below it, then goes to those above: rank 0 waits for nobody. Raises ChannelError.
     """
-    inbox = Geometry(slots=SLOTS, slot_bytes=SLOT_BYTES)
     channels: list[Channel | None] = [None] * len(urls)
     for _ in range(rank):
         channel = listener.accept(timeout_s=start_timeout_s)
@@ -137,7 +137,7 @@ def listen_and_connect(
             raise PeerFault(f"{channel.peer} says that it is rank {other}")
         channels[other] = channel
     for other in range(rank + 1, len(urls)):
-        channel = fabric.connect(urls[other], outbound=inbox, inbound=inbox, timeout_s=start_timeout_s)
+        channel = fabric.connect(urls[other], outbound=INBOX, inbound=INBOX, timeout_s=start_timeout_s)
         channel.put_signal(channel.reserve(0), _HELLO.pack(rank))
         channels[other] = channel
     listener.close()

@@ -56,12 +56,12 @@ def _ranges(items: Sequence[Any], key: Callable[[Any], Any]) -> list[tuple[str, 
     return runs
 
 
-def _table(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    """Columns padded to their widest cell; column ``left`` is aligned left, the others right, the last one is free."""
+def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+    """Columns padded to their widest cell; columns ``left`` aligned left, the others right, the last one free."""
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]) - 1)]
     lines = []
     for row in rows:
-        cells = [c.ljust(w) if i == left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))]
+        cells = [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))]
         lines.append("  ".join(["", *cells, row[-1]]).rstrip())
     return lines
 
@@ -77,7 +77,7 @@ def _slices(slices: Sequence[dict[str, Any]]) -> list[str]:
         if first is False:
             notes.setdefault(piece["why"], []).append(label)
     explanations = [f"  Q is not first in {', '.join(where)}: {why}" for why, where in notes.items()]
-    return [*_table(rows), *explanations]
+    return [*table(rows), *explanations]
 
 
 def _percent(share: float) -> str:
@@ -95,7 +95,7 @@ def _crossings(facts: dict[str, Any]) -> list[str]:
         each = ", ".join(f"{k.upper()} {layer[k]:,}" for k in sizes)
         rows.append(["messages", label, f"{sum(layer[k] for k in sizes):,}", each])
     step = facts["message_bytes_per_token"]
-    return [*_table(rows), f"  all messages of one token: {size(step)}; all cuts: {size(facts['cut_bytes_per_token'])}"]
+    return [*table(rows), f"  all messages of one token: {size(step)}; all cuts: {size(facts['cut_bytes_per_token'])}"]
 
 
 def estimate_text(estimate: Estimate, compute: Device, memory: Device) -> str:
@@ -125,7 +125,7 @@ def estimate_text(estimate: Estimate, compute: Device, memory: Device) -> str:
         f"  {d.name}: {d.title}, {d.tflops:g} TFLOP/s, {d.bandwidth_gbs:g} GB/s, {d.memory_gb:g} GB ({d.source})"
         for d in devices
     ]
-    return "\n".join([title, *_table(rows), *sources]) + "\n"
+    return "\n".join([title, *table(rows), *sources]) + "\n"
 
 
 def _fits(needed: int, given: int, device: Device) -> str:

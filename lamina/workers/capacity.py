@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from lamina.attention.merge import CHUNK_TOKENS
-from lamina.kv.blocks import Deal
-from lamina.kv.partition import Partition, Piece
-from lamina.kv.stored import head_bytes
+from lamina.attention.spec import AttentionSpec
+from lamina.kv.blocks import Deal, split_memory
+from lamina.kv.partition import PARTITIONS, Lanes, Partition, Piece, stripe_of
+from lamina.kv.stored import head_bytes, is_scaled
 from lamina.netstack import Geometry
 
 from .stepplan import LayerShape
@@ -20,6 +21,7 @@ LEAST_BLOCKS = 2
 KV_SLOTS = 8  # layers that a prefill worker may be ahead of a memory worker
 STORED_SLOTS = 4  # steps of which a prefill worker has not taken notice yet, and one more
 FP32_BYTES = 4
+PAGE = 4096
 
 
 def geometries(
@@ -73,6 +75,70 @@ def store_bytes(layers: Sequence[LayerShape], dtype: torch.dtype, max_len: int, 
     """Of a store of ``dtype`` for one sequence, the null block included."""
     token = sum(x.kv_heads * head_bytes(x.qk_dim, x.v_dim, dtype) for x in layers)
     return token * block_size * (-(-max_len // block_size) + 1)
+
+
+def channel_bytes(*inboxes: Geometry) -> int:
+    """Of the memory of a channel with these inboxes, headers included."""
+    return sum(inbox.slots * (-(-inbox.slot_bytes // PAGE) + 1) * PAGE for inbox in inboxes)
+
+
+def partition_of(name: str, layers: Sequence[LayerShape], weights: Sequence[float], max_len: int) -> Partition:
+    """The partition called ``name`` over memory workers of these ``weights``. Raises ValueError."""
+    stripe = stripe_of(-(-max_len // CHUNK_TOKENS), len(weights))
+    return PARTITIONS[name]([s.kv_heads for s in layers], weights, stripe)
+
+
+def blocks_bytes(
+    layers: Sequence[LayerShape],
+    partition: Partition,
+    worker: int,
+    dtype: torch.dtype,
+    kv_bytes: int,
+    *,
+    block_size: int,
+    max_rows: int,
+    max_len: int,
+) -> int:
+    """What the KV blocks of ``worker`` take of ``kv_bytes``, in a store of ``dtype``, null blocks included. Raises
+    ValueError where that cannot hold one sequence.
+    """
+    sizes: dict[tuple[int, Lanes], int] = {}  # of a block, by group as a Store has them
+    for i, layer in enumerate(layers):
+        window = AttentionSpec.decode(layer.spec).window
+        for piece in partition.pieces(i, worker):
+            group = window, piece.lanes
+            nbytes = block_size * piece.num_kv_heads * head_bytes(layer.qk_dim, layer.v_dim, dtype)
+            sizes[group] = sizes.get(group, 0) + nbytes
+    counts = split_memory(
+        kv_bytes,
+        list(sizes.values()),
+        [window for window, _ in sizes],
+        [lanes for _, lanes in sizes],
+        stripe=partition.stripe * CHUNK_TOKENS // block_size,
+        block_size=block_size,
+        max_rows=max_rows,
+        max_len=max_len,
+    )
+    return sum((n + 1) * nbytes for n, nbytes in zip(counts, sizes.values(), strict=True))
+
+
+def attention_bytes(
+    layers: Sequence[LayerShape], partition: Partition, worker: int, dtype: torch.dtype, *, max_rows: int
+) -> int:
+    """Of the tensors that ``worker`` has at once for a layer of ``max_rows`` rows: partial results over stored tokens,
+    over new ones where others have the rest, and both one behind the other; and K and V on their way to a store of
+    8 bits. Scratch of a backend is not counted.
+    """
+    most = 0
+    for i, layer in enumerate(layers):
+        row = 0
+        for piece in partition.pieces(i, worker):
+            heads = piece.num_kv_heads * layer.q_heads // layer.kv_heads
+            row += heads * (layer.v_dim + 1) * FP32_BYTES * (1 if piece.lanes.all else 3)
+            if is_scaled(dtype):
+                row += piece.num_kv_heads * (layer.qk_dim + layer.v_dim) * (2 * FP32_BYTES + dtype.itemsize)
+        most = max(most, max_rows * row)
+    return most
 
 
 def _o_bytes(layer: LayerShape, piece: Piece, partition: Partition, itemsize: int, max_len: int) -> int:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from lamina import gemm, netstack
-from lamina.attention.merge import CHUNK_TOKENS
 from lamina.env import cluster_key
-from lamina.kv.partition import PARTITIONS, Partition, stripe_of
+from lamina.kv.partition import Partition
 from lamina.netstack import ChannelError
 from lamina.observe.trace import Event, recorder
 
+from .capacity import partition_of
 from .control import (
     AskClock,
     AskStats,
@@ -140,8 +140,7 @@ class ModelServer:
         backend = gemm.get(linear(start.gemm, self.staging.device), torch.get_num_threads())
         layers = layer_shapes(program)
         program = self.staging.place(gemm.bind(program, backend))
-        stripe = stripe_of(-(-max_len // CHUNK_TOKENS), len(start.memory_urls))
-        partition = PARTITIONS[start.partition]([s.kv_heads for s in layers], start.memory_weights, stripe)
+        partition = partition_of(start.partition, layers, start.memory_weights, max_len)
         dtype, name = program.calls[0].q.dtype, type(backend).__name__.lower()
         return Cut(program, loaded, layers, dtype, max_len, partition, name)
 

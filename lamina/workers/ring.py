@@ -126,8 +126,7 @@ class RingEnds:
     ) -> None:
         """``listener`` is where the replica before comes, ``peer`` where the next one listens. Raises ChannelError."""
         self._limit = start_timeout_s
-        most = max(layout((_Ids(), *cut), max_rows)[1] for cut in cuts)
-        inbox = Geometry(slots=num_batches + 1, slot_bytes=max(LEAST_SLOT_BYTES, most))  # one cut of every batch
+        inbox = ring_inbox(cuts, max_rows=max_rows, num_batches=num_batches)
 
         def connect() -> Channel:
             nothing = Geometry(slots=1, slot_bytes=ALIGN)
@@ -147,6 +146,12 @@ class RingEnds:
     def pass_turn(self) -> None:
         """The memory workers have taken this replica in: the next one may come."""
         self._behind.put_signal(self._behind.reserve(0), Key(Kind.BOUND).pack())
+
+
+def ring_inbox(cuts: Sequence[Sequence[RowShape]], *, max_rows: int, num_batches: int) -> Geometry:
+    """Of a replica, for what the one before it sends: one cut of every batch."""
+    most = max(layout((_Ids(), *cut), max_rows)[1] for cut in cuts)
+    return Geometry(slots=num_batches + 1, slot_bytes=max(LEAST_SLOT_BYTES, most))
 
 
 def layout(tensors: Sequence[RowShape], rows: int) -> tuple[list[tuple[int, int]], int]:

@@ -8,8 +8,17 @@ from memory_peer import bind, shape
 
 from lamina.kv.partition import PARTITIONS
 from lamina.kv.stored import stored_dtype
+from lamina.netstack import Geometry
 from lamina.workers import capacity
-from lamina.workers.capacity import choose_kv_bytes, geometries, kv_geometries, store_bytes
+from lamina.workers.capacity import (
+    attention_bytes,
+    blocks_bytes,
+    channel_bytes,
+    choose_kv_bytes,
+    geometries,
+    kv_geometries,
+    store_bytes,
+)
 from lamina.workers.groups import together
 from lamina.workers.memory_step import Step
 from lamina.workers.memory_store import DTYPES, Store
@@ -116,3 +125,47 @@ def test_groups_that_several_have_count_once() -> None:
     assert found.holders[whole] == [0, 1]
     assert found.num_blocks[whole] == min(b.num_blocks[b.lanes.index(found.lanes[whole])] for b in bounds)
     assert partition.num_lanes == 2
+
+
+@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("partition", sorted(PARTITIONS))
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0, 1.0], [2.0, 1.0]])
+@pytest.mark.parametrize("stored", ["auto", "int8"])
+def test_blocks_are_counted_as_a_store_has_them(
+    partition: str, weights: list[float], stored: str, layers: list[LayerShape]
+) -> None:
+    for worker in range(len(weights)):
+        kv_bytes = 5_000_000 + 1000 * worker
+        each = bind(layers, weights, worker, partition, kv_bytes=kv_bytes, kv_cache_dtype=stored)
+        store = Store(each, torch.device("cpu"))
+        have = sum(
+            x.nbytes
+            for layer in store.layers
+            for piece in layer
+            for x in (piece.kv.k, piece.kv.v, *(piece.kv.scales or ()))
+        )
+        counted = blocks_bytes(
+            layers,
+            each.partition,
+            worker,
+            store.kv_dtype,
+            kv_bytes,
+            block_size=each.block_size,
+            max_rows=each.max_rows,
+            max_len=each.max_model_len,
+        )
+        assert counted == have
+        assert 0.9 * kv_bytes < counted <= kv_bytes
+
+
+def test_slots_take_whole_pages_and_a_header() -> None:
+    assert channel_bytes(Geometry(slots=3, slot_bytes=4097)) == 3 * (2 + 1) * 4096
+    assert channel_bytes(Geometry(slots=1, slot_bytes=1), Geometry(slots=2, slot_bytes=4096)) == (2 + 4) * 4096
+
+
+def test_partial_results_are_counted() -> None:
+    layers = LAYERS["some"]
+    whole = bind(layers, [1.0], 0).partition
+    assert attention_bytes(layers, whole, 0, torch.float32, max_rows=10) == 10 * 16 * (layers[0].v_dim + 1) * 4
+    cut = bind(layers, [1.0, 1.0], 0, "token").partition
+    assert attention_bytes(layers, cut, 0, torch.float32, max_rows=10) == 10 * 16 * (layers[0].v_dim + 1) * 4 * 3

@@ -1,0 +1,240 @@
+"""What the workers of a run have in memory, from the configuration and the headers of the weights alone.
+
+Slots, blocks and partitions come from the functions that the workers call. What Python, torch and transformers take is
+measured: of compute and prefill workers in this process once it has cut the model without its weights, of memory
+workers in a process that has imported what they import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lamina.config import EngineConfig
+from lamina.planner.memory import WorkerMemory
+from lamina.workers.footprint import Resident, resident
+
+from .local import environment
+
+if TYPE_CHECKING:
+    import torch
+
+    from lamina.converter import SlicedProgram
+    from lamina.kv.partition import Partition
+    from lamina.models.read_shard import WeightBytes
+    from lamina.workers.stepplan import LayerShape
+
+Measured = Callable[[], Resident]
+
+
+class _Facts(NamedTuple):
+    """Of a rank's model; all ranks have the like."""
+
+    weights: WeightBytes
+    program: SlicedProgram
+    layers: list[LayerShape]
+    partition: Partition
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    max_len: int
+    vocab_size: int
+
+
+def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMemory]:
+    """Of every worker on this host, which has ``free`` bytes. Raises ValueError where KV blocks do not fit --kv-memory,
+    OSError where nothing can be measured.
+    """
+    from lamina import netstack
+    from lamina.env import cluster_key
+
+    fabric = netstack.open(config.scheme, key=cluster_key())
+    in_process = fabric.in_process
+    fabric.close()
+    with _memory_runtime(config) as measured:
+        facts = _facts(model, config)
+        working = resident()
+        idle = measured()
+    counts = {"compute": config.num_compute, "prefill": config.prefill_workers, "memory": config.memory_workers}
+    runtimes = {role: idle if role == "memory" else working for role in counts}
+    left = free - sum(runtimes[role].private * n for role, n in counts.items())
+    left -= facts.weights.copied * (config.num_compute + config.prefill_workers)
+    found = [
+        *(_compute(facts, config, i) for i in range(config.num_compute)),
+        *(_prefill(facts, config, i) for i in range(config.prefill_workers)),
+        *(_memory(facts, config, i, left) for i in range(config.memory_workers)),
+    ]
+    alone = found[:1] if in_process else found  # threads of one process have one runtime
+    return [*(_run_by(w, runtimes[w.name.partition("-")[0]]) for w in alone), *found[len(alone) :]]
+
+
+def _run_by(worker: WorkerMemory, runtime: Resident) -> WorkerMemory:
+    return replace(worker, private=runtime.private + runtime.shared, libraries=runtime.files)
+
+
+@contextmanager
+def _memory_runtime(config: EngineConfig) -> Iterator[Measured]:
+    """Measures while the block goes on."""
+    command = [sys.executable, "-m", "lamina.workers.footprint", config.attention, config.scheme]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(0)
+    ) as process:
+
+        def measured() -> Resident:
+            out, err = process.communicate(timeout=config.start_timeout_s)
+            if process.returncode:
+                said = err.decode(errors="replace").strip().splitlines()
+                raise OSError(f"a memory worker's memory cannot be measured: {said[-1] if said else 'it ended'}")
+            return Resident(*map(int, out.split()))
+
+        try:
+            yield measured
+        finally:
+            process.kill()
+
+
+def _facts(model: str, config: EngineConfig) -> _Facts:
+    from lamina.kv.stored import stored_dtype
+    from lamina.models.checkpoint import find_checkpoint, read_config
+    from lamina.models.convert import layer_shapes
+    from lamina.models.load import max_model_len, weights_dtype
+    from lamina.models.read_shard import weight_bytes
+    from lamina.workers.capacity import partition_of
+
+    from .explain import plan
+
+    trust = config.trust_remote_code
+    directory = find_checkpoint(model, trust_remote_code=trust)
+    settings: Any = read_config(directory, trust_remote_code=trust)
+    dtype = weights_dtype(directory, settings, config.dtype)
+    planned = plan(
+        argparse.Namespace(
+            model=model,
+            dtype=str(dtype).removeprefix("torch."),
+            trust_remote_code=trust,
+            overlap=False,
+            tensor_parallel_size=config.tensor_parallel_size,
+        )
+    )
+    layers = layer_shapes(planned.program)
+    max_len, wire = config.max_model_len or max_model_len(settings), planned.program.calls[0].q.dtype
+    return _Facts(
+        weights=weight_bytes(planned.model, directory, planned.shard),
+        program=planned.program,
+        layers=layers,
+        partition=partition_of(config.partition, layers, config.of_rank(config.weights, 0), max_len),
+        dtype=wire,
+        kv_dtype=stored_dtype(config.kv_cache_dtype, wire),
+        max_len=max_len,
+        vocab_size=settings.get_text_config().vocab_size,
+    )
+
+
+def _compute(facts: _Facts, config: EngineConfig, index: int) -> WorkerMemory:
+    from lamina.collective.mesh import INBOX
+    from lamina.workers.capacity import channel_bytes
+    from lamina.workers.ring import ring_inbox
+
+    ranks, batches = config.tensor_parallel_size, config.most_batches
+    slots = facts.partition.num_workers * _decode_channel(facts, config)
+    slots += (ranks - 1) * channel_bytes(INBOX, INBOX)
+    cuts = facts.program.cuts
+    if config.replicas > 1:
+        inbox = ring_inbox([c.tensors for c in cuts], max_rows=config.max_rows, num_batches=batches)
+        slots += channel_bytes(inbox, inbox)
+    carried = (batches - 1) * config.max_rows * max(c.bytes_per_token for c in cuts)
+    return WorkerMemory(
+        name=f"compute-{index}",
+        part=index % ranks,
+        mapped=facts.weights.mapped,
+        copied=facts.weights.copied,
+        slots=slots,
+        workspace=_slices(facts, config) + carried,
+    )
+
+
+def _prefill(facts: _Facts, config: EngineConfig, index: int) -> WorkerMemory:
+    from lamina.kv.partition import by_head
+    from lamina.workers.capacity import attention_bytes, store_bytes
+
+    alone = by_head([s.kv_heads for s in facts.layers], [1.0], 0)
+    needed = store_bytes(facts.layers, facts.kv_dtype, facts.max_len, config.block_size)
+    attention = attention_bytes(facts.layers, alone, 0, facts.kv_dtype, max_rows=config.max_rows)
+    return WorkerMemory(
+        name=f"prefill-{index}",
+        mapped=facts.weights.mapped,
+        copied=facts.weights.copied,
+        kv=_blocks(facts, config, alone, 0, needed),
+        slots=config.memory_workers * _prefill_channel(facts, config),
+        workspace=_slices(facts, config) + attention,
+    )
+
+
+def _memory(facts: _Facts, config: EngineConfig, index: int, free: int) -> WorkerMemory:
+    """``free``: for KV blocks that --kv-memory leaves to the workers."""
+    from lamina.workers.capacity import attention_bytes, choose_kv_bytes
+
+    worker = index // config.tensor_parallel_size
+    kv_bytes = config.kv_bytes() or choose_kv_bytes(
+        facts.layers,
+        facts.partition,
+        worker,
+        facts.kv_dtype,
+        max_len=facts.max_len,
+        max_num_seqs=config.max_num_seqs,
+        block_size=config.block_size,
+        free=free // config.tensor_parallel_size,
+    )
+    channels = config.replicas * _decode_channel(facts, config)
+    channels += config.prefill_workers * _prefill_channel(facts, config)
+    return WorkerMemory(
+        name=f"memory-{index}",
+        kv=_blocks(facts, config, facts.partition, worker, kv_bytes),
+        slots=channels,
+        workspace=attention_bytes(facts.layers, facts.partition, worker, facts.kv_dtype, max_rows=config.max_rows),
+    )
+
+
+def _slices(facts: _Facts, config: EngineConfig) -> int:
+    """Tensors of a step on a compute worker: activations of a slice, then the logits of all that decode, which sampling
+    copies in fp32 and, of one row at a time, in fp64.
+    """
+    from lamina.models.activations import most_bytes
+
+    rows, sampled = config.max_rows, config.max_num_seqs
+    logits = facts.vocab_size * (8 * sampled + 40)
+    return most_bytes(facts.program, rows=rows, sampled=sampled) + logits
+
+
+def _blocks(facts: _Facts, config: EngineConfig, partition: Partition, worker: int, kv_bytes: int) -> int:
+    from lamina.workers.capacity import blocks_bytes
+
+    return blocks_bytes(
+        facts.layers,
+        partition,
+        worker,
+        facts.kv_dtype,
+        kv_bytes,
+        block_size=config.block_size,
+        max_rows=config.max_rows,
+        max_len=facts.max_len,
+    )
+
+
+def _decode_channel(facts: _Facts, config: EngineConfig) -> int:
+    """Slots between a compute worker and one of its memory workers."""
+    from lamina.workers.capacity import channel_bytes, geometries
+
+    rows = {"max_rows": config.max_rows, "max_len": facts.max_len, "num_batches": config.most_batches}
+    return channel_bytes(*geometries(facts.layers, facts.partition, facts.dtype.itemsize, **rows))
+
+
+def _prefill_channel(facts: _Facts, config: EngineConfig) -> int:
+    """Slots between a prefill worker and a memory worker."""
+    from lamina.workers.capacity import channel_bytes, kv_geometries
+
+    return channel_bytes(*kv_geometries(facts.layers, facts.partition, facts.dtype.itemsize, max_rows=config.max_rows))
