@@ -117,13 +117,17 @@ def would_start(model: str, config: EngineConfig) -> str:
 
 
 def _memory_text(model: str, config: EngineConfig) -> str:
+    from lamina.models.errors import UnsupportedModelError
     from lamina.planner.memory import check_fits, memory_text
     from lamina.workers.memory_store import available_bytes
 
     from .memory_table import workers_memory
 
     free = available_bytes()
-    workers = workers_memory(model, config, free)
+    try:
+        workers = workers_memory(model, config, free)
+    except UnsupportedModelError as error:  # some operators run on data alone: a start may well do
+        return f"  memory: not known without the weights: {error}"
     check_fits(workers, free)
     return memory_text(workers, free)
 
