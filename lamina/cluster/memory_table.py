@@ -149,6 +149,7 @@ def _compute(facts: _Facts, config: EngineConfig, index: int) -> WorkerMemory:
     carried = (batches - 1) * config.max_rows * max(c.bytes_per_token for c in cuts)
     return WorkerMemory(
         name=f"compute-{index}",
+        device=_device("--compute-device", config.compute_device, config.gpu_number("compute", index)),
         part=index % ranks,
         mapped=facts.weights.mapped,
         copied=facts.weights.copied,
@@ -166,6 +167,7 @@ def _prefill(facts: _Facts, config: EngineConfig, index: int) -> WorkerMemory:
     attention = attention_bytes(facts.layers, alone, 0, facts.kv_dtype, max_rows=config.max_rows)
     return WorkerMemory(
         name=f"prefill-{index}",
+        device=_device("--compute-device", config.compute_device, config.gpu_number("prefill", index)),
         mapped=facts.weights.mapped,
         copied=facts.weights.copied,
         kv=_blocks(facts, config, alone, 0, needed),
@@ -193,10 +195,17 @@ def _memory(facts: _Facts, config: EngineConfig, index: int, free: int) -> Worke
     channels += config.prefill_workers * _prefill_channel(facts, config)
     return WorkerMemory(
         name=f"memory-{index}",
+        device=_device("--memory-device", config.memory_device, config.gpu_number("memory", index)),
         kv=_blocks(facts, config, facts.partition, worker, kv_bytes),
         slots=channels,
         workspace=attention_bytes(facts.layers, facts.partition, worker, facts.kv_dtype, max_rows=config.max_rows),
     )
+
+
+def _device(flag: str, asked: str, number: int) -> str:
+    from lamina.workers.devices import pick
+
+    return str(pick(flag, asked, number))
 
 
 def _slices(facts: _Facts, config: EngineConfig) -> int:
