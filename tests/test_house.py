@@ -115,3 +115,9 @@ def test_files_are_small(package: str) -> None:
 
 def test_architecture_is_short() -> None:
     assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) <= 80
+
+
+def test_modules_of_tests_have_names_of_their_own() -> None:
+    """pytest imports them by these alone: of two with one name, the second would not run."""
+    names = [p.name for p in (ROOT / "tests").rglob("*.py") if p.name != "conftest.py"]
+    assert [n for n in sorted(set(names)) if names.count(n) > 1] == []
