@@ -1,4 +1,4 @@
-"""Everything that needs an NVIDIA GPU, in one run of about 10 minutes: ``python perf/gpu_suite.py --write``.
+"""Everything that needs an NVIDIA GPU, in one run, planned for 10 minutes: ``python perf/gpu_suite.py --write``.
 
 Compiles the kernels, runs the contract suite of the cuda backends, compares every head size with fp64, replays one CUDA
 graph over growing lengths, and measures attention over stored tokens in bytes per second, next to torch's and
