@@ -79,12 +79,17 @@ CASES = [
 
 @pytest.mark.parametrize("more", CASES)
 def test_what_is_resident_is_what_was_planned(more: dict[str, Any], model: Path) -> None:
-    """Within 5 % for each worker. Every process counts all pages that it has mapped, also those that it shares."""
+    """Within 5 % for each worker. Every process counts all pages that it has mapped, also those that it shares.
+
+    Who else runs changes nothing here: peaks are the kernel's, and nothing is timed.
+    """
     options = {**OPTIONS, **more}
     rows, found = planned(model, options), peaks(model, options)
     assert rows.keys() == found.keys()
     for name, most in found.items():
         print(f"{name}: planned {rows[name]}, resident {most}, {most / rows[name]['total']:.3f}")
-    assert {name: found[name] / row["total"] for name, row in rows.items()} == pytest.approx(
-        dict.fromkeys(rows, 1.0), abs=0.05
-    )
+    near: Any = pytest.approx(dict.fromkeys(rows, 1.0), abs=0.05)
+    assert {name: found[name] / row["total"] for name, row in rows.items()} == near
+    for name, row in rows.items():
+        largest = max(row["mapped"], row["copied"], row["kv"])
+        assert found[name] / (row["total"] - largest) > 1.3, "a plan that forgets a part would be seen"
