@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from . import netstack
 from .config import make_config
 from .engine.engine import Engine
 from .engine.pools import Pools
 from .models.checkpoint import peek_config
-from .models.tokens import Detokenizer, apply_chat_template, load_tokenizer
+from .models.tokens import Detokenizer, apply_chat_template, load_beside
 from .progress import progress_bar
 from .prompts import Prompt, conversation_list, params_list, prompt_list
 from .request import RequestOutput, SamplingParams
@@ -45,10 +46,15 @@ class LLM:
         if isinstance(model, str):
             peek_config(model, trust_remote_code=config.trust_remote_code)
         with progress_bar(progress) as on_progress:
-            self._tokenizer = load_tokenizer(
-                tokenizer if tokenizer is not None else model, trust_remote_code=config.trust_remote_code
-            )
+            source = model if tokenizer is None else tokenizer
+            here = not isinstance(model, str) or netstack.open(config.scheme, key=bytes(32)).in_process
+            loading = load_beside(source, trust_remote_code=config.trust_remote_code, here=here)
             self.pools = Pools(model, config, on_progress)
+            try:
+                self._tokenizer = loading.result()
+            except BaseException:
+                self.pools.close()
+                raise
             self.engine = Engine(self.pools, config, trace=self.pools.tracer.recorder)
         # By request: outputs that its iterator has not taken yet.
         self._grown: dict[int, deque[RequestOutput]] = {}

@@ -7,9 +7,11 @@ import dataclasses
 import os
 import socket
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+from lamina.background import Background
 from lamina.config import flag
 from lamina.models.checkpoint import peek_config
 from lamina.server.config import ServerConfig
@@ -64,14 +66,19 @@ def _serve(model: str, config: ServerConfig, engine: Any) -> int:
         url = _url(config, sock)
         handle = launch_engine(Start(model=model, tokenizer=config.tokenizer, config=engine))
         try:
-            from lamina.server.run import run as run_server  # takes a while: the engine is loading already
-
+            run_server = Background(_run_server, "lamina-import").result()  # the engine is loading already
             return run_server(model, config, engine, handle, sock, lambda: _say_ready(model, config, url))
         finally:
             handle.sock.close()
             handle.join(1.0)
             if config.uds:
                 os.unlink(config.uds)
+
+
+def _run_server() -> Callable[..., int]:
+    from lamina.server.run import run
+
+    return run
 
 
 def _listener(config: ServerConfig) -> socket.socket:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lamina.background import Background
+
 from .checkpoint import find_checkpoint, one_line
 from .errors import ModelError
 
@@ -46,6 +48,16 @@ def load_tokenizer(source: Any, *, trust_remote_code: bool = False) -> Any:
         )
     except Exception as error:  # of whatever class: it reads config.json too, whose checks are the architecture's own
         raise ModelError(f"the tokenizer in {directory} cannot be loaded: {one_line(error)}") from error
+
+
+def load_beside(source: Any, *, trust_remote_code: bool, here: bool) -> Background[Any]:
+    """``load_tokenizer`` while workers start. ``here``: they are threads of this process, which begin once it is done,
+    as transformers is not to be imported by two threads at once.
+    """
+    loading = Background(lambda: load_tokenizer(source, trust_remote_code=trust_remote_code), "lamina-tokenizer")
+    if here:
+        loading.result()
+    return loading
 
 
 def _needs_no_class(directory: Path) -> bool:

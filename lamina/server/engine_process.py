@@ -13,6 +13,7 @@ from lamina import netstack
 from lamina.engine.engine import Engine
 from lamina.engine.members import WorkerError
 from lamina.engine.pools import Pools
+from lamina.models.tokens import load_beside
 from lamina.request import CompletionOutput, Logprob, RequestOutput
 from lamina.workers.control import ControlLink, Failed, LinkClosedError, Progress, Stop
 
@@ -45,45 +46,18 @@ def serve_engine(sock: socket.socket) -> None:
 
 
 def _serve(link: ControlLink, start: Start) -> None:
-    tokenizers = _TokenizerThread(start)  # it takes seconds, and so do the workers
-    if netstack.open(start.config.scheme, key=bytes(32)).in_process:
-        tokenizers.result()  # transformers is not to be imported by two threads at once
+    config, here = start.config, netstack.open(start.config.scheme, key=bytes(32)).in_process
+    remote = config.trust_remote_code
+    tokenizer = load_beside(start.tokenizer or start.model, trust_remote_code=remote, here=here)
 
     def progress(stage: str, done: int, total: int) -> None:
         link.send(Progress(stage=stage, done=done, total=total))
 
-    pools = Pools(start.model, start.config, progress)
+    pools = Pools(start.model, config, progress)
     try:
-        _Loop(link, Engine(pools, start.config, trace=pools.tracer.recorder), pools, tokenizers.result()).run()
+        _Loop(link, Engine(pools, config, trace=pools.tracer.recorder), pools, tokenizer.result()).run()
     finally:
         pools.close()
-
-
-class _TokenizerThread(threading.Thread):
-    def __init__(self, start: Start) -> None:
-        super().__init__(name="lamina-tokenizer", daemon=True)
-        self._start_message = start
-        self._tokenizer: Any = None
-        self._error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        from lamina.models.tokens import load_tokenizer
-
-        start = self._start_message
-        try:
-            self._tokenizer = load_tokenizer(
-                start.tokenizer or start.model, trust_remote_code=start.config.trust_remote_code
-            )
-        except Exception as e:  # noqa: BLE001 - told to whoever waits for the result
-            self._error = e
-
-    def result(self) -> Any:
-        """The tokenizer or None. Raises what loading it raised."""
-        self.join(self._start_message.config.start_timeout_s)
-        if self._error is not None:
-            raise self._error
-        return self._tokenizer
 
 
 class _Live:

@@ -16,7 +16,7 @@ import uvloop
 
 from lamina.cluster.launcher import WorkerHandle
 from lamina.config import EngineConfig
-from lamina.models.tokens import load_tokenizer
+from lamina.models.tokens import load_beside
 from lamina.workers.control import Progress
 
 from .admission import Admission
@@ -66,10 +66,11 @@ async def _serve(
     remote = engine_config.trust_remote_code
     stages = _Stages()
     with _ended_by_signals(handle):
-        loading = asyncio.to_thread(load_tokenizer, source, trust_remote_code=remote)
-        tokenizer, client = await asyncio.gather(loading, EngineClient.connect(handle, stages))
+        loading = load_beside(source, trust_remote_code=remote, here=False)
+        client = await EngineClient.connect(handle, stages)
     stages.end()
     try:
+        tokenizer = await asyncio.to_thread(loading.result)
         if tokenizer is None:
             raise ValueError(f"{model} has no tokenizer: give --tokenizer")
         await _Server(_service(model, config, engine_config, client, tokenizer), on_ready).run(sock)

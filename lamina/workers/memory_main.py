@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from lamina import netstack
+from lamina.background import Background
 from lamina.env import cluster_key
 from lamina.netstack import ChannelError, ChannelTimeout, Listener
 from lamina.observe.trace import recorder
@@ -56,7 +57,7 @@ class _Server:
             listener = self._listen()
             if listener is not None:
                 service.link.send(MemoryReady(url=listener.url))
-                worker = self._loaded()
+                worker = Background(self._loaded, "lamina-import").result()
                 self._set_threads()
                 while not service.stopped.is_set():
                     self._serve_next(worker, listener)

@@ -1,0 +1,44 @@
+"""Work that is to be done soon, but must not delay what everybody waits for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+NICENESS = 5  # a third of the weight of a thread that was not told to be nice (sched(7))
+
+
+class Background(Generic[T]):
+    """``work()`` on a thread of low priority; Linux keeps a niceness for each thread.
+
+    While workers start, five processes import libraries. Where there are fewer cores than that, the one that loads and
+    cuts the model is what all others wait for.
+    """
+
+    def __init__(self, work: Callable[[], T], name: str) -> None:
+        self._work = work
+        self._found: list[T] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """What ``work`` returned. Raises what it raised, TimeoutError past ``timeout_s``."""
+        self._thread.join(timeout_s)
+        if self._error is not None:
+            raise self._error
+        if not self._found:
+            raise TimeoutError(f"{self._thread.name} is not done after {timeout_s:g} s")
+        return self._found[0]
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        try:
+            self._found.append(self._work())
+        except BaseException as e:  # noqa: BLE001 - for whoever asks for the result
+            self._error = e
