@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-NICENESS = 5  # a third of the weight of a thread that was not told to be nice (sched(7))
+NICENESS = 5  # beyond what it was: a third of the weight (sched(7))
 
 
 class Background(Generic[T]):
@@ -37,7 +37,7 @@ class Background(Generic[T]):
 
     def _run(self) -> None:
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            os.nice(NICENESS)  # of this thread alone
         try:
             self._found.append(self._work())
         except BaseException as e:  # noqa: BLE001 - for whoever asks for the result
