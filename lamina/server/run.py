@@ -197,19 +197,19 @@ class _Stages:
     """A line at the end of each stage of a start: when it is told, when the next one begins, or when all have ended."""
 
     def __init__(self) -> None:
-        self._under_way = ""
+        self._stage = ""
+        self._told = True
         self._since = time.monotonic()
 
     def __call__(self, progress: Progress) -> None:
-        if progress.stage != self._under_way:
+        if progress.stage != self._stage:
             self.end()
-        self._under_way = progress.stage
-        if progress.done >= progress.total:
+            self._stage, self._told = progress.stage, False
+        if progress.done >= progress.total:  # told several times where parts are smaller than the unit
             self.end()
 
     def end(self) -> None:
-        if self._under_way:
+        if not self._told:
             now = time.monotonic()
-            logger.info("%s: done, %.1f s", self._under_way, now - self._since)
-            self._since = now
-        self._under_way = ""
+            logger.info("%s: done, %.1f s", self._stage, now - self._since)
+            self._since, self._told = now, True

@@ -103,7 +103,7 @@ def test_the_log_says_how_to_end_at_once(caplog: pytest.LogCaptureFixture) -> No
 def test_the_log_has_the_end_of_every_stage(caplog: pytest.LogCaptureFixture) -> None:
     stages = _Stages()
     with caplog.at_level(logging.INFO):
-        for stage, done in (("starting", 1), ("loading", 0), ("loading", 1), ("cutting", 0)):
+        for stage, done in (("starting", 1), ("loading", 0), ("loading", 1), ("loading", 1), ("cutting", 0)):
             stages(Progress(stage=stage, done=done, total=1))
         assert "cutting" not in caplog.text
         stages.end()
