@@ -119,21 +119,19 @@ inline Pair reorder(Pair x) {
   return as_loaded<T>(natural<S>(x));
 }
 
-// exp(x), x <= 0, to 2 ulp; 0 below the smallest normal number. After Cephes' expf (Moshier, Methods and Programs for
-// Mathematical Functions), as are log and tanh.
+// exp(x), x <= 0, where fma rounds once to 4e-7 of it (2e-7 above exp(-20)); 1 for 0; 0 where it is no normal number, or
+// less than those. x = k log(2) + r: the last bits of k + magic are the exponent of 2^k, and the polynomial is the best of
+// its degree that is 1 for r = 0.
 inline V exp(V x) {
-  const V low = set(-87.3f), magic = set(12582912.0f);
-  const V y = max(low, x);
-  const V k = fma(y, set(1.44269504f), magic) - magic;
-  const V r = fma(k, set(2.12194440e-4f), fma(k, set(-0.693359375f), y));
-  V p = set(1.9875691500e-4f);
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    p = fma(p, r, set(c));
-  p = fma(p, r * r, r + 1.0f) * as_float((__builtin_convertvector(k, I) + 127) << 23);
-  return x < low ? V{} : p;
+  const V low = set(-88.02969f), magic = set(12583039);  // low: k = -127, whose power comes out as 0
+  const V y = max(low, x), sum = fma(y, set(1.44269504f), magic);
+  const V r = fma(sum - magic, set(-0.693147180f), y);
+  V p = set(8.290168829e-3f);
+  for (float c : {4.189816117e-2f, 1.666764021e-1f, 4.999914765e-1f, 9.999997020e-1f, 1.0f}) p = fma(p, r, set(c));
+  return p * as_float(as_int(sum) << 23);
 }
 
-// log(x), x >= 1.
+// log(x), x >= 1. After Cephes (Moshier, Methods and Programs for Mathematical Functions), as is tanh.
 inline V log(V x) {
   const I bits = as_int(x) - 0x3f3504f3;  // of sqrt(1/2): the mantissa becomes sqrt(1/2) .. sqrt(2)
   const V e = __builtin_convertvector(bits >> 23, V);
