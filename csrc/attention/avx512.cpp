@@ -18,6 +18,7 @@ namespace {
 
 #include "avx512_vectors.h"
 #include "kernel.h"
+#include "loops.h"
 #include "task.h"
 
 bool usable() {

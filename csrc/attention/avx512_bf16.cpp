@@ -18,17 +18,22 @@ namespace {
 
 #include "avx512_vectors.h"
 #include "kernel.h"
+#include "loops.h"
 
 template <>
 struct Dot<BFloat16> {
   using Row = __m512bh;
+  using Part = Row;
   static constexpr int step = 2 * W, parts = 1;
   static Row load(const BFloat16* p) { return (__m512bh)_mm512_loadu_si512(p); }
   static Row load(const BFloat16* p, int64_t n) {
     return (__m512bh)_mm512_maskz_loadu_epi16(~__mmask32(0) >> (step - n), p);
   }
   template <int>
-  static V add(V sum, const Row& q, const Row& k) { return (V)_mm512_dpbf16_ps(sum, q, k); }
+  static const Part& part(const Row& row) {
+    return row;
+  }
+  static V add(V sum, const Part& q, const Part& k) { return (V)_mm512_dpbf16_ps(sum, q, k); }
 };
 
 #include "task.h"

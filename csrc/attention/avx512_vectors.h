@@ -8,20 +8,14 @@ inline V set(float x) { return (V)_mm512_set1_ps(x); }
 inline V fma(V a, V b, V c) { return (V)_mm512_fmadd_ps(a, b, c); }
 inline V max(V a, V b) { return (V)_mm512_max_ps(a, b); }
 
-inline V halves(V a, V b) { return (V)_mm512_shuffle_f32x4(a, b, 0x44) + (V)_mm512_shuffle_f32x4(a, b, 0xee); }
 inline V pairs(V a, V b) { return (V)_mm512_unpacklo_ps(a, b) + (V)_mm512_unpackhi_ps(a, b); }
 inline V quads(V a, V b) {
   const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
   return (V)_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)) + (V)_mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
 }
 
-// sums[i] = the sum over x[i].
-inline void sum8(const V* x, float* sums) {
-  const V low = pairs(halves(x[0], x[4]), halves(x[1], x[5])), high = pairs(halves(x[2], x[6]), halves(x[3], x[7]));
-  const V all = quads(low, high);  // lanes of four: 0 and 1 belong to x[0 .. 3], 2 and 3 to x[4 .. 7]
-  _mm256_storeu_ps(sums, _mm512_castps512_ps256((V)_mm512_shuffle_f32x4(all, all, 0x88) +
-                                                (V)_mm512_shuffle_f32x4(all, all, 0xdd)));
-}
+// In each four lanes, the sums over those of a, b, c and d.
+inline V sum4(V a, V b, V c, V d) { return quads(pairs(a, b), pairs(c, d)); }
 
 inline V from_half(const std::uint16_t* p) {
   return (V)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));

@@ -1,8 +1,7 @@
 // The kernel, over the vectors of one variant. Included once by each, inside its own namespace and under its target.
 //
-// From the variant: W, V (W floats), I (as many int32), set, fma, max (a > b ? a : b), sum8, from_half, to_half,
-// from_int8, from_fp8. Vectors are the compiler's
-// own (GCC 12, Clang 12 or later), so + - * / < ? : & | << work on them.
+// From the variant: W, V (W floats), I (as many int32), set, fma, max (a > b ? a : b), sum4, from_half, to_half,
+// from_int8, from_fp8. Vectors are the compiler's own (GCC 12, Clang 12 or later), so + - * / < ? : & | << work on them.
 //
 // Bits: what a query gets is one fixed chain of operations over its own tokens, whichever queries are computed beside it:
 // a score sums D in one order, weights are summed by absolute position, o takes one token after the other. Tokens that a
@@ -160,113 +159,6 @@ inline float fold(V x, F f) {
   for (int n = W / 2; n; n /= 2)
     for (int i = 0; i < n; ++i) lanes[i] = f(lanes[i], lanes[i + n]);
   return lanes[0];
-}
-
-// A query against a key: as floats, unless the variant multiplies as stored. A step takes `parts` products.
-template <class T>
-struct Dot {
-  using Row = Pair;
-  static constexpr int step = 2 * W, parts = 2;
-  static Row load(const T* p) { return load_pair(p); }
-  static Row load(const T* p, int64_t n) { return load_tail(p, n); }
-  template <int part>
-  static V add(V sum, const Row& q, const Row& k) {
-    return part ? fma(q.b, k.b, sum) : fma(q.a, k.a, sum);
-  }
-};
-
-// What will be read next, on its way while this is computed, a few lines with every few products. All at once would
-// fill the places where loads wait for their lines, and hold up those that are needed now. step 64, or 0: nothing.
-struct Ahead {
-  const char* at;
-  int64_t step;
-
-  // While `bytes` are used up. Always inline: by itself it would be a function without effect, and go.
-  template <int bytes>
-  [[gnu::always_inline]] void fetch() {
-    for (int i = 0; i < (bytes + 63) / 64; ++i, at += bytes < 64 ? step * bytes / 64 : step) __builtin_prefetch(at, 0, 2);
-  }
-};
-
-// Scores of G queries [G, kScores] at `low .. high`, whose keys begin at k and follow each other by `stride` numbers.
-// Dim is the size of a row where it is known here, else 0. Sums over lanes wait until there are many: each is a chain of
-// shuffles for which the next products would have to wait.
-template <class T, int G, int Dim>
-inline void scores(const typename Dot<T>::Row* q, const T* k, int64_t stride, int low, int high, int64_t size,
-                   float* score, Ahead ahead) {
-  constexpr int N = G == 3 ? 2 : 8 / G, kTokens = 32;  // tokens at once, tokens before lanes are added
-  const int64_t dim = Dim ? Dim : size, whole = dim / Dot<T>::step, tail = dim % Dot<T>::step, width = whole + (tail > 0);
-  V sums[G][kTokens];
-  for (int from = low; from < high; from += kTokens) {
-    const int count = from + kTokens < high ? kTokens : high - from;
-    for (int t = 0; t < count; t += N) {
-      const T* key[N];
-      for (int i = 0; i < N; ++i) key[i] = k + (from - low + (t + i < count ? t + i : count - 1)) * stride;
-      V sum[G][N] = {};
-      const auto step = [&](int64_t j, auto... left) __attribute__((always_inline)) {
-        typename Dot<T>::Row x[N];
-        for (int i = 0; i < N; ++i) x[i] = Dot<T>::load(key[i] + j * Dot<T>::step, left...);
-        const auto part = [&](auto number) __attribute__((always_inline)) {
-          for (int g = 0; g < G; ++g)
-            for (int i = 0; i < N; ++i)
-              sum[g][i] = Dot<T>::template add<number.value>(sum[g][i], q[g * width + j], x[i]);
-        };
-        part(std::integral_constant<int, 0>());
-        if constexpr (Dot<T>::parts > 1) part(std::integral_constant<int, 1>());
-        ahead.template fetch<N * Dot<T>::step * int(sizeof(T))>();
-      };
-      if constexpr (Dim > 0) {
-#pragma GCC unroll 16
-        for (int64_t j = 0; j < Dim / Dot<T>::step; ++j) step(j);
-      } else {
-        for (int64_t j = 0; j < whole; ++j) step(j);
-      }
-      if (tail) step(whole, tail);
-      for (int g = 0; g < G; ++g)
-        for (int i = 0; i < N; ++i) sums[g][t + i] = sum[g][i];
-    }
-    for (int t = count; t % 8; ++t)
-      for (int g = 0; g < G; ++g) sums[g][t] = V{};
-    for (int g = 0; g < G; ++g)
-      for (int t = 0; t < count; t += 8) sum8(sums[g] + t, score + g * kScores + from + t);
-  }
-}
-
-// o [G, stride_o] += weight [G, kScores] at `low .. high` . v, whose rows begin at v; `first`: o = that.
-template <class T, int G>
-inline void accumulate(const float* weight, const T* v, int64_t stride, int low, int high, bool first, int64_t dim,
-                       float* o, int64_t stride_o, Ahead ahead) {
-  constexpr int N = 32, M = 4;  // tokens before o is written back, tokens at once
-  constexpr int bytes = 2 * W * int(sizeof(T));
-  for (int from = low; from < high; from += N) {
-    const int count = from + N < high ? N : high - from;
-    const bool empty = first && from == low;
-    const auto block = [&](int64_t d, auto fetch) __attribute__((always_inline)) {
-      V a[G], b[G];
-      for (int g = 0; g < G; ++g) {
-        float* at = o + g * stride_o + d;
-        a[g] = empty ? V{} : load(at), b[g] = empty ? V{} : load(at + W);
-      }
-      const T* row = v + (from - low) * stride + d;
-      const float *w = weight + from, *end = w + count;
-      const auto token = [&](const T* row, const float* w) __attribute__((always_inline)) {
-        const Pair x = fetch(row);
-        for (int g = 0; g < G; ++g) {
-          const V y = set(w[g * kScores]);
-          a[g] = fma(y, x.a, a[g]), b[g] = fma(y, x.b, b[g]);
-        }
-      };
-      for (; w + M <= end; w += M, row += M * stride) {
-        for (int i = 0; i < M; ++i) token(row + i * stride, w + i);
-        ahead.template fetch<M * bytes>();
-      }
-      for (; w < end; ++w, row += stride) token(row, w);
-      for (int g = 0; g < G; ++g) store_pair(o + g * stride_o + d, {a[g], b[g]});
-    };
-    int64_t d = 0;
-    for (; d + 2 * W <= dim; d += 2 * W) block(d, [](const T* p) { return load_pair(p); });
-    if (d < dim) block(d, [&](const T* p) { return load_tail(p, dim - d); });
-  }
 }
 
 // Positions by which a query sees a chunk, all less the chunk's first one: tokens `low .. high`; `self` is its own.

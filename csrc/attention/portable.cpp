@@ -15,8 +15,10 @@ inline V set(float x) { return V{x, x, x, x}; }
 inline V fma(V a, V b, V c) { return a * b + c; }
 inline V max(V a, V b) { return a > b ? a : b; }
 
-inline void sum8(const V* x, float* sums) {
-  for (int i = 0; i < 8; ++i) sums[i] = (x[i][0] + x[i][2]) + (x[i][1] + x[i][3]);
+// The sums over a, b, c and d.
+inline V sum4(V a, V b, V c, V d) {
+  const auto sum = [](V x) { return (x[0] + x[2]) + (x[1] + x[3]); };
+  return V{sum(a), sum(b), sum(c), sum(d)};
 }
 
 inline V from_half(const std::uint16_t* p) {
@@ -64,6 +66,7 @@ inline V from_fp8(const void* p) {
 }
 
 #include "kernel.h"
+#include "loops.h"
 #include "task.h"
 
 }  // namespace

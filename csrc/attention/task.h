@@ -1,5 +1,5 @@
 // One task: the tokens of a tile's chunks through the kernel, the chunks' nodes up the merge tree, the root to where it
-// is wanted. Included behind kernel.h, in the same namespace.
+// is wanted. Included behind loops.h, in the same namespace.
 
 // T: of q and the result; S: of k and v, which have scales where that is another type.
 template <class T, class S>
@@ -54,7 +54,7 @@ class Run {
       }
       return;
     }
-    float lse[kTile], weight_a[kTile], weight_b[kTile], sinks[kTile], weight[kTile];
+    float lse[kTile] = {}, weight_a[kTile], weight_b[kTile], sinks[kTile] = {}, weight[kTile];
     for (int64_t i = 0; i < tile_.queries; ++i) {
       lse[i] = call_.lse[place(i)];
       sinks[i] = op_.sinks ? op_.sinks[head(i)] : 0;
@@ -110,11 +110,15 @@ class Run {
         return Dot<S>::load(p, left...);
     };
     Row* to = reinterpret_cast<Row*>(queries_);
-    for (int64_t i = 0; i < tile_.queries; ++i) {
-      const T* from = static_cast<const T*>(call_.q) + place(i) * op_.qk_dim;
-      int64_t left = op_.qk_dim;
-      for (; left >= step; left -= step, from += step) *to++ = load(from);
-      if (left) *to++ = load(from, left);
+    const int64_t width = (op_.qk_dim + step - 1) / step;
+    for (int64_t query = 0, count; query < tile_.queries; query += count, to += count * width) {
+      count = block_at(query);
+      for (int64_t g = 0; g < count; ++g) {  // a block's rows step by step
+        const T* from = static_cast<const T*>(call_.q) + place(query + g) * op_.qk_dim;
+        int64_t j = 0;
+        for (; (j + 1) * step <= op_.qk_dim; ++j) to[j * count + g] = load(from + j * step);
+        if (j < width) to[j * count + g] = load(from + j * step, op_.qk_dim - j * step);
+      }
     }
   }
 
@@ -170,19 +174,24 @@ class Run {
         node.o[block->query * tile_.stride + i] = 0;
   }
 
-  // The tile in blocks of at most four queries. Returns the number of blocks of each head.
+  // Queries of the block that begins with `query`: at most four, of one head, and its blocks as equal as can be.
+  int64_t block_at(int64_t query) const {
+    const int64_t left = each_ - query % each_, blocks = (left + 3) / 4;
+    return (left + blocks - 1) / blocks;
+  }
+
+  // The tile in blocks. Returns the number of blocks of each head.
   int64_t divide(int64_t begin, int low, int high, View* views, Block* blocks) const {
-    const int64_t per_head = (each_ + 3) / 4;
-    for (int64_t h = 0, query = 0; h < task_.heads; ++h)
-      for (int64_t left = per_head; left > 0; --left) {
-        Block& block = *blocks++;
-        block = {int(query), int((each_ - query % each_ + left - 1) / left), kChunk, 0};
-        for (int g = 0; g < block.count; ++g, ++query) {
-          const View& mine = views[query] = view(query, begin, low, high);
-          block.low = int(min(block.low, mine.low)), block.high = int(max(block.high, mine.high));
-        }
+    const Block* const first = blocks;
+    for (int query = 0; query < tile_.queries;) {
+      Block& block = *blocks++;
+      block = {query, int(block_at(query)), kChunk, 0};
+      for (int g = 0; g < block.count; ++g, ++query) {
+        const View& mine = views[query] = view(query, begin, low, high);
+        block.low = int(min(block.low, mine.low)), block.high = int(max(block.high, mine.high));
       }
-    return per_head;
+    }
+    return (blocks - first) / task_.heads;
   }
 
   // What is read behind piece p of a head's K, or V.
@@ -226,9 +235,8 @@ class Run {
   void score_block(const Block& block, const S* k, int low, int high, Ahead ahead) {
     using Row = typename Dot<S>::Row;
     const int64_t width = (op_.qk_dim + Dot<S>::step - 1) / Dot<S>::step;
-    const auto score = op_.qk_dim == 128 ? scores<S, G, 128> : op_.qk_dim == 64 ? scores<S, G, 64> : scores<S, G, 0>;
-    score(reinterpret_cast<const Row*>(queries_) + block.query * width, k, token_ * op_.qk_dim, low, high, op_.qk_dim,
-          scores_ + block.query * kScores, ahead);
+    scores<S, G>(reinterpret_cast<const Row*>(queries_) + block.query * width, k, token_ * op_.qk_dim, low, high,
+                 op_.qk_dim, scores_ + block.query * kScores, ahead);
   }
 
   // Scores to weights; the log-sum-exp to the node.
