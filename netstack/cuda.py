@@ -22,7 +22,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from time import monotonic
@@ -39,12 +39,12 @@ from .fabric import (
     PeerFault,
     Slot,
 )
-from .handshake import Session, Terms
+from .handshake import Session, Terms, drive
 from .lifeline import SLICE_S, WatchedChannel
+from .listener import Meeting
 from .shm import ShmFabric
 
 DEVICE = "LAMINA_CUDA_DEVICE"
-EXCHANGE_S = 5.0
 STALL_NS = 1_000_000_000  # a put or release that takes so long has lost its memory
 OK, PENDING, TIMEOUT, ABORTED, FAULT = range(5)  # enum Status of csrc/netstack/device.h
 LINE = 64
@@ -257,15 +257,15 @@ class CudaFabric(ShmFabric):
 
     def _meet(self, sock: socket.socket, url: str, terms: Session, deadline: float) -> Channel:
         try:
-            return self._exchange(sock, url, terms, deadline, listening=False)
+            return drive(sock, self._exchange(sock, url, terms, listening=False), url, deadline=deadline)
         except OSError as error:
             raise ChannelError(f"{url}: connect: {error}") from error
 
-    def _welcome(self, url: str, sock: socket.socket, terms: Session) -> Channel:
-        return self._exchange(sock, url, terms, monotonic() + EXCHANGE_S, listening=True)
+    def _welcome(self, url: str, sock: socket.socket, terms: Session) -> Meeting:
+        return self._exchange(sock, url, terms, listening=True)
 
-    def _exchange(self, sock: socket.socket, url: str, terms: Terms, deadline: float, *, listening: bool) -> Channel:
-        """Hand the peer our inbox and take its. Raises OSError."""
+    def _exchange(self, sock: socket.socket, url: str, terms: Terms, *, listening: bool) -> Meeting:
+        """Hand the peer our inbox and take its."""
         inbound = terms.outbound if listening else terms.inbound
         outbound = terms.inbound if listening else terms.outbound
         inbox = Shared(self._driver, inbox_bytes(inbound))
@@ -279,7 +279,7 @@ class CudaFabric(ShmFabric):
                 socket.send_fds(sock, [CARD.pack(MAGIC, inbox_bytes(inbound))], [mine])
             finally:
                 os.close(mine)
-            theirs = receive_card(sock, inbox_bytes(outbound), deadline)
+            theirs = yield from receive_card(sock, inbox_bytes(outbound))
             try:
                 channel = CudaChannel(self._driver, inbox, theirs, sock, url, terms, listening=listening)
             finally:
@@ -291,12 +291,9 @@ class CudaFabric(ShmFabric):
         return channel
 
 
-def receive_card(sock: socket.socket, nbytes: int, deadline: float) -> int:
-    """The descriptor of the peer's inbox of ``nbytes``; ``sock`` is non-blocking. Raises OSError."""
-    poller = select.poll()
-    poller.register(sock, select.POLLIN)
-    if not poller.poll(max(0.0, deadline - monotonic()) * 1000):
-        raise TimeoutError("the peer sent no memory in time")
+def receive_card(sock: socket.socket, nbytes: int) -> Generator[int, None, int]:
+    """The descriptor of the peer's inbox of ``nbytes``, once ``sock`` has it. Raises OSError."""
+    yield select.POLLIN
     card, fds, _, _ = socket.recv_fds(sock, CARD.size, 1, socket.MSG_CMSG_CLOEXEC)
     if len(fds) != 1 or card != CARD.pack(MAGIC, nbytes):
         for fd in fds:

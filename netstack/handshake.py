@@ -28,6 +28,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from hashlib import sha256
 from time import monotonic
+from typing import TypeVar
 
 from .base import check_epoch
 from .fabric import ChannelTimeout, Geometry, HandshakeError
@@ -73,6 +74,7 @@ class Session(Terms):
 
 # Yields (bytes to send, number of bytes wanted next, what it means if the peer hangs up instead).
 Steps = Generator[tuple[bytes, int, str], bytes, Session]
+T = TypeVar("T")
 
 
 def offer(key: bytes, terms: Terms) -> Steps:
@@ -170,18 +172,34 @@ class Exchange:
             raise HandshakeError(f"{self._if_closed or 'the peer hung up'} ({error.strerror})") from error
 
 
-def run(sock: socket.socket, steps: Steps, peer: str, *, deadline: float) -> Session:
-    """Run one handshake to its end, by ``deadline`` (``time.monotonic``) at the latest; ``sock`` is non-blocking then.
+def exchanged(sock: socket.socket, steps: Steps) -> Generator[int, None, Session]:
+    """An Exchange that yields what to poll ``sock`` for, while it waits. Raises HandshakeError."""
+    exchange = Exchange(sock, steps)
+    while (session := exchange.advance()) is None:
+        yield exchange.events
+    return session
+
+
+def drive(sock: socket.socket, waits: Generator[int, None, T], peer: str, *, deadline: float) -> T:
+    """What ``waits`` returns, which yields what to poll ``sock`` for, by ``deadline`` (of ``time.monotonic``).
 
     Raises HandshakeError, and ChannelTimeout when the peer is too slow; both texts begin with ``peer``.
     """
-    exchange = Exchange(sock, steps)
     try:
-        while (session := exchange.advance()) is None:
+        while True:
             poller = select.poll()
-            poller.register(sock, exchange.events)
+            poller.register(sock, next(waits))
             if not poller.poll(max(0.0, deadline - monotonic()) * 1000):
                 raise ChannelTimeout(f"{peer}: connect: the listener did not finish the handshake in time")
+    except StopIteration as end:
+        result: T = end.value
+        return result
     except HandshakeError as error:
         raise HandshakeError(f"{peer}: connect: {error}") from error
-    return session
+    finally:
+        waits.close()
+
+
+def run(sock: socket.socket, steps: Steps, peer: str, *, deadline: float) -> Session:
+    """Run one handshake to its end; ``sock`` is non-blocking then. Bounded, and raises, as ``drive``."""
+    return drive(sock, exchanged(sock, steps), peer, deadline=deadline)

@@ -1,4 +1,6 @@
-"""Accepting peers on a stream socket: many handshakes at once, none of which can hold up the others."""
+"""Accepting peers on a stream socket: many at once, none of which can hold up the others, before it has proven that it
+holds the key or after.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,18 @@ import errno
 import select
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from time import monotonic
 
 from .fabric import Channel, ChannelAborted, ChannelError, ChannelTimeout, HandshakeError
-from .handshake import Exchange, Session, answer
+from .handshake import Session, Steps, answer, exchanged
 
-HANDSHAKE_S = 5.0
-HALF_OPEN_MAX = 64  # handshakes in progress; one more drops the oldest
+HANDSHAKE_S = 5.0  # and as long again for what a transport sets up behind it
+HALF_OPEN_MAX = 64  # peers without a channel yet; one more drops the oldest
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this host has no socket for a peer
+
+Meeting = Generator[int, None, Channel]  # yields what to poll its peer's socket for; raises HandshakeError, OSError
 
 
 @dataclass(frozen=True)
@@ -25,17 +29,48 @@ class Door:
     sock: socket.socket
     scheme: str
     screen: Callable[[socket.socket], None]
-    welcome: Callable[[socket.socket, Session], Channel]
+    welcome: Callable[[socket.socket, Session], Channel | Meeting]
     must_seal: Callable[[socket.socket], bool]
+
+
+class _HalfOpen:
+    """A peer that came in by ``door`` and has no channel yet."""
+
+    def __init__(self, sock: socket.socket, door: Door, steps: Steps) -> None:
+        self.proven = False  # that it holds the key
+        self.expiry = monotonic() + HANDSHAKE_S
+        self.events = select.POLLIN
+        self._sock = sock
+        self._way = self._go(door, steps)
+
+    def advance(self) -> Channel | None:
+        """Go on as far as the socket allows; the channel, which owns the socket, at the end. Raises as Meeting."""
+        try:
+            self.events = next(self._way)
+        except StopIteration as end:
+            channel: Channel = end.value
+            return channel
+        return None
+
+    def close(self) -> None:
+        self._way.close()
+        self._sock.close()
+
+    def _go(self, door: Door, steps: Steps) -> Meeting:
+        session = yield from exchanged(self._sock, steps)
+        self.proven, self.expiry = True, monotonic() + HANDSHAKE_S
+        made = door.welcome(self._sock, session)
+        return (yield from made) if isinstance(made, Generator) else made
 
 
 class StreamListener:
     """Listens on ``sock`` (owned from here on) and turns each authenticated peer into a channel.
 
     ``screen(sock)`` may refuse a peer before the handshake by raising HandshakeError; ``welcome(sock, session)`` makes
-    the channel, owning ``sock``, and may raise OSError when there is no memory for its terms. ``must_seal(sock)`` says
-    whether that peer's terms need a seal. A refused peer is dropped; the reason of the last one is part of the text of
-    accept's ChannelTimeout.
+    the channel, owning ``sock``, and may raise OSError when there is no memory for its terms. Where the peer has to
+    send something first it returns a Meeting, which goes on beside all others and over several calls of accept.
+    ``must_seal(sock)`` says whether that peer's terms need a seal. A refused peer is dropped; the reason of the last
+    one is part of the text of accept's ChannelTimeout.
     """
 
     def __init__(
@@ -46,14 +81,14 @@ class StreamListener:
         scheme: str,
         *,
         screen: Callable[[socket.socket], None],
-        welcome: Callable[[socket.socket, Session], Channel],
+        welcome: Callable[[socket.socket, Session], Channel | Meeting],
         must_seal: Callable[[socket.socket], bool] = lambda _: False,
     ) -> None:
         sock.setblocking(False)
         self.url = url
         self._key = key
         self._doors = {sock.fileno(): Door(sock, scheme, screen, welcome, must_seal)}
-        self._half_open: dict[int, tuple[Exchange, float, Door]] = {}  # by descriptor, oldest first
+        self._half_open: dict[int, _HalfOpen] = {}  # by descriptor, oldest first
         self._refusal = ""
         self._wake, self._waker = socket.socketpair()
         self._accepting = threading.Lock()
@@ -65,44 +100,37 @@ class StreamListener:
         other.close()
 
     def accept(self, *, timeout_s: float) -> Channel:
-        deadline = monotonic() + timeout_s
         with self._accepting:
-            while True:
-                sock, session, door = self._next(deadline)
-                try:
-                    return door.welcome(sock, session)
-                except OSError as error:
-                    sock.close()
-                    self._refusal = f"no memory for its terms: {error}"
+            return self._next(monotonic() + timeout_s)
 
     def close(self) -> None:
         self._waker.close()  # ends an accept in progress
         with self._accepting:
-            for exchange, _, _ in self._half_open.values():
-                exchange.sock.close()
+            for peer in self._half_open.values():
+                peer.close()
             self._half_open.clear()
             for door in self._doors.values():
                 door.sock.close()
             self._wake.close()
 
-    def _next(self, deadline: float) -> tuple[socket.socket, Session, Door]:
-        """The next peer that has passed the handshake."""
+    def _next(self, deadline: float) -> Channel:
+        """That of the next peer that has passed the handshake and what its transport sets up behind it."""
         while self._wake.fileno() >= 0:
             poller = select.poll()
             poller.register(self._wake, select.POLLIN)
             for door in self._doors.values():
                 poller.register(door.sock, select.POLLIN)
             until = deadline
-            for exchange, expiry, _ in self._half_open.values():
-                poller.register(exchange.sock, exchange.events)
-                until = min(until, expiry)
+            for fd, peer in self._half_open.items():
+                poller.register(fd, peer.events)
+                until = min(until, peer.expiry)
             for fd, _ in poller.poll(max(0.0, until - monotonic()) * 1000):
                 if fd == self._wake.fileno():
                     break
                 if fd in self._doors:
                     self._admit(self._doors[fd])
-                elif fd in self._half_open and (passed := self._advance(fd)):
-                    return passed
+                elif fd in self._half_open and (channel := self._advance(fd)) is not None:
+                    return channel
             else:
                 self._drop_late()
                 if monotonic() >= deadline:
@@ -127,28 +155,29 @@ class StreamListener:
             sock.close()
             return
         if len(self._half_open) >= HALF_OPEN_MAX:
-            self._drop(next(iter(self._half_open)), "too many strangers at once")
+            oldest = min(self._half_open, key=lambda fd: self._half_open[fd].proven)  # a stranger, if there is one
+            self._drop(oldest, "too many strangers at once")
         steps = answer(self._key, door.scheme, must_seal=must_seal)
-        self._half_open[sock.fileno()] = (Exchange(sock, steps), monotonic() + HANDSHAKE_S, door)
+        self._half_open[sock.fileno()] = _HalfOpen(sock, door, steps)
 
-    def _advance(self, fd: int) -> tuple[socket.socket, Session, Door] | None:
-        exchange, _, door = self._half_open[fd]
+    def _advance(self, fd: int) -> Channel | None:
         try:
-            session = exchange.advance()
+            channel = self._half_open[fd].advance()
         except HandshakeError as error:
             self._drop(fd, str(error))
             return None
-        if session is None:
+        except OSError as error:
+            self._drop(fd, f"no memory for its terms: {error}")
             return None
-        del self._half_open[fd]
-        return exchange.sock, session, door
+        if channel is not None:
+            del self._half_open[fd]
+        return channel
 
     def _drop_late(self) -> None:
         now = monotonic()
-        for fd in [fd for fd, (_, expiry, _) in self._half_open.items() if expiry <= now]:
+        for fd in [fd for fd, peer in self._half_open.items() if peer.expiry <= now]:
             self._drop(fd, f"it was silent for {HANDSHAKE_S:g} s")
 
     def _drop(self, fd: int, refusal: str) -> None:
-        exchange, _, _ = self._half_open.pop(fd)
-        exchange.sock.close()
+        self._half_open.pop(fd).close()
         self._refusal = refusal

@@ -12,10 +12,8 @@ Peers meet over TCP, as the control plane of a real queue pair would, and authen
 from __future__ import annotations
 
 import fcntl
-import hmac
 import os
 import secrets
-import select
 import socket
 import struct
 import threading
@@ -33,13 +31,15 @@ from .fabric import (
     ChannelTimeout,
     Fabric,
     Geometry,
+    HandshakeError,
     NoResource,
     Slot,
 )
-from .handshake import Session, Terms, offer, run
+from .handshake import Session, Terms, drive, exchanged, offer, run
 from .lifeline import SLICE_S, WatchedChannel
-from .listener import StreamListener
+from .listener import Meeting, StreamListener
 from .sockets import dial, open_place
+from .swap import swap
 
 try:
     from . import _mlx5 as native
@@ -50,12 +50,10 @@ except ImportError as error:
     ) from error
 
 MODEL = "LAMINA_MLX5_MODEL"
-EXCHANGE_S = 5.0
 STALL_S = 10.0
 SLOT_BYTES_MOST = (1 << 30) - 64  # of one RDMA message, header included
 # queue pair, key and address of the inbox; where the software NIC finds it: bytes, process, descriptor, inode
 CARD = struct.Struct("!IIQQIIQ")
-SEAL_BYTES = 32
 LOCAL = "127.0.0.1"
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 SYNDROMES = {
@@ -70,7 +68,7 @@ SYNDROMES = {
 
 
 class Mlx5Channel(WatchedChannel):
-    """Owns ``sock``, whose peer has passed the handshake, once this returns. Raises OSError when they cannot meet."""
+    """Owns ``sock``, whose peer has passed the handshake, once this returns; usable once the two have met."""
 
     def __init__(
         self, sock: socket.socket, peer: str, session: Session, *, listening: bool, proxied: bool = False
@@ -79,6 +77,7 @@ class Mlx5Channel(WatchedChannel):
         if listening:
             outbound, inbound = inbound, outbound
         super().__init__(sock, peer, session.epoch, outbound, inbound)
+        self._session, self._listening = session, listening
         self._zero = session.epoch << EPOCH_SHIFT
         self._number = secrets.randbelow(1 << 24)
         self._memory = _shared_memory(_bytes_of(inbound))
@@ -89,15 +88,30 @@ class Mlx5Channel(WatchedChannel):
             self._endpoint: native.Endpoint | None = native.Endpoint(
                 self._inbox, self._staging, *shapes, session.epoch, self._number, secrets.randbits(64), proxied
             )
-            self._meet(self._endpoint, _bytes_of(outbound), *session.keys(listening=listening))
         except BaseException:
             os.close(self._memory)
             raise
         self._sent = 0
         self._proxied = proxied
-        if proxied:
-            weakref.finalize(self, self._endpoint.abort)  # a channel that nobody closes
-            threading.Thread(target=_ring_on, args=(self._endpoint,), name="mlx5-proxy", daemon=True).start()
+
+    def meet(self, deadline: float) -> None:
+        """Run ``meeting``, by ``deadline``. Raises ChannelError."""
+        drive(self._sock, self.meeting(), self.peer, deadline=deadline)
+
+    def meeting(self) -> Meeting:
+        """Swap cards with the peer and map its inbox; where that fails the channel is closed."""
+        where = len(self._inbox), os.getpid(), self._memory, os.fstat(self._memory).st_ino
+        card = CARD.pack(self._number, secrets.randbits(32), native.INBOX_ADDRESS, *where)
+        try:
+            yield from exchanged(self._sock, swap(self._session, card, self._reach, listening=self._listening))
+        except BaseException:
+            self.close()
+            raise
+        endpoint = self._live("connect")
+        if self._proxied:
+            weakref.finalize(self, endpoint.abort)  # a channel that nobody closes
+            threading.Thread(target=_ring_on, args=(endpoint,), name="mlx5-proxy", daemon=True).start()
+        return self
 
     def close(self) -> None:
         self._leave("closed the channel")
@@ -107,23 +121,20 @@ class Mlx5Channel(WatchedChannel):
             self._sock.close()
             os.close(self._memory)
 
-    def _meet(self, endpoint: native.Endpoint, nbytes: int, mine: bytes, theirs: bytes) -> None:
-        """Swap cards with the peer, each under its sender's key of the session, and map its inbox of ``nbytes``."""
-        where = len(self._inbox), os.getpid(), self._memory, os.fstat(self._memory).st_ino
-        key = secrets.randbits(32)
-        card = CARD.pack(self._number, key, native.INBOX_ADDRESS, *where)
-        self._sock.sendall(card + hmac.digest(mine, card, "sha256"))
-        card, seal = _receive_card(self._sock)
-        if not hmac.compare_digest(seal, hmac.digest(theirs, card, "sha256")):
-            raise OSError("the peer's card does not carry its seal")
+    def _reach(self, card: bytes) -> None:
+        """Map the peer's inbox."""
         _, key, address, size, process, descriptor, inode = CARD.unpack(card)
+        nbytes = _bytes_of(self.outbound)
         if size != nbytes:
-            raise OSError(f"the peer's inbox has {size} bytes, the terms say {nbytes}")
-        memory = _open_memory(process, descriptor, inode, nbytes)
+            raise HandshakeError(f"the peer's inbox has {size} bytes, the terms say {nbytes}")
         try:
-            endpoint.reach(mmap(memory, nbytes), address, key)
-        finally:
-            os.close(memory)
+            memory = _open_memory(process, descriptor, inode, nbytes)
+            try:
+                self._live("connect").reach(mmap(memory, nbytes), address, key)
+            finally:
+                os.close(memory)
+        except (OSError, ValueError) as error:
+            raise HandshakeError(f"its inbox cannot be reached: {error}") from error
 
     def _end_waits(self) -> None:
         if self._endpoint is not None:
@@ -247,16 +258,18 @@ class Mlx5Fabric(BaseFabric):
         try:
             session = run(sock, offer(self._key, terms), url, deadline=deadline)
             try:
-                return self._channel(sock, url, session, listening=False)
+                channel = self._channel(sock, url, session, listening=False)
             except (OSError, ValueError) as error:
                 raise ChannelError(f"{url}: connect: {error}") from error
+            channel.meet(deadline)
+            return channel
         except BaseException:
             sock.close()
             raise
 
-    def _welcome(self, sock: socket.socket, session: Session) -> Mlx5Channel:
+    def _welcome(self, sock: socket.socket, session: Session) -> Meeting:
         try:
-            return self._channel(sock, self._url(sock.getpeername()), session, listening=True)
+            return self._channel(sock, self._url(sock.getpeername()), session, listening=True).meeting()
         except ValueError as error:
             raise OSError(str(error)) from error
 
@@ -302,22 +315,6 @@ def _open_memory(process: int, descriptor: int, inode: int, nbytes: int) -> int:
         os.close(memory)
         raise OSError(f"{path} is not the memory that the peer's card describes")
     return memory
-
-
-def _receive_card(sock: socket.socket) -> tuple[bytes, bytes]:
-    """The peer's card and its seal, by EXCHANGE_S from now however they are cut. ``sock`` is non-blocking."""
-    deadline = monotonic() + EXCHANGE_S
-    poller = select.poll()
-    poller.register(sock, select.POLLIN)
-    got = b""
-    while len(got) < CARD.size + SEAL_BYTES:
-        if not poller.poll(max(0.0, deadline - monotonic()) * 1000):
-            raise TimeoutError("the peer sent no card in time")
-        chunk = sock.recv(CARD.size + SEAL_BYTES - len(got))
-        if not chunk:
-            raise ConnectionError("the peer hung up before its card")
-        got += chunk
-    return got[: CARD.size], got[CARD.size :]
 
 
 def check_usable(scheme: str) -> None:

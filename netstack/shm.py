@@ -20,7 +20,7 @@ from time import monotonic
 from .base import SPIN_S, BaseFabric, affordable_spin
 from .fabric import Channel, ChannelTimeout, Fabric, Geometry, HandshakeError
 from .handshake import Session, Terms, offer, run
-from .listener import StreamListener
+from .listener import Meeting, StreamListener
 from .native import open_link, ring_bytes
 from .sockets import dial, open_place
 
@@ -68,7 +68,7 @@ class ShmFabric(BaseFabric):
         finally:
             os.close(memory)
 
-    def _welcome(self, url: str, sock: socket.socket, terms: Session) -> Channel:
+    def _welcome(self, url: str, sock: socket.socket, terms: Session) -> Channel | Meeting:
         pid, _, _ = _credentials(sock)
         memory = os.memfd_create("lamina", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

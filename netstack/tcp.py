@@ -13,7 +13,7 @@ from time import monotonic
 from .base import SPIN_S, BaseFabric, affordable_spin
 from .fabric import Channel, Fabric, Geometry
 from .handshake import Session, Terms, offer, run
-from .listener import StreamListener
+from .listener import Meeting, StreamListener
 from .native import open_stream
 from .sockets import dial, open_place
 
@@ -61,7 +61,7 @@ class TcpFabric(BaseFabric):
             sock.close()
             raise
 
-    def _welcome(self, sock: socket.socket, session: Session) -> Channel:
+    def _welcome(self, sock: socket.socket, session: Session) -> Channel | Meeting:
         return self._channel(sock, self._url(sock.getpeername()), session, listening=True)
 
     def _channel(self, sock: socket.socket, peer: str, session: Session, *, listening: bool) -> Channel:

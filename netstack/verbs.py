@@ -25,11 +25,10 @@ from typing import cast
 from .base import SPIN_S, affordable_spin
 from .fabric import ChannelError, Fabric, Geometry, Region
 from .handshake import Session
+from .listener import Meeting
 from .rdma import DEVICE, Device, Memory
 from .tcp import TcpFabric
 from .verbs_channel import COPY_BYTES, WRITE_BYTES, VerbsChannel
-
-MEET_S = 5.0  # a peer that has passed the handshake gets so long to make its queue pair
 
 
 class VerbsFabric(TcpFabric):
@@ -55,10 +54,12 @@ class VerbsFabric(TcpFabric):
     ) -> VerbsChannel:
         deadline = monotonic() + timeout_s
         try:
-            channel = super().connect(url, outbound=outbound, inbound=inbound, epoch=epoch, timeout_s=timeout_s)
-            return self._met(cast("VerbsChannel", channel), deadline)
+            connected = super().connect(url, outbound=outbound, inbound=inbound, epoch=epoch, timeout_s=timeout_s)
+            channel = cast("VerbsChannel", connected)
+            channel.meet(deadline)
         except OSError as error:
             raise ChannelError(f"{url}: connect: {error}") from error
+        return channel
 
     def close(self) -> None:
         super().close()
@@ -67,19 +68,8 @@ class VerbsFabric(TcpFabric):
         self._sources.clear()
         self._device.close()
 
-    def _welcome(self, sock: socket.socket, session: Session) -> VerbsChannel:
-        try:
-            return self._met(cast("VerbsChannel", super()._welcome(sock, session)), monotonic() + MEET_S)
-        except ChannelError as error:
-            raise OSError(str(error)) from error
-
-    def _met(self, channel: VerbsChannel, deadline: float) -> VerbsChannel:
-        try:
-            channel.meet(deadline)
-        except BaseException:
-            channel.close()
-            raise
-        return channel
+    def _welcome(self, sock: socket.socket, session: Session) -> Meeting:
+        return self._channel(sock, self._url(sock.getpeername()), session, listening=True).meeting()
 
     def _channel(self, sock: socket.socket, peer: str, session: Session, *, listening: bool) -> VerbsChannel:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

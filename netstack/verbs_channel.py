@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import select
 import socket
 import struct
 import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from io import FileIO
 from time import monotonic
 
 from .base import BaseChannel
@@ -25,8 +22,10 @@ from .fabric import (
     PeerFault,
     Slot,
 )
-from .handshake import Session, run
+from .handshake import Session, drive, exchanged
+from .listener import Meeting
 from .rdma import Completion, Device, Memory, QueuePair, Route, address_of, pages
+from .sleeper import Sleeper
 from .swap import swap
 
 STALL_S = 10.0
@@ -42,30 +41,6 @@ MAGIC = b"VRBS"
 CREDIT = 1 << 31  # in an immediate value: the rest counts released slots, not messages
 COUNT = CREDIT - 1
 DATA_SENT, CREDIT_SENT, BEAT_SENT = 1, 2, 3
-POLLIN = select.POLLIN
-
-
-class _Sleeper:
-    """Where one role, the sender or the receiver, waits for the NIC, the life line, or a ring from another thread."""
-
-    def __init__(self, *fds: int) -> None:
-        self._bell = FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")
-        self._poller = select.poll()
-        for fd in (self._bell.fileno(), *fds):
-            self._poller.register(fd, POLLIN)
-        self.asleep = False
-
-    def ring(self) -> None:
-        if self.asleep:
-            os.eventfd_write(self._bell.fileno(), 1)
-
-    def sleep(self, timeout_s: float) -> None:
-        for fd, _ in self._poller.poll(max(0.0, timeout_s) * 1000):
-            if fd == self._bell.fileno():
-                self._bell.read(8)
-
-    def close(self) -> None:
-        self._bell.close()
 
 
 class VerbsChannel(BaseChannel):
@@ -106,15 +81,23 @@ class VerbsChannel(BaseChannel):
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._polling, self._looking = threading.Lock(), threading.Lock()
         fds = sock.fileno(), self._pair.events_fd
-        self._sender, self._receiver = _Sleeper(*fds), _Sleeper(*fds)
+        self._sender, self._receiver = Sleeper(*fds), Sleeper(*fds)
 
     def meet(self, deadline: float) -> None:
-        """Swap cards with the peer, by ``deadline``, and connect the queue pairs. Raises ChannelError, OSError."""
+        """Run ``meeting``, by ``deadline``. Raises ChannelError, OSError."""
+        drive(self._sock, self.meeting(), self.peer, deadline=deadline)
+
+    def meeting(self) -> Meeting:
+        """Swap cards with the peer and connect the queue pairs; where that fails the channel is closed."""
         r = self._pair.route
         inbox = len(self._inbox.view), self._inbox.rkey, self._inbox.address
         mine = CARD.pack(MAGIC, r.gid, r.lid, r.number, r.psn, r.mtu, *inbox)
-        steps = swap(self._session, mine, self._reach, listening=self._listening)
-        run(self._sock, steps, self.peer, deadline=deadline)
+        try:
+            yield from exchanged(self._sock, swap(self._session, mine, self._reach, listening=self._listening))
+        except BaseException:
+            self.close()
+            raise
+        return self
 
     def abort(self, reason: str) -> None:
         if not self._stopped:
@@ -270,7 +253,7 @@ class VerbsChannel(BaseChannel):
     def _has_credit_request(self) -> bool:
         return self._credits_out < self.inbound.slots
 
-    def _wait(self, sleeper: _Sleeper, ready: Callable[[], bool], timeout_s: float, operation: str) -> bool:
+    def _wait(self, sleeper: Sleeper, ready: Callable[[], bool], timeout_s: float, operation: str) -> bool:
         """Poll, spin a little, then sleep until ``ready()``; False once ``timeout_s`` has passed."""
         if ready():
             return True
@@ -289,7 +272,7 @@ class VerbsChannel(BaseChannel):
             self._check(operation)
         return True
 
-    def _sleep(self, sleeper: _Sleeper, ready: Callable[[], bool], left: float) -> None:
+    def _sleep(self, sleeper: Sleeper, ready: Callable[[], bool], left: float) -> None:
         """Sleep until something may have changed. Who takes the NIC's event rings the other, who may need the next."""
         sleeper.asleep = True
         try:

@@ -22,6 +22,7 @@ from lamina import netstack
 from lamina.netstack import Channel, Geometry, cuda_driver
 from lamina.netstack.cuda import CREDIT_AT, SLOTS_AT, CudaChannel, inbox_bytes, receive_card, stride
 from lamina.netstack.cuda_driver import SIGNATURES, AllocationProperties, CudaError, Driver, Pinned, Shared, Stream
+from lamina.netstack.handshake import drive
 
 SMALL = Geometry(slots=3, slot_bytes=200)
 LONG_NS = 5_000_000_000
@@ -175,9 +176,9 @@ def test_a_card_that_is_not_what_the_terms_say_is_refused(spoil: str, tmp_path: 
         socket.send_fds(there, [card], [] if spoil == "no descriptor" else [file.fileno()])
         if spoil != "not device memory":
             with pytest.raises(OSError):
-                receive_card(here, 100, monotonic() + SOON_S)
+                drive(here, receive_card(here, 100), "peer", deadline=monotonic() + SOON_S)
             return
-        fd = receive_card(here, 100, monotonic() + SOON_S)
+        fd = drive(here, receive_card(here, 100), "peer", deadline=monotonic() + SOON_S)
         driver = Driver()
         with pytest.raises(CudaError, match="cuMemImport"):
             Shared(driver, 100, fd)

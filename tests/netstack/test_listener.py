@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import resource
+import select
 import socket
 import struct
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
-from wiring import GEOMETRY, KEY, connect, send
+from cuda_stand_in import STAND_IN, scheme_of
+from wiring import GEOMETRY, KEY, SOON_S, connect, open_or_skip, send
 
 from lamina import netstack
 from lamina.netstack import listener as module
-from lamina.netstack.listener import StreamListener
+from lamina.netstack.handshake import Session, Terms, offer, run
+from lamina.netstack.listener import Meeting, StreamListener
 
 
 @pytest.fixture
@@ -31,6 +35,14 @@ def place() -> Iterator[StreamListener]:
 def stranger(place: StreamListener) -> socket.socket:
     host, _, port = place.url.partition("://")[2].rpartition(":")
     return socket.create_connection((host, int(port)), timeout=0.2)
+
+
+def caller(place: StreamListener) -> socket.socket:
+    """A connection to ``place``, on whatever it listens."""
+    (door,) = place._doors.values()
+    sock = socket.socket(door.sock.family)
+    sock.connect(door.sock.getsockname())
+    return sock
 
 
 def hung_up(sock: socket.socket) -> bool:
@@ -173,3 +185,50 @@ def test_a_connector_waits_where_too_many_wait_before_it() -> None:
     connect(fabric, place)  # once somebody accepts
     early.close()
     fabric.close()
+
+
+def test_what_is_set_up_behind_the_handshake_goes_on_over_several_accepts(place: StreamListener) -> None:
+    """Each of them ends at its own deadline, whatever the peer still owes."""
+    fabric = netstack.open("tcp", key=KEY)
+    (fd, door) = next(iter(place._doors.items()))
+
+    def slowly(sock: socket.socket, session: Session) -> Meeting:
+        yield select.POLLIN
+        assert sock.recv(1) == b"x"
+        return door.welcome(sock, session)  # type: ignore[return-value]
+
+    place._doors[fd] = replace(door, welcome=slowly)
+    terms = Terms("tcp", 0, GEOMETRY, GEOMETRY)
+    with ThreadPoolExecutor(1) as pool, caller(place) as sock:
+        proving = pool.submit(run, sock, offer(KEY, terms), place.url, deadline=time.monotonic() + SOON_S)
+        while not proving.done():
+            with pytest.raises(netstack.ChannelTimeout):
+                place.accept(timeout_s=0.05)
+        proving.result()
+        for _ in range(3):
+            with pytest.raises(netstack.ChannelTimeout):
+                place.accept(timeout_s=0.01)
+        sock.send(b"x")
+        place.accept(timeout_s=SOON_S).close()
+    fabric.close()
+
+
+@pytest.mark.parametrize("transport", ["mlx5", STAND_IN, "verbs"])
+def test_one_that_holds_the_key_and_then_says_nothing_holds_up_nobody(transport: str) -> None:
+    """A friend gets in while it is still there, by the same call; then its time is over."""
+    with scheme_of(transport) as scheme, closing(open_or_skip(scheme)) as fabric, ThreadPoolExecutor(1) as pool:
+        listener = fabric.listen()
+        assert isinstance(listener, StreamListener)
+        accepting = pool.submit(listener.accept, timeout_s=SOON_S)
+        with caller(listener) as mute:
+            terms = Terms(scheme, 0, GEOMETRY, GEOMETRY, sealed=True)
+            run(mute, offer(KEY, terms), listener.url, deadline=time.monotonic() + SOON_S)
+            friend = fabric.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY, timeout_s=SOON_S)
+            send(friend, b"friend")
+            assert accepting.result(SOON_S).wait_signal(timeout_s=SOON_S).data == b"friend"
+            (peer,) = listener._half_open.values()
+            assert peer.proven
+            peer.expiry = 0.0
+            with pytest.raises(netstack.ChannelTimeout, match="silent"):
+                listener.accept(timeout_s=0.1)
+            assert not listener._half_open
