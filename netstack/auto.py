@@ -1,21 +1,47 @@
-"""Shared memory where both peers are on one host and of one user, else TCP.
+"""The nearest way to a peer: WAYS, in their order; which one was taken is said, and why none before it.
 
-The listener has two doors: an IP address, and in the same network namespace a socket whose name contains that address.
-The connector knocks at the second first. Where nobody answers there, or another user does, the peer is elsewhere.
+The listener has two doors: an IP address, where TCP is spoken and RDMA may be, and in the same network namespace a
+socket whose name contains that address. A connector goes each way that it has itself; where nobody answers, another
+user does, or the listener lacks that way, it is the next one's turn.
+
+RDMA is a way only where both sides name a device for it: NICs do not authenticate what they send, so somebody has to
+say that the fabric is isolated. ``cuda`` is none: its kernels are for messages in GPU memory, and ours are elsewhere.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from time import monotonic
 
-from .base import BaseFabric
-from .fabric import Channel, ChannelError, ChannelTimeout, Fabric, Geometry
+from .base import RDMA_DEVICE, BaseFabric
+from .fabric import Channel, ChannelError, ChannelTimeout, Fabric, Geometry, Region
 from .listener import StreamListener
 from .shm import ShmFabric
 from .tcp import TcpFabric
 
 log = logging.getLogger(__name__)
+
+
+def _name(place: str) -> str:
+    return f"lamina-at-{place}"
+
+
+@dataclass(frozen=True)
+class Way:
+    scheme: str
+    at: Callable[[str], str]  # the listener's address there, of its IP:PORT
+    reach: str  # what the two are within
+    because: str = ""
+
+
+WAYS = (
+    Way("shm", _name, "memory", "the listener is on this host and of this user"),
+    Way("verbs", str, "RDMA", "both sides name a device for it"),
+    Way("tcp", str, "the network"),
+)
 
 
 class AutoFabric(BaseFabric):
@@ -26,10 +52,16 @@ class AutoFabric(BaseFabric):
     def __init__(self, key: bytes) -> None:
         super().__init__(key)
         self._shm, self._tcp = ShmFabric(key), TcpFabric(key)
+        self._verbs, self._lacks_verbs = _verbs(key)
         self.reason = ""
+
+    def register(self, buffer: memoryview) -> Region:
+        return (self._verbs or self._tcp).register(buffer)
 
     def listen(self, address: str = "") -> StreamListener:
         listener = self._tcp.listen(address)
+        if self._verbs is not None:
+            self._verbs.join(listener)
         place = listener.url.partition("://")[2]
         try:
             listener.adopt(self._shm.listen(_name(place)))
@@ -43,34 +75,52 @@ class AutoFabric(BaseFabric):
     ) -> Channel:
         deadline = monotonic() + timeout_s
         place = self._address(url)
-        near, far = f"{self._shm.scheme}://{_name(place)}", f"{self._tcp.scheme}://{place}"
-        try:
-            channel = self._shm.connect(near, outbound=outbound, inbound=inbound, epoch=epoch, timeout_s=timeout_s)
-        except ChannelTimeout:
-            raise  # the listener is here; it does not accept
-        except ChannelError as error:
-            why = f"the listener is not within reach of memory ({error})"
-            left_s = max(0.0, deadline - monotonic())
+        fabrics: dict[str, Fabric | None] = {"shm": self._shm, "verbs": self._verbs, "tcp": self._tcp}
+        beyond: list[str] = []
+        for way in WAYS:
+            fabric = fabrics[way.scheme]
+            if fabric is None:
+                beyond.append(f"{way.reach} ({self._lacks_verbs})")
+                continue
+            there, left_s = f"{way.scheme}://{way.at(place)}", max(0.0, deadline - monotonic())
             try:
-                other = self._tcp.connect(far, outbound=outbound, inbound=inbound, epoch=epoch, timeout_s=left_s)
-            except ChannelError as last:
-                raise type(last)(f"{url}: {why}, nor of the network: {last}") from last
-            self._say(f"{url}: {self._tcp.scheme}, for {why}")
-            return other
-        self._say(f"{url}: {self._shm.scheme}, for the listener is on this host and of this user")
-        return channel
+                channel = fabric.connect(there, outbound=outbound, inbound=inbound, epoch=epoch, timeout_s=left_s)
+            except ChannelError as error:
+                if isinstance(error, ChannelTimeout) and way is WAYS[0]:
+                    raise  # the listener is here; it does not accept
+                beyond.append(f"{way.reach} ({error})")
+                last = error
+                continue
+            self._say(url, way, beyond)
+            return channel
+        raise type(last)(f"{url}: {_not_within(beyond)}") from last
 
     def close(self) -> None:
-        self._shm.close()
-        self._tcp.close()
+        for fabric in (self._shm, self._verbs, self._tcp):
+            if fabric is not None:
+                fabric.close()
 
-    def _say(self, reason: str) -> None:
-        self.reason = reason
-        log.info("%s", reason)
+    def _say(self, url: str, way: Way, beyond: list[str]) -> None:
+        because = "; ".join(filter(None, (_not_within(beyond), way.because)))
+        self.reason = f"{url}: {way.scheme}, for {because}"
+        log.info("%s", self.reason)
 
 
-def _name(place: str) -> str:
-    return f"lamina-at-{place}"
+def _not_within(beyond: list[str]) -> str:
+    return f"the listener is not within reach of {', nor of '.join(beyond)}" if beyond else ""
+
+
+def _verbs(key: bytes) -> tuple[TcpFabric | None, str]:
+    """The fabric, or why this side has none."""
+    device = os.environ.get(RDMA_DEVICE, "")
+    if not device:
+        return None, f"{RDMA_DEVICE} names no device here"
+    try:
+        from .verbs import VerbsFabric
+
+        return VerbsFabric(key, device=device), ""
+    except ImportError as error:
+        return None, str(error)
 
 
 def open_fabric(key: bytes) -> Fabric:

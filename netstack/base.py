@@ -12,6 +12,7 @@ from weakref import WeakSet
 from .fabric import EPOCH_SHIFT, TAG_BYTES, Arrival, ChannelStats, Geometry, Region, Slot
 
 KEY_BYTES_MIN = 16
+RDMA_DEVICE = "LAMINA_RDMA_DEVICE"  # NAME, NAME:PORT or NAME:PORT:GID INDEX; default: the first active port
 SPIN_S = 50e-6  # about one wake-up of a sleeper on another core; a peer on this core needs it more
 
 

@@ -98,8 +98,8 @@ def offer(key: bytes, terms: Terms) -> Steps:
     return Session(terms.scheme, terms.epoch, out, into, terms.sealed, _proof(key, b"session", transcript))
 
 
-def answer(key: bytes, scheme: str, *, must_seal: bool = False) -> Steps:
-    """The listener's side; ``must_seal`` refuses terms without a seal. Raises HandshakeError."""
+def answer(key: bytes, *schemes: str, must_seal: bool = False) -> Steps:
+    """The side of a listener of ``schemes``; ``must_seal`` refuses terms without a seal. Raises HandshakeError."""
     hello = yield b"", HELLO.size, "it hung up before its hello"
     magic, version, epoch, sealed, named, out_slots, out_bytes, in_slots, in_bytes, _ = HELLO.unpack(hello)
     challenge = CHALLENGE.pack(MAGIC, VERSION, secrets.token_bytes(NONCE_BYTES))
@@ -110,8 +110,9 @@ def answer(key: bytes, scheme: str, *, must_seal: bool = False) -> Steps:
     transcript = hello + challenge
     if not hmac.compare_digest(proof, _proof(key, b"connector", transcript)):
         raise HandshakeError("the connector's proof is wrong: the keys differ")
-    if named.rstrip(b"\0") != scheme.encode():
-        raise HandshakeError(f"the connector speaks {named!r}, we speak {scheme!r}")
+    scheme = next((s for s in schemes if s.encode() == named.rstrip(b"\0")), None)
+    if scheme is None:
+        raise HandshakeError(f"the connector speaks {named!r}, we speak {' and '.join(schemes)}")
     if must_seal and not sealed:
         raise HandshakeError("the connector wants frames without a MAC, and it is beyond this host")
     try:

@@ -9,7 +9,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 
 from .fabric import Channel, ChannelAborted, ChannelError, ChannelTimeout, HandshakeError
@@ -20,6 +20,7 @@ HALF_OPEN_MAX = 64  # peers without a channel yet; one more drops the oldest
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this host has no socket for a peer
 
 Meeting = Generator[int, None, Channel]  # yields what to poll its peer's socket for; raises HandshakeError, OSError
+Welcome = Callable[[socket.socket, Session], Channel | Meeting]
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,9 @@ class Door:
     sock: socket.socket
     scheme: str
     screen: Callable[[socket.socket], None]
-    welcome: Callable[[socket.socket, Session], Channel | Meeting]
+    welcome: Welcome
     must_seal: Callable[[socket.socket], bool]
+    others: tuple[tuple[str, Welcome], ...] = ()  # for those who come in by it and speak another scheme
 
 
 class _HalfOpen:
@@ -59,7 +61,7 @@ class _HalfOpen:
     def _go(self, door: Door, steps: Steps) -> Meeting:
         session = yield from exchanged(self._sock, steps)
         self.proven, self.expiry = True, monotonic() + HANDSHAKE_S
-        made = door.welcome(self._sock, session)
+        made = dict(door.others).get(session.scheme, door.welcome)(self._sock, session)
         return (yield from made) if isinstance(made, Generator) else made
 
 
@@ -81,7 +83,7 @@ class StreamListener:
         scheme: str,
         *,
         screen: Callable[[socket.socket], None],
-        welcome: Callable[[socket.socket, Session], Channel | Meeting],
+        welcome: Welcome,
         must_seal: Callable[[socket.socket], bool] = lambda _: False,
     ) -> None:
         sock.setblocking(False)
@@ -98,6 +100,11 @@ class StreamListener:
         self._doors |= other._doors
         other._doors.clear()
         other.close()
+
+    def speak(self, scheme: str, welcome: Welcome) -> None:
+        """Peers of ``scheme`` may come in by all doors so far, too."""
+        for fd, door in self._doors.items():
+            self._doors[fd] = replace(door, others=(*door.others, (scheme, welcome)))
 
     def accept(self, *, timeout_s: float) -> Channel:
         with self._accepting:
@@ -157,7 +164,7 @@ class StreamListener:
         if len(self._half_open) >= HALF_OPEN_MAX:
             oldest = min(self._half_open, key=lambda fd: self._half_open[fd].proven)  # a stranger, if there is one
             self._drop(oldest, "too many strangers at once")
-        steps = answer(self._key, door.scheme, must_seal=must_seal)
+        steps = answer(self._key, door.scheme, *dict(door.others), must_seal=must_seal)
         self._half_open[sock.fileno()] = _HalfOpen(sock, door, steps)
 
     def _advance(self, fd: int) -> Channel | None:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .base import RDMA_DEVICE
+
 try:
     from pyverbs.addr import GID, AHAttr, GlobalRoute
     from pyverbs.cq import CQ, CompChannel
@@ -39,7 +41,6 @@ except ImportError as error:
         "`python -m venv --system-site-packages`, or its folder in PYTHONPATH"
     ) from error
 
-DEVICE = "LAMINA_RDMA_DEVICE"  # NAME, NAME:PORT or NAME:PORT:GID INDEX; default: the first active port
 ACK_TIMEOUT = 14  # 4.096 us * 2**14 = 67 ms until a packet is sent again (InfiniBand 1.4, 9.7.6.1.3)
 RETRIES = 6  # 7 is the most that fits, but Soft-RoCE takes it for "for ever"
 CQE_BATCH = 32
@@ -99,7 +100,7 @@ class Device:
                     tried.append(f"{candidate}: messages of at most {self.message_bytes} bytes")
                 except (OSError, ValueError, PyverbsError) as error:
                     tried.append(f"{candidate}: {error}")
-        which = f"named {wanted!r} ({DEVICE}) " if wanted else ""
+        which = f"named {wanted!r} ({RDMA_DEVICE}) " if wanted else ""
         why = "; ".join(tried) or "rdma-core lists none; see `rdma link` and `ibv_devices`"
         raise ImportError(f"transport 'verbs' finds no RDMA device {which}with an active port: {why}")
 

@@ -47,6 +47,10 @@ class TcpFabric(BaseFabric):
         self._opened.add(listener)
         return listener
 
+    def join(self, listener: StreamListener) -> None:
+        """Peers of this transport may come to ``listener`` too."""
+        listener.speak(self.scheme, self._welcome)
+
     def connect(
         self, url: str, *, outbound: Geometry, inbound: Geometry, epoch: int = 0, timeout_s: float = 10.0
     ) -> Channel:

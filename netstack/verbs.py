@@ -22,11 +22,11 @@ import socket
 from time import monotonic
 from typing import cast
 
-from .base import SPIN_S, affordable_spin
+from .base import RDMA_DEVICE, SPIN_S, affordable_spin
 from .fabric import ChannelError, Fabric, Geometry, Region
 from .handshake import Session
 from .listener import Meeting
-from .rdma import DEVICE, Device, Memory
+from .rdma import Device, Memory
 from .tcp import TcpFabric
 from .verbs_channel import COPY_BYTES, WRITE_BYTES, VerbsChannel
 
@@ -81,4 +81,4 @@ class VerbsFabric(TcpFabric):
 
 
 def open_fabric(key: bytes) -> Fabric:
-    return VerbsFabric(key, device=os.environ.get(DEVICE, ""))
+    return VerbsFabric(key, device=os.environ.get(RDMA_DEVICE, ""))

@@ -1,8 +1,9 @@
-"""The transport ``auto``: memory where both sides reach it, else the network; it says which and why."""
+"""The transport ``auto``: memory where both sides reach it, else RDMA if it is named, else the network; and why."""
 
 from __future__ import annotations
 
 import logging
+import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,8 @@ from wiring import KEY, connect, open_or_skip, send
 
 from lamina import netstack
 from lamina.netstack.auto import AutoFabric, _name
+from lamina.netstack.base import RDMA_DEVICE
+from lamina.netstack.listener import StreamListener
 from lamina.netstack.tcp import TcpFabric
 
 
@@ -77,3 +80,67 @@ def test_where_the_local_name_is_taken_the_network_is_left(
     squatted.close()
     for end in (fabric, squatter):
         end.close()
+
+
+class Rdma(TcpFabric):
+    """A stand-in for verbs: their scheme, without a NIC."""
+
+    scheme = "verbs"
+
+
+def with_rdma() -> AutoFabric:
+    fabric = AutoFabric(KEY)
+    fabric._verbs = Rdma(KEY)
+    return fabric
+
+
+def beyond_memory(fabric: AutoFabric) -> StreamListener:
+    """A listener of ``fabric`` as one on another host is seen: its local name is squatted on."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    squatter = netstack.open("shm", key=b"another key, of a stranger")
+    squatted = squatter.listen(_name(f"127.0.0.1:{port}"))
+    listener = fabric.listen(f"127.0.0.1:{port}")
+    squatted.close()
+    return listener
+
+
+@pytest.mark.parametrize("rdma", ["a stand-in", "verbs"])
+def test_rdma_goes_before_the_network_where_both_sides_have_it(rdma: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RDMA_DEVICE, ":1")  # the first port of any device
+    fabric = with_rdma() if rdma == "a stand-in" else AutoFabric(KEY)
+    a, b = connect(fabric, beyond_memory(fabric))
+    assert a.peer.startswith("verbs://")
+    assert b.peer.startswith("verbs://")
+    assert re.search("verbs, for the listener is not within reach of memory .*; both sides name", fabric.reason)
+    send(a, b"by its door")
+    assert b.wait_signal(timeout_s=5).data == b"by its door"
+    fabric.close()
+
+
+@pytest.mark.parametrize("who", ["connector", "listener"])
+def test_rdma_of_one_side_alone_is_no_way(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RDMA_DEVICE, raising=False)
+    ends = {"connector": AutoFabric(KEY), "listener": AutoFabric(KEY)}
+    ends[who] = with_rdma()
+    a, _ = connect(ends["connector"], beyond_memory(ends["listener"]))
+    assert a.peer.startswith("tcp://")
+    why = "names no device here" if who == "listener" else "refused our proof"
+    assert re.search(f"tcp, for .* memory .*, nor of RDMA .*{why}", ends["connector"].reason)
+    for end in ends.values():
+        end.close()
+
+
+def test_memory_goes_before_rdma() -> None:
+    fabric = with_rdma()
+    a, _ = connect(fabric)
+    assert a.peer.startswith("shm://")
+    fabric.close()
+
+
+def test_a_named_device_that_cannot_be_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RDMA_DEVICE, "no such device")
+    fabric = AutoFabric(KEY)
+    connect(fabric, beyond_memory(fabric))
+    assert re.search("tcp, for .* nor of RDMA .transport 'verbs'", fabric.reason)
+    fabric.close()
