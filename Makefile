@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MODEL ?= examples/tiny_lm/model
 
-.PHONY: demo test check properties format fuzz clean test-vm
+.PHONY: demo test check properties format fuzz clean test-vm test-vm-all
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py $(MODEL) $(ARGS)
@@ -15,6 +15,10 @@ test: $(READY)
 # The verbs transport over Soft-RoCE in a QEMU guest; skipped, by name, where something is missing.
 test-vm: $(READY)
 	$(BIN)/python -m pytest -s -m 'vm and not slow' tests/vm
+
+# The same, deaths and stops, Lamina itself in the guest, and two guests whose wire loses packets: half an hour.
+test-vm-all: $(READY)
+	$(BIN)/python -m pytest -s -m vm tests/vm
 
 check: $(READY)
 	$(BIN)/ruff check .

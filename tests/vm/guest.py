@@ -49,9 +49,10 @@ class Guest:
     """
 
     def __init__(
-        self, image: Image, *, rdma_ip: str = "10.9.0.1", wire: socket.socket | None = None, loss_percent: float = 0.0
-    ) -> None:
-        self._image = image
+        self, image: Image, *, rdma_ip: str = "10.9.0.1", wire: socket.socket | None = None, loss_percent: float = 0.0,
+        processors: int = 1,
+    ) -> None:  # fmt: skip
+        self._image, self._processors = image, processors
         self._options = f"rdma_ip={rdma_ip}" + (f" loss={loss_percent:g}" if loss_percent else "")
         self._wire = wire
         self._mac = "52:54:00:00:00:" + rdma_ip.split(".")[-1].zfill(2)
@@ -106,6 +107,10 @@ class Guest:
         """Until the command that was started says ``words``."""
         self._until(words.encode(), timeout_s)
 
+    def line(self, *, timeout_s: float) -> str:
+        """The rest of the line that the command is saying."""
+        return self._until(b"\n", timeout_s).decode(errors="replace")
+
     def python(self, arguments: str, *, timeout_s: float) -> Done:
         """Run this environment's Python in the checkout, pyverbs included."""
         return self.run(python(arguments), timeout_s=timeout_s)
@@ -127,7 +132,8 @@ class Guest:
         cpu = "host" if self.accelerator == "kvm" else "max"
         command = [
             str(program("qemu-system-x86_64")),
-            "-machine", f"q35,accel={self.accelerator}", "-cpu", cpu, "-smp", "1", "-m", str(MEMORY_MB),
+            "-machine", f"q35,accel={self.accelerator}", "-cpu", cpu,
+            "-smp", str(self._processors), "-m", str(MEMORY_MB),
             "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
             "-kernel", str(self._image.kernel), "-initrd", str(self._image.initrd),
             "-append", f"console=ttyS0 quiet panic=-1 mitigations=off {self._options}",

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
 import pytest
 from guest import Guest
+from image import ROOT, Image
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(1200)]
 SUITES = {
     "contract": "tests/contract/test_transports.py",
-    "lies": "tests/netstack/test_verbs_faults.py",
+    "lies": "tests/netstack/test_verbs_faults.py tests/netstack/test_listener.py tests/netstack/test_auto.py",
+    "deaths and stops": "tests/netstack/test_processes.py tests/netstack/test_stalls.py",
 }
+LONG = ("deaths and stops",)  # each death is that of a new process, whose imports are emulated
+DECODE = f"{Path(__file__).with_name('decode.py')} {ROOT / 'examples/tiny_lm/model'}"
 
 
 def test_the_guest_reports_status_and_output(guest: Guest) -> None:
@@ -18,9 +28,26 @@ def test_the_guest_reports_status_and_output(guest: Guest) -> None:
     assert "state ACTIVE" in guest.run("rdma link", timeout_s=30).output
 
 
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("suite", [pytest.param(s, marks=pytest.mark.slow if s in LONG else ()) for s in SUITES])
 def test_it_holds_over_verbs(guest: Guest, suite: str) -> None:
     done = guest.pytest(f"-m rdma --timeout 90 -rs {SUITES[suite]}", timeout_s=800)
     print(f"{done.output}\n{suite}: {done.seconds:.1f} s")
     assert done.status == 0
     assert "SKIPPED" not in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_tokens_over_verbs_are_those_of_one_process(image: Image) -> None:
+    """Two memory workers and a compute worker in the guest; one process on this machine."""
+    command = [sys.executable, *DECODE.split(), "loopback"]
+    here = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
+    with Guest(image, processors=2) as guest:
+        there = guest.python(f"{DECODE} verbs", timeout_s=1700)
+    print(f"{there.output}\ntokens: {there.seconds:.1f} s")
+    assert there.status == 0
+    wanted, found = (json.loads(text.splitlines()[-1]) for text in (here.stdout, there.output))
+    assert found["tokens"] == wanted["tokens"]
+    assert len({*chain(*wanted["tokens"])}) >= 10, "tokens that vary, so that equality says something"
+    assert len({*found["processes"].values()}) == 3
+    assert min(found["received"]) > 0
