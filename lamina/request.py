@@ -109,13 +109,13 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
-    """One completion of a prompt so far. ``finish_reason``: None while it runs, "stop", "length" or "abort"."""
+    """One completion of a prompt so far. ``finish_reason``: None while it runs; "stop", "length", "abort", "error"."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    stop_reason: int | str | None = None  # the token id or string that stopped it
+    stop_reason: int | str | None = None  # the token id or string that stopped it, or the error
     logprobs: list[list[Logprob]] | None = None  # per token: the chosen one first, then the best alternatives
 
 

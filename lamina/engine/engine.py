@@ -11,7 +11,7 @@ from lamina.config import EngineConfig
 from lamina.kv.blocks import BlockTables
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.request import CompletionOutput, Logprob, RequestOutput, RequestTimes, SamplingParams
-from lamina.workers.control import Draw, Drawn, RunRound, RunStep, StepDone
+from lamina.workers.control import NO_TOKEN, Draw, Drawn, RunRound, RunStep, StepDone
 
 from .draws import draw_of, scores_of
 from .prefill import Prefill
@@ -23,6 +23,7 @@ from .tuner import Tuner
 from .wire import Clock, Wire
 
 log = logging.getLogger(__name__)
+NOT_FINITE = "the largest logit is not a finite number: weights or activations are broken, or too large for --dtype"
 
 
 class Request:
@@ -216,6 +217,11 @@ class Engine:
 
     def _append(self, request: Request, sequence: Sequence, drawn: Drawn) -> None:
         output, text = sequence.output, request.texts[sequence.output.index]
+        if drawn.token == NO_TOKEN:
+            sequence.num_drawing -= 1
+            sequence.finish("error", NOT_FINITE)
+            log.error("request %d ends behind %d tokens: %s", sequence.request_id, sequence.num_outputs, NOT_FINITE)
+            return
         sequence.append(drawn.token)
         output.token_ids.append(drawn.token)
         if output.logprobs is not None:

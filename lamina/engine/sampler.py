@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.workers.control import Adjust, Draw, Drawn
+from lamina.workers.control import NO_TOKEN, Adjust, Draw, Drawn
 
 _NOTHING: Mapping[int, int] = MappingProxyType({})
 
@@ -20,8 +20,9 @@ _NOTHING: Mapping[int, int] = MappingProxyType({})
 def sample(
     logits: Tensor, draws: list[Draw], pending: Mapping[int, int] = _NOTHING, lse: Tensor | None = None
 ) -> list[Drawn]:
-    """One token for each row. logits [len(draws), V], any float dtype; ``pending``: sequence -> token that the step
-    before drew. ``lse``: of each row, the logarithm of the sum of all, where ``logits`` do not show them all.
+    """One token for each row, or NO_TOKEN where the largest logit is NaN or infinite. logits [len(draws), V], any float
+    dtype; ``pending``: sequence -> token that the step before drew. ``lse``: of each row, the logarithm of the sum of
+    all, where ``logits`` do not show them all.
 
     Penalties, bias and bans first. Greedy takes the lowest token id among equals. Otherwise: temperature, then top_k,
     then min_p, then top_p (the smallest set whose probability reaches top_p, at least one token), then the inverse of
@@ -31,11 +32,13 @@ def sample(
     reports = [_logprobs(raw[i], d.logprobs, None if lse is None else lse[i]) for i, d in enumerate(draws)]
     scores = _adjust(raw, draws, pending)
     drawn = scores.argmax(-1)
+    finite = scores.gather(-1, drawn[:, None])[:, 0].isfinite()  # of a row with NaN, that is the largest
     for i, draw in enumerate(draws):
         if draw.temperature > 0.0 and draw.known < 0:
             drawn[i] = _draw(scores[i], draw)
-    tokens = [d.known if d.known >= 0 else t for d, t in zip(draws, drawn.tolist(), strict=True)]
-    return [Drawn(d.sequence, t, r(t)) for d, t, r in zip(draws, tokens, reports, strict=True)]
+    found = torch.where(finite, drawn, NO_TOKEN).tolist()
+    tokens = [d.known if d.known >= 0 else t for d, t in zip(draws, found, strict=True)]
+    return [Drawn(d.sequence, t, [] if t == NO_TOKEN else r(t)) for d, t, r in zip(draws, tokens, reports, strict=True)]
 
 
 def uniform(seed: int, index: int) -> float:
@@ -49,7 +52,7 @@ def _draw(scores: Tensor, draw: Draw) -> Tensor:
     # Less the largest, so that the smallest temperature divides to 0 and minus infinity, not to infinity.
     top, ids = torch.sort((scores - scores.max()) / draw.temperature, descending=True, stable=True)
     if draw.min_p > 0.0:
-        keep = min(keep, int((top - top[0] >= math.log(draw.min_p)).sum()))
+        keep = max(1, min(keep, int((top - top[0] >= math.log(draw.min_p)).sum())))  # 0 where all is NaN
     mass = torch.softmax(top[:keep], -1).cumsum(-1)
     most = mass.numel() - 1
     # Numbers stay on the device, where they cost no wait for it.

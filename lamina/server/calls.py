@@ -133,6 +133,8 @@ class Call:
         if delta.finish_reason is not None:
             self._open -= 1
             self._ticket.finished()
+        if delta.finish_reason == "error":
+            raise ApiError(500, str(delta.stop_reason), code="no_token")
         return delta
 
     def abort(self, error: ApiError) -> None:

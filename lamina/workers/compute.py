@@ -178,7 +178,8 @@ class ComputeWorker:
             drawn = self._ranks.draw(logits[:, -1], step.draws, pending)
             self.sample_s += time.perf_counter() - begun
             self._trace.add(Event.SAMPLE, begun, step.plan)
-        self._last[step.plan.batch] = {d.sequence: d.token for d in drawn}
+        # A sequence that got no token ends; until the driver knows, its rows are those of some token.
+        self._last[step.plan.batch] = {d.sequence: max(d.token, 0) for d in drawn}
         return self._done(step, drawn)
 
     def _done(self, step: RunStep, drawn: list[Drawn]) -> StepDone | None:

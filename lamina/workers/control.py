@@ -222,8 +222,13 @@ class RunRound(msgspec.Struct, frozen=True, kw_only=True, tag="run-round"):
     steps: list[RunStep]
 
 
+NO_TOKEN = -1
+
+
 class Drawn(msgspec.Struct, frozen=True, array_like=True):
-    """One sampled token. ``logprobs``: (token, log-probability), the chosen one first, then the best alternatives."""
+    """One sampled token; NO_TOKEN where the largest logit is no finite number. ``logprobs``: (token, log-probability),
+    the chosen one first, then the best alternatives.
+    """
 
     sequence: int
     token: int

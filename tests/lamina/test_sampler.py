@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.engine.sampler import sample, uniform
-from lamina.workers.control import Draw
+from lamina.workers.control import NO_TOKEN, Draw
 
 
 def draw(row: int = 0, **options: object) -> Draw:
@@ -50,6 +50,17 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
 
 def test_greedy_takes_the_lowest_id_among_equals() -> None:
     assert sample(torch.tensor([[1.0, 3.0, 3.0]]), [draw(temperature=0.0)])[0].token == 1
+
+
+def test_without_a_finite_maximum_no_token_is_drawn() -> None:
+    nan, inf = float("nan"), float("inf")
+    rows = torch.tensor([[1.0, nan, 3.0], [1.0, inf, 3.0], [-inf, -inf, -inf], [-inf, 2.0, 1.0]])
+    for options in ({"temperature": 0.0, "logprobs": 1}, {}, {"top_k": 2, "top_p": 0.9, "min_p": 0.1}):
+        found = sample(rows, [draw(i, **options) for i in range(4)])
+        assert [d.token for d in found[:3]] == [NO_TOKEN] * 3
+        assert [d.logprobs for d in found[:3]] == [[], [], []]
+        assert found[3].token in (1, 2), "its batch mates do not matter"
+    assert sample(rows[3:], [draw(temperature=0.0, banned=[0, 1, 2])])[0].token == NO_TOKEN
 
 
 def test_banned_tokens_are_never_drawn() -> None:

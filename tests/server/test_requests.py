@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_layers import JSON, ask, error_of
 
+from lamina.server.messages import Delta
+
 HUGE = 2**63
 TALK = {"messages": [{"role": "user", "content": "hi"}]}
 COMPLETION_ERRORS: list[dict[str, Any]] = [
@@ -119,3 +121,19 @@ def test_no_field_breaks_the_server(service: Any, path: str, fields: dict[str, A
     body = {**({"prompt": "x", **TALK} if good else {}), **fields}
     response = ask("POST", path, service, content=json.dumps(body).encode(), headers=JSON)
     assert response.status_code in (200, 400, 404), response.text
+
+
+def test_a_request_without_a_token_is_an_error_of_the_server() -> None:
+    client = FakeClient()
+    reason = "the largest logit is not a finite number"
+    client._deltas = lambda key, index, params, last: [  # type: ignore[method-assign]
+        Delta(key=key, index=index, tokens=[], text="", finish_reason="error", stop_reason=reason)
+    ]
+    service = make_service(client)
+    answer = ask("POST", "/v1/completions", service, json={"prompt": "x"})
+    assert answer.status_code == 500
+    assert error_of(answer)["message"] == reason
+    streamed = ask("POST", "/v1/completions", service, json={"prompt": "x", "stream": True})
+    assert reason in streamed.text
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    assert not service.calls
