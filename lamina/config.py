@@ -102,9 +102,7 @@ class EngineConfig:
         "torch has it). Not auto by default while GPUs are not yet measured",
     )
     memory_device: str = option("cpu", "the same for memory workers, whose KV cache is in its memory then")
-    cuda_graphs: bool = option(
-        True, "on GPUs, slices of up to 256 rows run as CUDA graphs (not with --tensor-parallel-size > 1)"
-    )
+    cuda_graphs: bool = option(True, "on GPUs, slices of up to 256 rows run as CUDA graphs")
     compute_threads: int = option(0, "threads of the compute worker; 0 = all cores")
     memory_threads: int = option(0, "threads of each memory worker; 0 = an equal share of the cores")
     cores: str = option(

@@ -19,16 +19,8 @@ if TYPE_CHECKING:
     from lamina.converter import SlicedProgram
 
 
-class Collective(Protocol):
-    """One rank's end of its group. Tensors may be strided; what is returned is contiguous and the caller's own."""
-
-    rank: int
-    size: int
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds spent waiting for other ranks."""
-        ...
+class Joining(Protocol):
+    """What slices call. Tensors may be strided; what is returned is contiguous and the caller's own."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' ``x``."""
@@ -38,12 +30,24 @@ class Collective(Protocol):
         """All ranks' ``x`` [..., n] side by side in the order of ranks, [..., size * n]; ``size`` ranks there are."""
         ...
 
+
+class Collective(Joining, Protocol):
+    """One rank's end of its group."""
+
+    rank: int
+    size: int
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds spent waiting for other ranks."""
+        ...
+
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's ``x``; that of others is of the same shape and dtype, its contents do not matter."""
         ...
 
 
-def bind(program: SlicedProgram, collective: Collective) -> SlicedProgram:
+def bind(program: SlicedProgram, collective: Joining) -> SlicedProgram:
     """The program with its ``lamina::all_reduce`` and ``lamina::all_gather`` on ``collective``. The one given is used
     up.
     """

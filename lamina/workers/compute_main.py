@@ -6,7 +6,7 @@ import socket
 from functools import partial
 from typing import Any
 
-from lamina import collective, netstack
+from lamina import netstack
 from lamina.collective.mesh import Mesh, listen_and_connect
 from lamina.kv.stored import stored_dtype
 
@@ -15,7 +15,6 @@ from .compute import ComputeWorker
 from .compute_emulated import emulated
 from .control import ComputeReady, LinkClosedError, RankUrl, RankUrls, RingPeer, RingUrl
 from .devices import CPU, backend_on
-from .graphs import Graphs
 from .links import MemoryLink
 from .memory_pool import MemoryPool
 from .memory_store import available_bytes
@@ -44,7 +43,7 @@ class _Server(ModelServer):
             self._check_room(start.copies)
         cut = self.cut()
         group = stage_collective(self._meet(ranks), self.staging) if ranks else None
-        program = self._graphs(collective.bind(cut.program, group) if group else cut.program)
+        program = self.graphs(cut.program, group)
         ring = self._close_ring(listener, cut.program) if listener else None
         pool, bounds = self._connect(cut, ring)
         self.clock.lap("bind_s")
@@ -60,12 +59,6 @@ class _Server(ModelServer):
             trace=self.trace,
         )
         return worker, self.ready(cut, bounds)
-
-    def _graphs(self, program: Any) -> Any:
-        """The program as graphs, where the device has them. What ranks do together cannot be in one."""
-        start = self.start
-        capture = self.staging.capture() if start.cuda_graphs and start.tensor_parallel_size == 1 else None
-        return Graphs(program, capture) if capture else program
 
     def _listen(self, tell: type[RingUrl | RankUrl]) -> netstack.Listener:
         """Where the replica before this one comes, or the other ranks."""

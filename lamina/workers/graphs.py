@@ -1,20 +1,23 @@
 """Slices as graphs: what a slice launches is recorded once for each number of rows and then launched as a whole.
 
-A slice sends Q, K and V while it runs, and a send cannot be recorded: a graph ends where a message leaves, and the next
-one begins behind it. Rows are padded to a power of two, whose extra results nobody takes. A graph reads and writes the
-same memory at every replay, so what leaves it is a copy: a message, or a carried tensor that waits for other batches,
-would be overwritten by the next replay.
+A slice sends Q, K and V while it runs, and meets other ranks, which cannot be recorded: a graph ends where a message
+leaves or ranks meet, and the next one begins behind it. Rows are padded to a power of two, whose extra results nobody
+takes. A graph reads and writes the same memory at every replay, so what leaves it is a copy: a message, or a carried
+tensor that waits for other batches, would be overwritten by the next replay.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from lamina import collective
+from lamina.collective import Collective, Joining
 
 log = logging.getLogger(__name__)
 MOST_ROWS = 256  # of a graph; with more, launches cost little of a slice
@@ -63,18 +66,47 @@ class CudaCapture:
         return graph
 
 
+class Meetings:
+    """Where the slices of a rank meet the others. While a slice is tried out or recorded, nobody is met."""
+
+    def __init__(self, group: Collective) -> None:
+        self.group = group
+        self._met: Joining = group
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See Collective."""
+        return self._met.all_reduce(x)
+
+    def all_gather(self, x: Tensor, size: int) -> Tensor:
+        """See Collective."""
+        return self._met.all_gather(x, size)
+
+    @contextmanager
+    def instead(self, other: Joining) -> Iterator[None]:
+        """``other`` is met while the block goes on."""
+        self._met = other
+        try:
+            yield
+        finally:
+            self._met = self.group
+
+
 class Graphs:
     """A program whose slices run as graphs. To be called by one thread, one slice at a time."""
 
-    def __init__(self, program: Any, capture: Capture) -> None:
-        self.slices: Sequence[Any] = [GraphedSlice(inner, capture) for inner in program.slices]
+    def __init__(self, program: Any, capture: Capture, group: Collective | None = None) -> None:
+        """``group``: whom the slices meet. The program given is used up."""
+        meetings = Meetings(group) if group else None
+        bound = collective.bind(program, meetings) if meetings else program
+        self.slices: Sequence[Any] = [GraphedSlice(inner, capture, meetings) for inner in bound.slices]
 
 
 class GraphedSlice:
     """Called as the slice that it stands for, with any number of rows."""
 
-    def __init__(self, inner: Any, capture: Capture) -> None:
-        self._inner, self._capture = inner, capture
+    def __init__(self, inner: Any, capture: Capture, meetings: Meetings | None = None) -> None:
+        """``meetings``: what ``inner`` calls where ranks meet."""
+        self._inner, self._capture, self._meetings = inner, capture, meetings
         self._known: dict[int, _Padded] = {}
         self._refused = False
 
@@ -86,7 +118,8 @@ class GraphedSlice:
         inputs, send = (args, None) if isinstance(args[-1], Tensor) else (args[:-1], args[-1])
         if bucket not in self._known:
             try:
-                self._known[bucket] = _Padded(self._inner, inputs, bucket, send is not None, self._capture)
+                sends = send is not None
+                self._known[bucket] = _Padded(self._inner, inputs, bucket, sends, self._capture, self._meetings)
             except RuntimeError as error:
                 log.warning("a slice cannot be a graph and runs without: %s", str(error).splitlines()[0])
                 self._refused = True
@@ -106,17 +139,40 @@ class _Message(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
+class _Meeting(NamedTuple):
+    """What a graph ends with: a call of ``Collective``, and where the next graph finds its result."""
+
+    kind: str
+    x: Tensor
+    more: tuple[int, ...]
+    result: Tensor
+
+    def meet(self, group: Collective, bucket: int, rows: int) -> None:
+        """Of a graph's rows, ``bucket``, those that mean something: ranks without graphs have no others."""
+        rows = rows if self.x.shape[0] == bucket else self.x.shape[0]
+        self.result[:rows].copy_(getattr(group, self.kind)(self.x[:rows], *self.more))
+
+
 class _Padded:
     """A slice with ``bucket`` rows: its graphs, and the memory that they read and write."""
 
-    def __init__(self, inner: Any, inputs: Sequence[Tensor], bucket: int, sends: bool, capture: Capture) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        inputs: Sequence[Tensor],
+        bucket: int,
+        sends: bool,
+        capture: Capture,
+        meetings: Meetings | None,
+    ) -> None:
         """Raises RuntimeError where it does what cannot be recorded."""
+        self._bucket, self._meetings = bucket, meetings
         self._inputs = [x.new_zeros(bucket, *x.shape[1:]) for x in inputs]  # rows of no token are rows of token 0
-        inner(*self._inputs, *([_Nobody()] if sends else []))  # libraries prepare themselves in their first call
+        self._run(inner, _Nobody(), sends)  # libraries prepare themselves in their first call
         tape = _Tape(capture)
         capture.begin()
         try:
-            self._results: tuple[Tensor, ...] = inner(*self._inputs, *([tape] if sends else []))
+            self._results = self._run(inner, tape, sends)
         except BaseException:
             with suppress(RuntimeError):
                 capture.end()
@@ -126,19 +182,41 @@ class _Padded:
     def __call__(self, inputs: Sequence[Tensor], rows: int, send: Any) -> tuple[Tensor, ...]:
         for mine, x in zip(self._inputs, inputs, strict=True):
             mine[:rows].copy_(x)
-        for graph, message in self._parts:
+        for graph, end in self._parts:
             graph.replay()
-            if message is not None:
-                getattr(send, message.kind)(message.call, *(x[:rows].clone() for x in message.tensors))
+            if isinstance(end, _Message):
+                getattr(send, end.kind)(end.call, *(x[:rows].clone() for x in end.tensors))
+            elif end is not None and self._meetings is not None:
+                end.meet(self._meetings.group, self._bucket, rows)
         return tuple(x[:rows].clone() for x in self._results)
 
+    def _run(self, inner: Any, other: _Nobody, sends: bool) -> tuple[Tensor, ...]:
+        """The slice, with ``other`` in the place of all that it talks to."""
+        with self._meetings.instead(other) if self._meetings else nullcontext():
+            out: tuple[Tensor, ...] = inner(*self._inputs, *([other] if sends else []))
+        return out
 
-class _Tape:
-    """In place of the receiver of messages: each ends a graph and begins the next one."""
+
+class _Nobody:
+    """Takes messages that mean nothing, and is met in place of ranks."""
+
+    def q(self, call: int, q: Tensor) -> None: ...
+
+    def kv(self, call: int, k: Tensor, v: Tensor) -> None: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+    def all_gather(self, x: Tensor, size: int) -> Tensor:
+        return x.new_zeros(*x.shape[:-1], size * x.shape[-1])
+
+
+class _Tape(_Nobody):
+    """Each message and each meeting ends a graph and begins the next one."""
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
-        self.parts: list[tuple[Graph, _Message | None]] = []
+        self.parts: list[tuple[Graph, _Message | _Meeting | None]] = []
 
     def q(self, call: int, q: Tensor) -> None:
         self._cut(_Message("q", call, (q,)))
@@ -146,14 +224,16 @@ class _Tape:
     def kv(self, call: int, k: Tensor, v: Tensor) -> None:
         self._cut(_Message("kv", call, (k, v)))
 
-    def _cut(self, message: _Message) -> None:
-        self.parts.append((self._capture.end(), message))
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._meet("all_reduce", x, (), super().all_reduce(x))
+
+    def all_gather(self, x: Tensor, size: int) -> Tensor:
+        return self._meet("all_gather", x, (size,), super().all_gather(x, size))
+
+    def _meet(self, kind: str, x: Tensor, more: tuple[int, ...], result: Tensor) -> Tensor:
+        self._cut(_Meeting(kind, x, more, result))
+        return result
+
+    def _cut(self, end: _Message | _Meeting) -> None:
+        self.parts.append((self._capture.end(), end))
         self._capture.begin()
-
-
-class _Nobody:
-    """Takes messages that mean nothing."""
-
-    def q(self, call: int, q: Tensor) -> None: ...
-
-    def kv(self, call: int, k: Tensor, v: Tensor) -> None: ...

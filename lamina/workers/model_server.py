@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lamina import gemm, netstack
+from lamina import collective, gemm, netstack
+from lamina.collective import Collective
 from lamina.env import cluster_key
 from lamina.kv.partition import Partition
 from lamina.netstack import ChannelError
@@ -33,6 +34,7 @@ from .control import (
     Stop,
 )
 from .devices import CPU, linear, pick
+from .graphs import Graphs
 from .groups import together
 from .links import RefusedError
 from .service import Service
@@ -143,6 +145,13 @@ class ModelServer:
         partition = partition_of(start.partition, layers, start.memory_weights, max_len)
         dtype, name = program.calls[0].q.dtype, type(backend).__name__.lower()
         return Cut(program, loaded, layers, dtype, max_len, partition, name)
+
+    def graphs(self, program: Any, group: Collective | None = None) -> Any:
+        """The program, meeting the other ranks of ``group``; as graphs where the device has them."""
+        capture = self.staging.capture() if self.start.cuda_graphs else None
+        if capture:
+            return Graphs(program, capture, group)
+        return collective.bind(program, group) if group else program
 
     def ready(self, cut: Cut, bounds: Sequence[Bound]) -> ComputeReady:
         """What the driver must know; ``bounds``: the memory workers' answers, in their order."""

@@ -69,7 +69,16 @@ def test_tokens_are_those_of_transformers(
         assert [o.outputs[0].token_ids for o in llm.generate(prompts, greedy)] == [reference(p, 16) for p in prompts]
 
 
-@pytest.mark.parametrize("options", [{}, {"pipeline": 3, "deterministic": True}], ids=["plain", "pipeline"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"pipeline": 3, "deterministic": True},
+        {"tensor_parallel_size": 2, "deterministic": True},
+        {"prefill_workers": 1, "deterministic": True},
+    ],
+    ids=["plain", "pipeline", "ranks", "prefill"],
+)
 def test_graphs_draw_the_same_tokens(
     options: dict[str, Any], llama_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ import torch
 from stand_in_device import RecordingCapture
 from torch import Tensor
 
-from lamina.workers.graphs import MOST_ROWS, GraphedSlice
+from lamina.workers.graphs import MOST_ROWS, GraphedSlice, Meetings
 
 
 class Kept:
@@ -65,6 +65,51 @@ def test_results_and_messages_are_those_of_the_slice_and_stay() -> None:
     for a, b in zip(kept.sent, plain.sent, strict=True):
         torch.testing.assert_close(a[2], b[2], atol=1e-5, rtol=1e-5)
     assert capture.graphs == 3 * len({1, 2, 4, 8}), "three pieces for each number of rows, recorded once"
+
+
+class Doubling:
+    """A group of two ranks with the same data. Remembers what it was given."""
+
+    rank, size, wait_s = 0, 2, 0.0
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.rows.append(x.shape[0])
+        return x * 2
+
+    def all_gather(self, x: Tensor, size: int) -> Tensor:
+        self.rows.append(x.shape[0])
+        return torch.cat([x] * size, -1)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_ranks_meet_between_graphs_and_for_rows_that_are_there() -> None:
+    group, capture = Doubling(), RecordingCapture()
+    meetings = Meetings(group)
+
+    def meets(met: Any) -> Any:
+        def run(x: Tensor, send: Any) -> tuple[Tensor, ...]:
+            h = met.all_reduce((x @ WEIGHT).relu())
+            send.q(1, h + x)
+            return met.all_gather(h.sin(), 2), h
+
+        return run
+
+    graphed, kept, plain = GraphedSlice(meets(meetings), capture, meetings), Kept(), Kept()
+    held, wanted = list[tuple[Tensor, ...]](), list[tuple[Tensor, ...]]()
+    for seed, rows in enumerate([3, 4, 1, 3]):
+        _, x = inputs(rows, seed)
+        held.append(graphed(x, kept))
+        wanted.append(meets(Doubling())(x, plain))
+    torch.testing.assert_close(held, wanted, atol=1e-5, rtol=1e-5)
+    sent = [[x for _, _, x in to.sent] for to in (kept, plain)]
+    torch.testing.assert_close(sent[0], sent[1], atol=1e-5, rtol=1e-5)
+    assert group.rows == [3, 3, 4, 4, 1, 1, 3, 3], "neither padding nor recording is anything to others"
+    assert capture.graphs == 4 * len({1, 4})
 
 
 def test_the_last_slice_sends_nothing() -> None:
