@@ -21,11 +21,11 @@ def cluster_plan(model: str, config: EngineConfig) -> str:
 
     Raises ValueError where the workers do not fit, in number or in memory.
     """
-    from .ray import wishes
+    from .ray import on_gpu, wishes
 
     hosts = planned_hosts(config.ray_address)
     wanted = {"compute": config.num_compute, "prefill": config.prefill_workers, "memory": config.memory_workers}
-    places = place(hosts, wishes(config, wanted), config.placement)
+    places = place(hosts, wishes(config, wanted), config.placement, on_gpu(config))
     check_kv_memory(places, config.kv_bytes())
     weights, token = _sizes(model, config)
     workers = counted(config.num_compute, "compute worker")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 RACK = "lamina_rack"  # hosts with the same value of this label are near each other
@@ -29,9 +29,12 @@ class Place:
     takes: dict[str, float]  # by resource; GPU and CPU are among them
 
 
-def place(hosts: Sequence[Host], wanted: dict[str, tuple[int, str, str]], placement: str) -> dict[str, list[Place]]:
+def place(
+    hosts: Sequence[Host], wanted: dict[str, tuple[int, str, str]], placement: str, on_gpu: Container[str] = ()
+) -> dict[str, list[Place]]:
     """Role -> a place for each of its workers. ``wanted``: role -> (workers, what a host must have, the flag that said
-    so), in the order of their choice: the first role packs where most of them fit, the others near it.
+    so), in the order of their choice: the first role packs where most of them fit, the others near it. ``on_gpu``:
+    roles whose workers take a GPU each, whatever else a host must have.
 
     pack fills a host before the next one, nearest first; spread gives every host one before any gets another.
     Raises ValueError where they do not fit, with what there is.
@@ -39,13 +42,14 @@ def place(hosts: Sequence[Host], wanted: dict[str, tuple[int, str, str]], placem
     chosen: dict[str, list[Place]] = {}
     taken: dict[str, dict[str, float]] = {host.name: {} for host in hosts}
     for role, (count, trait, flag) in wanted.items():
+        gpu = role in on_gpu
         near = [p.host for places in chosen.values() for p in places]
-        ordered = _nearest(hosts, near, {h.name: _room(h, trait, {}) for h in hosts})
+        ordered = _nearest(hosts, near, {h.name: _room(h, trait, {}, gpu) for h in hosts})
         chosen[role] = []
         while len(chosen[role]) < count:
-            found = _next(ordered, trait, taken, chosen[role] if placement == "spread" else [])
+            found = _next(ordered, trait, taken, chosen[role] if placement == "spread" else [], gpu)
             if found is None:
-                raise ValueError(_too_few(hosts, role, count, trait, flag))
+                raise ValueError(_too_few(hosts, role, count, trait, flag, gpu))
             chosen[role].append(found)
             for name, amount in found.takes.items():
                 taken[found.host.name][name] = taken[found.host.name].get(name, 0.0) + amount
@@ -63,13 +67,13 @@ def check_kv_memory(places: dict[str, list[Place]], kv_bytes: int) -> None:
 
 
 def _next(
-    ordered: Sequence[Host], trait: str, taken: dict[str, dict[str, float]], even: Sequence[Place]
+    ordered: Sequence[Host], trait: str, taken: dict[str, dict[str, float]], even: Sequence[Place], gpu: bool
 ) -> Place | None:
-    fitting = [h for h in ordered if _room(h, trait, taken[h.name]) > 0]
+    fitting = [h for h in ordered if _room(h, trait, taken[h.name], gpu) > 0]
     if not fitting:
         return None
     host = min(fitting, key=lambda h: sum(p.host.name == h.name for p in even))  # the nearest of the emptiest
-    return Place(host, _takes(host, trait))
+    return Place(host, _takes(host, trait, gpu))
 
 
 def _nearest(hosts: Sequence[Host], near: Sequence[Host], room: dict[str, int]) -> list[Host]:
@@ -91,26 +95,33 @@ def _nearest(hosts: Sequence[Host], near: Sequence[Host], room: dict[str, int]) 
     return sorted(hosts, key=rank)
 
 
-def _takes(host: Host, trait: str) -> dict[str, float]:
-    """What a worker reserves: the resource; for a type of GPU or a label one GPU, or a CPU where the host has none."""
+def _takes(host: Host, trait: str, gpu: bool) -> dict[str, float]:
+    """What a worker reserves: the resource, with ``gpu`` a GPU too; for a type of GPU or a label a GPU, or a CPU where
+    the host has none and none is needed.
+    """
     kind = _TYPE + trait.removeprefix(_TYPE)
     if "=" not in trait and kind not in host.resources:
-        return {trait: 1.0}
-    device = "GPU" if host.resources.get("GPU") else "CPU"
+        return {trait: 1.0, "GPU": 1.0} if gpu else {trait: 1.0}
+    device = "GPU" if gpu or host.resources.get("GPU") else "CPU"
     return {device: 1.0} if "=" in trait else {device: 1.0, kind: _TRACE}
 
 
-def _room(host: Host, trait: str, taken: dict[str, float]) -> int:
+def _room(host: Host, trait: str, taken: dict[str, float], gpu: bool) -> int:
     """How many more workers fit."""
     label, sign, value = trait.partition("=")
     if sign and host.labels.get(label) != value:
         return 0
-    takes = _takes(host, trait)
+    takes = _takes(host, trait, gpu)
     return min(int((host.resources.get(n, 0.0) - taken.get(n, 0.0) + 1e-9) / a) for n, a in takes.items())
 
 
-def _too_few(hosts: Sequence[Host], role: str, count: int, trait: str, flag: str) -> str:
-    room = sum(_room(h, trait, {}) for h in hosts)
+def _too_few(hosts: Sequence[Host], role: str, count: int, trait: str, flag: str, gpu: bool) -> str:
+    room = sum(_room(h, trait, {}, gpu) for h in hosts)
+    if gpu and room < sum(_room(h, trait, {}, False) for h in hosts):
+        return (
+            f"{count} {role} workers with a GPU each do not fit: the cluster has room for {room} on hosts with {trait} "
+            f"({flag}): use --{'memory' if role == 'memory' else 'compute'}-device cpu, or add GPUs"
+        )
     if room == 0:
         return (
             f"no host of the cluster has {trait} free, which {flag} asks for {role} workers: start Ray there with "

@@ -80,7 +80,7 @@ class RayLauncher:
         self._limit_s = min(CALL_S, config.start_timeout_s)
         self._wardens: dict[tuple[str, int], Any] = {}
         try:
-            self.places = place(hosts_of(ray), wishes(config, wanted), config.placement)
+            self.places = place(hosts_of(ray), wishes(config, wanted), config.placement, on_gpu(config))
             check_kv_memory(self.places, config.kv_bytes())
             for role, places in self.places.items():
                 for index, at in enumerate(places):
@@ -178,6 +178,12 @@ def wishes(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, tuple[i
     return {
         role: (wanted[role], getattr(config, name), flag(name)) for role, name in traits.items() if wanted.get(role)
     }
+
+
+def on_gpu(config: EngineConfig) -> set[str]:
+    """Roles whose workers need a GPU: Ray shows a worker no other than those that it has reserved for it."""
+    devices = {"compute": config.compute_device, "prefill": config.compute_device, "memory": config.memory_device}
+    return {role for role, device in devices.items() if device.startswith("cuda")}
 
 
 def hosts_of(ray: Any) -> list[Host]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.cluster.placement import RACK, Host, place
+from lamina.cluster.ray import on_gpu
+from lamina.config import make_config
 
 HOSTS = st.lists(
     st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from(["", "a", "b"])), min_size=1, max_size=6
@@ -70,6 +73,35 @@ def test_memory_workers_go_near_the_compute_workers() -> None:
 def test_racks_are_kept_together() -> None:
     hosts = [host(n, compute=1, rack="ab"[n % 2]) for n in range(6)] + [host(6, compute=1, memory=1, rack="b")]
     assert names(hosts, 4, 1, "pack")[0] == ["h1", "h3", "h5", "h6"]
+
+
+def test_workers_on_gpus_take_one_each() -> None:
+    hosts = [host(0, compute=4, GPU=1.0), host(1, compute=2, memory=2, GPU=2.0), host(2, compute=9, memory=1)]
+    found = place(hosts, wishes(3, 3), "pack", {"compute"})
+    assert sorted(p.host.name for p in found["compute"]) == ["h0", "h1", "h1"]
+    assert all(p.takes == {"lamina_compute": 1.0, "GPU": 1.0} for p in found["compute"])
+    assert all(p.takes == {"lamina_memory": 1.0} for p in found["memory"])
+    words = "4 compute workers with a GPU each do not fit: .* room for 3 .* --compute-device cpu"
+    with pytest.raises(ValueError, match=words):
+        place(hosts, wishes(4, 1), "spread", {"compute"})
+    with pytest.raises(ValueError, match="2 memory workers with a GPU each do not fit: .* --memory-device cpu"):
+        place(hosts, wishes(2, 2), "pack", {"compute", "memory"})
+    labelled = [Host(name="a", address="10.0.0.9", resources={"CPU": 2.0}, labels={"tier": "x"})]
+    with pytest.raises(ValueError, match="with a GPU each"):
+        place(labelled, {"compute": (1, "tier=x", "--compute-on")}, "pack", {"compute"})
+
+
+@pytest.mark.parametrize(
+    ("options", "roles"),
+    [
+        ({}, set()),
+        ({"compute_device": "cuda"}, {"compute", "prefill"}),
+        ({"compute_device": "cuda:1", "memory_device": "cuda"}, {"compute", "prefill", "memory"}),
+        ({"compute_device": "auto"}, set()),
+    ],
+)
+def test_who_needs_a_gpu(options: dict[str, Any], roles: set[str]) -> None:
+    assert on_gpu(make_config(options)) == roles
 
 
 def test_types_of_gpu_and_labels() -> None:
