@@ -12,7 +12,7 @@ import torch
 
 from lamina.attention.cuda_geometry import LANES, Device, Variant
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
 SOURCES = CSRC / "attention" / "cuda"
 
 Argument = np.int32 | np.float32 | np.uint64  # int, float and pointer of a kernel
@@ -42,7 +42,7 @@ class CupyKernels:
                 f"it needs CuPy, which did not load ({error}); pip install cupy-cuda13x (or cupy-cuda12x)"
             ) from error
         if not (SOURCES / "kernels.cu").is_file():
-            raise ImportError(f"it needs its kernels' sources, and {SOURCES} is not there: run from a checkout")
+            raise ImportError(f"it needs its kernels' sources, and {SOURCES} is not there: install Lamina again")
         index = torch.cuda.current_device() if device.index is None else device.index
         found = torch.cuda.get_device_properties(index)
         if found.major < 8:
