@@ -7,9 +7,16 @@ import os
 import platform
 import statistics
 import subprocess
+from contextlib import suppress
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+
+class BrokenError(Exception):
+    """What was to be shown does not hold."""
+
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -17,7 +24,6 @@ RESULTS = Path(__file__).parent / "results"
 def host() -> dict[str, Any]:
     """The machine, in words that identify the hardware and nobody's installation."""
     import torch
-    import transformers
 
     with open("/proc/cpuinfo") as f:
         fields = dict(line.split(":", 1) for line in f.read().split("\n\n")[0].splitlines() if ":" in line)
@@ -29,8 +35,16 @@ def host() -> dict[str, Any]:
         "cpu_flags": flags,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
     }
+
+
+def version(*names: str) -> str:
+    """Of the package that is here under the first of its ``names``, if any."""
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return f"not installed (python {platform.python_version()})"
 
 
 def commit() -> str:

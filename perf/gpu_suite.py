@@ -12,40 +12,25 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import gpu_decode
-import gpu_network
-import numpy as np
 import torch
-from common import record
-from torch import Tensor
-
-from lamina.attention import Operator
-from lamina.attention.cuda import Cuda, open_backend
-from lamina.attention.merge import CHUNK_TOKENS, Partial
-from lamina.attention.spec import AttentionSpec
-from lamina.kv.pool import LayerStore, RowTable
-from lamina.kv.stored import StoredRows
+from common import BrokenError, record, version
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK = 16
-SHAPES = ((64, 8192), (16, 4096))  # sequences, tokens; 32 query heads, 8 KV heads of 128, bf16
-TARGET = 0.85  # of the measured read bandwidth, at the first shape
+# What parts import, beside torch; a part that lacks one is recorded as failed, and the others run.
+PACKAGES = ("cupy", "hypothesis", "msgspec", "pytest", "pytest_timeout", "safetensors", "transformers", "tqdm")
+BUILT = ("lamina.attention._native", "lamina.gemm._native", "lamina.netstack._native", "lamina.netstack._mlx5")
 
 Result = dict[str, Any]
-
-
-class BrokenError(Exception):
-    """A part's promise is broken."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="append to perf/results/gpu_suite.jsonl")
     parser.add_argument("--replays", type=int, default=1000, help="of one graph (default 1000)")
     args = parser.parse_args(argv)
+    if lacks := missing():
+        print(f"gpu_suite: {lacks}", file=sys.stderr, flush=True)
     if not torch.cuda.is_available():
         said = [run_part("compile", compile_kernels), run_part("netstack kernels", netstack)]
         found = "; ".join(str(x.get("said") or x.get("error")) for x in said)
@@ -64,22 +51,57 @@ def main(argv: Sequence[str] | None = None) -> int:
         "netstack kernels": netstack,
         "contract": contract,
         "transport": transport,
-        "network": lambda: gpu_network.network(args.replays),
-        "exactness": exactness,
-        "graph": lambda: graph(args.replays),
-        "memory": memory,
-        "launches": launches,
-        "attention": attention,
+        "network": lambda: module("gpu_network").network(args.replays),
+        "exactness": lambda: module("gpu_attention").exactness(),
+        "graph": lambda: module("gpu_attention").graph(args.replays),
+        "memory": lambda: module("gpu_attention").memory(),
+        "launches": lambda: module("gpu_attention").launches(),
+        "attention": lambda: module("gpu_attention").attention(),
         "tokens": tokens,
-        "decode": lambda: gpu_decode.speed(gpu_decode.Settings()),
+        "decode": lambda: module("gpu_decode").speed(module("gpu_decode").Settings()),
     }
     results = {name: run_part(name, part) for name, part in parts.items()}
-    judge(results)
+    if "error" not in results["attention"]:
+        module("gpu_attention").judge(results)
     show(results)
-    versions = {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "cupy": version("cupy")}
-    settings = {"replays": args.replays, "block_size": BLOCK, **versions, "flashinfer": version("flashinfer")}
+    settings = {
+        "replays": args.replays,
+        "device": torch.cuda.get_device_name(),
+        "cuda": torch.version.cuda,
+        "cupy": version("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+        "flashinfer": version("flashinfer-python"),
+    }
     record("gpu_suite", settings, {"parts": results}, write=args.write)
     return 1 if any("error" in result for result in results.values()) else 0
+
+
+def module(name: str) -> Any:
+    """Of this folder, imported when its part runs: what it lacks is that part's error."""
+    return import_module(name)
+
+
+def missing() -> str:
+    """What the parts need and is not here, and how to get it, in one line; empty: nothing."""
+    packages = [name for name in PACKAGES if not _is_here(name)]
+    built = [name for name in BUILT if not _is_here(name)]
+    python = ".".join(platform.python_version_tuple()[:2])
+    said = []
+    if packages:
+        names = " ".join(packages).replace("_", "-").replace("cupy", "cupy-cuda13x")
+        said.append(
+            f"not here: {', '.join(packages)}: pip install -e '.[dev]'; without a network, elsewhere: pip install "
+            f"--target carried --only-binary=:all: --python-version {python} {names}, and PYTHONPATH=carried here"
+        )
+    if built:
+        said.append(f"not built for Python {python}: {', '.join(built)}: python setup.py build_ext --inplace")
+    return "; ".join(said)
+
+
+def _is_here(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ImportError:  # of what it is in
+        return False
 
 
 def run_part(name: str, part: Callable[[], Result]) -> Result:
@@ -137,250 +159,11 @@ def contract() -> Result:
 
 def tokens() -> Result:
     """Of the shipped model, with compute workers on this GPU and memory workers here and there."""
-    found = gpu_decode.tokens_as_transformers(gpu_decode.Settings())
-    if bad := {name: part for name, part in found.items() if part < gpu_decode.LEAST_EQUAL}:
+    decode = module("gpu_decode")
+    found: Result = decode.tokens_as_transformers(decode.Settings())
+    if bad := {name: part for name, part in found.items() if part < decode.LEAST_EQUAL}:
         raise BrokenError(f"of the tokens of transformers: {bad}")
     return found
-
-
-def operator(q_heads: int, kv_heads: int, dim: int, **spec: Any) -> Operator:
-    slopes = 0.5 ** torch.arange(1, q_heads + 1, device="cuda", dtype=torch.float32) if spec.get("alibi") else None
-    return Operator(
-        spec=AttentionSpec(scale=dim**-0.5, **spec),
-        q_heads=q_heads, kv_heads=kv_heads, qk_dim=dim, v_dim=dim, slopes=slopes,
-    )  # fmt: skip
-
-
-def store(tokens: int, kv_heads: int, dim: int, dtype: torch.dtype) -> LayerStore:
-    """Random K and V, and the null block."""
-    k, v = (torch.randn(tokens // BLOCK + 1, kv_heads, BLOCK, dim, device="cuda", dtype=dtype) for _ in range(2))
-    k[-1], v[-1] = 0, 0
-    return LayerStore(k, v)
-
-
-def row_table(lengths: Sequence[int], room: int, window: int = 0) -> RowTable:
-    """One row a sequence behind ``lengths`` stored tokens; ``room`` tokens each, their blocks scattered."""
-    n, each = len(lengths), room // BLOCK
-    ids = np.random.default_rng(0).permutation(n * each).reshape(n, each)
-    stop, ones = np.array(lengths, np.int64), np.ones(n, np.int64)
-    seen = np.clip(stop - window + 1, 0, stop) if window else 0 * stop
-    origin = seen // CHUNK_TOKENS * CHUNK_TOKENS
-    width = int(-(-(stop - origin).max() // CHUNK_TOKENS)) * (CHUNK_TOKENS // BLOCK)
-    table = np.full((n, max(width, 1)), n * each, np.int64)
-    for i in range(n):
-        mine = ids[i, int(origin[i]) // BLOCK : -(-int(stop[i]) // BLOCK)]
-        table[i, : len(mine)] = mine
-    return RowTable(window, BLOCK, n * each, np.arange(n), stop, ones, seen, stop, origin, table)
-
-
-def oracle(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor, i: int) -> Tensor:
-    """Sequence i's attention over its stored tokens, fp64 [Hq, D]."""
-    low, high, origin = int(rows.seen[i]), int(rows.stop[i]), int(rows.origin[i])
-    ids = torch.from_numpy(rows.table[i]).cuda()
-    k, v = (x[ids].transpose(0, 1).flatten(1, 2)[:, low - origin : high - origin].double() for x in (kv.k, kv.v))
-    k, v = (x.repeat_interleave(op.q_heads // op.kv_heads, 0) for x in (k, v))
-    score = (k @ q[i].double()[:, :, None])[..., 0] * op.spec.scale
-    if op.spec.softcap:
-        score = op.spec.softcap * torch.tanh(score / op.spec.softcap)
-    if op.slopes is not None:
-        away = torch.arange(low, high, device="cuda") - int(rows.first[i])
-        score = score + op.slopes.double()[:, None] * away
-    return (score.softmax(-1)[:, None] @ v)[:, 0]
-
-
-def worst(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor, found: Partial) -> float:
-    """The largest error of a head, relative to the largest vector of its sequence."""
-    errors = []
-    for i in np.flatnonzero(rows.stop > rows.seen).tolist():
-        want = oracle(op, rows, kv, q, i)
-        errors.append(float((found.o[i].double() - want).norm(dim=-1).max() / want.norm(dim=-1).max()))
-    return max(errors) if not any(e != e for e in errors) else float("nan")
-
-
-def backend(dtype: torch.dtype) -> Cuda:
-    return open_backend(torch.device("cuda"), dtype, dtype)
-
-
-def exactness() -> Result:
-    """Every kind of head, against fp64. o is not rounded, so 16-bit stores are as exact as fp32 ones."""
-    torch.manual_seed(0)
-    lengths, found = [1, 127, 128, 1000, 5000, 20_001], Result()
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        mine = backend(dtype)
-        for dim in (64, 80, 128, 256):
-            for group, spec in ((1, {}), (4, {"softcap": 3.0}), (8, {"window": 700}), (12, {"alibi": True})):
-                op, kv = operator(2 * group, 2, dim, **spec), store(6 * 20_480, 2, dim, dtype)
-                rows = row_table(lengths, 20_480, int(spec.get("window", 0)))
-                q = torch.randn(len(lengths), op.q_heads, dim, device="cuda", dtype=dtype)
-                part = mine.attend_stored(op, mine.prepare(rows), kv, q)
-                found[f"{str(dtype)[6:]} {dim} x{group}"] = worst(op, rows, kv, q, part)
-    bad = {name: error for name, error in found.items() if not error < 5e-5}
-    if bad:
-        raise BrokenError(f"errors over 5e-5: {bad}")
-    return {"worst": max(found.values()), "cases": len(found)}
-
-
-def graph(replays: int) -> Result:
-    """One captured graph over growing lengths, bit for bit what separate launches give, and near fp64."""
-    torch.manual_seed(1)
-    mine, room, dtype = backend(torch.bfloat16), 8192, torch.bfloat16
-    op, kv = operator(32, 8, 128), store(8 * room, 8, 128, dtype)
-    q, k, v = (torch.randn(8, heads, 128, device="cuda", dtype=dtype) for heads in (32, 8, 8))
-    starts, out = [1, 100, 127, 1000, 3000, 4095, 4096, 7000], torch.empty_like(q)
-    step = mine.step(sequences=8, rows=8, tokens=room, block_size=BLOCK)
-    mine.refill(step, row_table(starts, room))
-    mine.finish(op, step, mine.attend_stored(op, step, kv, q), q, StoredRows(k, v), out)
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        stored = mine.attend_stored(op, step, kv, q)
-        mine.finish(op, step, stored, q, StoredRows(k, v), out)
-    error, checked = 0.0, 0
-    for i in range(replays):
-        rows = row_table([n + i for n in starts], room)
-        mine.refill(step, rows)
-        captured.replay()
-        if i % 50 and i != replays - 1:
-            continue
-        prepared, want = mine.prepare(rows), torch.empty_like(out)
-        fresh = mine.attend_stored(op, prepared, kv, q)
-        mine.finish(op, prepared, fresh, q, StoredRows(k, v), want)
-        if not (torch.equal(stored.o, fresh.o) and torch.equal(stored.lse, fresh.lse) and torch.equal(out, want)):
-            raise BrokenError(f"replay {i} differs from separate launches")
-        error, checked = max(error, worst(op, rows, kv, q, stored)), checked + 1
-    if not error < 5e-5:
-        raise BrokenError(f"error {error} against fp64")
-    return {"replays": replays, "checked": checked, "worst": error}
-
-
-def seconds(call: Callable[[], Any], repeats: int = 15, calls: int = 8) -> float:
-    """Of one call on the GPU: the median over runs of a graph of several, where it can be captured."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-
-    def several() -> None:
-        for _ in range(calls):
-            call()
-
-    run: Callable[[], Any] = several
-    captured = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(captured):
-            several()
-        run = captured.replay
-    except RuntimeError:
-        torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / calls)
-    return float(statistics.median(times))
-
-
-def memory() -> Result:
-    """GB/s of a copy (bytes read and written) and of a read."""
-    data = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").view(torch.float32).normal_()
-    other = torch.empty_like(data)
-    size = data.numel() * 4 / 1e9
-    return {"copy_gb_s": 2 * size / seconds(lambda: other.copy_(data)), "read_gb_s": size / seconds(data.sum)}
-
-
-def launches() -> Result:
-    """Microseconds of a layer of decode without a graph, where nothing but launches takes time."""
-    mine, dtype = backend(torch.bfloat16), torch.bfloat16
-    op, kv, rows = operator(32, 8, 128), store(4 * 128, 8, 128, dtype), row_table([100] * 4, 128)
-    q, k, v = (torch.randn(4, heads, 128, device="cuda", dtype=dtype) for heads in (32, 8, 8))
-    prepared, out = mine.prepare(rows), torch.empty_like(q)
-    mine.finish(op, prepared, mine.attend_stored(op, prepared, kv, q), q, StoredRows(k, v), out)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(500):
-        mine.finish(op, prepared, mine.attend_stored(op, prepared, kv, q), q, StoredRows(k, v), out)
-    torch.cuda.synchronize()
-    return {"layer_us": (time.perf_counter() - start) / 500 * 1e6}
-
-
-def attention() -> Result:
-    """GB/s of K and V of a decode step, by shape and contender; one that does not run is named with its error."""
-    torch.manual_seed(2)
-    found = Result()
-    for sequences, tokens in SHAPES:
-        op, rows = operator(32, 8, 128), row_table([tokens] * sequences, tokens)
-        kv = store(sequences * tokens, 8, 128, torch.bfloat16)
-        q = torch.randn(sequences, 32, 128, device="cuda", dtype=torch.bfloat16)
-        size = 2 * sequences * tokens * 8 * 128 * 2 / 1e9
-        rates = found[f"{sequences} x {tokens}"] = Result()
-        for name, contender in CONTENDERS.items():
-            try:
-                rates[name] = size / seconds(contender(op, rows, kv, q))
-            except Exception as error:  # noqa: BLE001 - it may not be installed
-                rates[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        del kv
-    return found
-
-
-def ours(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor) -> Callable[[], Any]:
-    mine = backend(q.dtype)
-    prepared = mine.prepare(rows)
-    return lambda: mine.attend_stored(op, prepared, kv, q)
-
-
-def dense(rows: RowTable, kv: LayerStore, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same work without pages: q [S, Hq, 1, D], k, v [S, Hkv, tokens, D]."""
-    shape = len(rows.stop), kv.k.shape[1], int(rows.stop[0]), kv.k.shape[3]
-    k, v = (x[:-1].reshape(-1).view(shape) for x in (kv.k, kv.v))
-    return q[:, :, None], k, v
-
-
-def sdpa(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor) -> Callable[[], Any]:
-    q, k, v = dense(rows, kv, q)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    return lambda: attend(q, k, v, enable_gqa=True)
-
-
-def flex(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor) -> Callable[[], Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    q, k, v = dense(rows, kv, q)
-    attend = torch.compile(flex_attention, dynamic=False)
-    return lambda: attend(q, k, v, enable_gqa=True)
-
-
-def flashinfer(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor) -> Callable[[], Any]:
-    wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(
-        torch.zeros(256 << 20, dtype=torch.uint8, device="cuda"), "HND", use_tensor_cores=True
-    )
-    n, width = rows.table.shape
-    indptr = torch.arange(n + 1, dtype=torch.int32) * width
-    indices, last = torch.from_numpy(rows.table.reshape(-1).astype(np.int32)).cuda(), torch.full((n,), BLOCK).int()
-    wrapper.plan(
-        indptr, indices, last, op.q_heads, op.kv_heads, op.qk_dim, BLOCK, q_data_type=q.dtype, kv_data_type=q.dtype
-    )
-    return lambda: wrapper.run(q, (kv.k, kv.v), return_lse=True)
-
-
-CONTENDERS = {"lamina": ours, "torch SDPA": sdpa, "FlexAttention": flex, "FlashInfer": flashinfer}
-
-
-def judge(results: dict[str, Result]) -> None:
-    """The aims: bytes per second of a read, and at most 5 % behind the best."""
-    rates, limit = results["attention"], max(results["memory"].get(f"{x}_gb_s", 0.0) for x in ("copy", "read"))
-    missed = []
-    for i, shape in enumerate(f"{n} x {tokens}" for n, tokens in SHAPES):
-        found = {name: rate for name, rate in rates.get(shape, {}).items() if isinstance(rate, float)}
-        mine = found.get("lamina", 0.0)
-        if limit and i == 0 and mine < TARGET * limit:
-            missed.append(f"{shape}: {mine / limit:.2f} of the measured bandwidth, not {TARGET}")
-        if mine < 0.95 * max(found.values(), default=0.0):
-            missed.append(f"{shape}: {mine / max(found.values()):.2f} of the best")
-        rates.setdefault("of_memory", {})[shape] = mine / limit if limit else None
-    rates["missed"] = missed
-    if not all(isinstance(rates.get(f"{n} x {tokens}", {}).get("lamina"), float) for n, tokens in SHAPES):
-        rates.setdefault("error", "lamina's own attention did not run")
 
 
 def show(results: dict[str, Result]) -> None:
@@ -390,14 +173,6 @@ def show(results: dict[str, Result]) -> None:
             for label, x in value.items() if isinstance(value, dict) else [("", value)]:
                 text = f"{x:.4g}" if isinstance(x, float) else "\n".join(map(str, x)) if isinstance(x, list) else str(x)
                 print(f"{name:18} {key:14} {label:14} {text}")
-
-
-def version(module: str) -> str:
-    """Of a package that may not be here."""
-    try:
-        return str(__import__(module).__version__)
-    except ImportError:
-        return f"not installed (python {platform.python_version()})"
 
 
 if __name__ == "__main__":
