@@ -1,6 +1,6 @@
 #!/busybox sh
 # /init of the guest: load modules, mount the shared folders, bring up one RDMA device, then run what the host asks for.
-# ip is named in full because busybox has one of its own, which knows less. The kernel's command line carries: shares (number), rdma_ip, loss (percent, optional).
+# ip and tc are named in full because busybox has its own, which know less. The kernel's command line carries: shares (number), rdma_ip, loss (percent, optional).
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/tmp LANG=C.UTF-8
 B=/busybox
 $B mount -t proc proc /proc
@@ -28,7 +28,7 @@ if [ -z "$nic" ]; then # no wire to another guest: both ends of the link are her
 fi
 /usr/sbin/ip addr add "$(option rdma_ip)/24" dev "$nic"
 /usr/sbin/ip link set "$nic" up
-[ -n "$(option loss)" ] && tc qdisc add dev "$nic" root netem loss "$(option loss)%"
+[ -n "$(option loss)" ] && /usr/sbin/tc qdisc add dev "$nic" root netem loss "$(option loss)%"
 rdma link add rxe0 type rxe netdev "$nic"
 
 # One request per line: a word, then the command in base64. The answer: output, then a line of the word and the status.
