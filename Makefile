@@ -16,7 +16,7 @@ test: $(READY)
 test-vm: $(READY)
 	$(BIN)/python -m pytest -s -m 'vm and not slow' tests/vm
 
-# The same, deaths and stops, Lamina itself in the guest, and two guests whose wire loses packets: half an hour.
+# The same, deaths and stops, and Lamina itself in the guest: about 20 minutes.
 test-vm-all: $(READY)
 	$(BIN)/python -m pytest -s -m vm tests/vm
 
