@@ -22,7 +22,7 @@ from lamina.attention.cuda_geometry import Device, Variant
 from lamina.attention.cuda_kernels import CSRC, Argument
 
 GXX = shutil.which("g++")
-BUILD = CSRC.parent / "build" / "cuda_emulation"
+BUILD = CSRC.resolve().parent / "build" / "cuda_emulation"
 needs_gxx = pytest.mark.skipif(GXX is None, reason="no g++: the CUDA kernels cannot be emulated")
 SMALL = Device(processors=2, shared_bytes=228 << 10, block_shared_bytes=227 << 10)
 FLAGS = (
