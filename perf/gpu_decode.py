@@ -1,7 +1,9 @@
 """Decoding with the compute worker on a GPU, next to transformers on the same GPU: the end-to-end part of gpu_suite.py.
 
 Tokens of the shipped model are compared with those of transformers. A Llama shape with random weights is timed:
-Lamina with memory workers on the host's cores, and on the same GPU; transformers with a static cache, compiled and not.
+Lamina with memory workers on the host's cores, on the same GPU, and there in one process, not split; transformers with
+a static cache, compiled and not. Where the KV cache is larger than the part of the GPU that all may take, Lamina with
+its KV cache in the host's memory stands beside transformers with its offloaded one.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,8 @@ class Settings:
     shape: tuple[tuple[str, int], ...] = tuple(LLAMA_1B.items())
     dtype: str = "bfloat16"
     batches: tuple[tuple[int, int], ...] = ((1, 2048), (32, 2048), (128, 2048))
+    beyond: tuple[tuple[int, int], ...] = ((256, 2048),)  # whose KV cache is larger than the budget
+    budget_gb: float = 12.0  # of the device, with weights of 2.5 GB and what a step computes in
     tokens: int = 48
     early: int = 1024  # tokens that the first ones may draw while the last prompts are read
     texts: int = 4
@@ -72,19 +77,13 @@ def speed(settings: Settings) -> Result:
     is named with its error, and one that there was no time for as such.
     """
     begun, found = time.perf_counter(), Result()
-    contenders: dict[str, Callable[[Settings, Path, list[list[int]]], Result]] = {
-        "lamina, memory on the host": lambda s, path, prompts: lamina(s, path, prompts, "cpu"),
-        "lamina, memory on the device": lambda s, path, prompts: lamina(s, path, prompts, s.device),
-        "transformers, static": lambda s, path, prompts: transformers(s, path, prompts, compiled=False),
-        "transformers, static, compiled": lambda s, path, prompts: transformers(s, path, prompts, compiled=True),
-    }
     with tempfile.TemporaryDirectory() as folder:
         path = make(Path(folder) / "model", settings.dtype, dict(settings.shape))
-        for batch, length in settings.batches:
+        for batch, length in settings.batches + settings.beyond:
             generator = torch.Generator().manual_seed(batch)
             vocabulary = dict(settings.shape)["vocab_size"]
             prompts = torch.randint(3, vocabulary, (batch, length), generator=generator).tolist()
-            for name, contender in contenders.items():
+            for name, contender in (ALL if (batch, length) in settings.batches else BEYOND).items():
                 place = f"{batch} x {length}, {name}"
                 if time.perf_counter() - begun > settings.limit_s:
                     found[place] = "no time was left"
@@ -96,12 +95,14 @@ def speed(settings: Settings) -> Result:
     return found
 
 
-def lamina(settings: Settings, path: Path, prompts: list[list[int]], memory: str) -> Result:
-    """Steps in which all decode. Prompts go to a prefill worker on the device: the host's cores would take minutes."""
+def lamina(settings: Settings, path: Path, prompts: list[list[int]], memory: str, **more: Any) -> Result:
+    """Steps in which all decode. Prompts go to a prefill worker on the device: the host's cores would take minutes.
+    ``memory``: the memory workers' device; ``more``: options of the engine.
+    """
     free, tokens = _free(settings.device), settings.tokens + settings.early
     options: dict[str, Any] = {"compute_device": settings.device, "memory_device": memory, "dtype": settings.dtype}
     options |= {"max_model_len": len(prompts[0]) + tokens + 8, "max_num_seqs": len(prompts), "prefill_workers": 1}
-    options |= {"memory_workers": settings.memory_workers if memory == "cpu" else 1}
+    options |= {"memory_workers": settings.memory_workers if memory == "cpu" else 1, **more}
     with LLM(str(path), **options) as llm:
         engine, gaps, last = llm.engine, list[float](), 0.0
         for prompt in prompts:
@@ -130,14 +131,34 @@ class _Clock:
         return scores
 
 
-def transformers(settings: Settings, path: Path, prompts: list[list[int]], *, compiled: bool) -> Result:
-    """``generate`` with a static cache; compiled, as transformers does it by itself on a GPU."""
+def within_budget(settings: Settings, path: Path, prompts: list[list[int]]) -> Result:
+    """KV on the host; raises ValueError where the device holds more than the budget all the same."""
+    found = lamina(settings, path, prompts, "cpu")
+    if found["device_gb"] > settings.budget_gb:
+        raise ValueError(f"{found['device_gb']:.1f} GB of the device, of {settings.budget_gb:g}")
+    return found
+
+
+def offloaded(settings: Settings, path: Path, prompts: list[list[int]]) -> Result:
+    """The cache in the host's memory, a layer at a time on the device, of which torch gives no more than the budget."""
+    part = settings.budget_gb * 1e9 / _size(settings.device)
+    if settings.device != "cpu":
+        torch.cuda.set_per_process_memory_fraction(min(1.0, part))
+    try:
+        options = {"cache_implementation": "offloaded", "prefill_chunk_size": 256}
+        return transformers(settings, path, prompts, **options)
+    finally:
+        if settings.device != "cpu":
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def transformers(settings: Settings, path: Path, prompts: list[list[int]], **options: Any) -> Result:
+    """``generate`` with ``options``, which a GPU compiles by itself for a static cache unless told not to."""
     from transformers import AutoModelForCausalLM
 
     free, clock = _free(settings.device), _Clock(settings.device)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, settings.dtype)).to(settings.device)
-    options = {"cache_implementation": "static", "disable_compile": not compiled, "logits_processor": [clock]}
-    _generate(model, prompts, settings.tokens, settings.device, **options)
+    _generate(model, prompts, settings.tokens, settings.device, logits_processor=[clock], **options)
     used = free - _free(settings.device)
     del model
     if settings.device != "cpu":
@@ -169,6 +190,21 @@ def _rates(gaps: list[float], batch: int, used: int) -> Result:
     return {"tokens_s": batch / median, "tbt_ms": median * 1e3, "steps": len(gaps), "device_gb": used / 1e9}
 
 
+def _size(device: str) -> float:
+    return float("inf") if device == "cpu" else torch.cuda.mem_get_info()[1]
+
+
 def _free(device: str) -> int:
     """Bytes of the device, whoever has the others."""
     return 0 if device == "cpu" else torch.cuda.mem_get_info()[0]
+
+
+Contender = Callable[[Settings, Path, list[list[int]]], Result]
+ALL: dict[str, Contender] = {
+    "lamina, memory on the host": lambda s, path, prompts: lamina(s, path, prompts, "cpu"),
+    "lamina, memory on the device": lambda s, path, prompts: lamina(s, path, prompts, s.device),
+    "lamina, not split": lambda s, path, prompts: lamina(s, path, prompts, s.device, transport="loopback"),
+    "transformers, static": partial(transformers, cache_implementation="static", disable_compile=True),
+    "transformers, static, compiled": partial(transformers, cache_implementation="static"),
+}
+BEYOND: dict[str, Contender] = {"lamina, memory on the host": within_budget, "transformers, offloaded": offloaded}

@@ -37,8 +37,8 @@ def outputs(path: Path, prompts: list[list[int]], **options: Any) -> tuple[list[
     [
         {},
         {"partition": "token", "memory_workers": 3},
-        {"pipeline": 3, "deterministic": True},
-        {"tensor_parallel_size": 2, "pipeline": 2, "deterministic": True},
+        {"pipeline": 3},
+        {"tensor_parallel_size": 2, "pipeline": 2},
         {"prefill_workers": 1, "kv_cache_dtype": "int8"},
     ],
     ids=lambda o: " ".join(f"{k}={v}" for k, v in o.items()) or "plain",
@@ -46,9 +46,9 @@ def outputs(path: Path, prompts: list[list[int]], **options: Any) -> tuple[list[
 def test_the_bits_are_those_of_the_host(
     options: dict[str, Any], llama_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted, _ = outputs(llama_path, prompts, **options)
+    wanted, _ = outputs(llama_path, prompts, deterministic=True, **options)
     with stand_in_for_cpu(monkeypatch) as made:
-        found, stats = outputs(llama_path, prompts, **options)
+        found, stats = outputs(llama_path, prompts, deterministic=True, **options)
     assert found == wanted
     with_model = [d for d in made if d.places]
     assert len(with_model) == sum(not name.startswith("memory") for name in stats)
@@ -88,10 +88,10 @@ def test_graphs_draw_the_same_tokens(
     with stand_in_for_cpu(monkeypatch, graphs=True):
         found, _ = outputs(llama_path, prompts, **options)
         without, _ = outputs(llama_path, prompts, **options, cuda_graphs=False)
-    assert without == wanted
-    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
-    if "deterministic" in options:  # shapes are fixed, with graphs and without
-        assert found == wanted
+    for some in (found, without):
+        assert [tokens for tokens, _ in some] == [tokens for tokens, _ in wanted]
+        if "deterministic" in options:  # only then are all bits promised: shapes are fixed, with graphs and without
+            assert some == wanted
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -17,8 +17,8 @@ SHAPE = {
     "intermediate_size": 128, "vocab_size": 300,
 }  # fmt: skip
 SMALL = gpu_decode.Settings(
-    device="cpu", shape=tuple(SHAPE.items()), dtype="float32", batches=((2, 16),), tokens=6, early=60, texts=2,
-    memory_workers=1,
+    device="cpu", shape=tuple(SHAPE.items()), dtype="float32", batches=((2, 16),), beyond=((3, 16),), tokens=6,
+    early=60, texts=2, memory_workers=1,
 )  # fmt: skip
 
 
@@ -29,19 +29,20 @@ def test_tokens_are_those_of_transformers(tiny_lm: Path) -> None:
 def test_every_contender_is_timed() -> None:
     found = gpu_decode.speed(SMALL)
     assert list(found) == [
-        f"2 x 16, {name}"
-        for name in (
-            "lamina, memory on the host",
-            "lamina, memory on the device",
-            "transformers, static",
-            "transformers, static, compiled",
-        )
+        *(f"2 x 16, {name}" for name in gpu_decode.ALL),
+        *(f"3 x 16, {name}" for name in gpu_decode.BEYOND),
     ]
     for name, result in found.items():
-        if "compiled" not in name:  # that needs a compiler of torch's own choice
+        if "compiled" not in name and "offloaded" not in name:  # a compiler of torch's own choice; streams of a GPU
             assert result["tokens_s"] > 0, name
-            assert result["tokens_s"] == pytest.approx(2e3 / result["tbt_ms"])
+            assert result["tokens_s"] == pytest.approx(int(name[0]) * 1e3 / result["tbt_ms"])
             assert result["steps"] >= 2
+
+
+def test_more_of_the_device_than_the_budget_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_decode, "lamina", lambda *_: {"device_gb": 12.5})
+    with pytest.raises(ValueError, match=r"12\.5 GB of the device, of 12"):
+        gpu_decode.within_budget(SMALL, Path(), [])
 
 
 def test_what_there_is_no_time_for_is_said() -> None:
