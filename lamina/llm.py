@@ -51,7 +51,7 @@ class LLM:
             loading = load_beside(source, trust_remote_code=config.trust_remote_code, here=here)
             self.pools = Pools(model, config, on_progress)
             try:
-                self._tokenizer = loading.result()
+                self._tokenizer = loading.result(config.start_timeout_s)
             except BaseException:
                 self.pools.close()
                 raise

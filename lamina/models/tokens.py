@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def load_beside(source: Any, *, trust_remote_code: bool, here: bool) -> Backgrou
     """``load_tokenizer`` while workers start. ``here``: they are threads of this process, which begin once it is done,
     as transformers is not to be imported by two threads at once.
     """
-    loading = Background(lambda: load_tokenizer(source, trust_remote_code=trust_remote_code), "lamina-tokenizer")
+    work = partial(load_tokenizer, source, trust_remote_code=trust_remote_code)
+    loading = Background(work, "loading the tokenizer (--start-timeout-s)")
     if here:
         loading.result()
     return loading

@@ -55,7 +55,8 @@ def _serve(link: ControlLink, start: Start) -> None:
 
     pools = Pools(start.model, config, progress)
     try:
-        _Loop(link, Engine(pools, config, trace=pools.tracer.recorder), pools, tokenizer.result()).run()
+        engine = Engine(pools, config, trace=pools.tracer.recorder)
+        _Loop(link, engine, pools, tokenizer.result(config.start_timeout_s)).run()
     finally:
         pools.close()
 

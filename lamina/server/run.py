@@ -70,7 +70,7 @@ async def _serve(
         client = await EngineClient.connect(handle, stages)
     stages.end()
     try:
-        tokenizer = await asyncio.to_thread(loading.result)
+        tokenizer = await asyncio.to_thread(loading.result, engine_config.start_timeout_s)
         if tokenizer is None:
             raise ValueError(f"{model} has no tokenizer: give --tokenizer")
         await _Server(_service(model, config, engine_config, client, tokenizer), on_ready).run(sock)
