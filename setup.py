@@ -14,8 +14,8 @@ def native(name: str, *sources: str) -> Extension:
         sources=list(sources),
         depends=glob("csrc/**/*.h", recursive=True),
         include_dirs=["csrc"],
-        # -g0: Python's own flags have -g, which takes two fifths of the time, for 16 MB.
-        extra_compile_args=["-std=c++17", "-O3", "-g0", "-Wall", "-Wextra", "-fvisibility=hidden"],
+        # Of Python's own flags, -g takes two fifths of the time, for 16 MB, and -fwrapv 6 % of attention's speed.
+        extra_compile_args=["-std=c++17", "-O3", "-g0", "-fno-wrapv", "-Wall", "-Wextra", "-fvisibility=hidden"],
         optional=True,
     )
 

@@ -20,6 +20,7 @@ using V = float __attribute__((vector_size(32)));
 using I = int __attribute__((vector_size(32)));
 
 inline V set(float x) { return (V)_mm256_set1_ps(x); }
+inline void once(I& x) { asm("" : "+x"(x)); }
 inline V fma(V a, V b, V c) { return (V)_mm256_fmadd_ps(a, b, c); }
 inline V max(V a, V b) { return (V)_mm256_max_ps(a, b); }
 

@@ -5,6 +5,7 @@ using V = float __attribute__((vector_size(64)));
 using I = int __attribute__((vector_size(64)));
 
 inline V set(float x) { return (V)_mm512_set1_ps(x); }
+inline void once(I& x) { asm("" : "+v"(x)); }
 inline V fma(V a, V b, V c) { return (V)_mm512_fmadd_ps(a, b, c); }
 inline V max(V a, V b) { return (V)_mm512_max_ps(a, b); }
 

@@ -1,7 +1,8 @@
 // The kernel, over the vectors of one variant. Included once by each, inside its own namespace and under its target.
 //
 // From the variant: W, V (W floats), I (as many int32), set, fma, max (a > b ? a : b), sum4, from_half, to_half,
-// from_int8, from_fp8. Vectors are the compiler's own (GCC 12, Clang 12 or later), so + - * / < ? : & | << work on them.
+// from_int8, from_fp8, once (keeps the compiler from loading its argument twice, for which loads that wait for memory leave
+// no room). Vectors are the compiler's own (GCC 12, Clang 12 or later), so + - * / < ? : & | << work on them.
 //
 // Bits: what a query gets is one fixed chain of operations over its own tokens, whichever queries are computed beside it:
 // a score sums D in one order, weights are summed by absolute position, o takes one token after the other. Tokens that a
@@ -42,6 +43,7 @@ template <>
 inline Pair load_pair(const BFloat16* p) {
   I x;
   __builtin_memcpy(&x, p, sizeof x);
+  once(x);
   return {as_float(x << 16), as_float(x & ~0xffff)};
 }
 template <>

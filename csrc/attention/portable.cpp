@@ -12,6 +12,7 @@ using V = float __attribute__((vector_size(16)));
 using I = int __attribute__((vector_size(16)));
 
 inline V set(float x) { return V{x, x, x, x}; }
+inline void once(I&) {}
 inline V fma(V a, V b, V c) { return a * b + c; }
 inline V max(V a, V b) { return a > b ? a : b; }
 
