@@ -23,7 +23,7 @@ def native(name: str, *sources: str) -> Extension:
 setup(
     ext_modules=[
         native("lamina.attention._native", *sorted(glob("csrc/attention/*.cpp"))),
-        native("lamina.gemm._native", "csrc/gemm/module.cpp", "csrc/gemm/linear.cpp"),
+        native("lamina.gemm._native", *sorted(glob("csrc/gemm/*.cpp"))),
         native("lamina.netstack._native", *sorted(glob("csrc/netstack/native*.cpp"))),
         native("lamina.netstack._mlx5", "csrc/netstack/mlx5_native.cpp", "csrc/netstack/nic_model/nic.cpp"),
     ]

@@ -5,6 +5,25 @@
 // Every output is one chain: its products are added in the same order whatever the tile that it falls into, the number
 // of rows and the number of threads. So a row's result depends, bit for bit, on that row alone.
 
+constexpr std::size_t kFewRows = 4;           // up to here each weight is used straight from the load
+constexpr std::size_t kSomeRows = 16;         // up to here a widened strip stays in L1
+constexpr std::size_t kPanelBytes = 1 << 17;  // of widened weights in L2
+constexpr std::size_t kStrip = 3;             // columns of a tile
+
+// Columns done at a time, a multiple of kStrip.
+inline std::size_t panel_cols(const Problem& p) {
+  if (p.rows <= kFewRows) return 8 * kStrip;
+  if (p.rows <= kSomeRows) return kStrip;
+  const std::size_t fit = kPanelBytes / (sizeof(float) * p.k_size) / kStrip * kStrip;
+  return fit < kStrip ? kStrip : fit > 64 * kStrip ? 64 * kStrip : fit;
+}
+
+// x as floats; of scratch, the sums of a panel, and the panel widened.
+inline Plan plan(const Problem& p) {
+  const std::size_t panel = panel_cols(p);
+  return {panel, p.type == Type::kFloat ? 0 : p.rows * p.k_size, panel * (p.rows + p.k_size)};
+}
+
 // One tile of kRows rows of x and kCols rows of w; both walk along k, which is contiguous. kAhead: w comes from memory,
 // so the strip that follows is fetched meanwhile.
 template <int kRows, int kCols, bool kAhead, class W>
@@ -78,7 +97,7 @@ void widen(const W* from, float* to, std::size_t count) {
   for (; i < count; ++i) to[i] = to_float(from[i]);
 }
 
-// Columns [begin, end) of y. scratch: see scratch_floats.
+// Columns [begin, end) of y.
 template <class W>
 void columns(const Problem& p, std::size_t begin, std::size_t end, float* scratch) {
   const auto* w = static_cast<const W*>(p.w);
@@ -100,18 +119,10 @@ void columns(const Problem& p, std::size_t begin, std::size_t end, float* scratc
   }
 }
 
-inline void any_columns(const Problem& p, std::size_t begin, std::size_t end, float* scratch) {
-  switch (p.type) {
-    case Type::kFloat: return columns<float>(p, begin, end, scratch);
-    case Type::kBf16: return columns<Bf16>(p, begin, end, scratch);
-    case Type::kHalf: return columns<Half>(p, begin, end, scratch);
-  }
+template <class W>
+void prepare(const Problem& p, const void* x, float* to) {
+  widen(static_cast<const W*>(x), to, p.rows * p.k_size);
 }
 
-inline void any_widen(Type type, const void* from, float* to, std::size_t count) {
-  switch (type) {
-    case Type::kFloat: return widen(static_cast<const float*>(from), to, count);
-    case Type::kBf16: return widen(static_cast<const Bf16*>(from), to, count);
-    case Type::kHalf: return widen(static_cast<const Half*>(from), to, count);
-  }
-}
+template <class W>
+constexpr Kernel kernel = {plan, prepare<W>, columns<W>};

@@ -113,13 +113,14 @@ struct Vec {
 #pragma GCC pop_options
 
 const Variant* variants() {
+  static const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  static const bool has_avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   static const Variant all[kVariants] = {
-      {"avx512",
-       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512dq"),
-       avx512::any_columns, avx512::any_widen},
-      {"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"),
-       avx2::any_columns, avx2::any_widen},
+      {"amx", has_avx512 && amx_usable(), {avx512::kernel<float>, kAmx, avx512::kernel<Half>}},
+      {"avx512", has_avx512, {avx512::kernel<float>, avx512::kernel<Bf16>, avx512::kernel<Half>}},
+      {"avx2", has_avx2, {avx2::kernel<float>, avx2::kernel<Bf16>, avx2::kernel<Half>}},
   };
   return all;
 }

@@ -21,15 +21,16 @@ struct Engine {
   // Callers take turns: the buffers below are those of one call.
   void linear(Problem p, const void* x) {
     std::lock_guard<std::mutex> turn(mutex);
-    if (p.type != Type::kFloat) {
-      widened.resize(p.rows * p.k_size);
-      variant->widen(p.type, x, widened.data(), widened.size());
-      x = widened.data();
-    }
+    const Kernel& kernel = variant->kernels[static_cast<int>(p.type)];
+    const Plan plan = kernel.plan(p);
     p.x = static_cast<const float*>(x);
-    for (auto& s : scratch)
-      if (s.size() < scratch_floats(p)) s.resize(scratch_floats(p));
-    Job job{this, p, piece_cols(p)};
+    if (plan.x) {
+      float* const to = reserve(prepared, plan.x);
+      kernel.prepare(p, x, to);
+      p.x = to;
+    }
+    for (auto& s : scratch) reserve(s, plan.scratch);
+    Job job{this, p, kernel.columns, piece_cols(p, plan)};
     pool.run(run_piece, &job, (p.cols + job.cols - 1) / job.cols);
   }
 
@@ -37,28 +38,35 @@ struct Engine {
   struct Job {
     Engine* engine;
     Problem problem;
+    decltype(Kernel::columns) columns;
     std::size_t cols;  // of a piece
   };
 
   static void run_piece(void* data, std::size_t piece, std::size_t thread) {
     const auto& job = *static_cast<Job*>(data);
     const std::size_t begin = piece * job.cols, end = begin + job.cols;
-    job.engine->variant->columns(job.problem, begin, end < job.problem.cols ? end : job.problem.cols,
-                                 job.engine->scratch[thread].data());
+    job.columns(job.problem, begin, end < job.problem.cols ? end : job.problem.cols, job.engine->scratch[thread].data());
   }
 
   // Whole panels, some pieces for each thread: one that lost its core to another process then holds up little.
-  std::size_t piece_cols(const Problem& p) const {
-    const std::size_t panel = panel_cols(p), pieces = 4 * pool.size();
-    const std::size_t panels = (p.cols + panel * pieces - 1) / (panel * pieces);
-    return pool.size() == 1 ? p.cols : panels * panel;
+  std::size_t piece_cols(const Problem& p, const Plan& plan) const {
+    const std::size_t pieces = 4 * pool.size(), panels = (p.cols + plan.cols * pieces - 1) / (plan.cols * pieces);
+    return pool.size() == 1 ? p.cols : panels * plan.cols;
+  }
+
+  // Room for `floats`, at a multiple of 64 bytes.
+  static float* reserve(std::vector<float>& memory, std::size_t floats) {
+    constexpr std::size_t kAlign = 64;
+    if (memory.size() < floats + kAlign / sizeof(float)) memory.resize(floats + kAlign / sizeof(float));
+    const auto at = reinterpret_cast<std::uintptr_t>(memory.data());
+    return reinterpret_cast<float*>((at + kAlign - 1) / kAlign * kAlign);
   }
 
   std::mutex mutex;
   Pool pool;
   const Variant* variant;
   std::vector<std::vector<float>> scratch;  // of each thread
-  std::vector<float> widened;               // x
+  std::vector<float> prepared;              // x
 };
 
 struct EngineObject {

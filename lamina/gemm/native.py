@@ -1,7 +1,8 @@
 """Linear layers by csrc/gemm: weights are read where they lie, by as many threads as the compute worker has.
 
-Decoding has few rows, so a layer takes the time in which its weights are read; torch takes several times that for bf16
-on a CPU without bf16 instructions, and for fp32. A row's result depends on that row alone, bit for bit.
+Decoding has few rows, so a layer takes the time in which its weights are read. torch takes several times that for fp32,
+and for bf16 on a CPU without bf16 instructions; with matrix instructions (AMX) twice that, unless it may keep a copy of
+the weights in an order of its own. What native computes of a row depends on that row alone, bit for bit.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._native import Engine
+from ._native import Engine, usable
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-MANY_ROWS = 32  # above, a CPU with matrix instructions for a dtype is better served by torch, which uses them
+# Rows up to which native is faster than a product of torch's for bf16 instructions, by variant (perf/README.md)
+MOST_ROWS = {"amx": 128}
+MOST_ROWS_ELSE = 32
 
 
 class Native:
@@ -22,14 +25,16 @@ class Native:
     def __init__(self, threads: int, variant: str = "") -> None:
         """Raises ValueError where the CPU lacks ``variant``, or AVX2."""
         self._run = Engine(threads, variant).linear
-        self._left = {torch.bfloat16} if torch.ops.mkldnn._is_mkldnn_bf16_supported() else set[torch.dtype]()
+        self.most_rows: dict[torch.dtype, int] = {}  # by dtype, where there is a limit
+        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            self.most_rows[torch.bfloat16] = MOST_ROWS.get(variant or usable()[0], MOST_ROWS_ELSE)
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         """See LinearBackend."""
         cols, k_size = w.shape
         rows = x.numel() // max(k_size, 1)
         kind = TYPES.get(x.dtype)
-        if kind is None or w.dtype != x.dtype or not x.is_cpu or (rows > MANY_ROWS and x.dtype in self._left):
+        if kind is None or w.dtype != x.dtype or not x.is_cpu or rows > self.most_rows.get(x.dtype, rows):
             return F.linear(x, w, b)
         if w.stride(1) != 1 or (b is not None and (b.dtype != x.dtype or not b.is_contiguous())):
             return F.linear(x, w, b)

@@ -1,0 +1,185 @@
+// bf16 by matrix instructions: a tile of w is what lies in memory, x is laid out for it once a call. Linear layers of
+// few rows so take the time in which a core reads their weights. Other types are AVX-512's.
+#include <cpuid.h>
+#include <immintrin.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include <algorithm>
+
+#include "gemm/linear.h"
+
+// See linear.cpp.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+
+#pragma GCC push_options
+#pragma GCC target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")
+namespace lamina::gemm::amx {
+namespace {
+
+constexpr std::size_t kDepth = 32;  // of k in a tile: 64 bytes
+constexpr std::size_t kTile = 16;   // rows of a tile
+constexpr std::size_t kWide = 2 * kTile;  // columns of y at once
+
+// Registers: 0, 1: w [16 columns of y, 64 bytes]; 2, 3: x [16 pairs of k, rows of x]; 4 .. 7: y^T [16 columns, rows of x],
+// by w and x.
+struct alignas(64) Config {
+  std::uint8_t palette = 1, start = 0, reserved[14] = {};
+  std::uint16_t bytes[16] = {};
+  std::uint8_t rows[16] = {};
+
+  // `left`, `right`: rows of x in registers 2 and 3.
+  Config(std::size_t left, std::size_t right) {
+    const auto set = [&](int i, std::size_t width) {
+      rows[i] = width ? kTile : 0, bytes[i] = static_cast<std::uint16_t>(4 * width);
+    };
+    set(0, kTile), set(1, kTile);
+    set(2, left), set(4, left), set(6, left);
+    set(3, right), set(5, right), set(7, right);
+  }
+};
+
+std::size_t slices(const Problem& p) { return (p.k_size + kDepth - 1) / kDepth; }
+
+// Where rows `first ..` of x lie once they are laid out: [slices, 16 pairs of k, rows of the tile], a dword for a pair.
+const std::uint32_t* laid_out(const Problem& p, std::size_t first) {
+  return reinterpret_cast<const std::uint32_t*>(p.x) + first * slices(p) * kTile;
+}
+
+Plan plan(const Problem& p) { return {kWide, p.rows * slices(p) * kTile, 0}; }
+
+void prepare(const Problem& p, const void* x, float* to) {
+  auto* out = reinterpret_cast<std::uint32_t*>(to);
+  for (std::size_t first = 0; first < p.rows; first += kTile) {
+    const std::size_t rows = std::min(kTile, p.rows - first);
+    for (std::size_t m = 0; m < rows; ++m) {
+      const std::uint16_t* from = static_cast<const std::uint16_t*>(x) + (first + m) * p.k_size;
+      std::uint32_t* at = out + first * slices(p) * kTile + m;
+      for (std::size_t k = 0; k < slices(p) * kDepth; k += 2, at += rows) {
+        const std::uint32_t even = k < p.k_size ? from[k] : 0, odd = k + 1 < p.k_size ? from[k + 1] : 0;
+        *at = even | odd << 16;
+      }
+    }
+  }
+}
+
+// Rows of w under way: `cols` that there are, each of `left` numbers from here on.
+struct Weights {
+  const Bf16* at;
+  std::size_t ldw, cols, left;
+};
+
+// Up to `kTile` rows of w, 32 numbers each, as tiles want them: where they lie, or in `space` with zeros behind them.
+struct Tile {
+  const void* at;
+  std::size_t stride;
+
+  Tile(const Weights& w, std::size_t row, std::uint16_t (*space)[kDepth]) : at(w.at + row * w.ldw), stride(2 * w.ldw) {
+    const std::size_t rows = row < w.cols ? std::min(kTile, w.cols - row) : 0;
+    if (rows == kTile && w.left >= kDepth) return;
+    const __mmask32 some = w.left >= kDepth ? ~__mmask32(0) : (__mmask32(1) << w.left) - 1;
+    for (std::size_t i = 0; i < kTile; ++i)
+      _mm512_storeu_si512(space[i], _mm512_maskz_loadu_epi16(i < rows ? some : 0, w.at + (row + i) * w.ldw));
+    at = space, stride = sizeof space[0];
+  }
+};
+
+// sums [2, 2, 16, 16] = columns of y, `kWide` of them, by the rows of x that the registers are set for. `ahead`: w that
+// comes next, fetched line by line between the products, and brought to L1 likewise before a tile is: the loads of a
+// whole tile at once would wait for each other.
+template <bool kTwo>
+void products(const Problem& p, std::size_t n, std::size_t first, std::size_t left, std::size_t right, const char* ahead,
+              float (*sums)[2][kTile][kTile]) {
+  std::uint16_t space[2][kTile][kDepth];
+  Weights w{static_cast<const Bf16*>(p.w) + n * p.ldw, p.ldw, std::min(kWide, p.cols - n), p.k_size};
+  const std::uint32_t *a = laid_out(p, first), *b = kTwo ? laid_out(p, first + kTile) : nullptr;
+  _tile_zero(4);
+  _tile_zero(6);
+  if constexpr (kTwo) {
+    _tile_zero(5);
+    _tile_zero(7);
+  }
+  for (std::size_t k = 0; k < p.k_size; k += kDepth, w.at += kDepth, w.left -= kDepth) {
+    if (w.cols == kWide)
+      for (std::size_t i = 0; i < kWide; ++i, ahead += 64) {
+        __builtin_prefetch(ahead, 0, 2);
+        (void)*reinterpret_cast<const volatile std::uint8_t*>(w.at + i * w.ldw);
+      }
+    const Tile low(w, 0, space[0]), high(w, kTile, space[1]);
+    _tile_loadd(2, a, 4 * left);
+    if constexpr (kTwo) { _tile_loadd(3, b, 4 * right); }
+    _tile_loadd(0, low.at, low.stride);
+    _tile_dpbf16ps(4, 0, 2);
+    if constexpr (kTwo) { _tile_dpbf16ps(5, 0, 3); }
+    _tile_loadd(1, high.at, high.stride);
+    _tile_dpbf16ps(6, 1, 2);
+    if constexpr (kTwo) { _tile_dpbf16ps(7, 1, 3); }
+    a += kTile * left, b += kTile * right;
+    if (w.left < kDepth) break;
+  }
+  _tile_stored(4, sums[0][0], sizeof sums[0][0][0]);
+  _tile_stored(6, sums[1][0], sizeof sums[0][0][0]);
+  if constexpr (kTwo) {
+    _tile_stored(5, sums[0][1], sizeof sums[0][0][0]);
+    _tile_stored(7, sums[1][1], sizeof sums[0][0][0]);
+  }
+}
+
+// A column of sums [16 columns of y, 16] as a row of y, with the bias.
+void store(const Problem& p, const float* sums, std::size_t m, std::size_t n) {
+  const __mmask16 some = p.cols - n >= kTile ? ~__mmask16(0) : static_cast<__mmask16>((1u << (p.cols - n)) - 1);
+  const __m512i steps = _mm512_slli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 4);
+  __m512 y = _mm512_i32gather_ps(steps, sums, 4);
+  if (p.b) {
+    const __m256i b = _mm256_maskz_loadu_epi16(some, static_cast<const Bf16*>(p.b) + n);
+    y = _mm512_add_ps(y, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16)));
+  }
+  _mm256_mask_storeu_epi16(static_cast<Bf16*>(p.y) + m * p.cols + n, some, (__m256i)_mm512_cvtneps_pbh(y));
+}
+
+// All rows of x meet some columns before the next ones, at most 2 * kTile at once: w comes from memory once.
+void columns(const Problem& p, std::size_t begin, std::size_t end, float*) {
+  float sums[2][2][kTile][kTile];
+  std::size_t set_for = 0;  // rows of x
+  for (std::size_t n = begin; n < end; n += kWide)
+    for (std::size_t first = 0; first < p.rows; first += 2 * kTile) {
+      const std::size_t rows = std::min(2 * kTile, p.rows - first), left = std::min(kTile, rows), right = rows - left;
+      if (rows != set_for) {
+        const Config config(left, right);
+        _tile_loadconfig(&config);
+        set_for = rows;
+      }
+      const Bf16* ahead = static_cast<const Bf16*>(p.w) + (n + (first ? 0 : kWide)) * p.ldw;
+      (right ? products<true> : products<false>)(p, n, first, left, right, reinterpret_cast<const char*>(ahead), sums);
+      for (std::size_t i = 0; i < 2; ++i)
+        for (std::size_t m = 0; n + i * kTile < end && m < rows; ++m)
+          store(p, sums[i][m / kTile][0] + m % kTile, first + m, n + i * kTile);
+    }
+  _tile_release();
+}
+
+}  // namespace
+
+}  // namespace lamina::gemm::amx
+#pragma GCC pop_options
+
+namespace lamina::gemm {
+
+const Kernel kAmx = {amx::plan, amx::prepare, amx::columns};
+
+bool amx_usable() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // asm/prctl.h; bit of the registers' state
+  constexpr unsigned kBf16AndTiles = 1 << 22 | 1 << 24;        // of leaf 7
+  unsigned a, b, c, d;
+  return __builtin_cpu_supports("avx512bf16") && __get_cpuid_count(7, 0, &a, &b, &c, &d) &&
+         (d & kBf16AndTiles) == kBf16AndTiles && !syscall(SYS_arch_prctl, kRequestPermission, kTileData);
+#else
+  return false;
+#endif
+}
+
+}  // namespace lamina::gemm
