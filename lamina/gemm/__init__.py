@@ -23,6 +23,11 @@ class LinearBackend(Protocol):
     x, w, b is kept.
     """
 
+    @property
+    def own_threads(self) -> bool:
+        """Whether a few rows are computed without torch's threads."""
+        ...
+
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         """x [..., K], w [N, K], b [N] -> [..., N], all of one dtype."""
         ...

@@ -22,6 +22,8 @@ MOST_ROWS_ELSE = 32
 class Native:
     """See LinearBackend."""
 
+    own_threads = True
+
     def __init__(self, threads: int, variant: str = "") -> None:
         """Raises ValueError where the CPU lacks ``variant``, or AVX2."""
         self._run = Engine(threads, variant).linear

@@ -43,7 +43,7 @@ class _Server(ModelServer):
             self._check_room(start.copies)
         cut = self.cut()
         group = stage_collective(self._meet(ranks), self.staging) if ranks else None
-        program = self.graphs(cut.program, group)
+        program = self.runnable(cut, group)
         ring = self._close_ring(listener, cut.program) if listener else None
         pool, bounds = self._connect(cut, ring)
         self.clock.lap("bind_s")

@@ -34,6 +34,7 @@ from .control import (
     Stop,
 )
 from .devices import CPU, linear, pick
+from .few_rows import FewRows
 from .graphs import Graphs
 from .groups import together
 from .links import RefusedError
@@ -66,7 +67,9 @@ class Worker(Protocol):
 
 
 class Cut(NamedTuple):
-    """A loaded model, in slices. ``layers``: its attention operators; ``gemm``: the backend of its linear layers."""
+    """A loaded model, in slices. ``layers``: its attention operators; ``gemm``: the backend of its linear layers, which
+    may have ``own_threads``.
+    """
 
     program: Any
     loaded: Any
@@ -75,6 +78,7 @@ class Cut(NamedTuple):
     max_len: int
     partition: Partition
     gemm: str
+    own_threads: bool
 
 
 class ModelServer:
@@ -144,14 +148,15 @@ class ModelServer:
         program = self.staging.place(gemm.bind(program, backend))
         partition = partition_of(start.partition, layers, start.memory_weights, max_len)
         dtype, name = program.calls[0].q.dtype, type(backend).__name__.lower()
-        return Cut(program, loaded, layers, dtype, max_len, partition, name)
+        return Cut(program, loaded, layers, dtype, max_len, partition, name, backend.own_threads)
 
-    def graphs(self, program: Any, group: Collective | None = None) -> Any:
+    def runnable(self, cut: Cut, group: Collective | None = None) -> Any:
         """The program, meeting the other ranks of ``group``; as graphs where the device has them."""
         capture = self.staging.capture() if self.start.cuda_graphs else None
         if capture:
-            return Graphs(program, capture, group)
-        return collective.bind(program, group) if group else program
+            return Graphs(cut.program, capture, group)
+        program = collective.bind(cut.program, group) if group else cut.program
+        return FewRows(program) if cut.own_threads else program
 
     def ready(self, cut: Cut, bounds: Sequence[Bound]) -> ComputeReady:
         """What the driver must know; ``bounds``: the memory workers' answers, in their order."""

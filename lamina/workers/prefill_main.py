@@ -42,7 +42,7 @@ class _Server(ModelServer):
         self.clock.lap("bind_s")
         own = OwnAttention(store, stage_attention(pool, self.staging), self.trace)
         worker = ComputeWorker(
-            emulated(self.graphs(cut.program), prefill=True),
+            emulated(self.runnable(cut), prefill=True),
             own,
             dtype=cut.dtype,
             deterministic=start.deterministic,

@@ -190,7 +190,7 @@ def test_refuses_in_one_line(call: Callable[[], object], text: str) -> None:
 
 def test_bind_puts_every_linear_layer_of_a_program_on_the_backend() -> None:
     class Counting:
-        calls = 0
+        calls, own_threads = 0, False
 
         def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
             self.calls += 1
