@@ -5,6 +5,7 @@ if __name__ != "lamina.converter":
 
 from .convert import convert
 from .errors import ConversionError
+from .fuse import fuse
 from .graph import RowTensor
 from .move import move
 from .redirect import redirect
@@ -19,6 +20,7 @@ __all__ = [
     "Slice",
     "SlicedProgram",
     "convert",
+    "fuse",
     "move",
     "redirect",
 ]

@@ -96,6 +96,9 @@ class EngineConfig:
         "auto", "attention of the memory workers: native, numba, reference, or auto (the first that works)"
     )
     gemm: str = option("auto", "linear layers of the compute worker: native, torch, or auto (the first that works)")
+    compile: bool = option(
+        False, "compile what lies between linear layers: decodes faster, starts later; needs a C++ compiler; on CPUs"
+    )
     compute_device: str = option(
         "cpu",
         "what compute and prefill workers compute on: cpu; cuda (a GPU for each, in turn); cuda:N; or auto (cuda where "
@@ -242,6 +245,9 @@ class EngineConfig:
                 f"--compute-device {self.compute_device} is one GPU, and --tensor-parallel-size "
                 f"{self.tensor_parallel_size} takes one for each rank: use --compute-device cuda"
             )
+
+        if self.compile and self.compute_device != "cpu":
+            raise ValueError(f"--compile is for CPUs: leave it out with --compute-device {self.compute_device}")
 
     def _check_pipeline(self) -> None:
         if self.pipeline != "auto" and (isinstance(self.pipeline, str) or self.pipeline < 1):

@@ -141,6 +141,7 @@ def main() -> None:
     parser.add_argument("--attention", default="auto", help="backend of the memory workers")
     parser.add_argument("--threads", type=int, default=0, help="of each competitor; 0 = all cores")
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--compile", action="store_true", help="Lamina's slices compiled, of all its competitors")
     parser.add_argument("--peers", default="", help="other engines, by comma, or all: " + ", ".join(PEERS))
     parser.add_argument("--peer-folder", type=Path, default=Path("build/peers"), help="their environments (peers.sh)")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
@@ -161,7 +162,13 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(1, 32000, (args.batch, args.prompt), generator=generator).tolist()
     threads = {"compute_threads": args.threads, "memory_threads": args.threads}
-    common = {"attention": args.attention, "dtype": args.dtype, "memory_workers": args.memory_workers, **threads}
+    common = {
+        "attention": args.attention,
+        "dtype": args.dtype,
+        "memory_workers": args.memory_workers,
+        "compile": args.compile,
+        **threads,
+    }
     total = args.tokens + 2 * TURN_STEPS + args.tokens // TURN_STEPS
     makers: dict[str, Callable[[], Player]] = {
         "transformers static": lambda: Generate(model, prompts, total, "static"),

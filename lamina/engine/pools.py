@@ -304,6 +304,7 @@ class Pools:
             deterministic=c.deterministic,
             backend=c.attention,
             gemm=c.gemm,
+            compile=c.compile,
             device=c.compute_device,
             device_number=self._gpu_number(handle),
             cuda_graphs=c.cuda_graphs,

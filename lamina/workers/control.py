@@ -105,6 +105,7 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     deterministic: bool
     backend: str  # attention backend of the memory workers
     gemm: str  # backend of the linear layers
+    compile: bool = False  # what lies between them
     device: str = "cpu"  # as in --compute-device
     device_number: int = 0  # among the workers here that take the host's GPUs in turn
     cuda_graphs: bool = True  # where the device has them

@@ -151,12 +151,21 @@ class ModelServer:
         return Cut(program, loaded, layers, dtype, max_len, partition, name, backend.own_threads)
 
     def runnable(self, cut: Cut, group: Collective | None = None) -> Any:
-        """The program, meeting the other ranks of ``group``; as graphs where the device has them."""
+        """The program, meeting the other ranks of ``group``; as graphs where the device has them, or compiled."""
         capture = self.staging.capture() if self.start.cuda_graphs else None
         if capture:
             return Graphs(cut.program, capture, group)
         program = collective.bind(cut.program, group) if group else cut.program
+        if self.start.compile:
+            program = self._compiled(program)
         return FewRows(program) if cut.own_threads else program
+
+    def _compiled(self, program: Any) -> Any:
+        from .compiled import compiled  # brings a compiler's front end with it
+
+        found = compiled(program, lambda done, total: self._progress("compiling the slices", done, total))
+        self.clock.lap("compile_s")
+        return found
 
     def ready(self, cut: Cut, bounds: Sequence[Bound]) -> ComputeReady:
         """What the driver must know; ``bounds``: the memory workers' answers, in their order."""

@@ -1,0 +1,138 @@
+"""Makes one call of the operators between the messages, linear layers and meetings of a slice."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from .graph import operator_name
+from .slices import SlicedProgram
+
+Unit = Callable[..., tuple[Tensor, ...]]
+
+aten = torch.ops.aten
+
+_VIEWS = {"slice", "view", "transpose", "t", "permute", "unsqueeze", "squeeze", "expand", "select", "narrow", "reshape"}
+
+
+def fuse(program: SlicedProgram, compile_units: Callable[[list[fx.GraphModule]], list[Unit]]) -> SlicedProgram:
+    """The program with every run of ATen operators between two other calls as one call; the program given is used up.
+
+    A unit takes tensors alone, weights among them, and gives a tuple of tensors. Its placeholders have the captured
+    tensors as ``meta["val"]``: rows are dimension 0 where its size is symbolic. ``compile_units`` is given those that
+    differ. Runs of nothing but views stay as they are.
+    """
+    found = [(part.module, cut) for part in program.slices for cut in _cuts(part.module)]
+    distinct = {_key(cut.unit): cut.unit for _, cut in found}
+    compiled = dict(zip(distinct, compile_units(list(distinct.values())), strict=True))
+    items: dict[fx.Node, fx.Node] = {}
+    for number, (module, cut) in enumerate(found):
+        _replace(module, f"unit_{number}", cut, compiled[_key(cut.unit)], items)
+    for part in program.slices:
+        _hold_tensors(part.module)
+        part.module.recompile()
+    return replace(program, slices=tuple(replace(part) for part in program.slices))
+
+
+def has_rows(node: fx.Node) -> bool:
+    """Whether dimension 0 of the captured tensor is that of rows."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dim() > 0 and isinstance(value.shape[0], torch.SymInt)
+
+
+def _key(unit: fx.GraphModule) -> str:
+    values = [n.meta["val"] for n in unit.graph.nodes if n.op == "placeholder"]
+    inputs = [(v.dtype, [isinstance(size, torch.SymInt) or size for size in v.shape]) for v in values]
+    return f"{unit.code} {inputs}"
+
+
+class _Cut(NamedTuple):
+    """A unit, the operators of a slice that it stands for, what they are given and give, and what comes behind them."""
+
+    unit: fx.GraphModule
+    run: list[fx.Node]
+    given: list[fx.Node]
+    results: list[fx.Node]
+    end: fx.Node
+
+
+def _cuts(module: fx.GraphModule) -> Iterator[_Cut]:
+    for run, end in list(_runs(module.graph)):
+        if all(operator_name(n) in _VIEWS for n in run):
+            continue
+        inside = set(run)
+        given = list(dict.fromkeys(a for n in run for a in n.all_input_nodes if a not in inside and not _counts(a)))
+        results = [n for n in run if any(user not in inside for user in n.users)]
+        if any(map(has_rows, given)) and all(isinstance(a.meta.get("val"), Tensor) for a in given):
+            yield _Cut(_unit(run, given, results), run, given, results, end)
+
+
+def _replace(module: fx.GraphModule, name: str, cut: _Cut, unit: Unit, items: dict[fx.Node, fx.Node]) -> None:
+    """``items``: by results of runs, what has taken their places."""
+    setattr(module, name, _Held(unit))
+    with module.graph.inserting_before(cut.end):
+        held = module.graph.create_node("get_attr", name)
+        call = module.graph.call_method("run", (held, *(items.get(n, n) for n in cut.given)))
+        for i, node in enumerate(cut.results):
+            item = items[node] = module.graph.call_function(operator.getitem, (call, i))
+            item.meta = dict(node.meta)
+            node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in cut.run)
+    for node in reversed(cut.run):
+        module.graph.erase_node(node)
+
+
+def _hold_tensors(module: nn.Module) -> None:
+    """Weights as tensors, in place of parameters: to a compiler these are of another type."""
+    for name, weight in list(module._parameters.items()):
+        del module._parameters[name]
+        if weight is not None:
+            module.register_buffer(name, weight.detach())
+
+
+class _Held(NamedTuple):
+    """A unit as an attribute of the slices that have it, and not as a part of them, should it be a module."""
+
+    run: Unit
+
+
+def _runs(graph: fx.Graph) -> Iterator[tuple[list[fx.Node], fx.Node]]:
+    """ATen operators that follow each other, and what comes behind them."""
+    run: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op == "get_attr" or _counts(node):
+            continue
+        if node.op == "call_function" and getattr(node.target, "namespace", "") == "aten":
+            run.append(node)
+        elif run:
+            yield run, node
+            run = []
+
+
+def _counts(node: fx.Node) -> bool:
+    """Whether it is the number of rows, which a unit reads off what it is given."""
+    return node.op == "call_function" and node.target is aten.sym_size.int
+
+
+def _unit(run: Sequence[fx.Node], given: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for i, node in enumerate(given):
+        copies[node] = graph.placeholder(f"x{i}")
+        copies[node].meta["val"] = node.meta["val"]
+    with_rows = next(copies[n] for n in given if has_rows(n))
+
+    def copy(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            copies[node] = graph.call_function(aten.sym_size.int, (with_rows, 0))
+        return copies[node]
+
+    for node in run:
+        copies[node] = graph.create_node(
+            node.op, node.target, fx.map_arg(node.args, copy), fx.map_arg(node.kwargs, copy)
+        )
+    graph.output(tuple(copies[n] for n in results))
+    return fx.GraphModule(nn.Module(), graph)

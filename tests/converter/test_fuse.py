@@ -1,0 +1,99 @@
+"""Operators as units: the same results, called in the same places, equal ones made once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_real_models import build
+from torch import Tensor, fx
+
+from lamina.converter import SlicedProgram, fuse, redirect
+from lamina.converter.fuse import has_rows
+
+
+class Linear:
+    """What linear layers are given to, as in a worker."""
+
+    def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        return torch.nn.functional.linear(x, w, b)
+
+
+def private(family: str) -> SlicedProgram:
+    """The program that ``build`` shares once more, to be used up."""
+    program = build.__wrapped__(family)[1]
+    return redirect(program, "gemm", Linear(), {torch.ops.aten.linear.default: "linear"})
+
+
+def arguments(part: Any, rows: int) -> list[Any]:
+    generator = torch.Generator().manual_seed(rows)
+
+    def like(node: fx.Node) -> Tensor:
+        value = node.meta["val"]
+        shape = (rows, *value.shape[1:])
+        if value.dtype == torch.int64:
+            return torch.randint(0, 60, shape, generator=generator)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(value.dtype)
+
+    return [like(n) for n in part.module.graph.nodes if n.op == "placeholder" and n.name != "send"]
+
+
+def run(part: Any, rows: int) -> tuple[tuple[Tensor, ...], list[str], list[Tensor]]:
+    """Results, and what was sent."""
+    events, sent = list[str](), list[Tensor]()
+
+    class Seen:
+        def q(self, call: int, q: Tensor) -> None:
+            sent.append(q.clone())
+            events.append(f"q{call}")
+
+        def kv(self, call: int, k: Tensor, v: Tensor) -> None:
+            sent.extend((k.clone(), v.clone()))
+            events.append(f"kv{call}")
+
+    last = "send" not in [n.name for n in part.module.graph.nodes]
+    return part(*arguments(part, rows), *(() if last else (Seen(),))), events, sent
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "mpt", "gptj"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_units_compute_and_send_what_the_operators_did(family: str, rows: int) -> None:
+    plain = build(family)[1]
+    fused = fuse(private(family), list)
+    for before, after in zip(plain.slices, fused.slices, strict=True):
+        wanted, events, sent = run(before, rows)
+        found, same_events, same_sent = run(after, rows)
+        assert events == same_events
+        assert len(wanted) == len(found)
+        assert all(torch.equal(a, b) for a, b in zip((*wanted, *sent), (*found, *same_sent), strict=True))
+
+
+def test_layers_share_their_units_and_little_else_is_left() -> None:
+    units: list[fx.GraphModule] = []
+
+    def keep(found: list[fx.GraphModule]) -> list[Any]:
+        units.extend(found)
+        return list(found)
+
+    plain = build("llama")[1]
+    fused = fuse(private("llama"), keep)
+    calls = [sum(n.target == "run" for n in s.module.graph.nodes) for s in fused.slices]
+    assert calls[1] == calls[2] >= 4  # slices of one layer each
+    assert len(units) < sum(calls)
+    left = [n for n in fused.slices[1].module.graph.nodes if getattr(n.target, "namespace", "") == "aten"]
+    assert len(left) < len([n for n in plain.slices[1].module.graph.nodes if n.op == "call_function"]) // 3
+    for unit in units:
+        inputs = [n for n in unit.graph.nodes if n.op == "placeholder"]
+        assert any(has_rows(n) for n in inputs)
+        assert not list(unit.parameters())  # weights are given
+
+
+def test_a_unit_that_computes_something_else_shows() -> None:
+    plain = build("llama")[1]
+
+    def wrong(units: list[fx.GraphModule]) -> list[Any]:
+        return [lambda *xs, unit=unit: tuple(y * 2 for y in unit(*xs)) for unit in units]
+
+    fused = fuse(private("llama"), wrong)
+    assert not torch.equal(run(fused.slices[1], 2)[0][0], run(plain.slices[1], 2)[0][0])
