@@ -60,6 +60,7 @@ class Pools:
         self._config = config
         self._members = Members(self._gather, self._after_end)
         self._launcher: Launcher | None = None
+        self._steps = 0  # in flight on the compute workers
         self._chunks = [0] * config.prefill_workers  # in flight, by prefill worker
         self._since = [0.0] * config.prefill_workers  # when the first of them began to be the next one that is done
         self._lock = threading.Lock()  # one reader of the links at a time: run or stats
@@ -78,6 +79,7 @@ class Pools:
 
     def submit(self, new: RunRound) -> None:
         """See Wire."""
+        self._steps += len(new.steps)
         for member in self._compute:
             self._members.send(member, new)
 
@@ -91,9 +93,13 @@ class Pools:
     def wait(self) -> StepDone:
         """See Wire."""
         limit, start = self._config.step_timeout_s, self.tracer.recorder.now()
+        owing = [member for member, chunks in zip(self._prefill, self._chunks, strict=True) if chunks]
+        what = "a step" if self._steps else "a chunk of a prompt"
+        if self._steps or not owing:
+            owing = self._compute + owing
         with self._lock:
             done: StepDone = self._members.wait_for(
-                self._compute + self._prefill, StepDone, limit + GRACE_S, f"for a step (--step-timeout-s {limit:g})"
+                owing, StepDone, limit + GRACE_S, f"for {what} (--step-timeout-s {limit:g})"
             )
         self.tracer.recorder.add(Event.WAIT_DONE, start, done)
         self._note(done)
@@ -104,7 +110,9 @@ class Pools:
         long the driver has not listened.
         """
         now, limit, first = time.monotonic(), self._config.step_timeout_s, self._config.most_batches
-        if done.batch >= first:
+        if done.batch < first:
+            self._steps -= 1
+        else:
             self._chunks[done.batch - first] -= 1
             self._since[done.batch - first] = now
         for worker, member in enumerate(self._prefill):
