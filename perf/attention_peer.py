@@ -70,6 +70,7 @@ def vllm(settings: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Cal
     batch, heads, dim = q.shape
     kv_heads, context, size = k.shape[1], k.shape[2], settings["block_size"]
     isa, pages = _get_attn_isa(q.dtype, size, dim), -(-context // size)
+    torch.cpu._init_amx()  # as its workers do, for kernels that need the registers
     table = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
     slots = (torch.arange(batch)[:, None] * pages * size + torch.arange(context)).flatten()
     rows = [x.transpose(1, 2).reshape(-1, kv_heads, dim) for x in (k, v)]
