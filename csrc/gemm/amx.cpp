@@ -42,6 +42,9 @@ struct alignas(64) Config {
   }
 };
 
+// GCC's intrinsics do not say that they read memory: what was written there would else be free to come later, or never.
+inline void written(const void* at) { asm volatile("" ::"r"(at) : "memory"); }
+
 std::size_t slices(const Problem& p) { return (p.k_size + kDepth - 1) / kDepth; }
 
 // Where rows `first ..` of x lie once they are laid out: [slices, 16 pairs of k, rows of the tile], a dword for a pair.
@@ -83,6 +86,7 @@ struct Tile {
     const __mmask32 some = w.left >= kDepth ? ~__mmask32(0) : (__mmask32(1) << w.left) - 1;
     for (std::size_t i = 0; i < kTile; ++i)
       _mm512_storeu_si512(space[i], _mm512_maskz_loadu_epi16(i < rows ? some : 0, w.at + (row + i) * w.ldw));
+    written(space);
     at = space, stride = sizeof space[0];
   }
 };
@@ -142,6 +146,7 @@ void store(const Problem& p, const float* sums, std::size_t m, std::size_t n) {
 
 // All rows of x meet some columns before the next ones, at most 2 * kTile at once: w comes from memory once.
 void columns(const Problem& p, std::size_t begin, std::size_t end, float*) {
+  written(p.x);
   float sums[2][2][kTile][kTile];
   std::size_t set_for = 0;  // rows of x
   for (std::size_t n = begin; n < end; n += kWide)
@@ -149,6 +154,7 @@ void columns(const Problem& p, std::size_t begin, std::size_t end, float*) {
       const std::size_t rows = std::min(2 * kTile, p.rows - first), left = std::min(kTile, rows), right = rows - left;
       if (rows != set_for) {
         const Config config(left, right);
+        written(&config);
         _tile_loadconfig(&config);
         set_for = rows;
       }
