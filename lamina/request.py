@@ -62,7 +62,10 @@ class SamplingParams:
             _check(count is None or 0 <= count <= 20, f"{name} must lie in 0..20, not {count}")
         for name in ("presence_penalty", "frequency_penalty"):
             _check(-2.0 <= getattr(self, name) <= 2.0, f"{name} must lie in -2..2, not {getattr(self, name)}")
-        _check(self.repetition_penalty > 0.0, f"repetition_penalty must be positive, not {self.repetition_penalty}")
+        _check(  # beyond, products of logits are no numbers any more
+            0.01 <= self.repetition_penalty <= 100.0,
+            f"repetition_penalty must lie in 0.01..100, not {self.repetition_penalty}",
+        )
         _check(0.0 <= self.min_p <= 1.0, f"min_p must lie in 0..1, not {self.min_p}")
         for token, bias in (self.logit_bias or {}).items():
             _check(-100.0 <= bias <= 100.0, f"logit_bias of token {token} must lie in -100..100, not {bias}")

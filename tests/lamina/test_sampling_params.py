@@ -72,7 +72,8 @@ def test_a_known_token_is_reported_and_not_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"min_p": 1.5}, {"presence_penalty": 3}, {"repetition_penalty": 0}, {"logit_bias": {1: 101}},
+    "bad", [{"min_p": 1.5}, {"presence_penalty": 3}, {"repetition_penalty": 0}, {"repetition_penalty": 5e-324},
+            {"repetition_penalty": 1e300}, {"logit_bias": {1: 101}},
             {"logit_bias": {"x": 1}}, {"prompt_logprobs": 21}, {"frequency_penalty": float("nan")}]
 )  # fmt: skip
 def test_bad_values_are_named(bad: dict[str, object]) -> None:
