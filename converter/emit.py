@@ -19,7 +19,7 @@ from .slices import Cut, CutCall, Slice
 aten = torch.ops.aten
 
 # These never copy, unlike reshape or to, which the schema calls views as well.
-_VIEWS = {"slice", "view", "transpose", "t", "permute", "unsqueeze", "squeeze", "expand", "select", "narrow"}
+VIEWS = {"slice", "view", "transpose", "t", "permute", "unsqueeze", "squeeze", "expand", "select", "narrow"}
 
 
 class StaticValues:
@@ -43,7 +43,7 @@ class StaticValues:
 def weight_below(capture: Capture, node: fx.Node) -> Weight | None:
     """The weight that this node is, or is a pure view of."""
     while node not in capture.weights:
-        if operator_name(node) not in _VIEWS or len(node.all_input_nodes) != 1:
+        if operator_name(node) not in VIEWS or len(node.all_input_nodes) != 1:
             return None
         (node,) = node.all_input_nodes
     return capture.weights[node]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from .emit import VIEWS
 from .graph import operator_name
 from .slices import SlicedProgram
 
@@ -17,7 +18,7 @@ Unit = Callable[..., tuple[Tensor, ...]]
 
 aten = torch.ops.aten
 
-_VIEWS = {"slice", "view", "transpose", "t", "permute", "unsqueeze", "squeeze", "expand", "select", "narrow", "reshape"}
+_CHEAP = VIEWS | {"reshape"}
 
 
 def fuse(program: SlicedProgram, compile_units: Callable[[list[fx.GraphModule]], list[Unit]]) -> SlicedProgram:
@@ -63,7 +64,7 @@ class _Cut(NamedTuple):
 
 def _cuts(module: fx.GraphModule) -> Iterator[_Cut]:
     for run, end in list(_runs(module.graph)):
-        if all(operator_name(n) in _VIEWS for n in run):
+        if all(operator_name(n) in _CHEAP for n in run):
             continue
         inside = set(run)
         given = list(dict.fromkeys(a for n in run for a in n.all_input_nodes if a not in inside and not _counts(a)))
