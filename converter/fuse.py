@@ -35,7 +35,6 @@ def fuse(program: SlicedProgram, compile_units: Callable[[list[fx.GraphModule]],
     for number, (module, cut) in enumerate(found):
         _replace(module, f"unit_{number}", cut, compiled[_key(cut.unit)], items)
     for part in program.slices:
-        _hold_tensors(part.module)
         part.module.recompile()
     return replace(program, slices=tuple(replace(part) for part in program.slices))
 
@@ -85,14 +84,6 @@ def _replace(module: fx.GraphModule, name: str, cut: _Cut, unit: Unit, items: di
             node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in cut.run)
     for node in reversed(cut.run):
         module.graph.erase_node(node)
-
-
-def _hold_tensors(module: nn.Module) -> None:
-    """Weights as tensors, in place of parameters: to a compiler these are of another type."""
-    for name, weight in list(module._parameters.items()):
-        del module._parameters[name]
-        if weight is not None:
-            module.register_buffer(name, weight.detach())
 
 
 class _Held(NamedTuple):

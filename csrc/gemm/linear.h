@@ -16,8 +16,8 @@ struct Half {
 
 enum class Type { kFloat, kBf16, kHalf };
 
-// x [rows, k] without gaps, as its kernel prepared it; w [cols, k] of ``type`` with ldw elements from row to row; b [cols] of ``type``
-// or null; y [rows, cols] of ``type`` without gaps. Sums are fp32; y is rounded once, to nearest even.
+// x [rows, k] without gaps, as its kernel prepared it; w [cols, k] of ``type`` with ldw elements from row to row;
+// b [cols] of ``type`` or null; y [rows, cols] of ``type`` without gaps. Sums are fp32; y is rounded once, to nearest even.
 struct Problem {
   Type type;
   const float* x;

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,9 @@ def _built(unit: fx.GraphModule, folder: Path) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         rows = torch.export.Dim("rows", min=1, max=MOST_ROWS)
         shapes = {"x": tuple({0: rows} if has_rows(n) else None for n in placeholders)}
-        with torch.no_grad():
+        with tempfile.TemporaryDirectory(dir=folder) as made, warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch about itself
             program = torch.export.export(_Given(unit), inputs, dynamic_shapes=shapes)
-        with tempfile.TemporaryDirectory(dir=folder) as made:
             package = str(Path(made) / "unit.pt2")
             torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=dict(OPTIONS))
             os.replace(package, path)  # others may build the same

@@ -12,7 +12,7 @@ import pytest
 from lamina import LLM, SamplingParams
 
 
-@pytest.mark.slow  # building the units of a model takes half a minute of two cores
+@pytest.mark.slow  # building the units of a model takes 40 s
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 @pytest.mark.parametrize(
     "options",
