@@ -10,6 +10,8 @@ from .fabric import (
     ChannelError,
     ChannelStats,
     ChannelTimeout,
+    DeviceChannel,
+    DeviceSide,
     Fabric,
     Geometry,
     HandshakeError,
@@ -28,6 +30,8 @@ __all__ = [
     "ChannelError",
     "ChannelStats",
     "ChannelTimeout",
+    "DeviceChannel",
+    "DeviceSide",
     "Fabric",
     "Geometry",
     "HandshakeError",
@@ -54,12 +58,14 @@ SCHEMES: dict[str, str] = {
     "emulate": "emulate",
 }
 NEAR = {"shm": "auto"}  # within one host only -> what is the same there, and goes on beyond it
+ON_GPUS = ("cuda",)  # their open_fabric takes the number of one, too
 WRAPPERS = ("emulate",)  # used as NAME+OTHER; their open_fabric takes what is behind the plus, too
 
 
-def open(scheme: str, *, key: bytes) -> Fabric:
+def open(scheme: str, *, key: bytes, gpu: int | None = None) -> Fabric:
     """Open the transport ``scheme`` for peers that hold ``key``; see ``check_scheme`` for its forms.
 
+    ``gpu``: the one that the caller computes on, for a transport that uses one; None = it computes on none.
     Raises ValueError for an unknown scheme (it lists the known ones) and ImportError, with its cause, when the
     transport's own needs (a native module, a driver) are missing.
     """
@@ -68,7 +74,8 @@ def open(scheme: str, *, key: bytes) -> Fabric:
     check_scheme(scheme)
     name, _, other = scheme.partition("+")
     module = import_module(f"{__name__}.{SCHEMES[name]}")
-    fabric: Fabric = module.open_fabric(key, other) if other else module.open_fabric(key)
+    more = {} if gpu is None or name not in ON_GPUS else {"gpu": gpu}
+    fabric: Fabric = module.open_fabric(key, other) if other else module.open_fabric(key, **more)
     return fabric
 
 

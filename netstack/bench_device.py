@@ -60,23 +60,23 @@ class Kernels:
     """What one side launches in a round. ``came`` takes what arrives and every kernel's status."""
 
     def __init__(self, channel: CudaChannel, job: Job, parts: ExitStack) -> None:
-        self._view, self._room = channel.device, job.query
+        self._view, self._room = channel.lend(), job.query
         self.driver = self._view.driver
         self.came = parts.enter_context(closing(Mail(self.driver, job.query)))
         self.stream = parts.enter_context(closing(Stream(self.driver)))
 
     def stamp(self) -> None:
         at = self.came.address
-        self.driver.launch(self.stream, "stamp", at + STAMPS_AT, at + COUNT_AT)
+        self.driver.launch(self.stream.number, "stamp", at + STAMPS_AT, at + COUNT_AT)
 
     def send(self, mail: Mail) -> None:
         at, status = mail.address, self.came.address + STATUS_AT
-        self._view.send(self.stream, mail.payload, at, at + TAG_AT, TIMEOUT_NS, status)
+        self._view.send(self.stream.number, mail.payload, at, at + TAG_AT, TIMEOUT_NS, status)
 
     def receive(self) -> None:
         at = self.came.address
         status = at + STATUS_AT
-        self._view.receive(self.stream, self.came.payload, self._room, at, at + TAG_AT, TIMEOUT_NS, status)
+        self._view.receive(self.stream.number, self.came.payload, self._room, at, at + TAG_AT, TIMEOUT_NS, status)
 
 
 def device_client(_: Fabric, channels: Sequence[Channel], job: Job, __: float) -> Measured:

@@ -8,9 +8,9 @@ the driver's virtual memory management: the memory lives until both have let go,
 mapping. From there on a message is a few stores of a kernel over NVLink or PCIe, or within the GPU.
 
 A channel is used from one side of the machine at a time: by the host, through the calls of every channel, each of
-which launches a kernel and waits for it, with payloads in pinned memory; or by the device, through ``device``, whose
-kernels go on a stream or into a CUDA graph, until ``take_back``. Two processes on one GPU take turns on it, unless MPS
-runs.
+which launches a kernel and waits for it, with payloads in pinned memory; or by the device, from ``lend``, whose view
+puts kernels on a stream or into a CUDA graph, until ``take_back``. Two processes on one GPU take turns on it, unless
+MPS runs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from time import monotonic
+from typing import NoReturn
 
 from .cuda_driver import CudaError, Driver, Pinned, Shared, Stream
 from .fabric import (
@@ -40,7 +41,7 @@ from .fabric import (
     Slot,
 )
 from .handshake import Session, Terms, drive
-from .lifeline import SLICE_S, WatchedChannel
+from .lifeline import SLICE_S, WatchedChannel, watch
 from .listener import Meeting
 from .shm import ShmFabric
 
@@ -55,6 +56,8 @@ COUNTS_AT = 8  # its counters: granted, published, credited, received, released,
 MAIL = struct.Struct("<Q32si")  # bytes, tag and status of a direction, in a line of pinned memory
 TAG_OFFSET, STATUS_OFFSET = 8, 40
 SENDER, RECEIVER = 0, 1
+BROKEN = "the peer broke the protocol: a signal, credit or header out of its bounds"
+KERNELS_OF_VIEW = "memory_send", "memory_send_two", "memory_receive", "memory_receive_due"
 CARD = struct.Struct("!4sQ")  # magic, bytes of the inbox
 MAGIC = b"CUDA"
 
@@ -70,20 +73,34 @@ def inbox_bytes(geometry: Geometry) -> int:
 
 @dataclass(frozen=True)
 class DeviceView:
-    """A channel as kernels see it. Pointers are device addresses; ``status`` is an int32 that is 0 at first, sticky."""
+    """See DeviceSide."""
 
     driver: Driver
-    channel: int
+    channel: int  # address of its struct Ends
+    explain: Callable[[int], NoReturn]
 
-    def send(self, stream: Stream, source: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> None:
-        """Put ``*nbytes`` (u64) from ``source`` with the 32 bytes at ``tag``, once there is a slot."""
-        self.driver.launch(stream, "memory_send", self.channel, source, nbytes, tag, timeout_ns, status)
+    def send(self, stream: int, source: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> None:
+        self._launch(stream, "memory_send", source, nbytes, tag, timeout_ns, status)
 
-    def receive(
-        self, stream: Stream, target: int, room: int, nbytes: int, tag: int, timeout_ns: int, status: int
+    def send_two(
+        self, stream: int, first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status: int
     ) -> None:
-        """Copy the next message into ``target`` of ``room`` bytes, its length and tag to ``nbytes`` and ``tag``."""
-        self.driver.launch(stream, "memory_receive", self.channel, target, room, nbytes, tag, timeout_ns, status)
+        self._launch(stream, "memory_send_two", first, second, nbytes, tag, timeout_ns, status)
+
+    def receive(self, stream: int, target: int, room: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> None:
+        self._launch(stream, "memory_receive", target, room, nbytes, tag, timeout_ns, status)
+
+    def receive_due(
+        self, stream: int, target: int, nbytes: int, tag: int, note: int, timeout_ns: int, status: int
+    ) -> None:
+        self._launch(stream, "memory_receive_due", target, nbytes, tag, note, timeout_ns, status)
+
+    def check(self, status: int) -> None:
+        if status != OK:
+            self.explain(status)
+
+    def _launch(self, stream: int, kernel: str, *arguments: int) -> None:
+        self.driver.launch(stream, kernel, self.channel, *arguments)
 
 
 class CudaChannel(WatchedChannel):
@@ -112,24 +129,51 @@ class CudaChannel(WatchedChannel):
             self._free = weakref.finalize(self, parts.pop_all().close)
         self._roles = threading.Lock(), threading.Lock()  # held by a role for the whole of its call
         self._grants = self._sent = self._received = self._released = 0
+        self._watched = False
 
     @property
-    def device(self) -> DeviceView:
-        return DeviceView(self._driver, self._channel)
+    def gpu(self) -> int:
+        return self._driver.index
+
+    def lend(self) -> DeviceView:
+        if not self._watched:  # no call of the host looks at the life line from here on
+            self._watched = True
+            view = self._pinned.view
+
+            def end_waits() -> None:
+                view[0] = 1
+
+            weakref.finalize(self, watch(self._sock, end_waits))
+            for kernel in KERNELS_OF_VIEW:
+                self._driver.load(kernel)
+        return DeviceView(self._driver, self._channel, self._explain)
 
     def take_back(self) -> None:
-        """The host's calls go on where kernels of ``device`` ended; none is under way any more, nor a slot reserved."""
         counts = CHANNEL.unpack(self._driver.read(self._channel, CHANNEL.size))[COUNTS_AT:]
         self._grants, self._sent, _, self._received, self._released, _ = counts
 
     def close(self) -> None:
         self._leave("closed the channel")
         with self._roles[SENDER], self._roles[RECEIVER]:
+            if self._watched:
+                with suppress(CudaError):  # of whatever they were, kernels are over
+                    self._driver.call("cuCtxSynchronize")
             self._free()
             self._sock.close()
 
     def _end_waits(self) -> None:
         self._pinned.view[0] = 1
+
+    def _explain(self, status: int) -> NoReturn:
+        """Of a kernel of a view."""
+        self._check("a kernel")
+        self._look()
+        self._check_peer("a kernel")
+        if status == TIMEOUT:
+            raise ChannelTimeout(f"{self.peer}: a kernel: no message, or no free slot, within its time")
+        why = BROKEN if status == FAULT else f"status {status} of csrc/netstack/device.h"
+        self._lose(why)
+        raise PeerFault(f"{self.peer}: a kernel: {why}")
 
     def _grant(self, nbytes: int, timeout_s: float) -> tuple[int, memoryview]:
         with self._roles[SENDER]:
@@ -205,7 +249,7 @@ class CudaChannel(WatchedChannel):
                 return True
             self._check(operation)
             if status == FAULT:
-                self._lose("the peer broke the protocol: a signal, credit or header out of its bounds")
+                self._lose(BROKEN)
                 over = True
             if over:
                 self._check_peer(operation)
@@ -222,7 +266,7 @@ class CudaChannel(WatchedChannel):
         try:
             status = self._address(mail) + STATUS_OFFSET
             stream = self._streams[role]
-            self._driver.launch(stream, kernel, self._channel, *arguments, status)
+            self._driver.launch(stream.number, kernel, self._channel, *arguments, status)
             stream.synchronize()
         except CudaError as error:
             self._lose(str(error))
@@ -252,6 +296,9 @@ class CudaFabric(ShmFabric):
         self._driver = driver
 
     def close(self) -> None:
+        for opened in list(self._opened):
+            if isinstance(opened, CudaChannel):  # all, before one waits for kernels, which may wait for peers of others
+                opened._leave("closed the channel")
         super().close()
         self._driver.close()
 
@@ -302,10 +349,10 @@ def receive_card(sock: socket.socket, nbytes: int) -> Generator[int, None, int]:
     return int(fds[0])
 
 
-def open_fabric(key: bytes) -> Fabric:
+def open_fabric(key: bytes, *, gpu: int = 0) -> Fabric:
     """Raises ImportError, with its cause, where there is no GPU whose memory processes can share."""
     try:
-        driver = Driver(int(os.environ.get(DEVICE, "0")))
+        driver = Driver(int(os.environ.get(DEVICE) or gpu))
     except ImportError as error:
         raise ImportError(f"transport 'cuda' cannot be used here: {error}") from error
     if not driver.shares_memory:

@@ -52,6 +52,7 @@ SIGNATURES: dict[str, tuple[type | object, ...]] = {
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
     "cuCtxPushCurrent_v2": (Handle,),
     "cuCtxPopCurrent_v2": (POINTER(Handle),),
+    "cuCtxSynchronize": (),
     "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(AllocationProperties), c_int),
     "cuMemCreate": (POINTER(c_uint64), c_size_t, POINTER(AllocationProperties), c_uint64),
     "cuMemRelease": (c_uint64,),
@@ -205,6 +206,11 @@ class Stream:
         self.handle = Handle()
         driver.call("cuStreamCreate", byref(self.handle), NON_BLOCKING)
 
+    @property
+    def number(self) -> int:
+        """The handle, as others know it."""
+        return self.handle.value or 0
+
     def synchronize(self) -> None:
         self._driver.call("cuStreamSynchronize", self.handle)
 
@@ -297,16 +303,21 @@ class Driver:
         self.call("cuMemcpyDtoH_v2", data, address, nbytes)
         return data.raw
 
-    def launch(self, stream: Stream, kernel: str, *arguments: int) -> None:
-        """One block of ``lamina_<kernel>``, whose parameters are all of 8 bytes."""
+    def load(self, kernel: str) -> Handle:
+        """``lamina_<kernel>``. A kernel that is to be captured is loaded before."""
         function = self._functions.get(kernel)
         if function is None:
             function = Handle()
             self.call("cuModuleGetFunction", byref(function), self._module, f"lamina_{kernel}".encode())
             self._functions[kernel] = function
+        return function
+
+    def launch(self, stream: int, kernel: str, *arguments: int) -> None:
+        """One block of ``lamina_<kernel>``, whose parameters are all of 8 bytes. ``stream``: a handle."""
+        function = self.load(kernel)
         values = [c_uint64(argument) for argument in arguments]
         pointers = (c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        self.call("cuLaunchKernel", function, 1, 1, 1, THREADS, 1, 1, 0, stream.handle, pointers, None)
+        self.call("cuLaunchKernel", function, 1, 1, 1, THREADS, 1, 1, 0, stream, pointers, None)
 
     def close(self) -> None:
         if self._module:

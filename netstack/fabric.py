@@ -30,7 +30,7 @@ Peers authenticate each other with the fabric's key before either allocates anyt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 DEATH_NOTICED_S = 2.0
 HOST_NOTICED_S = 15.0  # nothing tells of it but that it acknowledges nothing
@@ -153,6 +153,62 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """Give everything back: memory, sockets, descriptors. Idempotent. Views handed out die with it."""
+        ...
+
+
+class DeviceSide(Protocol):
+    """A channel as kernels of one GPU use it. Each call puts a kernel on ``stream``, a handle of CUDA's, or, while that
+    is captured, into the graph; it returns at once.
+
+    The module's contract holds for messages, with these differences:
+
+    1. Memory. Numbers that may change from one replay of a graph to the next are read by the kernel when it runs, from
+       memory of the GPU: lengths (u64) and tags (TAG_BYTES). Addresses are part of the launch.
+    2. Order. Kernels that send are ordered by the stream, or by edges of graphs; so are those that receive.
+    3. Time. No kernel waits longer than ``timeout_ns`` for its peer, and none for one whose end was noticed.
+    4. Failure. ``status`` is the address of an int32 that is 0 at first. A kernel that fails sets it, and later ones
+       that are given it do nothing; what they were to fill in is left as it was, so what a failure has spoilt is not
+       sent on. ``check`` tells what has happened.
+    """
+
+    def send(self, stream: int, source: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> None:
+        """Put the ``*nbytes`` at ``source``, with the tag at ``tag``, once a slot is free."""
+        ...
+
+    def send_two(
+        self, stream: int, first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status: int
+    ) -> None:
+        """``send`` of one message: ``nbytes[0]`` at ``first``, and behind them ``nbytes[1]`` at ``second``."""
+        ...
+
+    def receive_due(
+        self, stream: int, target: int, nbytes: int, tag: int, note: int, timeout_ns: int, status: int
+    ) -> None:
+        """Copy the next message to ``target`` and free its slot, if it is the one that is due: ``*nbytes`` long, with
+        the tag at ``tag``. Another one is a failure, told at ``note``: its length and tag, then those that were due.
+        """
+        ...
+
+    def check(self, status: int) -> None:
+        """Raise what a ``status`` other than 0 means: ChannelTimeout, PeerFault, ChannelAborted."""
+        ...
+
+
+@runtime_checkable
+class DeviceChannel(Protocol):
+    """What a Channel has besides if kernels can use it. Kernels and its calls must not use it at the same time."""
+
+    @property
+    def gpu(self) -> int:
+        """On which kernels can; as CUDA counts them in this process."""
+        ...
+
+    def lend(self) -> DeviceSide:
+        """For kernels, from here on. Slots that calls have reserved are put, arrivals are released."""
+        ...
+
+    def take_back(self) -> None:
+        """The calls go on where the kernels ended, none of which is under way any more."""
         ...
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 from abc import abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
 
@@ -66,3 +68,24 @@ class WatchedChannel(BaseChannel):
     def _lose(self, why: str) -> None:
         if self._peer_end is None:
             self._peer_end = why
+
+
+def watch(sock: socket.socket, end_waits: Callable[[], None]) -> Callable[[], None]:
+    """Have a thread call ``end_waits`` at the end of the life line ``sock``, on which it leaves all that comes. Returns
+    what ends the line, and with it the thread, on this side.
+    """
+    own = sock.dup()
+    poller = select.poll()
+    poller.register(own, select.POLLIN | select.POLLRDHUP)
+
+    def run() -> None:
+        with own:
+            poller.poll()  # until somebody leaves
+            end_waits()
+
+    def end() -> None:
+        with suppress(OSError):  # it has ended
+            own.shutdown(socket.SHUT_RDWR)
+
+    threading.Thread(target=run, name="lamina-lifeline", daemon=True).start()
+    return end

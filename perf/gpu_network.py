@@ -51,14 +51,16 @@ class Side:
 
     def send(self) -> None:
         at = self.mail.address
-        self.driver.launch(self.stream, "mlx5_send", self.channel, at + 4096, at, at + 8, TIMEOUT_NS, at + 40)
+        self.driver.launch(self.stream.number, "mlx5_send", self.channel, at + 4096, at, at + 8, TIMEOUT_NS, at + 40)
 
     def receive(self) -> None:
         at = self.mail.address
-        self.driver.launch(self.stream, "mlx5_receive", self.channel, at + 4096, ROOM, at, at + 8, TIMEOUT_NS, at + 40)
+        self.driver.launch(
+            self.stream.number, "mlx5_receive", self.channel, at + 4096, ROOM, at, at + 8, TIMEOUT_NS, at + 40
+        )
 
     def stamp(self) -> None:
-        self.driver.launch(self.stream, "stamp", self.mail.address + 64, self.mail.address + 48)
+        self.driver.launch(self.stream.number, "stamp", self.mail.address + 64, self.mail.address + 48)
 
     def stamps(self) -> list[int]:
         """Those since the last call, in nanoseconds."""

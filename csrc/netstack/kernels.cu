@@ -41,6 +41,16 @@ __device__ void settle(int* status, Status found) {
   if (*status == kOk) *status = found;
 }
 
+// A message's payload: `bytes[0]` from `first`, then, if there is a `second`, `bytes[1]` from it. None: it is in place.
+struct Source {
+  const u8 *first, *second;
+  const u64* bytes;
+
+  __device__ u64 total() const { return bytes[0] + (second ? bytes[1] : 0); }
+  // Of counts that may be anything.
+  __device__ bool fits(u64 room) const { return bytes[0] <= room && (!second || bytes[1] <= room - bytes[0]); }
+};
+
 // By one thread.
 __device__ void reserve(Ends& c, u64 timeout_ns, int* status) {
   Bus bus;
@@ -52,23 +62,46 @@ __device__ void reserve(Ends& c, u64 timeout_ns, int* status) {
 
 // By all threads, as are the next two.
 template <class C>
-__device__ void put(C& c, const u8* source, const u64* bytes, const u64* tag, u64 timeout_ns, int* status) {
+__device__ void put(C& c, Source source, const u64* tag, u64 timeout_ns, int* status) {
   __shared__ int ready;
   if (threadIdx.x == 0) {
-    if (*bytes > c.out.bytes || c.published == c.granted) settle(status, kFault);
+    if (!source.fits(c.out.bytes) || c.published == c.granted) settle(status, kFault);
     ready = *status == kOk;
   }
   __syncthreads();
   if (!ready) return;
-  if (source) copy(payload_of(c, c.published), source, *bytes);
+  u8* payload = payload_of(c, c.published);
+  if (source.first) copy(payload, source.first, source.bytes[0]);
+  if (source.second) copy(payload + source.bytes[0], source.second, source.bytes[1]);
   __syncthreads();  // with publish's fence, all threads' stores come before the signal
   if (threadIdx.x != 0) return;
   Bus bus;
-  settle(status, persist(bus, c, timeout_ns, [&] { return publish(bus, c, *bytes, tag); }));
+  settle(status, persist(bus, c, timeout_ns, [&] { return publish(bus, c, source.total(), tag); }));
 }
 
-// False if it failed.
-__device__ bool take(Ends& c, u8* target, u64 room, u64* bytes, u64* tag, u64 timeout_ns, int* status) {
+// What must come: `*bytes` long, with `tag`. Another message is told in `note`, length and tag of it, then of this one.
+struct Due {
+  const u64 *bytes, *tag;
+  u64* note;
+
+  __device__ Status met(const Header& header) const {
+    bool same = header.length == *bytes;
+    for (u64 i = 0; i < kTagWords; ++i) same = same && header.tag[i] == tag[i];
+    if (same) return kOk;
+    u64* due = note + 1 + kTagWords;
+    note[0] = header.length;
+    due[0] = *bytes;
+    for (u64 i = 0; i < kTagWords; ++i) {
+      note[1 + i] = header.tag[i];
+      due[1 + i] = tag[i];
+    }
+    return kFault;
+  }
+};
+
+// `met` says what to make of a header. False if it failed.
+template <class Met>
+__device__ bool take(Ends& c, u8* target, u64 timeout_ns, int* status, Met met) {
   __shared__ const u8* payload;
   __shared__ u64 length;
   if (threadIdx.x == 0) {
@@ -79,12 +112,11 @@ __device__ bool take(Ends& c, u8* target, u64 room, u64* bytes, u64* tag, u64 ti
     if (found == kOk) found = wait_message(bus, c, timeout_ns);
     const u8* from = nullptr;
     if (found == kOk) found = take(bus, c, &header, &from);
-    if (found == kOk && header.length > room) found = kFault;
+    if (found == kOk) found = met(header);
     settle(status, found);
     if (found == kOk) {
       payload = from;
-      length = *bytes = header.length;
-      for (u64 i = 0; i < kTagWords; ++i) tag[i] = header.tag[i];
+      length = header.length;
     }
   }
   __syncthreads();
@@ -92,6 +124,16 @@ __device__ bool take(Ends& c, u8* target, u64 room, u64* bytes, u64* tag, u64 ti
   copy(target, payload, length);
   __syncthreads();  // with report's fence, all threads' loads come before the credit
   return true;
+}
+
+// Any message of up to `room` bytes.
+__device__ bool take(Ends& c, u8* target, u64 room, u64* bytes, u64* tag, u64 timeout_ns, int* status) {
+  return take(c, target, timeout_ns, status, [=](const Header& header) {
+    if (header.length > room) return kFault;
+    *bytes = header.length;
+    for (u64 i = 0; i < kTagWords; ++i) tag[i] = header.tag[i];
+    return kOk;
+  });
 }
 
 template <class C>
@@ -104,12 +146,12 @@ __device__ void release(C& c, u64 timeout_ns, int* status) {
 }
 
 template <class C>
-__device__ void send(C& c, const u8* source, const u64* bytes, const u64* tag, u64 timeout_ns, int* status) {
+__device__ void send(C& c, Source source, const u64* tag, u64 timeout_ns, int* status) {
   if (threadIdx.x == 0) {
-    if (*bytes > c.out.bytes) settle(status, kFault);
+    if (!source.fits(c.out.bytes)) settle(status, kFault);
     reserve(c, timeout_ns, status);
   }
-  put(c, source, bytes, tag, timeout_ns, status);
+  put(c, source, tag, timeout_ns, status);
 }
 
 template <class C>
@@ -123,12 +165,18 @@ __device__ void receive(C& c, u8* target, u64 room, u64* bytes, u64* tag, u64 ti
 // to that of message `channel->published` itself.
 extern "C" __global__ void lamina_mlx5_send(Mlx5* channel, const u8* source, const u64* bytes, const u64* tag,
                                             u64 timeout_ns, int* status) {
-  send(*channel, source, bytes, tag, timeout_ns, status);
+  send(*channel, Source{source, nullptr, bytes}, tag, timeout_ns, status);
 }
 
 extern "C" __global__ void lamina_memory_send(Memory* channel, const u8* source, const u64* bytes, const u64* tag,
                                               u64 timeout_ns, int* status) {
-  send(*channel, source, bytes, tag, timeout_ns, status);
+  send(*channel, Source{source, nullptr, bytes}, tag, timeout_ns, status);
+}
+
+// `bytes[0]` from `first` and behind them `bytes[1]` from `second`, as one message.
+extern "C" __global__ void lamina_memory_send_two(Memory* channel, const u8* first, const u8* second, const u64* bytes,
+                                                  const u64* tag, u64 timeout_ns, int* status) {
+  send(*channel, Source{first, second, bytes}, tag, timeout_ns, status);
 }
 
 // Receive the next message into `target`, which holds `room` bytes; its length and tag go to `bytes` and `tag`.
@@ -142,6 +190,14 @@ extern "C" __global__ void lamina_memory_receive(Memory* channel, u8* target, u6
   receive(*channel, target, room, bytes, tag, timeout_ns, status);
 }
 
+// Receive the next message, which must be of `*bytes` and `tag`, into `target`; else see Due.
+extern "C" __global__ void lamina_memory_receive_due(Memory* channel, u8* target, const u64* bytes, const u64* tag,
+                                                     u64* note, u64 timeout_ns, int* status) {
+  const Due due{bytes, tag, note};
+  if (take(*channel, target, timeout_ns, status, [=](const Header& header) { return due.met(header); }))
+    release(*channel, timeout_ns, status);
+}
+
 // The halves of both, for a host that reserves ahead and holds what it has received. The counts are the host's, so a
 // step that the host gave up may be done again.
 extern "C" __global__ void lamina_memory_reserve(Memory* channel, u64 granted, u64 timeout_ns, int* status) {
@@ -152,7 +208,7 @@ extern "C" __global__ void lamina_memory_reserve(Memory* channel, u64 granted, u
 
 extern "C" __global__ void lamina_memory_put(Memory* channel, const u8* source, const u64* bytes, const u64* tag,
                                              u64 timeout_ns, int* status) {
-  put(*channel, source, bytes, tag, timeout_ns, status);
+  put(*channel, Source{source, nullptr, bytes}, tag, timeout_ns, status);
 }
 
 extern "C" __global__ void lamina_memory_take(Memory* channel, u64 received, u8* target, u64 room, u64* bytes, u64* tag,

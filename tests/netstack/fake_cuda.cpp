@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -117,6 +118,9 @@ struct Stream {
   }
 };
 
+std::mutex streams_mutex;
+std::vector<Stream*> streams;
+
 // A kernel with the arguments that `values` points to, copied now.
 using Kernel = std::function<Work(void** values)>;
 
@@ -136,7 +140,8 @@ std::map<std::string, Kernel>& kernels() {
 #define KERNEL(name) {#name, kernel(name)}
       KERNEL(lamina_mlx5_send),      KERNEL(lamina_mlx5_receive), KERNEL(lamina_memory_send),
       KERNEL(lamina_memory_receive), KERNEL(lamina_memory_reserve), KERNEL(lamina_memory_put),
-      KERNEL(lamina_memory_take),    KERNEL(lamina_memory_release), KERNEL(lamina_stamp),
+      KERNEL(lamina_memory_take),    KERNEL(lamina_memory_release), KERNEL(lamina_memory_send_two),
+      KERNEL(lamina_memory_receive_due), KERNEL(lamina_stamp),
   };
   return all;
 }
@@ -183,6 +188,13 @@ CUresult cuCtxPushCurrent_v2(CUcontext context) {
 CUresult cuCtxPopCurrent_v2(CUcontext*) {
   NEEDS_CONTEXT;
   --current;
+  return kOkay;
+}
+
+CUresult cuCtxSynchronize() {
+  NEEDS_CONTEXT;
+  const std::lock_guard<std::mutex> lock(streams_mutex);  // nobody makes or destroys one meanwhile
+  for (Stream* stream : streams) stream->wait();
   return kOkay;
 }
 
@@ -319,7 +331,10 @@ CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
 CUresult cuStreamCreate(CUstream* stream, unsigned) {
   NEEDS_CONTEXT;
   ++live;
-  *stream = reinterpret_cast<CUstream>(new Stream);
+  auto* made = new Stream;
+  const std::lock_guard<std::mutex> lock(streams_mutex);
+  streams.push_back(made);
+  *stream = reinterpret_cast<CUstream>(made);
   return kOkay;
 }
 CUresult cuStreamSynchronize(CUstream stream) {
@@ -330,6 +345,10 @@ CUresult cuStreamSynchronize(CUstream stream) {
 CUresult cuStreamDestroy_v2(CUstream handle) {
   NEEDS_CONTEXT;
   auto* stream = reinterpret_cast<Stream*>(handle);
+  {
+    const std::lock_guard<std::mutex> lock(streams_mutex);
+    streams.erase(std::find(streams.begin(), streams.end(), stream));
+  }
   {
     const std::lock_guard<std::mutex> lock(stream->mutex);
     stream->over = true;

@@ -19,8 +19,19 @@ import pytest
 from wiring import HERE, KEY, ROOT, SOON_S, connect, send
 
 from lamina import netstack
-from lamina.netstack import Channel, Geometry, cuda_driver
-from lamina.netstack.cuda import CREDIT_AT, SLOTS_AT, CudaChannel, inbox_bytes, receive_card, stride
+from lamina.netstack import Channel, DeviceChannel, Geometry, cuda_driver
+from lamina.netstack.cuda import (
+    ABORTED,
+    CREDIT_AT,
+    FAULT,
+    OK,
+    SLOTS_AT,
+    TIMEOUT,
+    CudaChannel,
+    inbox_bytes,
+    receive_card,
+    stride,
+)
 from lamina.netstack.cuda_driver import SIGNATURES, AllocationProperties, CudaError, Driver, Pinned, Shared, Stream
 from lamina.netstack.handshake import drive
 
@@ -85,17 +96,17 @@ def test_the_layout_of_an_inbox_is_that_of_the_headers() -> None:
 def test_one_graph_is_replayed_over_many_laps() -> None:
     """What changes from one replay to the next is in device memory: seqno, slot, length, tag."""
     fabric, a, b = ends(epoch=65535)
-    driver = a.device.driver
+    driver = a.lend().driver
     memory = [Pinned(driver, 4096) for _ in range(2)]
     streams = [Stream(driver) for _ in range(2)]
     out, into = (m.address for m in memory)
     graphs = []
-    for view, stream, base in ((a.device, streams[0], out), (b.device, streams[1], into)):
+    for view, stream, base in ((a.lend(), streams[0], out), (b.lend(), streams[1], into)):
         with stream.capture() as graph:  # bytes, tag, status, payload
             if base == out:
-                view.send(stream, base + 256, base, base + 8, LONG_NS, base + 40)
+                view.send(stream.number, base + 256, base, base + 8, LONG_NS, base + 40)
             else:
-                view.receive(stream, base + 256, SMALL.slot_bytes, base, base + 8, LONG_NS, base + 40)
+                view.receive(stream.number, base + 256, SMALL.slot_bytes, base, base + 8, LONG_NS, base + 40)
         graphs.append(graph)
     sent, got = (m.view for m in memory)
     for n in range(1000):
@@ -114,6 +125,119 @@ def test_one_graph_is_replayed_over_many_laps() -> None:
     fabric.close()
 
 
+class Mail:
+    """What kernels are given, in memory that they reach: two lengths, a tag, a status, a payload."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._memory = Pinned(driver, 4096)
+        self.view, base = self._memory.view, self._memory.address
+        self.nbytes, self.tag, self.status, self.payload = base, base + 16, base + 48, base + 64
+        self.close = self._memory.close
+
+    def result(self) -> int:
+        return int.from_bytes(self.view[48:52], "little")
+
+
+def test_two_runs_of_bytes_are_one_message() -> None:
+    """Whatever the lengths, which are read when the kernel runs; more than a slot holds goes nowhere."""
+    fabric, a, b = ends()
+    assert isinstance(a, DeviceChannel)
+    assert not isinstance(netstack.open("loopback", key=KEY).listen(), DeviceChannel)
+    driver, side = a.lend().driver, a.lend()
+    assert a.gpu == 0
+    mail, stream = Mail(driver), Stream(driver)
+    mail.view[64:264], mail.view[512:712] = bytes(range(200)), bytes(range(200, 0, -1))
+    mail.view[16:20] = b"tag!"
+    with stream.capture() as graph:
+        side.send_two(stream.number, mail.payload, mail.payload + 448, mail.nbytes, mail.tag, LONG_NS, mail.status)
+    lengths = [(0, 0), (7, 0), (0, 9), (64, 16), (33, 167), (200, 0), (1, 199), (199, 2)]
+    for first, second in lengths:
+        mail.view[:16] = first.to_bytes(8, "little") + second.to_bytes(8, "little")
+        graph.replay(stream)
+        stream.synchronize()
+        if first + second > SMALL.slot_bytes:
+            assert mail.result() == FAULT
+            continue
+        assert mail.result() == OK
+        arrival = b.wait_signal(timeout_s=SOON_S)
+        assert bytes(arrival.data) == bytes(range(200))[:first] + bytes(range(200, 0, -1))[:second]
+        assert arrival.tag == b"tag!".ljust(32, b"\0")
+        b.release(arrival)
+    with pytest.raises(netstack.PeerFault, match="protocol"):
+        side.check(mail.result())
+    for part in (graph, stream, mail):
+        part.close()
+    fabric.close()
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "tag", "longer", "shorter"])
+def test_a_message_that_is_not_due_is_told_and_not_taken(wrong: str) -> None:
+    fabric, a, b = ends()
+    side, mail, stream = b.lend(), Mail(b.lend().driver), Stream(b.lend().driver)
+    note, target = mail.view[512:592], mail.view[1024:1224]
+    mail.view[:8], mail.view[16:20] = (9).to_bytes(8, "little"), b"due!"
+    came = bytes(9 + (wrong == "longer") - (wrong == "shorter")).replace(b"\0", b"x")
+    send(a, came, b"new!" if wrong == "tag" else b"due!")
+    send(a, b"y" * 9, b"due!")
+    for place in (960, 1069):
+        rest = mail.nbytes, mail.tag, mail.payload + 448, LONG_NS, mail.status
+        side.receive_due(stream.number, mail.payload + place, *rest)
+    stream.synchronize()
+    if wrong == "nothing":
+        assert (mail.result(), bytes(note)) == (OK, bytes(80))
+        assert bytes(target[:9]) == b"x" * 9
+        assert bytes(target[109:118]) == b"y" * 9
+        side.check(OK)
+    else:
+        assert mail.result() == FAULT
+        assert bytes(target) == bytes(200), "nor is what comes behind it"
+        tag = b"new!" if wrong == "tag" else b"due!"
+        told = len(came).to_bytes(8, "little") + tag.ljust(32, b"\0"), (9).to_bytes(8, "little") + b"due!"
+        assert bytes(note) == told[0] + told[1].ljust(40, b"\0")
+    stream.close()
+    mail.close()
+    fabric.close()
+
+
+@pytest.mark.parametrize("end", ["peer aborts", "we abort", "peer is dropped", "time"])
+def test_a_kernel_that_waits_ends_with_its_peer_and_says_why(end: str) -> None:
+    """Long before its own time has passed: a thread waits for the end of the life line."""
+    fabric, a, b = ends()
+    side, mail, stream = b.lend(), Mail(b.lend().driver), Stream(b.lend().driver)
+    timeout_ns = LONG_NS // 50 if end == "time" else 100 * LONG_NS
+    side.receive(stream.number, mail.payload, 200, mail.nbytes, mail.tag, timeout_ns, mail.status)
+    if end == "peer aborts":
+        a.abort("no more heads")
+    elif end == "we abort":
+        b.abort("enough")
+    elif end == "peer is dropped":
+        del a
+        gc.collect()
+    stream.synchronize()
+    assert mail.result() == (TIMEOUT if end == "time" else ABORTED)
+    error = {"time": netstack.ChannelTimeout, "we abort": netstack.ChannelAborted}.get(end, netstack.PeerFault)
+    text = {"peer aborts": "no more heads", "peer is dropped": "gone", "time": "within its time"}.get(end, "this side")
+    with pytest.raises(error, match=f"cuda://.*{text}"):
+        side.check(mail.result())
+    side.receive(stream.number, mail.payload, 200, mail.nbytes, mail.tag, timeout_ns, mail.status)
+    stream.synchronize()  # at once: the status is sticky
+    side.check(0)
+    stream.close()
+    mail.close()
+    fabric.close()
+
+
+def test_kernels_that_use_a_channel_have_ended_when_it_is_closed() -> None:
+    fabric, _, b = ends()
+    mail, stream = Mail(b.lend().driver), Stream(b.lend().driver)
+    b.lend().receive(stream.number, mail.payload, 200, mail.nbytes, mail.tag, 100 * LONG_NS, mail.status)
+    b.close()
+    assert mail.result() == ABORTED
+    stream.close()
+    mail.close()
+    fabric.close()
+
+
 @pytest.mark.parametrize(
     ("at", "value", "call"),
     [
@@ -129,8 +253,8 @@ def test_what_no_honest_peer_writes_ends_the_channel(at: int, value: int, call: 
     if call == "reserve":
         for _ in range(SMALL.slots):
             a.reserve(1)  # of nothing that was put
-    inbox = int.from_bytes(victim.device.driver.read(victim.device.channel + 8, 8), "little")
-    victim.device.driver.write(inbox + at, value.to_bytes(8, "little"))
+    inbox = int.from_bytes(victim.lend().driver.read(victim.lend().channel + 8, 8), "little")
+    victim.lend().driver.write(inbox + at, value.to_bytes(8, "little"))
     with pytest.raises(netstack.PeerFault, match="protocol"):
         victim.wait_signal(timeout_s=SOON_S) if call == "wait_signal" else victim.reserve(1, timeout_s=SOON_S)
     with pytest.raises(netstack.PeerFault):
@@ -184,6 +308,20 @@ def test_a_card_that_is_not_what_the_terms_say_is_refused(spoil: str, tmp_path: 
             Shared(driver, 100, fd)
         driver.close()
         os.close(fd)
+
+
+def test_a_fabric_is_of_the_gpu_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gpu(asked: int | None) -> int:
+        fabric = netstack.open("cuda", key=KEY, gpu=asked)
+        a, _ = connect(fabric, geometry=SMALL)
+        fabric.close()
+        assert isinstance(a, DeviceChannel)
+        return a.gpu
+
+    assert [gpu(None), gpu(0), gpu(1)] == [0, 0, 1]
+    netstack.open("loopback", key=KEY, gpu=1).close()
+    monkeypatch.setenv("LAMINA_CUDA_DEVICE", "0")
+    assert gpu(1) == 0, "as somebody has asked"
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

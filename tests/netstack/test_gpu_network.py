@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from types import ModuleType
+from typing import Any
 
 import cuda_stand_in
 import pytest
@@ -35,11 +36,10 @@ def test_every_row(suite: ModuleType) -> None:
 
 
 def test_a_wrong_byte_and_a_failed_kernel_are_noticed(suite: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def send_beside(side: object) -> None:
-        at = side.mail.address  # type: ignore[attr-defined]
-        side.driver.launch(  # type: ignore[attr-defined]
-            side.stream, "mlx5_send", side.channel, at + 4097, at, at + 8, suite.TIMEOUT_NS, at + 40  # type: ignore[attr-defined]
-        )  # fmt: skip
+    def send_beside(side: Any) -> None:
+        at = side.mail.address
+        rest = at, at + 8, suite.TIMEOUT_NS, at + 40
+        side.driver.launch(side.stream.number, "mlx5_send", side.channel, at + 4097, *rest)
 
     monkeypatch.setattr(suite, "TIMEOUT_NS", 300_000_000)
     with closing(Driver()) as driver:

@@ -44,14 +44,15 @@ def test_kernels_assemble_and_order_memory(architecture: int, tmp_path: Path) ->
     code, ptx = nvcc(architecture, tmp_path)
     assert code.stat().st_size > 0
     bodies = kernels(ptx)
-    memory = {f"lamina_memory_{name}" for name in ("send", "receive", "reserve", "put", "take", "release")}
+    names = ("send", "send_two", "receive", "receive_due", "reserve", "put", "take", "release")
+    memory = {f"lamina_memory_{name}" for name in names}
     assert set(bodies) == {"lamina_mlx5_send", "lamina_mlx5_receive", "lamina_stamp"} | memory
     for name in memory - {"lamina_memory_reserve", "lamina_memory_take"}:
         assert "st.release.sys.global.u64" in bodies[name], "behind all stores and loads of the block"
     for body in bodies.values():
         assert "trap" not in body
         assert "ld.global.nc" not in body, "the read-only cache does not see a NIC's writes"
-    for name in ("lamina_memory_reserve", "lamina_memory_take", "lamina_memory_send", "lamina_memory_receive"):
+    for name in memory - {"lamina_memory_put", "lamina_memory_release"}:
         assert "ld.acquire.sys.global.u64" in bodies[name], "signals and credit"
     for body in (bodies["lamina_mlx5_send"], bodies["lamina_mlx5_receive"]):
         assert "ld.acquire.sys.global.u64" in body, "signals and completions"
