@@ -16,6 +16,8 @@ import pytest
 from fake_cluster import ROOT, FakeCluster
 
 from lamina import LLM, SamplingParams
+from lamina.cluster.ray import RayWorker, open_launcher
+from lamina.config import EngineConfig
 from lamina.engine.members import WorkerError
 
 sys.path.insert(0, str(ROOT / "tests" / "server"))
@@ -101,6 +103,8 @@ def test_a_loss_is_told_within_five_seconds(cluster: FakeCluster, whom: str) -> 
 DRIVER = """
 import sys
 from lamina import LLM, SamplingParams
+from lamina.cluster.ray import RayWorker, open_launcher
+from lamina.config import EngineConfig
 llm = LLM(sys.argv[1], ray_address=sys.argv[2], dtype="float32", memory_workers=2)
 print(*llm.pools.pids.values(), flush=True)
 for _ in range(1000):
@@ -126,6 +130,34 @@ def test_nothing_is_left_when_the_driver_dies(cluster: FakeCluster, how: signal.
     finally:
         driver.kill()
         driver.wait()
+
+
+def test_each_worker_reserves_a_gpu_and_sees_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of GPUs that are only said to be there: Ray counts them, and no worker looks for its own yet."""
+    pytest.importorskip("ray")
+    cluster = FakeCluster(tmp_path, {}, {"num_gpus": 2, "resources": {"lamina_compute": 2, "lamina_memory": 2}})
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = EngineConfig(ray_address=cluster.address, compute_device="cuda", memory_device="cuda")
+    launcher, workers = None, list[RayWorker]()
+    try:
+        launcher = open_launcher(config, os.urandom(32), {"compute": 1, "memory": 1})
+        workers = [launcher.start(role, 0) for role in ("compute", "memory")]
+        environments = [Path(f"/proc/{w.pid}/environ").read_bytes().split(b"\0") for w in workers]
+        seen = [
+            e.removeprefix(b"CUDA_VISIBLE_DEVICES=") for one in environments for e in one if e.startswith(b"CUDA_V")
+        ]
+        assert sorted(seen) == [b"0", b"1"]
+        with pytest.raises(ValueError, match="a GPU each do not fit"):
+            open_launcher(config, os.urandom(32), {"compute": 1})
+    finally:
+        for worker in workers:
+            worker.sock.close()
+            worker.join(5.0)
+        if launcher is not None:
+            launcher.close()
+        cluster.close()
 
 
 def test_health_tells_of_a_node_that_is_gone(tmp_path: Path) -> None:
