@@ -39,6 +39,13 @@ def pick(flag: str, asked: str, number: int = 0, ranks: int = 1) -> torch.device
     return torch.device("cuda", int(index) if given else number % count)
 
 
+def gpu_of(asked: str, number: int) -> int | None:
+    """The number of the GPU that ``pick`` gives; None where it gives none."""
+    with suppress(ValueError):
+        return pick("", asked, number).index
+    return None
+
+
 def share(asked: str, workers: int) -> float:
     """The part of its device's free memory that one of ``workers`` may take which have the host's GPUs in turn."""
     count = torch.cuda.device_count() if asked == "auto" or asked == "cuda" else 1

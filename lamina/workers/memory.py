@@ -27,7 +27,7 @@ class MemoryWorker:
 
     def __init__(self, device: torch.device = CPU, trace: Recorder = OFF, share: float = FREE_PART) -> None:
         """``share``: see Store."""
-        self._device, self._share = device, share
+        self.device, self._share = device, share
         self._meter = Meter()
         self._trace = trace
         self._channels: list[Channel] = []
@@ -43,7 +43,7 @@ class MemoryWorker:
 
     def rate(self) -> float:
         """Bytes a second that its device reads, measured now."""
-        return read_rate(self._device)
+        return read_rate(self.device)
 
     def abort(self, reason: str) -> None:
         """End ``serve``, now and whenever it is called again. Safe from any thread."""
@@ -60,7 +60,7 @@ class MemoryWorker:
         try:
             self._add(channel)
             with torch.inference_mode():
-                session = Session(channel, self._device, self._meter, self._trace, self._share)
+                session = Session(channel, self.device, self._meter, self._trace, self._share)
                 while session.missing:
                     self._join(session, listener)
                 session.run()

@@ -74,9 +74,8 @@ class _Server:
     def _listen(self) -> Listener | None:
         """None where that is impossible, and the driver knows why."""
         try:
-            if self._start.device != "cpu":
-                self._loaded()  # it may not be there
-            self._fabric = netstack.open(self._start.scheme, key=self._start.key or cluster_key())
+            gpu = None if self._start.device == "cpu" else self._loaded().device.index  # it may not be there
+            self._fabric = netstack.open(self._start.scheme, key=self._start.key or cluster_key(), gpu=gpu)
             return self._fabric.listen(self._start.address)
         except (ValueError, ImportError, ChannelError) as e:
             self._service.fail(f"memory worker: {e}", user_error=True)

@@ -33,7 +33,7 @@ from .control import (
     StepDone,
     Stop,
 )
-from .devices import CPU, linear, pick
+from .devices import CPU, gpu_of, linear, pick
 from .few_rows import FewRows
 from .graphs import Graphs
 from .groups import together
@@ -90,7 +90,8 @@ class ModelServer:
         """``module``: the model itself, where the driver is this process."""
         self.start = start
         self.module = module
-        self.fabric = netstack.open(start.scheme, key=start.key or cluster_key())
+        gpu = gpu_of(start.device, start.device_number)
+        self.fabric = netstack.open(start.scheme, key=start.key or cluster_key(), gpu=gpu)
         self.trace = recorder(start.trace)
         self.clock = Clock()
         self.staging: Staging = open_staging(CPU)  # until the device is picked

@@ -11,7 +11,7 @@ from memory_peer import bind, shape
 from lamina.cluster.launch import main
 from lamina.config import EngineConfig
 from lamina.workers import memory_store
-from lamina.workers.devices import CPU, FREE_PART, backend_on, check, linear, pick, share
+from lamina.workers.devices import CPU, FREE_PART, backend_on, check, gpu_of, linear, pick, share
 from lamina.workers.memory_store import _kv_bytes
 
 TINY = "examples/tiny_lm/model"
@@ -42,6 +42,11 @@ def test_workers_take_gpus_in_turn(gpus: int) -> None:
         ["cuda:0", "cuda:1"], ["cuda:0"], ["cpu", "cpu"]
     ]  # fmt: skip
     assert numbers(EngineConfig(compute_device="cuda:1")) == [["cuda:1"], [], ["cpu", "cpu"]]
+
+
+def test_a_transport_is_told_which_gpu_it_is(gpus: int) -> None:
+    assert [gpu_of("cuda", 3), gpu_of("auto", 2), gpu_of("cuda:1", 0), gpu_of("cpu", 1)] == [1, 0, 1, None]
+    assert gpu_of("cuda:2", 0) is None, "who picks it says that it is not there"
 
 
 def test_without_a_gpu_auto_is_the_cpu() -> None:
