@@ -67,6 +67,10 @@ class Attention(Protocol):
         """[R, 1, Hq, Dv], once it is there."""
         ...
 
+    def settle(self) -> None:
+        """Before anything is drawn from a step: raise what went wrong with messages that nobody has waited for."""
+        ...
+
 
 class ComputeWorker:
     """One replica of the model. Takes its turns in their order, whatever comes first."""
@@ -173,6 +177,8 @@ class ComputeWorker:
             wanted = self._up(torch.tensor([d.row for d in step.draws]))
             (logits,) = self._call(last, tuple(x[wanted] for x in (*carry, o)))
             self._trace.add(Event.SLICE, start, step.plan, last, value=len(step.draws))
+        self._pool.settle()
+        if step.draws:
             begun = time.perf_counter()
             pending = {d.sequence: int(ids[d.row]) for d in step.draws if d.pending}
             drawn = self._ranks.draw(logits[:, -1], step.draws, pending)

@@ -11,10 +11,11 @@ from lamina.collective.mesh import Mesh, listen_and_connect
 from lamina.kv.stored import stored_dtype
 
 from .capacity import choose_kv_bytes, geometries
-from .compute import ComputeWorker
+from .compute import Attention, ComputeWorker
 from .compute_emulated import emulated
 from .control import ComputeReady, LinkClosedError, RankUrl, RankUrls, RingPeer, RingUrl
 from .devices import CPU, backend_on
+from .direct import DirectAttention, has_whole_heads, open_wires
 from .links import MemoryLink
 from .memory_pool import MemoryPool
 from .memory_store import available_bytes
@@ -23,6 +24,7 @@ from .ranks import Together
 from .ring import RingEnds
 from .staged import stage_attention, stage_collective, stage_ring
 from .stepplan import Bind, Bound, Join
+from .wire import can_be_direct
 
 NO_LIMIT = 1 << 62  # bytes
 
@@ -45,11 +47,11 @@ class _Server(ModelServer):
         group = stage_collective(self._meet(ranks), self.staging) if ranks else None
         program = self.runnable(cut, group)
         ring = self._close_ring(listener, cut.program) if listener else None
-        pool, bounds = self._connect(cut, ring)
+        attention, bounds = self._connect(cut, ring)
         self.clock.lap("bind_s")
         worker = ComputeWorker(
             emulated(program),
-            stage_attention(pool, self.staging),
+            attention,
             dtype=cut.dtype,
             deterministic=start.deterministic,
             replica=start.replica,
@@ -104,28 +106,33 @@ class _Server(ModelServer):
             step_timeout_s=start.step_timeout_s,
         )
 
-    def _connect(self, cut: Cut, ring: RingEnds | None) -> tuple[MemoryPool, list[Bound]]:
+    def _connect(self, cut: Cut, ring: RingEnds | None) -> tuple[Attention, list[Bound]]:
         """Bind the memory workers, or join them once the replica before has."""
         start, partition = self.start, cut.partition
         if ring and start.replica:
             ring.await_turn()
         rows = {"max_rows": start.max_rows, "max_len": cut.max_len, "num_batches": start.num_batches}
         outbound, inbound = geometries(cut.layers, partition, cut.dtype.itemsize, **rows)
+        connect = partial(self.fabric.connect, outbound=outbound, inbound=inbound)
         links, bounds = list[MemoryLink](), list[Bound]()
         for worker, url in enumerate(start.memory_urls):
-            channel = self.fabric.connect(url, outbound=outbound, inbound=inbound)
+            channel = connect(url)
             number = worker * start.tensor_parallel_size + start.rank
             links.append(MemoryLink(channel, worker, start.step_timeout_s, self.trace, number))
             if start.replica:
                 bounds.append(links[-1].join(Join(number=start.replica, layers=cut.layers)))
             else:
-                bounds.append(links[-1].bind(self._bind(worker, cut)))
+                bounds.append(links[-1].bind(self._bind(worker, cut, channel)))
+        wires = open_wires(connect, start.memory_urls, bounds, self.staging, start.step_timeout_s)
         if ring and start.replica + 1 < start.replicas:
             ring.pass_turn()
         merging = backend_on(CPU, bounds[0].backend if partition.stripe else "reference", "reference", cut.dtype)
-        return MemoryPool(links, partition, cut.layers, merging, self.staging.empty), bounds
+        pool = MemoryPool(links, partition, cut.layers, merging, self.staging.empty)
+        if wires:
+            return DirectAttention(pool, wires, partition, cut.layers, cut.dtype.itemsize, self.staging), bounds
+        return stage_attention(pool, self.staging), bounds
 
-    def _bind(self, worker: int, cut: Cut) -> Bind:
+    def _bind(self, worker: int, cut: Cut, channel: netstack.Channel) -> Bind:
         start = self.start
         wanted = partial(
             choose_kv_bytes,
@@ -150,6 +157,7 @@ class _Server(ModelServer):
             max_model_len=cut.max_len,
             replicas=start.replicas,
             prefill_workers=start.prefill_workers,
+            direct=has_whole_heads(cut.partition) and can_be_direct(channel, self.staging),
             overlap=start.overlap,
             backend=start.backend,
         )

@@ -1,9 +1,10 @@
 """Slices as graphs: what a slice launches is recorded once for each number of rows and then launched as a whole.
 
-A slice sends Q, K and V while it runs, and meets other ranks, which cannot be recorded: a graph ends where a message
-leaves or ranks meet, and the next one begins behind it. Rows are padded to a power of two, whose extra results nobody
-takes. A graph reads and writes the same memory at every replay, so what leaves it is a copy: a message, or a carried
-tensor that waits for other batches, would be overwritten by the next replay.
+A slice sends Q, K and V while it runs, and meets other ranks. Where a host does that it cannot be recorded: a graph
+ends there, and the next one begins behind it. Messages that kernels send (``recordable``) are part of the graph. Rows
+are padded to a power of two, whose extra results nobody takes. A graph reads and writes the same memory at every
+replay, so what leaves it is a copy: a message, or a carried tensor that waits for other batches, would be overwritten
+by the next replay.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class GraphedSlice:
     def __init__(self, inner: Any, capture: Capture, meetings: Meetings | None = None) -> None:
         """``meetings``: what ``inner`` calls where ranks meet."""
         self._inner, self._capture, self._meetings = inner, capture, meetings
-        self._known: dict[int, _Padded] = {}
+        self._known: dict[tuple[int, Any], _Padded] = {}  # by rows and by what is part of the graph
         self._refused = False
 
     def __call__(self, *args: Any) -> tuple[Tensor, ...]:
@@ -116,15 +117,16 @@ class GraphedSlice:
         if bucket > MOST_ROWS or self._refused:
             return self._plain(args)
         inputs, send = (args, None) if isinstance(args[-1], Tensor) else (args[:-1], args[-1])
-        if bucket not in self._known:
+        kind = bucket, send if getattr(send, "recordable", False) else None
+        if kind not in self._known:
             try:
-                sends = send is not None
-                self._known[bucket] = _Padded(self._inner, inputs, bucket, sends, self._capture, self._meetings)
+                tape = _Tape(self._capture) if kind[1] is None else _Recording(self._capture, send)
+                self._known[kind] = _Padded(self._inner, inputs, bucket, send is not None, tape, self._meetings)
             except RuntimeError as error:
                 log.warning("a slice cannot be a graph and runs without: %s", str(error).splitlines()[0])
                 self._refused = True
                 return self._plain(args)
-        return self._known[bucket](inputs, rows, send)
+        return self._known[kind](inputs, rows, send)
 
     def _plain(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
         out: tuple[Tensor, ...] = self._inner(*args)
@@ -162,22 +164,21 @@ class _Padded:
         inputs: Sequence[Tensor],
         bucket: int,
         sends: bool,
-        capture: Capture,
+        tape: _Tape,
         meetings: Meetings | None,
     ) -> None:
         """Raises RuntimeError where it does what cannot be recorded."""
         self._bucket, self._meetings = bucket, meetings
         self._inputs = [x.new_zeros(bucket, *x.shape[1:]) for x in inputs]  # rows of no token are rows of token 0
         self._run(inner, _Nobody(), sends)  # libraries prepare themselves in their first call
-        tape = _Tape(capture)
-        capture.begin()
+        tape.capture.begin()
         try:
             self._results = self._run(inner, tape, sends)
         except BaseException:
             with suppress(RuntimeError):
-                capture.end()
+                tape.capture.end()
             raise
-        self._parts = [*tape.parts, (capture.end(), None)]
+        self._parts = [*tape.parts, (tape.capture.end(), None)]
 
     def __call__(self, inputs: Sequence[Tensor], rows: int, send: Any) -> tuple[Tensor, ...]:
         for mine, x in zip(self._inputs, inputs, strict=True):
@@ -215,7 +216,7 @@ class _Tape(_Nobody):
     """Each message and each meeting ends a graph and begins the next one."""
 
     def __init__(self, capture: Capture) -> None:
-        self._capture = capture
+        self.capture = capture
         self.parts: list[tuple[Graph, _Message | _Meeting | None]] = []
 
     def q(self, call: int, q: Tensor) -> None:
@@ -235,5 +236,19 @@ class _Tape(_Nobody):
         return result
 
     def _cut(self, end: _Message | _Meeting) -> None:
-        self.parts.append((self._capture.end(), end))
-        self._capture.begin()
+        self.parts.append((self.capture.end(), end))
+        self.capture.begin()
+
+
+class _Recording(_Tape):
+    """Messages become part of the graph."""
+
+    def __init__(self, capture: Capture, send: Any) -> None:
+        super().__init__(capture)
+        self._send = send
+
+    def q(self, call: int, q: Tensor) -> None:
+        self._send.q(call, q)
+
+    def kv(self, call: int, k: Tensor, v: Tensor) -> None:
+        self._send.kv(call, k, v)

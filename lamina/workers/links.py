@@ -10,7 +10,7 @@ from lamina.netstack import Channel, ChannelTimeout
 from lamina.observe.trace import OFF, Event, Recorder
 
 from .buffers import tensor_over
-from .stepplan import Bind, Bound, Join, Key, Kind, ProtocolError, decode_bound, encode
+from .stepplan import Bind, Bound, Direct, Join, Key, Kind, ProtocolError, decode_bound, encode
 
 
 class RefusedError(Exception):
@@ -37,6 +37,10 @@ class MemoryLink:
     def join(self, join: Join) -> Bound:
         """Raises RefusedError with the worker's reason."""
         return self._ask(Key(Kind.JOIN), encode(join))
+
+    def direct(self, direct: Direct) -> Bound:
+        """Where this is a channel for kernels. Raises RefusedError with the worker's reason."""
+        return self._ask(Key(Kind.DIRECT), encode(direct))
 
     def _ask(self, key: Key, data: bytes) -> Bound:
         self.send(key, data)

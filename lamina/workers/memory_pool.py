@@ -99,6 +99,9 @@ class MemoryPool:
         self.wait_s += time.perf_counter() - start
         return out.unsqueeze(1)
 
+    def settle(self) -> None:
+        """See Attention: every O was waited for."""
+
     def _merge(self, of: _Layer, first_head: int, parts: list[Partial], out: Tensor) -> None:
         """Fill in the rows that several memory workers have returned in parts."""
         pieces = [p for _, pieces in of.pieces for p in pieces if p.q_heads.start == first_head]

@@ -93,6 +93,9 @@ class OwnAttention:
         self._trace.add(Event.NEW, start, step.plan, layer)
         return out
 
+    def settle(self) -> None:
+        """See Attention: there was nobody to wait for."""
+
     @property
     def _now(self) -> Step:
         if self._step is None:

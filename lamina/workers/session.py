@@ -10,6 +10,7 @@ from collections import deque
 from contextlib import suppress
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from lamina.kv.blocks import NoBlocksError, PlanError
@@ -18,12 +19,14 @@ from lamina.observe.trace import Event, Recorder
 
 from .devices import FREE_PART
 from .grants import Grants
+from .memory_direct import DirectLayers
 from .memory_step import Step, Stored
 from .memory_store import Store
 from .memory_write import Written
 from .meter import Meter
 from .staging import NOTHING
-from .stepplan import Key, Kind, ProtocolError, StepPlan, decode_bind, decode_join, decode_plan, encode
+from .stepplan import Key, Kind, ProtocolError, StepPlan, decode_bind, decode_direct, decode_join, decode_plan, encode
+from .wire import Wire, can_be_direct
 
 RESERVE_S = 60.0  # for a compute worker to take what it was sent before
 MOST_PLANS = 64  # that may lie here before their round
@@ -44,17 +47,23 @@ class Session:
         self._plans: deque[tuple[Key, bytes]] = deque()  # that came before their round
         self._refused: dict[int, Key] = {}  # batch -> its last plan, if refused: its layer messages are dropped
         self._grants = Grants(meter, trace)
+        self._direct: DirectLayers | None = None  # where what is of a layer travels on a channel of its own
+        self._direct_due = False  # and that channel is still to come
         self._store = self._bind(device, share)
 
     @property
     def missing(self) -> int:
-        """Replicas and prefill workers that have not joined yet."""
-        return self._store.bind.replicas + self._store.bind.prefill_workers - len(self._channels)
+        """Channels that are still to come: of replicas, of prefill workers, and one for layer messages if it is due."""
+        bind = self._store.bind
+        return bind.replicas + bind.prefill_workers - len(self._channels) + self._direct_due
 
     def join(self, channel: Channel) -> None:
         """Take the next one in. Raises ProtocolError if it is not that, or has another model."""
         arrival = self._receive(channel)
         key, bind = Key.unpack(arrival.tag), self._store.bind
+        if key.kind == Kind.DIRECT and self._direct_due:
+            self._join_direct(channel, arrival)
+            return
         if key.kind != Kind.JOIN:
             raise ProtocolError(f"{key} in place of a join")
         join = decode_join(arrival.data)
@@ -67,6 +76,14 @@ class Session:
         if join.number >= bind.replicas:
             self._grants.join(channel)
         self._send(channel, Key(Kind.BOUND), encode(self._store.bound))
+
+    def _join_direct(self, channel: Channel, arrival: Arrival) -> None:
+        wait_s = decode_direct(arrival.data).wait_s
+        channel.release(arrival)
+        self._send(channel, Key(Kind.BOUND), encode(self._store.bound))
+        self._direct_due = False
+        if wait_s > 0:
+            self._direct = DirectLayers(Wire(channel, self._store.staging, wait_s), self._store, self._meter)
 
     def check_idle(self) -> None:
         """Raises ChannelError when a replica was lost, ProtocolError if one sends before all have joined."""
@@ -81,6 +98,8 @@ class Session:
             for layer in range(len(self._store.layers)):
                 for step in steps:
                     self._layer(step, layer)
+            if self._direct:
+                self._direct.settle()
 
     def _round(self) -> list[Step]:
         """Begin the steps of the next round; those that have rows."""
@@ -116,6 +135,8 @@ class Session:
             reader = plan.replica_of(1) if plan else 0
             channel = self._channels[reader if 0 <= reader < len(self._channels) else 0]
             self._send(channel, key._replace(kind=Kind.REFUSED), str(e).encode())
+            if self._direct:
+                self._direct.wire.channel.abort(str(e))  # kernels of the compute worker wait for an O
             return None, plan is not None and plan.more
         self._refused.pop(key.batch, None)
         self._meter.add("steps", 1)
@@ -141,6 +162,9 @@ class Session:
 
         Q and KV are released before O is signalled: whoever sees O has their slots back.
         """
+        if self._direct:
+            self._direct.run(step, layer)
+            return
         self._grants.take_overdue()
         meter, trace, sizes = self._meter, self._trace, step.sizes(layer)
         source, reply = (self._channels[step.plan.replica_of(i)] for i in (layer, layer + 1))
@@ -220,11 +244,19 @@ class Session:
             except (ValueError, ImportError, MemoryError, ProtocolError) as e:
                 answer, text = Kind.REFUSED, str(e).encode()
             else:
+                self._direct_due = self._may_be_direct(store)
+                store.bound = structs.replace(store.bound, direct=self._direct_due)
                 answer, text = Kind.BOUND, encode(store.bound)
             channel.release(arrival)
             self._send(channel, Key(answer), text)
             if answer == Kind.BOUND:
                 return store
+
+    def _may_be_direct(self, store: Store) -> bool:
+        """One replica alone: what kernels wait for has one order then, and no gaps in which to take prompts in."""
+        bind = store.bind
+        alone = bind.replicas == 1 and not bind.prefill_workers
+        return bind.direct and alone and can_be_direct(self._channels[0], store.staging)
 
     def _receive(self, channel: Channel) -> Arrival:
         """The next message. Waits as long as the peer and the driver live: an idle worker is no fault. While it waits,

@@ -67,6 +67,10 @@ class StagedAttention:
         """See Attention."""
         return self._staging.up(self._inner.o(layer, num_rows, dtype))
 
+    def settle(self) -> None:
+        """See Attention."""
+        self._inner.settle()
+
 
 class StagedRing:
     """See Ring. A step's ids, in front, are on the host anyway."""

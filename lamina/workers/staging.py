@@ -2,13 +2,14 @@
 
 On the CPU the two are one and nothing is copied. A device with memory of its own gets copies through pinned host
 memory, in the order of its stream; the host waits for it only where it is to read what the device has computed: once
-for each Q, for each K and V, for each O, and for what is carried or shared between compute workers.
+for each Q, for each K and V, for each O, and for what is carried or shared between compute workers. Where devices send
+and receive what is of a layer themselves (workers.wire), those three waits are one for each step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,13 @@ from .buffers import tensor_over
 from .graphs import Capture, CudaCapture
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class Queue(NamedTuple):
+    """Where a CUDA device gets its work from, for others to put theirs between."""
+
+    gpu: int
+    stream: int  # CUDA's handle
 
 
 class Staging(Protocol):
@@ -151,6 +159,10 @@ class Apart:
         """See Staging."""
         return None
 
+    def queue(self) -> Queue | None:
+        """Of this thread; None where the device has none."""
+        return None
+
     def is_pinned(self, x: Tensor) -> bool:
         """Whether the device copies from ``x`` while the host goes on."""
         return False
@@ -179,6 +191,11 @@ class Cuda(Apart):
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """See Staging."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def queue(self) -> Queue | None:
+        """See Apart."""
+        stream = torch.cuda.current_stream(self.device)
+        return Queue(stream.device_index, stream.cuda_stream)
 
     def is_pinned(self, x: Tensor) -> bool:
         """See Apart."""

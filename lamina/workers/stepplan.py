@@ -8,6 +8,8 @@ layer messages behind it have a fixed place and size: Q, KV and O carry tensors 
     O       back to the replica that the plan names
     BIND    msgpack of Bind, once, before any plan, from replica 0;  BOUND answers it
     JOIN    msgpack of Join, once, from every other replica and then every prefill worker;  BOUND answers it
+    DIRECT  msgpack of Direct, once, first on a channel besides, where BOUND has offered that;  BOUND answers it. Then
+            Q, KV and O travel on that channel, from device to device
     CARRY   the tensors of a cut, from one replica to the next
     STORED  nothing; back to a prefill worker: all K and V of a grant are in the store
     REFUSED utf-8 text, in place of BOUND or of the step's first O: nothing of the step was applied
@@ -48,6 +50,7 @@ class Kind(enum.IntEnum):
     JOIN = 8
     CARRY = 9
     STORED = 10
+    DIRECT = 11
 
 
 _KEY = struct.Struct("<QIIiI")
@@ -203,6 +206,7 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int = 1  # compute workers: this one and those that will join
     prefill_workers: int = 0  # that will join behind them
     kv_cache_dtype: str = "auto"  # of the store, by its name in kv.stored; auto = that of the wire
+    direct: bool = False  # the devices of this side could send and receive what is of a layer
     overlap: bool = True  # attend the stored tokens as soon as Q is there, not only once KV has come
     backend: str = "reference"
 
@@ -217,6 +221,13 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
     layers: list[LayerShape]
 
 
+class Direct(msgspec.Struct, frozen=True, kw_only=True):
+    """The channel is for kernels, none of which waits longer than ``wait_s``; 0: it is not used after all."""
+
+    version: int = VERSION
+    wait_s: float
+
+
 class Bound(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to Bind: the capacity of every group (pieces of one window length and the same lanes)."""
 
@@ -225,16 +236,18 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     stripe: int  # KV blocks of a sequence that stay together; 0 = all
     num_blocks: list[int]  # group -> KV blocks
     backend: str = ""  # attention backend, by its name in the table
+    direct: bool = False  # the device of this side can too, and a channel for it is due
 
 
 class ProtocolError(Exception):
     """A message that does not fit the contract: wrong version, key, size, or an op that this worker cannot do."""
 
 
-T = TypeVar("T", StepPlan, Bind, Join)
+T = TypeVar("T", StepPlan, Bind, Join, Direct)
 _plan_decoder = msgspec.msgpack.Decoder(StepPlan)
 _bind_decoder = msgspec.msgpack.Decoder(Bind)
 _join_decoder = msgspec.msgpack.Decoder(Join)
+_direct_decoder = msgspec.msgpack.Decoder(Direct)
 _bound_decoder = msgspec.msgpack.Decoder(Bound)
 encode = msgspec.msgpack.Encoder().encode
 
@@ -252,6 +265,11 @@ def decode_bind(data: bytes | memoryview) -> Bind:
 def decode_join(data: bytes | memoryview) -> Join:
     """Raises ProtocolError on anything that is not a Join of this version."""
     return _checked(_join_decoder, data)
+
+
+def decode_direct(data: bytes | memoryview) -> Direct:
+    """Raises ProtocolError on anything that is not a Direct of this version."""
+    return _checked(_direct_decoder, data)
 
 
 def decode_bound(data: bytes | memoryview) -> Bound:

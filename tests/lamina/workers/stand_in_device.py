@@ -107,6 +107,11 @@ class RecordingCapture(TorchDispatchMode):
         self._graph = Recorded()
         self.__enter__()
 
+    def add(self, call: Any) -> None:
+        """What is no operator of torch, as a part of the graph."""
+        assert self._graph is not None
+        self._graph.calls.append((call, (), {}, None))
+
     def end(self) -> Recorded:
         assert self._graph is not None
         self.__exit__(None, None, None)

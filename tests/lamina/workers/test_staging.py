@@ -115,6 +115,9 @@ class Kept:
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
         return torch.full((num_rows, 1), float(layer), dtype=dtype)
 
+    def settle(self) -> None:
+        self.sent.clear()
+
     def give(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
         self.sent += [x.clone() for x in carry]
 
@@ -147,6 +150,8 @@ def test_messages_are_whole_when_they_are_handed_on() -> None:
     assert device.waits == 2, "O needs none"
     assert stage_attention(kept, Host(CPU)) is kept
     assert staged.send_s == staged.wait_s == 1.5
+    staged.settle()
+    assert not kept.sent
 
 
 def test_the_ring_and_the_ranks_of_a_device() -> None:

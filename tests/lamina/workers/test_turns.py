@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 from lamina.engine.pipeline import num_replicas, rotation, route
+from lamina.netstack import PeerFault
 from lamina.workers.compute import ComputeWorker
-from lamina.workers.control import Draw, RunRound, RunStep, StepDone
+from lamina.workers.control import Draw, Drawn, RunRound, RunStep, StepDone
+from lamina.workers.ranks import Alone
 from lamina.workers.ring import Stay
 from lamina.workers.stepplan import New, Rows, StepPlan
 
@@ -34,6 +37,8 @@ class FakePool:
 
     def o(self, layer: int, rows: int, dtype: torch.dtype) -> Tensor:
         return torch.full((rows, 1), float(layer))
+
+    def settle(self) -> None: ...
 
 
 class FakeProgram:
@@ -114,6 +119,34 @@ def test_turns_follow_the_rotation(n: int, layers: int, known: int) -> None:
     assert len(done) == n * tokens
     assert pools[0].announced == [(t, b) for t in range(tokens) for b in range(n)]
     assert not any(p.announced for p in pools[1:])
+
+
+class Failing(FakePool):
+    """Messages of step 1 have failed, which nobody knows before it asks."""
+
+    def settle(self) -> None:
+        if self.plan is not None and self.plan.step == 1:
+            raise PeerFault("a memory worker is gone")
+
+
+class Drawing(Alone):
+    def __init__(self) -> None:
+        self.draws = 0
+
+    def draw(self, logits: Tensor, draws: list[Draw], pending: Mapping[int, int]) -> list[Drawn]:
+        self.draws += 1
+        return super().draw(logits, draws, pending)
+
+
+def test_nothing_is_drawn_from_what_failed() -> None:
+    pool, ranks = Failing(), Drawing()
+    worker = ComputeWorker(FakeProgram(2, pool, []), pool, dtype=torch.float64, ranks=ranks)  # type: ignore[arg-type]
+    for number in range(2):
+        worker.submit(make_round(number, [0], 1, 2, number == 0))
+    turns = iter(worker.turn, ranks)  # one after the other, without an end
+    with pytest.raises(PeerFault, match="is gone"):
+        list(turns)
+    assert ranks.draws == 1
 
 
 def test_a_step_without_rows_is_done_at_once_and_by_one_replica() -> None:

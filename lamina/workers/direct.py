@@ -1,0 +1,162 @@
+"""The compute worker's side of layer messages that go from device to device (workers.wire)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lamina.kv.partition import Partition, Piece
+from lamina.netstack import Channel, ChannelError
+
+from .links import MemoryLink
+from .memory_pool import MemoryPool
+from .staging import Staging
+from .stepplan import Bound, Direct, Key, Kind, LayerShape, StepPlan
+from .wire import LINE_WORDS, Wire, lines
+
+LINES = 3  # of what one memory worker has of a layer: Q, K and V, O
+
+
+def has_whole_heads(partition: Partition) -> bool:
+    """Whether every message is of all rows, and of heads in one run: no indices of rows, no merging."""
+    for table in partition.tables:
+        owners = [share.owners[0] for share in table]
+        if any(len(share.owners) > 1 for share in table) or len(set(owners)) < len(owners):
+            return False
+    return True
+
+
+class _Share(NamedTuple):
+    """What one memory worker has of a layer. ``line``: of Q; behind it are those of K and V, and of O."""
+
+    wire: Wire
+    line: int
+    q_heads: slice
+    kv_heads: slice
+    row_bytes: tuple[int, int, int, int]  # of q, k, v, o
+
+
+class DirectAttention:
+    """See Attention: a MemoryPool of memory workers on devices, whose partition has whole heads.
+
+    Its ``q`` and ``kv`` may be recorded in a graph: what differs from step to step they read from lines.
+    """
+
+    recordable = True
+
+    def __init__(
+        self,
+        pool: MemoryPool,
+        wires: Sequence[Wire],
+        partition: Partition,
+        layers: Sequence[LayerShape],
+        itemsize: int,
+        staging: Staging,
+    ) -> None:
+        """``pool`` takes plans, on links of the workers that ``wires`` go to. ``itemsize``: of the wire's dtype."""
+        self._pool, self._wires, self._staging = pool, wires, staging
+        self._layers = layers
+        self._shares, num_lines = list[list[_Share]](), 0
+        for index, layer in enumerate(layers):
+            self._shares.append([])
+            for wire, link in zip(wires, pool.links, strict=True):
+                for piece in partition.pieces(index, link.worker):
+                    self._shares[-1].append(_share(layer, piece, wire, num_lines, itemsize))
+                    num_lines += LINES
+        self._lines = torch.zeros(num_lines, LINE_WORDS, dtype=torch.int64, device=staging.device)
+        self._plan: StepPlan | None = None  # whose lines they are
+        self._ahead: dict[int, tuple[StepPlan, Tensor]] = {}  # batch -> its last plan, and its lines on the host
+        self.wait_s = 0.0  # of a host for messages: it waits for its device alone
+
+    @property
+    def send_s(self) -> float:
+        """See Attention; of plans alone."""
+        return self._pool.send_s
+
+    def announce(self, plan: StepPlan) -> None:
+        """See Attention."""
+        self._pool.announce(plan)
+
+    def select(self, plan: StepPlan) -> None:
+        """See Attention."""
+        if plan is self._plan:
+            return
+        self._plan = plan
+        known = self._ahead.get(plan.batch)
+        if known is None or known[0] is not plan:
+            known = self._ahead[plan.batch] = plan, lines(self._staging, self._messages(plan))
+        self._lines.copy_(self._staging.up(known[1]))
+
+    def q(self, layer: int, q: Tensor) -> None:
+        """See Attention. There may be more rows than the step has, behind them."""
+        for share in self._shares[layer]:
+            share.wire.send(self._lines[share.line], q[:, share.q_heads, 0].contiguous())
+
+    def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """See Attention. There may be more rows than the step has, behind them."""
+        for share in self._shares[layer]:
+            parts = (x[:, share.kv_heads, 0].contiguous() for x in (k, v))
+            share.wire.send(self._lines[share.line + 1], *parts)
+
+    def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
+        """See Attention; "there" for what the device does next."""
+        shape = self._layers[layer]
+        out = torch.empty(num_rows, 1, shape.q_heads, shape.v_dim, dtype=dtype, device=self._staging.device)
+        for share in self._shares[layer]:
+            mine = out[:, :, share.q_heads]
+            target = mine if mine.is_contiguous() else torch.empty_like(mine, memory_format=torch.contiguous_format)
+            share.wire.receive(self._lines[share.line + 2], target)
+            if target is not mine:
+                mine.copy_(target)
+        return out
+
+    def settle(self) -> None:
+        """See Attention. Raises RefusedError where that is why a memory worker has left."""
+        try:
+            for wire in self._wires:
+                wire.settle()
+        except ChannelError:
+            for link in self._pool.links:
+                with suppress(ChannelError):
+                    link.poll(0.0)
+            raise
+
+    def _messages(self, plan: StepPlan) -> list[tuple[Key, int, int]]:
+        rows, found = plan.num_rows, list[tuple[Key, int, int]]()
+        for layer, shares in enumerate(self._shares):
+            key = Key(Kind.Q, plan.step, plan.batch, plan.view, layer)
+            for share in shares:
+                q, k, v, o = (rows * n for n in share.row_bytes)
+                found += [(key, q, 0), (key._replace(kind=Kind.KV), k, v), (key._replace(kind=Kind.O), o, 0)]
+        return found
+
+
+def _share(layer: LayerShape, piece: Piece, wire: Wire, line: int, itemsize: int) -> _Share:
+    each, heads = layer.q_heads // layer.kv_heads, slice(piece.head_start, piece.head_stop)
+    qk, v = (piece.num_kv_heads * dim * itemsize for dim in (layer.qk_dim, layer.v_dim))
+    row_bytes = each * qk, qk, v, each * v
+    return _Share(wire, line, slice(heads.start * each, heads.stop * each), heads, row_bytes)
+
+
+def open_wires(
+    connect: Callable[[str], Channel],
+    urls: Sequence[str],
+    bounds: Sequence[Bound],
+    staging: Staging,
+    wait_s: float,
+) -> list[Wire]:
+    """To the memory workers at ``urls``, which gave ``bounds``, if all of them can have one; else none, and those that
+    wait for theirs are told so. Raises ChannelError, RefusedError.
+    """
+    wires, wanted = list[Wire](), all(bound.direct for bound in bounds)
+    for worker, (url, bound) in enumerate(zip(urls, bounds, strict=True)):
+        if bound.direct:
+            channel = connect(url)
+            MemoryLink(channel, worker, wait_s).direct(Direct(wait_s=wait_s if wanted else 0.0))
+            if wanted:
+                wires.append(Wire(channel, staging, wait_s))
+    return wires

@@ -1,0 +1,74 @@
+"""The layers of a memory worker's steps, all of whose messages go from device to device (workers.wire)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .memory_step import Sizes, Step
+from .memory_store import Store
+from .meter import Meter
+from .staging import NOTHING
+from .stepplan import Key, Kind
+from .wire import LINE_WORDS, Wire, lines
+
+
+class DirectLayers:
+    """Does what ``Session`` does of a layer, in its order; but the host waits for the device once in a round alone."""
+
+    def __init__(self, wire: Wire, store: Store, meter: Meter) -> None:
+        self.wire = wire
+        self._store, self._meter = store, meter
+        self._lines: dict[int, tuple[Step, Tensor]] = {}  # of every batch, its last step
+
+    def run(self, step: Step, layer: int) -> None:
+        """Q in, attend the stored tokens; KV in, write, attend the new ones; O out: as soon as the device is there."""
+        sizes, meter = step.sizes(layer), self._meter
+        with meter.time("attend_s"):  # of the host
+            self._launch(step, layer, sizes)
+        meter.add("bytes_received", sizes.q + sizes.kv)
+        meter.add("bytes_sent", sizes.o)
+        meter.add("stored_bytes", sizes.stored)
+
+    def settle(self) -> None:
+        """All of it has been done. Raises ChannelError, ProtocolError."""
+        with self._meter.time("wait_s"):
+            self.wire.settle()
+
+    def _launch(self, step: Step, layer: int, sizes: Sizes) -> None:
+        overlap, due = self._store.bind.overlap, self._lines_of(step)[layer]
+        q = self._receive(due[0], sizes.q)
+        if overlap:
+            stored = step.attend_stored(layer, q)
+        kv = self._receive(due[1], sizes.kv)
+        if not overlap:
+            stored = step.attend_stored(layer, q)
+        written = step.write(layer, kv)
+        if sizes.o:
+            out = torch.empty(sizes.o, dtype=torch.uint8, device=self._store.device)
+            step.finish(layer, stored, q, written, out[: sizes.partial], out[sizes.partial :])
+            self.wire.send(due[2], out)
+
+    def _receive(self, line: Tensor, nbytes: int) -> Tensor:
+        if not nbytes:
+            return NOTHING
+        target = torch.empty(nbytes, dtype=torch.uint8, device=self._store.device)
+        self.wire.receive(line, target)
+        return target
+
+    def _lines_of(self, step: Step) -> Tensor:
+        """[layer, Q or KV or O, word], on the device."""
+        known = self._lines.get(step.plan.batch)
+        if known is None or known[0] is not step:
+            there = self._store.staging.up(lines(self._store.staging, _messages(step, len(self._store.layers))))
+            known = self._lines[step.plan.batch] = step, there.view(-1, 3, LINE_WORDS)
+        return known[1]
+
+
+def _messages(step: Step, num_layers: int) -> list[tuple[Key, int, int]]:
+    plan, found = step.plan, list[tuple[Key, int, int]]()
+    for layer in range(num_layers):
+        sizes = step.sizes(layer)
+        for kind, nbytes in ((Kind.Q, sizes.q), (Kind.KV, sizes.kv), (Kind.O, sizes.o)):
+            found.append((Key(kind, plan.step, plan.batch, plan.view, layer), nbytes, 0))
+    return found

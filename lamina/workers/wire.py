@@ -1,0 +1,90 @@
+"""Layer messages from device to device: kernels on a worker's own stream send Q, K, V and O, and wait for them.
+
+A plan says all of a step's messages, so each side gives its device a step's kernels ahead of time, and no host waits
+for a message. Hosts do two things: they bring the lengths and tags of a step's messages to the device, in one copy, for
+the kernels to read (so a graph of a slice is of any step, and a message has the rows that there are, not the graph's);
+and once in a step they look at what kernels have noted. A kernel to which another message comes than the one that is
+due fails, and all behind it on its channel do nothing: what is computed from then on goes nowhere.
+
+Plans, and all that is not of a layer, stay messages of the hosts, on the channel that they had anyway. Timelines show
+nothing of what kernels move, as no host sees it.
+
+HARDWARE-UNVERIFIED: run with a device, a driver and graphs that a CPU stands in for.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lamina.netstack import Channel, DeviceChannel
+from lamina.netstack.fabric import TAG_BYTES
+
+from .buffers import bytes_of
+from .staging import Apart, Queue, Staging
+from .stepplan import Key, ProtocolError
+
+_LINE = struct.Struct(f"<2Q{TAG_BYTES}s")  # of a message: one length or two, in bytes; tag
+TAG_AT = 16
+LINE_WORDS = _LINE.size // 8
+_NOTE = struct.Struct(f"<Q{TAG_BYTES}sQ{TAG_BYTES}s")  # length and tag of what came, and of what was due
+
+
+def can_be_direct(channel: Channel, staging: Staging) -> bool:
+    """Whether kernels on the worker's device can use ``channel``."""
+    queue = _queue(staging)
+    return queue is not None and isinstance(channel, DeviceChannel) and channel.gpu == queue.gpu
+
+
+class Wire:
+    """The layer messages of one channel, for the thread of a worker. Opened once ``can_be_direct`` says so."""
+
+    def __init__(self, channel: Channel, staging: Staging, wait_s: float) -> None:
+        """``wait_s``: at most, of a kernel for a message or a slot. The channel is the device's from here on."""
+        queue = _queue(staging)
+        if not isinstance(staging, Apart) or not isinstance(channel, DeviceChannel) or queue is None:
+            raise ValueError(f"{channel.peer}: kernels on {staging.device} cannot use this channel")
+        self.channel = channel
+        self._staging, self._side, self._stream = staging, channel.lend(), queue.stream
+        self._wait_ns = int(wait_s * 1e9)
+        self._notes = torch.zeros(1 + _NOTE.size // 8, dtype=torch.int64, device=staging.device)  # status, then a note
+
+    def send(self, line: Tensor, first: Tensor, second: Tensor | None = None) -> None:
+        """Of contiguous tensors, as many bytes as ``line`` says, which is on the device."""
+        at, rest = line.data_ptr(), (self._wait_ns, self._notes.data_ptr())
+        if second is None:
+            self._side.send(self._stream, first.data_ptr(), at, at + TAG_AT, *rest)
+        else:
+            self._side.send_two(self._stream, first.data_ptr(), second.data_ptr(), at, at + TAG_AT, *rest)
+
+    def receive(self, line: Tensor, target: Tensor) -> None:
+        """The next message, which must be that of ``line``, into ``target``, contiguous and of its length."""
+        at, status = line.data_ptr(), self._notes.data_ptr()
+        rest = at, at + TAG_AT, status + 8, self._wait_ns, status
+        self._side.receive_due(self._stream, target.data_ptr(), *rest)
+
+    def settle(self) -> None:
+        """Wait for the device, and raise what has gone wrong: ChannelError, ProtocolError."""
+        (notes,) = self._staging.down(self._notes)
+        status, note = int(notes[0]), bytes_of(notes[1:])
+        if status and any(note):
+            came, tag, due, due_tag = _NOTE.unpack(note)
+            text = f"{Key.unpack(tag)} of {came} bytes in place of {Key.unpack(due_tag)} of {due} bytes"
+            raise ProtocolError(f"{self.channel.peer}: {text}")
+        self._side.check(status)
+
+
+def lines(staging: Staging, messages: Sequence[tuple[Key, int, int]]) -> Tensor:
+    """Host memory, to go up: what kernels must know of each message. The second length may be 0."""
+    found = staging.empty(len(messages), LINE_WORDS, dtype=torch.int64)
+    data = bytes_of(found)
+    for i, (key, first, second) in enumerate(messages):
+        _LINE.pack_into(data, i * _LINE.size, first, second, key.pack())
+    return found
+
+
+def _queue(staging: Staging) -> Queue | None:
+    return staging.queue() if isinstance(staging, Apart) else None

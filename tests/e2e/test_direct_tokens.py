@@ -1,0 +1,71 @@
+"""Workers on GPUs that CPUs stand in for, processes of their own, whose Q, K, V and O go from device to device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_stand_in import STAND_IN, scheme_of
+
+from lamina import LLM, SamplingParams
+from lamina.cluster import local
+
+pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
+SCORED = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=12, logprobs=2, ignore_eos=True)
+
+
+@contextmanager
+def on_gpus() -> Iterator[str]:
+    """All workers that are processes; the transport that fits."""
+    with scheme_of(STAND_IN) as scheme, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.path.dirname(__file__), prepend=os.pathsep)
+        for role in ("compute", "memory"):
+            patch.setitem(local.ROLES, role, ("on_gpus", f"serve_{role}"))
+        yield scheme
+
+
+def outputs(path: Path, prompts: list[list[int]], **options: Any) -> tuple[list[Any], dict[str, dict[str, float]]]:
+    options = {"prefill_chunk": 32, "gemm": "torch", "deterministic": True, **options}
+    with LLM(str(path), **options) as llm:
+        found = [o.outputs[0] for o in llm.generate(prompts, SCORED)]
+        return [(o.token_ids, o.logprobs) for o in found], llm.stats()
+
+
+@pytest.mark.parametrize(
+    ("options", "direct"),
+    [
+        ({}, True),
+        ({"memory_workers": 2}, True),
+        ({"pipeline": 2}, True),
+        ({"tensor_parallel_size": 2, "memory_workers": 2}, True),
+        ({"pipeline": 3}, False),
+        ({"partition": "token", "memory_workers": 2}, False),
+        ({"prefill_workers": 1}, False),
+    ],
+    ids=lambda o: " ".join(f"{k}={v}" for k, v in o.items()) or "plain" if isinstance(o, dict) else "",
+)
+def test_the_bits_are_those_of_hosts(
+    options: dict[str, Any], direct: bool, llama_path: Path, prompts: list[list[int]]
+) -> None:
+    wanted, _ = outputs(llama_path, prompts, transport="loopback", **options)
+    with on_gpus() as scheme:
+        found, stats = outputs(llama_path, prompts, transport=scheme, **options)
+    assert found == wanted
+    waits = [x["wait_s"] for name, x in stats.items() if name.startswith("compute")]
+    assert all((wait == 0) is direct for wait in waits), "a host waits for messages where devices cannot"
+
+
+def test_tokens_are_those_of_hosts_where_messages_are_parts_of_graphs(
+    llama_path: Path, prompts: list[list[int]]
+) -> None:
+    """As many rows as there are, in graphs of more."""
+    options = {"memory_workers": 2, "deterministic": False}
+    wanted, _ = outputs(llama_path, prompts, transport="loopback", **options)
+    with on_gpus() as scheme:
+        found, stats = outputs(llama_path, prompts, transport=scheme, **options)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
+    assert stats["compute-0"]["wait_s"] == 0

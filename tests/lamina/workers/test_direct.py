@@ -1,0 +1,289 @@
+"""Layer messages from device to device: the bits and the bytes of those that hosts send, and what ends them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from memory_peer import GEOMETRY, LAYERS, WAIT_S, Model, Pool, bind, memory_pool, model, shape
+from stand_in_device import CPU, StandIn
+from stand_in_gpu import StandInGpu, stand_in_gpus
+from torch import Tensor
+
+from lamina import netstack
+from lamina.attention import get
+from lamina.kv.partition import PARTITIONS, by_head
+from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, PeerFault
+from lamina.workers import direct, staging
+from lamina.workers.direct import DirectAttention, has_whole_heads, open_wires
+from lamina.workers.graphs import GraphedSlice
+from lamina.workers.links import MemoryLink, RefusedError
+from lamina.workers.memory_pool import MemoryPool
+from lamina.workers.staging import Host, Queue
+from lamina.workers.stepplan import Free, Key, Kind, LayerShape, New, ProtocolError, Rows, SequenceOp, StepPlan
+from lamina.workers.wire import Wire, can_be_direct, lines
+
+STEPS: list[tuple[list[SequenceOp], list[Rows]]] = [
+    ([New(1), New(2)], [Rows(1, 0, 40), Rows(2, 0, 5)]),
+    ([], [Rows(1, 40, 1), Rows(2, 5, 20)]),
+    ([New(3)], [Rows(2, 25, 1), Rows(1, 41, 1), Rows(3, 0, 33)]),
+]
+Make = Callable[[], StandInGpu]
+
+
+@pytest.fixture
+def gpu() -> Iterator[Make]:
+    with stand_in_gpus() as make:
+        yield make
+
+
+@contextmanager
+def workers() -> Iterator[Pool]:
+    with memory_pool() as pool:
+        pool.fabric.close()
+        pool.fabric = netstack.open("cuda", key=b"k" * 32)
+        yield pool
+
+
+def direct_model(
+    pool: Pool,
+    gpu: StandInGpu,
+    weights: Sequence[float] = (1.0,),
+    layers: list[LayerShape] = LAYERS,
+    wait_s: float = WAIT_S,
+) -> Model:
+    """Its attention is a DirectAttention."""
+    there = model(pool, weights, layers, direct=True)
+    connect = partial(pool.fabric.connect, outbound=GEOMETRY, inbound=GEOMETRY)
+    urls, bounds = [x.url for x in pool.listeners[-len(weights) :]], [p.bound for p in there.peers]
+    wires = open_wires(connect, urls, bounds, gpu, wait_s)
+    partition, itemsize = there.peers[0].bind.partition, there.dtype.itemsize
+    assert has_whole_heads(partition)
+    there.pool = DirectAttention(there.pool, wires, partition, there.layers, itemsize, gpu)  # type: ignore[assignment]
+    return there
+
+
+@pytest.mark.parametrize(("weights", "layers"), [([1.0], LAYERS), ([1.0, 1.0], LAYERS), ([3.0, 1.0], LAYERS[:4])])
+def test_the_bits_are_those_of_messages_of_hosts(weights: list[float], layers: list[LayerShape], gpu: Make) -> None:
+    with memory_pool() as hosts, workers() as pool:
+        wanted, mine = model(hosts, weights, layers), gpu()
+        there = direct_model(pool, mine, weights, layers)
+        for number, (ops, rows) in enumerate(STEPS):
+            a, b = wanted.step(number, ops, rows), there.step(number, ops, rows)
+            before = mine.waits
+            there.pool.settle()
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), number
+            assert mine.waits == before + len(weights)
+        assert mine.waits == len(STEPS) * len(weights), "a wait in each step for each memory worker, none in a layer"
+
+
+class Sent:
+    """The memory workers' ends of channels, which take what comes by the host's calls."""
+
+    def __init__(self, gpu: StandInGpu, layers: list[LayerShape], weights: Sequence[float]) -> None:
+        self.fabric = netstack.open("cuda", key=b"k" * 32)
+        partition = by_head([x.kv_heads for x in layers], weights)
+        wires, links = list[Wire](), list[MemoryLink]()
+        self.channels: list[tuple[Channel, Channel]] = []
+        for worker in range(len(weights)):
+            pairs = [self._connect() for _ in range(2)]
+            wires.append(Wire(pairs[0][0], gpu, WAIT_S))
+            links.append(MemoryLink(pairs[1][0], worker, WAIT_S))
+            self.channels.append((pairs[0][1], pairs[1][1]))
+        pool = MemoryPool(links, partition, layers, get("reference", CPU, torch.float32))
+        self.by_host: MemoryPool = pool
+        self.by_kernels = DirectAttention(pool, wires, partition, layers, 4, gpu)
+
+    def _connect(self) -> tuple[Channel, Channel]:
+        listener = self.fabric.listen()
+        with ThreadPoolExecutor(1) as threads:
+            accepted = threads.submit(listener.accept, timeout_s=WAIT_S)
+            connected = self.fabric.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY)
+            return connected, accepted.result(WAIT_S)
+
+    def check(self) -> None:
+        """The next message of both ways is the same, at every memory worker."""
+        for both in self.channels:
+            a, b = (channel.wait_signal(timeout_s=WAIT_S) for channel in both)
+            assert (a.tag, bytes(a.data)) == (b.tag, bytes(b.data)), Key.unpack(a.tag)
+            for channel, arrival in zip(both, (a, b), strict=True):
+                channel.release(arrival)
+
+
+WEIGHT = torch.randn(8 * 16, generator=torch.Generator().manual_seed(1))
+
+
+def slice_of_a_model(ids: Tensor, x: Tensor, send: Any) -> tuple[Tensor, ...]:
+    """Heads of q lie apart, as of a model whose rows have several tokens; v is not of the width of k."""
+    h = x.repeat(1, 16) * WEIGHT
+    q = torch.relu(h).view(-1, 16, 8).transpose(1, 2)
+    send.q(1, q[:, :, None])
+    k, v = h[:, :64].view(-1, 4, 1, 16), (h[:, :96] * 2).view(-1, 4, 1, 24)
+    send.kv(1, k + ids[:, :, None, None], v)
+    return ids, h.sin()
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0], [3.0, 1.0]])
+def test_a_graph_sends_the_bytes_that_hosts_send(weights: list[float]) -> None:
+    """Of any number of rows, of two batches in turn: what differs is read from the device's memory."""
+    layers = [shape(), shape(8, 4, 16, 24)]
+    with stand_in_gpus(graphs=True) as make:
+        gpu = make()
+        sent, capture = Sent(gpu, layers, weights), gpu.capture()
+        assert capture is not None
+        graphed = GraphedSlice(slice_of_a_model, capture)
+        for step, rows in enumerate([1, 3, 4, 2, 3, 8, 5, 1, 7]):
+            g = torch.Generator().manual_seed(step)
+            inputs = torch.randint(0, 9, (rows, 1), generator=g), torch.randn(rows, 8, generator=g)
+            plan = StepPlan(step=step, batch=step % 2, ops=[], rows=[Rows(1, 0, rows)])
+            for attention in (sent.by_kernels, sent.by_host):
+                attention.select(plan)
+            launched = gpu.launches
+            found = graphed(*inputs, sent.by_kernels)
+            assert gpu.launches == launched, "all of the messages are parts of graphs"
+            wanted = slice_of_a_model(*inputs, sent.by_host)
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+            for _ in ("q", "kv"):
+                sent.check()
+        assert capture.graphs == len({1, 2, 4, 8}), "no graph ends where a message leaves"
+        sent.fabric.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "offered"),
+    [({"direct": True}, True), ({}, False), ({"direct": True, "prefill_workers": 1}, False),
+     ({"direct": True, "replicas": 2}, False)],
+)  # fmt: skip
+def test_a_memory_worker_offers_what_it_can(fields: dict[str, Any], offered: bool, gpu: Make) -> None:
+    with workers() as pool:
+        assert pool.connect(bind(LAYERS, **fields)).bound.direct is offered
+
+
+def test_over_other_transports_and_on_other_devices_hosts_send(gpu: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = gpu()
+    monkeypatch.setattr(other, "queue", lambda: Queue(1, 0))
+    with workers() as pool, memory_pool() as hosts:
+        assert not hosts.connect(bind(LAYERS, direct=True)).bound.direct
+        here = pool.open()
+        assert can_be_direct(here, gpu())
+        assert not can_be_direct(here, other), "a channel of another GPU"
+        assert not can_be_direct(here, StandIn())
+        assert not can_be_direct(here, Host(CPU))
+        here.close()
+
+
+def test_where_one_memory_worker_cannot_hosts_send_to_all(gpu: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with memory_pool() as hosts, workers() as pool:
+        binds = [bind(LAYERS, [1.0, 1.0], w, direct=True) for w in range(2)]
+        peers = [pool.connect(binds[0])]
+        monkeypatch.setitem(staging.KINDS, "cpu", StandIn)
+        peers.append(pool.connect(binds[1]))
+        connect = partial(pool.fabric.connect, outbound=GEOMETRY, inbound=GEOMETRY)
+        bounds = [p.bound for p in peers]
+        assert [b.direct for b in bounds] == [True, False]
+        assert open_wires(connect, [x.url for x in pool.listeners], bounds, gpu(), WAIT_S) == []
+        there, wanted = Model(peers, binds[0].partition, LAYERS, "float32"), model(hosts, [1.0, 1.0])
+        for number, (ops, rows) in enumerate(STEPS):
+            a, b = wanted.step(number, ops, rows), there.step(number, ops, rows)
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", ["token", "request"])
+def test_messages_of_some_rows_are_for_hosts(name: str) -> None:
+    assert not has_whole_heads(PARTITIONS[name]([4], [1.0, 1.0], 1))
+    assert has_whole_heads(PARTITIONS[name]([4], [1.0], 1))
+    assert not has_whole_heads(by_head([3], [1.0, 1.0], 1))
+
+
+def test_a_refused_step_ends_what_kernels_wait_for_and_says_why(gpu: Make) -> None:
+    with workers() as pool:
+        there = direct_model(pool, gpu())
+        there.step(0, *STEPS[0])
+        there.pool.settle()
+        there.step(1, [Free(99)], [Rows(1, 40, 1)])
+        with pytest.raises(RefusedError, match="99"):
+            there.pool.settle()
+
+
+def test_a_memory_worker_that_dies_in_a_layer_is_named(gpu: Make) -> None:
+    with workers() as pool:
+        there, plan = direct_model(pool, gpu()), StepPlan(step=0, ops=[New(1)], rows=[Rows(1, 0, 3)])
+        there.pool.announce(plan)
+        there.pool.select(plan)
+        q, *_ = there.rows(plan.rows, 0)
+        there.pool.q(0, q.unsqueeze(2))
+        pool.workers[0].abort("out of heads")
+        there.pool.o(0, 3, torch.float32)  # at once, with nothing in it
+        with pytest.raises(PeerFault, match=f"{pool.listeners[0].url}.*out of heads"):
+            there.pool.settle()
+
+
+def test_a_compute_worker_that_dies_frees_its_memory_worker(gpu: Make) -> None:
+    with workers() as pool:
+        there, plan = direct_model(pool, gpu()), StepPlan(step=0, ops=[New(1)], rows=[Rows(1, 0, 3)])
+        there.pool.announce(plan)
+        pool.fabric.close()
+        pool.threads[0].join(WAIT_S)
+        assert [type(e) for e in pool.ends] in ([PeerFault], [ChannelAborted])
+
+
+@pytest.mark.parametrize("wrong", ["kind", "step", "layer", "length"])
+def test_a_message_that_is_not_the_next_one_ends_the_memory_worker(
+    wrong: str, gpu: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no O that was computed from it leaves."""
+
+    def spoilt(staging: Any, messages: Sequence[tuple[Key, int, int]]) -> Tensor:
+        found = list(messages)
+        key, first, second = found[3]
+        other = {"kind": {"kind": Kind.KV}, "step": {"step": 7}, "layer": {"layer": 0}}.get(wrong, {})
+        found[3] = key._replace(**other), first - 4 * (wrong == "length"), second
+        return lines(staging, found)
+
+    with workers() as pool:
+        there = direct_model(pool, gpu())
+        monkeypatch.setattr(direct, "lines", spoilt)
+        there.step(0, *STEPS[0])
+        pool.threads[0].join(WAIT_S)
+        (end,) = pool.ends
+        assert isinstance(end, ProtocolError)
+        assert "in place of Key(kind=4, step=0, batch=0, view=0, layer=1)" in str(end)
+        with pytest.raises(PeerFault, match="in place of"):
+            there.pool.settle()
+
+
+@contextmanager
+def two_wires(gpu: Make, wait_s: float = WAIT_S) -> Iterator[tuple[Wire, Wire, StandInGpu]]:
+    """Of one channel: they send and receive."""
+    here = gpu()
+    sent = Sent(here, [shape()], [1.0])
+    (ours, theirs) = sent.by_kernels._wires[0], sent.channels[0][0]
+    yield ours, Wire(theirs, here, wait_s), here
+    sent.fabric.close()
+
+
+def test_another_message_than_the_one_that_is_due_goes_nowhere(gpu: Make) -> None:
+    with two_wires(gpu) as (a, b, here):
+        keys, target = [Key(Kind.O, step=n) for n in range(3)], torch.zeros(4)
+        going = here.up(lines(here, [(key, 16, 0) for key in keys]))
+        for n in range(3):
+            a.send(going[n], torch.full((4,), n + 1.0))
+        b.receive(going[0], target)
+        b.settle()
+        b.receive(going[2], target)
+        b.receive(going[1], target)  # too late
+        assert (target == 1).all()
+        with pytest.raises(ProtocolError, match=r"step=1.* of 16 bytes in place of .*step=2.* of 16 bytes"):
+            b.settle()
+
+
+def test_a_kernel_waits_no_longer_than_it_may(gpu: Make) -> None:
+    with two_wires(gpu, wait_s=0.05) as (_, b, _here):
+        b.receive(torch.zeros(6, dtype=torch.int64), torch.zeros(4))
+        with pytest.raises(ChannelTimeout, match="within its time"):
+            b.settle()
