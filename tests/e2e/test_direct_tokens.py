@@ -59,11 +59,16 @@ def test_the_bits_are_those_of_hosts(
     assert all((wait == 0) is direct for wait in waits), "a host waits for messages where devices cannot"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"memory_workers": 2}, {"pipeline": 2}, {"tensor_parallel_size": 2, "memory_workers": 2}],
+    ids=lambda o: " ".join(f"{k}={v}" for k, v in o.items()),
+)
 def test_tokens_are_those_of_hosts_where_messages_are_parts_of_graphs(
-    llama_path: Path, prompts: list[list[int]]
+    options: dict[str, Any], llama_path: Path, prompts: list[list[int]]
 ) -> None:
-    """As many rows as there are, in graphs of more."""
-    options = {"memory_workers": 2, "deterministic": False}
+    """As many rows as there are, in graphs of more; of ranks, whose graphs end where they meet, and of two batches."""
+    options = {**options, "deterministic": False}
     wanted, _ = outputs(llama_path, prompts, transport="loopback", **options)
     with on_gpus() as scheme:
         found, stats = outputs(llama_path, prompts, transport=scheme, **options)
