@@ -59,9 +59,8 @@ def missing() -> str:
         return "the guest needs an x86-64 Debian or Ubuntu"
     packages = {package for name, package in PROGRAMS.items() if program(name) is None}
     packages |= {package for name, package in FILES.items() if not list(Path("/").glob(name[1:]))}
-    if find_spec("pyverbs") is None and not list(
-        PYVERBS.glob(f"qp.cpython-{sys.version_info.major}{sys.version_info.minor}-*")
-    ):
+    built = f"qp.cpython-{sys.version_info.major}{sys.version_info.minor}-*"
+    if PYVERBS.exists() and find_spec("pyverbs") is None and not list(PYVERBS.glob(built)):
         return (
             f"the distribution's pyverbs is not for Python {platform.python_version()}; use the distribution's Python"
         )
