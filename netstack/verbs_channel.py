@@ -29,7 +29,7 @@ from .sleeper import Sleeper
 from .swap import swap
 
 STALL_S = 10.0
-LOOK_S = 0.1  # a sender that never waits looks for completions and at the life line this often
+LOOK_S = 0.1  # who never waits looks for completions and at the life line this often
 BEAT_S = 0.5
 LINGER_S = 1.0  # close waits so long for the peer's NIC to have what was put
 WRITE_BYTES = 4 << 20  # the largest single write; a longer message is several
@@ -258,6 +258,8 @@ class VerbsChannel(BaseChannel):
         if ready():
             return True
         start = monotonic()
+        if start - self._looked > LOOK_S:
+            self._look()  # a call without time to wait asks, too
         self._poll()
         while not ready():
             self._check(operation)

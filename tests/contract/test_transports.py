@@ -372,6 +372,11 @@ def test_a_sender_that_never_waits_notices_the_death(fabric: Fabric) -> None:
             time.sleep(0.02)  # the pace of a sender with free slots
 
 
+def test_a_receiver_that_only_polls_notices_the_death(pair: Pair) -> None:
+    pair.b.close()
+    raises_soon(netstack.PeerFault, lambda: pair.a.wait_signal(timeout_s=0))
+
+
 def test_close_is_idempotent_and_release_after_it_does_nothing(pair: Pair) -> None:
     send(pair.a, b"bye")
     arrival = pair.b.wait_signal(timeout_s=SOON_S)
