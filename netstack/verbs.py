@@ -9,7 +9,8 @@ life line. From there on the NICs move the data:
   exceeds one write goes ahead of it in pieces.
 - Credit is an empty write whose immediate value counts the released slots.
 - Receives are posted for every message and credit that may be under way, so no peer is ever told to come back later.
-- While a call waits, an empty write now and then asks the peer's NIC whether it is still there.
+- While a call waits, an empty write now and then asks the peer's NIC whether it is still there. Ours says when it has
+  tried in vain, but for Soft-RoCE, which never gives up: there a peer of whose NIC nothing is heard for a time is lost.
 
 What NICs send is neither encrypted nor authenticated: use a network that strangers cannot write to. Only the inbox is
 open to the peer, for writing; it lies in a protection domain with the inboxes of this fabric's other peers.

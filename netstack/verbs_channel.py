@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 from time import monotonic
 
 from .base import BaseChannel
@@ -28,11 +29,11 @@ from .rdma import Completion, Device, Memory, QueuePair, Route, address_of, page
 from .sleeper import Sleeper
 from .swap import swap
 
-STALL_S = 10.0
+STALL_S = 10.0  # a peer whose NIC completes nothing for so long is given up
 LOOK_S = 0.1  # who never waits looks for completions and at the life line this often
 BEAT_S = 0.5
 LINGER_S = 1.0  # close waits so long for the peer's NIC to have what was put
-WRITE_BYTES = 4 << 20  # the largest single write; a longer message is several
+WRITE_BYTES = 1 << 20  # the largest single write; a longer message is several, whose completions show that it moves
 COPY_BYTES = 1 << 16  # a source up to this size is copied; waiting until the peer's NIC has it costs more
 REASON_BYTES = 256
 HEADER = struct.Struct("<QQ16x32s")  # seqno, length, tag
@@ -40,7 +41,7 @@ CARD = struct.Struct("!4s16sHIIIQIQ")  # magic, route, inbox: bytes, key, addres
 MAGIC = b"VRBS"
 CREDIT = 1 << 31  # in an immediate value: the rest counts released slots, not messages
 COUNT = CREDIT - 1
-DATA_SENT, CREDIT_SENT, BEAT_SENT = 1, 2, 3
+DATA_SENT, CREDIT_SENT, BEAT_SENT, PIECE_SENT = 1, 2, 3, 4
 
 
 class VerbsChannel(BaseChannel):
@@ -74,7 +75,7 @@ class VerbsChannel(BaseChannel):
         self._grants = self._sent = self._completed = self._credited = 0
         self._arrivals = self._released = self._credits_out = 0
         self._messages: deque[tuple[int, bytes, memoryview]] = deque()
-        self._looked = self._beaten = monotonic()
+        self._looked = self._beaten = self._heard = monotonic()
         self._beating = False
         self._stopped = self._closed = False
         self._peer_end: str | None = None
@@ -202,8 +203,8 @@ class VerbsChannel(BaseChannel):
                 self._sent += 1
                 HEADER.pack_into(self._staging.view, slot.index * self._stride, self._zero + self._sent, nbytes, tag)
                 self._post(slot.index, nbytes, origin)
-                if origin is not None and not self._wait(self._sender, self._is_idle, STALL_S, "put_signal"):
-                    self._lose(f"the peer's NIC took no bytes for {STALL_S:g} s")
+                if origin is not None:
+                    self._wait(self._sender, self._is_idle, inf, "put_signal")
             except OSError as error:
                 self._lose(str(error))
             except BaseException:
@@ -220,7 +221,7 @@ class VerbsChannel(BaseChannel):
         first = min(nbytes, WRITE_BYTES - HEADER.size)
         for start in range(first, nbytes, WRITE_BYTES):
             piece = memory, address + start, min(WRITE_BYTES, nbytes - start)
-            self._pair.write(None, [piece], (key, remote + HEADER.size + start))
+            self._pair.write(PIECE_SENT, [piece], (key, remote + HEADER.size + start))
         if origin is None:
             pieces = [(memory, local, HEADER.size + first)]
         else:
@@ -263,11 +264,11 @@ class VerbsChannel(BaseChannel):
         self._poll()
         while not ready():
             self._check(operation)
-            left = timeout_s - (monotonic() - start)
-            if left <= 0:
+            waited = monotonic() - start
+            if waited >= timeout_s:
                 return False
-            if timeout_s - left > self._spin_s:
-                self._sleep(sleeper, ready, left)
+            if waited > self._spin_s:
+                self._sleep(sleeper, ready, timeout_s - waited)
                 self._look()
             self._poll()
         if self._stopped:
@@ -295,11 +296,16 @@ class VerbsChannel(BaseChannel):
             self._lose(str(error))
 
     def _poll(self) -> None:
+        """Take what has completed; give a peer up whose NIC was asked for a sign of life in vain."""
+        asked = monotonic()  # before it looks: a process that was stopped for long finds what came meanwhile
         with self._polling:
             try:
                 while found := self._pair.poll():
                     for done in found:
                         self._handle(done)
+                    self._heard = asked
+                if self._beating and asked - max(self._beaten, self._heard) > STALL_S:
+                    self._lose(f"nothing was heard of the peer's NIC for {STALL_S:g} s")
             except OSError as error:
                 self._lose(str(error))
             except BaseException:
@@ -319,7 +325,7 @@ class VerbsChannel(BaseChannel):
             self._credits_out -= 1
         elif done.request == BEAT_SENT:
             self._beating = False
-        else:
+        elif done.request == DATA_SENT:
             self._completed += 1
             self._sender.ring()
 
@@ -361,7 +367,7 @@ class VerbsChannel(BaseChannel):
                 self._lose(f"the peer {said}" if said else "the peer's process is gone")
             except BlockingIOError:
                 if beat and now - self._beaten > BEAT_S and not self._beating and not self._closed:
-                    self._beating, self._beaten = True, now
+                    self._beaten, self._beating = now, True  # in this order: another thread may be in _poll
                     with suppress(OSError):
                         self._pair.write(BEAT_SENT, [], self._theirs)
             except OSError as error:

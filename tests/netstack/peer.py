@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
+from time import monotonic
 
 from lamina import netstack
 from lamina.netstack import Channel, Fabric, Geometry
@@ -25,7 +25,17 @@ def echo(channel: Channel) -> None:
 def wait(channel: Channel) -> None:
     """Says that it is there and waits for a message that never comes."""
     channel.put_signal(channel.reserve(0), b"ready")
-    channel.wait_signal(timeout_s=LONG_S)
+    receive_to_the_end(channel)
+
+
+def receive_to_the_end(channel: Channel) -> None:
+    """Takes what comes; prints what ended the channel, and how many seconds after the last message."""
+    while True:
+        start = monotonic()
+        try:
+            channel.release(channel.wait_signal(timeout_s=LONG_S))
+        except netstack.ChannelError as error:
+            return print(type(error).__name__, monotonic() - start, flush=True)
 
 
 def put(channel: Channel) -> None:
@@ -55,13 +65,12 @@ def half(channel: Channel) -> None:
 
 
 def listen(fabric: Fabric) -> None:
-    """Listens, accepts one peer, tells it nothing; prints its address, then that it accepted."""
-    listener = fabric.listen()
+    """Listens at $PEER_URL's address, accepts one peer, tells it nothing; prints its own, then that it accepted."""
+    listener = fabric.listen(os.environ["PEER_URL"].partition("://")[2])
     print(listener.url, flush=True)
     channel = listener.accept(timeout_s=LONG_S)
     print("accepted", flush=True)
-    with suppress(netstack.ChannelError):
-        channel.wait_signal(timeout_s=LONG_S)
+    receive_to_the_end(channel)
 
 
 def main() -> None:

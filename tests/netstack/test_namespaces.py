@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from wiring import KEY, ROOT, SOON_S
+from wiring import HERE, KEY, PATH, ROOT, SOON_S
 
 from lamina.netstack.fabric import HOST_NOTICED_S
 
@@ -109,41 +109,20 @@ def test_beyond_loopback_frames_carry_a_code(cable: Cable) -> None:
             server.kill()
 
 
-END = """
-import sys, time
-from lamina import netstack
-role, url, key = sys.argv[1:]
-fabric = netstack.open("tcp", key=bytes.fromhex(key))
-shape = netstack.Geometry(slots=1, slot_bytes=64)
-if role == "listen":
-    listener = fabric.listen(url)
-    print(listener.url, flush=True)
-    channel = listener.accept(timeout_s=30)
-else:
-    channel = fabric.connect(url, outbound=shape, inbound=shape)
-    print("connected", flush=True)
-start = time.monotonic()
-try:
-    channel.wait_signal(timeout_s=60)
-except netstack.ChannelError as error:
-    print(type(error).__name__, time.monotonic() - start, flush=True)
-"""
-
-
 @pytest.mark.slow
 def test_a_host_that_vanishes_is_noticed_by_a_peer_that_only_waits(cable: Cable) -> None:
     """Nothing is sent and nothing is closed: the cable is pulled out."""
 
     def end(namespace: str, role: str, url: str) -> subprocess.Popen[str]:
-        command = cable.run_in(namespace, sys.executable, "-c", END, role, url, KEY.hex())
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        command = cable.run_in(namespace, sys.executable, str(HERE / "peer.py"), role)
+        environment = os.environ | {"PEER_URL": url, "PEER_KEY": KEY.hex(), "PYTHONPATH": PATH}
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
-    with end(cable.here, "listen", f"{cable.address}:0") as listener:
+    with end(cable.here, "listen", f"tcp://{cable.address}:0") as listener:
         assert listener.stdout is not None
-        with end(cable.there, "connect", listener.stdout.readline().strip()) as connector:
+        with end(cable.there, "wait", listener.stdout.readline().strip()) as connector:
             try:
-                assert connector.stdout is not None
-                assert connector.stdout.readline() == "connected\n"
+                assert listener.stdout.readline() == "accepted\n"
                 ip("-n", cable.here, "link", "set", "eth0", "down")
                 for process in (connector, listener):
                     assert process.stdout is not None

@@ -71,14 +71,14 @@ class Guest:
                 self._until(b"\n", patience_s)
                 break
             except TimeoutError:
-                self._stop()
+                self.stop()
                 if self.accelerator == "tcg":
                     raise
         self.boot_s = monotonic() - start
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stop()
+        self.stop()
         self._console.close()
 
     @property
@@ -118,6 +118,20 @@ class Guest:
     def pytest(self, arguments: str, *, timeout_s: float) -> Done:
         """Run tests with no plugin but pytest-timeout: every import costs, emulated."""
         return self.python(f"-m pytest -p pytest_timeout -p no:cacheprovider {arguments}", timeout_s=timeout_s)
+
+    def stop(self) -> None:
+        """End it as a power cut does. Idempotent."""
+        if self._process.stdin:
+            self._process.stdin.close()
+        self._process.terminate()  # timeout passes it on
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(5)
+        if self._process.stdout:
+            self._process.stdout.close()
+        self._buffer = b""
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
@@ -168,19 +182,6 @@ class Guest:
 
     def _said(self) -> str:
         return f"{self._buffer.decode(errors='replace')[-3000:]}\nconsole: {self.console[-2000:]}"
-
-    def _stop(self) -> None:
-        if self._process.stdin:
-            self._process.stdin.close()
-        self._process.terminate()  # timeout passes it on
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(5)
-        if self._process.stdout:
-            self._process.stdout.close()
-        self._buffer = b""
 
 
 def _kvm_may_work() -> bool:
