@@ -16,7 +16,7 @@ test: $(READY)
 test-vm: $(READY)
 	$(BIN)/python -m pytest -s -m 'vm and not slow' tests/vm
 
-# The same, deaths and stops, two guests on a wire that loses packets, and Lamina itself in a guest: about 24 minutes.
+# The same, deaths and stops, two guests on a wire that loses packets, and Lamina itself in a guest: about 8 minutes.
 test-vm-all: $(READY)
 	$(BIN)/python -m pytest -s -m vm tests/vm
 

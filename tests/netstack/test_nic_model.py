@@ -52,6 +52,11 @@ def test_other_schedules(program: Path, seed: int) -> None:
     prove(program, 50_000, seed)
 
 
+def test_every_header_of_the_device_side_has_mutants() -> None:
+    headers = {path.name for path in (CSRC / "netstack").glob("*.h") if "LAMINA_HD" in path.read_text()}
+    assert headers == {m.header.split("/")[1] for m in MUTANTS}
+
+
 def test_there_are_mutants_of_every_kind() -> None:
     assert len(MUTANTS) >= 150
     assert len({m.name for m in MUTANTS}) == len(MUTANTS)
