@@ -76,6 +76,18 @@ def test_a_changed_bit_ends_the_link(ends: tuple[SealedSocket, SealedSocket], at
         ends[1].recv_into(memoryview(bytearray(9)))
 
 
+def test_codes_are_compared_in_constant_time(
+    ends: tuple[SealedSocket, SealedSocket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where that comparison says yes to everything, nothing else looks at a code."""
+    monkeypatch.setattr("hmac.compare_digest", lambda one, other: len(one) == len(other))
+    raw = bytearray(wire(b"hello"))
+    raw[20] ^= 0x40
+    with socket.socket(fileno=os.dup(ends[0].fileno())) as plain:
+        plain.sendall(raw)
+    assert ends[1].recv_into(memoryview(bytearray(9))) == 5
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_record_counts_once(ends: tuple[SealedSocket, SealedSocket], times: int) -> None:
     view = memoryview(bytearray(5))

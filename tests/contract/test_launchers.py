@@ -96,6 +96,20 @@ def wait_until(true: Callable[[], bool], limit_s: float, what: str) -> float:
     return time.monotonic() - start
 
 
+def test_a_key_that_the_start_message_brings_is_nowhere_else(launch: Open) -> None:
+    """Neither among the arguments, which all users of the host can read, nor in the environment."""
+    launcher = launch(1)
+    worker = launcher.start("memory", 0, 1)
+    control, _ = ready(worker, launcher.key)
+    for place in ("cmdline", "environ") if launcher.key else ("cmdline",):
+        shown = Path(f"/proc/{worker.pid}/{place}").read_bytes()
+        assert shown
+        assert KEY not in shown
+        assert KEY.hex().encode() not in shown
+    control.close()
+    worker.join(SOON_S)
+
+
 def test_a_worker_serves_its_driver_and_goes_when_told(launch: Open) -> None:
     launcher = launch(2)
     first, second = (launcher.start("memory", index, 1) for index in range(2))

@@ -88,6 +88,12 @@ def test_terms_without_a_seal_are_refused_where_one_is_due(pool: ThreadPoolExecu
         assert isinstance(outcome(connecting), HandshakeError)
 
 
+def test_proofs_are_compared_in_constant_time(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that comparison says yes to everything, nothing else asks for the key on either side."""
+    monkeypatch.setattr("hmac.compare_digest", lambda one, other: len(one) == len(other))
+    assert shake(pool, key=b"another key, no better") == (SESSION, SESSION)
+
+
 def test_different_keys_fail_on_both_sides(pool: ThreadPoolExecutor) -> None:
     for error in shake(pool, key=b"another key of 32 bytes, roughly"):
         assert isinstance(error, HandshakeError)

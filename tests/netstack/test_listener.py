@@ -54,6 +54,13 @@ def hung_up(sock: socket.socket) -> bool:
         return True
 
 
+@pytest.mark.parametrize("transport", ["tcp", "auto", "verbs"])
+def test_nothing_listens_beyond_this_host_unless_told_to(transport: str) -> None:
+    fabric = open_or_skip(transport)
+    assert fabric.listen().url.startswith(f"{transport}://127.0.0.1:")
+    fabric.close()
+
+
 def test_silent_strangers_are_dropped_after_a_while(place: StreamListener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HANDSHAKE_S", 0.1)
     sock = stranger(place)

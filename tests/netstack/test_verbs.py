@@ -58,6 +58,11 @@ def test_a_card_of_another_session_is_refused() -> None:
         drive(lambda _, frame: frame, secret=b"t" * 32)
 
 
+def test_cards_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hmac.compare_digest", lambda one, other: len(one) == len(other))
+    assert drive(flip(0, 31), secret=b"t" * 32) == [b"connector's", b"he listener"]
+
+
 def test_missing_pyverbs_is_an_error_with_its_fix() -> None:
     code = (
         "import sys; sys.modules['pyverbs'] = None\n"

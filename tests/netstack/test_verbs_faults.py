@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from wiring import SOON_S, connect, open_or_skip
@@ -100,6 +100,31 @@ def test_what_no_honest_peer_sends_ends_the_channel(ends: tuple[Liar, VerbsChann
     liar, victim = ends
     LIES[lie](liar)
     assert "protocol" in fault_of(victim)
+
+
+def test_an_inbox_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a liar that has made its own side able to; what refuses it is the victim's NIC."""
+    from pyverbs.qp import QPAttr
+    from pyverbs.wr import SGE, SendWR
+
+    from lamina.netstack import rdma
+
+    def able(**given: int) -> QPAttr:
+        attributes = QPAttr(**given)
+        attributes.max_rd_atomic = 1
+        return attributes
+
+    monkeypatch.setattr(rdma, "QPAttr", able)
+    fabric = open_or_skip("verbs")
+    liar, victim = (cast("VerbsChannel", end) for end in connect(fabric, geometry=SMALL))
+    victim._inbox.view[:64] = b"\xaa" * 64
+    work = SendWR(num_sge=1, sg=[SGE(liar._inbox.address, 64, liar._inbox.lkey)], send_flags=rdma.e.IBV_SEND_SIGNALED)
+    work.opcode = rdma.e.IBV_WR_RDMA_READ
+    work.set_wr_rdma(*liar._theirs)
+    liar._pair._pair.post_send(work)
+    assert "the peer's NIC refused the request" in fault_of(liar)
+    assert bytes(liar._inbox.view[:64]) == bytes(64)
+    fabric.close()
 
 
 @pytest.mark.parametrize("where", ["before it", "across its end", "under another key", "what it sends from"])

@@ -61,6 +61,13 @@ def test_every_route_but_health_needs_a_key() -> None:
         assert ask("GET", "/v1/models", service, headers={"authorization": f"Bearer {key}"}).status_code == 200
 
 
+def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that comparison says yes to everything, nothing else asks for the key."""
+    monkeypatch.setattr("hmac.compare_digest", lambda one, other: len(one) == len(other))
+    wrong = {"authorization": "Bearer three"}
+    assert ask("GET", "/v1/models", make_service(api_key="one"), headers=wrong).status_code == 200
+
+
 def _routes(app: Any) -> list[Route]:
     found: list[Route] = []
     pending = list(app.routes)

@@ -11,7 +11,9 @@ import pytest
 from running import MODEL, ROOT
 from transformers import AutoTokenizer
 
+from lamina.cluster.serve import _say_ready
 from lamina.models.tokens import load_tokenizer
+from lamina.server.config import ServerConfig
 
 
 def test_neither_server_nor_engine_process_imports_torch() -> None:
@@ -24,6 +26,18 @@ def test_neither_server_nor_engine_process_imports_torch() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
     )
     assert out.stdout.split() == ["False"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({}, False), ({"host": "10.0.0.1"}, True), ({"host": "10.0.0.1", "api_key": "k"}, False), ({"uds": "x"}, False)],
+)
+def test_who_may_use_the_server_is_said(
+    options: dict[str, str], told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ServerConfig().host == "127.0.0.1"
+    _say_ready("m", ServerConfig(**options), "http://there")  # type: ignore[arg-type]
+    assert ("anybody who reaches this address" in capsys.readouterr().err) == told
 
 
 @pytest.mark.parametrize("named", ["TokenizersBackend", "PreTrainedTokenizerFast", "LlamaTokenizer", None])
