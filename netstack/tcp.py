@@ -18,6 +18,7 @@ from .native import open_stream
 from .sockets import dial, open_place
 
 STALL_S = 10.0  # a peer that takes no byte of a put for so long is given up
+LATER_S = 1.0  # the kernel gives up so much later: it cannot say why
 
 
 class TcpFabric(BaseFabric):
@@ -110,7 +111,7 @@ def _tune(sock: socket.socket, stall_s: float) -> None:
         socket.TCP_NODELAY: 1,
         socket.TCP_KEEPIDLE: 1,
         socket.TCP_KEEPINTVL: 1,
-        socket.TCP_USER_TIMEOUT: int(stall_s * 1000),
+        socket.TCP_USER_TIMEOUT: int((stall_s + LATER_S) * 1000),
     }
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in options.items():

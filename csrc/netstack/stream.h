@@ -177,6 +177,7 @@ class Stream final : public Engine, private Teller::Client {
       if (got < 0 && errno == EINTR && flags) continue;
       if (got < 0 && (errno == EAGAIN || errno == EINTR)) return true;
       if (got < 0) return broke(errno), true;
+      if (got == 0 && timed_out_) return broke(ETIMEDOUT), true;
       if (got == 0) return lose(Status::gone, "the peer's process is gone", false), true;
       digest(std::uint64_t(got), role);
       if (std::uint64_t(got) < room || ready(role) != Status::pending) return true;
@@ -235,7 +236,8 @@ class Stream final : public Engine, private Teller::Client {
       if (push == Writer::Push::interrupted) return Status::pending;
       if (push == Writer::Push::broken) {
         const int error = errno;
-        read(Role::sender);  // its farewell, if there is one
+        timed_out_ = error == ETIMEDOUT;  // which the kernel says once: to those who read it says the end
+        read(Role::sender);               // its farewell, if there is one
         broke(error);
         return ended();
       }
@@ -267,6 +269,7 @@ class Stream final : public Engine, private Teller::Client {
   Side sides_[2];
   std::uint64_t granted_ = 0;  // by the sender
   std::uint64_t taken_ = 0;    // by the receiver
+  std::atomic<bool> timed_out_{false};
 
   std::mutex reading_;
   Decoder decoder_;

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from wiring import KEY, SOON_S, connect, send
 
 from lamina import netstack
-from lamina.netstack import Channel, Geometry, PeerFault
+from lamina.netstack import Channel, Geometry, PeerFault, tcp
 from lamina.netstack.handshake import Terms, offer, run
 from lamina.netstack.tcp import TcpFabric
 
@@ -206,6 +206,22 @@ def test_a_peer_that_takes_no_bytes_is_given_up() -> None:
         put_until_full(a, big)
     idle.close()
     assert time.monotonic() - start < 5.0
+    fabric.close()
+
+
+def test_a_host_that_does_not_answer_is_not_called_a_dead_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel gives up first, its word counts."""
+
+    def impatient(sock: socket.socket, _: float) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 100)
+
+    monkeypatch.setattr(tcp, "_tune", impatient)
+    fabric = TcpFabric(KEY)
+    big = Geometry(slots=4, slot_bytes=16 << 20)
+    a, idle = connect(fabric, geometry=big)
+    with pytest.raises(PeerFault, match="timed out"):
+        put_until_full(a, big)
+    idle.close()
     fabric.close()
 
 
