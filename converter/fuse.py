@@ -1,11 +1,12 @@
-"""Makes one call of the operators between the messages, linear layers and meetings of a slice."""
+"""Makes one call of the operators between the messages and meetings of a slice."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,9 +25,9 @@ _CHEAP = VIEWS | {"reshape"}
 def fuse(program: SlicedProgram, compile_units: Callable[[list[fx.GraphModule]], list[Unit]]) -> SlicedProgram:
     """The program with every run of ATen operators between two other calls as one call; the program given is used up.
 
-    A unit takes tensors alone, weights among them, and gives a tuple of tensors. Its placeholders have the captured
-    tensors as ``meta["val"]``: rows are dimension 0 where its size is symbolic. ``compile_units`` is given those that
-    differ. Runs of nothing but views stay as they are.
+    A unit takes tensors alone, first weights and then those of rows, and gives a tuple of tensors. Its placeholders
+    have as ``meta["val"]`` weights themselves, and the captured tensors: rows are dimension 0 where its size is
+    symbolic. ``compile_units`` is given the units that differ. Runs of nothing but views stay as they are.
     """
     found = [(part.module, cut) for part in program.slices for cut in _cuts(part.module)]
     distinct = {_key(cut.unit): cut.unit for _, cut in found}
@@ -47,8 +48,12 @@ def has_rows(node: fx.Node) -> bool:
 
 def _key(unit: fx.GraphModule) -> str:
     values = [n.meta["val"] for n in unit.graph.nodes if n.op == "placeholder"]
-    inputs = [(v.dtype, [isinstance(size, torch.SymInt) or size for size in v.shape]) for v in values]
-    return f"{unit.code} {inputs}"
+    return f"{unit.code} {[(v.dtype, _sizes(v.shape), _sizes(v.stride())) for v in values]}"
+
+
+def _sizes(found: Sequence[int | torch.SymInt]) -> list[int | bool]:
+    """Those that are given by the number of rows as True."""
+    return [isinstance(size, torch.SymInt) or size for size in found]
 
 
 class _Cut(NamedTuple):
@@ -67,27 +72,34 @@ def _cuts(module: fx.GraphModule) -> Iterator[_Cut]:
             continue
         inside = set(run)
         given = list(dict.fromkeys(a for n in run for a in n.all_input_nodes if a not in inside and not _counts(a)))
+        given.sort(key=lambda node: node.op != "get_attr")
         results = [n for n in run if any(user not in inside for user in n.users)]
-        if any(map(has_rows, given)) and all(isinstance(a.meta.get("val"), Tensor) for a in given):
-            yield _Cut(_unit(run, given, results), run, given, results, end)
+        values = [_value(module, a) for a in given]
+        if any(map(has_rows, given)) and all(isinstance(v, Tensor) for v in values):
+            yield _Cut(_unit(run, dict(zip(given, values, strict=True)), results), run, given, results, end)
+
+
+def _value(module: fx.GraphModule, node: fx.Node) -> Any:
+    return operator.attrgetter(str(node.target))(module) if node.op == "get_attr" else node.meta.get("val")
 
 
 def _replace(module: fx.GraphModule, name: str, cut: _Cut, unit: Unit, items: dict[fx.Node, fx.Node]) -> None:
     """``items``: by results of runs, what has taken their places."""
-    setattr(module, name, _Held(unit))
+    weights = [n for n in cut.given if n.op == "get_attr"]
+    setattr(module, name, _Held(partial(unit, *(_value(module, n) for n in weights))))
     with module.graph.inserting_before(cut.end):
         held = module.graph.create_node("get_attr", name)
-        call = module.graph.call_method("run", (held, *(items.get(n, n) for n in cut.given)))
+        call = module.graph.call_method("run", (held, *(items.get(n, n) for n in cut.given[len(weights) :])))
         for i, node in enumerate(cut.results):
             item = items[node] = module.graph.call_function(operator.getitem, (call, i))
             item.meta = dict(node.meta)
             node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in cut.run)
-    for node in reversed(cut.run):
+    for node in [*reversed(cut.run), *(w for w in weights if not w.users)]:
         module.graph.erase_node(node)
 
 
 class _Held(NamedTuple):
-    """A unit as an attribute of the slices that have it, and not as a part of them, should it be a module."""
+    """A unit and its weights as one attribute of a slice."""
 
     run: Unit
 
@@ -110,11 +122,11 @@ def _counts(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is aten.sym_size.int
 
 
-def _unit(run: Sequence[fx.Node], given: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
+def _unit(run: Sequence[fx.Node], given: Mapping[fx.Node, Tensor], results: Sequence[fx.Node]) -> fx.GraphModule:
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for i, node in enumerate(given):
+    for i, (node, value) in enumerate(given.items()):
         copies[node] = graph.placeholder(f"x{i}")
-        copies[node].meta["val"] = node.meta["val"]
+        copies[node].meta["val"] = value
     with_rows = next(copies[n] for n in given if has_rows(n))
 
     def copy(node: fx.Node) -> fx.Node:

@@ -128,6 +128,28 @@ PyObject* engine_linear(PyObject* self, PyObject* const* args, Py_ssize_t count)
   Py_RETURN_NONE;
 }
 
+// For compiled code, which calls it with or without the GIL. 0, or 1 where memory ran out.
+int run_linear(void* engine, const void* x, const void* w, const void* b, void* y, int type, std::int64_t rows,
+               std::int64_t cols, std::int64_t k_size, std::int64_t ldw) {
+  const auto size = [](std::int64_t n) { return static_cast<std::size_t>(n); };
+  const Problem p{static_cast<Type>(type), nullptr, w, b, y, size(rows), size(cols), size(k_size), size(ldw)};
+  PyThreadState* const state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  int status = 0;
+  try {
+    static_cast<Engine*>(engine)->linear(p, x);
+  } catch (const std::bad_alloc&) {
+    status = 1;
+  }
+  if (state) PyEval_RestoreThread(state);
+  return status;
+}
+
+PyObject* engine_addresses(PyObject* self, PyObject*) {
+  const auto engine = reinterpret_cast<std::uintptr_t>(reinterpret_cast<EngineObject*>(self)->engine);
+  return Py_BuildValue("KK", static_cast<unsigned long long>(engine),
+                       static_cast<unsigned long long>(reinterpret_cast<std::uintptr_t>(&run_linear)));
+}
+
 PyObject* usable(PyObject*, PyObject*) {
   PyObject* names = PyList_New(0);
   for (std::size_t i = 0; names && i < kVariants; ++i) {
@@ -141,6 +163,7 @@ PyObject* usable(PyObject*, PyObject*) {
 
 PyMethodDef engine_methods[] = {
     {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(engine_linear)), METH_FASTCALL, nullptr},
+    {"addresses", engine_addresses, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 PyType_Slot engine_slots[] = {{Py_tp_new, reinterpret_cast<void*>(engine_new)},
                               {Py_tp_dealloc, reinterpret_cast<void*>(engine_dealloc)},

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,6 +13,15 @@ if TYPE_CHECKING:
 
 # name -> module of this package with a function open_backend(threads); imported when first used
 BACKENDS: dict[str, str] = {"native": "native", "torch": "torch"}
+
+
+class Inline(NamedTuple):
+    """How code that is compiled beforehand calls a backend: by ``torch.ops.lamina.linear_on``, whose definition in C++
+    is ``source``, with ``backend``, a tensor that names one of this process for as long as that lives.
+    """
+
+    source: str
+    backend: Tensor
 
 
 class LinearBackend(Protocol):
@@ -26,6 +35,11 @@ class LinearBackend(Protocol):
     @property
     def own_threads(self) -> bool:
         """Whether a few rows are computed without torch's threads."""
+        ...
+
+    @property
+    def inline(self) -> Inline | None:
+        """For compiled code, which then calls nothing of Python; None: it is to call torch."""
         ...
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:

@@ -14,3 +14,6 @@ class Engine:
         x, w, b, y are addresses of elements of one ``type`` (0 = fp32, 1 = bf16, 2 = fp16), x and y without gaps, rows
         of w ``ldw`` elements apart; b may be 0 for none. The memory is the caller's and is not checked.
         """
+
+    def addresses(self) -> tuple[int, int]:
+        """The engine's own and that of its function, for compiled code (csrc/gemm/linear_on.h); as long as it lives."""

@@ -7,16 +7,21 @@ the weights in an order of its own. What native computes of a row depends on tha
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import Inline
 from ._native import Engine, usable
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Rows up to which native is faster than a product of torch's for bf16 instructions, by variant (perf/README.md)
 MOST_ROWS = {"amx": 128}
 MOST_ROWS_ELSE = 32
+SOURCE = Path(__file__).resolve().parents[1] / "csrc" / "gemm" / "linear_on.h"
+NO_LIMIT = (1 << 63) - 1
 
 
 class Native:
@@ -26,10 +31,13 @@ class Native:
 
     def __init__(self, threads: int, variant: str = "") -> None:
         """Raises ValueError where the CPU lacks ``variant``, or AVX2."""
-        self._run = Engine(threads, variant).linear
+        engine = Engine(threads, variant)
+        self._run = engine.linear
         self.most_rows: dict[torch.dtype, int] = {}  # by dtype, where there is a limit
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
             self.most_rows[torch.bfloat16] = MOST_ROWS.get(variant or usable()[0], MOST_ROWS_ELSE)
+        facts = [*engine.addresses(), self.most_rows.get(torch.bfloat16, NO_LIMIT)]
+        self.inline = Inline(SOURCE.read_text(), torch.tensor(facts))
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         """See LinearBackend."""

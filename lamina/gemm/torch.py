@@ -10,6 +10,7 @@ class Torch:
     """torch.nn.functional.linear under the name of the seam."""
 
     own_threads = False
+    inline = None
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         """See LinearBackend."""

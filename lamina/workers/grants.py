@@ -154,4 +154,4 @@ class _Delivery:
         return self._writes.num_bytes(layer)
 
     def write(self, layer: int, data: memoryview) -> None:
-        self._writes.write(layer, self._store.message(data))
+        self._writes.write(layer, self._writes.rows(layer, self._store.message(data)))

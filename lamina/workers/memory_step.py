@@ -90,9 +90,13 @@ class Step:
             found.append(Stored(*results))
         return found
 
-    def write(self, layer: int, kv: Tensor) -> list[Written]:
-        """Store the rows' K and V at their positions; what ``finish`` takes. It may lie in ``kv``."""
-        return self._writes.write(layer, kv)
+    def rows(self, layer: int, kv: Tensor) -> list[Written]:
+        """The K and V of a message, as they will be stored. They may lie in ``kv``."""
+        return self._writes.rows(layer, kv)
+
+    def write(self, layer: int, rows: list[Written]) -> None:
+        """Store them at their positions."""
+        self._writes.write(layer, rows)
 
     def finish(
         self, layer: int, stored: list[Stored], q: Tensor, kv: list[Written], partial: Tensor, final: Tensor

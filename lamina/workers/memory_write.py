@@ -44,18 +44,19 @@ class Writes:
         for piece in self._store.layers[layer]:
             yield piece, [_take(flat, piece.operator, place.num_rows) for place in self._groups[piece.group]]
 
-    def write(self, layer: int, data: Tensor) -> list[Written]:
-        """Store the rows' K and V at their positions. By piece, what they are as stored."""
+    def rows(self, layer: int, data: Tensor) -> list[Written]:
+        """The rows' K and V as they will be stored, by piece. They may lie in ``data``."""
         return [
-            Written(*(self._put(piece, *each) for each in zip(self._groups[piece.group], both, strict=True)))
-            for piece, both in self._rows(layer, data)
+            Written(*(as_stored(x.k, x.v, self._store.kv_dtype) if len(x.k) else x for x in both))
+            for _, both in self._rows(layer, data)
         ]
 
-    def _put(self, piece: StoredPiece, place: _Place, rows: StoredRows) -> StoredRows:
-        stored = as_stored(rows.k, rows.v, self._store.kv_dtype) if place.num_rows else rows
-        if place.at is not None:
-            self._store.backend.append(piece.kv, place.at, stored.pick(place.kept))
-        return stored
+    def write(self, layer: int, rows: list[Written]) -> None:
+        """Store them at their positions."""
+        for piece, both in zip(self._store.layers[layer], rows, strict=True):
+            for place, found in zip(self._groups[piece.group], both, strict=True):
+                if place.at is not None:
+                    self._store.backend.append(piece.kv, place.at, found.pick(place.kept))
 
 
 class Written(NamedTuple):

@@ -12,6 +12,7 @@ import torch
 from lamina import collective, gemm, netstack
 from lamina.collective import Collective
 from lamina.env import cluster_key
+from lamina.gemm import LinearBackend
 from lamina.kv.partition import Partition
 from lamina.netstack import ChannelError
 from lamina.observe.trace import Event, recorder
@@ -67,8 +68,8 @@ class Worker(Protocol):
 
 
 class Cut(NamedTuple):
-    """A loaded model, in slices. ``layers``: its attention operators; ``gemm``: the backend of its linear layers, which
-    may have ``own_threads``.
+    """A loaded model, in slices. ``layers``: its attention operators; ``backend``: for its linear layers, which the
+    program has not yet.
     """
 
     program: Any
@@ -77,8 +78,7 @@ class Cut(NamedTuple):
     dtype: torch.dtype
     max_len: int
     partition: Partition
-    gemm: str
-    own_threads: bool
+    backend: LinearBackend
 
 
 class ModelServer:
@@ -146,25 +146,25 @@ class ModelServer:
         self.clock.lap("convert_s")
         backend = gemm.get(linear(start.gemm, self.staging.device), torch.get_num_threads())
         layers = layer_shapes(program)
-        program = self.staging.place(gemm.bind(program, backend))
+        program = self.staging.place(program)
         partition = partition_of(start.partition, layers, start.memory_weights, max_len)
-        dtype, name = program.calls[0].q.dtype, type(backend).__name__.lower()
-        return Cut(program, loaded, layers, dtype, max_len, partition, name, backend.own_threads)
+        return Cut(program, loaded, layers, program.calls[0].q.dtype, max_len, partition, backend)
 
     def runnable(self, cut: Cut, group: Collective | None = None) -> Any:
         """The program, meeting the other ranks of ``group``; as graphs where the device has them, or compiled."""
         capture = self.staging.capture() if self.start.cuda_graphs else None
         if capture:
-            return Graphs(cut.program, capture, group)
+            return Graphs(gemm.bind(cut.program, cut.backend), capture, group)
         program = collective.bind(cut.program, group) if group else cut.program
         if self.start.compile:
-            program = self._compiled(program)
-        return FewRows(program) if cut.own_threads else program
+            program = self._compiled(program, cut.backend)
+        program = gemm.bind(program, cut.backend)
+        return FewRows(program) if cut.backend.own_threads else program
 
-    def _compiled(self, program: Any) -> Any:
+    def _compiled(self, program: Any, linear: LinearBackend) -> Any:
         from .compiled import compiled  # brings a compiler's front end with it
 
-        found = compiled(program, lambda done, total: self._progress("compiling the slices", done, total))
+        found = compiled(program, linear, lambda done, total: self._progress("compiling the slices", done, total))
         self.clock.lap("compile_s")
         return found
 
@@ -182,7 +182,7 @@ class ModelServer:
             summary={
                 **_summary(cut),
                 "attention": bounds[0].backend,
-                "gemm": cut.gemm,
+                "gemm": type(cut.backend).__name__.lower(),
                 "device": str(self.staging.device),
                 **self.clock.laps,
             },

@@ -79,7 +79,8 @@ class OwnAttention:
         """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]."""
         self._pool.kv(layer, k, v)
         begun = time.perf_counter()
-        self._written = self._now.write(layer, _flat(torch.cat([k.reshape(-1), v.reshape(-1)])))
+        self._written = self._now.rows(layer, _flat(torch.cat([k.reshape(-1), v.reshape(-1)])))
+        self._now.write(layer, self._written)
         self._in_slices_s += time.perf_counter() - begun
 
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:

@@ -158,9 +158,9 @@ class Session:
         return None
 
     def _layer(self, step: Step, layer: int) -> None:
-        """Q in, attend the stored tokens; KV in, write, attend the new ones; O out.
+        """Q in, attend the stored tokens; KV in, attend the new ones; O out, then write KV, while the next slice runs.
 
-        Q and KV are released before O is signalled: whoever sees O has their slots back.
+        What came is released behind O: the inbox has room for the next Q and KV beside this one's.
         """
         if self._direct:
             self._direct.run(step, layer)
@@ -177,33 +177,33 @@ class Session:
         if not self._store.bind.overlap:
             stored = self._attend_stored(step, layer, q)
         start = trace.now()
-        with meter.time("write_s"):
-            written = step.write(layer, kv)
-        start = trace.add(Event.WRITE, start, step.plan, layer)
+        rows = step.rows(layer, kv)
         if sizes.o:
             slot = reply.reserve(sizes.o, timeout_s=RESERVE_S)
             start = trace.add(Event.RESERVE, start, step.plan, layer)
             with meter.time("attend_s"):
-                self._finish(step, layer, stored, q, written, slot.data)
+                self._finish(step, layer, stored, q, rows, slot.data)
             start = trace.add(Event.NEW, start, step.plan, layer)
+            reply.put_signal(slot, _key(Kind.O, step.plan, layer).pack())
+            start = trace.add(Event.SEND_O, start, step.plan, layer, 0, sizes.o)
+            meter.add("bytes_sent", sizes.o)
+        with meter.time("write_s"):
+            step.write(layer, rows)
+        trace.add(Event.WRITE, start, step.plan, layer)
         for arrival in (q_arrival, kv_arrival):
             if arrival:
                 source.release(arrival)
-        if sizes.o:
-            reply.put_signal(slot, _key(Kind.O, step.plan, layer).pack())
-            trace.add(Event.SEND_O, start, step.plan, layer, 0, sizes.o)
-            meter.add("bytes_sent", sizes.o)
 
     def _message(self, arrival: Arrival | None) -> Tensor:
         return NOTHING if arrival is None else self._store.message(arrival.data)
 
     def _finish(
-        self, step: Step, layer: int, stored: list[Stored], q: Tensor, written: list[Written], out: memoryview
+        self, step: Step, layer: int, stored: list[Stored], q: Tensor, rows: list[Written], out: memoryview
     ) -> None:
         """The layer's O into ``out``."""
         staging, upto = self._store.staging, step.sizes(layer).partial
         partial, final = staging.room(out[:upto]), staging.room(out[upto:])
-        step.finish(layer, stored, q, written, partial, final)
+        step.finish(layer, stored, q, rows, partial, final)
         staging.fill(out[:upto], partial)
         staging.fill(out[upto:], final)
 

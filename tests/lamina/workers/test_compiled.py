@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lamina import gemm
 from lamina.converter import Slice, SlicedProgram
+from lamina.gemm import LinearBackend
 from lamina.models.convert import convert_model
 from lamina.workers.compiled import compiled
 
@@ -26,7 +28,7 @@ def program() -> SlicedProgram:
         vocab_size=96, max_position_embeddings=64, pad_token_id=0,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    return gemm.bind(convert_model(model, max_model_len=64), gemm.get("torch", 1))
+    return convert_model(model, max_model_len=64)
 
 
 class Sent:
@@ -58,7 +60,8 @@ def test_any_number_of_rows_gives_what_the_operators_give(tmp_path: Path) -> Non
 
     def middle() -> Slice:
         some = replace(program(), slices=(program().slices[1],))
-        return compiled(some, lambda done, total: told.append((done, total)), tmp_path / "cache").slices[0]
+        tell, cache = (lambda done, total: told.append((done, total))), tmp_path / "cache"
+        return compiled(some, gemm.get("native", 1), tell, cache).slices[0]
 
     fused = middle()
     assert told == [(i, told[-1][1]) for i in range(told[-1][1] + 1)]
@@ -75,12 +78,71 @@ def test_any_number_of_rows_gives_what_the_operators_give(tmp_path: Path) -> Non
     assert all(torch.equal(a, b) for a, b in zip(run(again, 5), run(fused, 5), strict=True))
 
 
+class Part(torch.nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        wide = torch.randn(96, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
+        self.one = torch.nn.Linear(64, 48).to(dtype)
+        self.two = torch.nn.Parameter(wide[:, :48], requires_grad=False)  # rows apart from each other
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (torch.nn.functional.linear(torch.relu(self.one(x)), self.two),)
+
+
+def of_part(part: Part, linear: LinearBackend, cache: Path) -> Slice:
+    """The only slice of ``part``, compiled."""
+    x = torch.zeros(3, 1, 64, dtype=part.two.dtype)
+    with torch.no_grad():
+        module = torch.export.export(part, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},)).module()
+    program = SlicedProgram((Slice(0, module, "", {}),), (), (), overlap=False, rows="unchecked")
+    return compiled(program, linear, lambda done, total: None, cache).slices[0]
+
+
+@compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_linear_layers_of_compiled_code_give_the_bits_of_their_backend(tmp_path: Path, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    native, part = gemm.get("native", 2), Part(dtype)
+    found = of_part(part, native, tmp_path)
+    for rows in (1, 2, 33, 300):  # the last one is more than it takes of bf16, where torch has instructions for that
+        x = torch.randn(rows, 1, 64).to(dtype)
+        wanted = native.linear(torch.relu(native.linear(x, part.one.weight, part.one.bias)), part.two)
+        (y,) = found(x)
+        assert y.shape == wanted.shape
+        assert torch.equal(y, wanted)
+
+
+@compiler
+def test_compiled_code_calls_the_backend_that_it_is_given(tmp_path: Path) -> None:
+    calls: list[tuple[int, ...]] = []
+    kinds = [ctypes.c_void_p] * 5 + [ctypes.c_int] + [ctypes.c_int64] * 4
+    answers = [0, 0, 1]
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, *kinds)
+    def run(engine: int, x: int, w: int, b: int | None, y: int, kind: int, *sizes: int) -> int:
+        calls.append((engine, b is not None, kind, *sizes))
+        return answers[len(calls) - 1]
+
+    class Counting(type(gemm.get("torch", 1))):  # type: ignore[misc]
+        source = Path(gemm.__file__).parents[1] / "csrc" / "gemm" / "linear_on.h"
+        address = ctypes.cast(run, ctypes.c_void_p).value
+        inline = gemm.Inline(source.read_text(), torch.tensor([7, address, 100]))
+
+    found = of_part(Part(torch.bfloat16), Counting(), tmp_path)
+    found(torch.zeros(5, 1, 64, dtype=torch.bfloat16))
+    assert calls == [(7, True, 1, 5, 48, 64, 64), (7, False, 1, 5, 96, 48, 128)]
+    found(torch.zeros(101, 1, 64, dtype=torch.bfloat16))
+    assert len(calls) == 2  # torch's
+    with pytest.raises(RuntimeError):
+        found(torch.zeros(5, 1, 64, dtype=torch.bfloat16))
+
+
 @compiler
 def test_a_compiler_that_does_not_work_is_told_in_one_line(tmp_path: Path) -> None:
     import torch._inductor.config as inductor
 
     nowhere = inductor.patch({"cpp.cxx": ("/nonexistent/g++",)})
     with nowhere, pytest.raises(ValueError, match="--compile cannot be used here: .*; leave it out") as told:
-        compiled(program(), lambda done, total: None, tmp_path)
+        compiled(program(), gemm.get("native", 1), lambda done, total: None, tmp_path)
     assert "\n" not in str(told.value)
     assert list(tmp_path.iterdir()) == []
