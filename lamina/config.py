@@ -97,7 +97,7 @@ class EngineConfig:
     )
     gemm: str = option("auto", "linear layers of the compute worker: native, torch, or auto (the first that works)")
     compile: bool = option(
-        False, "compile what lies between linear layers: decodes faster, starts later; needs a C++ compiler; on CPUs"
+        False, "compile what lies between messages: decodes faster, starts later; needs a C++ compiler; on CPUs"
     )
     compute_device: str = option(
         "cpu",
