@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshes import on_all
 
 from lamina.collective.mesh import Mesh
-from lamina.engine.sampler import sample
+from lamina.engine.sampler import NO_TOKEN, sample
 from lamina.workers.control import Adjust, Draw, Drawn, RunStep
 from lamina.workers.ranks import Few, Together, Turn, Turns
 from lamina.workers.stepplan import StepPlan
@@ -79,6 +79,19 @@ def test_few_logits_give_the_same_token_and_log_probabilities(draw: Draw, seed: 
 def plain(**options: Any) -> Draw:
     fields = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "index": 0, "logprobs": -1, **options}
     return Draw(row=0, sequence=0, **fields)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("at", [1, WIDTH - 1])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_k": 3}])
+def test_logits_that_are_no_numbers_on_any_rank_give_no_token(broken: float, at: int, options: dict[str, Any]) -> None:
+    logits = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(0))
+    logits[0, at] = broken
+    draw = plain(**options)
+    few = Few.of([draw], WIDTH)
+    assert few is not None
+    known, lse = Alike(list(logits.chunk(2, -1))).gathered(few, [draw], {})
+    assert [d.token for d in sample(known, [draw], {}, lse)] == [NO_TOKEN]
 
 
 def test_what_needs_all_logits_gets_them() -> None:
