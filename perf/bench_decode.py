@@ -32,6 +32,7 @@ from lamina.request import RequestOutput
 TURN_STEPS = 8
 REST_S = 0.01  # before a turn, while idle threads of the one before go on spinning for work
 CHECKED = 2  # sequences of each competitor
+CHUNK = 512  # of a prompt, in a step of Lamina's
 
 
 class Player(Protocol):
@@ -102,8 +103,10 @@ class Lamina:
     """An LLM whose sequences are all prefilled, stepped by its stream."""
 
     def __init__(self, path: Path, prompts: list[list[int]], tokens: int, **options: Any) -> None:
-        self._batch = len(prompts)
-        self.llm = LLM(str(path), max_model_len=len(prompts[0]) + tokens + 8, max_num_seqs=self._batch, **options)
+        self._batch, rounds = len(prompts), len(prompts) * -(-len(prompts[0]) // CHUNK)
+        tokens += rounds  # the first prompt's sequence decodes while the others' are read
+        options |= {"max_model_len": len(prompts[0]) + tokens + 8, "max_num_seqs": self._batch, "prefill_chunk": CHUNK}
+        self.llm = LLM(str(path), **options)
         self._engine = self.llm.engine
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         for prompt in prompts:
@@ -119,7 +122,8 @@ class Lamina:
     def _step(self) -> float:
         start = time.perf_counter()
         while len(outputs := self._engine.step()) < self._batch:
-            pass
+            if not self._engine.has_work:
+                raise RuntimeError("a sequence ended before the others had begun")
         self._outputs = outputs
         return time.perf_counter() - start
 
