@@ -54,17 +54,43 @@ const std::uint32_t* laid_out(const Problem& p, std::size_t first) {
 
 Plan plan(const Problem& p) { return {kWide, p.rows * slices(p) * kTile, 0}; }
 
+// Dwords [16, 16], a row in a register, become [16, 16]^T.
+inline void transpose(__m512i (&r)[kTile]) {
+  __m512i t[kTile];
+  for (std::size_t i = 0; i < kTile; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (std::size_t i = 0; i < kTile; i += 4)
+    for (std::size_t j = 0; j < 2; ++j) {
+      r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+      r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+    }
+  for (std::size_t j = 0; j < 4; ++j) {  // quarter q of r[i + j] is column 4 q + j of rows i .. i + 3
+    const __m512i even = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88), odd = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd);
+    const __m512i even8 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88);
+    const __m512i odd8 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd);
+    t[j] = _mm512_shuffle_i32x4(even, even8, 0x88);
+    t[4 + j] = _mm512_shuffle_i32x4(odd, odd8, 0x88);
+    t[8 + j] = _mm512_shuffle_i32x4(even, even8, 0xdd);
+    t[12 + j] = _mm512_shuffle_i32x4(odd, odd8, 0xdd);
+  }
+  for (std::size_t i = 0; i < kTile; ++i) r[i] = t[i];
+}
+
 void prepare(const Problem& p, const void* x, float* to) {
-  auto* out = reinterpret_cast<std::uint32_t*>(to);
+  const auto* const from = static_cast<const std::uint16_t*>(x);
   for (std::size_t first = 0; first < p.rows; first += kTile) {
     const std::size_t rows = std::min(kTile, p.rows - first);
-    for (std::size_t m = 0; m < rows; ++m) {
-      const std::uint16_t* from = static_cast<const std::uint16_t*>(x) + (first + m) * p.k_size;
-      std::uint32_t* at = out + first * slices(p) * kTile + m;
-      for (std::size_t k = 0; k < slices(p) * kDepth; k += 2, at += rows) {
-        const std::uint32_t even = k < p.k_size ? from[k] : 0, odd = k + 1 < p.k_size ? from[k + 1] : 0;
-        *at = even | odd << 16;
-      }
+    const auto there = static_cast<__mmask16>((1u << rows) - 1);
+    auto* at = reinterpret_cast<std::uint32_t*>(to) + first * slices(p) * kTile;
+    for (std::size_t k = 0; k < p.k_size; k += kDepth) {
+      const __mmask32 some = p.k_size - k >= kDepth ? ~__mmask32(0) : (__mmask32(1) << (p.k_size - k)) - 1;
+      __m512i r[kTile];
+      for (std::size_t m = 0; m < kTile; ++m)
+        r[m] = m < rows ? _mm512_maskz_loadu_epi16(some, from + (first + m) * p.k_size + k) : _mm512_setzero_si512();
+      transpose(r);
+      for (std::size_t pair = 0; pair < kTile; ++pair, at += rows) _mm512_mask_storeu_epi32(at, there, r[pair]);
     }
   }
 }
