@@ -22,7 +22,7 @@ class DirectLayers:
         self._lines: dict[int, tuple[Step, Tensor]] = {}  # of every batch, its last step
 
     def run(self, step: Step, layer: int) -> None:
-        """Q in, attend the stored tokens; KV in, write, attend the new ones; O out: as soon as the device is there."""
+        """Q in, attend the stored tokens; KV in, attend the new ones; O out, KV written: as soon as they are there."""
         sizes, meter = step.sizes(layer), self._meter
         with meter.time("attend_s"):  # of the host
             self._launch(step, layer, sizes)
@@ -43,11 +43,12 @@ class DirectLayers:
         kv = self._receive(due[1], sizes.kv)
         if not overlap:
             stored = step.attend_stored(layer, q)
-        written = step.write(layer, kv)
+        rows = step.rows(layer, kv)
         if sizes.o:
             out = torch.empty(sizes.o, dtype=torch.uint8, device=self._store.device)
-            step.finish(layer, stored, q, written, out[: sizes.partial], out[sizes.partial :])
+            step.finish(layer, stored, q, rows, out[: sizes.partial], out[sizes.partial :])
             self.wire.send(due[2], out)
+        step.write(layer, rows)
 
     def _receive(self, line: Tensor, nbytes: int) -> Tensor:
         if not nbytes:
