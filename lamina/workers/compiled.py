@@ -25,6 +25,7 @@ from lamina.converter.fuse import Unit, has_rows
 from lamina.gemm import Inline, LinearBackend
 from lamina.gemm.op import LINEAR_ON
 
+aten = torch.ops.aten
 log = logging.getLogger(__name__)
 SOME_ROWS, MOST_ROWS = 3, 1 << 20
 
@@ -99,10 +100,12 @@ def _on_backend(unit: fx.GraphModule) -> fx.GraphModule:
     result = graph.graph_copy(unit.graph, copies)
     with graph.inserting_after(copies[_inputs(unit)[-1]]):
         backend = graph.placeholder("backend")
-    for node in graph.nodes:
-        if node.target is torch.ops.aten.linear.default:
+    for node in list(graph.nodes):
+        if node.target is aten.linear.default:
             x, w, b = (*node.args, None)[:3]
-            node.target, node.args = LINEAR_ON, (x, w, b, backend)
+            with graph.inserting_before(node):
+                flat = graph.call_function(aten.contiguous.default, (x,))  # nothing where it is
+            node.target, node.args = LINEAR_ON, (flat, w, b, backend)
     graph.output(result)
     return fx.GraphModule(unit, graph)
 
