@@ -161,7 +161,7 @@ def tokens() -> Result:
     """Of the shipped model, with compute workers on this GPU and memory workers here and there."""
     decode = module("gpu_decode")
     found: Result = decode.tokens_as_transformers(decode.Settings())
-    if bad := {name: part for name, part in found.items() if part < decode.LEAST_EQUAL}:
+    if bad := {n: part for n, part in found.items() if not isinstance(part, float) or part < decode.LEAST_EQUAL}:
         raise BrokenError(f"of the tokens of transformers: {bad}")
     return found
 
