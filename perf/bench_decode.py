@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="Lamina's slices compiled, of all its competitors")
     parser.add_argument("--peers", default="", help="other engines, by comma, or all: " + ", ".join(PEERS))
     parser.add_argument("--peer-folder", type=Path, default=Path("build/peers"), help="their environments (peers.sh)")
+    parser.add_argument("--without", default="", help="competitors that are not to take part, by comma")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     args.threads = args.threads or len(os.sched_getaffinity(0))
@@ -194,6 +195,9 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     for name in PEERS if args.peers == "all" else filter(None, args.peers.split(",")):
         python = str(args.peer_folder / name / "bin" / "python")
         makers[name] = partial(Peer, python, name, settings)
+    for name in filter(None, args.without.split(",")):
+        if not makers.pop(name, None):
+            raise SystemExit(f"--without {name}: nobody of that name takes part; it may be one of {', '.join(makers)}")
     players: dict[str, Player] = {}
     missing: dict[str, str] = {}
     try:
@@ -224,12 +228,13 @@ def _rounds(players: dict[str, Any], rounds: int, batch: int) -> dict[str, Any]:
         pressure.append(cpu_pressure())
     medians = {name: spread(t)["median"] for name, t in times.items()}
     shm = medians["lamina shm"]
+    deterministic = medians.get("lamina deterministic")
     return {
         "step_s": {name: spread(t) for name, t in times.items()},
         "tokens_per_s": {name: batch / m for name, m in medians.items()},
         "speed_of_lamina_shm": {name: m / shm for name, m in medians.items() if not name.startswith("lamina")},
         "disaggregation_tax": shm / medians["lamina loopback"] - 1.0,
-        "cost_of_deterministic": medians["lamina deterministic"] / shm - 1.0,
+        "cost_of_deterministic": deterministic and deterministic / shm - 1.0,
         "seconds_by_role": _difference(split.stats(), before),
         "convert_s": split.engine.info.summary["convert_s"],
         "cpu_pressure_avg10": pressure,
