@@ -24,6 +24,7 @@ from lamina.converter import SlicedProgram, fuse
 from lamina.converter.fuse import Unit, has_rows
 from lamina.gemm import Inline, LinearBackend
 from lamina.gemm.op import LINEAR_ON
+from lamina.models.load import ONE_AT_A_TIME
 
 aten = torch.ops.aten
 log = logging.getLogger(__name__)
@@ -48,7 +49,9 @@ def compiled(
         for done, unit in enumerate(units):
             tell(done, len(units))
             try:
-                found.append(_load(_built(unit, linear.inline, folder), unit, linear))
+                with ONE_AT_A_TIME:
+                    package = _built(unit, linear.inline, folder)
+                found.append(_load(package, unit, linear))
             except Exception as e:  # noqa: BLE001 - whatever torch.export, inductor and a C++ compiler raise
                 found.append(unit)
                 errors.append(e)
