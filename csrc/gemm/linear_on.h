@@ -43,7 +43,8 @@ AOTITorchError aoti_torch_cpu_linear_on(AtenTensorHandle x, AtenTensorHandle w, 
                                        w_steps[0])
                ? AOTI_TORCH_FAILURE
                : AOTI_TORCH_SUCCESS;
-  const int64_t flat[2] = {rows, k}, flat_steps[2] = {k, 1}, across[2] = {k, cols}, across_steps[2] = {w_steps[1], w_steps[0]};
+  const int64_t flat[2] = {rows, k}, flat_steps[2] = {k, 1};
+  const int64_t across[2] = {k, cols}, across_steps[2] = {w_steps[1], w_steps[0]};
   const int64_t out[2] = {rows, cols}, out_steps[2] = {cols, 1};
   int64_t x_at, w_at, y_at;
   AtenTensorHandle left = nullptr, right = nullptr, sums = nullptr;

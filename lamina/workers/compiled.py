@@ -123,7 +123,7 @@ def _load(path: Path, unit: fx.GraphModule, linear: LinearBackend) -> Unit:
         for i in with_rows:  # it was built for rows without gaps, and does not look
             if not given[i].is_contiguous():
                 given[i] = given[i].contiguous()
-        if inline := linear.inline:
+        if inline := linear.inline:  # the code knows it by address: it lives as long as this call can be made
             given.append(inline.backend)
         return run(given)
 
