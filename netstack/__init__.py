@@ -45,7 +45,8 @@ __all__ = [
     "open",
 ]
 
-# scheme -> module of this package with a function open_fabric(key: bytes) -> Fabric; imported when first used
+# scheme -> module of this package with a function open_fabric(key: bytes) -> Fabric; imported when first used. One that
+# has an argument ``gpu`` is told which GPU the caller computes on.
 SCHEMES: dict[str, str] = {
     "loopback": "loopback",
     "shm": "shm",
@@ -58,7 +59,6 @@ SCHEMES: dict[str, str] = {
     "emulate": "emulate",
 }
 NEAR = {"shm": "auto"}  # within one host only -> what is the same there, and goes on beyond it
-ON_GPUS = ("cuda",)  # their open_fabric takes the number of one, too
 WRAPPERS = ("emulate",)  # used as NAME+OTHER; their open_fabric takes what is behind the plus, too
 
 
@@ -70,12 +70,13 @@ def open(scheme: str, *, key: bytes, gpu: int | None = None) -> Fabric:
     transport's own needs (a native module, a driver) are missing.
     """
     from importlib import import_module
+    from inspect import signature
 
     check_scheme(scheme)
     name, _, other = scheme.partition("+")
-    module = import_module(f"{__name__}.{SCHEMES[name]}")
-    more = {} if gpu is None or name not in ON_GPUS else {"gpu": gpu}
-    fabric: Fabric = module.open_fabric(key, other) if other else module.open_fabric(key, **more)
+    open_fabric = import_module(f"{__name__}.{SCHEMES[name]}").open_fabric
+    more = {"gpu": gpu} if gpu is not None and "gpu" in signature(open_fabric).parameters else {}
+    fabric: Fabric = open_fabric(key, other) if other else open_fabric(key, **more)
     return fabric
 
 

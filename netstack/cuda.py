@@ -10,7 +10,7 @@ mapping. From there on a message is a few stores of a kernel over NVLink or PCIe
 A channel is used from one side of the machine at a time: by the host, through the calls of every channel, each of
 which launches a kernel and waits for it, with payloads in pinned memory; or by the device, from ``lend``, whose view
 puts kernels on a stream or into a CUDA graph, until ``take_back``. Two processes on one GPU take turns on it, unless
-MPS runs.
+MPS runs: it works, slowly. Within a process, see loopback_gpu.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class DeviceView:
     driver: Driver
     channel: int  # address of its struct Ends
     explain: Callable[[int], NoReturn]
+    recordable: bool = True
 
     def send(self, stream: int, source: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> None:
         self._launch(stream, "memory_send", source, nbytes, tag, timeout_ns, status)

@@ -23,6 +23,7 @@ CC_MAJOR, CC_MINOR, VMM, POSIX_HANDLES = 75, 76, 102, 103  # CUdevice_attribute
 PINNED, DEVICE, FILE_DESCRIPTOR, READ_WRITE = 1, 1, 1, 3
 HOST_PORTABLE, HOST_MAPPED, HOST_IO_MEMORY = 1, 2, 4
 NON_BLOCKING, RELAXED = 1, 2  # CUstream_flags, CUstreamCaptureMode
+NO_TIMING = 2  # CUevent_flags
 Handle = c_void_p
 
 
@@ -76,6 +77,11 @@ SIGNATURES: dict[str, tuple[type | object, ...]] = {
     "cuStreamCreate": (POINTER(Handle), c_uint),
     "cuStreamSynchronize": (Handle,),
     "cuStreamDestroy_v2": (Handle,),
+    "cuStreamWaitEvent": (Handle, Handle, c_uint),
+    "cuEventCreate": (POINTER(Handle), c_uint),
+    "cuEventRecord": (Handle, Handle),
+    "cuEventSynchronize": (Handle,),
+    "cuEventDestroy_v2": (Handle,),
     "cuLaunchKernel": (Handle, *[c_uint] * 7, Handle, POINTER(c_void_p), POINTER(c_void_p)),
     "cuStreamBeginCapture_v2": (Handle, c_int),
     "cuStreamEndCapture": (Handle, POINTER(Handle)),
@@ -230,6 +236,28 @@ class Stream:
         self._driver.call("cuStreamDestroy_v2", self.handle)
 
 
+class Event:
+    """A point of a stream, for others to wait for. Streams are handles."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._handle = Handle()
+        driver.call("cuEventCreate", byref(self._handle), NO_TIMING)
+
+    def record(self, stream: int) -> None:
+        """Here, and no longer where it was before."""
+        self._driver.call("cuEventRecord", self._handle, stream)
+
+    def wait(self, stream: int) -> None:
+        """What ``stream`` is given from here on is for after the point; at once where there is none."""
+        self._driver.call("cuStreamWaitEvent", stream, self._handle, 0)
+
+    def close(self) -> None:
+        """Waits for the point."""
+        self._driver.call("cuEventSynchronize", self._handle)
+        self._driver.call("cuEventDestroy_v2", self._handle)
+
+
 class Graph:
     """Launches of a stream, as one."""
 
@@ -285,10 +313,12 @@ class Driver:
         with self._current():
             self._check(name, getattr(self._library, name)(*arguments))
 
-    def allocate(self, data: bytes) -> int:
-        """Device memory of this process that holds ``data``; its address. ``free`` gives it back."""
+    def allocate(self, data: bytes, nbytes: int = 0) -> int:
+        """Device memory of this process, of ``nbytes`` or more, that begins with ``data``; its address. ``free`` gives
+        it back.
+        """
         address = c_uint64()
-        self.call("cuMemAlloc_v2", byref(address), len(data))
+        self.call("cuMemAlloc_v2", byref(address), max(len(data), nbytes))
         self.write(address.value, data)
         return address.value
 

@@ -171,6 +171,13 @@ class DeviceSide(Protocol):
        sent on. ``check`` tells what has happened.
     """
 
+    @property
+    def recordable(self) -> bool:
+        """Whether calls may be captured. Where not, one may first wait up to ``timeout_ns`` for the peer's host to have
+        put the kernel that this one needs; then both ends must be used by threads of their own.
+        """
+        ...
+
     def send(self, stream: int, source: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> None:
         """Put the ``*nbytes`` at ``source``, with the tag at ``tag``, once a slot is free."""
         ...
@@ -196,7 +203,9 @@ class DeviceSide(Protocol):
 
 @runtime_checkable
 class DeviceChannel(Protocol):
-    """What a Channel has besides if kernels can use it. Kernels and its calls must not use it at the same time."""
+    """What a Channel has besides if kernels can use it. Kernels and its calls must not use it at the same time; kernels
+    are sure to get what kernels have sent, and calls what calls have.
+    """
 
     @property
     def gpu(self) -> int:
@@ -204,7 +213,9 @@ class DeviceChannel(Protocol):
         ...
 
     def lend(self) -> DeviceSide:
-        """For kernels, from here on. Slots that calls have reserved are put, arrivals are released."""
+        """For kernels, from here on. Slots that calls have reserved are put, arrivals are released. May raise
+        ChannelError.
+        """
         ...
 
     def take_back(self) -> None:

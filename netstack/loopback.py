@@ -55,15 +55,18 @@ class _Inbox:
         return self._memory[index * self._stride :][:nbytes]
 
 
-class _Link:
-    def __init__(self, outbound: Geometry, inbound: Geometry) -> None:
+class Link:
+    """What both ends share. ``gpu``: the one that both compute on; None = there is none."""
+
+    def __init__(self, outbound: Geometry, inbound: Geometry, gpu: int | None) -> None:
         self.changed = threading.Condition()
         self.inboxes = (_Inbox(outbound), _Inbox(inbound))  # filled by the connector, by the listening side
         self.ends: list[str | None] = [None, None]  # why the connector, the listening side left
+        self.gpu = gpu
 
 
 class LoopbackChannel(BaseChannel):
-    def __init__(self, link: _Link, side: int, peer: str, terms: Terms, faults: Faults) -> None:
+    def __init__(self, link: Link, side: int, peer: str, terms: Terms, faults: Faults) -> None:
         geometries = (terms.outbound, terms.inbound)
         super().__init__(peer, terms.epoch, geometries[side], geometries[1 - side])
         self._link = link
@@ -149,13 +152,14 @@ class LoopbackChannel(BaseChannel):
 
 
 class LoopbackListener:
-    def __init__(self, name: str, key: bytes, faults: Faults) -> None:
+    def __init__(self, name: str, key: bytes, fabric: LoopbackFabric) -> None:
         self.url = f"loopback://{name}"
+        self.gpu = fabric.gpu
         self._name = name
         self._key = key
-        self._faults = faults
+        self._fabric = fabric
         self._changed = threading.Condition()
-        self._callers: deque[tuple[_Link, Terms]] = deque()
+        self._callers: deque[tuple[Link, Terms]] = deque()
         self._refusal = ""
         self._closed = False
 
@@ -167,9 +171,9 @@ class LoopbackListener:
                 raise ChannelAborted(f"{self.url}: accept: the listener was closed")
             link, terms = self._callers.popleft()
             self._changed.notify_all()
-        return LoopbackChannel(link, 1, f"{self.url} (connector)", terms, self._faults)
+        return self._fabric.channel(link, 1, f"{self.url} (connector)", terms)
 
-    def call(self, key: bytes, link: _Link, terms: Terms, timeout_s: float) -> None:
+    def call(self, key: bytes, link: Link, terms: Terms, timeout_s: float) -> None:
         """The connector's side: returns once accepted."""
         with self._changed:
             if not hmac.compare_digest(key, self._key):
@@ -194,14 +198,27 @@ class LoopbackListener:
 class LoopbackFabric(BaseFabric):
     scheme = "loopback"
     in_process = True
+    gpu: int | None = None
 
     def __init__(self, key: bytes, *, faults: Faults | None = None) -> None:
         super().__init__(key)
         self._faults = faults or Faults()
 
+    def channel(self, link: Link, side: int, peer: str, terms: Terms) -> LoopbackChannel:
+        """An end of ``link``, which this fabric closes. ``side``: 0 connected, 1 was accepted."""
+        channel = self._make(link, side, peer, terms)
+        self._opened.add(channel)
+        return channel
+
+    def _link(self, outbound: Geometry, inbound: Geometry, gpu: int | None) -> Link:
+        return Link(outbound, inbound, gpu)
+
+    def _make(self, link: Link, side: int, peer: str, terms: Terms) -> LoopbackChannel:
+        return LoopbackChannel(link, side, peer, terms, self._faults)
+
     def listen(self, address: str = "") -> LoopbackListener:
         name = address or secrets.token_hex(8)
-        listener = LoopbackListener(name, self._key, self._faults)
+        listener = LoopbackListener(name, self._key, self)
         if _NETWORK.setdefault(name, listener) is not listener:
             raise ChannelError(f"cannot listen at {listener.url}: the name is in use; choose another name")
         self._opened.add(listener)
@@ -214,12 +231,15 @@ class LoopbackFabric(BaseFabric):
         listener = _NETWORK.get(self._address(url))
         if listener is None:
             raise ChannelError(f"{url}: connect: nobody listens there in this process")
-        link = _Link(outbound, inbound)
+        link = self._link(outbound, inbound, self.gpu if self.gpu == listener.gpu else None)
         listener.call(self._key, link, terms, timeout_s)
-        channel = LoopbackChannel(link, 0, url, terms, self._faults)
-        self._opened.add(channel)
-        return channel
+        return self.channel(link, 0, url, terms)
 
 
-def open_fabric(key: bytes) -> Fabric:
-    return LoopbackFabric(key)
+def open_fabric(key: bytes, *, gpu: int | None = None) -> Fabric:
+    """``gpu``: see loopback_gpu, which kernels need for their messages."""
+    if gpu is None:
+        return LoopbackFabric(key)
+    from .loopback_gpu import open_on
+
+    return open_on(key, gpu)

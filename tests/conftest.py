@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from cuda_stand_in import ONE_GPU
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,7 +18,9 @@ settings.register_profile("search", print_blob=True)
 settings.load_profile("fixed")
 
 # By transport or attention backend; a test that is parametrized with it carries the mark.
-NEEDS = {"verbs": pytest.mark.rdma, "cuda": pytest.mark.gpu, "flashinfer": pytest.mark.gpu}
+NEEDS = {
+    "verbs": pytest.mark.rdma, "cuda": pytest.mark.gpu, ONE_GPU: pytest.mark.gpu, "flashinfer": pytest.mark.gpu,
+}  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -14,7 +14,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "tests" / "netstack" / "fake_cuda.cpp"
-STAND_IN = "cuda on a CPU"  # names the transport `cuda` over the stand-in, among parameters of tests
+# Names of transports among parameters of tests: `cuda` over the stand-in; `loopback` whose ends compute on one GPU, and
+# that over the stand-in.
+STAND_IN = "cuda on a CPU"
+ONE_GPU, ONE_STAND_IN = "loopback on one GPU", "loopback on one GPU on a CPU"
+_REAL = {STAND_IN: "cuda", ONE_GPU: "loopback", ONE_STAND_IN: "loopback"}
 FLAGS = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread", f"-I{ROOT / 'csrc'}"]
 
 
@@ -42,8 +46,13 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def scheme_of(transport: str) -> Iterator[str]:
-    """The scheme of a transport, or of STAND_IN, in the environment that it needs."""
+    """The scheme of a transport, or of the names above, in the environment that it needs."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment().items() if transport == STAND_IN else ():
+        for name, value in environment().items() if transport in (STAND_IN, ONE_STAND_IN) else ():
             patch.setenv(name, value)
-        yield "cuda" if transport == STAND_IN else transport
+        yield _REAL.get(transport, transport)
+
+
+def gpu_of(transport: str) -> int | None:
+    """What to open its scheme with."""
+    return 0 if transport in (ONE_GPU, ONE_STAND_IN) else None

@@ -43,10 +43,8 @@ class _Share(NamedTuple):
 class DirectAttention:
     """See Attention: a MemoryPool of memory workers on devices, whose partition has whole heads.
 
-    Its ``q`` and ``kv`` may be recorded in a graph: what differs from step to step they read from lines.
+    Where its wires are ``recordable``, so are its ``q`` and ``kv``: what differs from step to step is in lines.
     """
-
-    recordable = True
 
     def __init__(
         self,
@@ -59,6 +57,7 @@ class DirectAttention:
     ) -> None:
         """``pool`` takes plans, on links of the workers that ``wires`` go to. ``itemsize``: of the wire's dtype."""
         self._pool, self._wires, self._staging = pool, wires, staging
+        self.recordable = all(wire.recordable for wire in wires)
         self._layers = layers
         self._shares, num_lines = list[list[_Share]](), 0
         for index, layer in enumerate(layers):

@@ -1,10 +1,11 @@
 """Layer messages from device to device: kernels on a worker's own stream send Q, K, V and O, and wait for them.
 
 A plan says all of a step's messages, so each side gives its device a step's kernels ahead of time, and no host waits
-for a message. Hosts do two things: they bring the lengths and tags of a step's messages to the device, in one copy, for
-the kernels to read (so a graph of a slice is of any step, and a message has the rows that there are, not the graph's);
-and once in a step they look at what kernels have noted. A kernel to which another message comes than the one that is
-due fails, and all behind it on its channel do nothing: what is computed from then on goes nowhere.
+for a message: at most, where a wire is not ``recordable``, until its peer's host has given its kernel. Hosts do two
+things: they bring the lengths and tags of a step's messages to the device, in one copy, for the kernels to read (so a
+graph of a slice is of any step, and a message has the rows that there are, not the graph's); and once in a step they
+look at what kernels have noted. A kernel to which another message comes than the one that is due fails, and all behind
+it on its channel do nothing: what is computed from then on goes nowhere.
 
 Plans, and all that is not of a layer, stay messages of the hosts, on the channel that they had anyway. Timelines show
 nothing of what kernels move, as no host sees it.
@@ -49,6 +50,7 @@ class Wire:
             raise ValueError(f"{channel.peer}: kernels on {staging.device} cannot use this channel")
         self.channel = channel
         self._staging, self._side, self._stream = staging, channel.lend(), queue.stream
+        self.recordable = self._side.recordable  # whether its messages may be parts of graphs
         self._wait_ns = int(wait_s * 1e9)
         self._notes = torch.zeros(1 + _NOTE.size // 8, dtype=torch.int64, device=staging.device)  # status, then a note
 

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuda_stand_in import STAND_IN, scheme_of
+from cuda_stand_in import ONE_GPU, ONE_STAND_IN, STAND_IN, gpu_of, scheme_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lamina import netstack
-from lamina.netstack import Channel, Fabric, Geometry, Listener
+from lamina.netstack import Channel, DeviceChannel, Fabric, Geometry, Listener
+from lamina.netstack.cuda_driver import Driver, Pinned, Stream
 from lamina.netstack.fabric import DEATH_NOTICED_S, EPOCH_SHIFT, TAG_BYTES
 
 KEY = b"k" * 32
@@ -27,7 +28,8 @@ LONG_S = 30.0  # a wait that must be ended by something else than its timeout
 SOON_S = 5.0  # for what is on its way
 SMALL = Geometry(slots=3, slot_bytes=257)
 SLOW_LINKS = [f"emulate+{other}?latency_ms=0.5&jitter_ms=0.5&gbps=5" for other in ("loopback", "shm")]
-TRANSPORTS = [*netstack.SCHEMES, *SLOW_LINKS, STAND_IN]
+FOR_KERNELS = ["cuda", STAND_IN, ONE_GPU, ONE_STAND_IN]
+TRANSPORTS = [*netstack.SCHEMES, *SLOW_LINKS, *FOR_KERNELS[1:]]
 
 
 class Task:
@@ -80,9 +82,9 @@ def connect(fabric: Fabric, listener: Listener, out: Geometry = SMALL, into: Geo
     return Pair(fabric, listener, a, accepted.join())
 
 
-def open_or_skip(scheme: str, key: bytes = KEY) -> Fabric:
+def open_or_skip(scheme: str, key: bytes = KEY, gpu: int | None = None) -> Fabric:
     try:
-        return netstack.open(scheme, key=key)
+        return netstack.open(scheme, key=key, gpu=gpu)
     except ImportError as error:
         pytest.skip(str(error))
 
@@ -90,7 +92,7 @@ def open_or_skip(scheme: str, key: bytes = KEY) -> Fabric:
 @pytest.fixture(params=TRANSPORTS)
 def fabric(request: pytest.FixtureRequest) -> Iterator[Fabric]:
     with scheme_of(request.param) as scheme:
-        fabric = open_or_skip(scheme)
+        fabric = open_or_skip(scheme, gpu=gpu_of(request.param))
         yield fabric
         fabric.close()
 
@@ -547,7 +549,7 @@ def test_random_traffic_equals_a_queue(
 ) -> None:
     """Against the model: per direction a queue of sent payloads, and the arrivals not yet released."""
     rng = random.Random(seed)
-    with scheme_of(transport) as scheme, closing(open_or_skip(scheme)) as fabric:
+    with scheme_of(transport) as scheme, closing(open_or_skip(scheme, gpu=gpu_of(transport))) as fabric:
         geometry = Geometry(slots=slots, slot_bytes=64)
         pair = connect(fabric, fabric.listen(), geometry, geometry)
         ends = (pair.a, pair.b)
@@ -581,3 +583,190 @@ def test_random_traffic_equals_a_queue(
                 arrival, payload = held[side].popleft()
                 assert arrival.data == payload
                 ends[side].release(arrival)
+
+
+class Kernels:
+    """What one end's kernels are given, in memory that they reach: a stream, and a message's place."""
+
+    def __init__(self, driver: Driver, channel: Channel) -> None:
+        assert isinstance(channel, DeviceChannel)
+        self.channel, self.side = channel, channel.lend()
+        self._stream, self._memory = Stream(driver), Pinned(driver, 4096)
+        self.view = self._memory.view  # two lengths, tag, status, note; two payloads
+        self._base = self._memory.address
+
+    def due(self, tag: bytes, *parts: bytes) -> None:
+        """The message that ``send`` sends, or that ``receive`` takes: lengths and tag alone are looked at then."""
+        self.view[:16] = b"".join(len(part).to_bytes(8, "little") for part in (*parts, b"")[:2])
+        self.view[16:48] = tag.ljust(TAG_BYTES, b"\0")
+        for part, at in zip(parts, (1024, 2048), strict=False):
+            self.view[at : at + len(part)] = part
+
+    def send(self, timeout_s: float = LONG_S) -> int:
+        rest = self._base, self._base + 16, int(timeout_s * 1e9), self._base + 48
+        self.side.send(self._stream.number, self._base + 1024, *rest)
+        return self.status()
+
+    def send_two(self) -> int:
+        rest = self._base, self._base + 16, int(LONG_S * 1e9), self._base + 48
+        self.side.send_two(self._stream.number, self._base + 1024, self._base + 2048, *rest)
+        return self.status()
+
+    def receive(self, timeout_s: float = LONG_S) -> int:
+        rest = self._base, self._base + 16, self._base + 64, int(timeout_s * 1e9), self._base + 48
+        self.side.receive_due(self._stream.number, self._base + 1024, *rest)
+        return self.status()
+
+    def status(self) -> int:
+        self._stream.synchronize()
+        return int.from_bytes(self.view[48:52], "little")
+
+    def check(self) -> None:
+        self.side.check(self.status())
+
+    def close(self) -> None:
+        self._stream.close()
+        self._memory.close()
+
+
+@pytest.fixture(params=FOR_KERNELS)
+def kernels(request: pytest.FixtureRequest) -> Iterator[tuple[Kernels, Kernels]]:
+    """Of both ends of a channel whose slots and epoch wrap soon."""
+    with scheme_of(request.param) as scheme:
+        fabric = open_or_skip(scheme, gpu=gpu_of(request.param))
+        pair, driver = connect(fabric, fabric.listen(), epoch=65535), Driver()
+        ends = Kernels(driver, pair.a), Kernels(driver, pair.b)
+        yield ends
+        fabric.close()
+        for end in ends:
+            end.close()
+        driver.close()
+
+
+def test_kernels_move_messages_both_ways_over_many_laps(kernels: tuple[Kernels, Kernels]) -> None:
+    """Of one run of bytes and of two, of any length; a ring's slots, and 8 and 16 bits of counters, come round."""
+    rng = random.Random(1)
+    payloads = [rng.randbytes(n * 13 % (SMALL.slot_bytes + 1)) for n in range(300)]
+
+    def talk(mine: Kernels, first: bool) -> None:
+        for n, payload in enumerate(payloads):
+            for sends in (first, not first):
+                mine.due(n.to_bytes(8, "little"), payload)
+                if not sends:
+                    assert mine.receive() == 0
+                    assert mine.view[1024 : 1024 + len(payload)] == payload
+                elif n % 2:
+                    mine.due(n.to_bytes(8, "little"), payload[: n % 9], payload[n % 9 :])
+                    assert mine.send_two() == 0
+                else:
+                    assert mine.send() == 0
+        mine.check()
+
+    a, b = kernels
+    other = Task(lambda: talk(b, False))
+    talk(a, True)
+    other.join()
+
+
+def test_kernels_that_send_wait_for_a_free_slot(kernels: tuple[Kernels, Kernels]) -> None:
+    a, b = kernels
+    for n in range(SMALL.slots):
+        a.due(bytes([n]), b"x" * n)
+        assert a.send() == 0
+    a.due(bytes([SMALL.slots]), b"x" * SMALL.slots)
+    waits = Task(a.send).until_asleep()
+    for n in range(SMALL.slots + 1):
+        b.due(bytes([n]), b"x" * n)
+        assert b.receive() == 0
+    assert waits.join() == 0
+    for end in kernels:
+        end.check()
+
+
+@pytest.mark.parametrize("wrong", ["tag", "longer", "shorter"])
+def test_kernels_take_no_message_but_the_one_that_is_due(wrong: str, kernels: tuple[Kernels, Kernels]) -> None:
+    a, b = kernels
+    came = b"x" * (9 + (wrong == "longer") - (wrong == "shorter"))
+    for payload, tag in ((came, b"new!" if wrong == "tag" else b"due!"), (b"y" * 9, b"due!")):
+        a.due(tag, payload)
+        a.send()
+    b.due(b"due!", bytes(9))
+    b.receive()
+    b.receive()
+    assert bytes(b.view[1024:1040]) == bytes(16), "nor what comes behind it"
+    note = len(came).to_bytes(8, "little") + (b"new!" if wrong == "tag" else b"due!")
+    assert bytes(b.view[64:76]) == note
+    with pytest.raises(netstack.ChannelError):
+        b.check()
+
+
+@pytest.mark.parametrize("call", ["send", "receive"])
+@pytest.mark.parametrize("end", ["peer aborts", "peer closes", "we abort", "time"])
+def test_what_kernels_wait_for_ends_with_the_peer_and_in_time(
+    end: str, call: str, kernels: tuple[Kernels, Kernels]
+) -> None:
+    a, b = kernels
+    b.due(b"", b"x")
+    for _ in range(SMALL.slots if call == "send" else 0):
+        assert b.send() == 0
+    waits = Task(lambda: getattr(b, call)(0.1 if end == "time" else LONG_S)).until_asleep()
+    if end == "peer aborts":
+        a.channel.abort("no more heads")
+    elif end == "peer closes":
+        a.channel.close()
+    elif end == "we abort":
+        b.channel.abort("enough")
+    waits.join(SOON_S)
+    error = {"time": netstack.ChannelTimeout, "we abort": netstack.ChannelAborted}.get(end, netstack.PeerFault)
+    text = {"time": "within its time", "peer aborts": "no more heads", "we abort": "this side"}.get(end, "closed")
+    with pytest.raises(error, match=f"://.*{text}"):
+        b.check()
+
+
+def test_kernels_that_come_behind_a_failure_do_nothing(kernels: tuple[Kernels, Kernels]) -> None:
+    a, b = kernels
+    b.due(b"", bytes(4))
+    b.receive(0.05)
+    a.due(b"", b"late")
+    assert a.send() == 0
+    b.receive()
+    assert b.view[1024:1028] == bytes(4)
+    with pytest.raises(netstack.ChannelTimeout):
+        b.check()
+
+
+def test_what_came_before_the_end_is_received_by_kernels(kernels: tuple[Kernels, Kernels]) -> None:
+    a, b = kernels
+    a.due(b"", b"last words")
+    assert a.send() == 0
+    a.channel.abort("that was all")
+    b.due(b"", bytes(10))
+    b.receive()
+    assert b.view[1024:1034] in (b"last words", bytes(10)), "all or nothing"
+
+
+def test_what_a_failed_kernel_should_have_sent_does_not_come(kernels: tuple[Kernels, Kernels]) -> None:
+    a, b = kernels
+    a.due(b"", b"x" * (SMALL.slot_bytes + 1))
+    assert a.send() != 0
+    b.due(b"", bytes(1))
+    assert b.receive(0.1) != 0
+    a.channel.abort("too long")
+    with pytest.raises(netstack.PeerFault, match="too long"):
+        b.check()
+    with pytest.raises(netstack.ChannelError):
+        a.check()
+
+
+def test_calls_go_on_where_kernels_ended(kernels: tuple[Kernels, Kernels]) -> None:
+    a, b = kernels
+    for n in range(SMALL.slots + 1):
+        for end in kernels:
+            end.due(bytes([n]), b"kernel")
+        assert a.send() == 0
+        assert b.receive() == 0
+    for end in kernels:
+        end.channel.take_back()
+    for n in range(2 * SMALL.slots):
+        send(a.channel, b"%d" % n)
+        assert receive(b.channel)[2] == b"%d" % n

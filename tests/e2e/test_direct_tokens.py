@@ -1,10 +1,12 @@
-"""Workers on GPUs that CPUs stand in for, processes of their own, whose Q, K, V and O go from device to device."""
+"""Workers on GPUs that CPUs stand in for, processes or threads of one, whose Q, K, V and O go from device to device."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,10 @@ from cuda_stand_in import STAND_IN, scheme_of
 
 from lamina import LLM, SamplingParams
 from lamina.cluster import local
+from lamina.netstack import loopback
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lamina" / "workers"))
+from stand_in_gpu import stand_in_gpus
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
 SCORED = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=12, logprobs=2, ignore_eos=True)
@@ -26,6 +32,23 @@ def on_gpus() -> Iterator[str]:
         for role in ("compute", "memory"):
             patch.setitem(local.ROLES, role, ("on_gpus", f"serve_{role}"))
         yield scheme
+
+
+@contextmanager
+def on_one_gpu() -> Iterator[str]:
+    """All workers that are threads of this process."""
+    with stand_in_gpus(graphs=True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loopback, "open_fabric", partial(loopback.open_fabric, gpu=0))
+        yield "loopback"
+
+
+Where = Callable[[], AbstractContextManager[str]]
+
+
+@pytest.fixture(params=[on_gpus, on_one_gpu])
+def where(request: pytest.FixtureRequest) -> Where:
+    found: Where = request.param
+    return found
 
 
 def outputs(path: Path, prompts: list[list[int]], **options: Any) -> tuple[list[Any], dict[str, dict[str, float]]]:
@@ -49,10 +72,10 @@ def outputs(path: Path, prompts: list[list[int]], **options: Any) -> tuple[list[
     ids=lambda o: " ".join(f"{k}={v}" for k, v in o.items()) or "plain" if isinstance(o, dict) else "",
 )
 def test_the_bits_are_those_of_hosts(
-    options: dict[str, Any], direct: bool, llama_path: Path, prompts: list[list[int]]
+    options: dict[str, Any], direct: bool, where: Where, llama_path: Path, prompts: list[list[int]]
 ) -> None:
     wanted, _ = outputs(llama_path, prompts, transport="loopback", **options)
-    with on_gpus() as scheme:
+    with where() as scheme:
         found, stats = outputs(llama_path, prompts, transport=scheme, **options)
     assert found == wanted
     waits = [x["wait_s"] for name, x in stats.items() if name.startswith("compute")]
@@ -64,13 +87,25 @@ def test_the_bits_are_those_of_hosts(
     [{"memory_workers": 2}, {"pipeline": 2}, {"tensor_parallel_size": 2, "memory_workers": 2}],
     ids=lambda o: " ".join(f"{k}={v}" for k, v in o.items()),
 )
-def test_tokens_are_those_of_hosts_where_messages_are_parts_of_graphs(
-    options: dict[str, Any], llama_path: Path, prompts: list[list[int]]
+def test_tokens_are_those_of_hosts_where_slices_are_graphs(
+    options: dict[str, Any], where: Where, llama_path: Path, prompts: list[list[int]]
 ) -> None:
-    """As many rows as there are, in graphs of more; of ranks, whose graphs end where they meet, and of two batches."""
+    """As many rows as there are, in graphs of more, with messages as parts of them or between them; of ranks, whose
+    graphs end where they meet, and of two batches.
+    """
     options = {**options, "deterministic": False}
     wanted, _ = outputs(llama_path, prompts, transport="loopback", **options)
-    with on_gpus() as scheme:
+    with where() as scheme:
         found, stats = outputs(llama_path, prompts, transport=scheme, **options)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
     assert stats["compute-0"]["wait_s"] == 0
+
+
+def test_tokens_are_those_of_transformers(
+    where: Where, llama_path: Path, prompts: list[list[int]], reference: Callable[[list[int], int], list[int]]
+) -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    with where() as scheme, LLM(str(llama_path), transport=scheme, memory_workers=2, gemm="torch") as llm:
+        found = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy)]
+        assert llm.stats()["compute-0"]["wait_s"] == 0, "a host waits for messages"
+    assert found == [reference(p, 16) for p in prompts]

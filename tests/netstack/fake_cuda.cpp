@@ -55,6 +55,7 @@ using CUcontext = struct CUctx_st*;
 using CUmodule = struct CUmod_st*;
 using CUfunction = struct CUfunc_st*;
 using CUstream = struct CUstream_st*;
+using CUevent = struct CUevent_st*;
 using CUgraph = struct CUgraph_st*;
 using CUgraphExec = struct CUgraphExec_st*;
 struct CUmemLocation {
@@ -120,6 +121,22 @@ struct Stream {
 
 std::mutex streams_mutex;
 std::vector<Stream*> streams;
+
+struct Event {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::uint64_t recorded = 0, reached = 0;  // records that were put on streams, and that streams have come to
+
+  void reach(std::uint64_t n) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    reached = std::max(reached, n);
+    changed.notify_all();
+  }
+  void wait(std::uint64_t n) {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [this, n] { return reached >= n; });
+  }
+};
 
 // A kernel with the arguments that `values` points to, copied now.
 using Kernel = std::function<Work(void** values)>;
@@ -356,6 +373,43 @@ CUresult cuStreamDestroy_v2(CUstream handle) {
   }
   stream->thread.join();
   delete stream;
+  --live;
+  return kOkay;
+}
+// Strict: what is captured is refused, as events of other streams would become parts of the graph.
+CUresult cuEventCreate(CUevent* event, unsigned flags) {
+  NEEDS_CONTEXT;
+  ++live;
+  *event = reinterpret_cast<CUevent>(new Event);
+  return flags == 2 ? kOkay : kInvalid;
+}
+CUresult cuEventRecord(CUevent handle, CUstream on) {
+  NEEDS_CONTEXT;
+  auto *event = reinterpret_cast<Event*>(handle);
+  auto *stream = reinterpret_cast<Stream*>(on);
+  if (stream->capturing) return kInvalid;
+  const std::lock_guard<std::mutex> lock(event->mutex);
+  stream->add([event, n = ++event->recorded] { event->reach(n); });
+  return kOkay;
+}
+CUresult cuStreamWaitEvent(CUstream on, CUevent handle, unsigned) {
+  NEEDS_CONTEXT;
+  auto *event = reinterpret_cast<Event*>(handle);
+  auto *stream = reinterpret_cast<Stream*>(on);
+  if (stream->capturing) return kInvalid;
+  const std::lock_guard<std::mutex> lock(event->mutex);
+  stream->add([event, n = event->recorded] { event->wait(n); });
+  return kOkay;
+}
+CUresult cuEventSynchronize(CUevent handle) {
+  NEEDS_CONTEXT;
+  auto *event = reinterpret_cast<Event*>(handle);
+  event->wait(event->recorded);
+  return kOkay;
+}
+CUresult cuEventDestroy_v2(CUevent handle) {
+  NEEDS_CONTEXT;
+  delete reinterpret_cast<Event*>(handle);
   --live;
   return kOkay;
 }

@@ -42,11 +42,17 @@ def gpu() -> Iterator[Make]:
         yield make
 
 
+@pytest.fixture(params=["cuda", "loopback"])
+def scheme(request: pytest.FixtureRequest) -> str:
+    """Between processes, and within one."""
+    return str(request.param)
+
+
 @contextmanager
-def workers() -> Iterator[Pool]:
+def workers(scheme: str) -> Iterator[Pool]:
     with memory_pool() as pool:
         pool.fabric.close()
-        pool.fabric = netstack.open("cuda", key=b"k" * 32)
+        pool.fabric = netstack.open(scheme, key=b"k" * 32, gpu=0)
         yield pool
 
 
@@ -69,8 +75,10 @@ def direct_model(
 
 
 @pytest.mark.parametrize(("weights", "layers"), [([1.0], LAYERS), ([1.0, 1.0], LAYERS), ([3.0, 1.0], LAYERS[:4])])
-def test_the_bits_are_those_of_messages_of_hosts(weights: list[float], layers: list[LayerShape], gpu: Make) -> None:
-    with memory_pool() as hosts, workers() as pool:
+def test_the_bits_are_those_of_messages_of_hosts(
+    weights: list[float], layers: list[LayerShape], gpu: Make, scheme: str
+) -> None:
+    with memory_pool() as hosts, workers(scheme) as pool:
         wanted, mine = model(hosts, weights, layers), gpu()
         there = direct_model(pool, mine, weights, layers)
         for number, (ops, rows) in enumerate(STEPS):
@@ -85,8 +93,10 @@ def test_the_bits_are_those_of_messages_of_hosts(weights: list[float], layers: l
 class Sent:
     """The memory workers' ends of channels, which take what comes by the host's calls."""
 
-    def __init__(self, gpu: StandInGpu, layers: list[LayerShape], weights: Sequence[float]) -> None:
-        self.fabric = netstack.open("cuda", key=b"k" * 32)
+    def __init__(
+        self, gpu: StandInGpu, layers: list[LayerShape], weights: Sequence[float], scheme: str = "cuda"
+    ) -> None:
+        self.fabric = netstack.open(scheme, key=b"k" * 32, gpu=0)
         partition = by_head([x.kv_heads for x in layers], weights)
         wires, links = list[Wire](), list[MemoryLink]()
         self.channels: list[tuple[Channel, Channel]] = []
@@ -159,15 +169,17 @@ def test_a_graph_sends_the_bytes_that_hosts_send(weights: list[float]) -> None:
     [({"direct": True}, True), ({}, False), ({"direct": True, "prefill_workers": 1}, False),
      ({"direct": True, "replicas": 2}, False)],
 )  # fmt: skip
-def test_a_memory_worker_offers_what_it_can(fields: dict[str, Any], offered: bool, gpu: Make) -> None:
-    with workers() as pool:
+def test_a_memory_worker_offers_what_it_can(fields: dict[str, Any], offered: bool, gpu: Make, scheme: str) -> None:
+    with workers(scheme) as pool:
         assert pool.connect(bind(LAYERS, **fields)).bound.direct is offered
 
 
-def test_over_other_transports_and_on_other_devices_hosts_send(gpu: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_other_transports_and_on_other_devices_hosts_send(
+    gpu: Make, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = gpu()
     monkeypatch.setattr(other, "queue", lambda: Queue(1, 0))
-    with workers() as pool, memory_pool() as hosts:
+    with workers(scheme) as pool, memory_pool() as hosts:
         assert not hosts.connect(bind(LAYERS, direct=True)).bound.direct
         here = pool.open()
         assert can_be_direct(here, gpu())
@@ -177,8 +189,10 @@ def test_over_other_transports_and_on_other_devices_hosts_send(gpu: Make, monkey
         here.close()
 
 
-def test_where_one_memory_worker_cannot_hosts_send_to_all(gpu: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    with memory_pool() as hosts, workers() as pool:
+def test_where_one_memory_worker_cannot_hosts_send_to_all(
+    gpu: Make, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with memory_pool() as hosts, workers(scheme) as pool:
         binds = [bind(LAYERS, [1.0, 1.0], w, direct=True) for w in range(2)]
         peers = [pool.connect(binds[0])]
         monkeypatch.setitem(staging.KINDS, "cpu", StandIn)
@@ -200,8 +214,8 @@ def test_messages_of_some_rows_are_for_hosts(name: str) -> None:
     assert not has_whole_heads(by_head([3], [1.0, 1.0], 1))
 
 
-def test_a_refused_step_ends_what_kernels_wait_for_and_says_why(gpu: Make) -> None:
-    with workers() as pool:
+def test_a_refused_step_ends_what_kernels_wait_for_and_says_why(gpu: Make, scheme: str) -> None:
+    with workers(scheme) as pool:
         there = direct_model(pool, gpu())
         there.step(0, *STEPS[0])
         there.pool.settle()
@@ -210,8 +224,8 @@ def test_a_refused_step_ends_what_kernels_wait_for_and_says_why(gpu: Make) -> No
             there.pool.settle()
 
 
-def test_a_memory_worker_that_dies_in_a_layer_is_named(gpu: Make) -> None:
-    with workers() as pool:
+def test_a_memory_worker_that_dies_in_a_layer_is_named(gpu: Make, scheme: str) -> None:
+    with workers(scheme) as pool:
         there, plan = direct_model(pool, gpu()), StepPlan(step=0, ops=[New(1)], rows=[Rows(1, 0, 3)])
         there.pool.announce(plan)
         there.pool.select(plan)
@@ -223,8 +237,8 @@ def test_a_memory_worker_that_dies_in_a_layer_is_named(gpu: Make) -> None:
             there.pool.settle()
 
 
-def test_a_compute_worker_that_dies_frees_its_memory_worker(gpu: Make) -> None:
-    with workers() as pool:
+def test_a_compute_worker_that_dies_frees_its_memory_worker(gpu: Make, scheme: str) -> None:
+    with workers(scheme) as pool:
         there, plan = direct_model(pool, gpu()), StepPlan(step=0, ops=[New(1)], rows=[Rows(1, 0, 3)])
         there.pool.announce(plan)
         pool.fabric.close()
@@ -234,7 +248,7 @@ def test_a_compute_worker_that_dies_frees_its_memory_worker(gpu: Make) -> None:
 
 @pytest.mark.parametrize("wrong", ["kind", "step", "layer", "length"])
 def test_a_message_that_is_not_the_next_one_ends_the_memory_worker(
-    wrong: str, gpu: Make, monkeypatch: pytest.MonkeyPatch
+    wrong: str, gpu: Make, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no O that was computed from it leaves."""
 
@@ -245,7 +259,7 @@ def test_a_message_that_is_not_the_next_one_ends_the_memory_worker(
         found[3] = key._replace(**other), first - 4 * (wrong == "length"), second
         return lines(staging, found)
 
-    with workers() as pool:
+    with workers(scheme) as pool:
         there = direct_model(pool, gpu())
         monkeypatch.setattr(direct, "lines", spoilt)
         there.step(0, *STEPS[0])
@@ -258,17 +272,17 @@ def test_a_message_that_is_not_the_next_one_ends_the_memory_worker(
 
 
 @contextmanager
-def two_wires(gpu: Make, wait_s: float = WAIT_S) -> Iterator[tuple[Wire, Wire, StandInGpu]]:
+def two_wires(gpu: Make, scheme: str, wait_s: float = WAIT_S) -> Iterator[tuple[Wire, Wire, StandInGpu]]:
     """Of one channel: they send and receive."""
     here = gpu()
-    sent = Sent(here, [shape()], [1.0])
+    sent = Sent(here, [shape()], [1.0], scheme)
     (ours, theirs) = sent.by_kernels._wires[0], sent.channels[0][0]
     yield ours, Wire(theirs, here, wait_s), here
     sent.fabric.close()
 
 
-def test_another_message_than_the_one_that_is_due_goes_nowhere(gpu: Make) -> None:
-    with two_wires(gpu) as (a, b, here):
+def test_another_message_than_the_one_that_is_due_goes_nowhere(gpu: Make, scheme: str) -> None:
+    with two_wires(gpu, scheme) as (a, b, here):
         keys, target = [Key(Kind.O, step=n) for n in range(3)], torch.zeros(4)
         going = here.up(lines(here, [(key, 16, 0) for key in keys]))
         for n in range(3):
@@ -282,8 +296,8 @@ def test_another_message_than_the_one_that_is_due_goes_nowhere(gpu: Make) -> Non
             b.settle()
 
 
-def test_a_kernel_waits_no_longer_than_it_may(gpu: Make) -> None:
-    with two_wires(gpu, wait_s=0.05) as (_, b, _here):
+def test_a_kernel_waits_no_longer_than_it_may(gpu: Make, scheme: str) -> None:
+    with two_wires(gpu, scheme, wait_s=0.05) as (_, b, _here):
         b.receive(torch.zeros(6, dtype=torch.int64), torch.zeros(4))
         with pytest.raises(ChannelTimeout, match="within its time"):
             b.settle()

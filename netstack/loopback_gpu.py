@@ -1,0 +1,234 @@
+"""Channels of ``loopback`` whose ends compute on one GPU: what they lend moves in its memory, on two streams.
+
+Kernels of ``cuda`` poll for what a peer in another process sends. In one process both ends are streams of one context,
+and there a kernel that polls can keep its peer from ever being launched: what the peer's thread does first may wait for
+all that runs in the context. A kernel's first use does (lazy loading), memory that an allocator gives back (cudaFree)
+or pins; and streams beyond CUDA_DEVICE_MAX_CONNECTIONS share queues. torch and CuPy do such things when they like. So
+here nothing is put on the GPU that needs what is not there yet: a call first waits, on the host, until the peer's host
+has put its kernel, and behind it an event, on a stream; then it puts a wait for that event, the kernel, and the next
+event. Whatever is on streams ends by itself then, whoever waits for it, and no multiprocessor polls.
+
+The price is that hosts take part in every message, as a graph's replay does not: messages are no parts of graphs, which
+end where one leaves. Hosts do not wait for the GPU; both run ahead of it.
+
+The kernels are those of ``cuda``, with all their checks. They are given no time to wait: what is due is there, or what
+was to send it had failed. Calls of the host stay in the host's memory, so an idle channel costs the GPU nothing.
+
+HARDWARE-UNVERIFIED: run against a stand-in of the CUDA driver.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from contextlib import ExitStack, closing, suppress
+from typing import NoReturn
+
+from .cuda import BROKEN, CHANNEL, CREDIT_AT, OK, TIMEOUT, inbox_bytes
+from .cuda_driver import CudaError, Driver, Event
+from .fabric import (
+    DEATH_NOTICED_S,
+    EPOCH_SHIFT,
+    ChannelError,
+    ChannelTimeout,
+    DeviceSide,
+    Fabric,
+    Geometry,
+    PeerFault,
+)
+from .handshake import Terms
+from .loopback import Faults, Link, LoopbackChannel, LoopbackFabric
+
+log = logging.getLogger(__name__)
+KERNELS = "memory_send", "memory_send_two", "memory_receive_due"
+ENDS_AT, ABORT_AT, INBOXES_AT = (0, 128), 256, 4096  # the abort word stays 0: no kernel waits
+NO_NS = 0
+
+
+class Rings:
+    """A link in the GPU's memory, and how far hosts are with it. Directions are those of ``Link.inboxes``."""
+
+    def __init__(self, driver: Driver, geometries: tuple[Geometry, Geometry], epoch: int) -> None:
+        """``driver`` may be closed before: the context is that of both ends, and goes with the last."""
+        self.counts = [[0, 0], [0, 0]]  # of each direction: kernels that send, that receive, put on streams
+        sizes = [inbox_bytes(geometry) for geometry in geometries]
+        with ExitStack() as parts:
+            base = driver.allocate(bytes(INBOXES_AT), INBOXES_AT + sum(sizes))
+            parts.callback(driver.free, base)
+            inboxes, zero = (base + INBOXES_AT, base + INBOXES_AT + sizes[0]), epoch << EPOCH_SHIFT
+            for side, (out, into) in enumerate((geometries, geometries[::-1])):
+                for at in (0, CREDIT_AT):
+                    driver.write(inboxes[side] + at, zero.to_bytes(8, "little"))
+                pointers = inboxes[side], inboxes[1 - side], base + ABORT_AT
+                shapes = out.slots, out.slot_bytes, into.slots, into.slot_bytes
+                driver.write(base + ENDS_AT[side], CHANNEL.pack(*pointers, *shapes, zero, *[0] * 6))
+            self.ends = tuple(base + at for at in ENDS_AT)
+            # Of a slot: its last use, by the sender and the receiver in turn. One for a direction would have Q wait for
+            # K and V where the sender's host is ahead. Closed first, so that no kernel is left.
+            self._events = [[parts.enter_context(closing(Event(driver))) for _ in range(x.slots)] for x in geometries]
+            self.close = parts.pop_all().close
+
+    def due(self, direction: int, *, sends: bool) -> bool:
+        """Whether the peer's part of the next message, or of the slot for it, is on a stream."""
+        sent, received = self.counts[direction]
+        return sent - received < len(self._events[direction]) if sends else received < sent
+
+    def launch(self, driver: Driver, side: int, sends: bool, stream: int, kernel: str, *arguments: int) -> None:
+        """Once it is due, behind the peer's part. Raises CudaError."""
+        direction = side if sends else 1 - side
+        counts, events = self.counts[direction], self._events[direction]
+        event = events[counts[not sends] % len(events)]
+        event.wait(stream)
+        driver.launch(stream, kernel, self.ends[side], *arguments)
+        event.record(stream)
+        counts[not sends] += 1
+
+
+class GpuLink(Link):
+    """A link with ``rings``, once an end was lent, until both have left."""
+
+    def __init__(self, outbound: Geometry, inbound: Geometry, gpu: int | None) -> None:
+        super().__init__(outbound, inbound, gpu)
+        self.geometries = outbound, inbound
+        self.rings: Rings | None = None
+        self._left = set[int]()
+
+    def leave(self, side: int) -> None:
+        """Idempotent."""
+        with self.changed:
+            self._left.add(side)
+            if len(self._left) == len(self.ends) and self.rings is not None:
+                with suppress(CudaError):  # of a kernel: the context, and all that is in it, is lost
+                    self.rings.close()
+                self.rings = None
+
+
+class LoopbackGpuChannel(LoopbackChannel):
+    """An end that can be lent."""
+
+    def __init__(self, link: GpuLink, side: int, peer: str, terms: Terms, faults: Faults, driver: Driver) -> None:
+        super().__init__(link, side, peer, terms, faults)
+        self._shared, self._driver = link, driver
+        self._leave = weakref.finalize(self, link.leave, side)
+
+    @property
+    def gpu(self) -> int:
+        return self._driver.index
+
+    def lend(self) -> DeviceSide:
+        link = self._shared
+        with self._changed:
+            self._check("lend")
+            self._check_peer("lend")
+            try:
+                if link.rings is None:
+                    link.rings = Rings(self._driver, link.geometries, self.epoch)
+                for kernel in KERNELS:
+                    self._driver.load(kernel)
+            except CudaError as error:
+                raise ChannelError(f"{self.peer}: lend: {error}") from error
+        return OrderedView(self)
+
+    def take_back(self) -> None:
+        """Calls have slots and counters of their own."""
+
+    def close(self) -> None:
+        super().close()
+        self._leave()
+
+    def launch(self, sends: bool, timeout_ns: int, stream: int, kernel: str, *arguments: int) -> None:
+        """Once it is due. Raises ChannelError, CudaError."""
+        link, direction = self._shared, self._side if sends else 1 - self._side
+
+        def due() -> bool:
+            return link.rings is not None and link.rings.due(direction, sends=sends)
+
+        with self._changed:
+            self._changed.wait_for(lambda: due() or any(link.ends), timeout_ns / 1e9)
+            self._check(kernel)
+            if sends or not due():  # what came before the peer's end counts
+                self._check_peer(kernel)
+            if link.rings is None or not due():
+                raise ChannelTimeout(f"{self.peer}: {kernel}: no message, or no free slot, within its time")
+            link.rings.launch(self._driver, self._side, sends, stream, kernel, *arguments)
+            self._changed.notify_all()
+
+    def explain(self, status: int) -> NoReturn:
+        """Of a kernel."""
+        with self._changed:
+            if status == TIMEOUT:  # a kernel of the peer has failed, and its host is about to say why
+                self._changed.wait_for(lambda: any(self._shared.ends), DEATH_NOTICED_S)
+            self._check("a kernel")
+            self._check_peer("a kernel")
+        if status == TIMEOUT:
+            raise ChannelTimeout(f"{self.peer}: a kernel: what was due did not come: a kernel of the peer has failed")
+        raise PeerFault(f"{self.peer}: a kernel: {BROKEN}")
+
+
+class OrderedView:
+    """See DeviceSide. A call that fails on the host is told by ``check``, and later ones do nothing."""
+
+    recordable = False
+
+    def __init__(self, channel: LoopbackGpuChannel) -> None:
+        self._channel = channel
+        self._failure: Exception | None = None
+
+    def send(self, stream: int, source: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> None:
+        self._launch(True, timeout_ns, stream, "memory_send", source, nbytes, tag, NO_NS, status)
+
+    def send_two(
+        self, stream: int, first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status: int
+    ) -> None:
+        self._launch(True, timeout_ns, stream, "memory_send_two", first, second, nbytes, tag, NO_NS, status)
+
+    def receive_due(
+        self, stream: int, target: int, nbytes: int, tag: int, note: int, timeout_ns: int, status: int
+    ) -> None:
+        self._launch(False, timeout_ns, stream, "memory_receive_due", target, nbytes, tag, note, NO_NS, status)
+
+    def check(self, status: int) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if status != OK:
+            self._channel.explain(status)
+
+    def _launch(self, sends: bool, timeout_ns: int, stream: int, kernel: str, *arguments: int) -> None:
+        if self._failure is not None:
+            return
+        try:
+            self._channel.launch(sends, timeout_ns, stream, kernel, *arguments)
+        except ChannelError as error:
+            self._failure = error
+        except CudaError as error:
+            self._failure = PeerFault(f"{self._channel.peer}: {kernel}: {error}")
+
+
+class LoopbackGpuFabric(LoopbackFabric):
+    """Where both ends are on one GPU, their channels are LoopbackGpuChannels."""
+
+    def __init__(self, key: bytes, driver: Driver) -> None:
+        super().__init__(key)
+        self._driver = driver
+        self.gpu = driver.index
+
+    def close(self) -> None:
+        super().close()
+        self._driver.close()
+
+    def _link(self, outbound: Geometry, inbound: Geometry, gpu: int | None) -> Link:
+        return GpuLink(outbound, inbound, gpu)
+
+    def _make(self, link: Link, side: int, peer: str, terms: Terms) -> LoopbackChannel:
+        if link.gpu is None or not isinstance(link, GpuLink):
+            return super()._make(link, side, peer, terms)
+        return LoopbackGpuChannel(link, side, peer, terms, self._faults, self._driver)
+
+
+def open_on(key: bytes, gpu: int) -> Fabric:
+    """Without device sides, and with a word why, where kernels cannot be had."""
+    try:
+        return LoopbackGpuFabric(key, Driver(gpu))
+    except ImportError as error:
+        log.warning("layer messages go through the host's memory, not the GPU's: %s", error)
+        return LoopbackFabric(key)

@@ -1,0 +1,197 @@
+"""Channels of ``loopback`` on a GPU that a CPU stands in for, beyond the contract: nothing on it waits for a host."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from cuda_stand_in import STAND_IN, scheme_of
+from wiring import KEY, SOON_S, connect, send
+
+from lamina import netstack
+from lamina.netstack import Channel, DeviceChannel, Geometry
+from lamina.netstack.cuda import CudaChannel
+from lamina.netstack.cuda_driver import CudaError, Driver, Pinned, Stream
+from lamina.netstack.loopback_gpu import LoopbackGpuChannel
+
+SMALL = Geometry(slots=3, slot_bytes=200)
+LONG_NS = 60_000_000_000
+
+
+@pytest.fixture(autouse=True)
+def stand_in() -> Iterator[ctypes.CDLL]:
+    with scheme_of(STAND_IN):
+        library = ctypes.CDLL(os.environ["LAMINA_LIBCUDA"])
+        before = library.fake_cuda_live()
+        yield library
+        gc.collect()
+        assert library.fake_cuda_live() == before, "something of the driver's was not given back"
+
+
+def ends() -> tuple[netstack.Fabric, LoopbackGpuChannel, LoopbackGpuChannel]:
+    fabric = netstack.open("loopback", key=KEY, gpu=0)
+    a, b = connect(fabric, geometry=SMALL)
+    assert isinstance(a, LoopbackGpuChannel)
+    assert isinstance(b, LoopbackGpuChannel)
+    return fabric, a, b
+
+
+def test_nothing_on_the_gpu_waits_for_a_message_that_no_host_has_sent() -> None:
+    """So whoever waits for the whole GPU, or for a kernel to be loaded, does not wait for ever."""
+    fabric, a, b = ends()
+    driver, sides = Driver(), (a.lend(), b.lend())
+    mails, streams = [Pinned(driver, 4096) for _ in range(2)], [Stream(driver) for _ in range(2)]
+    there, here = (mail.address for mail in mails)
+    with ThreadPoolExecutor(1) as threads:
+        rest = here, here + 16, here + 64, LONG_NS, here + 48
+        waits = threads.submit(sides[1].receive_due, streams[1].number, here + 1024, *rest)
+        driver.call("cuCtxSynchronize")
+        assert not waits.done()
+        sides[0].send(streams[0].number, there + 1024, there, there + 16, LONG_NS, there + 48)
+        waits.result(SOON_S)
+    driver.call("cuCtxSynchronize")
+    for side, mail in zip(sides, mails, strict=True):
+        side.check(int.from_bytes(mail.view[48:52], "little"))
+    for part in (*streams, *mails, fabric, driver):
+        part.close()
+
+
+@pytest.mark.parametrize("busy", ["sender", "receiver"])
+def test_a_kernel_comes_behind_what_it_needs_however_long_its_stream_is_busy(busy: str) -> None:
+    """A kernel has no time to wait: it would fail. What keeps a stream busy is a kernel of ``cuda``, which polls."""
+    fabric, a, b = ends()
+    other = netstack.open("cuda", key=KEY)
+    key, lock = connect(other, geometry=SMALL)
+    assert isinstance(lock, CudaChannel)
+    driver, sides = Driver(), (a.lend(), b.lend())
+    mails, streams = [Pinned(driver, 4096) for _ in range(2)], [Stream(driver) for _ in range(2)]
+    there, here = (mail.address for mail in mails)
+    locked = (there if busy == "sender" else here) + 2048
+    lock.lend().receive(streams[busy == "receiver"].number, locked, 200, locked, locked + 8, LONG_NS, locked + 48)
+    for n in range(SMALL.slots + 1):  # the last one takes the slot that the one kernel that receives hands back
+        sides[0].send(streams[0].number, there + 1024, there, there + 16, LONG_NS, there + 48)
+        if n == 0:
+            sides[1].receive_due(streams[1].number, here + 1024, here, here + 16, here + 64, LONG_NS, here + 48)
+    send(key, b"go on")
+    for stream in streams:
+        stream.synchronize()
+    for side, mail in zip(sides, mails, strict=True):
+        side.check(int.from_bytes(mail.view[48:52], "little"))
+    for part in (*streams, *mails, fabric, other, driver):
+        part.close()
+
+
+def test_a_message_is_received_while_the_next_one_is_still_computed() -> None:
+    """As Q is, while K and V of the layer are."""
+    fabric, a, b = ends()
+    other = netstack.open("cuda", key=KEY)
+    key, lock = connect(other, geometry=SMALL)
+    assert isinstance(lock, CudaChannel)
+    driver, sides = Driver(), (a.lend(), b.lend())
+    mails, streams = [Pinned(driver, 4096) for _ in range(2)], [Stream(driver) for _ in range(2)]
+    there, here = (mail.address for mail in mails)
+    busy = there + 2048
+    sides[0].send(streams[0].number, there + 1024, there, there + 16, LONG_NS, there + 48)
+    lock.lend().receive(streams[0].number, busy, 200, busy, busy + 8, LONG_NS, busy + 48)
+    sides[0].send(streams[0].number, there + 1024, there, there + 16, LONG_NS, there + 48)
+    sides[1].receive_due(streams[1].number, here + 1024, here, here + 16, here + 64, LONG_NS, here + 48)
+    with ThreadPoolExecutor(1) as threads:
+        received = threads.submit(streams[1].synchronize)
+        try:
+            received.result(SOON_S)
+        finally:
+            send(key, b"go on")
+    streams[0].synchronize()
+    for side, mail in zip(sides, mails, strict=True):
+        side.check(int.from_bytes(mail.view[48:52], "little"))
+    for part in (*streams, *mails, fabric, other, driver):
+        part.close()
+
+
+def test_what_is_sent_to_an_end_that_has_left_is_told() -> None:
+    fabric, a, b = ends()
+    side, driver = a.lend(), Driver()
+    mail, stream = Pinned(driver, 4096), Stream(driver)
+    b.abort("no more heads")
+    side.send(stream.number, mail.address + 1024, mail.address, mail.address + 16, LONG_NS, mail.address + 48)
+    with pytest.raises(netstack.PeerFault, match="no more heads"):
+        side.check(0)
+    for part in (stream, mail, fabric, driver):
+        part.close()
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_memory_is_there_until_both_ends_have_left(dropped: bool, stand_in: ctypes.CDLL) -> None:
+    fabric, a, b = ends()
+    before = stand_in.fake_cuda_live()
+    assert a.lend() is not a.lend()
+    lent = stand_in.fake_cuda_live()
+    assert lent > before, "made when it is lent, not before"
+    b.close()
+    with pytest.raises(netstack.ChannelAborted):
+        b.lend()
+    with pytest.raises(netstack.PeerFault, match="closed"):
+        a.lend()
+    assert stand_in.fake_cuda_live() == lent
+    if dropped:
+        del a
+        gc.collect()
+    else:
+        a.close()
+        a.close()
+    assert stand_in.fake_cuda_live() == before
+    fabric.close()
+
+
+def test_ends_on_different_gpus_or_on_none_are_for_hosts() -> None:
+    fabrics = [netstack.open("loopback", key=KEY, gpu=gpu) for gpu in (0, 1, None)]
+    for here, there in ((0, 1), (0, 2), (2, 0)):
+        listener = fabrics[there].listen()
+        with ThreadPoolExecutor(1) as threads:
+            accepted = threads.submit(listener.accept, timeout_s=SOON_S)
+            connected = fabrics[here].connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=SOON_S)
+            both: list[Channel] = [connected, accepted.result(SOON_S)]
+        assert not [x for x in both if isinstance(x, DeviceChannel)]
+    for fabric in fabrics:
+        fabric.close()
+
+
+def test_where_kernels_cannot_be_had_hosts_send_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LAMINA_LIBNVRTC", "/nowhere/libnvrtc.so")
+    with caplog.at_level(logging.WARNING):
+        fabric = netstack.open("loopback", key=KEY, gpu=0)
+    assert not isinstance(connect(fabric)[0], DeviceChannel)
+    assert "/nowhere/libnvrtc.so does not load" in caplog.text
+    fabric.close()
+
+
+def test_a_fabric_that_is_closed_ends_what_it_accepted() -> None:
+    fabric, a, b = ends()
+    fabric.close()
+    for channel in (a, b):
+        with pytest.raises(netstack.ChannelAborted):
+            channel.reserve(1)
+
+
+def test_a_driver_that_fails_is_told_by_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric, a, _ = ends()
+    side, driver = a.lend(), Driver()
+    stream = Stream(driver)
+
+    def fails(*_: object) -> None:
+        raise CudaError("cuLaunchKernel: CUDA_ERROR_LAUNCH_FAILED (719)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Driver, "launch", fails)
+        side.send(stream.number, 0, 0, 0, LONG_NS, 0)
+    with pytest.raises(netstack.PeerFault, match="719"):
+        side.check(0)
+    for part in (stream, fabric, driver):
+        part.close()
