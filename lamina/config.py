@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from lamina.cores import AUTO, parse_cores
 from lamina.kv.partition import PARTITIONS
-from lamina.netstack import beyond_host
+from lamina.netstack import HERE, beyond_host
 
 _T = TypeVar("_T")
 CHUNK_TOKENS = 128  # of attention.merge, which this module does not import for torch's sake
@@ -51,9 +51,9 @@ class EngineConfig:
         "sequence (token), or whole sequences (request)",
     )
     transport: str = option(
-        "shm",
-        "how the pools talk: shm, tcp, loopback (everything in one process), auto, cuda, verbs, mlx5; over Ray auto in "
-        "place of shm",
+        "",
+        "how the pools talk: shm, tcp, loopback (everything in one process), auto, cuda, verbs, mlx5; empty = shm, or "
+        "loopback where all workers compute on one GPU, or auto over Ray",
     )
     memory_addresses: str = option("", "where memory workers listen, one each, by comma; empty = any free place")
     ray_address: str = option(
@@ -105,6 +105,9 @@ class EngineConfig:
         "torch has it). Not auto by default while GPUs are not yet measured",
     )
     memory_device: str = option("cpu", "the same for memory workers, whose KV cache is in its memory then")
+    memory_sms: int = option(
+        0, "multiprocessors of its GPU that a memory worker may use, so that compute workers have the others; 0 = all"
+    )
     cuda_graphs: bool = option(True, "on GPUs, slices of up to 256 rows run as CUDA graphs")
     compute_threads: int = option(0, "threads of the compute worker; 0 = all cores")
     memory_threads: int = option(0, "threads of each memory worker; 0 = an equal share of the cores")
@@ -127,7 +130,8 @@ class EngineConfig:
         for name, low in (
             ("memory_workers", 1), ("compute_workers", 1), ("tensor_parallel_size", 1),
             ("max_num_seqs", 1), ("prefill_chunk", 1), ("block_size", 1),
-            ("prefill_workers", 0), ("max_model_len", 0), ("compute_threads", 0), ("memory_threads", 0), ("seed", 0),
+            ("prefill_workers", 0), ("max_model_len", 0), ("memory_sms", 0),
+            ("compute_threads", 0), ("memory_threads", 0), ("seed", 0),
         ):  # fmt: skip
             if getattr(self, name) < low:
                 raise ValueError(f"{flag(name)} must be at least {low}, not {getattr(self, name)}")
@@ -214,7 +218,8 @@ class EngineConfig:
     @property
     def scheme(self) -> str:
         """``transport``, as it is opened: one that reaches other hosts where workers may be there."""
-        return beyond_host(self.transport) if self.ray_address else self.transport
+        chosen = self.transport or HERE
+        return beyond_host(chosen) if self.ray_address else chosen
 
     def _check_cluster(self) -> None:
         if self.placement not in PLACEMENTS:
@@ -245,7 +250,10 @@ class EngineConfig:
                 f"--compute-device {self.compute_device} is one GPU, and --tensor-parallel-size "
                 f"{self.tensor_parallel_size} takes one for each rank: use --compute-device cuda"
             )
-
+        if self.memory_sms and self.memory_device == "cpu":
+            raise ValueError(
+                f"--memory-sms {self.memory_sms} is for memory workers on a GPU: leave it out with --memory-device cpu"
+            )
         if self.compile and self.compute_device != "cpu":
             raise ValueError(f"--compile is for CPUs: leave it out with --compute-device {self.compute_device}")
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from . import netstack
+from .cluster.nearest import nearest
 from .config import make_config
 from .engine.engine import Engine
 from .engine.pools import Pools
@@ -41,7 +42,7 @@ class LLM:
 
         ``progress``: show a bar on stderr while workers start and load.
         """
-        config = make_config(options)
+        config, _ = nearest(make_config(options))
         model = _checked_model(model)
         if isinstance(model, str):
             peek_config(model, trust_remote_code=config.trust_remote_code)

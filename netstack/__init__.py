@@ -23,6 +23,7 @@ from .fabric import (
 )
 
 __all__ = [
+    "HERE",
     "SCHEMES",
     "Arrival",
     "Channel",
@@ -43,6 +44,7 @@ __all__ = [
     "beyond_host",
     "check_scheme",
     "open",
+    "within_process",
 ]
 
 # scheme -> module of this package with a function open_fabric(key: bytes) -> Fabric; imported when first used. One that
@@ -59,6 +61,8 @@ SCHEMES: dict[str, str] = {
     "emulate": "emulate",
 }
 NEAR = {"shm": "auto"}  # within one host only -> what is the same there, and goes on beyond it
+HERE = "shm"  # between processes of this machine, where nobody has chosen
+WITHIN = {"": "loopback", "auto": "loopback"}  # no choice, or the nearest -> what is nearest within one process
 WRAPPERS = ("emulate",)  # used as NAME+OTHER; their open_fabric takes what is behind the plus, too
 
 
@@ -103,3 +107,10 @@ def beyond_host(scheme: str) -> str:
     if name == "loopback":
         raise ValueError(f"{name} stays in one process: choose another transport for workers on other hosts")
     return NEAR.get(name, name) + mark + options
+
+
+def within_process(scheme: str) -> str:
+    """What to take in place of ``scheme`` (empty: nobody has chosen) where all peers may be threads of one process;
+    empty: ``scheme`` is somebody's choice.
+    """
+    return WITHIN.get(scheme, "")

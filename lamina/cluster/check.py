@@ -84,7 +84,7 @@ def _matrix(config: EngineConfig, *, all_of_them: bool) -> list[Setting]:
     others = [name for name in attention.BACKENDS if name not in (config.attention, *attention.WRAPPERS)]
     if not all_of_them:
         return quick(others)
-    transports = [name for name in SCHEMES if name not in ("auto", config.transport)]
+    transports = [name for name in SCHEMES if name not in ("auto", config.scheme)]
     return whole(others, [name for name in gemm.BACKENDS if name != config.gemm], transports)
 
 

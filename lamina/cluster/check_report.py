@@ -69,7 +69,7 @@ def _cells(v: Verdict) -> list[str]:
 def _summary(model: str, config: EngineConfig, verdicts: Sequence[Verdict]) -> str:
     count = {word: sum(v.word == word for v in verdicts) for word in ("held", "BROKEN", "refused")}
     refused = f", {count['refused']} settings refused" if count["refused"] else ""
-    base = f"base: {config.memory_workers} memory worker over {config.transport}, {config.dtype}"
+    base = f"base: {config.memory_workers} memory worker over {config.scheme}, {config.dtype}"
     broken = ", ".join(dict.fromkeys(v.axis for v in verdicts if v.held is False))
     if broken:
         return f"{model}: {count['BROKEN']} of {len(verdicts)} promises BROKEN ({broken}){refused}; {base}"

@@ -11,6 +11,7 @@ from lamina.config import EngineConfig
 from lamina.env import cluster_key
 from lamina.models.checkpoint import peek_config
 
+from .nearest import nearest
 from .words import counted
 
 
@@ -112,7 +113,9 @@ def would_start(model: str, config: EngineConfig) -> str:
         compute += f" ({counted(config.replicas, 'replica')} x {config.tensor_parallel_size} ranks)"
     if config.prefill_workers:
         compute += ", " + counted(config.prefill_workers, "prefill worker")
-    started = f"would start {compute} and {memory} over {config.transport} for {model}"
+    config, why = nearest(config)
+    started = f"would start {compute} and {memory} over {config.scheme} for {model}"
+    started += f": {why}" if why else ""
     return f"{started}\n{_memory_text(model, config)}"
 
 
@@ -139,7 +142,7 @@ def _check_names(config: EngineConfig) -> None:
 
     check_place(config.trace)
     try:
-        netstack.check_scheme(config.transport)
+        netstack.check_scheme(config.scheme)
     except ValueError as e:
         raise ValueError(f"--transport: {e}") from None
     for name, value, known in (

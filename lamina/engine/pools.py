@@ -225,6 +225,7 @@ class Pools:
                 device=config.memory_device,
                 device_number=self._gpu_number(member.handle),
                 device_users=1 if member.handle.place else config.gpu_number("memory", config.memory_workers),
+                sms=config.memory_sms,
                 trace=self.tracer.on,
             )
             self._members.send(member, start)

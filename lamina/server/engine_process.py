@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from lamina import netstack
+from lamina.cluster.nearest import nearest
 from lamina.engine.engine import Engine
 from lamina.engine.members import WorkerError
 from lamina.engine.pools import Pools
@@ -46,7 +47,8 @@ def serve_engine(sock: socket.socket) -> None:
 
 
 def _serve(link: ControlLink, start: Start) -> None:
-    config, here = start.config, netstack.open(start.config.scheme, key=bytes(32)).in_process
+    config, _ = nearest(start.config)
+    here = netstack.open(config.scheme, key=bytes(32)).in_process
     remote = config.trust_remote_code
     tokenizer = load_beside(start.tokenizer or start.model, trust_remote_code=remote, here=here)
 

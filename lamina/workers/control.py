@@ -38,6 +38,7 @@ class StartMemory(msgspec.Struct, frozen=True, kw_only=True, tag="start-memory")
     device: str = "cpu"  # as in --memory-device
     device_number: int = 0  # among the workers here that take the host's GPUs in turn
     device_users: int = 1  # how many they are
+    sms: int = 0  # of the GPU's multiprocessors that it may use; 0 = all
     trace: bool = False  # record spans
 
 

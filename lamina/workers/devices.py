@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 import torch
 
 from lamina import attention
 from lamina.attention import AttentionBackend
 from lamina.config import EngineConfig
+
+green_contexts: Any = None
+with suppress(ImportError):  # of an older torch
+    from torch.cuda import green_contexts
 
 CPU = torch.device("cpu")
 FREE_PART = 0.9  # of what a device has free, for KV blocks at most: backends need some to work in
@@ -52,6 +57,33 @@ def share(asked: str, workers: int) -> float:
     return FREE_PART / max(1, -(-workers // max(1, count)))
 
 
+def limit(device: torch.device, sms: int) -> object:
+    """Have what this thread gives ``device`` to do run on ``sms`` of its multiprocessors; what is returned holds them.
+
+    By a stream of a green context, which shares memory, modules and events with all others of the device. CUDA rounds
+    ``sms`` up to what it can part. Raises ValueError that names the flag. HARDWARE-UNVERIFIED.
+    """
+    check_sms(device, sms)
+    torch.cuda.set_device(device)
+    try:
+        green: Any = green_contexts.GreenContext.create(num_sms=sms, device_id=device.index)
+        torch.cuda.set_stream(green.Stream())
+    except RuntimeError as error:
+        raise ValueError(f"--memory-sms {sms} on {device}: {str(error).splitlines()[0]}") from error
+    return green
+
+
+def check_sms(device: torch.device, sms: int) -> None:
+    """Raises ValueError where ``limit`` cannot be."""
+    if green_contexts is None or not green_contexts.SUPPORTED or not hasattr(green_contexts.GreenContext, "Stream"):
+        raise ValueError(
+            f"--memory-sms {sms}: torch {torch.__version__} makes no streams of green contexts: leave it out, or use "
+            f"torch 2.12 or newer, built for CUDA 12.8 or newer"
+        )
+    if sms > (count := torch.cuda.get_device_properties(device).multi_processor_count):
+        raise ValueError(f"--memory-sms {sms}: {device} has {count} multiprocessors")
+
+
 def linear(asked: str, device: torch.device) -> str:
     """The backend of linear layers on ``device`` for --gemm ``asked``. Raises ValueError where there is none."""
     if device.type == "cpu":
@@ -88,4 +120,6 @@ def check(config: EngineConfig) -> tuple[torch.device, torch.device]:
             raise ValueError(
                 f"--attention {config.attention} with --memory-device {config.memory_device}: {error}"
             ) from None
+        if config.memory_sms:
+            check_sms(memory, config.memory_sms)
     return compute, memory

@@ -47,6 +47,7 @@ class _Server:
         self._worker: MemoryWorker | None = None  # until it is loaded
         self._loading = threading.Lock()
         self._fabric: netstack.Fabric | None = None
+        self._limit: object = None  # of the multiprocessors, as long as it is held
         self._service = Service(
             link, lambda: self._loaded().stats(), self._abort, self._trace, lambda: self._loaded().rate()
         )
@@ -74,12 +75,21 @@ class _Server:
     def _listen(self) -> Listener | None:
         """None where that is impossible, and the driver knows why."""
         try:
-            gpu = None if self._start.device == "cpu" else self._loaded().device.index  # it may not be there
+            gpu = None if self._start.device == "cpu" else self._pick_gpu()
             self._fabric = netstack.open(self._start.scheme, key=self._start.key or cluster_key(), gpu=gpu)
             return self._fabric.listen(self._start.address)
         except (ValueError, ImportError, ChannelError) as e:
             self._service.fail(f"memory worker: {e}", user_error=True)
             return None
+
+    def _pick_gpu(self) -> int | None:
+        """It may not be there: raises ValueError."""
+        from .devices import limit
+
+        device = self._loaded().device
+        if self._start.sms and device.type != "cpu":
+            self._limit = limit(device, self._start.sms)
+        return device.index
 
     def _loaded(self) -> MemoryWorker:
         """The worker. Safe from any thread."""

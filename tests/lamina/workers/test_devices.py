@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import socket
+import threading
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from memory_peer import bind, shape
 
+from lamina import LLM, llm, netstack
 from lamina.cluster.launch import main
+from lamina.cluster.nearest import nearest
+from lamina.cluster.preflight import would_start
 from lamina.config import EngineConfig
-from lamina.workers import memory_store
-from lamina.workers.devices import CPU, FREE_PART, backend_on, check, gpu_of, linear, pick, share
+from lamina.server import engine_process
+from lamina.server.messages import Start
+from lamina.workers import devices, memory_store
+from lamina.workers.control import ControlLink, MemoryReady, StartMemory
+from lamina.workers.devices import CPU, FREE_PART, backend_on, check, gpu_of, limit, linear, pick, share
+from lamina.workers.memory_main import serve_memory
 from lamina.workers.memory_store import _kv_bytes
 
 TINY = "examples/tiny_lm/model"
@@ -47,6 +59,97 @@ def test_workers_take_gpus_in_turn(gpus: int) -> None:
 def test_a_transport_is_told_which_gpu_it_is(gpus: int) -> None:
     assert [gpu_of("cuda", 3), gpu_of("auto", 2), gpu_of("cuda:1", 0), gpu_of("cpu", 1)] == [1, 0, 1, None]
     assert gpu_of("cuda:2", 0) is None, "who picks it says that it is not there"
+
+
+def test_on_one_gpu_the_nearest_is_one_process_and_why_is_said(
+    gpus: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one: dict[str, Any] = {"compute_device": "cuda:1", "memory_device": "cuda:1", "transport": "auto"}
+    with caplog.at_level(logging.INFO):
+        config, why = nearest(EngineConfig(**one))
+    assert netstack.open(config.transport, key=bytes(32)).in_process
+    assert why == "all workers compute on GPU 1, which processes would have by turns"
+    assert f"--transport: {config.transport}, for {why}" in caplog.text
+    assert nearest(config) == (config, "")
+    assert nearest(EngineConfig(**{**one, "transport": ""})) == (config, why), "as if nobody had chosen"
+    elsewhere: list[dict[str, Any]] = [
+        {"transport": "cuda"}, {"transport": "shm"}, {"memory_device": "cuda:0"}, {"memory_device": "cpu"},
+        {"ray_address": "auto"}, {"cores": "0/0,0"}, {"memory_addresses": "127.0.0.1:0,127.0.0.1:0"},
+    ]  # fmt: skip
+    for other in (EngineConfig(**{**one, **options}) for options in elsewhere):
+        assert nearest(other) == (other, "")
+    in_turn = EngineConfig(compute_device="cuda", memory_device="auto", memory_workers=1, transport="auto")
+    assert nearest(in_turn) == (in_turn, ""), "each has a GPU of its own"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert nearest(in_turn)[1]
+    assert would_start(TINY, in_turn).startswith(
+        f"would start 1 compute worker and 1 memory worker over {config.transport} for {TINY}: all workers compute on"
+    )
+
+
+@pytest.mark.parametrize("module", [llm, engine_process])
+def test_who_starts_workers_takes_the_nearest(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = list[EngineConfig]()
+
+    def pools(model: str, config: EngineConfig, on_progress: Any) -> None:
+        taken.append(config)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(module, "Pools", pools)
+    monkeypatch.setattr(module, "nearest", lambda config: (replace(config, transport="loopback"), "of a test"))
+    start = Start(model=TINY, tokenizer="", config=EngineConfig())
+    with pytest.raises(ValueError, match="enough"):
+        LLM(TINY) if module is llm else engine_process._serve(ControlLink(socket.socket(), Start), start)
+    assert [config.transport for config in taken] == ["loopback"]
+
+
+class Green:
+    """In place of torch's green contexts."""
+
+    made: ClassVar[list[tuple[int, int]]] = []
+
+    @staticmethod
+    def create(*, num_sms: int, device_id: int) -> Green:
+        if num_sms == 13:
+            raise RuntimeError("CUDA driver error: invalid argument\nwith a trace")
+        Green.made.append((num_sms, device_id))
+        return Green()
+
+    def Stream(self) -> str:  # noqa: N802
+        return "of the part"
+
+
+def test_a_memory_worker_takes_a_part_of_the_multiprocessors(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, gpu = list[str](), torch.device("cuda:1")
+    with monkeypatch.context() as patch:
+        patch.setattr(devices, "green_contexts", None)
+        with pytest.raises(ValueError, match="--memory-sms 8: torch .* makes no streams of green contexts: leave it"):
+            limit(gpu, 8)
+    monkeypatch.setattr(devices, "green_contexts", SimpleNamespace(SUPPORTED=True, GreenContext=Green))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    assert isinstance(limit(gpu, 8), Green)
+    assert (Green.made, streams) == ([(8, 1)], ["of the part"])
+    with pytest.raises(ValueError, match="--memory-sms 133: cuda:1 has 132 multiprocessors"):
+        limit(gpu, 133)
+    with pytest.raises(ValueError, match="--memory-sms 13 on cuda:1: CUDA driver error: invalid argument$"):
+        limit(gpu, 13)
+
+
+def test_the_thread_that_serves_is_the_one_that_is_limited(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = list[tuple[str, int, str]]()
+    monkeypatch.setattr(devices, "limit", lambda d, n: taken.append((str(d), n, threading.current_thread().name)))
+    for sms in (8, 0):
+        here, there = socket.socketpair()
+        start = StartMemory(scheme="tcp", address="", key=bytes(32), threads=1, device="cuda", device_number=1, sms=sms)
+        with here, there:
+            ControlLink(here, MemoryReady).send(start)
+            serving = threading.Thread(target=serve_memory, args=(there,), name="serves", daemon=True)
+            serving.start()
+            assert isinstance(ControlLink(here, MemoryReady).recv(), MemoryReady)
+        serving.join(60)
+    assert taken == [("cuda:1", 8, "serves")]
 
 
 def test_without_a_gpu_auto_is_the_cpu() -> None:
@@ -95,6 +198,8 @@ def test_workers_of_a_device_share_what_it_has_free(gpus: int, monkeypatch: pyte
         (["--compute-device", "cuda:0", "--tensor-parallel-size", "2"], "is one GPU"),
         (["--compute-device", "cuda"], "--compute-device cuda: torch"),
         (["--memory-device", "cuda:0"], "--memory-device cuda:0: torch"),
+        (["--memory-sms", "8"], "--memory-sms 8 is for memory workers on a GPU: leave it out with --memory-device cpu"),
+        (["--memory-sms", "-1"], "--memory-sms must be at least 0, not -1"),
     ],
 )
 def test_one_line_before_anything_starts(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
