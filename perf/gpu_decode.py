@@ -1,9 +1,10 @@
 """Decoding with the compute worker on a GPU, next to transformers on the same GPU: the end-to-end part of gpu_suite.py.
 
 Tokens of the shipped model are compared with those of transformers. A Llama shape with random weights is timed:
-Lamina with memory workers on the host's cores, on the same GPU, and there in one process, not split; transformers with
-a static cache, compiled and not. Where the KV cache is larger than the part of the GPU that all may take, Lamina with
-its KV cache in the host's memory stands beside transformers with its offloaded one.
+Lamina with memory workers on the host's cores and on the same GPU, there in processes of their own and in one process,
+where hosts send messages and where kernels do; transformers, not split, with a static cache, compiled and not.
+Where the KV cache is larger than the part of the GPU that all may take, Lamina with its KV cache in the host's memory
+stands beside transformers with its offloaded one.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Settings:
     early: int = 1024  # tokens that the first ones may draw while the last prompts are read
     texts: int = 4
     memory_workers: int = 2
-    limit_s: float = 150.0
+    limit_s: float = 180.0
 
 
 def tokens_as_transformers(settings: Settings) -> Result:
@@ -76,13 +77,15 @@ def tokens_as_transformers(settings: Settings) -> Result:
 
 
 def _places(device: str) -> dict[str, dict[str, Any]]:
-    """What kernels send comes last: of several processes on one GPU it shows that it is right, not that it is fast."""
+    """What kernels send comes last, in one process and in several, of which it shows that it is right, not fast."""
     found: dict[str, dict[str, Any]] = {
-        f"memory on {m}": {"compute_device": device, "memory_device": m} for m in dict.fromkeys(("cpu", device))
+        f"memory on {m}": {"compute_device": device, "memory_device": m, "transport": "shm"}
+        for m in dict.fromkeys(("cpu", device))
     }
     if device != "cpu":
-        by_kernels = found[f"memory on {device}"] | {"transport": "cuda", "step_timeout_s": 20.0}
-        found[f"memory on {device}, messages by kernels"] = by_kernels
+        for name, transport in (("one process", "loopback"), ("processes", "cuda")):
+            by_kernels = found[f"memory on {device}"] | {"transport": transport, "step_timeout_s": 20.0}
+            found[f"memory on {device}, {name}, messages by kernels"] = by_kernels
     return found
 
 
@@ -116,7 +119,7 @@ def lamina(settings: Settings, path: Path, prompts: list[list[int]], memory: str
     free, tokens = _free(settings.device), settings.tokens + settings.early
     options: dict[str, Any] = {"compute_device": settings.device, "memory_device": memory, "dtype": settings.dtype}
     options |= {"max_model_len": len(prompts[0]) + tokens + 8, "max_num_seqs": len(prompts), "prefill_workers": 1}
-    options |= {"memory_workers": settings.memory_workers if memory == "cpu" else 1, **more}
+    options |= {"memory_workers": settings.memory_workers if memory == "cpu" else 1, "transport": "shm", **more}
     with LLM(str(path), **options) as llm:
         engine, gaps, last = llm.engine, list[float](), 0.0
         for prompt in prompts:
@@ -130,6 +133,28 @@ def lamina(settings: Settings, path: Path, prompts: list[list[int]], memory: str
                 last = now if together else 0.0
         used = free - _free(settings.device)
     return _rates(gaps, len(prompts), used)
+
+
+def by_kernels(settings: Settings, path: Path, prompts: list[list[int]], transport: str, **more: Any) -> Result:
+    """Compute workers do the prompts: a memory worker that takes any from elsewhere needs a host for all messages."""
+    return lamina(settings, path, prompts, settings.device, transport=transport, prefill_workers=0, **more)
+
+
+def by_turns(settings: Settings, path: Path, prompts: list[list[int]]) -> Result:
+    """Two processes, each of which has the GPU while the other's kernels wait. Raises ValueError but for the smallest
+    batch: prompts of others would take all of the time.
+    """
+    if len(prompts) > settings.batches[0][0]:
+        raise ValueError(f"processes that take turns on a GPU are timed with batch {settings.batches[0][0]} alone")
+    return by_kernels(settings, path, prompts, "shm" if settings.device == "cpu" else "cuda")
+
+
+def on_half(settings: Settings, path: Path, prompts: list[list[int]]) -> Result:
+    """The memory worker may use half of the multiprocessors."""
+    sms = (
+        0 if settings.device == "cpu" else torch.cuda.get_device_properties(settings.device).multi_processor_count // 2
+    )
+    return by_kernels(settings, path, prompts, "loopback", memory_sms=sms)
 
 
 class _Clock:
@@ -217,7 +242,10 @@ Contender = Callable[[Settings, Path, list[list[int]]], Result]
 ALL: dict[str, Contender] = {
     "lamina, memory on the host": lambda s, path, prompts: lamina(s, path, prompts, "cpu"),
     "lamina, memory on the device": lambda s, path, prompts: lamina(s, path, prompts, s.device),
-    "lamina, not split": lambda s, path, prompts: lamina(s, path, prompts, s.device, transport="loopback"),
+    "lamina, one process": lambda s, path, prompts: lamina(s, path, prompts, s.device, transport="loopback"),
+    "lamina, one process, messages by kernels": lambda s, path, prompts: by_kernels(s, path, prompts, "loopback"),
+    "lamina, one process, memory on half of the multiprocessors": on_half,
+    "lamina, two processes, messages by kernels": by_turns,
     "transformers, static": partial(transformers, cache_implementation="static", disable_compile=True),
     "transformers, static, compiled": partial(transformers, cache_implementation="static"),
 }
