@@ -390,6 +390,24 @@ def test_close_is_idempotent_and_release_after_it_does_nothing(pair: Pair) -> No
     pair.fabric.close()
 
 
+@pytest.mark.parametrize("accepted", [True, False])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_end_of_a_fabric_is_the_end_of_its_channels_whoever_connected(transport: str, accepted: bool) -> None:
+    with scheme_of(transport) as scheme:
+        near, far = open_or_skip(scheme), open_or_skip(scheme)
+        try:
+            listener = far.listen()
+            waiting = Task(lambda: listener.accept(timeout_s=SOON_S))
+            a = near.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=SOON_S)
+            kept, closed = (a, far) if accepted else (waiting.join(), near)
+            waiting.join()
+            closed.close()
+            raises_soon(netstack.PeerFault, lambda: kept.wait_signal(timeout_s=0))
+        finally:
+            near.close()
+            far.close()
+
+
 def test_errors_name_the_peer_and_the_operation(pair: Pair) -> None:
     with pytest.raises(netstack.ChannelTimeout) as error:
         pair.a.wait_signal(timeout_s=0)
