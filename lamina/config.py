@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
+from lamina.collective import check_name
 from lamina.cores import AUTO, parse_cores
 from lamina.kv.partition import PARTITIONS
 from lamina.netstack import HERE, beyond_host
@@ -82,6 +83,11 @@ class EngineConfig:
     )
     tensor_parallel_size: int = option(
         1, "compute workers that share the weights of a replica, a part each; must divide the memory workers"
+    )
+    collective: str = option(
+        "auto",
+        "how these ranks sum what each has: mesh (by way of the hosts, over --transport), gloo (so too, over its own "
+        "TCP), nccl (from GPU to GPU), or auto (nccl where each rank has a GPU of one host to itself, else mesh)",
     )
     compute_workers: int = option(1, "replicas for --pipeline auto, which then goes up to one batch more")
     prefill_workers: int = option(
@@ -270,6 +276,7 @@ class EngineConfig:
 
     def _check_ranks(self) -> None:
         size = self.tensor_parallel_size
+        check_name(self.collective)
         if self.memory_workers % size:
             raise ValueError(
                 f"--tensor-parallel-size {size}: each rank has memory workers of its own, as many as the others: "

@@ -2,9 +2,10 @@
 
 Compiles the kernels, runs the contract suite of the cuda backends, compares every head size with fp64, replays one CUDA
 graph over growing lengths, and measures attention over stored tokens in bytes per second, next to torch's and
-FlashInfer's. The network: the contract over ``cuda``, and mlx5 kernels against software NICs (gpu_network.py). End to
-end: tokens, speed and memory of decoding with compute workers on the GPU, next to transformers (gpu_decode.py). A part
-that fails is recorded, and the others run: exit status 1. Without a GPU it compiles what it can, and names the rest.
+FlashInfer's. The network: the contract over ``cuda``, and mlx5 kernels against software NICs (gpu_network.py). With two
+GPUs: ranks that meet over NCCL, against the mesh (gpu_collective.py). End to end: tokens, speed and memory of decoding
+with compute workers on the GPU, next to transformers (gpu_decode.py). A part that fails is recorded, and the others
+run: exit status 1. Without a GPU it compiles what it can, and names the rest.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "memory": lambda: module("gpu_attention").memory(),
         "launches": lambda: module("gpu_attention").launches(),
         "attention": lambda: module("gpu_attention").attention(),
+        "collective": collective,
         "tokens": tokens,
         "decode": lambda: module("gpu_decode").speed(module("gpu_decode").Settings()),
     }
@@ -157,6 +159,14 @@ def transport() -> Result:
 def contract() -> Result:
     """The contract of attention backends, on this GPU."""
     return pytest("-m", "gpu", "tests/contract/test_attention.py", "-k", "cuda or flashinfer", limit_s=200)
+
+
+def collective() -> Result:
+    """What ranks do together: the contract over ``nccl``, and its time against that of ``mesh``."""
+    found = Result(module("gpu_collective").nccl_against_mesh())
+    if "skipped" in found:
+        return found
+    return {**found, **pytest("tests/contract/test_collectives.py", "-k", "nccl", limit_s=120)}
 
 
 def tokens() -> Result:

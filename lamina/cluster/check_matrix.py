@@ -100,6 +100,7 @@ def whole(attention: Sequence[str], gemm: Sequence[str], transports: Sequence[st
         RANKS,
         *(_ranks(transport=name, pipeline=3) for name in transports),
         *(_ranks(memory_workers=4, partition=name) for name in PARTITIONS),
+        _ranks(collective="gloo"),
         Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, {"tensor_parallel_size": 2, "memory_workers": 2}),
         Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, {"tensor_parallel_size": 4, "memory_workers": 4}),
         *(_fixed("combined", **o, overlap=overlap, pipeline=3) for o in splits for overlap in (True, False)),

@@ -1,22 +1,37 @@
 """What ranks do together: each has a part of the weights, and all run the same slices in the same order.
 
-Contract, the same for every implementation (tests/lamina/workers/test_mesh.py):
+Contract, the same for every entry of the table (tests/contract/test_collectives.py):
 
 - All ranks make the same calls in the same order, with tensors of the same shape and dtype; a rank that is out of step
-  is found out and raises PeerFault.
+  is found out and raises PeerFault. Not so with nccl: nobody compares what GPUs send, and ranks whose sizes differ wait
+  for each other until the deadline.
 - ``all_reduce`` sums in the order of ranks, in fp32 for narrower dtypes and with one rounding at the end. So every rank
-  has the same bits, and no row's sum depends on where it stands among others.
+  has the same bits, and no row's sum depends on where it stands among others; and every entry gives the same ones.
 - Every wait has a deadline: ChannelTimeout. A rank that has died is noticed as a peer of any channel is: PeerFault.
+
+Every entry stands on a mesh of authenticated channels: small tensors of the host go over it whatever carries the rest,
+and what another library needs to find the other ranks is told over it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
     from torch import Tensor
 
     from lamina.converter import SlicedProgram
+
+    from .mesh import Mesh
+
+AUTO = "auto"
+# name -> module of this package with ``lacks(device)``, ``unfit(ranks)`` and ``open_collective(mesh, at)``, for the
+# functions of these names below; imported when first used
+COLLECTIVES: dict[str, str] = {"mesh": "mesh", "gloo": "gloo", "nccl": "nccl"}
 
 
 class Joining(Protocol):
@@ -38,13 +53,70 @@ class Collective(Joining, Protocol):
     size: int
 
     @property
+    def recordable(self) -> bool:
+        """Whether ranks' devices do it by themselves, in the order of their streams: then the tensors of slices lie
+        there, and calls may be part of a graph. Else tensors are the host's.
+        """
+        ...
+
+    @property
     def wait_s(self) -> float:
-        """Seconds spent waiting for other ranks."""
+        """Seconds spent waiting for other ranks, as far as the host does."""
         ...
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's ``x``; that of others is of the same shape and dtype, its contents do not matter."""
+        """Rank 0's ``x``, of the host; that of others is of the same shape and dtype, its contents do not matter."""
         ...
+
+    def close(self) -> None:
+        """Give back what it has beside the channels of its fabric. Idempotent."""
+        ...
+
+
+class Facts(NamedTuple):
+    """What a rank says of where it is."""
+
+    host: bytes  # the same for ranks of one host
+    gpu: bytes  # the same for ranks on one GPU; empty: it computes on none
+    usable: bool  # whether its torch can join GPUs
+
+
+class Place(NamedTuple):
+    """Where a rank is, for itself."""
+
+    device: torch.device
+    host: str  # the address of an interface that other ranks reach; 127.0.0.1: all are on this host
+    start_timeout_s: float
+    step_timeout_s: float
+    together: bool = True  # whether all ranks are on one host
+
+
+def lacks(name: str, device: torch.device) -> str:
+    """Why ranks on ``device`` cannot use ``name``, and what to do about it; "": they can, as far as one of them knows.
+    Raises ValueError for an unknown name.
+    """
+    if name == AUTO:
+        return ""
+    said: str = _module(name).lacks(device)
+    return f"--collective {name}{said}" if said else ""
+
+
+def unfit(name: str, ranks: Sequence[Facts]) -> str:
+    """Why ``ranks``, all there are and in their order, cannot use ``name`` together; "": they can."""
+    said: str = _module(name).unfit(ranks)
+    return said
+
+
+def open_collective(name: str, mesh: Mesh, at: Place) -> Collective:
+    """Entry ``name`` over the ranks of ``mesh``, all of which call this. Raises ValueError, ChannelError."""
+    opened: Collective = _module(name).open_collective(mesh, at)
+    return opened
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError, with the known ones, for a name that is not in the table."""
+    if name != AUTO and name not in COLLECTIVES:
+        raise ValueError(f"--collective must be one of {AUTO}, {', '.join(COLLECTIVES)}, not {name!r}")
 
 
 def bind(program: SlicedProgram, collective: Joining) -> SlicedProgram:
@@ -56,3 +128,8 @@ def bind(program: SlicedProgram, collective: Joining) -> SlicedProgram:
     from .op import ALL_GATHER_OP, ALL_REDUCE_OP
 
     return redirect(program, "collective", collective, {ALL_REDUCE_OP: "all_reduce", ALL_GATHER_OP: "all_gather"})
+
+
+def _module(name: str) -> Any:
+    check_name(name)
+    return import_module(f"{__name__}.{COLLECTIVES[name]}")

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from lamina.netstack import Arrival, Channel, Fabric, Geometry, Listener, PeerFault
+from lamina.netstack import Arrival, Channel, ChannelTimeout, Fabric, Geometry, Listener, PeerFault
 from lamina.workers.buffers import bytes_of, tensor_over
+
+from . import Facts, Place
+from .sums import ordered_sum, side_by_side
 
 # A rank may be ahead of another by what it has been told but need not answer (two broadcasts) and one piece.
 SLOTS = 4
@@ -22,11 +27,14 @@ SLOT_BYTES = 1 << 20
 INBOX = Geometry(slots=SLOTS, slot_bytes=SLOT_BYTES)  # from each rank, of each rank
 _TAG = struct.Struct("<QQ")  # number of the message, its bytes
 _HELLO = struct.Struct("<Q")  # rank
-_NARROW = (torch.bfloat16, torch.float16)
+_LETTER = 1 << 63  # in the place of the number of a message that is none of a tensor
+_LOOK_S = 0.001  # at each rank in turn, for letters of any
 
 
 class Mesh:
     """See lamina.collective.Collective. Tensors longer than a slot go in pieces."""
+
+    recordable = False  # what is sent leaves from host memory
 
     def __init__(self, rank: int, channels: Sequence[Channel | None], timeout_s: float) -> None:
         """``channels``: to each rank, None in one's own place. ``timeout_s``: of each wait."""
@@ -34,6 +42,7 @@ class Mesh:
         self.wait_s = 0.0
         self._channels = channels
         self._peers = [c for c in channels if c is not None]
+        self._early: dict[int, deque[Arrival]] = {id(c): deque() for c in self._peers}
         self._timeout_s = timeout_s
         self._number = 0
 
@@ -42,13 +51,9 @@ class Mesh:
         x = x.contiguous()
         out = torch.empty_like(x)
         pieces, results = x.view(-1), out.view(-1)
-        wide = torch.float32 if x.dtype in _NARROW else x.dtype
         for low, high in self._spans(x):
             parts, end = self._exchange(pieces[low:high])
-            total = parts[0].to(wide, copy=True)
-            for part in parts[1:]:
-                total += part
-            results[low:high] = total
+            results[low:high] = ordered_sum(parts)
             end()
         return out
 
@@ -61,24 +66,62 @@ class Mesh:
             for row, part in zip(found, parts, strict=True):
                 row[low:high] = part
             end()
-        return found.view(self.size, *x.shape).movedim(0, -2).flatten(-2).contiguous()
+        return side_by_side(found, x.shape)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """See Collective. Raises ChannelError."""
         x = x.contiguous()
         if self.rank == 0:
             for low, high in self._spans(x):
-                self._send(x.view(-1)[low:high])
+                self._send(bytes_of(x.view(-1)[low:high]))
                 self._number += 1
             return x
         out = torch.empty_like(x)
         for low, high in self._spans(x):
             piece, (leader, *_) = out.view(-1)[low:high], self._peers
-            arrival = self._receive(leader, piece)
+            arrival = self._receive(leader, _nbytes(piece))
             piece.copy_(tensor_over(arrival.data, x.dtype))
             leader.release(arrival)
             self._number += 1
         return out
+
+    def meet(self, nbytes: int) -> None:
+        """Wait until all ranks are here, to do something with ``nbytes`` of each. Raises ChannelError."""
+        self._send(memoryview(b""), nbytes)
+        for channel in self._peers:
+            channel.release(self._receive(channel, nbytes, carried=0))
+        self._number += 1
+
+    def check(self) -> None:
+        """Raises PeerFault where a rank has gone, ChannelAborted where this one's fabric was closed. What comes
+        meanwhile is kept.
+        """
+        for channel in self._peers:
+            with suppress(ChannelTimeout):
+                self._early[id(channel)].append(channel.wait_signal(timeout_s=0.0))
+
+    def tell(self, letter: bytes) -> None:
+        """All other ranks, who are to ``hear``. Raises ChannelError."""
+        self._put(memoryview(letter), _LETTER, len(letter))
+
+    def hear(self, ranks: Collection[int], timeout_s: float) -> tuple[int, bytes]:
+        """The next letter of any of ``ranks``, and whose. Raises ChannelError."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for rank in ranks:
+                if (channel := self._channels[rank]) is None:
+                    continue
+                with suppress(ChannelTimeout):
+                    arrival = self._next(channel, _LOOK_S)
+                    letter = bytes(arrival.data)
+                    if _TAG.unpack_from(arrival.tag) != (_LETTER, len(letter)):
+                        raise PeerFault(f"{channel.peer} is out of step: it sends a tensor, and is to tell where it is")
+                    channel.release(arrival)
+                    return rank, letter
+        raise ChannelTimeout(f"rank {self.rank}: nothing of ranks {sorted(ranks)} within {timeout_s:g} s")
+
+    def close(self) -> None:
+        """See Collective."""
 
     def _spans(self, x: Tensor) -> Iterator[tuple[int, int]]:
         most = SLOT_BYTES // x.element_size()
@@ -86,13 +129,13 @@ class Mesh:
 
     def _exchange(self, piece: Tensor) -> tuple[list[Tensor], Callable[[], None]]:
         """All ranks' pieces, in their order; and what to call when they have been read."""
-        self._send(piece)
+        self._send(bytes_of(piece))
         parts, arrivals = list[Tensor](), list[tuple[Channel, Arrival]]()
         for channel in self._channels:
             if channel is None:
                 parts.append(piece)
             else:
-                arrivals.append((channel, self._receive(channel, piece)))
+                arrivals.append((channel, self._receive(channel, _nbytes(piece))))
                 parts.append(tensor_over(arrivals[-1][1].data, piece.dtype))
         self._number += 1
 
@@ -102,21 +145,49 @@ class Mesh:
 
         return parts, end
 
-    def _send(self, piece: Tensor) -> None:
-        data = bytes_of(piece)
+    def _send(self, data: memoryview, nbytes: int | None = None) -> None:
+        """``nbytes``: what the message is about, where that is not its own length."""
+        self._put(data, self._number, data.nbytes if nbytes is None else nbytes)
+
+    def _put(self, data: memoryview, number: int, nbytes: int) -> None:
         for channel in self._peers:
             slot = channel.reserve(data.nbytes, timeout_s=self._timeout_s)
             slot.data[:] = data
-            channel.put_signal(slot, _TAG.pack(self._number, data.nbytes))
+            channel.put_signal(slot, _TAG.pack(number, nbytes))
 
-    def _receive(self, channel: Channel, like: Tensor) -> Arrival:
+    def _receive(self, channel: Channel, nbytes: int, carried: int | None = None) -> Arrival:
+        """The next message, which is about ``nbytes``; ``carried``: its own length, where that is another."""
+        carried = nbytes if carried is None else carried
         start = time.perf_counter()
-        arrival = channel.wait_signal(timeout_s=self._timeout_s)
+        arrival = self._next(channel, self._timeout_s)
         self.wait_s += time.perf_counter() - start
-        due = self._number, like.numel() * like.element_size()
-        if (got := _TAG.unpack_from(arrival.tag)) != due or arrival.data.nbytes != due[1]:
+        due = self._number, nbytes
+        if (got := _TAG.unpack_from(arrival.tag)) != due or arrival.data.nbytes != carried:
             raise PeerFault(f"{channel.peer} is out of step: message {got[0]} of {got[1]} B in place of {due}")
         return arrival
+
+    def _next(self, channel: Channel, timeout_s: float) -> Arrival:
+        early = self._early[id(channel)]
+        return early.popleft() if early else channel.wait_signal(timeout_s=timeout_s)
+
+
+def _nbytes(piece: Tensor) -> int:
+    return piece.numel() * piece.element_size()
+
+
+def lacks(device: torch.device) -> str:
+    """See lamina.collective.COLLECTIVES."""
+    return ""
+
+
+def unfit(ranks: Sequence[Facts]) -> str:
+    """See lamina.collective.COLLECTIVES."""
+    return ""
+
+
+def open_collective(mesh: Mesh, at: Place) -> Mesh:
+    """See lamina.collective.COLLECTIVES."""
+    return mesh
 
 
 def listen_and_connect(

@@ -269,6 +269,8 @@ class Pools:
                 "rank %d: query heads %s, KV heads %s of layer 0 on memory worker %s, %.1f MB of weights",
                 rank, *own, holders, size / 1e6,
             )  # fmt: skip
+        if len(ranks) > 1:
+            log.info("--collective %s: %s", self._config.collective, ranks[0].summary["collective"])
         capacities = [Capacity(r.windows, r.lanes, r.stripe, r.num_blocks, r.holders) for r in ranks]
         return msgspec.structs.replace(ranks[0], **of_all_ranks(capacities)._asdict())
 
@@ -304,6 +306,7 @@ class Pools:
             replicas=c.replicas,
             rank=rank,
             tensor_parallel_size=c.tensor_parallel_size,
+            collective=c.collective,
             prefill_workers=c.prefill_workers,
             copies=self._copies(handle),
             block_size=c.block_size,

@@ -6,8 +6,10 @@ import socket
 from functools import partial
 from typing import Any
 
-from lamina import netstack
-from lamina.collective.mesh import Mesh, listen_and_connect
+from lamina import collective, netstack
+from lamina.collective import Collective, Place
+from lamina.collective.choose import choose_and_open
+from lamina.collective.mesh import listen_and_connect
 from lamina.kv.stored import stored_dtype
 
 from .capacity import choose_kv_bytes, geometries
@@ -27,6 +29,7 @@ from .stepplan import Bind, Bound, Join
 from .wire import can_be_direct
 
 NO_LIMIT = 1 << 62  # bytes
+OWN_HOST = "127.0.0.1"  # where ranks are that were given no address
 
 
 def serve_compute(sock: socket.socket, module: Any = None) -> None:
@@ -39,12 +42,14 @@ class _Server(ModelServer):
 
     def prepare(self) -> tuple[ComputeWorker, ComputeReady]:
         start = self.start
+        if start.tensor_parallel_size > 1 and (lacks := collective.lacks(start.collective, self.staging.device)):
+            raise ValueError(lacks)
         listener = self._listen(RingUrl) if start.replicas > 1 else None
         ranks = self._listen(RankUrl) if start.tensor_parallel_size > 1 else None
         if self.module is None:
             self._check_room(start.copies)
-        cut = self.cut()
         group = stage_collective(self._meet(ranks), self.staging) if ranks else None
+        cut = self.cut()
         program = self.runnable(cut, group)
         ring = self._close_ring(listener, cut.program) if listener else None
         attention, bounds = self._connect(cut, ring)
@@ -68,19 +73,20 @@ class _Server(ModelServer):
         self.service.link.send(tell(url=listener.url))
         return listener
 
-    def _meet(self, listener: netstack.Listener) -> Mesh:
-        """The other ranks, once all are there."""
+    def _meet(self, listener: netstack.Listener) -> Collective:
+        """The other ranks, once all are there; before anything is loaded. Raises ValueError, ChannelError."""
         peers, start = self.service.next(block=True), self.start
         if not isinstance(peers, RankUrls):
             raise LinkClosedError("the driver ended before the ranks had met")
-        return listen_and_connect(
-            self.fabric,
-            listener,
-            peers.urls,
-            start.rank,
-            start_timeout_s=start.start_timeout_s,
-            step_timeout_s=start.step_timeout_s,
-        )
+        start_s, step_s = start.start_timeout_s, start.step_timeout_s
+        urls, rank = peers.urls, start.rank
+        mesh = listen_and_connect(self.fabric, listener, urls, rank, start_timeout_s=start_s, step_timeout_s=step_s)
+        host = start.address.rpartition(":")[0].strip("[]") or OWN_HOST
+        at = Place(self.staging.device, host, start_s, step_s)
+        self.group, choice = choose_and_open(start.collective, mesh, at)
+        self.choices["collective"] = f"{choice.name}: {choice.why}"
+        self.clock.lap("meet_s")
+        return self.group
 
     def _check_room(self, copies: int) -> None:
         """Raises ModelError where the host has no room for so many copies of the weights."""

@@ -97,6 +97,7 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     replicas: int
     rank: int = 0  # which part of the weights
     tensor_parallel_size: int = 1  # parts that there are; a worker has the memory workers of its rank alone
+    collective: str = "auto"  # how the ranks meet, as in --collective
     prefill_workers: int
     copies: int = 1  # of the weights on this host, for the first worker there to find room for; 0 for the others
     block_size: int

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lamina import attention
+from lamina import attention, collective
 from lamina.attention import AttentionBackend
 from lamina.config import EngineConfig
 
@@ -111,6 +111,8 @@ def check(config: EngineConfig) -> tuple[torch.device, torch.device]:
     ]
     compute, *_ = [pick("--compute-device", config.compute_device, n, ranks) for n in numbers]
     linear(config.gemm, compute)
+    if ranks > 1 and (lacks := collective.lacks(config.collective, compute)):
+        raise ValueError(lacks)
     memory = pick("--memory-device", config.memory_device, config.gpu_number("memory", 0))
     if memory.type != "cpu":
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16

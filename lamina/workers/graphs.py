@@ -1,7 +1,8 @@
 """Slices as graphs: what a slice launches is recorded once for each number of rows and then launched as a whole.
 
 A slice sends Q, K and V while it runs, and meets other ranks. Where a host does that it cannot be recorded: a graph
-ends there, and the next one begins behind it. Messages that kernels send (``recordable``) are part of the graph. Rows
+ends there, and the next one begins behind it. What kernels do (``recordable``), messages or meetings, is part of the
+graph; for ranks that meet so, all have graphs, which they record at the same time and with the same rows. Rows
 are padded to a power of two, whose extra results nobody takes. A graph reads and writes the same memory at every
 replay, so what leaves it is a copy: a message, or a carried tensor that waits for other batches, would be overwritten
 by the next replay.
@@ -97,8 +98,8 @@ class Graphs:
 
     def __init__(self, program: Any, capture: Capture, group: Collective | None = None) -> None:
         """``group``: whom the slices meet. The program given is used up."""
-        meetings = Meetings(group) if group else None
-        bound = collective.bind(program, meetings) if meetings else program
+        meetings = Meetings(group) if group and not group.recordable else None
+        bound = collective.bind(program, meetings or group) if group else program
         self.slices: Sequence[Any] = [GraphedSlice(inner, capture, meetings) for inner in bound.slices]
 
 

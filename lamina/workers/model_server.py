@@ -95,6 +95,8 @@ class ModelServer:
         self.trace = recorder(start.trace)
         self.clock = Clock()
         self.staging: Staging = open_staging(CPU)  # until the device is picked
+        self.group: Collective | None = None
+        self.choices: dict[str, str] = {}  # what was chosen here, and why, by what it is for
         self._worker: Worker | None = None
         self.service = Service(link, self._stats, lambda reason: self.fabric.close(), self.trace)
 
@@ -117,6 +119,8 @@ class ModelServer:
             raise
         finally:
             self.fabric.close()
+            if self.group:
+                self.group.close()
             self.service.link.close()
 
     def cut(self) -> Cut:
@@ -184,6 +188,7 @@ class ModelServer:
                 "attention": bounds[0].backend,
                 "gemm": type(cut.backend).__name__.lower(),
                 "device": str(self.staging.device),
+                **self.choices,
                 **self.clock.laps,
             },
         )

@@ -28,7 +28,7 @@ def stage_ring(inner: Ring, staging: Staging) -> Ring:
 
 def stage_collective(inner: Collective, staging: Staging) -> Collective:
     """For the slices, and for draws."""
-    return StagedCollective(inner, staging) if staging.apart else inner
+    return StagedCollective(inner, staging) if staging.apart and not inner.recordable else inner
 
 
 class StagedAttention:
@@ -97,6 +97,8 @@ class StagedRing:
 class StagedCollective:
     """See Collective. Results are where the argument was."""
 
+    recordable = False
+
     def __init__(self, inner: Collective, staging: Staging) -> None:
         self._inner, self._staging = inner, staging
         self.rank, self.size = inner.rank, inner.size
@@ -118,3 +120,7 @@ class StagedCollective:
     def broadcast(self, x: Tensor) -> Tensor:
         """See Collective. What is broadcast is small, made on the host, and read there."""
         return self._inner.broadcast(x)
+
+    def close(self) -> None:
+        """See Collective."""
+        self._inner.close()

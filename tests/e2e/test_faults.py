@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("compute-1", {"pipeline": 3}),
         ("compute-0", {"tensor_parallel_size": 2}),
         ("compute-1", {"tensor_parallel_size": 2}),
+        ("compute-1", {"tensor_parallel_size": 2, "collective": "gloo"}),
         ("prefill-0", {"prefill_workers": 1}),
     ],
 )

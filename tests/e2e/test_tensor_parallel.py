@@ -53,19 +53,27 @@ def two_ranks(llama_path: Path) -> Callable[[list[list[int]]], tuple[Found, Foun
 
 @pytest.mark.parametrize(
     "options",
-    [{"memory_workers": 4, "overlap": False}, {"transport": "shm"}, {"pipeline": 2}, {"pipeline": 3}],
+    [
+        {"memory_workers": 4, "overlap": False},
+        {"transport": "shm"},
+        {"pipeline": 2},
+        {"pipeline": 3},
+        {"collective": "gloo"},
+        {"collective": "gloo", "transport": "shm", "pipeline": 3},
+    ],
     ids=lambda o: " ".join(f"{k}={v}" for k, v in o.items()),
 )
 def test_ranks_give_the_same_bits_whatever_is_around_them(
     options: dict[str, Any], llama_path: Path, prompts: list[list[int]], two_ranks: Any
 ) -> None:
-    """Memory workers, own processes, batches that take turns, replicas."""
+    """Memory workers, own processes, batches that take turns, replicas, another collective."""
     assert outputs(llama_path, prompts, **{**RANKS, **options}) == two_ranks(prompts)
 
 
 def test_the_log_says_what_each_rank_has(llama_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "lamina"):
         outputs(llama_path, [[3]], **{**RANKS, "memory_workers": 4})
+    assert "--collective auto: mesh: not every rank computes on a GPU" in caplog.text
     assert "rank 1: query heads 4..7, KV heads 2..3 of layer 0 on memory worker 1, 3, 0.3 MB of weights" in caplog.text
 
 
@@ -105,6 +113,8 @@ def test_tokens_of_families_are_those_of_one_rank(name: str, prompts: list[list[
         ({"tensor_parallel_size": 0}, r"--tensor-parallel-size must be at least 1, not 0"),
         ({"tensor_parallel_size": 2, "prefill_workers": 1}, r"--prefill-workers .* use 0 with --tensor-parallel-size"),
         ({"tensor_parallel_size": 2, "memory_weights": "2,1"}, r"every rank must have the same weights"),
+        ({"collective": "ring"}, r"--collective must be one of auto, mesh, gloo, nccl, not 'ring'"),
+        ({"tensor_parallel_size": 2, "collective": "nccl"}, r"--collective nccl is for GPUs, and ranks compute on cpu"),
         ({"tensor_parallel_size": 3, "memory_workers": 3}, r"3 does not divide the 4 KV heads .*: use 1 or 2 or 4"),
     ],
 )
@@ -127,3 +137,6 @@ def test_dry_run_and_explain_know_of_ranks(tiny_lm: Path, capsys: pytest.Capture
     assert whole["weight_bytes"] / 2 < part["weight_bytes"] < 1.1 * whole["weight_bytes"] / 2
     assert main(["generate", str(tiny_lm), "--dry-run", "--prompt", "x", *three]) == 2
     assert "does not divide the model's 4 KV heads: use 1 or 2 or 4" in capsys.readouterr().err
+    nccl = ["--collective", "nccl", *two]
+    assert main(["generate", str(tiny_lm), "--dry-run", "--prompt", "x", *nccl]) == 2
+    assert "use --compute-device cuda, or --collective auto" in capsys.readouterr().err

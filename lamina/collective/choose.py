@@ -1,0 +1,86 @@
+"""Which collective the ranks of a replica take, from what all of them say of where they are."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from . import AUTO, Collective, Facts, Place, lacks, open_collective, unfit
+from .mesh import Mesh
+
+log = logging.getLogger(__name__)
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a host
+DIGEST = 16  # bytes
+_NO_GPU = bytes(DIGEST)
+BETWEEN_GPUS = "nccl"
+OVER_HOSTS = "mesh"
+
+
+class Choice(NamedTuple):
+    """``why``: for people."""
+
+    name: str
+    why: str
+    together: bool  # whether all ranks are on one host
+
+
+def choose_and_open(asked: str, mesh: Mesh, at: Place) -> tuple[Collective, Choice]:
+    """The collective for --collective ``asked``; all ranks of ``mesh`` call this with the same. Raises ValueError,
+    naming the flag, ChannelError.
+    """
+    choice = choose(asked, gather(mesh, facts_of(at.device)))
+    if choice.name != OVER_HOSTS and not choice.together:
+        log.warning(
+            "--collective %s: ranks are on several hosts, and what it sends there is neither authenticated nor "
+            "encrypted: keep that network to yourself, or use --collective %s", choice.name, OVER_HOSTS
+        )  # fmt: skip
+    return open_collective(choice.name, mesh, at._replace(together=choice.together)), choice
+
+
+def choose(asked: str, ranks: Sequence[Facts]) -> Choice:
+    """``ranks``: in their order. Raises ValueError."""
+    together = len({r.host for r in ranks}) == 1
+    against = unfit(BETWEEN_GPUS if asked == AUTO else asked, ranks)
+    if asked != AUTO:
+        if against:
+            raise ValueError(
+                f"--collective {asked}: {against}: use --collective {OVER_HOSTS}, or a GPU for each of "
+                f"--tensor-parallel-size {len(ranks)}"
+            )
+        return Choice(asked, "as asked", together)
+    if not against and not together:
+        against = "ranks are on several hosts, and NCCL does not authenticate them"
+    if against:
+        return Choice(OVER_HOSTS, against, together)
+    return Choice(BETWEEN_GPUS, "every rank has a GPU of this host to itself", together)
+
+
+def facts_of(device: torch.device) -> Facts:
+    """Of this rank. Where the host does not tell, no other rank is taken to be on it."""
+    boot = secrets.token_bytes(DIGEST)
+    with suppress(OSError):
+        boot = BOOT.read_bytes()
+    gpu = b""
+    if device.type == "cuda":
+        gpu = _digest(boot + str(torch.cuda.get_device_properties(device).uuid).encode())
+    return Facts(_digest(boot), gpu, not lacks(BETWEEN_GPUS, device))
+
+
+def gather(mesh: Mesh, own: Facts) -> list[Facts]:
+    """Of all ranks, in their order. Raises ChannelError."""
+    mine = torch.frombuffer(bytearray(own.host + (own.gpu or _NO_GPU) + bytes([own.usable])), dtype=torch.uint8)
+    rows = [bytes(row.tolist()) for row in mesh.all_gather(mine, mesh.size).view(mesh.size, -1)]
+    return [
+        Facts(row[:DIGEST], gpu if (gpu := row[DIGEST : 2 * DIGEST]) != _NO_GPU else b"", row[-1] == 1) for row in rows
+    ]
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST).digest()

@@ -1,0 +1,75 @@
+"""Ranks over gloo, torch's collectives between CPUs: TCP between all ranks, without a copy through slots.
+
+gloo ends the process where sizes differ, and waits without looking at anything else: so ranks meet on the mesh before
+each operation, with the size, and gloo has then only to bring the bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from lamina.netstack import ChannelTimeout
+
+from . import Facts, Place
+from .mesh import Mesh
+from .process_group import OfGroup, failed, open_group
+
+
+class Gloo(OfGroup):
+    """See lamina.collective.Collective."""
+
+    def __init__(self, mesh: Mesh, group: Any, timeout_s: float) -> None:
+        """``timeout_s``: of an operation, once all ranks are there."""
+        super().__init__(mesh, group)
+        self._timeout_s = timeout_s
+        self._wait_s = 0.0
+
+    @property
+    def wait_s(self) -> float:
+        """See Collective."""
+        return self._mesh.wait_s + self._wait_s
+
+    def _do(self, start: Callable[[Any], Any], nbytes: int) -> None:
+        self._mesh.meet(nbytes)
+        began = time.perf_counter()
+        try:
+            start(self._group).wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            if time.perf_counter() - began >= self._timeout_s:
+                raise ChannelTimeout(f"rank {self.rank}: gloo did not end within {self._timeout_s:g} s") from error
+            raise failed(self._mesh, error) from error
+        finally:
+            self._wait_s += time.perf_counter() - began
+
+
+def lacks(device: torch.device) -> str:
+    """See lamina.collective.COLLECTIVES."""
+    if torch.distributed.is_available() and torch.distributed.is_gloo_available():
+        return ""
+    return f": torch {torch.__version__} was built without it: use --collective mesh, or another torch"
+
+
+def unfit(ranks: Sequence[Facts]) -> str:
+    """See lamina.collective.COLLECTIVES."""
+    return ""
+
+
+def open_collective(mesh: Mesh, at: Place) -> Gloo:
+    """See lamina.collective.COLLECTIVES."""
+
+    def make(store: Any) -> Any:
+        kind: Any = torch._C._distributed_c10d.ProcessGroupGloo
+        options = kind._Options()
+        options._devices = [kind.create_device(hostname=at.host)]
+        options._threads = 1
+        options._timeout = timedelta(seconds=at.start_timeout_s)
+        return kind(store, mesh.rank, mesh.size, options)
+
+    group = open_group(mesh, at, make)
+    group._set_default_timeout(timedelta(seconds=at.step_timeout_s))  # else its threads go on with what is given up
+    return Gloo(mesh, group, at.step_timeout_s)

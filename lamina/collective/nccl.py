@@ -1,0 +1,125 @@
+"""Ranks over NCCL: GPUs gather each other's parts by themselves, also as a part of CUDA graphs.
+
+The host only says what is to be done. So that no GPU waits for ever, a guard looks at the mesh and at the clock, and
+ends NCCL's waits; what ranks do out of step is found by that clock alone. HARDWARE-UNVERIFIED: this module has been run
+over gloo on CPUs, with its guard; NCCL's own calls have not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import Facts, Place
+from .guard import Guard
+from .mesh import Mesh
+from .process_group import OfGroup, failed, open_group
+
+LAST_RESORT_S = 30.0  # behind the guard's deadline, torch ends the process
+INTERFACE = "NCCL_SOCKET_IFNAME"  # NCCL's own variable
+
+# Of what the device was given until now: whether it is done. None while a graph is recorded, which does nothing yet.
+Mark = Callable[[], Callable[[], bool] | None]
+
+
+class Nccl(OfGroup):
+    """See lamina.collective.Collective. Tensors of another device than the ranks' go over the mesh."""
+
+    recordable = True
+
+    def __init__(self, mesh: Mesh, group: Any, device: torch.device, timeout_s: float, mark: Mark) -> None:
+        """``timeout_s``: until the device has done what it was given."""
+        super().__init__(mesh, group)
+        self._device, self._mark = device, mark
+        self._guard = Guard(mesh, self._abort, timeout_s)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See Collective. Raises ChannelError."""
+        if x.device.type == self._device.type:
+            return super().all_reduce(x)
+        with self._guard.mesh() as mesh:
+            return mesh.all_reduce(x)
+
+    def all_gather(self, x: Tensor, size: int) -> Tensor:
+        """See Collective. Raises ChannelError."""
+        if x.device.type == self._device.type:
+            return super().all_gather(x, size)
+        with self._guard.mesh() as mesh:
+            return mesh.all_gather(x, size)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """See Collective. Raises ChannelError."""
+        with self._guard.mesh() as mesh:
+            return mesh.broadcast(x)
+
+    def close(self) -> None:
+        """See Collective."""
+        self._guard.close()
+        self._abort()
+
+    def _do(self, start: Callable[[Any], Any], nbytes: int) -> None:
+        self._guard.check()
+        try:
+            if (work := start(self._group)) is not None:
+                work.wait()  # what the stream does next
+        except RuntimeError as error:
+            with self._guard.mesh() as mesh:
+                raise failed(mesh, error) from error
+        if (done := self._mark()) is not None:
+            self._guard.watch(done)
+
+    def _abort(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(RuntimeError):  # its communicator may be over
+                group.abort()
+
+
+def lacks(device: torch.device) -> str:
+    """See lamina.collective.COLLECTIVES."""
+    if device.type != "cuda":
+        return f" is for GPUs, and ranks compute on {device}: use --compute-device cuda, or --collective auto"
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        return ""
+    return f": torch {torch.__version__} was built without NCCL: use --collective mesh, or a torch for CUDA on Linux"
+
+
+def unfit(ranks: Sequence[Facts]) -> str:
+    """See lamina.collective.COLLECTIVES."""
+    sharing = [[r for r, other in enumerate(ranks) if other.gpu == own.gpu] for own in ranks]
+    if not all(own.gpu for own in ranks):
+        return "not every rank computes on a GPU"
+    if twice := next((found for found in sharing if len(found) > 1), None):
+        return f"ranks {' and '.join(map(str, twice))} have one GPU, and NCCL takes one for each"
+    return "" if all(own.usable for own in ranks) else "not every rank's torch has NCCL"
+
+
+def open_collective(mesh: Mesh, at: Place) -> Nccl:
+    """See lamina.collective.COLLECTIVES. Ranks of one host find each other over its loopback interface."""
+    if at.together:
+        os.environ.setdefault(INTERFACE, "lo")
+
+    def make(store: Any) -> Any:
+        kind: Any = torch._C._distributed_c10d.ProcessGroupNCCL
+        options = kind.Options()
+        options._timeout = timedelta(seconds=at.step_timeout_s + LAST_RESORT_S)
+        group = kind(store, mesh.rank, mesh.size, options)
+        group.eager_connect_single_device(at.device)
+        return group
+
+    return Nccl(mesh, open_group(mesh, at, make), at.device, at.step_timeout_s, lambda: _event(at.device))
+
+
+def _event(device: torch.device) -> Callable[[], bool] | None:
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    query: Callable[[], bool] = event.query
+    return query

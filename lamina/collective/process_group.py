@@ -1,0 +1,132 @@
+"""What collectives over a process group of torch have in common: parts are gathered, and summed where they are.
+
+A library's own all-reduce sums in an order of its own, and not the same for every size: so all parts come to all ranks,
+as bytes, and each adds them up in the order of ranks. Of few bytes that takes one message, as the mesh does; of many,
+each rank sums its share of the elements and the sums are gathered, with the same bits, since elements do not meet.
+
+No group of torch's own is made (``init_process_group``): ranks may be threads of one process.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lamina.netstack import ChannelError, PeerFault
+
+from . import Place
+from .mesh import Mesh
+from .sums import ordered_sum, side_by_side
+
+# Of a rank; above, all parts at all ranks would be more to send and to hold than what sums of shares take. For two
+# ranks both send the same.
+ONE_SHOT_BYTES = 256 << 10
+
+
+class OfGroup(ABC):
+    """See lamina.collective.Collective. A subclass says in ``_do`` how an operation of the group is waited for."""
+
+    recordable = False
+
+    def __init__(self, mesh: Mesh, group: Any) -> None:
+        """``group``: a torch.distributed Backend of these ranks."""
+        self.rank, self.size = mesh.rank, mesh.size
+        self._mesh, self._group = mesh, group
+
+    @property
+    def wait_s(self) -> float:
+        """See Collective."""
+        return self._mesh.wait_s
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See Collective. Raises ChannelError."""
+        x = x.contiguous()
+        if not x.numel():
+            return x.clone()
+        flat = x.view(-1)
+        if self.size > 2 and x.nbytes > ONE_SHOT_BYTES:
+            return self._two_shots(flat).view(x.shape)
+        return ordered_sum(self._gather(flat).unbind()).to(x.dtype).view(x.shape)
+
+    def all_gather(self, x: Tensor, size: int) -> Tensor:
+        """See Collective. Raises ChannelError."""
+        x = x.contiguous()
+        if not x.numel():
+            return x.new_empty(*x.shape[:-1], size * x.shape[-1])
+        return side_by_side(self._gather(x.view(-1)), x.shape)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """See Collective. Raises ChannelError."""
+        return self._mesh.broadcast(x)
+
+    def close(self) -> None:
+        """See Collective."""
+        self._group = None  # its sockets and threads go with it
+
+    @abstractmethod
+    def _do(self, start: Callable[[Any], Any], nbytes: int) -> None:
+        """``start`` an operation of the group with ``nbytes`` of each rank; the tensors it fills may be used after.
+        Raises ChannelError.
+        """
+
+    def _gather(self, flat: Tensor) -> Tensor:
+        """[n] of each rank -> [ranks, n]."""
+        found = torch.empty(self.size * flat.nbytes, dtype=torch.uint8, device=flat.device)
+        mine = flat.view(torch.uint8)
+        self._do(lambda group: group._allgather_base(found, mine, _all_gather_options()), flat.nbytes)
+        return found.view(flat.dtype).view(self.size, -1)
+
+    def _two_shots(self, flat: Tensor) -> Tensor:
+        """The sum of all ranks' ``flat`` [n]: each rank sums a share, padded to the same size."""
+        share = -(-flat.numel() // self.size)
+        padded = flat.new_zeros(self.size * share)
+        padded[: flat.numel()] = flat
+        found, mine = torch.empty_like(padded), padded.view(torch.uint8)
+        theirs = found.view(torch.uint8)
+        self._do(lambda group: group.alltoall_base(theirs, mine, [], [], _all_to_all_options()), flat.nbytes)
+        total = ordered_sum(found.view(self.size, share).unbind()).to(flat.dtype)
+        return self._gather(total).view(-1)[: flat.numel()]
+
+
+def open_group(mesh: Mesh, at: Place, make: Callable[[Any], Any]) -> Any:
+    """What ``make`` gives of a torch.distributed.Store over ``mesh``, once all ranks have theirs. Raises
+    ChannelError.
+    """
+    from .store import MeshStore  # where torch has process groups
+
+    store = MeshStore(mesh, at.start_timeout_s)
+    try:
+        group = make(store)
+        store.close()
+    except ChannelError:
+        raise
+    except RuntimeError as error:  # of the library
+        raise failed(mesh, error) from error
+    return group
+
+
+def failed(mesh: Mesh, error: RuntimeError) -> ChannelError:
+    """What a library's ``error`` comes from: the rank that has gone, where the mesh knows of one."""
+    try:
+        mesh.check()
+    except ChannelError as known:
+        return known
+    return PeerFault(f"rank {mesh.rank}: another rank has gone, or the network: {str(error).splitlines()[0]}")
+
+
+def _all_gather_options() -> Any:
+    return _in_order(torch._C._distributed_c10d.AllgatherOptions())
+
+
+def _all_to_all_options() -> Any:
+    return _in_order(torch._C._distributed_c10d.AllToAllOptions())
+
+
+def _in_order(options: Any) -> Any:
+    """On a GPU: on the stream that computes, and no other one."""
+    options.asyncOp = False
+    return options

@@ -1,0 +1,127 @@
+"""Which collective ranks take for --collective, and what is refused, in one line."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from meshes import WAIT_S, on_all
+
+from lamina.collective import AUTO, COLLECTIVES, Facts, Place, check_name, lacks
+from lamina.collective.choose import choose, choose_and_open, facts_of, gather
+from lamina.collective.mesh import Mesh
+from lamina.config import EngineConfig
+from lamina.workers import devices
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def ranks(hosts: str, gpus: str, usable: str = "1111") -> list[Facts]:
+    """One for each letter; a dash is no GPU."""
+    return [
+        Facts(h.encode(), b"" if g == "-" else g.encode(), u == "1")
+        for h, g, u in zip(hosts, gpus, usable[: len(hosts)], strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "name", "why"),
+    [
+        (ranks("aa", "01"), "nccl", "every rank has a GPU of this host to itself"),
+        (ranks("aaaa", "0123"), "nccl", "every rank"),
+        (ranks("aa", "--"), "mesh", "not every rank computes on a GPU"),
+        (ranks("aa", "0-"), "mesh", "not every rank computes on a GPU"),
+        (ranks("aaa", "010"), "mesh", "ranks 0 and 2 have one GPU, and NCCL takes one for each"),
+        (ranks("aa", "01", "10"), "mesh", "not every rank's torch has NCCL"),
+        (ranks("ab", "01"), "mesh", "ranks are on several hosts, and NCCL does not authenticate them"),
+    ],
+)
+def test_auto_is_nccl_where_it_can_be_and_is_within_a_host(found: list[Facts], name: str, why: str) -> None:
+    choice = choose(AUTO, found)
+    assert choice.name == name
+    assert choice.why.startswith(why)
+    assert choice.together == (len({r.host for r in found}) == 1)
+
+
+def test_what_is_asked_for_is_taken_or_refused() -> None:
+    assert choose("mesh", ranks("aa", "01")).name == "mesh"
+    assert choose("gloo", ranks("ab", "--"))[:1] == ("gloo",)
+    assert choose("nccl", ranks("ab", "01")) == ("nccl", "as asked", False)
+    for found, words in (
+        (ranks("aa", "00"), "ranks 0 and 1 have one GPU, and NCCL takes one for each: use --collective mesh, or a GPU"),
+        (ranks("aa", "0-"), "not every rank computes on a GPU: use --collective mesh"),
+        (ranks("aa", "01", "01"), "not every rank's torch has NCCL: use"),
+    ):
+        with pytest.raises(ValueError, match="^--collective nccl: " + words) as error:
+            choose("nccl", found)
+        assert "\n" not in str(error.value)
+
+
+def test_ranks_of_this_host_know_each_other_and_meet(caplog: pytest.LogCaptureFixture) -> None:
+    def work(mesh: Mesh) -> tuple[list[Facts], str, str, bool]:
+        found = gather(mesh, facts_of(CPU))
+        group, choice = choose_and_open(AUTO, mesh, Place(CPU, "127.0.0.1", WAIT_S, WAIT_S))
+        return found, type(group).__name__, *choice[1:]
+
+    with caplog.at_level(logging.WARNING):
+        for found, *chosen in on_all(2, work):
+            assert chosen == ["Mesh", "not every rank computes on a GPU", True]
+            assert found[0] == found[1]
+            assert found[0].gpu == b""
+    assert not caplog.records
+
+
+def test_ranks_of_several_hosts_are_told_what_that_means(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no boot is known, every rank takes itself to be alone on its host."""
+    monkeypatch.setattr("lamina.collective.choose.BOOT", GONE)
+
+    def work(mesh: Mesh) -> str:
+        group, choice = choose_and_open("gloo", mesh, Place(CPU, "127.0.0.1", WAIT_S, WAIT_S))
+        assert not choice.together
+        try:
+            return str(group.all_reduce(torch.ones(1)).tolist())
+        finally:
+            group.close()
+
+    assert on_all(2, work) == ["[2.0]"] * 2
+    assert "neither authenticated nor encrypted" in caplog.text
+
+
+class _Gone:
+    def read_bytes(self) -> bytes:
+        raise FileNotFoundError
+
+
+GONE = _Gone()
+
+
+def test_every_entry_says_what_it_lacks_and_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [lacks(name, CPU) for name in (AUTO, "mesh", "gloo")] == ["", "", ""]
+    assert lacks("nccl", CPU) == (
+        "--collective nccl is for GPUs, and ranks compute on cpu: use --compute-device cuda, or --collective auto"
+    )
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
+    for name in ("gloo", "nccl"):
+        said = lacks(name, GPU if name == "nccl" else CPU)
+        assert said.startswith(f"--collective {name}: torch ")
+        assert "use --collective mesh" in said
+
+
+def test_names_are_checked_where_they_are_given() -> None:
+    for name in (AUTO, *COLLECTIVES):
+        check_name(name)
+        EngineConfig(collective=name)
+    with pytest.raises(ValueError, match="^--collective must be one of auto, mesh, gloo, nccl, not 'ring'$"):
+        EngineConfig(collective="ring")
+
+
+def test_a_dry_run_refuses_what_a_start_would() -> None:
+    two = {"tensor_parallel_size": 2, "memory_workers": 2}
+    with pytest.raises(ValueError, match="^--collective nccl is for GPUs"):
+        devices.check(EngineConfig(**two, collective="nccl"))
+    devices.check(EngineConfig(**two, collective="gloo"))
+    devices.check(EngineConfig(collective="nccl"))  # there is nobody to meet
