@@ -17,15 +17,15 @@ from lamina.netstack import ChannelTimeout
 
 from . import Facts, Place
 from .mesh import Mesh
-from .process_group import OfGroup, failed, open_group
+from .process_group import OfGroup, Opened, failed, open_group
 
 
 class Gloo(OfGroup):
     """See lamina.collective.Collective."""
 
-    def __init__(self, mesh: Mesh, group: Any, timeout_s: float) -> None:
+    def __init__(self, mesh: Mesh, opened: Opened, timeout_s: float) -> None:
         """``timeout_s``: of an operation, once all ranks are there."""
-        super().__init__(mesh, group)
+        super().__init__(mesh, opened)
         self._timeout_s = timeout_s
         self._wait_s = 0.0
 
@@ -70,6 +70,8 @@ def open_collective(mesh: Mesh, at: Place) -> Gloo:
         options._timeout = timedelta(seconds=at.start_timeout_s)
         return kind(store, mesh.rank, mesh.size, options)
 
-    group = open_group(mesh, at, make)
-    group._set_default_timeout(timedelta(seconds=at.step_timeout_s))  # else its threads go on with what is given up
-    return Gloo(mesh, group, at.step_timeout_s)
+    opened = open_group(mesh, at, make)
+    opened.group._set_default_timeout(
+        timedelta(seconds=at.step_timeout_s)
+    )  # else its threads go on with what is given up
+    return Gloo(mesh, opened, at.step_timeout_s)

@@ -19,7 +19,7 @@ from torch import Tensor
 from . import Facts, Place
 from .guard import Guard
 from .mesh import Mesh
-from .process_group import OfGroup, failed, open_group
+from .process_group import OfGroup, Opened, failed, open_group
 
 LAST_RESORT_S = 30.0  # behind the guard's deadline, torch ends the process
 INTERFACE = "NCCL_SOCKET_IFNAME"  # NCCL's own variable
@@ -33,9 +33,9 @@ class Nccl(OfGroup):
 
     recordable = True
 
-    def __init__(self, mesh: Mesh, group: Any, device: torch.device, timeout_s: float, mark: Mark) -> None:
+    def __init__(self, mesh: Mesh, opened: Opened, device: torch.device, timeout_s: float, mark: Mark) -> None:
         """``timeout_s``: until the device has done what it was given."""
-        super().__init__(mesh, group)
+        super().__init__(mesh, opened)
         self._device, self._mark = device, mark
         self._guard = Guard(mesh, self._abort, timeout_s)
 
@@ -64,9 +64,10 @@ class Nccl(OfGroup):
         self._abort()
 
     def _do(self, start: Callable[[Any], Any], nbytes: int) -> None:
-        self._guard.check()
+        group = self._group
+        self._guard.check()  # behind the line above: the guard says why before it takes the group away
         try:
-            if (work := start(self._group)) is not None:
+            if (work := start(group)) is not None:
                 work.wait()  # what the stream does next
         except RuntimeError as error:
             with self._guard.mesh() as mesh:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,15 +27,22 @@ from .sums import ordered_sum, side_by_side
 ONE_SHOT_BYTES = 256 << 10
 
 
+class Opened(NamedTuple):
+    """A torch.distributed Backend of these ranks, and what its threads may look at as long as it lives."""
+
+    group: Any
+    store: Any
+
+
 class OfGroup(ABC):
     """See lamina.collective.Collective. A subclass says in ``_do`` how an operation of the group is waited for."""
 
     recordable = False
 
-    def __init__(self, mesh: Mesh, group: Any) -> None:
-        """``group``: a torch.distributed Backend of these ranks."""
+    def __init__(self, mesh: Mesh, opened: Opened) -> None:
         self.rank, self.size = mesh.rank, mesh.size
-        self._mesh, self._group = mesh, group
+        self._mesh = mesh
+        self._group, self._store = opened
 
     @property
     def wait_s(self) -> float:
@@ -92,7 +99,7 @@ class OfGroup(ABC):
         return self._gather(total).view(-1)[: flat.numel()]
 
 
-def open_group(mesh: Mesh, at: Place, make: Callable[[Any], Any]) -> Any:
+def open_group(mesh: Mesh, at: Place, make: Callable[[Any], Any]) -> Opened:
     """What ``make`` gives of a torch.distributed.Store over ``mesh``, once all ranks have theirs. Raises
     ChannelError.
     """
@@ -106,7 +113,7 @@ def open_group(mesh: Mesh, at: Place, make: Callable[[Any], Any]) -> Any:
         raise
     except RuntimeError as error:  # of the library
         raise failed(mesh, error) from error
-    return group
+    return Opened(group, store)
 
 
 def failed(mesh: Mesh, error: RuntimeError) -> ChannelError:

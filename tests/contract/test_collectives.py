@@ -29,7 +29,7 @@ from lamina.collective import COLLECTIVES, Collective, Place, lacks  # noqa: E40
 from lamina.collective.gloo import Gloo  # noqa: E402
 from lamina.collective.mesh import SLOT_BYTES, Mesh, listen_and_connect  # noqa: E402
 from lamina.collective.nccl import Nccl  # noqa: E402
-from lamina.collective.process_group import ONE_SHOT_BYTES  # noqa: E402
+from lamina.collective.process_group import ONE_SHOT_BYTES, Opened  # noqa: E402
 from lamina.netstack import ChannelError, ChannelTimeout, PeerFault  # noqa: E402
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ def open_entry(name: str, mesh: Mesh, timeout_s: float) -> Collective:
         return collective.open_collective(name, mesh, at)
     inner = collective.open_collective("gloo", mesh, at)
     assert isinstance(inner, Gloo)
-    return Nccl(mesh, inner._group, CPU, timeout_s, lambda: lambda: True)
+    return Nccl(mesh, Opened(inner._group, inner._store), CPU, timeout_s, lambda: lambda: True)
 
 
 def on_entry(
@@ -376,5 +376,8 @@ def test_nothing_is_left_behind(entry: str) -> None:
 
     closed = on_entry(entry, 2, work)
     assert sockets() <= before[0]
-    assert tasks() <= before[1]
+    deadline = time.monotonic() + SOON_S
+    while tasks() > before[1]:  # the kernel's own end of a thread that has been joined
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert len(closed) == 2, "which are kept until here: it was not their end that gave everything back"

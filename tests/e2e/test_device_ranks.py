@@ -15,6 +15,7 @@ from lamina import LLM, SamplingParams
 from lamina.collective import COLLECTIVES, Place
 from lamina.collective.mesh import Mesh
 from lamina.collective.nccl import Nccl
+from lamina.collective.process_group import Opened
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lamina" / "workers"))
 from stand_in_device import stand_in_for_cpu
@@ -53,7 +54,7 @@ def gather(found: Tensor, mine: Tensor, number: int) -> None:
 
 def open_stand_in(mesh: Mesh, at: Place) -> Nccl:
     joined = Joined()
-    joined.group = Nccl(mesh, joined, CPU, at.step_timeout_s, lambda: lambda: True)
+    joined.group = Nccl(mesh, Opened(joined, None), CPU, at.step_timeout_s, lambda: lambda: True)
     return joined.group
 
 

@@ -15,6 +15,7 @@ from lamina import netstack
 from lamina.collective.guard import Guard
 from lamina.collective.mesh import Mesh, listen_and_connect
 from lamina.collective.nccl import Nccl
+from lamina.collective.process_group import Opened
 from lamina.netstack import ChannelAborted, ChannelTimeout, PeerFault
 
 SOON_S = 5.0
@@ -52,7 +53,7 @@ def test_the_waits_of_a_device_end_when_a_rank_goes_and_the_next_call_tells() ->
             assert launched.wait(WAIT_S)
             raise RuntimeError("of its own")
         device = Device()
-        group = Nccl(mesh, device, CPU, WAIT_S, lambda: device.done)
+        group = Nccl(mesh, Opened(device, None), CPU, WAIT_S, lambda: device.done)
         try:
             group.all_reduce(torch.ones(4))
             launched.set()
@@ -81,7 +82,7 @@ def test_the_waits_of_a_device_end_when_a_rank_goes_and_the_next_call_tells() ->
 def test_a_device_does_not_wait_longer_than_a_step_may_take() -> None:
     def work(mesh: Mesh) -> str:
         device = Device()
-        group = Nccl(mesh, device, CPU, 0.2, lambda: device.done)
+        group = Nccl(mesh, Opened(device, None), CPU, 0.2, lambda: device.done)
         try:
             group.all_reduce(torch.ones(4))
             assert device.wait()
@@ -112,7 +113,7 @@ def test_the_end_of_this_ranks_fabric_ends_its_device() -> None:
     for thread in threads:
         thread.join(WAIT_S)
     device = Device()
-    group = Nccl(meshes[0], device, CPU, WAIT_S, lambda: device.done)
+    group = Nccl(meshes[0], Opened(device, None), CPU, WAIT_S, lambda: device.done)
     group.all_reduce(torch.ones(4))
     fabrics[0].close()
     assert device.wait()
