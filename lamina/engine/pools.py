@@ -40,6 +40,7 @@ from lamina.workers.control import (
 )
 from lamina.workers.groups import Capacity, of_all_ranks
 
+from .arrivals import Arrivals
 from .members import Member, Members
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class Pools:
         self._config = config
         self._members = Members(self._gather, self._after_end)
         self._launcher: Launcher | None = None
-        self._steps = 0  # in flight on the compute workers
+        self._arrivals = Arrivals()
         self._chunks = [0] * config.prefill_workers  # in flight, by prefill worker
         self._since = [0.0] * config.prefill_workers  # when the first of them began to be the next one that is done
         self._lock = threading.Lock()  # one reader of the links at a time: run or stats
@@ -79,7 +80,7 @@ class Pools:
 
     def submit(self, new: RunRound) -> None:
         """See Wire."""
-        self._steps += len(new.steps)
+        self._arrivals.expect(new)
         for member in self._compute:
             self._members.send(member, new)
 
@@ -92,17 +93,26 @@ class Pools:
 
     def wait(self) -> StepDone:
         """See Wire."""
-        limit, start = self._config.step_timeout_s, self.tracer.recorder.now()
-        owing = [member for member, chunks in zip(self._prefill, self._chunks, strict=True) if chunks]
-        what = "a step" if self._steps else "a chunk of a prompt"
-        if self._steps or not owing:
-            owing = self._compute + owing
+        start = self.tracer.recorder.now()
         with self._lock:
-            done: StepDone = self._members.wait_for(
-                owing, StepDone, limit + GRACE_S, f"for {what} (--step-timeout-s {limit:g})"
-            )
+            while (done := self._arrivals.take()) is None:
+                done = self._receive()
+                if done.batch >= self._config.most_batches:  # of a prefill worker, whose only link keeps the order
+                    break
+                self._arrivals.add(done)
         self.tracer.recorder.add(Event.WAIT_DONE, start, done)
         self._note(done)
+        return done
+
+    def _receive(self) -> StepDone:
+        limit, steps = self._config.step_timeout_s, len(self._arrivals)
+        owing = [member for member, chunks in zip(self._prefill, self._chunks, strict=True) if chunks]
+        what = "a step" if steps else "a chunk of a prompt"
+        if steps or not owing:
+            owing = self._compute + owing
+        done: StepDone = self._members.wait_for(
+            owing, StepDone, limit + GRACE_S, f"for {what} (--step-timeout-s {limit:g})"
+        )
         return done
 
     def _note(self, done: StepDone) -> None:
@@ -110,9 +120,7 @@ class Pools:
         long the driver has not listened.
         """
         now, limit, first = time.monotonic(), self._config.step_timeout_s, self._config.most_batches
-        if done.batch < first:
-            self._steps -= 1
-        else:
+        if done.batch >= first:
             self._chunks[done.batch - first] -= 1
             self._since[done.batch - first] = now
         for worker, member in enumerate(self._prefill):

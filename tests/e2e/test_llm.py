@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,27 @@ def test_batches_are_dealt_anew_and_the_bits_stay(llama_path: Path, prompts: lis
     assert found[0] == found[1]
     assert re.search(r"takes [0-9.]+ ms with 1, [0-9.]+ ms with 2, [0-9.]+ ms with 3$", summary["pipeline"])
     assert stats["compute-1"]["steps"] > 0
+
+
+def test_replicas_whose_reports_pile_up_keep_the_order_of_tokens(
+    llama_path: Path, prompts: list[list[int]], reference: Reference
+) -> None:
+    """One batch, three layers: its steps end on either replica in turn, and each has a link of its own."""
+    with LLM(str(llama_path), transport="loopback", pipeline="auto", compute_workers=2) as llm:
+        pools, piled = llm.pools, 0
+        replicas, wait = [m for m in pools._members if m.handle.role == "compute"], pools.wait
+
+        def wait_late() -> Any:
+            nonlocal piled
+            deadline = time.monotonic() + 0.5  # the first and the last step are alone in flight
+            while not all(m.has_news for m in replicas) and time.monotonic() < deadline:
+                pass
+            piled += all(m.has_news for m in replicas)
+            return wait()
+
+        pools.wait = wait_late  # type: ignore[method-assign]
+        assert tokens(llm, prompts[:1]) == [reference(prompts[0], 24)]
+    assert piled > 3, "steps never waited for the driver in pairs"
 
 
 def test_deterministic_results_do_not_depend_on_batch_mates(llama_path: Path, prompts: list[list[int]]) -> None:
