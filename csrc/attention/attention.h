@@ -125,6 +125,6 @@ struct Variant {
   std::uint64_t (*read)(const void*, std::size_t);  // every byte once: what a read limit is measured with
 };
 
-extern const Variant kPortable, kAvx2, kAvx512, kAvx512Bf16;
+extern const Variant kPortable, kAvx2, kAvx512, kAvx512Bf16, kAmxBf16;
 
 }  // namespace lamina::attention

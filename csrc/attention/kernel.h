@@ -154,13 +154,18 @@ inline V tanh(V x) {
   return size < 0.625f ? near : as_float(as_int(far) | (as_int(x) & ~0x7fffffff));
 }
 
+template <int n, class Part, class F, std::size_t... i>
+inline float fold_halves(Part x, F f, std::index_sequence<i...>) {
+  if constexpr (n == 1) {
+    return f(x[0], x[1]);
+  } else {
+    const auto y = f(__builtin_shufflevector(x, x, int(i)...), __builtin_shufflevector(x, x, int(i + n)...));
+    return fold_halves<n / 2>(y, f, std::make_index_sequence<n / 2>());
+  }
+}
 template <class F>
 inline float fold(V x, F f) {
-  float lanes[W];
-  store(lanes, x);
-  for (int n = W / 2; n; n /= 2)
-    for (int i = 0; i < n; ++i) lanes[i] = f(lanes[i], lanes[i + n]);
-  return lanes[0];
+  return fold_halves<W / 2>(x, f, std::make_index_sequence<W / 2>());
 }
 
 // Positions by which a query sees a chunk, all less the chunk's first one: tokens `low .. high`; `self` is its own.
@@ -190,14 +195,14 @@ inline Softmax softmax(const Operator& op, const View& view, int low, int high, 
     most = max(most, x);
     store(score + t, x);
   }
-  const float top = fold(most, [](float a, float b) { return a > b ? a : b; });
+  const float top = fold(most, [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; });
   const V shift = set(top > -__FLT_MAX__ ? top : -__FLT_MAX__);  // -inf less -inf would be NaN
   for (int t = begin; t < end; t += W) {
     const V x = exp(load(score + t) - shift);
     total += x;
     store(score + t, x);
   }
-  const float sum = fold(total, [](float a, float b) { return a + b; });
+  const float sum = fold(total, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
   const float least = sum < 1 ? 1 : sum;  // the highest one counts 1: this touches nothing but empty ones
   const V share = set(1 / least);
   for (int t = begin; t < end; t += W) store(score + t, load(score + t) * share);

@@ -149,3 +149,58 @@ inline void accumulate(const float* weight, const T* v, int64_t stride, int low,
     if (d < dim) block(d, [&](const T* p) { return load_tail(p, dim - d); });
   }
 }
+
+// The loops as a task calls them, over vectors. A *block* is up to kMost queries of one head; q as `load` left them, in
+// `width` numbers each; k and v: rows of one head from token `low` on, `stride` numbers apart.
+template <class T, class S>
+struct Vectors {
+  using Row = typename Dot<S>::Row;
+  static constexpr int kMost = 4;
+
+  static int64_t width(int64_t dim) {
+    constexpr int step = Dot<S>::step;
+    return (dim + step - 1) / step * int64_t(sizeof(Row) / sizeof(float));
+  }
+
+  // Rows of `count` queries, step by step.
+  static void load(const T* const* from, int count, int64_t dim, float* to) {
+    constexpr int step = Dot<S>::step;
+    Row* const rows = reinterpret_cast<Row*>(to);
+    for (int g = 0; g < count; ++g)
+      for (int64_t d = 0; d < dim; d += step) {
+        Row& row = rows[d / step * count + g];
+        row = d + step <= dim ? loaded(from[g] + d) : loaded(from[g] + d, dim - d);
+      }
+  }
+
+  // Scores [count, kScores] at `low .. high`.
+  static void score(int count, const float* q, const S* k, int64_t stride, int low, int high, int64_t dim, float* score,
+                    Ahead ahead) {
+    const auto f = count == 4 ? scores<S, 4> : count == 3 ? scores<S, 3> : count == 2 ? scores<S, 2> : scores<S, 1>;
+    f(reinterpret_cast<const Row*>(q), k, stride, low, high, dim, score, ahead);
+  }
+
+  // o [count, stride_o] += weight [count, kScores] at `low .. high` . v; `first`: o = that.
+  static void add(int count, const float* weight, const S* v, int64_t stride, int low, int high, bool first, int64_t dim,
+                  float* o, int64_t stride_o, Ahead ahead) {
+    const auto f = count == 4   ? accumulate<S, 4>
+                   : count == 3 ? accumulate<S, 3>
+                   : count == 2 ? accumulate<S, 2>
+                                : accumulate<S, 1>;
+    f(weight, v, stride, low, high, first, dim, o, stride_o, ahead);
+  }
+
+  // Behind all calls of one kind: the results are there from now on.
+  static void settle() {}
+
+ private:
+  template <class... Left>
+  static Row loaded(const T* p, Left... left) {
+    if constexpr (std::is_same_v<S, T>)
+      return Dot<S>::load(p, left...);
+    else if constexpr (sizeof...(left))
+      return natural<T>(load_tail(p, left...));
+    else
+      return natural<T>(load_pair(p));
+  }
+};

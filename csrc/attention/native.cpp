@@ -18,7 +18,7 @@ using namespace lamina::attention;
 // The fastest first.
 const Variant* const kVariants[] = {
 #if defined(__x86_64__)
-    &kAvx512Bf16, &kAvx512, &kAvx2,
+    &kAmxBf16, &kAvx512Bf16, &kAvx512, &kAvx2,
 #endif
     &kPortable};
 

@@ -1,8 +1,8 @@
 // One task: the tokens of a tile's chunks through the kernel, the chunks' nodes up the merge tree, the root to where it
 // is wanted. Included behind loops.h, in the same namespace.
 
-// T: of q and the result; S: of k and v, which have scales where that is another type.
-template <class T, class S>
+// T: of q and the result; S: of k and v, which have scales where that is another type. Loops: see Vectors.
+template <class T, class S, class Loops>
 class Run {
  public:
   Run(const Call& call, const Task& task, Scratch& scratch)
@@ -101,29 +101,13 @@ class Run {
   int64_t place(int64_t query) const { return (first_row_ + row(query)) * op_.q_heads + head(query); }
 
   void load_queries() {
-    using Row = typename Dot<S>::Row;
-    constexpr int step = Dot<S>::step;
-    const auto load = [](const T* p, auto... left) {
-      if constexpr (kScaled)
-        return load_natural(p, left...);
-      else
-        return Dot<S>::load(p, left...);
-    };
-    Row* to = reinterpret_cast<Row*>(queries_);
-    const int64_t width = (op_.qk_dim + step - 1) / step;
-    for (int64_t query = 0, count; query < tile_.queries; query += count, to += count * width) {
+    const T* from[kTile];
+    for (int64_t query = 0, count; query < tile_.queries; query += count) {
       count = block_at(query);
-      for (int64_t g = 0; g < count; ++g) {  // a block's rows step by step
-        const T* from = static_cast<const T*>(call_.q) + place(query + g) * op_.qk_dim;
-        int64_t j = 0;
-        for (; (j + 1) * step <= op_.qk_dim; ++j) to[j * count + g] = load(from + j * step);
-        if (j < width) to[j * count + g] = load(from + j * step, op_.qk_dim - j * step);
-      }
+      for (int64_t g = 0; g < count; ++g) from[g] = static_cast<const T*>(call_.q) + place(query + g) * op_.qk_dim;
+      loops_.load(from, int(count), op_.qk_dim, queries_ + query * Loops::width(op_.qk_dim));
     }
   }
-
-  static Pair load_natural(const T* p) { return natural<T>(load_pair(p)); }
-  static Pair load_natural(const T* p, int64_t n) { return natural<T>(load_tail(p, n)); }
 
   void locate(int64_t number, Chunk& chunk) const {
     const Rows& rows = *call_.rows;
@@ -167,6 +151,7 @@ class Run {
             else
               score_keys(blocks[i], here.pieces[p], h, ahead);
         }
+      loops_.settle();
       if (!values) weights(blocks, count, views, node);
     }
     for (const Block* block = blocks; block < blocks + count; ++block)
@@ -174,9 +159,9 @@ class Run {
         node.o[block->query * tile_.stride + i] = 0;
   }
 
-  // Queries of the block that begins with `query`: at most four, of one head, and its blocks as equal as can be.
+  // Queries of the block that begins with `query`: of one head, and its blocks as equal as can be.
   int64_t block_at(int64_t query) const {
-    const int64_t left = each_ - query % each_, blocks = (left + 3) / 4;
+    const int64_t left = each_ - query % each_, blocks = (left + Loops::kMost - 1) / Loops::kMost;
     return (left + blocks - 1) / blocks;
   }
 
@@ -210,14 +195,11 @@ class Run {
   }
 
   void score_keys(const Block& block, const Piece& piece, int64_t h, Ahead ahead) {
-    const auto score = block.count == 4   ? &Run::template score_block<4>
-                       : block.count == 3 ? &Run::template score_block<3>
-                       : block.count == 2 ? &Run::template score_block<2>
-                                          : &Run::template score_block<1>;
     const int low = int(max(block.low, piece.low)), high = int(min(block.high, piece.high));
     if (low >= high) return;
     const int64_t row = h * next_head_ + (low - piece.low) * token_;
-    (this->*score)(block, piece.k + row * op_.qk_dim, low, high, ahead);
+    loops_.score(block.count, queries_ + block.query * Loops::width(op_.qk_dim), piece.k + row * op_.qk_dim,
+                 token_ * op_.qk_dim, low, high, op_.qk_dim, scores_ + block.query * kScores, ahead);
     if constexpr (kScaled) multiply(block, call_.k_scale + piece.row + row, low, high);
   }
 
@@ -229,14 +211,6 @@ class Run {
       for (; token_ == 1 && t + W <= high; t += W) store(x + t, load(x + t) * (load(scale + (t - low)) * unit<S>));
       for (; t < high; ++t) x[t] *= scale[(t - low) * token_] * unit<S>;
     }
-  }
-
-  template <int G>
-  void score_block(const Block& block, const S* k, int low, int high, Ahead ahead) {
-    using Row = typename Dot<S>::Row;
-    const int64_t width = (op_.qk_dim + Dot<S>::step - 1) / Dot<S>::step;
-    scores<S, G>(reinterpret_cast<const Row*>(queries_) + block.query * width, k, token_ * op_.qk_dim, low, high,
-                 op_.qk_dim, scores_ + block.query * kScores, ahead);
   }
 
   // Scores to weights; the log-sum-exp to the node.
@@ -251,16 +225,12 @@ class Run {
   }
 
   void weigh_values(const Block& block, const Piece& piece, int64_t h, Node& node, Ahead ahead) {
-    const auto add = block.count == 4   ? accumulate<S, 4>
-                     : block.count == 3 ? accumulate<S, 3>
-                     : block.count == 2 ? accumulate<S, 2>
-                                        : accumulate<S, 1>;
     const int low = int(max(block.low, piece.low)), high = int(min(block.high, piece.high));
     if (low >= high) return;
     const int64_t row = h * next_head_ + (low - piece.low) * token_;
     if constexpr (kScaled) multiply(block, call_.v_scale + piece.row + row, low, high);
-    add(scores_ + block.query * kScores, piece.v + row * op_.v_dim, token_ * op_.v_dim, low, high, low == block.low,
-        op_.v_dim, node.o + block.query * tile_.stride, tile_.stride, ahead);
+    loops_.add(block.count, scores_ + block.query * kScores, piece.v + row * op_.v_dim, token_ * op_.v_dim, low, high,
+               low == block.low, op_.v_dim, node.o + block.query * tile_.stride, tile_.stride, ahead);
   }
 
   // v_dim numbers, of which f gives the pair that begins with the d-th.
@@ -279,13 +249,14 @@ class Run {
   const int64_t first_row_, first_;      // first_: position of the first row, 0 where positions count from it
   const int64_t token_, next_head_;      // rows from one token to the next, and from one head to the next
   float *const queries_, *const scores_, *const space_;
+  Loops loops_;
 };
 
-template <class T, class S>
+template <class T, class S, class Loops = Vectors<T, S>>
 void run(const Call& call, int64_t number, Scratch& scratch) {
   const Task& task = call.tasks[number];
   const Operator& op = *call.op;
-  Run<T, S> one(call, task, scratch);
+  Run<T, S, Loops> one(call, task, scratch);
   Node node = one.compute();
   if (task.split < 0) return one.deliver(node);
   // The nodes of a split lie one behind the other; whoever is last merges them.

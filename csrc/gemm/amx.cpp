@@ -1,14 +1,10 @@
 // bf16 by matrix instructions: a tile of w is what lies in memory, x is laid out for it once a call. Linear layers of
 // few rows so take the time in which a core reads their weights. Other types are AVX-512's.
-#include <cpuid.h>
 #include <immintrin.h>
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #include <algorithm>
 
+#include "amx.h"
 #include "gemm/linear.h"
 
 // See linear.cpp.
@@ -41,9 +37,6 @@ struct alignas(64) Config {
     set(3, right), set(5, right), set(7, right);
   }
 };
-
-// GCC's intrinsics do not say that they read memory: what was written there would else be free to come later, or never.
-inline void written(const void* at) { asm volatile("" ::"r"(at) : "memory"); }
 
 std::size_t slices(const Problem& p) { return (p.k_size + kDepth - 1) / kDepth; }
 
@@ -201,17 +194,5 @@ void columns(const Problem& p, std::size_t begin, std::size_t end, float*) {
 namespace lamina::gemm {
 
 const Kernel kAmx = {amx::plan, amx::prepare, amx::columns};
-
-bool amx_usable() {
-#if defined(__linux__)
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // asm/prctl.h; bit of the registers' state
-  constexpr unsigned kBf16AndTiles = 1 << 22 | 1 << 24;        // of leaf 7
-  unsigned a, b, c, d;
-  return __builtin_cpu_supports("avx512bf16") && __get_cpuid_count(7, 0, &a, &b, &c, &d) &&
-         (d & kBf16AndTiles) == kBf16AndTiles && !syscall(SYS_arch_prctl, kRequestPermission, kTileData);
-#else
-  return false;
-#endif
-}
 
 }  // namespace lamina::gemm

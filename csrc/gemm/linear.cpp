@@ -1,5 +1,7 @@
 #include "gemm/linear.h"
 
+#include "amx.h"
+
 #include <immintrin.h>
 
 #include <algorithm>

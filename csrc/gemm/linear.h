@@ -57,7 +57,6 @@ struct Variant {
 };
 
 extern const Kernel kAmx;  // bf16
-bool amx_usable();  // asks the system for the registers, too
 
 constexpr std::size_t kVariants = 3;
 extern const Variant* variants();  // best first; kVariants of them

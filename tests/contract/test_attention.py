@@ -283,9 +283,27 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@st.composite
+def tiled(draw: st.DrawFn) -> Case:
+    """What matrix instructions take: many queries of a KV head, and whole vectors of bf16."""
+    group, kv_heads = draw(st.sampled_from([(5, 2), (7, 3), (8, 2), (12, 1), (16, 2), (20, 1)]))
+    op = operator(
+        group * kv_heads,
+        kv_heads,
+        draw(st.sampled_from([32, 64, 96, 128])),
+        draw(st.sampled_from([0, 32])),
+        sinks=draw(st.booleans()),
+        alibi=draw(st.booleans()),
+        window=draw(st.sampled_from([0, 0, 1, 16, 100, CHUNK_TOKENS, 200])),
+        scale=draw(st.sampled_from([0.25, 1.0])),
+    )
+    size = draw(st.sampled_from([1, 8, 16, 32, 128]))
+    return Case(draw(sequences), op, torch.bfloat16, size, draw(st.integers(0, 99)))
+
+
 @backends
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(case=cases())
+@given(case=st.one_of(cases(), tiled()))
 def test_equals_the_oracle(name: str, case: Case) -> None:
     if case.store and name == "flashinfer":
         return
@@ -324,7 +342,9 @@ def same(a: tuple[Tensor, Partial, Partial], b: tuple[Tensor, Partial, Partial])
 @backends
 @formats
 @pytest.mark.parametrize("spec", [{}, WHOLE], ids=["plain", "whole"])
-@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(8, 4, 16), (4, 4, 64), (28, 4, 20), (32, 8, 128)])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "dim"), [(8, 4, 16), (4, 4, 64), (28, 4, 20), (32, 8, 128), (28, 4, 64)]
+)
 def test_heads_are_independent_bit_for_bit(
     name: str,
     dtype: torch.dtype,
@@ -355,10 +375,11 @@ def test_heads_are_independent_bit_for_bit(
 @backends
 @formats
 @pytest.mark.parametrize("spec", [{}, WHOLE], ids=["plain", "whole"])
+@pytest.mark.parametrize(("q_heads", "dim"), [(8, 16), (12, 64)])
 def test_batch_mates_are_independent_bit_for_bit(
-    name: str, dtype: torch.dtype, spec: dict[str, float], store: torch.dtype | None
+    name: str, dtype: torch.dtype, spec: dict[str, float], q_heads: int, dim: int, store: torch.dtype | None
 ) -> None:
-    case = in_store(Case(STEP, operator(8, 2, 16, **spec), dtype), name, store)
+    case = in_store(Case(STEP, operator(q_heads, 2, dim, **spec), dtype), name, store)
     backend, tensors = opened(name, case.dtype, store), case.tensors()
     whole = run(backend, case, other=0.5)
     assert same(run(backend, case, order=[5, 2, 0, 7, 1, 6, 3, 4]), whole)
@@ -379,13 +400,19 @@ def merge_with(backend: AttentionBackend, left: Partial, right: Partial) -> Part
 @backends
 @formats
 @pytest.mark.parametrize("spec", [{}, WHOLE], ids=["plain", "whole"])
-@pytest.mark.parametrize("dim", [16, 20])
+@pytest.mark.parametrize(("q_heads", "dim"), [(8, 16), (8, 20), (12, 32)])
 @pytest.mark.parametrize("stripe", [1, 2])
 def test_ranges_of_tokens_merge_to_the_same_bits(
-    name: str, dtype: torch.dtype, spec: dict[str, float], dim: int, stripe: int, store: torch.dtype | None
+    name: str,
+    dtype: torch.dtype,
+    spec: dict[str, float],
+    q_heads: int,
+    dim: int,
+    stripe: int,
+    store: torch.dtype | None,
 ) -> None:
     """Each stripe of chunks by itself, as one worker's node; then ``merge`` and ``close``, as whoever gathers them."""
-    case = in_store(Case(STEP, operator(8, 2, dim, **spec), dtype), name, store)
+    case = in_store(Case(STEP, operator(q_heads, 2, dim, **spec), dtype), name, store)
     backend, tensors, tokens = opened(name, dtype, store), case.tensors(), stripe * CHUNK_TOKENS
     out, stored, new = run(backend, case, tensors)
     tables, store = fill(case, tensors, float("nan"))
@@ -428,10 +455,11 @@ def test_ranges_of_tokens_merge_to_the_same_bits(
         Case(((2500, 1), (900, 1), (40, 1), (300, 30), (1200, 1)), operator(8, 4, 32, **WHOLE), torch.bfloat16),
         Case(((100, 1),), operator(7, 1, 16)),  # one product alone is computed in another way by many threads
         Case(((4500, 1), (600, 2), (900, 1)), operator(36, 12, 64), torch.bfloat16),  # threads divide the heads
+        Case(((4500, 1), (600, 3), (300, 30)), operator(16, 2, 64, **WHOLE), torch.bfloat16),
         Case(((1500, 1), (300, 3)), operator(8, 4, 32, **WHOLE), torch.bfloat16, store=torch.int8),
         Case(((1500, 1), (300, 3)), operator(8, 4, 64), torch.float32, store=torch.float8_e4m3fn),
     ],
-    ids=["plain", "whole", "one item", "heads", "int8", "fp8"],
+    ids=["plain", "whole", "one item", "heads", "many queries", "int8", "fp8"],
 )
 def test_threads_make_no_difference_bit_for_bit(name: str, case: Case) -> None:
     case = in_store(case, name, case.store)

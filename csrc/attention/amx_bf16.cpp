@@ -1,0 +1,47 @@
+// bf16 by matrix instructions; all else is AVX-512's.
+#include "attention.h"
+
+#if defined(__x86_64__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC bug 105593, in the next header
+#include <immintrin.h>
+
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "amx.h"
+#include "target.h"
+
+LAMINA_TARGET("amx-tile,amx-bf16,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
+
+namespace lamina::attention {
+namespace {
+
+#include "avx512_vectors.h"
+#include "kernel.h"
+#include "loops.h"
+#include "task.h"
+#include "tiles.h"
+
+void run_bf16(const Call& call, int64_t number, Scratch& scratch) {
+  if (Tiles::fits(*call.op)) return run<BFloat16, BFloat16, Tiles>(call, number, scratch);
+  kAvx512Bf16.run[kBFloat16][kAsQueries](call, number, scratch);
+}
+
+bool usable() { return kAvx512Bf16.usable() && amx_usable(); }
+
+}  // namespace
+}  // namespace lamina::attention
+
+LAMINA_TARGET_END
+
+namespace lamina::attention {
+
+const Variant kAmxBf16 = [] {  // runs on every CPU
+  Variant variant = kAvx512Bf16;
+  variant.name = "amx_bf16", variant.usable = usable, variant.run[kBFloat16][kAsQueries] = run_bf16;
+  return variant;
+}();
+
+}  // namespace lamina::attention
+#endif
