@@ -26,7 +26,6 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import NoReturn
 
 from .cuda_driver import CudaError, Driver, Pinned, Shared, Stream
 from .fabric import (
@@ -77,31 +76,25 @@ class DeviceView:
 
     driver: Driver
     channel: int  # address of its struct Ends
-    explain: Callable[[int], NoReturn]
+    launch: Callable[..., None]  # (stream, kernel, its arguments behind the channel's own)
+    check: Callable[[int], None]
     recordable: bool = True
 
     def send(self, stream: int, source: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> None:
-        self._launch(stream, "memory_send", source, nbytes, tag, timeout_ns, status)
+        self.launch(stream, "memory_send", source, nbytes, tag, timeout_ns, status)
 
     def send_two(
         self, stream: int, first: int, second: int, nbytes: int, tag: int, timeout_ns: int, status: int
     ) -> None:
-        self._launch(stream, "memory_send_two", first, second, nbytes, tag, timeout_ns, status)
+        self.launch(stream, "memory_send_two", first, second, nbytes, tag, timeout_ns, status)
 
     def receive(self, stream: int, target: int, room: int, nbytes: int, tag: int, timeout_ns: int, status: int) -> None:
-        self._launch(stream, "memory_receive", target, room, nbytes, tag, timeout_ns, status)
+        self.launch(stream, "memory_receive", target, room, nbytes, tag, timeout_ns, status)
 
     def receive_due(
         self, stream: int, target: int, nbytes: int, tag: int, note: int, timeout_ns: int, status: int
     ) -> None:
-        self._launch(stream, "memory_receive_due", target, nbytes, tag, note, timeout_ns, status)
-
-    def check(self, status: int) -> None:
-        if status != OK:
-            self.explain(status)
-
-    def _launch(self, stream: int, kernel: str, *arguments: int) -> None:
-        self.driver.launch(stream, kernel, self.channel, *arguments)
+        self.launch(stream, "memory_receive_due", target, nbytes, tag, note, timeout_ns, status)
 
 
 class CudaChannel(WatchedChannel):
@@ -130,7 +123,8 @@ class CudaChannel(WatchedChannel):
             self._free = weakref.finalize(self, parts.pop_all().close)
         self._roles = threading.Lock(), threading.Lock()  # held by a role for the whole of its call
         self._grants = self._sent = self._received = self._released = 0
-        self._watched = False
+        self._launching = threading.Lock()  # held by a view's launch, of which none may come once memory is given back
+        self._watched = self._closed = False
 
     @property
     def gpu(self) -> int:
@@ -147,7 +141,7 @@ class CudaChannel(WatchedChannel):
             weakref.finalize(self, watch(self._sock, end_waits))
             for kernel in KERNELS_OF_VIEW:
                 self._driver.load(kernel)
-        return DeviceView(self._driver, self._channel, self._explain)
+        return DeviceView(self._driver, self._channel, self._launch, self._check_kernels)
 
     def take_back(self) -> None:
         counts = CHANNEL.unpack(self._driver.read(self._channel, CHANNEL.size))[COUNTS_AT:]
@@ -155,18 +149,26 @@ class CudaChannel(WatchedChannel):
 
     def close(self) -> None:
         self._leave("closed the channel")
-        with self._roles[SENDER], self._roles[RECEIVER]:
+        with self._roles[SENDER], self._roles[RECEIVER], self._launching:
             if self._watched:
                 with suppress(CudaError):  # of whatever they were, kernels are over
                     self._driver.call("cuCtxSynchronize")
+            self._closed = True
             self._free()
             self._sock.close()
 
     def _end_waits(self) -> None:
         self._pinned.view[0] = 1
 
-    def _explain(self, status: int) -> NoReturn:
-        """Of a kernel of a view."""
+    def _launch(self, stream: int, kernel: str, *arguments: int) -> None:
+        with self._launching:
+            if not self._closed:
+                self._driver.launch(stream, kernel, self._channel, *arguments)
+
+    def _check_kernels(self, status: int) -> None:
+        """Of a view: what ``status`` says, or that the channel was closed, since when nothing was launched."""
+        if status == OK and not self._closed:
+            return
         self._check("a kernel")
         self._look()
         self._check_peer("a kernel")

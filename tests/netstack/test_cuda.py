@@ -199,6 +199,25 @@ def test_a_message_that_is_not_due_is_told_and_not_taken(wrong: str) -> None:
     fabric.close()
 
 
+def test_what_is_launched_once_the_channel_is_closed_touches_no_memory() -> None:
+    """A worker's thread may still be launching while the fabric is closed by another."""
+    fabric, _, b = ends()
+    driver, side = b.lend().driver, b.lend()
+    mail, stream, launched = Mail(driver), Stream(driver), list[str]()
+    b.close()
+    launch = driver.launch
+    driver.launch = lambda stream, kernel, *rest: launched.append(kernel)  # type: ignore[method-assign]
+    side.receive_due(stream.number, mail.payload, mail.nbytes, mail.tag, mail.payload + 448, LONG_NS, mail.status)
+    side.send(stream.number, mail.payload, mail.nbytes, mail.tag, LONG_NS, mail.status)
+    driver.launch = launch  # type: ignore[method-assign]
+    assert not launched
+    with pytest.raises(netstack.ChannelAborted):
+        side.check(mail.result())
+    stream.close()
+    mail.close()
+    fabric.close()
+
+
 @pytest.mark.parametrize("end", ["peer aborts", "we abort", "peer is dropped", "time"])
 def test_a_kernel_that_waits_ends_with_its_peer_and_says_why(end: str) -> None:
     """Long before its own time has passed: a thread waits for the end of the life line."""

@@ -95,13 +95,13 @@ def test_heads(dtype: torch.dtype, spec: dict[str, Any]) -> None:
 
 @SPECS
 def test_batch_mates(dtype: torch.dtype, spec: dict[str, Any]) -> None:
-    contract.test_batch_mates_are_independent_bit_for_bit("", dtype, spec, None)
+    contract.test_batch_mates_are_independent_bit_for_bit("", dtype, spec, 8, 16, None)
 
 
 @SPECS
 @pytest.mark.parametrize("stripe", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranges_of_tokens(dtype: torch.dtype, spec: dict[str, Any], stripe: int) -> None:
-    contract.test_ranges_of_tokens_merge_to_the_same_bits("", dtype, spec, 16, stripe, None)
+    contract.test_ranges_of_tokens_merge_to_the_same_bits("", dtype, spec, 8, 16, stripe, None)
 
 
 @pytest.mark.parametrize("check", [contract.test_nan_stays_where_it_came_from, contract.test_every_stored_token_counts])

@@ -70,7 +70,7 @@ def test_ranges_of_tokens_merge_to_the_same_bits(backend: FlashInfer, monkeypatc
     monkeypatch.setattr(contract, "get", lambda name, device, dtype, store: backend)
     monkeypatch.setattr(contract, "STEP", ((300, 1), (0, 1), (700, 1), (129, 1)))
     monkeypatch.setattr(contract, "operator", lambda q, kv, dim, **spec: operator(q, kv, 64, **spec))
-    contract.test_ranges_of_tokens_merge_to_the_same_bits("", DTYPE, {}, 16, 2, None)
+    contract.test_ranges_of_tokens_merge_to_the_same_bits("", DTYPE, {}, 8, 16, 2, None)
     assert Decode.ran == 2
 
 
