@@ -23,6 +23,9 @@ ENVIRONMENT = {
 GIB = 1 << 30
 
 
+CHUNK = 512  # of prompts, that every peer reads in a step at least
+
+
 class Run:
     """What both sides of a peer know: its settings, the tokens that it has generated, by sequence, and how it differs
     from what was asked for.
@@ -32,7 +35,8 @@ class Run:
         self.model = Path(settings["model"])
         self.dtype: str = settings["dtype"]
         self.prompts: list[list[int]] = settings["prompts"]
-        self.total: int = settings["tokens"]  # at most, of each sequence
+        rounds = len(self.prompts) * -(-len(self.prompts[0]) // CHUNK)
+        self.total: int = settings["tokens"] + rounds  # at most, of each: first ones decode while others are read
         self.threads: int = settings["threads"]
         self.kv_gib: int = 1 + settings["kv_bytes"] // GIB
         self.generated: list[list[int]] = [[] for _ in self.prompts]
@@ -232,11 +236,14 @@ def _begin(peer: str, file: str) -> Callable[[Fields], Fields]:
     step = PEERS[peer](run)
 
     def reply(question: Fields) -> Fields:
-        seconds = []
+        seconds, before = [], [len(tokens) for tokens in run.generated]
         for _ in range(question["steps"]):
             start = time.perf_counter()
             step()
             seconds.append(time.perf_counter() - start)
+        grown = {len(tokens) - n for tokens, n in zip(run.generated, before, strict=True)}
+        if grown != {question["steps"]}:
+            raise RuntimeError(f"{peer}: {question['steps']} steps gave sequences {sorted(grown)} tokens")
         return {"seconds": seconds, "note": run.note, "tokens": [] if question["steps"] else run.generated}
 
     return reply
