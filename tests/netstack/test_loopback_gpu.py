@@ -6,8 +6,9 @@ import ctypes
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 from cuda_stand_in import STAND_IN, scheme_of
@@ -41,76 +42,89 @@ def ends() -> tuple[netstack.Fabric, LoopbackGpuChannel, LoopbackGpuChannel]:
     return fabric, a, b
 
 
-def test_nothing_on_the_gpu_waits_for_a_message_that_no_host_has_sent() -> None:
-    """So whoever waits for the whole GPU, or for a kernel to be loaded, does not wait for ever."""
-    fabric, a, b = ends()
-    driver, sides = Driver(), (a.lend(), b.lend())
-    mails, streams = [Pinned(driver, 4096) for _ in range(2)], [Stream(driver) for _ in range(2)]
-    there, here = (mail.address for mail in mails)
-    with ThreadPoolExecutor(1) as threads:
-        rest = here, here + 16, here + 64, LONG_NS, here + 48
-        waits = threads.submit(sides[1].receive_due, streams[1].number, here + 1024, *rest)
-        driver.call("cuCtxSynchronize")
-        assert not waits.done()
-        sides[0].send(streams[0].number, there + 1024, there, there + 16, LONG_NS, there + 48)
-        waits.result(SOON_S)
-    driver.call("cuCtxSynchronize")
-    for side, mail in zip(sides, mails, strict=True):
-        side.check(int.from_bytes(mail.view[48:52], "little"))
-    for part in (*streams, *mails, fabric, driver):
-        part.close()
+class Both:
+    """Both ends of a channel, each with a stream and memory of its own: what one sends, the other receives."""
+
+    def __init__(self) -> None:
+        self.fabric, a, b = ends()
+        self.sides, self.driver = (a.lend(), b.lend()), Driver()
+        self.mails = [Pinned(self.driver, 4096) for _ in range(2)]
+        self.streams = [Stream(self.driver) for _ in range(2)]
+
+    def send(self) -> None:
+        at = self.mails[0].address
+        self.sides[0].send(self.streams[0].number, at + 1024, at, at + 16, LONG_NS, at + 48)
+
+    def receive(self) -> None:
+        at = self.mails[1].address
+        self.sides[1].receive_due(self.streams[1].number, at + 1024, at, at + 16, at + 64, LONG_NS, at + 48)
+
+    def check(self) -> None:
+        for side, mail in zip(self.sides, self.mails, strict=True):
+            side.check(int.from_bytes(mail.view[48:52], "little"))
+
+    def close(self) -> None:
+        for part in (*self.streams, *self.mails, self.fabric, self.driver):
+            part.close()
 
 
-@pytest.mark.parametrize("busy", ["sender", "receiver"])
-def test_a_kernel_comes_behind_what_it_needs_however_long_its_stream_is_busy(busy: str) -> None:
-    """A kernel has no time to wait: it would fail. What keeps a stream busy is a kernel of ``cuda``, which polls."""
-    fabric, a, b = ends()
+@contextmanager
+def busy(both: Both, end: int) -> Iterator[Callable[[], None]]:
+    """A kernel of ``cuda``, which polls, is on the stream of that end until what this gives is called."""
     other = netstack.open("cuda", key=KEY)
     key, lock = connect(other, geometry=SMALL)
     assert isinstance(lock, CudaChannel)
-    driver, sides = Driver(), (a.lend(), b.lend())
-    mails, streams = [Pinned(driver, 4096) for _ in range(2)], [Stream(driver) for _ in range(2)]
-    there, here = (mail.address for mail in mails)
-    locked = (there if busy == "sender" else here) + 2048
-    lock.lend().receive(streams[busy == "receiver"].number, locked, 200, locked, locked + 8, LONG_NS, locked + 48)
-    for n in range(SMALL.slots + 1):  # the last one takes the slot that the one kernel that receives hands back
-        sides[0].send(streams[0].number, there + 1024, there, there + 16, LONG_NS, there + 48)
-        if n == 0:
-            sides[1].receive_due(streams[1].number, here + 1024, here, here + 16, here + 64, LONG_NS, here + 48)
-    send(key, b"go on")
-    for stream in streams:
-        stream.synchronize()
-    for side, mail in zip(sides, mails, strict=True):
-        side.check(int.from_bytes(mail.view[48:52], "little"))
-    for part in (*streams, *mails, fabric, other, driver):
-        part.close()
+    at = both.mails[end].address + 2048
+    lock.lend().receive(both.streams[end].number, at, 200, at, at + 8, LONG_NS, at + 48)
+    yield lambda: send(key, b"go on")
+    other.close()
+
+
+def test_nothing_on_the_gpu_waits_for_a_message_that_no_host_has_sent() -> None:
+    """So whoever waits for the whole GPU, or for a kernel to be loaded, does not wait for ever."""
+    both = Both()
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(both.receive)
+        both.driver.call("cuCtxSynchronize")
+        assert not waits.done()
+        both.send()
+        waits.result(SOON_S)
+    both.driver.call("cuCtxSynchronize")
+    both.check()
+    both.close()
+
+
+@pytest.mark.parametrize("end", [0, 1], ids=["sender", "receiver"])
+def test_a_kernel_comes_behind_what_it_needs_however_long_its_stream_is_busy(end: int) -> None:
+    """A kernel has no time to wait: it would fail."""
+    both = Both()
+    with busy(both, end) as let_go:
+        for n in range(SMALL.slots + 1):  # the last one takes the slot that the one kernel that receives hands back
+            both.send()
+            if n == 0:
+                both.receive()
+        let_go()
+        for stream in both.streams:
+            stream.synchronize()
+    both.check()
+    both.close()
 
 
 def test_a_message_is_received_while_the_next_one_is_still_computed() -> None:
     """As Q is, while K and V of the layer are."""
-    fabric, a, b = ends()
-    other = netstack.open("cuda", key=KEY)
-    key, lock = connect(other, geometry=SMALL)
-    assert isinstance(lock, CudaChannel)
-    driver, sides = Driver(), (a.lend(), b.lend())
-    mails, streams = [Pinned(driver, 4096) for _ in range(2)], [Stream(driver) for _ in range(2)]
-    there, here = (mail.address for mail in mails)
-    busy = there + 2048
-    sides[0].send(streams[0].number, there + 1024, there, there + 16, LONG_NS, there + 48)
-    lock.lend().receive(streams[0].number, busy, 200, busy, busy + 8, LONG_NS, busy + 48)
-    sides[0].send(streams[0].number, there + 1024, there, there + 16, LONG_NS, there + 48)
-    sides[1].receive_due(streams[1].number, here + 1024, here, here + 16, here + 64, LONG_NS, here + 48)
-    with ThreadPoolExecutor(1) as threads:
-        received = threads.submit(streams[1].synchronize)
+    both = Both()
+    both.send()
+    with busy(both, 0) as let_go, ThreadPoolExecutor(1) as threads:
+        both.send()
+        both.receive()
+        received = threads.submit(both.streams[1].synchronize)
         try:
             received.result(SOON_S)
         finally:
-            send(key, b"go on")
-    streams[0].synchronize()
-    for side, mail in zip(sides, mails, strict=True):
-        side.check(int.from_bytes(mail.view[48:52], "little"))
-    for part in (*streams, *mails, fabric, other, driver):
-        part.close()
+            let_go()
+        both.streams[0].synchronize()
+    both.check()
+    both.close()
 
 
 def test_what_is_sent_to_an_end_that_has_left_is_told() -> None:
