@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -31,6 +33,7 @@ OLDEST = (2, 52)  # the first with tokens
 CALL_S = 60.0  # for a warden to come up and answer
 REACH_S = 10.0
 END_S = 1.0
+FREED_S = 5.0  # for Ray to tell that workers which have ended hold nothing any more
 
 
 class RayWorker:
@@ -80,7 +83,7 @@ class RayLauncher:
         self._limit_s = min(CALL_S, config.start_timeout_s)
         self._wardens: dict[tuple[str, int], Any] = {}
         try:
-            self.places = place(hosts_of(ray), wishes(config, wanted), config.placement, on_gpu(config))
+            self.places = find_places(ray, config, wanted)
             check_kv_memory(self.places, config.kv_bytes())
             for role, places in self.places.items():
                 for index, at in enumerate(places):
@@ -186,14 +189,38 @@ def on_gpu(config: EngineConfig) -> set[str]:
     return {role for role, device in devices.items() if device.startswith("cuda")}
 
 
-def hosts_of(ray: Any) -> list[Host]:
-    """The living hosts of the cluster that this process is in, with what is free there."""
+def find_places(ray: Any, config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[Place]]:
+    """Where the workers go. What those of a service that has just ended took is free a moment later: it is waited for
+    where the cluster has room. Raises ValueError.
+    """
+    asked = wishes(config, wanted), config.placement, on_gpu(config)
+    deadline = time.monotonic() + FREED_S
+    while True:
+        try:
+            return place(hosts_of(ray), *asked)
+        except ValueError:
+            if time.monotonic() > deadline or not _has_room(ray, *asked):
+                raise
+        threading.Event().wait(0.1)  # Ray tells nobody of it: asked again
+
+
+def _has_room(ray: Any, *asked: Any) -> bool:
+    try:
+        return bool(place(hosts_of(ray, whole=True), *asked))
+    except ValueError:
+        return False
+
+
+def hosts_of(ray: Any, *, whole: bool = False) -> list[Host]:
+    """The living hosts of the cluster that this process is in, with what is free there; ``whole``: with what they
+    have in all.
+    """
     free = import_module("ray._private.state").available_resources_per_node()  # Ray has no public call for it
     return [
         Host(
             name=node["NodeID"],
             address=node["NodeManagerAddress"],
-            resources={k: float(v) for k, v in free.get(node["NodeID"], {}).items()},
+            resources={k: float(v) for k, v in (node["Resources"] if whole else free.get(node["NodeID"], {})).items()},
             labels=node["Labels"],
             cores=int(node["Resources"].get("CPU", 1)),
         )

@@ -113,7 +113,7 @@ class Members:
             self.closed = True
 
     def send(self, member: Member, message: Any) -> None:
-        """Raises WorkerError when the worker is gone."""
+        """Raises WorkerError when the worker is gone, and as ``wait_for`` where it has said why."""
         try:
             member.link.send(message)
         except LinkClosedError:
@@ -176,7 +176,10 @@ class Members:
             if isinstance(message, Failed):
                 return message
 
-    def _lost(self, member: Member) -> WorkerError:
+    def _lost(self, member: Member) -> Exception:
+        said = self._failure_of(member, time.monotonic() + CAUSE_S)  # it may lie unread where only sending failed
+        if said is not None:
+            return self._failed(member, said)
         deadline = time.monotonic() + 1.0
         while member.handle.fate() is None and time.monotonic() < deadline:
             threading.Event().wait(0.01)  # the link ends a moment before the process can be waited for

@@ -40,8 +40,8 @@ Open = Callable[[int], Launcher]
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeCluster]:
     pytest.importorskip("ray")
-    # Several nodes: tests/cluster. Here one has room for two workers.
-    made = FakeCluster(tmp_path_factory.mktemp("ray"), {"resources": {"lamina_memory": 2}, "num_cpus": 2})
+    # Several nodes: tests/cluster. Here one has room for three workers.
+    made = FakeCluster(tmp_path_factory.mktemp("ray"), {"resources": {"lamina_memory": 3}, "num_cpus": 2})
     yield made
     made.close()
 
@@ -167,6 +167,16 @@ def test_what_is_left_ends_with_its_launcher_or_its_link(launch: Open) -> None:
     launcher.close()
     launcher.close()
     wait_until(lambda: all(gone(h.pid) for h in handles), SOON_S, "workers are left")
+
+
+def test_what_a_launcher_took_is_there_for_the_next(launch: Open) -> None:
+    """At once: a service is started again as soon as it has ended."""
+    for _ in range(3):
+        launcher = launch(3)
+        worker = launcher.start("memory", 2, 1)
+        worker.sock.close()
+        worker.join(SOON_S)
+        launcher.close()
 
 
 def test_cores_are_shared(launch: Open) -> None:
