@@ -76,7 +76,7 @@ class Collective(Joining, Protocol):
 class Facts(NamedTuple):
     """What a rank says of where it is."""
 
-    host: bytes  # the same for ranks of one host
+    host: bytes  # the same for ranks of one host, and of one network there
     gpu: bytes  # the same for ranks on one GPU; empty: it computes on none
     usable: bool  # whether its torch can join GPUs
 

@@ -17,6 +17,7 @@ from .mesh import Mesh
 
 log = logging.getLogger(__name__)
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a host
+NETWORK = Path("/proc/self/ns/net")  # of those that have their interfaces in common
 DIGEST = 16  # bytes
 _NO_GPU = bytes(DIGEST)
 BETWEEN_GPUS = "nccl"
@@ -63,14 +64,17 @@ def choose(asked: str, ranks: Sequence[Facts]) -> Choice:
 
 
 def facts_of(device: torch.device) -> Facts:
-    """Of this rank. Where the host does not tell, no other rank is taken to be on it."""
-    boot = secrets.token_bytes(DIGEST)
+    """Of this rank. Where the host does not tell, no other rank is taken to be on it; nor is one in a container with a
+    network of its own, whose loopback interface is another one.
+    """
+    boot = network = secrets.token_bytes(DIGEST)
     with suppress(OSError):
         boot = BOOT.read_bytes()
+        network = boot + bytes(NETWORK.readlink())
     gpu = b""
     if device.type == "cuda":
         gpu = _digest(boot + str(torch.cuda.get_device_properties(device).uuid).encode())
-    return Facts(_digest(boot), gpu, not lacks(BETWEEN_GPUS, device))
+    return Facts(_digest(network), gpu, not lacks(BETWEEN_GPUS, device))
 
 
 def gather(mesh: Mesh, own: Facts) -> list[Facts]:

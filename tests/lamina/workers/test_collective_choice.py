@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,6 +89,27 @@ def test_ranks_of_several_hosts_are_told_what_that_means(
 
     assert on_all(2, work) == ["[2.0]"] * 2
     assert "neither authenticated nor encrypted" in caplog.text
+
+
+def test_containers_of_one_host_have_no_loopback_interface_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over which ranks of one host find each other."""
+
+    def facts(network: str) -> Facts:
+        monkeypatch.setattr("lamina.collective.choose.NETWORK", _Network(network))
+        return facts_of(CPU)
+
+    assert facts("net:[1]") == facts("net:[1]")
+    apart = [facts(f"net:[{n}]")._replace(gpu=bytes([n]), usable=True) for n in (1, 2)]
+    assert choose(AUTO, apart).name == "mesh"
+    assert choose(AUTO, [apart[0], apart[1]._replace(host=apart[0].host)]).name == "nccl", "the control"
+
+
+class _Network:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def readlink(self) -> Path:
+        return Path(self._name)
 
 
 class _Gone:
