@@ -92,13 +92,17 @@ class Mesh:
             channel.release(self._receive(channel, nbytes, carried=0))
         self._number += 1
 
-    def check(self) -> None:
-        """Raises PeerFault where a rank has gone, ChannelAborted where this one's fabric was closed. What comes
-        meanwhile is kept.
+    def check(self, within_s: float = 0.0) -> None:
+        """Raises PeerFault where a rank has gone, or is found to have ``within_s``, ChannelAborted where this one's
+        fabric was closed. What comes meanwhile is kept.
         """
-        for channel in self._peers:
-            with suppress(ChannelTimeout):
-                self._early[id(channel)].append(channel.wait_signal(timeout_s=0.0))
+        deadline = time.monotonic() + within_s
+        while True:
+            for channel in self._peers:
+                with suppress(ChannelTimeout):
+                    self._early[id(channel)].append(channel.wait_signal(timeout_s=min(within_s, _LOOK_S)))
+            if time.monotonic() >= deadline:
+                return
 
     def tell(self, letter: bytes) -> None:
         """All other ranks, who are to ``hear``. Raises ChannelError."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lamina.netstack import ChannelError, PeerFault
+from lamina.netstack.fabric import DEATH_NOTICED_S
 
 from . import Place
 from .mesh import Mesh
@@ -117,9 +118,9 @@ def open_group(mesh: Mesh, at: Place, make: Callable[[Any], Any]) -> Opened:
 
 
 def failed(mesh: Mesh, error: RuntimeError) -> ChannelError:
-    """What a library's ``error`` comes from: the rank that has gone, where the mesh knows of one."""
+    """What a library's ``error`` comes from: the rank that has gone, which the mesh may learn of a little later."""
     try:
-        mesh.check()
+        mesh.check(within_s=DEATH_NOTICED_S)
     except ChannelError as known:
         return known
     return PeerFault(f"rank {mesh.rank}: another rank has gone, or the network: {str(error).splitlines()[0]}")

@@ -15,7 +15,7 @@ from lamina import netstack
 from lamina.collective.guard import Guard
 from lamina.collective.mesh import Mesh, listen_and_connect
 from lamina.collective.nccl import Nccl
-from lamina.collective.process_group import Opened
+from lamina.collective.process_group import Opened, failed
 from lamina.netstack import ChannelAborted, ChannelTimeout, PeerFault
 
 SOON_S = 5.0
@@ -157,3 +157,29 @@ def test_what_comes_while_somebody_looks_is_kept_in_its_order() -> None:
         return [*told, int(mesh.all_reduce(torch.tensor([mesh.rank + 1])))]
 
     assert on_all(2, work) == [[0, 1, 2, 3]] * 2
+
+
+def test_a_rank_that_has_gone_is_named_where_a_library_knows_of_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Event()
+
+    def work(mesh: Mesh) -> str:
+        if mesh.rank == 1:
+            assert asked.wait(WAIT_S)
+            raise RuntimeError("of its own")
+        (channel,) = mesh._peers
+        wait_signal = channel.wait_signal
+
+        def first_asked(*, timeout_s: float) -> Any:
+            try:
+                return wait_signal(timeout_s=timeout_s)
+            finally:
+                asked.set()
+
+        monkeypatch.setattr(channel, "wait_signal", first_asked)
+        found.append(str(failed(mesh, RuntimeError("Connection closed by peer"))))
+        return found[0]
+
+    found = list[str]()
+    with pytest.raises(RuntimeError, match="of its own"):
+        on_all(2, work)
+    assert "closed the channel" in found[0]
