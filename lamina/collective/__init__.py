@@ -68,6 +68,10 @@ class Collective(Joining, Protocol):
         """Rank 0's ``x``, of the host; that of others is of the same shape and dtype, its contents do not matter."""
         ...
 
+    def launched(self) -> None:
+        """A graph that calls are part of was given to the device: it is to end in time, too. Raises ChannelError."""
+        ...
+
     def close(self) -> None:
         """Give back what it has beside the channels of its fabric. Idempotent."""
         ...

@@ -34,6 +34,9 @@ class Gloo(OfGroup):
         """See Collective."""
         return self._mesh.wait_s + self._wait_s
 
+    def launched(self) -> None:
+        """See Collective. There are no such graphs."""
+
     def _do(self, start: Callable[[Any], Any], nbytes: int) -> None:
         self._mesh.meet(nbytes)
         began = time.perf_counter()

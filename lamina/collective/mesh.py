@@ -124,6 +124,9 @@ class Mesh:
                     return rank, letter
         raise ChannelTimeout(f"rank {self.rank}: nothing of ranks {sorted(ranks)} within {timeout_s:g} s")
 
+    def launched(self) -> None:
+        """See Collective. There are no such graphs."""
+
     def close(self) -> None:
         """See Collective."""
 

@@ -58,6 +58,11 @@ class Nccl(OfGroup):
         with self._guard.mesh() as mesh:
             return mesh.broadcast(x)
 
+    def launched(self) -> None:
+        """See Collective. Raises ChannelError."""
+        self._guard.check()
+        self._watch()
+
     def close(self) -> None:
         """See Collective."""
         self._guard.close()
@@ -72,6 +77,9 @@ class Nccl(OfGroup):
         except RuntimeError as error:
             with self._guard.mesh() as mesh:
                 raise failed(mesh, error) from error
+        self._watch()
+
+    def _watch(self) -> None:
         if (done := self._mark()) is not None:
             self._guard.watch(done)
 

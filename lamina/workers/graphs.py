@@ -100,15 +100,18 @@ class Graphs:
         """``group``: whom the slices meet. The program given is used up."""
         meetings = Meetings(group) if group and not group.recordable else None
         bound = collective.bind(program, meetings or group) if group else program
-        self.slices: Sequence[Any] = [GraphedSlice(inner, capture, meetings) for inner in bound.slices]
+        joined = group if group and group.recordable else None
+        self.slices: Sequence[Any] = [GraphedSlice(inner, capture, meetings, joined) for inner in bound.slices]
 
 
 class GraphedSlice:
     """Called as the slice that it stands for, with any number of rows."""
 
-    def __init__(self, inner: Any, capture: Capture, meetings: Meetings | None = None) -> None:
-        """``meetings``: what ``inner`` calls where ranks meet."""
-        self._inner, self._capture, self._meetings = inner, capture, meetings
+    def __init__(
+        self, inner: Any, capture: Capture, meetings: Meetings | None = None, joined: Collective | None = None
+    ) -> None:
+        """``meetings``: what ``inner`` calls where ranks meet; ``joined``: the ranks whose meetings are recorded."""
+        self._inner, self._capture, self._meetings, self._joined = inner, capture, meetings, joined
         self._known: dict[tuple[int, Any], _Padded] = {}  # by rows and by what is part of the graph
         self._refused = False
 
@@ -122,7 +125,9 @@ class GraphedSlice:
         if kind not in self._known:
             try:
                 tape = _Tape(self._capture) if kind[1] is None else _Recording(self._capture, send)
-                self._known[kind] = _Padded(self._inner, inputs, bucket, send is not None, tape, self._meetings)
+                self._known[kind] = _Padded(
+                    self._inner, inputs, bucket, send is not None, tape, self._meetings, self._joined
+                )
             except RuntimeError as error:
                 log.warning("a slice cannot be a graph and runs without: %s", str(error).splitlines()[0])
                 self._refused = True
@@ -167,9 +172,10 @@ class _Padded:
         sends: bool,
         tape: _Tape,
         meetings: Meetings | None,
+        joined: Collective | None,
     ) -> None:
         """Raises RuntimeError where it does what cannot be recorded."""
-        self._bucket, self._meetings = bucket, meetings
+        self._bucket, self._meetings, self._joined = bucket, meetings, joined
         self._inputs = [x.new_zeros(bucket, *x.shape[1:]) for x in inputs]  # rows of no token are rows of token 0
         self._run(inner, _Nobody(), sends)  # libraries prepare themselves in their first call
         tape.capture.begin()
@@ -186,6 +192,8 @@ class _Padded:
             mine[:rows].copy_(x)
         for graph, end in self._parts:
             graph.replay()
+            if self._joined is not None:
+                self._joined.launched()
             if isinstance(end, _Message):
                 getattr(send, end.kind)(end.call, *(x[:rows].clone() for x in end.tensors))
             elif end is not None and self._meetings is not None:

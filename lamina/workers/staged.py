@@ -121,6 +121,9 @@ class StagedCollective:
         """See Collective. What is broadcast is small, made on the host, and read there."""
         return self._inner.broadcast(x)
 
+    def launched(self) -> None:
+        """See Collective. There are no such graphs."""
+
     def close(self) -> None:
         """See Collective."""
         self._inner.close()

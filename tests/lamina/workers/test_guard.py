@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from meshes import WAIT_S, on_all
+from stand_in_device import RecordingCapture
 from torch import Tensor
 
 from lamina import netstack
@@ -17,6 +18,7 @@ from lamina.collective.mesh import Mesh, listen_and_connect
 from lamina.collective.nccl import Nccl
 from lamina.collective.process_group import Opened, failed
 from lamina.netstack import ChannelAborted, ChannelTimeout, PeerFault
+from lamina.workers.graphs import GraphedSlice
 
 SOON_S = 5.0
 CPU = torch.device("cpu")
@@ -93,6 +95,44 @@ def test_a_device_does_not_wait_longer_than_a_step_may_take() -> None:
             group.close()
 
     assert len(on_all(2, work)) == 2
+
+
+class Recorded(Device):
+    """Waits for a rank that never comes in what was recorded alone."""
+
+    def __init__(self, capture: RecordingCapture) -> None:
+        super().__init__()
+        self.capture, self.waits = capture, False
+
+    def _allgather_base(self, found: Tensor, mine: Tensor, options: Any) -> None:
+        found.zero_()
+        if self.capture.recording:
+            self.capture.add(self.begin)
+
+    def begin(self) -> None:
+        self.waits = True
+
+    def done(self) -> bool:
+        return not self.waits or super().done()
+
+
+def test_nor_in_a_graph() -> None:
+    """Nothing of the group is called while one is replayed."""
+
+    def work(mesh: Mesh) -> None:
+        capture = RecordingCapture()
+        device = Recorded(capture)
+        group = Nccl(mesh, Opened(device, None), CPU, 0.2, lambda: None if capture.recording else device.done)
+        graphed = GraphedSlice(lambda x: (group.all_reduce(x),), capture, joined=group)
+        try:
+            graphed(torch.ones(2, 4))
+            assert device.wait()
+            with pytest.raises(ChannelTimeout, match=r"rank \d: the device has waited 0.2 s"):
+                graphed(torch.ones(2, 4))
+        finally:
+            group.close()
+
+    on_all(2, work)
 
 
 def test_the_end_of_this_ranks_fabric_ends_its_device() -> None:
