@@ -33,6 +33,7 @@ TURN_STEPS = 8
 REST_S = 0.01  # before a turn, while idle threads of the one before go on spinning for work
 CHECKED = 2  # sequences of each competitor
 CHUNK = 512  # of a prompt, in a step of Lamina's
+SUBJECT = "lamina shm"  # whom all are compared with
 
 
 class Player(Protocol):
@@ -115,9 +116,13 @@ class Lamina:
         self._step()  # the first after which all decode together
 
     def turn(self, steps: int) -> list[float]:
-        """Seconds of each step. One step is always in flight, so the first of a turn is not counted."""
+        """Seconds of each step. One step is always in flight: so the first of a turn is not counted, and the last has
+        its time before the turn is over, which it would take from others.
+        """
         self._step()
-        return [self._step() for _ in range(steps)]
+        found = [self._step() for _ in range(steps)]
+        time.sleep(max(found))
+        return found
 
     def _step(self) -> float:
         start = time.perf_counter()
@@ -151,6 +156,8 @@ def main() -> None:
     parser.add_argument("--without", default="", help="competitors that are not to take part, by comma")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
+    if SUBJECT in args.without.split(","):
+        raise SystemExit(f"--without {SUBJECT}: all others are compared with it; leave it in")
     args.threads = args.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(args.threads)
     settings = {k: v for k, v in vars(args).items() if k not in ("peer_folder", "write")}
@@ -178,7 +185,7 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     makers: dict[str, Callable[[], Player]] = {
         "transformers static": lambda: Generate(model, prompts, total, "static"),
         "transformers dynamic": lambda: Generate(model, prompts, total, "dynamic"),
-        "lamina shm": lambda: Lamina(path, prompts, total, transport="shm", **common),
+        SUBJECT: lambda: Lamina(path, prompts, total, transport="shm", **common),
         "lamina loopback": lambda: Lamina(path, prompts, total, transport="loopback", **common),
         "lamina deterministic": lambda: Lamina(path, prompts, total, transport="shm", deterministic=True, **common),
     }
@@ -205,6 +212,8 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
             try:
                 players[name] = make_player()
             except (OSError, RuntimeError) as e:
+                if name not in PEERS:
+                    raise
                 missing[name] = str(e)
         found = _rounds(players, args.tokens // TURN_STEPS, args.batch)
         notes = {name: player.note() for name, player in players.items() if isinstance(player, Peer)}
@@ -217,7 +226,7 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
 def _rounds(players: dict[str, Any], rounds: int, batch: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in players}
     pressure = []
-    split = players["lamina shm"].llm
+    split = players[SUBJECT].llm
     for player in players.values():
         player.turn(2)  # warm
     before = split.stats()
@@ -227,13 +236,13 @@ def _rounds(players: dict[str, Any], rounds: int, batch: int) -> dict[str, Any]:
             times[name] += player.turn(TURN_STEPS)
         pressure.append(cpu_pressure())
     medians = {name: spread(t)["median"] for name, t in times.items()}
-    shm = medians["lamina shm"]
-    deterministic = medians.get("lamina deterministic")
+    shm = medians[SUBJECT]
+    loopback, deterministic = (medians.get(f"lamina {name}") for name in ("loopback", "deterministic"))
     return {
         "step_s": {name: spread(t) for name, t in times.items()},
         "tokens_per_s": {name: batch / m for name, m in medians.items()},
         "speed_of_lamina_shm": {name: m / shm for name, m in medians.items() if not name.startswith("lamina")},
-        "disaggregation_tax": shm / medians["lamina loopback"] - 1.0,
+        "disaggregation_tax": loopback and shm / loopback - 1.0,
         "cost_of_deterministic": deterministic and deterministic / shm - 1.0,
         "seconds_by_role": _difference(split.stats(), before),
         "convert_s": split.engine.info.summary["convert_s"],
