@@ -17,6 +17,7 @@ from lamina.workers.control import (
     ControlLink,
     Failed,
     LinkClosedError,
+    LinkStalledError,
     MemoryReady,
     Progress,
     RankUrl,
@@ -32,6 +33,8 @@ STARTING = MemoryReady | RingUrl | RankUrl | ComputeReady | Progress
 FROM_WORKERS = STARTING | StepDone | Stats | ClockTime | Rate | Trace | Failed
 JOIN_S = 5.0
 JOIN_AFTER_LOSS_S = 0.5
+TAKE_S = 30.0  # for a worker to take a message, which it reads on a thread of its own
+TAKE_LAST_S = 0.2  # at the end
 REST_S = 5.0  # for the rest of a message that has begun to come
 CAUSE_S = 0.3  # for a worker to say that it has failed, once its peer has
 
@@ -46,6 +49,7 @@ class Member:
     def __init__(self, handle: WorkerHandle) -> None:
         self.handle = handle
         self.link = ControlLink(handle.sock, FROM_WORKERS)
+        self.link.limit_sends(TAKE_S)
         self.inbox: deque[Any] = deque()  # messages that came while another one was awaited
 
     @property
@@ -98,6 +102,8 @@ class Members:
         return WorkerError(text)
 
     def _end(self, join_s: float) -> None:
+        for member in self._members:
+            member.link.limit_sends(TAKE_LAST_S)
         try:
             self._before_end(join_s)
             for member in self._members:
@@ -113,9 +119,11 @@ class Members:
             self.closed = True
 
     def send(self, member: Member, message: Any) -> None:
-        """Raises WorkerError when the worker is gone, and as ``wait_for`` where it has said why."""
+        """Raises WorkerError when the worker is gone or stands still, and as ``wait_for`` where it has said why."""
         try:
             member.link.send(message)
+        except LinkStalledError:
+            raise self.fail(f"{member.name} stands still: it took no message for {TAKE_S:g} s") from None
         except LinkClosedError:
             raise self._lost(member) from None
 

@@ -28,6 +28,10 @@ class LinkClosedError(Exception):
     """The other end is gone."""
 
 
+class LinkStalledError(LinkClosedError):
+    """The other end takes nothing: it stands still. What was sent in part has ended the link."""
+
+
 class StartMemory(msgspec.Struct, frozen=True, kw_only=True, tag="start-memory"):
     """Driver -> memory worker, first message. Answered by MemoryReady or Failed."""
 
@@ -273,12 +277,20 @@ class ControlLink:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(messages)
 
+    def limit_sends(self, seconds: float) -> None:
+        """Until a send is over of which the other end takes nothing. Without it, as long as it takes."""
+        limit = struct.pack("ll", int(seconds), int(seconds % 1.0 * 1e6))  # struct timeval
+        with contextlib.suppress(OSError):  # it is closed
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
     def send(self, message: msgspec.Struct) -> None:
-        """Raises LinkClosedError when the other end is gone."""
+        """Raises LinkClosedError when the other end is gone, LinkStalledError by ``limit_sends``."""
         data = self._encoder.encode(message)
         try:
             with self._lock:
                 self._sock.sendall(_LENGTH.pack(len(data)) + data)
+        except BlockingIOError as e:
+            raise LinkStalledError("control link: the other end takes nothing") from e
         except OSError as e:
             raise LinkClosedError(f"control link: {e}") from e
 

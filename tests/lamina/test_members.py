@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
 from lamina.engine.members import Member, Members, WorkerError
 from lamina.workers.control import AskStats, ControlLink, Failed, StepDone, Stop
+
+SOON_S = 5.0
 
 
 class Ended:
@@ -76,3 +80,40 @@ def test_what_a_user_can_put_right_is_a_value_error() -> None:
     pools, (lost,) = members(Ended("compute", Failed(text="--tensor-parallel-size 3: no", user_error=True)))
     with pytest.raises(ValueError, match="^--tensor-parallel-size 3: no$"):
         pools.send(lost, AskStats())
+
+
+class Stopped(Ended):
+    """Reads nothing and says nothing, as a process that was stopped; its socket has no more room."""
+
+    def __init__(self, role: str) -> None:
+        self.role, self.index = role, 0
+        self.sock, self.theirs = socket.socketpair()
+
+    def fill(self) -> None:
+        with suppress(BlockingIOError):
+            while True:
+                self.sock.send(bytes(1 << 16), socket.MSG_DONTWAIT)
+
+    def fate(self) -> str | None:
+        return None
+
+
+def test_one_that_takes_no_message_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamina.engine.members.TAKE_S", 0.1)
+    handle = Stopped("memory")
+    pools, (member,) = members(handle)
+    handle.fill()
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"^memory worker 0 .pid 1. stands still: it took no message for 0.1 s$"):
+        pools.send(member, AskStats())
+    assert pools.closed
+    assert time.monotonic() - start < SOON_S
+
+
+def test_nor_does_it_hold_up_the_end() -> None:
+    handle = Stopped("memory")
+    pools, _ = members(handle)
+    handle.fill()
+    start = time.monotonic()
+    pools.close()
+    assert time.monotonic() - start < SOON_S
