@@ -123,7 +123,8 @@ def failed(mesh: Mesh, error: RuntimeError) -> ChannelError:
         mesh.check(within_s=DEATH_NOTICED_S)
     except ChannelError as known:
         return known
-    return PeerFault(f"rank {mesh.rank}: another rank has gone, or the network: {str(error).splitlines()[0]}")
+    said, _, _ = str(error).partition("\n")
+    return PeerFault(f"rank {mesh.rank}: its connections to other ranks failed: {said}")
 
 
 def _all_gather_options() -> Any:
