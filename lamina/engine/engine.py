@@ -11,7 +11,7 @@ from lamina.config import EngineConfig
 from lamina.kv.blocks import BlockTables
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.request import CompletionOutput, Logprob, RequestOutput, RequestTimes, SamplingParams
-from lamina.workers.control import NO_TOKEN, Draw, Drawn, RunRound, RunStep, StepDone
+from lamina.workers.control import ALL_BANNED, Draw, Drawn, RunRound, RunStep, StepDone
 
 from .draws import draw_of, scores_of
 from .prefill import Prefill
@@ -24,6 +24,7 @@ from .wire import Clock, Wire
 
 log = logging.getLogger(__name__)
 NOT_FINITE = "the largest logit is not a finite number: weights or activations are broken, or too large for --dtype"
+BANNED = "min_tokens {} bans the stop tokens so far, and the model gives no other token: lower it, or name fewer stops"
 
 
 class Request:
@@ -118,6 +119,11 @@ class Engine:
         bad = next((t for t in ids if not 0 <= t < vocab), None)
         if bad is not None:
             raise ValueError(f"token id {bad} is outside the vocabulary of {vocab} tokens")
+        if params.min_tokens and self._stops(params).issuperset(range(vocab)):
+            raise ValueError(
+                f"min_tokens {params.min_tokens} bans the stop tokens until then, and stop_token_ids with the end "
+                f"tokens are all {vocab} of the vocabulary: leave one out, or leave out min_tokens"
+            )
 
     def step(self) -> list[RequestOutput]:
         """One pass of the loop; returns the requests that got tokens. Raises WorkerError when a worker is lost."""
@@ -152,10 +158,12 @@ class Engine:
     def _sequence(self, request_id: int, prompt: list[int], params: SamplingParams, seed: int, index: int) -> Sequence:
         limit = self.info.max_model_len
         max_len = limit if params.max_tokens is None else min(limit, len(prompt) + params.max_tokens)
-        eos = [] if params.ignore_eos else self.info.eos_token_ids
         output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
-        stops = frozenset([*eos, *(params.stop_token_ids or [])])
-        return Sequence(request_id, params, seed, list(prompt), output, max_len, stops)
+        return Sequence(request_id, params, seed, list(prompt), output, max_len, self._stops(params))
+
+    def _stops(self, params: SamplingParams) -> frozenset[int]:
+        eos = [] if params.ignore_eos else self.info.eos_token_ids
+        return frozenset([*eos, *(params.stop_token_ids or [])])
 
     def _run(self, steps: list[ScheduledStep]) -> StepDone | None:
         """Send a round off; then wait for the next step that is done, unless another round can be queued first."""
@@ -217,10 +225,12 @@ class Engine:
 
     def _append(self, request: Request, sequence: Sequence, drawn: Drawn) -> None:
         output, text = sequence.output, request.texts[sequence.output.index]
-        if drawn.token == NO_TOKEN:
+        if drawn.token < 0:
+            banned = drawn.token == ALL_BANNED
+            why = BANNED.format(sequence.params.min_tokens) if banned else NOT_FINITE
             sequence.num_drawing -= 1
-            sequence.finish("error", NOT_FINITE)
-            log.error("request %d ends behind %d tokens: %s", sequence.request_id, sequence.num_outputs, NOT_FINITE)
+            sequence.finish("error", why)
+            log.error("request %d ends behind %d tokens: %s", sequence.request_id, sequence.num_outputs, why)
             return
         sequence.append(drawn.token)
         output.token_ids.append(drawn.token)

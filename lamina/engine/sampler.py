@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.workers.control import NO_TOKEN, Adjust, Draw, Drawn
+from lamina.workers.control import ALL_BANNED, NO_TOKEN, Adjust, Draw, Drawn
 
 _NOTHING: Mapping[int, int] = MappingProxyType({})
 
@@ -20,9 +20,9 @@ _NOTHING: Mapping[int, int] = MappingProxyType({})
 def sample(
     logits: Tensor, draws: list[Draw], pending: Mapping[int, int] = _NOTHING, lse: Tensor | None = None
 ) -> list[Drawn]:
-    """One token for each row, or NO_TOKEN where the largest logit is NaN or infinite. logits [len(draws), V], any float
-    dtype; ``pending``: sequence -> token that the step before drew. ``lse``: of each row, the logarithm of the sum of
-    all, where ``logits`` do not show them all.
+    """One token for each row; NO_TOKEN where the largest logit is NaN or infinite, ALL_BANNED where it is finite and
+    bans leave none that is. logits [len(draws), V], any float dtype; ``pending``: sequence -> token that the step
+    before drew. ``lse``: of each row, the logarithm of the sum of all, where ``logits`` do not show them all.
 
     Penalties, bias and bans first. Greedy takes the lowest token id among equals. Otherwise: temperature, then top_k,
     then min_p, then top_p (the smallest set whose probability reaches top_p, at least one token), then the inverse of
@@ -32,13 +32,15 @@ def sample(
     reports = [_logprobs(raw[i], d.logprobs, None if lse is None else lse[i]) for i, d in enumerate(draws)]
     scores = _adjust(raw, draws, pending)
     drawn = scores.argmax(-1)
-    finite = scores.gather(-1, drawn[:, None])[:, 0].isfinite()  # of a row with NaN, that is the largest
+    best = scores.gather(-1, drawn[:, None])[:, 0]  # of a row with NaN, that is the largest
     for i, draw in enumerate(draws):
         if draw.temperature > 0.0 and draw.known < 0:
             drawn[i] = _draw(scores[i], draw)
-    found = torch.where(finite, drawn, NO_TOKEN).tolist()
-    tokens = [d.known if d.known >= 0 else t for d, t in zip(draws, found, strict=True)]
-    return [Drawn(d.sequence, t, [] if t == NO_TOKEN else r(t)) for d, t, r in zip(draws, tokens, reports, strict=True)]
+    found = torch.where(best.isfinite(), drawn, NO_TOKEN)
+    if scores is not raw:
+        found = found.where(~(best.isneginf() & raw.amax(-1).isfinite()), ALL_BANNED)
+    tokens = [d.known if d.known >= 0 else t for d, t in zip(draws, found.tolist(), strict=True)]
+    return [Drawn(d.sequence, t, [] if t < 0 else r(t)) for d, t, r in zip(draws, tokens, reports, strict=True)]
 
 
 def uniform(seed: int, index: int) -> float:

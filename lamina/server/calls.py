@@ -13,11 +13,12 @@ from lamina.request import SamplingParams
 from .admission import Admission
 from .client import EngineClient, EngineGoneError, Feed
 from .config import ServerConfig
-from .errors import ApiError
+from .errors import ApiError, bad_value
 from .gauges import EngineGauges
 from .logprobs import TokenTexts
 from .messages import Delta
 from .metrics import Metrics, PromptMeter
+from .params import PARAMS
 from .prompts import Prompt, Prompter
 from .unsupported import UnknownFields
 
@@ -120,7 +121,7 @@ class Call:
                 yield []
                 continue
             except ValueError as e:
-                raise ApiError(400, str(e), code="invalid_value") from e
+                raise bad_value(e, PARAMS) from e
             except EngineGoneError as e:
                 raise ApiError(503, f"the engine is gone: {e}", code="engine_gone", retry_after_s=5) from e
             yield [(self._numbers[d.key], self._book(d)) for d in deltas]
@@ -134,7 +135,8 @@ class Call:
             self._open -= 1
             self._ticket.finished()
         if delta.finish_reason == "error":
-            raise ApiError(500, str(delta.stop_reason), code="no_token")
+            of_client = bad_value(ValueError(delta.stop_reason), PARAMS)  # if it is a parameter that leaves no token
+            raise of_client if of_client.param else ApiError(500, of_client.message, code="no_token")
         return delta
 
     def abort(self, error: ApiError) -> None:

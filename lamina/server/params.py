@@ -11,7 +11,7 @@ from .errors import ApiError, bad_value
 from .messages import Ready
 from .protocol import ChatRequest, CompletionRequest, Sampling
 
-_NAMES = frozenset(f.name for f in dataclasses.fields(SamplingParams))
+PARAMS = frozenset(f.name for f in dataclasses.fields(SamplingParams))
 # Fields that go to SamplingParams under their own names where they are given.
 _PLAIN = (
     "temperature", "top_k", "min_p", "n", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
@@ -66,7 +66,7 @@ def _params(
             logit_bias=_logit_bias(request, ready),
         )
     except ValueError as e:
-        raise bad_value(e, _NAMES) from e
+        raise bad_value(e, PARAMS) from e
     if max_tokens is not None and max_tokens >= ready.max_model_len:
         raise ApiError(
             400, f"max_tokens {max_tokens} exceeds the context of {ready.max_model_len} tokens", param="max_tokens",

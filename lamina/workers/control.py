@@ -230,11 +230,12 @@ class RunRound(msgspec.Struct, frozen=True, kw_only=True, tag="run-round"):
 
 
 NO_TOKEN = -1
+ALL_BANNED = -2
 
 
 class Drawn(msgspec.Struct, frozen=True, array_like=True):
-    """One sampled token; NO_TOKEN where the largest logit is no finite number. ``logprobs``: (token, log-probability),
-    the chosen one first, then the best alternatives.
+    """One sampled token; NO_TOKEN where the largest logit is no finite number, ALL_BANNED where the draw bans every
+    token whose logit is one. ``logprobs``: (token, log-probability), the chosen one first, then the best alternatives.
     """
 
     sequence: int

@@ -1,4 +1,6 @@
-"""A model whose numbers break for one request: it ends with an error, and the others do not notice."""
+"""A request that has no token to draw, by broken numbers or by its own bans: it ends with an error that says so, and
+the others do not notice.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import llama
+from tiny import llama, sharpen
 
 from lamina import LLM, SamplingParams
 
@@ -37,3 +39,32 @@ def test_only_the_request_with_such_logits_ends(options: dict[str, Any], value: 
             assert [o.finish_reason for o in found] == ["length"] * 3 + ["error"] * 2
             assert "logit is not a finite number" in str(found[-1].stop_reason)
         assert tokens(llm, GOOD) == wanted
+
+
+@pytest.mark.parametrize("options", [{}, {"pipeline": 3}, {"prefill_workers": 1}], ids=str)
+def test_only_the_request_that_bans_every_token_ends(options: dict[str, Any]) -> None:
+    """The model's own bias leaves tokens below 20 alone, and the request bans those until it has three tokens."""
+    model = phi()
+    banning = SamplingParams(max_tokens=12, min_tokens=3, stop_token_ids=list(range(20)))
+    with LLM(model, transport="loopback", max_num_seqs=4, **options) as llm:
+        with torch.no_grad():
+            model.lm_head.bias[20:] = float("-inf")
+        wanted = tokens(llm, GOOD)
+        assert [len(t) for t in wanted] == [12, 12, 12]
+        found = [o.outputs[0] for o in llm.generate([*GOOD, GOOD[0]], [PARAMS] * 3 + [banning])]
+        assert [o.token_ids for o in found] == [*wanted, []]
+        assert [o.finish_reason for o in found] == ["length"] * 3 + ["error"]
+        assert str(found[-1].stop_reason).startswith("min_tokens 3 bans the stop tokens so far, and the model gives no")
+        with pytest.raises(ValueError, match="^min_tokens 3 bans .* all 320 of the vocabulary: leave one out, or"):
+            llm.generate(GOOD, SamplingParams(min_tokens=3, stop_token_ids=list(range(320))))
+        assert tokens(llm, GOOD) == wanted
+
+
+def phi() -> Any:
+    """Its lm_head has a bias."""
+    from transformers import PhiConfig, PhiForCausalLM
+
+    torch.manual_seed(3)
+    shape = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    return sharpen(PhiForCausalLM(PhiConfig(num_attention_heads=4, max_position_embeddings=128, **shape, **ids)))

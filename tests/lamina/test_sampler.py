@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.engine.sampler import sample, uniform
-from lamina.workers.control import NO_TOKEN, Draw
+from lamina.workers.control import ALL_BANNED, NO_TOKEN, Draw
 
 
 def draw(row: int = 0, **options: object) -> Draw:
@@ -60,7 +60,18 @@ def test_without_a_finite_maximum_no_token_is_drawn() -> None:
         assert [d.token for d in found[:3]] == [NO_TOKEN] * 3
         assert [d.logprobs for d in found[:3]] == [[], [], []]
         assert found[3].token in (1, 2), "its batch mates do not matter"
-    assert sample(rows[3:], [draw(temperature=0.0, banned=[0, 1, 2])])[0].token == NO_TOKEN
+
+
+def test_a_row_whose_tokens_are_all_banned_is_no_broken_one() -> None:
+    nan, inf = float("nan"), float("inf")
+    rows = torch.tensor([[-inf, 2.0, 1.0], [-inf, 2.0, nan], [-inf, inf, 1.0], [-inf, -inf, -inf], [-inf, 2.0, 1.0]])
+    for options in ({"temperature": 0.0, "logprobs": 1}, {}, {"top_k": 2, "top_p": 0.9, "min_p": 0.1}):
+        for banned in ([1, 2], [0, 1, 2]):
+            draws = [draw(i, banned=banned, **options) for i in range(4)]
+            found = sample(rows, [*draws, draw(4, **options)])
+            assert [d.token for d in found[:4]] == [ALL_BANNED, NO_TOKEN, NO_TOKEN, NO_TOKEN]
+            assert found[0].logprobs == []
+            assert found[4] == sample(rows[4:], [draw(4, **options)])[0], "its batch mates do not matter"
 
 
 def test_banned_tokens_are_never_drawn() -> None:

@@ -138,3 +138,14 @@ def test_a_request_without_a_token_is_an_error_of_the_server() -> None:
     assert reason in streamed.text
     assert streamed.text.endswith("data: [DONE]\n\n")
     assert not service.calls
+
+
+def test_a_parameter_that_leaves_no_token_is_an_error_of_the_client() -> None:
+    client = FakeClient()
+    reason = "min_tokens 3 bans the stop tokens so far, and the model gives no other token"
+    client._deltas = lambda key, index, params, last: [  # type: ignore[method-assign]
+        Delta(key=key, index=index, tokens=[], text="", finish_reason="error", stop_reason=reason)
+    ]
+    answer = ask("POST", "/v1/completions", make_service(client), json={"prompt": "x"})
+    assert answer.status_code == 400
+    assert (error_of(answer)["message"], error_of(answer)["param"]) == (reason, "min_tokens")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshes import on_all
 
 from lamina.collective.mesh import Mesh
-from lamina.engine.sampler import NO_TOKEN, sample
+from lamina.engine.sampler import ALL_BANNED, NO_TOKEN, sample
 from lamina.workers.control import Adjust, Draw, Drawn, RunStep
 from lamina.workers.ranks import Few, Together, Turn, Turns
 from lamina.workers.stepplan import StepPlan
@@ -92,6 +92,16 @@ def test_logits_that_are_no_numbers_on_any_rank_give_no_token(broken: float, at:
     assert few is not None
     known, lse = Alike(list(logits.chunk(2, -1))).gathered(few, [draw], {})
     assert [d.token for d in sample(known, [draw], {}, lse)] == [NO_TOKEN]
+
+
+def test_all_ranks_together_know_that_every_token_is_banned() -> None:
+    logits = torch.full((1, WIDTH), float("-inf"))
+    logits[0, [2, WIDTH - 1]] = 1.0
+    draw = plain(banned=[2, WIDTH - 1])
+    few = Few.of([draw], WIDTH)
+    assert few is not None
+    known, lse = Alike(list(logits.chunk(2, -1))).gathered(few, [draw], {})
+    assert [d.token for d in sample(known, [draw], {}, lse)] == [ALL_BANNED]
 
 
 def test_what_needs_all_logits_gets_them() -> None:
