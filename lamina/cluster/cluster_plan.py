@@ -10,6 +10,7 @@ from lamina.planner.hardware import DEVICES
 
 from .hosts import is_file, read_cluster
 from .placement import Host, Place, check_kv_memory, place
+from .preflight import ranks_meet
 from .remote import any_port
 from .words import counted
 
@@ -19,7 +20,7 @@ _GB = 1e9
 def cluster_plan(model: str, config: EngineConfig) -> str:
     """The plan for the hosts of a YAML as it says, without asking them; else for those of a running cluster.
 
-    Raises ValueError where the workers do not fit, in number or in memory.
+    Raises ValueError where the workers do not fit, in number or in memory, or ranks cannot meet as they are asked to.
     """
     from .ray import on_gpu, wishes
 
@@ -36,6 +37,7 @@ def cluster_plan(model: str, config: EngineConfig) -> str:
         f"over {config.scheme} for {model}: "
         f"DOP ({config.num_compute}, {config.memory_workers}), --placement {config.placement}"
     )
+    meeting = ranks_meet(config, [at.host.name for at in places["compute"]])
     rows = [
         (f"{role}-{i}", at.host.address, _device(at), _weights(weights, at), _ring(config, role, at))
         for role in ("compute", "prefill")
@@ -50,7 +52,8 @@ def cluster_plan(model: str, config: EngineConfig) -> str:
             + (", prefill-*" if config.prefill_workers else "")
         )
         rows.append((f"memory-{i}", at.host.address, _device(at), _kv(token * part, config, at), came))
-    return "\n".join([title, *_table(("worker", "host", "device", "memory of the device", "listens at, for"), rows)])
+    head = ("worker", "host", "device", "memory of the device", "listens at, for")
+    return "\n".join([title, *meeting, *_table(head, rows)])
 
 
 def planned_hosts(address: str) -> list[Host]:

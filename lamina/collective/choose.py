@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from . import AUTO, Collective, Facts, Place, lacks, open_collective, unfit
+from .expect import APART, AS_ASKED, BETWEEN_GPUS, OPEN, OVER_HOSTS, OWN_GPU
 from .mesh import Mesh
 
 log = logging.getLogger(__name__)
@@ -20,8 +21,6 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of 
 NETWORK = Path("/proc/self/ns/net")  # of those that have their interfaces in common
 DIGEST = 16  # bytes
 _NO_GPU = bytes(DIGEST)
-BETWEEN_GPUS = "nccl"
-OVER_HOSTS = "mesh"
 
 
 class Choice(NamedTuple):
@@ -39,8 +38,8 @@ def choose_and_open(asked: str, mesh: Mesh, at: Place) -> tuple[Collective, Choi
     choice = choose(asked, gather(mesh, facts_of(at.device)))
     if choice.name != OVER_HOSTS and not choice.together:
         log.warning(
-            "--collective %s: ranks are on several hosts, and what it sends there is neither authenticated nor "
-            "encrypted: keep that network to yourself, or use --collective %s", choice.name, OVER_HOSTS
+            "--collective %s: ranks are on several hosts, and %s: keep that network to yourself, or use "
+            "--collective %s", choice.name, OPEN, OVER_HOSTS
         )  # fmt: skip
     return open_collective(choice.name, mesh, at._replace(together=choice.together)), choice
 
@@ -55,12 +54,12 @@ def choose(asked: str, ranks: Sequence[Facts]) -> Choice:
                 f"--collective {asked}: {against}: use --collective {OVER_HOSTS}, or a GPU for each of "
                 f"--tensor-parallel-size {len(ranks)}"
             )
-        return Choice(asked, "as asked", together)
+        return Choice(asked, AS_ASKED, together)
     if not against and not together:
-        against = "ranks are on several hosts, and NCCL does not authenticate them"
+        against = APART
     if against:
         return Choice(OVER_HOSTS, against, together)
-    return Choice(BETWEEN_GPUS, "every rank has a GPU of this host to itself", together)
+    return Choice(BETWEEN_GPUS, OWN_GPU, together)
 
 
 def facts_of(device: torch.device) -> Facts:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import Facts, Place
+from .expect import NO_GPU, for_gpus
 from .guard import Guard
 from .mesh import Mesh
 from .process_group import OfGroup, Opened, failed, open_group
@@ -93,7 +94,7 @@ class Nccl(OfGroup):
 def lacks(device: torch.device) -> str:
     """See lamina.collective.COLLECTIVES."""
     if device.type != "cuda":
-        return f" is for GPUs, and ranks compute on {device}: use --compute-device cuda, or --collective auto"
+        return for_gpus(str(device))
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         return ""
     return f": torch {torch.__version__} was built without NCCL: use --collective mesh, or a torch for CUDA on Linux"
@@ -103,7 +104,7 @@ def unfit(ranks: Sequence[Facts]) -> str:
     """See lamina.collective.COLLECTIVES."""
     sharing = [[r for r, other in enumerate(ranks) if other.gpu == own.gpu] for own in ranks]
     if not all(own.gpu for own in ranks):
-        return "not every rank computes on a GPU"
+        return NO_GPU
     if twice := next((found for found in sharing if len(found) > 1), None):
         return f"ranks {' and '.join(map(str, twice))} have one GPU, and NCCL takes one for each"
     return "" if all(own.usable for own in ranks) else "not every rank's torch has NCCL"

@@ -117,6 +117,26 @@ def test_the_papers_plan_without_a_cluster(tmp_path: Path, capsys: pytest.Captur
         assert "auto://10.20.0.2:0 from compute-*" in line
 
 
+def test_the_plan_says_how_ranks_would_meet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = "hosts:\n" + "".join(
+        f"  - {{address: 10.20.0.{i}, compute: {n}, memory: 4, cores: 4}}\n" for i, n in ((1, 3), (2, 1))
+    )
+    ask = ["serve", MODEL, "--ray-address", write(tmp_path, hosts), "--kv-memory", "8MiB", "--dry-run", "--pipeline"]
+    ask += ["3", "--tensor-parallel-size", "2", "--compute-on", "lamina_compute", "--memory-on", "lamina_memory"]
+
+    def lines(*flags: str) -> list[str]:
+        assert main([*ask, *flags]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if "--collective" in line]
+
+    assert lines() == ["--collective auto: ranks would meet over mesh: not every rank computes on a GPU"]
+    first, second = lines("--collective", "gloo")
+    assert first == "--collective gloo: ranks would meet over gloo: as asked (compute-0, compute-1)"
+    assert second.startswith("--collective gloo: ranks would meet over gloo: as asked; what it sends between hosts is")
+    assert second.endswith("(compute-2, compute-3)")
+    assert main([*ask, "--collective", "nccl"]) == 2
+    assert "--collective nccl is for GPUs, and ranks compute on cpu" in capsys.readouterr().err
+
+
 def test_weights_that_no_device_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LIKE_33B, "vocab_size": 4_000_000}))
     assert main(["serve", str(tmp_path), "--ray-address", PAPER, "--kv-memory", "8GiB", "--dry-run"]) == 2

@@ -128,7 +128,13 @@ def test_dry_run_and_explain_know_of_ranks(tiny_lm: Path, capsys: pytest.Capture
     three = ["--tensor-parallel-size", "3", "--memory-workers", "3"]
     two = ["--tensor-parallel-size", "2"]
     assert main(["generate", str(tiny_lm), "--dry-run", "--prompt", "x", "--pipeline", "3", *two]) == 0
-    assert "would start 4 compute workers (2 replicas x 2 ranks) and 2 memory workers" in capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    assert "would start 4 compute workers (2 replicas x 2 ranks) and 2 memory workers" in said[0]
+    assert said[1] == "--collective auto: ranks would meet over mesh: not every rank computes on a GPU"
+    assert main(["generate", str(tiny_lm), "--dry-run", "--prompt", "x", "--collective", "gloo", *two]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "--collective gloo: ranks would meet over gloo: as asked"
+    assert main(["generate", str(tiny_lm), "--dry-run", "--prompt", "x"]) == 0
+    assert "--collective" not in capsys.readouterr().out, "one rank meets nobody"
     assert main(["explain", str(tiny_lm), "--json"]) == 0
     whole = json.loads(capsys.readouterr().out)
     assert main(["explain", str(tiny_lm), "--json", *two]) == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from meshes import WAIT_S, on_all
 
 from lamina.collective import AUTO, COLLECTIVES, Facts, Place, check_name, lacks
 from lamina.collective.choose import choose, choose_and_open, facts_of, gather
+from lamina.collective.expect import expected
 from lamina.collective.mesh import Mesh
 from lamina.config import EngineConfig
 from lamina.workers import devices
@@ -139,6 +142,39 @@ def test_names_are_checked_where_they_are_given() -> None:
         EngineConfig(collective=name)
     with pytest.raises(ValueError, match="^--collective must be one of auto, mesh, gloo, nccl, not 'ring'$"):
         EngineConfig(collective="ring")
+
+
+@pytest.mark.parametrize(
+    ("found", "device", "asked"),
+    [
+        (ranks("aa", "--"), "cpu", AUTO),
+        (ranks("ab", "--"), "cpu", AUTO),
+        (ranks("ab", "01"), "cuda", AUTO),
+        (ranks("aa", "01"), "cuda", "nccl"),
+        (ranks("aa", "01"), "cuda", "mesh"),
+        (ranks("ab", "01"), "cuda", "mesh"),
+        (ranks("aa", "--"), "cpu", "gloo"),
+    ],
+)
+def test_what_is_expected_is_what_ranks_say_once_they_have_met(found: list[Facts], device: str, asked: str) -> None:
+    choice = choose(asked, found)
+    assert expected(asked, device, together=choice.together) == f"{choice.name}: {choice.why}"
+
+
+def test_what_is_expected_where_only_ranks_can_know() -> None:
+    assert expected(AUTO, "cuda", together=True).startswith("nccl where torch has it, else mesh: every rank has a GPU")
+    assert expected(AUTO, "auto", together=True).startswith("nccl where every rank finds a GPU of its own and its")
+    assert expected(AUTO, "auto", together=False) == "mesh: ranks are on several hosts"
+    assert expected("gloo", "cpu", together=False).startswith("gloo: as asked; what it sends between hosts is neither")
+    with pytest.raises(ValueError, match="^--collective nccl is for GPUs, and ranks compute on cpu: use --compute-dev"):
+        expected("nccl", "cpu", together=True)
+
+
+def test_expecting_imports_no_torch() -> None:
+    code = "import sys; from lamina.collective.expect import expected; "
+    code += "print(expected('auto', 'cuda', together=True), file=sys.stderr); print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.split() == ["False"]
 
 
 def test_a_dry_run_refuses_what_a_start_would() -> None:
