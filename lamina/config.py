@@ -155,10 +155,7 @@ class EngineConfig:
         self._check_pipeline()
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(
-                f"--kv-cache-dtype must be one of {', '.join(KV_CACHE_DTYPES)}, not {self.kv_cache_dtype!r}"
-            )
+        check_kv_cache_dtype(self.kv_cache_dtype)
         if CHUNK_TOKENS % self.block_size:
             raise ValueError(f"--block-size must divide {CHUNK_TOKENS}, not {self.block_size}: use 16, 32 or 64")
         if self.memory_addresses and len(self.addresses) != self.memory_workers:
@@ -315,6 +312,12 @@ def weights_of(rates: list[float]) -> list[float]:
     the better ones where heads are shared.
     """
     return [max(0.1, round(rate / max(rates), 1)) for rate in rates]
+
+
+def check_kv_cache_dtype(name: str) -> None:
+    """Raises ValueError, with the known ones, for a --kv-cache-dtype that is none."""
+    if name not in KV_CACHE_DTYPES:
+        raise ValueError(f"--kv-cache-dtype must be one of {', '.join(KV_CACHE_DTYPES)}, not {name!r}")
 
 
 def flag(name: str) -> str:

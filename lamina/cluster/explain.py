@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lamina.config import check_kv_cache_dtype
 from lamina.planner.hardware import DEVICES, Device, device
 from lamina.planner.report import estimate_text, explain_text
 from lamina.planner.roofline import AttentionWork, Estimate, GemmWork, estimate
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dop", default="1,1", metavar="A,B", help="numbers of compute and memory devices (1,1)")
     group.add_argument("--batch", type=int, default=300, help="sequences in a step (300)")
     group.add_argument("--length", type=int, default=4096, help="stored tokens of each sequence (4096)")
+    group.add_argument("--kv-cache-dtype", default="auto", help="stored K and V: auto (the model's dtype), int8 or fp8")
     parser.add_argument("--print-config", action="store_true", help="print all settings, defaults filled in, as JSON")
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be planned, and exit")
 
@@ -71,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--tensor-parallel-size must be at least 1, not {args.tensor_parallel_size}")
     devices = _devices(args)
     _check_dtype(args.dtype)
+    check_kv_cache_dtype(args.kv_cache_dtype)
     if args.print_config:
         settings = {k: v for k, v in vars(args).items() if k not in ("command", "print_config", "dry_run")}
         sys.stdout.write(json.dumps(settings, indent=2) + "\n")
@@ -88,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
             for f in facts_of(program)
             for g in f.gemms
         ]
-        modelled = estimate(gemms, _attention(program), program.weight_bytes, **vars(devices))
+        modelled = estimate(gemms, _attention(program, args.kv_cache_dtype), program.weight_bytes, **vars(devices))
     if args.dot:
         Path(args.dot).write_text(to_dot(program))
     _print(args, facts, modelled, devices)
@@ -101,12 +104,12 @@ def _print(
     if args.json:
         if modelled is not None and devices is not None:
             named = {"compute_device": devices.compute.name, "memory_device": devices.memory.name}
-            facts["modelled"] = {**named, **dataclasses.asdict(modelled)}
+            facts["modelled"] = {**named, "kv_cache_dtype": args.kv_cache_dtype, **dataclasses.asdict(modelled)}
         sys.stdout.write(json.dumps(facts, indent=2) + "\n")
         return
     sys.stdout.write(explain_text(facts))
     if modelled is not None and devices is not None:
-        sys.stdout.write("\n" + estimate_text(modelled, devices.compute, devices.memory))
+        sys.stdout.write("\n" + estimate_text(modelled, devices.compute, devices.memory, args.kv_cache_dtype))
     if args.dot:
         sys.stdout.write(f"\nwrote {args.dot}; draw it with: dot -Tsvg -O {args.dot}\n")
 
@@ -144,12 +147,15 @@ def _describe(model: nn.Module, ranks: int) -> dict[str, str]:
     return {"architecture": type(model).__name__ + part, "dtype": "/".join(sorted(dtypes))}
 
 
-def _attention(program: SlicedProgram) -> list[AttentionWork]:
+def _attention(program: SlicedProgram, kv_cache_dtype: str) -> list[AttentionWork]:
+    """Messages carry K and V in the model's dtype, whatever they are stored as."""
     from lamina.attention.spec import AttentionSpec
+    from lamina.kv.stored import head_bytes, stored_dtype
 
     return [
         AttentionWork(
-            kv_bytes=call.kv_bytes,
+            kv_bytes=call.k.shape[0]
+            * head_bytes(call.k.shape[-1], call.v.shape[-1], stored_dtype(kv_cache_dtype, call.k.dtype)),
             flops=2 * call.q.shape[0] * (call.q.shape[-1] + call.v.shape[-1]),
             window=AttentionSpec.decode(call.rest[1]).window,
             message_bytes=call.q_bytes + call.kv_bytes + call.out_bytes,

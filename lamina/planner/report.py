@@ -98,12 +98,15 @@ def _crossings(facts: dict[str, Any]) -> list[str]:
     return [*table(rows), f"  all messages of one token: {size(step)}; all cuts: {size(facts['cut_bytes_per_token'])}"]
 
 
-def estimate_text(estimate: Estimate, compute: Device, memory: Device) -> str:
-    """The modelled part: times of one step, the bandwidth it needs, what fits where, and the devices' sources."""
+def estimate_text(estimate: Estimate, compute: Device, memory: Device, kv_cache_dtype: str = "auto") -> str:
+    """The modelled part: times of one step, the bandwidth it needs, what fits where, and the devices' sources.
+    ``kv_cache_dtype``: that it is for, by its name in --kv-cache-dtype.
+    """
     network = "no network card is stated for these devices"
     if estimate.network_s is not None:
         network = f"{duration(estimate.network_s)} over the devices' own network cards, if nothing overlaps"
     share = f"{100 * estimate.compute_bound:.0f} % of it limited by FLOP/s, the rest by memory"
+    kv = "KV cache" if kv_cache_dtype == "auto" else f"KV cache in {kv_cache_dtype}"
     rows = [
         ["model", duration(estimate.model_s), share],
         ["attention", duration(estimate.attention_s), f"limited by {estimate.attention_bound}"],
@@ -114,7 +117,7 @@ def estimate_text(estimate: Estimate, compute: Device, memory: Device) -> str:
             f"for messages to take {ALPHA:.0%} of model + attention (arXiv 2405.01814, section 3)",
         ],
         ["weights", size(estimate.weight_bytes), _fits(estimate.compute_needed, estimate.num_compute, compute)],
-        ["KV cache", size(estimate.kv_bytes), _fits(estimate.memory_needed, estimate.num_memory, memory)],
+        [kv, size(estimate.kv_bytes), _fits(estimate.memory_needed, estimate.num_memory, memory)],
     ]
     title = (
         f"modelled, not measured: one step at peak rates, batch {estimate.batch}, length {estimate.length}, on "

@@ -25,7 +25,9 @@ class GemmWork:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionWork:
-    """Attention of one layer: what it reads for each stored token, FLOPs for each, tokens seen (0 = all), message."""
+    """Attention of one layer: what it reads for each stored token, as it is stored, scales included; FLOPs for each,
+    tokens seen (0 = all), message.
+    """
 
     kv_bytes: int
     flops: int

@@ -60,9 +60,28 @@ def test_a_model_with_weights_as_text(tmp_path: Path, capsys: pytest.CaptureFixt
     assert dot.read_text().startswith("digraph")
 
 
+def test_modelled_times_are_those_of_k_and_v_as_they_are_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices = ["--compute-device", "h100", "--memory-device", "h20", "--batch", "8", "--length", "32"]
+    plan = [_config(tmp_path, 4), "--no-weights", *devices]
+    plain = _json(capsys, *plan)["modelled"]
+    wide = 4 * 2 * (16 + 16) * 2  # layers, KV heads, K and V of 16 numbers each in bf16: bytes of a token
+    assert (plain["kv_cache_dtype"], plain["kv_bytes"]) == ("auto", 8 * 32 * wide)
+    for name in ("int8", "fp8"):
+        stored = _json(capsys, *plan, "--kv-cache-dtype", name)["modelled"]
+        token = 4 * 2 * (16 + 16 + 2 * 4)  # a byte each, and two scales of fp32
+        assert (stored["kv_cache_dtype"], stored["kv_bytes"]) == (name, 8 * 32 * token)
+        assert stored["attention_s"] == pytest.approx(plain["attention_s"] * token / wide)
+        assert stored["message_bytes"] == plain["message_bytes"], "the wire has K and V as they are computed"
+    assert main(["explain", *plan, "--kv-cache-dtype", "int8"]) == 0
+    assert "KV cache in int8" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--kv-cache-dtype", "int4"], "--kv-cache-dtype must be one of auto, int8, fp8, not 'int4'"),
         (["--compute-device", "h100"], "--memory-device is missing"),
         (["--compute-device", "x", "--memory-device", "h20"], "--compute-device x is not one of"),
         (["--batch", "0"], "--batch must be at least 1, not 0"),
