@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from time import monotonic
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -23,16 +24,19 @@ class Background(Generic[T]):
         self._work = work
         self._found: list[T] = []
         self._error: BaseException | None = None
+        self._began = monotonic()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def result(self, timeout_s: float | None = None) -> T:
-        """What ``work`` returned. Raises what it raised, TimeoutError past ``timeout_s``."""
-        self._thread.join(timeout_s)
+    def result(self, limit_s: float | None = None) -> T:
+        """What ``work`` returned. Raises what it raised, TimeoutError ``limit_s`` seconds after it began: what was done
+        beside it counts, too.
+        """
+        self._thread.join(None if limit_s is None else max(0.0, self._began + limit_s - monotonic()))
         if self._error is not None:
             raise self._error
         if not self._found:
-            raise TimeoutError(f"{self._thread.name} is not done after {timeout_s:g} s")
+            raise TimeoutError(f"{self._thread.name} is not done after {limit_s:g} s")
         return self._found[0]
 
     def _run(self) -> None:

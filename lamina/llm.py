@@ -49,10 +49,11 @@ class LLM:
         with progress_bar(progress) as on_progress:
             source = model if tokenizer is None else tokenizer
             here = not isinstance(model, str) or netstack.open(config.scheme, key=bytes(32)).in_process
-            loading = load_beside(source, trust_remote_code=config.trust_remote_code, here=here)
+            remote, limit_s = config.trust_remote_code, config.start_timeout_s
+            loading = load_beside(source, trust_remote_code=remote, here=here, limit_s=limit_s)
             self.pools = Pools(model, config, on_progress)
             try:
-                self._tokenizer = loading.result(config.start_timeout_s)
+                self._tokenizer = loading.result(limit_s)
             except BaseException:
                 self.pools.close()
                 raise

@@ -76,10 +76,13 @@ def stated_limit(model: str, config: EngineConfig) -> int:
 
 
 def check_prompts(model: str, config: EngineConfig, prompts: Sequence[str], limit: int) -> Any:
-    """The model's tokenizer. Raises ValueError for prompts that sequences of ``limit`` tokens do not hold."""
-    from lamina.models.tokens import load_tokenizer
+    """The model's tokenizer. Raises ValueError for prompts that sequences of ``limit`` tokens do not hold, TimeoutError
+    where it is not loaded within --start-timeout-s.
+    """
+    from lamina.models.tokens import load_beside
 
-    tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
+    remote, limit_s = config.trust_remote_code, config.start_timeout_s
+    tokenizer = load_beside(model, trust_remote_code=remote, here=True, limit_s=limit_s).result()
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer, which --prompt needs")
     for prompt in prompts:

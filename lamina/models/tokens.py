@@ -51,14 +51,15 @@ def load_tokenizer(source: Any, *, trust_remote_code: bool = False) -> Any:
         raise ModelError(f"the tokenizer in {directory} cannot be loaded: {one_line(error)}") from error
 
 
-def load_beside(source: Any, *, trust_remote_code: bool, here: bool) -> Background[Any]:
-    """``load_tokenizer`` while workers start. ``here``: they are threads of this process, which begin once it is done,
-    as transformers is not to be imported by two threads at once.
+def load_beside(source: Any, *, trust_remote_code: bool, here: bool, limit_s: float) -> Background[Any]:
+    """``load_tokenizer`` while workers start, for whose end callers wait no longer than ``limit_s``. ``here``: they are
+    threads of this process, which begin once it is done, as transformers is not to be imported by two threads at once.
+    Raises TimeoutError where they are.
     """
     work = partial(load_tokenizer, source, trust_remote_code=trust_remote_code)
     loading = Background(work, "loading the tokenizer (--start-timeout-s)")
     if here:
-        loading.result()
+        loading.result(limit_s)
     return loading
 
 

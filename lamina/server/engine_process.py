@@ -49,8 +49,8 @@ def serve_engine(sock: socket.socket) -> None:
 def _serve(link: ControlLink, start: Start) -> None:
     config, _ = nearest(start.config)
     here = netstack.open(config.scheme, key=bytes(32)).in_process
-    remote = config.trust_remote_code
-    tokenizer = load_beside(start.tokenizer or start.model, trust_remote_code=remote, here=here)
+    remote, limit_s = config.trust_remote_code, config.start_timeout_s
+    tokenizer = load_beside(start.tokenizer or start.model, trust_remote_code=remote, here=here, limit_s=limit_s)
 
     def progress(stage: str, done: int, total: int) -> None:
         link.send(Progress(stage=stage, done=done, total=total))
@@ -58,7 +58,7 @@ def _serve(link: ControlLink, start: Start) -> None:
     pools = Pools(start.model, config, progress)
     try:
         engine = Engine(pools, config, trace=pools.tracer.recorder)
-        _Loop(link, engine, pools, tokenizer.result(config.start_timeout_s)).run()
+        _Loop(link, engine, pools, tokenizer.result(limit_s)).run()
     finally:
         pools.close()
 

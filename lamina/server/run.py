@@ -63,14 +63,14 @@ async def _serve(
     on_ready: Callable[[], None],
 ) -> int:
     source = config.tokenizer or model
-    remote = engine_config.trust_remote_code
+    remote, limit_s = engine_config.trust_remote_code, engine_config.start_timeout_s
     stages = _Stages()
     with _ended_by_signals(handle):
-        loading = load_beside(source, trust_remote_code=remote, here=False)
+        loading = load_beside(source, trust_remote_code=remote, here=False, limit_s=limit_s)
         client = await EngineClient.connect(handle, stages)
     stages.end()
     try:
-        tokenizer = await asyncio.to_thread(loading.result, engine_config.start_timeout_s)
+        tokenizer = await asyncio.to_thread(loading.result, limit_s)
         if tokenizer is None:
             raise ValueError(f"{model} has no tokenizer: give --tokenizer")
         await _Server(_service(model, config, engine_config, client, tokenizer), on_ready).run(sock)

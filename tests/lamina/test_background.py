@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from time import monotonic
 
 import pytest
 
@@ -34,3 +35,15 @@ def test_a_wait_has_an_end() -> None:
         work.result(0.01)
     go.set()
     assert work.result(10.0)
+
+
+def test_its_time_runs_from_when_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    work = Background(go.wait, "slow")
+    began = monotonic()
+    monkeypatch.setattr("lamina.background.monotonic", lambda: began + 600.0)
+    with pytest.raises(TimeoutError, match=r"slow is not done after 600 s"):
+        work.result(600.0)
+    go.set()
+    assert work.result()
+    assert work.result(600.0), "what is done is not late"

@@ -1,0 +1,94 @@
+"""A tokenizer that never loads, on a file system that has gone away: given up at --start-timeout-s, in one line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from running import MODEL, ROOT
+
+from lamina import LLM, llm
+from lamina.cluster.launch import main
+from lamina.config import EngineConfig
+from lamina.server import engine_process
+from lamina.server.messages import Start
+from lamina.workers.control import ControlLink
+
+GIVEN_UP = "loading the tokenizer (--start-timeout-s) is not done after"
+
+
+@pytest.fixture
+def stuck(tmp_path: Path) -> Iterator[str]:
+    """A model whose tokenizer_config.json is a pipe that nobody writes to."""
+    shutil.copytree(ROOT / MODEL, tmp_path / "model")
+    pipe = tmp_path / "model" / "tokenizer_config.json"
+    pipe.unlink()
+    os.mkfifo(pipe)
+    yield str(tmp_path / "model")
+    with suppress(OSError):  # nobody reads any more
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))  # who reads is at the end of the file now
+
+
+def test_a_server_gives_up(stuck: str) -> None:
+    """All of it; with workers that are threads, which wait for the tokenizer, so that it is all that can be late."""
+    command = [sys.executable, "-m", "lamina.cluster.launch", "serve", MODEL, "--tokenizer", stuck, "--port", "0"]
+    ended = subprocess.run(
+        [*command, "--transport", "loopback", "--start-timeout-s", "2"], cwd=ROOT, capture_output=True, text=True,
+        timeout=110, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2, ended.stderr
+    assert [line for line in ended.stderr.splitlines() if line.startswith("lamina-launch")] == [
+        f"lamina-launch serve: {GIVEN_UP} 2 s"
+    ]
+    assert "Traceback" not in ended.stderr
+    assert not ended.stdout
+
+
+class NoPools:
+    """Workers that have started already."""
+
+    closed = 0
+    tracer = SimpleNamespace(recorder=None)
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        NoPools.closed += 1
+
+
+@pytest.mark.parametrize("module", [llm, engine_process], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("transport", ["loopback", "shm"])
+def test_it_is_given_up_and_workers_end(
+    module: ModuleType, transport: str, stuck: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "Pools", NoPools)
+    monkeypatch.setattr(module, "Engine", lambda *_, **__: None)
+    before, config = NoPools.closed, EngineConfig(transport=transport, start_timeout_s=0.2)
+    with pytest.raises(TimeoutError) as error:
+        start_up(module, stuck, config)
+    assert str(error.value) == f"{GIVEN_UP} 0.2 s"
+    assert NoPools.closed - before == (transport == "shm"), "threads are not started before it is there"
+
+
+def start_up(module: ModuleType, model: str, config: EngineConfig) -> None:
+    if module is llm:
+        LLM(model, **asdict(config))
+    else:
+        start = Start(model=model, tokenizer="", config=config)
+        engine_process._serve(ControlLink(socket.socket(), Start), start)
+
+
+def test_generate_gives_up(stuck: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", stuck, "--prompt", "x", "--start-timeout-s", "0.2"]) == 2
+    assert capsys.readouterr().err == f"lamina-launch generate: {GIVEN_UP} 0.2 s\n"
