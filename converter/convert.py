@@ -22,7 +22,7 @@ def convert(
     cut_op: torch._ops.OpOverload,
     *,
     expect: int | None = None,
-    overlap: bool = False,
+    hoist: bool = False,
     split_fused: bool = True,
     check_rows: bool = True,
     max_positions: int = 64,
@@ -36,7 +36,7 @@ def convert(
     is left as found; on the meta device the result is a plan.
 
     expect: the number of ``cut_op`` that there must be (one per layer); fewer means a layer that keeps other state.
-    overlap: keep work that does not wait for attention before it (parallel attention + MLP), for more carried bytes.
+    hoist: do work that does not wait for an attention before it (parallel attention + MLP), for more carried bytes.
     split_fused: compute Q apart from K and V where one GEMM over contiguous parts makes all three.
     check_rows: show that no row's result depends on other rows, by rule and by running at positions from 0 to
         ``max_positions`` - 1, which must be positions that the model can take.
@@ -52,7 +52,7 @@ def convert(
     graph = RowGraph(captured)
     if check_rows:
         check_rows_by_rule(graph)
-    cuts = plan_cuts(graph, overlap=overlap)
+    cuts = plan_cuts(graph, hoist=hoist)
     clock.done("plan")
     values = StaticValues(graph)
     calls = tuple(describe_call(graph, values, i) for i in range(len(graph.calls)))
@@ -64,7 +64,7 @@ def convert(
     if check_rows:
         rows = "numeric" if check_rows_by_running(slices, calls, max_positions) else "static"
         clock.done("check rows")
-    return SlicedProgram(slices, calls, described, overlap, rows, timings=timings)
+    return SlicedProgram(slices, calls, described, hoist, rows, timings=timings)
 
 
 class _Stages:

@@ -157,7 +157,7 @@ def to_json(program: SlicedProgram) -> dict[str, Any]:
         "stamped": program.stamped > 0,
         "stamped_layers": program.stamped,
         "rows": program.rows,
-        "overlap": program.overlap,
+        "hoist": program.hoist,
         "weight_bytes": program.weight_bytes,
         "cut_bytes_per_token": program.cut_bytes_per_token,
         "message_bytes_per_token": program.message_bytes_per_token,

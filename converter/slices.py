@@ -122,7 +122,7 @@ class SlicedProgram:
     slices: tuple[Slice, ...]
     calls: tuple[CutCall, ...]
     cuts: tuple[Cut, ...]
-    overlap: bool
+    hoist: bool
     rows: str
     stamped: int = 0
     timings: dict[str, float] = field(default_factory=dict)

@@ -77,7 +77,7 @@ def _sizes(model: str, config: EngineConfig) -> tuple[int, int]:
             model=model,
             dtype=config.dtype,
             trust_remote_code=config.trust_remote_code,
-            overlap=False,
+            hoist=False,
             tensor_parallel_size=config.tensor_parallel_size,
         )
     ).program

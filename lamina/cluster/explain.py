@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dot", metavar="FILE", help="write the sliced graph to FILE for Graphviz")
     parser.add_argument("--no-weights", action="store_true", help="plan from the configuration alone")
     parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16")
-    parser.add_argument("--overlap", action="store_true", help="keep work before attention that does not wait for it")
+    parser.add_argument("--hoist", action="store_true", help="do work that does not wait for an attention before it")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that ships with the model")
     parser.add_argument(
         "--tensor-parallel-size", type=int, default=1, metavar="T", help="of T ranks, what the first one has (1)"
@@ -171,11 +171,11 @@ def _convert(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
     size = args.tensor_parallel_size
     loaded = load(args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code, size=size)
     limit = loaded.max_model_len
-    return loaded.model, convert_model(loaded.model, max_model_len=limit, overlap=args.overlap, part=loaded.part)
+    return loaded.model, convert_model(loaded.model, max_model_len=limit, hoist=args.hoist, part=loaded.part)
 
 
 def plan(args: argparse.Namespace) -> Plan:
-    """``args``: model, dtype, trust_remote_code, overlap, tensor_parallel_size. Without weights: a few layers are
+    """``args``: model, dtype, trust_remote_code, hoist, tensor_parallel_size. Without weights: a few layers are
     captured and the rest stamped if that is provably the same, else all are captured.
     """
     from lamina.converter import ConversionError
@@ -192,20 +192,20 @@ def plan(args: argparse.Namespace) -> Plan:
         shard = plan_shard(model, 0, args.tensor_parallel_size, limit)
         shard.shrink(model)
         shard.join(model)
-        program = convert_model(model, max_model_len=limit, overlap=args.overlap, part=shard.part)
+        program = convert_model(model, max_model_len=limit, hoist=args.hoist, part=shard.part)
         return Plan(model, program, shard)
 
     def shallow(few: int) -> tuple[SlicedProgram, Sequence[nn.Module], Sequence[Hashable]]:
         less = _with_layers(config, num_layers(model), few)
         small = from_config(less, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
-        program = convert_model(small, max_model_len=limit, overlap=args.overlap)
+        program = convert_model(small, max_model_len=limit, hoist=args.hoist)
         return program, layer_stack(small, few)[1], _layer_entries(less, few)
 
     total, stamped = num_layers(model), None
     with suppress(ConversionError):  # where layers are in no list, all of them are captured
         name, layers = layer_stack(model, total)
         stamped = stamp(shallow, layers, _layer_entries(config, total), f"model.{name}")
-    return Plan(model, stamped or convert_model(model, max_model_len=limit, overlap=args.overlap), None)
+    return Plan(model, stamped or convert_model(model, max_model_len=limit, hoist=args.hoist), None)
 
 
 def _read_config(args: argparse.Namespace) -> Any:

@@ -120,7 +120,7 @@ def _facts(model: str, config: EngineConfig) -> _Facts:
             model=model,
             dtype=str(dtype).removeprefix("torch."),
             trust_remote_code=trust,
-            overlap=False,
+            hoist=False,
             tensor_parallel_size=config.tensor_parallel_size,
         )
     )

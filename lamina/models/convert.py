@@ -20,7 +20,7 @@ def convert_model(
     model: nn.Module,
     *,
     max_model_len: int,
-    overlap: bool = False,
+    hoist: bool = False,
     check_rows: bool = True,
     deterministic: bool = False,
     part: Part = WHOLE,
@@ -28,7 +28,7 @@ def convert_model(
     """Cut ``model`` at its attention layers. Weights are bound, not copied; the model is left as it was found.
 
     ``max_model_len``: tokens of a text at most; a model whose attention or rotary embedding changes with longer texts
-    is served up to there. ``overlap``, ``check_rows``: see lamina.converter.convert. ``deterministic``: experts take
+    is served up to there. ``hoist``, ``check_rows``: see lamina.converter.convert. ``deterministic``: experts take
     each row by itself, so that it does not matter which rows run beside it; slower. ``part``: which one the model's
     weights are. On the meta device the result is a plan.
 
@@ -45,7 +45,7 @@ def convert_model(
                 DecodeStep(model),
                 ATTENTION_OP,
                 expect=len(layers),
-                overlap=overlap,
+                hoist=hoist,
                 check_rows=check_rows,
                 max_positions=max_model_len,
             )

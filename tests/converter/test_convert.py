@@ -19,10 +19,10 @@ def cut(model: nn.Module, **options: Any) -> SlicedProgram:
 
 
 @functools.cache
-def converted(overlap: bool = False, dtype: torch.dtype = torch.float32, **shape: Any) -> tuple[Decoder, SlicedProgram]:
+def converted(hoist: bool = False, dtype: torch.dtype = torch.float32, **shape: Any) -> tuple[Decoder, SlicedProgram]:
     """A model and its slices, shared by tests that only look."""
     model = Decoder(**shape).to(dtype).eval()
-    return model, cut(model, overlap=overlap, expect=len(model.layers))
+    return model, cut(model, hoist=hoist, expect=len(model.layers))
 
 
 def step(
@@ -44,7 +44,7 @@ _STEPS = [([0, 1, 2], [0, 5, 40]), ([2, 0, 1], [41, 1, 6]), ([0], [2]), ([3, 1, 
 @pytest.mark.parametrize(
     "options",
     [{"fused": f} for f in ("", "slices", "split", "clamp", "interleaved")]
-    + [{"parallel": True}, {"parallel": True, "overlap": True, "fused": "split"}],
+    + [{"parallel": True}, {"parallel": True, "hoist": True, "fused": "split"}],
     ids=str,
 )
 def test_slices_compute_what_the_model_computes(options: dict[str, Any]) -> None:
@@ -132,15 +132,15 @@ def test_q_leaves_before_k_and_v_are_computed() -> None:
     assert after == []
 
 
-def test_overlap_runs_the_free_branch_while_attention_is_away() -> None:
+def test_hoisting_runs_the_free_branch_while_attention_is_away() -> None:
     _, plain = converted(dtype=torch.bfloat16, parallel=True)
-    _, overlapped = converted(overlap=True, dtype=torch.bfloat16, parallel=True)
+    _, hoisted = converted(hoist=True, dtype=torch.bfloat16, parallel=True)
     mlp = ["layers.1.mlp.up.weight", "layers.1.mlp.down.weight"]
     assert blocks(plain.slices[2])[0][:3] == ["layers.1.attention.o_proj.weight", *mlp]
-    assert blocks(overlapped.slices[1])[2] == mlp
+    assert blocks(hoisted.slices[1])[2] == mlp
     assert plain.cuts[1].bytes_per_token == 2 * 32 + 4
-    assert overlapped.cuts[1].bytes_per_token == 2 * 2 * 32 + 4
-    assert converted()[1].cuts == converted(overlap=True)[1].cuts
+    assert hoisted.cuts[1].bytes_per_token == 2 * 2 * 32 + 4
+    assert converted()[1].cuts == converted(hoist=True)[1].cuts
 
 
 @pytest.mark.parametrize("fused", ["slices", "split", "clamp"])

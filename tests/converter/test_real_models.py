@@ -32,14 +32,14 @@ _CONFIGS: dict[str, PreTrainedConfig] = {c.model_type: c for c in (_LLAMA, _PHI3
 
 
 @functools.cache
-def build(family: str, overlap: bool = False) -> tuple[nn.Module, SlicedProgram]:
+def build(family: str, hoist: bool = False) -> tuple[nn.Module, SlicedProgram]:
     """A small fp64 model and its slices; shared, as nothing changes them."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(_CONFIGS[family], dtype=torch.float64).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:  # larger than the default, so that attention is sharp and errors show
             nn.init.normal_(parameter, std=0.2)
-    return model, convert_model(model, max_model_len=64, overlap=overlap)
+    return model, convert_model(model, max_model_len=64, hoist=hoist)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
@@ -73,9 +73,9 @@ def test_positions_cross_in_place_of_the_tables_that_are_alive() -> None:
     assert [c.live_bytes_per_token for c in program.cuts] == [512 + 2 * 16 * 8] * 2 + [512]
 
 
-def test_gptj_overlaps_its_mlp_on_demand() -> None:
+def test_gptj_hoists_its_mlp_on_demand() -> None:
     _, plain = build("gptj")
-    _, program = build("gptj", overlap=True)
+    _, program = build("gptj", hoist=True)
     before, between, after = blocks(program.slices[1])
     assert [w.split(".")[-2] for w in (before[-1], *between, *after)] == [
         "q_proj",

@@ -35,6 +35,8 @@ def test_plan_from_a_configuration_alone(tmp_path: Path, capsys: pytest.CaptureF
     assert [c["bytes_per_token"] for c in facts["cuts"]] == [132] * 7 + [128]
     assert (facts["messages"]["q"], facts["messages"]["kv"], facts["messages"]["o"]) == (128, 128, 128)
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64
+    assert facts["hoist"] is False
+    assert _json(capsys, str(tmp_path), "--no-weights", "--hoist")["hoist"] is True
     assert facts["weight_bytes"] == 2 * (8 * layer + 2 * 96 * 64 + 64) + 8 * 4  # and 8 fp32 frequencies
     assert _json(capsys, str(tmp_path / "config.json"), "--no-weights")["cuts"] == facts["cuts"]
 

@@ -96,7 +96,7 @@ def of_part(part: Part, linear: LinearBackend, cache: Path) -> Slice:
     x = torch.zeros(3, 1, 64, dtype=part.two.dtype)
     with torch.no_grad():
         module = torch.export.export(part, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},)).module()
-    program = SlicedProgram((Slice(0, module, "", {}),), (), (), overlap=False, rows="unchecked")
+    program = SlicedProgram((Slice(0, module, "", {}),), (), (), hoist=False, rows="unchecked")
     return compiled(program, linear, lambda done, total: None, cache).slices[0]
 
 
