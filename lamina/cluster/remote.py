@@ -16,7 +16,7 @@ SCHEME = "control"
 _NO_SLOTS = Geometry(slots=1, slot_bytes=64)  # the handshake covers an inbox of each side; here is none
 
 
-class Door:
+class ControlListener:
     """Where a driver comes, on one interface of this host and any free port. Owned by who made it; close it."""
 
     def __init__(self, host: str, key: bytes) -> None:

@@ -14,7 +14,7 @@ from lamina.netstack import ChannelError
 from lamina.netstack.key import KEY, KEY_FILE
 
 from .local import in_words, spawn
-from .remote import Door
+from .remote import ControlListener
 
 ARRIVAL_S = 60.0  # a driver that has asked for a worker and does not come is given up
 
@@ -38,9 +38,9 @@ class Warden:
         Answers {port, version, auth}; ``auth`` is how Ray's own doors are kept here.
         """
         self._order = json.loads(order)
-        door = Door(self._order["host"], bytes.fromhex(self._order["key"]))
-        threading.Thread(target=self._serve, args=(door,), name="lamina-warden", daemon=True).start()
-        return json.dumps({"port": door.port, "version": __version__, "auth": os.environ.get("RAY_AUTH_MODE", "")})
+        listener = ControlListener(self._order["host"], bytes.fromhex(self._order["key"]))
+        threading.Thread(target=self._serve, args=(listener,), name="lamina-warden", daemon=True).start()
+        return json.dumps({"port": listener.port, "version": __version__, "auth": os.environ.get("RAY_AUTH_MODE", "")})
 
     def started(self) -> str:
         """Waits until the worker runs. Answers {pid}, or {error} where the driver did not come."""
@@ -59,20 +59,20 @@ class Warden:
         if self._process is not None:
             self._process.kill()
 
-    def _serve(self, door: Door) -> None:
+    def _serve(self, listener: ControlListener) -> None:
         try:
-            self._spawn(door)
+            self._spawn(listener)
         except (ChannelError, OSError) as error:
             self._fate = str(error)
         finally:
-            door.close()
+            listener.close()
             self._started.set()
         if self._process is not None:
             self._fate = in_words(self._process.wait())
         self._ended.set()
 
-    def _spawn(self, door: Door) -> None:
-        sock, keys = door.accept(ARRIVAL_S)
+    def _spawn(self, listener: ControlListener) -> None:
+        sock, keys = listener.accept(ARRIVAL_S)
         theirs, self._life_line = os.pipe()  # ours ends with this process, however that ends
         with suppress(BrokenPipeError):
             os.write(self._life_line, keys)

@@ -19,8 +19,8 @@ from lamina.workers.stepplan import Rows
 from .partition import Lanes
 
 
-class Node(NamedTuple):
-    """The stored tokens ``low .. high`` of the sequence of ``rows``: stripe ``number`` as far as it goes."""
+class Stripe(NamedTuple):
+    """The stored tokens ``low .. high`` of the sequence of ``rows``: its stripe ``number`` as far as it goes."""
 
     rows: Rows
     number: int
@@ -32,14 +32,14 @@ class Node(NamedTuple):
 class Layout:
     """What one group of a memory worker has of a step. Row numbers count the step's rows.
 
-    Partial results come back in this order: of ``nodes``, then of ``new``; each has its sequence's rows.
+    Partial results come back in this order: of ``stripes``, then of ``new``; each has its sequence's rows.
     """
 
     whole: list[Rows] = field(default_factory=list)  # sequences that it finishes alone
     whole_rows: list[int] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
+    stripes: list[Stripe] = field(default_factory=list)  # each a node of the merge tree
     new: list[Rows] = field(default_factory=list)  # sequences whose new rows it attends for others to merge
-    q: list[Rows] = field(default_factory=list)  # sequences whose Q it needs for ``nodes`` and ``new``
+    q: list[Rows] = field(default_factory=list)  # sequences whose Q it needs for ``stripes`` and ``new``
     q_rows: list[int] = field(default_factory=list)
     kv: list[Rows] = field(default_factory=list)  # rows whose K and V it needs for ``new``, or only to keep them
     kv_rows: list[int] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Layout:
     @property
     def num_partial(self) -> int:
         """Rows of partial results."""
-        return sum(n.rows.count for n in self.nodes) + sum(r.count for r in self.new)
+        return sum(s.rows.count for s in self.stripes) + sum(r.count for r in self.new)
 
 
 def layout(rows: Sequence[Rows], lanes: Lanes, window: int, stripe: int) -> Layout:
@@ -62,14 +62,14 @@ def layout(rows: Sequence[Rows], lanes: Lanes, window: int, stripe: int) -> Layo
                 out.whole_rows += steps
             continue
         seen = max(0, row.first - window + 1) if window else 0
-        stripes = range(seen // stripe, -(-row.first // stripe))
-        mine = _kept_stripes(lanes, row.sequence % len(lanes.pattern), stripes)
+        numbers = range(seen // stripe, -(-row.first // stripe))
+        mine = _kept_stripes(lanes, row.sequence % len(lanes.pattern), numbers)
         home = row.sequence + row.first // stripe in lanes
-        if home and len(mine) == len(stripes):
+        if home and len(mine) == len(numbers):
             out.whole.append(row)
             out.whole_rows += steps
             continue
-        out.nodes += (Node(row, n, n * stripe, min(row.first, (n + 1) * stripe)) for n in mine)
+        out.stripes += (Stripe(row, n, n * stripe, min(row.first, (n + 1) * stripe)) for n in mine)
         if home:
             out.new.append(row)
         if home or mine:
@@ -119,9 +119,9 @@ def merges(layouts: Iterable[Layout]) -> Merges:
     places: dict[Rows, int] = {}
     at = 0
     for each in layouts:
-        for node in each.nodes:
-            found.setdefault(node.rows, []).append((node.number, at))
-            at += node.rows.count
+        for stripe in each.stripes:
+            found.setdefault(stripe.rows, []).append((stripe.number, at))
+            at += stripe.rows.count
         for row in each.new:
             new[row] = at
             at += row.count

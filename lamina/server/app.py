@@ -14,7 +14,7 @@ from . import about, generate, page
 from .auth import Auth
 from .bodies import BodyLimits
 from .calls import Service
-from .door import Door
+from .early_refusal import EarlyRefusal
 from .errors import ApiError, error_response
 from .observe import Observe
 
@@ -34,10 +34,10 @@ def make_app(service: Service) -> FastAPI:
 
 
 def layered(app: FastAPI, service: Service) -> ASGIApp:
-    """``app`` behind its layers: observe, CORS, API key, door, limits of bodies; from outside to inside."""
+    """``app`` behind its layers: observe, CORS, API key, early refusal, limits of bodies; from outside to inside."""
     config = service.config
-    door = Door(BodyLimits(app, config), service.admission, generate.router.routes)
-    inner: ASGIApp = Auth(door, config.api_keys)
+    refusal = EarlyRefusal(BodyLimits(app, config), service.admission, generate.router.routes)
+    inner: ASGIApp = Auth(refusal, config.api_keys)
     if config.origins:
         inner = CORSMiddleware(
             inner, allow_origins=config.origins, allow_methods=["GET", "POST"], allow_headers=["*"],

@@ -47,7 +47,7 @@ class Stored:
     """What a piece's attention over stored tokens has found: for sequences that are whole here, and for the others."""
 
     whole: Partial | None
-    nodes: Partial | None
+    stripes: Partial | None
 
 
 class Step:
@@ -85,7 +85,7 @@ class Step:
         for piece, group, (whole, other) in self._q(layer, q):
             results = [
                 attend(piece.operator, x.prepared, piece.kv, pick(q, x.of)) if x.num_rows else None
-                for x, q in ((group.whole, whole), (group.nodes, other))
+                for x, q in ((group.whole, whole), (group.stripes, other))
             ]
             found.append(Stored(*results))
         return found
@@ -106,7 +106,7 @@ class Step:
         partials, finals = Flat(partial, torch.float32), Flat(final, self._store.dtype)
         for (piece, group, (whole, other)), written, part in zip(self._q(layer, q), kv, stored, strict=True):
             op, new = piece.operator, group.new
-            parts = [] if part.nodes is None else [part.nodes]
+            parts = [] if part.stripes is None else [part.stripes]
             if new.num_rows:
                 parts.append(
                     backend.attend_new(op, new.prepared, pick(other, new.of), written.other.pick(group.new_kv))
@@ -147,8 +147,8 @@ class _GroupStep:
         self.num_partial = found.num_partial
         self.whole = self._attended(found.whole, None, None)
         self.other_q = len(found.q_rows)
-        node_rows, ranges = [n.rows for n in found.nodes], [(n.low, n.high) for n in found.nodes]
-        self.nodes = self._attended(node_rows, ranges, _index(node_rows, q_at, store.device))
+        rows, ranges = [s.rows for s in found.stripes], [(s.low, s.high) for s in found.stripes]
+        self.stripes = self._attended(rows, ranges, _index(rows, q_at, store.device))
         at = _index(found.new, q_at, store.device)
         self.new = self._attended(found.new, [(r.first, r.first) for r in found.new], at)
         self.new_kv = _index(found.new, kv_at, store.device)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.cluster.remote import Door, connect
+from lamina.cluster.remote import ControlListener, connect
 from lamina.netstack import ChannelAborted, HandshakeError
 from lamina.workers import sealed
 from lamina.workers.control import AskStats, ControlLink, LinkClosedError, Stats
@@ -135,14 +135,14 @@ def test_control_messages_go_through_with_a_deadline(ends: tuple[SealedSocket, S
 
 
 def test_only_who_has_the_key_comes_in() -> None:
-    door = Door("127.0.0.1", KEY)
+    listener = ControlListener("127.0.0.1", KEY)
     accepted: list[tuple[socket.socket, bytes]] = []
-    thread = threading.Thread(target=lambda: accepted.append(door.accept(SOON_S)))
+    thread = threading.Thread(target=lambda: accepted.append(listener.accept(SOON_S)))
     thread.start()
-    stranger = socket.create_connection(("127.0.0.1", door.port))  # silent: it delays nobody
+    stranger = socket.create_connection(("127.0.0.1", listener.port))  # silent: it delays nobody
     with pytest.raises(HandshakeError, match="keys differ"):
-        connect("127.0.0.1", door.port, bytes(32), SOON_S)
-    with connect("127.0.0.1", door.port, KEY, SOON_S) as driver:
+        connect("127.0.0.1", listener.port, bytes(32), SOON_S)
+    with connect("127.0.0.1", listener.port, KEY, SOON_S) as driver:
         thread.join(SOON_S)
         ((sock, keys),) = accepted
         with SealedSocket(sock.detach(), keys) as worker:
@@ -151,21 +151,21 @@ def test_only_who_has_the_key_comes_in() -> None:
             assert worker.recv_into(view) == 5
             assert bytes(view) == b"hello"
     stranger.close()
-    door.close()
+    listener.close()
 
 
-def test_closing_the_door_ends_the_wait() -> None:
-    door = Door("127.0.0.1", KEY)
+def test_closing_the_listener_ends_the_wait() -> None:
+    listener = ControlListener("127.0.0.1", KEY)
     ended: list[BaseException] = []
 
     def wait() -> None:
         try:
-            door.accept(SOON_S)
+            listener.accept(SOON_S)
         except ChannelAborted as error:
             ended.append(error)
 
     thread = threading.Thread(target=wait)
     thread.start()
-    door.close()
+    listener.close()
     thread.join(SOON_S)
     assert len(ended) == 1

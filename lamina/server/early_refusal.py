@@ -14,7 +14,7 @@ from .admission import Admission
 from .errors import ApiError, error_response
 
 
-class Door:
+class EarlyRefusal:
     """Asks ``admission`` for room for one completion, on the ``routes`` that need it."""
 
     def __init__(self, app: ASGIApp, admission: Admission, routes: Iterable[BaseRoute]) -> None:
