@@ -40,6 +40,7 @@ from lamina.workers.control import (
 )
 from lamina.workers.groups import Capacity, of_all_ranks
 
+from .alike import check_alike
 from .arrivals import Arrivals
 from .members import Member, Members
 
@@ -204,11 +205,12 @@ class Pools:
         self._introduce_ranks(deadline)
         self._close_ring(deadline)
         on_progress("starting workers", 1, 1)
-        readies = [self._await_compute(m, deadline, on_progress) for m in self._compute]
+        readies = {m.label: self._await_compute(m, deadline, on_progress) for m in self._compute}
         for member in self._prefill:  # one after the other: they join the memory workers in this order
             self._members.send(member, Connect())
-            self._await_compute(member, deadline, on_progress)
-        return self._together(readies[: config.tensor_parallel_size])
+            readies[member.label] = self._await_compute(member, deadline, on_progress)
+        check_alike(readies)
+        return self._together(list(readies.values())[: config.tensor_parallel_size])
 
     def _threads(self, role: str, index: int, *, one_process: bool) -> int:
         """Memory workers of one host run at the same time, the compute worker while they rest; its ranks, if it has
@@ -310,7 +312,7 @@ class Pools:
             max_rows=c.max_rows,
             max_num_seqs=c.max_num_seqs,
             num_batches=c.most_batches,
-            replica=handle.index // c.tensor_parallel_size,
+            number=handle.index // c.tensor_parallel_size,
             replicas=c.replicas,
             rank=rank,
             tensor_parallel_size=c.tensor_parallel_size,

@@ -59,7 +59,7 @@ class _Server(ModelServer):
             attention,
             dtype=cut.dtype,
             deterministic=start.deterministic,
-            replica=start.replica,
+            replica=start.number,
             ring=stage_ring(ring.ring, self.staging) if ring else None,
             ranks=Together(group, start.num_batches) if group else None,
             staging=self.staging,
@@ -105,7 +105,7 @@ class _Server(ModelServer):
             listener,
             peer.url,
             [cut.tensors for cut in program.cuts],
-            first=start.replica == 0,
+            first=start.number == 0,
             max_rows=start.max_rows,
             num_batches=start.num_batches,
             start_timeout_s=start.start_timeout_s,
@@ -115,7 +115,7 @@ class _Server(ModelServer):
     def _connect(self, cut: Cut, ring: RingEnds | None) -> tuple[Attention, list[Bound]]:
         """Bind the memory workers, or join them once the replica before has."""
         start, partition = self.start, cut.partition
-        if ring and start.replica:
+        if ring and start.number:
             ring.await_turn()
         rows = {"max_rows": start.max_rows, "max_len": cut.max_len, "num_batches": start.num_batches}
         outbound, inbound = geometries(cut.layers, partition, cut.dtype.itemsize, **rows)
@@ -125,12 +125,12 @@ class _Server(ModelServer):
             channel = connect(url)
             number = worker * start.tensor_parallel_size + start.rank
             links.append(MemoryLink(channel, worker, start.step_timeout_s, self.trace, number))
-            if start.replica:
-                bounds.append(links[-1].join(Join(number=start.replica, layers=cut.layers)))
+            if start.number:
+                bounds.append(links[-1].join(Join(number=start.number, layers=cut.layers)))
             else:
                 bounds.append(links[-1].bind(self._bind(worker, cut, channel)))
         wires = open_wires(connect, start.memory_urls, bounds, self.staging, start.step_timeout_s)
-        if ring and start.replica + 1 < start.replicas:
+        if ring and start.number + 1 < start.replicas:
             ring.pass_turn()
         merging = backend_on(CPU, bounds[0].backend if partition.stripe else "reference", "reference", cut.dtype)
         pool = MemoryPool(links, partition, cut.layers, merging, self.staging.empty)

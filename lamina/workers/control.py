@@ -97,7 +97,7 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     max_rows: int
     max_num_seqs: int
     num_batches: int  # that take turns
-    replica: int  # or which prefill worker
+    number: int  # of the replica, or of the prefill worker among its own kind
     replicas: int
     rank: int = 0  # which part of the weights
     tensor_parallel_size: int = 1  # parts that there are; a worker has the memory workers of its rank alone
@@ -164,7 +164,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
 
 
 class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready"):
-    """Compute or prefill worker -> driver: the model is cut, the memory workers are bound."""
+    """Compute or prefill worker -> driver: the model is cut, the memory workers are bound. What it says of the model
+    must be what all others say.
+    """
 
     vocab_size: int
     num_layers: int  # attention operators

@@ -57,7 +57,7 @@ class _Server(ModelServer):
         for worker, url in enumerate(start.memory_urls):
             channel = self.fabric.connect(url, outbound=outbound, inbound=inbound)
             links.append(MemoryLink(channel, worker, start.step_timeout_s, self.trace))
-            bounds.append(links[-1].join(Join(number=start.replicas + start.replica, layers=cut.layers)))
+            bounds.append(links[-1].join(Join(number=start.replicas + start.number, layers=cut.layers)))
         return links, bounds
 
     def _store(self, cut: Cut, backend: str) -> Store:
