@@ -62,7 +62,6 @@ class Piece(NamedTuple):
 class Partition(msgspec.Struct, frozen=True):
     """The shares of every layer. Layers with equal shares point at one table entry."""
 
-    id: int
     num_workers: int
     num_lanes: int
     stripe: int  # chunks of attention.merge, a power of two; 0 = a sequence stays in one lane
@@ -139,7 +138,7 @@ def _partition(
     lanes = next((n for n in range(1, MOST_LANES) if all(_fits(u * n, weights) for u in units)), MOST_LANES)
     tables = [_table(split(heads), lanes, weights) for heads in distinct]
     layers = [distinct.index(heads) for heads in kv_heads]
-    return Partition(0, len(weights), lanes, stripe if lanes > 1 else 0, tables, layers)
+    return Partition(len(weights), lanes, stripe if lanes > 1 else 0, tables, layers)
 
 
 def _table(sizes: list[int], lanes: int, weights: Sequence[float]) -> list[Share]:

@@ -82,8 +82,6 @@ class Store:
         bind = self.bind
         if plan.view < self.view:
             raise ProtocolError(f"step {plan.step} is of view {plan.view}, this worker is in view {self.view}")
-        if plan.partition != bind.partition.id:
-            raise ProtocolError(f"step {plan.step} is of partition {plan.partition}, not {bind.partition.id}")
         for replicas in (plan.source, plan.reply_to):
             if len(replicas) not in (0, len(bind.layers)) or any(not 0 <= r < bind.replicas for r in replicas):
                 raise ProtocolError(f"step {plan.step} names {replicas} as replicas of {len(bind.layers)} layers")

@@ -34,7 +34,7 @@ import msgspec
 
 from lamina.kv.partition import Lanes, Partition
 
-VERSION = 1
+VERSION = 2
 # Of a sequence, whose K and V are still to come: behind a window, a third may give blocks back that the first fills.
 GRANTS_AHEAD = 2
 
@@ -164,7 +164,6 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     rows: list[Rows]
     source: list[int] = []  # layer -> replica that sends its Q and KV; empty = replica 0 for all
     reply_to: list[int] = []  # layer -> replica that receives its O; empty = replica 0 for all
-    partition: int = 0
     more: bool = False  # the plan of another batch in the same round comes behind this one
 
     @property

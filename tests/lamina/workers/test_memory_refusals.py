@@ -57,7 +57,6 @@ def pool() -> Iterator[Pool]:
         (StepPlan(step=5, ops=[], rows=[Rows(1, -1, 5)]), "position -1"),
         (StepPlan(step=5, ops=[New(1)], rows=[]), "exists already"),
         (StepPlan(step=5, ops=[Fork(3, 1, 4)], rows=[]), "'fork' is not supported"),
-        (StepPlan(step=5, ops=[], rows=[], partition=3), "partition 3, not 0"),
         (StepPlan(step=5, ops=[], rows=[], reply_to=[0, 1, 0, 0, 0]), "as replicas of 5 layers"),
         (StepPlan(step=5, ops=[], rows=[], source=[0, 0]), "as replicas of 5 layers"),
         (StepPlan(step=5, ops=[], rows=[], version=99), "version 99"),
@@ -159,8 +158,8 @@ def bad_binds() -> Iterator[tuple[Bind, str]]:
         (1, [Share(0, 4, [1])], "names .1."),
         (0, [Share(0, 4, [0])], "0 lanes"),
     ):
-        yield msgspec.structs.replace(good, partition=Partition(0, 1, lanes, 0, [shares], [0])), reason
-    yield msgspec.structs.replace(good, partition=Partition(0, 1, 1, 0, [], [0])), "without table 0"
+        yield msgspec.structs.replace(good, partition=Partition(1, lanes, 0, [shares], [0])), reason
+    yield msgspec.structs.replace(good, partition=Partition(1, 1, 0, [], [0])), "without table 0"
     yield msgspec.structs.replace(good, partition=msgspec.structs.replace(good.partition, stripe=3)), "stripes of 3"
 
 
