@@ -1,0 +1,50 @@
+"""Workers are placed once what a service that has just ended took shows as free, and not long after they cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from lamina.cluster import ray as over_ray  # noqa: E402 - where there is one
+from lamina.config import EngineConfig  # noqa: E402
+
+NODE = {"NodeID": "n", "NodeManagerAddress": "10.0.0.1", "Labels": {}, "Alive": True}
+RAY = SimpleNamespace(nodes=lambda: [NODE | {"Resources": {"lamina_memory": 2.0, "CPU": 4.0}}])
+CONFIG = EngineConfig(memory_workers=2, ray_address="10.0.0.1:6379", transport="tcp")
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """What is free, look by look; the last one stays."""
+    looks: list[float] = []
+
+    def look() -> dict[str, Any]:
+        return {"n": {"lamina_memory": looks.pop(0) if len(looks) > 1 else looks[0], "CPU": 4.0}}
+
+    monkeypatch.setattr("ray._private.state.available_resources_per_node", look)
+    return looks
+
+
+def test_what_becomes_free_is_waited_for(free: list[float]) -> None:
+    free += [0.0, 1.0, 2.0]
+    found = over_ray.find_places(RAY, CONFIG, {"memory": 2})
+    assert [p.host.name for p in found["memory"]] == ["n", "n"]
+
+
+def test_what_others_keep_is_given_up(free: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(over_ray, "FREED_S", 0.2)
+    free += [1.0]
+    with pytest.raises(ValueError, match="2 memory workers do not fit: the cluster has room for 1"):
+        over_ray.find_places(RAY, CONFIG, {"memory": 2})
+
+
+def test_what_never_fits_is_told_at_the_first_look(free: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(over_ray, "FREED_S", 1e9)
+    free += [2.0, 1e9]
+    with pytest.raises(ValueError, match="3 memory workers do not fit: the cluster has room for 2"):
+        over_ray.find_places(RAY, CONFIG, {"memory": 3})
