@@ -24,7 +24,8 @@ namespace {
 #include "tiles.h"
 
 void run_bf16(const Call& call, int64_t number, Scratch& scratch) {
-  if (Tiles::fits(*call.op)) return run<BFloat16, BFloat16, Tiles>(call, number, scratch);
+  const int64_t rows = call.rows->count[call.tasks[number].sequence];
+  if (Tiles::fits(*call.op, rows)) return run<BFloat16, BFloat16, Tiles>(call, number, scratch);
   kAvx512Bf16.run[kBFloat16][kAsQueries](call, number, scratch);
 }
 

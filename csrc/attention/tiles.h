@@ -11,9 +11,9 @@ class Tiles {
   static constexpr int kMost = 16;
 
   // Fewer queries than make two blocks of vectors are not worth it while keys come from memory: loads of tiles wait for
-  // their lines. Nothing but the operator decides, or bits would depend on how many rows are computed at once.
-  static bool fits(const Operator& op) {
-    return op.group() > Vectors<BFloat16, BFloat16>::kMost && op.qk_dim % kStep == 0 && op.v_dim % kStep == 0;
+  // their lines. All rows of the sequence in the step count, not those of a task, so that bits do not depend on tasks.
+  static bool fits(const Operator& op, int64_t rows) {
+    return rows * op.group() > Vectors<BFloat16, BFloat16>::kMost && op.qk_dim % kStep == 0 && op.v_dim % kStep == 0;
   }
   static int64_t width(int64_t dim) { return dim / 2; }  // two numbers in a place
 

@@ -285,8 +285,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 @st.composite
 def tiled(draw: st.DrawFn) -> Case:
-    """What matrix instructions take: many queries of a KV head, and whole vectors of bf16."""
-    group, kv_heads = draw(st.sampled_from([(5, 2), (7, 3), (8, 2), (12, 1), (16, 2), (20, 1)]))
+    """What matrix instructions take: many queries of a KV head in a step, and whole vectors of bf16."""
+    group, kv_heads = draw(st.sampled_from([(1, 3), (2, 2), (4, 2), (5, 2), (7, 3), (8, 2), (12, 1), (16, 2), (20, 1)]))
     op = operator(
         group * kv_heads,
         kv_heads,
