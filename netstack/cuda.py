@@ -144,7 +144,10 @@ class CudaChannel(WatchedChannel):
         return DeviceView(self._driver, self._channel, self._launch, self._check_kernels)
 
     def take_back(self) -> None:
-        counts = CHANNEL.unpack(self._driver.read(self._channel, CHANNEL.size))[COUNTS_AT:]
+        with self._launching:
+            if self._closed:
+                return
+            counts = CHANNEL.unpack(self._driver.read(self._channel, CHANNEL.size))[COUNTS_AT:]
         self._grants, self._sent, _, self._received, self._released, _ = counts
 
     def close(self) -> None:

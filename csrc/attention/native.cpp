@@ -196,12 +196,18 @@ PyObject* kernels_attend(PyObject* object, PyObject* args) {
                         kv_heads, qk_dim, v_dim);
   const Operator op{q_heads, kv_heads, qk_dim, v_dim, window, scale, softcap, pointer<float>(sinks), pointer<float>(slopes)};
   auto* step = reinterpret_cast<Step*>(of);
+  const Tasks* tasks;
+  try {
+    tasks = &tasks_of(step, stored, op, threads);  // other threads may ask the same step: not without the GIL
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
   bool enough = true;
   Py_BEGIN_ALLOW_THREADS;
   try {
     const Call call{&op, &step->rows, nullptr, nullptr, bool(stored), pointer<void>(q), pointer<void>(k),
                     pointer<void>(v), pointer<float>(k_scale), pointer<float>(v_scale), pointer<float>(o), pointer<float>(lse), pointer<void>(out), nullptr, nullptr};
-    attend(engine, call, tasks_of(step, stored, op, threads), threads);
+    attend(engine, call, *tasks, threads);
   } catch (const std::bad_alloc&) {
     enough = false;
   }

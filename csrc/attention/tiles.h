@@ -114,7 +114,7 @@ class Tiles {
   struct Score {
     float* to;  // [count, kScores]
     Range range;
-    alignas(64) float sums[kStep * W + 3];  // [tokens, count], and what a vector reads behind them
+    alignas(64) float sums[kStep * W];  // [tokens, count]
   };
 
   struct Sum {

@@ -205,11 +205,13 @@ def test_what_is_launched_once_the_channel_is_closed_touches_no_memory() -> None
     driver, side = b.lend().driver, b.lend()
     mail, stream, launched = Mail(driver), Stream(driver), list[str]()
     b.close()
-    launch = driver.launch
+    launch, read = driver.launch, driver.read
     driver.launch = lambda stream, kernel, *rest: launched.append(kernel)  # type: ignore[method-assign]
+    driver.read = lambda *place: pytest.fail("memory was read that is given back")  # type: ignore[method-assign]
     side.receive_due(stream.number, mail.payload, mail.nbytes, mail.tag, mail.payload + 448, LONG_NS, mail.status)
     side.send(stream.number, mail.payload, mail.nbytes, mail.tag, LONG_NS, mail.status)
-    driver.launch = launch  # type: ignore[method-assign]
+    b.take_back()
+    driver.launch, driver.read = launch, read  # type: ignore[method-assign]
     assert not launched
     with pytest.raises(netstack.ChannelAborted):
         side.check(mail.result())
