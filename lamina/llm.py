@@ -15,7 +15,7 @@ from .config import make_config
 from .engine.engine import Engine
 from .engine.pools import Pools
 from .models.checkpoint import peek_config
-from .models.tokens import Detokenizer, apply_chat_template, load_beside
+from .models.tokens import Detokenizer, apply_chat_template, load_beside, token_ids
 from .progress import progress_bar
 from .prompts import Prompt, conversation_list, params_list, prompt_list
 from .request import RequestOutput, SamplingParams
@@ -195,7 +195,7 @@ class LLM:
             return prompt
         if self._tokenizer is None:
             raise ValueError("text prompts need a tokenizer: pass tokenizer= or prompts as token ids")
-        return list(self._tokenizer(prompt)["input_ids"])
+        return token_ids(self._tokenizer, prompt)
 
 
 def _checked_model(model: Any) -> Any:

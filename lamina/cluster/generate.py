@@ -97,7 +97,11 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
 def _read_prompts(path: str | None) -> list[str]:
     if path is None:
         return []
-    text = sys.stdin.read() if path == "-" else Path(path).read_text()
+    data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as e:
+        raise ValueError(f"--prompt-file {path} is not UTF-8: byte {data[e.start]:#04x} at {e.start}") from None
     return [line for line in text.splitlines() if line.strip()]
 
 

@@ -42,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has enough, as in `| head`: end without a word
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:  # also while modules are imported
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def _main(argv: list[str]) -> int:
@@ -74,9 +77,6 @@ def _guarded(run: object, args: argparse.Namespace) -> int:
     except WorkerError as e:
         print(f"lamina-launch {args.command}: {_one_line(e)}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     return status
 
 

@@ -79,14 +79,14 @@ def check_prompts(model: str, config: EngineConfig, prompts: Sequence[str], limi
     """The model's tokenizer. Raises ValueError for prompts that sequences of ``limit`` tokens do not hold, TimeoutError
     where it is not loaded within --start-timeout-s.
     """
-    from lamina.models.tokens import load_beside
+    from lamina.models.tokens import load_beside, token_ids
 
     remote, limit_s = config.trust_remote_code, config.start_timeout_s
     tokenizer = load_beside(model, trust_remote_code=remote, here=True, limit_s=limit_s).result()
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer, which --prompt needs")
     for prompt in prompts:
-        count = len(tokenizer(prompt, verbose=False)["input_ids"])
+        count = len(token_ids(tokenizer, prompt))
         if not count:
             raise ValueError(f"--prompt {prompt!r} is empty: it needs at least one token")
         if count >= limit:
@@ -96,7 +96,9 @@ def check_prompts(model: str, config: EngineConfig, prompts: Sequence[str], limi
 
 def what_is_cut(tokenizer: Any, prompts: Sequence[str], max_tokens: int, limit: int) -> str:
     """What to say of ``max_tokens`` that not all of the prompts leave room for; "" where they do."""
-    longest = max(len(tokenizer(prompt, verbose=False)["input_ids"]) for prompt in prompts)
+    from lamina.models.tokens import token_ids
+
+    longest = max(len(token_ids(tokenizer, prompt)) for prompt in prompts)
     if longest + max_tokens <= limit:
         return ""
     return (

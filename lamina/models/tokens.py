@@ -51,6 +51,16 @@ def load_tokenizer(source: Any, *, trust_remote_code: bool = False) -> Any:
         raise ModelError(f"the tokenizer in {directory} cannot be loaded: {one_line(error)}") from error
 
 
+def token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    """Of ``text``; ``options`` are the tokenizer's own. Raises ValueError where that has what no UTF-8 says."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"prompt {text[:80]!r} is not UTF-8 at character {error.start}") from None
+    # Not verbose: whether it is too long for the model is told by who knows what the model is served with.
+    return list(tokenizer(text, verbose=False, **options)["input_ids"])
+
+
 def load_beside(source: Any, *, trust_remote_code: bool, here: bool, limit_s: float) -> Background[Any]:
     """``load_tokenizer`` while workers start, for whose end callers wait no longer than ``limit_s``. ``here``: they are
     threads of this process, which begin once it is done, as transformers is not to be imported by two threads at once.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lamina.models.errors import ModelError
-from lamina.models.tokens import apply_chat_template
+from lamina.models.tokens import apply_chat_template, token_ids
 
 from .errors import ApiError
 from .messages import Ready
@@ -61,7 +61,7 @@ class Prompter:
     async def encode(self, text: str, *, special: bool) -> list[int]:
         """Token ids of a text. Raises ApiError where it cannot fit."""
         self._check_chars(len(text), "prompt")
-        return await self._run(len(text), lambda: list(self.tokenizer(text, add_special_tokens=special)["input_ids"]))
+        return await self._run(len(text), lambda: token_ids(self.tokenizer, text, add_special_tokens=special))
 
     async def decode(self, ids: list[int]) -> str:
         """The text of token ids. Raises ApiError."""
@@ -92,7 +92,7 @@ class Prompter:
     def _prompt(self, part: str | list[int]) -> Prompt:
         if isinstance(part, str):
             self._check_chars(len(part), "prompt")
-            return Prompt(list(self.tokenizer(part)["input_ids"]), part)
+            return Prompt(token_ids(self.tokenizer, part), part)
         self._check_ids(part, "prompt")
         return Prompt(part, "")
 

@@ -62,6 +62,7 @@ def test_every_command_helps(command: str, capsys: pytest.CaptureFixture[str]) -
         (["generate", MODEL, "--prompt", "x", "--prompt", "", "--dry-run"], "--prompt '' is empty"),
         (["generate", MODEL, "--prompt", "x " * 9, "--max-model-len", "9"], "tokens; at most 8 fit"),
         (["generate", MODEL, "--prompt", "x " * 9999], "tokens; at most 2047 fit"),
+        (["generate", MODEL, "--prompt", "caf\udce9"], r"prompt 'caf\udce9' is not UTF-8 at character 3"),
         (["generate", "m", "--prompt-file", "no/such/file"], "generate: no/such/file: No such file or directory"),
         (["timeline", "no/such/file"], "timeline: no/such/file: No such file or directory"),
     ],
@@ -72,6 +73,28 @@ def test_bad_input_is_one_line_and_status_2(argv: list[str], words: str, capsys:
     err = capsys.readouterr().err
     assert words in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("standard_input", [False, True])
+def test_a_file_of_prompts_is_utf_8(
+    standard_input: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "prompts"
+    path.write_bytes(b"one\ncaf\xe9\n")
+    with path.open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        assert main(["generate", MODEL, "--prompt-file", "-" if standard_input else str(path)]) == 2
+    assert "--prompt-file" in (err := capsys.readouterr().err)
+    assert err.endswith("is not UTF-8: byte 0xe9 at 7\n")
+
+
+def test_ctrl_c_while_modules_are_imported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lamina.cluster.launch.import_module", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 @pytest.fixture
