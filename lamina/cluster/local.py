@@ -16,6 +16,7 @@ from typing import Any
 
 from lamina import cores
 from lamina.config import EngineConfig
+from lamina.room import check_kv_room, free_bytes
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,8 @@ class LocalLauncher:
 
 
 def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> LocalLauncher:
+    if config.memory_device == "cpu":  # of a GPU's memory its worker knows
+        check_kv_room(config, free_bytes())
     on = {role: [cores.Cores()] * count for role, count in wanted.items()}
     if config.cores:
         on = placed(config, wanted)

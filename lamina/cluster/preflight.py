@@ -10,6 +10,7 @@ from lamina import netstack
 from lamina.config import EngineConfig
 from lamina.env import cluster_key
 from lamina.models.checkpoint import peek_config
+from lamina.room import check_kv_room
 
 from .nearest import nearest
 from .words import counted
@@ -48,13 +49,11 @@ def check(model: str, config: EngineConfig) -> int:
     check_weights(directory)
     if config.dtype == "auto":
         check_one_dtype(directory)
-    free, kv_bytes = available_bytes(), config.kv_bytes() * config.memory_workers
+    free = available_bytes()
     if compute.type == "cpu":
         check_room(directory, config.replicas + config.prefill_workers, free)
-    if memory.type == "cpu" and kv_bytes > free:
-        raise ValueError(
-            f"--kv-memory {config.kv_memory} on {config.memory_workers} memory workers: {free} bytes are free"
-        )
+    if memory.type == "cpu":
+        check_kv_room(config, free)
     return config.max_model_len or limit
 
 

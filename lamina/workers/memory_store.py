@@ -18,6 +18,7 @@ from lamina.kv.blocks import BlockTables, split_memory
 from lamina.kv.partition import Lanes, Piece
 from lamina.kv.pool import LayerStore, allocate
 from lamina.kv.stored import head_bytes, stored_dtype
+from lamina.room import free_bytes, too_little
 
 from .buffers import tensor_over
 from .devices import CPU, FREE_PART
@@ -148,8 +149,8 @@ def _kv_bytes(bind: Bind, device: torch.device, share: float) -> int:
     if device.type != "cpu" and bind.kv_most:
         return min(bind.kv_most, int(free * share))
     if bind.kv_bytes > free:
-        where = "" if device.type == "cpu" else f" on {device}"
-        raise ValueError(f"{bind.kv_bytes} bytes of KV memory asked for, {free} are free{where}: lower --kv-memory")
+        where = "here" if device.type == "cpu" else f"on {device}"
+        raise ValueError(too_little(bind.kv_bytes, free, where=where))
     return bind.kv_bytes
 
 
@@ -185,9 +186,7 @@ def available_bytes(device: torch.device = CPU) -> int:
     """Memory that ``device`` could give to a process now; the CPU: this host."""
     if device.type != "cpu":
         return torch.cuda.mem_get_info(device)[0]
-    with open("/proc/meminfo") as f:
-        fields = dict(line.split(":") for line in f)
-    return int(fields["MemAvailable"].split()[0]) << 10
+    return free_bytes()
 
 
 def read_rate(device: torch.device) -> float:

@@ -56,6 +56,7 @@ def test_every_command_helps(command: str, capsys: pytest.CaptureFixture[str]) -
         (["generate", MODEL, "--prompt", "x", "--transport", "shmm"], "--transport: unknown transport 'shmm'"),
         (["generate", "m", "--prompt", "x", "--logprobs", "2"], "--logprobs needs --json"),
         (["generate", "m", "--prompt", "x", "--block-size", "48"], "--block-size"),
+        (["generate", MODEL, "--prompt", "x", "--kv-memory", "9999999GB"], "--kv-memory 9999999GB on 2 memory workers: KV"),
         (["generate", "", "--prompt", "x"], "model is empty"),
         (["generate", "", "--prompt", "x", "--dry-run"], "model is empty"),
         (["generate", MODEL, "--prompt", "x", "--prompt", ""], "--prompt '' is empty"),
@@ -121,7 +122,7 @@ def test_a_directory_without_a_model_is_told_before_anything_starts(
         (["--attention", "magic"], "--attention"),
         (["--max-model-len", "99999"], "--max-model-len"),
         (["--memory-weights", "1,1000"], "would get nothing of 4 KV heads"),
-        (["--kv-memory", "1000TB"], "--kv-memory"),
+        (["--kv-memory", "9999999GB"], "are free here: lower --kv-memory below"),
         ([], ""),
     ],
 )

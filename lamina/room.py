@@ -1,0 +1,34 @@
+"""Whether this host has memory for the KV blocks that are asked for. Without torch: whoever starts workers asks too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lamina.config import EngineConfig
+
+_GIB, _MIB = 1 << 30, 1 << 20
+
+
+def free_bytes() -> int:
+    """Memory that this host could give to processes now."""
+    with open("/proc/meminfo") as f:
+        fields = dict(line.split(":") for line in f)
+    return int(fields["MemAvailable"].split()[0]) << 10
+
+
+def check_kv_room(config: EngineConfig, free: int) -> None:
+    """Raises ValueError where ``free`` bytes of this host are less than --kv-memory on all memory workers."""
+    workers = config.memory_workers
+    if (asked := config.kv_bytes() * workers) > free:
+        on = f" on {workers} memory workers" if workers > 1 else ""
+        raise ValueError(f"--kv-memory {config.kv_memory}{on}: {too_little(asked, free, workers)}")
+
+
+def too_little(asked: int, free: int, workers: int = 1, where: str = "here") -> str:
+    """What to say of KV blocks of ``asked`` bytes on so many workers together, and the --kv-memory that is too much."""
+    from lamina.planner.report import size
+
+    each = free // workers
+    below = f"{10 * each // _GIB / 10:g}GiB" if each >= _GIB else f"{max(1, each // _MIB)}MiB"
+    return f"KV blocks take {size(asked)}, {size(free)} are free {where}: lower --kv-memory below {below}"
