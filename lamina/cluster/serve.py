@@ -49,6 +49,9 @@ def run(args: argparse.Namespace) -> int:
         for name in ("ssl_keyfile", "ssl_certfile"):
             if (path := getattr(config, name)) and not os.path.isfile(path):
                 raise ValueError(f"{flag(name)} {path}: no such file")
+        with _listener(config):
+            if config.uds:
+                os.unlink(config.uds)
         print(would_start(args.model, engine))
         print(f"would serve {args.model} as {', '.join(config.names(args.model))} on {_place(config)}")
         return 0

@@ -40,7 +40,7 @@ def test_a_trace_that_can_be_written_is_left_as_it_was(tmp_path: Path, capsys: p
     new, old = tmp_path / "new", tmp_path / "old"
     old.write_text("kept")
     for path in (new, old):
-        assert main(["serve", MODEL, "--dry-run", "--trace", str(path)]) == 0
+        assert main(["serve", MODEL, "--port", "0", "--dry-run", "--trace", str(path)]) == 0
     assert old.read_text() == "kept"
     assert not new.exists()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from lamina.netstack import SCHEMES
 from lamina.netstack.doctor import opens
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model")
-STARTERS = (["generate", MODEL, "--prompt", "x"], ["serve", MODEL], ["bench", "decode", MODEL])
+STARTERS = (["generate", MODEL, "--prompt", "x"], ["serve", MODEL, "--port", "0"], ["bench", "decode", MODEL])
 
 
 def test_print_config_is_what_a_run_would_use(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +57,10 @@ def test_every_command_helps(command: str, capsys: pytest.CaptureFixture[str]) -
         (["generate", MODEL, "--prompt", "x", "--transport", "shmm"], "--transport: unknown transport 'shmm'"),
         (["generate", "m", "--prompt", "x", "--logprobs", "2"], "--logprobs needs --json"),
         (["generate", "m", "--prompt", "x", "--block-size", "48"], "--block-size"),
-        (["generate", MODEL, "--prompt", "x", "--kv-memory", "9999999GB"], "--kv-memory 9999999GB on 2 memory workers: KV"),
+        (
+            ["generate", MODEL, "--prompt", "x", "--kv-memory", "9999999GB"],
+            "--kv-memory 9999999GB on 2 memory workers: KV",
+        ),
         (["generate", "", "--prompt", "x"], "model is empty"),
         (["generate", "", "--prompt", "x", "--dry-run"], "model is empty"),
         (["generate", MODEL, "--prompt", "x", "--prompt", ""], "--prompt '' is empty"),
@@ -155,6 +159,26 @@ def test_dry_run_of_bench_decode_knows_what_cannot_be_timed(
 ) -> None:
     assert main([*STARTERS[2], "--dry-run", *flags]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
+def test_serve_tells_where_it_cannot_listen(dry: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", MODEL, "--port", str(port), *dry]) == 2
+    printed = capsys.readouterr()
+    place = f"cannot listen on --host 127.0.0.1 --port {port}"
+    assert (printed.out, printed.err) == ("", f"lamina-launch serve: {place}: Address already in use\n")
+    assert main(["serve", MODEL, "--uds", "/no/such/s", *dry]) == 2
+    assert capsys.readouterr().err == (
+        "lamina-launch serve: cannot listen on --uds /no/such/s: No such file or directory\n"
+    )
+
+
+def test_dry_run_of_serve_leaves_no_socket(tmp_path: Path) -> None:
+    assert main(["serve", MODEL, "--uds", str(tmp_path / "s"), "--dry-run"]) == 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_dry_run_of_serve_looks_for_its_files(capsys: pytest.CaptureFixture[str]) -> None:

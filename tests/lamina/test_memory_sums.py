@@ -68,7 +68,7 @@ def test_the_table() -> None:
     assert last == "  of 100.0 GB that are free here, 56.0 GB would be taken"
 
 
-STARTERS = [["generate", MODEL, "--prompt", "x"], ["serve", MODEL], ["bench", "decode", MODEL]]
+STARTERS = [["generate", MODEL, "--prompt", "x"], ["serve", MODEL, "--port", "0"], ["bench", "decode", MODEL]]
 
 
 @pytest.mark.parametrize("command", STARTERS, ids=lambda c: c[0])
