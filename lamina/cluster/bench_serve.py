@@ -85,10 +85,19 @@ def run(args: argparse.Namespace) -> int:
         raise ImportError(f"bench serve needs {e.name}: pip install 'lamina[serve]'") from e
     try:
         found = uvloop.run(_measure(args, url, rows))
+    except aiohttp.ClientConnectorError as e:
+        raise OSError(_unreachable(e)) from e
     except (aiohttp.ClientError, TimeoutError) as e:
         raise OSError(f"{url} does not answer: {type(e).__name__}: {e}") from e
     _show(args, found)
     return 1 if found["failed"] else 0
+
+
+def _unreachable(error: aiohttp.ClientConnectorError) -> str:
+    number = error.os_error.errno or 0
+    cause = os.strerror(number) if number > 0 else error.os_error.strerror or str(error.os_error)
+    where = "--base-url, or --host and --port, say where it is"
+    return f"nothing answers at {error.host}:{error.port}: {cause}: is the server up? {where}"
 
 
 def _rows(args: argparse.Namespace) -> list[Row] | None:
@@ -143,6 +152,9 @@ async def _measure(args: argparse.Namespace, url: str, rows: list[Row] | None) -
 async def _model(http: aiohttp.ClientSession, wanted: str) -> tuple[str, int]:
     """The name to use and the longest sequence, 0 = the server does not say."""
     async with http.get("v1/models") as response:
+        if response.status == 401:
+            wrong = "does not take this API key" if "authorization" in http.headers else "wants an API key"
+            raise OSError(f"the server {wrong}: set LAMINA_API_KEY, or --api-key")
         if response.status != 200:
             raise OSError(f"GET /v1/models answered {response.status}: {(await response.text())[:200]}")
         cards = {card["id"]: card for card in (await response.json(content_type=None))["data"]}

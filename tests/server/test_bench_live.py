@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import itertools
 import json
+import socket
 import statistics
+import threading
 import time
 from collections.abc import AsyncIterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +176,45 @@ def test_a_server_that_is_not_there_is_one_line(
     where = [] if "--port" in flags else ["--base-url", server.url]
     assert main(["bench", "serve", "--num-prompts", "1", *where, *flags]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+class _Keyed(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(401)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "the server wants an API key: set LAMINA_API_KEY, or --api-key"),
+        (["--api-key", "k"], "the server does not take this API key: set LAMINA_API_KEY, or --api-key"),
+    ],
+)
+def test_a_server_that_wants_a_key_is_one_line(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LAMINA_API_KEY", raising=False)
+    with HTTPServer(("127.0.0.1", 0), _Keyed) as there:
+        serving = threading.Thread(target=there.serve_forever)
+        serving.start()
+        try:
+            assert main(["bench", "serve", "--port", str(there.server_port), *flags]) == 2
+        finally:
+            there.shutdown()
+            serving.join()
+    assert capsys.readouterr().err == f"lamina-launch bench: {words}\n"
+
+
+def test_where_nothing_answers_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:  # and does not listen
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        assert main(["bench", "serve", "--port", str(port)]) == 2
+    err = capsys.readouterr().err
+    assert f"bench: nothing answers at 127.0.0.1:{port}: Connection refused: is the server up? --base-url" in err
+    assert err.count("\n") == 1
 
 
 def test_decode_is_timed_like_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
