@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -23,10 +23,8 @@ def make_app(service: Service) -> FastAPI:
     """The routes alone."""
     app = FastAPI(title="Lamina", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
-    app.include_router(generate.router)
-    app.include_router(about.router)
-    if service.config.page:
-        app.include_router(page.router)
+    for router in _routers(service):
+        app.include_router(router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _api_error)  # logged by Observe
@@ -43,7 +41,12 @@ def layered(app: FastAPI, service: Service) -> ASGIApp:
             inner, allow_origins=config.origins, allow_methods=["GET", "POST"], allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
-    return Observe(inner, service.metrics, log_requests=config.log_requests)
+    routes = [route for router in _routers(service) for route in router.routes]
+    return Observe(inner, service.metrics, routes, log_requests=config.log_requests)
+
+
+def _routers(service: Service) -> list[APIRouter]:
+    return [generate.router, about.router, *([page.router] if service.config.page else [])]
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

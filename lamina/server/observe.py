@@ -8,8 +8,10 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError, error_response
@@ -23,8 +25,10 @@ logger = logging.getLogger(__name__)
 class Observe:
     """The outermost layer. A client's X-Request-Id is echoed and logged, and means nothing else."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, *, log_requests: bool) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Sequence[BaseRoute], *, log_requests: bool) -> None:
+        """``routes``: whose paths name requests that a layer in front of them has answered."""
         self._app = app
+        self._routes = [r for r in routes if isinstance(r, Route)]
         self._metrics = metrics
         self._log_requests = log_requests
 
@@ -55,7 +59,8 @@ class Observe:
         self._finish(scope, state, status, time.monotonic() - start)
 
     def _finish(self, scope: Scope, state: dict[str, Any], status: int, seconds: float) -> None:
-        handler = getattr(scope.get("route"), "path", "unmatched")
+        route = scope.get("route") or next((r for r in self._routes if r.matches(scope)[0] != Match.NONE), None)
+        handler = getattr(route, "path", "unmatched")
         self._metrics.http(handler, scope["method"], status, seconds)
         call = state.get("call")
         if self._log_requests and (call is not None or status >= 400):

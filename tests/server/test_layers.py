@@ -174,6 +174,27 @@ def test_log_lines_bear_the_request_and_never_its_text(caplog: pytest.LogCapture
     assert len([line for line in lines if "whatever" in line["message"]]) == 1, "said once"
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "named", "headers"),
+    [
+        ("POST", "/v1/completions", "/v1/completions", {"authorization": "Bearer k", **JSON}),
+        ("POST", "/v1/completions", "/v1/completions", JSON),
+        ("GET", "/v1/models/mine", "/v1/models/{model:path}", {}),
+        ("GET", "/nothing", "unmatched", {"authorization": "Bearer k"}),
+    ],
+    ids=["malformed", "no key", "no key for a part", "no route"],
+)
+def test_what_a_layer_answers_is_logged_by_its_route(
+    method: str, path: str, named: str, headers: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("lamina").propagate = True
+    caplog.set_level(logging.INFO, logger="lamina")
+    service = make_service(api_key="k")
+    ask(method, path, service, content=b"{", headers=headers)
+    assert [r.message for r in caplog.records if r.name == "lamina.server.observe"] == [f"{method} {named}"]
+    assert f'handler="{named}"' in ask("GET", "/metrics", service, headers={"authorization": "Bearer k"}).text
+
+
 def test_health_and_load_tell_the_truth() -> None:
     client = FakeClient()
     service = make_service(client, health_timeout_s=4.0)
