@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .bench_load import DATASETS, Ask, at_rate, file_asks, random_asks, tokens_of, trace_asks
 from .bench_trace import READERS, Row, fitting, load_trace
+from .words import counted
 
 if TYPE_CHECKING:
     import aiohttp
@@ -27,39 +28,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The names of ``vllm bench serve``, where it has the thing."""
     server = parser.add_argument_group("server")
     server.add_argument("--base-url", default="", help="such as http://host:8000; empty = --host and --port")
-    server.add_argument("--host", default="127.0.0.1")
-    server.add_argument("--port", type=int, default=8000)
-    server.add_argument("--endpoint", choices=ENDPOINTS, default=ENDPOINTS[0])
+    server.add_argument("--host", default="127.0.0.1", help="of the server (default: 127.0.0.1)")
+    server.add_argument("--port", type=int, default=8000, help="of the server (default: 8000)")
+    server.add_argument("--endpoint", choices=ENDPOINTS, default=ENDPOINTS[0],
+                        help=f"where requests go (default: {ENDPOINTS[0]})")  # fmt: skip
     server.add_argument("--model", default="", help="as the server calls it; empty = its first model")
-    server.add_argument("--api-key", default="", help="better LAMINA_API_KEY")
-    server.add_argument("--timeout-s", type=float, default=300.0, help="silence after which a request has failed")
+    server.add_argument("--api-key", default="", help="of the server; better LAMINA_API_KEY, which is the default")
+    server.add_argument("--timeout-s", type=float, default=300.0, help="silence that fails a request (default: 300)")
     load = parser.add_argument_group("load")
-    load.add_argument("--dataset-name", choices=DATASETS, default="random")
+    load.add_argument("--dataset-name", choices=DATASETS, default="random",
+                      help="what prompts are made of, without a trace (default: random)")  # fmt: skip
     load.add_argument("--dataset-path", default="", help="file of the prompts, for sharegpt and custom")
     load.add_argument("--num-prompts", type=int, default=0, help="requests (default: 100, or all of a trace)")
-    load.add_argument("--random-input-len", type=int, default=128)
-    load.add_argument("--random-output-len", type=int, default=64)
-    load.add_argument("--random-range-ratio", type=float, default=0.0, help="lengths vary by +- this share")
+    load.add_argument("--random-input-len", type=int, default=128, help="tokens of a random prompt (default: 128)")
+    load.add_argument("--random-output-len", type=int, default=64, help="tokens of each answer (default: 64)")
+    load.add_argument("--random-range-ratio", type=float, default=0.0, help="+- share of both lengths (default: 0)")
     load.add_argument("--output-len", type=int, default=0, help="tokens of each answer, for sharegpt and custom")
     load.add_argument("--request-rate", type=float, default=float("inf"), help="requests/s, Poisson (default: inf)")
     load.add_argument("--max-concurrency", type=int, default=0, help="requests under way at most; 0 = any number")
     load.add_argument("--trace", nargs=2, metavar=("KIND", "FILE"), help=f"replay a trace: {' or '.join(READERS)}")
-    load.add_argument("--speed-up", type=float, default=1.0, help="replay the trace so many times as fast")
+    load.add_argument("--speed-up", type=float, default=1.0, help="replay the trace so many times as fast (default: 1)")
     load.add_argument("--spread-ticks", action=argparse.BooleanOptionalAction, default=True,
-                      help="spread arrivals that a trace rounds to ticks")  # fmt: skip
+                      help="spread arrivals that a trace rounds to ticks (default: yes)")  # fmt: skip
     load.add_argument(
         "--max-model-len", type=int, default=0, help="drop longer rows of a trace; 0 = the server's limit"
     )
     load.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
-                      help="answers have exactly the length asked for")  # fmt: skip
-    load.add_argument("--temperature", type=float, default=0.0)
-    load.add_argument("--seed", type=int, default=0)
-    load.add_argument("--num-warmups", type=int, default=1, help="requests before, which do not count")
+                      help="answers have exactly the length asked for (default: yes)")  # fmt: skip
+    load.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default: 0)")
+    load.add_argument("--seed", type=int, default=0, help="of lengths, tokens and arrivals (default: 0)")
+    load.add_argument("--num-warmups", type=int, default=1, help="requests before, which do not count (default: 1)")
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="one JSON line instead of a table")
     out.add_argument("--save-result", action="store_true", help="write the JSON to a file too")
     out.add_argument("--save-detailed", action="store_true", help="with the values of every request")
-    out.add_argument("--result-dir", default=".")
+    out.add_argument("--result-dir", default=".", help="folder of that file (default: the current one)")
     out.add_argument("--result-filename", default="", help="default: lamina-bench-<time>.json")
     parser.add_argument("--dry-run", action="store_true", help="say what would be sent, and exit")
 
@@ -75,8 +78,10 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         asks, dropped = _asks(args, rows, args.max_model_len or sys.maxsize)
         tokens = sum(a.output_len for a in asks)
-        print(f"would send {len(asks)} requests to {url}{args.endpoint}, the last {asks[-1].arrival_s:.1f} s after the")
-        print(f"first, for {tokens} output tokens; {dropped} rows of the trace dropped")
+        count, last_s = counted(len(asks), "request"), asks[-1].arrival_s
+        print(f"would send {count} to {url}{args.endpoint}, the last {last_s:.1f} s after the")
+        of_trace = f"; {counted(dropped, 'row')} of the trace dropped" if rows is not None else ""
+        print(f"first, for {tokens} output tokens{of_trace}")
         return 0
     try:
         import aiohttp

@@ -6,12 +6,14 @@ import gzip
 import itertools
 import json
 import statistics
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lamina.cluster import bench_serve
 from lamina.cluster.bench_load import at_rate, file_asks, random_asks, tokens_of, trace_asks
 from lamina.cluster.bench_report import percentile
 from lamina.cluster.bench_trace import fitting, load_trace
@@ -87,7 +89,20 @@ def test_dry_run_says_what_would_be_dropped(tmp_path: Path, capsys: pytest.Captu
     assert main(["bench", "serve", "--dry-run", "--trace", "mooncake", path, "--max-model-len", "600"]) == 0
     out = capsys.readouterr().out
     assert "2 requests" in out
-    assert "13 output tokens; 1 rows" in out
+    assert "13 output tokens; 1 row of the trace dropped" in out
+
+
+def test_dry_run_without_a_trace_speaks_of_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--dry-run", "--num-prompts", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "would send 1 request to" in out
+    assert out.endswith("for 64 output tokens\n")
+
+
+def test_every_option_has_help() -> None:
+    parser = ArgumentParser()
+    bench_serve.add_arguments(parser)
+    assert [a.dest for a in parser._actions if not a.help] == []
 
 
 @pytest.mark.parametrize(
