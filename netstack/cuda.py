@@ -360,8 +360,13 @@ def open_fabric(key: bytes, *, gpu: int = 0) -> Fabric:
     try:
         driver = Driver(int(os.environ.get(DEVICE) or gpu))
     except ImportError as error:
-        raise ImportError(f"transport 'cuda' cannot be used here: {error}") from error
+        raise ImportError(_unusable(error)) from error
     if not driver.shares_memory:
         driver.close()
-        raise ImportError("transport 'cuda' cannot be used here: this GPU's memory cannot be shared by descriptors")
+        raise ImportError(_unusable("this GPU's memory cannot be shared by descriptors"))
     return CudaFabric(key, driver)
+
+
+def _unusable(cause: object) -> str:
+    fix = "use another --transport (on one host shm), or see what `lamina-launch doctor --transport cuda` finds"
+    return f"transport 'cuda' cannot be used here: {cause}; {fix}"

@@ -1,13 +1,15 @@
-"""``lamina-launch doctor``: check what each transport needs of this machine; one line each, with the fix."""
+"""``lamina-launch doctor``: check what each transport needs of this machine; each with its fix."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+from textwrap import wrap
 
 from lamina.netstack.doctor import CHECKS, Finding, Machine, findings
 
+COLUMNS, INDENT = 100, 38
 WORDS = {True: "ok", False: "missing", None: "unknown"}
 
 
@@ -26,12 +28,17 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([dataclasses.asdict(f) for f in found], indent=2))
     else:
-        print(*(line(f) for f in found), sep="\n")
+        print(*(lines(f) for f in found), sep="\n")
         usable = [transport for f in found if f.check == "opens" and f.ok for transport in f.transports]
         print(f"you can use: {', '.join(usable) or 'none of these'}")
     return 1 if args.transport and any(f.check == "opens" and not f.ok for f in found) else 0
 
 
-def line(finding: Finding) -> str:
-    fix = f"; fix: {finding.fix}" if finding.fix and not finding.ok else ""
-    return f"{WORDS[finding.ok]:8} {finding.check:24} {', '.join(finding.transports):16} {finding.detail}{fix}"
+def lines(finding: Finding) -> str:
+    """For a terminal of COLUMNS: what was found, and the fix below it, wrap in the last column."""
+    said = [f"{', '.join(finding.transports)}: {finding.detail}"]
+    if finding.fix and not finding.ok:
+        said.append(f"fix: {finding.fix}")
+    head, width = f"{WORDS[finding.ok]:8} {finding.check:28} ", COLUMNS - INDENT
+    last = [x for text in said for x in wrap(text, width, break_long_words=False, break_on_hyphens=False)]
+    return head + f"\n{' ' * INDENT}".join(last)

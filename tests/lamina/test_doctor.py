@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from lamina import netstack
+from lamina.cluster.doctor import lines
 from lamina.cluster.launch import main
 from lamina.netstack import SCHEMES
-from lamina.netstack.doctor import CHECKS, Machine, Verdict, findings
+from lamina.netstack.doctor import CHECKS, Finding, Machine, Verdict, findings
 
 VERSION = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.00\nGCC version: none"
 
@@ -103,6 +105,32 @@ def test_a_transport_that_does_not_open_is_status_1(
     assert "mlx5" not in usable
     assert "loopback" in usable
     assert capsys.readouterr().out.endswith(f"you can use: {', '.join(usable)}\n")
+
+
+def test_findings_read_well_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    *table, _ = capsys.readouterr().out.splitlines()
+    assert max(map(len, table)) <= 100
+    for row in table:
+        words, check, last = row[:9], row[9:38], row[38:]
+        assert words.strip() in ("", "ok", "missing", "unknown")
+        assert bool(words.strip()) == bool(check.strip())
+        assert check.endswith(" ")
+        assert last
+        assert last[0] != " "
+    said = lines(Finding("opens", ("tcp",), False, "seen " * 30, "do " * 30 + "it"))
+    assert max(map(len, said.splitlines())) <= 100
+    assert said.startswith("missing  opens                        tcp: ")
+    assert f"\n{'fix: do':>45}" in said
+
+
+def test_cuda_where_it_cannot_be_names_the_flag_and_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver(index: int) -> None:
+        raise ImportError("libcuda.so.1 does not load")
+
+    monkeypatch.setattr("lamina.netstack.cuda.Driver", no_driver)
+    with pytest.raises(ImportError, match=r"libcuda.so.1 does not load; use another --transport .*doctor"):
+        netstack.open("cuda", key=b"k" * 32)
 
 
 def test_an_unknown_transport_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
