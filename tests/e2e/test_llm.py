@@ -106,12 +106,19 @@ def test_replicas_whose_reports_pile_up_keep_the_order_of_tokens(
     assert piled > 3, "steps never waited for the driver in pairs"
 
 
-def test_deterministic_results_do_not_depend_on_batch_mates(llama_path: Path, prompts: list[list[int]]) -> None:
+@pytest.mark.parametrize(("model", "dtype"), [("llama_path", "float32"), ("tiny_lm", "bfloat16")])
+def test_deterministic_results_do_not_depend_on_batch_mates(
+    model: str, dtype: str, prompts: list[list[int]], request: pytest.FixtureRequest
+) -> None:
+    """In bf16 by matrix instructions, too, where a CPU has them: they take rows of prompts, and not those of tokens."""
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=12, logprobs=3, ignore_eos=True)
-    with LLM(str(llama_path), transport="loopback", deterministic=True, prefill_chunk=64) as llm:
+    path, options = str(request.getfixturevalue(model)), {"prefill_chunk": 32, "deterministic": True, "dtype": dtype}
+    with LLM(path, transport="loopback", **options) as llm:
         together = [o.outputs[0].logprobs for o in llm.generate(prompts, params)]
         alone = [llm.generate([p], params)[0].outputs[0].logprobs for p in prompts]
-    assert together == alone
+    with LLM(path, transport="loopback", prefill_workers=1, **options) as llm:
+        apart = [o.outputs[0].logprobs for o in llm.generate(prompts, params)]
+    assert together == alone == apart
 
 
 def test_preemption_loses_nothing(llama_path: Path, prompts: list[list[int]], reference: Reference) -> None:
