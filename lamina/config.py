@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from lamina.collective import check_name
 from lamina.cores import AUTO, parse_cores
-from lamina.kv.partition import PARTITIONS
 from lamina.netstack import HERE, beyond_host
+from lamina.protocol.partition import PARTITIONS
 
 _T = TypeVar("_T")
 CHUNK_TOKENS = 128  # of attention.merge, which this module does not import for torch's sake

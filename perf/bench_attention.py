@@ -33,10 +33,10 @@ from lamina.attention import BACKENDS, AttentionBackend, Operator, get
 from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.spec import AttentionSpec
 from lamina.config import KV_CACHE_DTYPES
-from lamina.kv.blocks import BlockTables
 from lamina.kv.pool import LayerStore, allocate, row_table, write_index
 from lamina.kv.stored import as_stored, dequantise, head_bytes, stored_dtype
-from lamina.workers.stepplan import New, Rows, StepPlan
+from lamina.protocol.plan import New, Rows, StepPlan
+from lamina.protocol.tables import BlockTables
 
 CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

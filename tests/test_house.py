@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("lamina", "converter", "netstack")
 POLICY = (
     "engine/scheduler.py", "engine/prefill.py", "engine/steps.py", "engine/sequence.py", "engine/pipeline.py",
-    "engine/tuner.py", "kv/blocks.py", "kv/layout.py", "kv/partition.py", "request.py", "config.py", "cores.py",
-    "cluster/placement.py",
+    "engine/tuner.py", "protocol/tables.py", "protocol/layout.py", "protocol/partition.py", "request.py", "config.py",
+    "cores.py", "cluster/placement.py",
 )  # fmt: skip
 
 

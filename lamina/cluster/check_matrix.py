@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import Any
 
 from lamina.config import KV_CACHE_DTYPES, EngineConfig, flag
-from lamina.kv.partition import PARTITIONS
+from lamina.protocol.partition import PARTITIONS
 
 
 class Exactness(IntEnum):

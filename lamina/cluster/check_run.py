@@ -20,8 +20,8 @@ from lamina.engine.wire import Wire
 from lamina.kv.stored import dequantise, is_scaled, quantise, stored_dtype
 from lamina.llm import LLM
 from lamina.models.load import load
+from lamina.protocol.control import ComputeReady, RunRound, StepDone
 from lamina.request import RequestOutput, SamplingParams
-from lamina.workers.control import ComputeReady, RunRound, StepDone
 
 from .check_matrix import BASE_OPTIONS, BASE_STORE, Setting
 from .check_verdict import Outcome, Plans, Verdict, failed, judge

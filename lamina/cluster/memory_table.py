@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     import torch
 
     from lamina.converter import SlicedProgram
-    from lamina.kv.partition import Partition
     from lamina.models.read_shard import WeightBytes
-    from lamina.workers.stepplan import LayerShape
+    from lamina.protocol.partition import Partition
+    from lamina.protocol.plan import LayerShape
 
 # More than of one without: values in traces, buffers of the first GEMMs. Measured at 0.7 GB and 8 layers.
 CUT_WITH_WEIGHTS = 24 << 20
@@ -163,7 +163,7 @@ def _compute(facts: _Facts, config: EngineConfig, index: int) -> WorkerMemory:
 
 
 def _prefill(facts: _Facts, config: EngineConfig, index: int) -> WorkerMemory:
-    from lamina.kv.partition import by_head
+    from lamina.protocol.partition import by_head
     from lamina.workers.capacity import attention_bytes, store_bytes
 
     alone = by_head([s.kv_heads for s in facts.layers], [1.0], 0)

@@ -20,9 +20,9 @@ def check(model: str, config: EngineConfig) -> int:
     """The longest sequence, in tokens. Raises what a start would: ValueError, naming the flag and the fix; ImportError
     or OSError where this machine lacks what the transport or a backend needs.
     """
-    from lamina.kv.partition import PARTITIONS
     from lamina.models.checkpoint import check_one_dtype, check_room, check_weights, find_checkpoint, read_config
     from lamina.models.load import max_model_len
+    from lamina.protocol.partition import PARTITIONS
     from lamina.workers import devices
     from lamina.workers.memory_store import available_bytes
 

@@ -21,7 +21,7 @@ from typing import Any
 from lamina import __version__
 from lamina.config import EngineConfig, flag
 from lamina.netstack import ChannelError
-from lamina.workers.sealed import SealedSocket
+from lamina.protocol.sealed import SealedSocket
 
 from .hosts import head_address
 from .placement import Host, Place, check_kv_memory, place

@@ -10,7 +10,7 @@ from typing import Any
 from lamina.netstack import Geometry
 from lamina.netstack.handshake import Session, Terms, offer, run
 from lamina.netstack.listener import StreamListener
-from lamina.workers.sealed import SealedSocket
+from lamina.protocol.sealed import SealedSocket
 
 SCHEME = "control"
 _NO_SLOTS = Geometry(slots=1, slot_bytes=64)  # the handshake covers an inbox of each side; here is none

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lamina.workers.control import ComputeReady
+from lamina.protocol.control import ComputeReady
 
 # What is the same for every rank, replica and prefill worker; memory workers compare the layers that each one sends.
 OF_THE_MODEL = ("vocab_size", "num_layers", "max_model_len", "dtype", "eos_token_ids")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from lamina.workers.control import RunRound, StepDone
+from lamina.protocol.control import RunRound, StepDone
 
 
 class Arrivals:

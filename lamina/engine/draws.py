@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from lamina.workers.control import Adjust, Draw
+from lamina.protocol.control import Adjust, Draw
 
 from .sequence import Sequence
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 
 from lamina.config import EngineConfig
-from lamina.kv.blocks import BlockTables
 from lamina.observe.trace import OFF, Event, Recorder
+from lamina.protocol.control import ALL_BANNED, Draw, Drawn, RunRound, RunStep, StepDone
+from lamina.protocol.tables import BlockTables
 from lamina.request import CompletionOutput, Logprob, RequestOutput, RequestTimes, SamplingParams
-from lamina.workers.control import ALL_BANNED, Draw, Drawn, RunRound, RunStep, StepDone
 
 from .draws import draw_of, scores_of
 from .prefill import Prefill

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lamina.cluster.launcher import WorkerHandle
-from lamina.workers.control import (
+from lamina.protocol.control import (
     ClockTime,
     ComputeReady,
     ControlLink,

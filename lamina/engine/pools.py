@@ -18,7 +18,7 @@ from lamina.config import MEASURED, EngineConfig, weights_of
 from lamina.env import cluster_key
 from lamina.observe.collect import ROUND_TRIPS, Tracer
 from lamina.observe.trace import Event, Recorder
-from lamina.workers.control import (
+from lamina.protocol.control import (
     AskClock,
     AskRate,
     AskStats,
@@ -38,7 +38,7 @@ from lamina.workers.control import (
     Stats,
     StepDone,
 )
-from lamina.workers.groups import Capacity, of_all_ranks
+from lamina.protocol.groups import Capacity, of_all_ranks
 
 from .alike import check_alike
 from .arrivals import Arrivals

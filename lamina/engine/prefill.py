@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from lamina.workers.stepplan import GRANTS_AHEAD, Free, Grant, New, Rows, SequenceOp, StepPlan
+from lamina.protocol.plan import (
+    GRANTS_AHEAD,
+    Free,
+    Grant,
+    New,
+    Rows,
+    SequenceOp,
+    StepPlan,
+)
 
 from .sequence import Sequence
 from .steps import ScheduledStep

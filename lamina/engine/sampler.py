@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.workers.control import ALL_BANNED, NO_TOKEN, Adjust, Draw, Drawn
+from lamina.protocol.control import ALL_BANNED, NO_TOKEN, Adjust, Draw, Drawn
 
 _NOTHING: Mapping[int, int] = MappingProxyType({})
 

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import msgspec
 
-from lamina.kv.partition import Lanes
-from lamina.workers.stepplan import Free, New, Rows, SequenceOp, StepPlan
+from lamina.protocol.partition import Lanes
+from lamina.protocol.plan import Free, New, Rows, SequenceOp, StepPlan
 
 from .pipeline import route
 from .prefill import Prefill
@@ -23,7 +23,7 @@ Blocks = tuple[int, ...]  # by layer group
 
 
 class Ledger(Protocol):
-    """The memory workers' KV blocks as the engine knows them; kv.blocks.BlockTables is one. Counts are by layer
+    """The memory workers' KV blocks as the engine knows them; protocol.tables.BlockTables is one. Counts are by layer
     group.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lamina.workers.stepplan import StepPlan
+from lamina.protocol.plan import StepPlan
 
 from .sequence import Sequence
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from lamina.workers.control import ComputeReady, RunRound, StepDone
+from lamina.protocol.control import ComputeReady, RunRound, StepDone
 
 
 class Wire(Protocol):

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lamina.kv.blocks import BlockTables
 from lamina.kv.stored import Scales, StoredRows, head_bytes, is_scaled
-from lamina.workers.stepplan import Rows
+from lamina.protocol.plan import Rows
+from lamina.protocol.tables import BlockTables
 
 Ints = NDArray[np.int64]
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lamina.attention.op import ATTENTION_OP
 from lamina.attention.spec import AttentionSpec
 from lamina.converter import ConversionError, CutCall, SlicedProgram, convert
-from lamina.workers.stepplan import LayerShape
+from lamina.protocol.plan import LayerShape
 
 from .errors import UnsupportedModelError
 from .load import ONE_AT_A_TIME

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lamina.workers.control import AskTrace, ControlLink, LinkClosedError, Trace
+from lamina.protocol.control import AskTrace, ControlLink, LinkClosedError, Trace
 
 from .perfetto import write
 from .trace import ENGINE, ClockOffset, Event, Recorder, Recording, Span, recorder, spans

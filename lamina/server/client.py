@@ -15,8 +15,8 @@ import msgspec
 from lamina.cluster.launcher import WorkerHandle
 from lamina.cluster.local import ProcessWorker
 from lamina.engine.members import WorkerError
+from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
 from lamina.request import SamplingParams
-from lamina.workers.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
 
 from .messages import Add, Cancel, Counters, Delta, Outputs, Ready, Refused, Start, State
 

@@ -15,8 +15,8 @@ from lamina.engine.engine import Engine
 from lamina.engine.members import WorkerError
 from lamina.engine.pools import Pools
 from lamina.models.tokens import load_beside
+from lamina.protocol.control import ControlLink, Failed, LinkClosedError, Progress, Stop
 from lamina.request import CompletionOutput, Logprob, RequestOutput
-from lamina.workers.control import ControlLink, Failed, LinkClosedError, Progress, Stop
 
 from .messages import Add, Cancel, Counters, Delta, Logprobs, Outputs, Ready, Refused, Start, State, Times
 

@@ -17,7 +17,7 @@ import uvloop
 from lamina.cluster.launcher import WorkerHandle
 from lamina.config import EngineConfig
 from lamina.models.tokens import load_beside
-from lamina.workers.control import Progress
+from lamina.protocol.control import Progress
 
 from .admission import Admission
 from .app import layered, make_app

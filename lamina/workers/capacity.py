@@ -8,12 +8,11 @@ import torch
 
 from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.spec import AttentionSpec
-from lamina.kv.blocks import Deal, split_memory
-from lamina.kv.partition import PARTITIONS, Lanes, Partition, Piece, stripe_of
 from lamina.kv.stored import head_bytes, is_scaled
 from lamina.netstack import Geometry
-
-from .stepplan import LayerShape
+from lamina.protocol.partition import PARTITIONS, Lanes, Partition, Piece, stripe_of
+from lamina.protocol.plan import LayerShape
+from lamina.protocol.tables import Deal, split_memory
 
 SLOTS_OF_A_BATCH = 3  # PLAN, Q and KV are in flight together; one more slot so that the next PLAN need not wait
 LEAST_SLOT_BYTES = 1 << 20  # a PLAN or a Bind

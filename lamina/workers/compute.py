@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from lamina.observe.trace import OFF, Event, Recorder
+from lamina.protocol.control import Drawn, RunRound, RunStep, StepDone
+from lamina.protocol.plan import StepPlan
 
-from .control import Drawn, RunRound, RunStep, StepDone
 from .devices import CPU
 from .ranks import Alone, Ranks, Turn, Turns
 from .ring import Ring, Stay
 from .staging import Staging, open_staging
-from .stepplan import StepPlan
 
 FIXED_ROWS = 32
 

@@ -11,11 +11,12 @@ from lamina.collective import Collective, Place
 from lamina.collective.choose import choose_and_open
 from lamina.collective.mesh import listen_and_connect
 from lamina.kv.stored import stored_dtype
+from lamina.protocol.control import ComputeReady, LinkClosedError, RankUrl, RankUrls, RingPeer, RingUrl
+from lamina.protocol.plan import Bind, Bound, Join
 
 from .capacity import choose_kv_bytes, geometries
 from .compute import Attention, ComputeWorker
 from .compute_emulated import emulated
-from .control import ComputeReady, LinkClosedError, RankUrl, RankUrls, RingPeer, RingUrl
 from .devices import CPU, backend_on
 from .direct import DirectAttention, has_whole_heads, open_wires
 from .links import MemoryLink
@@ -25,7 +26,6 @@ from .model_server import Cut, ModelServer, serve
 from .ranks import Together
 from .ring import RingEnds
 from .staged import stage_attention, stage_collective, stage_ring
-from .stepplan import Bind, Bound, Join
 from .wire import can_be_direct
 
 NO_LIMIT = 1 << 62  # bytes

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lamina.kv.partition import Partition, Piece
 from lamina.netstack import Channel, ChannelError
+from lamina.protocol.partition import Partition, Piece
+from lamina.protocol.plan import Bound, Direct, Key, Kind, LayerShape, StepPlan
 
 from .links import MemoryLink
 from .memory_pool import MemoryPool
 from .staging import Staging
-from .stepplan import Bound, Direct, Key, Kind, LayerShape, StepPlan
 from .wire import LINE_WORDS, Wire, lines
 
 LINES = 3  # of what one memory worker has of a layer: Q, K and V, O

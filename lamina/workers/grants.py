@@ -13,14 +13,24 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from lamina.kv.blocks import PlanError
 from lamina.netstack import Channel, ChannelTimeout
 from lamina.observe.trace import OFF, Event, Recorder
+from lamina.protocol.plan import (
+    GRANTS_AHEAD,
+    Free,
+    Grant,
+    Key,
+    Kind,
+    ProtocolError,
+    Rows,
+    StepPlan,
+    Truncate,
+)
+from lamina.protocol.tables import PlanError
 
 from .memory_store import Store
 from .memory_write import Writes, layouts_of
 from .meter import Meter
-from .stepplan import GRANTS_AHEAD, Free, Grant, Key, Kind, ProtocolError, Rows, StepPlan, Truncate
 
 STARVED_S = 0.005  # without a look at the prefill workers, while decoding leaves no gap
 GAP_S = 0.0005  # that a worker with nothing to do waits for decoding before it looks at the prefill workers again

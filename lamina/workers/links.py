@@ -8,9 +8,19 @@ from torch import Tensor
 
 from lamina.netstack import Channel, ChannelTimeout
 from lamina.observe.trace import OFF, Event, Recorder
+from lamina.protocol.plan import (
+    Bind,
+    Bound,
+    Direct,
+    Join,
+    Key,
+    Kind,
+    ProtocolError,
+    decode_bound,
+    encode,
+)
 
 from .buffers import tensor_over
-from .stepplan import Bind, Bound, Direct, Join, Key, Kind, ProtocolError, decode_bound, encode
 
 
 class RefusedError(Exception):

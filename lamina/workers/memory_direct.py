@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lamina.protocol.plan import Key, Kind
+
 from .memory_step import Sizes, Step
 from .memory_store import Store
 from .meter import Meter
 from .staging import NOTHING
-from .stepplan import Key, Kind
 from .wire import LINE_WORDS, Wire, lines
 
 

@@ -15,10 +15,20 @@ from lamina.background import Background
 from lamina.env import cluster_key
 from lamina.netstack import ChannelError, ChannelTimeout, Listener
 from lamina.observe.trace import recorder
+from lamina.protocol.control import (
+    AskClock,
+    AskRate,
+    AskStats,
+    AskTrace,
+    ControlLink,
+    LinkClosedError,
+    MemoryReady,
+    StartMemory,
+    Stop,
+)
+from lamina.protocol.plan import ProtocolError
 
-from .control import AskClock, AskRate, AskStats, AskTrace, ControlLink, LinkClosedError, MemoryReady, StartMemory, Stop
 from .service import Service
-from .stepplan import ProtocolError
 
 if TYPE_CHECKING:
     from .memory import MemoryWorker

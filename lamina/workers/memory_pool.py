@@ -16,12 +16,12 @@ from torch import Tensor
 from lamina.attention import AttentionBackend
 from lamina.attention.merge import CHUNK_TOKENS, Partial
 from lamina.attention.spec import AttentionSpec
-from lamina.kv.layout import Layout, layout, merges
-from lamina.kv.partition import Lanes, Partition
+from lamina.protocol.layout import Layout, layout, merges
+from lamina.protocol.partition import Lanes, Partition
+from lamina.protocol.plan import Key, Kind, LayerShape, StepPlan, encode
 
 from .buffers import pick, tensor_over
 from .links import MemoryLink
-from .stepplan import Key, Kind, LayerShape, StepPlan, encode
 
 FP32 = torch.float32
 Index = Tensor | None  # rows of a step; None = all of them
@@ -150,7 +150,7 @@ class _Layer:
 
 
 class _GroupRows(NamedTuple):
-    """kv.layout.Layout as indices; nothing of what is empty."""
+    """protocol.layout.Layout as indices; nothing of what is empty."""
 
     num_whole: int
     num_partial: int
@@ -160,7 +160,7 @@ class _GroupRows(NamedTuple):
 
 
 class _MergeIndex(NamedTuple):
-    """kv.layout.Merges as indices."""
+    """protocol.layout.Merges as indices."""
 
     levels: list[tuple[Tensor, Tensor]]
     roots: Tensor

@@ -1,7 +1,7 @@
 """A step on a memory worker: what all layers of a group share, and the work of a layer.
 
 The messages of a layer are flat, one piece of the layer behind the other. Of each piece come the tensors of the
-sequences that it finishes alone, then those of the others (kv.layout):
+sequences that it finishes alone, then those of the others (protocol.layout):
 
     Q    q [R, Hq, D], q [R', Hq, D]
     KV   as in workers.memory_write
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from lamina.attention.merge import CHUNK_TOKENS, Partial
-from lamina.kv.layout import Layout
 from lamina.kv.pool import row_table
 from lamina.kv.stored import head_bytes
+from lamina.protocol.layout import Layout
+from lamina.protocol.plan import Rows, StepPlan
 
 from .buffers import pick
 from .memory_store import Store, StoredPiece
 from .memory_write import Flat, Writes, Written, layouts_of
-from .stepplan import Rows, StepPlan
 
 
 class Sizes(NamedTuple):

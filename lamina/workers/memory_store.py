@@ -14,16 +14,24 @@ from torch import Tensor
 from lamina.attention import Operator, get, name_of
 from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.spec import AttentionSpec
-from lamina.kv.blocks import BlockTables, split_memory
-from lamina.kv.partition import Lanes, Piece
 from lamina.kv.pool import LayerStore, allocate
 from lamina.kv.stored import head_bytes, stored_dtype
+from lamina.protocol.partition import Lanes, Piece
+from lamina.protocol.plan import (
+    Bind,
+    Bound,
+    Grant,
+    LayerShape,
+    ProtocolError,
+    Rows,
+    StepPlan,
+)
+from lamina.protocol.tables import BlockTables, split_memory
 from lamina.room import free_bytes, too_little
 
 from .buffers import tensor_over
 from .devices import CPU, FREE_PART
 from .staging import NOTHING, open_staging
-from .stepplan import Bind, Bound, Grant, LayerShape, ProtocolError, Rows, StepPlan
 
 RATE_BYTES = 256 << 20
 RATE_PASSES = 5

@@ -1,7 +1,7 @@
 """Where the K and V of some rows go on a memory worker: what all layers of a group share, and the work of a layer.
 
 The message of a layer is flat, one piece of the layer behind the other. Of each piece come the K and V of the sequences
-that it finishes alone, k [R, Hkv, D] and v [R, Hkv, Dv], then those of the others (kv.layout).
+that it finishes alone, k [R, Hkv, D] and v [R, Hkv, Dv], then those of the others (protocol.layout).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from lamina.attention import Operator
-from lamina.kv.layout import Layout, kept, layout
 from lamina.kv.pool import WriteIndex, write_index
 from lamina.kv.stored import StoredRows, as_stored
+from lamina.protocol.layout import Layout, kept, layout
+from lamina.protocol.plan import Rows
 
 from .memory_store import Store, StoredPiece
 from .staging import NOTHING
-from .stepplan import Rows
 
 
 class Writes:

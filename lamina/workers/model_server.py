@@ -13,12 +13,9 @@ from lamina import collective, gemm, netstack
 from lamina.collective import Collective
 from lamina.env import cluster_key
 from lamina.gemm import LinearBackend
-from lamina.kv.partition import Partition
 from lamina.netstack import ChannelError
 from lamina.observe.trace import Event, recorder
-
-from .capacity import partition_of
-from .control import (
+from lamina.protocol.control import (
     AskClock,
     AskStats,
     AskTrace,
@@ -34,14 +31,17 @@ from .control import (
     StepDone,
     Stop,
 )
+from lamina.protocol.groups import together
+from lamina.protocol.partition import Partition
+from lamina.protocol.plan import Bound, LayerShape, ProtocolError
+
+from .capacity import partition_of
 from .devices import CPU, gpu_of, linear, pick
 from .few_rows import FewRows
 from .graphs import Graphs
-from .groups import together
 from .links import RefusedError
 from .service import Service
 from .staging import Staging, open_staging
-from .stepplan import Bound, LayerShape, ProtocolError
 
 MESSAGES = StartCompute | RunRound | RingPeer | RankUrls | Connect | AskStats | AskClock | AskTrace | Stop
 

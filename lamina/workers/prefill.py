@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from lamina.observe.trace import OFF, Event, Recorder
+from lamina.protocol.control import RunRound, StepDone
+from lamina.protocol.plan import Key, Kind, ProtocolError, StepPlan
 
 from .compute import Attention, ComputeWorker
-from .control import RunRound, StepDone
 from .links import MemoryLink, RefusedError
 from .memory_step import Step, Stored
 from .memory_store import Store
 from .memory_write import Written
 from .staging import NOTHING
-from .stepplan import Key, Kind, ProtocolError, StepPlan
 
 GLANCE_S = 0.002  # for news of memory workers, before the driver's are looked at again
 

@@ -7,13 +7,14 @@ from typing import Any
 
 from lamina import attention
 from lamina.attention import name_of
-from lamina.kv.partition import by_head
 from lamina.kv.stored import stored_dtype
+from lamina.protocol.control import ComputeReady, Connect, LinkClosedError
+from lamina.protocol.partition import by_head
+from lamina.protocol.plan import Bind, Bound, Join
 
 from .capacity import kv_geometries, store_bytes
 from .compute import ComputeWorker
 from .compute_emulated import emulated
-from .control import ComputeReady, Connect, LinkClosedError
 from .devices import CPU, backend_on
 from .links import MemoryLink
 from .memory_pool import MemoryPool
@@ -21,7 +22,6 @@ from .memory_store import Store, available_bytes
 from .model_server import Cut, ModelServer, serve
 from .prefill import OwnAttention, PrefillWorker
 from .staged import stage_attention
-from .stepplan import Bind, Bound, Join
 
 
 def serve_prefill(sock: socket.socket, module: Any = None) -> None:

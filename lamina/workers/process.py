@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from .sealed import SealedSocket, read_keys
+from lamina.protocol.sealed import SealedSocket, read_keys
 
 ORPHAN_EXIT_S = 2.0  # for an orderly end
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lamina.collective import Collective
 from lamina.engine.sampler import sample
-
-from .control import Draw, Drawn, RunStep
+from lamina.protocol.control import Draw, Drawn, RunStep
 
 
 class Turn(NamedTuple):

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lamina.netstack import Channel, Fabric, Geometry, Listener
+from lamina.protocol.plan import Key, Kind, ProtocolError, StepPlan
 
 from .buffers import tensor_over
-from .stepplan import Key, Kind, ProtocolError, StepPlan
 
 ALIGN = 64  # bytes at which each tensor of a message begins
 LEAST_SLOT_BYTES = 1 << 16

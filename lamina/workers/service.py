@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lamina.observe.trace import OFF, Recorder
-
-from .control import (
+from lamina.protocol.control import (
     AskClock,
     AskRate,
     AskStats,

@@ -13,9 +13,20 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from lamina.kv.blocks import NoBlocksError, PlanError
 from lamina.netstack import Arrival, Channel, ChannelTimeout
 from lamina.observe.trace import Event, Recorder
+from lamina.protocol.plan import (
+    Key,
+    Kind,
+    ProtocolError,
+    StepPlan,
+    decode_bind,
+    decode_direct,
+    decode_join,
+    decode_plan,
+    encode,
+)
+from lamina.protocol.tables import NoBlocksError, PlanError
 
 from .devices import FREE_PART
 from .grants import Grants
@@ -25,7 +36,6 @@ from .memory_store import Store
 from .memory_write import Written
 from .meter import Meter
 from .staging import NOTHING
-from .stepplan import Key, Kind, ProtocolError, StepPlan, decode_bind, decode_direct, decode_join, decode_plan, encode
 from .wire import Wire, can_be_direct
 
 RESERVE_S = 60.0  # for a compute worker to take what it was sent before

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lamina.collective import Collective
+from lamina.protocol.plan import StepPlan
 
 from .compute import Attention
 from .ring import Ring
 from .staging import Staging
-from .stepplan import StepPlan
 
 
 def stage_attention(inner: Attention, staging: Staging) -> Attention:

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from lamina.netstack import Channel, DeviceChannel
 from lamina.netstack.fabric import TAG_BYTES
+from lamina.protocol.plan import Key, ProtocolError
 
 from .buffers import bytes_of
 from .staging import Apart, Queue, Staging
-from .stepplan import Key, ProtocolError
 
 _LINE = struct.Struct(f"<2Q{TAG_BYTES}s")  # of a message: one length or two, in bytes; tag
 TAG_AT = 16

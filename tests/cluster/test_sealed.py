@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from lamina.cluster.remote import ControlListener, connect
 from lamina.netstack import ChannelAborted, HandshakeError
-from lamina.workers import sealed
-from lamina.workers.control import AskStats, ControlLink, LinkClosedError, Stats
-from lamina.workers.sealed import KEY_BYTES, SealedSocket
+from lamina.protocol import sealed
+from lamina.protocol.control import AskStats, ControlLink, LinkClosedError, Stats
+from lamina.protocol.sealed import KEY_BYTES, SealedSocket
 
 KEY = bytes(range(32))
 THERE, BACK = b"t" * KEY_BYTES, b"b" * KEY_BYTES

@@ -16,10 +16,10 @@ from lamina.attention import BACKENDS, AttentionBackend, Operator
 from lamina.attention import get as open_backend
 from lamina.attention.merge import CHUNK_TOKENS, Node, Partial, finish, root
 from lamina.attention.spec import AttentionSpec
-from lamina.kv.blocks import BlockTables
 from lamina.kv.pool import LayerStore, RowTable, allocate, row_table
 from lamina.kv.stored import Scales, StoredRows, as_stored
-from lamina.workers.stepplan import New, Rows, StepPlan
+from lamina.protocol.plan import New, Rows, StepPlan
+from lamina.protocol.tables import BlockTables
 
 CPU = torch.device("cpu")
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # norm-wise error of o after rounding

@@ -20,7 +20,7 @@ from lamina import netstack  # noqa: E402
 from lamina.cluster.launcher import LAUNCHERS, Launcher, WorkerHandle, open_launcher  # noqa: E402
 from lamina.config import EngineConfig  # noqa: E402
 from lamina.netstack import ChannelError, Geometry  # noqa: E402
-from lamina.workers.control import (  # noqa: E402
+from lamina.protocol.control import (  # noqa: E402
     AskStats,
     ControlLink,
     Failed,

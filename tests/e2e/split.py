@@ -15,13 +15,21 @@ from torch import Tensor
 from lamina import attention, netstack
 from lamina.cluster.local import ProcessWorker
 from lamina.converter import SlicedProgram
-from lamina.kv.partition import by_head
 from lamina.models.convert import layer_shapes
+from lamina.protocol.control import (
+    AskStats,
+    ControlLink,
+    Failed,
+    MemoryReady,
+    StartMemory,
+    Stats,
+    Stop,
+)
+from lamina.protocol.partition import by_head
+from lamina.protocol.plan import Bind, New, Rows, StepPlan
 from lamina.workers.capacity import geometries
-from lamina.workers.control import AskStats, ControlLink, Failed, MemoryReady, StartMemory, Stats, Stop
 from lamina.workers.links import MemoryLink
 from lamina.workers.memory_pool import MemoryPool
-from lamina.workers.stepplan import Bind, New, Rows, StepPlan
 
 TIMEOUT_S = 60.0
 MAX_ROWS = 64

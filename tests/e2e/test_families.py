@@ -23,7 +23,7 @@ from lamina import LLM, SamplingParams
 from lamina.attention.spec import AttentionSpec
 from lamina.converter import SlicedProgram
 from lamina.models.convert import convert_model, layer_shapes
-from lamina.workers.stepplan import LayerShape
+from lamina.protocol.plan import LayerShape
 
 PROMPTS = (19, 1, 7, 30)  # tokens; some shorter, some longer than the windows
 NEW_TOKENS = 64

@@ -9,10 +9,10 @@ from lamina.engine.prefill import Prefill
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
 from lamina.engine.steps import ScheduledStep
-from lamina.kv.blocks import BlockTables
-from lamina.kv.partition import Lanes
+from lamina.protocol.partition import Lanes
+from lamina.protocol.plan import Free, Grant, New, StepPlan
+from lamina.protocol.tables import BlockTables
 from lamina.request import CompletionOutput, SamplingParams
-from lamina.workers.stepplan import Free, Grant, New, StepPlan
 
 MAX_ROWS = 12
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.engine.arrivals import Arrivals
-from lamina.workers.control import RunRound, RunStep, StepDone
-from lamina.workers.stepplan import StepPlan
+from lamina.protocol.control import RunRound, RunStep, StepDone
+from lamina.protocol.plan import StepPlan
 
 
 def a_round(number: int, batches: list[int]) -> RunRound:

@@ -13,11 +13,11 @@ from torch import Tensor
 from lamina.attention import Operator, get
 from lamina.attention.spec import AttentionSpec
 from lamina.emulate import VARIABLE, Device
-from lamina.kv.blocks import BlockTables
 from lamina.kv.pool import allocate, row_table
 from lamina.kv.stored import StoredRows
+from lamina.protocol.plan import New, Rows, StepPlan
+from lamina.protocol.tables import BlockTables
 from lamina.workers.compute_emulated import EmulatedProgram, emulated
-from lamina.workers.stepplan import New, Rows, StepPlan
 
 
 class Model:

@@ -12,10 +12,10 @@ from scheduled import begin
 
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
-from lamina.kv.blocks import BlockTables
-from lamina.kv.partition import Lanes
+from lamina.protocol.control import ComputeReady, Drawn, RunRound, RunStep, StepDone
+from lamina.protocol.partition import Lanes
+from lamina.protocol.tables import BlockTables
 from lamina.request import RequestOutput, SamplingParams
-from lamina.workers.control import ComputeReady, Drawn, RunRound, RunStep, StepDone
 
 VOCAB, EOS = 97, 96
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from lamina.engine.members import Member, Members, WorkerError
-from lamina.workers.control import AskStats, ControlLink, Failed, StepDone, Stop
+from lamina.protocol.control import AskStats, ControlLink, Failed, StepDone, Stop
 
 SOON_S = 5.0
 

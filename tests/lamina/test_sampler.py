@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.engine.sampler import sample, uniform
-from lamina.workers.control import ALL_BANNED, NO_TOKEN, Draw
+from lamina.protocol.control import ALL_BANNED, NO_TOKEN, Draw
 
 
 def draw(row: int = 0, **options: object) -> Draw:

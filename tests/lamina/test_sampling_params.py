@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lamina import LLM, SamplingParams
 from lamina.engine.sampler import sample
-from lamina.workers.control import Adjust, Draw
+from lamina.protocol.control import Adjust, Draw
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model"
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.9])

@@ -12,10 +12,10 @@ from scheduled import check_tokens, drive, make
 from lamina.engine.prefill import Prefill
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.steps import ScheduledStep
-from lamina.kv.blocks import BlockTables
-from lamina.kv.partition import Lanes, by_request
+from lamina.protocol.partition import Lanes, by_request
+from lamina.protocol.plan import Free
+from lamina.protocol.tables import BlockTables
 from lamina.request import SamplingParams
-from lamina.workers.stepplan import Free
 
 
 def test_one_sequence_is_chunked_then_decoded() -> None:
@@ -234,9 +234,8 @@ def test_policy_imports_no_torch() -> None:
     import subprocess
     import sys
 
-    code = (
-        "import sys, lamina.engine.scheduler, lamina.kv.blocks, lamina.kv.partition; sys.exit('torch' in sys.modules)"
-    )
+    modules = "lamina.engine.scheduler, lamina.protocol.tables, lamina.protocol.partition"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

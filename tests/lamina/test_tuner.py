@@ -13,8 +13,8 @@ from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.engine.steps import Round
 from lamina.engine.tuner import TIE, Tuner
+from lamina.protocol.control import StepDone
 from lamina.request import SamplingParams
-from lamina.workers.control import StepDone
 
 Cost = Callable[[int], float]
 MANY = 100

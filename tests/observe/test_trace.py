@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lamina.observe.collect import Tracer, clock_offset, span_cost_s
 from lamina.observe.trace import OFF, Event, Recorder, Recording, Span, spans
-from lamina.workers.control import AskClock, AskTrace, ClockTime, ControlLink, Stop, Trace
+from lamina.protocol.control import AskClock, AskTrace, ClockTime, ControlLink, Stop, Trace
 from lamina.workers.service import Service
 
 TIMEOUT_S = 10.0

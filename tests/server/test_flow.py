@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_layers import ask, error_of, run
 
+from lamina.protocol.control import Progress
 from lamina.server.app import layered, make_app
 from lamina.server.client import Feed
 from lamina.server.errors import ApiError
 from lamina.server.messages import Delta
 from lamina.server.run import _Server, _Stages
-from lamina.workers.control import Progress
 
 BODY = {"prompt": [5, 6, 7], "max_tokens": 2}
 

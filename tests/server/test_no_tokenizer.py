@@ -20,9 +20,9 @@ from running import MODEL, ROOT
 from lamina import LLM, llm
 from lamina.cluster.launch import main
 from lamina.config import EngineConfig
+from lamina.protocol.control import ControlLink
 from lamina.server import engine_process
 from lamina.server.messages import Start
-from lamina.workers.control import ControlLink
 
 GIVEN_UP = "loading the tokenizer (--start-timeout-s) is not done after"
 

@@ -16,10 +16,10 @@ from lamina.attention.cuda import Cuda
 from lamina.attention.cuda_geometry import Variant
 from lamina.attention.cuda_kernels import Argument
 from lamina.attention.merge import CHUNK_TOKENS, Partial, finish, merge
-from lamina.kv.blocks import BlockTables
 from lamina.kv.pool import WriteIndex, allocate, row_table, write_index
 from lamina.kv.stored import StoredRows, as_stored
-from lamina.workers.stepplan import New, Rows, StepPlan
+from lamina.protocol.plan import New, Rows, StepPlan
+from lamina.protocol.tables import BlockTables
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "contract"))
 import test_attention as contract

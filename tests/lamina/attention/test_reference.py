@@ -10,9 +10,9 @@ from lamina.attention import Operator, reference_tiles
 from lamina.attention.merge import CHUNK_TOKENS, Fold, Node, Partial, root
 from lamina.attention.reference import Reference
 from lamina.attention.spec import AttentionSpec
-from lamina.kv.blocks import BlockTables
 from lamina.kv.pool import LayerStore, row_table
-from lamina.workers.stepplan import New, Rows, StepPlan
+from lamina.protocol.plan import New, Rows, StepPlan
+from lamina.protocol.tables import BlockTables
 
 CPU = torch.device("cpu")
 SIZE = 16

@@ -9,7 +9,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lamina.kv.blocks import (
+from lamina.protocol.partition import Lanes
+from lamina.protocol.plan import (
+    Export,
+    Fork,
+    Free,
+    Import,
+    New,
+    Rows,
+    SequenceOp,
+    Shift,
+    StepPlan,
+    Truncate,
+)
+from lamina.protocol.tables import (
     BlockTables,
     NoBlocksError,
     PlanError,
@@ -17,8 +30,6 @@ from lamina.kv.blocks import (
     blocks_of_one,
     split_memory,
 )
-from lamina.kv.partition import Lanes
-from lamina.workers.stepplan import Export, Fork, Free, Import, New, Rows, SequenceOp, Shift, StepPlan, Truncate
 
 SIZE = 4
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.kv.blocks import BlockTables
-from lamina.kv.layout import Layout, kept, layout, merges
-from lamina.kv.partition import by_token
-from lamina.workers.stepplan import New, Rows, StepPlan
+from lamina.protocol.layout import Layout, kept, layout, merges
+from lamina.protocol.partition import by_token
+from lamina.protocol.plan import New, Rows, StepPlan
+from lamina.protocol.tables import BlockTables
 
 STRIPE = 8  # tokens
 

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.kv.partition import LANE_ERROR, MOST_LANES, PARTITIONS, Lanes, Partition, Piece, by_head, by_request
+from lamina.protocol.partition import (
+    LANE_ERROR,
+    MOST_LANES,
+    PARTITIONS,
+    Lanes,
+    Partition,
+    Piece,
+    by_head,
+    by_request,
+)
 
 WEIGHTS = st.lists(st.floats(0.5, 4.0), min_size=1, max_size=6)
 

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.kv.blocks import BlockTables
 from lamina.kv.pool import LayerStore, allocate, row_table, write_index
 from lamina.kv.stored import StoredRows
-from lamina.workers.stepplan import New, Rows, StepPlan
+from lamina.protocol.plan import New, Rows, StepPlan
+from lamina.protocol.tables import BlockTables
 
 CPU = torch.device("cpu")
 SIZE, ALIGN = 4, 16

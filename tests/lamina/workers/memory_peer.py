@@ -13,12 +13,9 @@ from torch import Tensor
 from lamina import netstack
 from lamina.attention import get
 from lamina.attention.spec import AttentionSpec
-from lamina.kv.partition import PARTITIONS, Partition
 from lamina.netstack import Channel, ChannelError, Geometry
-from lamina.workers.links import MemoryLink
-from lamina.workers.memory import MemoryWorker
-from lamina.workers.memory_pool import MemoryPool
-from lamina.workers.stepplan import (
+from lamina.protocol.partition import PARTITIONS, Partition
+from lamina.protocol.plan import (
     Bind,
     Bound,
     Join,
@@ -32,6 +29,9 @@ from lamina.workers.stepplan import (
     decode_bound,
     encode,
 )
+from lamina.workers.links import MemoryLink
+from lamina.workers.memory import MemoryWorker
+from lamina.workers.memory_pool import MemoryPool
 
 WAIT_S = 90.0
 GEOMETRY = Geometry(slots=4, slot_bytes=1 << 20)

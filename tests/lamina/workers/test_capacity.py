@@ -6,9 +6,11 @@ import pytest
 import torch
 from memory_peer import bind, shape
 
-from lamina.kv.partition import PARTITIONS
 from lamina.kv.stored import stored_dtype
 from lamina.netstack import Geometry
+from lamina.protocol.groups import together
+from lamina.protocol.partition import PARTITIONS
+from lamina.protocol.plan import Free, LayerShape, New, Rows, StepPlan
 from lamina.workers import capacity
 from lamina.workers.capacity import (
     attention_bytes,
@@ -19,10 +21,8 @@ from lamina.workers.capacity import (
     kv_geometries,
     store_bytes,
 )
-from lamina.workers.groups import together
 from lamina.workers.memory_step import Step
 from lamina.workers.memory_store import DTYPES, Store
-from lamina.workers.stepplan import Free, LayerShape, New, Rows, StepPlan
 
 LAYERS = {
     "few": [shape(8, 4)],

@@ -17,15 +17,25 @@ from torch import Tensor
 
 from lamina import netstack
 from lamina.attention import get
-from lamina.kv.partition import PARTITIONS, by_head
 from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, PeerFault
+from lamina.protocol.partition import PARTITIONS, by_head
+from lamina.protocol.plan import (
+    Free,
+    Key,
+    Kind,
+    LayerShape,
+    New,
+    ProtocolError,
+    Rows,
+    SequenceOp,
+    StepPlan,
+)
 from lamina.workers import direct, staging
 from lamina.workers.direct import DirectAttention, has_whole_heads, open_wires
 from lamina.workers.graphs import GraphedSlice
 from lamina.workers.links import MemoryLink, RefusedError
 from lamina.workers.memory_pool import MemoryPool
 from lamina.workers.staging import Host, Queue
-from lamina.workers.stepplan import Free, Key, Kind, LayerShape, New, ProtocolError, Rows, SequenceOp, StepPlan
 from lamina.workers.wire import Wire, can_be_direct, lines
 
 STEPS: list[tuple[list[SequenceOp], list[Rows]]] = [

@@ -9,12 +9,22 @@ import torch
 from memory_peer import LAYERS, WAIT_S, Model, Peer, Pool, RefusedError, bind, memory_pool, model
 
 from lamina.netstack import Arrival, ChannelTimeout
+from lamina.protocol.plan import (
+    Free,
+    Grant,
+    Key,
+    Kind,
+    New,
+    ProtocolError,
+    Rows,
+    StepPlan,
+    Truncate,
+)
 from lamina.workers.grants import GAP_S, IDLE_S, STARVED_S, Grants
 from lamina.workers.links import MemoryLink
 from lamina.workers.memory_pool import MemoryPool
 from lamina.workers.memory_store import Store
 from lamina.workers.meter import Meter
-from lamina.workers.stepplan import Free, Grant, Key, Kind, New, ProtocolError, Rows, StepPlan, Truncate
 
 CPU = torch.device("cpu")
 

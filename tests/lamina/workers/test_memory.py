@@ -10,8 +10,8 @@ from memory_peer import WAIT_S, Pool, RefusedError, error, memory_pool, model, s
 from torch import Tensor
 
 from lamina.attention import BACKENDS
-from lamina.kv.partition import Lanes
-from lamina.workers.stepplan import (
+from lamina.protocol.partition import Lanes
+from lamina.protocol.plan import (
     Bound,
     Free,
     Key,

@@ -17,11 +17,30 @@ import pytest
 
 from lamina import netstack
 from lamina.attention.spec import AttentionSpec
-from lamina.kv.partition import by_head
 from lamina.netstack import Channel, Geometry, PeerFault
-from lamina.workers.control import AskStats, ControlLink, Failed, LinkClosedError, MemoryReady, StartMemory, Stats, Stop
+from lamina.protocol.control import (
+    AskStats,
+    ControlLink,
+    Failed,
+    LinkClosedError,
+    MemoryReady,
+    StartMemory,
+    Stats,
+    Stop,
+)
+from lamina.protocol.partition import by_head
+from lamina.protocol.plan import (
+    Bind,
+    Key,
+    Kind,
+    LayerShape,
+    New,
+    Rows,
+    StepPlan,
+    decode_bound,
+    encode,
+)
 from lamina.workers.memory_main import serve_memory
-from lamina.workers.stepplan import Bind, Key, Kind, LayerShape, New, Rows, StepPlan, decode_bound, encode
 
 ROOT = Path(__file__).resolve().parents[3]
 KEY = b"k" * 32

@@ -23,10 +23,9 @@ from memory_peer import (
 )
 
 from lamina.attention.spec import AttentionSpec
-from lamina.kv.partition import Partition, Share
 from lamina.netstack import Channel, ChannelError, PeerFault
-from lamina.workers.memory import MemoryWorker
-from lamina.workers.stepplan import (
+from lamina.protocol.partition import Partition, Share
+from lamina.protocol.plan import (
     Bind,
     Fork,
     Key,
@@ -37,6 +36,7 @@ from lamina.workers.stepplan import (
     StepPlan,
     encode,
 )
+from lamina.workers.memory import MemoryWorker
 
 
 @pytest.fixture

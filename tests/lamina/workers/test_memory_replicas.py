@@ -11,7 +11,16 @@ from torch import Tensor
 
 from lamina.engine.pipeline import route
 from lamina.netstack import PeerFault
-from lamina.workers.stepplan import Join, Key, Kind, New, ProtocolError, Rows, StepPlan, encode
+from lamina.protocol.plan import (
+    Join,
+    Key,
+    Kind,
+    New,
+    ProtocolError,
+    Rows,
+    StepPlan,
+    encode,
+)
 
 
 @pytest.fixture

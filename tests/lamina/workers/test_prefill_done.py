@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from lamina.workers.control import StepDone
+from lamina.protocol.control import StepDone
+from lamina.protocol.plan import Key, Kind, ProtocolError
 from lamina.workers.links import RefusedError
 from lamina.workers.prefill import GLANCE_S, PrefillWorker
-from lamina.workers.stepplan import Key, Kind, ProtocolError
 
 
 class FakeWorker:

@@ -13,9 +13,9 @@ from meshes import on_all
 
 from lamina.collective.mesh import Mesh
 from lamina.engine.sampler import ALL_BANNED, NO_TOKEN, sample
-from lamina.workers.control import Adjust, Draw, Drawn, RunStep
+from lamina.protocol.control import Adjust, Draw, Drawn, RunStep
+from lamina.protocol.plan import StepPlan
 from lamina.workers.ranks import Few, Together, Turn, Turns
-from lamina.workers.stepplan import StepPlan
 
 WIDTH = 96
 

@@ -10,9 +10,9 @@ from memory_peer import Pool, error, memory_pool, model
 from stand_in_device import CPU, StandIn, stand_in_for_cpu
 from torch import Tensor
 
+from lamina.protocol.plan import New, Rows, SequenceOp, StepPlan
 from lamina.workers.staged import StagedAttention, StagedCollective, StagedRing, stage_attention
 from lamina.workers.staging import Apart, Host
-from lamina.workers.stepplan import New, Rows, SequenceOp, StepPlan
 
 STEPS: list[tuple[list[SequenceOp], list[Rows]]] = [
     ([New(1), New(2)], [Rows(1, 0, 40), Rows(2, 0, 5)]),

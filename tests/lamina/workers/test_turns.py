@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lamina.engine.pipeline import num_replicas, rotation, route
 from lamina.netstack import PeerFault
+from lamina.protocol.control import Draw, Drawn, RunRound, RunStep, StepDone
+from lamina.protocol.plan import New, Rows, StepPlan
 from lamina.workers.compute import ComputeWorker
-from lamina.workers.control import Draw, Drawn, RunRound, RunStep, StepDone
 from lamina.workers.ranks import Alone
 from lamina.workers.ring import Stay
-from lamina.workers.stepplan import New, Rows, StepPlan
 
 Call = tuple[int, int, int]  # batch, step, slice
 

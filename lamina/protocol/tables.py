@@ -12,8 +12,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from lamina.kv.partition import Lanes
-from lamina.workers.stepplan import Free, Grant, New, Rows, SequenceOp, StepPlan, Truncate
+from .partition import Lanes
+from .plan import (
+    Free,
+    Grant,
+    New,
+    Rows,
+    SequenceOp,
+    StepPlan,
+    Truncate,
+)
 
 
 class PlanError(ValueError):

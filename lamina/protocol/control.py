@@ -16,9 +16,8 @@ from typing import Any
 
 import msgspec
 
-from lamina.kv.partition import Lanes
-
-from .stepplan import StepPlan
+from .partition import Lanes
+from .plan import StepPlan
 
 MAX_FRAME = 1 << 28
 _LENGTH = struct.Struct("<I")
@@ -121,7 +120,7 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     key: bytes  # empty: the worker's environment has it
     memory_urls: list[str]
     memory_weights: list[float]  # each one's part of the work
-    partition: str  # by its name in kv.partition.PARTITIONS
+    partition: str  # by its name in protocol.partition.PARTITIONS
     start_timeout_s: float
     step_timeout_s: float
     trace: bool = False  # record spans

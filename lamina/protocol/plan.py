@@ -32,7 +32,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from lamina.kv.partition import Lanes, Partition
+from .partition import Lanes, Partition
 
 VERSION = 2
 # Of a sequence, whose K and V are still to come: behind a window, a third may give blocks back that the first fills.

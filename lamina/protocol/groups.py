@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lamina.kv.partition import Lanes
-
-from .stepplan import Bound
+from .partition import Lanes
+from .plan import Bound
 
 
 class Capacity(NamedTuple):

@@ -14,9 +14,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from lamina.workers.stepplan import Rows
-
 from .partition import Lanes
+from .plan import Rows
 
 
 class Stripe(NamedTuple):

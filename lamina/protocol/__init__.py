@@ -1,0 +1,1 @@
+"""What the processes of one engine tell each other, and the facts that all of them go by. No torch."""
