@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from lamina.config import EngineConfig
-from lamina.planner.hardware import DEVICES
+from lamina.facts.hardware import DEVICES
 
 from .hosts import is_file, read_cluster
 from .placement import Host, Place, check_kv_memory, place

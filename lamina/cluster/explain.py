@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lamina.config import check_kv_cache_dtype
-from lamina.planner.hardware import DEVICES, Device, device
-from lamina.planner.report import estimate_text, explain_text
-from lamina.planner.roofline import AttentionWork, Estimate, GemmWork, estimate
+from lamina.facts.hardware import DEVICES, Device, device
+from lamina.facts.report import estimate_text, explain_text
+from lamina.facts.roofline import AttentionWork, Estimate, GemmWork, estimate
 
 if TYPE_CHECKING:
     from torch import nn

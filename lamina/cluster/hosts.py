@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lamina.planner.hardware import DEVICES
+from lamina.facts.hardware import DEVICES
 
 from .placement import RACK, Host
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from lamina import cores
 from lamina.config import EngineConfig
-from lamina.room import check_kv_room, free_bytes
+from lamina.facts.room import check_kv_room, free_bytes
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lamina.config import EngineConfig
-from lamina.planner.memory import WorkerMemory
+from lamina.facts.memory import WorkerMemory
 from lamina.workers.footprint import Resident, resident
 
 from .local import environment

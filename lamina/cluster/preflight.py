@@ -9,8 +9,8 @@ from typing import Any
 from lamina import netstack
 from lamina.config import EngineConfig
 from lamina.env import cluster_key
+from lamina.facts.room import check_kv_room
 from lamina.models.checkpoint import peek_config
-from lamina.room import check_kv_room
 
 from .nearest import nearest
 from .words import counted
@@ -139,8 +139,8 @@ def ranks_meet(config: EngineConfig, hosts: Sequence[str] = ()) -> list[str]:
 
 
 def _memory_text(model: str, config: EngineConfig) -> str:
+    from lamina.facts.memory import check_fits, memory_text
     from lamina.models.errors import UnsupportedModelError
-    from lamina.planner.memory import check_fits, memory_text
     from lamina.workers.memory_store import available_bytes
 
     from .memory_table import workers_memory

@@ -14,6 +14,7 @@ from torch import Tensor
 from lamina.attention import Operator, get, name_of
 from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.spec import AttentionSpec
+from lamina.facts.room import free_bytes, too_little
 from lamina.kv.pool import LayerStore, allocate
 from lamina.kv.stored import head_bytes, stored_dtype
 from lamina.protocol.partition import Lanes, Piece
@@ -27,7 +28,6 @@ from lamina.protocol.plan import (
     StepPlan,
 )
 from lamina.protocol.tables import BlockTables, split_memory
-from lamina.room import free_bytes, too_little
 
 from .buffers import tensor_over
 from .devices import CPU, FREE_PART

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lamina.planner.hardware import DEVICES, device
-from lamina.planner.report import estimate_text, size
-from lamina.planner.roofline import AttentionWork, Estimate, GemmWork, attention_seconds, estimate, gemm_seconds
+from lamina.facts.hardware import DEVICES, device
+from lamina.facts.report import estimate_text, size
+from lamina.facts.roofline import AttentionWork, Estimate, GemmWork, attention_seconds, estimate, gemm_seconds
 
 _H100, _H20 = DEVICES["h100"], DEVICES["h20"]
 

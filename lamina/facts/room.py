@@ -27,7 +27,7 @@ def check_kv_room(config: EngineConfig, free: int) -> None:
 
 def too_little(asked: int, free: int, workers: int = 1, where: str = "here") -> str:
     """What to say of KV blocks of ``asked`` bytes on so many workers together, and the --kv-memory that is too much."""
-    from lamina.planner.report import size
+    from .report import size
 
     each = free // workers
     below = f"{10 * each // _GIB / 10:g}GiB" if each >= _GIB else f"{max(1, each // _MIB)}MiB"
