@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 # role -> (module, its function that serves one control socket)
 ROLES = {
-    "memory": ("lamina.workers.memory_main", "serve_memory"),
+    "memory": ("lamina.memory.main", "serve_memory"),
     "compute": ("lamina.workers.compute_main", "serve_compute"),
     "prefill": ("lamina.workers.prefill_main", "serve_prefill"),
     "engine": ("lamina.server.engine_process", "serve_engine"),

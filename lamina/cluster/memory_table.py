@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lamina.config import EngineConfig
 from lamina.facts.memory import WorkerMemory
-from lamina.workers.footprint import Resident, resident
+from lamina.memory.footprint import Resident, resident
 
 from .local import environment
 
@@ -83,7 +83,7 @@ def _run_by(worker: WorkerMemory, runtime: Resident) -> WorkerMemory:
 @contextmanager
 def _memory_runtime(config: EngineConfig) -> Iterator[Measured]:
     """Measures while the block goes on."""
-    command = [sys.executable, "-m", "lamina.workers.footprint", config.attention, config.scheme]
+    command = [sys.executable, "-m", "lamina.memory.footprint", config.attention, config.scheme]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(0)
     ) as process:

@@ -20,11 +20,11 @@ def check(model: str, config: EngineConfig) -> int:
     """The longest sequence, in tokens. Raises what a start would: ValueError, naming the flag and the fix; ImportError
     or OSError where this machine lacks what the transport or a backend needs.
     """
+    from lamina.memory.store import available_bytes
     from lamina.models.checkpoint import check_one_dtype, check_room, check_weights, find_checkpoint, read_config
     from lamina.models.load import max_model_len
     from lamina.protocol.partition import PARTITIONS
     from lamina.workers import devices
-    from lamina.workers.memory_store import available_bytes
 
     _check_names(config)
     netstack.open(config.scheme, key=cluster_key()).close()
@@ -140,8 +140,8 @@ def ranks_meet(config: EngineConfig, hosts: Sequence[str] = ()) -> list[str]:
 
 def _memory_text(model: str, config: EngineConfig) -> str:
     from lamina.facts.memory import check_fits, memory_text
+    from lamina.memory.store import available_bytes
     from lamina.models.errors import UnsupportedModelError
-    from lamina.workers.memory_store import available_bytes
 
     from .memory_table import workers_memory
 

@@ -15,8 +15,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from lamina.buffers import bytes_of, tensor_over
 from lamina.netstack import Arrival, Channel, ChannelTimeout, Fabric, Geometry, Listener, PeerFault
-from lamina.workers.buffers import bytes_of, tensor_over
 
 from . import Facts, Place
 from .sums import ordered_sum, side_by_side

@@ -11,6 +11,7 @@ from lamina.collective import Collective, Place
 from lamina.collective.choose import choose_and_open
 from lamina.collective.mesh import listen_and_connect
 from lamina.kv.stored import stored_dtype
+from lamina.memory.store import available_bytes
 from lamina.protocol.control import ComputeReady, LinkClosedError, RankUrl, RankUrls, RingPeer, RingUrl
 from lamina.protocol.plan import Bind, Bound, Join
 
@@ -21,7 +22,6 @@ from .devices import CPU, backend_on
 from .direct import DirectAttention, has_whole_heads, open_wires
 from .links import MemoryLink
 from .memory_pool import MemoryPool
-from .memory_store import available_bytes
 from .model_server import Cut, ModelServer, serve
 from .ranks import Together
 from .ring import RingEnds

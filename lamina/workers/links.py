@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from lamina.buffers import tensor_over
 from lamina.netstack import Channel, ChannelTimeout
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.plan import (
@@ -19,8 +20,6 @@ from lamina.protocol.plan import (
     decode_bound,
     encode,
 )
-
-from .buffers import tensor_over
 
 
 class RefusedError(Exception):

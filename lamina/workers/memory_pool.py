@@ -1,6 +1,6 @@
 """All memory workers as one, for the compute worker: scatters Q, K, V by the partition, gathers O.
 
-The layouts of the messages are those of workers.memory_step.
+The layouts of the messages are those of memory.step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from lamina.attention import AttentionBackend
 from lamina.attention.merge import CHUNK_TOKENS, Partial
 from lamina.attention.spec import AttentionSpec
+from lamina.buffers import pick, tensor_over
 from lamina.protocol.layout import Layout, layout, merges
 from lamina.protocol.partition import Lanes, Partition
 from lamina.protocol.plan import Key, Kind, LayerShape, StepPlan, encode
 
-from .buffers import pick, tensor_over
 from .links import MemoryLink
 
 FP32 = torch.float32

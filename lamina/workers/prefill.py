@@ -2,7 +2,7 @@
 
 It computes a prompt chunk by chunk, with all its K and V in a store of its own until the prompt is done; it draws the
 first token; and it sends the K and V of each layer on as soon as they exist. The memory workers take them when decoding
-leaves them idle (workers.grants), so a prompt costs decoding next to nothing.
+leaves them idle (memory.grants), so a prompt costs decoding next to nothing.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lamina.memory.step import Step, Stored
+from lamina.memory.store import Store
+from lamina.memory.write import Written
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.control import RunRound, StepDone
 from lamina.protocol.plan import Key, Kind, ProtocolError, StepPlan
 
 from .compute import Attention, ComputeWorker
 from .links import MemoryLink, RefusedError
-from .memory_step import Step, Stored
-from .memory_store import Store
-from .memory_write import Written
 from .staging import NOTHING
 
 GLANCE_S = 0.002  # for news of memory workers, before the driver's are looked at again

@@ -8,6 +8,7 @@ from typing import Any
 from lamina import attention
 from lamina.attention import name_of
 from lamina.kv.stored import stored_dtype
+from lamina.memory.store import Store, available_bytes
 from lamina.protocol.control import ComputeReady, Connect, LinkClosedError
 from lamina.protocol.partition import by_head
 from lamina.protocol.plan import Bind, Bound, Join
@@ -18,7 +19,6 @@ from .compute_emulated import emulated
 from .devices import CPU, backend_on
 from .links import MemoryLink
 from .memory_pool import MemoryPool
-from .memory_store import Store, available_bytes
 from .model_server import Cut, ModelServer, serve
 from .prefill import OwnAttention, PrefillWorker
 from .staged import stage_attention

@@ -14,10 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lamina.buffers import tensor_over
 from lamina.netstack import Channel, Fabric, Geometry, Listener
 from lamina.protocol.plan import Key, Kind, ProtocolError, StepPlan
-
-from .buffers import tensor_over
 
 ALIGN = 64  # bytes at which each tensor of a message begins
 LEAST_SLOT_BYTES = 1 << 16

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .buffers import tensor_over
+from lamina.buffers import tensor_over
+
 from .graphs import Capture, CudaCapture
 
 NOTHING = torch.empty(0, dtype=torch.uint8)

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lamina.buffers import bytes_of
 from lamina.netstack import Channel, DeviceChannel
 from lamina.netstack.fabric import TAG_BYTES
 from lamina.protocol.plan import Key, ProtocolError
 
-from .buffers import bytes_of
 from .staging import Apart, Queue, Staging
 
 _LINE = struct.Struct(f"<2Q{TAG_BYTES}s")  # of a message: one length or two, in bytes; tag

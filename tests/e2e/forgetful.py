@@ -8,7 +8,7 @@ import torch
 
 from lamina.kv.pool import LayerStore, WriteIndex
 from lamina.kv.stored import StoredRows
-from lamina.workers import memory_main
+from lamina.memory import main as memory_main
 
 _write = LayerStore.write
 

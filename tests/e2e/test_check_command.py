@@ -24,7 +24,7 @@ from lamina.cluster.launch import main
 from lamina.config import EngineConfig
 from lamina.kv.pool import LayerStore, WriteIndex
 from lamina.kv.stored import StoredRows
-from lamina.workers import memory
+from lamina.memory import worker as memory
 from lamina.workers.compute import ComputeWorker
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]

@@ -145,7 +145,7 @@ def test_nothing_is_left_when_the_driver_dies(how: signal.Signals, scheme: str, 
     "serve",
     [
         "lamina.workers.compute_main:serve_compute",
-        "lamina.workers.memory_main:serve_memory",
+        "lamina.memory.main:serve_memory",
         "lamina.workers.prefill_main:serve_prefill",
     ],
 )

@@ -167,7 +167,7 @@ def test_weights_are_measured_at_the_start(
 ) -> None:
     """One worker says that it reads at 0.3 of the other's rate: it gets that part of the stored tokens."""
     rates = iter((30e9, 100e9))
-    monkeypatch.setattr("lamina.workers.memory.read_rate", lambda device: next(rates))
+    monkeypatch.setattr("lamina.memory.worker.read_rate", lambda device: next(rates))
     options: dict[str, Any] = {"memory_weights": "measured", "partition": "token", "memory_workers": 2}
     with caplog.at_level("INFO", "lamina"), LLM(str(llama_path), transport="loopback", **options) as llm:
         llm.generate([prompts[3] * 5] * 4, GREEDY)

@@ -13,8 +13,8 @@ import pytest
 from checkpoints import llama_config, write_checkpoint
 
 from lamina import LLM
+from lamina.memory.footprint import resident
 from lamina.models.load import load as load_model
-from lamina.workers.footprint import resident
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 SAMPLE_S = 0.2  # looking at gigabytes takes a good part of that, and keeps the workers from mapping meanwhile

@@ -25,7 +25,7 @@ PLAN = """
 import dataclasses, json, sys
 from lamina.cluster.memory_table import workers_memory
 from lamina.config import make_config
-from lamina.workers.memory_store import available_bytes
+from lamina.memory.store import available_bytes
 rows = workers_memory(sys.argv[1], make_config(json.loads(sys.argv[2])), available_bytes())
 print(json.dumps([{**dataclasses.asdict(row), "total": row.total} for row in rows]))
 """

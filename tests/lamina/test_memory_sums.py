@@ -84,7 +84,7 @@ def test_a_dry_run_refuses_what_the_host_has_no_room_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free: Callable[[], int] = lambda: 100_000_000  # noqa: E731
-    monkeypatch.setattr("lamina.workers.memory_store.available_bytes", free)
+    monkeypatch.setattr("lamina.memory.store.available_bytes", free)
     assert main([*STARTERS[1], "--dry-run", "--kv-memory", "16MiB"]) == 2
     printed = capsys.readouterr()
     assert "100.0 MB are free here" in printed.err

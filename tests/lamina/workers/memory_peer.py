@@ -13,6 +13,7 @@ from torch import Tensor
 from lamina import netstack
 from lamina.attention import get
 from lamina.attention.spec import AttentionSpec
+from lamina.memory.worker import MemoryWorker
 from lamina.netstack import Channel, ChannelError, Geometry
 from lamina.protocol.partition import PARTITIONS, Partition
 from lamina.protocol.plan import (
@@ -30,7 +31,6 @@ from lamina.protocol.plan import (
     encode,
 )
 from lamina.workers.links import MemoryLink
-from lamina.workers.memory import MemoryWorker
 from lamina.workers.memory_pool import MemoryPool
 
 WAIT_S = 90.0

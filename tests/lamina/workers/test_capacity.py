@@ -7,6 +7,8 @@ import torch
 from memory_peer import bind, shape
 
 from lamina.kv.stored import stored_dtype
+from lamina.memory.step import Step
+from lamina.memory.store import DTYPES, Store
 from lamina.netstack import Geometry
 from lamina.protocol.groups import together
 from lamina.protocol.partition import PARTITIONS
@@ -21,8 +23,6 @@ from lamina.workers.capacity import (
     kv_geometries,
     store_bytes,
 )
-from lamina.workers.memory_step import Step
-from lamina.workers.memory_store import DTYPES, Store
 
 LAYERS = {
     "few": [shape(8, 4)],

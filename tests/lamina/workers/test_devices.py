@@ -18,13 +18,14 @@ from lamina.cluster.launch import main
 from lamina.cluster.nearest import nearest
 from lamina.cluster.preflight import would_start
 from lamina.config import EngineConfig
+from lamina.memory import store as memory_store
+from lamina.memory.main import serve_memory
+from lamina.memory.store import _kv_bytes
 from lamina.protocol.control import ControlLink, MemoryReady, StartMemory
 from lamina.server import engine_process
 from lamina.server.messages import Start
-from lamina.workers import devices, memory_store
+from lamina.workers import devices
 from lamina.workers.devices import CPU, FREE_PART, backend_on, check, gpu_of, limit, linear, pick, share
-from lamina.workers.memory_main import serve_memory
-from lamina.workers.memory_store import _kv_bytes
 
 TINY = "examples/tiny_lm/model"
 

@@ -8,6 +8,9 @@ import pytest
 import torch
 from memory_peer import LAYERS, WAIT_S, Model, Peer, Pool, RefusedError, bind, memory_pool, model
 
+from lamina.memory.grants import GAP_S, IDLE_S, STARVED_S, Grants
+from lamina.memory.meter import Meter
+from lamina.memory.store import Store
 from lamina.netstack import Arrival, ChannelTimeout
 from lamina.protocol.plan import (
     Free,
@@ -20,11 +23,8 @@ from lamina.protocol.plan import (
     StepPlan,
     Truncate,
 )
-from lamina.workers.grants import GAP_S, IDLE_S, STARVED_S, Grants
 from lamina.workers.links import MemoryLink
 from lamina.workers.memory_pool import MemoryPool
-from lamina.workers.memory_store import Store
-from lamina.workers.meter import Meter
 
 CPU = torch.device("cpu")
 

@@ -17,6 +17,7 @@ import pytest
 
 from lamina import netstack
 from lamina.attention.spec import AttentionSpec
+from lamina.memory.main import serve_memory
 from lamina.netstack import Channel, Geometry, PeerFault
 from lamina.protocol.control import (
     AskStats,
@@ -40,12 +41,11 @@ from lamina.protocol.plan import (
     decode_bound,
     encode,
 )
-from lamina.workers.memory_main import serve_memory
 
 ROOT = Path(__file__).resolve().parents[3]
 KEY = b"k" * 32
 WAIT_S = 30.0
-SERVE = "lamina.workers.memory_main:serve_memory"
+SERVE = "lamina.memory.main:serve_memory"
 GEOMETRY = Geometry(slots=4, slot_bytes=1 << 16)
 SHAPE = LayerShape(2, 1, 16, 16, AttentionSpec(scale=0.25).encode())
 

@@ -23,6 +23,7 @@ from memory_peer import (
 )
 
 from lamina.attention.spec import AttentionSpec
+from lamina.memory.worker import MemoryWorker
 from lamina.netstack import Channel, ChannelError, PeerFault
 from lamina.protocol.partition import Partition, Share
 from lamina.protocol.plan import (
@@ -36,7 +37,6 @@ from lamina.protocol.plan import (
     StepPlan,
     encode,
 )
-from lamina.workers.memory import MemoryWorker
 
 
 @pytest.fixture

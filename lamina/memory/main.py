@@ -27,11 +27,10 @@ from lamina.protocol.control import (
     Stop,
 )
 from lamina.protocol.plan import ProtocolError
-
-from .service import Service
+from lamina.workers.service import Service
 
 if TYPE_CHECKING:
-    from .memory import MemoryWorker
+    from .worker import MemoryWorker
 
 POLL_S = 1.0  # of waits that only an event ends: somebody comes, the driver's Stop
 
@@ -94,7 +93,7 @@ class _Server:
 
     def _pick_gpu(self) -> int | None:
         """It may not be there: raises ValueError."""
-        from .devices import limit
+        from lamina.workers.devices import limit
 
         device = self._loaded().device
         if self._start.sms and device.type != "cpu":
@@ -105,8 +104,9 @@ class _Server:
         """The worker. Safe from any thread."""
         with self._loading:
             if self._worker is None:
-                from .devices import pick, share
-                from .memory import MemoryWorker
+                from lamina.workers.devices import pick, share
+
+                from .worker import MemoryWorker
 
                 start = self._start
                 device = pick("--memory-device", start.device, start.device_number)

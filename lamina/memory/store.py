@@ -14,6 +14,7 @@ from torch import Tensor
 from lamina.attention import Operator, get, name_of
 from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.spec import AttentionSpec
+from lamina.buffers import tensor_over
 from lamina.facts.room import free_bytes, too_little
 from lamina.kv.pool import LayerStore, allocate
 from lamina.kv.stored import head_bytes, stored_dtype
@@ -28,10 +29,8 @@ from lamina.protocol.plan import (
     StepPlan,
 )
 from lamina.protocol.tables import BlockTables, split_memory
-
-from .buffers import tensor_over
-from .devices import CPU, FREE_PART
-from .staging import NOTHING, open_staging
+from lamina.workers.devices import CPU, FREE_PART
+from lamina.workers.staging import NOTHING, open_staging
 
 RATE_BYTES = 256 << 20
 RATE_PASSES = 5

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from lamina.protocol.plan import Key, Kind
+from lamina.workers.staging import NOTHING
+from lamina.workers.wire import LINE_WORDS, Wire, lines
 
-from .memory_step import Sizes, Step
-from .memory_store import Store
 from .meter import Meter
-from .staging import NOTHING
-from .wire import LINE_WORDS, Wire, lines
+from .step import Sizes, Step
+from .store import Store
 
 
 class DirectLayers:

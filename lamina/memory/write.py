@@ -18,9 +18,9 @@ from lamina.kv.pool import WriteIndex, write_index
 from lamina.kv.stored import StoredRows, as_stored
 from lamina.protocol.layout import Layout, kept, layout
 from lamina.protocol.plan import Rows
+from lamina.workers.staging import NOTHING
 
-from .memory_store import Store, StoredPiece
-from .staging import NOTHING
+from .store import Store, StoredPiece
 
 
 class Writes:

@@ -27,16 +27,16 @@ from lamina.protocol.plan import (
     encode,
 )
 from lamina.protocol.tables import NoBlocksError, PlanError
+from lamina.workers.devices import FREE_PART
+from lamina.workers.staging import NOTHING
+from lamina.workers.wire import Wire, can_be_direct
 
-from .devices import FREE_PART
+from .direct import DirectLayers
 from .grants import Grants
-from .memory_direct import DirectLayers
-from .memory_step import Step, Stored
-from .memory_store import Store
-from .memory_write import Written
 from .meter import Meter
-from .staging import NOTHING
-from .wire import Wire, can_be_direct
+from .step import Step, Stored
+from .store import Store
+from .write import Written
 
 RESERVE_S = 60.0  # for a compute worker to take what it was sent before
 MOST_PLANS = 64  # that may lie here before their round

@@ -13,11 +13,11 @@ import torch
 from lamina.netstack import Channel, ChannelTimeout, Listener
 from lamina.observe.trace import OFF, Recorder
 from lamina.protocol.plan import ProtocolError
+from lamina.workers.devices import CPU, FREE_PART
 
-from .devices import CPU, FREE_PART
-from .memory_store import read_rate
 from .meter import Meter
 from .session import Session
+from .store import read_rate
 
 POLL_S = 1.0  # of a wait that only an event ends: somebody comes
 

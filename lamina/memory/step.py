@@ -4,7 +4,7 @@ The messages of a layer are flat, one piece of the layer behind the other. Of ea
 sequences that it finishes alone, then those of the others (protocol.layout):
 
     Q    q [R, Hq, D], q [R', Hq, D]
-    KV   as in workers.memory_write
+    KV   as in memory.write
     O    of all pieces the partial results, o [P, Hq, Dv] and lse [P, Hq] in fp32; then of all pieces o [R, Hq, Dv]
 """
 
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from lamina.attention.merge import CHUNK_TOKENS, Partial
+from lamina.buffers import pick
 from lamina.kv.pool import row_table
 from lamina.kv.stored import head_bytes
 from lamina.protocol.layout import Layout
 from lamina.protocol.plan import Rows, StepPlan
 
-from .buffers import pick
-from .memory_store import Store, StoredPiece
-from .memory_write import Flat, Writes, Written, layouts_of
+from .store import Store, StoredPiece
+from .write import Flat, Writes, Written, layouts_of
 
 
 class Sizes(NamedTuple):

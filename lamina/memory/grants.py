@@ -28,9 +28,9 @@ from lamina.protocol.plan import (
 )
 from lamina.protocol.tables import PlanError
 
-from .memory_store import Store
-from .memory_write import Writes, layouts_of
 from .meter import Meter
+from .store import Store
+from .write import Writes, layouts_of
 
 STARVED_S = 0.005  # without a look at the prefill workers, while decoding leaves no gap
 GAP_S = 0.0005  # that a worker with nothing to do waits for decoding before it looks at the prefill workers again

@@ -34,7 +34,8 @@ def main(backend: str, scheme: str) -> None:
     from lamina import attention, netstack
     from lamina.env import cluster_key
 
-    from . import memory, memory_main
+    from . import main as memory_main
+    from . import worker as memory
 
     fabric = netstack.open(scheme, key=cluster_key())
     worker = memory.MemoryWorker()

@@ -1,0 +1,1 @@
+"""The memory worker: it holds the KV cache and attends over it."""
