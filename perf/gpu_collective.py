@@ -17,7 +17,7 @@ from common import BrokenError
 from lamina import netstack
 from lamina.collective import Collective, Place, lacks, open_collective
 from lamina.collective.mesh import Mesh, listen_and_connect
-from lamina.workers.staged import stage_collective
+from lamina.compute.staged import stage_collective
 from lamina.workers.staging import Staging, open_staging
 
 SIZES = {"16 KiB": 1 << 14, "128 KiB": 1 << 17, "8 MiB": 1 << 23}  # of a step of few rows, of many, of a prompt

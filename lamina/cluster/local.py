@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 # role -> (module, its function that serves one control socket)
 ROLES = {
     "memory": ("lamina.memory.main", "serve_memory"),
-    "compute": ("lamina.workers.compute_main", "serve_compute"),
-    "prefill": ("lamina.workers.prefill_main", "serve_prefill"),
+    "compute": ("lamina.compute.main", "serve_compute"),
+    "prefill": ("lamina.compute.prefill_main", "serve_prefill"),
     "engine": ("lamina.server.engine_process", "serve_engine"),
 }
 

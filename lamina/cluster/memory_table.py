@@ -102,12 +102,12 @@ def _memory_runtime(config: EngineConfig) -> Iterator[Measured]:
 
 
 def _facts(model: str, config: EngineConfig) -> _Facts:
+    from lamina.compute.capacity import partition_of
     from lamina.kv.stored import stored_dtype
     from lamina.models.checkpoint import find_checkpoint, read_config
     from lamina.models.convert import layer_shapes
     from lamina.models.load import max_model_len, weights_dtype
     from lamina.models.read_shard import weight_bytes
-    from lamina.workers.capacity import partition_of
 
     from .explain import plan
 
@@ -140,8 +140,8 @@ def _facts(model: str, config: EngineConfig) -> _Facts:
 
 def _compute(facts: _Facts, config: EngineConfig, index: int) -> WorkerMemory:
     from lamina.collective.mesh import INBOX
-    from lamina.workers.capacity import channel_bytes
-    from lamina.workers.ring import ring_inbox
+    from lamina.compute.capacity import channel_bytes
+    from lamina.compute.ring import ring_inbox
 
     ranks, batches = config.tensor_parallel_size, config.most_batches
     slots = facts.partition.num_workers * _decode_channel(facts, config)
@@ -163,8 +163,8 @@ def _compute(facts: _Facts, config: EngineConfig, index: int) -> WorkerMemory:
 
 
 def _prefill(facts: _Facts, config: EngineConfig, index: int) -> WorkerMemory:
+    from lamina.compute.capacity import attention_bytes, store_bytes
     from lamina.protocol.partition import by_head
-    from lamina.workers.capacity import attention_bytes, store_bytes
 
     alone = by_head([s.kv_heads for s in facts.layers], [1.0], 0)
     needed = store_bytes(facts.layers, facts.kv_dtype, facts.max_len, config.block_size)
@@ -182,7 +182,7 @@ def _prefill(facts: _Facts, config: EngineConfig, index: int) -> WorkerMemory:
 
 def _memory(facts: _Facts, config: EngineConfig, index: int, free: int) -> WorkerMemory:
     """``free``: for KV blocks that --kv-memory leaves to the workers."""
-    from lamina.workers.capacity import attention_bytes, choose_kv_bytes
+    from lamina.compute.capacity import attention_bytes, choose_kv_bytes
 
     worker = index // config.tensor_parallel_size
     kv_bytes = config.kv_bytes() or choose_kv_bytes(
@@ -224,7 +224,7 @@ def _slices(facts: _Facts, config: EngineConfig) -> int:
 
 
 def _blocks(facts: _Facts, config: EngineConfig, partition: Partition, worker: int, kv_bytes: int) -> int:
-    from lamina.workers.capacity import blocks_bytes
+    from lamina.compute.capacity import blocks_bytes
 
     return blocks_bytes(
         facts.layers,
@@ -240,7 +240,7 @@ def _blocks(facts: _Facts, config: EngineConfig, partition: Partition, worker: i
 
 def _decode_channel(facts: _Facts, config: EngineConfig) -> int:
     """Slots between a compute worker and one of its memory workers."""
-    from lamina.workers.capacity import channel_bytes, geometries
+    from lamina.compute.capacity import channel_bytes, geometries
 
     rows = {"max_rows": config.max_rows, "max_len": facts.max_len, "num_batches": config.most_batches}
     return channel_bytes(*geometries(facts.layers, facts.partition, facts.dtype.itemsize, **rows))
@@ -248,6 +248,6 @@ def _decode_channel(facts: _Facts, config: EngineConfig) -> int:
 
 def _prefill_channel(facts: _Facts, config: EngineConfig) -> int:
     """Slots between a prefill worker and a memory worker."""
-    from lamina.workers.capacity import channel_bytes, kv_geometries
+    from lamina.compute.capacity import channel_bytes, kv_geometries
 
     return channel_bytes(*kv_geometries(facts.layers, facts.partition, facts.dtype.itemsize, max_rows=config.max_rows))

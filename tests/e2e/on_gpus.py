@@ -9,8 +9,8 @@ from pathlib import Path
 sys.path += [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "lamina" / "workers")]
 from stand_in_gpu import stand_in_gpus
 
+from lamina.compute import main as compute_main
 from lamina.memory import main as memory_main
-from lamina.workers import compute_main
 
 
 def serve_memory(sock: socket.socket) -> None:

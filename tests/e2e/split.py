@@ -14,6 +14,9 @@ from torch import Tensor
 
 from lamina import attention, netstack
 from lamina.cluster.local import ProcessWorker
+from lamina.compute.capacity import geometries
+from lamina.compute.links import MemoryLink
+from lamina.compute.memory_pool import MemoryPool
 from lamina.converter import SlicedProgram
 from lamina.models.convert import layer_shapes
 from lamina.protocol.control import (
@@ -27,9 +30,6 @@ from lamina.protocol.control import (
 )
 from lamina.protocol.partition import by_head
 from lamina.protocol.plan import Bind, New, Rows, StepPlan
-from lamina.workers.capacity import geometries
-from lamina.workers.links import MemoryLink
-from lamina.workers.memory_pool import MemoryPool
 
 TIMEOUT_S = 60.0
 MAX_ROWS = 64

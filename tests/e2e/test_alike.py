@@ -9,8 +9,8 @@ import pytest
 from tiny import llama
 
 from lamina import LLM
+from lamina.compute.model_server import ModelServer
 from lamina.engine.alike import OF_THE_MODEL
-from lamina.workers.model_server import ModelServer
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 OTHER: dict[str, Any] = {

@@ -21,11 +21,11 @@ from lamina.cluster import local
 from lamina.cluster.check_matrix import BASE, BASE_OPTIONS, FIXED, Exactness, Setting
 from lamina.cluster.check_run import Check
 from lamina.cluster.launch import main
+from lamina.compute.worker import ComputeWorker
 from lamina.config import EngineConfig
 from lamina.kv.pool import LayerStore, WriteIndex
 from lamina.kv.stored import StoredRows
 from lamina.memory import worker as memory
-from lamina.workers.compute import ComputeWorker
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
 NAMES = ("gpt2", "llama-gqa", "gemma2", "falcon-mqa", "mixtral")

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from lamina.attention import Operator, get
 from lamina.attention.spec import AttentionSpec
+from lamina.compute.emulated import EmulatedProgram, emulated
 from lamina.emulate import VARIABLE, Device
 from lamina.kv.pool import allocate, row_table
 from lamina.kv.stored import StoredRows
 from lamina.protocol.plan import New, Rows, StepPlan
 from lamina.protocol.tables import BlockTables
-from lamina.workers.compute_emulated import EmulatedProgram, emulated
 
 
 class Model:

@@ -13,6 +13,8 @@ from torch import Tensor
 from lamina import netstack
 from lamina.attention import get
 from lamina.attention.spec import AttentionSpec
+from lamina.compute.links import MemoryLink
+from lamina.compute.memory_pool import MemoryPool
 from lamina.memory.worker import MemoryWorker
 from lamina.netstack import Channel, ChannelError, Geometry
 from lamina.protocol.partition import PARTITIONS, Partition
@@ -30,8 +32,6 @@ from lamina.protocol.plan import (
     decode_bound,
     encode,
 )
-from lamina.workers.links import MemoryLink
-from lamina.workers.memory_pool import MemoryPool
 
 WAIT_S = 90.0
 GEOMETRY = Geometry(slots=4, slot_bytes=1 << 20)

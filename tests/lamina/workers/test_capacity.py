@@ -6,15 +6,8 @@ import pytest
 import torch
 from memory_peer import bind, shape
 
-from lamina.kv.stored import stored_dtype
-from lamina.memory.step import Step
-from lamina.memory.store import DTYPES, Store
-from lamina.netstack import Geometry
-from lamina.protocol.groups import together
-from lamina.protocol.partition import PARTITIONS
-from lamina.protocol.plan import Free, LayerShape, New, Rows, StepPlan
-from lamina.workers import capacity
-from lamina.workers.capacity import (
+from lamina.compute import capacity
+from lamina.compute.capacity import (
     attention_bytes,
     blocks_bytes,
     channel_bytes,
@@ -23,6 +16,13 @@ from lamina.workers.capacity import (
     kv_geometries,
     store_bytes,
 )
+from lamina.kv.stored import stored_dtype
+from lamina.memory.step import Step
+from lamina.memory.store import DTYPES, Store
+from lamina.netstack import Geometry
+from lamina.protocol.groups import together
+from lamina.protocol.partition import PARTITIONS
+from lamina.protocol.plan import Free, LayerShape, New, Rows, StepPlan
 
 LAYERS = {
     "few": [shape(8, 4)],

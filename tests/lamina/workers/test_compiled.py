@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lamina import gemm
+from lamina.compute.compiled import compiled
 from lamina.converter import Slice, SlicedProgram
 from lamina.gemm import LinearBackend
 from lamina.models.convert import convert_model
-from lamina.workers.compiled import compiled
 
 compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 

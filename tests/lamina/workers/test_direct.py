@@ -17,6 +17,10 @@ from torch import Tensor
 
 from lamina import netstack
 from lamina.attention import get
+from lamina.compute import direct
+from lamina.compute.direct import DirectAttention, has_whole_heads, open_wires
+from lamina.compute.links import MemoryLink, RefusedError
+from lamina.compute.memory_pool import MemoryPool
 from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, PeerFault
 from lamina.protocol.partition import PARTITIONS, by_head
 from lamina.protocol.plan import (
@@ -30,11 +34,8 @@ from lamina.protocol.plan import (
     SequenceOp,
     StepPlan,
 )
-from lamina.workers import direct, staging
-from lamina.workers.direct import DirectAttention, has_whole_heads, open_wires
+from lamina.workers import staging
 from lamina.workers.graphs import GraphedSlice
-from lamina.workers.links import MemoryLink, RefusedError
-from lamina.workers.memory_pool import MemoryPool
 from lamina.workers.staging import Host, Queue
 from lamina.workers.wire import Wire, can_be_direct, lines
 

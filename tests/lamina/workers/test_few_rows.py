@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lamina.workers.few_rows import FEW_ROWS, FewRows
+from lamina.compute.few_rows import FEW_ROWS, FewRows
 
 
 @pytest.fixture(autouse=True)

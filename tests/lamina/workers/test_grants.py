@@ -8,6 +8,8 @@ import pytest
 import torch
 from memory_peer import LAYERS, WAIT_S, Model, Peer, Pool, RefusedError, bind, memory_pool, model
 
+from lamina.compute.links import MemoryLink
+from lamina.compute.memory_pool import MemoryPool
 from lamina.memory.grants import GAP_S, IDLE_S, STARVED_S, Grants
 from lamina.memory.meter import Meter
 from lamina.memory.store import Store
@@ -23,8 +25,6 @@ from lamina.protocol.plan import (
     StepPlan,
     Truncate,
 )
-from lamina.workers.links import MemoryLink
-from lamina.workers.memory_pool import MemoryPool
 
 CPU = torch.device("cpu")
 

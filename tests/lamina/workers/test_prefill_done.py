@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from lamina.compute.links import RefusedError
+from lamina.compute.prefill import GLANCE_S, PrefillWorker
 from lamina.protocol.control import StepDone
 from lamina.protocol.plan import Key, Kind, ProtocolError
-from lamina.workers.links import RefusedError
-from lamina.workers.prefill import GLANCE_S, PrefillWorker
 
 
 class FakeWorker:

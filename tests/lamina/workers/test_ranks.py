@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from meshes import on_all
 
 from lamina.collective.mesh import Mesh
+from lamina.compute.ranks import Few, Together, Turn, Turns
 from lamina.engine.sampler import ALL_BANNED, NO_TOKEN, sample
 from lamina.protocol.control import Adjust, Draw, Drawn, RunStep
 from lamina.protocol.plan import StepPlan
-from lamina.workers.ranks import Few, Together, Turn, Turns
 
 WIDTH = 96
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lamina import netstack
+from lamina.compute.ring import RingEnds, layout
 from lamina.protocol.plan import New, ProtocolError, Rows, StepPlan
-from lamina.workers.ring import RingEnds, layout
 
 WAIT_S = 60.0
 

@@ -10,8 +10,8 @@ from memory_peer import Pool, error, memory_pool, model
 from stand_in_device import CPU, StandIn, stand_in_for_cpu
 from torch import Tensor
 
+from lamina.compute.staged import StagedAttention, StagedCollective, StagedRing, stage_attention
 from lamina.protocol.plan import New, Rows, SequenceOp, StepPlan
-from lamina.workers.staged import StagedAttention, StagedCollective, StagedRing, stage_attention
 from lamina.workers.staging import Apart, Host
 
 STEPS: list[tuple[list[SequenceOp], list[Rows]]] = [

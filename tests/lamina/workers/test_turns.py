@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from lamina.compute.ranks import Alone
+from lamina.compute.ring import Stay
+from lamina.compute.worker import ComputeWorker
 from lamina.engine.pipeline import num_replicas, rotation, route
 from lamina.netstack import PeerFault
 from lamina.protocol.control import Draw, Drawn, RunRound, RunStep, StepDone
 from lamina.protocol.plan import New, Rows, StepPlan
-from lamina.workers.compute import ComputeWorker
-from lamina.workers.ranks import Alone
-from lamina.workers.ring import Stay
 
 Call = tuple[int, int, int]  # batch, step, slice
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lamina.collective import Collective
 from lamina.protocol.plan import StepPlan
+from lamina.workers.staging import Staging
 
-from .compute import Attention
 from .ring import Ring
-from .staging import Staging
+from .worker import Attention
 
 
 def stage_attention(inner: Attention, staging: Staging) -> Attention:

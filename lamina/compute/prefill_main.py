@@ -12,16 +12,16 @@ from lamina.memory.store import Store, available_bytes
 from lamina.protocol.control import ComputeReady, Connect, LinkClosedError
 from lamina.protocol.partition import by_head
 from lamina.protocol.plan import Bind, Bound, Join
+from lamina.workers.devices import CPU, backend_on
 
 from .capacity import kv_geometries, store_bytes
-from .compute import ComputeWorker
-from .compute_emulated import emulated
-from .devices import CPU, backend_on
+from .emulated import emulated
 from .links import MemoryLink
 from .memory_pool import MemoryPool
 from .model_server import Cut, ModelServer, serve
 from .prefill import OwnAttention, PrefillWorker
 from .staged import stage_attention
+from .worker import ComputeWorker
 
 
 def serve_prefill(sock: socket.socket, module: Any = None) -> None:

@@ -14,19 +14,19 @@ from lamina.kv.stored import stored_dtype
 from lamina.memory.store import available_bytes
 from lamina.protocol.control import ComputeReady, LinkClosedError, RankUrl, RankUrls, RingPeer, RingUrl
 from lamina.protocol.plan import Bind, Bound, Join
+from lamina.workers.devices import CPU, backend_on
+from lamina.workers.wire import can_be_direct
 
 from .capacity import choose_kv_bytes, geometries
-from .compute import Attention, ComputeWorker
-from .compute_emulated import emulated
-from .devices import CPU, backend_on
 from .direct import DirectAttention, has_whole_heads, open_wires
+from .emulated import emulated
 from .links import MemoryLink
 from .memory_pool import MemoryPool
 from .model_server import Cut, ModelServer, serve
 from .ranks import Together
 from .ring import RingEnds
 from .staged import stage_attention, stage_collective, stage_ring
-from .wire import can_be_direct
+from .worker import Attention, ComputeWorker
 
 NO_LIMIT = 1 << 62  # bytes
 OWN_HOST = "127.0.0.1"  # where ranks are that were given no address

@@ -34,14 +34,14 @@ from lamina.protocol.control import (
 from lamina.protocol.groups import together
 from lamina.protocol.partition import Partition
 from lamina.protocol.plan import Bound, LayerShape, ProtocolError
+from lamina.workers.devices import CPU, gpu_of, linear, pick
+from lamina.workers.graphs import Graphs
+from lamina.workers.service import Service
+from lamina.workers.staging import Staging, open_staging
 
 from .capacity import partition_of
-from .devices import CPU, gpu_of, linear, pick
 from .few_rows import FewRows
-from .graphs import Graphs
 from .links import RefusedError
-from .service import Service
-from .staging import Staging, open_staging
 
 MESSAGES = StartCompute | RunRound | RingPeer | RankUrls | Connect | AskStats | AskClock | AskTrace | Stop
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from lamina.netstack import Channel, ChannelError
 from lamina.protocol.partition import Partition, Piece
 from lamina.protocol.plan import Bound, Direct, Key, Kind, LayerShape, StepPlan
+from lamina.workers.staging import Staging
+from lamina.workers.wire import LINE_WORDS, Wire, lines
 
 from .links import MemoryLink
 from .memory_pool import MemoryPool
-from .staging import Staging
-from .wire import LINE_WORDS, Wire, lines
 
 LINES = 3  # of what one memory worker has of a layer: Q, K and V, O
 

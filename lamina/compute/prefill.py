@@ -20,10 +20,10 @@ from lamina.memory.write import Written
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.control import RunRound, StepDone
 from lamina.protocol.plan import Key, Kind, ProtocolError, StepPlan
+from lamina.workers.staging import NOTHING
 
-from .compute import Attention, ComputeWorker
 from .links import MemoryLink, RefusedError
-from .staging import NOTHING
+from .worker import Attention, ComputeWorker
 
 GLANCE_S = 0.002  # for news of memory workers, before the driver's are looked at again
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lamina.emulate import Device, DeviceTimes
 
-from .compute import Held, Program
+from .worker import Held, Program
 
 
 class EmulatedProgram:

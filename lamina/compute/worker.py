@@ -16,11 +16,11 @@ from torch import Tensor
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.control import Drawn, RunRound, RunStep, StepDone
 from lamina.protocol.plan import StepPlan
+from lamina.workers.devices import CPU
+from lamina.workers.staging import Staging, open_staging
 
-from .devices import CPU
 from .ranks import Alone, Ranks, Turn, Turns
 from .ring import Ring, Stay
-from .staging import Staging, open_staging
 
 FIXED_ROWS = 32
 
