@@ -84,8 +84,8 @@ def table(llm: LLM, outputs: list[RequestOutput], seconds: float) -> None:
 
 
 def prove(model_path: str, dtype: str, outputs: list[RequestOutput]) -> int:
-    """Run the same prompts through transformers and compare by the rule of lamina.agreement."""
-    from lamina.agreement import compare
+    """Run the same prompts through transformers and compare by the rule of lamina.cli.check.agreement."""
+    from lamina.cli.check.agreement import compare
     from lamina.models.load import load
 
     agreement = compare(load(model_path, dtype=dtype).model, outputs)

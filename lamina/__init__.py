@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import EngineConfig as EngineConfig
     from .llm import LLM as LLM
-    from .models.wrap import wrap as wrap
     from .request import CompletionOutput as CompletionOutput
     from .request import RequestOutput as RequestOutput
     from .request import SamplingParams as SamplingParams
+    from .wrapped import wrap as wrap
 
+# Public name -> module of this package. No module bears a name of this table: it would take its place.
 _PUBLIC = {
     "LLM": "llm",
     "EngineConfig": "config",
     "SamplingParams": "request",
     "RequestOutput": "request",
     "CompletionOutput": "request",
-    "wrap": "models.wrap",
+    "wrap": "wrapped",
 }
 __version__ = "0.1.0"
 __all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams", "__version__", "wrap"]

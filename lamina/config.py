@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from lamina.collective import check_name
 from lamina.cores import AUTO, parse_cores
 from lamina.netstack import HERE, beyond_host
 from lamina.protocol.partition import PARTITIONS
@@ -28,6 +27,7 @@ MOST_THREADS = 1024
 MOST_WORKERS = 1024
 PLACEMENTS = ("pack", "spread")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+COLLECTIVES = ("auto", "mesh", "gloo", "nccl")  # of collective, which is a room above
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")  # of kv.stored, which imports torch
 
 
@@ -215,7 +215,7 @@ class EngineConfig:
 
     @property
     def launcher(self) -> str:
-        """Who starts the workers, by its name in cluster.launcher.LAUNCHERS."""
+        """Who starts the workers, by its name in fleet.launcher.LAUNCHERS."""
         return "ray" if self.ray_address else "local"
 
     @property
@@ -273,7 +273,8 @@ class EngineConfig:
 
     def _check_ranks(self) -> None:
         size = self.tensor_parallel_size
-        check_name(self.collective)
+        if self.collective not in COLLECTIVES:
+            raise ValueError(f"--collective must be one of {', '.join(COLLECTIVES)}, not {self.collective!r}")
         if self.memory_workers % size:
             raise ValueError(
                 f"--tensor-parallel-size {size}: each rank has memory workers of its own, as many as the others: "

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from . import netstack
-from .cluster.nearest import nearest
 from .config import make_config
 from .engine.engine import Engine
-from .engine.pools import Pools
+from .fleet.choose_transport import nearest
+from .fleet.pools import Pools
 from .models.checkpoint import peek_config
 from .models.tokens import Detokenizer, apply_chat_template, load_beside, token_ids
 from .progress import progress_bar

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from time import perf_counter, process_time
 
 from . import SCHEMES, WRAPPERS, open
-from .bench_job import Job, Size, parse_size, receive, send
-from .bench_patterns import DRIVERS, PATTERNS, TIMEOUT_S, Measured, client_of
+from .bench_job import TIMEOUT_S, Job, Measured, Size, parse_size, receive, send
+from .bench_patterns import DRIVERS, PATTERNS, client_of
 from .bench_server import local_servers, serve, watch_life_line
 from .fabric import Channel, ChannelError, Fabric
 from .key import KEY, KEY_FILE, cluster_key

@@ -12,8 +12,7 @@ import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
-from .bench_job import Job, Payloads, check_bytes
-from .bench_patterns import TIMEOUT_S, Measured
+from .bench_job import TIMEOUT_S, Job, Measured, Payloads, check_bytes
 from .cuda import OK, CudaChannel
 from .cuda_driver import Driver, Stream
 from .fabric import Channel, ChannelError, Fabric

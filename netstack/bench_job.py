@@ -14,8 +14,17 @@ PAYLOADS = 3  # message n carries payload n % 3, so that no slot of a ring of 4 
 BYTES_MAX = 1 << 30
 ROUNDS_MAX = 1 << 32
 CONTROL_BYTES = 512  # the least slot: a job or its outcome fits
+TIMEOUT_S = 10.0  # of every wait
 ITEM_BYTES = 2  # of a shape's elements: bf16
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``samples``: seconds each; ``busy_s``: what they took altogether, checks left out where they are not part."""
+
+    samples: list[float]
+    busy_s: float
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 
-from .bench_job import PAYLOADS, Job, Payloads, check, check_bytes, tag_of
+from .bench_job import PAYLOADS, TIMEOUT_S, Job, Measured, Payloads, check, check_bytes, tag_of
 from .fabric import Arrival, Channel, ChannelTimeout, Fabric, NoResource, Region
-
-TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True)
-class Measured:
-    """``samples``: seconds each; ``busy_s``: what they took altogether, checks left out where they are not part."""
-
-    samples: list[float]
-    busy_s: float
 
 
 def _put(channel: Channel, n: int, payload: Region, timeout_s: float = TIMEOUT_S) -> None:

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from time import monotonic, process_time
 
-from .bench_job import Job, receive, send
-from .bench_patterns import TIMEOUT_S, server_of
+from .bench_job import TIMEOUT_S, Job, receive, send
+from .bench_patterns import server_of
 from .fabric import Channel, ChannelError, Fabric, Listener
 from .key import KEY
 

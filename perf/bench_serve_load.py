@@ -27,8 +27,8 @@ import aiohttp
 import uvloop
 from common import cpu_pressure, record
 
-from lamina.cluster.bench_client import COMPLETIONS, Answer, ask, body_of, events, open_client
-from lamina.cluster.bench_report import percentile
+from lamina.cli.bench.client import COMPLETIONS, Answer, ask, body_of, events, open_client
+from lamina.cli.bench.report import percentile
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUTE = COMPLETIONS.lstrip("/")
@@ -194,7 +194,7 @@ class Server:
     """A server process with the shipped model, and what its processes hold in memory."""
 
     def __init__(self, *flags: str) -> None:
-        command = [sys.executable, "-m", "lamina.cluster.launch", "serve", "examples/tiny_lm/model", "--port", "0"]
+        command = [sys.executable, "-m", "lamina.cli.launch", "serve", "examples/tiny_lm/model", "--port", "0"]
         self._process = subprocess.Popen([*command, *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         line = self._process.stdout.readline() if self._process.stdout else ""
         if " on " not in line:

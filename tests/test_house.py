@@ -12,10 +12,31 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("lamina", "converter", "netstack")
+# From the top: a room imports rooms of the storeys below it, and no others.
+STOREYS = (
+    ("cli",),  # lamina-launch
+    ("server", "wrapped"),
+    ("llm", "async_llm"),
+    ("fleet",),  # who starts, meets and watches workers
+    ("engine",),  # policy and the loop
+    ("compute",),  # the compute worker and the prefill worker
+    ("memory",),  # the memory worker
+    ("workers",),  # what every worker process has
+    ("models",),
+    ("attention", "collective", "gemm"),
+    ("kv",),
+    ("facts",),  # what a host or a model has
+    ("observe",),
+    ("config",),
+    ("protocol",),  # what processes tell each other
+    ("prompts",),
+    ("background", "buffers", "cores", "emulate", "env", "progress", "request"),
+    ("converter", "netstack"),
+)
 POLICY = (
     "engine/scheduler.py", "engine/prefill.py", "engine/steps.py", "engine/sequence.py", "engine/pipeline.py",
     "engine/tuner.py", "protocol/tables.py", "protocol/layout.py", "protocol/partition.py", "request.py", "config.py",
-    "cores.py", "cluster/placement.py",
+    "cores.py", "fleet/placement.py",
 )  # fmt: skip
 
 
@@ -35,6 +56,34 @@ def imported(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level] if node.level else []
             yield ".".join([*base, *([node.module] if node.module else [])])
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join([*([] if parts[0] == "lamina" else ["lamina"]), *(p for p in parts if p != "__init__")])
+
+
+MODULES = frozenset(module_of(path) for package in PACKAGES for path in sources(package))
+
+
+def targets(path: Path, *, types: bool = True) -> Iterator[str]:
+    """Modules of this house that a file imports, lazily or not: of ``from a import b`` that is a.b where b is one.
+    ``types``: those under TYPE_CHECKING too.
+    """
+    package = module_of(path).split(".")[: None if path.name == "__init__.py" else -1]
+    tree = ast.parse(path.read_text())
+    typing = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    left_out = set() if types else {id(inner) for n in typing for inner in ast.walk(n)}
+    for node in ast.walk(tree):
+        if id(node) in left_out:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names = (f"{module}.{alias.name}" for alias in node.names)
+            yield from (name if name in MODULES else module for name in names if {name, module} & MODULES)
 
 
 @pytest.mark.parametrize(("package", "other"), [("converter", "netstack"), ("netstack", "converter")])
@@ -59,12 +108,60 @@ def test_policy_imports_no_torch_and_no_io(policy: str) -> None:
     assert not names & {"torch", "socket", "subprocess", "os", "threading", "time", "select"}
 
 
-def test_workers_import_no_engine_loop_and_no_command_line() -> None:
-    for path in (ROOT / "lamina" / "workers").glob("*.py"):
-        for name in imported(path):
-            assert not name.startswith(
-                ("lamina.engine.engine", "lamina.engine.pools", "lamina.cluster", "lamina.llm")
-            ), path
+def storey_of(room: str) -> int:
+    return next(number for number, rooms in enumerate(STOREYS) if room in rooms)
+
+
+def test_every_room_has_a_storey() -> None:
+    rooms = {path.relative_to(ROOT / "lamina").with_suffix("").parts[0] for path in sources("lamina")} - {"__init__"}
+    assert rooms <= {room for storey in STOREYS for room in storey}, "give the new room a storey in STOREYS"
+
+
+def runs_up(room: str, name: str) -> bool:
+    """Whether an import of module ``name`` by ``room`` leaves the room for one that is not below it."""
+    parts = name.split(".")
+    if parts[0] != "lamina" or len(parts) == 1 or parts[1] == room:
+        return False
+    return storey_of(parts[1]) <= storey_of(room)
+
+
+def test_imports_run_down() -> None:
+    for path in sources("lamina"):
+        room = path.relative_to(ROOT / "lamina").with_suffix("").parts[0]
+        if room == "__init__":  # the package's face, which hands names on
+            continue
+        up = [name for name in targets(path) if runs_up(room, name)]
+        assert not up, (
+            f"{path.relative_to(ROOT)} imports {', '.join(up)}, which is not below {room}: move what both need into a "
+            f"room below, or hand it in"
+        )
+
+
+def test_a_run_upwards_is_seen() -> None:
+    assert runs_up("memory", "lamina.compute.worker")
+    assert runs_up("gemm", "lamina.attention")
+    assert not runs_up("compute", "lamina.memory.store")
+    assert not runs_up("memory", "lamina.memory.store")
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other, and those on the way from one such circle to another."""
+    left = dict(graph)
+    while True:
+        wanted = set().union(*left.values()) if left else set()
+        ends = {m for m in left if not left[m] & left.keys() or m not in wanted}
+        if not ends:
+            return sorted(left)
+        left = {m: left[m] - ends for m in left.keys() - ends}
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    """Imports within functions count, those for types alone do not."""
+    files = [path for package in ("lamina", "converter") for path in sources(package)]
+    faces = {"lamina", "lamina.converter"}  # they hand names on
+    graph = {module_of(path): set(targets(path, types=False)) - {module_of(path)} - faces for path in files}
+    assert circles(graph) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == ["b", "c"]
 
 
 def test_import_is_light() -> None:

@@ -45,14 +45,14 @@ def test_python(code: str) -> None:
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if not line.startswith("serve ")])
 def test_command_lines(command: str) -> None:
-    assert run("-m", "lamina.cluster.launch", *shlex.split(command)).strip()
+    assert run("-m", "lamina.cli.launch", *shlex.split(command)).strip()
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("serve ")])
 def test_servers(command: str) -> None:
     anywhere = re.sub(r"--port \d+", "--port 0", command)
     with subprocess.Popen(
-        [sys.executable, "-m", "lamina.cluster.launch", *shlex.split(anywhere)],
+        [sys.executable, "-m", "lamina.cli.launch", *shlex.split(anywhere)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -92,7 +92,7 @@ def test_the_table_of_memory_is_a_true_print() -> None:
     """But for what depends on the machine: the last three columns, and the line below."""
     printed = README[README.index("$ lamina-launch generate examples/tiny_lm/model --prompt x --dry-run") :]
     command, *lines = printed[: printed.index("```")].splitlines()
-    found = run("-m", "lamina.cluster.launch", *shlex.split(command)[2:]).splitlines()
+    found = run("-m", "lamina.cli.launch", *shlex.split(command)[2:]).splitlines()
     assert found[0] == lines[0]
     assert len(found) == len(lines)
     cells = [[re.split(r"\s{2,}", line.strip())[:6] for line in text[1:5]] for text in (found, lines)]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 # name -> module of this package with ``lacks(device)``, ``unfit(ranks)`` and ``open_collective(mesh, at)``, for the
-# functions of these names below; imported when first used
+# functions of these names below; imported when first used. --collective takes these names (config.COLLECTIVES).
 COLLECTIVES: dict[str, str] = {"mesh": "mesh", "gloo": "gloo", "nccl": "nccl"}
 
 
@@ -117,12 +117,6 @@ def open_collective(name: str, mesh: Mesh, at: Place) -> Collective:
     return opened
 
 
-def check_name(name: str) -> None:
-    """Raises ValueError, with the known ones, for a name that is not in the table."""
-    if name != AUTO and name not in COLLECTIVES:
-        raise ValueError(f"--collective must be one of {AUTO}, {', '.join(COLLECTIVES)}, not {name!r}")
-
-
 def bind(program: SlicedProgram, collective: Joining) -> SlicedProgram:
     """The program with its ``lamina::all_reduce`` and ``lamina::all_gather`` on ``collective``. The one given is used
     up.
@@ -135,5 +129,6 @@ def bind(program: SlicedProgram, collective: Joining) -> SlicedProgram:
 
 
 def _module(name: str) -> Any:
-    check_name(name)
+    if name not in COLLECTIVES:
+        raise ValueError(f"--collective must be one of {AUTO}, {', '.join(COLLECTIVES)}, not {name!r}")
     return import_module(f"{__name__}.{COLLECTIVES[name]}")

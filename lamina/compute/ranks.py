@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lamina.collective import Collective
-from lamina.engine.sampler import sample
 from lamina.protocol.control import Draw, Drawn, RunStep
+
+from .sampler import sample
 
 
 class Turn(NamedTuple):
@@ -51,7 +52,7 @@ class Ranks(Protocol):
         ...
 
     def draw(self, logits: Tensor, draws: list[Draw], pending: Mapping[int, int]) -> list[Drawn]:
-        """One token for each row of ``logits`` [len(draws), this rank's vocabulary]; see engine.sampler.sample."""
+        """One token for each row of ``logits`` [len(draws), this rank's vocabulary]; see compute.sampler.sample."""
         ...
 
 

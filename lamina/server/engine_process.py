@@ -10,10 +10,10 @@ import time
 from typing import Any
 
 from lamina import netstack
-from lamina.cluster.nearest import nearest
 from lamina.engine.engine import Engine
-from lamina.engine.members import WorkerError
-from lamina.engine.pools import Pools
+from lamina.fleet.choose_transport import nearest
+from lamina.fleet.members import WorkerError
+from lamina.fleet.pools import Pools
 from lamina.models.tokens import load_beside
 from lamina.protocol.control import ControlLink, Failed, LinkClosedError, Progress, Stop
 from lamina.request import CompletionOutput, Logprob, RequestOutput

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 import uvicorn
 import uvloop
 
-from lamina.cluster.launcher import WorkerHandle
 from lamina.config import EngineConfig
+from lamina.fleet.launcher import WorkerHandle
 from lamina.models.tokens import load_beside
 from lamina.protocol.control import Progress
 

@@ -56,7 +56,7 @@ def ours(paced: Running, run: Run) -> Callable[[str], Numbers]:
     def measure(endpoint: str) -> Numbers:
         found = json.loads(
             run(
-                sys.executable, "-m", "lamina.cluster.launch", "bench", "serve", "--base-url", paced.url, "--json",
+                sys.executable, "-m", "lamina.cli.launch", "bench", "serve", "--base-url", paced.url, "--json",
                 "--endpoint", endpoint, "--num-prompts", REQUESTS, "--random-input-len", PROMPT,
                 "--random-output-len", OUTPUT, "--max-concurrency", 1, PYTHONPATH=str(ROOT),
             )

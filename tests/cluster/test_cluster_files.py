@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from lamina.cluster import ray as ray_launcher
-from lamina.cluster.cluster import is_here, ray_arguments
-from lamina.cluster.hosts import head_address, read_cluster
-from lamina.cluster.launch import main
-from lamina.cluster.launcher import open_launcher
-from lamina.cluster.token import MODE, TOKEN, TOKEN_PATH, make_token, offer_token, read_token
+from lamina.cli.cluster import is_here, ray_arguments
+from lamina.cli.launch import main
 from lamina.config import EngineConfig
+from lamina.fleet import ray as ray_launcher
+from lamina.fleet.hosts import head_address, read_cluster
+from lamina.fleet.launcher import open_launcher
+from lamina.fleet.token import MODE, TOKEN, TOKEN_PATH, make_token, offer_token, read_token
 
 ROOT = Path(__file__).resolve().parents[2]
 PAPER = str(ROOT / "examples" / "h100_h20.yaml")
@@ -174,7 +174,7 @@ def test_without_ray_there_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_the_local_launcher_loads_no_ray() -> None:
-    code = "import sys, lamina.engine.pools, lamina.cluster.local; print('ray' in sys.modules)"
+    code = "import sys, lamina.fleet.pools, lamina.fleet.local; print('ray' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert out.stdout.strip() == "False"
 

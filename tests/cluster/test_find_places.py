@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("ray")
 
-from lamina.cluster import ray as over_ray
 from lamina.config import EngineConfig
+from lamina.fleet import ray as over_ray
 
 NODE = {"NodeID": "n", "NodeManagerAddress": "10.0.0.1", "Labels": {}, "Alive": True}
 RAY = SimpleNamespace(nodes=lambda: [NODE | {"Resources": {"lamina_memory": 2.0, "CPU": 4.0}}])

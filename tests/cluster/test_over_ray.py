@@ -16,9 +16,9 @@ import pytest
 from fake_cluster import ROOT, FakeCluster
 
 from lamina import LLM, SamplingParams
-from lamina.cluster.ray import RayWorker, open_launcher
 from lamina.config import EngineConfig
-from lamina.engine.members import WorkerError
+from lamina.fleet.members import WorkerError
+from lamina.fleet.ray import RayWorker, open_launcher
 
 sys.path.insert(0, str(ROOT / "tests" / "server"))
 from running import Running, eventually
@@ -103,7 +103,7 @@ def test_a_loss_is_told_within_five_seconds(cluster: FakeCluster, whom: str) -> 
 DRIVER = """
 import sys
 from lamina import LLM, SamplingParams
-from lamina.cluster.ray import RayWorker, open_launcher
+from lamina.fleet.ray import RayWorker, open_launcher
 from lamina.config import EngineConfig
 llm = LLM(sys.argv[1], ray_address=sys.argv[2], dtype="float32", memory_workers=2)
 print(*llm.pools.pids.values(), flush=True)

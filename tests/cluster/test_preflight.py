@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lamina.cluster.launch import main
+from lamina.cli.launch import main
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "examples/tiny_lm/model")
@@ -57,7 +57,7 @@ def test_tokens_for_which_there_is_no_room_are_told(capsys: pytest.CaptureFixtur
 
 @pytest.mark.timeout(300)
 def test_sigterm_ends_generate_and_its_workers_before_it() -> None:
-    command = [sys.executable, "-m", "lamina.cluster.launch", "generate", MODEL, "--prompt", "x", "--ignore-eos"]
+    command = [sys.executable, "-m", "lamina.cli.launch", "generate", MODEL, "--prompt", "x", "--ignore-eos"]
     with subprocess.Popen(
         [*command, "--max-tokens", "2000"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as process:

@@ -18,7 +18,7 @@ import pytest
 from fake_cluster import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-LAUNCH = [sys.executable, "-m", "lamina.cluster.launch"]
+LAUNCH = [sys.executable, "-m", "lamina.cli.launch"]
 MODEL = "examples/tiny_lm/model"
 ASK = ("--prompt", "class Stack:", "--max-tokens", "24", "--ignore-eos", "--dtype", "float32")
 RUN_S = 120.0

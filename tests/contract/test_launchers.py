@@ -17,8 +17,8 @@ sys.path.insert(0, str(ROOT / "tests" / "cluster"))
 from fake_cluster import FakeCluster  # noqa: E402 - needs the path above
 
 from lamina import netstack  # noqa: E402
-from lamina.cluster.launcher import LAUNCHERS, Launcher, WorkerHandle, open_launcher  # noqa: E402
 from lamina.config import EngineConfig  # noqa: E402
+from lamina.fleet.launcher import LAUNCHERS, Launcher, WorkerHandle, open_launcher  # noqa: E402
 from lamina.netstack import ChannelError, Geometry  # noqa: E402
 from lamina.protocol.control import (  # noqa: E402
     AskStats,

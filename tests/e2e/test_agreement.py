@@ -10,7 +10,7 @@ import torch
 from tiny import llama
 
 from lamina import LLM, SamplingParams
-from lamina.agreement import compare
+from lamina.cli.check.agreement import compare
 from lamina.request import CompletionOutput, Logprob, RequestOutput, RequestTimes
 
 COUNT = 20

@@ -10,7 +10,7 @@ from tiny import llama
 
 from lamina import LLM
 from lamina.compute.model_server import ModelServer
-from lamina.engine.alike import OF_THE_MODEL
+from lamina.fleet.same_model import OF_THE_MODEL
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 OTHER: dict[str, Any] = {

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from lamina import attention
 from lamina.attention.reference import Reference
-from lamina.cluster import local
-from lamina.cluster.check_matrix import BASE, BASE_OPTIONS, FIXED, Exactness, Setting
-from lamina.cluster.check_run import Check
-from lamina.cluster.launch import main
+from lamina.cli.check.matrix import BASE, BASE_OPTIONS, FIXED, Exactness, Setting
+from lamina.cli.check.run import Check
+from lamina.cli.launch import main
 from lamina.compute.worker import ComputeWorker
 from lamina.config import EngineConfig
+from lamina.fleet import local
 from lamina.kv.pool import LayerStore, WriteIndex
 from lamina.kv.stored import StoredRows
 from lamina.memory import worker as memory

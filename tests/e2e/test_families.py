@@ -18,7 +18,7 @@ import torch
 from families import FAMILIES, FIRST_TOKEN, MAX_LEN, VOCAB, Family
 from torch import Tensor
 
-import lamina.agreement
+import lamina.cli.check.agreement
 from lamina import LLM, SamplingParams
 from lamina.attention.spec import AttentionSpec
 from lamina.converter import SlicedProgram
@@ -272,7 +272,7 @@ def test_tokens_over_memory_workers_are_those_of_transformers(transport: str, fa
     wire = rows * (sum(sent["q_bytes"]) + sum(sent["kv_bytes"]))
     assert sum(stats[w]["bytes_received"] for w in memory) >= wire
     assert all(stats[w]["bytes_received"] > (0 if family.kv_heads % 2 else wire / 2) for w in memory)
-    agreement = lamina.agreement.compare(model, outputs)
+    agreement = lamina.cli.check.agreement.compare(model, outputs)
     assert agreement.identical, agreement
     assert agreement.num_tokens == len(PROMPTS) * NEW_TOKENS
     assert min(len(set(o.outputs[0].token_ids)) for o in outputs) >= LEAST_DISTINCT

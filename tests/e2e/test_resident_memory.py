@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 PLAN = """
 import dataclasses, json, sys
-from lamina.cluster.memory_table import workers_memory
+from lamina.cli.memory_table import workers_memory
 from lamina.config import make_config
 from lamina.memory.store import available_bytes
 rows = workers_memory(sys.argv[1], make_config(json.loads(sys.argv[2])), available_bytes())

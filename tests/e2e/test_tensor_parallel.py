@@ -12,7 +12,7 @@ import pytest
 from families import FAMILIES
 
 from lamina import LLM, SamplingParams
-from lamina.cluster.launch import main
+from lamina.cli.launch import main
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, logprobs=2, ignore_eos=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.engine.arrivals import Arrivals
+from lamina.fleet.arrivals import Arrivals
 from lamina.protocol.control import RunRound, RunStep, StepDone
 from lamina.protocol.plan import StepPlan
 

@@ -10,10 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.agreement import ERROR_ALLOWED, Agreement
-from lamina.cluster.check_matrix import BASE, FIXED, RANKS, Exactness, Setting, only, quick, whole
-from lamina.cluster.check_report import report_json, show
-from lamina.cluster.check_verdict import Outcome, Verdict, compare, failed, judge
+from lamina.cli.check.agreement import ERROR_ALLOWED, Agreement
+from lamina.cli.check.matrix import (
+    BASE,
+    FIXED,
+    RANKS,
+    Exactness,
+    Setting,
+    only,
+    quick,
+    whole,
+)
+from lamina.cli.check.report import report_json, show
+from lamina.cli.check.verdict import Outcome, Verdict, compare, failed, judge
 from lamina.config import EngineConfig
 from lamina.request import CompletionOutput, Logprob
 

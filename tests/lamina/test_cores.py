@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina import LLM
-from lamina.cluster.local import neighbours, placed
 from lamina.config import EngineConfig
 from lamina.cores import parse_cores, place, ranges
+from lamina.fleet.local import neighbours, placed
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/tiny_lm/model"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lamina import netstack
-from lamina.cluster.doctor import lines
-from lamina.cluster.launch import main
+from lamina.cli.doctor import lines
+from lamina.cli.launch import main
 from lamina.netstack import SCHEMES
 from lamina.netstack.doctor import CHECKS, Finding, Machine, Verdict, findings
 

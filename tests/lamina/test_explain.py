@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
-from lamina.cluster.launch import main
+from lamina.cli.launch import main
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96,

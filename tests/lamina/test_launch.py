@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lamina.cluster.launch import COMMANDS, main
+from lamina.cli.launch import COMMANDS, main
 from lamina.config import EngineConfig, flag, make_config, parse_size, weights_of
 from lamina.netstack import SCHEMES
 from lamina.netstack.doctor import opens
@@ -97,7 +97,7 @@ def test_ctrl_c_while_modules_are_imported(capsys: pytest.CaptureFixture[str], m
     def interrupted(name: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lamina.cluster.launch.import_module", interrupted)
+    monkeypatch.setattr("lamina.cli.launch.import_module", interrupted)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 

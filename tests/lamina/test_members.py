@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from lamina.engine.members import Member, Members, WorkerError
+from lamina.fleet.members import Member, Members, WorkerError
 from lamina.protocol.control import AskStats, ControlLink, Failed, StepDone, Stop
 
 SOON_S = 5.0
@@ -99,7 +99,7 @@ class Stopped(Ended):
 
 
 def test_one_that_takes_no_message_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamina.engine.members.TAKE_S", 0.1)
+    monkeypatch.setattr("lamina.fleet.members.TAKE_S", 0.1)
     handle = Stopped("memory")
     pools, (member,) = members(handle)
     handle.fill()

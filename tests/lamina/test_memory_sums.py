@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lamina.cluster.launch import main
+from lamina.cli.launch import main
 from lamina.facts.memory import WorkerMemory, check_fits, host_bytes, memory_text
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model")

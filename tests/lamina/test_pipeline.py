@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.cluster.launch import main
+from lamina.cli.launch import main
 from lamina.engine.pipeline import PipelinePlan, num_replicas, replica_of, rotation, route
 
 FACTOR = 3.0  # no input was found beyond 2.5

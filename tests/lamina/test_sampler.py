@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.engine.sampler import sample, uniform
+from lamina.compute.sampler import sample, uniform
 from lamina.protocol.control import ALL_BANNED, NO_TOKEN, Draw
 
 

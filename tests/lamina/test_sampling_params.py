@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lamina import LLM, SamplingParams
-from lamina.engine.sampler import sample
+from lamina.compute.sampler import sample
 from lamina.protocol.control import Adjust, Draw
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model"

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lamina.cluster.launch import main
+from lamina.cli.launch import main
 from lamina.observe.analysis import analyse
 from lamina.observe.collect import span_cost_s
 from lamina.observe.page import page
@@ -152,7 +152,7 @@ def test_without_overlap_nothing_is_hidden(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.slow
 def test_a_run_that_fails_leaves_its_trace(tmp_path: Path) -> None:
     from lamina import LLM, SamplingParams
-    from lamina.engine.members import WorkerError
+    from lamina.fleet.members import WorkerError
 
     path = tmp_path / "lost.json"
     with LLM(str(MODEL), trace=str(path)) as llm:

@@ -21,7 +21,7 @@ class Running:
 
     def __init__(self, log: Path, *flags: str, env: dict[str, str] | None = None) -> None:
         self.log = log
-        command = [sys.executable, "-m", "lamina.cluster.launch", "serve", MODEL, "--port", "0", *flags]
+        command = [sys.executable, "-m", "lamina.cli.launch", "serve", MODEL, "--port", "0", *flags]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(

@@ -19,9 +19,9 @@ import httpx
 import pytest
 from running import MODEL, Running
 
-from lamina.cluster.bench_client import Timed, body_of, drive, open_client
-from lamina.cluster.bench_report import summary
-from lamina.cluster.launch import main
+from lamina.cli.bench.client import Timed, body_of, drive, open_client
+from lamina.cli.bench.report import summary
+from lamina.cli.launch import main
 
 pytestmark = pytest.mark.timeout(300)  # starting a server on a busy machine takes its time
 FIRST_S, GAP_S, TOKENS = 0.06, 0.03, 6
@@ -113,7 +113,7 @@ def test_agrees_with_a_stopwatch_at_the_wire(
 ) -> None:
     """The same bytes, timed and counted by other code: medians within 3 % and 2 ms, on however busy a machine."""
     watch = Stopwatch()
-    monkeypatch.setattr("lamina.cluster.bench_client.open_client", watch.open_client)
+    monkeypatch.setattr("lamina.cli.bench.client.open_client", watch.open_client)
     flags = ("--num-prompts=20", "--random-input-len=24", "--random-output-len=8", "--max-concurrency=4")
     found = _bench(capsys, server.url, *flags, "--num-warmups=0", "--timeout-s=60")
     assert (found["completed"], found["total_input_tokens"], found["total_output_tokens"]) == (20, 480, 160)

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.cluster import bench_serve
-from lamina.cluster.bench_load import at_rate, file_asks, random_asks, tokens_of, trace_asks
-from lamina.cluster.bench_report import percentile
-from lamina.cluster.bench_trace import fitting, load_trace
-from lamina.cluster.launch import main
+from lamina.cli.bench import serve as bench_serve
+from lamina.cli.bench.load import at_rate, file_asks, random_asks, tokens_of, trace_asks
+from lamina.cli.bench.report import percentile
+from lamina.cli.bench.trace import fitting, load_trace
+from lamina.cli.launch import main
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:46.6805900,374,44\r\n"

@@ -116,7 +116,7 @@ def test_a_second_signal_or_kill_9_ends_a_busy_server_at_once(
     ],
 )
 def test_bad_flags_are_one_line(flags: list[str], words: str, capfd: pytest.CaptureFixture[str]) -> None:
-    from lamina.cluster.launch import main
+    from lamina.cli.launch import main
 
     assert main(["serve", *flags, "--port", "0"]) == 2
     lines = [x for x in capfd.readouterr().err.splitlines() if x.startswith("lamina-launch")]

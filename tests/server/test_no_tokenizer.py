@@ -18,7 +18,7 @@ import pytest
 from running import MODEL, ROOT
 
 from lamina import LLM, llm
-from lamina.cluster.launch import main
+from lamina.cli.launch import main
 from lamina.config import EngineConfig
 from lamina.protocol.control import ControlLink
 from lamina.server import engine_process
@@ -41,7 +41,7 @@ def stuck(tmp_path: Path) -> Iterator[str]:
 
 def test_a_server_gives_up(stuck: str) -> None:
     """All of it; with workers that are threads, which wait for the tokenizer, so that it is all that can be late."""
-    command = [sys.executable, "-m", "lamina.cluster.launch", "serve", MODEL, "--tokenizer", stuck, "--port", "0"]
+    command = [sys.executable, "-m", "lamina.cli.launch", "serve", MODEL, "--tokenizer", stuck, "--port", "0"]
     ended = subprocess.run(
         [*command, "--transport", "loopback", "--start-timeout-s", "2"], cwd=ROOT, capture_output=True, text=True,
         timeout=110, check=False,

@@ -11,7 +11,7 @@ import pytest
 from running import MODEL, ROOT
 from transformers import AutoTokenizer
 
-from lamina.cluster.serve import _say_ready
+from lamina.cli.serve import _say_ready
 from lamina.models.tokens import load_tokenizer
 from lamina.server.config import ServerConfig
 

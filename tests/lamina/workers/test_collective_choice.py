@@ -11,7 +11,8 @@ import pytest
 import torch
 from meshes import WAIT_S, on_all
 
-from lamina.collective import AUTO, COLLECTIVES, Facts, Place, check_name, lacks
+from lamina import config
+from lamina.collective import AUTO, COLLECTIVES, Facts, Place, lacks
 from lamina.collective.choose import choose, choose_and_open, facts_of, gather
 from lamina.collective.expect import expected
 from lamina.collective.mesh import Mesh
@@ -137,8 +138,8 @@ def test_every_entry_says_what_it_lacks_and_names_the_fix(monkeypatch: pytest.Mo
 
 
 def test_names_are_checked_where_they_are_given() -> None:
-    for name in (AUTO, *COLLECTIVES):
-        check_name(name)
+    assert (AUTO, *COLLECTIVES) == config.COLLECTIVES
+    for name in config.COLLECTIVES:
         EngineConfig(collective=name)
     with pytest.raises(ValueError, match="^--collective must be one of auto, mesh, gloo, nccl, not 'ring'$"):
         EngineConfig(collective="ring")

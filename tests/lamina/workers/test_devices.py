@@ -14,10 +14,10 @@ import torch
 from memory_peer import bind, shape
 
 from lamina import LLM, llm, netstack
-from lamina.cluster.launch import main
-from lamina.cluster.nearest import nearest
-from lamina.cluster.preflight import would_start
+from lamina.cli.launch import main
+from lamina.cli.preflight import would_start
 from lamina.config import EngineConfig
+from lamina.fleet.choose_transport import nearest
 from lamina.memory import store as memory_store
 from lamina.memory.main import serve_memory
 from lamina.memory.store import _kv_bytes

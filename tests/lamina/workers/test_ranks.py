@@ -13,7 +13,7 @@ from meshes import on_all
 
 from lamina.collective.mesh import Mesh
 from lamina.compute.ranks import Few, Together, Turn, Turns
-from lamina.engine.sampler import ALL_BANNED, NO_TOKEN, sample
+from lamina.compute.sampler import ALL_BANNED, NO_TOKEN, sample
 from lamina.protocol.control import Adjust, Draw, Drawn, RunStep
 from lamina.protocol.plan import StepPlan
 

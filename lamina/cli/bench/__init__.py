@@ -7,9 +7,9 @@ from importlib import import_module
 
 # benchmark -> (module, one line for --help)
 BENCHMARKS = {
-    "serve": ("bench_serve", "latency and throughput of a running server"),
-    "pingpong": ("bench_pingpong", "a message between two processes, of one host or of two"),
-    "decode": ("bench_decode", "steps of an engine in this process: tokens per second, and where the time goes"),
+    "serve": ("serve", "latency and throughput of a running server"),
+    "pingpong": ("pingpong", "a message between two processes, of one host or of two"),
+    "decode": ("decode", "steps of an engine in this process: tokens per second, and where the time goes"),
 }
 
 
@@ -18,12 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Each has --help and --dry-run."
     benchmarks = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     for name, (module, help) in BENCHMARKS.items():
-        found = import_module(f"lamina.cluster.{module}")
+        found = import_module(f"{__name__}.{module}")
         options = getattr(found, "PARSER_OPTIONS", {})
         found.add_arguments(benchmarks.add_parser(name, help=help, description=help, allow_abbrev=False, **options))
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit status of the benchmark that was chosen."""
-    status: int = import_module(f"lamina.cluster.{BENCHMARKS[args.benchmark][0]}").run(args)
+    status: int = import_module(f"{__name__}.{BENCHMARKS[args.benchmark][0]}").run(args)
     return status

@@ -25,7 +25,7 @@ from lamina.protocol.sealed import SealedSocket
 
 from .hosts import head_address
 from .placement import Host, Place, check_kv_memory, place
-from .remote import any_port, connect
+from .remote_worker import any_port, connect
 from .token import MODE, offer_token
 from .warden import Warden
 

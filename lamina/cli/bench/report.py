@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .bench_client import Answer
+    from .client import Answer
 
 PERCENTILES = (50, 90, 95, 99)
 TITLES = {

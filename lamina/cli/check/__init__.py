@@ -8,12 +8,12 @@ import json
 import sys
 from collections.abc import Sequence
 
+from lamina.cli.flags import add_engine_flags, engine_config
 from lamina.config import EngineConfig
 
-from .check_matrix import BASE_OPTIONS, Setting, only, quick, whole
-from .check_report import report_json, show
-from .check_verdict import Verdict
-from .flags import add_engine_flags, engine_config
+from .matrix import BASE_OPTIONS, Setting, only, quick, whole
+from .report import report_json, show
+from .verdict import Verdict
 
 # Options of every run: what has to do with the model and the machine. All others are what is compared.
 OPTIONS = (
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         runs = [{"axis": s.axis, "promised": s.promised.word, **s.options} for s in settings]
         print(json.dumps({"model": args.model, "base": dataclasses.asdict(config), "runs": runs}, indent=2))
         return 0
-    from .preflight import check
+    from lamina.cli.preflight import check
 
     check(args.model, config)
     if args.dry_run:
@@ -89,7 +89,7 @@ def _matrix(config: EngineConfig, *, all_of_them: bool) -> list[Setting]:
 
 
 def _run(args: argparse.Namespace, config: EngineConfig, settings: Sequence[Setting]) -> list[Verdict]:
-    from .check_run import Check
+    from .run import Check
 
     verdicts: list[Verdict] = []
     for verdict in Check(args.model, config, args.prompt, args.max_tokens, args.prompt_seed).run(settings):

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lamina.cluster.launcher import WorkerHandle
 from lamina.protocol.control import (
     ClockTime,
     ComputeReady,
@@ -28,6 +27,8 @@ from lamina.protocol.control import (
     Stop,
     Trace,
 )
+
+from .launcher import WorkerHandle
 
 STARTING = MemoryReady | RingUrl | RankUrl | ComputeReady | Progress
 FROM_WORKERS = STARTING | StepDone | Stats | ClockTime | Rate | Trace | Failed

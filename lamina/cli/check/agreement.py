@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .request import RequestOutput
+from lamina.request import RequestOutput
 
 MARGIN_FACTOR = 10.0
 TIES_ALLOWED = 0.01

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .bench_trace import BLOCK_TOKENS, Row
+from .trace import BLOCK_TOKENS, Row
 
 DATASETS = ("random", "sharegpt", "custom")
 

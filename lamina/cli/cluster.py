@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from .hosts import Cluster, HostEntry, is_file, read_cluster
-from .token import TOKEN, TOKEN_PATH, make_token, read_token, state_folder
+from lamina.fleet.hosts import Cluster, HostEntry, is_file, read_cluster
+from lamina.fleet.token import TOKEN, TOKEN_PATH, make_token, read_token, state_folder
+
 from .words import counted
 
 ACTIONS = {
@@ -157,7 +158,7 @@ def _all(cluster: Cluster, hosts: Sequence[HostEntry], orders: Sequence[dict[str
 
 def _order(cluster: Cluster, host: HostEntry, order: dict[str, Any]) -> dict[str, Any]:
     """Have a host do something; what it is told goes by stdin, where no list of processes shows it."""
-    command = [cluster.python or sys.executable, "-m", "lamina.cluster.node"]
+    command = [cluster.python or sys.executable, "-m", "lamina.fleet.node"]
     if not is_here(host.address):
         command = [*cluster.ssh, host.address, shlex.join(command)]
     try:

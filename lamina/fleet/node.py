@@ -1,4 +1,4 @@
-"""Ray on this host, for `lamina-launch cluster`: ``python -m lamina.cluster.node``, one order of JSON on stdin, one
+"""Ray on this host, for `lamina-launch cluster`: ``python -m lamina.fleet.node``, one order of JSON on stdin, one
 answer on stdout. Only what an earlier order started here is ever ended.
 """
 

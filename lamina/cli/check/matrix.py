@@ -16,7 +16,7 @@ class Exactness(IntEnum):
 
     NOTHING = 0
     BOUNDED = 1  # log-probabilities within a bound of the reference's, and no token that it is sure is another
-    TOKEN_EQUAL = 2  # lamina.agreement holds
+    TOKEN_EQUAL = 2  # lamina.cli.check.agreement holds
     BITWISE = 3  # the same tokens and the same log-probabilities, to the last bit
 
     @property

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lamina.config import EngineConfig
 from lamina.facts.memory import WorkerMemory
+from lamina.fleet.local import environment
 from lamina.memory.footprint import Resident, resident
-
-from .local import environment
 
 if TYPE_CHECKING:
     import torch

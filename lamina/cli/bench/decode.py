@@ -9,9 +9,10 @@ import random
 import time
 from typing import TYPE_CHECKING, Any
 
-from .bench_report import PERCENTILES, spread_ms
-from .flags import add_engine_flags, engine_config, print_config
-from .words import counted
+from lamina.cli.flags import add_engine_flags, engine_config, print_config
+from lamina.cli.words import counted
+
+from .report import PERCENTILES, spread_ms
 
 if TYPE_CHECKING:
     from lamina.config import EngineConfig
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _dry_run(args: argparse.Namespace, config: EngineConfig) -> int:
-    from .preflight import check, would_start
+    from lamina.cli.preflight import check, would_start
 
     _check_room(args.input_len, args.output_len + args.num_warmups, check(args.model, config))
     print(would_start(args.model, config))

@@ -12,8 +12,6 @@ from typing import Any
 import msgspec
 
 from lamina import netstack
-from lamina.cluster.launcher import Launcher, WorkerHandle, open_launcher
-from lamina.cluster.local import ThreadWorker
 from lamina.config import MEASURED, EngineConfig, weights_of
 from lamina.env import cluster_key
 from lamina.observe.collect import ROUND_TRIPS, Tracer
@@ -40,9 +38,11 @@ from lamina.protocol.control import (
 )
 from lamina.protocol.groups import Capacity, of_all_ranks
 
-from .alike import check_alike
 from .arrivals import Arrivals
+from .launcher import Launcher, WorkerHandle, open_launcher
+from .local import ThreadWorker
 from .members import Member, Members
+from .same_model import check_alike
 
 log = logging.getLogger(__name__)
 STATS_S = 5.0

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 from lamina.config import EngineConfig
 from lamina.facts.hardware import DEVICES
+from lamina.fleet.hosts import is_file, read_cluster
+from lamina.fleet.placement import Host, Place, check_kv_memory, place
+from lamina.fleet.remote_worker import any_port
 
-from .hosts import is_file, read_cluster
-from .placement import Host, Place, check_kv_memory, place
-from .preflight import ranks_meet
-from .remote import any_port
-from .words import counted
+from .words import counted, ranks_meet
 
 _GB = 1e9
 
@@ -22,7 +21,7 @@ def cluster_plan(model: str, config: EngineConfig) -> str:
 
     Raises ValueError where the workers do not fit, in number or in memory, or ranks cannot meet as they are asked to.
     """
-    from .ray import on_gpu, wishes
+    from lamina.fleet.ray import on_gpu, wishes
 
     hosts = planned_hosts(config.ray_address)
     wanted = {"compute": config.num_compute, "prefill": config.prefill_workers, "memory": config.memory_workers}
@@ -60,7 +59,7 @@ def planned_hosts(address: str) -> list[Host]:
     """Of a --ray-address."""
     if is_file(address):
         return read_cluster(address).planned()
-    from .ray import hosts_of, joined
+    from lamina.fleet.ray import hosts_of, joined
 
     with joined(address) as ray:
         return hosts_of(ray)

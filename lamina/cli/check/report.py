@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lamina.config import EngineConfig
 
-from .check_verdict import Verdict
+from .verdict import Verdict
 
 WIDTH = 140  # characters, where the table goes to a file or a pipe
 COLUMNS = {

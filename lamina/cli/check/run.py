@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
-from lamina.agreement import ERROR_ALLOWED, Agreement, compare
 from lamina.config import EngineConfig
-from lamina.engine.members import WorkerError
 from lamina.engine.wire import Wire
+from lamina.fleet.members import WorkerError
 from lamina.kv.stored import dequantise, is_scaled, quantise, stored_dtype
 from lamina.llm import LLM
 from lamina.models.load import load
 from lamina.protocol.control import ComputeReady, RunRound, StepDone
 from lamina.request import RequestOutput, SamplingParams
 
-from .check_matrix import BASE_OPTIONS, BASE_STORE, Setting
-from .check_verdict import Outcome, Plans, Verdict, failed, judge
+from .agreement import ERROR_ALLOWED, Agreement, compare
+from .matrix import BASE_OPTIONS, BASE_STORE, Setting
+from .verdict import Outcome, Plans, Verdict, failed, judge
 
 # Tokens of the random prompts: several prefill chunks, several chunks of stored tokens, and a single token.
 LENGTHS = (3, 17, 1, 290, 33, 140)
@@ -167,9 +167,9 @@ class Reference:
         self._known: dict[str, tuple[Agreement, float]] = {}  # by what was generated: most runs give the same
 
     def agreement(self, dtype: str, kv_dtype: str, outputs: list[RequestOutput]) -> tuple[Agreement, float]:
-        """What lamina.agreement says of ``outputs``, and the bound of their error. In half precision, or with stored K
-        and V in 8 bits, that is DTYPE_FACTOR times the error that transformers itself makes on the same tokens, if its
-        numbers are rounded in the same way.
+        """How far ``outputs`` agree with the reference, and the bound of their error. In half precision, or with stored
+        K and V in 8 bits, that is DTYPE_FACTOR times the error that transformers itself makes on the same tokens, if
+        its numbers are rounded in the same way.
         """
         completions = [(o.prompt_token_ids, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
         key = repr((dtype, kv_dtype, completions))

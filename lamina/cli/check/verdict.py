@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from lamina.request import CompletionOutput
 
-from .check_matrix import Exactness, Setting
+from .matrix import Exactness, Setting
 
 if TYPE_CHECKING:
-    from lamina.agreement import Agreement
+    from .agreement import Agreement
 
 # (batch, rows of it as (sequence in the order of arrival, first position, count)) of each step, in their order
 Plans = list[tuple[int, tuple[tuple[int, int, int], ...]]]

@@ -14,7 +14,7 @@ from lamina.netstack import ChannelError
 from lamina.netstack.key import KEY, KEY_FILE
 
 from .local import in_words, spawn
-from .remote import ControlListener
+from .remote_worker import ControlListener
 
 ARRIVAL_S = 60.0  # a driver that has asked for a worker and does not come is given up
 

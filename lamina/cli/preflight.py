@@ -10,10 +10,10 @@ from lamina import netstack
 from lamina.config import EngineConfig
 from lamina.env import cluster_key
 from lamina.facts.room import check_kv_room
+from lamina.fleet.choose_transport import nearest
 from lamina.models.checkpoint import peek_config
 
-from .nearest import nearest
-from .words import counted
+from .words import counted, ranks_meet
 
 
 def check(model: str, config: EngineConfig) -> int:
@@ -59,7 +59,7 @@ def check(model: str, config: EngineConfig) -> int:
 
 def _check_cores(config: EngineConfig) -> None:
     if config.cores:
-        from .local import placed
+        from lamina.fleet.local import placed
 
         in_process = netstack.open(config.scheme, key=cluster_key()).in_process
         counts = {"compute": config.num_compute, "memory": config.memory_workers, "prefill": config.prefill_workers}
@@ -121,21 +121,6 @@ def would_start(model: str, config: EngineConfig) -> str:
     started = f"would start {compute} and {memory} over {config.scheme} for {model}"
     started += f": {why}" if why else ""
     return "\n".join([started, *ranks_meet(config), _memory_text(model, config)])
-
-
-def ranks_meet(config: EngineConfig, hosts: Sequence[str] = ()) -> list[str]:
-    """How ranks would meet, in a line; in several where not all replicas do alike. ``hosts``: of the compute workers in
-    their order, none where all are on one. Raises ValueError for what ranks would refuse.
-    """
-    from lamina.collective.expect import expected
-
-    size, by_words = config.tensor_parallel_size, dict[str, list[str]]()
-    for first in range(0, config.num_compute if size > 1 else 0, size):
-        together = len(set(hosts[first : first + size])) <= 1
-        words = expected(config.collective, config.compute_device, together=together)
-        by_words.setdefault(words, []).extend(f"compute-{i}" for i in range(first, first + size))
-    line = f"--collective {config.collective}: ranks would meet over "
-    return [line + w + (f" ({', '.join(who)})" if len(by_words) > 1 else "") for w, who in by_words.items()]
 
 
 def _memory_text(model: str, config: EngineConfig) -> str:

@@ -23,7 +23,7 @@ class HostEntry:
     address: str
     compute: int = 0
     memory: int = 0
-    device: str = ""  # of each worker, by its name in lamina.planner; "" = the host's own memory and cores
+    device: str = ""  # of each worker, by its name in facts.hardware; "" = the host's own memory and cores
     rack: str = ""
     cores: int = 0  # 0 = unknown here, all there
 

@@ -11,14 +11,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .bench_load import DATASETS, Ask, at_rate, file_asks, random_asks, tokens_of, trace_asks
-from .bench_trace import READERS, Row, fitting, load_trace
-from .words import counted
+from lamina.cli.words import counted
+
+from .load import (
+    DATASETS,
+    Ask,
+    at_rate,
+    file_asks,
+    random_asks,
+    tokens_of,
+    trace_asks,
+)
+from .trace import READERS, Row, fitting, load_trace
 
 if TYPE_CHECKING:
     import aiohttp
 
-    from .bench_client import Answer, Timed
+    from .client import Answer, Timed
 
 POOL_TEXT = "The five boxing wizards jump quickly: 0123456789 def main(argv): return [x + 1 for x in range(len(argv))]"
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
@@ -128,8 +137,8 @@ def _asks(args: argparse.Namespace, rows: list[Row] | None, limit: int) -> tuple
 
 
 async def _measure(args: argparse.Namespace, url: str, rows: list[Row] | None) -> dict[str, Any]:
-    from .bench_client import drive, open_client
-    from .bench_report import summary
+    from .client import drive, open_client
+    from .report import summary
 
     key = args.api_key or os.environ.get("LAMINA_API_KEY", "")
     async with open_client(url, key, args.timeout_s) as http:
@@ -170,7 +179,7 @@ async def _model(http: aiohttp.ClientSession, wanted: str) -> tuple[str, int]:
 
 
 async def _requests(args: argparse.Namespace, http: aiohttp.ClientSession, model: str, asks: list[Ask]) -> list[Timed]:
-    from .bench_client import Timed, body_of
+    from .client import Timed, body_of
 
     more = {"temperature": args.temperature} | ({"ignore_eos": True} if args.ignore_eos else {})
     pool = await _tokenize(http, model, POOL_TEXT) if any(a.text is None for a in asks) else []
@@ -212,7 +221,7 @@ def _progress(total: int, *, quiet: bool) -> Any:
 
 
 def _show(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    from .bench_report import table
+    from .report import table
 
     print(json.dumps(found) if args.json else table(found))
     if args.save_result:

@@ -58,13 +58,13 @@ def _main(argv: list[str]) -> int:
     for name, (module, help) in COMMANDS.items():
         sub = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
         if name == chosen:
-            import_module(f"lamina.cluster.{module}").add_arguments(sub)
+            import_module(f"lamina.cli.{module}").add_arguments(sub)
     args = parser.parse_args(argv)
-    return _guarded(import_module(f"lamina.cluster.{COMMANDS[args.command][0]}").run, args)
+    return _guarded(import_module(f"lamina.cli.{COMMANDS[args.command][0]}").run, args)
 
 
 def _guarded(run: object, args: argparse.Namespace) -> int:
-    from lamina.engine.members import WorkerError
+    from lamina.fleet.members import WorkerError
 
     try:
         with _ended_by_sigterm():

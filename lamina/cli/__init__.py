@@ -1,0 +1,1 @@
+"""``lamina-launch``: the command line. One module a sub-command."""

@@ -1,0 +1,27 @@
+"""Words that several sub-commands print."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lamina.config import EngineConfig
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number of things, as in "1 batch", "2 batches"; ``many`` where that is not ``one`` and an s."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def ranks_meet(config: EngineConfig, hosts: Sequence[str] = ()) -> list[str]:
+    """How ranks would meet, in a line; in several where not all replicas do alike. ``hosts``: of the compute workers in
+    their order, none where all are on one. Raises ValueError for what ranks would refuse.
+    """
+    from lamina.collective.expect import expected
+
+    size, by_words = config.tensor_parallel_size, dict[str, list[str]]()
+    for first in range(0, config.num_compute if size > 1 else 0, size):
+        together = len(set(hosts[first : first + size])) <= 1
+        words = expected(config.collective, config.compute_device, together=together)
+        by_words.setdefault(words, []).extend(f"compute-{i}" for i in range(first, first + size))
+    line = f"--collective {config.collective}: ranks would meet over "
+    return [line + w + (f" ({', '.join(who)})" if len(by_words) > 1 else "") for w, who in by_words.items()]

@@ -1,1 +1,0 @@
-"""Starting and stopping workers; the command line."""

@@ -1,0 +1,1 @@
+"""Who starts the workers of an engine, meets them and watches them."""
