@@ -1,4 +1,4 @@
-"""The README's code runs as printed."""
+"""The code of README and docs runs as printed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+ALL = "\n".join(PAGES.values())
+SNIPPETS = re.findall(r"```python\n(.*?)```", ALL, re.DOTALL)
 ADDRESS = "http://127.0.0.1:8000"  # of the server, as printed; the tests take a free port
-COMMANDS = re.findall(r"^lamina-launch (.+)$", README, re.MULTILINE)
+COMMANDS = list(dict.fromkeys(re.findall(r"^lamina-launch (.+)$", ALL, re.MULTILINE)))
 
 
 def run(*command: str) -> str:
@@ -83,14 +85,21 @@ def test_servers(command: str) -> None:
 def test_the_tree_names_what_is_there() -> None:
     for line in README[README.index("## The tree") :].splitlines():
         name = line.split("  ")[0].strip()
-        if line and not line.startswith("  ") and name.endswith("/"):
-            for folder in name.split():
-                assert (ROOT / folder).is_dir(), folder
+        if name.endswith("/"):
+            assert (ROOT / name).is_dir(), name
+
+
+def test_readme_is_short_and_its_links_lead_somewhere() -> None:
+    assert len(README.splitlines()) <= 180
+    for name, text in PAGES.items():
+        home = ROOT if name == "README.md" else ROOT / "docs"
+        for target in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (home / target).exists(), f"{name}: {target}"
 
 
 def test_the_table_of_memory_is_a_true_print() -> None:
     """But for what depends on the machine: the last three columns, and the line below."""
-    printed = README[README.index("$ lamina-launch generate examples/tiny_lm/model --prompt x --dry-run") :]
+    printed = ALL[ALL.index("$ lamina-launch generate examples/tiny_lm/model --prompt x --dry-run") :]
     command, *lines = printed[: printed.index("```")].splitlines()
     found = run("-m", "lamina.cli.launch", *shlex.split(command)[2:]).splitlines()
     assert found[0] == lines[0]
