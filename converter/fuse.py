@@ -56,7 +56,7 @@ def _sizes(found: Sequence[int | torch.SymInt]) -> list[int | bool]:
     return [isinstance(size, torch.SymInt) or size for size in found]
 
 
-class _Cut(NamedTuple):
+class _Fusion(NamedTuple):
     """A unit, the operators of a slice that it stands for, what they are given and give, and what comes behind them."""
 
     unit: fx.GraphModule
@@ -66,7 +66,7 @@ class _Cut(NamedTuple):
     end: fx.Node
 
 
-def _cuts(module: fx.GraphModule) -> Iterator[_Cut]:
+def _cuts(module: fx.GraphModule) -> Iterator[_Fusion]:
     for run, end in list(_runs(module.graph)):
         if all(operator_name(n) in _CHEAP for n in run):
             continue
@@ -76,14 +76,14 @@ def _cuts(module: fx.GraphModule) -> Iterator[_Cut]:
         results = [n for n in run if any(user not in inside for user in n.users)]
         values = [_value(module, a) for a in given]
         if any(map(has_rows, given)) and all(isinstance(v, Tensor) for v in values):
-            yield _Cut(_unit(run, dict(zip(given, values, strict=True)), results), run, given, results, end)
+            yield _Fusion(_unit(run, dict(zip(given, values, strict=True)), results), run, given, results, end)
 
 
 def _value(module: fx.GraphModule, node: fx.Node) -> Any:
     return operator.attrgetter(str(node.target))(module) if node.op == "get_attr" else node.meta.get("val")
 
 
-def _replace(module: fx.GraphModule, name: str, cut: _Cut, unit: Unit, items: dict[fx.Node, fx.Node]) -> None:
+def _replace(module: fx.GraphModule, name: str, cut: _Fusion, unit: Unit, items: dict[fx.Node, fx.Node]) -> None:
     """``items``: by results of runs, what has taken their places."""
     weights = [n for n in cut.given if n.op == "get_attr"]
     setattr(module, name, _Held(partial(unit, *(_value(module, n) for n in weights))))

@@ -48,7 +48,7 @@ class DeviceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"{VARIABLE}: {e}") from None
 
 
-class Device:
+class EmulatedDevice:
     """Does one thing after the other, each in its time. One thread uses it."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from common import BrokenError
 
 from lamina import netstack
-from lamina.collective import Collective, Place, lacks, open_collective
+from lamina.collective import Collective, RankPlace, lacks, open_collective
 from lamina.collective.mesh import Mesh, listen_and_connect
 from lamina.compute.staged import stage_collective
 from lamina.workers.staging import Staging, open_staging
@@ -62,7 +62,7 @@ def measure(names: Sequence[str], devices: Sequence[torch.device], runs: int = R
 
 def _rank(mesh: Mesh, names: Sequence[str], staging: Staging, runs: int) -> dict[str, dict[str, float]]:
     found = dict[str, dict[str, float]]()
-    groups = [open_collective(n, mesh, Place(staging.device, "127.0.0.1", LIMIT_S, LIMIT_S)) for n in names]
+    groups = [open_collective(n, mesh, RankPlace(staging.device, "127.0.0.1", LIMIT_S, LIMIT_S)) for n in names]
     try:
         for size, nbytes in SIZES.items():
             g = torch.Generator().manual_seed(mesh.rank)

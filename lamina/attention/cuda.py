@@ -2,8 +2,8 @@
 
 HARDWARE-UNVERIFIED: its kernels have been compiled for sm_80, sm_90 and sm_100 and run, warp by warp, on a CPU.
 
-Everything is launched on torch's current stream; nothing waits for the GPU. Lengths and block tables are in a ``Step``
-on the device, so a captured CUDA graph can be replayed over growing lengths:
+Everything is launched on torch's current stream; nothing waits for the GPU. Lengths and block tables are in a
+``DeviceTable`` on the device, so a captured CUDA graph can be replayed over growing lengths:
 
     step = backend.step(sequences=64, rows=64, tokens=32768, block_size=16)
     backend.refill(step, table)                        # once, then warm up what is to be captured
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lamina.attention import AttentionBackend, Operator
-from lamina.attention.cuda_geometry import LEVELS, MOST_TOKENS, Geometry, Variant, choose
+from lamina.attention.cuda_geometry import LEVELS, MOST_TOKENS, LaunchShape, Variant, choose
 from lamina.attention.cuda_kernels import Argument, CupyKernels, Kernels
 from lamina.attention.merge import CHUNK_TOKENS, Partial
 from lamina.kv.pool import LayerStore, RowTable, WriteIndex
@@ -53,7 +53,7 @@ class PlanKey(NamedTuple):
     stored: bool
 
 
-class Step:
+class DeviceTable:
     """A row table on the device, and its plans. Its addresses do not change when it is filled again."""
 
     def __init__(self, device: torch.device, sequences: int, rows: int, width: int, block_size: int) -> None:
@@ -107,7 +107,7 @@ class Cuda(AttentionBackend):
         self._scratch: dict[str, Tensor] = {}
         self._outgrown: list[Tensor] = []  # captured graphs may still use it
 
-    def step(self, *, sequences: int, rows: int, tokens: int, block_size: int) -> Step:
+    def step(self, *, sequences: int, rows: int, tokens: int, block_size: int) -> DeviceTable:
         """Room for steps of at most that many sequences, rows and, of each sequence, tokens that are seen.
 
         Raises ValueError for more tokens than the kernels number.
@@ -115,36 +115,38 @@ class Cuda(AttentionBackend):
         if tokens > MOST_TOKENS:
             raise ValueError(f"attention backend 'cuda' takes {MOST_TOKENS} tokens of a sequence, not {tokens}")
         width = (-(-tokens // CHUNK_TOKENS) + 1) * (CHUNK_TOKENS // block_size)  # what is seen may begin within a chunk
-        return Step(self._device, sequences, rows, width, block_size)
+        return DeviceTable(self._device, sequences, rows, width, block_size)
 
-    def refill(self, step: Step, table: RowTable) -> None:
+    def refill(self, step: DeviceTable, table: RowTable) -> None:
         """Put another row table into ``step``, and make its plans anew."""
         step.data.copy_(step.pack(table), non_blocking=True)
         for key in step.plans:
             self._plan(step, key)
 
-    def prepare(self, rows: RowTable) -> Step:
+    def prepare(self, rows: RowTable) -> DeviceTable:
         count, width = rows.table.shape
         if width * rows.block_size > MOST_TOKENS + CHUNK_TOKENS:
             raise ValueError(f"attention backend 'cuda' takes {MOST_TOKENS} tokens of a sequence")
-        step = Step(self._device, count, rows.num_rows, width, rows.block_size)
+        step = DeviceTable(self._device, count, rows.num_rows, width, rows.block_size)
         step.most_rows = int(rows.count.max(initial=0))
         self.refill(step, rows)
         return step
 
-    def attend_stored(self, op: Operator, prepared: Step, store: LayerStore, q: Tensor) -> Partial:
+    def attend_stored(self, op: Operator, prepared: DeviceTable, store: LayerStore, q: Tensor) -> Partial:
         if store.k.shape[0] * op.kv_heads * prepared.block_size >= 1 << 31:
             raise ValueError(f"a store of {store.k.shape[0]} blocks is more than attention backend 'cuda' numbers")
         out = self._empty(op, q)
         self._attend(op, prepared, True, q, StoredRows(store.k, store.v, store.scales), out, 0)
         return out
 
-    def attend_new(self, op: Operator, prepared: Step, q: Tensor, kv: StoredRows) -> Partial:
+    def attend_new(self, op: Operator, prepared: DeviceTable, q: Tensor, kv: StoredRows) -> Partial:
         out = self._empty(op, q)
         self._attend(op, prepared, False, q, kv, out, 0)
         return out
 
-    def finish(self, op: Operator, prepared: Step, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor) -> None:
+    def finish(
+        self, op: Operator, prepared: DeviceTable, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor
+    ) -> None:
         self._attend(op, prepared, False, q, kv, stored, out.data_ptr())
 
     def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
@@ -170,7 +172,7 @@ class Cuda(AttentionBackend):
         self._launch(self._common, "lamina_append", len(rows.k) * heads, *tensors, *shape, *to)
 
     def _attend(
-        self, op: Operator, step: Step, stored: bool, q: Tensor, kv: StoredRows, part: Partial, out: int
+        self, op: Operator, step: DeviceTable, stored: bool, q: Tensor, kv: StoredRows, part: Partial, out: int
     ) -> None:
         spec, group = op.spec, op.q_heads // op.kv_heads
         variant = choose(self._element, op.qk_dim, op.v_dim, step.most_rows * group, self._stored)
@@ -206,16 +208,16 @@ class Cuda(AttentionBackend):
             *map(_address, scratch),
         )
 
-    def _plan(self, step: Step, key: PlanKey) -> None:
+    def _plan(self, step: DeviceTable, key: PlanKey) -> None:
         geometry = self._geometry(step, key)
         shape = (geometry.capacity, key.variant.tile, key.group, key.kv_heads, geometry.blocks, key.stored)
         blocks = -(-step.sequences // SEQUENCES_PER_WARP)
         arguments = (*step.arguments(), _address(step.plans[key]), *map(np.int32, shape))
         self._launch(self._common, "lamina_plan", blocks, *arguments)
 
-    def _geometry(self, step: Step, key: PlanKey) -> Geometry:
+    def _geometry(self, step: DeviceTable, key: PlanKey) -> LaunchShape:
         sizes = {"sequences": step.sequences, "rows": step.rows, "group": key.group, "kv_heads": key.kv_heads}
-        return Geometry.of(key.variant, self._kernels.device, **sizes)
+        return LaunchShape.of(key.variant, self._kernels.device, **sizes)
 
     def _launch(self, variant: Variant, name: str, blocks: int, *arguments: Argument) -> None:
         if blocks:

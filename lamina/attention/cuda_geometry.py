@@ -18,7 +18,7 @@ RESERVED_BYTES = 1024  # of shared memory, for each block
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class GpuLimits:
     """What a launch is fitted to."""
 
     processors: int
@@ -58,7 +58,7 @@ class Variant:
         row = sum((2 * _up(dim, 16) // 16 | 1) * 16 for dim in (self.qk_dim, self.v_dim))
         return self.stages * TILE_TOKENS * row + self.near_levels * self.node_numbers * 4
 
-    def warps(self, device: Device) -> int:
+    def warps(self, device: GpuLimits) -> int:
         """That run at a time, each a block by itself; 0 = there is no room for one."""
         if not self.columns:
             return PLAIN_WARPS * device.processors
@@ -94,14 +94,14 @@ def choose(element: str, qk_dim: int, v_dim: int, queries: int, stored: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Geometry:
+class LaunchShape:
     """Of one launch. Made of what a captured graph fixes: never of lengths."""
 
     blocks: int
     capacity: int  # tasks of a KV head
 
     @staticmethod
-    def of(variant: Variant, device: Device, *, sequences: int, rows: int, group: int, kv_heads: int) -> Geometry:
+    def of(variant: Variant, device: GpuLimits, *, sequences: int, rows: int, group: int, kv_heads: int) -> LaunchShape:
         """For steps of at most that many sequences and rows. Raises ValueError where not even one warp fits."""
         warps = variant.warps(device)
         if not warps:
@@ -111,7 +111,7 @@ class Geometry:
             )
         tiles = rows * group // variant.tile + sequences
         capacity = tiles + SPLITS * warps // kv_heads
-        return Geometry(blocks=min(warps, capacity * kv_heads), capacity=capacity)
+        return LaunchShape(blocks=min(warps, capacity * kv_heads), capacity=capacity)
 
 
 def _up(number: int, unit: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from lamina.attention.cuda_geometry import LANES, Device, Variant
+from lamina.attention.cuda_geometry import LANES, GpuLimits, Variant
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 SOURCES = CSRC / "attention" / "cuda"
@@ -21,7 +21,7 @@ Argument = np.int32 | np.float32 | np.uint64  # int, float and pointer of a kern
 class Kernels(Protocol):
     """Launches kernels on one device, in the order of its current stream."""
 
-    device: Device
+    device: GpuLimits
 
     def launch(self, variant: Variant, name: str, blocks: int, arguments: tuple[Argument, ...]) -> None:
         """``blocks`` warps of the kernel ``name``."""
@@ -52,7 +52,7 @@ class CupyKernels:
         self._cupy: Any = cupy
         self._index = index
         attributes = cupy.cuda.Device(index).attributes
-        self.device = Device(
+        self.device = GpuLimits(
             processors=found.multi_processor_count,
             shared_bytes=attributes["MaxSharedMemoryPerMultiprocessor"],
             block_shared_bytes=attributes["MaxSharedMemoryPerBlockOptin"],

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lamina.attention import AttentionBackend, Operator, get
 from lamina.attention.merge import Partial
-from lamina.emulate import Device, DeviceTimes
+from lamina.emulate import DeviceTimes, EmulatedDevice
 from lamina.kv.pool import LayerStore, RowTable, WriteIndex
 from lamina.kv.stored import StoredRows
 
@@ -30,7 +30,7 @@ class Emulate(AttentionBackend):
     def __init__(self, inner: AttentionBackend, times: DeviceTimes) -> None:
         self._inner = inner
         self._times = times
-        self._device = Device()
+        self._device = EmulatedDevice()
 
     def prepare(self, rows: RowTable) -> _Prepared:
         return _Prepared(self._inner.prepare(rows), int((rows.stop - rows.seen).sum()))

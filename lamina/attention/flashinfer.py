@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lamina.attention import AttentionBackend, Operator
-from lamina.attention.cuda import Cuda, Step
+from lamina.attention.cuda import Cuda, DeviceTable
 from lamina.attention.cuda_kernels import CupyKernels
 from lamina.attention.merge import CHUNK_TOKENS, Partial
 from lamina.attention.reference_tiles import _levels
@@ -81,7 +81,7 @@ class Chunks:
 
 
 class _Prepared(NamedTuple):
-    step: Step
+    step: DeviceTable
     chunks: Chunks | None  # None: the cuda backend takes it
 
 

@@ -85,7 +85,7 @@ class Facts(NamedTuple):
     usable: bool  # whether its torch can join GPUs
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Where a rank is, for itself."""
 
     device: torch.device
@@ -111,7 +111,7 @@ def unfit(name: str, ranks: Sequence[Facts]) -> str:
     return said
 
 
-def open_collective(name: str, mesh: Mesh, at: Place) -> Collective:
+def open_collective(name: str, mesh: Mesh, at: RankPlace) -> Collective:
     """Entry ``name`` over the ranks of ``mesh``, all of which call this. Raises ValueError, ChannelError."""
     opened: Collective = _module(name).open_collective(mesh, at)
     return opened

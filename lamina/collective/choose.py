@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import AUTO, Collective, Facts, Place, lacks, open_collective, unfit
+from . import AUTO, Collective, Facts, RankPlace, lacks, open_collective, unfit
 from .expect import APART, AS_ASKED, BETWEEN_GPUS, OPEN, OVER_HOSTS, OWN_GPU
 from .mesh import Mesh
 
@@ -31,7 +31,7 @@ class Choice(NamedTuple):
     together: bool  # whether all ranks are on one host
 
 
-def choose_and_open(asked: str, mesh: Mesh, at: Place) -> tuple[Collective, Choice]:
+def choose_and_open(asked: str, mesh: Mesh, at: RankPlace) -> tuple[Collective, Choice]:
     """The collective for --collective ``asked``; all ranks of ``mesh`` call this with the same. Raises ValueError,
     naming the flag, ChannelError.
     """

@@ -15,7 +15,7 @@ import torch
 
 from lamina.netstack import ChannelTimeout
 
-from . import Facts, Place
+from . import Facts, RankPlace
 from .mesh import Mesh
 from .process_group import OfGroup, Opened, failed, open_group
 
@@ -62,7 +62,7 @@ def unfit(ranks: Sequence[Facts]) -> str:
     return ""
 
 
-def open_collective(mesh: Mesh, at: Place) -> Gloo:
+def open_collective(mesh: Mesh, at: RankPlace) -> Gloo:
     """See lamina.collective.COLLECTIVES."""
 
     def make(store: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lamina.buffers import bytes_of, tensor_over
 from lamina.netstack import Arrival, Channel, ChannelTimeout, Fabric, Geometry, Listener, PeerFault
 
-from . import Facts, Place
+from . import Facts, RankPlace
 from .sums import ordered_sum, side_by_side
 
 # A rank may be ahead of another by what it has been told but need not answer (two broadcasts) and one piece.
@@ -192,7 +192,7 @@ def unfit(ranks: Sequence[Facts]) -> str:
     return ""
 
 
-def open_collective(mesh: Mesh, at: Place) -> Mesh:
+def open_collective(mesh: Mesh, at: RankPlace) -> Mesh:
     """See lamina.collective.COLLECTIVES."""
     return mesh
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import Facts, Place
+from . import Facts, RankPlace
 from .expect import NO_GPU, for_gpus
 from .guard import Guard
 from .mesh import Mesh
@@ -110,7 +110,7 @@ def unfit(ranks: Sequence[Facts]) -> str:
     return "" if all(own.usable for own in ranks) else "not every rank's torch has NCCL"
 
 
-def open_collective(mesh: Mesh, at: Place) -> Nccl:
+def open_collective(mesh: Mesh, at: RankPlace) -> Nccl:
     """See lamina.collective.COLLECTIVES. Ranks of one host find each other over its loopback interface."""
     if at.together:
         os.environ.setdefault(INTERFACE, "lo")

@@ -19,7 +19,7 @@ from torch import Tensor
 from lamina.netstack import ChannelError, PeerFault
 from lamina.netstack.fabric import DEATH_NOTICED_S
 
-from . import Place
+from . import RankPlace
 from .mesh import Mesh
 from .sums import ordered_sum, side_by_side
 
@@ -100,7 +100,7 @@ class OfGroup(ABC):
         return self._gather(total).view(-1)[: flat.numel()]
 
 
-def open_group(mesh: Mesh, at: Place, make: Callable[[Any], Any]) -> Opened:
+def open_group(mesh: Mesh, at: RankPlace, make: Callable[[Any], Any]) -> Opened:
     """What ``make`` gives of a torch.distributed.Store over ``mesh``, once all ranks have theirs. Raises
     ChannelError.
     """

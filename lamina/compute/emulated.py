@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lamina.emulate import Device, DeviceTimes
+from lamina.emulate import DeviceTimes, EmulatedDevice
 
 from .worker import Held, Program
 
@@ -20,7 +20,7 @@ class EmulatedProgram:
         count, given = len(program.slices), len(call_s)
         if given not in (1, count):
             raise ValueError(f"LAMINA_EMULATE: slice_s has {given} times for {count} slices: give one, or one for each")
-        device, each = Device(), [*call_s] * (count // given)
+        device, each = EmulatedDevice(), [*call_s] * (count // given)
         self.slices: Sequence[Any] = [
             EmulatedSlice(inner, seconds, row_s, device) for inner, seconds in zip(program.slices, each, strict=True)
         ]
@@ -29,7 +29,7 @@ class EmulatedProgram:
 class EmulatedSlice:
     """Called as the slice that it stands for. What that one sends leaves when the device is done."""
 
-    def __init__(self, inner: Any, call_s: float, row_s: float, device: Device) -> None:
+    def __init__(self, inner: Any, call_s: float, row_s: float, device: EmulatedDevice) -> None:
         self._inner = inner
         self._call_s, self._row_s = call_s, row_s
         self._device = device

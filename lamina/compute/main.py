@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from lamina import collective, netstack
-from lamina.collective import Collective, Place
+from lamina.collective import Collective, RankPlace
 from lamina.collective.choose import choose_and_open
 from lamina.collective.mesh import listen_and_connect
 from lamina.kv.stored import stored_dtype
@@ -82,7 +82,7 @@ class _Server(ModelServer):
         urls, rank = peers.urls, start.rank
         mesh = listen_and_connect(self.fabric, listener, urls, rank, start_timeout_s=start_s, step_timeout_s=step_s)
         host = start.address.rpartition(":")[0].strip("[]") or OWN_HOST
-        at = Place(self.staging.device, host, start_s, step_s)
+        at = RankPlace(self.staging.device, host, start_s, step_s)
         self.group, choice = choose_and_open(start.collective, mesh, at)
         self.choices["collective"] = f"{choice.name}: {choice.why}"
         self.clock.lap("meet_s")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Event:
+class PlannedTurn:
     """One turn. ``slice`` counts within its token, replicas from 1; times in the unit of the plan's input."""
 
     batch: int
@@ -33,7 +33,7 @@ class PipelinePlan:
     """``events`` in the order of service. ``utilisation``: busy share of each pool while all batches are under way."""
 
     n: int
-    events: list[Event]
+    events: list[PlannedTurn]
     makespan: float
     lower_bound: float
     utilisation: dict[str, float]
@@ -88,7 +88,7 @@ def rotation(
             begins = max(end + network_s / 2, pool_free)
             pool_free = begins + attention_s[k]
             ready[batch] = pool_free + network_s / 2
-            events.append(Event(batch, turn // layers, k, replica, start, end, begins, pool_free))
+            events.append(PlannedTurn(batch, turn // layers, k, replica, start, end, begins, pool_free))
     return PipelinePlan(
         n,
         events,
@@ -108,7 +108,7 @@ def lower_bound(n: int, slice_s: Sequence[float], attention_s: Sequence[float], 
     return max(n * attention, n * slices / num_replicas(n), chain)
 
 
-def _busy(events: list[Event], span: Callable[[Event], tuple[float, float]], n: int, units: int) -> float:
+def _busy(events: list[PlannedTurn], span: Callable[[PlannedTurn], tuple[float, float]], n: int, units: int) -> float:
     """Busy share of ``units`` from the first attention of the last batch to the last slice of the first batch."""
     first = next(e for e in events if e.batch == n - 1).attention_start
     last = next(e for e in reversed(events) if e.batch == 0).start

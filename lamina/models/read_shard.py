@@ -13,7 +13,7 @@ from .checkpoint import stored_weights, weight_files
 from .errors import ModelError, UnsupportedModelError
 from .pages import drop_pages
 from .route import WHOLE, Part
-from .shard import Cut, Shard
+from .shard import DealtDim, Shard
 
 _SPREADS = {"MergeModulelist", "Concatenate"}  # what may become of weights as they are read: each is cut by itself
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -30,7 +30,7 @@ class Read(NamedTuple):
     """How a stored weight is read: it becomes ``target`` or a part of that; ``cut`` None = all of it."""
 
     target: str
-    cut: Cut | None
+    cut: DealtDim | None
     copied: bool
 
 
@@ -39,7 +39,7 @@ class CutSlice:
     copied.
     """
 
-    def __init__(self, stored: Any, cut: Cut, part: Part) -> None:
+    def __init__(self, stored: Any, cut: DealtDim, part: Part) -> None:
         """``stored``: safetensors' slice of the whole weight."""
         self._stored, self._cut, self._part = stored, cut, part
 
@@ -120,7 +120,7 @@ class _Cutter:
                     f"--tensor-parallel-size: {name} goes through {strange.pop()} as it is read and cannot be cut"
                 )
             if len(converter.source_patterns) == cut.pieces:
-                cut = Cut(cut.dim)  # the pieces are weights of their own
+                cut = DealtDim(cut.dim)  # the pieces are weights of their own
         return Read(target, cut, copied or cut.pieces > 1 or cut.dim + ndim > 0)
 
 

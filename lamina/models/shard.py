@@ -26,7 +26,7 @@ MOST_OF_SHARE = 1.1  # of the weights that a rank may have
 Forward = Callable[..., Any]
 
 
-class Cut(NamedTuple):
+class DealtDim(NamedTuple):
     """Dimension ``dim`` (from the end) of a weight is dealt to the ranks; where ``pieces`` lie side by side in it, each
     one of them.
     """
@@ -51,7 +51,7 @@ class Shard:
     """How a model is cut for ``part``: weight name -> its cut, and module name -> its style."""
 
     part: Part
-    cuts: dict[str, Cut]
+    cuts: dict[str, DealtDim]
     styles: dict[str, str]
 
     def shrink(self, model: nn.Module) -> None:
@@ -111,7 +111,7 @@ def _styles(model: nn.Module) -> dict[str, str]:
     return {**found, **{names_of[id(module)]: style for style, module in ends.items()}}
 
 
-def _cut_of(name: str, ndim: int, styles: dict[str, str]) -> Cut | None:
+def _cut_of(name: str, ndim: int, styles: dict[str, str]) -> DealtDim | None:
     style = styles.get(name) or styles.get(name.rpartition(".")[0])
     return None if style is None else STYLES[style].cut(ndim)
 
@@ -145,23 +145,23 @@ def _check_share(model: nn.Module, weights: dict[str, nn.Parameter], shard: Shar
         )
 
 
-def _columns(ndim: int) -> Cut | None:
-    return Cut(-min(ndim, 2))
+def _columns(ndim: int) -> DealtDim | None:
+    return DealtDim(-min(ndim, 2))
 
 
-def _packed_columns(ndim: int) -> Cut | None:
-    return Cut(-2, 2) if ndim > 1 else Cut(-1)
+def _packed_columns(ndim: int) -> DealtDim | None:
+    return DealtDim(-2, 2) if ndim > 1 else DealtDim(-1)
 
 
-def _rows(ndim: int) -> Cut | None:
-    return Cut(-1) if ndim > 1 else None
+def _rows(ndim: int) -> DealtDim | None:
+    return DealtDim(-1) if ndim > 1 else None
 
 
-def _packed_rows(ndim: int) -> Cut | None:
-    return Cut(-1, 2) if ndim > 1 else None
+def _packed_rows(ndim: int) -> DealtDim | None:
+    return DealtDim(-1, 2) if ndim > 1 else None
 
 
-def _whole(ndim: int) -> Cut | None:
+def _whole(ndim: int) -> DealtDim | None:
     return None
 
 
@@ -202,7 +202,7 @@ def _reduced_lookup(module: Any, part: Part) -> Forward:
 class Style(NamedTuple):
     """``cut``: a weight's number of dimensions -> its cut. ``forward``: of a module -> what replaces its forward."""
 
-    cut: Callable[[int], Cut | None]
+    cut: Callable[[int], DealtDim | None]
     forward: Callable[[Any, Part], Forward] | None = None
 
 

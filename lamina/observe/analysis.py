@@ -27,7 +27,7 @@ class Straggler:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepSpan:
     """One step of one batch on the compute side: from its first slice to its tokens. ``cause``: the state of the
     compute worker that took most of it.
     """
@@ -70,7 +70,7 @@ class Report:
     pools: dict[str, dict[str, float]]
     devices: dict[str, dict[str, float]]
     stragglers: list[Straggler]
-    slow_steps: list[Step]
+    slow_steps: list[StepSpan]
     hidden: list[Hidden]
     dropped: dict[str, int]
     clock_uncertainty_s: float
@@ -101,7 +101,7 @@ def analyse(recording: Recording) -> Report:
     )
 
 
-def steps_of(spans: Sequence[Span]) -> list[Step]:
+def steps_of(spans: Sequence[Span]) -> list[StepSpan]:
     """All steps that the spans hold from their first slice on, by their start."""
     groups: dict[tuple[int, int], list[Span]] = defaultdict(list)
     for s in spans:
@@ -111,7 +111,7 @@ def steps_of(spans: Sequence[Span]) -> list[Step]:
     for (batch, step), of in groups.items():
         first = next((s for s in of if s.event == Event.SLICE and s.layer == 0), None)
         if first is not None:
-            found.append(Step(batch, step, first.value, first.start, max(s.end for s in of) - first.start))
+            found.append(StepSpan(batch, step, first.value, first.start, max(s.end for s in of) - first.start))
     return sorted(found, key=lambda s: s.start)
 
 
@@ -157,7 +157,7 @@ def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {state: statistics.mean(r[state] for r in rows) for state in STATES}
 
 
-def _slow(steps: Sequence[Step], found: Mapping[str, States]) -> list[Step]:
+def _slow(steps: Sequence[StepSpan], found: Mapping[str, States]) -> list[StepSpan]:
     """The slowest ones, with what the compute workers mostly did meanwhile."""
     median = statistics.median([s.duration_s for s in steps] or [0.0])
     slow = sorted((s for s in steps if s.duration_s > SLOW * median), key=lambda s: -s.duration_s)[:SHOWN]
@@ -167,5 +167,5 @@ def _slow(steps: Sequence[Step], found: Mapping[str, States]) -> list[Step]:
         during = [(s.start, s.start + s.duration_s)]
         spent = {state: sum(total(intersect(of[state], during)) for of in compute) for state in STATES}
         cause = max(spent, key=lambda state: spent[state])
-        out.append(Step(s.batch, s.step, s.rows, s.start, s.duration_s, cause))
+        out.append(StepSpan(s.batch, s.step, s.rows, s.start, s.duration_s, cause))
     return out

@@ -76,6 +76,9 @@ class Span(NamedTuple):
     end: float
 
 
+ROUNDING_S = 1e-9  # of differences of times
+
+
 @dataclass(frozen=True)
 class ClockOffset:
     """How far a worker's clock is ahead of the engine's, in seconds, give or take ``uncertainty_s``."""
@@ -86,7 +89,7 @@ class ClockOffset:
     @property
     def correction_s(self) -> float:
         """What to subtract from the worker's times: nothing where the offset may as well be zero, as on one host."""
-        return self.offset_s if abs(self.offset_s) > self.uncertainty_s else 0.0
+        return self.offset_s if abs(self.offset_s) > self.uncertainty_s + ROUNDING_S else 0.0
 
 
 @dataclass(frozen=True)

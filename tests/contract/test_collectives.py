@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tests" / "lamina" / "workers"))
 from meshes import WAIT_S, on_all  # noqa: E402 - needs the path above
 
 from lamina import collective, netstack  # noqa: E402
-from lamina.collective import COLLECTIVES, Collective, Place, lacks  # noqa: E402
+from lamina.collective import COLLECTIVES, Collective, RankPlace, lacks  # noqa: E402
 from lamina.collective.gloo import Gloo  # noqa: E402
 from lamina.collective.mesh import SLOT_BYTES, Mesh, listen_and_connect  # noqa: E402
 from lamina.collective.nccl import Nccl  # noqa: E402
@@ -60,7 +60,7 @@ def device_of(name: str, rank: int) -> torch.device:
 
 
 def open_entry(name: str, mesh: Mesh, timeout_s: float) -> Collective:
-    at = Place(device_of(name, mesh.rank), "127.0.0.1", WAIT_S, timeout_s)
+    at = RankPlace(device_of(name, mesh.rank), "127.0.0.1", WAIT_S, timeout_s)
     if name in COLLECTIVES:
         return collective.open_collective(name, mesh, at)
     inner = collective.open_collective("gloo", mesh, at)
@@ -347,7 +347,7 @@ def test_gloo_listens_where_it_is_told_to_alone() -> None:
     ready = threading.Barrier(2, timeout=WAIT_S)
 
     def work(mesh: Mesh) -> set[str]:
-        group = collective.open_collective("gloo", mesh, Place(CPU, "127.0.0.3", WAIT_S, WAIT_S))
+        group = collective.open_collective("gloo", mesh, RankPlace(CPU, "127.0.0.3", WAIT_S, WAIT_S))
         try:
             group.all_reduce(torch.ones(1))
             ready.wait()

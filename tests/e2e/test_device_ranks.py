@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lamina import LLM, SamplingParams
-from lamina.collective import COLLECTIVES, Place
+from lamina.collective import COLLECTIVES, RankPlace
 from lamina.collective.mesh import Mesh
 from lamina.collective.nccl import Nccl
 from lamina.collective.process_group import Opened
@@ -52,7 +52,7 @@ def gather(found: Tensor, mine: Tensor, number: int) -> None:
         found.copy_(mesh.all_gather(mine, mesh.size))
 
 
-def open_stand_in(mesh: Mesh, at: Place) -> Nccl:
+def open_stand_in(mesh: Mesh, at: RankPlace) -> Nccl:
     joined = Joined()
     joined.group = Nccl(mesh, Opened(joined, None), CPU, at.step_timeout_s, lambda: lambda: True)
     return joined.group

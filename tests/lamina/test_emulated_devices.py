@@ -13,7 +13,7 @@ from torch import Tensor
 from lamina.attention import Operator, get
 from lamina.attention.spec import AttentionSpec
 from lamina.compute.emulated import EmulatedProgram, emulated
-from lamina.emulate import VARIABLE, Device
+from lamina.emulate import VARIABLE, EmulatedDevice
 from lamina.kv.pool import allocate, row_table
 from lamina.kv.stored import StoredRows
 from lamina.protocol.plan import New, Rows, StepPlan
@@ -64,7 +64,7 @@ def test_a_slice_takes_its_time_and_then_sends_what_it_would_have_sent() -> None
 
 
 def test_a_device_is_one() -> None:
-    device = Device()
+    device = EmulatedDevice()
     start = time.monotonic()
     device.begin(0.04)
     device.begin(0.05)

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from lamina.attention.cuda import Cuda
-from lamina.attention.cuda_geometry import Device, Variant
+from lamina.attention.cuda_geometry import GpuLimits, Variant
 from lamina.attention.cuda_kernels import CSRC, Argument
 
 GXX = shutil.which("g++")
 BUILD = CSRC.resolve().parent / "build" / "cuda_emulation"
 needs_gxx = pytest.mark.skipif(GXX is None, reason="no g++: the CUDA kernels cannot be emulated")
-SMALL = Device(processors=2, shared_bytes=228 << 10, block_shared_bytes=227 << 10)
+SMALL = GpuLimits(processors=2, shared_bytes=228 << 10, block_shared_bytes=227 << 10)
 FLAGS = (
     "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-clobbered", "-U_FORTIFY_SOURCE",
     "-shared", "-fPIC",
@@ -54,7 +54,7 @@ def library(variant: Variant, csrc: Path = CSRC) -> ctypes.CDLL:
 class EmulatedKernels:
     """See ``cuda_kernels.Kernels``; counts what is launched."""
 
-    device: Device = SMALL
+    device: GpuLimits = SMALL
     csrc: Path = CSRC
     launched: Counter[str] = field(default_factory=Counter)
 
@@ -72,5 +72,7 @@ class EmulatedKernels:
             self.launched["tensor"] += 1
 
 
-def emulated(dtype: torch.dtype, device: Device = SMALL, csrc: Path = CSRC, store: torch.dtype | None = None) -> Cuda:
+def emulated(
+    dtype: torch.dtype, device: GpuLimits = SMALL, csrc: Path = CSRC, store: torch.dtype | None = None
+) -> Cuda:
     return Cuda(EmulatedKernels(device, csrc), torch.device("cpu"), dtype, store)

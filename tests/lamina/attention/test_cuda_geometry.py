@@ -18,15 +18,15 @@ from lamina.attention.cuda_geometry import (
     LEVELS,
     MOST_TOKENS,
     SPLITS,
-    Device,
-    Geometry,
+    GpuLimits,
+    LaunchShape,
     Variant,
     choose,
 )  # fmt: skip
 from lamina.attention.merge import CHUNK_TOKENS as MERGED_TOKENS
 
-H200 = Device(processors=132, shared_bytes=228 << 10, block_shared_bytes=227 << 10)
-A100 = Device(processors=108, shared_bytes=164 << 10, block_shared_bytes=163 << 10)
+H200 = GpuLimits(processors=132, shared_bytes=228 << 10, block_shared_bytes=227 << 10)
+A100 = GpuLimits(processors=108, shared_bytes=164 << 10, block_shared_bytes=163 << 10)
 
 VARIANTS = [
     Variant(element="float"),
@@ -50,7 +50,7 @@ def test_sizes_are_those_of_the_kernels(variant: Variant) -> None:
 @pytest.mark.parametrize("device", [H200, A100])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("queries", [1, 8, 9, 64])
-def test_every_head_size_has_room_for_two_warps(device: Device, dim: int, queries: int) -> None:
+def test_every_head_size_has_room_for_two_warps(device: GpuLimits, dim: int, queries: int) -> None:
     variant = choose("BFloat16", dim, dim, queries)
     warps = variant.warps(device) // device.processors
     assert 2 <= warps <= 8
@@ -62,7 +62,7 @@ def test_every_head_size_has_room_for_two_warps(device: Device, dim: int, querie
 def test_a_small_gpu_says_what_is_missing() -> None:
     tiny = replace(SMALL, block_shared_bytes=48 << 10)
     with pytest.raises(ValueError, match=r"heads of 256 and 256 needs \d+ bytes of shared memory, this GPU has 49152"):
-        Geometry.of(choose("Half", 256, 256, 1), tiny, sequences=1, rows=1, group=1, kv_heads=1)
+        LaunchShape.of(choose("Half", 256, 256, 1), tiny, sequences=1, rows=1, group=1, kv_heads=1)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_there_is_a_place_for_every_tile_and_no_idle_grid(
 ) -> None:
     variant = choose("BFloat16", 128, 128, (more_rows + 1) * group)
     rows = sequences + more_rows
-    found = Geometry.of(variant, H200, sequences=sequences, rows=rows, group=group, kv_heads=kv_heads)
+    found = LaunchShape.of(variant, H200, sequences=sequences, rows=rows, group=group, kv_heads=kv_heads)
     one_has_all = -(-(more_rows + 1) * group // variant.tile) + (sequences - 1) * -(-group // variant.tile)
     assert found.capacity >= one_has_all
     assert found.capacity <= one_has_all + sequences * group + SPLITS * variant.warps(H200)

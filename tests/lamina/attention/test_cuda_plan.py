@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lamina.attention.cuda import PlanKey, Step
+from lamina.attention.cuda import DeviceTable, PlanKey
 from lamina.attention.cuda_geometry import Variant, choose
 from lamina.kv.pool import RowTable
 
@@ -36,7 +36,7 @@ def planned(
     """(level, tasks [T, 4], capacity)."""
     backend = emulated(torch.float32, replace(SMALL, processors=processors))
     rows = table(items)
-    step = Step(torch.device("cpu"), len(items), rows.num_rows, 0, 16)
+    step = DeviceTable(torch.device("cpu"), len(items), rows.num_rows, 0, 16)
     step.most_rows = int(rows.count.max())
     backend.refill(step, rows)
     key = PlanKey(variant, group, kv_heads, stored)

@@ -12,7 +12,7 @@ import torch
 from meshes import WAIT_S, on_all
 
 from lamina import config
-from lamina.collective import AUTO, COLLECTIVES, Facts, Place, lacks
+from lamina.collective import AUTO, COLLECTIVES, Facts, RankPlace, lacks
 from lamina.collective.choose import choose, choose_and_open, facts_of, gather
 from lamina.collective.expect import expected
 from lamina.collective.mesh import Mesh
@@ -66,7 +66,7 @@ def test_what_is_asked_for_is_taken_or_refused() -> None:
 def test_ranks_of_this_host_know_each_other_and_meet(caplog: pytest.LogCaptureFixture) -> None:
     def work(mesh: Mesh) -> tuple[list[Facts], str, str, bool]:
         found = gather(mesh, facts_of(CPU))
-        group, choice = choose_and_open(AUTO, mesh, Place(CPU, "127.0.0.1", WAIT_S, WAIT_S))
+        group, choice = choose_and_open(AUTO, mesh, RankPlace(CPU, "127.0.0.1", WAIT_S, WAIT_S))
         return found, type(group).__name__, *choice[1:]
 
     with caplog.at_level(logging.WARNING):
@@ -84,7 +84,7 @@ def test_ranks_of_several_hosts_are_told_what_that_means(
     monkeypatch.setattr("lamina.collective.choose.BOOT", GONE)
 
     def work(mesh: Mesh) -> str:
-        group, choice = choose_and_open("gloo", mesh, Place(CPU, "127.0.0.1", WAIT_S, WAIT_S))
+        group, choice = choose_and_open("gloo", mesh, RankPlace(CPU, "127.0.0.1", WAIT_S, WAIT_S))
         assert not choice.together
         try:
             return str(group.all_reduce(torch.ones(1)).tolist())
