@@ -1,11 +1,12 @@
 """Build of the native parts; everything else is declared in pyproject.toml."""
 
+from collections.abc import Sequence
 from glob import glob
 
 from setuptools import Extension, setup
 
 
-def native(name: str, *sources: str) -> Extension:
+def native(name: str, *sources: str, flags: Sequence[str] = ()) -> Extension:
     """A native module. Without a compiler the install goes on; selecting what needs the module raises with the
     cause.
     """
@@ -15,7 +16,16 @@ def native(name: str, *sources: str) -> Extension:
         depends=glob("csrc/**/*.h", recursive=True),
         include_dirs=["csrc"],
         # Of Python's own flags, -g takes two fifths of the time, for 16 MB, and -fwrapv 6 % of attention's speed.
-        extra_compile_args=["-std=c++17", "-O3", "-g0", "-fno-wrapv", "-Wall", "-Wextra", "-fvisibility=hidden"],
+        extra_compile_args=[
+            "-std=c++17",
+            "-O3",
+            "-g0",
+            "-fno-wrapv",
+            "-Wall",
+            "-Wextra",
+            "-fvisibility=hidden",
+            *flags,
+        ],
         optional=True,
     )
 
@@ -24,6 +34,8 @@ setup(
     ext_modules=[
         native("lamina.attention._native", *sorted(glob("csrc/attention/*.cpp"))),
         native("lamina.gemm._native", *sorted(glob("csrc/gemm/*.cpp"))),
+        # A product and a sum are rounded one by one, as torch does.
+        native("lamina.sampling._native", *sorted(glob("csrc/sampling/*.cpp")), flags=["-ffp-contract=off"]),
         native("lamina.netstack._native", *sorted(glob("csrc/netstack/native*.cpp"))),
         native("lamina.netstack._mlx5", "csrc/netstack/mlx5_native.cpp", "csrc/netstack/nic_model/nic.cpp"),
     ]

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lamina.collective import Collective
 from lamina.protocol.control import Draw, Drawn, RunStep
-
-from .sampler import sample
+from lamina.sampling.sampler import Sampler
 
 
 class Turn(NamedTuple):
@@ -52,7 +51,7 @@ class Ranks(Protocol):
         ...
 
     def draw(self, logits: Tensor, draws: list[Draw], pending: Mapping[int, int]) -> list[Drawn]:
-        """One token for each row of ``logits`` [len(draws), this rank's vocabulary]; see compute.sampler.sample."""
+        """One token for each row of ``logits`` [len(draws), this rank's vocabulary]; see sampling.Sampler.draw."""
         ...
 
 
@@ -60,6 +59,9 @@ class Alone:
     """One rank with all weights."""
 
     leads = True
+
+    def __init__(self) -> None:
+        self._sampler = Sampler()
 
     def may_take(self, turns: Turns) -> bool:
         """See Ranks."""
@@ -71,7 +73,7 @@ class Alone:
 
     def draw(self, logits: Tensor, draws: list[Draw], pending: Mapping[int, int]) -> list[Drawn]:
         """See Ranks."""
-        return sample(logits, draws, pending)
+        return self._sampler.draw(logits, draws, pending)
 
 
 class Together:
@@ -83,6 +85,7 @@ class Together:
         self._ordered = num_batches > 1
         self._due: Turn | None = None  # what rank 0 is at
         self.leads = collective.rank == 0
+        self._sampler = Sampler()
 
     def may_take(self, turns: Turns) -> bool:
         """See Ranks."""
@@ -117,7 +120,7 @@ class Together:
         else:
             packed = few.pack(logits.float(), draws, pending, group.rank * width)
             whole, lse = few.unpack(group.all_gather(packed, group.size), group.size * width)
-        drawn = sample(whole, draws, pending, lse) if self.leads else []
+        drawn = self._sampler.draw(whole, draws, pending, lse) if self.leads else []
         tokens = torch.tensor([d.token for d in drawn]) if self.leads else torch.empty(len(draws), dtype=torch.int64)
         told = group.broadcast(tokens).tolist()
         return drawn or [Drawn(d.sequence, token) for d, token in zip(draws, told, strict=True)]

@@ -192,6 +192,9 @@ class Adjust(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     prompt: list[int]  # distinct tokens of the prompt, where the repetition penalty wants them
 
 
+FILTERS = ("min_p", "top_k", "top_p")  # in vLLM's order
+
+
 class Draw(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """How to sample behind one row. A pure function of the row's logits, these fields and, if ``pending``, the token
     that the step before drew for the sequence.
@@ -210,6 +213,7 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     adjust: Adjust | None = None
     pending: bool = False  # the sequence's last token is being drawn by the step before: penalties count it too
     known: int = -1  # a token of the prompt, behind this row: only its log-probability is wanted
+    order: tuple[str, ...] = FILTERS  # of the filters: top_p counts what those before it have left
 
 
 class RunStep(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,10 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lamina import LLM, SamplingParams
-from lamina.compute.sampler import sample
 from lamina.protocol.control import Adjust, Draw
+from lamina.sampling.sampler import Sampler
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model"
+sample = Sampler(threads=1).draw
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.9])
 
 

@@ -13,11 +13,12 @@ from meshes import on_all
 
 from lamina.collective.mesh import Mesh
 from lamina.compute.ranks import Few, Together, Turn, Turns
-from lamina.compute.sampler import ALL_BANNED, NO_TOKEN, sample
-from lamina.protocol.control import Adjust, Draw, Drawn, RunStep
+from lamina.protocol.control import ALL_BANNED, NO_TOKEN, Adjust, Draw, Drawn, RunStep
 from lamina.protocol.plan import StepPlan
+from lamina.sampling.sampler import Sampler
 
 WIDTH = 96
+sample = Sampler(threads=1).draw
 
 
 class Alike:

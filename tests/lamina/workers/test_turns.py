@@ -131,6 +131,7 @@ class Failing(FakePool):
 
 class Drawing(Alone):
     def __init__(self) -> None:
+        super().__init__()
         self.draws = 0
 
     def draw(self, logits: Tensor, draws: list[Draw], pending: Mapping[int, int]) -> list[Drawn]:

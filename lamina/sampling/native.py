@@ -1,0 +1,50 @@
+"""The arithmetic of lamina.sampling by csrc/sampling: in the instruction set that the CPU has, on some threads."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from . import Ask
+from ._native import Engine
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ASK = struct.Struct("=QQQQfiII")
+_GREEDY, _TOP_K_FIRST, _MIN_P_FIRST = 1, 2, 4
+
+
+class Native:
+    """See Backend. Tensors are on the CPU, of fp32, bf16 or fp16."""
+
+    def __init__(self, threads: int, variant: str = "") -> None:
+        """Raises ValueError where the CPU lacks ``variant``."""
+        self._engine = Engine(threads, variant)
+
+    def draw(self, logits: Tensor, asks: list[Ask]) -> list[int]:
+        """See Backend. Raises ValueError for a row that is not there."""
+        logits = _in_rows(logits)
+        found = b"".join(map(_packed, asks))
+        rows, size = logits.shape
+        return self._engine.draw(logits.data_ptr(), TYPES[logits.dtype], rows, size, logits.stride(0), found)
+
+    def best(self, logits: Tensor, count: int) -> Tensor:
+        """See Backend."""
+        logits = _in_rows(logits)
+        rows, size = logits.shape
+        ids = torch.empty(rows, count, dtype=torch.int64)
+        kind, stride = TYPES[logits.dtype], logits.stride(0)
+        self._engine.best(logits.data_ptr(), kind, rows, size, stride, count, ids.data_ptr())
+        return ids
+
+
+def _in_rows(logits: Tensor) -> Tensor:
+    return logits if logits.stride(1) == 1 and logits.stride(0) >= logits.shape[1] else logits.contiguous()
+
+
+def _packed(ask: Ask) -> bytes:
+    row, settings, seed, index = ask
+    greedy, factor, top_k, share, cut, top_k_first, min_p_first = settings
+    flags = greedy * _GREEDY | top_k_first * _TOP_K_FIRST | min_p_first * _MIN_P_FIRST
+    return _ASK.pack(top_k, share, seed, index, factor, cut, row, flags)

@@ -1,0 +1,118 @@
+"""The draws of a step: penalties and bans, the tokens, and the log-probabilities that are wanted of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from lamina.protocol.control import ALL_BANNED, NO_TOKEN, Adjust, Draw, Drawn
+
+from . import Ask, Backend
+from .plain import Plain
+from .settings import settings_of
+
+log = logging.getLogger(__name__)
+_NOTHING: Mapping[int, int] = MappingProxyType({})
+_NATIVE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Sampler:
+    """One for each worker that draws."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        """``threads``: on a CPU; None = as many as torch has there."""
+        self._plain = Plain()
+        self._native = _open_native(threads or torch.get_num_threads())
+
+    def draw(
+        self, logits: Tensor, draws: list[Draw], pending: Mapping[int, int] = _NOTHING, lse: Tensor | None = None
+    ) -> list[Drawn]:
+        """One token for each row; NO_TOKEN where the largest logit is NaN or infinite, ALL_BANNED where it is finite
+        and bans leave none that is. logits [len(draws), V], any float dtype; ``pending``: sequence -> token that the
+        step before drew. ``lse``: of each row, the logarithm of the sum of all, where ``logits`` do not show them all.
+
+        Penalties, bias and bans first, in fp32; then see lamina.sampling. Greedy takes the first rank. Raises
+        ValueError for parameters out of range.
+        """
+        tokens = [d.known for d in draws]
+        plain = [i for i, d in enumerate(draws) if d.known < 0 and not d.banned and d.adjust is None]
+        changed = [i for i, d in enumerate(draws) if d.known < 0 and (d.banned or d.adjust is not None)]
+        if plain:
+            asks = [_ask(i, draws[i]) for i in plain]
+            for i, token in zip(plain, self._of(logits).draw(logits, asks), strict=True):
+                tokens[i] = token
+        if changed:
+            scores = logits[changed].float()
+            for row, i in zip(scores, changed, strict=True):
+                _change(row, draws[i], pending)
+            asks = [_ask(at, draws[i]) for at, i in enumerate(changed)]
+            for at, (i, token) in enumerate(zip(changed, self._of(scores).draw(scores, asks), strict=True)):
+                tokens[i] = _why(scores[at], logits[i]) if token < 0 else token
+        return [
+            Drawn(d.sequence, t, _logprobs(logits[i], d.logprobs, t, None if lse is None else lse[i]))
+            for i, (d, t) in enumerate(zip(draws, tokens, strict=True))
+        ]
+
+    def best(self, logits: Tensor, count: int) -> Tensor:
+        """See Backend."""
+        return self._of(logits).best(logits, count)
+
+    def _of(self, logits: Tensor) -> Backend:
+        native = self._native is not None and logits.is_cpu and logits.dtype in _NATIVE_TYPES
+        return self._native if native and self._native is not None else self._plain
+
+
+def _open_native(threads: int) -> Backend | None:
+    try:
+        from .native import Native
+    except ImportError as e:
+        log.info("sampling with torch: %s", e)
+        return None
+    return Native(threads)
+
+
+def _ask(row: int, draw: Draw) -> Ask:
+    settings = settings_of(draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.order)
+    if not (0 <= draw.seed < 1 << 64 and 0 <= draw.index < 1 << 64):
+        raise ValueError(f"a draw of sequence {draw.sequence} has the seed {draw.seed} and the index {draw.index}")
+    return Ask(row, settings, draw.seed, draw.index)
+
+
+def _change(row: Tensor, draw: Draw, pending: Mapping[int, int]) -> None:
+    if draw.adjust:
+        _penalise(row, draw.adjust, pending[draw.sequence] if draw.pending else None)
+    if draw.banned:
+        row[draw.banned] = float("-inf")
+
+
+def _why(changed: Tensor, raw: Tensor) -> int:
+    """Nothing could be drawn: because of the bans, or of the logits themselves?"""
+    banned = bool(changed.amax().isneginf()) and bool(raw.amax().isfinite())
+    return ALL_BANNED if banned else NO_TOKEN
+
+
+def _penalise(row: Tensor, adjust: Adjust, pending: int | None) -> None:
+    counts = dict(adjust.counts)
+    if pending is not None:
+        counts[pending] = counts.get(pending, 0) + 1
+    if adjust.repetition != 1.0:
+        seen = sorted({*counts, *adjust.prompt})
+        row[seen] = torch.where(row[seen] > 0, row[seen] / adjust.repetition, row[seen] * adjust.repetition)
+    if counts:
+        row[list(counts)] -= adjust.presence + adjust.frequency * row.new_tensor(list(counts.values()))
+    if adjust.bias:
+        row[list(adjust.bias)] += row.new_tensor(list(adjust.bias.values()))
+
+
+def _logprobs(logits: Tensor, count: int, token: int, lse: Tensor | None) -> list[tuple[int, float]]:
+    """Of ``token``, then of the ``count`` best; before anything was changed."""
+    if count < 0 or token < 0:
+        return []
+    scores = logits.float()
+    values = torch.log_softmax(scores, -1) if lse is None else scores - lse
+    best, ids = values.topk(min(count, values.numel()))
+    return [(token, float(values[token])), *zip(ids.tolist(), best.tolist(), strict=True)]
