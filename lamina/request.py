@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+FILTERS = ("min_p", "top_k", "top_p")  # in vLLM's order
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
@@ -18,7 +19,9 @@ class SamplingParams:
     A token is a pure function of the logits, these parameters, the tokens so far, ``seed`` and the index of the output
     token: it does not depend on batch mates or on which worker samples. The logits are changed in this order:
     repetition penalty, frequency and presence penalty, logit bias, stop tokens before ``min_tokens``; then temperature,
-    top_k, min_p, top_p.
+    and the filters in the order of ``filter_order``. Each counts the probability of the tokens that those before it
+    have left, as top_p shows: behind min_p and top_k it is a share of what they keep (vLLM). In transformers min_p
+    comes last.
     """
 
     n: int = 1  # completions of each prompt
@@ -26,6 +29,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1 = all
     min_p: float = 0.0  # drop tokens less probable than that share of the best one's probability
+    filter_order: tuple[str, ...] = FILTERS
     presence_penalty: float = 0.0  # off the logit of every token that the completion has
     frequency_penalty: float = 0.0  # off the logit for each time that the completion has the token
     repetition_penalty: float = 1.0  # logits of tokens of prompt and completion: divided if positive, else multiplied
@@ -66,10 +70,17 @@ class SamplingParams:
             0.01 <= self.repetition_penalty <= 100.0,
             f"repetition_penalty must lie in 0.01..100, not {self.repetition_penalty}",
         )
+        self._check_order()
         _check(0.0 <= self.min_p <= 1.0, f"min_p must lie in 0..1, not {self.min_p}")
         for token, bias in (self.logit_bias or {}).items():
             _check(-100.0 <= bias <= 100.0, f"logit_bias of token {token} must lie in -100..100, not {bias}")
         _check(self.seed is None or 0 <= self.seed < 1 << 63, f"seed must lie in 0..2**63-1, not {self.seed}")
+
+    def _check_order(self) -> None:
+        order = self.filter_order
+        if not isinstance(order, list | tuple) or sorted(map(str, order)) != sorted(FILTERS):
+            raise ValueError(f"filter_order must have each of {', '.join(FILTERS)} once, not {order!r}")
+        object.__setattr__(self, "filter_order", tuple(order))
 
     def _normalise(self) -> None:
         """Plain Python numbers of what numpy and others pass; None for a list means none."""

@@ -12,6 +12,7 @@ from lamina.llm import LLM
 from lamina.request import SamplingParams
 
 _DEFAULT_NEW_TOKENS = 20  # of transformers, where no length is given
+_FILTERS = ("top_k", "top_p", "min_p")  # as transformers orders them
 _DEFAULTS = {
     "do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "num_return_sequences": 1,
     "repetition_penalty": 1.0, "min_p": 0.0,
@@ -156,6 +157,7 @@ class WrappedModel:
                 top_p=chosen["top_p"] if samples else 1.0,
                 top_k=chosen["top_k"] or 0 if samples else 0,
                 min_p=chosen["min_p"] if samples else 0.0,
+                filter_order=_FILTERS,
                 repetition_penalty=chosen["repetition_penalty"],
                 max_tokens=most,
                 min_tokens=least,

@@ -24,6 +24,7 @@ def draw_of(sequence: Sequence, row: int) -> Draw:
         logprobs=-1 if params.logprobs is None else params.logprobs,
         banned=sorted(sequence.stop_tokens) if index < params.min_tokens else [],
         min_p=params.min_p,
+        order=params.filter_order,
         adjust=_adjust(sequence) if params.adjusts_logits else None,
         pending=sequence.num_drawing > 1,
     )

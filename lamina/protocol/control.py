@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+from lamina.request import FILTERS
+
 from .partition import Lanes
 from .plan import StepPlan
 
@@ -190,9 +192,6 @@ class Adjust(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     bias: dict[int, float]
     counts: dict[int, int]  # token -> how often the completion has it; the one that is still being drawn not counted
     prompt: list[int]  # distinct tokens of the prompt, where the repetition penalty wants them
-
-
-FILTERS = ("min_p", "top_k", "top_p")  # in vLLM's order
 
 
 class Draw(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from lamina.protocol.control import FILTERS
+from lamina.request import FILTERS
 
 LEVEL_BITS = 24  # levels to a doubling of probability
 LOWEST = -42 << LEVEL_BITS  # the lowest level

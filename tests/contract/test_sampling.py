@@ -237,6 +237,20 @@ def test_a_wide_vocabulary_has_no_bias_either() -> None:
     assert chi_square(found, torch.softmax(logits.double() / 0.85, -1)) > 3.5, "the control"
 
 
+def test_the_order_of_transformers_is_that_of_its_warpers() -> None:
+    from transformers.generation import logits_process as warpers
+
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(3)) * 2
+    options = {"temperature": 1.3, "top_k": 12, "top_p": 0.85, "min_p": 0.25}
+    found = frequencies(native.usable()[0], logits, 20_000, order=TRANSFORMERS, **options)
+    scores = logits[None] / 1.3
+    for warper in (warpers.TopKLogitsWarper(12), warpers.TopPLogitsWarper(0.85), warpers.MinPLogitsWarper(0.25)):
+        scores = warper(torch.zeros(1, 0, dtype=torch.long), scores)
+    assert abs(chi_square(found, torch.softmax(scores[0].double(), -1))) < 3.5
+    other = frequencies(native.usable()[0], logits, 20_000, order=VLLM, **options)
+    assert (other > 0).sum() < (found > 0).sum(), "the control: min_p first leaves less"
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [({"temperature": -1.0}, "temperature"), ({"top_p": 0.0}, "top_p"), ({"min_p": 1.5}, "min_p"),

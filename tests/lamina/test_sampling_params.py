@@ -10,7 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lamina import LLM, SamplingParams
+from lamina.engine.draws import draw_of
+from lamina.engine.sequence import Sequence
 from lamina.protocol.control import Adjust, Draw
+from lamina.request import CompletionOutput
 from lamina.sampling.sampler import Sampler
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model"
@@ -80,6 +83,27 @@ def test_a_known_token_is_reported_and_not_drawn() -> None:
 def test_bad_values_are_named(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         SamplingParams(**bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [("top_k", "top_p"), ("top_k", "top_p", "top_p"), ("top_k", "top_p", "typical"), 5])
+def test_an_order_of_filters_has_each_once(bad: object) -> None:
+    with pytest.raises(ValueError, match="^filter_order must have each of min_p, top_k, top_p once, not"):
+        SamplingParams(filter_order=bad)  # type: ignore[arg-type]
+
+
+def test_the_order_of_filters_goes_into_the_draw() -> None:
+    """P = (.5, .25, .15, ...), top_p .8, min_p .2: vLLM keeps two tokens, transformers three."""
+    logits = torch.tensor([[0.5, 0.25, 0.15, 0.06, 0.04]]).log()
+    kept = {}
+    for order in (None, ["top_k", "top_p", "min_p"]):
+        given = {} if order is None else {"filter_order": order}
+        params = SamplingParams(top_p=0.8, min_p=0.2, **given)  # type: ignore[arg-type]
+        sequence = Sequence(0, params, 1, [1], CompletionOutput(0), 300, frozenset(), num_drawing=1)
+        kept[str(order)] = set()
+        for _ in range(200):
+            kept[str(order)].add(sample(logits, [draw_of(sequence, 0)])[0].token)
+            sequence.tokens.append(0)
+    assert list(kept.values()) == [{0, 1}, {0, 1, 2}]
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import lamina
 
@@ -182,3 +183,23 @@ def test_the_model_is_still_itself(model: Any, wrapped: Any, batch: dict[str, to
 def test_a_path_is_not_wrapped() -> None:
     with pytest.raises(ValueError, match="from_pretrained"):
         lamina.wrap("some/path")  # type: ignore[arg-type]
+
+
+def test_filters_leave_what_transformers_leaves(model: Any, wrapped: Any) -> None:
+    ids = torch.tensor([[5, 9, 17]])
+    filters = {"top_k": 20, "top_p": 0.7, "min_p": 0.3}
+    with torch.no_grad():
+        scores = model(ids).logits[:, -1] / 1.5
+    warpers = {"top_k": TopKLogitsWarper(20), "top_p": TopPLogitsWarper(0.7), "min_p": MinPLogitsWarper(0.3)}
+
+    def left(*order: str) -> set[int]:
+        found = scores
+        for name in order:
+            found = warpers[name](ids, found)
+        return set(found[0].isfinite().nonzero()[:, 0].tolist())
+
+    torch.manual_seed(0)
+    options = {"max_new_tokens": 1, "do_sample": True, "num_return_sequences": 200, "temperature": 1.5}
+    drawn = wrapped.generate(ids, **options, **filters)[:, -1]
+    assert set(drawn.tolist()) == left("top_k", "top_p", "min_p")
+    assert left("min_p", "top_k", "top_p") < left("top_k", "top_p", "min_p"), "the control"
