@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,7 +16,10 @@ from torch import Tensor
 
 from lamina.collective import Collective
 from lamina.protocol.control import Draw, Drawn, RunStep
+from lamina.sampling.history import Seen
 from lamina.sampling.sampler import Sampler
+
+_NOTHING: Mapping[int, Seen] = MappingProxyType({})
 
 
 class Turn(NamedTuple):
@@ -50,7 +54,7 @@ class Ranks(Protocol):
         """Remove the next turn; None if it is one that has not come yet."""
         ...
 
-    def draw(self, logits: Tensor, draws: list[Draw], pending: Mapping[int, int]) -> list[Drawn]:
+    def draw(self, logits: Tensor, draws: list[Draw], seen: Mapping[int, Seen]) -> list[Drawn]:
         """One token for each row of ``logits`` [len(draws), this rank's vocabulary]; see sampling.Sampler.draw."""
         ...
 
@@ -71,9 +75,9 @@ class Alone:
         """See Ranks."""
         return heapq.heappop(turns)
 
-    def draw(self, logits: Tensor, draws: list[Draw], pending: Mapping[int, int]) -> list[Drawn]:
+    def draw(self, logits: Tensor, draws: list[Draw], seen: Mapping[int, Seen]) -> list[Drawn]:
         """See Ranks."""
-        return self._sampler.draw(logits, draws, pending)
+        return self._sampler.draw(logits, draws, seen)
 
 
 class Together:
@@ -107,20 +111,20 @@ class Together:
         heapq.heapify(turns)
         return taken
 
-    def draw(self, logits: Tensor, draws: list[Draw], pending: Mapping[int, int]) -> list[Drawn]:
+    def draw(self, logits: Tensor, draws: list[Draw], seen: Mapping[int, Seen]) -> list[Drawn]:
         """See Ranks. Raises ChannelError.
 
         Rank 0 gets each rank's best few logits and those that a draw names, with the logarithm of the sum of all; the
         whole logits only where one samples without ``top_k``, or names a large part of the vocabulary.
         """
         group, width = self._collective, logits.shape[1]
-        few = Few.of(draws, width)
+        few = Few.of(draws, width, seen)
         if few is None:
             whole, lse = group.all_gather(logits.contiguous(), group.size), None
         else:
-            packed = few.pack(logits.float(), draws, pending, group.rank * width)
+            packed = few.pack(logits.float(), draws, seen, group.rank * width)
             whole, lse = few.unpack(group.all_gather(packed, group.size), group.size * width)
-        drawn = self._sampler.draw(whole, draws, pending, lse) if self.leads else []
+        drawn = self._sampler.draw(whole, draws, seen, lse) if self.leads else []
         tokens = torch.tensor([d.token for d in drawn]) if self.leads else torch.empty(len(draws), dtype=torch.int64)
         told = group.broadcast(tokens).tolist()
         return drawn or [Drawn(d.sequence, token) for d, token in zip(draws, told, strict=True)]
@@ -133,19 +137,19 @@ class Few(NamedTuple):
     named: int
 
     @staticmethod
-    def of(draws: list[Draw], width: int) -> Few | None:
+    def of(draws: list[Draw], width: int, seen: Mapping[int, Seen] = _NOTHING) -> Few | None:
         """None: they need it all. ``width``: of one rank's logits."""
         best, named = 1, 0
         for draw in draws:
             if draw.known < 0 and draw.temperature > 0.0 and not draw.top_k:
                 return None
-            names = _named(draw, {})
+            names = _named(draw, seen)
             # Penalties may put as many others in the place of the best as they name.
             best = max(best, draw.top_k + len(names) + 1, draw.logprobs)
-            named = max(named, len(names) + draw.pending)
+            named = max(named, len(names))
         return Few(best, named) if best + named < width / 2 else None
 
-    def pack(self, raw: Tensor, draws: list[Draw], pending: Mapping[int, int], first: int) -> Tensor:
+    def pack(self, raw: Tensor, draws: list[Draw], seen: Mapping[int, Seen], first: int) -> Tensor:
         """raw [n, width] fp32, of the tokens from ``first`` on -> [n, 2 * (best + named) + 1] fp32: values, the ids of
         their tokens (exact below 2^24), log-sum-exp.
         """
@@ -157,7 +161,7 @@ class Few(NamedTuple):
         )
         named = best[:, :1].repeat(1, self.named)
         for row, draw in zip(named, draws, strict=True):
-            own = [i - first for i in _named(draw, pending) if 0 <= i - first < raw.shape[1]]
+            own = [i - first for i in _named(draw, seen) if 0 <= i - first < raw.shape[1]]
             row[: len(own)] = torch.tensor(own, dtype=row.dtype)
         ids = torch.cat([best, named], 1)
         return torch.cat([raw.gather(1, ids), (ids + first).float(), raw.logsumexp(-1, keepdim=True)], 1)
@@ -171,11 +175,10 @@ class Few(NamedTuple):
         return logits.scatter_(1, ids.flatten(1), values.flatten(1)), lse.logsumexp(-1)
 
 
-def _named(draw: Draw, pending: Mapping[int, int]) -> list[int]:
+def _named(draw: Draw, seen: Mapping[int, Seen]) -> list[int]:
     """The tokens whose logits the draw looks at, however low they are."""
     found = {*draw.banned, *([draw.known] if draw.known >= 0 else [])}
-    if adjust := draw.adjust:
-        found |= {*adjust.bias, *adjust.counts, *adjust.prompt}
-    if draw.pending and draw.sequence in pending:
-        found.add(pending[draw.sequence])
+    if draw.adjust is not None:
+        mine = seen[draw.sequence]
+        found |= {*mine.penalties.bias, *mine.tokens.tolist()}
     return sorted(found)

@@ -16,6 +16,7 @@ from torch import Tensor
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.control import Drawn, RunRound, RunStep, StepDone
 from lamina.protocol.plan import StepPlan
+from lamina.sampling.history import Due, Histories, seen_of
 from lamina.workers.devices import CPU
 from lamina.workers.staging import Staging, open_staging
 
@@ -102,6 +103,8 @@ class ComputeWorker:
         self._call = self._call_fixed if deterministic else self._call_plain
         self._turns: Turns = []  # of this replica
         self._last: dict[int, dict[int, int]] = {}  # batch -> sequence -> the token drawn by its step before
+        self._histories = Histories()
+        self._due: dict[tuple[int, int], dict[int, Due]] = {}  # batch, step -> what the draws ahead here count
         self.slice_s = 0.0
         self.sample_s = 0.0
         self.steps = 0
@@ -113,9 +116,15 @@ class ComputeWorker:
         return self._ranks.may_take(self._turns)
 
     def submit(self, new: RunRound) -> None:
-        """Queue the turns of a round that are this replica's; replica 0 announces its plans to the memory workers."""
+        """Queue the turns of a round that are this replica's; replica 0 announces its plans to the memory workers.
+
+        Raises ValueError for penalties that count on what this worker was not told.
+        """
         last = len(self._slices) - 1
         for step in new.steps:
+            due = self._histories.learn(step.plan.ops, step.draws)
+            if due and step.plan.replica_of(last) == self._replica:
+                self._due[step.plan.batch, step.plan.step] = due
             if self._replica == 0:
                 self._pool.announce(step.plan)
             for index in range(last + 1 if step.tokens else 1):
@@ -181,7 +190,8 @@ class ComputeWorker:
         if step.draws:
             begun = time.perf_counter()
             pending = {d.sequence: int(ids[d.row]) for d in step.draws if d.pending}
-            drawn = self._ranks.draw(logits[:, -1], step.draws, pending)
+            due = self._due.pop((step.plan.batch, step.plan.step), {})
+            drawn = self._ranks.draw(logits[:, -1], step.draws, seen_of(due, pending))
             self.sample_s += time.perf_counter() - begun
             self._trace.add(Event.SAMPLE, begun, step.plan)
         # A sequence that got no token ends; until the driver knows, its rows are those of some token.

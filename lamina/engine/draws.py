@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
-from lamina.protocol.control import Adjust, Draw
+from lamina.protocol.control import Adjust, Draw, Penalties
 
 from .sequence import Sequence
 
 
-def draw_of(sequence: Sequence, row: int) -> Draw:
-    """The next token of ``sequence``, behind row ``row`` of the step; it has been counted in ``num_drawing``."""
+def draw_of(sequence: Sequence, row: int, *, apart: bool = False) -> Draw:
+    """The next token of ``sequence``, behind row ``row`` of the step; it has been counted in ``num_drawing``.
+    ``apart``: by a worker that is not told of its other draws.
+    """
     params = sequence.params
     index = sequence.num_outputs + sequence.num_drawing - 1
     return Draw(
@@ -25,7 +25,7 @@ def draw_of(sequence: Sequence, row: int) -> Draw:
         banned=sorted(sequence.stop_tokens) if index < params.min_tokens else [],
         min_p=params.min_p,
         order=params.filter_order,
-        adjust=_adjust(sequence) if params.adjusts_logits else None,
+        adjust=_adjust(sequence, apart=apart) if params.adjusts_logits else None,
         pending=sequence.num_drawing > 1,
     )
 
@@ -56,13 +56,20 @@ def scores_of(sequence: Sequence, first: int, count: int, row: int) -> list[Draw
     ]
 
 
-def _adjust(sequence: Sequence) -> Adjust:
+def _adjust(sequence: Sequence, *, apart: bool) -> Adjust:
+    known = -1 if apart else sequence.num_told
+    if not apart:
+        sequence.num_told = sequence.num_outputs
+    tokens = sequence.tokens[len(sequence.prompt) + max(known, 0) :]
+    return Adjust(since=max(known, 0), tokens=tokens, start=_penalties(sequence) if known < 0 else None)
+
+
+def _penalties(sequence: Sequence) -> Penalties:
     params = sequence.params
-    return Adjust(
+    return Penalties(
         presence=params.presence_penalty,
         frequency=params.frequency_penalty,
         repetition=params.repetition_penalty,
         bias=params.logit_bias or {},
-        counts=dict(Counter(sequence.tokens[len(sequence.prompt) :])),
         prompt=sorted(set(sequence.prompt)) if params.repetition_penalty != 1.0 else [],
     )

@@ -189,7 +189,8 @@ class Engine:
             step.scores += [sequence] * len(found)
             row += rows.count
             ends[sequence] = row - 1
-        draws = [*scores, *(draw_of(s, ends[s]) for s in step.draws)]
+        apart = step.prefill_worker is not None
+        draws = [*scores, *(draw_of(s, ends[s], apart=apart) for s in step.draws)]
         self._steps[step.plan.batch, step.plan.step] = step
         return RunStep(plan=step.plan, tokens=step.tokens, draws=draws)
 

@@ -27,6 +27,7 @@ class Sequence:
     prefill_worker: int | None = None  # that computes its prompt; it has no rows of its own before that is done
     num_prefilling: int = 0  # chunks there whose K and V are not stored yet
     num_scored: int = 0  # tokens of the prompt whose log-probabilities are known or on their way, less the first
+    num_told: int = -1  # tokens of the completion that all compute workers count, under this id; -1: they know nothing
     finished: bool = False
     tokens: list[int] = field(init=False)
 
@@ -72,3 +73,4 @@ class Sequence:
         """Forget what was scheduled; everything that is known will be computed again under a new id."""
         self.id = -1
         self.num_scheduled = 0
+        self.num_told = -1

@@ -183,15 +183,22 @@ class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready
     summary: dict[str, Any]  # of the program: slices, cut and message bytes, seconds of each stage
 
 
-class Adjust(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Penalties and bias of a row's logits, and the tokens that the penalties count."""
+class Penalties(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Of a sequence's logits; and bias, and the tokens of the prompt that count."""
 
     presence: float
     frequency: float
     repetition: float
     bias: dict[int, float]
-    counts: dict[int, int]  # token -> how often the completion has it; the one that is still being drawn not counted
     prompt: list[int]  # distinct tokens of the prompt, where the repetition penalty wants them
+
+
+class Adjust(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """That a row's logits are changed, and what the workers do not know yet of the tokens that penalties count."""
+
+    since: int  # tokens of the completion that the sequence's draws have told before; 0 with ``start``
+    tokens: list[int]  # those that follow; the one that is still being drawn not counted
+    start: Penalties | None = None  # None: as a draw before has said
 
 
 class Draw(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -9,14 +9,15 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from lamina.protocol.control import ALL_BANNED, NO_TOKEN, Adjust, Draw, Drawn
+from lamina.protocol.control import ALL_BANNED, NO_TOKEN, Draw, Drawn
 
 from . import Ask, Backend
+from .history import Seen
 from .plain import Plain
 from .settings import settings_of
 
 log = logging.getLogger(__name__)
-_NOTHING: Mapping[int, int] = MappingProxyType({})
+_NOTHING: Mapping[int, Seen] = MappingProxyType({})
 _NATIVE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -29,11 +30,11 @@ class Sampler:
         self._native = _open_native(threads or torch.get_num_threads())
 
     def draw(
-        self, logits: Tensor, draws: list[Draw], pending: Mapping[int, int] = _NOTHING, lse: Tensor | None = None
+        self, logits: Tensor, draws: list[Draw], seen: Mapping[int, Seen] = _NOTHING, lse: Tensor | None = None
     ) -> list[Drawn]:
         """One token for each row; NO_TOKEN where the largest logit is NaN or infinite, ALL_BANNED where it is finite
-        and bans leave none that is. logits [len(draws), V], any float dtype; ``pending``: sequence -> token that the
-        step before drew. ``lse``: of each row, the logarithm of the sum of all, where ``logits`` do not show them all.
+        and bans leave none that is. logits [len(draws), V], any float dtype; ``seen``: what the draws with an Adjust
+        count, by sequence. ``lse``: of each row, the logarithm of the sum of all, where ``logits`` do not show all.
 
         Penalties, bias and bans first, in fp32; then see lamina.sampling. Greedy takes the first rank. Raises
         ValueError for parameters out of range.
@@ -48,7 +49,7 @@ class Sampler:
         if changed:
             scores = logits[changed].float()
             for row, i in zip(scores, changed, strict=True):
-                _change(row, draws[i], pending)
+                _change(row, draws[i], seen)
             asks = [_ask(at, draws[i]) for at, i in enumerate(changed)]
             for at, (i, token) in enumerate(zip(changed, self._of(scores).draw(scores, asks), strict=True)):
                 tokens[i] = _why(scores[at], logits[i]) if token < 0 else token
@@ -82,10 +83,12 @@ def _ask(row: int, draw: Draw) -> Ask:
     return Ask(row, settings, draw.seed, draw.index)
 
 
-def _change(row: Tensor, draw: Draw, pending: Mapping[int, int]) -> None:
-    if draw.adjust:
-        _penalise(row, draw.adjust, pending[draw.sequence] if draw.pending else None)
+def _change(row: Tensor, draw: Draw, seen: Mapping[int, Seen]) -> None:
+    if draw.adjust is not None:
+        _penalise(row, seen[draw.sequence])
     if draw.banned:
+        if not 0 <= min(draw.banned) <= max(draw.banned) < len(row):
+            raise ValueError(f"a draw of sequence {draw.sequence} bans a token beyond the {len(row)} that there are")
         row[draw.banned] = float("-inf")
 
 
@@ -95,17 +98,18 @@ def _why(changed: Tensor, raw: Tensor) -> int:
     return ALL_BANNED if banned else NO_TOKEN
 
 
-def _penalise(row: Tensor, adjust: Adjust, pending: int | None) -> None:
-    counts = dict(adjust.counts)
-    if pending is not None:
-        counts[pending] = counts.get(pending, 0) + 1
-    if adjust.repetition != 1.0:
-        seen = sorted({*counts, *adjust.prompt})
-        row[seen] = torch.where(row[seen] > 0, row[seen] / adjust.repetition, row[seen] * adjust.repetition)
-    if counts:
-        row[list(counts)] -= adjust.presence + adjust.frequency * row.new_tensor(list(counts.values()))
-    if adjust.bias:
-        row[list(adjust.bias)] += row.new_tensor(list(adjust.bias.values()))
+def _penalise(row: Tensor, seen: Seen) -> None:
+    penalties, tokens = seen.penalties, seen.tokens
+    if seen.most >= len(row):
+        raise ValueError(f"penalties name the token {seen.most}, there are {len(row)}")
+    if penalties.repetition != 1.0:
+        old = row[tokens]
+        row[tokens] = torch.where(old > 0, old / penalties.repetition, old * penalties.repetition)
+    if seen.counts and (penalties.presence or penalties.frequency):
+        counts = row.new_tensor(list(seen.counts.values()))
+        row[list(seen.counts)] -= penalties.presence + penalties.frequency * counts
+    if penalties.bias:
+        row[list(penalties.bias)] += row.new_tensor(list(penalties.bias.values()))
 
 
 def _logprobs(logits: Tensor, count: int, token: int, lse: Tensor | None) -> list[tuple[int, float]]:

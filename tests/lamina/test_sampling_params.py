@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lamina import LLM, SamplingParams
 from lamina.engine.draws import draw_of
 from lamina.engine.sequence import Sequence
-from lamina.protocol.control import Adjust, Draw
+from lamina.protocol.control import Adjust, Draw, Penalties
 from lamina.request import CompletionOutput
+from lamina.sampling.history import Histories, seen_of
 from lamina.sampling.sampler import Sampler
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model"
@@ -26,13 +29,15 @@ def draw(**options: object) -> Draw:
     return Draw(row=0, sequence=5, **fields)  # type: ignore[arg-type]
 
 
-def adjust(**options: object) -> Adjust:
-    none = {"presence": 0.0, "frequency": 0.0, "repetition": 1.0, "bias": {}, "counts": {}, "prompt": []}
-    return Adjust(**{**none, **options})  # type: ignore[arg-type]
+def adjust(**options: Any) -> Adjust:
+    none = {"presence": 0.0, "frequency": 0.0, "repetition": 1.0, "bias": {}, "prompt": []}
+    counts = Counter(options.pop("counts", {}))
+    return Adjust(since=0, tokens=list(counts.elements()), start=Penalties(**{**none, **options}))
 
 
 def token(draw: Draw, pending: dict[int, int] | None = None) -> int:
-    return sample(LOGITS[None], [draw], pending or {})[0].token
+    seen = seen_of(Histories().learn([], [draw]), pending or {})
+    return sample(LOGITS[None], [draw], seen)[0].token
 
 
 def test_presence_counts_once_and_frequency_each_time() -> None:
@@ -50,9 +55,9 @@ def test_a_token_still_being_drawn_is_counted() -> None:
 
 def test_repetition_divides_or_multiplies() -> None:
     assert token(draw(adjust=adjust(repetition=1.2, prompt=[0]))) == 5
-    only_negative = adjust(repetition=3.0, prompt=[4], bias={0: -100.0, 1: -100.0, 2: -100.0, 3: -2.9, 5: -100.0})
-    assert token(draw(adjust=only_negative)) == 3, "-1.0 * 3 is below -2.9"
-    assert token(draw(adjust=adjust(bias=only_negative.bias))) == 4, "the control"
+    bias = {0: -100.0, 1: -100.0, 2: -100.0, 3: -2.9, 5: -100.0}
+    assert token(draw(adjust=adjust(repetition=3.0, prompt=[4], bias=bias))) == 3, "-1.0 * 3 is below -2.9"
+    assert token(draw(adjust=adjust(bias=bias))) == 4, "the control"
 
 
 def test_bias_and_bans_win_over_the_logits() -> None:
@@ -132,8 +137,20 @@ def test_prompt_logprobs_equal_transformers(llm: LLM) -> None:
             assert all(abs(e.logprob - float(wanted[position, e.token_id])) < 1e-4 for e in entry)
 
 
-def test_penalties_through_the_pools(llm: LLM) -> None:
+@pytest.fixture(params=["one replica", "two replicas", "prefill worker"])
+def any_llm(request: pytest.FixtureRequest) -> Any:
+    if request.param == "one replica":
+        yield request.getfixturevalue("llm")
+        return
+    options = {"two replicas": {"pipeline": 3}, "prefill worker": {"prefill_workers": 1}}
+    common = {"transport": "loopback", "memory_workers": 2, "dtype": "float32", "prefill_chunk": 16}
+    with LLM(str(MODEL), **common, **options[request.param]) as made:
+        yield made
+
+
+def test_penalties_through_the_pools(any_llm: LLM) -> None:
     """Against a loop over the whole model, greedy, token by token: also the token in flight is counted."""
+    llm = any_llm
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     prompt = tokenizer("import os\n")["input_ids"]

@@ -13,8 +13,17 @@ from meshes import on_all
 
 from lamina.collective.mesh import Mesh
 from lamina.compute.ranks import Few, Together, Turn, Turns
-from lamina.protocol.control import ALL_BANNED, NO_TOKEN, Adjust, Draw, Drawn, RunStep
+from lamina.protocol.control import (
+    ALL_BANNED,
+    NO_TOKEN,
+    Adjust,
+    Draw,
+    Drawn,
+    Penalties,
+    RunStep,
+)
 from lamina.protocol.plan import StepPlan
+from lamina.sampling.history import Histories, Seen, seen_of
 from lamina.sampling.sampler import Sampler
 
 WIDTH = 96
@@ -27,21 +36,21 @@ class Alike:
     def __init__(self, parts: list[torch.Tensor]) -> None:
         self.parts = parts
 
-    def gathered(self, few: Few, draws: list[Draw], pending: dict[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        packed = [few.pack(x, draws, pending, r * x.shape[1]) for r, x in enumerate(self.parts)]
+    def gathered(self, few: Few, draws: list[Draw], seen: dict[int, Seen]) -> tuple[torch.Tensor, torch.Tensor]:
+        packed = [few.pack(x, draws, seen, r * x.shape[1]) for r, x in enumerate(self.parts)]
         return few.unpack(torch.cat(packed, -1), sum(x.shape[1] for x in self.parts))
 
 
 tokens = st.integers(0, WIDTH - 1)
-adjusts = st.builds(
-    Adjust,
+penalties = st.builds(
+    Penalties,
     presence=st.sampled_from([0.0, 1.5]),
     frequency=st.sampled_from([0.0, 0.7]),
     repetition=st.sampled_from([1.0, 1.4]),
     bias=st.dictionaries(tokens, st.sampled_from([-9.0, 4.0]), max_size=2),
-    counts=st.dictionaries(tokens, st.integers(1, 3), max_size=2),
     prompt=st.lists(tokens, max_size=2, unique=True),
 )
+adjusts = st.builds(Adjust, since=st.just(0), tokens=st.lists(tokens, max_size=4), start=penalties)
 
 
 @st.composite
@@ -69,10 +78,11 @@ def draws(draw: Any) -> Draw:
 def test_few_logits_give_the_same_token_and_log_probabilities(draw: Draw, seed: int, size: int, pending: int) -> None:
     # Quarters: many are equal, as those of 16 bits often are.
     logits = (torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(seed)) * 8).round() / 4
-    few = Few.of([draw], WIDTH)
+    seen = seen_of(Histories().learn([], [draw]), {3: pending} if draw.pending else {})
+    few = Few.of([draw], WIDTH, seen)
     assert few is not None
-    known, lse = Alike(list(logits.split(WIDTH // size, -1))).gathered(few, [draw], {3: pending})
-    (wanted,), (found,) = sample(logits, [draw], {3: pending}), sample(known, [draw], {3: pending}, lse)
+    known, lse = Alike(list(logits.split(WIDTH // size, -1))).gathered(few, [draw], seen)
+    (wanted,), (found,) = sample(logits, [draw], seen), sample(known, [draw], seen, lse)
     assert found.token == wanted.token
     assert [v for _, v in found.logprobs] == pytest.approx([v for _, v in wanted.logprobs], abs=1e-4)
 

@@ -16,6 +16,7 @@ from lamina.engine.pipeline import num_replicas, rotation, route
 from lamina.netstack import PeerFault
 from lamina.protocol.control import Draw, Drawn, RunRound, RunStep, StepDone
 from lamina.protocol.plan import New, Rows, StepPlan
+from lamina.sampling.history import Seen
 
 Call = tuple[int, int, int]  # batch, step, slice
 
@@ -134,9 +135,9 @@ class Drawing(Alone):
         super().__init__()
         self.draws = 0
 
-    def draw(self, logits: Tensor, draws: list[Draw], pending: Mapping[int, int]) -> list[Drawn]:
+    def draw(self, logits: Tensor, draws: list[Draw], seen: Mapping[int, Seen]) -> list[Drawn]:
         self.draws += 1
-        return super().draw(logits, draws, pending)
+        return super().draw(logits, draws, seen)
 
 
 def test_nothing_is_drawn_from_what_failed() -> None:

@@ -1,0 +1,117 @@
+"""What a compute worker knows of the tokens that penalties count, sequence by sequence.
+
+Every worker that draws is told of them by every draw of a sequence, also of those that another replica makes: the first
+one tells all, each later one the tokens since. The driver keeps the truth. It tells all again where it may have told
+nothing: under a new id, as behind a preemption, and to prefill workers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lamina.protocol.control import Draw, Penalties
+from lamina.protocol.plan import Free, SequenceOp
+
+MOST_ID = (1 << 31) - 1  # of a token
+
+
+class Seen(NamedTuple):
+    """What changes the logits behind one row, and the tokens that are counted there."""
+
+    penalties: Penalties
+    counts: dict[int, int]  # token -> how often the completion has it
+    tokens: Tensor  # int64, distinct, of prompt and completion; of the completion alone where the prompt is not needed
+    most: int  # the largest id of a token, also of those with a bias
+
+
+class History:
+    """Of one sequence."""
+
+    def __init__(self, penalties: Penalties) -> None:
+        """Raises ValueError for ids that are none."""
+        self.told: list[int] = []  # the completion
+        self._penalties = penalties
+        self._counts: Counter[int] = Counter()
+        self._counted = 0  # of ``told``
+        self._prompt = frozenset(penalties.prompt)
+        self._ids = torch.tensor(penalties.prompt, dtype=torch.int64)
+        self._most = _largest((*penalties.prompt, *penalties.bias))
+
+    def tell(self, tokens: list[int]) -> None:
+        """More of the completion. Raises ValueError for ids that are none."""
+        self._most = max(self._most, _largest(tokens))
+        self.told += tokens
+
+    def seen(self, count: int, pending: int | None) -> Seen:
+        """With the first ``count`` tokens of the completion, and the one that has been drawn behind them."""
+        if count < self._counted:
+            self._counts, self._counted = Counter(), 0
+        self._counts.update(self.told[self._counted : count])
+        self._counted = count
+        counts = self._counts
+        if pending is not None:
+            counts = counts.copy()
+            counts[pending] += 1
+        more = torch.tensor([t for t in counts if t not in self._prompt], dtype=torch.int64)
+        most = max(self._most, -1 if pending is None else pending)
+        return Seen(self._penalties, counts, torch.cat([self._ids, more]), most)
+
+
+class Due(NamedTuple):
+    """What a draw to come counts."""
+
+    history: History
+    told: int  # tokens of the completion
+
+
+class Histories:
+    """Of all sequences that have some. To be told of every step, in their order, whoever draws."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, History] = {}
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def learn(self, ops: Iterable[SequenceOp], draws: Iterable[Draw]) -> dict[int, Due]:
+        """What ``draws`` tell; returns, by sequence, what those with an Adjust will count. Freed ones are forgotten.
+
+        Raises ValueError for a draw that builds on tokens that were not told here.
+        """
+        for op in ops:
+            if isinstance(op, Free):
+                self._of.pop(op.sequence, None)
+        return {d.sequence: self._due(d) for d in draws if d.adjust is not None}
+
+    def _due(self, draw: Draw) -> Due:
+        adjust = draw.adjust
+        assert adjust is not None
+        if adjust.start is not None:
+            self._of[draw.sequence] = History(adjust.start)
+        history = self._of.get(draw.sequence)
+        known = -1 if history is None else len(history.told)
+        if history is None or known != adjust.since:
+            here = "nothing" if history is None else f"{known} tokens"
+            raise ValueError(
+                f"penalties of sequence {draw.sequence}: a draw builds on {adjust.since} counted tokens, this worker "
+                f"was told {here}"
+            )
+        history.tell(adjust.tokens)
+        return Due(history, len(history.told))
+
+
+def seen_of(due: Mapping[int, Due], pending: Mapping[int, int]) -> dict[int, Seen]:
+    """By sequence; ``pending``: tokens that the step before drew, of the sequences whose draws count them too."""
+    return {sequence: d.history.seen(d.told, pending.get(sequence)) for sequence, d in due.items()}
+
+
+def _largest(ids: Iterable[int]) -> int:
+    ids = list(ids)
+    if ids and not 0 <= min(ids) <= max(ids) <= MOST_ID:
+        raise ValueError(f"penalties name the token {min(ids) if min(ids) < 0 else max(ids)}, which is none")
+    return max(ids, default=-1)
