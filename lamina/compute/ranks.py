@@ -122,7 +122,7 @@ class Together:
         if few is None:
             whole, lse = group.all_gather(logits.contiguous(), group.size), None
         else:
-            packed = few.pack(logits.float(), draws, seen, group.rank * width)
+            packed = few.pack(logits.float(), draws, seen, group.rank * width, self._sampler)
             whole, lse = few.unpack(group.all_gather(packed, group.size), group.size * width)
         drawn = self._sampler.draw(whole, draws, seen, lse) if self.leads else []
         tokens = torch.tensor([d.token for d in drawn]) if self.leads else torch.empty(len(draws), dtype=torch.int64)
@@ -149,16 +149,11 @@ class Few(NamedTuple):
             named = max(named, len(names))
         return Few(best, named) if best + named < width / 2 else None
 
-    def pack(self, raw: Tensor, draws: list[Draw], seen: Mapping[int, Seen], first: int) -> Tensor:
+    def pack(self, raw: Tensor, draws: list[Draw], seen: Mapping[int, Seen], first: int, sampler: Sampler) -> Tensor:
         """raw [n, width] fp32, of the tokens from ``first`` on -> [n, 2 * (best + named) + 1] fp32: values, the ids of
         their tokens (exact below 2^24), log-sum-exp.
         """
-        # Of equals the lowest ids, as sampling prefers them: hence no topk.
-        best = (
-            raw.argmax(-1, keepdim=True)
-            if self.best == 1
-            else raw.sort(dim=-1, descending=True, stable=True).indices[:, : self.best]
-        )
+        best = sampler.best(raw, self.best)  # of equals the lowest ids, as sampling prefers them
         named = best[:, :1].repeat(1, self.named)
         for row, draw in zip(named, draws, strict=True):
             own = [i - first for i in _named(draw, seen) if 0 <= i - first < raw.shape[1]]

@@ -27,7 +27,8 @@ from lamina.sampling.history import Histories, Seen, seen_of
 from lamina.sampling.sampler import Sampler
 
 WIDTH = 96
-sample = Sampler(threads=1).draw
+SAMPLER = Sampler(threads=1)
+sample = SAMPLER.draw
 
 
 class Alike:
@@ -37,7 +38,7 @@ class Alike:
         self.parts = parts
 
     def gathered(self, few: Few, draws: list[Draw], seen: dict[int, Seen]) -> tuple[torch.Tensor, torch.Tensor]:
-        packed = [few.pack(x, draws, seen, r * x.shape[1]) for r, x in enumerate(self.parts)]
+        packed = [few.pack(x, draws, seen, r * x.shape[1], SAMPLER) for r, x in enumerate(self.parts)]
         return few.unpack(torch.cat(packed, -1), sum(x.shape[1] for x in self.parts))
 
 
@@ -103,6 +104,14 @@ def test_logits_that_are_no_numbers_on_any_rank_give_no_token(broken: float, at:
     assert few is not None
     known, lse = Alike(list(logits.chunk(2, -1))).gathered(few, [draw], {})
     assert [d.token for d in sample(known, [draw], {}, lse)] == [NO_TOKEN]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_of_equal_logits_the_lowest_ids_are_packed(dtype: torch.dtype) -> None:
+    raw = torch.zeros(2, WIDTH, dtype=dtype)
+    raw[0, 50:60] = 1.0
+    packed = Few(3, 0).pack(raw, [plain(), plain()], {}, 1000, SAMPLER)
+    assert packed[:, 3:6].tolist() == [[1050, 1051, 1052], [1000, 1001, 1002]]
 
 
 def test_all_ranks_together_know_that_every_token_is_banned() -> None:
