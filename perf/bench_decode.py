@@ -5,8 +5,10 @@ alike. Prints one JSON line; --write appends it to perf/results/bench_decode.jso
 
     python perf/bench_decode.py --batch 8 --prompt 512 --tokens 64 --dtype bfloat16 --write
 
+With --temperature all of them sample, by the same parameters, and "lamina greedy" takes part too.
 --peers adds the other engines whose environments perf/peers.sh has made. What everybody generated is checked: a
-token counts as wrong by as much as its logit lies below the best one of the model in fp32, given the tokens before it.
+token counts as wrong by as much as its logit lies below the best one of the model in fp32, given the tokens before it
+(where it is greedy).
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ REST_S = 0.01  # before a turn, while idle threads of the one before go on spinn
 CHECKED = 2  # sequences of each competitor
 CHUNK = 512  # of a prompt, in a step of Lamina's
 SUBJECT = "lamina shm"  # whom all are compared with
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 class Player(Protocol):
@@ -53,13 +57,16 @@ class Generate:
     turn.
     """
 
-    def __init__(self, model: Any, prompts: list[list[int]], tokens: int, cache: str) -> None:
+    def __init__(
+        self, model: Any, prompts: list[list[int]], tokens: int, cache: str, sampling: dict[str, Any] = GREEDY
+    ) -> None:
         self._ids: torch.Tensor = torch.empty(0)
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         ids, self._prompt = torch.tensor(prompts), len(prompts[0])
         options: dict[str, Any] = {"cache_implementation": "static"} if cache == "static" else {}
         if cache == "static":
             options["disable_compile"] = True  # as transformers itself decides on a CPU
+        options |= sampling if (samples := sampling["temperature"] > 0.0) else {}
 
         def run() -> None:
             model.generate(
@@ -67,7 +74,7 @@ class Generate:
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=tokens,
                 min_new_tokens=tokens,
-                do_sample=False,
+                do_sample=samples,
                 logits_processor=[self._hold],
                 **options,
             )
@@ -103,15 +110,16 @@ class Generate:
 class Lamina:
     """An LLM whose sequences are all prefilled, stepped by its stream."""
 
-    def __init__(self, path: Path, prompts: list[list[int]], tokens: int, **options: Any) -> None:
+    def __init__(
+        self, path: Path, prompts: list[list[int]], tokens: int, sampling: dict[str, Any] = GREEDY, **options: Any
+    ) -> None:
         self._batch, rounds = len(prompts), len(prompts) * -(-len(prompts[0]) // CHUNK)
         tokens += rounds  # the first prompt's sequence decodes while the others' are read
         options |= {"max_model_len": len(prompts[0]) + tokens + 8, "max_num_seqs": self._batch, "prefill_chunk": CHUNK}
         self.llm = LLM(str(path), **options)
         self._engine = self.llm.engine
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        for prompt in prompts:
-            self._engine.add(prompt, params)
+        for seed, prompt in enumerate(prompts):
+            self._engine.add(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed, **sampling))
         self._outputs: list[RequestOutput] = []
         self._step()  # the first after which all decode together
 
@@ -151,6 +159,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="of each competitor; 0 = all cores")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--compile", action="store_true", help="Lamina's slices compiled, of all its competitors")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="0 = all")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--min-p", type=float, default=0.0)
     parser.add_argument("--peers", default="", help="other engines, by comma, or all: " + ", ".join(PEERS))
     parser.add_argument("--peer-folder", type=Path, default=Path("build/peers"), help="their environments (peers.sh)")
     parser.add_argument("--without", default="", help="competitors that are not to take part, by comma")
@@ -158,6 +170,8 @@ def main() -> None:
     args = parser.parse_args()
     if SUBJECT in args.without.split(","):
         raise SystemExit(f"--without {SUBJECT}: all others are compared with it; leave it in")
+    if not args.temperature and (args.top_k or args.min_p or args.top_p != 1.0):
+        raise SystemExit("--top-k, --top-p and --min-p filter what is sampled: give --temperature too")
     args.threads = args.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(args.threads)
     settings = {k: v for k, v in vars(args).items() if k not in ("peer_folder", "write")}
@@ -181,14 +195,20 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         "compile": args.compile,
         **threads,
     }
+    sampling = {name: getattr(args, name) for name in SAMPLING} if args.temperature else GREEDY
     total = args.tokens + 2 * TURN_STEPS + args.tokens // TURN_STEPS
     makers: dict[str, Callable[[], Player]] = {
-        "transformers static": lambda: Generate(model, prompts, total, "static"),
-        "transformers dynamic": lambda: Generate(model, prompts, total, "dynamic"),
-        SUBJECT: lambda: Lamina(path, prompts, total, transport="shm", **common),
-        "lamina loopback": lambda: Lamina(path, prompts, total, transport="loopback", **common),
-        "lamina deterministic": lambda: Lamina(path, prompts, total, transport="shm", deterministic=True, **common),
+        "transformers static": lambda: Generate(model, prompts, total, "static", sampling),
+        "transformers dynamic": lambda: Generate(model, prompts, total, "dynamic", sampling),
+        SUBJECT: lambda: Lamina(path, prompts, total, sampling, transport="shm", **common),
+        "lamina greedy": lambda: Lamina(path, prompts, total, transport="shm", **common),
+        "lamina loopback": lambda: Lamina(path, prompts, total, sampling, transport="loopback", **common),
+        "lamina deterministic": lambda: Lamina(
+            path, prompts, total, sampling, transport="shm", deterministic=True, **common
+        ),
     }
+    if not args.temperature:
+        del makers["lamina greedy"]  # all are
     config = model.config
     kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     settings = {
@@ -197,6 +217,7 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         "prompts": prompts,
         "tokens": total,
         "threads": args.threads,
+        "sampling": sampling,
         "kv_bytes": kv_bytes * args.batch * (args.prompt + total),
     }
     for name in PEERS if args.peers == "all" else filter(None, args.peers.split(",")):
@@ -216,8 +237,9 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
                     raise
                 missing[name] = str(e)
         found = _rounds(players, args.tokens // TURN_STEPS, args.batch)
+        greedy = {name: player for name, player in players.items() if not args.temperature or name == "lamina greedy"}
         notes = {name: player.note() for name, player in players.items() if isinstance(player, Peer)}
-        return {**found, "missing_peers": missing, "notes": notes, "quality": _quality(path, prompts, players)}
+        return {**found, "missing_peers": missing, "notes": notes, "quality": _quality(path, prompts, greedy)}
     finally:
         for player in players.values():
             player.close()
@@ -237,13 +259,15 @@ def _rounds(players: dict[str, Any], rounds: int, batch: int) -> dict[str, Any]:
         pressure.append(cpu_pressure())
     medians = {name: spread(t)["median"] for name, t in times.items()}
     shm = medians[SUBJECT]
-    loopback, deterministic = (medians.get(f"lamina {name}") for name in ("loopback", "deterministic"))
+    names = "loopback", "deterministic", "greedy"
+    loopback, deterministic, greedy = (medians.get(f"lamina {name}") for name in names)
     return {
         "step_s": {name: spread(t) for name, t in times.items()},
         "tokens_per_s": {name: batch / m for name, m in medians.items()},
         "speed_of_lamina_shm": {name: m / shm for name, m in medians.items() if not name.startswith("lamina")},
         "disaggregation_tax": loopback and shm / loopback - 1.0,
         "cost_of_deterministic": deterministic and deterministic / shm - 1.0,
+        "cost_of_sampling": greedy and shm / greedy - 1.0,
         "seconds_by_role": _difference(split.stats(), before),
         "convert_s": split.engine.info.summary["convert_s"],
         "cpu_pressure_avg10": pressure,

@@ -38,6 +38,7 @@ class Run:
         rounds = len(self.prompts) * -(-len(self.prompts[0]) // CHUNK)
         self.total: int = settings["tokens"] + rounds  # at most, of each: first ones decode while others are read
         self.threads: int = settings["threads"]
+        self.sampling: dict[str, Any] = settings["sampling"]  # temperature (0 = greedy), top_k (0 = all), top_p, min_p
         self.kv_gib: int = 1 + settings["kv_bytes"] // GIB
         self.generated: list[list[int]] = [[] for _ in self.prompts]
         self.note = ""
@@ -92,7 +93,7 @@ def vllm(run: Run) -> Step:
         enable_prefix_caching=False,
     )
     engine = LLMEngine.from_engine_args(arguments)
-    params = SamplingParams(temperature=0.0, max_tokens=run.total, ignore_eos=True, detokenize=False)
+    params = SamplingParams(max_tokens=run.total, ignore_eos=True, detokenize=False, **run.sampling)
     for i, prompt in enumerate(run.prompts):
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
 
@@ -120,7 +121,14 @@ def openvino(run: Run) -> Step:
     scheduler.cache_size, scheduler.max_num_seqs = 2 * run.kv_gib, len(run.prompts)
     scheduler.max_num_batched_tokens = 2048
     scheduler.enable_prefix_caching = False
-    config = genai.GenerationConfig(max_new_tokens=run.total, ignore_eos=True, do_sample=False)
+    wanted = run.sampling
+    config = genai.GenerationConfig(max_new_tokens=run.total, ignore_eos=True, do_sample=wanted["temperature"] > 0.0)
+    if config.do_sample:
+        config.temperature, config.top_p = wanted["temperature"], wanted["top_p"]
+        if wanted["top_k"]:
+            config.top_k = wanted["top_k"]
+        if wanted["min_p"]:
+            config.min_p = wanted["min_p"]
     config.set_eos_token_id(0)  # one there must be
 
     def begin(precision: str) -> tuple[Any, list[Any]]:
@@ -168,6 +176,13 @@ def llama_cpp(run: Run) -> Step:
     vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
     batch = lib.llama_batch_init(most, 0, 1)
 
+    chain = _llama_chain(lib, run.sampling) if run.sampling["temperature"] else None
+
+    def pick(row: int) -> int:
+        if chain is not None:
+            return int(lib.llama_sampler_sample(chain, context, row))
+        return int(np.ctypeslib.as_array(lib.llama_get_logits_ith(context, row), shape=(vocabulary,)).argmax())
+
     def decode(rows: list[tuple[int, int, int, bool]]) -> None:
         """Rows of (sequence, position, token, sampled)."""
         batch.n_tokens = len(rows)
@@ -178,8 +193,7 @@ def llama_cpp(run: Run) -> Step:
             raise RuntimeError("llama_decode failed")
         for i, (sequence, _, _, sampled) in enumerate(rows):
             if sampled:
-                logits = np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), shape=(vocabulary,))
-                run.generated[sequence].append(int(logits.argmax()))
+                run.generated[sequence].append(pick(i))
 
     for sequence, prompt in enumerate(run.prompts):
         rows = [(sequence, at, token, at + 1 == len(prompt)) for at, token in enumerate(prompt)]
@@ -187,6 +201,21 @@ def llama_cpp(run: Run) -> Step:
             decode(rows[start : start + most])
     begin = len(run.prompts[0]) - 1
     return lambda: decode([(s, begin + len(done), done[-1], True) for s, done in enumerate(run.generated)])
+
+
+def _llama_chain(lib: Any, sampling: dict[str, Any]) -> Any:
+    """llama.cpp's own samplers, in the order in which vLLM filters."""
+    chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+    parts = [
+        lib.llama_sampler_init_temp(sampling["temperature"]),
+        lib.llama_sampler_init_min_p(sampling["min_p"], 1) if sampling["min_p"] else None,
+        lib.llama_sampler_init_top_k(sampling["top_k"]) if sampling["top_k"] else None,
+        lib.llama_sampler_init_top_p(sampling["top_p"], 1) if sampling["top_p"] < 1.0 else None,
+        lib.llama_sampler_init_dist(1),
+    ]
+    for part in filter(None, parts):
+        lib.llama_sampler_chain_add(chain, part)
+    return chain
 
 
 def _write_gguf(model: Path, file: Path) -> None:

@@ -226,9 +226,15 @@ class Row {
     }
     s_.bins.clear();
     std::size_t left = size_;  // tokens in bins that are not taken yet
-    for (std::uint32_t bin = 0x8000; bin > 0 && left; bin -= kRun) left -= take_bins<false>(bin - kRun);
+    for (std::uint32_t bin = first_bin(); bin > 0 && left; bin -= kRun) left -= take_bins<false>(bin - kRun);
     for (std::uint32_t bin = 0x8000; bin < 0x10000 && left; bin += kRun) left -= take_bins<true>(bin);
     if constexpr (!std::is_same_v<T, float>) weigh_bins();
+  }
+
+  // Behind the bin of the best token, at a multiple of kRun.
+  std::uint32_t first_bin() const {
+    if constexpr (std::is_same_v<T, Half>) return 0x8000;
+    return scale_.best < 0.0f ? 0 : (bin_of(scale_.best) / kRun + 1) * kRun;
   }
 
   static constexpr std::uint32_t kRun = 16;  // bins looked at together: most are empty

@@ -76,3 +76,16 @@ def test_who_is_compared_takes_part(bench: ModuleType, monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "argv", ["bench_decode.py", "--without", "vllm,lamina shm"])
     with pytest.raises(SystemExit, match="^--without lamina shm: all others are compared with it"):
         bench.main()
+
+
+def test_filters_of_nothing_sampled_are_refused(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_decode.py", "--top-p", "0.9"])
+    with pytest.raises(SystemExit, match="give --temperature too"):
+        bench.main()
+
+
+def test_sampling_costs_what_it_takes_beyond_greedy(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "REST_S", 0.0)
+    players = {"lamina shm": Steady(1.5), "lamina greedy": Steady(1.0)}
+    assert bench._rounds(players, 1, 4)["cost_of_sampling"] == 0.5
+    assert bench._rounds({"lamina shm": Steady(1.5)}, 1, 4)["cost_of_sampling"] is None

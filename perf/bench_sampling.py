@@ -1,0 +1,96 @@
+"""What drawing a step's tokens costs, by filter: lamina.sampling native and in torch, torch.topk, a sort of all.
+
+All take turns on the same logits, so that noise of the machine hits them alike. Prints one JSON line; --write appends
+it to perf/results/bench_sampling.jsonl.
+
+    python perf/bench_sampling.py --rows 64 --vocabulary 128256 --write
+
+The floor is one reading of the logits. They are drawn from a normal distribution: with top_p 0.95 a fifth of 128k
+tokens are left, far more than of a trained model's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import cpu_pressure, record, spread
+from torch import Tensor
+
+from lamina.request import FILTERS
+from lamina.sampling import Ask, Backend
+from lamina.sampling.native import Native
+from lamina.sampling.plain import Plain
+from lamina.sampling.settings import settings_of
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {},
+    "top_k 50": {"top_k": 50},
+    "top_k 50, top_p 0.95": {"top_k": 50, "top_p": 0.95},
+    "top_k 50, top_p 0.95, min_p 0.02": {"top_k": 50, "top_p": 0.95, "min_p": 0.02},
+    "top_p 0.95": {"top_p": 0.95},
+    "min_p 0.02": {"min_p": 0.02},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--deviation", type=float, default=2.5, help="standard deviation of the logits")
+    parser.add_argument("--threads", type=int, default=0, help="0 = all cores")
+    parser.add_argument("--variant", default="", help="instruction set of native; empty = the best")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--without-torch", action="store_true", help="leave out lamina's arithmetic in torch")
+    parser.add_argument("--write", action="store_true", help="append to perf/results")
+    args = parser.parse_args()
+    args.threads = args.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(args.threads)
+    settings = {k: v for k, v in vars(args).items() if k != "write"}
+    print(record("bench_sampling", settings, measure(args), write=args.write))
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of each competitor, and the floor."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(args.rows, args.vocabulary, generator=generator) * args.deviation
+    logits = logits.to(getattr(torch, args.dtype))
+    backends: dict[str, Backend] = {"native": Native(args.threads, args.variant)}
+    if not args.without_torch:
+        backends["torch"] = Plain()
+    players: dict[str, Callable[[], Any]] = {
+        "read": lambda: logits.view(torch.int16).max(),
+        "torch.topk 50": lambda: logits.topk(50, dim=-1),
+        "torch.sort": lambda: _by_sort(logits),
+    }
+    for choice, options in CHOICES.items():
+        fields = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "order": FILTERS, **options}
+        asks = [Ask(i, settings_of(**fields), i, 1) for i in range(args.rows)]
+        for name, backend in backends.items():
+            players[f"{name}: {choice}"] = lambda b=backend, a=asks: b.draw(logits, a)  # type: ignore[misc]
+    times: dict[str, list[float]] = {name: [] for name in players}
+    pressure = []
+    for at in range(args.rounds + 1):  # the first one warms
+        for name, player in players.items():
+            start = time.perf_counter()
+            player()
+            if at:
+                times[name].append(time.perf_counter() - start)
+        pressure.append(cpu_pressure())
+    return {"seconds": {name: spread(t) for name, t in times.items()}, "cpu_pressure_avg10": pressure}
+
+
+def _by_sort(logits: Tensor) -> Tensor:
+    """top_p as it is done with a sort."""
+    values, ids = logits.float().sort(dim=-1)
+    return ids[values.softmax(-1).cumsum(-1) > 0.05]
+
+
+if __name__ == "__main__":
+    main()
