@@ -13,6 +13,7 @@ namespace {
 using Wide = unsigned __int128;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr std::size_t kMostCandidates = 4096;
+constexpr std::int64_t kUnknown = -1;
 
 // By logit, the larger first; of equals the lower id.
 bool before(const Entry& a, const Entry& b) { return a.x > b.x || (a.x == b.x && a.id < b.id); }
@@ -53,9 +54,11 @@ class Row {
     }
     if (ask.flags & kMinPFirst) scale_.cut = ask.cut;
     if (ask.top_k < size_ && is_small(ask.top_k)) return draw_few(ask);
-    const Edge edge = ask.top_k < size_ || ask.share < kWhole ? find_edge(ask) : Edge();
+    std::int64_t total = kUnknown;
+    const Edge edge = ask.top_k < size_ || ask.share < kWhole ? find_edge(ask, &total) : Edge();
+    if (scale_.cut != ask.cut) total = kUnknown;
     scale_.cut = ask.cut;
-    return walk(edge, random_bits(ask.seed, ask.index));
+    return walk(edge, total, random_bits(ask.seed, ask.index));
   }
 
   void best(std::size_t count, std::int64_t* ids) {
@@ -178,24 +181,27 @@ class Row {
     for (std::size_t i = 0; i < kept; ++i) total += s_.masses[i];
     std::int64_t left = goal(random_bits(ask.seed, ask.index), total);
     std::size_t at = 0;
-    while (left >= s_.masses[at]) left -= s_.masses[at++];
+    for (; at + 1 < kept && left >= s_.masses[at]; ++at) left -= s_.masses[at];
     return s_.entries[at].id;
   }
 
-  // Of top_k and top_p, whichever ends first.
-  Edge find_edge(const Ask& ask) {
+  // Of top_k and top_p, whichever ends first; ``total``: the mass up to there.
+  Edge find_edge(const Ask& ask, std::int64_t* total) {
     make_bins();
-    Edge edge, other;
-    std::int64_t total = 0;
-    if (ask.top_k < size_) edge = find(ask.top_k, std::numeric_limits<std::int64_t>::max(), &total);
+    Edge edge;
+    std::int64_t mass = 0;
+    if (ask.top_k < size_) edge = find(ask.top_k, std::numeric_limits<std::int64_t>::max(), &mass);
+    *total = mass;
     if (ask.share == kWhole) return edge;
     if (ask.top_k >= size_ || !(ask.flags & kTopKFirst)) {
-      total = 0;
-      for (const Bin& bin : s_.bins) total += bin.mass;
+      mass = 0;
+      for (const Bin& bin : s_.bins) mass += bin.mass;
     }
-    std::int64_t unused = 0;
-    other = find(std::numeric_limits<std::uint64_t>::max(), wanted(ask.share, total), &unused);
-    return before({edge.x, edge.id}, {other.x, other.id}) ? edge : other;
+    std::int64_t reached = 0;
+    const Edge other = find(std::numeric_limits<std::uint64_t>::max(), wanted(ask.share, mass), &reached);
+    if (before({edge.x, edge.id}, {other.x, other.id})) return edge;
+    *total = reached;
+    return other;
   }
 
   // All tokens in bins, the best first.
@@ -318,29 +324,41 @@ class Row {
     return std::any_of(maxima, maxima + kParts, [&](float m) { return m >= floor; });
   }
 
-  // By id, to the token that holds the random number's place in the mass of all that are kept.
-  std::int64_t walk(const Edge& edge, std::uint64_t random) {
+  // The mass of a block's tokens up to the edge.
+  std::int64_t mass(std::size_t b, const Edge& edge, float above) {
+    const std::int64_t first = static_cast<std::int64_t>(b * kBlock), last = first + kBlock - 1;
+    std::int64_t sum = 0;
+    if (edge.id >= last || edge.id < first) {
+      const float floor = edge.id >= last ? edge.x : above;
+      return reaches(b, floor) ? kernel_.sum(block(b), scale_, floor) : 0;
+    }
+    const std::int64_t* const each = masses(b, edge, above);
+    for (std::size_t i = 0; i < kBlock; ++i) sum += each[i];
+    return sum;
+  }
+
+  // By id, to the token that holds the random number's place in the mass of all that are kept. Where that ``total`` is
+  // known, blocks behind the token need not be looked at.
+  std::int64_t walk(const Edge& edge, std::int64_t total, std::uint64_t random) {
     const float above = std::nextafter(edge.x, kInfinity);
-    s_.sums.resize(blocks_);
-    std::int64_t total = 0;
-    for (std::size_t b = 0; b < blocks_; ++b) {
-      const std::int64_t first = static_cast<std::int64_t>(b * kBlock), last = first + kBlock - 1;
-      std::int64_t sum = 0;
-      if (edge.id >= last || edge.id < first) {
-        const float floor = edge.id >= last ? edge.x : above;
-        if (reaches(b, floor)) sum = kernel_.sum(block(b), scale_, floor);
-      } else {
-        const std::int64_t* const each = masses(b, edge, above);
-        for (std::size_t i = 0; i < kBlock; ++i) sum += each[i];
+    s_.sums.clear();
+    if (total == kUnknown) {
+      total = 0;
+      for (std::size_t b = 0; b < blocks_; ++b) {
+        s_.sums.push_back(mass(b, edge, above));
+        total += s_.sums.back();
       }
-      total += s_.sums[b] = sum;
     }
     std::int64_t left = goal(random, total);
     std::size_t b = 0;
-    while (left >= s_.sums[b]) left -= s_.sums[b++];
+    for (; b + 1 < blocks_; ++b) {
+      const std::int64_t sum = s_.sums.empty() ? mass(b, edge, above) : s_.sums[b];
+      if (left < sum) break;
+      left -= sum;
+    }
     const std::int64_t* const each = masses(b, edge, above);
     std::size_t at = 0;
-    while (left >= each[at]) left -= each[at++];
+    for (; at + 1 < kBlock && left >= each[at]; ++at) left -= each[at];
     return static_cast<std::int64_t>(b * kBlock + at);
   }
 
