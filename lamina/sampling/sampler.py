@@ -103,13 +103,19 @@ def _penalise(row: Tensor, seen: Seen) -> None:
     if seen.most >= len(row):
         raise ValueError(f"penalties name the token {seen.most}, there are {len(row)}")
     if penalties.repetition != 1.0:
-        old = row[tokens]
-        row[tokens] = torch.where(old > 0, old / penalties.repetition, old * penalties.repetition)
+        tokens = seen.tokens.to(row.device)
+        old = row.gather(0, tokens)
+        row.scatter_(0, tokens, torch.where(old > 0, old / penalties.repetition, old * penalties.repetition))
     if seen.counts and (penalties.presence or penalties.frequency):
         counts = row.new_tensor(list(seen.counts.values()))
-        row[list(seen.counts)] -= penalties.presence + penalties.frequency * counts
+        _add(row, list(seen.counts), -(penalties.presence + penalties.frequency * counts))
     if penalties.bias:
-        row[list(penalties.bias)] += row.new_tensor(list(penalties.bias.values()))
+        _add(row, list(penalties.bias), row.new_tensor(list(penalties.bias.values())))
+
+
+def _add(row: Tensor, tokens: list[int], values: Tensor) -> None:
+    """``tokens`` are distinct, so that no order of additions shows."""
+    row.scatter_add_(0, torch.tensor(tokens, device=row.device), values)
 
 
 def _logprobs(logits: Tensor, count: int, token: int, lse: Tensor | None) -> list[tuple[int, float]]:
