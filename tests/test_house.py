@@ -24,7 +24,7 @@ STOREYS = (
     ("memory",),  # the memory worker
     ("workers",),  # what every worker process has
     ("models",),
-    ("attention", "collective", "gemm"),
+    ("attention", "collective", "gemm", "sampling"),
     ("kv",),
     ("facts",),  # what a host or a model has
     ("observe",),
@@ -36,8 +36,8 @@ STOREYS = (
 )
 POLICY = (
     "engine/scheduler.py", "engine/prefill.py", "engine/steps.py", "engine/sequence.py", "engine/pipeline.py",
-    "engine/tuner.py", "protocol/tables.py", "protocol/layout.py", "protocol/partition.py", "request.py", "config.py",
-    "cores.py", "fleet/placement.py",
+    "engine/tuner.py", "engine/draws.py", "sampling/settings.py", "protocol/tables.py", "protocol/layout.py",
+    "protocol/partition.py", "request.py", "config.py", "cores.py", "fleet/placement.py",
 )  # fmt: skip
 
 
@@ -167,6 +167,13 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
     graph = {module_of(path): set(targets(path, types=False)) - {module_of(path)} - faces for path in files}
     assert circles(graph) == []
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == ["b", "c"]
+
+
+def test_sampling_knows_messages_and_nobody_else() -> None:
+    messages = ("lamina.request", "lamina.protocol.control", "lamina.protocol.plan")
+    for path in sources("lamina/sampling"):
+        names = [n for n in imported(path) if n.startswith("lamina")]
+        assert not [n for n in names if not n.startswith(("lamina.sampling", *messages))], path
 
 
 def test_import_is_light() -> None:

@@ -1,6 +1,7 @@
 """The compute worker: runs the slices of a model, sends Q, K, V as they appear, takes O back, samples.
 
-It holds weights and no request state: all that it keeps from one step to the next are the tokens just drawn.
+It holds weights and no request state: all that it keeps from one step to the next are the tokens just drawn, and what
+penalties count.
 """
 
 from __future__ import annotations

@@ -118,6 +118,14 @@ def test_any_temperature_gives_a_token_that_can_be_drawn(temperature: float, opt
         assert set(found[0]) <= {2, 4}
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@settings(max_examples=40, deadline=None)
+@given(logits=rows_of_logits(), options=parameters, index=st.integers(0, 1000))
+def test_a_gpu_draws_the_same_token(logits: Tensor, options: dict[str, Any], index: int) -> None:
+    asks = [ask(i, index, **options) for i in range(len(logits))]
+    assert Plain().draw(logits.cuda(), asks) == Plain().draw(logits, asks)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ENTRIES)
 def test_neither_mates_nor_threads_change_a_token(name: str, dtype: torch.dtype) -> None:
