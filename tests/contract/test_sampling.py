@@ -152,6 +152,18 @@ def test_greedy_takes_the_lowest_id_and_no_number_gives_none(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("size", [4, 5000])
+def test_top_p_ends_at_the_token_that_reaches_it(name: str, size: int) -> None:
+    """Of four equal tokens; 2^-52 above one half is beyond two of them."""
+    logits = torch.full((1, size), float("-inf"))
+    ids = [0, 1, 2, 3] if size == 4 else [5, 1023, 1024, 4999]
+    logits[0, ids] = 1.5
+    for top_p, count in ((0.5, 2), (0.5 + 2.0**-52, 3), (0.25, 1), (1e-300, 1), (1.0 - 2.0**-53, 4)):
+        drawn = BACKENDS[name].draw(logits, [ask(0, i, top_p=top_p) for i in range(60)])
+        assert sorted(set(drawn)) == ids[:count]
+
+
+@pytest.mark.parametrize("name", ENTRIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_first_ranks_are_the_largest_and_the_lowest_of_equals(name: str, dtype: torch.dtype) -> None:
     logits = ((torch.randn(3, 5000, generator=torch.Generator().manual_seed(2)) * 8).round() / 4).to(dtype)
