@@ -164,6 +164,16 @@ def test_top_p_ends_at_the_token_that_reaches_it(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", ENTRIES)
+def test_equals_behind_the_edge_are_left_out_of_later_blocks_too(name: str) -> None:
+    logits = torch.full((1, 5000), float("-inf"))
+    logits[0, [0, 1030, 1040]] = 1.5
+    logits[0, 1050] = 2.0
+    for dtype in DTYPES:
+        drawn = BACKENDS[name].draw(logits.to(dtype), [ask(0, i, top_p=0.5) for i in range(60)])
+        assert set(drawn) == {0, 1050}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_first_ranks_are_the_largest_and_the_lowest_of_equals(name: str, dtype: torch.dtype) -> None:
     logits = ((torch.randn(3, 5000, generator=torch.Generator().manual_seed(2)) * 8).round() / 4).to(dtype)
