@@ -56,9 +56,9 @@ struct Variant {
   Kernel kernels[3];  // by Type
 };
 
-extern const Kernel kAmx;  // bf16
+extern const Kernel kAmx, kAvx512Bf16;  // bf16
 
-constexpr std::size_t kVariants = 3;
+constexpr std::size_t kVariants = 4;
 extern const Variant* variants();  // best first; kVariants of them
 
 }  // namespace lamina::gemm

@@ -121,6 +121,67 @@ def test_rounds_once_to_nearest_even_and_keeps_nan_and_infinity(name: str, dtype
     assert torch.equal(y.isnan(), expected.isnan())
 
 
+def flushes(name: str, dtype: torch.dtype) -> bool:
+    """Whether numbers below 2^-126 in magnitude count as zero: bf16 products of the CPU's own know no others."""
+    variant = name.partition("/")[2] or native.usable()[0]
+    return dtype == torch.bfloat16 and variant in ("amx", "avx512_bf16")
+
+
+@pytest.mark.parametrize("name", [e for e in ENTRIES if e.startswith("native")])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_denormal_numbers_count_for_their_value_or_all_for_zero(name: str, dtype: torch.dtype) -> None:
+    tiny = torch.finfo(dtype).tiny
+    small = tiny / torch.tensor([2.0, 4.0, 1.0])
+    big = torch.tensor([[64.0], [0.25], [1.0]])
+    kept = 0.0 if flushes(name, dtype) else 1.0
+    below = torch.tensor([kept, kept, 1.0])
+    for x, w in ((small[:, None], big), (big, small[:, None])):
+        y = open_entry(name).linear(x.to(dtype), w.to(dtype))
+        due = (x * torch.where(x < tiny, kept, 1.0)) @ (w * torch.where(w < tiny, kept, 1.0)).T
+        assert torch.equal(y.float(), due * torch.where(due < tiny, kept, 1.0))
+    b = (small * below).to(dtype)
+    zeros = torch.zeros(1, 3, dtype=dtype), torch.zeros(3, 3, dtype=dtype)
+    assert torch.equal(open_entry(name).linear(*zeros, small.to(dtype))[0], b)
+
+
+AT_THE_END = """
+    import ctypes, mmap, sys
+    import torch
+    from lamina.gemm._native import Engine
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    page, room = mmap.PAGESIZE, 40 * mmap.PAGESIZE
+
+    def at_the_end(x):
+        size = x.numel() * x.itemsize
+        memory = mmap.mmap(-1, room + page)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        assert libc.mprotect(ctypes.c_void_p(start + room), page, 0) == 0
+        ctypes.memmove(start + room - size, x.data_ptr(), size)
+        kept.append(memory)
+        return start + room - size
+
+    engine, kept = Engine(2, sys.argv[1]), []
+    for kind, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+        for rows, cols, k in ((1, 1, 1), (1, 9, 33), (2, 8, 31), (3, 5, 64), (7, 11, 97), (17, 13, 70), (33, 34, 65)):
+            one = [torch.ones(shape, dtype=dtype) for shape in ((rows, k), (cols, k), (cols,), (rows, cols))]
+            x, w, b, y = map(at_the_end, one)
+            engine.linear(x, w, b, y, kind, rows, cols, k, k)
+            due = torch.full((rows, cols), k + 1.0).to(dtype)
+            ctypes.memmove(one[3].data_ptr(), y, due.numel() * due.itemsize)
+            assert torch.equal(one[3], due), (rows, cols, k)
+    print("done")
+"""
+
+
+@pytest.mark.parametrize("variant", native.usable())
+def test_nothing_is_touched_behind_the_operands(variant: str) -> None:
+    """Each lies at the end of its pages, with one behind it that nobody may read or write."""
+    command = [sys.executable, "-c", dedent(AT_THE_END), variant]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.stdout == "done\n", f"exit status {done.returncode}: {done.stderr}"
+
+
 @pytest.mark.parametrize("name", ENTRIES)
 def test_empty_operands_and_those_that_do_not_fit(name: str) -> None:
     backend = open_entry(name)
