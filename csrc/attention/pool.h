@@ -7,6 +7,8 @@
 #include <thread>
 #include <vector>
 
+#include "places.h"
+
 namespace lamina::attention {
 
 class Pool {
@@ -43,7 +45,10 @@ class Pool {
  private:
   void start(int helpers) {
     try {
-      while (int(threads_.size()) < helpers) threads_.emplace_back([this] { loop(); });
+      while (int(threads_.size()) < helpers) {
+        threads_.emplace_back([this] { loop(); });
+        leave_bound_core(threads_.back());
+      }
     } catch (const std::system_error&) {
       // no more threads: those that exist do the work
     }

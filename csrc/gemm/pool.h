@@ -9,6 +9,8 @@
 #include <thread>
 #include <vector>
 
+#include "places.h"
+
 namespace lamina {
 
 // Pieces are taken one by one, so a thread that lost its core holds up the job by one piece at most. Idle threads spin
@@ -20,7 +22,10 @@ class Pool {
   // ``threads``, the caller's included. Throws std::system_error where the system has no more.
   explicit Pool(std::size_t threads) {
     try {
-      for (std::size_t i = 1; i < threads; ++i) threads_.emplace_back([this, i] { serve(i); });
+      for (std::size_t i = 1; i < threads; ++i) {
+        threads_.emplace_back([this, i] { serve(i); });
+        leave_bound_core(threads_.back());
+      }
     } catch (...) {
       end();
       throw;

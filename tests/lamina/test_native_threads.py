@@ -1,0 +1,59 @@
+"""Cores of the threads that native modules start, also where OpenMP binds the thread that starts them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+pytest.importorskip("lamina.gemm._native", reason="lamina.gemm._native was not built")
+pytest.importorskip("lamina.attention._native", reason="lamina.attention._native was not built")
+
+ROOT = Path(__file__).resolve().parents[2]
+CORES = sorted(os.sched_getaffinity(0))
+STARTS = {
+    "gemm": """
+        from lamina.gemm._native import Engine
+        pool = Engine(3, "")
+    """,
+    "attention": """
+        from lamina.attention._native import VARIANTS, Kernels
+        memory, pool = torch.empty(64 << 20, dtype=torch.uint8), Kernels(VARIANTS[0], "float32")
+        pool.read(memory.data_ptr(), memory.numel(), 3)
+    """,
+}
+
+
+def cores_of_helpers(start: str, cores: list[int], bind: str) -> list[str]:
+    """Of each thread that ``start`` starts in a process on ``cores``."""
+    begin, end = (
+        "import os, torch\nbefore = set(os.listdir('/proc/self/task'))\n",
+        (
+            "for task in sorted(set(os.listdir('/proc/self/task')) - before):\n"
+            "    print(*sorted(os.sched_getaffinity(int(task))))\n"
+        ),
+    )
+    code = f"import os\nos.sched_setaffinity(0, {cores})\n{begin}{dedent(start)}\n{end}"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_"))}
+    environment |= {"OMP_PROC_BIND": bind, "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="one core")
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_helpers_may_use_all_cores_of_a_process_whose_threads_are_bound(start: str) -> None:
+    assert cores_of_helpers(start, CORES, "true") == [" ".join(map(str, CORES))] * 2
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="one core")
+@pytest.mark.parametrize("bind", ["true", "false"])
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_helpers_stay_on_the_cores_that_the_process_was_given(start: str, bind: str) -> None:
+    assert cores_of_helpers(start, CORES[:1], bind) == [str(CORES[0])] * 2
