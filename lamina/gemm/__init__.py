@@ -29,8 +29,8 @@ class LinearBackend(Protocol):
 
     Contract, the same for every entry (tests/contract/test_gemm.py): sums in fp32 (torch: as torch does), one rounding
     to the dtype of x; any number of rows; any strides; operands that an entry has no code for go to torch. Nothing of
-    x, w, b is kept. Numbers below 2^-126 in magnitude count for their value, in fp16 too; but of bf16 they all count for
-    zero, in x, w and results alike, where the CPU multiplies bf16 itself (AVX512-BF16, AMX). torch does either.
+    x, w, b is kept. Numbers below 2^-126 in magnitude count for their value; but those of bf16 all count for zero, in
+    x, w and results alike, where the CPU multiplies bf16 itself (AVX512-BF16, AMX). torch does either.
     """
 
     @property
