@@ -1,7 +1,7 @@
 """Linear layers by csrc/gemm: weights are read where they lie, by as many threads as the compute worker has.
 
 Decoding has few rows, so a layer takes the time in which its weights are read. torch takes several times that for fp32,
-and for bf16 on a CPU without bf16 instructions; with matrix instructions (AMX) twice that, unless it may keep a copy of
+and for bf16 on a CPU without bf16 instructions; with them (AVX512-BF16, AMX) twice that, unless it may keep a copy of
 the weights in an order of its own. What native computes of a row depends on that row alone, bit for bit.
 """
 
@@ -17,9 +17,9 @@ from . import Inline
 from ._native import Engine, usable
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# Rows up to which native is faster than a product of torch's for bf16 instructions, by variant (perf/README.md)
-MOST_ROWS = {"amx": 128}
-MOST_ROWS_ELSE = 32
+# Rows of bf16 up to which native is at least as fast as torch, by variant, where torch has a product of its own for bf16
+# (perf/README.md). The last two are for CPUs without bf16 instructions: others have a variant before them.
+MOST_ROWS = {"amx": 128, "avx512_bf16": 64, "avx512": 32, "avx2": 32}
 SOURCE = Path(__file__).resolve().parents[1] / "csrc" / "gemm" / "linear_on.h"
 NO_LIMIT = (1 << 63) - 1
 
@@ -35,7 +35,7 @@ class Native:
         self._run = engine.linear
         self.most_rows: dict[torch.dtype, int] = {}  # by dtype, where there is a limit
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            self.most_rows[torch.bfloat16] = MOST_ROWS.get(variant or usable()[0], MOST_ROWS_ELSE)
+            self.most_rows[torch.bfloat16] = MOST_ROWS[variant or usable()[0]]
         facts = [*engine.addresses(), self.most_rows.get(torch.bfloat16, NO_LIMIT)]
         self.inline = Inline(SOURCE.read_text(), torch.tensor(facts))
 

@@ -121,6 +121,13 @@ def test_rounds_once_to_nearest_even_and_keeps_nan_and_infinity(name: str, dtype
     assert torch.equal(y.isnan(), expected.isnan())
 
 
+def test_every_variant_has_a_limit_of_rows() -> None:
+    from lamina.gemm.native import MOST_ROWS
+
+    assert list(MOST_ROWS) == ["amx", "avx512_bf16", "avx512", "avx2"]
+    assert set(native.usable()) <= set(MOST_ROWS)
+
+
 def flushes(name: str, dtype: torch.dtype) -> bool:
     """Whether numbers below 2^-126 in magnitude count as zero: bf16 products of the CPU's own know no others."""
     variant = name.partition("/")[2] or native.usable()[0]
