@@ -116,10 +116,13 @@ def floors(layers: Layers, threads: int, folder: Path) -> tuple[Turn, Callable[[
 
     def rate() -> float:
         start = time.perf_counter()
-        done = sum(pool.map(peak, [PEAK_ROUNDS] * threads))
+        done = float(sum(pool.map(peak, [PEAK_ROUNDS] * threads)))
         return done / (time.perf_counter() - start)
 
-    return lambda rows: reader.read(memory.data_ptr(), layers.bytes, threads) and None, rate
+    def read(rows: int) -> None:
+        reader.read(memory.data_ptr(), layers.bytes, threads)
+
+    return read, rate
 
 
 def timed(turn: Turn, rows: int) -> float:
