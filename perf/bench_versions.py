@@ -116,7 +116,7 @@ def _begin(file: str) -> Callable[[Fields], Fields]:
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(1, 32000, (batch, settings["prompt"]), generator=generator).tolist()
     total = settings["tokens"] + 2 * TURN_STEPS + settings["tokens"] // TURN_STEPS
-    options = {"dtype": settings["dtype"], "compile": settings["compile"], "transport": "shm"}
+    options = {"dtype": settings["dtype"], "compile": settings["compile"], "transport": "shm", "memory_workers": 1}
     threads = {"compute_threads": threads, "memory_threads": threads}
     player = Lamina(Path(settings["model"]), prompts, total, **options, **threads)
     facts = {"lamina": str(Path(lamina.__file__).resolve()), "gemm": usable()[0]}
