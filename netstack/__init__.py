@@ -5,6 +5,7 @@ if __name__ != "lamina.netstack":
 
 from .fabric import (
     Arrival,
+    Ceiling,
     Channel,
     ChannelAborted,
     ChannelError,
@@ -26,6 +27,7 @@ __all__ = [
     "HERE",
     "SCHEMES",
     "Arrival",
+    "Ceiling",
     "Channel",
     "ChannelAborted",
     "ChannelError",

@@ -4,6 +4,7 @@ from .fabric import Arrival, ChannelStats, Geometry, Region, Slot
 
 class Channel:
     peer: str
+    peer_name: str
     epoch: int
     outbound: Geometry
     inbound: Geometry
@@ -24,6 +25,7 @@ def open_link(
     inbound: Geometry,
     spin_s: float,
     peer: str,
+    peer_name: str,
     /,
 ) -> Channel:
     """A channel in shared memory of ``ring_bytes`` for each direction. ``memory_fd`` stays the caller's; ``life_line``
@@ -38,6 +40,7 @@ def open_stream(
     spin_s: float,
     stall_s: float,
     peer: str,
+    peer_name: str,
     /,
 ) -> Channel:
     """A channel over a connected, blocking stream socket, which is the channel's once this returns.

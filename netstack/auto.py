@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from .base import RDMA_DEVICE, BaseFabric
-from .fabric import Channel, ChannelError, ChannelTimeout, Fabric, Geometry, Region
+from .fabric import Ceiling, Channel, ChannelError, ChannelTimeout, Fabric, Geometry, Region
 from .listener import StreamListener
 from .shm import ShmFabric
 from .tcp import TcpFabric
@@ -58,8 +58,8 @@ class AutoFabric(BaseFabric):
     def register(self, buffer: memoryview) -> Region:
         return (self._verbs or self._tcp).register(buffer)
 
-    def listen(self, address: str = "") -> StreamListener:
-        listener = self._tcp.listen(address)
+    def listen(self, address: str = "", *, name: str = "", ceiling: Ceiling | None = None) -> StreamListener:
+        listener = self._tcp.listen(address, name=name, ceiling=ceiling)
         if self._verbs is not None:
             self._verbs.join(listener)
         place = listener.url.partition("://")[2]
@@ -71,7 +71,15 @@ class AutoFabric(BaseFabric):
         return listener
 
     def connect(
-        self, url: str, *, outbound: Geometry, inbound: Geometry, epoch: int = 0, timeout_s: float = 10.0
+        self,
+        url: str,
+        *,
+        outbound: Geometry,
+        inbound: Geometry,
+        epoch: int = 0,
+        timeout_s: float = 10.0,
+        name: str = "",
+        peer: str = "",
     ) -> Channel:
         deadline = monotonic() + timeout_s
         place = self._address(url)
@@ -84,7 +92,9 @@ class AutoFabric(BaseFabric):
                 continue
             there, left_s = f"{way.scheme}://{way.at(place)}", max(0.0, deadline - monotonic())
             try:
-                channel = fabric.connect(there, outbound=outbound, inbound=inbound, epoch=epoch, timeout_s=left_s)
+                channel = fabric.connect(
+                    there, outbound=outbound, inbound=inbound, epoch=epoch, timeout_s=left_s, name=name, peer=peer
+                )
             except ChannelError as error:
                 if isinstance(error, ChannelTimeout) and way is WAYS[0]:
                     raise  # the listener is here; it does not accept

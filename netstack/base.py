@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Protocol
 from weakref import WeakSet
 
-from .fabric import EPOCH_SHIFT, TAG_BYTES, Arrival, ChannelStats, Geometry, Region, Slot
+from .fabric import EPOCH_SHIFT, NAME_BYTES, TAG_BYTES, Arrival, ChannelStats, Geometry, Region, Slot
 
 KEY_BYTES_MIN = 16
 RDMA_DEVICE = "LAMINA_RDMA_DEVICE"  # NAME, NAME:PORT or NAME:PORT:GID INDEX; default: the first active port
@@ -26,8 +26,9 @@ class BaseChannel(ABC):
     The native transports have the same in csrc/netstack/native_channel.cpp.
     """
 
-    def __init__(self, peer: str, epoch: int, outbound: Geometry, inbound: Geometry) -> None:
+    def __init__(self, peer: str, epoch: int, outbound: Geometry, inbound: Geometry, peer_name: str) -> None:
         self.peer = peer
+        self.peer_name = peer_name
         self.epoch = epoch
         self.stats = ChannelStats()
         self.outbound = outbound
@@ -142,3 +143,9 @@ def check_epoch(epoch: int) -> None:
     """Raise ValueError unless ``epoch`` fits the top bits of a sequence number."""
     if not 0 <= epoch < 1 << (64 - EPOCH_SHIFT):
         raise ValueError(f"epoch must be 0..{(1 << (64 - EPOCH_SHIFT)) - 1}, not {epoch}")
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError unless ``name`` is text that fits a hello, or empty."""
+    if len(name.encode()) > NAME_BYTES or "\0" in name:
+        raise ValueError(f"a peer's name has at most {NAME_BYTES} bytes in UTF-8 and no NUL, not {name!r}: shorten it")

@@ -60,11 +60,10 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 def measure(fabric: Fabric, urls: Sequence[str], job: Job, per_s: float) -> dict[str, float]:
     """Run one job against the servers at ``urls``; times in microseconds, bytes of payload in both directions."""
-    geometry = job.geometry()
     channels: list[Channel] = []
     try:
         for url in urls:
-            channels.append(fabric.connect(url, outbound=geometry, inbound=geometry))
+            channels.append(connect(fabric, url, job))
             send(channels[-1], job.pack(), TIMEOUT_S)
         for channel in channels:
             receive(channel, TIMEOUT_S)  # it is ready
@@ -77,6 +76,12 @@ def measure(fabric: Fabric, urls: Sequence[str], job: Job, per_s: float) -> dict
         for channel in channels:
             channel.close()
     return summary(measured, job, len(channels)) | {"CPU %": 100 * cpu_s / wall_s}
+
+
+def connect(fabric: Fabric, place: str, job: Job) -> Channel:
+    """``place``: the URL of a server, and its name behind a #."""
+    url, _, name = place.partition("#")
+    return fabric.connect(url, outbound=job.geometry(), inbound=job.geometry(), name="bench", peer=name)
 
 
 def summary(measured: Measured, job: Job, peers: int) -> dict[str, float]:
@@ -127,7 +132,7 @@ def end(fabric: Fabric, urls: Sequence[str]) -> None:
     """Tell the servers that no job follows."""
     job = Job("end")
     for url in urls:
-        channel = fabric.connect(url, outbound=job.geometry(), inbound=job.geometry())
+        channel = connect(fabric, url, job)
         send(channel, job.pack(), TIMEOUT_S)
         with contextlib.suppress(ChannelError):  # it may be gone before its answer is read
             receive(channel, TIMEOUT_S)
@@ -152,8 +157,9 @@ def listen(scheme: str, address: str, key: bytes, cores: Sequence[int], idle_s: 
     fabric = open(scheme, key=key)
     try:
         with bound(cores[:1]):
-            listener = fabric.listen(address)
-            sys.stdout.write(f"listening at {listener.url}\n")
+            place, mark, name = address.partition("#")
+            listener = fabric.listen(place, name=name)
+            sys.stdout.write(f"listening at {listener.url}{mark}{name}\n")
             sys.stdout.flush()
             serve(fabric, listener, idle_s)
     finally:
@@ -196,8 +202,9 @@ def parser() -> argparse.ArgumentParser:
     add("--cores", default="auto", help="the client's core, then the servers': 0,1; auto: the first of this process; "
         "none: not bound (default: %(default)s)")  # fmt: skip
     add("--json", action="store_true", help="a JSON line for each measurement")
-    add("--listen", nargs="?", const="", metavar="ADDRESS", help="serve another host (or process) at this address")
-    add("--connect", metavar="ADDRESS[,ADDRESS...]", help="measure against servers there")
+    add("--listen", nargs="?", const="", metavar="ADDRESS[#NAME]", help="serve another host (or process) at this "
+        "address; NAME: which clients must want")  # fmt: skip
+    add("--connect", metavar="ADDRESS[#NAME][,...]", help="measure against the servers of these names there")
     add("--idle", type=float, default=600.0, metavar="S", help="--listen gives up after so long without a client")
     add("--dry-run", action="store_true", help="check everything, say what would be measured, and exit")
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import select
 import subprocess
 import sys
@@ -70,7 +71,8 @@ def local_servers(scheme: str, key: bytes, cores: Sequence[int | None]) -> Itera
     servers: list[subprocess.Popen[str]] = []
     try:
         for core in cores:
-            command = [sys.executable, "-m", "lamina.netstack", "bench", "--transport", scheme, "--listen"]
+            name = f"#server-{len(servers)}-{secrets.token_hex(8)}"
+            command = [sys.executable, "-m", "lamina.netstack", "bench", "--transport", scheme, "--listen", name]
             command += ["--cores", "none" if core is None else str(core)]
             # The key never travels by an argument, which every user of the host can read.
             environment = os.environ | {KEY: key.hex(), LIFE_LINE: str(watched)}

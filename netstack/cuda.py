@@ -105,7 +105,7 @@ class CudaChannel(WatchedChannel):
         listening: bool,
     ) -> None:  # fmt: skip
         outbound, inbound = (terms.inbound, terms.outbound) if listening else (terms.outbound, terms.inbound)
-        super().__init__(sock, peer, terms.epoch, outbound, inbound)
+        super().__init__(sock, peer, terms.epoch, outbound, inbound, terms.peer_name(listening=listening))
         self._driver = driver
         self._steps = stride(outbound), stride(inbound)
         self._zero = terms.epoch << EPOCH_SHIFT

@@ -17,7 +17,19 @@ from urllib.parse import parse_qsl
 
 from . import open as open_transport
 from .base import BaseChannel, BaseFabric
-from .fabric import Arrival, Channel, ChannelError, ChannelTimeout, Fabric, Geometry, Listener, PeerFault, Region, Slot
+from .fabric import (
+    Arrival,
+    Ceiling,
+    Channel,
+    ChannelError,
+    ChannelTimeout,
+    Fabric,
+    Geometry,
+    Listener,
+    PeerFault,
+    Region,
+    Slot,
+)
 
 TRAILER_BYTES = 8  # nanoseconds of the monotonic clock, little-endian
 NS_OF_MS = 1e6
@@ -89,7 +101,8 @@ class EmulatedChannel(BaseChannel):
 
     def __init__(self, inner: Channel, wire: Wire) -> None:
         sized = cast("_Sized", inner)
-        super().__init__(inner.peer, inner.epoch, _without_trailer(sized.outbound), _without_trailer(sized.inbound))
+        out, into = _without_trailer(sized.outbound), _without_trailer(sized.inbound)
+        super().__init__(inner.peer, inner.epoch, out, into, inner.peer_name)
         self._inner = inner
         self._wire = wire
         self._slots: deque[Slot] = deque()  # of the other transport, granted
@@ -173,20 +186,29 @@ class EmulatedFabric(BaseFabric):
     def register(self, buffer: memoryview) -> Region:
         return self._inner.register(buffer)
 
-    def listen(self, address: str = "") -> EmulatedListener:
-        listener = EmulatedListener(self, self._inner.listen(address))
+    def listen(self, address: str = "", *, name: str = "", ceiling: Ceiling | None = None) -> EmulatedListener:
+        listener = EmulatedListener(self, self._inner.listen(address, name=name, ceiling=ceiling))
         self._opened.add(listener)
         return listener
 
     def connect(
-        self, url: str, *, outbound: Geometry, inbound: Geometry, epoch: int = 0, timeout_s: float = 10.0
+        self,
+        url: str,
+        *,
+        outbound: Geometry,
+        inbound: Geometry,
+        epoch: int = 0,
+        timeout_s: float = 10.0,
+        name: str = "",
+        peer: str = "",
     ) -> Channel:
         place = f"{self._inner.scheme}://{self._address(url)}"
         out, into = _with_trailer(outbound), _with_trailer(inbound)
         try:
-            return self.wrap(
-                self._inner.connect(place, outbound=out, inbound=into, epoch=epoch, timeout_s=timeout_s), 0
+            inner = self._inner.connect(
+                place, outbound=out, inbound=into, epoch=epoch, timeout_s=timeout_s, name=name, peer=peer
             )
+            return self.wrap(inner, 0)
         except ChannelError as error:
             raise type(error)(f"{url}: {error}") from error
 

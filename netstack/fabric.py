@@ -24,17 +24,21 @@ Contract, the same for every transport (tests/contract/test_transports.py runs i
 7. Threads. One thread sends and one receives on a channel (they may be the same); ``abort`` and ``close`` may be
    called from any thread and wake both.
 
-Peers authenticate each other with the fabric's key before either allocates anything for the other.
+Peers authenticate each other with the fabric's key before either allocates anything for the other. They prove names
+too: who connects names itself and the peer that it wants, and a listener of another name refuses. A name is text of at
+most ``NAME_BYTES`` bytes in UTF-8, without a NUL; an empty one stands for a peer without a name, not for any peer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 DEATH_NOTICED_S = 2.0
 HOST_NOTICED_S = 15.0  # nothing tells of it but that it acknowledges nothing
 TAG_BYTES = 32
+NAME_BYTES = 64
 EPOCH_SHIFT = 48
 
 
@@ -59,7 +63,7 @@ class ChannelAborted(ChannelError):  # noqa: N818
 
 
 class HandshakeError(ChannelError):
-    """The peer has another key, version, epoch or geometry than ours; nothing was allocated for it."""
+    """The peer has another key, name, version or geometry than ours; nothing was allocated for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,24 @@ class Geometry:
     def __post_init__(self) -> None:
         if not (1 <= self.slots <= 1024 and 1 <= self.slot_bytes <= 1 << 32):
             raise ValueError(f"geometry needs 1..1024 slots of 1 B..4 GiB, not {self.slots} x {self.slot_bytes} B")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceiling:
+    """The most that those who connect to a listener may ask of it."""
+
+    inbox_bytes: int = field(default_factory=lambda: _memory_bytes() // 2)  # of one channel, both directions together
+    channels: int = 256  # accepted, and still held by somebody here
+
+    def refuses(self, channels: int, *inboxes: Geometry) -> str:
+        """What of "inbox", "channels" is too much where so many are open already; "": nothing."""
+        if sum(each.slots * each.slot_bytes for each in inboxes) > self.inbox_bytes:
+            return "inbox"
+        return "channels" if channels >= self.channels else ""
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -120,6 +142,7 @@ class Channel(Protocol):
     """One peer, one epoch, both directions. See the module's contract."""
 
     peer: str  # URL or address of the other side, for messages to people
+    peer_name: str  # which the other side has proven
     epoch: int
     stats: ChannelStats
 
@@ -248,14 +271,28 @@ class Fabric(Protocol):
         """Register local memory as a source of messages. ``buffer`` is contiguous."""
         ...
 
-    def listen(self, address: str = "") -> Listener:
-        """Listen at ``address`` (the part of a URL behind ``scheme://``); empty takes any free private one."""
+    def listen(self, address: str = "", *, name: str = "", ceiling: Ceiling | None = None) -> Listener:
+        """Listen at ``address`` (the part of a URL behind ``scheme://``); empty takes any free private one.
+
+        ``name``: of this side, for those who connect. ``ceiling``: for what they ask; None = ``Ceiling()``.
+        """
         ...
 
     def connect(
-        self, url: str, *, outbound: Geometry, inbound: Geometry, epoch: int = 0, timeout_s: float = 10.0
+        self,
+        url: str,
+        *,
+        outbound: Geometry,
+        inbound: Geometry,
+        epoch: int = 0,
+        timeout_s: float = 10.0,
+        name: str = "",
+        peer: str = "",
     ) -> Channel:
-        """Connect to a listener. ``outbound`` is the inbox the peer grants us, ``inbound`` the one we grant it."""
+        """Connect to a listener. ``outbound`` is the inbox the peer grants us, ``inbound`` the one we grant it.
+
+        ``name``: of this side; ``peer``: of the listener, which refuses where its own is another.
+        """
         ...
 
     def close(self) -> None:

@@ -1,13 +1,16 @@
 """Mutual authentication of two peers over any connected stream socket, before anything is allocated.
 
 Both prove by HMAC-SHA256 (RFC 2104) that they hold the same key, over a transcript that covers protocol version,
-transport, epoch, seal, both geometries and a fresh nonce of each side; the label of each proof names its role, so
-neither can be replayed, reflected or moved to another link. The connector proves itself first. Frames have fixed sizes:
+transport, epoch, cipher, both geometries, the connector's own name, that of the listener which it wants, and a fresh
+nonce of each side; the label of each proof names its role, so neither can be replayed, reflected or moved to another
+link. The connector proves itself first. Frames have fixed sizes:
 
-    connector -> listener   hello      magic, version, epoch, seal, transport, outbound and inbound geometry, nonce
+    connector -> listener   hello      magic, version, epoch, cipher, transport, outbound and inbound geometry, own and
+                                       wanted name, nonce
     listener -> connector   challenge  magic, version, nonce
     connector -> listener   proof      HMAC(key, "connector" + hello + challenge)
-    listener -> connector   proof      HMAC(key, "listener" + hello + challenge)
+    listener -> connector   proof      HMAC(key, "listener" + hello + challenge), or where the hello does not suit it
+                                       HMAC(key, "refusal" + which of REFUSALS + hello + challenge)
 
 Keys of the session come from the same transcript under labels of their own: one for each direction, so that frames
 cannot be reflected, and new ones for each session, so that they cannot be replayed. Who learns the cluster's key can
@@ -24,21 +27,33 @@ import secrets
 import select
 import socket
 import struct
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from time import monotonic
 from typing import TypeVar
 
-from .base import check_epoch
-from .fabric import ChannelTimeout, Geometry, HandshakeError
+from .base import check_epoch, check_name
+from .fabric import NAME_BYTES, ChannelTimeout, Geometry, HandshakeError
 
-VERSION = 2
+VERSION = 3
 MAGIC = b"LMNA"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-HELLO = struct.Struct("!4sHH?8sIQIQ32s")
+HELLO = struct.Struct(f"!4sHH16s8sIQIQ{NAME_BYTES}s{NAME_BYTES}s32s")
 CHALLENGE = struct.Struct("!4sH32s")
+PREFIX = struct.Struct("!4sH")  # how both begin, in every version
+SEAL = "blake2b"  # what frames that leave the host carry, by its name in a hello
+
+# Why a listener refuses somebody who holds the key -> how the connector says it
+REFUSALS = {
+    "transport": "the listener does not speak {terms.scheme}",
+    "name": "the listener is not the peer that we want, {terms.peer!r}",
+    "cipher": "the listener takes no frames of cipher {terms.cipher!r}",
+    "terms": "the listener takes our terms for bad",
+    "inbox": "our inboxes, {terms.outbound} and {terms.inbound}, are above the listener's ceiling",
+    "channels": "the listener has as many channels as its ceiling allows",
+}
 
 
 @dataclass(frozen=True)
@@ -49,12 +64,20 @@ class Terms:
     epoch: int
     outbound: Geometry
     inbound: Geometry
-    sealed: bool = False  # what is sent behind the handshake carries a MAC under the session's keys
+    cipher: str = ""  # of what is sent behind the handshake; empty: it is in clear
+    name: str = ""  # of the connector
+    peer: str = ""  # of the listener
 
     def __post_init__(self) -> None:
         check_epoch(self.epoch)
+        check_name(self.name)
+        check_name(self.peer)
         if not 1 <= len(self.scheme.encode()) <= 8:
             raise ValueError(f"a transport's name has 1 to 8 bytes, not {self.scheme!r}")
+
+    def peer_name(self, *, listening: bool) -> str:
+        """The name of the side that is not this one."""
+        return self.name if listening else self.peer
 
 
 @dataclass(frozen=True)
@@ -81,12 +104,13 @@ def offer(key: bytes, terms: Terms) -> Steps:
     """The connector's side. Raises HandshakeError."""
     out, into = terms.outbound, terms.inbound
     hello = HELLO.pack(
-        MAGIC, VERSION, terms.epoch, terms.sealed, terms.scheme.encode(),
-        out.slots, out.slot_bytes, into.slots, into.slot_bytes, secrets.token_bytes(NONCE_BYTES),
+        MAGIC, VERSION, terms.epoch, terms.cipher.encode(), terms.scheme.encode(),
+        out.slots, out.slot_bytes, into.slots, into.slot_bytes,
+        terms.name.encode(), terms.peer.encode(), secrets.token_bytes(NONCE_BYTES),
     )  # fmt: skip
-    challenge = yield hello, CHALLENGE.size, "it hung up before its challenge"
-    magic, version, _ = CHALLENGE.unpack(challenge)
-    _check_protocol(magic, version)
+    challenge = yield hello, PREFIX.size, "it hung up before its challenge"
+    _check_protocol(*PREFIX.unpack(challenge))
+    challenge += yield b"", CHALLENGE.size - PREFIX.size, "it hung up within its challenge"
     transcript = hello + challenge
     proof = yield (
         _proof(key, b"connector", transcript),
@@ -94,34 +118,68 @@ def offer(key: bytes, terms: Terms) -> Steps:
         "it refused our proof: the keys differ",
     )
     if not hmac.compare_digest(proof, _proof(key, b"listener", transcript)):
+        for reason, text in REFUSALS.items():
+            if hmac.compare_digest(proof, _refusal(key, reason, transcript)):
+                raise HandshakeError(text.format(terms=terms))
         raise HandshakeError("the listener's proof is wrong: the keys differ")
-    return Session(terms.scheme, terms.epoch, out, into, terms.sealed, _proof(key, b"session", transcript))
+    return Session(**vars(terms), secret=_proof(key, b"session", transcript))
 
 
-def answer(key: bytes, *schemes: str, must_seal: bool = False) -> Steps:
-    """The side of a listener of ``schemes``; ``must_seal`` refuses terms without a seal. Raises HandshakeError."""
-    hello = yield b"", HELLO.size, "it hung up before its hello"
-    magic, version, epoch, sealed, named, out_slots, out_bytes, in_slots, in_bytes, _ = HELLO.unpack(hello)
+def answer(
+    key: bytes,
+    *schemes: str,
+    name: str = "",
+    must_seal: bool = False,
+    refuses: Callable[[Terms], str] = lambda terms: "",
+) -> Steps:
+    """The side of the listener ``name`` of ``schemes``. ``must_seal``: terms without a cipher are refused; ``refuses``
+    may object to terms by one of REFUSALS. Raises HandshakeError.
+    """
+    hello = yield b"", PREFIX.size, "it hung up before its hello"
+    magic, version = PREFIX.unpack(hello)
     challenge = CHALLENGE.pack(MAGIC, VERSION, secrets.token_bytes(NONCE_BYTES))
     if magic == MAGIC and version != VERSION:
         yield challenge, 0, ""  # so that the other side can name the versions too
     _check_protocol(magic, version)
+    hello += yield b"", HELLO.size - PREFIX.size, "it hung up within its hello"
     proof = yield challenge, PROOF_BYTES, "it hung up before its proof"
     transcript = hello + challenge
     if not hmac.compare_digest(proof, _proof(key, b"connector", transcript)):
         raise HandshakeError("the connector's proof is wrong: the keys differ")
-    scheme = next((s for s in schemes if s.encode() == named.rstrip(b"\0")), None)
-    if scheme is None:
-        raise HandshakeError(f"the connector speaks {named!r}, we speak {' and '.join(schemes)}")
-    if must_seal and not sealed:
-        raise HandshakeError("the connector wants frames without a MAC, and it is beyond this host")
+    reason, why = "", ""
     try:
-        out, into = Geometry(slots=out_slots, slot_bytes=out_bytes), Geometry(slots=in_slots, slot_bytes=in_bytes)
-        session = Session(scheme, epoch, out, into, sealed, _proof(key, b"session", transcript))
+        terms = _terms(hello)
+        reason, why = _objection(terms, schemes, name, must_seal=must_seal)
+        if not reason and (reason := refuses(terms)):
+            why = f"the connector asks for more than the ceiling here allows: {terms.outbound}, {terms.inbound}"
     except ValueError as error:
-        raise HandshakeError(f"the connector's terms are bad: {error}") from error
+        reason, why = "terms", f"the connector's terms are bad: {error}"
+    if reason:
+        yield _refusal(key, reason, transcript), 0, ""
+        raise HandshakeError(why)
     yield _proof(key, b"listener", transcript), 0, ""
-    return session
+    return Session(**vars(terms), secret=_proof(key, b"session", transcript))
+
+
+def _terms(hello: bytes) -> Terms:
+    """Raises ValueError."""
+    _, _, epoch, cipher, scheme, out_slots, out_bytes, in_slots, in_bytes, name, peer, _ = HELLO.unpack(hello)
+    out, into = Geometry(slots=out_slots, slot_bytes=out_bytes), Geometry(slots=in_slots, slot_bytes=in_bytes)
+    texts = (text.rstrip(b"\0").decode() for text in (scheme, cipher, name, peer))
+    return Terms(next(texts), epoch, out, into, *texts)
+
+
+def _objection(terms: Terms, schemes: Sequence[str], name: str, *, must_seal: bool) -> tuple[str, str]:
+    """Which of REFUSALS, and why in words; empty where there is none."""
+    if terms.scheme not in schemes:
+        return "transport", f"the connector speaks {terms.scheme!r}, we speak {' and '.join(schemes)}"
+    if terms.peer != name:
+        return "name", f"the connector {terms.name!r} wants the peer {terms.peer!r}, we are {name!r}"
+    if terms.cipher not in ("", SEAL):
+        return "cipher", f"the connector wants frames of cipher {terms.cipher!r}, we know {SEAL} alone"
+    if must_seal and not terms.cipher:
+        return "cipher", "the connector wants frames without a MAC, and it is beyond this host"
+    return "", ""
 
 
 def _check_protocol(magic: bytes, version: int) -> None:
@@ -129,6 +187,10 @@ def _check_protocol(magic: bytes, version: int) -> None:
         raise HandshakeError(f"the peer does not speak Lamina's protocol (it began with {magic!r})")
     if version != VERSION:
         raise HandshakeError(f"the peer speaks version {version} of the protocol, we speak version {VERSION}")
+
+
+def _refusal(key: bytes, reason: str, transcript: bytes) -> bytes:
+    return _proof(key, b"refusal " + reason.encode(), transcript)
 
 
 def _proof(key: bytes, role: bytes, transcript: bytes) -> bytes:

@@ -20,8 +20,10 @@ REASON_BYTES = 256
 class WatchedChannel(BaseChannel):
     """Owns ``sock``, the non-blocking life line. A transport says in ``_end_waits`` how its waits end."""
 
-    def __init__(self, sock: socket.socket, peer: str, epoch: int, outbound: Geometry, inbound: Geometry) -> None:
-        super().__init__(peer, epoch, outbound, inbound)
+    def __init__(
+        self, sock: socket.socket, peer: str, epoch: int, outbound: Geometry, inbound: Geometry, peer_name: str
+    ) -> None:
+        super().__init__(peer, epoch, outbound, inbound, peer_name)
         self._sock = sock
         self._looked = monotonic()
         self._looking = threading.Lock()

@@ -11,9 +11,11 @@ import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from time import monotonic
+from weakref import WeakSet
 
-from .fabric import Channel, ChannelAborted, ChannelError, ChannelTimeout, HandshakeError
-from .handshake import Session, Steps, answer, exchanged
+from .base import check_name
+from .fabric import Ceiling, Channel, ChannelAborted, ChannelError, ChannelTimeout, HandshakeError
+from .handshake import Session, Steps, Terms, answer, exchanged
 
 HANDSHAKE_S = 5.0  # and as long again for what a transport sets up behind it
 HALF_OPEN_MAX = 64  # peers without a channel yet; one more drops the oldest
@@ -71,8 +73,8 @@ class StreamListener:
     ``screen(sock)`` may refuse a peer before the handshake by raising HandshakeError; ``welcome(sock, session)`` makes
     the channel, owning ``sock``, and may raise OSError when there is no memory for its terms. Where the peer has to
     send something first it returns a Meeting, which goes on beside all others and over several calls of accept.
-    ``must_seal(sock)`` says whether that peer's terms need a seal. A refused peer is dropped; the reason of the last
-    one is part of the text of accept's ChannelTimeout.
+    ``must_seal(sock)`` says whether that peer's terms need a cipher. A refused peer is dropped; the reason of the last
+    one is part of the text of accept's ChannelTimeout. ``name`` and ``ceiling``: see Fabric.listen.
     """
 
     def __init__(
@@ -85,9 +87,19 @@ class StreamListener:
         screen: Callable[[socket.socket], None],
         welcome: Welcome,
         must_seal: Callable[[socket.socket], bool] = lambda _: False,
+        name: str = "",
+        ceiling: Ceiling | None = None,
     ) -> None:
+        try:
+            check_name(name)
+        except ValueError:
+            sock.close()
+            raise
         sock.setblocking(False)
         self.url = url
+        self._name = name
+        self._ceiling = ceiling or Ceiling()
+        self._accepted: WeakSet[Channel] = WeakSet()  # those that are still in use count for the ceiling
         self._key = key
         self._doors = {sock.fileno(): Door(sock, scheme, screen, welcome, must_seal)}
         self._half_open: dict[int, _HalfOpen] = {}  # by descriptor, oldest first
@@ -164,8 +176,14 @@ class StreamListener:
         if len(self._half_open) >= HALF_OPEN_MAX:
             oldest = min(self._half_open, key=lambda fd: self._half_open[fd].proven)  # a stranger, if there is one
             self._drop(oldest, "too many strangers at once")
-        steps = answer(self._key, door.scheme, *dict(door.others), must_seal=must_seal)
+        schemes = door.scheme, *dict(door.others)
+        steps = answer(self._key, *schemes, name=self._name, must_seal=must_seal, refuses=self._refuses)
         self._half_open[sock.fileno()] = _HalfOpen(sock, door, steps)
+
+    def _refuses(self, terms: Terms) -> str:
+        """By the ceiling. What has proven itself may have memory already."""
+        channels = len(self._accepted) + sum(peer.proven for peer in self._half_open.values())
+        return self._ceiling.refuses(channels, terms.outbound, terms.inbound)
 
     def _advance(self, fd: int) -> Channel | None:
         try:
@@ -178,6 +196,7 @@ class StreamListener:
             return None
         if channel is not None:
             del self._half_open[fd]
+            self._accepted.add(channel)
         return channel
 
     def _drop_late(self) -> None:

@@ -9,15 +9,18 @@ import hmac
 import secrets
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from mmap import mmap
 from time import monotonic
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
-from .base import BaseChannel, BaseFabric
+from .base import BaseChannel, BaseFabric, check_name
 from .fabric import (
     EPOCH_SHIFT,
     TAG_BYTES,
+    Ceiling,
     ChannelAborted,
     ChannelError,
     ChannelTimeout,
@@ -28,7 +31,7 @@ from .fabric import (
     PeerFault,
     Slot,
 )
-from .handshake import Terms
+from .handshake import REFUSALS, Terms
 
 _NETWORK: WeakValueDictionary[str, LoopbackListener] = WeakValueDictionary()  # listeners by name; they own themselves
 
@@ -68,7 +71,8 @@ class Link:
 class LoopbackChannel(BaseChannel):
     def __init__(self, link: Link, side: int, peer: str, terms: Terms, faults: Faults) -> None:
         geometries = (terms.outbound, terms.inbound)
-        super().__init__(peer, terms.epoch, geometries[side], geometries[1 - side])
+        far = terms.peer_name(listening=side == 1)
+        super().__init__(peer, terms.epoch, geometries[side], geometries[1 - side], far)
         self._link = link
         self._changed = link.changed
         self._side = side
@@ -152,10 +156,12 @@ class LoopbackChannel(BaseChannel):
 
 
 class LoopbackListener:
-    def __init__(self, name: str, key: bytes, fabric: LoopbackFabric) -> None:
-        self.url = f"loopback://{name}"
+    def __init__(self, place: str, key: bytes, fabric: LoopbackFabric, name: str, ceiling: Ceiling) -> None:
+        check_name(name)
+        self.url = f"loopback://{place}"
         self.gpu = fabric.gpu
-        self._name = name
+        self._place, self._name, self._ceiling = place, name, ceiling
+        self._accepted: WeakSet[LoopbackChannel] = WeakSet()  # those that are still in use count for the ceiling
         self._key = key
         self._fabric = fabric
         self._changed = threading.Condition()
@@ -170,15 +176,18 @@ class LoopbackListener:
             if self._closed:
                 raise ChannelAborted(f"{self.url}: accept: the listener was closed")
             link, terms = self._callers.popleft()
+            channel = self._fabric.channel(link, 1, f"{self.url} (connector)", terms)
+            self._accepted.add(channel)
             self._changed.notify_all()
-        return self._fabric.channel(link, 1, f"{self.url} (connector)", terms)
+            return channel
 
-    def call(self, key: bytes, link: Link, terms: Terms, timeout_s: float) -> None:
-        """The connector's side: returns once accepted."""
+    def call(self, key: bytes, make: Callable[[], Link], terms: Terms, timeout_s: float) -> Link:
+        """The connector's side: returns once accepted. ``make`` allocates the inboxes."""
         with self._changed:
-            if not hmac.compare_digest(key, self._key):
-                self._refusal = "; the last one was refused: the keys differ"
-                raise HandshakeError(f"{self.url}: connect: the keys differ")
+            if why := self._objection(key, terms):
+                self._refusal = f"; the last one was refused: {why}"
+                raise HandshakeError(f"{self.url}: connect: {why}")
+            link = make()
             caller = (link, terms)
             self._callers.append(caller)
             self._changed.notify_all()
@@ -187,9 +196,18 @@ class LoopbackListener:
                 self._callers.remove(caller)
                 error = ChannelTimeout if not accepted else ChannelError
                 raise error(f"{self.url}: connect: the listener {'was closed' if accepted else 'took nobody in time'}")
+        return link
+
+    def _objection(self, key: bytes, terms: Terms) -> str:
+        if not hmac.compare_digest(key, self._key):
+            return "the keys differ"
+        channels = len(self._accepted) + len(self._callers)
+        reason = "name" if terms.peer != self._name else ""
+        reason = reason or self._ceiling.refuses(channels, terms.outbound, terms.inbound)
+        return REFUSALS[reason].format(terms=terms) if reason else ""
 
     def close(self) -> None:
-        _NETWORK.pop(self._name, None)
+        _NETWORK.pop(self._place, None)
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -216,23 +234,31 @@ class LoopbackFabric(BaseFabric):
     def _make(self, link: Link, side: int, peer: str, terms: Terms) -> LoopbackChannel:
         return LoopbackChannel(link, side, peer, terms, self._faults)
 
-    def listen(self, address: str = "") -> LoopbackListener:
-        name = address or secrets.token_hex(8)
-        listener = LoopbackListener(name, self._key, self)
-        if _NETWORK.setdefault(name, listener) is not listener:
+    def listen(self, address: str = "", *, name: str = "", ceiling: Ceiling | None = None) -> LoopbackListener:
+        place = address or secrets.token_hex(8)
+        listener = LoopbackListener(place, self._key, self, name, ceiling or Ceiling())
+        if _NETWORK.setdefault(place, listener) is not listener:
             raise ChannelError(f"cannot listen at {listener.url}: the name is in use; choose another name")
         self._opened.add(listener)
         return listener
 
     def connect(
-        self, url: str, *, outbound: Geometry, inbound: Geometry, epoch: int = 0, timeout_s: float = 10.0
+        self,
+        url: str,
+        *,
+        outbound: Geometry,
+        inbound: Geometry,
+        epoch: int = 0,
+        timeout_s: float = 10.0,
+        name: str = "",
+        peer: str = "",
     ) -> LoopbackChannel:
-        terms = Terms(self.scheme, epoch, outbound, inbound)
+        terms = Terms(self.scheme, epoch, outbound, inbound, "", name, peer)
         listener = _NETWORK.get(self._address(url))
         if listener is None:
             raise ChannelError(f"{url}: connect: nobody listens there in this process")
-        link = self._link(outbound, inbound, self.gpu if self.gpu == listener.gpu else None)
-        listener.call(self._key, link, terms, timeout_s)
+        gpu = self.gpu if self.gpu == listener.gpu else None
+        link = listener.call(self._key, partial(self._link, outbound, inbound, gpu), terms, timeout_s)
         return self.channel(link, 0, url, terms)
 
 

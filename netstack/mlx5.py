@@ -26,6 +26,7 @@ from time import monotonic
 from .base import BaseFabric
 from .fabric import (
     EPOCH_SHIFT,
+    Ceiling,
     ChannelAborted,
     ChannelError,
     ChannelTimeout,
@@ -76,7 +77,7 @@ class Mlx5Channel(WatchedChannel):
         outbound, inbound = session.outbound, session.inbound
         if listening:
             outbound, inbound = inbound, outbound
-        super().__init__(sock, peer, session.epoch, outbound, inbound)
+        super().__init__(sock, peer, session.epoch, outbound, inbound, session.peer_name(listening=listening))
         self._session, self._listening = session, listening
         self._zero = session.epoch << EPOCH_SHIFT
         self._number = secrets.randbelow(1 << 24)
@@ -235,22 +236,31 @@ class Mlx5Fabric(BaseFabric):
     spoken = "mlx5"  # what peers tell each other: who rings is nobody else's business
     proxied = False  # another thread rings for the one that posts
 
-    def listen(self, address: str = "") -> StreamListener:
+    def listen(self, address: str = "", *, name: str = "", ceiling: Ceiling | None = None) -> StreamListener:
         place = _endpoint(address or f"{LOCAL}:0")
         where = f"{self.scheme}://{place[0]}:{place[1]}"
         sock = open_place(socket.AF_INET, place, where, "port (0: any)")
         listener = StreamListener(
-            sock, self._url(sock.getsockname()), self._key, self.spoken, screen=lambda _: None, welcome=self._welcome
-        )
+            sock, self._url(sock.getsockname()), self._key, self.spoken, screen=lambda _: None, welcome=self._welcome,
+            name=name, ceiling=ceiling,
+        )  # fmt: skip
         self._opened.add(listener)
         return listener
 
     def connect(
-        self, url: str, *, outbound: Geometry, inbound: Geometry, epoch: int = 0, timeout_s: float = 10.0
+        self,
+        url: str,
+        *,
+        outbound: Geometry,
+        inbound: Geometry,
+        epoch: int = 0,
+        timeout_s: float = 10.0,
+        name: str = "",
+        peer: str = "",
     ) -> Mlx5Channel:
         deadline = monotonic() + timeout_s
         place = _endpoint(self._address(url))
-        terms = Terms(self.spoken, epoch, outbound, inbound, sealed=True)
+        terms = Terms(self.spoken, epoch, outbound, inbound, "", name, peer)
         for geometry in (outbound, inbound):
             if geometry.slot_bytes > SLOT_BYTES_MOST:
                 raise ValueError(f"{url}: slot_bytes is at most {SLOT_BYTES_MOST} here, not {geometry.slot_bytes}")

@@ -18,7 +18,7 @@ from functools import partial
 from time import monotonic
 
 from .base import SPIN_S, BaseFabric, affordable_spin
-from .fabric import Channel, ChannelTimeout, Fabric, Geometry, HandshakeError
+from .fabric import Ceiling, Channel, ChannelTimeout, Fabric, Geometry, HandshakeError
 from .handshake import Session, Terms, offer, run
 from .listener import Meeting, StreamListener
 from .native import open_link, ring_bytes
@@ -37,23 +37,32 @@ class ShmFabric(BaseFabric):
         super().__init__(key)
         self._spin_s = affordable_spin(spin_s)
 
-    def listen(self, address: str = "") -> StreamListener:
-        name = address or f"lamina-{secrets.token_hex(8)}"
-        url = f"{self.scheme}://{name}"
-        sock = open_place(socket.AF_UNIX, f"\0{name}", url, "name")
+    def listen(self, address: str = "", *, name: str = "", ceiling: Ceiling | None = None) -> StreamListener:
+        place = address or f"lamina-{secrets.token_hex(8)}"
+        url = f"{self.scheme}://{place}"
+        sock = open_place(socket.AF_UNIX, f"\0{place}", url, "name")
         listener = StreamListener(
-            sock, url, self._key, self.scheme, screen=_check_user, welcome=partial(self._welcome, url)
-        )
+            sock, url, self._key, self.scheme, screen=_check_user, welcome=partial(self._welcome, url),
+            name=name, ceiling=ceiling,
+        )  # fmt: skip
         self._opened.add(listener)
         return listener
 
     def connect(
-        self, url: str, *, outbound: Geometry, inbound: Geometry, epoch: int = 0, timeout_s: float = 10.0
+        self,
+        url: str,
+        *,
+        outbound: Geometry,
+        inbound: Geometry,
+        epoch: int = 0,
+        timeout_s: float = 10.0,
+        name: str = "",
+        peer: str = "",
     ) -> Channel:
         deadline = monotonic() + timeout_s
-        name = self._address(url)
-        terms = Terms(self.scheme, epoch, outbound, inbound)
-        sock = dial(socket.AF_UNIX, f"\0{name}", url, timeout_s)
+        place = self._address(url)
+        terms = Terms(self.scheme, epoch, outbound, inbound, "", name, peer)
+        sock = dial(socket.AF_UNIX, f"\0{place}", url, timeout_s)
         try:
             _check_user(sock)
             return self._meet(sock, url, run(sock, offer(self._key, terms), url, deadline=deadline), deadline)
@@ -88,7 +97,8 @@ class ShmFabric(BaseFabric):
         if listening:
             outbound, inbound = inbound, outbound
         line = life_line.fileno()
-        channel = open_link(memory, line, listening, terms.epoch, outbound, inbound, self._spin_s, peer)
+        far = terms.peer_name(listening=listening)
+        channel = open_link(memory, line, listening, terms.epoch, outbound, inbound, self._spin_s, peer, far)
         life_line.detach()
         self._opened.add(channel)
         return channel

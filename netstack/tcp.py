@@ -11,8 +11,8 @@ import socket
 from time import monotonic
 
 from .base import SPIN_S, BaseFabric, affordable_spin
-from .fabric import Channel, Fabric, Geometry
-from .handshake import Session, Terms, offer, run
+from .fabric import Ceiling, Channel, Fabric, Geometry
+from .handshake import SEAL, Session, Terms, offer, run
 from .listener import Meeting, StreamListener
 from .native import open_stream
 from .sockets import dial, open_place
@@ -32,7 +32,7 @@ class TcpFabric(BaseFabric):
         self._stall_s = stall_s
         self._seal = seal
 
-    def listen(self, address: str = "") -> StreamListener:
+    def listen(self, address: str = "", *, name: str = "", ceiling: Ceiling | None = None) -> StreamListener:
         host, port, family = self._endpoint(address or "127.0.0.1:0")
         where = f"{self.scheme}://{host}:{port}"
         sock = open_place(family, (host, port), where, "address of this host, or port (0: any)")
@@ -44,6 +44,8 @@ class TcpFabric(BaseFabric):
             screen=lambda _: None,
             welcome=self._welcome,
             must_seal=lambda sock: self._seal or not _is_loopback(sock.getpeername()[0]),
+            name=name,
+            ceiling=ceiling,
         )
         self._opened.add(listener)
         return listener
@@ -53,11 +55,20 @@ class TcpFabric(BaseFabric):
         listener.speak(self.scheme, self._welcome)
 
     def connect(
-        self, url: str, *, outbound: Geometry, inbound: Geometry, epoch: int = 0, timeout_s: float = 10.0
+        self,
+        url: str,
+        *,
+        outbound: Geometry,
+        inbound: Geometry,
+        epoch: int = 0,
+        timeout_s: float = 10.0,
+        name: str = "",
+        peer: str = "",
     ) -> Channel:
         deadline = monotonic() + timeout_s
         host, port, family = self._endpoint(self._address(url))
-        terms = Terms(self.scheme, epoch, outbound, inbound, self._seal or not _is_loopback(host))
+        cipher = SEAL if self._seal or not _is_loopback(host) else ""
+        terms = Terms(self.scheme, epoch, outbound, inbound, cipher, name, peer)
         sock = dial(family, (host, port), url, timeout_s)
         try:
             session = run(sock, offer(self._key, terms), url, deadline=deadline)
@@ -75,8 +86,9 @@ class TcpFabric(BaseFabric):
         outbound, inbound = session.outbound, session.inbound
         if listening:
             outbound, inbound = inbound, outbound
-        keys = session.keys(listening=listening) if session.sealed else None
-        channel = open_stream(sock.fileno(), session.epoch, outbound, inbound, keys, self._spin_s, self._stall_s, peer)
+        keys = session.keys(listening=listening) if session.cipher else None
+        times, names = (self._spin_s, self._stall_s), (peer, session.peer_name(listening=listening))
+        channel = open_stream(sock.fileno(), session.epoch, outbound, inbound, keys, *times, *names)
         sock.detach()
         self._opened.add(channel)
         return channel

@@ -51,11 +51,21 @@ class VerbsFabric(TcpFabric):
         return region
 
     def connect(
-        self, url: str, *, outbound: Geometry, inbound: Geometry, epoch: int = 0, timeout_s: float = 10.0
+        self,
+        url: str,
+        *,
+        outbound: Geometry,
+        inbound: Geometry,
+        epoch: int = 0,
+        timeout_s: float = 10.0,
+        name: str = "",
+        peer: str = "",
     ) -> VerbsChannel:
         deadline = monotonic() + timeout_s
         try:
-            connected = super().connect(url, outbound=outbound, inbound=inbound, epoch=epoch, timeout_s=timeout_s)
+            connected = super().connect(
+                url, outbound=outbound, inbound=inbound, epoch=epoch, timeout_s=timeout_s, name=name, peer=peer
+            )
             channel = cast("VerbsChannel", connected)
             channel.meet(deadline)
         except OSError as error:

@@ -58,7 +58,7 @@ class VerbsChannel(BaseChannel):
         outbound, inbound = session.outbound, session.inbound
         if listening:
             outbound, inbound = inbound, outbound
-        super().__init__(peer, session.epoch, outbound, inbound)
+        super().__init__(peer, session.epoch, outbound, inbound, session.peer_name(listening=listening))
         self._session, self._listening = session, listening
         self._sock, self._sources, self._spin_s = sock, sources, spin_s
         self._zero = session.epoch << EPOCH_SHIFT

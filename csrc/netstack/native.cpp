@@ -41,11 +41,11 @@ PyObject* open_link(PyObject* module, PyObject* args) {
   State* state = state_of_module(module);
   int memory_fd, life_line, listening;
   Number epoch;
-  PyObject *outbound, *inbound, *peer;
+  PyObject *outbound, *inbound, *peer, *peer_name;
   double spin_s;
   Shape out, in;
-  if (!PyArg_ParseTuple(args, "iipKOOdU", &memory_fd, &life_line, &listening, &epoch, &outbound, &inbound, &spin_s,
-                        &peer) ||
+  if (!PyArg_ParseTuple(args, "iipKOOdUU", &memory_fd, &life_line, &listening, &epoch, &outbound, &inbound, &spin_s,
+                        &peer, &peer_name) ||
       !check_epoch(epoch) || !read_geometry(state, outbound, &out) || !read_geometry(state, inbound, &in))
     return nullptr;
   const std::uint64_t out_bytes = Ring::bytes(out.slots, out.slot_bytes),
@@ -70,7 +70,7 @@ PyObject* open_link(PyObject* module, PyObject* args) {
     Py_DECREF(memory);
     return PyErr_NoMemory();
   }
-  return make_channel(state, link, memory, peer, epoch, outbound, out, inbound, in);
+  return make_channel(state, link, memory, peer, peer_name, epoch, outbound, out, inbound, in);
 }
 
 // None, or the keys of the outbound and of the inbound direction.
@@ -92,11 +92,12 @@ PyObject* open_stream(PyObject* module, PyObject* args) {
   State* state = state_of_module(module);
   int sock;
   Number epoch;
-  PyObject *outbound, *inbound, *keys, *peer;
+  PyObject *outbound, *inbound, *keys, *peer, *peer_name;
   double spin_s, stall_s;
   Shape out, in;
   Seal out_seal, in_seal;
-  if (!PyArg_ParseTuple(args, "iKOOOddU", &sock, &epoch, &outbound, &inbound, &keys, &spin_s, &stall_s, &peer) ||
+  if (!PyArg_ParseTuple(args, "iKOOOddUU", &sock, &epoch, &outbound, &inbound, &keys, &spin_s, &stall_s, &peer,
+                        &peer_name) ||
       !check_epoch(epoch) || !read_geometry(state, outbound, &out) || !read_geometry(state, inbound, &in) ||
       !read_seals(keys, &out_seal, &in_seal))
     return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_TypeError, "keys are None or two byte strings");
@@ -114,7 +115,7 @@ PyObject* open_stream(PyObject* module, PyObject* args) {
     Py_DECREF(memory);
     return nullptr;
   }
-  return make_channel(state, stream, memory, peer, epoch, outbound, out, inbound, in);
+  return make_channel(state, stream, memory, peer, peer_name, epoch, outbound, out, inbound, in);
 }
 
 PyObject* ring_bytes(PyObject*, PyObject* args) {

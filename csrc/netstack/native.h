@@ -75,8 +75,8 @@ PyObject* make_record(const Record& record, PyObject* const (&values)[count]) {
 }
 
 // Takes over `engine` and, also on failure, the reference to `memory`; `outbound` and `inbound` are Geometry objects.
-PyObject* make_channel(State* state, Engine* engine, PyObject* memory, PyObject* peer, std::uint64_t epoch,
-                       PyObject* outbound, const Shape& out, PyObject* inbound, const Shape& in);
+PyObject* make_channel(State* state, Engine* engine, PyObject* memory, PyObject* peer, PyObject* peer_name,
+                       std::uint64_t epoch, PyObject* outbound, const Shape& out, PyObject* inbound, const Shape& in);
 
 extern PyType_Spec channel_spec;
 

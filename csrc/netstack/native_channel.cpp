@@ -191,6 +191,7 @@ PyMethodDef methods[] = {
 };
 PyMemberDef members[] = {
     {"peer", T_OBJECT_EX, offsetof(Channel, peer), READONLY, nullptr},
+    {"peer_name", T_OBJECT_EX, offsetof(Channel, peer_name), READONLY, nullptr},
     {"outbound", T_OBJECT_EX, offsetof(Channel, outbound), READONLY, nullptr},
     {"inbound", T_OBJECT_EX, offsetof(Channel, inbound), READONLY, nullptr},
     {"epoch", T_ULONGLONG, offsetof(Channel, epoch), READONLY, nullptr},
@@ -210,8 +211,8 @@ PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(channel_dealloc)}
 PyType_Spec channel_spec = {"lamina.netstack._native.Channel", sizeof(Channel), 0,
                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
 
-PyObject* make_channel(State* state, Engine* engine, PyObject* memory, PyObject* peer, std::uint64_t epoch,
-                       PyObject* outbound, const Shape& out, PyObject* inbound, const Shape& in) {
+PyObject* make_channel(State* state, Engine* engine, PyObject* memory, PyObject* peer, PyObject* peer_name,
+                       std::uint64_t epoch, PyObject* outbound, const Shape& out, PyObject* inbound, const Shape& in) {
   auto* self = allocate<Channel>(state->channel_type);
   if (!self) {
     delete engine;
@@ -221,6 +222,7 @@ PyObject* make_channel(State* state, Engine* engine, PyObject* memory, PyObject*
   self->engine = engine;
   self->memory = memory;
   self->peer = Py_NewRef(peer);
+  self->peer_name = Py_NewRef(peer_name);
   self->outbound = Py_NewRef(outbound);
   self->inbound = Py_NewRef(inbound);
   self->epoch = epoch;

@@ -33,7 +33,7 @@ struct Channel {
   PyObject_HEAD PyObject* weak;
   Engine* engine;
   PyObject* memory;  // null once closed and left by every call
-  PyObject *peer, *outbound, *inbound;
+  PyObject *peer, *peer_name, *outbound, *inbound;
   Number epoch;
   Shape out, in;
   Fifo *granted, *arrived;
@@ -85,6 +85,7 @@ inline void channel_dealloc(PyObject* object) {
   delete self->arrived;
   Py_XDECREF(self->memory);
   Py_XDECREF(self->peer);
+  Py_XDECREF(self->peer_name);
   Py_XDECREF(self->outbound);
   Py_XDECREF(self->inbound);
   free_object(object);

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lamina.buffers import bytes_of, tensor_over
-from lamina.netstack import Arrival, Channel, ChannelTimeout, Fabric, Geometry, Listener, PeerFault
+from lamina.netstack import Arrival, Ceiling, Channel, ChannelTimeout, Fabric, Geometry, Listener, PeerFault
 
 from . import Facts, RankPlace
 from .sums import ordered_sum, side_by_side
@@ -26,7 +26,6 @@ SLOTS = 4
 SLOT_BYTES = 1 << 20
 INBOX = Geometry(slots=SLOTS, slot_bytes=SLOT_BYTES)  # from each rank, of each rank
 _TAG = struct.Struct("<QQ")  # number of the message, its bytes
-_HELLO = struct.Struct("<Q")  # rank
 _LETTER = 1 << 63  # in the place of the number of a message that is none of a tensor
 _LOOK_S = 0.001  # at each rank in turn, for letters of any
 
@@ -197,26 +196,38 @@ def open_collective(mesh: Mesh, at: RankPlace) -> Mesh:
     return mesh
 
 
+def ceiling(ranks: int) -> Ceiling:
+    """Of a rank's listener."""
+    return Ceiling(inbox_bytes=2 * SLOTS * SLOT_BYTES, channels=ranks - 1)
+
+
 def listen_and_connect(
-    fabric: Fabric, listener: Listener, urls: Sequence[str], rank: int, *, start_timeout_s: float, step_timeout_s: float
+    fabric: Fabric,
+    listener: Listener,
+    urls: Sequence[str],
+    names: Sequence[str],
+    rank: int,
+    *,
+    start_timeout_s: float,
+    step_timeout_s: float,
 ) -> Mesh:
-    """The mesh of the ranks that listen at ``urls``, in their order, once all are there. Closes ``listener``, this
-    rank's.
+    """The mesh of the ranks that listen at ``urls`` under ``names``, no two of which are alike, in their order, once
+    all are there. Closes ``listener``, this rank's.
 
     Each rank waits for those below it, then goes to those above: rank 0 waits for nobody. Raises ChannelError.
     """
+    if len(set(names)) < len(urls):
+        raise ValueError(f"{len(urls)} ranks need as many names, each its own, not {', '.join(map(repr, names))}")
     channels: list[Channel | None] = [None] * len(urls)
     for _ in range(rank):
         channel = listener.accept(timeout_s=start_timeout_s)
-        hello = channel.wait_signal(timeout_s=start_timeout_s)
-        (other,) = _HELLO.unpack_from(hello.tag)
-        channel.release(hello)
+        other = names.index(channel.peer_name) if channel.peer_name in names else rank
         if other >= rank or channels[other] is not None:
-            raise PeerFault(f"{channel.peer} says that it is rank {other}")
+            raise PeerFault(f"{channel.peer} is {channel.peer_name!r}, which rank {rank} does not wait for")
         channels[other] = channel
     for other in range(rank + 1, len(urls)):
-        channel = fabric.connect(urls[other], outbound=INBOX, inbound=INBOX, timeout_s=start_timeout_s)
-        channel.put_signal(channel.reserve(0), _HELLO.pack(rank))
-        channels[other] = channel
+        channels[other] = fabric.connect(
+            urls[other], outbound=INBOX, inbound=INBOX, timeout_s=start_timeout_s, name=names[rank], peer=names[other]
+        )
     listener.close()
     return Mesh(rank, channels, step_timeout_s)

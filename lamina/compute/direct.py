@@ -142,19 +142,18 @@ def _share(layer: LayerShape, piece: Piece, wire: Wire, line: int, itemsize: int
 
 
 def open_wires(
-    connect: Callable[[str], Channel],
-    urls: Sequence[str],
+    connects: Sequence[Callable[[], Channel]],
     bounds: Sequence[Bound],
     staging: Staging,
     wait_s: float,
 ) -> list[Wire]:
-    """To the memory workers at ``urls``, which gave ``bounds``, if all of them can have one; else none, and those that
-    wait for theirs are told so. Raises ChannelError, RefusedError.
+    """To the memory workers that ``connects`` go to, which gave ``bounds``, if all of them can have one; else none, and
+    those that wait for theirs are told so. Raises ChannelError, RefusedError.
     """
     wires, wanted = list[Wire](), all(bound.direct for bound in bounds)
-    for worker, (url, bound) in enumerate(zip(urls, bounds, strict=True)):
+    for worker, (connect, bound) in enumerate(zip(connects, bounds, strict=True)):
         if bound.direct:
-            channel = connect(url)
+            channel = connect()
             MemoryLink(channel, worker, wait_s).direct(Direct(wait_s=wait_s if wanted else 0.0))
             if wanted:
                 wires.append(Wire(channel, staging, wait_s))

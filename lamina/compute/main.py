@@ -9,7 +9,7 @@ from typing import Any
 from lamina import collective, netstack
 from lamina.collective import Collective, RankPlace
 from lamina.collective.choose import choose_and_open
-from lamina.collective.mesh import listen_and_connect
+from lamina.collective.mesh import ceiling, listen_and_connect
 from lamina.kv.stored import stored_dtype
 from lamina.memory.store import available_bytes
 from lamina.protocol.control import ComputeReady, LinkClosedError, RankUrl, RankUrls, RingPeer, RingUrl
@@ -24,12 +24,22 @@ from .links import MemoryLink
 from .memory_pool import MemoryPool
 from .model_server import Cut, ModelServer, serve
 from .ranks import Together
-from .ring import RingEnds
+from .ring import RING, RingEnds
 from .staged import stage_attention, stage_collective, stage_ring
 from .worker import Attention, ComputeWorker
 
 NO_LIMIT = 1 << 62  # bytes
 OWN_HOST = "127.0.0.1"  # where ranks are that were given no address
+
+
+def ring_name(worker: str) -> str:
+    """Of the place where the replica before a worker comes, which is none for ranks."""
+    return f"{worker}/ring" if worker else ""
+
+
+def rank_name(worker: str) -> str:
+    """Of the place where a worker's other ranks come."""
+    return f"{worker}/ranks" if worker else ""
 
 
 def serve_compute(sock: socket.socket, module: Any = None) -> None:
@@ -44,8 +54,9 @@ class _Server(ModelServer):
         start = self.start
         if start.tensor_parallel_size > 1 and (lacks := collective.lacks(start.collective, self.staging.device)):
             raise ValueError(lacks)
-        listener = self._listen(RingUrl) if start.replicas > 1 else None
-        ranks = self._listen(RankUrl) if start.tensor_parallel_size > 1 else None
+        listener = self._listen(RingUrl, ring_name(start.name), RING) if start.replicas > 1 else None
+        size = start.tensor_parallel_size
+        ranks = self._listen(RankUrl, rank_name(start.name), ceiling(size)) if size > 1 else None
         if self.module is None:
             self._check_room(start.copies)
         group = stage_collective(self._meet(ranks), self.staging) if ranks else None
@@ -67,9 +78,9 @@ class _Server(ModelServer):
         )
         return worker, self.ready(cut, bounds)
 
-    def _listen(self, tell: type[RingUrl | RankUrl]) -> netstack.Listener:
+    def _listen(self, tell: type[RingUrl | RankUrl], name: str, most: netstack.Ceiling) -> netstack.Listener:
         """Where the replica before this one comes, or the other ranks."""
-        listener = self.fabric.listen(self.start.address)
+        listener = self.fabric.listen(self.start.address, name=name, ceiling=most)
         self.service.link.send(tell(url=listener.url))
         return listener
 
@@ -79,8 +90,10 @@ class _Server(ModelServer):
         if not isinstance(peers, RankUrls):
             raise LinkClosedError("the driver ended before the ranks had met")
         start_s, step_s = start.start_timeout_s, start.step_timeout_s
-        urls, rank = peers.urls, start.rank
-        mesh = listen_and_connect(self.fabric, listener, urls, rank, start_timeout_s=start_s, step_timeout_s=step_s)
+        names = [rank_name(name) for name in peers.names]
+        mesh = listen_and_connect(
+            self.fabric, listener, peers.urls, names, start.rank, start_timeout_s=start_s, step_timeout_s=step_s
+        )
         host = start.address.rpartition(":")[0].strip("[]") or OWN_HOST
         at = RankPlace(self.staging.device, host, start_s, step_s)
         self.group, choice = choose_and_open(start.collective, mesh, at)
@@ -104,6 +117,7 @@ class _Server(ModelServer):
             self.fabric,
             listener,
             peer.url,
+            [ring_name(name) for name in (peer.before, start.name, peer.name)],
             [cut.tensors for cut in program.cuts],
             first=start.number == 0,
             max_rows=start.max_rows,
@@ -119,17 +133,19 @@ class _Server(ModelServer):
             ring.await_turn()
         rows = {"max_rows": start.max_rows, "max_len": cut.max_len, "num_batches": start.num_batches}
         outbound, inbound = geometries(cut.layers, partition, cut.dtype.itemsize, **rows)
-        connect = partial(self.fabric.connect, outbound=outbound, inbound=inbound)
+        connect = partial(self.fabric.connect, outbound=outbound, inbound=inbound, name=start.name)
         links, bounds = list[MemoryLink](), list[Bound]()
-        for worker, url in enumerate(start.memory_urls):
-            channel = connect(url)
+        places = list(zip(start.memory_urls, start.memory_names, strict=True))
+        for worker, (url, name) in enumerate(places):
+            channel = connect(url, peer=name)
             number = worker * start.tensor_parallel_size + start.rank
             links.append(MemoryLink(channel, worker, start.step_timeout_s, self.trace, number))
             if start.number:
                 bounds.append(links[-1].join(Join(number=start.number, layers=cut.layers)))
             else:
                 bounds.append(links[-1].bind(self._bind(worker, cut, channel)))
-        wires = open_wires(connect, start.memory_urls, bounds, self.staging, start.step_timeout_s)
+        opens = [partial(connect, url, peer=name) for url, name in places]
+        wires = open_wires(opens, bounds, self.staging, start.step_timeout_s)
         if ring and start.number + 1 < start.replicas:
             ring.pass_turn()
         merging = backend_on(CPU, bounds[0].backend if partition.stripe else "reference", "reference", cut.dtype)
@@ -163,6 +179,7 @@ class _Server(ModelServer):
             max_model_len=cut.max_len,
             replicas=start.replicas,
             prefill_workers=start.prefill_workers,
+            joining=start.joining,
             direct=has_whole_heads(cut.partition) and can_be_direct(channel, self.staging),
             overlap=start.overlap,
             backend=start.backend,

@@ -54,8 +54,8 @@ class _Server(ModelServer):
     def _join(self, cut: Cut) -> tuple[list[MemoryLink], list[Bound]]:
         start, links, bounds = self.start, list[MemoryLink](), list[Bound]()
         outbound, inbound = kv_geometries(cut.layers, cut.partition, cut.dtype.itemsize, max_rows=start.max_rows)
-        for worker, url in enumerate(start.memory_urls):
-            channel = self.fabric.connect(url, outbound=outbound, inbound=inbound)
+        for worker, (url, name) in enumerate(zip(start.memory_urls, start.memory_names, strict=True)):
+            channel = self.fabric.connect(url, outbound=outbound, inbound=inbound, name=start.name, peer=name)
             links.append(MemoryLink(channel, worker, start.step_timeout_s, self.trace))
             bounds.append(links[-1].join(Join(number=start.replicas + start.number, layers=cut.layers)))
         return links, bounds

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from lamina.buffers import tensor_over
-from lamina.netstack import Channel, Fabric, Geometry, Listener
+from lamina.netstack import Ceiling, Channel, Fabric, Geometry, Listener, PeerFault
 from lamina.protocol.plan import Key, Kind, ProtocolError, StepPlan
 
 ALIGN = 64  # bytes at which each tensor of a message begins
 LEAST_SLOT_BYTES = 1 << 16
+RING = Ceiling(channels=1)  # of a replica's listener: the one before it alone
 
 
 class RowShape(Protocol):
@@ -115,6 +116,7 @@ class RingEnds:
         fabric: Fabric,
         listener: Listener,
         peer: str,
+        names: Sequence[str],
         cuts: Sequence[Sequence[RowShape]],
         *,
         first: bool,
@@ -123,17 +125,23 @@ class RingEnds:
         start_timeout_s: float,
         step_timeout_s: float,
     ) -> None:
-        """``listener`` is where the replica before comes, ``peer`` where the next one listens. Raises ChannelError."""
+        """``listener`` is where the replica before comes, ``peer`` where the next one listens. ``names``: of the one
+        before, this one and the next. Raises ChannelError.
+        """
         self._limit = start_timeout_s
         inbox = ring_inbox(cuts, max_rows=max_rows, num_batches=num_batches)
 
         def connect() -> Channel:
             nothing = Geometry(slots=1, slot_bytes=ALIGN)
-            return fabric.connect(peer, outbound=inbox, inbound=nothing, timeout_s=self._limit)
+            return fabric.connect(
+                peer, outbound=inbox, inbound=nothing, timeout_s=self._limit, name=names[1], peer=names[2]
+            )
 
         # Somebody must knock first; the others open when knocked at, and then knock at the next.
         behind = connect() if first else None
         self._before = listener.accept(timeout_s=self._limit)
+        if self._before.peer_name != names[0]:
+            raise PeerFault(f"{self._before.peer} is {self._before.peer_name!r} in place of {names[0]!r}")
         self._behind = behind or connect()
         listener.close()
         self.ring: Ring = Move(self._before, self._behind, cuts, step_timeout_s)

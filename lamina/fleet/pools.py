@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -61,6 +62,7 @@ class Pools:
         """``model``: path, hub id, or an nn.Module, which then runs in this process. Raises ValueError, WorkerError."""
         self._config = config
         self._members = Members(self._gather, self._after_end)
+        self._incarnation = secrets.token_hex(8)  # part of all workers' names: no other engine's has it
         self._launcher: Launcher | None = None
         self._arrivals = Arrivals()
         self._chunks = [0] * config.prefill_workers  # in flight, by prefill worker
@@ -230,6 +232,7 @@ class Pools:
             start = StartMemory(
                 scheme=config.scheme,
                 address=address or member.handle.place,
+                name=self._name("memory", member.handle.index),
                 key=launcher.key if launcher else b"",
                 threads=self._threads("memory", member.handle.index, one_process=one_process),
                 device=config.memory_device,
@@ -254,7 +257,7 @@ class Pools:
             ranks = self._compute[first : first + size]
             urls = self._urls(ranks, RankUrl, deadline)
             for member in ranks:
-                self._members.send(member, RankUrls(urls=urls))
+                self._members.send(member, RankUrls(urls=urls, names=self._names(ranks)))
 
     def _close_ring(self, deadline: float) -> None:
         """Tell every replica where the next one is, each rank for itself."""
@@ -262,8 +265,17 @@ class Pools:
         for rank in range(size if self._config.replicas > 1 else 0):
             replicas = self._compute[rank::size]
             urls = self._urls(replicas, RingUrl, deadline)
-            for member, url in zip(replicas, urls[1:] + urls[:1], strict=True):
-                self._members.send(member, RingPeer(url=url))
+            names, last = self._names(replicas), len(replicas) - 1
+            for i, member in enumerate(replicas):
+                behind = 0 if i == last else i + 1
+                self._members.send(member, RingPeer(url=urls[behind], name=names[behind], before=names[i - 1]))
+
+    def _name(self, role: str, index: int) -> str:
+        """Which a worker proves to its peers."""
+        return f"{role}-{index}-{self._incarnation}"
+
+    def _names(self, members: list[Member]) -> list[str]:
+        return [self._name(m.handle.role, m.handle.index) for m in members]
 
     def _urls(self, members: list[Member], kind: Any, deadline: float) -> list[str]:
         """What each of ``members`` says in a message of ``kind``."""
@@ -333,8 +345,11 @@ class Pools:
             threads=threads,
             scheme=c.scheme,
             address=handle.place,
+            name=self._name(handle.role, handle.index),
             key=key,
             memory_urls=c.of_rank(urls, rank),
+            memory_names=c.of_rank(self._names(self._members.role("memory")), rank),
+            joining=self._names(self._compute[rank :: c.tensor_parallel_size] + self._prefill),
             memory_weights=c.of_rank(weights, rank),
             partition=c.partition,
             start_timeout_s=c.start_timeout_s,

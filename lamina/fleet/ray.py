@@ -8,6 +8,7 @@ its token can make; who can read the network reads it, unless Ray's TLS is on.
 from __future__ import annotations
 
 import json
+import secrets
 import signal
 import socket
 import threading
@@ -81,6 +82,7 @@ class RayLauncher:
     def __init__(self, ray: Any, owned: bool, config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> None:
         self._ray, self._owned, self._key = ray, owned, key
         self._limit_s = min(CALL_S, config.start_timeout_s)
+        self._incarnation = secrets.token_hex(8)  # part of the names on control links
         self._wardens: dict[tuple[str, int], Any] = {}
         try:
             self.places = find_places(ray, config, wanted)
@@ -99,14 +101,18 @@ class RayLauncher:
     def start(self, role: str, index: int, threads: int = 0) -> RayWorker:
         at, warden = self.places[role][index], self._wardens[role, index]
         host, who = at.host.address, f"the warden of {role} worker {index} on {at.host.address}"
-        order = {"role": role, "threads": threads or self.share(role, index), "key": self._key.hex(), "host": host}
+        name, driver = (f"{end}-{self._incarnation}" for end in (f"{role}-{index}", "driver"))
+        order = {
+            "role": role, "threads": threads or self.share(role, index), "key": self._key.hex(), "host": host,
+            "name": name, "driver": driver,
+        }  # fmt: skip
         answer = self._ask(who, warden.listen.remote(json.dumps(order)))
         if answer["version"] != __version__:
             raise ValueError(f"{host} has Lamina {answer['version']}, this host has {__version__}: install the same")
         if answer["auth"] != "token":
             raise ValueError(f"{host}: its Ray runs without tokens: start it with {MODE}=token")
         try:
-            sock = connect(host, answer["port"], self._key, REACH_S)
+            sock = connect(host, answer["port"], self._key, REACH_S, name=driver, peer=name)
         except (ChannelError, OSError) as error:
             raise OSError(f"{who} cannot be reached at port {answer['port']}: {error}") from error
         started = self._ask(who, warden.started.remote())

@@ -33,12 +33,14 @@ class Warden:
         self._fate = ""
 
     def listen(self, order: str) -> str:
-        """``order``: {role, threads, key, host}; the key in hexadecimal, host: the interface that the driver reaches.
+        """``order``: {role, threads, key, host, name, driver}; the key in hexadecimal, host: the interface that the
+        driver reaches, name and driver: of the two ends of the control link.
 
         Answers {port, version, auth}; ``auth`` is how Ray's own doors are kept here.
         """
         self._order = json.loads(order)
-        listener = ControlListener(self._order["host"], bytes.fromhex(self._order["key"]))
+        at, key = self._order, bytes.fromhex(self._order["key"])
+        listener = ControlListener(at["host"], key, at["name"], at["driver"])
         threading.Thread(target=self._serve, args=(listener,), name="lamina-warden", daemon=True).start()
         return json.dumps({"port": listener.port, "version": __version__, "auth": os.environ.get("RAY_AUTH_MODE", "")})
 

@@ -86,7 +86,7 @@ class _Server:
         try:
             gpu = None if self._start.device == "cpu" else self._pick_gpu()
             self._fabric = netstack.open(self._start.scheme, key=self._start.key or cluster_key(), gpu=gpu)
-            return self._fabric.listen(self._start.address)
+            return self._fabric.listen(self._start.address, name=self._start.name)
         except (ValueError, ImportError, ChannelError) as e:
             self._service.fail(f"memory worker: {e}", user_error=True)
             return None

@@ -16,6 +16,7 @@ from torch import Tensor
 from lamina.netstack import Arrival, Channel, ChannelTimeout
 from lamina.observe.trace import Event, Recorder
 from lamina.protocol.plan import (
+    Bind,
     Key,
     Kind,
     ProtocolError,
@@ -78,6 +79,7 @@ class Session:
             raise ProtocolError(f"{key} in place of a join")
         join = decode_join(arrival.data)
         channel.release(arrival)
+        _check_name(bind, channel, join.number)
         if join.number != len(self._channels):
             raise ProtocolError(f"worker {join.number} came when worker {len(self._channels)} was due")
         if join.layers != bind.layers:
@@ -88,6 +90,7 @@ class Session:
         self._send(channel, Key(Kind.BOUND), encode(self._store.bound))
 
     def _join_direct(self, channel: Channel, arrival: Arrival) -> None:
+        _check_name(self._store.bind, channel, 0)
         wait_s = decode_direct(arrival.data).wait_s
         channel.release(arrival)
         self._send(channel, Key(Kind.BOUND), encode(self._store.bound))
@@ -250,7 +253,9 @@ class Session:
             if key.kind != Kind.BIND:
                 raise ProtocolError(f"{key} in place of a bind")
             try:
-                store = Store(decode_bind(arrival.data), device, share)
+                bind = decode_bind(arrival.data)
+                _check_name(bind, channel, 0)
+                store = Store(bind, device, share)
             except (ValueError, ImportError, MemoryError, ProtocolError) as e:
                 answer, text = Kind.REFUSED, str(e).encode()
             else:
@@ -289,6 +294,13 @@ class Session:
         slot.data[:] = data
         channel.put_signal(slot, key.pack())
         self._meter.add("bytes_sent", len(data))
+
+
+def _check_name(bind: Bind, channel: Channel, number: int) -> None:
+    """Raises ProtocolError where ``channel`` is not of the worker of that number."""
+    name = bind.joining[number] if number < len(bind.joining) else ""
+    if channel.peer_name != name:
+        raise ProtocolError(f"worker {number} is {name!r} by the bind, and {channel.peer_name!r} came for it")
 
 
 def _key(kind: Kind, plan: StepPlan, layer: int) -> Key:

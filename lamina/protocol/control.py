@@ -38,6 +38,7 @@ class StartMemory(msgspec.Struct, frozen=True, kw_only=True, tag="start-memory")
 
     scheme: str
     address: str  # where to listen, "" = any private place
+    name: str = ""  # which it proves to compute and prefill workers
     key: bytes  # empty: the worker's environment has it
     threads: int  # of the attention backend
     device: str = "cpu"  # as in --memory-device
@@ -119,8 +120,11 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     threads: int  # 0 = torch's own choice
     scheme: str
     address: str = ""  # where replicas listen for each other, as for memory workers
+    name: str = ""  # which it proves to other workers
     key: bytes  # empty: the worker's environment has it
     memory_urls: list[str]
+    memory_names: list[str]
+    joining: list[str]  # as in Bind
     memory_weights: list[float]  # each one's part of the work
     partition: str  # by its name in protocol.partition.PARTITIONS
     start_timeout_s: float
@@ -135,9 +139,11 @@ class RingUrl(msgspec.Struct, frozen=True, kw_only=True, tag="ring-url"):
 
 
 class RingPeer(msgspec.Struct, frozen=True, kw_only=True, tag="ring-peer"):
-    """Driver -> compute worker: the place of the one behind it."""
+    """Driver -> compute worker: the place of the one behind it, and the names of both neighbours."""
 
     url: str
+    name: str
+    before: str
 
 
 class RankUrl(msgspec.Struct, frozen=True, kw_only=True, tag="rank-url"):
@@ -150,6 +156,7 @@ class RankUrls(msgspec.Struct, frozen=True, kw_only=True, tag="rank-urls"):
     """Driver -> compute worker: the places of all ranks of its replica, in their order."""
 
     urls: list[str]
+    names: list[str]
 
 
 class Connect(msgspec.Struct, frozen=True, tag="connect"):

@@ -204,6 +204,7 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int  # tokens in a sequence at most
     replicas: int = 1  # compute workers: this one and those that will join
     prefill_workers: int = 0  # that will join behind them
+    joining: list[str] = []  # the names of all that connect, by number, this one's first; empty: they have none
     kv_cache_dtype: str = "auto"  # of the store, by its name in kv.stored; auto = that of the wire
     direct: bool = False  # the devices of this side could send and receive what is of a layer
     overlap: bool = True  # attend the stored tokens as soon as Q is there, not only once KV has come

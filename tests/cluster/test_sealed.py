@@ -20,6 +20,7 @@ from lamina.protocol.sealed import KEY_BYTES, SealedSocket
 KEY = bytes(range(32))
 THERE, BACK = b"t" * KEY_BYTES, b"b" * KEY_BYTES
 SOON_S = 10.0
+NAMES = {"name": "driver", "peer": "worker"}
 
 
 def pair(*, also: socket.socket | None = None) -> tuple[SealedSocket, SealedSocket]:
@@ -135,14 +136,14 @@ def test_control_messages_go_through_with_a_deadline(ends: tuple[SealedSocket, S
 
 
 def test_only_who_has_the_key_comes_in() -> None:
-    listener = ControlListener("127.0.0.1", KEY)
+    listener = ControlListener("127.0.0.1", KEY, "worker", "driver")
     accepted: list[tuple[socket.socket, bytes]] = []
     thread = threading.Thread(target=lambda: accepted.append(listener.accept(SOON_S)))
     thread.start()
     stranger = socket.create_connection(("127.0.0.1", listener.port))  # silent: it delays nobody
     with pytest.raises(HandshakeError, match="keys differ"):
-        connect("127.0.0.1", listener.port, bytes(32), SOON_S)
-    with connect("127.0.0.1", listener.port, KEY, SOON_S) as driver:
+        connect("127.0.0.1", listener.port, bytes(32), SOON_S, **NAMES)
+    with connect("127.0.0.1", listener.port, KEY, SOON_S, **NAMES) as driver:
         thread.join(SOON_S)
         ((sock, keys),) = accepted
         with SealedSocket(sock.detach(), keys) as worker:
@@ -155,7 +156,7 @@ def test_only_who_has_the_key_comes_in() -> None:
 
 
 def test_closing_the_listener_ends_the_wait() -> None:
-    listener = ControlListener("127.0.0.1", KEY)
+    listener = ControlListener("127.0.0.1", KEY, "worker", "driver")
     ended: list[BaseException] = []
 
     def wait() -> None:
@@ -169,3 +170,25 @@ def test_closing_the_listener_ends_the_wait() -> None:
     listener.close()
     thread.join(SOON_S)
     assert len(ended) == 1
+
+
+def test_another_than_the_driver_is_turned_away() -> None:
+    """It holds the key, as all workers do."""
+    listener = ControlListener("127.0.0.1", KEY, "worker", "driver")
+    refused: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            listener.accept(SOON_S)
+        except HandshakeError as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    with pytest.raises(HandshakeError, match="not the peer that we want, 'other'"):
+        connect("127.0.0.1", listener.port, KEY, SOON_S, name="driver", peer="other")
+    with connect("127.0.0.1", listener.port, KEY, SOON_S, name="other", peer="worker") as link:
+        assert link.recv_into(memoryview(bytearray(1))) == 0
+    thread.join(SOON_S)
+    assert "'other' came in place of the driver, 'driver'" in str(refused[0])
+    listener.close()

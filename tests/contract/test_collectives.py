@@ -247,9 +247,12 @@ from lamina.collective import Place
 from lamina.collective.mesh import listen_and_connect
 scheme, name, last = sys.argv[1:]
 fabric = netstack.open(scheme, key=b"k" * 32)
-listener = fabric.listen()
+listener = fabric.listen(name="second")
 print(listener.url, flush=True)
-mesh = listen_and_connect(fabric, listener, ["", listener.url], 1, start_timeout_s=30.0, step_timeout_s=30.0)
+names = ["first", "second"]
+mesh = listen_and_connect(
+    fabric, listener, ["", listener.url], names, 1, start_timeout_s=30.0, step_timeout_s=30.0
+)
 group = collective.open_collective(name, mesh, Place(torch.device("cpu"), "127.0.0.1", 30.0, 30.0))
 print(group.all_reduce(torch.full((3,), 2.0)).tolist(), flush=True)
 if last == "meets":
@@ -271,7 +274,13 @@ def other_process(scheme: str, name: str, last: str, timeout_s: float) -> Iterat
             assert process.stdout is not None
             urls = ["", process.stdout.readline().strip()]
             mesh = listen_and_connect(
-                fabric, fabric.listen(), urls, 0, start_timeout_s=WAIT_S, step_timeout_s=timeout_s
+                fabric,
+                fabric.listen(),
+                urls,
+                ["first", "second"],
+                0,
+                start_timeout_s=WAIT_S,
+                step_timeout_s=timeout_s,
             )
             group = open_entry(name, mesh, timeout_s)
             assert group.all_reduce(torch.full((3,), 1.0)).tolist() == [3.0] * 3

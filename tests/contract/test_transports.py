@@ -1,5 +1,6 @@
 """The contract of lamina.netstack.fabric, for every transport in its table: a new transport needs no edit here."""
 
+import gc
 import os
 import random
 import re
@@ -19,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lamina import netstack
-from lamina.netstack import Channel, DeviceChannel, Fabric, Geometry, Listener
+from lamina.netstack import Ceiling, Channel, DeviceChannel, Fabric, Geometry, Listener
 from lamina.netstack.cuda_driver import Driver, Pinned, Stream
 from lamina.netstack.fabric import DEATH_NOTICED_S, EPOCH_SHIFT, TAG_BYTES
 
@@ -530,6 +531,62 @@ def test_an_address_in_use_is_one_clear_line(fabric: Fabric) -> None:
         fabric.listen(address)
     assert address in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_both_ends_know_the_others_name(fabric: Fabric) -> None:
+    listener = fabric.listen(name="there")
+    accepted = Task(lambda: listener.accept(timeout_s=SOON_S))
+    a = fabric.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=SOON_S, name="here", peer="there")
+    assert (a.peer_name, accepted.join().peer_name) == ("there", "here")
+    assert "there" not in listener.url
+
+
+@pytest.mark.parametrize("wanted", ["", "elsewhere"])
+def test_a_listener_of_another_name_refuses_and_goes_on(fabric: Fabric, wanted: str) -> None:
+    listener = fabric.listen(name="there")
+    accepted = Task(lambda: listener.accept(timeout_s=LONG_S))
+    with pytest.raises(netstack.HandshakeError, match=f"not the peer that we want, {wanted!r}"):
+        fabric.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=SOON_S, peer=wanted)
+    a = fabric.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=SOON_S, peer="there")
+    send(a, b"friend")
+    assert receive(accepted.join())[2] == b"friend"
+
+
+def test_names_too_long_are_refused_on_both_sides(fabric: Fabric) -> None:
+    listener = fabric.listen()
+    for names in ({"name": "x" * 65}, {"peer": "x" * 65}):
+        with pytest.raises(ValueError, match="64 bytes"):
+            fabric.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=SOON_S, **names)
+    with pytest.raises(ValueError, match="64 bytes"):
+        fabric.listen(name="x" * 65)
+
+
+def test_nobody_gets_a_larger_inbox_than_the_listener_allows(fabric: Fabric) -> None:
+    """The ceiling is for both directions together."""
+    listener = fabric.listen(ceiling=Ceiling(inbox_bytes=8 << 20))
+    large = Geometry(slots=2, slot_bytes=4 << 20)
+    accepted = Task(lambda: listener.accept(timeout_s=LONG_S))
+    for out, into in ((SMALL, large), (large, SMALL)):
+        with pytest.raises(netstack.HandshakeError, match=r"above the listener.s ceiling"):
+            fabric.connect(listener.url, outbound=out, inbound=into, timeout_s=SOON_S)
+    half = Geometry(slots=1, slot_bytes=1 << 20)
+    a = fabric.connect(listener.url, outbound=half, inbound=half, timeout_s=SOON_S)
+    send(a, b"modest")
+    assert receive(accepted.join())[2] == b"modest"
+
+
+def test_nobody_gets_more_channels_than_the_listener_allows(fabric: Fabric) -> None:
+    listener = fabric.listen(ceiling=Ceiling(channels=1))
+    pair = connect(fabric, listener)
+    accepting = Task(lambda: listener.accept(timeout_s=1.0))
+    with pytest.raises(netstack.HandshakeError, match="as many channels as its ceiling allows"):
+        fabric.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=SOON_S)
+    with pytest.raises(netstack.ChannelTimeout, match="refused"):
+        accepting.join()
+    pair.b.close()
+    pair.b = pair.a  # the last that holds the accepted end
+    gc.collect()
+    connect(fabric, listener)
 
 
 def test_stats_count_payloads(pair: Pair) -> None:

@@ -125,7 +125,7 @@ def test_rdma_of_one_side_alone_is_no_way(who: str, monkeypatch: pytest.MonkeyPa
     ends[who] = with_rdma()
     a, _ = connect(ends["connector"], beyond_memory(ends["listener"]))
     assert a.peer.startswith("tcp://")
-    why = "names no device here" if who == "listener" else "refused our proof"
+    why = "names no device here" if who == "listener" else "does not speak verbs"
     assert re.search(f"tcp, for .* memory .*, nor of RDMA .*{why}", ends["connector"].reason)
     for end in ends.values():
         end.close()

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +14,23 @@ from hypothesis import strategies as st
 from wiring import KEY, SOON_S
 
 from lamina.netstack import ChannelTimeout, Geometry, HandshakeError, handshake
-from lamina.netstack.handshake import CHALLENGE, HELLO, PROOF_BYTES, Exchange, Session, Terms, answer, offer, run
+from lamina.netstack.handshake import (
+    CHALLENGE,
+    HELLO,
+    PREFIX,
+    PROOF_BYTES,
+    SEAL,
+    Exchange,
+    Session,
+    Terms,
+    answer,
+    offer,
+    run,
+)
 
-TERMS = Terms("shm", 3, Geometry(slots=4, slot_bytes=100), Geometry(slots=7, slot_bytes=1 << 32), sealed=True)
-SESSION = Session(TERMS.scheme, TERMS.epoch, TERMS.outbound, TERMS.inbound, sealed=True)
+SEVEN = Geometry(slots=7, slot_bytes=1 << 32)
+TERMS = Terms("shm", 3, Geometry(slots=4, slot_bytes=100), SEVEN, SEAL, "one", "other")
+SESSION = Session(**vars(TERMS))
 SIZES = [HELLO.size, CHALLENGE.size, PROOF_BYTES, PROOF_BYTES]  # the four frames, connector first, then in turn
 
 
@@ -33,10 +47,27 @@ def outcome(future: Future[Session]) -> Session | HandshakeError:
         return error
 
 
+def answering() -> handshake.Steps:
+    return answer(KEY, "shm", name="other")
+
+
+Tamper = Callable[[int, bytes], bytes]
+Outcome = Session | HandshakeError
+
+
 def shake(
-    pool: ThreadPoolExecutor, tamper: Callable[[int, bytes], bytes] = lambda _, frame: frame, key: bytes = KEY
-) -> tuple[Session | HandshakeError, Session | HandshakeError]:
+    pool: ThreadPoolExecutor, tamper: Tamper = lambda _, frame: frame, key: bytes = KEY
+) -> tuple[Outcome, Outcome]:
     """(the connector's, the listener's) outcome, with ``tamper(number, frame)`` between them."""
+    return shake_with(pool, offer(key, TERMS), answering(), tamper)
+
+
+def shake_with(
+    pool: ThreadPoolExecutor,
+    offering: handshake.Steps,
+    listening: handshake.Steps,
+    tamper: Tamper = lambda _, frame: frame,
+) -> tuple[Outcome, Outcome]:
     connector, left = socket.socketpair()
     right, listener = socket.socketpair()
     deadline = time.monotonic() + SOON_S
@@ -54,7 +85,7 @@ def shake(
                     return
                 target.sendall(tamper(number, frame))
 
-    futures = [pool.submit(closing, connector, offer(key, TERMS)), pool.submit(closing, listener, answer(KEY, "shm"))]
+    futures = [pool.submit(closing, connector, offering), pool.submit(closing, listener, listening)]
     pool.submit(carry)
     return outcome(futures[0]), outcome(futures[1])
 
@@ -122,16 +153,23 @@ def test_a_recorded_handshake_cannot_be_replayed(pool: ThreadPoolExecutor) -> No
     assert isinstance(to_listener[1], HandshakeError)
     steps = offer(KEY, TERMS)
     next(steps)
-    steps.send(recorded[1])
+    challenged(steps, recorded[1])
     with pytest.raises(HandshakeError):
         steps.send(recorded[3])
+
+
+def challenged(steps: handshake.Steps, challenge: bytes) -> bytes:
+    """The proof of a connector to which ``challenge`` comes."""
+    steps.send(challenge[: PREFIX.size])
+    proof, *_ = steps.send(challenge[PREFIX.size :])
+    return proof
 
 
 def test_a_proof_cannot_be_reflected() -> None:
     """A listener without the key sends the connector's own proof back."""
     steps = offer(KEY, TERMS)
     hello, *_ = next(steps)
-    proof, *_ = steps.send(CHALLENGE.pack(handshake.MAGIC, handshake.VERSION, bytes(32)))
+    proof = challenged(steps, CHALLENGE.pack(handshake.MAGIC, handshake.VERSION, bytes(32)))
     assert len(hello) == HELLO.size
     with pytest.raises(HandshakeError):
         steps.send(proof)
@@ -169,7 +207,7 @@ def test_a_silent_peer_costs_one_deadline_however_slowly_it_talks(steps: handsha
 def test_frames_in_single_bytes_and_nothing_beyond_is_read(pool: ThreadPoolExecutor) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        exchange = Exchange(ours, answer(KEY, "shm"))
+        exchange = Exchange(ours, answering())
         steps = offer(KEY, TERMS)
         unsent, wanted, _ = next(steps)
         terms = None
@@ -181,6 +219,7 @@ def test_frames_in_single_bytes_and_nothing_beyond_is_read(pool: ThreadPoolExecu
             if terms:
                 theirs.send(b"what comes after")
             frame = theirs.recv(wanted, socket.MSG_WAITALL)
+            assert len(frame) == wanted
             try:
                 unsent, wanted, _ = steps.send(frame)
             except StopIteration:
@@ -200,3 +239,83 @@ def test_garbage_is_refused_and_never_anything_else(noise: bytes, start: bool) -
         theirs.close()
         with pytest.raises(HandshakeError):
             exchange.advance()
+
+
+def apart(pool: ThreadPoolExecutor, terms: Terms, listening: handshake.Steps) -> tuple[HandshakeError, HandshakeError]:
+    """How the connector and the listener put it that they do not come together."""
+    found = []
+    for outcome in shake_with(pool, offer(KEY, terms), listening):
+        assert isinstance(outcome, HandshakeError)
+        found.append(outcome)
+    return found[0], found[1]
+
+
+def test_another_peer_than_the_one_that_is_wanted_refuses_and_both_say_so(pool: ThreadPoolExecutor) -> None:
+    near, far = apart(pool, TERMS, answer(KEY, "shm", name="third"))
+    assert "not the peer that we want, 'other'" in str(near)
+    assert "'one' wants the peer 'other', we are 'third'" in str(far)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "own"), [("", "other"), ("other", ""), ("other", "other\N{COMBINING ACUTE ACCENT}")]
+)
+def test_no_name_is_a_name_of_its_own(pool: ThreadPoolExecutor, wanted: str, own: str) -> None:
+    near, _ = apart(pool, replace(TERMS, peer=wanted), answer(KEY, "shm", name=own))
+    assert "not the peer that we want" in str(near)
+
+
+@pytest.mark.parametrize("reason", ["inbox", "channels"])
+def test_who_asks_for_too_much_is_told_so(pool: ThreadPoolExecutor, reason: str) -> None:
+    near, far = apart(pool, TERMS, answer(KEY, "shm", name="other", refuses=lambda terms: reason))
+    assert "ceiling" in str(near)
+    assert "ceiling" in str(far)
+
+
+def test_each_side_knows_the_others_name(pool: ThreadPoolExecutor) -> None:
+    connector, listener = shake(pool)
+    assert isinstance(connector, Session)
+    assert isinstance(listener, Session)
+    assert (connector.peer_name(listening=False), listener.peer_name(listening=True)) == ("other", "one")
+
+
+@pytest.mark.parametrize("field", ["cipher", "name", "peer"])
+def test_a_hello_is_not_changed_on_its_way(pool: ThreadPoolExecutor, field: str) -> None:
+    """Into one that the listener would take, had the connector sent it: a cipher left out, another name."""
+    terms = replace(TERMS, **{field: "" if field == "cipher" else "third"})
+    hello, *_ = next(offer(KEY, terms))
+    shift = slice(0, HELLO.size - handshake.NONCE_BYTES)
+
+    def change(number: int, frame: bytes) -> bytes:
+        return hello[shift] + frame[shift.stop :] if number == 0 else frame
+
+    honest = shake_with(pool, offer(KEY, terms), answer(KEY, "shm", name=terms.peer))
+    assert honest == (Session(**vars(terms)), Session(**vars(terms)))
+    for error in shake_with(pool, offer(KEY, TERMS), answer(KEY, "shm", name=terms.peer), change):
+        assert isinstance(error, HandshakeError)
+        assert "keys differ" in str(error)
+
+
+def test_a_listener_answers_another_version_by_its_own(pool: ThreadPoolExecutor) -> None:
+    """A hello of version 2 was 73 bytes, its challenge 38, of which all of a later one's beginning is the same."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall((handshake.MAGIC + (2).to_bytes(2, "big")).ljust(73, b"\0"))
+        with pytest.raises(HandshakeError, match=f"speaks version 2 .* we speak version {handshake.VERSION}"):
+            run(ours, answering(), "peer", deadline=time.monotonic() + SOON_S)
+        assert PREFIX.unpack_from(theirs.recv(38)) == (handshake.MAGIC, handshake.VERSION)
+
+
+def test_a_connector_names_the_older_version_of_its_listener() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall((handshake.MAGIC + (2).to_bytes(2, "big")).ljust(38, b"\0"))
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(HandshakeError, match=f"speaks version 2 .* we speak version {handshake.VERSION}"):
+            run(ours, offer(KEY, TERMS), "peer", deadline=time.monotonic() + SOON_S)
+
+
+@pytest.mark.parametrize("name", ["x" * 65, "\N{SNOWMAN}" * 22, "a\0b"])
+def test_names_that_do_not_fit_a_hello_are_refused(name: str) -> None:
+    for field in ("name", "peer"):
+        with pytest.raises(ValueError, match="64 bytes"):
+            replace(TERMS, **{field: name})

@@ -228,7 +228,7 @@ def test_one_that_holds_the_key_and_then_says_nothing_holds_up_nobody(transport:
         assert isinstance(listener, StreamListener)
         accepting = pool.submit(listener.accept, timeout_s=SOON_S)
         with caller(listener) as mute:
-            terms = Terms(scheme, 0, GEOMETRY, GEOMETRY, sealed=True)
+            terms = Terms(scheme, 0, GEOMETRY, GEOMETRY)
             run(mute, offer(KEY, terms), listener.url, deadline=time.monotonic() + SOON_S)
             friend = fabric.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY, timeout_s=SOON_S)
             send(friend, b"friend")

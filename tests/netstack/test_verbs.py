@@ -22,7 +22,7 @@ def drive(change: Callable[[int, bytes], bytes], secret: bytes = SECRET) -> list
     reached: list[bytes] = []
 
     def session(secret: bytes) -> Session:
-        return Session("verbs", 0, GEOMETRY, GEOMETRY, False, secret)
+        return Session("verbs", 0, GEOMETRY, GEOMETRY, secret=secret)
 
     connector: Steps = swap(session(SECRET), b"connector's", reached.append, listening=False)
     listener: Steps = swap(session(secret), b"the listener"[1:], reached.append, listening=True)

@@ -110,16 +110,16 @@ class Pool:
     threads: list[threading.Thread] = field(default_factory=list)
     listeners: list[netstack.Listener] = field(default_factory=list)
 
-    def join(self, first: Peer, replica: int, layers: list[LayerShape] | None = None) -> Peer:
+    def join(self, first: Peer, replica: int, layers: list[LayerShape] | None = None, name: str = "") -> Peer:
         """One more replica of what ``first`` bound on the newest worker."""
-        channel = self.fabric.connect(self.listeners[-1].url, outbound=GEOMETRY, inbound=GEOMETRY)
+        channel = self.fabric.connect(self.listeners[-1].url, outbound=GEOMETRY, inbound=GEOMETRY, name=name)
         return Peer(channel, first.bind, Join(number=replica, layers=layers or first.bind.layers))
 
-    def connect(self, bind: Bind) -> Peer:
+    def connect(self, bind: Bind, name: str = "") -> Peer:
         """A new worker, bound."""
-        return Peer(self.open(), bind)
+        return Peer(self.open(name), bind)
 
-    def open(self) -> Channel:
+    def open(self, name: str = "") -> Channel:
         """The channel to a new worker."""
         worker, listener = MemoryWorker(), self.fabric.listen()
         self.workers.append(worker)
@@ -134,7 +134,7 @@ class Pool:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         self.threads.append(thread)
-        return self.fabric.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY)
+        return self.fabric.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY, name=name)
 
 
 @contextmanager

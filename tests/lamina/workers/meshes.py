@@ -16,13 +16,14 @@ WAIT_S = 30.0
 def on_all(size: int, work: Callable[[Mesh], T], *, scheme: str = "loopback", timeout_s: float = WAIT_S) -> list[T]:
     """What ``work`` gives on each of ``size`` ranks, in their order. Raises the first rank's exception."""
     fabrics = [netstack.open(scheme, key=b"k" * 32) for _ in range(size)]
-    listeners = [f.listen() for f in fabrics]
+    names = [f"rank {rank}" for rank in range(size)]
+    listeners = [f.listen(name=name) for f, name in zip(fabrics, names, strict=True)]
     urls = [listener.url for listener in listeners]
 
     def one(rank: int) -> T:
         try:
             mesh = listen_and_connect(
-                fabrics[rank], listeners[rank], urls, rank, start_timeout_s=WAIT_S, step_timeout_s=timeout_s
+                fabrics[rank], listeners[rank], urls, names, rank, start_timeout_s=WAIT_S, step_timeout_s=timeout_s
             )
             return work(mesh)
         except BaseException:

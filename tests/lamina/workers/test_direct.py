@@ -77,8 +77,8 @@ def direct_model(
     """Its attention is a DirectAttention."""
     there = model(pool, weights, layers, direct=True)
     connect = partial(pool.fabric.connect, outbound=GEOMETRY, inbound=GEOMETRY)
-    urls, bounds = [x.url for x in pool.listeners[-len(weights) :]], [p.bound for p in there.peers]
-    wires = open_wires(connect, urls, bounds, gpu, wait_s)
+    connects = [partial(connect, x.url) for x in pool.listeners[-len(weights) :]]
+    wires = open_wires(connects, [p.bound for p in there.peers], gpu, wait_s)
     partition, itemsize = there.peers[0].bind.partition, there.dtype.itemsize
     assert has_whole_heads(partition)
     there.pool = DirectAttention(there.pool, wires, partition, there.layers, itemsize, gpu)  # type: ignore[assignment]
@@ -211,7 +211,7 @@ def test_where_one_memory_worker_cannot_hosts_send_to_all(
         connect = partial(pool.fabric.connect, outbound=GEOMETRY, inbound=GEOMETRY)
         bounds = [p.bound for p in peers]
         assert [b.direct for b in bounds] == [True, False]
-        assert open_wires(connect, [x.url for x in pool.listeners], bounds, gpu(), WAIT_S) == []
+        assert open_wires([partial(connect, x.url) for x in pool.listeners], bounds, gpu(), WAIT_S) == []
         there, wanted = Model(peers, binds[0].partition, LAYERS, "float32"), model(hosts, [1.0, 1.0])
         for number, (ops, rows) in enumerate(STEPS):
             a, b = wanted.step(number, ops, rows), there.step(number, ops, rows)

@@ -138,13 +138,14 @@ def test_nor_in_a_graph() -> None:
 def test_the_end_of_this_ranks_fabric_ends_its_device() -> None:
     """As when the driver has gone, which a thread of the service notices."""
     fabrics = [netstack.open("loopback", key=b"k" * 32) for _ in range(2)]
-    listeners = [f.listen() for f in fabrics]
+    names = ["first", "second"]
+    listeners = [f.listen(name=name) for f, name in zip(fabrics, names, strict=True)]
     urls = [x.url for x in listeners]
     meshes: dict[int, Mesh] = {}
 
     def meet(rank: int) -> None:
         meshes[rank] = listen_and_connect(
-            fabrics[rank], listeners[rank], urls, rank, start_timeout_s=WAIT_S, step_timeout_s=WAIT_S
+            fabrics[rank], listeners[rank], urls, names, rank, start_timeout_s=WAIT_S, step_timeout_s=WAIT_S
         )
 
     threads = [threading.Thread(target=meet, args=(r,)) for r in range(2)]

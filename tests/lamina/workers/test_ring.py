@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lamina import netstack
-from lamina.compute.ring import RingEnds, layout
+from lamina.compute.ring import RING, RingEnds, layout
+from lamina.netstack import Geometry, PeerFault
 from lamina.protocol.plan import New, ProtocolError, Rows, StepPlan
 
 WAIT_S = 60.0
@@ -29,12 +30,14 @@ CUTS = [[Row((1, 24), torch.bfloat16), Row((1,), torch.int64)], [Row((1, 7), tor
 @pytest.fixture
 def ends() -> Iterator[list[RingEnds]]:
     fabric = netstack.open("loopback", key=b"k" * 32)
-    listeners = [fabric.listen() for _ in range(3)]
+    names = [f"replica {i}" for i in range(3)]
+    listeners = [fabric.listen(name=name, ceiling=RING) for name in names]
     found: dict[int, RingEnds] = {}
 
     def close(i: int) -> None:
         found[i] = RingEnds(
-            fabric, listeners[i], listeners[(i + 1) % 3].url, CUTS, first=i == 0, max_rows=64, num_batches=2,
+            fabric, listeners[i], listeners[(i + 1) % 3].url, [names[j % 3] for j in (i - 1, i, i + 1)], CUTS,
+            first=i == 0, max_rows=64, num_batches=2,
             start_timeout_s=WAIT_S, step_timeout_s=WAIT_S,
         )  # fmt: skip
 
@@ -97,3 +100,27 @@ def test_tensors_of_a_message_do_not_overlap() -> None:
     assert [stop - start for start, stop in places] == [42, 56, 140]
     assert all(a[1] <= b[0] and b[0] % 64 == 0 for a, b in pairwise(places))
     assert total == places[-1][1]
+
+
+def test_another_than_the_replica_before_is_turned_away() -> None:
+    """It holds the key; the driver has named another one."""
+    fabric = netstack.open("loopback", key=b"k" * 32)
+    listeners = [fabric.listen(name=f"replica {i}", ceiling=RING) for i in range(2)]
+    ended: list[Exception] = []
+
+    def close() -> None:
+        try:
+            RingEnds(
+                fabric, listeners[1], listeners[0].url, ["replica 0", "replica 1", "replica 0"], CUTS,
+                first=False, max_rows=64, num_batches=2, start_timeout_s=WAIT_S, step_timeout_s=WAIT_S,
+            )  # fmt: skip
+        except PeerFault as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    inbox = Geometry(slots=3, slot_bytes=1 << 16)
+    fabric.connect(listeners[1].url, outbound=inbox, inbound=inbox, timeout_s=WAIT_S, name="third", peer="replica 1")
+    thread.join(WAIT_S)
+    assert "'third' in place of 'replica 0'" in str(ended[0])
+    fabric.close()
