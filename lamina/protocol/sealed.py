@@ -1,7 +1,8 @@
 """A socket whose peer has proven the cluster's key, and whose records carry a MAC: control links beyond one host.
 
-A record is a length, HMAC-SHA256 (RFC 2104) under the sender's key of the session over a counter and the data, and the
-data. So records are neither forged, nor changed, repeated, dropped or reordered. Nothing is encrypted.
+A record is a length and the data, each with an HMAC-SHA256 (RFC 2104) under the sender's key of the session over a
+counter and what it guards. So records are neither forged, nor changed, repeated, dropped or reordered, and no memory is
+taken for a length before it is known to be the peer's. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ MAC_BYTES = 32
 MOST_BYTES = 1 << 29
 STALL_S = 10.0  # for the rest of a record whose beginning has come
 SILENCE_S = 3  # and one more: a host that is gone is known then
-_HEAD = struct.Struct(f"!I{MAC_BYTES}s")
-_COUNTER = struct.Struct("!Q")
+_LENGTH = struct.Struct("!I")
+_COUNTER = struct.Struct("!Q")  # of MACs in a direction: even for a length, odd for data
 
 
 class SealedSocket(socket.socket):
@@ -43,9 +44,10 @@ class SealedSocket(socket.socket):
 
     def sendall(self, data: bytes, flags: int = 0) -> None:  # type: ignore[override] # bytes alone are sent here
         """One record."""
-        mac = _mac(self._send_key, self._sent, data)
-        self._sent += 1
-        super().sendall(_HEAD.pack(len(data), mac) + data, flags)
+        length = _LENGTH.pack(len(data))
+        first, second = (_mac(self._send_key, self._sent + n, part) for n, part in enumerate((length, data)))
+        self._sent += 2
+        super().sendall(length + first + data + second, flags)
 
     def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0) -> int:  # type: ignore[override]
         """As much as fits of what is left of a record, else of the next one; 0 at the end. Raises ConnectionError."""
@@ -56,13 +58,17 @@ class SealedSocket(socket.socket):
         return count
 
     def _next(self) -> bytes:
-        head = self._read(_HEAD.size, wait_s=None)
+        head = self._read(_LENGTH.size + MAC_BYTES, wait_s=None)
         if not head:
             return b""
-        length, mac = _HEAD.unpack(head)
+        (length,) = _LENGTH.unpack(self._opened(head))
         if length > MOST_BYTES:
             raise ConnectionError(f"a record of {length} bytes")
-        data = self._read(length, wait_s=STALL_S)
+        return self._opened(self._read(length + MAC_BYTES, wait_s=STALL_S))
+
+    def _opened(self, sealed: bytes) -> bytes:
+        """What goes before its MAC."""
+        data, mac = sealed[:-MAC_BYTES], sealed[-MAC_BYTES:]
         if not hmac.compare_digest(mac, _mac(self._receive_key, self._received, data)):
             raise ConnectionError("a record with a wrong MAC")
         self._received += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -75,6 +76,21 @@ def test_a_changed_bit_ends_the_link(ends: tuple[SealedSocket, SealedSocket], at
         ends[0].shutdown(socket.SHUT_WR)
     with pytest.raises(ConnectionError):
         ends[1].recv_into(memoryview(bytearray(9)))
+
+
+def test_no_memory_is_taken_for_a_length_that_somebody_else_wrote(ends: tuple[SealedSocket, SealedSocket]) -> None:
+    """It would be 256 MiB, and the wait for them."""
+    raw = bytearray(wire(b"hello"))
+    raw[0] ^= 0x10
+    with socket.socket(fileno=os.dup(ends[0].fileno())) as plain:
+        plain.sendall(raw)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConnectionError, match="MAC"):
+            ends[1].recv_into(memoryview(bytearray(9)))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_codes_are_compared_in_constant_time(
