@@ -20,6 +20,7 @@ VARIABLES = {
     "LAMINA_RDMA_DEVICE": "the RDMA device of the transport verbs: NAME, NAME:PORT or NAME:PORT:GID_INDEX",
     "LAMINA_CUDA_DEVICE": "the number of the GPU that the transport cuda uses; default: the worker's own, or 0",
     "LAMINA_LIBCUDA": "the CUDA driver's library, where it is not found by its name; tests put another in its place",
+    "LAMINA_LIBCRYPTO": "OpenSSL's libcrypto, which encrypts what leaves a host, where it is not found by its name",
     "LAMINA_LIBNVRTC": "the library that compiles CUDA kernels, where it is not found by its name",
     "LAMINA_BENCH_LIFE_LINE": "set by `bench` for the servers that it starts: a descriptor that ends with it",
 }

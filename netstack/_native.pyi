@@ -45,15 +45,26 @@ def open_stream(
 ) -> Channel:
     """A channel over a connected, blocking stream socket, which is the channel's once this returns.
 
-    ``keys``: 32 bytes each for the MACs of frames sent and received; None: frames carry checksums. A peer that takes
-    no byte of a put for ``stall_s`` is given up.
+    ``keys``: 32 bytes each for frames sent and received, which then are sealed; None: they carry checksums. A peer that
+    takes no byte of a put for ``stall_s`` is given up. Raises OSError where libcrypto cannot be used.
     """
 
 def ring_bytes(slots: int, slot_bytes: int, /) -> int:
     """Bytes of shared memory of one direction."""
 
-def check(key: bytes | None, part: int, frame: int, data: bytes, /) -> bytes:
-    """The 16 bytes that guard part 1 (header) or 2 (payload) of the frame with that count in its direction."""
+def check(part: int, frame: int, data: bytes, /) -> bytes:
+    """The checksum of part 1 (header) or 2 (payload) of the frame with that count in its direction, 16 bytes."""
+
+def seal(key: bytes, counter: int, data: bytes | memoryview, /) -> bytes:
+    """``data`` under AES-256-GCM, its code of 16 bytes behind it. ``key``: 32 bytes, of one direction of one session;
+    ``counter``: 64 bits, never twice with one key. Raises OSError where libcrypto cannot be used.
+    """
+
+def unseal(key: bytes, counter: int, sealed: bytes | memoryview, /) -> bytes:
+    """What was sealed. Raises ValueError where that was something else, or nothing; OSError as ``seal``."""
+
+def crypto_fault() -> str:
+    """Why libcrypto cannot be used; empty: it can."""
 
 def bounce(channel: Channel, payloads: bytes, rounds: int, leads: bool, copies: bool, timeout_s: float, /) -> bytes:
     """Ping-pong without Python: message n carries the n % 3-th third of ``payloads`` and is compared on arrival, after

@@ -14,7 +14,7 @@ link. The connector proves itself first. Frames have fixed sizes:
 
 Keys of the session come from the same transcript under labels of their own: one for each direction, so that frames
 cannot be reflected, and new ones for each session, so that they cannot be replayed. Who learns the cluster's key can
-compute them: there is no forward secrecy, and nothing is encrypted.
+compute them, and read what was recorded: there is no forward secrecy.
 
 The protocol itself does no I/O: ``offer`` and ``answer`` are generators, so a listener can hold many handshakes at
 once and a silent stranger delays nobody.
@@ -27,7 +27,7 @@ import secrets
 import select
 import socket
 import struct
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from time import monotonic
@@ -43,7 +43,7 @@ PROOF_BYTES = 32
 HELLO = struct.Struct(f"!4sHH16s8sIQIQ{NAME_BYTES}s{NAME_BYTES}s32s")
 CHALLENGE = struct.Struct("!4sH32s")
 PREFIX = struct.Struct("!4sH")  # how both begin, in every version
-SEAL = "blake2b"  # what frames that leave the host carry, by its name in a hello
+SEAL = "aes-256-gcm"  # of frames that leave the host, by its name in a hello
 
 # Why a listener refuses somebody who holds the key -> how the connector says it
 REFUSALS = {
@@ -129,11 +129,11 @@ def answer(
     key: bytes,
     *schemes: str,
     name: str = "",
-    must_seal: bool = False,
+    must_seal: Collection[str] = (),
     refuses: Callable[[Terms], str] = lambda terms: "",
 ) -> Steps:
-    """The side of the listener ``name`` of ``schemes``. ``must_seal``: terms without a cipher are refused; ``refuses``
-    may object to terms by one of REFUSALS. Raises HandshakeError.
+    """The side of the listener ``name`` of ``schemes``. ``must_seal``: those of which terms without a cipher are
+    refused; ``refuses`` may object to terms by one of REFUSALS. Raises HandshakeError.
     """
     hello = yield b"", PREFIX.size, "it hung up before its hello"
     magic, version = PREFIX.unpack(hello)
@@ -149,7 +149,7 @@ def answer(
     reason, why = "", ""
     try:
         terms = _terms(hello)
-        reason, why = _objection(terms, schemes, name, must_seal=must_seal)
+        reason, why = _objection(terms, schemes, name, must_seal)
         if not reason and (reason := refuses(terms)):
             why = f"the connector asks for more than the ceiling here allows: {terms.outbound}, {terms.inbound}"
     except ValueError as error:
@@ -169,7 +169,7 @@ def _terms(hello: bytes) -> Terms:
     return Terms(next(texts), epoch, out, into, *texts)
 
 
-def _objection(terms: Terms, schemes: Sequence[str], name: str, *, must_seal: bool) -> tuple[str, str]:
+def _objection(terms: Terms, schemes: Sequence[str], name: str, must_seal: Collection[str]) -> tuple[str, str]:
     """Which of REFUSALS, and why in words; empty where there is none."""
     if terms.scheme not in schemes:
         return "transport", f"the connector speaks {terms.scheme!r}, we speak {' and '.join(schemes)}"
@@ -177,8 +177,8 @@ def _objection(terms: Terms, schemes: Sequence[str], name: str, *, must_seal: bo
         return "name", f"the connector {terms.name!r} wants the peer {terms.peer!r}, we are {name!r}"
     if terms.cipher not in ("", SEAL):
         return "cipher", f"the connector wants frames of cipher {terms.cipher!r}, we know {SEAL} alone"
-    if must_seal and not terms.cipher:
-        return "cipher", "the connector wants frames without a MAC, and it is beyond this host"
+    if terms.scheme in must_seal and not terms.cipher:
+        return "cipher", "the connector wants frames that are not encrypted, and it is beyond this host"
     return "", ""
 
 

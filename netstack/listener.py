@@ -22,6 +22,7 @@ HALF_OPEN_MAX = 64  # peers without a channel yet; one more drops the oldest
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this host has no socket for a peer
 
 Meeting = Generator[int, None, Channel]  # yields what to poll its peer's socket for; raises HandshakeError, OSError
+MustSeal = Callable[[socket.socket], bool]
 Welcome = Callable[[socket.socket, Session], Channel | Meeting]
 
 
@@ -33,8 +34,14 @@ class Door:
     scheme: str
     screen: Callable[[socket.socket], None]
     welcome: Welcome
-    must_seal: Callable[[socket.socket], bool]
-    others: tuple[tuple[str, Welcome], ...] = ()  # for those who come in by it and speak another scheme
+    must_seal: MustSeal
+    others: tuple[tuple[str, Welcome, MustSeal], ...] = ()  # for those who come in by it and speak another scheme
+
+    @property
+    def ways(self) -> dict[str, tuple[Welcome, MustSeal]]:
+        """Of all schemes that are spoken here."""
+        own = self.scheme, self.welcome, self.must_seal
+        return {scheme: (welcome, must_seal) for scheme, welcome, must_seal in (own, *self.others)}
 
 
 class _HalfOpen:
@@ -63,7 +70,8 @@ class _HalfOpen:
     def _go(self, door: Door, steps: Steps) -> Meeting:
         session = yield from exchanged(self._sock, steps)
         self.proven, self.expiry = True, monotonic() + HANDSHAKE_S
-        made = dict(door.others).get(session.scheme, door.welcome)(self._sock, session)
+        welcome, _ = door.ways[session.scheme]
+        made = welcome(self._sock, session)
         return (yield from made) if isinstance(made, Generator) else made
 
 
@@ -86,7 +94,7 @@ class StreamListener:
         *,
         screen: Callable[[socket.socket], None],
         welcome: Welcome,
-        must_seal: Callable[[socket.socket], bool] = lambda _: False,
+        must_seal: MustSeal = lambda _: False,
         name: str = "",
         ceiling: Ceiling | None = None,
     ) -> None:
@@ -113,10 +121,10 @@ class StreamListener:
         other._doors.clear()
         other.close()
 
-    def speak(self, scheme: str, welcome: Welcome) -> None:
+    def speak(self, scheme: str, welcome: Welcome, must_seal: MustSeal) -> None:
         """Peers of ``scheme`` may come in by all doors so far, too."""
         for fd, door in self._doors.items():
-            self._doors[fd] = replace(door, others=(*door.others, (scheme, welcome)))
+            self._doors[fd] = replace(door, others=(*door.others, (scheme, welcome, must_seal)))
 
     def accept(self, *, timeout_s: float) -> Channel:
         with self._accepting:
@@ -168,7 +176,7 @@ class StreamListener:
             return  # the peer is gone again (accept(2))
         try:
             door.screen(sock)
-            must_seal = door.must_seal(sock)
+            must_seal = [scheme for scheme, (_, must) in door.ways.items() if must(sock)]
         except (HandshakeError, OSError) as error:  # OSError: it is gone already, and has no address any more
             self._refusal = str(error)
             sock.close()
@@ -176,8 +184,7 @@ class StreamListener:
         if len(self._half_open) >= HALF_OPEN_MAX:
             oldest = min(self._half_open, key=lambda fd: self._half_open[fd].proven)  # a stranger, if there is one
             self._drop(oldest, "too many strangers at once")
-        schemes = door.scheme, *dict(door.others)
-        steps = answer(self._key, *schemes, name=self._name, must_seal=must_seal, refuses=self._refuses)
+        steps = answer(self._key, *door.ways, name=self._name, must_seal=must_seal, refuses=self._refuses)
         self._half_open[sock.fileno()] = _HalfOpen(sock, door, steps)
 
     def _refuses(self, terms: Terms) -> str:

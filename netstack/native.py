@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 try:
-    from ._native import Channel, bounce, check, open_link, open_stream, ring_bytes
+    from ._native import Channel, bounce, check, crypto_fault, open_link, open_stream, ring_bytes, seal, unseal
 except ImportError as error:
     raise ImportError(
         f"transports between processes need the native module lamina.netstack._native, which did not load ({error}); "
@@ -11,4 +11,14 @@ except ImportError as error:
         "transport 'loopback'"
     ) from error
 
-__all__ = ["Channel", "bounce", "check", "open_link", "open_stream", "ring_bytes"]
+__all__ = [
+    "Channel",
+    "bounce",
+    "check",
+    "crypto_fault",
+    "open_link",
+    "open_stream",
+    "ring_bytes",
+    "seal",
+    "unseal",
+]

@@ -1,7 +1,8 @@
 """TCP (RFC 9293): any two processes that can reach each other. Frames and their engine: csrc/netstack/stream.h.
 
-Within one host, over loopback addresses, frames carry checksums. Beyond it they carry a MAC under keys of the session;
-the listener refuses a peer that wants to go without. Nothing is encrypted.
+Within one host, over loopback addresses, frames carry checksums. Beyond it they are encrypted under keys of the
+session, by libcrypto; without it nothing listens or connects beyond this host. The listener refuses a peer that wants
+to go without.
 """
 
 from __future__ import annotations
@@ -11,18 +12,19 @@ import socket
 from time import monotonic
 
 from .base import SPIN_S, BaseFabric, affordable_spin
-from .fabric import Ceiling, Channel, Fabric, Geometry
+from .fabric import Ceiling, Channel, ChannelError, Fabric, Geometry
 from .handshake import SEAL, Session, Terms, offer, run
 from .listener import Meeting, StreamListener
-from .native import open_stream
+from .native import crypto_fault, open_stream
 from .sockets import dial, open_place
 
+LIBCRYPTO = "LAMINA_LIBCRYPTO"  # see csrc/netstack/cipher.h
 STALL_S = 10.0  # a peer that takes no byte of a put for so long is given up
 LATER_S = 1.0  # the kernel gives up so much later: it cannot say why
 
 
 class TcpFabric(BaseFabric):
-    """``spin_s``: how long a wait spins before it sleeps; ``seal``: MACs within this host too."""
+    """``spin_s``: how long a wait spins before it sleeps; ``seal``: frames are encrypted within this host too."""
 
     scheme = "tcp"
 
@@ -35,6 +37,7 @@ class TcpFabric(BaseFabric):
     def listen(self, address: str = "", *, name: str = "", ceiling: Ceiling | None = None) -> StreamListener:
         host, port, family = self._endpoint(address or "127.0.0.1:0")
         where = f"{self.scheme}://{host}:{port}"
+        self._cipher(host, f"cannot listen at {where}")
         sock = open_place(family, (host, port), where, "address of this host, or port (0: any)")
         listener = StreamListener(
             sock,
@@ -43,7 +46,7 @@ class TcpFabric(BaseFabric):
             self.scheme,
             screen=lambda _: None,
             welcome=self._welcome,
-            must_seal=lambda sock: self._seal or not _is_loopback(sock.getpeername()[0]),
+            must_seal=self._must_seal,
             name=name,
             ceiling=ceiling,
         )
@@ -52,7 +55,7 @@ class TcpFabric(BaseFabric):
 
     def join(self, listener: StreamListener) -> None:
         """Peers of this transport may come to ``listener`` too."""
-        listener.speak(self.scheme, self._welcome)
+        listener.speak(self.scheme, self._welcome, self._must_seal)
 
     def connect(
         self,
@@ -67,7 +70,7 @@ class TcpFabric(BaseFabric):
     ) -> Channel:
         deadline = monotonic() + timeout_s
         host, port, family = self._endpoint(self._address(url))
-        cipher = SEAL if self._seal or not _is_loopback(host) else ""
+        cipher = self._cipher(host, f"{url}: connect")
         terms = Terms(self.scheme, epoch, outbound, inbound, cipher, name, peer)
         sock = dial(family, (host, port), url, timeout_s)
         try:
@@ -76,6 +79,24 @@ class TcpFabric(BaseFabric):
         except BaseException:
             sock.close()
             raise
+
+    def _hides(self, host: str) -> bool:
+        """Whether frames to and from ``host`` must be encrypted."""
+        return self._seal or not _is_loopback(host)
+
+    def _must_seal(self, sock: socket.socket) -> bool:
+        return self._hides(sock.getpeername()[0])
+
+    def _cipher(self, host: str, what: str) -> str:
+        """For frames to and from ``host``. Raises ChannelError, ``what`` is tried, where it cannot be had."""
+        if not self._hides(host):
+            return ""
+        if fault := crypto_fault():
+            raise ChannelError(
+                f"{what}: frames that leave this host are encrypted by libcrypto, which does not load ({fault}): "
+                f"install OpenSSL 1.1.1 or newer (Debian: libssl3), or name its file in {LIBCRYPTO}"
+            )
+        return SEAL
 
     def _welcome(self, sock: socket.socket, session: Session) -> Channel | Meeting:
         return self._channel(sock, self._url(sock.getpeername()), session, listening=True)

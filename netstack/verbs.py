@@ -79,6 +79,10 @@ class VerbsFabric(TcpFabric):
         self._sources.clear()
         self._device.close()
 
+    def _hides(self, host: str) -> bool:
+        """Of what NICs send nothing can be."""
+        return False
+
     def _welcome(self, sock: socket.socket, session: Session) -> Meeting:
         return self._channel(sock, self._url(sock.getpeername()), session, listening=True).meeting()
 

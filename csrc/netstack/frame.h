@@ -1,8 +1,9 @@
 // Frames of a byte stream: how they are written, and the decoder that trusts none of their bytes.
 //
 // A frame is a header of 96 bytes, then `length` bytes of payload. The header's check covers all of the header, the
-// payload's check within it the payload. A decoder copies a header out of what was read, checks the copy against
-// what this side knows, and uses only the copy.
+// payload's check within it the payload. With a cipher all but the header's check is hidden: the payload first, then
+// the header with the payload's check. A decoder copies a header out of what was read, opens the copy, checks it
+// against what this side knows, and uses only the copy.
 #pragma once
 
 #include <sys/uio.h>
@@ -12,13 +13,12 @@
 #include <cstdio>
 #include <vector>
 
-#include "check.h"
 #include "engine.h"
+#include "guard.h"
 
 namespace lamina {
 
 enum Kind : std::uint16_t { kData = 1, kCredit = 2, kFarewell = 3 };
-enum Part : std::uint64_t { kHeaderPart = 1, kPayloadPart = 2 };
 
 struct Frame {
   std::uint16_t kind;
@@ -33,18 +33,23 @@ struct Frame {
 static_assert(sizeof(Frame) == 96);
 constexpr std::uint64_t kFrameBytes = sizeof(Frame);
 
-inline void check_header(const Seal& seal, std::uint64_t count, const Frame& frame, std::uint8_t out[kCheckBytes]) {
-  Check check(seal, kHeaderPart, count);
-  check.update(reinterpret_cast<const std::uint8_t*>(&frame), kFrameBytes - kCheckBytes);
-  check.finish(out);
+inline std::uint8_t* bytes_of(Frame* frame) { return reinterpret_cast<std::uint8_t*>(frame); }
+
+// Fills the header's check in, and hides what is to be hidden.
+inline void close_header(Frame* frame, Guard& guard, std::uint64_t count) {
+  guard.begin(kHeaderPart, count);
+  guard.seal(bytes_of(frame), bytes_of(frame), kFrameBytes - kCheckBytes);
+  guard.seal_end(frame->header_check);
 }
 
-// Fills both checks in; `count`: of the frame in its direction, from 0.
-inline void close_frame(Frame* frame, const Seal& seal, std::uint64_t count, const std::uint8_t* payload) {
-  Check check(seal, kPayloadPart, count);
-  check.update(payload, frame->length);
-  check.finish(frame->payload_check);
-  check_header(seal, count, *frame, frame->header_check);
+// Makes a frame ready to be sent; `count`: of the frame in its direction, from 0. `hidden` is where a hidden payload
+// goes, and may be `payload`.
+inline void close_frame(Frame* frame, Guard& guard, std::uint64_t count, const std::uint8_t* payload,
+                        std::uint8_t* hidden) {
+  guard.begin(kPayloadPart, count);
+  guard.seal(payload, hidden, frame->length);
+  guard.seal_end(frame->payload_check);
+  close_header(frame, guard, count);
 }
 
 // The memory of one direction: slots, each on its own cache lines.
@@ -78,8 +83,8 @@ struct Books {
 class Decoder {
  public:
   // `least_ahead`: payloads of fewer bytes are worth staging.
-  Decoder(Books& books, const Slots& inbox, const Seal& seal, std::uint64_t least_ahead = 4097)
-      : books_(books), inbox_(inbox), seal_(seal), least_ahead_(least_ahead), arrivals_(inbox.slots) {}
+  Decoder(Books& books, const Slots& inbox, Guard guard, std::uint64_t least_ahead = 4097)
+      : books_(books), inbox_(inbox), guard_(std::move(guard)), least_ahead_(least_ahead), arrivals_(inbox.slots) {}
 
   // Where the next bytes of the stream go; at most three pieces. Between messages these are a header, then as much
   // payload as the last message had, into the slot that is next: if it is like the last one, it is there with one call.
@@ -162,16 +167,16 @@ class Decoder {
   }
 
   void absorb(std::uint64_t bytes) {
-    if (bytes) check_.update(into_, bytes);
+    if (bytes) guard_.open(into_, bytes);
     into_ += bytes;
     left_ -= bytes;
   }
 
   // A header is complete.
   bool open() {
-    std::uint8_t expected[kCheckBytes];
-    check_header(seal_, frames_, frame_, expected);
-    if (!equal(expected, frame_.header_check)) return fail("a header was changed on its way");
+    guard_.begin(kHeaderPart, frames_);
+    guard_.open(bytes_of(&frame_), kFrameBytes - kCheckBytes);
+    if (!guard_.open_end(frame_.header_check)) return fail("a header was changed on its way");
     if (!plausible()) return false;
     const std::uint64_t credit = frame_.credit - books_.zero;
     if (credit > books_.credited.load(std::memory_order_relaxed))
@@ -179,15 +184,13 @@ class Decoder {
     into_ = frame_.kind == kData ? inbox_.slot(books_.arrived.load(std::memory_order_relaxed))
                                  : reinterpret_cast<std::uint8_t*>(reason_);
     left_ = frame_.length;
-    check_ = Check(seal_, kPayloadPart, frames_);
+    guard_.begin(kPayloadPart, frames_);
     return open_ = true;
   }
 
   // A payload is complete.
   bool close() {
-    std::uint8_t expected[kCheckBytes];
-    check_.finish(expected);
-    if (!equal(expected, frame_.payload_check)) return fail("a payload was changed on its way");
+    if (!guard_.open_end(frame_.payload_check)) return fail("a payload was changed on its way");
     open_ = false;
     ++frames_;
     if (frame_.kind == kFarewell) {
@@ -230,11 +233,10 @@ class Decoder {
 
   Books& books_;
   const Slots inbox_;
-  const Seal seal_;
+  Guard guard_;
   const std::uint64_t least_ahead_;
   std::vector<Frame> arrivals_;  // headers of messages that have arrived, by slot
   Frame frame_{};                // the header that was checked last
-  Check check_{seal_, 0, 0};     // of the payload that is coming
   bool open_ = false;            // a header without its whole payload yet
   bool farewell_ = false;
   std::uint64_t frames_ = 0, staged_ = 0, left_ = 0, last_length_ = 0;

@@ -37,6 +37,18 @@ std::uint64_t nanoseconds(double seconds) { return std::uint64_t(std::min(std::m
 
 State* state_of_module(PyObject* module) { return static_cast<State*>(PyModule_GetState(module)); }
 
+bool check_key(Py_ssize_t bytes) {
+  if (bytes != Py_ssize_t(kKeyBytes)) PyErr_Format(PyExc_ValueError, "a key has %llu bytes", Number(kKeyBytes));
+  return bytes == Py_ssize_t(kKeyBytes);
+}
+
+// libcrypto is not there, or has failed.
+bool raise_fault() {
+  const char* fault = Crypto::get().fault;
+  PyErr_Format(PyExc_OSError, "libcrypto: %s", *fault ? fault : "it failed");
+  return false;
+}
+
 PyObject* open_link(PyObject* module, PyObject* args) {
   State* state = state_of_module(module);
   int memory_fd, life_line, listening;
@@ -74,18 +86,16 @@ PyObject* open_link(PyObject* module, PyObject* args) {
 }
 
 // None, or the keys of the outbound and of the inbound direction.
-bool read_seals(PyObject* keys, Seal* out, Seal* in) {
+bool read_guards(PyObject* keys, Guard* out, Guard* in) {
   if (keys == Py_None) return true;
   const char *out_key, *in_key;
   Py_ssize_t out_bytes, in_bytes;
-  if (!PyTuple_Check(keys) || !PyArg_ParseTuple(keys, "y#y#", &out_key, &out_bytes, &in_key, &in_bytes)) return false;
-  if (out_bytes != Py_ssize_t(kSealKeyBytes) || in_bytes != Py_ssize_t(kSealKeyBytes)) {
-    PyErr_Format(PyExc_ValueError, "a session key has %llu bytes", Number(kSealKeyBytes));
-    return false;
-  }
-  *out = Seal(reinterpret_cast<const std::uint8_t*>(out_key));
-  *in = Seal(reinterpret_cast<const std::uint8_t*>(in_key));
-  return true;
+  if (!PyTuple_Check(keys)) return PyErr_Format(PyExc_TypeError, "keys are None or two byte strings"), false;
+  if (!PyArg_ParseTuple(keys, "y#y#", &out_key, &out_bytes, &in_key, &in_bytes)) return false;
+  if (!check_key(out_bytes) || !check_key(in_bytes)) return false;
+  *out = Guard(reinterpret_cast<const std::uint8_t*>(out_key), true);
+  *in = Guard(reinterpret_cast<const std::uint8_t*>(in_key), false);
+  return (out->sound() && in->sound()) || raise_fault();
 }
 
 PyObject* open_stream(PyObject* module, PyObject* args) {
@@ -95,12 +105,12 @@ PyObject* open_stream(PyObject* module, PyObject* args) {
   PyObject *outbound, *inbound, *keys, *peer, *peer_name;
   double spin_s, stall_s;
   Shape out, in;
-  Seal out_seal, in_seal;
+  Guard out_guard, in_guard;
   if (!PyArg_ParseTuple(args, "iKOOOddUU", &sock, &epoch, &outbound, &inbound, &keys, &spin_s, &stall_s, &peer,
                         &peer_name) ||
       !check_epoch(epoch) || !read_geometry(state, outbound, &out) || !read_geometry(state, inbound, &in) ||
-      !read_seals(keys, &out_seal, &in_seal))
-    return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_TypeError, "keys are None or two byte strings");
+      !read_guards(keys, &out_guard, &in_guard))
+    return nullptr;
   const std::uint64_t out_bytes = Outbox::bytes(out.slots, out.slot_bytes);
   PyObject* memory = map_memory(state, -1, out_bytes + Slots::bytes(in.slots, in.slot_bytes));
   if (!memory) return nullptr;
@@ -108,7 +118,8 @@ PyObject* open_stream(PyObject* module, PyObject* args) {
   const Outbox outbox{base, out.slots, out.slot_bytes};
   const Slots inbox{base + out_bytes, in.slots, in.slot_bytes};
   auto* stream = new (std::nothrow)
-      Stream(sock, outbox, inbox, epoch, out_seal, in_seal, nanoseconds(spin_s), nanoseconds(stall_s), *state->teller);
+      Stream(sock, outbox, inbox, epoch, std::move(out_guard), std::move(in_guard), nanoseconds(spin_s),
+             nanoseconds(stall_s), *state->teller);
   if (!stream || !stream->start()) {
     PyErr_SetFromErrno(PyExc_OSError);
     delete stream;
@@ -124,22 +135,57 @@ PyObject* ring_bytes(PyObject*, PyObject* args) {
   return PyLong_FromUnsignedLongLong(Ring::bytes(slots, slot_bytes));
 }
 
-// check(key or None, part, frame, bytes): what guards a part of a frame; for tests.
+// check(part, frame, bytes): the checksum of a part of a frame; for tests.
 PyObject* check(PyObject*, PyObject* args) {
-  PyObject* key;
   Number part, frame;
   Py_buffer data;
-  if (!PyArg_ParseTuple(args, "OKKy*", &key, &part, &frame, &data)) return nullptr;
+  if (!PyArg_ParseTuple(args, "KKy*", &part, &frame, &data)) return nullptr;
   std::uint8_t out[kCheckBytes];
-  const bool keyed = PyBytes_Check(key) && PyBytes_GET_SIZE(key) == Py_ssize_t(kSealKeyBytes);
-  const Seal seal = keyed ? Seal(reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(key))) : Seal();
-  Check sum(seal, part, frame);
+  Check sum(part, frame);
   sum.update(static_cast<std::uint8_t*>(data.buf), std::uint64_t(data.len));
   sum.finish(out);
   PyBuffer_Release(&data);
-  if (!keyed && key != Py_None) return PyErr_Format(PyExc_ValueError, "a key has %llu bytes", Number(kSealKeyBytes));
   return PyBytes_FromStringAndSize(reinterpret_cast<char*>(out), Py_ssize_t(kCheckBytes));
 }
+
+// seal(key, counter, bytes) and unseal(key, counter, bytes): a text of its own, its code behind it.
+template <bool seals>
+PyObject* pass(PyObject*, PyObject* args) {
+  const char* key;
+  Py_ssize_t key_bytes;
+  Number counter;
+  Py_buffer data;
+  if (!PyArg_ParseTuple(args, "y#Ky*", &key, &key_bytes, &counter, &data)) return nullptr;
+  constexpr auto code_bytes = Py_ssize_t(kCodeBytes);
+  PyObject* out = nullptr;
+  if (!seals && data.len < code_bytes)
+    PyErr_SetString(PyExc_ValueError, "no text is so short");
+  else if (check_key(key_bytes))
+    out = PyBytes_FromStringAndSize(nullptr, data.len + (seals ? code_bytes : -code_bytes));
+  if (out) {
+    const auto* from = static_cast<const std::uint8_t*>(data.buf);
+    auto* to = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(out));
+    const auto text_bytes = std::uint64_t(seals ? data.len : data.len - code_bytes);
+    bool sound, genuine = true;
+    Py_BEGIN_ALLOW_THREADS;
+    Cipher cipher(reinterpret_cast<const std::uint8_t*>(key), seals);
+    cipher.begin(counter);
+    cipher.pass(from, to, text_bytes);
+    sound = cipher.sound();
+    if constexpr (seals)
+      cipher.seal(to + text_bytes), sound = cipher.sound();
+    else
+      genuine = sound && cipher.open(from + text_bytes);
+    Py_END_ALLOW_THREADS;
+    if (!sound) raise_fault();
+    if (sound && !genuine) PyErr_SetString(PyExc_ValueError, "a text with a wrong code");
+    if (!sound || !genuine) Py_CLEAR(out);
+  }
+  PyBuffer_Release(&data);
+  return out;
+}
+
+PyObject* crypto_fault(PyObject*, PyObject*) { return PyUnicode_DecodeFSDefault(Crypto::get().fault); }
 
 bool fill_names(State* state) {
   PyObject* fabric = PyImport_ImportModule("lamina.netstack.fabric");
@@ -188,6 +234,9 @@ PyMethodDef module_methods[] = {{"open_link", open_link, METH_VARARGS, nullptr},
                                 {"open_stream", open_stream, METH_VARARGS, nullptr},
                                 {"ring_bytes", ring_bytes, METH_VARARGS, nullptr},
                                 {"check", check, METH_VARARGS, nullptr},
+                                {"seal", pass<true>, METH_VARARGS, nullptr},
+                                {"unseal", pass<false>, METH_VARARGS, nullptr},
+                                {"crypto_fault", crypto_fault, METH_NOARGS, nullptr},
                                 {"bounce", bounce, METH_VARARGS, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};
 PyModuleDef_Slot module_slots[] = {{Py_mod_exec, reinterpret_cast<void*>(module_exec)}, {0, nullptr}};

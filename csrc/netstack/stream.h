@@ -24,15 +24,15 @@ constexpr std::uint64_t kSleepNs = 100'000'000;  // the longest sleep in a read
 class Stream final : public Engine, private Teller::Client {
  public:
   // Owns `sock`, blocking. A peer that takes no byte of a put for `stall_ns` is given up.
-  Stream(int sock, const Outbox& outbox, const Slots& inbox, std::uint64_t epoch, const Seal& out, const Seal& in,
+  Stream(int sock, const Outbox& outbox, const Slots& inbox, std::uint64_t epoch, Guard out, Guard in,
          std::uint64_t spin_ns, std::uint64_t stall_ns, Teller& teller)
       : sock_(sock),
         spin_ns_(spin_ns),
         stall_ns_(stall_ns),
         outbox_(outbox),
         books_{epoch << kEpochShift},
-        decoder_(books_, inbox, in),
-        writer_(sock, outbox, inbox.slots, out, books_),
+        decoder_(books_, inbox, std::move(in)),
+        writer_(sock, outbox, inbox.slots, std::move(out), books_),
         teller_(teller) {
     teller_.add(this);
   }

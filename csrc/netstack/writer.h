@@ -16,8 +16,8 @@ class Writer {
  public:
   enum class Push { done, full, interrupted, broken };
 
-  Writer(int sock, const Outbox& outbox, std::uint64_t in_slots, const Seal& seal, Books& books)
-      : sock_(sock), outbox_(outbox), in_slots_(in_slots), seal_(seal), books_(books) {}
+  Writer(int sock, const Outbox& outbox, std::uint64_t in_slots, Guard guard, Books& books)
+      : sock_(sock), outbox_(outbox), in_slots_(in_slots), guard_(std::move(guard)), books_(books) {}
 
   bool try_lock() { return !writing_.test_and_set(std::memory_order_acquire); }
   void lock() {
@@ -31,8 +31,9 @@ class Writer {
     const std::uint64_t n = books_.sent.load(std::memory_order_relaxed);
     const std::uint64_t seqno = books_.zero + n + 1;
     Frame* frame = outbox_.frame(n);
-    fill(frame, kData, nbytes, seqno, source ? source : outbox_.slot(n), tag, tag_bytes);
+    fill(frame, kData, nbytes, seqno, source ? source : outbox_.slot(n), outbox_.slot(n), tag, tag_bytes);
     books_.sent.store(n + 1, std::memory_order_release);
+    if (guard_.hides()) source = nullptr;  // it lies in the slot, hidden
     unsent_[0] = {tail_, tail_bytes_.exchange(0)};
     unsent_[1] = {frame, kFrameBytes + (source ? 0 : nbytes)};  // the slot lies behind its frame
     unsent_[2] = {const_cast<std::uint8_t*>(source), source ? nbytes : 0};
@@ -63,7 +64,8 @@ class Writer {
     const int bytes = std::snprintf(last.text, sizeof last.text, "%s%.*s", aborted ? "aborted: " : "closed the channel",
                                     most, reason);
     const auto length = std::min(std::uint64_t(bytes), kReasonBytes);
-    fill(&last.frame, kFarewell, length, 0, reinterpret_cast<std::uint8_t*>(last.text), nullptr, 0);
+    auto* text = reinterpret_cast<std::uint8_t*>(last.text);
+    fill(&last.frame, kFarewell, length, 0, text, text, nullptr, 0);
     if (tail_bytes_ == 0) send(sock_, &last, kFrameBytes + length, MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 
@@ -73,7 +75,7 @@ class Writer {
       std::uint64_t left = tail_bytes_;
       if (left == 0 && owes()) {
         Frame frame;
-        fill(&frame, kCredit, 0, 0, nullptr, nullptr, 0);
+        fill(&frame, kCredit, 0, 0, nullptr, nullptr, nullptr, 0);
         std::memcpy(tail_, &frame, left = kFrameBytes);
       }
       const ssize_t taken = left ? send(sock_, tail_, left, MSG_NOSIGNAL | MSG_DONTWAIT) : 0;
@@ -96,9 +98,9 @@ class Writer {
   bool unfinished() const { return tail_bytes_ != 0; }  // a credit frame
 
  private:
-  // With `lock`: the next frame, which carries the newest credit.
+  // With `lock`: the next frame, which carries the newest credit. `hidden`: see close_frame.
   void fill(Frame* frame, Kind kind, std::uint64_t length, std::uint64_t seqno, const std::uint8_t* payload,
-            const std::uint8_t* tag, std::uint64_t tag_bytes) {
+            std::uint8_t* hidden, const std::uint8_t* tag, std::uint64_t tag_bytes) {
     const std::uint64_t released = books_.released.load(std::memory_order_acquire);
     *frame = {};
     frame->kind = kind;
@@ -106,7 +108,7 @@ class Writer {
     frame->seqno = seqno;
     frame->credit = books_.zero + released;
     if (tag_bytes) std::memcpy(frame->tag, tag, tag_bytes);
-    close_frame(frame, seal_, frames_++, payload);
+    close_frame(frame, guard_, frames_++, payload, hidden);
     reported_ = released;
   }
 
@@ -122,7 +124,7 @@ class Writer {
   const int sock_;
   const Outbox outbox_;
   const std::uint64_t in_slots_;
-  const Seal seal_;
+  Guard guard_;
   Books& books_;
   std::atomic_flag writing_ = ATOMIC_FLAG_INIT;
   std::uint64_t frames_ = 0;

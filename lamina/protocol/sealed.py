@@ -1,27 +1,26 @@
-"""A socket whose peer has proven the cluster's key, and whose records carry a MAC: control links beyond one host.
+"""A socket whose peer has proven the cluster's key, and whose records are encrypted: control links beyond one host.
 
-A record is a length and the data, each with an HMAC-SHA256 (RFC 2104) under the sender's key of the session over a
-counter and what it guards. So records are neither forged, nor changed, repeated, dropped or reordered, and no memory is
-taken for a length before it is known to be the peer's. Nothing is encrypted.
+A record is a length and the data, each under AES-256-GCM with the sender's key of the session and a counter. So records
+are neither read, nor forged, changed, repeated, dropped or reordered, and no memory is taken for a length before it is
+known to be the peer's.
 """
 
 from __future__ import annotations
 
-import hmac
 import os
 import select
 import socket
 import struct
-from hashlib import sha256
+
+from lamina.netstack.native import seal, unseal
 
 KEY_BYTES = 32
 KEYS_BYTES = 2 * KEY_BYTES  # what this side sends under, what it receives under
-MAC_BYTES = 32
+CODE_BYTES = 16
 MOST_BYTES = 1 << 29
 STALL_S = 10.0  # for the rest of a record whose beginning has come
 SILENCE_S = 3  # and one more: a host that is gone is known then
 _LENGTH = struct.Struct("!I")
-_COUNTER = struct.Struct("!Q")  # of MACs in a direction: even for a length, odd for data
 
 
 class SealedSocket(socket.socket):
@@ -31,7 +30,7 @@ class SealedSocket(socket.socket):
         """Owns ``fd``. ``keys``: KEYS_BYTES of this session."""
         super().__init__(fileno=fd)
         self._send_key, self._receive_key = keys[:KEY_BYTES], keys[KEY_BYTES:KEYS_BYTES]
-        self._sent = self._received = 0
+        self._sent = self._received = 0  # lengths and data
         self._data = memoryview(b"")
         self.silent = False  # whether the peer's host has stopped to answer
         self.setblocking(True)
@@ -45,9 +44,9 @@ class SealedSocket(socket.socket):
     def sendall(self, data: bytes, flags: int = 0) -> None:  # type: ignore[override] # bytes alone are sent here
         """One record."""
         length = _LENGTH.pack(len(data))
-        first, second = (_mac(self._send_key, self._sent + n, part) for n, part in enumerate((length, data)))
+        record = b"".join(seal(self._send_key, self._sent + n, part) for n, part in enumerate((length, data)))
         self._sent += 2
-        super().sendall(length + first + data + second, flags)
+        super().sendall(record, flags)
 
     def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0) -> int:  # type: ignore[override]
         """As much as fits of what is left of a record, else of the next one; 0 at the end. Raises ConnectionError."""
@@ -58,19 +57,19 @@ class SealedSocket(socket.socket):
         return count
 
     def _next(self) -> bytes:
-        head = self._read(_LENGTH.size + MAC_BYTES, wait_s=None)
+        head = self._read(_LENGTH.size + CODE_BYTES, wait_s=None)
         if not head:
             return b""
         (length,) = _LENGTH.unpack(self._opened(head))
         if length > MOST_BYTES:
             raise ConnectionError(f"a record of {length} bytes")
-        return self._opened(self._read(length + MAC_BYTES, wait_s=STALL_S))
+        return self._opened(self._read(length + CODE_BYTES, wait_s=STALL_S))
 
     def _opened(self, sealed: bytes) -> bytes:
-        """What goes before its MAC."""
-        data, mac = sealed[:-MAC_BYTES], sealed[-MAC_BYTES:]
-        if not hmac.compare_digest(mac, _mac(self._receive_key, self._received, data)):
-            raise ConnectionError("a record with a wrong MAC")
+        try:
+            data = unseal(self._receive_key, self._received, sealed)
+        except ValueError as error:
+            raise ConnectionError("a record with a wrong code") from error
         self._received += 1
         return data
 
@@ -116,7 +115,3 @@ def read_keys(fd: int) -> bytes:
     while len(keys) < KEYS_BYTES and (more := os.read(fd, KEYS_BYTES - len(keys))):
         keys += more
     return keys
-
-
-def _mac(key: bytes, counter: int, data: bytes) -> bytes:
-    return hmac.digest(key, _COUNTER.pack(counter) + data, sha256().name)

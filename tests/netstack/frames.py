@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import struct
+
+import gcm
 
 DATA, CREDIT, FAREWELL = 1, 2, 3
 HEADER = struct.Struct("<H6xQQQ32s16s")  # kind, length, seqno, credit, tag, check of the payload
@@ -33,10 +34,17 @@ def checksum(data: bytes) -> bytes:
     return struct.pack("<4I", *lanes)
 
 
-def check(key: bytes | None, part: int, frame: int, data: bytes) -> bytes:
-    """What guards one part of the frame with that count in its direction."""
-    data = struct.pack("<QQ", part, frame) + data
-    return checksum(data) if key is None else hashlib.blake2b(data, key=key, digest_size=CHECK_BYTES).digest()
+def check(part: int, frame: int, data: bytes) -> bytes:
+    """What guards one part of the frame with that count in its direction, within one host."""
+    return checksum(struct.pack("<QQ", part, frame) + data)
+
+
+def guarded(key: bytes | None, part: int, frame: int, data: bytes) -> tuple[bytes, bytes]:
+    """That part as it is sent, and its check."""
+    if key is None:
+        return data, check(part, frame, data)
+    sealed = gcm.seal(key, 2 * frame + (part == HEADER_PART), data)
+    return sealed[:-CHECK_BYTES], sealed[-CHECK_BYTES:]
 
 
 def pack(
@@ -52,6 +60,13 @@ def pack(
 ) -> bytes:
     """A frame; its checks are right whatever it says."""
     nbytes = len(payload) if length is None else length
-    guard = check(key, PAYLOAD_PART, count, payload)
+    payload, guard = guarded(key, PAYLOAD_PART, count, payload)
     header = HEADER.pack(kind, nbytes % (1 << 64), seqno % (1 << 64), credit % (1 << 64), tag, guard)
-    return header + check(key, HEADER_PART, count, header) + payload
+    return b"".join(guarded(key, HEADER_PART, count, header)) + payload
+
+
+def unpack(key: bytes, count: int, frame: bytes) -> tuple[tuple[int, int, int, int, bytes], bytes]:
+    """The fields and the payload of a frame under ``key``."""
+    header = gcm.unseal(key, 2 * count + 1, frame[:HEADER_BYTES])
+    *fields, guard = HEADER.unpack(header)
+    return tuple(fields), gcm.unseal(key, 2 * count, frame[HEADER_BYTES:] + guard)  # type: ignore[return-value]

@@ -46,7 +46,7 @@ struct Input {
 
 // One frame, honest but for what the input changes. Its checks are right unless the input breaks them: a peer that
 // holds the key can say anything, and the decoder must be safe from it too.
-void append(std::vector<std::uint8_t>& stream, Input& input, const Seal& seal, std::uint64_t count, bool honest,
+void append(std::vector<std::uint8_t>& stream, Input& input, Guard& guard, std::uint64_t count, bool honest,
             std::uint64_t* sent) {
   Frame frame{};
   std::vector<std::uint8_t> payload(input.next(kSlotBytes + 1), std::uint8_t(count));
@@ -62,14 +62,11 @@ void append(std::vector<std::uint8_t>& stream, Input& input, const Seal& seal, s
   if (twist == 4) frame.kind = std::uint16_t(input.word());
   if (twist == 5) frame.seqno += input.next(4) - 2;
   if (twist == 6) frame.credit += input.next(8) - 2;
-  const std::uint64_t told = frame.length;
-  frame.length = payload.size();  // of the bytes that are there
-  Check check(seal, kPayloadPart, count);
-  check.update(payload.data(), payload.size());
-  check.finish(frame.payload_check);
-  frame.length = told;
-  check_header(seal, count, frame, frame.header_check);
-  const auto* header = reinterpret_cast<const std::uint8_t*>(&frame);
+  guard.begin(kPayloadPart, count);  // of the bytes that are there
+  guard.seal(payload.data(), payload.data(), payload.size());
+  guard.seal_end(frame.payload_check);
+  close_header(&frame, guard, count);
+  const auto* header = bytes_of(&frame);
   const std::size_t start = stream.size();
   stream.insert(stream.end(), header, header + kFrameBytes);
   stream.insert(stream.end(), payload.begin(), payload.end());
@@ -78,14 +75,13 @@ void append(std::vector<std::uint8_t>& stream, Input& input, const Seal& seal, s
 }
 
 // `ends`: of an honest stream, where its messages end; its sender waits for credit. Empty: the stream may be anything.
-void feed(const std::vector<std::uint8_t>& stream, Input& input, const Seal& seal,
-          const std::vector<std::size_t>& ends) {
+void feed(const std::vector<std::uint8_t>& stream, Input& input, Guard guard, const std::vector<std::size_t>& ends) {
   const bool honest = !ends.empty();
   // The inbox ends where the heap block ends, so that the sanitizer sees a byte too far.
   const std::unique_ptr<std::uint8_t[]> inbox(new std::uint8_t[Slots::bytes(kSlots, kSlotBytes)]);
   Books books{kZero};
   books.sent = 2;
-  Decoder decoder(books, Slots{inbox.get(), kSlots, kSlotBytes}, seal, 1 + input.next(2) * 100);
+  Decoder decoder(books, Slots{inbox.get(), kSlots, kSlotBytes}, std::move(guard), 1 + input.next(2) * 100);
   std::uint64_t taken = 0;
   std::vector<std::uint8_t> fills;  // of each message taken
   std::size_t at = 0;
@@ -139,20 +135,22 @@ void feed(const std::vector<std::uint8_t>& stream, Input& input, const Seal& sea
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   Input input{data, size};
-  const std::uint8_t key[kSealKeyBytes] = {7};
-  const Seal seal = input.next(2) ? Seal(key) : Seal();
+  const std::uint8_t key[kKeyBytes] = {7};
+  const bool hides = input.next(2);
+  Guard guard = hides ? Guard(key, true) : Guard();
+  require(guard.sound(), Crypto::get().fault);
   std::vector<std::uint8_t> stream;
   std::uint64_t sent = 0;
   const bool honest = input.next(3) == 0;
   std::vector<std::size_t> ends;
   for (std::uint64_t n = input.next(8), i = 0; i < n; ++i) {
-    append(stream, input, seal, i, honest, &sent);
+    append(stream, input, guard, i, honest, &sent);
     if (honest && sent > ends.size()) ends.push_back(stream.size());
   }
   if (!honest && input.next(4) == 0) {  // noise
     stream.insert(stream.end(), input.p, input.p + input.left);
   }
-  feed(stream, input, seal, ends);
+  feed(stream, input, hides ? Guard(key, false) : Guard(), ends);
   return 0;
 }
 

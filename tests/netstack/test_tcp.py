@@ -9,17 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import replace
 
 import pytest
-from frames import CREDIT, DATA, FAREWELL, pack
+from frames import CREDIT, DATA, FAREWELL, HEADER_BYTES, pack, unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wiring import KEY, SOON_S, connect, send
 
 from lamina import netstack
 from lamina.netstack import Channel, Geometry, PeerFault, tcp
-from lamina.netstack.handshake import Terms, offer, run
+from lamina.netstack.handshake import SEAL, Terms, offer, run
 from lamina.netstack.tcp import TcpFabric
 
 EPOCH = 9
@@ -300,9 +301,38 @@ def test_a_sealing_listener_refuses_a_peer_that_wants_to_go_without() -> None:
         accepted = pool.submit(listener.accept, timeout_s=1.0)
         with pytest.raises(netstack.HandshakeError):
             plain.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY)
-        with pytest.raises(netstack.ChannelTimeout, match="MAC"):
+        with pytest.raises(netstack.ChannelTimeout, match="not encrypted"):
             accepted.result(SOON_S)
     sealing.close()
+
+
+def test_sealed_frames_are_those_of_the_second_implementation() -> None:
+    """Both ways: what Python seals is taken, and what comes back it opens; its payload is nowhere in clear."""
+    with closing(TcpFabric(KEY, seal=True)) as fabric, ThreadPoolExecutor(1) as pool:
+        listener = fabric.listen()
+        host, _, port = listener.url.partition("://")[2].rpartition(":")
+        accepted = pool.submit(listener.accept, timeout_s=SOON_S)
+        with socket.create_connection((host, int(port))) as stream:
+            terms, deadline = replace(TERMS, cipher=SEAL), time.monotonic() + SOON_S
+            session = run(stream, offer(KEY, terms), "listener", deadline=deadline)
+            stream.setblocking(True)
+            there, back = session.keys(listening=False)
+            victim = accepted.result(SOON_S)
+            for n in range(2):
+                stream.sendall(pack(there, n, b"good%d" % n, seqno=ZERO + 1 + n, credit=ZERO, tag=b"tag"))
+                arrival = victim.wait_signal(timeout_s=SOON_S)
+                assert (arrival.data, arrival.tag.rstrip(b"\0")) == (b"good%d" % n, b"tag")
+            source = fabric.register(memoryview(bytearray(b"from elsewhere")))
+            send(victim, b"straight from its slot", b"first")
+            victim.put_signal(victim.reserve(len(source.data)), b"second", source)
+            for n, (payload, tag) in enumerate([(b"straight from its slot", b"first"), (b"from elsewhere", b"second")]):
+                frame = stream.recv(HEADER_BYTES + len(payload), socket.MSG_WAITALL)
+                assert payload not in frame
+                assert tag not in frame
+                (kind, length, seqno, credit, told), opened = unpack(back, n, frame)
+                assert (kind, length, seqno, credit) == (DATA, len(payload), ZERO + 1 + n, ZERO)
+                assert (told.rstrip(b"\0"), opened) == (tag, payload)
+            assert source.data == b"from elsewhere"  # what is put from elsewhere stays as it is
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,129 @@
+// AES-256-GCM (NIST SP 800-38D) by libcrypto, which is loaded when it is first needed: nothing links against it.
+//
+// A text is named by its counter, which with the key of its direction makes the nonce: who begins two texts with one
+// counter has lost both, so counters only ever go up.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <type_traits>
+#include <utility>
+
+namespace lamina {
+
+constexpr std::uint64_t kKeyBytes = 32;
+constexpr std::uint64_t kCodeBytes = 16;
+
+// What is used of OpenSSL 1.1.1 or newer, whose types are opaque here.
+struct Crypto {
+  void* (*context_new)();
+  void (*context_free)(void*);
+  const void* (*aes_256_gcm)();
+  int (*init)(void*, const void* cipher, void* engine, const std::uint8_t* key, const std::uint8_t* nonce, int seals);
+  int (*update)(void*, std::uint8_t* to, int* count, const std::uint8_t* from, int bytes);
+  int (*final)(void*, std::uint8_t* to, int* count);
+  int (*control)(void*, int what, int number, void* data);
+  char fault[256];  // why it cannot be used; empty: it can
+
+  // Of this process. LAMINA_LIBCRYPTO names another file.
+  static const Crypto& get() {
+    static const Crypto crypto = load();
+    return crypto;
+  }
+
+ private:
+  static Crypto load() {
+    Crypto crypto{};
+    const char* named = std::getenv("LAMINA_LIBCRYPTO");
+    const char* const own[] = {"libcrypto.so.3", "libcrypto.so.1.1", "libcrypto.so"};
+    void* library = named && *named ? dlopen(named, RTLD_NOW | RTLD_LOCAL) : nullptr;
+    for (const char* name : own)
+      if (!library && !(named && *named)) library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+    bool whole = library;
+    const auto find = [&](const char* name, auto* function) {
+      void* found = whole ? dlsym(library, name) : nullptr;
+      whole = found;
+      *function = reinterpret_cast<std::remove_pointer_t<decltype(function)>>(found);
+    };
+    find("EVP_CIPHER_CTX_new", &crypto.context_new);
+    find("EVP_CIPHER_CTX_free", &crypto.context_free);
+    find("EVP_aes_256_gcm", &crypto.aes_256_gcm);
+    find("EVP_CipherInit_ex", &crypto.init);
+    find("EVP_CipherUpdate", &crypto.update);
+    find("EVP_CipherFinal_ex", &crypto.final);
+    find("EVP_CIPHER_CTX_ctrl", &crypto.control);
+    const char* why = whole ? nullptr : dlerror();
+    if (!whole) std::snprintf(crypto.fault, sizeof crypto.fault, "%s", why ? why : "it is not OpenSSL's");
+    return crypto;
+  }
+};
+
+// One direction of one session, on one side.
+class Cipher {
+ public:
+  Cipher() = default;
+  Cipher(const std::uint8_t key[kKeyBytes], bool seals) : seals_(seals), crypto_(&Crypto::get()) {
+    context_ = crypto_->fault[0] ? nullptr : crypto_->context_new();
+    sound_ = context_ && crypto_->init(context_, crypto_->aes_256_gcm(), nullptr, key, nullptr, seals);
+  }
+  Cipher(Cipher&& other) noexcept { *this = std::move(other); }
+  Cipher& operator=(Cipher&& other) noexcept {
+    std::swap(seals_, other.seals_);
+    std::swap(sound_, other.sound_);
+    std::swap(crypto_, other.crypto_);
+    std::swap(context_, other.context_);
+    return *this;
+  }
+  ~Cipher() {
+    if (context_) crypto_->context_free(context_);
+  }
+  bool sound() const { return sound_; }  // so far
+
+  void begin(std::uint64_t counter) {
+    std::uint8_t nonce[12] = {};
+    for (int i = 0; i < 8; ++i) nonce[11 - i] = std::uint8_t(counter >> 8 * i);
+    sound_ = sound_ && crypto_->init(context_, nullptr, nullptr, nullptr, nonce, seals_);
+  }
+
+  // The next bytes of the text; `to` may be `from`.
+  void pass(const std::uint8_t* from, std::uint8_t* to, std::uint64_t bytes) {
+    while (sound_ && bytes) {
+      const int part = int(std::min(bytes, std::uint64_t{1} << 30));
+      int done = 0;
+      sound_ = crypto_->update(context_, to, &done, from, part) && done == part;
+      from += part;
+      to += part;
+      bytes -= std::uint64_t(part);
+    }
+  }
+
+  // The end of a text that is sealed: its code.
+  void seal(std::uint8_t code[kCodeBytes]) {
+    int none = 0;
+    sound_ = sound_ && crypto_->final(context_, code, &none) && crypto_->control(context_, kGetCode, kCodeBytes, code);
+  }
+
+  // The end of a text that is opened: whether this is its code. Compared by libcrypto, in a time that does not depend on
+  // the bytes.
+  bool open(const std::uint8_t code[kCodeBytes]) {
+    std::uint8_t copy[kCodeBytes];
+    std::copy(code, code + kCodeBytes, copy);
+    int none = 0;
+    sound_ = sound_ && crypto_->control(context_, kSetCode, kCodeBytes, copy) && crypto_->final(context_, copy, &none);
+    return sound_;
+  }
+
+ private:
+  static constexpr int kGetCode = 0x10, kSetCode = 0x11;  // EVP_CTRL_AEAD_GET_TAG, EVP_CTRL_AEAD_SET_TAG
+
+  int seals_ = 0;
+  bool sound_ = false;
+  const Crypto* crypto_ = nullptr;
+  void* context_ = nullptr;
+};
+
+}  // namespace lamina
