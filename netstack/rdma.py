@@ -127,21 +127,34 @@ class Device:
         self.gid_index = best.gid_index
         self.gid = IPv6Address(best.gid_str()).packed
         self.lid, self.mtu, self.message_bytes = state.lid, state.active_mtu, state.max_msg_sz
-        self.domain = PD(self.context)
 
     def close(self) -> None:
         self.context.close()
 
 
+class Domain:
+    """What one peer's queue pair may touch on this side: no key of another domain's memory is of use there."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        with _told(f"make a protection domain on {device.name}"):
+            self.protection = PD(device.context)
+
+    def close(self) -> None:
+        """Once all that is in it was closed."""
+        self.protection.close()
+
+
 class Memory:
     """Registered memory. Only an inbox may be written by a peer; nothing may be read by one."""
 
-    def __init__(self, device: Device, view: memoryview, *, inbox: bool = False) -> None:
+    def __init__(self, domain: Domain, view: memoryview, *, inbox: bool = False) -> None:
         self.view = view
         self.address = address_of(view)
         access = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE if inbox else 0
-        with _told(f"register {view.nbytes} bytes with {device.name}", "; is `ulimit -l` (locked memory) too low?"):
-            self._region = MR(device.domain, view.nbytes, access, address=self.address)
+        name = domain.device.name
+        with _told(f"register {view.nbytes} bytes with {name}", "; is `ulimit -l` (locked memory) too low?"):
+            self._region = MR(domain.protection, view.nbytes, access, address=self.address)
         self.lkey, self.rkey = self._region.lkey, self._region.rkey
 
     def close(self) -> None:
@@ -165,14 +178,15 @@ class QueuePair:
     ``sends``, ``receives``: most requests of a kind that are posted and not yet polled.
     """
 
-    def __init__(self, device: Device, sends: int, receives: int) -> None:
-        self._device = device
+    def __init__(self, domain: Domain, sends: int, receives: int) -> None:
+        self._device = device = domain.device
         with _told(f"make a queue pair of {sends} + {receives} requests on {device.name}"):
             self._events, self.events_fd = _completion_channel(device.context)
             os.set_blocking(self.events_fd, False)
             self._queue = CQ(device.context, sends + receives, channel=self._events)
             room = QPCap(max_send_wr=sends, max_recv_wr=receives, max_send_sge=2, max_recv_sge=1)
-            self._pair = QP(device.domain, QPInitAttr(qp_type=e.IBV_QPT_RC, scq=self._queue, rcq=self._queue, cap=room))
+            kind = QPInitAttr(qp_type=e.IBV_QPT_RC, scq=self._queue, rcq=self._queue, cap=room)
+            self._pair = QP(domain.protection, kind)
             self._receive = RecvWR(num_sge=1, sg=[SGE(0, 0, 0)])
             self._receive.num_sge = 0  # the constructor insists on one
             attributes = QPAttr(port_num=device.port)

@@ -13,7 +13,8 @@ life line. From there on the NICs move the data:
   tried in vain, but for Soft-RoCE, which never gives up: there a peer of whose NIC nothing is heard for a time is lost.
 
 What NICs send is neither encrypted nor authenticated: use a network that strangers cannot write to. Only the inbox is
-open to the peer, for writing; it lies in a protection domain with the inboxes of this fabric's other peers.
+open to the peer, for writing. Each peer has a protection domain of its own, so that a key of one peer's inbox is of no
+use to another.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .base import RDMA_DEVICE, SPIN_S, affordable_spin
 from .fabric import ChannelError, Fabric, Geometry, Region
 from .handshake import Session
 from .listener import Meeting
-from .rdma import Device, Memory
+from .rdma import Device
 from .tcp import TcpFabric
 from .verbs_channel import COPY_BYTES, WRITE_BYTES, VerbsChannel
 
@@ -41,13 +42,13 @@ class VerbsFabric(TcpFabric):
         super().__init__(key)
         self._spin_s = affordable_spin(spin_s)
         self._device = Device(device, least_message_bytes=WRITE_BYTES)
-        self._sources: list[Memory] = []
+        self._sources: list[memoryview] = []
 
     def register(self, buffer: memoryview) -> Region:
-        """Register with the NIC, which pins the memory. Raises OSError where the limit on locked memory forbids it."""
+        """Each channel that puts from it registers it with the NIC, which pins the memory, for its own peer."""
         region = super().register(buffer)
         if region.data.nbytes > COPY_BYTES:
-            self._sources.append(Memory(self._device, region.data))
+            self._sources.append(region.data)
         return region
 
     def connect(
@@ -74,8 +75,6 @@ class VerbsFabric(TcpFabric):
 
     def close(self) -> None:
         super().close()
-        for memory in self._sources:
-            memory.close()
         self._sources.clear()
         self._device.close()
 

@@ -25,7 +25,7 @@ from .fabric import (
 )
 from .handshake import Session, drive, exchanged
 from .listener import Meeting
-from .rdma import Completion, Device, Memory, QueuePair, Route, address_of, pages
+from .rdma import Completion, Device, Domain, Memory, QueuePair, Route, address_of, pages
 from .sleeper import Sleeper
 from .swap import swap
 
@@ -52,7 +52,7 @@ class VerbsChannel(BaseChannel):
     """
 
     def __init__(
-        self, device: Device, sources: list[Memory], sock: socket.socket, peer: str, session: Session, *,
+        self, device: Device, sources: list[memoryview], sock: socket.socket, peer: str, session: Session, *,
         listening: bool, spin_s: float,
     ) -> None:  # fmt: skip
         outbound, inbound = session.outbound, session.inbound
@@ -64,12 +64,19 @@ class VerbsChannel(BaseChannel):
         self._zero = session.epoch << EPOCH_SHIFT
         self._stride, self._in_stride = _stride(outbound), _stride(inbound)
         pieces = -(-self._stride // WRITE_BYTES)
-        self._pair = QueuePair(device, outbound.slots * pieces + inbound.slots + 1, outbound.slots + inbound.slots)
+        sends, receives = outbound.slots * pieces + inbound.slots + 1, outbound.slots + inbound.slots
+        self._domain = Domain(device)
+        self._memories: list[Memory] = []  # in it, the oldest first: staging, inbox, then what was put from elsewhere
         try:
-            self._staging = Memory(device, pages(outbound.slots * self._stride))
-            self._inbox = Memory(device, pages(inbound.slots * self._in_stride), inbox=True)
+            self._pair = QueuePair(self._domain, sends, receives)
+            try:
+                self._staging = self._held(pages(outbound.slots * self._stride))
+                self._inbox = self._held(pages(inbound.slots * self._in_stride), inbox=True)
+            except OSError:
+                self._pair.close()
+                raise
         except OSError:
-            self._pair.close()
+            self._leave_domain()
             raise
         self._theirs = (0, 0)  # key and address of the peer's inbox
         self._grants = self._sent = self._completed = self._credited = 0
@@ -115,9 +122,21 @@ class VerbsChannel(BaseChannel):
             if not aborted:
                 self._linger()
                 self._farewell("closed the channel")
-            for part in (self._pair, self._staging, self._inbox, self._sock, self._sender, self._receiver):
+            self._pair.close()
+            self._leave_domain()
+            for part in (self._sock, self._sender, self._receiver):
                 part.close()
             self._messages.clear()
+
+    def _held(self, view: memoryview, *, inbox: bool = False) -> Memory:
+        """``view``, for this peer. Raises OSError."""
+        self._memories.append(Memory(self._domain, view, inbox=inbox))
+        return self._memories[-1]
+
+    def _leave_domain(self) -> None:
+        for memory in self._memories:
+            memory.close()
+        self._domain.close()
 
     def _reach(self, card: bytes) -> None:
         """Connect to the peer's queue pair."""
@@ -194,11 +213,9 @@ class VerbsChannel(BaseChannel):
     def _publish(self, slot: Slot, nbytes: int, tag: bytes, source: memoryview | None) -> int:
         with self._sending:
             self._check("put_signal")
-            origin = None
-            if source is not None and nbytes <= COPY_BYTES:
+            origin = None if source is None or nbytes <= COPY_BYTES else self._registered(source)
+            if source is not None and origin is None:
                 slot.data[:] = source
-            elif source is not None:
-                origin = self._registered(source)
             try:
                 self._sent += 1
                 HEADER.pack_into(self._staging.view, slot.index * self._stride, self._zero + self._sent, nbytes, tag)
@@ -231,11 +248,19 @@ class VerbsChannel(BaseChannel):
     def _is_idle(self) -> bool:
         return self._completed == self._sent
 
-    def _registered(self, source: memoryview) -> tuple[Memory, int]:
+    def _registered(self, source: memoryview) -> tuple[Memory, int] | None:
+        """The memory that ``source`` is part of, and its address; None where no more memory can be pinned."""
         address = address_of(source)
-        for memory in reversed(self._sources):
+        for memory in self._memories[2:]:
             if memory.address <= address and address + source.nbytes <= memory.address + memory.view.nbytes:
                 return memory, address
+        for view in reversed(self._sources):
+            start = address_of(view)
+            if start <= address and address + source.nbytes <= start + view.nbytes:
+                try:
+                    return self._held(view), address
+                except OSError:  # the limit on locked memory: it is copied
+                    return None
         raise ValueError(f"{self.peer}: put_signal: the source was not registered with this fabric")
 
     def _give_back(self) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-from wiring import ROOT
+from wiring import HERE, PATH, ROOT
 
 from lamina.netstack import Geometry, HandshakeError
 from lamina.netstack.handshake import Session, Steps
@@ -72,3 +75,26 @@ def test_missing_pyverbs_is_an_error_with_its_fix() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert "python3-pyverbs" in run.stdout
+
+
+def book(most_memories: int) -> list[dict[str, Any]]:
+    """Of the protection domains of two channels, both ends here; see verbs_stand_in.py."""
+    command = [sys.executable, str(HERE / "verbs_stand_in.py"), str(most_memories)]
+    environment = os.environ | {"PYTHONPATH": PATH}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    found: list[dict[str, Any]] = json.loads(run.stdout)
+    return found
+
+
+def test_each_peer_has_a_protection_domain_of_its_own() -> None:
+    """With one queue pair, staging and inbox, and at the sender what it put from; empty by the time it is closed."""
+    domains = book(100)
+    assert [d["pairs"] for d in domains] == [1] * 4
+    assert sorted(len(d["memories"]) for d in domains) == [2, 2, 3, 3]
+    assert [d["memories"][2:] for d in domains if len(d["memories"]) == 3] == [[1 << 17]] * 2
+    assert [d["closed_with"] for d in domains] == [0] * 4
+
+
+def test_what_cannot_be_pinned_is_copied() -> None:
+    assert [len(d["memories"]) for d in book(2)] == [2] * 4
