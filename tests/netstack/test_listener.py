@@ -239,3 +239,20 @@ def test_one_that_holds_the_key_and_then_says_nothing_holds_up_nobody(transport:
             with pytest.raises(netstack.ChannelTimeout, match="silent"):
                 listener.accept(timeout_s=0.1)
             assert not listener._half_open
+
+
+@pytest.mark.parametrize("transport", ["mlx5", STAND_IN])
+def test_those_that_hold_the_key_and_have_no_channel_yet_count_for_the_ceiling(transport: str) -> None:
+    """They may have their inboxes already."""
+    with scheme_of(transport) as scheme, closing(open_or_skip(scheme)) as fabric, ThreadPoolExecutor(1) as pool:
+        listener = fabric.listen(ceiling=netstack.Ceiling(channels=1))
+        assert isinstance(listener, StreamListener)
+        accepting = pool.submit(listener.accept, timeout_s=SOON_S)
+        with caller(listener) as mute:
+            terms = Terms(scheme, 0, GEOMETRY, GEOMETRY)
+            run(mute, offer(KEY, terms), listener.url, deadline=time.monotonic() + SOON_S)
+            with pytest.raises(netstack.HandshakeError, match="as many channels as its ceiling allows"):
+                fabric.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY, timeout_s=SOON_S)
+        listener.close()
+        with pytest.raises(netstack.ChannelError):
+            accepting.result(SOON_S)

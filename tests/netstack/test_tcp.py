@@ -306,33 +306,75 @@ def test_a_sealing_listener_refuses_a_peer_that_wants_to_go_without() -> None:
     sealing.close()
 
 
-def test_sealed_frames_are_those_of_the_second_implementation() -> None:
-    """Both ways: what Python seals is taken, and what comes back it opens; its payload is nowhere in clear."""
-    with closing(TcpFabric(KEY, seal=True)) as fabric, ThreadPoolExecutor(1) as pool:
+class Sealed:
+    """A connector with the raw stream of a sealed channel, and its keys."""
+
+    def __init__(self, fabric: TcpFabric) -> None:
         listener = fabric.listen()
         host, _, port = listener.url.partition("://")[2].rpartition(":")
-        accepted = pool.submit(listener.accept, timeout_s=SOON_S)
-        with socket.create_connection((host, int(port))) as stream:
+        with ThreadPoolExecutor(1) as pool:
+            accepted = pool.submit(listener.accept, timeout_s=SOON_S)
+            self.stream = socket.create_connection((host, int(port)))
             terms, deadline = replace(TERMS, cipher=SEAL), time.monotonic() + SOON_S
-            session = run(stream, offer(KEY, terms), "listener", deadline=deadline)
-            stream.setblocking(True)
-            there, back = session.keys(listening=False)
-            victim = accepted.result(SOON_S)
-            for n in range(2):
-                stream.sendall(pack(there, n, b"good%d" % n, seqno=ZERO + 1 + n, credit=ZERO, tag=b"tag"))
-                arrival = victim.wait_signal(timeout_s=SOON_S)
-                assert (arrival.data, arrival.tag.rstrip(b"\0")) == (b"good%d" % n, b"tag")
-            source = fabric.register(memoryview(bytearray(b"from elsewhere")))
-            send(victim, b"straight from its slot", b"first")
-            victim.put_signal(victim.reserve(len(source.data)), b"second", source)
-            for n, (payload, tag) in enumerate([(b"straight from its slot", b"first"), (b"from elsewhere", b"second")]):
-                frame = stream.recv(HEADER_BYTES + len(payload), socket.MSG_WAITALL)
-                assert payload not in frame
-                assert tag not in frame
-                (kind, length, seqno, credit, told), opened = unpack(back, n, frame)
-                assert (kind, length, seqno, credit) == (DATA, len(payload), ZERO + 1 + n, ZERO)
-                assert (told.rstrip(b"\0"), opened) == (tag, payload)
-            assert source.data == b"from elsewhere"  # what is put from elsewhere stays as it is
+            session = run(self.stream, offer(KEY, terms), "listener", deadline=deadline)
+            self.victim: Channel = accepted.result(SOON_S)
+        self.stream.setblocking(True)
+        self.there, self.back = session.keys(listening=False)
+
+    def frame(self, payload: bytes) -> bytes:
+        """The next one, with so much payload, as the victim has sent it."""
+        return self.stream.recv(HEADER_BYTES + len(payload), socket.MSG_WAITALL)
+
+
+@pytest.fixture
+def sealed() -> Iterator[Callable[[], Sealed]]:
+    made: list[Sealed] = []
+    with closing(TcpFabric(KEY, seal=True)) as fabric:
+
+        def make() -> Sealed:
+            made.append(Sealed(fabric))
+            return made[-1]
+
+        yield make
+        for each in made:
+            each.stream.close()
+
+
+def test_sealed_frames_are_those_of_the_second_implementation(sealed: Callable[[], Sealed]) -> None:
+    """Both ways: what Python seals is taken, and what comes back it opens; its payload is nowhere in clear."""
+    peer = sealed()
+    for n in range(2):
+        peer.stream.sendall(pack(peer.there, n, b"good%d" % n, seqno=ZERO + 1 + n, credit=ZERO, tag=b"tag"))
+        arrival = peer.victim.wait_signal(timeout_s=SOON_S)
+        assert (arrival.data, arrival.tag.rstrip(b"\0")) == (b"good%d" % n, b"tag")
+    source = netstack.Region(memoryview(bytearray(b"from elsewhere")))
+    send(peer.victim, b"straight from its slot", b"first")
+    peer.victim.put_signal(peer.victim.reserve(len(source.data)), b"second", source)
+    for n, (payload, tag) in enumerate([(b"straight from its slot", b"first"), (b"from elsewhere", b"second")]):
+        frame = peer.frame(payload)
+        assert payload not in frame
+        assert tag not in frame
+        (kind, length, seqno, credit, told), opened = unpack(peer.back, n, frame)
+        assert (kind, length, seqno, credit) == (DATA, len(payload), ZERO + 1 + n, ZERO)
+        assert (told.rstrip(b"\0"), opened) == (tag, payload)
+    assert source.data == b"from elsewhere"  # what is put from elsewhere stays as it is
+
+
+def test_a_frame_that_comes_back_is_none(sealed: Callable[[], Sealed]) -> None:
+    peer = sealed()
+    send(peer.victim, b"mine")
+    peer.stream.sendall(peer.frame(b"mine"))
+    faults_for_good(lambda: peer.victim.wait_signal(timeout_s=SOON_S))
+
+
+def test_a_frame_of_another_session_is_none(sealed: Callable[[], Sealed]) -> None:
+    """Of the same peers, terms and count; it is good where it belongs."""
+    first, second = sealed(), sealed()
+    frame = pack(first.there, 0, b"good", seqno=ZERO + 1, credit=ZERO)
+    for peer in (first, second):
+        peer.stream.sendall(frame)
+    assert first.victim.wait_signal(timeout_s=SOON_S).data == b"good"
+    faults_for_good(lambda: second.victim.wait_signal(timeout_s=SOON_S))
 
 
 @pytest.mark.parametrize(
