@@ -6,7 +6,7 @@ Everything that the device refuses is an OSError here, with the cause and, where
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import IPv6Address
@@ -133,15 +133,39 @@ class Device:
 
 
 class Domain:
-    """What one peer's queue pair may touch on this side: no key of another domain's memory is of use there."""
+    """What one peer's queue pair may touch on this side: no key of another domain's memory is of use there. Owns its
+    memories.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self._memories: list[Memory] = []
         with _told(f"make a protection domain on {device.name}"):
             self.protection = PD(device.context)
 
+    def memory(self, view: memoryview, *, inbox: bool = False) -> Memory:
+        """``view``, registered. Raises OSError."""
+        self._memories.append(Memory(self, view, inbox=inbox))
+        return self._memories[-1]
+
+    def memory_of(self, part: memoryview, sources: Sequence[memoryview]) -> Memory | None:
+        """That of the source, of which ``part`` is one; None where no more can be pinned. Raises ValueError where there
+        is no such source.
+        """
+        address = address_of(part)
+        for view in reversed(sources):
+            start = address_of(view)
+            if start <= address and address + part.nbytes <= start + view.nbytes:
+                try:
+                    return next((m for m in self._memories if m.view is view), None) or self.memory(view)
+                except OSError:  # the limit on locked memory
+                    return None
+        raise ValueError("the source was not registered with this fabric")
+
     def close(self) -> None:
-        """Once all that is in it was closed."""
+        """Once its queue pair was closed."""
+        for memory in self._memories:
+            memory.close()
         self.protection.close()
 
 

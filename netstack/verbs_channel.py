@@ -66,17 +66,12 @@ class VerbsChannel(BaseChannel):
         pieces = -(-self._stride // WRITE_BYTES)
         sends, receives = outbound.slots * pieces + inbound.slots + 1, outbound.slots + inbound.slots
         self._domain = Domain(device)
-        self._memories: list[Memory] = []  # in it, the oldest first: staging, inbox, then what was put from elsewhere
         try:
+            self._staging = self._domain.memory(pages(outbound.slots * self._stride))
+            self._inbox = self._domain.memory(pages(inbound.slots * self._in_stride), inbox=True)
             self._pair = QueuePair(self._domain, sends, receives)
-            try:
-                self._staging = self._held(pages(outbound.slots * self._stride))
-                self._inbox = self._held(pages(inbound.slots * self._in_stride), inbox=True)
-            except OSError:
-                self._pair.close()
-                raise
         except OSError:
-            self._leave_domain()
+            self._domain.close()
             raise
         self._theirs = (0, 0)  # key and address of the peer's inbox
         self._grants = self._sent = self._completed = self._credited = 0
@@ -122,21 +117,9 @@ class VerbsChannel(BaseChannel):
             if not aborted:
                 self._linger()
                 self._farewell("closed the channel")
-            self._pair.close()
-            self._leave_domain()
-            for part in (self._sock, self._sender, self._receiver):
+            for part in (self._pair, self._domain, self._sock, self._sender, self._receiver):
                 part.close()
             self._messages.clear()
-
-    def _held(self, view: memoryview, *, inbox: bool = False) -> Memory:
-        """``view``, for this peer. Raises OSError."""
-        self._memories.append(Memory(self._domain, view, inbox=inbox))
-        return self._memories[-1]
-
-    def _leave_domain(self) -> None:
-        for memory in self._memories:
-            memory.close()
-        self._domain.close()
 
     def _reach(self, card: bytes) -> None:
         """Connect to the peer's queue pair."""
@@ -249,19 +232,12 @@ class VerbsChannel(BaseChannel):
         return self._completed == self._sent
 
     def _registered(self, source: memoryview) -> tuple[Memory, int] | None:
-        """The memory that ``source`` is part of, and its address; None where no more memory can be pinned."""
-        address = address_of(source)
-        for memory in self._memories[2:]:
-            if memory.address <= address and address + source.nbytes <= memory.address + memory.view.nbytes:
-                return memory, address
-        for view in reversed(self._sources):
-            start = address_of(view)
-            if start <= address and address + source.nbytes <= start + view.nbytes:
-                try:
-                    return self._held(view), address
-                except OSError:  # the limit on locked memory: it is copied
-                    return None
-        raise ValueError(f"{self.peer}: put_signal: the source was not registered with this fabric")
+        """The memory that ``source`` is part of, and its address; None: it is to be copied."""
+        try:
+            memory = self._domain.memory_of(source, self._sources)
+        except ValueError as error:
+            raise ValueError(f"{self.peer}: put_signal: {error}") from None
+        return None if memory is None else (memory, address_of(source))
 
     def _give_back(self) -> None:
         """One credit is posted for each release; the NIC is waited for only where it has not sent so many before."""
