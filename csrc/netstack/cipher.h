@@ -89,12 +89,14 @@ class Cipher {
     sound_ = sound_ && crypto_->init(context_, nullptr, nullptr, nullptr, nonce, seals_);
   }
 
-  // The next bytes of the text; `to` may be `from`.
+  // The next bytes of the text; `to` may be `from`. What cannot be passed becomes zeros: nothing stays in clear where
+  // somebody means to send it.
   void pass(const std::uint8_t* from, std::uint8_t* to, std::uint64_t bytes) {
-    while (sound_ && bytes) {
+    while (bytes) {
       const int part = int(std::min(bytes, std::uint64_t{1} << 30));
       int done = 0;
-      sound_ = crypto_->update(context_, to, &done, from, part) && done == part;
+      sound_ = sound_ && crypto_->update(context_, to, &done, from, part) && done == part;
+      if (!sound_) std::fill(to, to + part, std::uint8_t{0});
       from += part;
       to += part;
       bytes -= std::uint64_t(part);

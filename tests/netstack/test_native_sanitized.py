@@ -48,3 +48,8 @@ def test_the_ring_is_free_of_races(tmp_path: Path) -> None:
     program = build(tmp_path, "ring_threads.cpp", "-fsanitize=thread", "-Wno-tsan")
     for spin_ns in ("0", "20000"):
         assert run(program, "3000", spin_ns) == "messages 3000\n"
+
+
+def test_a_cipher_that_fails_leaves_nothing_in_clear(tmp_path: Path) -> None:
+    program = build(tmp_path, "cipher_broken.cpp", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    assert run(program) == "sound 0 left 0\n"
