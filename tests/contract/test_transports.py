@@ -23,6 +23,7 @@ from lamina import netstack
 from lamina.netstack import Ceiling, Channel, DeviceChannel, Fabric, Geometry, Listener
 from lamina.netstack.cuda_driver import Driver, Pinned, Stream
 from lamina.netstack.fabric import DEATH_NOTICED_S, EPOCH_SHIFT, TAG_BYTES
+from lamina.netstack.tcp import TcpFabric
 
 KEY = b"k" * 32
 LONG_S = 30.0  # a wait that must be ended by something else than its timeout
@@ -30,7 +31,8 @@ SOON_S = 5.0  # for what is on its way
 SMALL = Geometry(slots=3, slot_bytes=257)
 SLOW_LINKS = [f"emulate+{other}?latency_ms=0.5&jitter_ms=0.5&gbps=5" for other in ("loopback", "shm")]
 FOR_KERNELS = ["cuda", STAND_IN, ONE_GPU, ONE_STAND_IN]
-TRANSPORTS = [*netstack.SCHEMES, *SLOW_LINKS, *FOR_KERNELS[1:]]
+SEALED = "tcp as beyond this host"
+TRANSPORTS = [*netstack.SCHEMES, SEALED, *SLOW_LINKS, *FOR_KERNELS[1:]]
 
 
 class Task:
@@ -85,7 +87,7 @@ def connect(fabric: Fabric, listener: Listener, out: Geometry = SMALL, into: Geo
 
 def open_or_skip(scheme: str, key: bytes = KEY, gpu: int | None = None) -> Fabric:
     try:
-        return netstack.open(scheme, key=key, gpu=gpu)
+        return TcpFabric(key, seal=True) if scheme == SEALED else netstack.open(scheme, key=key, gpu=gpu)
     except ImportError as error:
         pytest.skip(str(error))
 
