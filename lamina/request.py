@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 FILTERS = ("min_p", "top_k", "top_p")  # in vLLM's order
@@ -121,6 +122,13 @@ class Logprob:
     logprob: float
 
 
+class Blame(StrEnum):
+    """Who can put an error right."""
+
+    CLIENT = "client"  # with other parameters
+    SERVER = "server"
+
+
 @dataclass
 class CompletionOutput:
     """One completion of a prompt so far. ``finish_reason``: None while it runs; "stop", "length", "abort", "error"."""
@@ -131,6 +139,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the token id or string that stopped it, or the error
     logprobs: list[list[Logprob]] | None = None  # per token: the chosen one first, then the best alternatives
+    blame: Blame | None = None  # of an error
 
 
 @dataclass

@@ -11,7 +11,7 @@ from lamina.config import EngineConfig
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.control import ALL_BANNED, Draw, Drawn, RunRound, RunStep, StepDone
 from lamina.protocol.tables import BlockTables
-from lamina.request import CompletionOutput, Logprob, RequestOutput, RequestTimes, SamplingParams
+from lamina.request import Blame, CompletionOutput, Logprob, RequestOutput, RequestTimes, SamplingParams
 
 from .draws import draw_of, scores_of
 from .prefill import Prefill
@@ -229,6 +229,7 @@ class Engine:
         if drawn.token < 0:
             banned = drawn.token == ALL_BANNED
             why = BANNED.format(sequence.params.min_tokens) if banned else NOT_FINITE
+            output.blame = Blame.CLIENT if banned else Blame.SERVER
             sequence.num_drawing -= 1
             sequence.finish("error", why)
             log.error("request %d ends behind %d tokens: %s", sequence.request_id, sequence.num_outputs, why)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from lamina.protocol.control import (
     ClockTime,
@@ -30,6 +30,7 @@ from lamina.protocol.control import (
 
 from .launcher import WorkerHandle
 
+T = TypeVar("T")
 STARTING = MemoryReady | RingUrl | RankUrl | ComputeReady | Progress
 FROM_WORKERS = STARTING | StepDone | Stats | ClockTime | Rate | Trace | Failed
 JOIN_S = 5.0
@@ -38,6 +39,7 @@ TAKE_S = 30.0  # for a worker to take a message, which it reads on a thread of i
 TAKE_LAST_S = 0.2  # at the end
 REST_S = 5.0  # for the rest of a message that has begun to come
 CAUSE_S = 0.3  # for a worker to say that it has failed, once its peer has
+TICK_S = 0.25  # of silence, after which whoever waits looks round
 
 
 class WorkerError(RuntimeError):
@@ -77,6 +79,7 @@ class Members:
         self._members: list[Member] = []
         self._before_end, self._after_end = before_end, after_end
         self.closed = False  # by ``close``, or because a worker was lost
+        self.meanwhile: Callable[[], None] = lambda: None  # called a few times a second by whoever waits in silence
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members)
@@ -140,15 +143,31 @@ class Members:
                     if isinstance(message, kind):
                         member.inbox.remove(message)
                         return message
-            poller = select.poll()
-            for member in self._members:
-                poller.register(member.link, select.POLLIN)
-            ready = {fd for fd, _ in poller.poll(max(0.0, deadline - time.monotonic()) * 1000)}
-            if not ready:
-                raise self.fail(f"{', '.join(m.name for m in wanted)} took too long {what}")
-            for member in self._members:
-                if member.link.fileno() in ready:
-                    member.inbox.append(self._receive(member))
+            left = max(0.0, deadline - time.monotonic())
+            if not self._read(min(left, TICK_S)):
+                if not left:
+                    raise self.fail(f"{', '.join(m.name for m in wanted)} took too long {what}")
+                self.meanwhile()
+
+    def arrived(self, kind: type[T]) -> list[tuple[Member, T]]:
+        """Every ``kind`` that has come, and whose it is, without waiting. Raises as ``wait_for``."""
+        while self._read(0.0):
+            pass
+        found = [(m, message) for m in self._members for message in m.inbox if isinstance(message, kind)]
+        for member, message in found:
+            member.inbox.remove(message)
+        return found
+
+    def _read(self, timeout_s: float) -> bool:
+        """One message of each worker that has sent some, into its inbox. Whether there was any."""
+        poller = select.poll()
+        for member in self._members:
+            poller.register(member.link, select.POLLIN)
+        ready = {fd for fd, _ in poller.poll(timeout_s * 1000)}
+        for member in self._members:
+            if member.link.fileno() in ready:
+                member.inbox.append(self._receive(member))
+        return bool(ready)
 
     def _receive(self, member: Member) -> Any:
         try:

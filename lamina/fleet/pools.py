@@ -68,6 +68,8 @@ class Pools:
         self._chunks = [0] * config.prefill_workers  # in flight, by prefill worker
         self._since = [0.0] * config.prefill_workers  # when the first of them began to be the next one that is done
         self._lock = threading.Lock()  # one reader of the links at a time: run or stats
+        self._asked_at: float | None = None  # when all workers were asked for counters, until all have answered
+        self._answers: dict[str, dict[str, float]] = {}
         self.tracer = Tracer(config.trace or os.environ.get("LAMINA_TRACE", ""))
         try:
             self.ready = self._start(model, on_progress)
@@ -139,9 +141,46 @@ class Pools:
                 self._members.send(member, AskStats())
             found = {}
             for member in self._members:
-                answer = self._members.wait_for([member], Stats, STATS_S, "to report its counters")
+                answer = self._members.wait_for([member], Stats, self._silence_s, self._for_counters)
                 found[member.label] = answer.values
         return found
+
+    def meanwhile(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called a few times a second while ``wait`` waits in silence."""
+        self._members.meanwhile = call
+
+    def ask_stats(self) -> None:
+        """Ask every worker for its counters, unless some have yet to answer. Waits for nobody; like ``take_stats`` for
+        the thread that calls ``wait``. Raises WorkerError.
+        """
+        if self._asked_at is None:
+            self._asked_at, self._answers = time.monotonic(), {}
+            for member in self._members:
+                self._members.send(member, AskStats())
+
+    def take_stats(self) -> dict[str, dict[str, float]] | None:
+        """The counters, once all workers have answered ``ask_stats``; None before that, and where nobody has asked.
+
+        Raises WorkerError where a worker is lost, or has not answered for as long as a step may take.
+        """
+        self._answers |= {m.label: s.values for m, s in self._members.arrived(Stats)}
+        if self._asked_at is None:
+            return None
+        silent = [m.name for m in self._members if m.label not in self._answers]
+        if not silent:
+            self._asked_at = None
+            return self._answers
+        if time.monotonic() - self._asked_at > self._silence_s:
+            raise self._members.fail(f"{', '.join(silent)} took too long {self._for_counters}")
+        return None
+
+    @property
+    def _silence_s(self) -> float:
+        return self._config.step_timeout_s + GRACE_S
+
+    @property
+    def _for_counters(self) -> str:
+        return f"to report its counters (--step-timeout-s {self._config.step_timeout_s:g})"
 
     def close(self) -> None:
         """End all workers: ask, wait, then by force. Idempotent."""

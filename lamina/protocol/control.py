@@ -29,6 +29,10 @@ class LinkClosedError(Exception):
     """The other end is gone."""
 
 
+class LinkBrokenError(LinkClosedError):
+    """What has come over the link is no message: its ends do not speak alike."""
+
+
 class LinkStalledError(LinkClosedError):
     """The other end takes nothing: it stands still. What was sent in part has ended the link."""
 
@@ -321,11 +325,11 @@ class ControlLink:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
         if length > MAX_FRAME:
-            raise LinkClosedError(f"control link: frame of {length} bytes")
+            raise LinkBrokenError(f"control link: frame of {length} bytes")
         try:
             return self._decoder.decode(self._read(length, deadline))
         except msgspec.MsgspecError as e:
-            raise LinkClosedError(f"control link: {e}") from e
+            raise LinkBrokenError(f"control link: {e}") from e
 
     def fileno(self) -> int:
         """For select and poll."""

@@ -11,9 +11,9 @@ from typing import Any
 from lamina.request import SamplingParams
 
 from .admission import Admission
-from .client import EngineClient, EngineGoneError, Feed
+from .client import EngineClient, EngineGoneError, Feed, RefusedError
 from .config import ServerConfig
-from .errors import ApiError, bad_value
+from .errors import ApiError, engine_error
 from .gauges import EngineGauges
 from .logprobs import TokenTexts
 from .messages import Delta
@@ -120,8 +120,8 @@ class Call:
             except TimeoutError:
                 yield []
                 continue
-            except ValueError as e:
-                raise bad_value(e, PARAMS) from e
+            except RefusedError as e:
+                raise engine_error(str(e), e.blame, PARAMS) from e
             except EngineGoneError as e:
                 raise ApiError(503, f"the engine is gone: {e}", code="engine_gone", retry_after_s=5) from e
             yield [(self._numbers[d.key], self._book(d)) for d in deltas]
@@ -135,8 +135,7 @@ class Call:
             self._open -= 1
             self._ticket.finished()
         if delta.finish_reason == "error":
-            of_client = bad_value(ValueError(delta.stop_reason), PARAMS)  # if it is a parameter that leaves no token
-            raise of_client if of_client.param else ApiError(500, of_client.message, code="no_token")
+            raise engine_error(str(delta.stop_reason), delta.blame, PARAMS)
         return delta
 
     def abort(self, error: ApiError) -> None:

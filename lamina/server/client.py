@@ -16,7 +16,7 @@ from lamina.fleet.launcher import WorkerHandle
 from lamina.fleet.local import ProcessWorker
 from lamina.fleet.members import WorkerError
 from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
-from lamina.request import SamplingParams
+from lamina.request import Blame, SamplingParams
 
 from .messages import Add, Cancel, Counters, Delta, Outputs, Ready, Refused, Start, State
 
@@ -28,6 +28,14 @@ log = logging.getLogger(__name__)
 
 class EngineGoneError(WorkerError):
     """The engine process has ended, and why."""
+
+
+class RefusedError(Exception):
+    """The engine has refused a prompt. ``blame``: who can put that right."""
+
+    def __init__(self, text: str, blame: Blame) -> None:
+        super().__init__(text)
+        self.blame = blame
 
 
 class Meter(Protocol):
@@ -76,7 +84,7 @@ def _add_up(held: Delta, new: Delta) -> None:
     if held.logprobs is not None and new.logprobs is not None:
         held.logprobs += new.logprobs
     held.finish_reason, held.stop_reason = new.finish_reason, new.stop_reason
-    held.times = new.times
+    held.times, held.blame = new.times, new.blame
 
 
 class EngineClient:
@@ -173,8 +181,11 @@ class EngineClient:
                     reason = message.text
                     break
                 self._handle_message(message)
-        except (EngineGoneError, msgspec.MsgspecError) as e:
+        except EngineGoneError as e:
             reason = str(e)
+        except Exception as e:
+            log.exception("reading from the engine has failed")
+            reason = f"the server cannot read from its engine: {type(e).__name__}: {e}"
         self.failure = reason
         if not self._closing:
             log.error("the engine is gone, requests get 503: %s", reason)
@@ -193,7 +204,7 @@ class EngineClient:
         elif isinstance(message, Counters):
             self.counters = message.workers
         elif isinstance(message, Refused) and (found := self._live.pop(message.key, None)):
-            found[0].fail(ValueError(message.text))
+            found[0].fail(RefusedError(message.text, message.blame))
 
     def _deliver(self, delta: Delta) -> None:
         if found := self._live.get(delta.key):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import socket
 import threading
@@ -15,15 +16,17 @@ from lamina.fleet.choose_transport import nearest
 from lamina.fleet.members import WorkerError
 from lamina.fleet.pools import Pools
 from lamina.models.tokens import load_beside
-from lamina.protocol.control import ControlLink, Failed, LinkClosedError, Progress, Stop
-from lamina.request import CompletionOutput, Logprob, RequestOutput
+from lamina.protocol.control import ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop
+from lamina.request import Blame, CompletionOutput, Logprob, RequestOutput
 
 from .messages import Add, Cancel, Counters, Delta, Logprobs, Outputs, Ready, Refused, Start, State, Times
 
+log = logging.getLogger(__name__)
 FROM_SERVER = Start | Add | Cancel | Stop
-IDLE_S = 1.0  # how often an idle engine asks its workers whether they live
+IDLE_S = 1.0  # how long an idle engine waits for a message before it looks at its workers
 STATE_S = 0.2
-COUNTERS_S = 2.0
+WAITS = ("wait_s", "carry_s", "stored_wait_s")  # counters that grow while a worker waits for others
+COUNTERS_S = 0.9  # how often all workers are asked for their counters, and so whether they live
 
 
 def serve_engine(sock: socket.socket) -> None:
@@ -58,7 +61,11 @@ def _serve(link: ControlLink, start: Start) -> None:
     pools = Pools(start.model, config, progress)
     try:
         engine = Engine(pools, config, trace=pools.tracer.recorder)
-        _Loop(link, engine, pools, tokenizer.result(limit_s)).run()
+        loop = _Loop(link, engine, pools, tokenizer.result(limit_s))
+        try:
+            loop.run()
+        except ValueError as e:
+            raise RuntimeError(str(e)) from e  # no user is to blame for what an engine does that runs
     finally:
         pools.close()
 
@@ -99,6 +106,7 @@ class _Live:
             logprobs=None if output.logprobs is None else [_pairs(x) for x in output.logprobs[had:]],
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
+            blame=output.blame,
         )
 
 
@@ -116,11 +124,13 @@ class _Loop:
         self._by_id: dict[int, _Live] = {}
         self._stopped = False
         self._steps = 0
-        self._was_busy = False
-        self._state_at = self._counters_at = 0.0
+        self._told = (False, 0)  # whether it was busy, and its steps, when the last State left
+        self._counters: dict[str, dict[str, float]] = {}
+        self._state_at = self._asked_at = 0.0
 
     def run(self) -> None:
         self._link.send(self._ready())
+        self._pools.meanwhile(self._report)
         threads = [threading.Thread(target=t, name="lamina-link", daemon=True) for t in (self._read, self._write)]
         for thread in threads:
             thread.start()
@@ -168,14 +178,22 @@ class _Loop:
             if live := self._by_key.get(message.key):
                 self._forget(live)
                 self._engine.cancel(live.request_id)
+        elif isinstance(message, Exception):
+            raise RuntimeError(f"its link to the server has failed: {message}") from message
         else:
             self._stopped = True
 
     def _add(self, add: Add) -> None:
         try:
-            request_id = self._engine.add(add.prompt, add.params, make_pieces=self._pieces(add))
+            self._engine.check(add.prompt, add.params)
         except ValueError as e:
-            self._outbox.put(Refused(add.key, str(e)))
+            self._outbox.put(Refused(add.key, str(e), Blame.CLIENT))
+            return
+        try:
+            request_id = self._engine.add(add.prompt, add.params, make_pieces=self._pieces(add))
+        except Exception as e:  # of one prompt; the others have done nothing
+            log.exception("a prompt could not be added")
+            self._outbox.put(Refused(add.key, f"the engine could not add the prompt: {e}", Blame.SERVER))
             return
         live = _Live(add.key, request_id)
         self._by_key[add.key] = self._by_id[request_id] = live
@@ -189,17 +207,21 @@ class _Loop:
         return lambda: Detokenizer(self._tokenizer, add.prompt, skip_special_tokens=skip)
 
     def _report(self) -> None:
-        """A State is due a few times a second while steps are done, at the end of work, and whenever idle workers
-        have answered.
+        """A State is due a few times a second while steps are done, at the end of work, and when all workers have
+        answered and, while a step runs, one of them has gone on. No step waits for an answer.
         """
         now, busy = time.monotonic(), self._engine.has_work
-        due = busy != self._was_busy or (busy and now - self._state_at > STATE_S)
-        if now - self._counters_at > (COUNTERS_S if busy else IDLE_S * 0.9):
-            self._outbox.put(Counters(self._pools.stats()))  # raises where a worker does not answer
-            self._counters_at = now
-            due = True
+        was_busy, steps = self._told
+        due = busy != was_busy or (self._steps > steps and now - self._state_at > STATE_S)
+        if (counters := self._pools.take_stats()) is not None:  # raises where a worker has not answered for long
+            self._outbox.put(Counters(counters))
+            due = due or not busy or moved(self._counters, counters)
+            self._counters = counters
+        if now - self._asked_at > COUNTERS_S:
+            self._asked_at = now
+            self._pools.ask_stats()
         if due:
-            self._state_at, self._was_busy = now, busy
+            self._state_at, self._told = now, (busy, self._steps)
             self._outbox.put(self._state())
 
     def _state(self) -> State:
@@ -229,18 +251,35 @@ class _Loop:
         )
 
     def _read(self) -> None:
-        with contextlib.suppress(LinkClosedError):
-            while True:
-                message = self._link.recv()
+        try:
+            while not isinstance(message := self._link.recv(), Stop):
                 self._inbox.put(message)
-                if isinstance(message, Stop):
-                    return
-        self._inbox.put(Stop())
+            self._inbox.put(message)
+        except LinkBrokenError as e:
+            self._inbox.put(e)
+        except LinkClosedError:
+            self._inbox.put(Stop())
+        except Exception as e:  # noqa: BLE001 - the loop raises it: who hears nothing must not seem to live
+            self._inbox.put(e)
 
     def _write(self) -> None:
-        with contextlib.suppress(LinkClosedError):
+        try:
             while (message := self._outbox.get()) is not None:
                 self._link.send(message)
+        except LinkClosedError:
+            pass  # the reader says so
+        except Exception as e:  # noqa: BLE001 - the same
+            self._inbox.put(e)
+
+
+def moved(before: dict[str, dict[str, float]], now: dict[str, dict[str, float]]) -> bool:
+    """Whether some worker has done something between two readings of all counters. To wait is not to do something."""
+    return any(
+        before.get(worker, {}).get(name) != value
+        for worker, values in now.items()
+        for name, value in values.items()
+        if name not in WAITS
+    )
 
 
 def _times(output: RequestOutput) -> Times:

@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from lamina.request import Blame
+
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
 
 
@@ -43,8 +45,12 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
-def bad_value(error: ValueError, known: frozenset[str]) -> ApiError:
-    """The answer to a ValueError whose text begins with the name of a field in ``known``."""
-    text = str(error)
+def engine_error(text: str, blame: Blame | None, known: frozenset[str]) -> ApiError:
+    """The answer where the engine gives no token: 400 if other parameters help, else 500."""
+    return bad_value(text, known) if blame is Blame.CLIENT else ApiError(500, text, code="no_token")
+
+
+def bad_value(text: str, known: frozenset[str]) -> ApiError:
+    """The answer to a request that is wrong; its ``param`` where ``text`` begins with the name of one in ``known``."""
     first = text.split(maxsplit=1)[0] if text else ""
     return ApiError(400, text, param=first if first in known else None, code="invalid_value")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from lamina.config import EngineConfig
-from lamina.request import SamplingParams
+from lamina.request import Blame, SamplingParams
 
 Logprobs = list[tuple[int, float]]  # the token itself first, then the best alternatives
 
@@ -55,6 +55,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
     key: int
     text: str
+    blame: Blame
 
 
 class Times(msgspec.Struct, frozen=True, array_like=True):
@@ -77,11 +78,12 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True):
     stop_reason: int | str | None = None
     prompt_logprobs: list[Logprobs | None] | None = None  # with the first delta of completion 0
     times: Times | None = None  # with the last delta of the whole prompt
+    blame: Blame | None = None  # where it has ended with an error, whose text is ``stop_reason``
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
-    """Engine -> server, a few times a second: sent only when a step was done, or when idle workers have all answered.
-    So its age tells whether the engine lives.
+    """Engine -> server, a few times a second: sent only when a step was done, or when all workers have answered and the
+    engine is idle or one of them has gone on. So its age tells whether the engine lives.
     """
 
     running: int

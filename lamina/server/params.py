@@ -66,7 +66,7 @@ def _params(
             logit_bias=_logit_bias(request, ready),
         )
     except ValueError as e:
-        raise bad_value(e, PARAMS) from e
+        raise bad_value(str(e), PARAMS) from e
     if max_tokens is not None and max_tokens >= ready.max_model_len:
         raise ApiError(
             400, f"max_tokens {max_tokens} exceeds the context of {ready.max_model_len} tokens", param="max_tokens",

@@ -6,11 +6,14 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
+from lamina.config import EngineConfig
 from lamina.fleet.members import Member, Members, WorkerError
-from lamina.protocol.control import AskStats, ControlLink, Failed, StepDone, Stop
+from lamina.fleet.pools import Pools
+from lamina.protocol.control import AskStats, ControlLink, Failed, Stats, StepDone, Stop
 
 SOON_S = 5.0
 
@@ -117,3 +120,53 @@ def test_nor_does_it_hold_up_the_end() -> None:
     start = time.monotonic()
     pools.close()
     assert time.monotonic() - start < SOON_S
+
+
+def test_answers_are_taken_without_waiting_and_others_stay() -> None:
+    quiet, told = socket.socketpair()
+    pools, (member,) = members(Ended("memory"))
+    member.link, theirs = ControlLink(quiet, StepDone | Stats), ControlLink(told, AskStats)
+    assert pools.arrived(Stats) == []
+    theirs.send(DONE)
+    theirs.send(Stats(values={"steps": 1.0}))
+    assert [s.values for _, s in pools.arrived(Stats)] == [{"steps": 1.0}]
+    assert pools.arrived(Stats) == []
+    assert pools.wait_for([member], StepDone, 1.0, "for a step") == DONE
+
+
+def test_who_waits_in_silence_looks_round_and_still_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet, _told = socket.socketpair()
+    pools, (member,) = members(Ended("memory"))
+    member.link = ControlLink(quiet, StepDone)
+    calls: list[int] = []
+    pools.meanwhile = lambda: calls.append(1)
+    monkeypatch.setattr("lamina.fleet.members.TICK_S", 0.01)
+    with pytest.raises(WorkerError, match="took too long for a step"):
+        pools.wait_for([member], StepDone, 0.1, "for a step")
+    assert len(calls) > 1
+
+
+def test_counters_have_the_time_that_a_step_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that stands still for less than that is no loss, however often it is asked."""
+    quiet, told = socket.socketpair()
+    pools = Pools.__new__(Pools)
+    pools._members, (member,) = members(Ended("memory"))
+    member.link, theirs = ControlLink(quiet, Stats), ControlLink(told, AskStats)
+    pools._config, pools._asked_at, pools._answers = EngineConfig(step_timeout_s=60.0), None, {}
+    now = [100.0]
+    monkeypatch.setattr("lamina.fleet.pools.time", SimpleNamespace(monotonic=lambda: now[0]))
+    assert pools.take_stats() is None
+    pools.ask_stats()
+    now[0] += 59.0
+    pools.ask_stats()
+    assert pools.take_stats() is None
+    assert isinstance(theirs.recv(timeout_s=1.0), AskStats)
+    theirs.send(Stats(values={"steps": 1.0}))
+    assert pools.take_stats() == {"memory-0": {"steps": 1.0}}
+    assert pools.take_stats() is None
+    with pytest.raises(TimeoutError):
+        theirs.recv(timeout_s=0.0)  # it was asked once
+    pools.ask_stats()
+    now[0] += 62.0
+    with pytest.raises(WorkerError, match=r"memory worker 0 .*took too long .*--step-timeout-s 60"):
+        pools.take_stats()

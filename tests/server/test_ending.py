@@ -16,6 +16,7 @@ from running import Running, alive, eventually
 
 pytestmark = pytest.mark.timeout(300)  # starting a server on a busy machine takes its time
 BODY = {"prompt": "def f(", "max_tokens": 60, "ignore_eos": True, "stream": True}
+PAUSE_S = 8.0  # that a worker of an idle server may stand still: less than --step-timeout-s
 COUNTED = {**BODY, "stream_options": {"include_usage": True}}
 
 
@@ -66,8 +67,12 @@ def test_ill_while_a_worker_hangs_and_ends_when_one_is_lost(tmp_path: Path) -> N
         with httpx.Client(base_url="http://server", transport=transport, timeout=30) as http:
             assert http.get("/health").status_code == 200
             os.kill(workers[0], signal.SIGSTOP)
+            stopped = time.monotonic()
             assert eventually(lambda: http.get("/health").status_code == 503, 15)
+            assert not eventually(lambda: server.process.poll() is not None, stopped + PAUSE_S - time.monotonic())
             os.kill(workers[0], signal.SIGCONT)
+            assert eventually(lambda: http.get("/health").status_code == 200, 15), "it has only stood still"
+            assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
             os.kill(workers[1], signal.SIGKILL)
             said = "ERROR .*the engine is gone.*memory worker . .*was killed by SIGKILL"
             assert eventually(lambda: bool(re.search(said, (tmp_path / "log").read_text())), 15)

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_layers import JSON, ask, error_of
 
+from lamina.request import Blame
 from lamina.server.messages import Delta
 
 HUGE = 2**63
@@ -126,9 +127,9 @@ def test_no_field_breaks_the_server(service: Any, path: str, fields: dict[str, A
 
 def test_a_request_without_a_token_is_an_error_of_the_server() -> None:
     client = FakeClient()
-    reason = "the largest logit is not a finite number"
+    reason = "min_tokens and its like at the beginning of a text mean nothing"
     client._deltas = lambda key, index, params, last: [  # type: ignore[method-assign]
-        Delta(key=key, index=index, tokens=[], text="", finish_reason="error", stop_reason=reason)
+        Delta(key=key, index=index, tokens=[], text="", finish_reason="error", stop_reason=reason, blame=Blame.SERVER)
     ]
     service = make_service(client)
     answer = ask("POST", "/v1/completions", service, json={"prompt": "x"})
@@ -144,7 +145,7 @@ def test_a_parameter_that_leaves_no_token_is_an_error_of_the_client() -> None:
     client = FakeClient()
     reason = "min_tokens 3 bans the stop tokens so far, and the model gives no other token"
     client._deltas = lambda key, index, params, last: [  # type: ignore[method-assign]
-        Delta(key=key, index=index, tokens=[], text="", finish_reason="error", stop_reason=reason)
+        Delta(key=key, index=index, tokens=[], text="", finish_reason="error", stop_reason=reason, blame=Blame.CLIENT)
     ]
     answer = ask("POST", "/v1/completions", make_service(client), json={"prompt": "x"})
     assert answer.status_code == 400
