@@ -15,6 +15,7 @@ from lamina.background import Background
 from lamina.config import flag
 from lamina.models.checkpoint import peek_config
 from lamina.server.config import ServerConfig
+from lamina.server.template import read_template
 
 from .flags import add_engine_flags, engine_config, print_config
 from .preflight import check, would_start
@@ -40,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     options = {f.name: getattr(args, f.name) for f in dataclasses.fields(ServerConfig)}
     options["api_key"] = options["api_key"] or os.environ.get("LAMINA_API_KEY", "")
     config, engine = ServerConfig(**options), engine_config(args)
+    if config.chat_template:
+        read_template(config.chat_template)
     if args.print_config:
         shown = {**dataclasses.asdict(config), "api_key": "***" if config.api_key else ""}
         print_config(engine, model=args.model, **shown)

@@ -82,12 +82,13 @@ async def load_model() -> Response:
 @router.post("/tokenize", openapi_extra=described(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt or of a conversation."""
-    service, body = _service(request), parse(TokenizeRequest, request)
+    service, body = _service(request), await parse(TokenizeRequest, request)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
     if body.messages is not None:
-        ids = (await service.prompter.chat(body.messages, None)).ids
+        variables = service.prompter.variables(body)
+        ids = (await service.prompter.chat(body.messages, None, variables, special=bool(body.add_special_tokens))).ids
     else:
         ids = await service.prompter.encode(body.prompt or "", special=body.add_special_tokens is not False)
     limit = service.client.ready.max_model_len
@@ -97,7 +98,7 @@ async def tokenize(request: Request) -> Response:
 @router.post("/detokenize", openapi_extra=described(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
-    service, body = _service(request), parse(DetokenizeRequest, request)
+    service, body = _service(request), await parse(DetokenizeRequest, request)
     service.check_model(body.model)
     return json_response({"prompt": await service.prompter.decode(body.tokens)})
 

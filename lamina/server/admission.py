@@ -12,10 +12,18 @@ RETRY_AFTER_S = 1
 class Ticket:
     """Room for the completions of one HTTP request. ``close`` gives back what is left of it. Idempotent."""
 
-    def __init__(self, admission: Admission, completions: int, tokens: int) -> None:
+    def __init__(self, admission: Admission, completions: int) -> None:
         self._admission = admission
         self._completions = completions
-        self._tokens = tokens
+        self._tokens = 0
+
+    def wait_with(self, tokens: int) -> None:
+        """The prompts have so many tokens. Raises ApiError where no more may wait; prompts that alone are above the
+        limit may wait alone.
+        """
+        self._admission.check_tokens(tokens)
+        self._tokens += tokens
+        self._admission.tokens += tokens
 
     def finished(self) -> None:
         """One of its completions has ended."""
@@ -64,14 +72,16 @@ class Admission:
         if self.completions + completions > self._limit:
             self._refuse("requests")
 
-    def enter(self, completions: int, tokens: int) -> Ticket:
-        """Take room. Raises like ``check``; a request whose prompts alone are above the limit may wait alone."""
+    def enter(self, completions: int) -> Ticket:
+        """Take room, before anything is awaited that costs something. Raises like ``check``."""
         self.check(completions)
+        self.completions += completions
+        return Ticket(self, completions)
+
+    def check_tokens(self, tokens: int) -> None:
+        """Whether prompts of so many tokens may wait. Raises ApiError 429."""
         if self._max_tokens and self.tokens and self.tokens + tokens > self._max_tokens:
             self._refuse("tokens")
-        self.completions += completions
-        self.tokens += tokens
-        return Ticket(self, completions, tokens)
 
     def _refuse(self, reason: str) -> None:
         self._refused(reason)

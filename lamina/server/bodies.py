@@ -3,29 +3,85 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from . import decoding
 from .config import ServerConfig
 from .errors import ApiError, error_response
+from .generation_config import fields_of
+from .unsupported import MESSAGE, PART, QUIET, STREAM_OPTIONS, UNSUPPORTED, check_neutral
+
+if TYPE_CHECKING:
+    from .calls import Service
 
 M = TypeVar("M", bound=BaseModel)
+_NULL = msgspec.Raw(b"null")
+INLINE_BYTES = 1 << 14  # a longer body is decoded on a thread beside the event loop
+NEUTRAL_BYTES = 256  # a longer value of an unsupported field asks for something
 
 
-def parse(model: type[M], request: Request) -> M:
+async def parse(model: type[M], request: Request) -> M:
     """The request's body as ``model``. Raises ApiError."""
+    service, body = request.app.state.service, request.state.body
+    if len(body) <= INLINE_BYTES:
+        return _parse(model, body, service)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(service.decoder, _parse, model, body, service)
+
+
+def _parse(model: type[M], body: bytes, service: Service) -> M:
+    config = service.config
+    given: dict[str, Any] = {}
+    for name, raw in decoding.split(body, config.max_nesting).items():
+        if name in model.model_fields:
+            given[name] = _value(name, raw, service)
+        elif name in UNSUPPORTED:
+            small = len(bytes(raw)) <= NEUTRAL_BYTES
+            check_neutral(name, decoding.small(name, raw, config.max_nesting) if small else ..., UNSUPPORTED[name])
+        elif name not in QUIET:
+            service.fields.check_name(name, [*model.model_fields, *UNSUPPORTED])
+    if given.get("generation_config") is not None and "generation_config" in model.model_fields:
+        given = {**fields_of(given["generation_config"]), **{k: v for k, v in given.items() if v is not None}}
+    _check_inner(given, service)
     try:
-        found = model.model_validate(request.state.json)
+        return model.model_validate(given)
     except ValidationError as e:
         first = e.errors(include_input=False, include_url=False, include_context=False)[0]
         where = ".".join(str(x) for x in first["loc"])
         raise ApiError(400, f"{where or 'body'}: {first['msg']}", param=where or None, code="invalid_value") from e
-    request.app.state.service.fields.check(found)
-    return found
+
+
+def _value(name: str, raw: msgspec.Raw, service: Service) -> Any:
+    config, limit = service.config, service.client.ready.max_model_len
+    if raw == _NULL:
+        return None
+    if name == "prompt":
+        return decoding.prompt(raw, config.max_prompts, limit)
+    if name == "messages":
+        return decoding.messages(raw, config.max_nesting)
+    if name == "tokens":
+        try:
+            return decoding.ids(name, raw, limit)
+        except msgspec.DecodeError as e:
+            raise ApiError(400, f"tokens must be token ids: {e}", param=name, code="invalid_value") from e
+    return decoding.small(name, raw, config.max_nesting)
+
+
+def _check_inner(given: dict[str, Any], service: Service) -> None:
+    check = service.fields.check_inner
+    if isinstance(options := given.get("stream_options"), dict):
+        check(options, ("include_usage", "continuous_usage_stats"), STREAM_OPTIONS, "stream_options.")
+    for message in given.get("messages") or ():
+        check(message, ("role", "content", "name"), MESSAGE, "messages.")
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if part["type"] == "text":  # others are refused by their type
+                check(part, ("type", "text"), PART, "messages.content.")
 
 
 def described(model: type[BaseModel]) -> dict[str, Any]:
@@ -46,7 +102,7 @@ def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
 
 
 class BodyLimits:
-    """Reads the body of every POST: bounded in size, time and depth. The decoded JSON goes to ``state["json"]``."""
+    """Reads the body of every POST, bounded in size and time. Its bytes go to ``state["body"]``."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
@@ -62,7 +118,7 @@ class BodyLimits:
             body = await self._read(receive)
             if body is None:
                 return
-            scope.setdefault("state", {})["json"] = decode(body, self._config.max_nesting)
+            scope.setdefault("state", {})["body"] = body
         except ApiError as e:
             await error_response(e)(scope, receive, send)
             return
@@ -71,7 +127,7 @@ class BodyLimits:
     def _check_headers(self, headers: dict[bytes, bytes]) -> None:
         if headers.get(b"content-encoding", b"identity") != b"identity":
             raise ApiError(415, "Content-Encoding is not supported", code="unsupported_encoding")
-        kind = headers.get(b"content-type", b"application/json").split(b";")[0].strip().lower()
+        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
             raise ApiError(415, "Content-Type must be application/json", code="unsupported_media_type")
         length = headers.get(b"content-length", b"0")
@@ -96,30 +152,3 @@ class BodyLimits:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._max_bytes} bytes", code="body_too_large")
-
-
-def decode(body: bytes, max_nesting: int) -> Any:
-    """JSON of bounded depth. Raises ApiError."""
-    try:
-        found = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise ApiError(400, f"the body is not JSON: {e}", code="invalid_json") from e
-    except RecursionError as e:
-        raise ApiError(400, f"the body is nested deeper than {max_nesting}", code="too_deep") from e
-    if body.count(b"[") + body.count(b"{") > max_nesting and _deeper(found, max_nesting):
-        raise ApiError(400, f"the body is nested deeper than {max_nesting}", code="too_deep")
-    return found
-
-
-def _deeper(value: Any, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit):
-        level = [x for v in level for x in _children(v)]
-        if not level:
-            return False
-    return True
-
-
-def _children(value: Any) -> list[Any]:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [x for x in items if isinstance(x, dict | list)]

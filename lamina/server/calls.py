@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from lamina.request import SamplingParams
 
-from .admission import Admission
+from .admission import Admission, Ticket
 from .client import EngineClient, EngineGoneError, Feed, RefusedError
 from .config import ServerConfig
 from .errors import ApiError, engine_error
@@ -36,7 +37,8 @@ class Service:
     metrics: Metrics
     gauges: EngineGauges
     admission: Admission
-    fields: UnknownFields = field(default_factory=UnknownFields)
+    fields: UnknownFields
+    decoder: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lamina-bodies"))
     calls: set[Call] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -67,12 +69,13 @@ class Call:
         service: Service,
         prompts: list[Prompt],
         params: SamplingParams,
+        ticket: Ticket,
         arrival_s: float,
         *,
         only_prompt: bool = False,
     ) -> None:
-        """``only_prompt``: the one token that is drawn all the same is not wanted. Raises ApiError where there is no
-        room.
+        """``ticket``: for all completions, which the call closes; ``only_prompt``: the one token that is drawn all the
+        same is not wanted. Raises ApiError where there is no room for so many tokens, and where there is no engine.
         """
         self.prompts = prompts
         self.params = params
@@ -83,10 +86,10 @@ class Call:
         self._open = len(prompts) * params.n
         self._waiting: set[int] = set()  # keys without a first token
         self._numbers: dict[int, int] = {}
-        tokens = sum(len(p.ids) for p in prompts)
         if service.client.failure is not None:
             raise ApiError(503, f"the engine is gone: {service.client.failure}", code="engine_gone", retry_after_s=5)
-        self._ticket = service.admission.enter(self._open, tokens)
+        self._ticket = ticket
+        ticket.wait_with(self.prompt_tokens)
         self.meters = [PromptMeter(service.metrics, arrival_s, len(p.ids), params) for p in prompts]
         service.calls.add(self)
         try:

@@ -32,6 +32,8 @@ class ServerConfig:
     max_logprobs: int = option(20, "alternatives of a token (logprobs, top_logprobs), 20 at most")
     max_stop: int = option(16, "stop strings of a request")
     max_stop_chars: int = option(256, "characters of a stop string")
+    allow_unknown_fields: bool = option(False, "ignore fields of a body that the server does not know; else status 400")
+    chat_template: str = option("", "a file with a chat template (Jinja) in place of the model's own")
     max_logit_bias: int = option(300, "tokens in logit_bias")
     body_timeout_s: float = option(30.0, "seconds for a request's body to arrive")
     slow_reader_timeout_s: float = option(30.0, "seconds without any progress after which a slow reader is cut off")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,6 +13,7 @@ from starlette.responses import Response
 
 from lamina.request import SamplingParams
 
+from .admission import Ticket
 from .answers import EventStream, whole
 from .bodies import described, parse
 from .calls import Call, Service
@@ -27,13 +30,15 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json
 async def completions(request: Request) -> Response:
     """Complete prompts."""
     service: Service = request.app.state.service
-    body = parse(CompletionRequest, request)
+    body = await parse(CompletionRequest, request)
     name = service.check_model(body.model)
     params = completion_params(body, service.config, service.client.ready)
-    service.admission.check(len(split_prompts(body.prompt, service.config.max_prompts)) * params.n)
+    parts = split_prompts(body.prompt, service.config.max_prompts)
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
-    prompts = await service.prompter.completions(body.prompt, service.config.max_prompts, max_tokens)
-    call = _call(request, service, prompts, params, only_prompt=body.max_tokens == 0)
+    special = body.add_special_tokens is not False
+    with _room(service, len(parts) * params.n) as ticket:
+        prompts = await service.prompter.completions(parts, max_tokens, special=special)
+        call = _call(request, prompts, params, ticket, only_prompt=body.max_tokens == 0)
     shape = CompletionShape(call, service.texts, _head("cmpl", name), echo=bool(body.echo))
     return await _answer(request, body, call, shape)
 
@@ -42,19 +47,34 @@ async def completions(request: Request) -> Response:
 async def chat(request: Request) -> Response:
     """Answer a conversation."""
     service: Service = request.app.state.service
-    body = parse(ChatRequest, request)
+    body = await parse(ChatRequest, request)
     name = service.check_model(body.model)
     params = chat_params(body, service.config, service.client.ready)
-    service.admission.check(params.n)
-    prompt = await service.prompter.chat(body.messages, params.max_tokens)
-    call = _call(request, service, [prompt], params)
+    variables = service.prompter.variables(body)
+    with _room(service, params.n) as ticket:
+        prompt = await service.prompter.chat(
+            body.messages, params.max_tokens, variables, special=bool(body.add_special_tokens)
+        )
+        call = _call(request, [prompt], params, ticket)
     return await _answer(request, body, call, ChatShape(call, service.texts, _head("chatcmpl", name)))
 
 
+@contextmanager
+def _room(service: Service, completions: int) -> Iterator[Ticket]:
+    """Taken at once, so that who is refused is told at once; given back where no call comes of it."""
+    ticket = service.admission.enter(completions)
+    try:
+        yield ticket
+    except BaseException:
+        ticket.close()
+        raise
+
+
 def _call(
-    request: Request, service: Service, prompts: list[Prompt], params: SamplingParams, *, only_prompt: bool = False
+    request: Request, prompts: list[Prompt], params: SamplingParams, ticket: Ticket, *, only_prompt: bool = False
 ) -> Call:
-    call = Call(service, prompts, params, request.state.arrival_s, only_prompt=only_prompt)
+    service: Service = request.app.state.service
+    call = Call(service, prompts, params, ticket, request.state.arrival_s, only_prompt=only_prompt)
     request.state.call = call
     return call
 

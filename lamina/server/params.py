@@ -32,7 +32,7 @@ def completion_params(request: CompletionRequest, config: ServerConfig, ready: R
 
 def chat_params(request: ChatRequest, config: ServerConfig, ready: Ready) -> SamplingParams:
     """Raises ApiError. ``max_tokens`` None: up to the context's end."""
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     if request.max_completion_tokens is None and request.max_tokens == 0:
         raise ApiError(400, "max_tokens must be at least 1", param="max_tokens", code="invalid_value")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,7 +14,8 @@ from lamina.models.tokens import apply_chat_template, token_ids
 
 from .errors import ApiError
 from .messages import Ready
-from .protocol import Message
+from .protocol import ChatRequest, Message, TokenizeRequest
+from .template import RESERVED, variables_of
 
 T = TypeVar("T")
 INLINE_CHARS = 512  # shorter text is tokenized at once: a change of threads would take longer
@@ -36,27 +38,67 @@ class Prompter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lamina-tokenizer")
         longest = max((len(t) for t in tokenizer.get_vocab()), default=1)
         self._max_chars = longest * ready.max_model_len  # longer text cannot fit, so need not be tokenized
+        template = getattr(tokenizer, "chat_template", None)
+        self._known = frozenset[str]()
+        if isinstance(template, str):
+            with suppress(ValueError):  # whoever uses it is told
+                self._known = variables_of(template)
 
-    async def completions(self, value: Any, max_prompts: int, max_tokens: int | None) -> list[Prompt]:
-        """All prompts of a completion request. Raises ApiError."""
-        parts = split_prompts(value, max_prompts)
-        chars = sum(len(p) for p in parts if isinstance(p, str))
-        prompts = await self._run(chars, lambda: [self._prompt(p) for p in parts])
-        for prompt in prompts:
-            self.check(prompt.ids, max_tokens, "prompt")
-        return prompts
+    async def completions(
+        self, parts: list[str | list[int]], max_tokens: int | None, *, special: bool = True
+    ) -> list[Prompt]:
+        """All prompts of a completion request; ``special``: texts get the tokenizer's own tokens. Raises ApiError."""
 
-    async def chat(self, messages: list[Message], max_tokens: int | None) -> Prompt:
-        """A conversation in the model's template. Raises ApiError."""
+        def work() -> list[Prompt]:
+            prompts = [self._prompt(p, special=special) for p in parts]
+            for prompt in prompts:
+                self.check(prompt.ids, max_tokens, "prompt")
+            return prompts
+
+        return await self._run(sum(len(p) for p in parts), work)
+
+    def variables(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+        """What a request sets in the chat template. Raises ApiError for what that does not take, unless it says no."""
+        param, known, found = "chat_template_kwargs", self._known, dict[str, Any]()
+        for name, value in (body.chat_template_kwargs or {}).items():
+            if name in known:
+                found[name] = value
+            elif name in RESERVED or (value is not None and value is not False):  # as a variable that is not set
+                taken = f"it takes {', '.join(sorted(known))}" if known else "it takes none: leave it out"
+                text = f"{param}.{name[:64]}: the model's chat template does not take it; {taken}"
+                raise ApiError(400, text, param=param, code="unsupported_value")
+        effort, param = body.reasoning_effort, "reasoning_effort"
+        if effort is not None and param in known:
+            found.setdefault(param, effort)
+        elif effort not in (None, "none"):
+            text = f"{param} is not supported: the model's chat template does not take it; leave it out"
+            raise ApiError(400, text, param=param, code="unsupported_value")
+        return found
+
+    async def chat(
+        self, messages: list[Message], max_tokens: int | None, variables: dict[str, Any], *, special: bool = False
+    ) -> Prompt:
+        """A conversation in the model's template, whose ``variables`` are set; ``special``: it gets the tokenizer's own
+        tokens, too. Raises ApiError.
+        """
         plain = [_plain(m) for m in messages]
         chars = sum(len(m["content"]) for m in plain)
         self._check_chars(chars, "messages")
+
+        def work() -> list[int]:
+            ids = apply_chat_template(self.tokenizer, plain, **variables)
+            if special:
+                text = str(self.tokenizer.apply_chat_template(
+                    plain, add_generation_prompt=True, tokenize=False, **variables
+                ))  # fmt: skip
+                ids = token_ids(self.tokenizer, text, add_special_tokens=True)
+            self.check(ids, max_tokens, "messages")
+            return ids
+
         try:
-            ids = await self._run(chars + INLINE_CHARS, lambda: apply_chat_template(self.tokenizer, plain))
+            return Prompt(await self._run(chars + INLINE_CHARS, work), "")
         except (ModelError, ValueError) as e:
             raise ApiError(400, str(e), param="messages", code="invalid_value") from e
-        self.check(ids, max_tokens, "messages")
-        return Prompt(ids, "")
 
     async def encode(self, text: str, *, special: bool) -> list[int]:
         """Token ids of a text. Raises ApiError where it cannot fit."""
@@ -81,7 +123,7 @@ class Prompter:
 
     def _check_ids(self, ids: list[int], param: str) -> None:
         vocab = self._ready.vocab_size
-        if any(not 0 <= t < vocab for t in ids):
+        if ids and not (min(ids) >= 0 and max(ids) < vocab):
             raise ApiError(400, f"{param}: token ids must lie in 0..{vocab - 1}", param=param, code="invalid_value")
 
     def _check_chars(self, chars: int, param: str) -> None:
@@ -89,11 +131,10 @@ class Prompter:
             text = f"the context has {self._ready.max_model_len} tokens; {chars} characters of {param} cannot fit"
             raise ApiError(400, text, param=param, code="context_length_exceeded")
 
-    def _prompt(self, part: str | list[int]) -> Prompt:
+    def _prompt(self, part: str | list[int], *, special: bool) -> Prompt:
         if isinstance(part, str):
             self._check_chars(len(part), "prompt")
-            return Prompt(token_ids(self.tokenizer, part), part)
-        self._check_ids(part, "prompt")
+            return Prompt(token_ids(self.tokenizer, part, add_special_tokens=special), part)
         return Prompt(part, "")
 
     async def _run(self, chars: int, work: Callable[[], T]) -> T:
@@ -103,7 +144,7 @@ class Prompter:
 
 
 def split_prompts(value: Any, max_prompts: int) -> list[str | list[int]]:
-    """The prompts in the four forms that ``prompt`` may have. Raises ApiError."""
+    """The prompts in the four forms that ``prompt`` may have, as ``decoding.prompt`` gives them. Raises ApiError."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -113,14 +154,14 @@ def split_prompts(value: Any, max_prompts: int) -> list[str | list[int]]:
             text = f"prompt must be at most {max_prompts} prompts, not {len(value)}"
             raise ApiError(400, text, param="prompt", code="invalid_value")
         if all(isinstance(p, str) for p in value) or all(isinstance(p, list) and p and _is_ids(p) for p in value):
-            return value
+            return list(value)
     raise ApiError(
         400, "prompt must be a string, strings, token ids, or lists of token ids", param="prompt", code="invalid_value"
     )
 
 
 def _is_ids(value: list[Any]) -> bool:
-    return all(type(t) is int for t in value)
+    return type(value[0]) is int  # then all are: lists have been decoded by type
 
 
 def _plain(message: Message) -> dict[str, Any]:
@@ -130,8 +171,6 @@ def _plain(message: Message) -> dict[str, Any]:
             if part.type != "text" or part.text is None:
                 text = f"content parts of type {part.type[:32]!r} are not supported: only text is"
                 raise ApiError(400, text, param="messages", code="unsupported_value")
-        content = "".join(p.text or "" for p in content)
-    if (message.model_extra or {}).get("tool_calls"):
-        raise ApiError(400, "tool_calls are not supported by this server", param="messages", code="unsupported_value")
+        content = "\n".join(p.text or "" for p in content)  # as vLLM joins them
     role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": content}
+    return {"role": role, "content": content, **({} if message.name is None else {"name": message.name})}

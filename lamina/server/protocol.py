@@ -1,5 +1,5 @@
-"""The requests, as pydantic models. Unknown fields are allowed, null means the default, numbers are not guessed from
-strings.
+"""The requests, as pydantic models. Null means the default, numbers are not guessed from strings. What else a request
+may have is in unsupported.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value  # 1.0 is an integer in JSON
+
+
+def _false_is_none(value: Any) -> Any:
+    return None if value is False else value
 
 
 Int = Annotated[int, BeforeValidator(_whole)]
@@ -49,6 +53,7 @@ class Sampling(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    add_special_tokens: bool | None = None  # default: with a text, not with a conversation, whose template has them
 
 
 class CompletionRequest(Sampling):
@@ -56,7 +61,7 @@ class CompletionRequest(Sampling):
 
     prompt: Any = None  # checked by prompts.py: a union over long lists is slow and its errors are unreadable
     echo: bool | None = None
-    logprobs: Int | None = Field(None, ge=0)
+    logprobs: Annotated[Int | None, Field(ge=0), BeforeValidator(_false_is_none)] = None
     best_of: Int | None = Field(None, ge=0, le=128)
 
 
@@ -76,6 +81,9 @@ class ChatRequest(Sampling):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Int | None = Field(None, ge=1)
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    generation_config: Any = None  # as generation_config.py has it
     logprobs: bool | None = None
     top_logprobs: Int | None = Field(None, ge=0)
 
@@ -86,6 +94,8 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     add_special_tokens: bool | None = None
 
 

@@ -31,6 +31,8 @@ from .metrics import Metrics
 from .observe import set_up_logging
 from .prompts import Prompter
 from .status import report_forever
+from .template import read_template
+from .unsupported import UnknownFields
 
 CLOSE_S = 5  # for connections to take their last bytes
 TOLD_S = 3.0  # for clients and health checks to hear that the engine is lost, before the server ends
@@ -73,6 +75,8 @@ async def _serve(
         tokenizer = await asyncio.to_thread(loading.result, limit_s)
         if tokenizer is None:
             raise ValueError(f"{model} has no tokenizer: give --tokenizer")
+        if config.chat_template:
+            tokenizer.chat_template = read_template(config.chat_template)
         await _Server(_service(model, config, engine_config, client, tokenizer), on_ready).run(sock)
         return 1 if client.failure is not None else 0
     finally:
@@ -95,6 +99,7 @@ def _service(
         texts=TokenTexts(tokenizer),
         metrics=metrics,
         gauges=gauges,
+        fields=UnknownFields(allowed=config.allow_unknown_fields),
         admission=Admission(
             engine_config.max_num_seqs, config.max_num_queued_reqs, config.max_num_queued_tokens, metrics.rejected
         ),
@@ -169,7 +174,7 @@ class _Server(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
         more = "a second Ctrl-C or SIGTERM ends them at once"
         logger.info("draining: %d requests, at most %g s; %s", len(service.calls), limit, more)
         deadline = time.monotonic() + limit
-        while service.calls and time.monotonic() < deadline:
+        while service.admission.completions and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self._abort()
         self.should_exit = True

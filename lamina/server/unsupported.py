@@ -1,13 +1,13 @@
-"""Fields that change what a client gets and that this server does not have are refused; others are ignored, and said
-so once.
+"""Which fields a request may have. A field that is not known is refused, with the nearest name that is; a field that is
+known and not supported is refused unless its value asks for nothing.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from typing import Any
-
-from pydantic import BaseModel
 
 from .errors import ApiError
 
@@ -18,13 +18,18 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
-    "structured_outputs": (),
+    "structured_outputs": ({},),
     "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    "guided_regex": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "guided_decoding_backend": ("",),
+    "guided_whitespace_pattern": ("",),
+    "regex": ("",),
+    "json_schema": ("",),
+    "ebnf": ("",),
+    "grammar": ("",),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
@@ -32,34 +37,101 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "prediction": (),
     "web_search_options": (),
+    "moderation": (),
     "suffix": ("",),
     "use_beam_search": (False,),
+    "num_beams": (1,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "do_sample": (True,),
+    "typical_p": (1,),
+    "top_a": (0,),
+    "tfs": (1,),
+    "no_repeat_ngram_size": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
+    "spaces_between_special_tokens": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_strs": (False,),
+    "return_hidden_states": (False,),
+    "priority": (0,),
+    "lora_path": ("",),
     "verbosity": ("medium",),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "thinking_token_budget": (),
+    "include_reasoning": (True,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "request_id": ("",),
+    "kv_transfer_params": ({},),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "vllm_xargs": ({},),
 }
-# Fields without an effect on the tokens.
-QUIET = frozenset({"store", "metadata", "service_tier", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"})
+# Fields without an effect on an answer: of a client's bookkeeping, or of a cache that is not there.
+QUIET = frozenset(
+    {"metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
+     "cache_salt", "safety_identifier"}
+)  # fmt: skip
+# The same of the objects within.
+STREAM_OPTIONS: dict[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}
+MESSAGE: dict[str, tuple[Any, ...]] = {
+    "tool_calls": ([],),
+    "tool_call_id": (),
+    "function_call": (),
+    "refusal": ("",),
+    "audio": (),
+    "annotations": ([],),
+    "reasoning": ("",),
+    "reasoning_content": ("",),
+    "thinking_blocks": ([],),
+    "provider_specific_fields": ({},),
+}
+PART: dict[str, tuple[Any, ...]] = {"annotations": ([],), "cache_control": ({"type": "ephemeral"},)}
 MOST_NAMES = 1000  # remembered, so that nobody fills the memory with names
 logger = logging.getLogger(__name__)
 
 
 class UnknownFields:
-    """Remembers which unknown fields have been logged."""
+    """Says which fields may go on; where unknown ones are allowed, remembers which of them have been logged."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, allowed: bool = False) -> None:
+        self._allowed = allowed
         self._seen: set[str] = set()
 
-    def check(self, request: BaseModel) -> None:
-        """Raises ApiError for a field that is not supported; logs the name of an unknown one, the first time."""
-        for name, value in (request.model_extra or {}).items():
-            if name in UNSUPPORTED:
-                if value is not None and value not in UNSUPPORTED[name]:
-                    raise ApiError(400, f"{name} is not supported by this server", param=name, code="unsupported_value")
-            elif name not in QUIET and name not in self._seen and len(self._seen) < MOST_NAMES:
-                self._seen.add(name)
-                logger.info("ignoring the unknown field %r; said once", name[:64])
+    def check_name(self, name: str, known: Collection[str], where: str = "") -> None:
+        """Raises ApiError for a field that is in no table. ``known``: fields where it lies, such as "messages."."""
+        full = f"{where}{name[:64]}"
+        if self._allowed:
+            if full not in self._seen and len(self._seen) < MOST_NAMES:
+                self._seen.add(full)
+                logger.info("ignoring the unknown field %r; said once", full)
+            return
+        near = get_close_matches(name[:64], known, n=1)
+        hint = f"did you mean {where}{near[0]}? Correct it" if near else "correct it"
+        text = f"unknown field {full!r}: {hint} or leave it out; a server with --allow-unknown-fields ignores it"
+        raise ApiError(400, text, param=full, code="unknown_field")
+
+    def check_inner(
+        self, given: Mapping[str, Any], known: Collection[str], neutral: Mapping[str, tuple[Any, ...]], where: str
+    ) -> None:
+        """Fields of an object within the body. Raises ApiError."""
+        for name, value in given.items():
+            if name in neutral:
+                check_neutral(f"{where}{name}", value, neutral[name])
+            elif name not in known:
+                self.check_name(name, [*known, *neutral], where)
+
+
+def check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
+    """Raises ApiError where an unsupported field asks for something."""
+    if value is not None and value not in neutral:
+        hint = f", or send {neutral[0]!r}" if neutral and neutral[0] not in ("", [], {}) else ""
+        text = f"{name} is not supported by this server: leave it out{hint}"
+        raise ApiError(400, text, param=name, code="unsupported_value")

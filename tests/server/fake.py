@@ -70,13 +70,13 @@ def make_service(client: Any = None, **options: Any) -> Service:
     client = client or FakeClient()
     config = ServerConfig(**options)
     tokenizer = load_tokenizer(str(ROOT / MODEL))
-    metrics = Metrics("tiny")
+    metrics, fields = Metrics("tiny"), UnknownFields(allowed=config.allow_unknown_fields)
     gauges = EngineGauges(client, metrics.labels)
     metrics.registry.register(gauges)
     admission = Admission(4, config.max_num_queued_reqs, config.max_num_queued_tokens, metrics.rejected)
     return Service(
         config=config, names=["tiny"], root="path", client=client, prompter=Prompter(tokenizer, client.ready),
-        texts=TokenTexts(tokenizer), metrics=metrics, gauges=gauges, admission=admission, fields=UnknownFields(),
+        texts=TokenTexts(tokenizer), metrics=metrics, gauges=gauges, admission=admission, fields=fields,
     )  # fmt: skip
 
 

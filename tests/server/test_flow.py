@@ -11,7 +11,7 @@ import pytest
 from fake import FakeClient, http_of, make_service
 from hypothesis import given
 from hypothesis import strategies as st
-from test_layers import ask, error_of, run
+from test_layers import JSON, ask, error_of, run
 
 from lamina.protocol.control import Progress
 from lamina.server.app import layered, make_app
@@ -31,7 +31,7 @@ def held() -> FakeClient:
 
 def scope(body: bytes) -> dict[str, Any]:
     return {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
-            "query_string": b"", "headers": [(b"content-length", str(len(body)).encode())], "http_version": "1.1",
+            "query_string": b"", "headers": [(b"content-type", b"application/json")], "http_version": "1.1",
             "scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": ""}  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def test_above_the_queue_429_at_once_and_room_comes_back() -> None:
             assert refused.headers["retry-after"]
             assert error_of(refused)["type"] == "rate_limit_error"
             assert (await http.post("/v1/completions", content=b"{")).status_code == 429, "its body is not read"
-            assert (await http.post("/tokenize", content=b"{")).status_code == 400, "which needs no room"
+            assert (await http.post("/tokenize", content=b"{", headers=JSON)).status_code == 400, "which needs no room"
             assert service.admission.num_waiting == 2
             waiting[0].cancel()
             await until(lambda: service.admission.completions == 3)

@@ -92,8 +92,10 @@ def test_a_seed_repeats_and_another_does_not(openai: OpenAI) -> None:
 def test_chat_with_text_or_parts(openai: OpenAI) -> None:
     whole = openai.chat.completions.create(messages=TALK, **GREEDY)
     assert whole.choices[0].message.role == "assistant"
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Write a "}, {"type": "text", "text": "class."}]}]
-    assert openai.chat.completions.create(messages=parts, **GREEDY).choices[0].message == whole.choices[0].message
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Write a"}, {"type": "text", "text": "class."}]}]
+    lines = [{"role": "user", "content": "Write a\nclass."}]
+    joined = openai.chat.completions.create(messages=lines, **GREEDY).choices[0].message
+    assert openai.chat.completions.create(messages=parts, **GREEDY).choices[0].message == joined
     chunks = list(openai.chat.completions.create(messages=TALK, stream=True, **GREEDY))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content

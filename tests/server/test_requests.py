@@ -77,7 +77,7 @@ def test_chat_refuses(fields: dict[str, Any], service: Any) -> None:
     "fields",
     [
         {"tool_choice": "none"}, {"tools": []}, {"response_format": {"type": "text"}}, {"response_format": None},
-        {"tools": None}, {"n": 2.0}, {"store": True}, {"metadata": {"a": "b"}}, {"unknown": {"deep": [1]}},
+        {"tools": None}, {"n": 2.0}, {"store": False}, {"metadata": {"a": "b"}}, {"tool_choice": "auto"},
         {"top_p": 0}, {"seed": -5}, {"stop": None}, {"messages": [{"role": "developer", "content": "be brief"}]},
     ],
 )  # fmt: skip

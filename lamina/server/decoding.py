@@ -1,0 +1,165 @@
+"""JSON to Python values, by field and at a bounded cost: a body is scanned, then only known fields are decoded.
+
+One long call into the decoder stops the whole process, so each is bounded by counts that are cheap to take. A scan
+makes no objects; two quotes without a backslash before them belong to one text; numbers are as many as commas.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from .errors import ApiError
+
+MAX_TEXTS = 1 << 14  # in a body, keys included
+MAX_FIELD = 1 << 16  # bytes of a field that is no prompt
+FORMS = "prompt must be a string, strings, token ids, or lists of token ids"
+Fields = dict[str, msgspec.Raw]
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | list[_Part] | None = None
+
+
+_fields = msgspec.json.Decoder(Fields).decode
+_messages = msgspec.json.Decoder(list[_Message]).decode
+_each_message = msgspec.json.Decoder(list[Fields]).decode
+_texts = msgspec.json.Decoder(list[str]).decode
+_ids = msgspec.json.Decoder(list[int]).decode
+_OPENING = re.compile(rb"[\s,]*\[")
+
+
+def split(body: bytes, max_nesting: int) -> Fields:
+    """The fields of a body, not decoded yet. Raises ApiError."""
+    if _count_texts(body) > MAX_TEXTS:
+        raise ApiError(400, f"the body has more than {MAX_TEXTS} texts: send fewer at once", code="too_many_texts")
+    try:
+        return _fields(body)
+    except msgspec.ValidationError as e:
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json") from e
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise ApiError(400, f"the body is not JSON: {e}", code="invalid_json") from e
+    except RecursionError as e:
+        raise ApiError(400, f"the body is nested deeper than {max_nesting}", code="too_deep") from e
+
+
+def small(name: str, raw: bytes | msgspec.Raw, max_nesting: int) -> Any:
+    """The value of a field that is neither a prompt nor a conversation. Raises ApiError."""
+    data = bytes(raw)
+    if len(data) > MAX_FIELD:
+        raise ApiError(400, f"{name} is larger than {MAX_FIELD} bytes", param=name, code="invalid_value")
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise ApiError(400, f"{name} is not JSON: {e}", param=name, code="invalid_json") from e
+    except RecursionError:
+        found = None
+    else:
+        if not _deeper(found, max_nesting):
+            return found
+    raise ApiError(400, f"{name} is nested deeper than {max_nesting}", param=name, code="too_deep")
+
+
+def prompt(raw: msgspec.Raw, max_prompts: int, max_len: int) -> Any:
+    """The value of ``prompt`` in one of its four forms, with at most ``max_prompts`` prompts, of at most ``max_len``
+    token ids each; a value of another form as it is. Raises ApiError.
+    """
+    data = bytes(raw)
+    begins = re.match(rb'\[\s*([\["\d-])', data)
+    try:
+        if data.startswith(b'"'):
+            return msgspec.json.decode(data, type=str)
+        if begins is None:
+            return small("prompt", data, 2)
+        if begins[1] == b'"':
+            _check_prompts(_count_texts(data), max_prompts)
+            return _texts(data)
+        if begins[1] != b"[":
+            return ids("prompt", data, max_len)
+        _check_prompts(data.count(b"[") - 1, max_prompts)
+        *rows, rest, _ = data[1:].split(b"]")
+        if rest.strip():
+            raise ApiError(400, FORMS, param="prompt", code="invalid_value")
+        return [ids("prompt", _row(piece), max_len) for piece in rows]
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise ApiError(400, f"{FORMS}: {e}", param="prompt", code="invalid_value") from e
+
+
+def ids(name: str, raw: bytes | msgspec.Raw, max_len: int) -> list[int]:
+    """Token ids, at most ``max_len``. Raises ApiError where there are more, msgspec.DecodeError."""
+    data = bytes(raw)
+    count = data.count(b",") + 1
+    if count > max_len:
+        text = f"the context has {max_len} tokens; {name} has {count}"
+        raise ApiError(400, text, param=name, code="context_length_exceeded")
+    return _ids(data)
+
+
+def messages(raw: msgspec.Raw, max_nesting: int) -> list[dict[str, Any]]:
+    """A conversation whose roles, contents and parts have the right types, with all its fields. Raises ApiError."""
+    try:
+        _messages(raw)  # first: behind it, there are no more messages and parts than texts
+        each = _each_message(raw)
+        return [{k: _of_message(k, v, max_nesting) for k, v in fields.items()} for fields in each]
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise ApiError(400, f"messages: {e}", param="messages", code="invalid_value") from e
+    except RecursionError as e:
+        raise ApiError(400, f"messages are nested deeper than {max_nesting}", param="messages", code="too_deep") from e
+
+
+def _of_message(name: str, raw: msgspec.Raw, max_nesting: int) -> Any:
+    data = bytes(raw)
+    if name != "content":
+        return small(f"messages.{name}", data, max_nesting)
+    if not data.startswith(b"["):
+        return msgspec.json.decode(data, type=str | None)
+    return [_part(fields, max_nesting) for fields in _each_message(data)]
+
+
+def _part(fields: Fields, max_nesting: int) -> dict[str, Any]:
+    kind = msgspec.json.decode(fields["type"], type=str)
+    if kind != "text":
+        return {"type": kind}  # which is refused, however large the rest may be
+    text = msgspec.json.decode(fields.get("text", b"null"), type=str | None)
+    others = {k: small(f"messages.content.{k}", v, max_nesting) for k, v in fields.items() if k not in ("type", "text")}
+    return {"type": kind, "text": text, **others}
+
+
+def _count_texts(data: bytes) -> int:
+    """At most the texts that there are, and at least half of them: one that ends with a backslash counts half."""
+    return (data.count(b'"') - data.count(b'\\"')) // 2
+
+
+def _check_prompts(count: int, limit: int) -> None:
+    if count > limit:
+        text = f"prompt must be at most {limit} prompts, not {count}"
+        raise ApiError(400, text, param="prompt", code="invalid_value")
+
+
+def _row(piece: bytes) -> bytes:
+    found = _OPENING.match(piece)
+    if found is None:
+        raise ApiError(400, FORMS, param="prompt", code="invalid_value")
+    return b"[" + piece[found.end() :] + b"]"
+
+
+def _deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [x for v in level for x in _children(v)]
+        if not level:
+            return False
+    return True
+
+
+def _children(value: Any) -> list[Any]:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [x for x in items if isinstance(x, dict | list)]

@@ -1,0 +1,137 @@
+"""Bodies that cost more than they look: refused, or read beside the event loop, and never at length in one go."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fake import FakeClient, http_of, make_service
+from test_flow import until
+from test_layers import JSON, ask, error_of, run
+
+from lamina.server import decoding
+from lamina.server.bodies import INLINE_BYTES
+
+SIZE = 8 << 20
+HEAD = b'{"prompt":"x","max_tokens":2,'
+
+
+def filled(before: bytes, part: bytes, after: bytes) -> bytes:
+    return before + part * ((SIZE - len(before) - len(after)) // len(part)) + after
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", filled(HEAD + b'"x":[', b"[],", b"1]}")),
+        ("/v1/completions", filled(HEAD + b'"stop":[', b"[],", b"1]}")),
+        ("/v1/completions", filled(b"{", b'"":1,', b'"prompt":"x"}')),
+        ("/v1/completions", filled(b'{"prompt":[', b"1,", b"1]}")),
+        ("/v1/completions", filled(b'{"prompt":[[', b"1,", b"1]]}")),
+        ("/v1/completions", filled(b'{"prompt":[', b"[1],", b"[1]]}")),
+        ("/v1/completions", filled(b'{"prompt":[', b'"",', b'""]}')),
+        ("/v1/completions", filled(b'{"prompt":["a",', b"1,", b"1]}")),
+        ("/v1/completions", filled(b'{"prompt":[[1],', b"1,", b"1]}")),
+        ("/v1/chat/completions", filled(b'{"messages":[', b"{},", b"{}]}")),
+        ("/v1/chat/completions", filled(b'{"messages":[{"role":"user","content":[', b"[],", b"1]}]}")),
+        ("/v1/chat/completions", filled(b'{"messages":[{"role":"user","content":"","x":[', b"[],", b"1]}]}")),
+        ("/v1/chat/completions", filled(b'{"messages":[', b'{"role":"user","content":""},', b"1]}")),
+        ("/detokenize", filled(b'{"tokens":[', b"1,", b"1]}")),
+        ("/tokenize", filled(b'{"prompt":"', b"a ", b'"}')),
+    ],
+    ids=lambda x: x[:40].decode() if isinstance(x, bytes) else "",
+)
+def test_what_costs_more_than_it_is_worth_is_refused_cheaply(path: str, body: bytes) -> None:
+    """In seconds of this thread and the others, which do not depend on what else the machine does."""
+    service = make_service()
+    began = time.process_time()
+    response = ask("POST", path, service, content=body, headers=JSON)
+    spent = time.process_time() - began
+    assert response.status_code == 400
+    assert len(error_of(response)["message"]) < 300
+    assert spent < 0.25, "870,000 empty lists took 0.8 s"
+
+
+def test_long_bodies_are_decoded_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    split: Callable[..., Any] = decoding.split
+
+    def watched(*given: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return split(*given)
+
+    monkeypatch.setattr(decoding, "split", watched)
+    for length in (10, INLINE_BYTES):
+        ask("POST", "/tokenize", json={"prompt": "x " * (length // 2)})
+    assert threads[0] == threading.current_thread().name
+    assert threads[1].startswith("lamina-bodies")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [
+        ("x" * 20_000, None),
+        ([5] * 255, 1),
+        ([[5] * 255] * 256, 256),
+        (["a\\", '"', '\\"', "é😀[,]"], 4),
+        ([[5, 6], [7]], 2),
+        (["x"] * 256, 256),
+    ],
+)  # fmt: skip
+def test_large_prompts_that_fit_are_served(prompt: Any, count: int | None) -> None:
+    client = FakeClient()
+    service = make_service(client, max_num_queued_reqs=1000)
+    response = ask("POST", "/v1/completions", service, json={"prompt": prompt, "max_tokens": 1})
+    if count is None:
+        assert error_of(response)["code"] == "context_length_exceeded"
+        return
+    assert response.status_code == 200, response.text
+    assert len(client.added) == count
+    if isinstance(prompt[0], list):
+        assert [ids for ids, _ in client.added] == prompt
+
+
+@pytest.mark.parametrize(
+    "text", ["[[1],2]", "[[1] 2]", "[[[1]]]", '[["a"]]', "[1, [2]]", "[[1],[]]", '["a", 1]', "[[1]"]
+)
+def test_prompts_of_no_form_are_refused(text: str) -> None:
+    response = ask("POST", "/v1/completions", content=f'{{"prompt": {text}, "max_tokens": 1}}'.encode(), headers=JSON)
+    assert response.status_code == 400, response.text
+
+
+def test_who_is_refused_is_told_while_others_are_tokenized() -> None:
+    """Room is taken before the tokenizer is waited for: of 100 requests, 4 have it."""
+    client = FakeClient()
+    client.hold = True
+    service = make_service(client, max_num_queued_reqs=0)
+    free = threading.Event()
+    service.prompter._thread.submit(free.wait, 60)
+    body = {"prompt": "class A: " * 80, "max_tokens": 2}
+
+    async def work() -> None:
+        async with http_of(service) as http:
+            asked = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(100)]
+            await until(lambda: sum(a.done() for a in asked) == 96)
+            assert {a.result().status_code for a in asked if a.done()} == {429}
+            assert service.admission.completions == 4
+            free.set()
+            await until(lambda: len(service.calls) == 4)
+            for one in asked:
+                one.cancel()
+            await until(lambda: not service.admission.completions)
+
+    try:
+        run(work())
+    finally:
+        free.set()
+
+
+def test_room_is_given_back_where_the_prompt_is_wrong() -> None:
+    service = make_service()
+    assert ask("POST", "/v1/completions", service, json={"prompt": "x " * 600}).status_code == 400
+    assert ask("POST", "/v1/chat/completions", service, json={"messages": [{"role": "user", "content": "x " * 600}]})
+    assert (service.admission.completions, service.admission.tokens) == (0, 0)
