@@ -6,8 +6,11 @@ import argparse
 import dataclasses
 import os
 import socket
+import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from hashlib import sha256
 from importlib.util import find_spec
 from typing import Any
 
@@ -52,9 +55,8 @@ def run(args: argparse.Namespace) -> int:
         for name in ("ssl_keyfile", "ssl_certfile"):
             if (path := getattr(config, name)) and not os.path.isfile(path):
                 raise ValueError(f"{flag(name)} {path}: no such file")
-        with _listener(config):
-            if config.uds:
-                os.unlink(config.uds)
+        with listener(config):
+            pass
         print(would_start(args.model, engine))
         print(f"would serve {args.model} as {', '.join(config.names(args.model))} on {_place(config)}")
         return 0
@@ -68,7 +70,7 @@ def _serve(model: str, config: ServerConfig, engine: Any) -> int:
     from lamina.server.messages import Start
 
     peek_config(model, trust_remote_code=engine.trust_remote_code)
-    with _listener(config) as sock:
+    with listener(config) as sock:
         url = _url(config, sock)
         handle = launch_engine(Start(model=model, tokenizer=config.tokenizer, config=engine))
         try:
@@ -77,8 +79,6 @@ def _serve(model: str, config: ServerConfig, engine: Any) -> int:
         finally:
             handle.sock.close()
             handle.join(1.0)
-            if config.uds:
-                os.unlink(config.uds)
 
 
 def _run_server() -> Callable[..., int]:
@@ -87,26 +87,64 @@ def _run_server() -> Callable[..., int]:
     return run
 
 
-def _listener(config: ServerConfig) -> socket.socket:
+@contextmanager
+def listener(config: ServerConfig) -> Iterator[socket.socket]:
     """Bound, so that a port in use is known at once; uvicorn listens once the engine is ready."""
     if config.uds:
-        sock = socket.socket(socket.AF_UNIX)
-        try:
-            sock.bind(config.uds)
-        except OSError as e:
-            sock.close()
-            raise OSError(f"cannot listen on --uds {config.uds}: {e.strerror}") from e
-        os.chmod(config.uds, 0o600)
-        return sock
+        with _unix_listener(config.uds) as sock:
+            yield sock
+        return
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    sock = socket.socket(family)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(family) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((config.host, config.port))
+        except OSError as e:
+            raise OSError(f"cannot listen on --host {config.host} --port {config.port}: {e.strerror}") from e
+        yield sock
+
+
+@contextmanager
+def _unix_listener(path: str) -> Iterator[socket.socket]:
+    """In the place of a socket that a server has left behind, and of nothing else; gone at the end."""
+    failed = f"cannot listen on --uds {path}"
+    with socket.socket(socket.AF_UNIX) as claim, socket.socket(socket.AF_UNIX) as sock:
+        try:
+            # A server that starts does not listen yet. The claim, in the abstract namespace, ends with its process.
+            claim.bind(b"\0lamina-uds-" + sha256(os.fsencode(os.path.realpath(path))).digest())
+        except OSError as e:
+            raise OSError(f"{failed}: another server has it, or is about to") from e
+        try:
+            if _is_left_behind(path):
+                os.unlink(path)
+            sock.bind(path)
+        except OSError as e:
+            raise OSError(f"{failed}: {e.strerror}") from e
+        os.chmod(path, 0o600)
+        try:
+            yield sock
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def _is_left_behind(path: str) -> bool:
+    """Whether it is a socket of this user's where nobody listens."""
     try:
-        sock.bind((config.host, config.port))
-    except OSError as e:
-        sock.close()
-        raise OSError(f"cannot listen on --host {config.host} --port {config.port}: {e.strerror}") from e
-    return sock
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False
 
 
 def _say_ready(model: str, config: ServerConfig, url: str) -> None:

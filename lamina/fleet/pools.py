@@ -141,7 +141,7 @@ class Pools:
                 self._members.send(member, AskStats())
             found = {}
             for member in self._members:
-                answer = self._members.wait_for([member], Stats, self._silence_s, self._for_counters)
+                answer = self._members.wait_for([member], Stats, *self._counters_limit)
                 found[member.label] = answer.values
         return found
 
@@ -170,17 +170,15 @@ class Pools:
         if not silent:
             self._asked_at = None
             return self._answers
-        if time.monotonic() - self._asked_at > self._silence_s:
-            raise self._members.fail(f"{', '.join(silent)} took too long {self._for_counters}")
+        limit_s, words = self._counters_limit
+        if time.monotonic() - self._asked_at > limit_s:
+            raise self._members.fail(f"{', '.join(silent)} took too long {words}")
         return None
 
     @property
-    def _silence_s(self) -> float:
-        return self._config.step_timeout_s + GRACE_S
-
-    @property
-    def _for_counters(self) -> str:
-        return f"to report its counters (--step-timeout-s {self._config.step_timeout_s:g})"
+    def _counters_limit(self) -> tuple[float, str]:
+        limit_s = self._config.step_timeout_s
+        return limit_s + GRACE_S, f"to report its counters (--step-timeout-s {limit_s:g})"
 
     def close(self) -> None:
         """End all workers: ask, wait, then by force. Idempotent."""

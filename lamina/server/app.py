@@ -16,6 +16,7 @@ from .bodies import BodyLimits
 from .calls import Service
 from .early_refusal import EarlyRefusal
 from .errors import ApiError, error_response
+from .hosts import Hosts
 from .observe import Observe
 
 
@@ -32,7 +33,9 @@ def make_app(service: Service) -> FastAPI:
 
 
 def layered(app: FastAPI, service: Service) -> ASGIApp:
-    """``app`` behind its layers: observe, CORS, API key, early refusal, limits of bodies; from outside to inside."""
+    """``app`` behind its layers: observe, hosts, CORS, API key, early refusal, limits of bodies; from outside to
+    inside.
+    """
     config = service.config
     refusal = EarlyRefusal(BodyLimits(app, config), service.admission, generate.router.routes)
     inner: ASGIApp = Auth(refusal, config.api_keys)
@@ -41,6 +44,8 @@ def layered(app: FastAPI, service: Service) -> ASGIApp:
             inner, allow_origins=config.origins, allow_methods=["GET", "POST"], allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
+    if not config.api_keys and not config.uds:  # no browser has the key, or gets at a Unix socket
+        inner = Hosts(inner, config)
     routes = [route for router in _routers(service) for route in router.routes]
     return Observe(inner, service.metrics, routes, log_requests=config.log_requests)
 

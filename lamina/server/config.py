@@ -23,6 +23,7 @@ class ServerConfig:
     ssl_keyfile: str = option("", "private key for TLS, a PEM file")
     ssl_certfile: str = option("", "certificate for TLS, a PEM file")
     allowed_origins: str = option("", "origins, by comma, whose pages may call this server from a browser (CORS)")
+    allowed_hosts: str = option("", "names, by comma, by which clients may reach a server without keys; * = any")
     max_num_queued_reqs: int = option(256, "completions that may wait beyond those that decode; above: status 429")
     max_num_queued_tokens: int = option(0, "prompt tokens that may wait for their first token; above: status 429")
     max_body: str = option("8MiB", "size of a request's body")
@@ -35,6 +36,7 @@ class ServerConfig:
     allow_unknown_fields: bool = option(False, "ignore fields of a body that the server does not know; else status 400")
     chat_template: str = option("", "a file with a chat template (Jinja) in place of the model's own")
     max_logit_bias: int = option(300, "tokens in logit_bias")
+    header_timeout_s: float = option(10.0, "seconds for a connection to send a request's headers")
     body_timeout_s: float = option(30.0, "seconds for a request's body to arrive")
     slow_reader_timeout_s: float = option(30.0, "seconds without any progress after which a slow reader is cut off")
     sse_keep_alive_s: float = option(15.0, "seconds of silence after which a stream gets a comment line; 0 = never")
@@ -53,7 +55,14 @@ class ServerConfig:
             value = getattr(self, f.name)
             if isinstance(value, int | float) and value < 0:
                 raise ValueError(f"{flag(f.name)} must be at least 0, not {value}")
-        for name in ("max_nesting", "max_prompts", "max_n", "body_timeout_s", "slow_reader_timeout_s"):
+        for name in (
+            "max_nesting",
+            "max_prompts",
+            "max_n",
+            "header_timeout_s",
+            "body_timeout_s",
+            "slow_reader_timeout_s",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{flag(name)} must be positive, not {getattr(self, name)}")
         if self.port > 65535:
@@ -80,6 +89,11 @@ class ServerConfig:
     def origins(self) -> list[str]:
         """``allowed_origins`` as a list."""
         return _split(self.allowed_origins)
+
+    @property
+    def hosts(self) -> list[str]:
+        """``allowed_hosts`` as a list, in lower case."""
+        return _split(self.allowed_hosts.lower())
 
     def names(self, model: str) -> list[str]:
         """What clients may call ``model``; the first name is the one in answers."""

@@ -24,6 +24,7 @@ from .app import layered, make_app
 from .calls import Service
 from .client import EngineClient
 from .config import ServerConfig
+from .connections import Connection, Crowd, room
 from .errors import ApiError
 from .gauges import EngineGauges
 from .logprobs import TokenTexts
@@ -121,7 +122,6 @@ class _Server(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
                 server_header=False,
                 ssl_keyfile=config.ssl_keyfile or None,
                 ssl_certfile=config.ssl_certfile or None,
-                http="httptools",
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=CLOSE_S,
                 ws="none",
@@ -139,7 +139,20 @@ class _Server(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
+        config, header_s = self.config, self._service.config.header_timeout_s
+        crowd, loop = Crowd(room()), asyncio.get_running_loop()
+
+        def connection() -> Connection:
+            return Connection(crowd, header_s, config=config, server_state=self.server_state, app_state={})
+
+        handshake_s = header_s if config.ssl else None
+        self.servers = [
+            await loop.create_server(
+                connection, sock=s, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=handshake_s
+            )
+            for s in sockets or []
+        ]
+        self.started = True
         self._on_ready()  # said once it listens: who reads the address may connect
 
     async def run(self, sock: socket.socket) -> None:

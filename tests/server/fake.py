@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -40,6 +41,7 @@ class FakeClient:
             "memory-0": {"attend_s": 0.25, "refused": 1.0, "bytes_sent": 7.0},
         }
         self.failure: str | None = None
+        self.lost = asyncio.Event()
         self.silence_s = 0.0
         self.hold = False
         self.added: list[tuple[list[int], SamplingParams]] = []
@@ -82,4 +84,4 @@ def make_service(client: Any = None, **options: Any) -> Service:
 
 def http_of(service: Service) -> httpx.AsyncClient:
     app = layered(make_app(service), service)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from running import MODEL, ROOT
 from transformers import AutoTokenizer
 
-from lamina.cli.serve import _say_ready
+from lamina.cli.serve import _say_ready, listener
 from lamina.models.tokens import load_tokenizer
 from lamina.server.config import ServerConfig
 
@@ -55,3 +57,43 @@ def test_the_tokenizer_is_the_one_that_transformers_would_load(named: str | None
     text = "def f(x): return 'é😀'  \n<|user|>"
     assert ours(text)["input_ids"] == theirs(text)["input_ids"]
     assert ours.decode(ours(text)["input_ids"]) == theirs.decode(theirs(text)["input_ids"])
+
+
+def bound(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.bind(str(path))
+    return sock
+
+
+def test_a_socket_that_was_left_behind_is_replaced_and_goes_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    bound(path).close()
+    with listener(ServerConfig(uds=str(path))) as sock:
+        sock.listen()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert not path.exists()
+    with listener(ServerConfig(uds=str(path))):
+        path.unlink()  # by somebody else: no failure at the end
+
+
+@pytest.mark.parametrize("kind", ["listens", "starts", "file", "link", "folder"])
+def test_what_is_no_such_socket_stays(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with ExitStack() as stack:
+        if kind == "listens":
+            stack.enter_context(bound(path)).listen()
+        elif kind == "starts":
+            stack.enter_context(listener(ServerConfig(uds=str(path))))
+        elif kind == "file":
+            path.write_text("mine")
+        elif kind == "link":
+            stack.enter_context(bound(tmp_path / "other"))
+            path.symlink_to(tmp_path / "other")
+        else:
+            path.mkdir()
+        before = path.lstat().st_ino
+        with pytest.raises(OSError, match=f"cannot listen on --uds {path}"), listener(ServerConfig(uds=str(path))):
+            pass
+        assert path.lstat().st_ino == before

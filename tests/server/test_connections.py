@@ -1,0 +1,127 @@
+"""Connections of those who send nothing, or not enough, against a real server process with few files to open."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from running import ROOT
+
+from lamina.server.connections import Crowd
+
+pytestmark = pytest.mark.timeout(120)
+FILES, SILENT = 256, 300
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+POST = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+)
+
+
+@contextmanager
+def serving(**options: float) -> Iterator[int]:
+    here = Path(__file__).parent
+    command = [sys.executable, str(here / "no_engine.py"), str(FILES), json.dumps(options)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            readable, _, _ = select.select([process.stdout], [], [], 60)
+            assert readable
+            yield int(process.stdout.readline())
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def connect(stack: ExitStack, port: int, data: bytes = b"") -> socket.socket:
+    sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+    sock.sendall(data)
+    return sock
+
+
+def answer(sock: socket.socket) -> bytes:
+    """All that comes until the end, or the head of an answer."""
+    got = b""
+    try:
+        while b"\r\n\r\n" not in got and (data := sock.recv(4096)):
+            got += data
+    except ConnectionResetError:
+        pass
+    return got
+
+
+@pytest.fixture(scope="module")
+def patient() -> Iterator[int]:
+    """Its headers may take so long that no test sees the end of it."""
+    with serving(header_timeout_s=600, body_timeout_s=600) as port:
+        yield port
+
+
+@pytest.mark.parametrize("data", [b"", HEALTH, POST, HEALTH + b"\r\n"], ids=["nothing", "half", "no body", "idle"])
+def test_300_that_owe_a_request_shut_out_nobody(patient: int, data: bytes) -> None:
+    with ExitStack() as stack:
+        socks = [connect(stack, patient)]
+        for _ in range(SILENT - 1):
+            try:
+                socks.append(connect(stack, patient, data))
+            except ConnectionResetError:
+                continue
+        for _ in range(3):
+            assert httpx.get(f"http://127.0.0.1:{patient}/health", timeout=20).status_code == 200
+        assert answer(socks[0]) == b"", "the oldest is the first to go"
+
+
+def test_headers_have_a_deadline_on_every_request_of_a_connection() -> None:
+    with serving(header_timeout_s=0.5) as port, ExitStack() as stack:
+        silent, half = connect(stack, port), connect(stack, port, HEALTH)
+        second = connect(stack, port, HEALTH + b"\r\n")
+        assert answer(second).startswith(b"HTTP/1.1 200")
+        second.settimeout(2.0)
+        with pytest.raises(TimeoutError):
+            answer(second)  # between requests it may rest
+        second.settimeout(30)
+        second.sendall(HEALTH)
+        assert [answer(s) for s in (silent, half, second)] == [b"", b"", b""]
+
+
+class Stub:
+    """A connection as the crowd sees it."""
+
+    def __init__(self, crowd: Crowd, gone: list[Stub]) -> None:
+        self.crowd, self.gone = crowd, gone
+
+    def give_up(self) -> None:
+        self.crowd.asked(self)  # type: ignore[arg-type]
+        self.gone.append(self)
+
+
+@given(st.lists(st.sampled_from(["came", "asked", "answered"]), max_size=60), st.integers(1, 5))
+def test_only_those_that_owe_a_request_go_and_the_oldest_first(acts: list[str], limit: int) -> None:
+    crowd, gone = Crowd(limit), list[Stub]()
+    owing, busy = list[Stub](), list[Stub]()
+    for act in acts:
+        if act == "came":
+            one = Stub(crowd, gone)
+            owing.append(one)
+            expected = owing[0] if len(owing) + len(busy) > limit else None
+            crowd.came(one)  # type: ignore[arg-type]
+            assert gone == ([] if expected is None else [expected])
+            for lost in gone:
+                owing.remove(lost)
+                crowd.went(lost)  # type: ignore[arg-type]
+            gone.clear()
+        elif act == "asked" and owing:
+            busy.append(owing.pop(0))
+            crowd.asked(busy[-1])  # type: ignore[arg-type]
+        elif act == "answered" and busy:
+            owing.append(busy.pop(0))
+            crowd.answered(owing[-1])  # type: ignore[arg-type]
