@@ -158,6 +158,8 @@ class _Server(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
     async def run(self, sock: socket.socket) -> None:
         """Serve on ``sock`` until ended."""
         beside = [asyncio.create_task(report_forever(self._service)), asyncio.create_task(self._end_with_engine())]
+        for task in beside:
+            task.add_done_callback(_tell_failure)
         try:
             await self.serve(sockets=[sock])
         finally:
@@ -174,6 +176,7 @@ class _Server(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
     def _signalled(self) -> None:
         if self._ending is None:
             self._ending = asyncio.get_running_loop().create_task(self._drain())
+            self._ending.add_done_callback(_tell_failure)
         else:
             logger.warning("second signal: ending at once")
             self._abort()
@@ -187,14 +190,21 @@ class _Server(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
         more = "a second Ctrl-C or SIGTERM ends them at once"
         logger.info("draining: %d requests, at most %g s; %s", len(service.calls), limit, more)
         deadline = time.monotonic() + limit
-        while service.admission.completions and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-        self._abort()
-        self.should_exit = True
+        try:
+            while service.admission.completions and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
+            self._abort()
+        finally:
+            self.should_exit = True
 
     def _abort(self) -> None:
         for call in list(self._service.calls):
             call.abort(ApiError(503, "the server is shutting down", code="shutting_down"))
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s has failed", task.get_coro(), exc_info=error)
 
 
 @contextlib.contextmanager

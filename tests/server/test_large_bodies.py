@@ -135,3 +135,10 @@ def test_room_is_given_back_where_the_prompt_is_wrong() -> None:
     assert ask("POST", "/v1/completions", service, json={"prompt": "x " * 600}).status_code == 400
     assert ask("POST", "/v1/chat/completions", service, json={"messages": [{"role": "user", "content": "x " * 600}]})
     assert (service.admission.completions, service.admission.tokens) == (0, 0)
+
+
+def test_texts_are_counted_across_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "PIECE", 3)
+    for shift in range(4):
+        data = b"[" + b" " * shift + rb'"a\"b","\"\"","c\\"' + b"]"
+        assert decoding._count_texts(data) == 2, "the one that ends with a backslash counts half"
