@@ -74,7 +74,7 @@ def alive(pids: list[int]) -> list[int]:
     for pid in pids:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between open and read
             continue
         if state != "Z":
             found.append(pid)

@@ -66,13 +66,20 @@ def patient() -> Iterator[int]:
         yield port
 
 
-@pytest.mark.parametrize("data", [b"", HEALTH, POST, HEALTH + b"\r\n"], ids=["nothing", "half", "no body", "idle"])
-def test_300_that_owe_a_request_shut_out_nobody(patient: int, data: bytes) -> None:
+@pytest.mark.parametrize(
+    ("data", "rest"),
+    [(b"", b""), (HEALTH, b""), (POST, b""), (HEALTH + b"\r\n", b""), (POST.replace(b"json", b"text"), b"x" * 98)],
+    ids=["nothing", "half", "no body", "idle", "refused before all of it came"],
+)
+def test_300_that_owe_a_request_shut_out_nobody(patient: int, data: bytes, rest: bytes) -> None:
     with ExitStack() as stack:
         socks = [connect(stack, patient)]
         for _ in range(SILENT - 1):
             try:
                 socks.append(connect(stack, patient, data))
+                if rest:
+                    assert answer(socks[-1]).startswith(b"HTTP/1.1 415")
+                    socks[-1].sendall(rest)
             except ConnectionResetError:
                 continue
         for _ in range(3):

@@ -142,6 +142,7 @@ def test_what_a_template_takes_reaches_it(fields: dict[str, Any], text: str) -> 
 
 @pytest.mark.parametrize("name", ["thinking", "tokenize", "chat_template", "messages", "tools", "return_dict"])
 def test_what_a_template_does_not_take_is_refused(name: str) -> None:
+    refused(CHAT, {**TALK, "chat_template_kwargs": {"add_generation_prompt": False}})  # which is no variable unset
     error = refused(CHAT, {**TALK, "chat_template_kwargs": {name: True}})
     assert error["param"] == "chat_template_kwargs"
     assert f"chat_template_kwargs.{name}: the model's chat template does not take it" in error["message"]
