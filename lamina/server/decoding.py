@@ -14,6 +14,7 @@ import msgspec
 from .errors import ApiError
 
 MAX_TEXTS = 1 << 14  # in a body, keys included
+MAX_COMMAS = 1 << 20  # in a body: more take the scan longer than 20 ms
 PIECE = 1 << 20
 MAX_FIELD = 1 << 16  # bytes of a field that is no prompt
 FORMS = "prompt must be a string, strings, token ids, or lists of token ids"
@@ -42,6 +43,9 @@ def split(body: bytes, max_nesting: int) -> Fields:
     """The fields of a body, not decoded yet. Raises ApiError."""
     if _count_texts(body) > MAX_TEXTS:
         raise ApiError(400, f"the body has more than {MAX_TEXTS} texts: send fewer at once", code="too_many_texts")
+    if sum(body.count(b",", i, i + PIECE) for i in range(0, len(body), PIECE)) > MAX_COMMAS:
+        text = f"the body has more than {MAX_COMMAS} commas: send fewer token ids at once"
+        raise ApiError(400, text, code="too_many_values")
     try:
         return _fields(body)
     except msgspec.ValidationError as e:

@@ -142,3 +142,11 @@ def test_texts_are_counted_across_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     for shift in range(4):
         data = b"[" + b" " * shift + rb'"a\"b","\"\"","c\\"' + b"]"
         assert decoding._count_texts(data) == 2, "the one that ends with a backslash counts half"
+
+
+def test_a_scan_has_a_bounded_number_of_values_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "MAX_COMMAS", 10)
+    bodies = [b'{"prompt":[' + b"1," * n + b'1],"max_tokens":1}' for n in (9, 10)]
+    answers = [ask("POST", "/v1/completions", content=b, headers=JSON) for b in bodies]
+    assert [a.status_code for a in answers] == [200, 400]
+    assert error_of(answers[1])["code"] == "too_many_values"
