@@ -43,7 +43,9 @@ class ServerConfig:
     shutdown_timeout: float = option(
         30.0, "seconds on SIGTERM or Ctrl-C for requests to finish; a second one ends at once"
     )
-    health_timeout_s: float = option(4.0, "seconds without a step, or without an answer of an idle worker, to be ill")
+    health_timeout_s: float = option(
+        4.0, "seconds without progress of a step, or without an answer of an idle worker, to be ill"
+    )
     page: bool = option(True, "a page at / to chat and to watch both pools; with API keys browsers cannot load it")
     metrics_compat: str = option("", "'vllm' shows metrics under the names of vLLM too")
     log_json: bool = option(False, "log lines as JSON")
