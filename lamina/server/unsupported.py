@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import ApiError
 
-# field -> the values that ask for nothing; null always does
+# field -> the values that ask for nothing; null always does. Read where an endpoint does not take the field itself.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -62,6 +62,13 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "priority": (0,),
     "lora_path": ("",),
     "verbosity": ("medium",),
+    # of one endpoint, in a request to another
+    "echo": (False,),
+    "best_of": (1,),
+    "top_logprobs": (0,),
+    "max_completion_tokens": (),
+    "chat_template_kwargs": ({},),
+    "reasoning_effort": ("none",),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "thinking_token_budget": (),
