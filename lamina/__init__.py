@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .async_llm import AsyncLLM as AsyncLLM
     from .config import EngineConfig as EngineConfig
     from .llm import LLM as LLM
     from .request import CompletionOutput as CompletionOutput
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 # Public name -> module of this package. No module bears a name of this table: it would take its place.
 _PUBLIC = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
     "EngineConfig": "config",
     "SamplingParams": "request",
     "RequestOutput": "request",
@@ -26,7 +28,16 @@ _PUBLIC = {
     "wrap": "wrapped",
 }
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams", "__version__", "wrap"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+    "wrap",
+]
 
 
 def __getattr__(name: str) -> Any:

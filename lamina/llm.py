@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import os
+import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
-from . import netstack
-from .config import make_config
-from .engine.engine import Engine
-from .fleet.choose_transport import nearest
-from .fleet.pools import Pools
-from .models.checkpoint import peek_config
-from .models.tokens import Detokenizer, apply_chat_template, load_beside, token_ids
-from .progress import progress_bar
+from .engine.streams import Feed
+from .front import Front
+from .models.tokens import apply_chat_template
 from .prompts import Prompt, conversation_list, params_list, prompt_list
 from .request import RequestOutput, SamplingParams
 
@@ -33,6 +28,7 @@ class LLM:
         with LLM("path/to/model", memory_workers=2) as llm:
             print(llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].outputs[0].text)
 
+    One thread at a time uses it: a second one gets a RuntimeError. ``AsyncLLM`` is for many callers at once.
     Raises ValueError, in one line that names the option and the fix, for anything a user can put right; WorkerError
     when a worker process is lost.
     """
@@ -42,34 +38,20 @@ class LLM:
 
         ``progress``: show a bar on stderr while workers start and load.
         """
-        config, _ = nearest(make_config(options))
-        model = _checked_model(model)
-        if isinstance(model, str):
-            peek_config(model, trust_remote_code=config.trust_remote_code)
-        with progress_bar(progress) as on_progress:
-            source = model if tokenizer is None else tokenizer
-            here = not isinstance(model, str) or netstack.open(config.scheme, key=bytes(32)).in_process
-            remote, limit_s = config.trust_remote_code, config.start_timeout_s
-            loading = load_beside(source, trust_remote_code=remote, here=here, limit_s=limit_s)
-            self.pools = Pools(model, config, on_progress)
-            try:
-                self._tokenizer = loading.result(limit_s)
-            except BaseException:
-                self.pools.close()
-                raise
-            self.engine = Engine(self.pools, config, trace=self.pools.tracer.recorder)
-        # By request: outputs that its iterator has not taken yet.
-        self._grown: dict[int, deque[RequestOutput]] = {}
+        self._front = Front(model, tokenizer, progress, options)
+        self.pools, self.engine = self._front.pools, self._front.engine
+        self._using = threading.Lock()
+        self._dropped: deque[Feed] = deque()  # by streams that the garbage collector took, on any thread
         self._finalizer = weakref.finalize(self, self.pools.close)
 
     @property
     def tokenizer(self) -> Any:
         """The Hugging Face tokenizer, or None."""
-        return self._tokenizer
+        return self._front.tokenizer
 
     def get_tokenizer(self) -> Any:
         """``tokenizer``, by vLLM's name."""
-        return self._tokenizer
+        return self._front.tokenizer
 
     def generate(
         self,
@@ -79,26 +61,24 @@ class LLM:
         """Complete all prompts (text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}); results in their
         order, each finished.
 
-        One SamplingParams serves all prompts, a list gives each its own. Ctrl-C ends the workers. One thread at a time
-        uses an LLM.
+        One SamplingParams serves all prompts, a list gives each its own. Ctrl-C ends the workers.
         """
-        order = self._add_all(prompts, sampling_params)
-        finished: dict[int, RequestOutput] = {}
-        for output in self._run(order):
-            if output.finished:
-                finished[output.request_id] = output
-        return [finished[request_id] for request_id in order]
+        with self._stream(prompts, sampling_params, finished_only=True) as stream:
+            finished = {output.request_id: output for output in stream}
+        return [finished[request_id] for request_id in stream.request_ids]
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[RequestOutput]:
-        """Like ``generate``, but yields a copy of a RequestOutput each time it has grown. Text never shrinks again.
+    ) -> Stream:
+        """Like ``generate``, but yields a RequestOutput each time it has grown: all that there is of it by then, which
+        changes no more. Text never shrinks again.
 
-        Closing the iterator early cancels what is unfinished.
+        The requests are queued by this call. While another iterator is read they go on, too; who looks late gets one
+        output with all that has grown. Closing the iterator, or dropping it, cancels what is unfinished.
         """
-        return (copy.deepcopy(output) for output in self._run(self._add_all(prompts, sampling_params)))
+        return self._stream(prompts, sampling_params, finished_only=False)
 
     def chat(
         self,
@@ -109,10 +89,10 @@ class LLM:
 
         Raises ValueError for a model without a chat template and for messages that the template refuses.
         """
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer: pass tokenizer=")
         conversations = conversation_list(messages)
-        return self.generate([apply_chat_template(self._tokenizer, c) for c in conversations], sampling_params)
+        return self.generate([apply_chat_template(self.tokenizer, c) for c in conversations], sampling_params)
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Counters of every worker since its start: seconds by activity, steps, rows, bytes. Keys like "memory-0"."""
@@ -129,86 +109,115 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _add_all(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[int]:
+    def _stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        finished_only: bool,
+    ) -> Stream:
         self._check_open()
         batch = prompt_list(prompts)
-        each = params_list(len(batch), params)
-        encoded = [self._encode(p) for p in batch]
-        for prompt, p in zip(encoded, each, strict=True):
-            self._check(prompt, p)
-        return [self._add(text, ids, p) for text, ids, p in zip(batch, encoded, each, strict=True)]
+        each = params_list(len(batch), sampling_params)
+        asked = [self._front.ask(p, params) for p, params in zip(batch, each, strict=True)]
+        feed = Feed(len(asked), finished_only=finished_only)
+        with _Use(self):
+            self._front.streams.add(asked, feed)
+        return Stream(self, feed)
 
-    def _check(self, prompt: list[int], params: SamplingParams) -> None:
-        self.engine.check(prompt, params)
-        if params.stop_strings and self._tokenizer is None:
-            raise ValueError("stop strings need a tokenizer: pass tokenizer= or use stop_token_ids")
+    def _next(self, feed: Feed) -> RequestOutput | None:
+        """What has grown; None at the end."""
+        with _Use(self):
+            while (output := feed.take()) is None and feed.unfinished:
+                self._check_open()
+                self._cancel_dropped()
+                self._advance(self._front.streams.step)
+        return output
 
-    def _add(self, prompt: str | list[int], ids: list[int], params: SamplingParams) -> int:
-        text = prompt if isinstance(prompt, str) else None
-        make_pieces = None
-        if self._tokenizer is not None:
-            skip = params.skip_special_tokens
-            make_pieces = lambda: Detokenizer(self._tokenizer, ids, skip_special_tokens=skip)  # noqa: E731
-        return self.engine.add(ids, params, text=text, make_pieces=make_pieces)
+    def _drop(self, feed: Feed) -> None:
+        with _Use(self):
+            self._dropped.append(feed)
 
-    def _run(self, request_ids: list[int]) -> Iterator[RequestOutput]:
-        """Outputs of these requests as they grow; those of others wait for their own iterators."""
-        wanted = set(request_ids)
-        self._grown |= {request_id: deque() for request_id in request_ids}
+    def _collect(self, feed: Feed) -> None:
+        """``_drop`` for a garbage collector, which may come on any thread, in the midst of anything."""
+        self._dropped.append(feed)
+        with suppress(RuntimeError, ValueError), _Use(self):  # where it is in use: when that use ends
+            pass
+
+    def _release(self) -> None:
+        """The end of a use. Where no request is left, the steps in flight are taken in."""
         try:
-            while wanted:
-                for output in self._take(wanted):
-                    if output.finished:
-                        wanted.discard(output.request_id)
-                    yield output
+            if self._dropped:
+                self._cancel_dropped()
+                if not self.pools.closed:
+                    self._advance(self._front.streams.settle)
         finally:
-            for request_id in request_ids:
-                self._grown.pop(request_id, None)
-            for request_id in wanted:
-                self.engine.cancel(request_id)
-            if not self.pools.closed:
-                self.engine.settle()
+            self._using.release()
 
-    def _take(self, wanted: set[int]) -> list[RequestOutput]:
-        waiting = [self._grown[i].popleft() for i in sorted(wanted) if self._grown[i]]
-        if waiting:
-            return waiting
-        self._check_open()
+    def _cancel_dropped(self) -> None:
+        while self._dropped:
+            self._front.streams.drop(self._dropped.popleft())
+
+    def _advance(self, go_on: Callable[[], object]) -> None:
         try:
-            outputs = self.engine.step()
+            go_on()
         except BaseException:
             self.close()  # a step may be half read
             raise
-        for output in outputs:
-            if output.request_id not in wanted and output.request_id in self._grown:
-                self._grown[output.request_id].append(copy.deepcopy(output))
-        return [o for o in outputs if o.request_id in wanted]
 
     def _check_open(self) -> None:
         if self.pools.closed:
             raise ValueError("this LLM is closed: create a new one")
 
-    def _encode(self, prompt: str | list[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        if self._tokenizer is None:
-            raise ValueError("text prompts need a tokenizer: pass tokenizer= or prompts as token ids")
-        return token_ids(self._tokenizer, prompt)
+
+class _Use:
+    """One thread, and one call, uses an LLM at a time."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def __enter__(self) -> None:
+        if not self._llm._using.acquire(blocking=False):
+            raise RuntimeError(
+                "this LLM is in use by another thread: one at a time may use it; take lamina.AsyncLLM for many"
+            )
+
+    def __exit__(self, *exc: object) -> None:
+        self._llm._release()
 
 
-def _checked_model(model: Any) -> Any:
-    if isinstance(model, os.PathLike):
-        model = os.fspath(model)
-    if isinstance(model, str):
-        if not model:
-            raise ValueError("model is empty: give a directory, a hub id or a torch.nn.Module")
-        return model
-    from torch import nn
+class Stream(Iterator[RequestOutput]):
+    """The outputs of some requests as they grow; see ``LLM.stream``. A context manager, too."""
 
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a directory, a hub id or a torch.nn.Module, not {type(model).__name__}")
-    if any(p.device.type != "cpu" for p in model.parameters()):
-        raise ValueError("model has weights that are not on the CPU: call model.to('cpu') first")
-    return model
+    def __init__(self, llm: LLM, feed: Feed) -> None:
+        self._llm = llm
+        self._feed = feed
+
+    @property
+    def request_ids(self) -> list[int]:
+        """Of its requests, in the order of their prompts."""
+        return list(self._feed.ids)
+
+    def __next__(self) -> RequestOutput:
+        if self._feed.dropped:
+            raise StopIteration
+        output = self._llm._next(self._feed)
+        if output is None:
+            self.close()
+            raise StopIteration
+        return output
+
+    def close(self) -> None:
+        """Cancel what is unfinished. Idempotent."""
+        if not self._feed.dropped:
+            self._llm._drop(self._feed)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not self._feed.dropped:
+            self._llm._collect(self._feed)

@@ -165,7 +165,7 @@ class RequestTimes:
 class RequestOutput:
     """All completions of one prompt."""
 
-    request_id: int
+    request_id: Any  # the engine's number, an int; of AsyncLLM, the text that its caller gave
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]

@@ -45,6 +45,7 @@ __all__ = [
     "Slot",
     "beyond_host",
     "check_scheme",
+    "in_process",
     "open",
     "within_process",
 ]
@@ -62,6 +63,7 @@ SCHEMES: dict[str, str] = {
     "auto": "auto",
     "emulate": "emulate",
 }
+THREADS = ("loopback",)  # whose peers are threads of one process
 NEAR = {"shm": "auto"}  # within one host only -> what is the same there, and goes on beyond it
 HERE = "shm"  # between processes of this machine, where nobody has chosen
 WITHIN = {"": "loopback", "auto": "loopback"}  # no choice, or the nearest -> what is nearest within one process
@@ -97,6 +99,15 @@ def check_scheme(scheme: str) -> None:
         check_scheme(other.partition("?")[0])
 
 
+def in_process(scheme: str) -> bool:
+    """``Fabric.in_process`` of ``scheme``, also where this host lacks what opening it takes. Raises ValueError for an
+    unknown one.
+    """
+    check_scheme(scheme)
+    name, plus, other = scheme.partition("+")
+    return in_process(other.partition("?")[0]) if plus else name in THREADS
+
+
 def beyond_host(scheme: str) -> str:
     """What to take in place of ``scheme`` where peers may be on several hosts; most reach them as they are.
 
@@ -106,7 +117,7 @@ def beyond_host(scheme: str) -> str:
     if plus:
         return f"{name}+{beyond_host(other)}"
     name, mark, options = scheme.partition("?")
-    if name == "loopback":
+    if name in THREADS:
         raise ValueError(f"{name} stays in one process: choose another transport for workers on other hosts")
     return NEAR.get(name, name) + mark + options
 

@@ -52,11 +52,7 @@ def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMe
     OSError where nothing can be measured.
     """
     from lamina import netstack
-    from lamina.env import cluster_key
 
-    fabric = netstack.open(config.scheme, key=cluster_key())
-    in_process = fabric.in_process
-    fabric.close()
     with _memory_runtime(config) as measured:
         facts = _facts(model, config)
         working = resident()
@@ -71,7 +67,7 @@ def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMe
         *(_prefill(facts, config, i) for i in range(config.prefill_workers)),
         *(_memory(facts, config, i, left) for i in range(config.memory_workers)),
     ]
-    alone = found[:1] if in_process else found  # threads of one process have one runtime
+    alone = found[:1] if netstack.in_process(config.scheme) else found  # threads of one process have one runtime
     return [*(_run_by(w, runtimes[w.name.partition("-")[0]]) for w in alone), *found[len(alone) :]]
 
 

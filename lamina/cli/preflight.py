@@ -61,7 +61,7 @@ def _check_cores(config: EngineConfig) -> None:
     if config.cores:
         from lamina.fleet.local import placed
 
-        in_process = netstack.open(config.scheme, key=cluster_key()).in_process
+        in_process = netstack.in_process(config.scheme)
         counts = {"compute": config.num_compute, "memory": config.memory_workers, "prefill": config.prefill_workers}
         placed(config, {role: 0 if in_process else count for role, count in counts.items()})
 

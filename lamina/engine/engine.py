@@ -35,6 +35,15 @@ class Request:
         self.sequences = sequences
         self.texts = texts
 
+    def end(self, sequence: Sequence, reason: str, why: str | None = None) -> None:
+        """A sequence ends that is not finished: not by its last token. Its text ends with all that was held back."""
+        if not sequence.finished:
+            sequence.finish(reason, why)
+            text = self.texts[sequence.output.index]
+            if text is not None:
+                text.finish(search=False)
+                sequence.output.text = text.text
+
     def add_score(self, drawn: Drawn) -> None:
         """The log-probability of the prompt's next token has come."""
         if self.output.prompt_logprobs is not None:
@@ -138,11 +147,15 @@ class Engine:
             self._trace.add(Event.POSTPROCESS, start, done)
         return outputs
 
-    def cancel(self, request_id: int) -> None:
-        """End a request; its KV is freed with the next step. Unknown and finished ids are ignored."""
+    def cancel(self, request_id: int) -> RequestOutput | None:
+        """End a request; its KV is freed with the next step. What became of it; None for unknown and finished ids."""
         request = self._requests.pop(request_id, None)
-        for sequence in request.sequences if request else []:
-            sequence.finish("abort")
+        if request is None:
+            return None
+        for sequence in request.sequences:
+            request.end(sequence, "abort")
+        request.output.times.finished_s = self._clock()
+        return request.output
 
     def settle(self) -> None:
         """Where no request is left: take in the steps in flight and free their blocks, so that an idle engine holds
@@ -150,6 +163,8 @@ class Engine:
         """
         while not self._requests and (self.scheduler.num_running or self._steps):
             self.step()
+        if not self._requests:
+            self.scheduler.forget_finished()
 
     def close(self) -> None:
         """End the workers. Idempotent."""
@@ -231,7 +246,7 @@ class Engine:
             why = BANNED.format(sequence.params.min_tokens) if banned else NOT_FINITE
             output.blame = Blame.CLIENT if banned else Blame.SERVER
             sequence.num_drawing -= 1
-            sequence.finish("error", why)
+            request.end(sequence, "error", why)
             log.error("request %d ends behind %d tokens: %s", sequence.request_id, sequence.num_outputs, why)
             return
         sequence.append(drawn.token)

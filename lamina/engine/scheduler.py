@@ -119,7 +119,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Sequences without rows that are not finished: a cancelled one stays in line until the next round."""
+        return sum(not s.finished for s in self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -146,7 +147,7 @@ class Scheduler:
             if self._in_flight:
                 return []
             self._deal()
-        self._waiting = deque(s for s in self._waiting if not s.finished)
+        self.forget_finished()
         steps = [s for s in map(self._next, self.batches) if s is not None]
         for step in steps:
             step.plan = msgspec.structs.replace(step.plan, more=step is not steps[-1])
@@ -156,6 +157,10 @@ class Scheduler:
             self._in_flight.append(Round(set(steps), len(self.batches), rows, tokens, steady))
             self._next_round += 1
         return steps
+
+    def forget_finished(self) -> None:
+        """Let go of sequences that were cancelled while they waited."""
+        self._waiting = deque(s for s in self._waiting if not s.finished)
 
     def take_chunks(self) -> list[ScheduledStep]:
         """The steps of prefill workers that the last round has granted."""

@@ -169,6 +169,14 @@ class Members:
                 member.inbox.append(self._receive(member))
         return bool(ready)
 
+    def check(self) -> None:
+        """Take in what has come, without a wait. Raises as ``wait_for`` where a worker is lost or has failed."""
+        for member in self._members:
+            poller = select.poll()
+            poller.register(member.link, select.POLLIN)
+            if poller.poll(0):
+                member.inbox.append(self._receive(member))
+
     def _receive(self, member: Member) -> Any:
         try:
             message = member.link.recv(timeout_s=REST_S)

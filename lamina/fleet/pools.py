@@ -134,6 +134,11 @@ class Pools:
                     f"{member.name} took too long for a chunk of a prompt (--step-timeout-s {limit:g})"
                 )
 
+    def check(self) -> None:
+        """Raises WorkerError where a worker has been lost; waits for nobody."""
+        with self._lock:
+            self._members.check()
+
     def stats(self) -> dict[str, dict[str, float]]:
         """The counters of every worker, by the names of ``pids``."""
         with self._lock:
@@ -222,7 +227,7 @@ class Pools:
     def _start(self, model: Any, on_progress: Callable[[str, int, int], None]) -> ComputeReady:
         config, key = self._config, cluster_key()
         module = None if isinstance(model, str) else model  # an nn.Module: LLM has checked
-        one_process = netstack.open(config.scheme, key=key).in_process
+        one_process = netstack.in_process(config.scheme)
         here = one_process or module is not None
         counts = {"memory": config.memory_workers, "compute": config.num_compute, "prefill": config.prefill_workers}
         threaded = {"memory": one_process, "compute": here, "prefill": here}

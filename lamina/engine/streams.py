@@ -1,0 +1,160 @@
+"""Who reads which request, and what they have not seen yet: one mechanism below ``LLM`` and ``AsyncLLM``.
+
+An engine's outputs grow while they are read. What waits for a reader is only how far each of its requests has come: a
+reader that is slow gets one output with all that has grown, however many steps that took.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, replace
+
+from lamina.request import CompletionOutput, RequestOutput, SamplingParams
+
+from .engine import Engine
+from .text import Pieces
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A prompt as the engine takes it, see ``Engine.add``."""
+
+    prompt: list[int]
+    params: SamplingParams
+    text: str | None = None
+    make_pieces: Callable[[], Pieces] | None = None
+
+
+class Feed:
+    """What one reader has not seen yet of its requests. One thread may fill it while another one reads."""
+
+    def __init__(self, count: int = 1, *, finished_only: bool = False, name: str | None = None) -> None:
+        """``count``: requests. ``finished_only``: the reader wants none that still grows. ``name``: the request_id of
+        what it gets; None = the engine's number.
+        """
+        self.ids: list[int] = []  # of its requests, once the engine has them
+        self.dropped = False  # nobody reads it any more
+        self._left = count  # not finished
+        self._finished_only = finished_only
+        self._name = name
+        self._grown: dict[int, _Mark] = {}  # by request; the one that has waited longest first
+        self._error: Exception | None = None
+        self._lock = threading.RLock()  # a garbage collector may come by while it is held
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether some of its requests may still grow."""
+        return self._left > 0 and self._error is None
+
+    def push(self, output: RequestOutput) -> None:
+        """One of its requests has grown. Takes the same time however long it is."""
+        finished = output.finished
+        with self._lock:
+            self._left -= finished
+            if finished or not self._finished_only:
+                self._grown[output.request_id] = _Mark(output)
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more will come: ``take`` raises ``error`` behind what has come. The first one stays."""
+        with self._lock:
+            self._error = self._error or error
+
+    def take(self) -> RequestOutput | None:
+        """What has grown since it was taken last, of one request: it changes no more. None where nothing has.
+
+        Raises what ``fail`` was told, once nothing is left.
+        """
+        with self._lock:
+            if not self._grown:
+                if self._error is not None:
+                    raise self._error
+                return None
+            request_id = next(iter(self._grown))
+            mark = self._grown.pop(request_id)
+        return mark.output(request_id if self._name is None else self._name)
+
+
+class Streams:
+    """The requests of an engine that have a reader. One thread at a time uses it, the engine's."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._feeds: dict[int, Feed] = {}  # by unfinished request
+
+    @property
+    def has_work(self) -> bool:
+        """Whether some request is unfinished."""
+        return self._engine.has_work
+
+    def add(self, asked: list[Asked], feed: Feed) -> None:
+        """Queue requests; ``feed`` gets what they become. Raises ValueError for one that cannot be served, and then
+        none is queued.
+        """
+        for a in asked:
+            self._engine.check(a.prompt, a.params)
+        for a in asked:
+            request_id = self._engine.add(a.prompt, a.params, text=a.text, make_pieces=a.make_pieces)
+            feed.ids.append(request_id)
+            self._feeds[request_id] = feed
+
+    def step(self) -> list[Feed]:
+        """``Engine.step``; the feeds that have got something. Raises WorkerError when a worker is lost."""
+        fed = []
+        for output in self._engine.step():
+            feed = self._feeds.get(output.request_id)
+            if feed is not None:
+                feed.push(output)
+                fed.append(feed)
+                if output.finished:
+                    del self._feeds[output.request_id]
+        return fed
+
+    def drop(self, feed: Feed) -> None:
+        """Nobody reads it any more: cancel what is unfinished. Idempotent."""
+        feed.dropped = True
+        for request_id in feed.ids:
+            if self._feeds.pop(request_id, None) is not None:
+                self._engine.cancel(request_id)
+
+    def abort(self, feed: Feed) -> None:
+        """End what is unfinished; its reader gets it as far as it came, with the finish_reason "abort"."""
+        for request_id in feed.ids:
+            if self._feeds.pop(request_id, None) is not None and (output := self._engine.cancel(request_id)):
+                feed.push(output)
+
+    def settle(self) -> None:
+        """See ``Engine.settle``."""
+        self._engine.settle()
+
+    def take_all(self) -> list[Feed]:
+        """The feeds of unfinished requests, for the caller to fail: none of them goes on."""
+        feeds, self._feeds = list(self._feeds.values()), {}
+        return feeds
+
+
+class _Mark:
+    """How far a request had come. Its lists only grow at their ends, so their lengths say it all."""
+
+    def __init__(self, output: RequestOutput) -> None:
+        self._of = output
+        self._each = [(len(o.token_ids), o.text, o.finish_reason, o.stop_reason) for o in output.outputs]
+        self._scored = len(output.prompt_logprobs or ())
+        self._times = copy(output.times)
+
+    def output(self, request_id: int | str) -> RequestOutput:
+        """The request as it was then. It shares the prompt with other outputs of it, and nothing that grows."""
+        of = self._of
+        scores = of.prompt_logprobs
+        if scores is not None and self._scored < len(of.prompt_token_ids):
+            scores = scores[: self._scored]
+        outputs = [_cut(o, *at) for o, at in zip(of.outputs, self._each, strict=True)]
+        return replace(of, request_id=request_id, outputs=outputs, times=self._times, prompt_logprobs=scores)
+
+
+def _cut(
+    of: CompletionOutput, count: int, text: str, finish_reason: str | None, stop_reason: int | str | None
+) -> CompletionOutput:
+    logprobs = None if of.logprobs is None else of.logprobs[:count]
+    return CompletionOutput(of.index, text, of.token_ids[:count], finish_reason, stop_reason, logprobs)

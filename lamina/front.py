@@ -1,0 +1,75 @@
+"""A model's pools, engine and tokenizer, and its requests: on which ``LLM`` and ``AsyncLLM`` stand."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from . import netstack
+from .config import make_config
+from .engine.engine import Engine
+from .engine.streams import Asked, Streams
+from .fleet.choose_transport import nearest
+from .fleet.pools import Pools
+from .models.checkpoint import peek_config
+from .models.tokens import Detokenizer, load_beside, token_ids
+from .progress import progress_bar
+from .request import SamplingParams
+
+
+class Front:
+    """What ``LLM`` describes, started. Raises what it says."""
+
+    def __init__(self, model: Any, tokenizer: Any, progress: bool, options: dict[str, Any]) -> None:
+        config, _ = nearest(make_config(options))
+        model = _checked_model(model)
+        if isinstance(model, str):
+            peek_config(model, trust_remote_code=config.trust_remote_code)
+        with progress_bar(progress) as on_progress:
+            source = model if tokenizer is None else tokenizer
+            here = not isinstance(model, str) or netstack.in_process(config.scheme)
+            remote, limit_s = config.trust_remote_code, config.start_timeout_s
+            loading = load_beside(source, trust_remote_code=remote, here=here, limit_s=limit_s)
+            self.pools = Pools(model, config, on_progress)
+            try:
+                self.tokenizer = loading.result(limit_s)
+            except BaseException:
+                self.pools.close()
+                raise
+            self.engine = Engine(self.pools, config, trace=self.pools.tracer.recorder)
+        self.streams = Streams(self.engine)
+
+    def ask(self, prompt: str | list[int], params: SamplingParams) -> Asked:
+        """A prompt as the engine takes it. Raises ValueError for one that is no tokens and cannot become some."""
+        ids = self._encode(prompt)
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: pass tokenizer= or use stop_token_ids")
+        make_pieces = None
+        if self.tokenizer is not None:
+            tokenizer, skip = self.tokenizer, params.skip_special_tokens
+            make_pieces = lambda: Detokenizer(tokenizer, ids, skip_special_tokens=skip)  # noqa: E731
+        text = prompt if isinstance(prompt, str) else None
+        return Asked(prompt=ids, params=params, text=text, make_pieces=make_pieces)
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise ValueError("text prompts need a tokenizer: pass tokenizer= or prompts as token ids")
+        return token_ids(self.tokenizer, prompt)
+
+
+def _checked_model(model: Any) -> Any:
+    if isinstance(model, os.PathLike):
+        model = os.fspath(model)
+    if isinstance(model, str):
+        if not model:
+            raise ValueError("model is empty: give a directory, a hub id or a torch.nn.Module")
+        return model
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a directory, a hub id or a torch.nn.Module, not {type(model).__name__}")
+    if any(p.device.type != "cpu" for p in model.parameters()):
+        raise ValueError("model has weights that are not on the CPU: call model.to('cpu') first")
+    return model
