@@ -162,10 +162,11 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(llm: LLM) -> None:
     thread = threading.Thread(target=lambda: found.extend(llm.generate([1, 2], tokens(5))))
     thread.start()
     assert inside.wait(20)
-    for call in (lambda: llm.generate([4]), lambda: llm.stream([4]), lambda: next(spare)):
+    calls: list[Any] = [lambda: llm.generate([4]), lambda: llm.stream([4]), spare.__next__]
+    while calls:
         with pytest.raises(RuntimeError, match="in use by another thread.*lamina.AsyncLLM"):
-            call()
-    del spare, call
+            calls.pop()()
+    del spare
     gc.collect()  # a stream that is dropped meanwhile: with the end of the other's use
     go_on.set()
     thread.join(20)
