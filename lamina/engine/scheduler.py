@@ -148,6 +148,9 @@ class Scheduler:
                 return []
             self._deal()
         self.forget_finished()
+        for batch in self.batches:
+            self._drop_finished(batch)
+        self._admit()
         steps = [s for s in map(self._next, self.batches) if s is not None]
         for step in steps:
             step.plan = msgspec.structs.replace(step.plan, more=step is not steps[-1])
@@ -191,11 +194,8 @@ class Scheduler:
             batch.running.sort(key=lambda s: s.request_id)  # the newest is preempted first
 
     def _next(self, batch: Batch) -> ScheduledStep | None:
-        self._drop_finished(batch)
-        picked = self._pick_running(batch)
-        waits = any(s.wants_rows and s not in picked for s in batch.running)  # for blocks
-        self._admit(batch, picked)
-        if not waits:
+        picked = self._pick(batch)
+        if not any(s.wants_rows and s not in picked for s in batch.running):  # that waits for blocks
             self._grant(batch, picked)
         if not picked and not batch.ops:
             return None
@@ -212,9 +212,10 @@ class Scheduler:
             batch.ops.append(Free(sequence.id))
         batch.running = [s for s in batch.running if s not in ended]
 
-    def _pick_running(self, batch: Batch) -> dict[Sequence, int]:
+    def _wanted(self, batch: Batch) -> dict[Sequence, int]:
+        """Rows of each sequence in the batch's next step, as far as its chunk of prompt tokens goes."""
         budget = self._prefill_chunk
-        picked: dict[Sequence, int] = {}
+        wanted: dict[Sequence, int] = {}
         for sequence in batch.running:
             if sequence.wants_rows:
                 prefilling = sequence.num_promised - sequence.num_scheduled > 1
@@ -222,7 +223,12 @@ class Scheduler:
                 if prefilling:
                     budget -= count
                 if count:
-                    picked[sequence] = count
+                    wanted[sequence] = count
+        return wanted
+
+    def _pick(self, batch: Batch) -> dict[Sequence, int]:
+        """``_wanted``, as far as there are blocks."""
+        picked = self._wanted(batch)
         while picked and not self._ledger.can_apply(self._plan(batch, picked)):
             self._make_room(batch, picked)
         return picked
@@ -248,41 +254,52 @@ class Scheduler:
         self._waiting.appendleft(victim)
         self.num_preemptions += 1
 
-    def _admit(self, batch: Batch, picked: dict[Sequence, int]) -> None:
-        """Take waiting sequences in while there is room for all of their known tokens; the first that does not fit
-        holds up those behind it, so that nobody starves. Blocks freed by this very plan count from the next one on."""
+    def _admit(self) -> None:
+        """Deal waiting sequences to the batches while there is room for all of their known tokens; the first that does
+        not fit holds up those behind it, so that nobody starves. Each goes to the batch that reads least, of those
+        whose next chunk has room for tokens of it: so all chunks are filled. Blocks freed by this round's plans count
+        from the next round on.
+        """
         if not self._waiting:
             return
-        budget = self._prefill_chunk - sum(c for c in picked.values() if c > 1)
-        needed = self._ledger.blocks_needed(self._rows(picked))
-        left = [f - n for f, n in zip(self._ledger.free_blocks, needed, strict=True)]
-        for owner in self.batches:  # what running prefills will still take
-            for sequence in owner.running:
-                missing = sequence.num_promised - sequence.num_scheduled - picked.get(sequence, 0)
-                ahead = owner is not batch or sequence in picked or sequence.prefill_worker is not None
-                if missing > 0 and ahead:
-                    whole, there = (self._blocks_of(sequence.id, sequence.num_promised - n) for n in (0, missing))
-                    left = [n - a + b for n, a, b in zip(left, whole, there, strict=True)]
-        while self._waiting and budget > 0 and self.num_running < self._max_num_seqs:
+        wanted = [self._wanted(b) for b in self.batches]
+        budgets = [self._prefill_chunk - sum(c for c in w.values() if c > 1) for w in wanted]
+        loads, left = [b.load for b in self.batches], self._left({s: c for w in wanted for s, c in w.items()})
+        while self._waiting and self.num_running < self._max_num_seqs:
             sequence = self._waiting[0]
             elsewhere = self._prefill.wants(sequence)
-            count = self._count(sequence, budget)
-            room = self._prefill.has_room if elsewhere else count > 0
-            lane = self._lane(batch, sequence, left)
-            if (
-                not room or lane is None or sequence.num_drawing or batch.load > min(b.load for b in self.batches)
-            ):  # a preempted one whose last token is still being drawn waits
+            counts = [self._count(sequence, budget) if budget > 0 else 0 for budget in budgets]
+            able = [i for i, count in enumerate(counts) if count > 0]
+            if not able or sequence.num_drawing or (elsewhere and not self._prefill.has_room):
+                return  # a preempted one whose last token is still being drawn waits
+            to = min(able, key=loads.__getitem__)
+            lane = self._lane(self.batches[to], sequence, left)
+            if lane is None:
                 return
             left = _less(left, self._blocks_of(lane, sequence.num_promised))
-            sequence.id = self._next_ids[lane]
-            self._next_ids[lane] += self._ledger.num_lanes
-            batch.ops.append(New(sequence.id))
-            batch.running.append(self._waiting.popleft())
+            loads[to] += sequence.num_promised
+            self._join(self.batches[to], self._waiting.popleft(), lane)
             if elsewhere:
                 self._prefill.add(sequence)
             else:
-                picked[sequence] = count
-                budget -= count
+                budgets[to] -= counts[to]
+
+    def _join(self, batch: Batch, sequence: Sequence, lane: int) -> None:
+        sequence.id = self._next_ids[lane]
+        self._next_ids[lane] += self._ledger.num_lanes
+        batch.ops.append(New(sequence.id))
+        batch.running.append(sequence)
+
+    def _left(self, wanted: dict[Sequence, int]) -> list[int]:
+        """Free blocks less those of the rows ``wanted`` in this round, and of what running prefills will still take."""
+        needed = self._ledger.blocks_needed(self._rows(wanted))
+        left = _less(list(self._ledger.free_blocks), list(needed))
+        for sequence in (s for b in self.batches for s in b.running):
+            missing = sequence.num_promised - sequence.num_scheduled - wanted.get(sequence, 0)
+            if missing > 0 and (sequence.wants_rows or sequence.prefill_worker is not None):
+                whole, there = (self._blocks_of(sequence.id, sequence.num_promised - n) for n in (0, missing))
+                left = [n - a + b for n, a, b in zip(left, whole, there, strict=True)]
+        return left
 
     def _grant(self, batch: Batch, picked: dict[Sequence, int]) -> None:
         """Let prefill workers go on with sequences of ``batch``, as far as there are blocks beside those of

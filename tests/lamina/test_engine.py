@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
 import pytest
 from fake_wire import VOCAB, FakeWire, Letters, continuation, make_engine, run
 
+from lamina.protocol.control import NO_TOKEN, Drawn, RunStep, StepDone
 from lamina.request import SamplingParams
 
 
@@ -40,6 +42,33 @@ def test_a_stop_string_ends_the_text_before_it() -> None:
     assert seen[-1] == text[:at]
     assert all(b.startswith(a) for a, b in pairwise(seen)), "shown text never shrinks"
     assert all(text[:at].startswith(s) for s in seen), "no part of the stop string is ever shown"
+
+
+class WireThatFails(FakeWire):
+    """The seventh token is none."""
+
+    def _execute(self, step: RunStep) -> StepDone:
+        done = super()._execute(step)
+        drawn = [
+            Drawn(d.sequence, NO_TOKEN) if i.index == 6 else d for i, d in zip(step.draws, done.drawn, strict=True)
+        ]
+        return msgspec.structs.replace(done, drawn=drawn)
+
+
+@pytest.mark.parametrize("end", ["error", "abort"])
+def test_an_end_that_no_token_brings_shows_the_text_that_was_held_back(end: str) -> None:
+    text = Letters().push(continuation([1, 2, 3], 6))
+    engine = make_engine(WireThatFails() if end == "error" else None)
+    request = engine.add([1, 2, 3], SamplingParams(max_tokens=20, stop=text[3:] + "~"), make_pieces=Letters)
+    output, count = None, 0
+    while count < 6:
+        for output in engine.step():
+            count = len(output.outputs[0].token_ids)
+    assert output is not None
+    assert output.outputs[0].text == text[:3], "it might become the stop string"
+    ended = run(engine)[request] if end == "error" else engine.cancel(request)
+    assert ended is not None
+    assert (ended.outputs[0].finish_reason, ended.outputs[0].text) == (end, text)
 
 
 def test_stop_reasons() -> None:

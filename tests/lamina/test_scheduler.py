@@ -153,6 +153,61 @@ def test_a_new_sequence_joins_the_batch_that_reads_least() -> None:
     assert [[len(s.prompt) for s in step.parts] for step in steps] == [[40], [3, 5, 6]]
 
 
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("num_batches", [1, 2, 3, 4])
+def test_every_batch_fills_its_chunk_after_a_cold_start(num_batches: int, aligned: bool) -> None:
+    """300 prompts of 8 tokens, chunks of 64: a round takes 8 of them into every batch and keeps loads even."""
+    ledger = BlockTables([0], [9999], 4)
+    scheduler = Scheduler(ledger, max_num_seqs=512, prefill_chunk=64, num_batches=num_batches, aligned=aligned)
+    sequences = [make(i, 8, 500) for i in range(300)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    rounds, ahead = 0, list[ScheduledStep]()
+    while scheduler.num_waiting:
+        before = scheduler.num_running
+        steps = scheduler.schedule()
+        new = scheduler.num_running - before
+        assert new == min(8 * num_batches, 300 - before)
+        for step in ahead:
+            for drawn in step.draws:
+                drawn.append(7)
+            scheduler.complete(step)
+        rounds, ahead = rounds + 1, steps
+        loads = [b.load for b in scheduler.batches]
+        assert max(loads) - min(loads) <= 9
+    assert rounds == -(-300 // (8 * num_batches))
+    ids = [s.id for s in sequences]
+    assert ids == sorted(ids), "first come, first served"
+
+
+def test_a_batch_whose_chunk_is_full_leaves_the_next_prompt_to_another() -> None:
+    """Batch 1 reads least, and its chunk is full: batch 0 has room in its own, and nobody waits."""
+    scheduler = Scheduler(BlockTables([0], [9999], 4), max_num_seqs=8, prefill_chunk=40, num_batches=2)
+    for i, length in enumerate([100, 4]):
+        scheduler.add(make(i, length, 50))
+    for _ in range(3):  # rounds that the longer prompt takes
+        for step in scheduler.schedule():
+            for drawn in step.draws:
+                drawn.append(7)
+            scheduler.complete(step)
+    for i, length in enumerate([40, 8]):
+        scheduler.add(make(2 + i, length, 50))
+    steps = scheduler.schedule()
+    assert [[r.count for r in step.plan.rows] for step in steps] == [[1, 8], [1, 40]]
+    assert [b.load for b in scheduler.batches] == [111, 49]
+
+
+def test_a_cancelled_sequence_waits_no_more() -> None:
+    scheduler = Scheduler(BlockTables([0], [9], 4), max_num_seqs=8, prefill_chunk=16)
+    sequences = [make(i, 5, 5) for i in range(3)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    sequences[1].finish("abort")
+    assert scheduler.num_waiting == 2
+    (step,) = scheduler.schedule()
+    assert step.parts == [sequences[0], sequences[2]]
+
+
 def test_batches_are_dealt_anew_by_what_their_attention_reads() -> None:
     scheduler = Scheduler(BlockTables([0], [100], 4), max_num_seqs=8, prefill_chunk=100, num_batches=1)
     sequences = [make(i, length, 20) for i, length in enumerate([3, 40, 5, 30, 6])]
