@@ -199,6 +199,18 @@ def test_iterators_do_not_take_each_others_outputs(
         assert [e.outputs[0].token_ids for e in ends] == [reference(prompts[i], 24) for i in (1, 2)]
 
 
+def test_iterators_may_be_made_first_and_read_later_or_never(
+    shared_llm: LLM, prompts: list[list[int]], reference: Reference
+) -> None:
+    full = shared_llm.engine.free_blocks
+    first, second, never = (shared_llm.stream(p, GREEDY) for p in prompts[:3])
+    ends = [list(first)[-1], list(second)[-1]]
+    assert [e.outputs[0].token_ids for e in ends] == [reference(p, 24) for p in prompts[:2]]
+    del never
+    assert not shared_llm.engine.has_work
+    assert shared_llm.engine.free_blocks == full
+
+
 def test_numbers_may_come_from_numpy(shared_llm: LLM) -> None:
     params = SamplingParams(
         temperature=np.float32(0.7), seed=np.int64(3), top_k=np.int32(5), max_tokens=np.int64(4), stop=None,
