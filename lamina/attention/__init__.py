@@ -26,6 +26,7 @@ BACKENDS: dict[str, str] = {
     "reference": "reference",
     "emulate": "emulate",
 }
+KINDS = {"native": "cpu", "numba": "cpu", "cuda": "cuda", "flashinfer": "cuda"}  # of device, of those that have one
 WRAPPERS = ("emulate",)  # of those, the ones that compute with another one
 UNSCALED = ("flashinfer",)  # of those, the ones that take stored K and V in the wire's dtype alone
 
@@ -127,6 +128,18 @@ def get(
     if name not in BACKENDS:
         raise ValueError(f"unknown attention backend {name!r}; choose one of auto, {', '.join(BACKENDS)}")
     return _open(name, device, dtype, store_dtype)
+
+
+def get_alike(name: str, device: torch.device, dtype: torch.dtype, other: str) -> AttentionBackend:
+    """``get``, for a worker beside those that compute with ``name``: ``other`` where ``name`` is for another kind of
+    device, and then the bits are others. Raises ValueError where it is for this kind, and cannot be used here.
+    """
+    if KINDS.get(name, device.type) != device.type:
+        return get(other, device, dtype)
+    try:
+        return get(name, device, dtype)
+    except ImportError as e:
+        raise ValueError(f"{e}; the memory workers compute with it: --attention takes one that all hosts have") from e
 
 
 def check_store(name: str, kv_cache_dtype: str) -> None:

@@ -6,7 +6,10 @@ import socket
 from functools import partial
 from typing import Any
 
-from lamina import collective, netstack
+import msgspec
+
+from lamina import attention, collective, netstack
+from lamina.attention import AttentionBackend
 from lamina.collective import Collective, RankPlace
 from lamina.collective.choose import choose_and_open
 from lamina.collective.mesh import ceiling, listen_and_connect
@@ -14,13 +17,13 @@ from lamina.kv.stored import stored_dtype
 from lamina.memory.store import available_bytes
 from lamina.protocol.control import ComputeReady, LinkClosedError, RankUrl, RankUrls, RingPeer, RingUrl
 from lamina.protocol.plan import Bind, Bound, Join
-from lamina.workers.devices import CPU, backend_on
+from lamina.workers.devices import CPU
 from lamina.workers.wire import can_be_direct
 
 from .capacity import choose_kv_bytes, geometries
 from .direct import DirectAttention, has_whole_heads, open_wires
 from .emulated import emulated
-from .links import MemoryLink
+from .links import MemoryLink, RefusedError
 from .memory_pool import MemoryPool
 from .model_server import Cut, ModelServer, serve
 from .ranks import Together
@@ -143,16 +146,35 @@ class _Server(ModelServer):
             if start.number:
                 bounds.append(links[-1].join(Join(number=start.number, layers=cut.layers)))
             else:
-                bounds.append(links[-1].bind(self._bind(worker, cut, channel)))
+                bounds.append(self._bind_next(links[-1], self._bind(worker, cut, channel), bounds))
         opens = [partial(connect, url, peer=name) for url, name in places]
         wires = open_wires(opens, bounds, self.staging, start.step_timeout_s)
         if ring and start.number + 1 < start.replicas:
             ring.pass_turn()
-        merging = backend_on(CPU, bounds[0].backend if partition.stripe else "reference", "reference", cut.dtype)
-        pool = MemoryPool(links, partition, cut.layers, merging, self.staging.empty)
+        pool = MemoryPool(links, partition, cut.layers, self._merging(cut, bounds[0].backend), self.staging.empty)
         if wires:
             return DirectAttention(pool, wires, partition, cut.layers, cut.dtype.itemsize, self.staging), bounds
         return stage_attention(pool, self.staging), bounds
+
+    def _bind_next(self, link: MemoryLink, bind: Bind, bounds: list[Bound]) -> Bound:
+        """All take the backend that the first one has taken. Raises RefusedError, naming one that cannot."""
+        backend = bounds[0].backend if bounds else bind.backend
+        try:
+            return link.bind(msgspec.structs.replace(bind, backend=backend))
+        except RefusedError as e:
+            if backend == bind.backend or repr(backend) not in str(e):
+                raise
+            others = "memory workers before it took that one: name one that all have by --attention"
+            raise RefusedError(f"memory worker {link.number}: {e}; {others}") from e
+
+    def _merging(self, cut: Cut, backend: str) -> AttentionBackend:
+        """Merges what memory workers return in parts: with their own backend, where CPUs have it."""
+        if not cut.partition.stripe:
+            return attention.get("reference", CPU, cut.dtype)
+        try:
+            return attention.get_alike(backend, CPU, cut.dtype, "reference")
+        except ValueError as e:
+            raise ValueError(f"{self.role}: {e}, or --partition other than {self.start.partition}") from e
 
     def _bind(self, worker: int, cut: Cut, channel: netstack.Channel) -> Bind:
         start = self.start

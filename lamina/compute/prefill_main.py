@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from typing import Any
 
+import torch
+
 from lamina import attention
 from lamina.attention import name_of
 from lamina.kv.stored import stored_dtype
@@ -12,7 +14,7 @@ from lamina.memory.store import Store, available_bytes
 from lamina.protocol.control import ComputeReady, Connect, LinkClosedError
 from lamina.protocol.partition import by_head
 from lamina.protocol.plan import Bind, Bound, Join
-from lamina.workers.devices import CPU, backend_on
+from lamina.workers.devices import CPU
 
 from .capacity import kv_geometries, store_bytes
 from .emulated import emulated
@@ -80,6 +82,13 @@ class _Server(ModelServer):
             kv_cache_dtype=start.kv_cache_dtype,
             max_rows=start.max_rows,
             max_model_len=cut.max_len,
-            backend=name_of(backend_on(device, backend, "auto", cut.dtype)),
+            backend=self._backend(backend, device, cut),
         )
         return Store(bind, device)
+
+    def _backend(self, name: str, device: torch.device, cut: Cut) -> str:
+        """That of the memory workers, where it is for such a device."""
+        try:
+            return name_of(attention.get_alike(name, device, cut.dtype, "auto"))
+        except ValueError as e:
+            raise ValueError(f"{self.role}: {e}") from e

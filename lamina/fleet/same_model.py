@@ -14,6 +14,12 @@ def check_alike(readies: Mapping[str, ComputeReady]) -> None:
     """``readies``: by the workers' labels. Raises ValueError, naming two that differ and in what."""
     (first, wanted), *others = readies.items()
     for label, ready in others:
+        found, known = (r.summary.get("attention") for r in (ready, wanted))
+        if found != known:
+            raise ValueError(
+                f"memory workers of {label} attend with {found}, those of {first} with {known}: by --attention name "
+                f"one that all hosts have, or build the native modules on each"
+            )
         for name in OF_THE_MODEL:
             if (found := getattr(ready, name)) != (known := getattr(wanted, name)):
                 raise ValueError(

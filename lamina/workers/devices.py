@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from lamina import attention, collective
-from lamina.attention import AttentionBackend
 from lamina.config import EngineConfig
 
 green_contexts: Any = None
@@ -91,13 +90,6 @@ def linear(asked: str, device: torch.device) -> str:
     if asked not in ("auto", "torch"):
         raise ValueError(f"--gemm {asked} computes on CPUs: use auto or torch with --compute-device {device}")
     return "torch"
-
-
-def backend_on(device: torch.device, name: str, other: str, dtype: torch.dtype) -> AttentionBackend:
-    """Attention backend ``name`` where it runs on ``device``, else ``other``."""
-    with suppress(ValueError, ImportError):
-        return attention.get(name, device, dtype)
-    return attention.get(other, device, dtype)
 
 
 def check(config: EngineConfig) -> tuple[torch.device, torch.device]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from memory_peer import bind, shape
 
-from lamina import LLM, llm, netstack
+from lamina import LLM, attention, front, netstack
 from lamina.cli.launch import main
 from lamina.cli.preflight import would_start
 from lamina.config import EngineConfig
@@ -25,7 +25,7 @@ from lamina.protocol.control import ControlLink, MemoryReady, StartMemory
 from lamina.server import engine_process
 from lamina.server.messages import Start
 from lamina.workers import devices
-from lamina.workers.devices import CPU, FREE_PART, backend_on, check, gpu_of, limit, linear, pick, share
+from lamina.workers.devices import CPU, FREE_PART, check, gpu_of, limit, linear, pick, share
 
 TINY = "examples/tiny_lm/model"
 
@@ -88,7 +88,7 @@ def test_on_one_gpu_the_nearest_is_one_process_and_why_is_said(
     )
 
 
-@pytest.mark.parametrize("module", [llm, engine_process])
+@pytest.mark.parametrize("module", [front, engine_process])
 def test_who_starts_workers_takes_the_nearest(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = list[EngineConfig]()
 
@@ -100,7 +100,7 @@ def test_who_starts_workers_takes_the_nearest(module: ModuleType, monkeypatch: p
     monkeypatch.setattr(module, "nearest", lambda config: (replace(config, transport="loopback"), "of a test"))
     start = Start(model=TINY, tokenizer="", config=EngineConfig())
     with pytest.raises(ValueError, match="enough"):
-        LLM(TINY) if module is llm else engine_process._serve(ControlLink(socket.socket(), Start), start)
+        LLM(TINY) if module is front else engine_process._serve(ControlLink(socket.socket(), Start), start)
     assert [config.transport for config in taken] == ["loopback"]
 
 
@@ -174,7 +174,9 @@ def test_backends_of_another_device_are_refused(gpus: int) -> None:
         check(EngineConfig(compute_device="cuda", gemm="native"))
     assert linear("auto", torch.device("cuda:0")) == "torch"
     assert linear("auto", CPU) == "auto"
-    assert type(backend_on(CPU, "cuda", "reference", torch.bfloat16)).__name__ == "Reference"
+    for name in attention.KINDS:
+        other = attention.get_alike(name, CPU, torch.bfloat16, "reference")
+        assert attention.name_of(other) == (name if attention.KINDS[name] == "cpu" else "reference")
 
 
 def test_workers_of_a_device_share_what_it_has_free(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
