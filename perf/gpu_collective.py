@@ -38,14 +38,14 @@ def nccl_against_mesh() -> dict[str, dict[str, float] | str]:
 def measure(names: Sequence[str], devices: Sequence[torch.device], runs: int = RUNS) -> dict[str, dict[str, float]]:
     """Microseconds of one sum, by size and name; the median, of rank 0."""
     fabrics = [netstack.open("shm", key=bytes(range(32))) for _ in devices]
-    names = [f"rank {n}" for n in range(len(fabrics))]
-    listeners = [fabric.listen(name=name) for fabric, name in zip(fabrics, names, strict=True)]
+    ranks = [f"rank {n}" for n in range(len(fabrics))]
+    listeners = [fabric.listen(name=name) for fabric, name in zip(fabrics, ranks, strict=True)]
     urls = [listener.url for listener in listeners]
 
     def rank(number: int) -> dict[str, dict[str, float]]:
         try:
             mesh = listen_and_connect(
-                fabrics[number], listeners[number], urls, names, number, start_timeout_s=LIMIT_S, step_timeout_s=LIMIT_S
+                fabrics[number], listeners[number], urls, ranks, number, start_timeout_s=LIMIT_S, step_timeout_s=LIMIT_S
             )
             return _rank(mesh, names, open_staging(devices[number]), runs)
         except BaseException:

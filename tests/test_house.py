@@ -18,6 +18,7 @@ STOREYS = (
     ("cli",),  # lamina-launch
     ("server", "wrapped"),
     ("llm", "async_llm"),
+    ("front",),  # what both of them are made of
     ("fleet",),  # who starts, meets and watches workers
     ("engine",),  # policy and the loop
     ("compute",),  # the compute worker and the prefill worker
