@@ -14,7 +14,7 @@ from typing import Any
 
 from .engine.streams import Feed
 from .engine.thread import EngineThread
-from .fleet.members import WorkerError
+from .engine.wire import WorkerError
 from .front import Front
 from .models.tokens import token_ids
 from .prompts import Prompt, prompt_list

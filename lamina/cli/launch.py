@@ -64,7 +64,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _guarded(run: object, args: argparse.Namespace) -> int:
-    from lamina.fleet.members import WorkerError
+    from lamina.engine.wire import WorkerError
 
     try:
         with _ended_by_sigterm():

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from lamina.fleet.members import WorkerError
-
 from .streams import Asked, Feed, Streams
+from .wire import WorkerError
 
 log = logging.getLogger(__name__)
 IDLE_S = 1.0  # how often an idle engine looks whether its workers live

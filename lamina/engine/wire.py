@@ -9,6 +9,10 @@ from typing import Protocol
 from lamina.protocol.control import ComputeReady, RunRound, StepDone
 
 
+class WorkerError(RuntimeError):
+    """A worker died, hung or failed; the text says which and how. The pools have been ended."""
+
+
 class Wire(Protocol):
     """Both pools as the engine sees them. ``pools.Pools`` is the real one.
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from lamina.engine.wire import WorkerError
 from lamina.protocol.control import (
     ClockTime,
     ComputeReady,
@@ -40,10 +41,6 @@ TAKE_LAST_S = 0.2  # at the end
 REST_S = 5.0  # for the rest of a message that has begun to come
 CAUSE_S = 0.3  # for a worker to say that it has failed, once its peer has
 TICK_S = 0.25  # of silence, after which whoever waits looks round
-
-
-class WorkerError(RuntimeError):
-    """A worker died, hung or failed; the text says which and how. The pools have been ended."""
 
 
 class Member:

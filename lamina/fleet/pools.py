@@ -40,6 +40,7 @@ from lamina.protocol.control import (
 from lamina.protocol.groups import Capacity, of_all_ranks
 
 from .arrivals import Arrivals
+from .counters import Counters
 from .launcher import Launcher, WorkerHandle, open_launcher
 from .local import ThreadWorker
 from .members import Member, Members
@@ -68,8 +69,8 @@ class Pools:
         self._chunks = [0] * config.prefill_workers  # in flight, by prefill worker
         self._since = [0.0] * config.prefill_workers  # when the first of them began to be the next one that is done
         self._lock = threading.Lock()  # one reader of the links at a time: run or stats
-        self._asked_at: float | None = None  # when all workers were asked for counters, until all have answered
-        self._answers: dict[str, dict[str, float]] = {}
+        self._counters = Counters(self._members)
+        self._starting = f"to start (--start-timeout-s {config.start_timeout_s:g})"
         self.tracer = Tracer(config.trace or os.environ.get("LAMINA_TRACE", ""))
         try:
             self.ready = self._start(model, on_progress)
@@ -155,30 +156,12 @@ class Pools:
         self._members.meanwhile = call
 
     def ask_stats(self) -> None:
-        """Ask every worker for its counters, unless some have yet to answer. Waits for nobody; like ``take_stats`` for
-        the thread that calls ``wait``. Raises WorkerError.
-        """
-        if self._asked_at is None:
-            self._asked_at, self._answers = time.monotonic(), {}
-            for member in self._members:
-                self._members.send(member, AskStats())
+        """See Counters.ask; for the thread that calls ``wait``."""
+        self._counters.ask()
 
     def take_stats(self) -> dict[str, dict[str, float]] | None:
-        """The counters, once all workers have answered ``ask_stats``; None before that, and where nobody has asked.
-
-        Raises WorkerError where a worker is lost, or has not answered for as long as a step may take.
-        """
-        self._answers |= {m.label: s.values for m, s in self._members.arrived(Stats)}
-        if self._asked_at is None:
-            return None
-        silent = [m.name for m in self._members if m.label not in self._answers]
-        if not silent:
-            self._asked_at = None
-            return self._answers
-        limit_s, words = self._counters_limit
-        if time.monotonic() - self._asked_at > limit_s:
-            raise self._members.fail(f"{', '.join(silent)} took too long {words}")
-        return None
+        """See Counters.take."""
+        return self._counters.take(*self._counters_limit)
 
     @property
     def _counters_limit(self) -> tuple[float, str]:
@@ -206,10 +189,6 @@ class Pools:
                 answer = self._members.wait_for([member], ClockTime, STATS_S, "to read its clock")
                 trips.append((asked, answer.now, Recorder.now()))
             self.tracer.set_clock(member.label, trips)
-
-    @property
-    def _start_limit(self) -> str:
-        return f"to start (--start-timeout-s {self._config.start_timeout_s:g})"
 
     @property
     def closed(self) -> bool:
@@ -287,7 +266,7 @@ class Pools:
         try:
             for member in memory:
                 left = deadline - time.monotonic()
-                urls.append(self._members.wait_for([member], MemoryReady, left, self._start_limit).url)
+                urls.append(self._members.wait_for([member], MemoryReady, left, self._starting).url)
         except ValueError as e:
             raise ValueError(f"--memory-addresses: {e}" if config.memory_addresses else str(e)) from None
         return urls
@@ -321,7 +300,7 @@ class Pools:
 
     def _urls(self, members: list[Member], kind: Any, deadline: float) -> list[str]:
         """What each of ``members`` says in a message of ``kind``."""
-        return [self._members.wait_for([m], kind, deadline - time.monotonic(), self._start_limit).url for m in members]
+        return [self._members.wait_for([m], kind, deadline - time.monotonic(), self._starting).url for m in members]
 
     def _together(self, ranks: list[ComputeReady]) -> ComputeReady:
         """What all ranks of a replica have said, as one."""
@@ -345,7 +324,7 @@ class Pools:
             return config.weights
         for member in memory:
             self._members.send(member, AskRate())
-        answers = [self._members.wait_for([m], Rate, deadline - time.monotonic(), self._start_limit) for m in memory]
+        answers = [self._members.wait_for([m], Rate, deadline - time.monotonic(), self._starting) for m in memory]
         size, rates = config.tensor_parallel_size, [a.read_bytes_s for a in answers]
         rates = [min(rates[w - w % size :][:size]) for w in range(len(rates))]  # the same for every rank
         weights = weights_of(rates)
@@ -413,7 +392,7 @@ class Pools:
     ) -> ComputeReady:
         while True:
             left = deadline - time.monotonic()
-            message = self._members.wait_for([member], Progress | ComputeReady, left, self._start_limit)
+            message = self._members.wait_for([member], Progress | ComputeReady, left, self._starting)
             if isinstance(message, ComputeReady):
                 return message
             if member is self._compute[0]:  # they all do the same

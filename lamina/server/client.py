@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from lamina.engine.wire import WorkerError
 from lamina.fleet.launcher import WorkerHandle
 from lamina.fleet.local import ProcessWorker
-from lamina.fleet.members import WorkerError
 from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
 from lamina.request import Blame, SamplingParams
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from lamina import netstack
 from lamina.engine.engine import Engine
+from lamina.engine.wire import WorkerError
 from lamina.fleet.choose_transport import nearest
-from lamina.fleet.members import WorkerError
 from lamina.fleet.pools import Pools
 from lamina.models.tokens import load_beside
 from lamina.protocol.control import ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop

@@ -17,7 +17,7 @@ from fake_cluster import ROOT, FakeCluster
 
 from lamina import LLM, SamplingParams
 from lamina.config import EngineConfig
-from lamina.fleet.members import WorkerError
+from lamina.engine.wire import WorkerError
 from lamina.fleet.ray import RayWorker, open_launcher
 
 sys.path.insert(0, str(ROOT / "tests" / "server"))

@@ -16,7 +16,7 @@ import pytest
 
 from lamina import LLM, SamplingParams, attention
 from lamina.attention.reference import Reference
-from lamina.fleet.members import WorkerError
+from lamina.engine.wire import WorkerError
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)

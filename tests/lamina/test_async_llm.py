@@ -13,7 +13,7 @@ from fake_wire import FakeWire, continuation
 from test_streams import FULL, FakeFront, tokens
 
 from lamina import AsyncLLM, RequestOutput
-from lamina.fleet.members import WorkerError
+from lamina.engine.wire import WorkerError
 from lamina.protocol.control import RunRound, StepDone
 
 LIMIT_S = 20.0

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from lamina.config import EngineConfig
-from lamina.fleet.members import Member, Members, WorkerError
+from lamina.engine.wire import WorkerError
+from lamina.fleet.counters import Counters
+from lamina.fleet.members import Member, Members
 from lamina.fleet.pools import Pools
 from lamina.protocol.control import AskStats, ControlLink, Failed, Stats, StepDone, Stop
 
@@ -152,9 +154,9 @@ def test_counters_have_the_time_that_a_step_has(monkeypatch: pytest.MonkeyPatch)
     pools = Pools.__new__(Pools)
     pools._members, (member,) = members(Ended("memory"))
     member.link, theirs = ControlLink(quiet, Stats), ControlLink(told, AskStats)
-    pools._config, pools._asked_at, pools._answers = EngineConfig(step_timeout_s=60.0), None, {}
+    pools._config, pools._counters = EngineConfig(step_timeout_s=60.0), Counters(pools._members)
     now = [100.0]
-    monkeypatch.setattr("lamina.fleet.pools.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("lamina.fleet.counters.time", SimpleNamespace(monotonic=lambda: now[0]))
     assert pools.take_stats() is None
     pools.ask_stats()
     now[0] += 59.0

@@ -152,7 +152,7 @@ def test_without_overlap_nothing_is_hidden(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.slow
 def test_a_run_that_fails_leaves_its_trace(tmp_path: Path) -> None:
     from lamina import LLM, SamplingParams
-    from lamina.fleet.members import WorkerError
+    from lamina.engine.wire import WorkerError
 
     path = tmp_path / "lost.json"
     with LLM(str(MODEL), trace=str(path)) as llm:

@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
 from lamina.config import EngineConfig
-from lamina.engine.wire import Wire
-from lamina.fleet.members import WorkerError
+from lamina.engine.wire import Wire, WorkerError
 from lamina.kv.stored import dequantise, is_scaled, quantise, stored_dtype
 from lamina.llm import LLM
 from lamina.models.load import load
