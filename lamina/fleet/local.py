@@ -10,13 +10,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lamina import cores
 from lamina.config import EngineConfig
 from lamina.facts.room import check_kv_room, free_bytes
+
+from .warm import START, NoForkError, WarmGoneError
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +32,47 @@ ROLES = {
 }
 
 
+KILLED_S = 10.0  # for a killed process to be gone
+STARTERS = {"engine"}  # roles that start workers of their own
+
+
+class Process(Protocol):
+    """A worker's process, whoever is its parent."""
+
+    pid: int
+
+    def ended(self, timeout_s: float = 0.0) -> bool:
+        """Whether it has ended, within so many seconds."""
+        ...
+
+    @property
+    def status(self) -> int | None:
+        """Exit status, or minus its signal, once it has ended; None = nobody knows."""
+        ...
+
+    def kill(self) -> None: ...
+
+
+class Fresh:
+    """A process that imports what it needs by itself."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.pid = process.pid
+        self.kill = process.kill
+        self._process = process
+
+    def ended(self, timeout_s: float = 0.0) -> bool:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s) if timeout_s else self._process.poll()
+        return self._process.returncode is not None
+
+    @property
+    def status(self) -> int | None:
+        return self._process.returncode
+
+
 class ProcessWorker:
-    """A worker that is its own process: ``python -m lamina.workers``."""
+    """A worker that is its own process: forked from the warm process, or ``python -m lamina.workers``."""
 
     place = ""
 
@@ -39,20 +81,16 @@ class ProcessWorker:
         self.role, self.index = role, index
         self.sock, theirs = socket.socketpair()
         with theirs:
-            more = ["--cores", ",".join(map(str, on))] if on else []
-            self._process = spawn(role, theirs, threads, more)
+            self._process = start(role, theirs, threads, on)
         self.pid = self._process.pid
 
     def fate(self) -> str | None:
-        code = self._process.poll()
-        return None if code is None else in_words(code)
+        return in_words(self._process.status) if self._process.ended() else None
 
     def join(self, timeout_s: float) -> None:
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        if not self._process.ended(timeout_s):
             self._process.kill()
-            self._process.wait()
+            self._process.ended(KILLED_S)
 
 
 class ThreadWorker:
@@ -131,10 +169,30 @@ def neighbours() -> list[int]:
     return sorted(os.sched_getaffinity(0), key=place_of)
 
 
+def start(role: str, control: socket.socket, threads: int, on: cores.Cores) -> Process:
+    """The process of a worker. Forked from the warm process: what that has imported need not be imported again."""
+    arguments = ["--cores", ",".join(map(str, on))] if on else []
+    serve, own = ":".join(ROLES[role]), environment(threads)
+    for _ in range(2):  # a warm process that has died is replaced
+        if (warm := START.begin(own)) is None:
+            break
+        try:
+            return warm.fork(serve, arguments, own, control, cores=on, starts=role in STARTERS)
+        except WarmGoneError as error:
+            START.drop(warm)
+            why = error
+        except NoForkError as error:
+            START.say_once(error)
+            break
+    else:
+        START.say_once(why)
+    return Fresh(spawn(role, control, threads, arguments))
+
+
 def spawn(
     role: str, control: socket.socket, threads: int = 0, more: Sequence[str] = (), fds: Sequence[int] = (), **env: str
 ) -> subprocess.Popen[bytes]:
-    """The process of a worker, with its end of the control link, ``more`` arguments and inherited descriptors."""
+    """A fresh process of a worker, with its end of the control link, ``more`` arguments and inherited descriptors."""
     module, function = ROLES[role]
     command = [sys.executable, "-m", "lamina.workers", f"{module}:{function}", "--control-fd", str(control.fileno())]
     return subprocess.Popen(
@@ -146,8 +204,10 @@ def spawn(
     )
 
 
-def in_words(status: int) -> str:
-    """How a process with this exit status ended."""
+def in_words(status: int | None) -> str:
+    """How a process with this exit status ended; None = nobody knows it."""
+    if status is None:
+        return "ended, after the warm process that could have told how"
     return f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with status {status}"
 
 
@@ -168,4 +228,7 @@ def environment(threads: int) -> dict[str, str]:
     defaults = {"OMP_WAIT_POLICY": "passive"}
     # Told at start, OpenMP makes no more threads than asked for; told later, it wakes them for the smallest loop.
     wanted = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    return {**defaults, **os.environ, **wanted, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    # No worker computes with numpy: its OpenBLAS need not start a thread for each core, and no process with more than
+    # one thread forks.
+    always = {"OPENBLAS_NUM_THREADS": "1"}
+    return {**defaults, **os.environ, **wanted, **always, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

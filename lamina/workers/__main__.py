@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+from collections.abc import Sequence
 from importlib import import_module
 
-from .process import run_process
+from . import process
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """``FUNCTION(socket)`` serves the driver at the other end of the inherited socket N."""
     parser = argparse.ArgumentParser(prog="python -m lamina.workers", allow_abbrev=False)
     parser.add_argument("serve", metavar="MODULE:FUNCTION", help="what to run")
     parser.add_argument("--control-fd", type=int, required=True, help="inherited socket of the control link")
     parser.add_argument("--life-line-fd", type=int, help="inherited pipe of a supervisor; see run_process")
     parser.add_argument("--cores", help="where to run, by comma; else where the system says")
-    args = parser.parse_args()
+    parser.add_argument("--door-fd", type=int, help="inherited socket of the warm process, for workers of its own")
+    args = parser.parse_args(arguments)
+    process.door_fd = args.door_fd
     if args.cores:  # before any thread is made
         os.sched_setaffinity(0, map(int, args.cores.split(",")))
     module, _, function = args.serve.partition(":")
@@ -25,7 +28,7 @@ def main() -> None:
     def serve(sock: socket.socket) -> None:
         getattr(import_module(module), function)(sock)  # imported while the driver is watched
 
-    run_process(args.control_fd, serve, args.life_line_fd)
+    process.run_process(args.control_fd, serve, args.life_line_fd)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from lamina.protocol.sealed import SealedSocket, read_keys
 
 ORPHAN_EXIT_S = 2.0  # for an orderly end
 
+door_fd: int | None = None  # of the warm process that this worker was forked from; see lamina.fleet.warm
+
 
 def run_process(control_fd: int, serve: Callable[[socket.socket], None], life_line_fd: int | None = None) -> None:
     """Serve the driver at the other end of ``control_fd``, an inherited socket.

@@ -1,0 +1,291 @@
+"""Workers forked from the warm process of this driver (``lamina.workers.warm``); where that cannot be, from none.
+
+A driver has one warm process, started with its first worker and kept for its life: two engines share it, and a worker
+that starts workers, such as a server's engine, uses the one that it was forked from. Workers go on when it dies.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from lamina.workers import process
+
+log = logging.getLogger(__name__)
+
+# What workers import, in an order that each of them could have: torch without transformers first.
+MODULES = (
+    "torch", "lamina.memory.main", "lamina.memory.session", "lamina.netstack.shm", "lamina.compute.main",
+    "lamina.compute.prefill_main", "lamina.server.engine_process", "lamina.models.convert", "lamina.models.load",
+    "transformers:PreTrainedModel", "transformers:PreTrainedTokenizerFast",
+)  # fmt: skip
+# Variables that nothing reads while it is imported: a worker may have others than its warm process.
+LATE = ("LAMINA_", "PYTEST_", "OMP_NUM_THREADS", "PWD", "OLDPWD", "CUDA_VISIBLE_DEVICES")
+FORK_S = 60.0  # for a worker to be forked, the imports of a busy machine included
+STATUS_S = 1.0  # for the warm process to tell how a worker has ended
+
+
+class NoForkError(OSError):
+    """No worker can be forked here, and why."""
+
+
+class WarmGoneError(NoForkError):
+    """The warm process has ended, or does not answer: another one may."""
+
+
+class Forked:
+    """A worker's process, which is the warm process's child. Safe from any thread."""
+
+    def __init__(self, pid: int, pidfd: int, line: socket.socket) -> None:
+        """``pidfd`` and ``line`` are this object's from now on."""
+        self.pid = pid
+        self._pidfd, self._line = pidfd, line
+        self._lock = threading.Lock()
+        self._status: int | None = None
+        self._ended = False
+
+    def __del__(self) -> None:
+        os.close(self._pidfd)
+        self._line.close()
+
+    def ended(self, timeout_s: float = 0.0) -> bool:
+        """Whether it has ended, within so many seconds."""
+        with self._lock:
+            if not self._ended and _readable(self._pidfd, timeout_s):
+                told = _receive(self._line, STATUS_S)[0]
+                self._status = told.get("status")
+                self._ended = True
+            return self._ended
+
+    @property
+    def status(self) -> int | None:
+        """Exit status, or minus its signal, once it has ended; None where the warm process ended before it."""
+        return self._status
+
+    def kill(self) -> None:
+        """By force. It may have ended."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+
+class Warm:
+    """The driver's end of a warm process, its own or one that it was forked from."""
+
+    def __init__(self, environment: Mapping[str, str], door: socket.socket) -> None:
+        self.environment = early(environment)
+        self._door = door
+
+    def fork(
+        self, serve: str, arguments: Sequence[str], environment: Mapping[str, str], control: socket.socket, *,
+        cores: Sequence[int] = (), starts: bool = False,
+    ) -> Forked:
+        """A worker that serves ``control``. ``cores``: empty = those of the calling thread; ``starts``: whether it
+        starts workers of its own. Raises NoForkError, WarmGoneError.
+        """  # fmt: skip
+        told = {
+            "serve": serve,
+            "arguments": list(arguments),
+            "environment": dict(environment),
+            "cores": list(cores) or sorted(os.sched_getaffinity(0)),
+            "umask": _umask(),
+            "limits": _limits(),
+            "starts": starts,
+        }
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ExitStack() as after:
+            after.callback(theirs.close)
+            file = after.enter_context(tempfile.TemporaryFile())
+            file.write(json.dumps(told).encode())
+            file.flush()
+            directory = os.open(".", os.O_PATH | os.O_DIRECTORY)
+            after.callback(os.close, directory)
+            standard = [standard_of(fd, after) for fd in (1, 2)]
+            fds = [file.fileno(), theirs.fileno(), directory, *standard, control.fileno()]
+            try:
+                socket.send_fds(self._door, [b"0"], fds, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+            except OSError as error:
+                ours.close()
+                raise WarmGoneError(f"the warm process takes no order ({error.strerror})") from error
+        answer, passed = _receive(ours, FORK_S)
+        if "pid" in answer and passed:
+            return Forked(answer["pid"], passed[0], ours)
+        ours.close()
+        if "refused" in answer:
+            raise NoForkError(f"the warm process forks none: {answer['refused']}")
+        raise WarmGoneError("the warm process has ended, or takes too long")
+
+    def close(self) -> None:
+        self._door.close()
+
+
+class OwnWarm(Warm):
+    """Started by this process, and ended by its end, however that comes."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Returns before it has imported anything."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(environment, ours)
+        held, self._life_line = os.pipe()
+        fds = [theirs.fileno(), held]
+        ends = ["--door-fd", str(fds[0]), "--life-line-fd", str(fds[1])]
+        with ExitStack() as after:
+            after.callback(theirs.close)
+            after.callback(os.close, held)
+            out, err = (standard_of(fd, after) for fd in (1, 2))
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lamina.workers.warm", *ends, *MODULES],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=dict(environment),
+                process_group=0,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End it, by force: it has nothing to lose. Its workers go on."""
+        super().close()
+        os.close(self._life_line)
+        self._process.kill()
+        self._process.wait()
+
+    def forget(self) -> None:
+        """In a child of this process, which would keep it alive."""
+        super().close()
+        os.close(self._life_line)
+
+
+class WarmStart:
+    """This process's way to its warm process. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._own: OwnWarm | None = None
+        self._parent: Warm | None = None
+        self._told = False
+        self._closed = False
+
+    def begin(self, environment: Mapping[str, str]) -> Warm | None:
+        """The warm process for workers with this environment; it may still import. None: there is none for it."""
+        with self._lock:
+            if self._closed:
+                return None
+            if self._parent is None and process.door_fd is not None:  # this process was forked from one
+                self._parent = Warm(os.environ, socket.socket(fileno=process.door_fd))
+                process.door_fd = None
+            if self._parent is not None:
+                found = self._parent
+            else:
+                if self._own is None or not self._own.alive:
+                    if self._own is not None:
+                        self._own.close()
+                    self._own = OwnWarm(environment)
+                found = self._own
+        return found if found.environment == early(environment) else None
+
+    def drop(self, warm: Warm) -> None:
+        """It does not answer: the next one is new, and this process's own."""
+        with self._lock:
+            if warm is self._parent:
+                self._parent = None
+            elif warm is self._own:
+                self._own = None
+            else:
+                return
+        warm.close()
+
+    def say_once(self, why: object) -> None:
+        """That workers start slowly."""
+        if not self._told:
+            self._told = True
+            log.warning("workers start as fresh processes, which takes longer: %s", why)
+
+    def close(self) -> None:
+        """For good, at the end of this process."""
+        with self._lock:
+            self._closed = True
+            own, self._own = self._own, None
+        if own is not None:
+            own.close()
+
+    def after_fork(self) -> None:
+        """In a child of this process: what it has here is its parent's."""
+        own, self._own, self._lock = self._own, None, threading.Lock()
+        if own is not None:
+            own.forget()
+
+    @property
+    def pid(self) -> int | None:
+        """Of this process's own warm process."""
+        return self._own.pid if self._own is not None else None
+
+
+def early(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that imports may have read."""
+    return {name: value for name, value in environment.items() if not name.startswith(LATE)}
+
+
+def standard_of(fd: int, after: ExitStack) -> int:
+    """Descriptor 1 or 2 of this process; where it is closed, one of /dev/null, which ``after`` closes."""
+    try:
+        os.fstat(fd)
+    except OSError:
+        fd = os.open(os.devnull, os.O_WRONLY)
+        after.callback(os.close, fd)
+    return fd
+
+
+def _readable(fd: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(max(0.0, timeout_s) * 1000))
+
+
+def _receive(line: socket.socket, timeout_s: float) -> tuple[dict[str, int | str], list[int]]:
+    """The next answer and its descriptors; empty where there is none."""
+    if not _readable(line.fileno(), timeout_s):
+        return {}, []
+    try:
+        data, fds, _, _ = socket.recv_fds(line, 4096, 1)
+        answer = json.loads(data) if data else {}
+    except (OSError, ValueError):
+        return {}, []
+    return (answer if isinstance(answer, dict) else {}), fds
+
+
+def _umask() -> int:
+    """os.umask would change it for a moment, in all threads."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1], 8) for line in lines if line.startswith("Umask:"))
+
+
+def _limits() -> dict[str, tuple[int, int]]:
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    return {name: resource.getrlimit(getattr(resource, name)) for name in names}
+
+
+START = WarmStart()
+atexit.register(START.close)
+os.register_at_fork(after_in_child=START.after_fork)

@@ -1,0 +1,262 @@
+"""The warm process: imports what workers need, computes nothing, and forks a worker for each order.
+
+``python -m lamina.workers.warm --door-fd N --life-line-fd M MODULE...``. It has one thread for all its life: a fork
+copies the calling thread alone, and pools of threads that had started before would be lost or stand still for ever.
+
+An order is one datagram at the door, with these descriptors: the order's JSON in a file, the line for answers, the
+directory, standard output, standard error, the worker's control socket. Over the line go {pid} with a descriptor of
+the process or {refused}, then {status} when the worker has ended. Nothing but descriptors and JSON is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import ctypes
+import fcntl
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PASSED = 6  # descriptors of an order
+MOST_ORDER = 16 << 20  # bytes of its JSON
+DEVICES = "/dev/nvidia"  # a CUDA context of a parent is of no use to its children
+LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+
+
+class Order(NamedTuple):
+    """What a worker is to be. ``told``: serve, arguments, environment, cores, umask, limits, starts."""
+
+    told: dict[str, Any]
+    line: socket.socket
+    directory: int
+    stdout: int
+    stderr: int
+    control: int
+
+    def close(self) -> None:
+        """The warm process's own copies; the line stays."""
+        for fd in self[2:]:
+            os.close(fd)
+
+
+class WarmProcess:
+    """Serves orders until its driver is gone."""
+
+    def __init__(self, door: socket.socket, life_line: int, lacks: str) -> None:
+        """``lacks``: why no worker can be forked; "" = nothing."""
+        self._door, self._life_line, self._lacks = door, life_line, lacks
+        self._poll = select.poll()
+        for fd in (door.fileno(), life_line):
+            self._poll.register(fd, select.POLLIN)
+        self._workers: dict[int, tuple[int, socket.socket]] = {}  # by descriptor of the process: pid, line
+
+    def serve(self) -> Order | None:
+        """Returns in the worker, with its order, and in the warm process, with None, at the driver's end."""
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd in self._workers:
+                    self._reap(fd)
+                elif fd == self._life_line:
+                    return None
+                elif (order := take(self._door)) and self._fork(order):
+                    return order
+
+    def _fork(self, order: Order) -> bool:
+        """Whether this is the worker now."""
+        if why := self._lacks or no_fork():
+            tell(order.line, {"refused": why})
+            order.close()
+            order.line.close()
+            return False
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            self._leave(order)
+            return True
+        order.close()
+        process = os.pidfd_open(pid)
+        self._workers[process] = pid, order.line
+        self._poll.register(process, select.POLLIN)
+        tell(order.line, {"pid": pid}, [process])
+        return False
+
+    def _leave(self, order: Order) -> None:
+        """In the worker: nothing of the warm process stays open, and nothing of other workers."""
+        for fd, (_, line) in self._workers.items():
+            os.close(fd)
+            line.close()
+        order.line.close()
+        os.close(self._life_line)
+        if not order.told["starts"]:
+            self._door.close()
+
+    def _reap(self, process: int) -> None:
+        pid, line = self._workers.pop(process)
+        self._poll.unregister(process)
+        os.close(process)
+        _, status = os.waitpid(pid, 0)
+        tell(line, {"status": os.waitstatus_to_exitcode(status)})
+        line.close()
+
+
+def take(door: socket.socket) -> Order | None:
+    """The next order; None for what is none."""
+    number = array.array("i")
+    _, parts, _, _ = door.recvmsg(1, socket.CMSG_SPACE(PASSED * number.itemsize), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in parts:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            number.frombytes(data[: len(data) - len(data) % number.itemsize])
+    try:
+        file, line, *rest = number
+        told = json.loads(os.pread(file, MOST_ORDER, 0))
+        os.close(file)
+        return Order(told, socket.socket(fileno=line), *rest)
+    except (ValueError, TypeError, OSError):
+        for fd in number:
+            with suppress(OSError):
+                os.close(fd)
+        return None
+
+
+def tell(line: socket.socket, answer: dict[str, Any], fds: Sequence[int] = ()) -> None:
+    """Whoever ordered may be gone."""
+    with suppress(OSError):
+        socket.send_fds(line, [json.dumps(answer).encode()], fds, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+
+
+def no_fork() -> str:
+    """Why this process must not fork, "" where it may: it has one thread, and no GPU."""
+    if (threads := len(os.listdir("/proc/self/task"))) != 1:
+        return f"it has {threads} threads"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "it has opened CUDA"
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # of the listing itself
+            if (name := os.readlink(f"/proc/self/fd/{fd}")).startswith(DEVICES):
+                return f"it has opened {name}"
+    return ""
+
+
+def become(order: Order, head: Sequence[str], door: socket.socket) -> list[str]:
+    """In the worker: be what a fresh process with this order would be. Returns the arguments of lamina.workers.
+
+    ``head``: what the import path had in front, which depends on the directory.
+    """
+    told = order.told
+    os.setpgid(0, 0)  # Ctrl-C is the driver's to handle
+    os.fchdir(order.directory)
+    for fd, standard in ((order.stdout, 1), (order.stderr, 2)):
+        os.dup2(fd, standard)
+    for fd in order[2:5]:
+        os.close(fd)
+    os.umask(told["umask"])
+    for name, limits in told["limits"].items():
+        if name in LIMITS and tuple(limits) != resource.getrlimit(getattr(resource, name)):
+            resource.setrlimit(getattr(resource, name), limits)
+    os.sched_setaffinity(0, told["cores"])  # before any thread is made
+    os.environ.clear()
+    os.environ.update(told["environment"])
+    if sys.path[:1] == list(head):
+        sys.path[0] = os.getcwd()
+    arguments = [told["serve"], "--control-fd", str(order.control), *told["arguments"]]
+    if told["starts"]:
+        arguments += ["--door-fd", str(door.detach())]
+    sys.argv[:] = [str(Path(__file__).with_name("__main__.py")), *arguments]
+    show([sys.executable, "-m", "lamina.workers", *arguments])
+    seed()
+    return arguments
+
+
+def seed() -> None:
+    """Python's own generator seeds itself after a fork; torch's begins with the same number in every process."""
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+
+
+def set_threads(wanted: int) -> None:
+    """Pools of threads, as they would be had OMP_NUM_THREADS been ``wanted`` before OpenMP was loaded.
+
+    MKL reads its variable when it is first used, which is after the fork, and torch gives what MKL says to OpenMP, in
+    each thread that computes. torch.set_num_threads is for a torch without MKL: once called, it wakes threads for the
+    smallest loop.
+    """
+    torch = sys.modules["torch"]
+    own = os.environ.get("MKL_NUM_THREADS")
+    if own is None:
+        os.environ["MKL_NUM_THREADS"] = str(wanted)
+    if torch.get_num_threads() != wanted and own is None:
+        torch.set_num_threads(wanted)
+    if own is None:
+        del os.environ["MKL_NUM_THREADS"]
+
+
+def threads_wanted() -> int:
+    """What OpenMP would make of OMP_NUM_THREADS (a list by level), else the cores of this process."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(first) if first.isdigit() and int(first) else len(os.sched_getaffinity(0))
+
+
+def show(arguments: Sequence[str]) -> None:
+    """These are the arguments that ps shows, as far as there is room where those of the warm process were."""
+    name = b"lamina-worker"
+    ctypes.CDLL(None).prctl(15, name, 0, 0, 0)  # PR_SET_NAME of prctl(2): what top shows
+    fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc_pid_stat(5)
+    if 0 < start < end:
+        text = b"\0".join(os.fsencode(a) for a in arguments)[: end - start - 1]
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def load(modules: Sequence[str]) -> str:
+    """Import these; MODULE:NAME also where a module imports lazily. Returns why that failed, "" where it did not."""
+    try:
+        for module, _, name in (each.partition(":") for each in modules):
+            found = import_module(module)
+            if name:
+                getattr(found, name)
+    except Exception as error:  # whatever it is, a worker that imports it says it as it always has
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m lamina.workers.warm", allow_abbrev=False)
+    parser.add_argument("modules", metavar="MODULE", nargs="+", help="what to import")
+    parser.add_argument("--door-fd", type=int, required=True, help="inherited socket that brings orders")
+    parser.add_argument("--life-line-fd", type=int, required=True, help="inherited pipe that ends with the driver")
+    args = parser.parse_args()
+    head, door, life_line = sys.path[:1], socket.socket(fileno=args.door_fd), args.life_line_fd
+    # While it imports nobody looks: the kernel ends this process, by SIGIO, when the driver's end of the pipe closes.
+    fcntl.fcntl(life_line, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(life_line, fcntl.F_GETFL)
+    fcntl.fcntl(life_line, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if select.select([life_line], [], [], 0)[0]:
+        return
+    lacks = load(args.modules)
+    fcntl.fcntl(life_line, fcntl.F_SETFL, flags)
+    gc.collect()
+    gc.freeze()  # a collection would copy the pages of all that is imported, in every worker
+    order = WarmProcess(door, life_line, lacks).serve()
+    if order is not None:
+        arguments = become(order, head, door)
+        set_threads(threads_wanted())
+        from .__main__ import main as work
+
+        work(arguments)
+
+
+if __name__ == "__main__":
+    main()
