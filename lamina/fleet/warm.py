@@ -103,7 +103,6 @@ class Warm:
             "cores": list(cores) or sorted(os.sched_getaffinity(0)),
             "umask": _umask(),
             "limits": _limits(),
-            "starts": starts,
         }
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ExitStack() as after:
@@ -115,6 +114,7 @@ class Warm:
             after.callback(os.close, directory)
             standard = [standard_of(fd, after) for fd in (1, 2)]
             fds = [file.fileno(), theirs.fileno(), directory, *standard, control.fileno()]
+            fds += [self._door.fileno()] if starts else []
             try:
                 socket.send_fds(self._door, [b"0"], fds, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
             except OSError as error:

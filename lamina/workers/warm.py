@@ -4,7 +4,8 @@
 copies the calling thread alone, and pools of threads that had started before would be lost or stand still for ever.
 
 An order is one datagram at the door, with these descriptors: the order's JSON in a file, the line for answers, the
-directory, standard output, standard error, the worker's control socket. Over the line go {pid} with a descriptor of
+directory, standard output, standard error, the worker's control socket, and for a worker that is to start workers the
+other side of the door. Over the line go {pid} with a descriptor of
 the process or {refused}, then {status} when the worker has ended. Nothing but descriptors and JSON is read.
 """
 
@@ -22,20 +23,21 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PASSED = 6  # descriptors of an order
+PASSED = 7  # descriptors of an order, at most
 MOST_ORDER = 16 << 20  # bytes of its JSON
 DEVICES = "/dev/nvidia"  # a CUDA context of a parent is of no use to its children
 LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
 class Order(NamedTuple):
-    """What a worker is to be. ``told``: serve, arguments, environment, cores, umask, limits, starts."""
+    """What a worker is to be. ``told``: serve, arguments, environment, cores, umask, limits. ``door``: -1 = none."""
 
     told: dict[str, Any]
     line: socket.socket
@@ -43,11 +45,13 @@ class Order(NamedTuple):
     stdout: int
     stderr: int
     control: int
+    door: int = -1
 
     def close(self) -> None:
         """The warm process's own copies; the line stays."""
         for fd in self[2:]:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
 
 
 class WarmProcess:
@@ -99,8 +103,7 @@ class WarmProcess:
             line.close()
         order.line.close()
         os.close(self._life_line)
-        if not order.told["starts"]:
-            self._door.close()
+        self._door.close()
 
     def _reap(self, process: int) -> None:
         pid, line = self._workers.pop(process)
@@ -150,7 +153,7 @@ def no_fork() -> str:
     return ""
 
 
-def become(order: Order, head: Sequence[str], door: socket.socket) -> list[str]:
+def become(order: Order, head: Sequence[str]) -> list[str]:
     """In the worker: be what a fresh process with this order would be. Returns the arguments of lamina.workers.
 
     ``head``: what the import path had in front, which depends on the directory.
@@ -172,8 +175,8 @@ def become(order: Order, head: Sequence[str], door: socket.socket) -> list[str]:
     if sys.path[:1] == list(head):
         sys.path[0] = os.getcwd()
     arguments = [told["serve"], "--control-fd", str(order.control), *told["arguments"]]
-    if told["starts"]:
-        arguments += ["--door-fd", str(door.detach())]
+    if order.door >= 0:
+        arguments += ["--door-fd", str(order.door)]
     sys.argv[:] = [str(Path(__file__).with_name("__main__.py")), *arguments]
     show([sys.executable, "-m", "lamina.workers", *arguments])
     seed()
@@ -181,26 +184,36 @@ def become(order: Order, head: Sequence[str], door: socket.socket) -> list[str]:
 
 
 def seed() -> None:
-    """Python's own generator seeds itself after a fork; torch's begins with the same number in every process."""
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()
+    """Generators that begin with a number of the system's in every process. Python's own does so after a fork."""
+    for name, how in (("numpy", "random.seed"), ("torch", "seed")):
+        if module := sys.modules.get(name):
+            attrgetter(how)(module)()
 
 
 def set_threads(wanted: int) -> None:
-    """Pools of threads, as they would be had OMP_NUM_THREADS been ``wanted`` before OpenMP was loaded.
+    """Pools of threads, as they would be had OMP_NUM_THREADS been ``wanted`` when OpenMP was loaded.
 
-    MKL reads its variable when it is first used, which is after the fork, and torch gives what MKL says to OpenMP, in
-    each thread that computes. torch.set_num_threads is for a torch without MKL: once called, it wakes threads for the
-    smallest loop.
+    That count would be every thread's; now it can be set for the calling one alone. MKL makes a number of its own of
+    it, which torch gives to OpenMP in each thread that computes: fixed here, it reaches them all.
+    torch.set_num_threads, for a torch without MKL, does more: once called, it wakes threads for the smallest loop.
     """
-    torch = sys.modules["torch"]
-    own = os.environ.get("MKL_NUM_THREADS")
-    if own is None:
-        os.environ["MKL_NUM_THREADS"] = str(wanted)
-    if torch.get_num_threads() != wanted and own is None:
-        torch.set_num_threads(wanted)
-    if own is None:
-        del os.environ["MKL_NUM_THREADS"]
+    openmp = list(mapped("libgomp", "libiomp", "libomp"))
+    for library in openmp:
+        library.omp_set_num_threads(wanted)
+    try:
+        for mkl in mapped("libtorch_cpu"):
+            found = mkl.mkl_get_max_threads()
+            mkl.mkl_serv_set_num_threads(found)
+            for library in openmp:
+                library.omp_set_num_threads(found)
+    except AttributeError:
+        sys.modules["torch"].set_num_threads(wanted)
+
+
+def mapped(*names: str) -> Iterator[ctypes.CDLL]:
+    """Shared libraries of this process whose file's name begins so."""
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    yield from (ctypes.CDLL(path) for path in sorted(paths) if os.path.basename(path).startswith(names))
 
 
 def threads_wanted() -> int:
@@ -251,7 +264,7 @@ def main() -> None:
     gc.freeze()  # a collection would copy the pages of all that is imported, in every worker
     order = WarmProcess(door, life_line, lacks).serve()
     if order is not None:
-        arguments = become(order, head, door)
+        arguments = become(order, head)
         set_threads(threads_wanted())
         from .__main__ import main as work
 

@@ -1,0 +1,281 @@
+"""A worker forked from the warm process is what a fresh one would be, and lives and ends as one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lamina.fleet import local, warm
+from lamina.fleet.local import ProcessWorker, spawn
+from lamina.fleet.warm import Forked, WarmStart
+
+ROOT = Path(__file__).resolve().parents[3]
+SOON_S = 60.0  # imports on a busy machine
+CORES = sorted(os.sched_getaffinity(0))
+ROLE = ("warm_probe", "serve_probe")
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[WarmStart]:
+    """A warm process for workers of this file, which are found beside it."""
+    made = WarmStart()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        patch.setitem(local.ROLES, "probe", ROLE)
+        patch.setattr(local, "START", made)
+        yield made
+        made.close()
+
+
+class Probe:
+    """``told``: its facts; it ends with ``order``."""
+
+    def __init__(self, threads: int = 0, on: tuple[int, ...] = (), *, fresh: bool = False) -> None:
+        self.sock, theirs = socket.socketpair()
+        with theirs:
+            if fresh:
+                more = ["--cores", ",".join(map(str, on))] if on else []
+                self.process: local.Process = local.Fresh(spawn("probe", theirs, threads, more))
+            else:
+                self.process = local.start("probe", theirs, threads, on)
+        self.sock.settimeout(SOON_S)
+
+    def told(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.sock.makefile().readline())
+        return found
+
+    def end(self, order: str = "0") -> int | None:
+        self.sock.sendall(order.encode())
+        assert self.process.ended(SOON_S)
+        self.sock.close()
+        return self.process.status
+
+
+OWN = ["socket:"]  # beside the control link, the copy that is watched for its end
+
+
+def sockets(told: dict[str, Any]) -> list[str]:
+    """Sockets and pipes of a probe, but for the first three descriptors and the control link."""
+    return [name for name in told["files"] if name.startswith(("socket", "pipe"))]
+
+
+def state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return ""
+
+
+def wait_until(true: Callable[[], bool], what: str) -> None:
+    limit = time.monotonic() + SOON_S
+    while not true():
+        assert time.monotonic() < limit, what
+        select.select([], [], [], 0.01)
+
+
+@pytest.mark.parametrize(
+    ("threads", "on", "told"),
+    [
+        pytest.param(0, (), None, id="as the machine has"),
+        pytest.param(0, (), "1", id="one by the environment"),
+        pytest.param(0, (), "3,2", id="more than cores, by level"),
+        pytest.param(3, (), "1", id="told"),
+        pytest.param(1, (), None, id="one, told"),
+        pytest.param(0, CORES[-1:], None, id="one core"),
+        pytest.param(2, CORES[-1:], "1", id="one core, two threads"),
+    ],
+)
+def test_a_forked_worker_is_what_a_fresh_one_is(
+    threads: int, on: tuple[int, ...], told: str | None, start: WarmStart, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Also where the driver has changed since the warm process began."""
+    start.begin(local.environment(0))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if told is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+    monkeypatch.setenv("LAMINA_API_KEY", f"of {tmp_path.name}")
+    monkeypatch.chdir(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = os.umask(0o027)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    try:
+        probes = [Probe(threads, on, fresh=fresh) for fresh in (False, True)]
+        assert isinstance(probes[0].process, Forked)
+        forked, fresh = (probe.told() for probe in probes)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        os.umask(before)
+    assert [probe.end() for probe in probes] == [0, 0]
+    assert all(a != b for a, b in zip(forked.pop("own"), fresh.pop("own"), strict=True)), "seeds, and processes"
+    assert forked.pop("threads") == fresh.pop("threads")
+    assert forked == fresh
+    assert fresh["directory"] == str(tmp_path)
+    assert sockets(fresh) == OWN
+
+
+def test_two_forked_workers_draw_apart_and_share_nothing(start: WarmStart) -> None:
+    first, second = Probe(), Probe()
+    ours, other = first.told(), second.told()
+    assert all(a != b for a, b in zip(ours["own"], other["own"], strict=True))
+    assert ours["files"] == other["files"], "the second has nothing of the first"
+    second.sock.close()
+    assert second.process.ended(SOON_S), "nobody else holds the driver's end"
+    assert first.end() == 0
+
+
+@pytest.mark.parametrize(("order", "status"), [("7", 7), ("raise", 1), ("abort", -signal.SIGABRT)])
+def test_how_a_worker_ends_is_told_and_harms_nobody(order: str, status: int, start: WarmStart) -> None:
+    probe, beside = Probe(), Probe()
+    before = start.pid
+    probe.told()
+    assert not probe.process.ended()
+    assert probe.end(order) == status
+    assert state(probe.process.pid) in ("", "Z")
+    wait_until(lambda: not state(probe.process.pid), "nobody has reaped it")
+    assert beside.told()
+    assert beside.end("0") == 0
+    assert start.pid == before
+
+
+def test_workers_outlive_the_warm_process_and_the_next_one_has_a_new_one(start: WarmStart) -> None:
+    probe = Probe()
+    probe.told()
+    before = start.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    wait_until(lambda: state(before) in ("", "Z"), "it lives")
+    assert not probe.process.ended()
+    following = Probe()
+    assert isinstance(following.process, Forked)
+    assert start.pid != before
+    assert following.told()
+    assert following.end() == 0
+    assert probe.end() is None, "who could have told is gone"
+    assert "ended" in local.in_words(probe.process.status)
+
+
+def test_a_worker_of_another_environment_is_fresh(start: WarmStart, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports may have read it."""
+    start.begin(local.environment(0))
+    monkeypatch.setenv("PROBED", "yes")
+    probe = Probe()
+    assert isinstance(probe.process, local.Fresh)
+    assert probe.told()["variable"] == "yes"
+    assert probe.end("3") == 3
+
+
+def test_a_warm_process_with_a_thread_forks_nothing_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "pool.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait).start()\n")
+    (tmp_path / "warm_probe.py").write_text("def serve_probe(sock):\n    sock.sendall(b'{}\\n' + sock.recv(1))\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(local.ROLES, "probe", ROLE)
+    monkeypatch.setattr(warm, "MODULES", ("pool",))
+    made = WarmStart()
+    monkeypatch.setattr(local, "START", made)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            probe = Probe()
+            assert isinstance(probe.process, local.Fresh)
+            assert probe.end() == 0
+    assert [r.getMessage() for r in caplog.records if "2 threads" in r.getMessage()] == [
+        "workers start as fresh processes, which takes longer: the warm process forks none: it has 2 threads"
+    ]
+    pid = made.pid
+    made.close()
+    assert pid is not None
+    assert not state(pid)
+
+
+def test_a_warm_process_that_cannot_import_leaves_that_to_the_worker(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "warm_probe.py").write_text("def serve_probe(sock):\n    sock.sendall(b'{}\\n' + sock.recv(1))\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(local.ROLES, "probe", ROLE)
+    monkeypatch.setattr(warm, "MODULES", ("lamina.nowhere",))
+    made = WarmStart()
+    monkeypatch.setattr(local, "START", made)
+    with caplog.at_level(logging.WARNING):
+        probe = Probe()
+        assert probe.end() == 0
+    made.close()
+    assert "No module named 'lamina.nowhere'" in caplog.text
+
+
+DRIVER = """
+import os, sys, socket
+from lamina.fleet import local
+local.ROLES["probe"] = ("warm_probe", "serve_probe")
+ours, theirs = socket.socketpair()
+if sys.argv[1] == "importing":
+    local.START.begin(local.environment(0))
+    print(local.START.pid, flush=True)
+else:
+    worker = local.start("probe", theirs, 0, ())
+    theirs.close()
+    print(local.START.pid, worker.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("when", ["importing", "serving"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None])
+def test_nothing_is_left_of_a_driver(when: str, how: signal.Signals | None) -> None:
+    """None: it ends by itself."""
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, when],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"},
+    )
+    assert driver.stdout is not None
+    assert driver.stdin is not None
+    pids = [int(pid) for pid in driver.stdout.readline().split()]
+    assert len(pids) == (1 if when == "importing" else 2)
+    if how is None:
+        driver.stdin.close()
+    else:
+        driver.send_signal(how)
+    driver.wait(SOON_S)
+    wait_until(lambda: all(state(pid) in ("", "Z") for pid in pids), "they outlive their driver")
+    driver.stdin.close()
+    driver.stdout.close()
+
+
+def test_a_worker_that_starts_workers_uses_the_one_warm_process(
+    start: WarmStart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a server's engine does: its workers are its brothers."""
+    monkeypatch.setattr(local, "STARTERS", {"probe"})
+    probe = Probe()
+    probe.told()
+    probe.sock.sendall(b"start")
+    found = probe.told()
+    assert (found["kind"], found["parent"], found["status"]) == ("Forked", start.pid, 5)
+    assert sockets(found) == OWN, "nothing of its brother"
+    assert probe.end() == 0
+
+
+def test_a_join_ends_one_that_hangs(start: WarmStart, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = ProcessWorker("probe", 0)
+    os.kill(worker.pid, signal.SIGSTOP)
+    worker.sock.close()
+    worker.join(0.1)
+    assert worker.fate() == "was killed by SIGKILL"
