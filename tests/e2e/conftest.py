@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import llama
+from worker_processes import WARM, workers_of
 
 
 @pytest.fixture(scope="session")
@@ -53,15 +54,5 @@ def prompts() -> list[list[int]]:
 def no_child_left() -> Iterator[None]:
     """The test ends with no worker of its own running."""
     yield
-    mine = str(os.getpid())
-    left = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-                command = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if stat[1] == mine and stat[0] != "Z" and b"lamina.workers" in command:
-                left.append(entry.name)
+    left = [pid for pid, command in workers_of(os.getpid()) if not command.startswith(WARM)]
     assert not left, f"worker processes left: {left}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from checkpoints import llama_config, write_checkpoint
+from worker_processes import workers_of
 
 from lamina import LLM
 from lamina.memory.footprint import resident
@@ -69,13 +71,7 @@ class Held:
 
 
 def compute_workers() -> Iterator[int]:
-    for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            try:
-                if b"serve_compute" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    yield int(pid)
-            except OSError:
-                continue
+    yield from (pid for pid, command in workers_of(os.getpid()) if "serve_compute" in command)
 
 
 def held(pid: int) -> int:

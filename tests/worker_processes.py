@@ -1,0 +1,22 @@
+"""The worker processes of a driver, by what ps shows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+WARM = "lamina.workers.warm"  # it stays for the next engine
+
+
+def workers_of(driver: int) -> Iterator[tuple[int, str]]:
+    """Number and MODULE [ARGUMENT...] of each worker process of ``driver``, and of its warm process."""
+    for task in Path(f"/proc/{driver}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            try:
+                command = Path(f"/proc/{child}/cmdline").read_bytes().decode().replace("\0", " ")
+                _, found, rest = command.partition("lamina.workers")
+                if found and Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                    yield child, found + rest
+                yield from workers_of(child)
+            except OSError:  # it has ended
+                continue
