@@ -2,14 +2,14 @@
 
 Slots, blocks and partitions come from the functions that the workers call. What Python, torch and transformers take is
 measured: of compute and prefill workers in this process once it has cut the model without its weights, and what cutting
-one with weights leaves behind is added; of memory workers in a process that has imported what they import.
+one with weights leaves behind is added; of memory workers in a process that starts as they do and has imported what
+they import.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lamina.config import EngineConfig
 from lamina.facts.memory import WorkerMemory
-from lamina.fleet.local import environment
+from lamina.fleet.local import ProcessWorker
 from lamina.memory.footprint import Resident, resident
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # More than of one without: values in traces, buffers of the first GEMMs. Measured at 0.7 GB and 8 layers.
 CUT_WITH_WEIGHTS = 24 << 20
+END_S = 5.0  # for the process that measures to go
 
 Measured = Callable[[], Resident]
 
@@ -77,23 +78,24 @@ def _run_by(worker: WorkerMemory, runtime: Resident) -> WorkerMemory:
 
 @contextmanager
 def _memory_runtime(config: EngineConfig) -> Iterator[Measured]:
-    """Measures while the block goes on."""
-    command = [sys.executable, "-m", "lamina.memory.footprint", config.attention, config.scheme]
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(0)
-    ) as process:
+    """Measures while the block goes on, in a process that starts as memory workers do."""
+    worker = ProcessWorker("footprint", 0)
+    worker.sock.settimeout(config.start_timeout_s)
 
-        def measured() -> Resident:
-            out, err = process.communicate(timeout=config.start_timeout_s)
-            if process.returncode:
-                said = err.decode(errors="replace").strip().splitlines()
-                raise OSError(f"a memory worker's memory cannot be measured: {said[-1] if said else 'it ended'}")
-            return Resident(*map(int, out.split()))
+    def measured() -> Resident:
+        with worker.sock.makefile() as lines:
+            line = lines.readline()
+        answer = json.loads(line) if line else {"error": "it ended"}
+        if "error" in answer:
+            raise OSError(f"a memory worker's memory cannot be measured: {answer['error']}")
+        return Resident(*answer["resident"])
 
-        try:
-            yield measured
-        finally:
-            process.kill()
+    try:
+        worker.sock.sendall(json.dumps([config.attention, config.scheme]).encode() + b"\n")
+        yield measured
+    finally:
+        worker.sock.close()
+        worker.join(END_S)
 
 
 def _facts(model: str, config: EngineConfig) -> _Facts:

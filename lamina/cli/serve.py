@@ -66,15 +66,19 @@ def run(args: argparse.Namespace) -> int:
 def _serve(model: str, config: ServerConfig, engine: Any) -> int:
     if missing := [name for name in NEEDS if find_spec(name) is None]:  # imported later: the engine is to start first
         raise ImportError(f"serve needs {', '.join(missing)}: pip install 'lamina[serve]'")
+    from lamina.fleet.local import environment
+    from lamina.fleet.warm import START
     from lamina.server.client import launch_engine
     from lamina.server.messages import Start
 
     peek_config(model, trust_remote_code=engine.trust_remote_code)
     with listener(config) as sock:
         url = _url(config, sock)
+        START.begin(environment(0))
+        importing = Background(_run_server, "lamina-import")  # beside the warm process
         handle = launch_engine(Start(model=model, tokenizer=config.tokenizer, config=engine))
         try:
-            run_server = Background(_run_server, "lamina-import").result()  # the engine is loading already
+            run_server = importing.result()
             return run_server(model, config, engine, handle, sock, lambda: _say_ready(model, config, url))
         finally:
             handle.sock.close()

@@ -29,6 +29,7 @@ ROLES = {
     "compute": ("lamina.compute.main", "serve_compute"),
     "prefill": ("lamina.compute.prefill_main", "serve_prefill"),
     "engine": ("lamina.server.engine_process", "serve_engine"),
+    "footprint": ("lamina.memory.footprint", "serve_footprint"),
 }
 
 

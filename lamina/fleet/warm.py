@@ -18,10 +18,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 from lamina.workers import process
 
@@ -90,8 +90,14 @@ class Warm:
         self._door = door
 
     def fork(
-        self, serve: str, arguments: Sequence[str], environment: Mapping[str, str], control: socket.socket, *,
-        cores: Sequence[int] = (), starts: bool = False,
+        self,
+        serve: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        control: socket.socket,
+        *,
+        cores: Sequence[int] = (),
+        starts: bool = False,
     ) -> Forked:
         """A worker that serves ``control``. ``cores``: empty = those of the calling thread; ``starts``: whether it
         starts workers of its own. Raises NoForkError, WarmGoneError.
@@ -263,7 +269,7 @@ def _readable(fd: int, timeout_s: float) -> bool:
     return bool(poll.poll(max(0.0, timeout_s) * 1000))
 
 
-def _receive(line: socket.socket, timeout_s: float) -> tuple[dict[str, int | str], list[int]]:
+def _receive(line: socket.socket, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
     """The next answer and its descriptors; empty where there is none."""
     if not _readable(line.fileno(), timeout_s):
         return {}, []

@@ -1,8 +1,9 @@
-"""What a process has resident; as a program, what a memory worker has before it holds anything."""
+"""What a process has resident; as a worker, what a memory worker has before it holds anything."""
 
 from __future__ import annotations
 
-import sys
+import json
+import socket
 from typing import NamedTuple
 
 
@@ -27,8 +28,30 @@ def resident(pid: int | str = "self") -> Resident:
     return Resident(*(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssFile", "RssShmem")))
 
 
-def main(backend: str, scheme: str) -> None:
-    """Import and open what a memory worker does, and print what is resident then."""
+def own(total: Resident) -> Resident:
+    """The same for this process, with what it shares with the process that it was forked from among the files: pages
+    of its parent's imports, which all of its parent's children have in common.
+    """
+    with open("/proc/self/smaps_rollup") as f:
+        common = next(int(line.split()[1]) << 10 for line in f if line.startswith("Shared_Dirty:"))
+    common = min(common, total.private)
+    return total._replace(private=total.private - common, files=total.files + common)
+
+
+def serve_footprint(sock: socket.socket) -> None:
+    """Import and open what a memory worker does, and tell what is resident then.
+
+    A line of JSON comes, [backend, scheme], and one goes, {resident: [private, files, shared]} or {error}.
+    """
+    with sock, sock.makefile("rw") as lines:
+        try:
+            answer: dict[str, object] = {"resident": _open_all(*json.loads(lines.readline()))}
+        except (ValueError, OSError, ImportError) as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        lines.write(json.dumps(answer) + "\n")
+
+
+def _open_all(backend: str, scheme: str) -> Resident:
     import torch
 
     from lamina import attention, netstack
@@ -40,10 +63,7 @@ def main(backend: str, scheme: str) -> None:
     fabric = netstack.open(scheme, key=cluster_key())
     worker = memory.MemoryWorker()
     attention.get(backend, torch.device("cpu"), torch.float32)
-    sys.stdout.write(" ".join(map(str, resident())))
+    found = own(resident())
     del worker, memory_main
     fabric.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return found

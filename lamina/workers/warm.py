@@ -20,7 +20,6 @@ import json
 import os
 import resource
 import select
-import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -240,7 +239,7 @@ def load(modules: Sequence[str]) -> str:
             found = import_module(module)
             if name:
                 getattr(found, name)
-    except Exception as error:  # whatever it is, a worker that imports it says it as it always has
+    except Exception as error:  # noqa: BLE001 - whatever it is, a worker that imports it says it as it always has
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -50,7 +50,7 @@ def facts(control: int) -> dict[str, Any]:
         "environment": dict(os.environ),
         "variable": from_c("PROBED"),
         "arguments": [a for a in sys.argv if a != str(control)],
-        "shown": [a for a in Path("/proc/self/cmdline").read_bytes().decode().strip("\0").split("\0")[1:]],
+        "shown": Path("/proc/self/cmdline").read_bytes().decode().strip("\0").split("\0")[1:],
         "cores": sorted(os.sched_getaffinity(0)),
     }
     found["shown"] = [a for a in found["shown"] if a != str(control)]
