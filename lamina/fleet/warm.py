@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -101,7 +100,7 @@ class Warm:
     ) -> Forked:
         """A worker that serves ``control``. ``cores``: empty = those of the calling thread; ``starts``: whether it
         starts workers of its own. Raises NoForkError, WarmGoneError.
-        """  # fmt: skip
+        """
         told = {
             "serve": serve,
             "arguments": list(arguments),
@@ -113,7 +112,7 @@ class Warm:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ExitStack() as after:
             after.callback(theirs.close)
-            file = after.enter_context(tempfile.TemporaryFile())
+            file = after.enter_context(open(os.memfd_create("lamina-order"), "wb"))  # of no name: it bears keys
             file.write(json.dumps(told).encode())
             file.flush()
             directory = os.open(".", os.O_PATH | os.O_DIRECTORY)
