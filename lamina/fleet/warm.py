@@ -101,6 +101,9 @@ class Warm:
         """A worker that serves ``control``. ``cores``: empty = those of the calling thread; ``starts``: whether it
         starts workers of its own. Raises NoForkError, WarmGoneError.
         """
+        asked = early(environment)
+        if differ := sorted(name for name in self.environment | asked if self.environment.get(name) != asked.get(name)):
+            raise NoForkError(f"changed since the first one: {', '.join(differ)}")
         told = {
             "serve": serve,
             "arguments": list(arguments),
@@ -193,7 +196,9 @@ class WarmStart:
         self._closed = False
 
     def begin(self, environment: Mapping[str, str]) -> Warm | None:
-        """The warm process for workers with this environment; it may still import. None: there is none for it."""
+        """The warm process, where there is none yet one with this environment; it may still import. None: there are
+        to be no more.
+        """
         with self._lock:
             if self._closed:
                 return None
@@ -208,7 +213,7 @@ class WarmStart:
                         self._own.close()
                     self._own = OwnWarm(environment)
                 found = self._own
-        return found if found.environment == early(environment) else None
+        return found
 
     def drop(self, warm: Warm) -> None:
         """It does not answer: the next one is new, and this process's own."""

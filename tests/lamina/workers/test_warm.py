@@ -168,11 +168,15 @@ def test_workers_outlive_the_warm_process_and_the_next_one_has_a_new_one(start: 
     assert "ended" in local.in_words(probe.process.status)
 
 
-def test_a_worker_of_another_environment_is_fresh(start: WarmStart, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_of_another_environment_is_fresh(
+    start: WarmStart, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Imports may have read it."""
     start.begin(local.environment(0))
     monkeypatch.setenv("PROBED", "yes")
-    probe = Probe()
+    with caplog.at_level(logging.WARNING):
+        probe = Probe()
+    assert "takes longer: changed since the first one: PROBED" in caplog.text
     assert isinstance(probe.process, local.Fresh)
     assert probe.told()["variable"] == "yes"
     assert probe.end("3") == 3
