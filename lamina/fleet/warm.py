@@ -103,7 +103,7 @@ class Warm:
         """
         asked = early(environment)
         if differ := sorted(name for name in self.environment | asked if self.environment.get(name) != asked.get(name)):
-            raise NoForkError(f"changed since the first one: {', '.join(differ)}")
+            raise NoForkError(f"variables have changed since the first one started: {', '.join(differ)}")
         told = {
             "serve": serve,
             "arguments": list(arguments),
@@ -196,8 +196,8 @@ class WarmStart:
         self._closed = False
 
     def begin(self, environment: Mapping[str, str]) -> Warm | None:
-        """The warm process, where there is none yet one with this environment; it may still import. None: there are
-        to be no more.
+        """The warm process; the first call starts it, with this environment, and does not wait for its imports. None
+        once this process ends.
         """
         with self._lock:
             if self._closed:

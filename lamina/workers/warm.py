@@ -77,18 +77,22 @@ class WarmProcess:
 
     def _fork(self, order: Order) -> bool:
         """Whether this is the worker now."""
-        if why := self._lacks or no_fork():
-            tell(order.line, {"refused": why})
-            order.close()
-            order.line.close()
-            return False
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
+        why, pid = self._lacks or no_fork(), -1
+        if not why:
+            try:
+                pid = os.fork()
+            except OSError as error:
+                why = f"fork: {error.strerror}"
         if pid == 0:
             self._leave(order)
             return True
         order.close()
+        if why:
+            tell(order.line, {"refused": why})
+            order.line.close()
+            return False
         process = os.pidfd_open(pid)
         self._workers[process] = pid, order.line
         self._poll.register(process, select.POLLIN)
