@@ -1,7 +1,9 @@
 """Workers forked from the warm process of this driver (``lamina.workers.warm``); where that cannot be, from none.
 
 A driver has one warm process, started with its first worker and kept for its life: two engines share it, and a worker
-that starts workers, such as a server's engine, uses the one that it was forked from. Workers go on when it dies.
+that starts workers, such as a server's engine, uses the one that it was forked from. Workers go on when it dies. What
+imports may have read of the environment is the same for a warm process and its workers: where it has changed, the next
+worker has a new one, and the one before ends with the last of its workers.
 """
 
 from __future__ import annotations
@@ -101,9 +103,6 @@ class Warm:
         """A worker that serves ``control``. ``cores``: empty = those of the calling thread; ``starts``: whether it
         starts workers of its own. Raises NoForkError, WarmGoneError.
         """
-        asked = early(environment)
-        if differ := sorted(name for name in self.environment | asked if self.environment.get(name) != asked.get(name)):
-            raise NoForkError(f"variables have changed since the first one started: {', '.join(differ)}")
         told = {
             "serve": serve,
             "arguments": list(arguments),
@@ -172,6 +171,10 @@ class OwnWarm(Warm):
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    def retire(self) -> None:
+        """It is to take no more orders, and to end with the last of its workers."""
+        super().close()
+
     def close(self) -> None:
         """End it, by force: it has nothing to lose. Its workers go on."""
         super().close()
@@ -191,29 +194,37 @@ class WarmStart:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._own: OwnWarm | None = None
+        self._retired: list[OwnWarm] = []
         self._parent: Warm | None = None
         self._told = False
         self._closed = False
 
     def begin(self, environment: Mapping[str, str]) -> Warm | None:
-        """The warm process; the first call starts it, with this environment, and does not wait for its imports. None
-        once this process ends.
+        """The warm process for workers with this environment; where it is a new one, it still imports. None once this
+        process ends.
         """
         with self._lock:
             if self._closed:
                 return None
-            if self._parent is None and process.door_fd is not None:  # this process was forked from one
+            if process.door_fd is not None:  # this process was forked from one
                 self._parent = Warm(os.environ, socket.socket(fileno=process.door_fd))
                 process.door_fd = None
-            if self._parent is not None:
-                found = self._parent
-            else:
-                if self._own is None or not self._own.alive:
-                    if self._own is not None:
-                        self._own.close()
-                    self._own = OwnWarm(environment)
-                found = self._own
-        return found
+            wanted = early(environment)
+            if self._parent is not None and self._parent.environment == wanted:
+                return self._parent
+            if self._own is None or not self._own.alive or self._own.environment != wanted:
+                self._retire()
+                self._own = OwnWarm(environment)
+            return self._own
+
+    def _retire(self) -> None:
+        """The one before is to end by itself; those that have are given back."""
+        if self._own is not None:
+            self._own.retire()
+            self._retired.append(self._own)
+        for ended in [warm for warm in self._retired if not warm.alive]:
+            self._retired.remove(ended)
+            ended.close()
 
     def drop(self, warm: Warm) -> None:
         """It does not answer: the next one is new, and this process's own."""
@@ -236,15 +247,16 @@ class WarmStart:
         """For good, at the end of this process."""
         with self._lock:
             self._closed = True
-            own, self._own = self._own, None
-        if own is not None:
-            own.close()
+            left, self._own, self._retired = [*self._retired, *([self._own] if self._own else [])], None, []
+        for warm in left:
+            warm.close()
 
     def after_fork(self) -> None:
         """In a child of this process: what it has here is its parent's."""
-        own, self._own, self._lock = self._own, None, threading.Lock()
-        if own is not None:
-            own.forget()
+        left = [*self._retired, *([self._own] if self._own else [])]
+        self._own, self._retired, self._lock = None, [], threading.Lock()
+        for warm in left:
+            warm.forget()
 
     @property
     def pid(self) -> int | None:

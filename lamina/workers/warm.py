@@ -63,17 +63,29 @@ class WarmProcess:
         for fd in (door.fileno(), life_line):
             self._poll.register(fd, select.POLLIN)
         self._workers: dict[int, tuple[int, socket.socket]] = {}  # by descriptor of the process: pid, line
+        self._closed = False  # the door: nobody can order any more
 
     def serve(self) -> Order | None:
-        """Returns in the worker, with its order, and in the warm process, with None, at the driver's end."""
-        while True:
+        """Returns in the worker, with its order, and in the warm process, with None: at the driver's end, or once the
+        door is closed and the last worker has ended.
+        """
+        while not self._closed or self._workers:
             for fd, _ in self._poll.poll():
                 if fd in self._workers:
                     self._reap(fd)
                 elif fd == self._life_line:
                     return None
-                elif (order := take(self._door)) and self._fork(order):
+                elif (order := self._take()) and self._fork(order):
                     return order
+        return None
+
+    def _take(self) -> Order | None:
+        try:
+            return take(self._door)
+        except EOFError:
+            self._poll.unregister(self._door)
+            self._closed = True
+            return None
 
     def _fork(self, order: Order) -> bool:
         """Whether this is the worker now."""
@@ -118,12 +130,14 @@ class WarmProcess:
 
 
 def take(door: socket.socket) -> Order | None:
-    """The next order; None for what is none."""
+    """The next order; None for what is none. Raises EOFError where none will come."""
     number = array.array("i")
-    _, parts, _, _ = door.recvmsg(1, socket.CMSG_SPACE(PASSED * number.itemsize), socket.MSG_CMSG_CLOEXEC)
-    for level, kind, data in parts:
+    data, parts, _, _ = door.recvmsg(1, socket.CMSG_SPACE(PASSED * number.itemsize), socket.MSG_CMSG_CLOEXEC)
+    if not data:
+        raise EOFError
+    for level, kind, rights in parts:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            number.frombytes(data[: len(data) - len(data) % number.itemsize])
+            number.frombytes(rights[: len(rights) - len(rights) % number.itemsize])
     try:
         file, line, *rest = number
         told = json.loads(os.pread(file, MOST_ORDER, 0))

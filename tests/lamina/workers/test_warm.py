@@ -171,18 +171,24 @@ def test_workers_outlive_the_warm_process_and_the_next_one_has_a_new_one(
     assert "ended" in local.in_words(probe.process.status)
 
 
-def test_a_worker_of_another_environment_is_fresh(
-    start: WarmStart, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_worker_of_another_environment_has_a_warm_process_of_it(
+    start: WarmStart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Imports may have read it."""
-    start.begin(local.environment(0))
+    """Imports may have read it. The one before stays for its own workers, and goes with them."""
+    monkeypatch.setattr(warm, "MODULES", ("torch",))
+    first = Probe()
+    before = start.pid
+    assert before is not None
+    assert first.told()["variable"] is None
     monkeypatch.setenv("PROBED", "yes")
-    with caplog.at_level(logging.WARNING):
-        probe = Probe()
-    assert "takes longer: variables have changed since the first one started: PROBED" in caplog.text
-    assert isinstance(probe.process, local.Fresh)
-    assert probe.told()["variable"] == "yes"
-    assert probe.end("3") == 3
+    second = Probe()
+    assert isinstance(second.process, Forked)
+    assert start.pid != before
+    assert second.told()["variable"] == "yes"
+    assert state(before) not in ("", "Z")
+    assert first.end("3") == 3, "its own warm process tells"
+    wait_until(lambda: state(before) in ("", "Z"), "it stays without workers")
+    assert second.end("4") == 4
 
 
 def test_a_warm_process_with_a_thread_forks_nothing_and_that_is_said_once(
