@@ -237,6 +237,7 @@ from lamina.fleet import local, warm
 local.ROLES["probe"] = ("warm_probe", "serve_probe")
 ours, theirs = socket.socketpair()
 if sys.argv[1] == "importing":
+    warm.MODULES = ("endless",)
     local.START.begin(local.environment(0))
     print(local.START.pid, flush=True)
 else:
@@ -250,19 +251,23 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("when", ["importing", "serving"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None])
-def test_nothing_is_left_of_a_driver(when: str, how: signal.Signals | None) -> None:
+def test_nothing_is_left_of_a_driver(when: str, how: signal.Signals | None, tmp_path: Path) -> None:
     """None: it ends by itself."""
+    begun = tmp_path / "begun"
+    endless = f"import pathlib, signal\npathlib.Path({str(begun)!r}).touch()\nsignal.pause()\n"
+    (tmp_path / "endless.py").write_text(endless)
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, when],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, Path(__file__).parent, tmp_path)))},
     )
     assert driver.stdout is not None
     assert driver.stdin is not None
     pids = [int(pid) for pid in driver.stdout.readline().split()]
     assert len(pids) == (1 if when == "importing" else 2)
+    wait_until(lambda: when != "importing" or begun.exists(), "it does not import")
     if how is None:
         driver.stdin.close()
     else:
