@@ -1,4 +1,7 @@
-"""A worker process: ``python -m lamina.workers MODULE:FUNCTION --control-fd N [--life-line-fd M] [--cores LIST]``."""
+"""A worker process: ``python -m lamina.workers MODULE:FUNCTION --control-fd N [--life-line-fd M] [--cores LIST]``.
+
+One that is forked from the warm process (``warm.py``) begins here too, and ps shows it so.
+"""
 
 from __future__ import annotations
 
