@@ -7,6 +7,8 @@ import warnings
 import torch
 from torch import Tensor
 
+_NONE = torch.empty(0, dtype=torch.uint8)
+
 
 def tensor_over(data: memoryview, dtype: torch.dtype) -> Tensor:
     """A flat tensor that shares ``data``. Over the read-only bytes of an arrival it must only be read."""
@@ -16,6 +18,11 @@ def tensor_over(data: memoryview, dtype: torch.dtype) -> Tensor:
 def bytes_of(x: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, shared."""
     return x.view(-1).view(torch.uint8).numpy().data
+
+
+def part_of(flat: Tensor, start: int, stop: int, shape: tuple[int, ...]) -> Tensor:
+    """The numbers ``start .. stop`` of ``flat`` [N] as a tensor of ``shape``, shared. Without any it is nothing."""
+    return flat[start:stop].view(shape) if start < stop else _NONE
 
 
 def pick(x: Tensor, rows: Tensor | None) -> Tensor:

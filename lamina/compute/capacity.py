@@ -10,16 +10,16 @@ from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.stored import head_bytes, is_scaled
 from lamina.netstack import Geometry
-from lamina.protocol.partition import PARTITIONS, Lanes, Partition, Piece, stripe_of
+from lamina.protocol.codec import FP32_BYTES, Group, held_pieces, most_bytes
+from lamina.protocol.partition import PARTITIONS, Partition, stripe_of
 from lamina.protocol.plan import LayerShape
-from lamina.protocol.tables import Deal, split_memory
+from lamina.protocol.tables import split_memory
 
 SLOTS_OF_A_BATCH = 3  # PLAN, Q and KV are in flight together; one more slot so that the next PLAN need not wait
 LEAST_SLOT_BYTES = 1 << 20  # a PLAN or a Bind
 LEAST_BLOCKS = 2
 KV_SLOTS = 8  # layers that a prefill worker may be ahead of a memory worker
 STORED_SLOTS = 4  # steps of which a prefill worker has not taken notice yet, and one more
-FP32_BYTES = 4
 PAGE = 4096
 
 
@@ -35,15 +35,10 @@ def geometries(
     """The inboxes of a memory worker and of the compute worker, for messages of up to ``max_rows`` rows of sequences of
     up to ``max_len`` tokens.
     """
+    stripes = -(-max_len // (partition.stripe * CHUNK_TOKENS)) if partition.stripe else 1
+    most = most_bytes(layers, partition, itemsize, max_rows=max_rows, stripes=stripes)
     slots = SLOTS_OF_A_BATCH * num_batches + 1
-    out_bytes, in_bytes = LEAST_SLOT_BYTES, LEAST_SLOT_BYTES
-    for i, layer in enumerate(layers):
-        group = layer.q_heads // layer.kv_heads
-        for worker in range(partition.num_workers):
-            pieces = partition.pieces(i, worker)
-            row = sum(p.num_kv_heads for p in pieces) * itemsize
-            out_bytes = max(out_bytes, max_rows * row * max(group * layer.qk_dim, layer.qk_dim + layer.v_dim))
-            in_bytes = max(in_bytes, max_rows * sum(_o_bytes(layer, p, partition, itemsize, max_len) for p in pieces))
+    out_bytes, in_bytes = max(LEAST_SLOT_BYTES, most.q, most.kv), max(LEAST_SLOT_BYTES, most.o)
     return _inbox(slots, out_bytes, max_rows), _inbox(slots, in_bytes, max_rows)
 
 
@@ -51,11 +46,8 @@ def kv_geometries(
     layers: Sequence[LayerShape], partition: Partition, itemsize: int, *, max_rows: int
 ) -> tuple[Geometry, Geometry]:
     """The inboxes of a memory worker and of a prefill worker, for the K and V of up to ``max_rows`` rows."""
-    out_bytes = LEAST_SLOT_BYTES
-    for i, layer in enumerate(layers):
-        for worker in range(partition.num_workers):
-            heads = sum(p.num_kv_heads for p in partition.pieces(i, worker))
-            out_bytes = max(out_bytes, max_rows * heads * (layer.qk_dim + layer.v_dim) * itemsize)
+    most = most_bytes(layers, partition, itemsize, max_rows=max_rows, stripes=1)
+    out_bytes = max(LEAST_SLOT_BYTES, most.kv)
     inbound = Geometry(slots=STORED_SLOTS, slot_bytes=LEAST_SLOT_BYTES)
     return _inbox(KV_SLOTS, out_bytes, max_rows), inbound
 
@@ -101,24 +93,22 @@ def blocks_bytes(
     """What the KV blocks of ``worker`` take of ``kv_bytes``, in a store of ``dtype``, null blocks included. Raises
     ValueError where that cannot hold one sequence.
     """
-    sizes: dict[tuple[int, Lanes], int] = {}  # of a block, by group as a Store has them
-    for i, layer in enumerate(layers):
-        window = AttentionSpec.decode(layer.spec).window
-        for piece in partition.pieces(i, worker):
-            group = window, piece.lanes
-            nbytes = block_size * piece.num_kv_heads * head_bytes(layer.qk_dim, layer.v_dim, dtype)
-            sizes[group] = sizes.get(group, 0) + nbytes
+    groups, windows = list[Group](), [AttentionSpec.decode(layer.spec).window for layer in layers]
+    held = held_pieces(layers, windows, partition, worker, groups)
+    sizes = [0] * len(groups)  # of a block
+    for piece in (p for pieces in held for p in pieces):
+        sizes[piece.group] += block_size * piece.kv_heads * head_bytes(piece.qk_dim, piece.v_dim, dtype)
     counts = split_memory(
         kv_bytes,
-        list(sizes.values()),
-        [window for window, _ in sizes],
-        [lanes for _, lanes in sizes],
+        sizes,
+        [group.window for group in groups],
+        [group.lanes for group in groups],
         stripe=partition.stripe * CHUNK_TOKENS // block_size,
         block_size=block_size,
         max_rows=max_rows,
         max_len=max_len,
     )
-    return sum((n + 1) * nbytes for n, nbytes in zip(counts, sizes.values(), strict=True))
+    return sum((n + 1) * nbytes for n, nbytes in zip(counts, sizes, strict=True))
 
 
 def attention_bytes(
@@ -138,18 +128,6 @@ def attention_bytes(
                 row += piece.num_kv_heads * (layer.qk_dim + layer.v_dim) * (2 * FP32_BYTES + dtype.itemsize)
         most = max(most, max_rows * row)
     return most
-
-
-def _o_bytes(layer: LayerShape, piece: Piece, partition: Partition, itemsize: int, max_len: int) -> int:
-    """What a row brings back from a piece at most: its result, or partial ones of the stripes and of the new rows."""
-    heads = piece.num_kv_heads * layer.q_heads // layer.kv_heads
-    final = heads * layer.v_dim * itemsize
-    if not partition.stripe or piece.lanes.all:
-        return final
-    stripes = -(-max_len // (partition.stripe * CHUNK_TOKENS))
-    deal = Deal(piece.lanes, 1)  # of stripes
-    parts = 1 + max(deal.kept(lane, stripes) for lane in range(partition.num_lanes))
-    return max(final, parts * heads * (layer.v_dim + 1) * FP32_BYTES)
 
 
 def choose_kv_bytes(

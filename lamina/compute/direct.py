@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lamina.netstack import Channel, ChannelError
-from lamina.protocol.partition import Partition, Piece
+from lamina.protocol.codec import Counts, HeldPiece, held_pieces, messages
+from lamina.protocol.partition import Partition
 from lamina.protocol.plan import Bound, Direct, Key, Kind, LayerShape, StepPlan
 from lamina.workers.staging import Staging
 from lamina.workers.wire import LINE_WORDS, Wire, lines
@@ -35,9 +36,9 @@ class _Share(NamedTuple):
 
     wire: Wire
     line: int
+    piece: HeldPiece
     q_heads: slice
     kv_heads: slice
-    row_bytes: tuple[int, int, int, int]  # of q, k, v, o
 
 
 class DirectAttention:
@@ -58,13 +59,14 @@ class DirectAttention:
         """``pool`` takes plans, on links of the workers that ``wires`` go to. ``itemsize``: of the wire's dtype."""
         self._pool, self._wires, self._staging = pool, wires, staging
         self.recordable = all(wire.recordable for wire in wires)
-        self._layers = layers
-        self._shares, num_lines = list[list[_Share]](), 0
-        for index, layer in enumerate(layers):
-            self._shares.append([])
-            for wire, link in zip(wires, pool.links, strict=True):
-                for piece in partition.pieces(index, link.worker):
-                    self._shares[-1].append(_share(layer, piece, wire, num_lines, itemsize))
+        self._layers, self._itemsize = layers, itemsize
+        windows = [0] * len(layers)  # every worker has all rows, whatever they see
+        held = [held_pieces(layers, windows, partition, link.worker, []) for link in pool.links]
+        self._shares, num_lines = [list[_Share]() for _ in layers], 0
+        for shares, by_link in zip(self._shares, zip(*held, strict=True), strict=True):
+            for wire, pieces in zip(wires, by_link, strict=True):
+                for piece in pieces:
+                    shares.append(_share(piece, wire, num_lines))
                     num_lines += LINES
         self._lines = torch.zeros(num_lines, LINE_WORDS, dtype=torch.int64, device=staging.device)
         self._plan: StepPlan | None = None  # whose lines they are
@@ -125,20 +127,22 @@ class DirectAttention:
             raise
 
     def _messages(self, plan: StepPlan) -> list[tuple[Key, int, int]]:
-        rows, found = plan.num_rows, list[tuple[Key, int, int]]()
+        rows, found = (Counts(plan.num_rows),), list[tuple[Key, int, int]]()
         for layer, shares in enumerate(self._shares):
             key = Key(Kind.Q, plan.step, plan.batch, plan.view, layer)
             for share in shares:
-                q, k, v, o = (rows * n for n in share.row_bytes)
-                found += [(key, q, 0), (key._replace(kind=Kind.KV), k, v), (key._replace(kind=Kind.O), o, 0)]
+                x = messages((share.piece,), rows, self._itemsize)
+                _, v, *_ = x.kv[0]
+                k_bytes = v.start * self._itemsize
+                found.append((key, x.q_bytes, 0))
+                found.append((key._replace(kind=Kind.KV), k_bytes, x.kv_bytes - k_bytes))
+                found.append((key._replace(kind=Kind.O), x.o_bytes, 0))
         return found
 
 
-def _share(layer: LayerShape, piece: Piece, wire: Wire, line: int, itemsize: int) -> _Share:
-    each, heads = layer.q_heads // layer.kv_heads, slice(piece.head_start, piece.head_stop)
-    qk, v = (piece.num_kv_heads * dim * itemsize for dim in (layer.qk_dim, layer.v_dim))
-    row_bytes = each * qk, qk, v, each * v
-    return _Share(wire, line, slice(heads.start * each, heads.stop * each), heads, row_bytes)
+def _share(piece: HeldPiece, wire: Wire, line: int) -> _Share:
+    q_heads = slice(piece.head_start * piece.each, piece.head_stop * piece.each)
+    return _Share(wire, line, piece, q_heads, slice(piece.head_start, piece.head_stop))
 
 
 def open_wires(

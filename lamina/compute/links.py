@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from lamina.buffers import tensor_over
+from lamina.buffers import part_of, tensor_over
 from lamina.netstack import Channel, ChannelTimeout
 from lamina.observe.trace import OFF, Event, Recorder
+from lamina.protocol.codec import Part
 from lamina.protocol.plan import (
     Bind,
     Bound,
@@ -84,19 +85,17 @@ class MemoryLink:
         self.send(key, data)
         self._trace.add(Event.SEND_PLAN, start, key, -1, self.number, len(data))
 
-    def send_tensors(self, key: Key, parts: Sequence[Tensor]) -> None:
-        """Write ``parts`` one behind the other straight into the peer's inbox; they may be strided."""
+    def send_tensors(self, key: Key, nbytes: int, parts: Sequence[tuple[Tensor, Part]]) -> None:
+        """Write tensors straight into the peer's inbox, to their parts of the message; they may be strided."""
         start = self._trace.now()
-        total = sum(p.numel() for p in parts)
-        slot = self.channel.reserve(total * parts[0].element_size(), timeout_s=self._timeout_s)
+        slot = self.channel.reserve(nbytes, timeout_s=self._timeout_s)
         self._trace.add(Event.RESERVE, start, key, key.layer, self.number)
-        flat = tensor_over(slot.data, parts[0].dtype)
-        for part in parts:
-            flat[: part.numel()].view(part.shape).copy_(part)
-            flat = flat[part.numel() :]
+        flat = tensor_over(slot.data, parts[0][0].dtype)
+        for tensor, part in parts:
+            part_of(flat, *part).copy_(tensor)
         self.channel.put_signal(slot, key.pack())
         event = Event.SEND_Q if key.kind == Kind.Q else Event.SEND_KV
-        self._trace.add(event, start, key, key.layer, self.number, total * parts[0].element_size())
+        self._trace.add(event, start, key, key.layer, self.number, nbytes)
 
     def receive(self, key: Key, take: Callable[[memoryview], None], nbytes: int) -> None:
         """Wait for the O that ``key`` names, and hand its bytes over. Raises RefusedError, ProtocolError."""

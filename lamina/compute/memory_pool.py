@@ -1,7 +1,4 @@
-"""All memory workers as one, for the compute worker: scatters Q, K, V by the partition, gathers O.
-
-The layouts of the messages are those of memory.step.
-"""
+"""All memory workers as one, for the compute worker: scatters Q, K, V by the partition, gathers O."""
 
 from __future__ import annotations
 
@@ -16,16 +13,16 @@ from torch import Tensor
 from lamina.attention import AttentionBackend
 from lamina.attention.merge import CHUNK_TOKENS, Partial
 from lamina.attention.spec import AttentionSpec
-from lamina.buffers import pick, tensor_over
+from lamina.buffers import part_of, pick, tensor_over
+from lamina.protocol.codec import Group, HeldPiece, Messages, Part, counts, held_pieces, messages
 from lamina.protocol.layout import Layout, layout, merges
-from lamina.protocol.partition import Lanes, Partition
+from lamina.protocol.partition import Partition
 from lamina.protocol.plan import Key, Kind, LayerShape, StepPlan, encode
 
 from .links import MemoryLink
 
 FP32 = torch.float32
 Index = Tensor | None  # rows of a step; None = all of them
-Group = tuple[Lanes, int]  # lanes and window: pieces of one group have the same rows
 
 
 class MemoryPool:
@@ -43,10 +40,14 @@ class MemoryPool:
         gives.
         """
         self.links = links
-        self._groups: list[Group] = []
-        self._layers = [_Layer(shape, i, partition, links, self._groups) for i, shape in enumerate(layers)]
+        specs = [AttentionSpec.decode(shape.spec) for shape in layers]
+        windows = [spec.window for spec in specs]
+        groups = list[Group]()
+        held = [held_pieces(layers, windows, partition, link.worker, groups) for link in links]
+        pieces = list(zip(*held, strict=True)) if links else [()] * len(layers)
+        self._layers = [_Layer(*x, pieces.index(x[-1])) for x in zip(layers, specs, pieces, strict=True)]
         self._backend, self._empty = backend, empty
-        self._stripe = partition.stripe * CHUNK_TOKENS
+        self._groups, self._stripe = groups, partition.stripe * CHUNK_TOKENS
         self._steps: dict[int, _Step] = {}  # of every batch, its last one
         self.select(StepPlan(step=0, ops=[], rows=[]))
         self.send_s = 0.0
@@ -67,101 +68,89 @@ class MemoryPool:
 
     def q(self, layer: int, q: Tensor) -> None:
         """q [R, Hq, 1, D]: to each memory worker the query heads of its KV heads."""
-        start, rows = time.perf_counter(), self._step.rows
-        for link, pieces in self._layers[layer].pieces:
-            parts = [pick(q[:, p.q_heads, 0], index) for p in pieces for index in rows(p.group).q]
-            if parts:
-                link.send_tensors(self._step.key(Kind.Q, layer), parts)
+        start, step = time.perf_counter(), self._step
+        for link, share in zip(self.links, step.shares(self._layers[layer], q.dtype), strict=True):
+            if share.q:
+                parts = [(pick(q[:, heads, 0], rows), part) for heads, rows, part in share.q]
+                link.send_tensors(step.key(Kind.Q, layer), share.messages.q_bytes, parts)
         self.send_s += time.perf_counter() - start
 
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
         """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]: to each memory worker its KV heads."""
-        start, rows = time.perf_counter(), self._step.rows
-        for link, pieces in self._layers[layer].pieces:
-            parts = [pick(x[:, p.kv_heads, 0], index) for p in pieces for index in rows(p.group).kv for x in (k, v)]
-            if parts:
-                link.send_tensors(self._step.key(Kind.KV, layer), parts)
+        start, step = time.perf_counter(), self._step
+        for link, share in zip(self.links, step.shares(self._layers[layer], k.dtype), strict=True):
+            if share.kv:
+                parts = [
+                    (pick(x[:, heads, 0], rows), part)
+                    for heads, rows, both in share.kv
+                    for x, part in zip((k, v), both, strict=True)
+                ]
+                link.send_tensors(step.key(Kind.KV, layer), share.messages.kv_bytes, parts)
         self.send_s += time.perf_counter() - start
 
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
         """Gather [R, 1, Hq, Dv] from all memory workers."""
-        start, of = time.perf_counter(), self._layers[layer]
+        start, step, of = time.perf_counter(), self._step, self._layers[layer]
         out = self._empty(num_rows, of.num_q_heads, of.v_dim, dtype=dtype)
-        found: dict[int, list[Partial]] = {}  # first head -> partial results, in the order of workers
-        for link, pieces in of.pieces:
-            groups = [(p, self._step.rows(p.group)) for p in pieces]
-            cut = sum(g.num_partial * p.num_q_heads for p, g in groups) * (of.v_dim + 1) * FP32.itemsize
-            final = sum(g.num_whole * p.num_q_heads for p, g in groups) * of.v_dim * dtype.itemsize
-            if cut + final:
-                link.receive(self._step.key(Kind.O, layer), partial(_take, groups, cut, out, found), cut + final)
-        for first_head, parts in found.items():
-            self._merge(of, first_head, parts, out)
+        cut = step.cut_heads(of)
+        parts = [Partial(*(torch.empty(*x.shape, *dim, dtype=FP32) for dim in ((of.v_dim,), ()))) for x in cut]
+        for link, share in zip(self.links, step.shares(of, dtype), strict=True):
+            if share.messages.o_bytes:
+                take = partial(_take, share, out, parts)
+                link.receive(step.key(Kind.O, layer), take, share.messages.o_bytes)
+        for each, merged in zip(cut, parts, strict=True):
+            self._merge(of, each, merged, out)
         self.wait_s += time.perf_counter() - start
         return out.unsqueeze(1)
 
     def settle(self) -> None:
         """See Attention: every O was waited for."""
 
-    def _merge(self, of: _Layer, first_head: int, parts: list[Partial], out: Tensor) -> None:
+    def _merge(self, of: _Layer, cut: _CutHeads, parts: Partial, out: Tensor) -> None:
         """Fill in the rows that several memory workers have returned in parts."""
-        pieces = [p for _, pieces in of.pieces for p in pieces if p.q_heads.start == first_head]
-        plan, heads = self._step.merges(tuple(p.group for p in pieces)), pieces[0].q_heads
-        all_parts = Partial(*(torch.cat(x) for x in zip(*parts, strict=True)))
-        for left, right in plan.levels:
-            self._backend.merge(all_parts, left, right)
-        stored, new = (Partial(all_parts.o[at], all_parts.lse[at]) for at in (plan.roots, plan.new))
+        for left, right in cut.levels:
+            self._backend.merge(parts, left, right)
+        stored, new = (Partial(parts.o[at], parts.lse[at]) for at in (cut.roots, cut.new))
         closed = torch.empty(stored.o.shape, dtype=out.dtype)
-        self._backend.close(stored, new, None if of.sinks is None else of.sinks[heads], closed)
-        out[plan.rows, heads] = closed
-
-
-class _Piece(NamedTuple):
-    """A memory worker's piece of a layer."""
-
-    group: int
-    q_heads: slice
-    kv_heads: slice
-
-    @property
-    def num_q_heads(self) -> int:
-        heads: int = self.q_heads.stop - self.q_heads.start
-        return heads
+        self._backend.close(stored, new, None if of.sinks is None else of.sinks[cut.heads], closed)
+        out[cut.rows, cut.heads] = closed
 
 
 class _Layer:
-    """A layer, and who does what of it. New groups are added to ``groups``."""
+    """A layer, and who does what of it."""
 
     def __init__(
-        self, shape: LayerShape, index: int, partition: Partition, links: list[MemoryLink], groups: list[Group]
+        self, shape: LayerShape, spec: AttentionSpec, pieces: tuple[tuple[HeldPiece, ...], ...], like: int
     ) -> None:
-        spec, each = AttentionSpec.decode(shape.spec), shape.q_heads // shape.kv_heads
+        """``pieces``: by link; ``like``: the first layer that has the same."""
         self.num_q_heads, self.v_dim = shape.q_heads, shape.v_dim
         self.sinks = torch.frombuffer(bytearray(shape.sinks), dtype=FP32) if spec.sinks else None
-        self.pieces: list[tuple[MemoryLink, list[_Piece]]] = []
-        for link in links:
-            mine = list[_Piece]()
-            for p in partition.pieces(index, link.worker):
-                group = (p.lanes, spec.window)
-                if group not in groups:
-                    groups.append(group)
-                heads = slice(p.head_start * each, p.head_stop * each)
-                mine.append(_Piece(groups.index(group), heads, slice(p.head_start, p.head_stop)))
-            self.pieces.append((link, mine))
+        self.pieces, self.like = pieces, like
 
 
 class _GroupRows(NamedTuple):
-    """protocol.layout.Layout as indices; nothing of what is empty."""
+    """protocol.layout.Layout as indices."""
 
-    num_whole: int
-    num_partial: int
     whole: Index
-    q: list[Index]
-    kv: list[Index]
+    q: Index
+    kv: Index
 
 
-class _MergeIndex(NamedTuple):
-    """protocol.layout.Merges as indices."""
+class _Share(NamedTuple):
+    """A memory worker's share of a layer in a step. Of what has no rows there is nothing."""
 
+    messages: Messages
+    q: list[tuple[slice, Index, Part]]  # query heads, rows
+    kv: list[tuple[slice, Index, tuple[Part, Part]]]  # KV heads, rows, of K and of V
+    partial: list[tuple[int, slice, Part, Part]]  # index of the cut heads, which of their results, o and lse
+    final: list[tuple[slice, Index, Part]]  # query heads, rows
+
+
+class _CutHeads(NamedTuple):
+    """Query heads of a layer of which several memory workers return parts: protocol.layout.Merges as indices."""
+
+    heads: slice
+    shape: tuple[int, int]  # results, heads
     levels: list[tuple[Tensor, Tensor]]
     roots: Tensor
     new: Tensor
@@ -175,62 +164,98 @@ class _Step:
         self.plan, self._groups, self._stripe = plan, groups, stripe
         self._num_rows = plan.num_rows
         self._layouts: dict[int, Layout] = {}
-        self._rows: list[_GroupRows | None] = [None] * len(groups)
-        self._merges: dict[tuple[int, ...], _MergeIndex] = {}
+        self._rows: dict[int, _GroupRows] = {}
+        self._shares: dict[int, list[_Share]] = {}  # by layer, of those that are alike one
+        self._cut: dict[int, list[_CutHeads]] = {}
 
     def key(self, kind: Kind, layer: int) -> Key:
         return Key(kind, self.plan.step, self.plan.batch, self.plan.view, layer)
 
-    def rows(self, group: int) -> _GroupRows:
-        found = self._rows[group]
+    def shares(self, layer: _Layer, dtype: torch.dtype) -> list[_Share]:
+        """By link."""
+        found = self._shares.get(layer.like)
         if found is None:
-            x = self._layout(group)
-            q, kv = ([self._index(n) for n in (x.whole_rows, mine) if n] for mine in (x.q_rows, x.kv_rows))
-            whole = self._index(x.whole_rows)
-            found = self._rows[group] = _GroupRows(len(x.whole_rows), x.num_partial, whole, q, kv)
+            rows = tuple(counts(self._layout(g)) for g in range(len(self._groups)))
+            starts = [0] * len(self.cut_heads(layer))  # of the results of the next worker
+            found = [self._share(layer, x, messages(x, rows, dtype.itemsize), starts) for x in layer.pieces]
+            self._shares[layer.like] = found
         return found
 
-    def merges(self, groups: tuple[int, ...]) -> _MergeIndex:
-        if groups not in self._merges:
-            x = merges(map(self._layout, groups))
-            levels = [(_tensor(left), _tensor(right)) for left, right in x.levels]
-            self._merges[groups] = _MergeIndex(levels, *map(_tensor, (x.roots, x.new, x.rows)))
-        return self._merges[groups]
+    def cut_heads(self, layer: _Layer) -> list[_CutHeads]:
+        found = self._cut.get(layer.like)
+        if found is None:
+            found = self._cut[layer.like] = [self._cut_heads(*x) for x in self._cut_pieces(layer).items()]
+        return found
+
+    def _share(self, layer: _Layer, pieces: tuple[HeldPiece, ...], x: Messages, starts: list[int]) -> _Share:
+        share, cut = _Share(x, [], [], [], []), [c.heads for c in self.cut_heads(layer)]
+        for piece, q, kv, (o, lse), final in zip(pieces, x.q, x.kv, x.partial, x.final, strict=True):
+            rows, (q_heads, kv_heads) = self._group_rows(piece.group), _heads(piece)
+            of_kv = (rows.whole, (kv[0], kv[1])), (rows.kv, (kv[2], kv[3]))
+            share.q.extend((q_heads, at, part) for at, part in zip((rows.whole, rows.q), q, strict=True) if part.there)
+            share.kv.extend((kv_heads, at, both) for at, both in of_kv if both[0].there)
+            if final.there:
+                share.final.append((q_heads, rows.whole, final))
+            if o.there:
+                index = cut.index(q_heads)
+                start, starts[index] = starts[index], starts[index] + o.shape[0]
+                share.partial.append((index, slice(start, starts[index]), o, lse))
+        return share
+
+    def _cut_pieces(self, layer: _Layer) -> dict[int, list[HeldPiece]]:
+        """Pieces of the same heads, of which something comes back in parts, in the order of links."""
+        found: dict[int, list[HeldPiece]] = {}
+        for piece in (p for pieces in layer.pieces for p in pieces):
+            if self._layout(piece.group).num_partial:
+                found.setdefault(piece.head_start, []).append(piece)
+        return found
+
+    def _cut_heads(self, head_start: int, pieces: list[HeldPiece]) -> _CutHeads:
+        layouts = [self._layout(p.group) for p in pieces]
+        x, shape = merges(layouts), (sum(each.num_partial for each in layouts), pieces[0].q_heads)
+        levels = [(_tensor(left), _tensor(right)) for left, right in x.levels]
+        return _CutHeads(_heads(pieces[0])[0], shape, levels, *map(_tensor, (x.roots, x.new, x.rows)))
+
+    def _group_rows(self, group: int) -> _GroupRows:
+        found = self._rows.get(group)
+        if found is None:
+            x = self._layout(group)
+            found = self._rows[group] = _GroupRows(*map(self._index, (x.whole_rows, x.q_rows, x.kv_rows)))
+        return found
 
     def _layout(self, group: int) -> Layout:
         if group not in self._layouts:
-            self._layouts[group] = layout(self.plan.rows, *self._groups[group], self._stripe)
+            at = self._groups[group]
+            self._layouts[group] = layout(self.plan.rows, at.lanes, at.window, self._stripe)
         return self._layouts[group]
 
     def _index(self, rows: list[int]) -> Index:
         return None if len(rows) == self._num_rows else _tensor(rows)
 
 
+def _heads(piece: HeldPiece) -> tuple[slice, slice]:
+    """Query heads and KV heads."""
+    start, stop, each = piece.head_start, piece.head_stop, piece.each
+    return slice(start * each, stop * each), slice(start, stop)
+
+
 def _tensor(numbers: list[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def _take(
-    groups: list[tuple[_Piece, _GroupRows]], cut: int, out: Tensor, found: dict[int, list[Partial]], data: memoryview
-) -> None:
-    """An O: partial results, up to byte ``cut``, to ``found``; final ones to ``out`` [R, Hq, Dv]."""
-    at, dim = 0, out.shape[2]
-    partials = tensor_over(data[:cut], FP32) if cut else out
-    for piece, rows in groups:
-        if rows.num_partial:
-            size = rows.num_partial * piece.num_q_heads
-            o, lse = partials[at : at + size * dim], partials[at + size * dim : at + size * (dim + 1)]
-            at += size * (dim + 1)
-            shape = rows.num_partial, piece.num_q_heads
-            part = Partial(o.clone().view(*shape, dim), lse.clone().view(shape))
-            found.setdefault(piece.q_heads.start, []).append(part)
-    at = 0
-    finals = tensor_over(data[cut:], out.dtype) if len(data) > cut else out
-    for piece, rows in groups:
-        if rows.num_whole:
-            size = rows.num_whole * piece.num_q_heads * dim
-            final, at = finals[at : at + size].view(-1, piece.num_q_heads, dim), at + size
-            if rows.whole is None:
-                out[:, piece.q_heads] = final
+def _take(share: _Share, out: Tensor, parts: list[Partial], data: memoryview) -> None:
+    """An O: partial results to ``parts``, by cut heads; final ones to ``out`` [R, Hq, Dv]."""
+    cut = share.messages.partial_bytes
+    if cut:
+        partials = tensor_over(data[:cut], FP32)
+        for index, at, o, lse in share.partial:
+            parts[index].o[at] = part_of(partials, *o)
+            parts[index].lse[at] = part_of(partials, *lse)
+    if share.final:
+        finals = tensor_over(data[cut:], out.dtype)
+        for heads, rows, part in share.final:
+            final = part_of(finals, *part)
+            if rows is None:
+                out[:, heads] = final
             else:
-                out[rows.whole, piece.q_heads] = final
+                out[rows, heads] = final

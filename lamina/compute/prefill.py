@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lamina.buffers import part_of
 from lamina.memory.step import Step, Stored
 from lamina.memory.store import Store
 from lamina.memory.write import Written
@@ -79,7 +80,10 @@ class OwnAttention:
         """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]."""
         self._pool.kv(layer, k, v)
         begun = time.perf_counter()
-        self._written = self._now.rows(layer, _flat(torch.cat([k.reshape(-1), v.reshape(-1)])))
+        (both,), data = self._now.messages(layer).kv, torch.empty(k.numel() + v.numel(), dtype=k.dtype, device=k.device)
+        for x, part in zip((k, v), both[:2], strict=True):
+            part_of(data, *part).copy_(x[:, :, 0])
+        self._written = self._now.rows(layer, _flat(data))
         self._now.write(layer, self._written)
         self._in_slices_s += time.perf_counter() - begun
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lamina.protocol.codec import Messages
 from lamina.protocol.plan import Key, Kind
 from lamina.workers.staging import NOTHING
 from lamina.workers.wire import LINE_WORDS, Wire, lines
 
 from .meter import Meter
-from .step import Sizes, Step
+from .step import Step
 from .store import Store
 
 
@@ -24,30 +25,31 @@ class DirectLayers:
 
     def run(self, step: Step, layer: int) -> None:
         """Q in, attend the stored tokens; KV in, attend the new ones; O out, KV written: as soon as they are there."""
-        sizes, meter = step.sizes(layer), self._meter
+        messages, meter = step.messages(layer), self._meter
         with meter.time("attend_s"):  # of the host
-            self._launch(step, layer, sizes)
-        meter.add("bytes_received", sizes.q + sizes.kv)
-        meter.add("bytes_sent", sizes.o)
-        meter.add("stored_bytes", sizes.stored)
+            self._launch(step, layer, messages)
+        meter.add("bytes_received", messages.q_bytes + messages.kv_bytes)
+        meter.add("bytes_sent", messages.o_bytes)
+        meter.add("stored_bytes", step.stored_bytes(layer))
 
     def settle(self) -> None:
         """All of it has been done. Raises ChannelError, ProtocolError."""
         with self._meter.time("wait_s"):
             self.wire.settle()
 
-    def _launch(self, step: Step, layer: int, sizes: Sizes) -> None:
+    def _launch(self, step: Step, layer: int, messages: Messages) -> None:
         overlap, due = self._store.bind.overlap, self._lines_of(step)[layer]
-        q = self._receive(due[0], sizes.q)
+        q = self._receive(due[0], messages.q_bytes)
         if overlap:
             stored = step.attend_stored(layer, q)
-        kv = self._receive(due[1], sizes.kv)
+        kv = self._receive(due[1], messages.kv_bytes)
         if not overlap:
             stored = step.attend_stored(layer, q)
         rows = step.rows(layer, kv)
-        if sizes.o:
-            out = torch.empty(sizes.o, dtype=torch.uint8, device=self._store.device)
-            step.finish(layer, stored, q, rows, out[: sizes.partial], out[sizes.partial :])
+        if messages.o_bytes:
+            cut = messages.partial_bytes
+            out = torch.empty(messages.o_bytes, dtype=torch.uint8, device=self._store.device)
+            step.finish(layer, stored, q, rows, out[:cut], out[cut:])
             self.wire.send(due[2], out)
         step.write(layer, rows)
 
@@ -70,7 +72,7 @@ class DirectLayers:
 def _messages(step: Step, num_layers: int) -> list[tuple[Key, int, int]]:
     plan, found = step.plan, list[tuple[Key, int, int]]()
     for layer in range(num_layers):
-        sizes = step.sizes(layer)
-        for kind, nbytes in ((Kind.Q, sizes.q), (Kind.KV, sizes.kv), (Kind.O, sizes.o)):
+        x = step.messages(layer)
+        for kind, nbytes in ((Kind.Q, x.q_bytes), (Kind.KV, x.kv_bytes), (Kind.O, x.o_bytes)):
             found.append((Key(kind, plan.step, plan.batch, plan.view, layer), nbytes, 0))
     return found

@@ -161,7 +161,7 @@ class _Delivery:
         self.layers = deque(x for x in range(len(store.layers)) if self.num_bytes(x))
 
     def num_bytes(self, layer: int) -> int:
-        return self._writes.num_bytes(layer)
+        return self._writes.messages(layer).kv_bytes
 
     def write(self, layer: int, data: memoryview) -> None:
         self._writes.write(layer, self._writes.rows(layer, self._store.message(data)))

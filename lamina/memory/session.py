@@ -179,27 +179,27 @@ class Session:
             self._direct.run(step, layer)
             return
         self._grants.take_overdue()
-        meter, trace, sizes = self._meter, self._trace, step.sizes(layer)
+        meter, trace, messages = self._meter, self._trace, step.messages(layer)
         source, reply = (self._channels[step.plan.replica_of(i)] for i in (layer, layer + 1))
-        q_arrival = self._expect(step, layer, Kind.Q, sizes.q)
+        q_arrival = self._expect(step, layer, Kind.Q, messages.q_bytes)
         q = self._message(q_arrival)
         if self._store.bind.overlap:
             stored = self._attend_stored(step, layer, q)
-        kv_arrival = self._expect(step, layer, Kind.KV, sizes.kv)
+        kv_arrival = self._expect(step, layer, Kind.KV, messages.kv_bytes)
         kv = self._message(kv_arrival)
         if not self._store.bind.overlap:
             stored = self._attend_stored(step, layer, q)
         start = trace.now()
         rows = step.rows(layer, kv)
-        if sizes.o:
-            slot = reply.reserve(sizes.o, timeout_s=RESERVE_S)
+        if messages.o_bytes:
+            slot = reply.reserve(messages.o_bytes, timeout_s=RESERVE_S)
             start = trace.add(Event.RESERVE, start, step.plan, layer)
             with meter.time("attend_s"):
                 self._finish(step, layer, stored, q, rows, slot.data)
             start = trace.add(Event.NEW, start, step.plan, layer)
             reply.put_signal(slot, _key(Kind.O, step.plan, layer).pack())
-            start = trace.add(Event.SEND_O, start, step.plan, layer, 0, sizes.o)
-            meter.add("bytes_sent", sizes.o)
+            start = trace.add(Event.SEND_O, start, step.plan, layer, 0, messages.o_bytes)
+            meter.add("bytes_sent", messages.o_bytes)
         with meter.time("write_s"):
             step.write(layer, rows)
         trace.add(Event.WRITE, start, step.plan, layer)
@@ -214,7 +214,7 @@ class Session:
         self, step: Step, layer: int, stored: list[Stored], q: Tensor, rows: list[Written], out: memoryview
     ) -> None:
         """The layer's O into ``out``."""
-        staging, upto = self._store.staging, step.sizes(layer).partial
+        staging, upto = self._store.staging, step.messages(layer).partial_bytes
         partial, final = staging.room(out[:upto]), staging.room(out[upto:])
         step.finish(layer, stored, q, rows, partial, final)
         staging.fill(out[:upto], partial)
@@ -225,7 +225,7 @@ class Session:
         with self._meter.time("attend_s"):
             stored = step.attend_stored(layer, q)
         self._trace.add(Event.STORED, start, step.plan, layer)
-        self._meter.add("stored_bytes", step.sizes(layer).stored)
+        self._meter.add("stored_bytes", step.stored_bytes(layer))
         return stored
 
     def _expect(self, step: Step, layer: int, kind: Kind, nbytes: int) -> Arrival | None:

@@ -18,7 +18,8 @@ from lamina.buffers import tensor_over
 from lamina.facts.room import free_bytes, too_little
 from lamina.kv.pool import LayerStore, allocate
 from lamina.kv.stored import head_bytes, stored_dtype
-from lamina.protocol.partition import Lanes, Piece
+from lamina.protocol.codec import Group, HeldPiece, held_pieces
+from lamina.protocol.partition import Lanes
 from lamina.protocol.plan import (
     Bind,
     Bound,
@@ -64,19 +65,19 @@ class Store:
         self.backend = get(bind.backend, device, self.dtype, self.kv_dtype)
         self.view = 0
         self.stripe = bind.partition.stripe * CHUNK_TOKENS  # tokens
-        pieces = [
-            [(p.lanes, _operator(shape, p, device)) for p in bind.partition.pieces(i, bind.worker)]
-            for i, shape in enumerate(bind.layers)
-        ]
-        groups = list(dict.fromkeys((op.spec.window, lanes) for layer in pieces for lanes, op in layer))
+        groups, specs = list[Group](), [_spec(shape) for shape in bind.layers]
+        windows = [spec.window for spec in specs]
+        self.pieces = held_pieces(bind.layers, windows, bind.partition, bind.worker, groups)  # by layer
+        self.alike = [self.pieces.index(x) for x in self.pieces]  # layer -> the first one that has the same
         if not groups:
             raise ProtocolError(f"the partition has nothing for memory worker {bind.worker}")
-        windows, lanes = [g[0] for g in groups], [g[1] for g in groups]
-        numbered = [[(groups.index((op.spec.window, lanes)), op) for lanes, op in layer] for layer in pieces]
+        numbered = [
+            [(p.group, _operator(shape, spec, p, device)) for p in layer]
+            for shape, spec, layer in zip(bind.layers, specs, self.pieces, strict=True)
+        ]
+        windows, lanes = [g.window for g in groups], [g.lanes for g in groups]
         num_blocks = self._num_blocks(windows, lanes, numbered)
         self.tables = BlockTables(windows, num_blocks, bind.block_size, lanes, self.stripe // bind.block_size)
-        shapes = [[(g, op.q_heads, op.kv_heads, op.qk_dim, op.v_dim) for g, op in layer] for layer in numbered]
-        self.alike = [shapes.index(x) for x in shapes]  # layer -> the first one whose messages are of its shapes
         self.layers = [[StoredPiece(g, op, self._allocate(op, num_blocks[g])) for g, op in x] for x in numbered]
         backend, stripe = name_of(self.backend), self.tables.stripe
         self.bound = Bound(windows=windows, lanes=lanes, stripe=stripe, num_blocks=num_blocks, backend=backend)
@@ -161,27 +162,28 @@ def _kv_bytes(bind: Bind, device: torch.device, share: float) -> int:
     return bind.kv_bytes
 
 
-def _operator(shape: LayerShape, piece: Piece, device: torch.device) -> Operator:
+def _spec(shape: LayerShape) -> AttentionSpec:
     if min(shape.q_heads, shape.kv_heads, shape.qk_dim, shape.v_dim) < 1 or shape.q_heads % shape.kv_heads:
         raise ProtocolError(f"attention of {shape.q_heads} query heads, {shape.kv_heads} KV heads, {shape.qk_dim} dims")
     try:
-        spec = AttentionSpec.decode(shape.spec)
+        return AttentionSpec.decode(shape.spec)
     except ValueError as e:  # msgspec's errors are such
         raise ProtocolError(f"not an attention spec: {e}") from e
-    group = shape.q_heads // shape.kv_heads
 
+
+def _operator(shape: LayerShape, spec: AttentionSpec, piece: HeldPiece, device: torch.device) -> Operator:
     def operand(wanted: bool, data: bytes) -> Tensor | None:
         if len(data) != (4 * shape.q_heads if wanted else 0):
             raise ProtocolError(f"static operand of {len(data)} bytes for {shape.q_heads} query heads")
         if not wanted:
             return None
-        mine = np.frombuffer(data, "<f4")[piece.head_start * group : piece.head_stop * group]
+        mine = np.frombuffer(data, "<f4")[piece.head_start * piece.each : piece.head_stop * piece.each]
         return torch.from_numpy(mine.astype(np.float32)).to(device)
 
     return Operator(
         spec=spec,
-        q_heads=piece.num_kv_heads * group,
-        kv_heads=piece.num_kv_heads,
+        q_heads=piece.q_heads,
+        kv_heads=piece.kv_heads,
         qk_dim=shape.qk_dim,
         v_dim=shape.v_dim,
         sinks=operand(spec.sinks, shape.sinks),

@@ -1,26 +1,21 @@
-"""Where the K and V of some rows go on a memory worker: what all layers of a group share, and the work of a layer.
-
-The message of a layer is flat, one piece of the layer behind the other. Of each piece come the K and V of the sequences
-that it finishes alone, k [R, Hkv, D] and v [R, Hkv, Dv], then those of the others (protocol.layout).
-"""
+"""Where the K and V of some rows go on a memory worker: what all layers of a group share, and the work of a layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from math import prod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lamina.attention import Operator
+from lamina.buffers import part_of
 from lamina.kv.pool import WriteIndex, write_index
 from lamina.kv.stored import StoredRows, as_stored
+from lamina.protocol.codec import Messages, Part, counts, messages
 from lamina.protocol.layout import Layout, kept, layout
 from lamina.protocol.plan import Rows
-from lamina.workers.staging import NOTHING
 
-from .store import Store, StoredPiece
+from .store import Store
 
 
 class Writes:
@@ -28,28 +23,27 @@ class Writes:
 
     def __init__(self, store: Store, layouts: Sequence[Layout]) -> None:
         self._store = store
+        self._counts = tuple(map(counts, layouts))
         self._groups = [(_place(store, g, x.whole), _place(store, g, x.kv)) for g, x in enumerate(layouts)]
+        self._messages: dict[int, Messages] = {}  # by layer, of those that are alike one
 
-    def num_bytes(self, layer: int) -> int:
-        """Of the layer's message; 0 = there is none."""
-        count = 0
-        for piece in self._store.layers[layer]:
-            op, rows = piece.operator, sum(x.num_rows for x in self._groups[piece.group])
-            count += rows * op.kv_heads * (op.qk_dim + op.v_dim)
-        return count * self._store.dtype.itemsize
-
-    def _rows(self, layer: int, data: Tensor) -> Iterator[tuple[StoredPiece, list[StoredRows]]]:
-        """The message by piece: K and V of whole sequences, then of the others."""
-        flat = Flat(data, self._store.dtype)
-        for piece in self._store.layers[layer]:
-            yield piece, [_take(flat, piece.operator, place.num_rows) for place in self._groups[piece.group]]
+    def messages(self, layer: int) -> Messages:
+        """Those of a layer in which the rows come."""
+        store = self._store
+        like = store.alike[layer]
+        found = self._messages.get(like)
+        if found is None:
+            found = self._messages[like] = messages(store.pieces[like], self._counts, store.dtype.itemsize)
+        return found
 
     def rows(self, layer: int, data: Tensor) -> list[Written]:
-        """The rows' K and V as they will be stored, by piece. They may lie in ``data``."""
-        return [
-            Written(*(as_stored(x.k, x.v, self._store.kv_dtype) if len(x.k) else x for x in both))
-            for _, both in self._rows(layer, data)
-        ]
+        """The K and V of a message as they will be stored, by piece. They may lie in ``data``."""
+        flat = data.view(self._store.dtype)
+        return [Written(self._stored(flat, *p[:2]), self._stored(flat, *p[2:])) for p in self.messages(layer).kv]
+
+    def _stored(self, flat: Tensor, k: Part, v: Part) -> StoredRows:
+        rows = part_of(flat, *k), part_of(flat, *v)
+        return as_stored(*rows, self._store.kv_dtype) if k.there else StoredRows(*rows)
 
     def write(self, layer: int, rows: list[Written]) -> None:
         """Store them at their positions."""
@@ -95,23 +89,3 @@ def _place(store: Store, group: int, rows: list[Rows]) -> _Place:
     at = write_index(tables, group, parts, store.device)
     whole = len(here) == count
     return _Place(count, None if whole else torch.tensor(here, dtype=torch.int64, device=store.device), at)
-
-
-def _take(flat: Flat, op: Operator, num_rows: int) -> StoredRows:
-    k, v = (flat.take(num_rows, op.kv_heads, dim) for dim in (op.qk_dim, op.v_dim))
-    return StoredRows(k, v)
-
-
-class Flat:
-    """A message, flat bytes, tensor by tensor. What has no rows is nothing."""
-
-    def __init__(self, data: Tensor, dtype: torch.dtype) -> None:
-        self._rest = data.view(dtype)
-
-    def take(self, *shape: int) -> Tensor:
-        """The next tensor, in place."""
-        size = prod(shape)
-        if not size:
-            return NOTHING
-        first, self._rest = self._rest[:size], self._rest[size:]
-        return first.view(shape)

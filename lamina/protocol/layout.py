@@ -2,8 +2,9 @@
 
 Where several workers share a sequence's tokens, *home* is the one that keeps the first new row's position. It attends
 the new rows among themselves, for which it gets all their K and V. Every worker attends the stored tokens that it
-keeps, a *node* of the merge tree for each stripe. Where home has all that is seen, the result is final; else it and the
-others return partial results, which are merged where they are gathered.
+keeps: the maximal aligned *nodes* of the merge tree (attention.merge) whose stored tokens are all its own, each in one
+range. Where home has all that is seen, the result is final; else it and the others return partial results, which are
+merged where they are gathered.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from .partition import Lanes
 from .plan import Rows
 
 
-class Stripe(NamedTuple):
-    """The stored tokens ``low .. high`` of the sequence of ``rows``: its stripe ``number`` as far as it goes."""
+class Node(NamedTuple):
+    """The stored tokens ``low .. high`` of the sequence of ``rows``: all that are seen of its stripes ``number <<
+    level .. (number + 1) << level``, in the merge tree over stripes.
+    """
 
     rows: Rows
+    level: int
     number: int
     low: int
     high: int
@@ -31,14 +35,14 @@ class Stripe(NamedTuple):
 class Layout:
     """What one group of a memory worker has of a step. Row numbers count the step's rows.
 
-    Partial results come back in this order: of ``stripes``, then of ``new``; each has its sequence's rows.
+    Partial results come back in this order: of ``nodes``, then of ``new``; each has its sequence's rows.
     """
 
     whole: list[Rows] = field(default_factory=list)  # sequences that it finishes alone
     whole_rows: list[int] = field(default_factory=list)
-    stripes: list[Stripe] = field(default_factory=list)  # each a node of the merge tree
+    nodes: list[Node] = field(default_factory=list)
     new: list[Rows] = field(default_factory=list)  # sequences whose new rows it attends for others to merge
-    q: list[Rows] = field(default_factory=list)  # sequences whose Q it needs for ``stripes`` and ``new``
+    q: list[Rows] = field(default_factory=list)  # sequences whose Q it needs for ``nodes`` and ``new``
     q_rows: list[int] = field(default_factory=list)
     kv: list[Rows] = field(default_factory=list)  # rows whose K and V it needs for ``new``, or only to keep them
     kv_rows: list[int] = field(default_factory=list)
@@ -46,7 +50,7 @@ class Layout:
     @property
     def num_partial(self) -> int:
         """Rows of partial results."""
-        return sum(s.rows.count for s in self.stripes) + sum(r.count for r in self.new)
+        return sum(n.rows.count for n in self.nodes) + sum(r.count for r in self.new)
 
 
 def layout(rows: Sequence[Rows], lanes: Lanes, window: int, stripe: int) -> Layout:
@@ -62,16 +66,18 @@ def layout(rows: Sequence[Rows], lanes: Lanes, window: int, stripe: int) -> Layo
             continue
         seen = max(0, row.first - window + 1) if window else 0
         numbers = range(seen // stripe, -(-row.first // stripe))
-        mine = _kept_stripes(lanes, row.sequence % len(lanes.pattern), numbers)
+        nodes, everything = _held(lanes, row.sequence % len(lanes.pattern), numbers)
         home = row.sequence + row.first // stripe in lanes
-        if home and len(mine) == len(numbers):
+        if home and everything:
             out.whole.append(row)
             out.whole_rows += steps
             continue
-        out.stripes += (Stripe(row, n, n * stripe, min(row.first, (n + 1) * stripe)) for n in mine)
+        for level, number in nodes:
+            low, high = max(number << level, numbers.start) * stripe, ((number + 1) << level) * stripe
+            out.nodes.append(Node(row, level, number, low, min(row.first, high)))
         if home:
             out.new.append(row)
-        if home or mine:
+        if home or nodes:
             out.q.append(row)
             out.q_rows += steps
         for part in [row] if home else kept(row, lanes, stripe):
@@ -81,9 +87,32 @@ def layout(rows: Sequence[Rows], lanes: Lanes, window: int, stripe: int) -> Layo
 
 
 @lru_cache(maxsize=4096)  # the same for many steps
-def _kept_stripes(lanes: Lanes, lane: int, stripes: range) -> list[int]:
-    """Those of ``stripes`` of a sequence of ``lane`` that are kept in ``lanes``. Read only."""
-    return [n for n in stripes if lane + n in lanes]
+def _held(lanes: Lanes, lane: int, stripes: range) -> tuple[list[tuple[int, int]], bool]:
+    """The nodes that ``lanes`` keep of ``stripes`` of a sequence of ``lane``, and whether these are all. Read only."""
+    here = [n for n in stripes if lane + n in lanes]
+    return maximal_nodes(here, stripes), len(here) == len(stripes)
+
+
+def maximal_nodes(here: Iterable[int], stripes: range) -> list[tuple[int, int]]:
+    """(level, number) of the largest nodes of the merge tree over ``stripes`` whose leaves are all ``here``, in their
+    order. What is not one of ``stripes`` is no leaf: a node without a sibling rises as it is.
+    """
+    level, found, held = 0, list[tuple[int, int]](), sorted(here)
+    while held:
+        above = range(stripes.start >> 1, (stripes.stop + 1) >> 1)
+        leaves = set(held)
+        parents = [n for n in above if all(x in leaves for x in (2 * n, 2 * n + 1) if x in stripes)]
+        if len(stripes) == 1:
+            parents = []  # this is the root
+        found += ((level, n) for n in held if n >> 1 not in parents)
+        level, held, stripes = level + 1, parents, above
+    return sorted(found, key=lambda node: node[1] << node[0])
+
+
+@lru_cache(maxsize=256)
+def most_nodes(lanes: Lanes, stripes: int) -> int:
+    """Of a sequence of up to ``stripes`` stripes that is dealt out by rule: one that sees fewer has no more."""
+    return max(len(_held(lanes, lane, range(stripes))[0]) for lane in range(len(lanes.pattern)))
 
 
 def kept(row: Rows, lanes: Lanes, stripe: int) -> list[Rows]:
@@ -113,14 +142,14 @@ class Merges:
 
 def merges(layouts: Iterable[Layout]) -> Merges:
     """Of the layouts of all workers that share some heads, in their order; the aligned tree of attention.merge."""
-    found: dict[Rows, list[tuple[int, int]]] = {}  # sequence -> its nodes: (number, first of its results)
+    found: dict[Rows, list[tuple[int, int, int]]] = {}  # sequence -> its nodes: (level, number, first of its results)
     new: dict[Rows, int] = {}
     places: dict[Rows, int] = {}
     at = 0
     for each in layouts:
-        for stripe in each.stripes:
-            found.setdefault(stripe.rows, []).append((stripe.number, at))
-            at += stripe.rows.count
+        for node in each.nodes:
+            found.setdefault(node.rows, []).append((node.level, node.number, at))
+            at += node.rows.count
         for row in each.new:
             new[row] = at
             at += row.count
@@ -128,21 +157,31 @@ def merges(layouts: Iterable[Layout]) -> Merges:
         for row in each.q:
             places[row] = each.q_rows[row_at]
             row_at += row.count
-    out = Merges()
+    out, levels = Merges(), dict[int, tuple[list[int], list[int]]]()
     for row, nodes in found.items():
-        level, nodes = 0, sorted(nodes)
-        while len(nodes) > 1:
-            if level == len(out.levels):
-                out.levels.append(([], []))
-            left, right = out.levels[level]
-            above: list[tuple[int, int]] = []
-            for number, at in nodes:
-                if above and above[-1][0] == number >> 1:
-                    left += range(above[-1][1], above[-1][1] + row.count)
-                    right += range(at, at + row.count)
-                else:
-                    above.append((number >> 1, at))
-            nodes, level = above, level + 1
-        for to, start in ((out.roots, nodes[0][1]), (out.new, new[row]), (out.rows, places[row])):
+        root = _merge(row.count, nodes, levels)
+        for to, start in ((out.roots, root), (out.new, new[row]), (out.rows, places[row])):
             to += range(start, start + row.count)
+    out.levels = [levels[level] for level in sorted(levels)]
     return out
+
+
+def _merge(count: int, nodes: list[tuple[int, int, int]], levels: dict[int, tuple[list[int], list[int]]]) -> int:
+    """Add the merges of a sequence of ``count`` rows to ``levels``; returns the first result of its root."""
+    waiting = sorted(nodes, reverse=True)  # the lowest level, and in it the lowest number, comes last
+    level, here = waiting[-1][0], list[tuple[int, int]]()  # of this level: (number, first of its results)
+    while True:
+        while waiting and waiting[-1][0] == level:
+            _, number, at = waiting.pop()
+            here.append((number, at))
+        if len(here) == 1 and not waiting:
+            return here[0][1]
+        above: list[tuple[int, int]] = []
+        for number, at in sorted(here):
+            if above and above[-1][0] == number >> 1:
+                left, right = levels.setdefault(level, ([], []))
+                left += range(above[-1][1], above[-1][1] + count)
+                right += range(at, at + count)
+            else:
+                above.append((number >> 1, at))
+        here, level = above, level + 1

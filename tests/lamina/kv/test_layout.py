@@ -43,11 +43,12 @@ def test_together_they_attend_everything_once(rows: list[Rows], weights: list[fl
         for row in each.whole:
             new[row.sequence] += 1
             attended += seen_by([row], window)
-        for stripe in each.stripes:
-            assert stripe.low == stripe.number * STRIPE
-            low = max(stripe.low, stripe.rows.first - window + 1) if window else stripe.low
-            attended.update((stripe.rows.sequence, p) for p in range(low, stripe.high))
-            assert stripe.rows in each.q
+        for node in each.nodes:
+            low = max(node.low, node.rows.first - window + 1) if window else node.low
+            attended.update((node.rows.sequence, p) for p in range(low, node.high))
+            assert node.rows in each.q
+            span = range(node.number << node.level, (node.number + 1) << node.level)
+            assert all(p // STRIPE in span for p in (node.low, node.high - 1))
         for row in each.new:
             new[row.sequence] += 1
             assert row in each.q
@@ -68,8 +69,12 @@ def check_merges(rows: list[Rows], found: list[Layout], starts: dict[int, int]) 
     """Every partial result goes into the root, or is new, of the row that it belongs to."""
     holds, new = list[set[tuple[int, int, int]]](), list[tuple[int, int]]()
     for each in found:
-        holds += [{(s.rows.sequence, i, s.number)} for s in each.stripes for i in range(s.rows.count)]
-        new += [(-1, -1)] * sum(s.rows.count for s in each.stripes)
+        holds += [
+            {(n.rows.sequence, i, at) for at in range(n.low // STRIPE, -(-n.high // STRIPE))}
+            for n in each.nodes
+            for i in range(n.rows.count)
+        ]
+        new += [(-1, -1)] * sum(n.rows.count for n in each.nodes)
         holds += [set() for r in each.new for _ in range(r.count)]
         new += [(r.sequence, i) for r in each.new for i in range(r.count)]
     plan = merges(found)
@@ -77,12 +82,13 @@ def check_merges(rows: list[Rows], found: list[Layout], starts: dict[int, int]) 
         for a, b in zip(left, right, strict=True):
             assert max(holds[a])[2] < min(holds[b])[2], "in the order of tokens"
             holds[a], holds[b] = holds[a] | holds[b], set()
-    split = {s.rows for each in found for s in each.stripes}
+    split = {n.rows for each in found for n in each.nodes}
     expected = {starts[r.sequence] + i: (r.sequence, i) for r in split for i in range(r.count)}
     assert sorted(plan.rows) == sorted(expected)
     for row, at, fresh in zip(plan.rows, plan.roots, plan.new, strict=True):
         sequence, i = expected[row]
-        numbers = {s.number for each in found for s in each.stripes if s.rows.sequence == sequence}
+        nodes = [n for each in found for n in each.nodes if n.rows.sequence == sequence]
+        numbers = {at for n in nodes for at in range(n.low // STRIPE, -(-n.high // STRIPE))}
         assert holds[at] == {(sequence, i, number) for number in numbers}
         assert new[fresh] == (sequence, i)
 
@@ -97,7 +103,7 @@ def test_stripes_spread_a_ragged_batch_evenly(workers: int) -> None:
     tables.apply(StepPlan(step=0, ops=[New(r.sequence) for r in rows], rows=prompts))
     kept = [9999 - n for n in tables.free_blocks]
     found = [layout(rows, x, 0, stripe) for x in lanes]
-    read = [sum(s.high - s.low for s in x.stripes) + sum(r.first for r in x.whole) for x in found]
+    read = [sum(n.high - n.low for n in x.nodes) + sum(r.first for r in x.whole) for x in found]
     assert sum(read) == sum(r.first for r in rows)
     for each in (kept, read):
         assert max(each) < 1.05 * sum(each) / workers

@@ -59,11 +59,11 @@ def test_slots_hold_every_message(
                 plan = StepPlan(step=step, ops=[New(sequence)] if not first else [], rows=rows)
                 store.begin(plan)
                 step += 1
-                for sizes in map(Step(store, plan).sizes, range(len(layers))):
-                    assert max(sizes.q, sizes.kv) <= outbound.slot_bytes
-                    assert sizes.o <= inbound.slot_bytes
-                    assert sizes.kv <= granted.slot_bytes
-                    most = [max(most[0], sizes.q, sizes.kv), max(most[1], sizes.o)]
+                for x in map(Step(store, plan).messages, range(len(layers))):
+                    assert max(x.q_bytes, x.kv_bytes) <= outbound.slot_bytes
+                    assert x.o_bytes <= inbound.slot_bytes
+                    assert x.kv_bytes <= granted.slot_bytes
+                    most = [max(most[0], x.q_bytes, x.kv_bytes), max(most[1], x.o_bytes)]
     assert most[0] > 0.3 * outbound.slot_bytes, "and they are not far too large"
     assert most[1] > 0.2 * inbound.slot_bytes
 
