@@ -17,6 +17,7 @@ from lamina.buffers import part_of, pick, tensor_over
 from lamina.protocol.codec import Group, HeldPiece, Messages, Part, counts, held_pieces, messages
 from lamina.protocol.layout import Layout, layout, merges
 from lamina.protocol.partition import Partition
+from lamina.protocol.placement import Placement
 from lamina.protocol.plan import Key, Kind, LayerShape, StepPlan, encode
 
 from .links import MemoryLink
@@ -47,7 +48,7 @@ class MemoryPool:
         pieces = list(zip(*held, strict=True)) if links else [()] * len(layers)
         self._layers = [_Layer(*x, pieces.index(x[-1])) for x in zip(layers, specs, pieces, strict=True)]
         self._backend, self._empty = backend, empty
-        self._groups, self._stripe = groups, partition.stripe * CHUNK_TOKENS
+        self._groups, self._placement = groups, Placement(partition.num_lanes, partition.stripe * CHUNK_TOKENS)
         self._steps: dict[int, _Step] = {}  # of every batch, its last one
         self.select(StepPlan(step=0, ops=[], rows=[]))
         self.send_s = 0.0
@@ -57,7 +58,7 @@ class MemoryPool:
         """The messages that follow belong to this step."""
         step = self._steps.get(plan.batch)
         if step is None or step.plan is not plan:
-            step = self._steps[plan.batch] = _Step(plan, self._groups, self._stripe)
+            step = self._steps[plan.batch] = _Step(plan, self._groups, self._placement)
         self._step = step
 
     def announce(self, plan: StepPlan) -> None:
@@ -160,8 +161,8 @@ class _CutHeads(NamedTuple):
 class _Step:
     """The step that messages belong to, and whose rows are whose."""
 
-    def __init__(self, plan: StepPlan, groups: list[Group], stripe: int) -> None:
-        self.plan, self._groups, self._stripe = plan, groups, stripe
+    def __init__(self, plan: StepPlan, groups: list[Group], placement: Placement) -> None:
+        self.plan, self._groups, self._placement = plan, groups, placement
         self._num_rows = plan.num_rows
         self._layouts: dict[int, Layout] = {}
         self._rows: dict[int, _GroupRows] = {}
@@ -226,7 +227,7 @@ class _Step:
     def _layout(self, group: int) -> Layout:
         if group not in self._layouts:
             at = self._groups[group]
-            self._layouts[group] = layout(self.plan.rows, at.lanes, at.window, self._stripe)
+            self._layouts[group] = layout(self.plan.rows, at.lanes, at.window, self._placement)
         return self._layouts[group]
 
     def _index(self, rows: list[int]) -> Index:

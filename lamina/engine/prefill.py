@@ -10,7 +10,6 @@ from lamina.protocol.plan import (
     Free,
     Grant,
     New,
-    Rows,
     SequenceOp,
     StepPlan,
 )
@@ -82,7 +81,7 @@ class Prefill:
         if len(worker.in_flight) >= GRANTS_AHEAD or not worker.prompts or worker.prompts[0] is not sequence:
             return None
         count = min(self._chunk, sequence.num_promised - sequence.num_scheduled)
-        return Grant(sequence.id, sequence.num_scheduled, count, worker.index, worker.next_step)
+        return Grant(sequence.id, sequence.num_scheduled, count, worker.index, worker.next_step, sequence.place)
 
     def begin(self, sequence: Sequence, grant: Grant) -> ScheduledStep:
         """The worker's step for a grant that was given."""
@@ -96,7 +95,7 @@ class Prefill:
             batch=self._first_batch + worker.index,
             step=grant.step,
             ops=ops,
-            rows=[Rows(sequence.id, grant.first, grant.count)],
+            rows=[grant.rows],
         )
         draws = [sequence] if grant.first + grant.count == sequence.num_promised else []
         step = ScheduledStep(plan, [sequence], draws, worker.index)

@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from lamina.protocol.partition import Lanes
+from lamina.protocol.placement import Place
 from lamina.protocol.plan import Free, New, Rows, SequenceOp, StepPlan
 
 from .pipeline import route
@@ -31,7 +32,7 @@ class Ledger(Protocol):
 
     @property
     def num_lanes(self) -> int:
-        """A sequence's id modulo this is its lane."""
+        """Of the partition: a sequence may begin in each."""
         ...
 
     @property
@@ -39,8 +40,8 @@ class Ledger(Protocol):
         """Blocks that nobody holds."""
         ...
 
-    def most_blocks(self, lane: int, length: int, max_rows: int) -> list[int]:
-        """Blocks that one sequence of ``lane`` and up to ``length`` tokens takes at most, ``max_rows`` rows a step."""
+    def most_blocks(self, place: Place, length: int, max_rows: int) -> list[int]:
+        """Blocks that a sequence at ``place``, of up to ``length`` tokens, takes at most, ``max_rows`` rows a step."""
         ...
 
     def blocks_needed(self, rows: Iterable[Rows]) -> Blocks:
@@ -114,7 +115,8 @@ class Scheduler:
         self._num_batches = num_batches  # from the next round on
         self._in_flight: list[Round] = []
         self._next_round = 0  # also the number of its steps, so that all batches rotate in one phase
-        self._next_ids = list(range(ledger.num_lanes))  # by lane
+        self._next_id = 0
+        self._places = [Place(lane) for lane in range(ledger.num_lanes)]  # where sequences may begin
         self.num_preemptions = 0
 
     @property
@@ -239,7 +241,7 @@ class Scheduler:
         short = [n > f for n, f in zip(needed, free, strict=True)]
 
         def helps(sequence: Sequence) -> bool:
-            held = self._blocks_of(sequence.id, sequence.num_scheduled)
+            held = self._blocks_of(sequence.place, sequence.num_scheduled)
             return any(n > 0 for n, missing in zip(held, short, strict=True) if missing)
 
         victim = next((s for s in reversed(batch.running) if helps(s)), batch.running[-1])
@@ -273,20 +275,20 @@ class Scheduler:
             if not able or sequence.num_drawing or (elsewhere and not self._prefill.has_room):
                 return  # a preempted one whose last token is still being drawn waits
             to = min(able, key=loads.__getitem__)
-            lane = self._lane(self.batches[to], sequence, left)
-            if lane is None:
+            place = self._place(self.batches[to], sequence, left)
+            if place is None:
                 return
-            left = _less(left, self._blocks_of(lane, sequence.num_promised))
+            left = _less(left, self._blocks_of(place, sequence.num_promised))
             loads[to] += sequence.num_promised
-            self._join(self.batches[to], self._waiting.popleft(), lane)
+            self._join(self.batches[to], self._waiting.popleft(), place)
             if elsewhere:
                 self._prefill.add(sequence)
             else:
                 budgets[to] -= counts[to]
 
-    def _join(self, batch: Batch, sequence: Sequence, lane: int) -> None:
-        sequence.id = self._next_ids[lane]
-        self._next_ids[lane] += self._ledger.num_lanes
+    def _join(self, batch: Batch, sequence: Sequence, place: Place) -> None:
+        sequence.id, sequence.place = self._next_id, place
+        self._next_id += 1
         batch.ops.append(New(sequence.id))
         batch.running.append(sequence)
 
@@ -297,7 +299,7 @@ class Scheduler:
         for sequence in (s for b in self.batches for s in b.running):
             missing = sequence.num_promised - sequence.num_scheduled - wanted.get(sequence, 0)
             if missing > 0 and (sequence.wants_rows or sequence.prefill_worker is not None):
-                whole, there = (self._blocks_of(sequence.id, sequence.num_promised - n) for n in (0, missing))
+                whole, there = (self._blocks_of(sequence.place, sequence.num_promised - n) for n in (0, missing))
                 left = [n - a + b for n, a, b in zip(left, whole, there, strict=True)]
         return left
 
@@ -313,14 +315,14 @@ class Scheduler:
                     return
                 self._chunks.append(self._prefill.begin(sequence, grant))
 
-    def _lane(self, batch: Batch, sequence: Sequence, left: list[int]) -> int | None:
-        """The lane for a new sequence of ``batch``, of those with ``left`` blocks enough: so that what each group keeps
-        of the batch, and then of all batches, comes closest to what it is meant to keep.
+    def _place(self, batch: Batch, sequence: Sequence, left: list[int]) -> Place | None:
+        """Where a new sequence of ``batch`` begins, of the lanes with ``left`` blocks enough: so that what each group
+        keeps of the batch, and then of all batches, comes closest to what it is meant to keep.
         """
-        lanes = {x: self._blocks_of(x, sequence.num_promised) for x in range(self._ledger.num_lanes)}
-        lanes = {x: blocks for x, blocks in lanes.items() if min(_less(left, blocks)) >= 0}
-        if len(lanes) < 2:
-            return next(iter(lanes), None)
+        places = {x: self._blocks_of(x, sequence.num_promised) for x in self._places}
+        places = {x: blocks for x, blocks in places.items() if min(_less(left, blocks)) >= 0}
+        if len(places) < 2:
+            return next(iter(places), None)
         kept = self._kept([batch])
         of_all = self._kept(self.batches)
 
@@ -328,11 +330,11 @@ class Scheduler:
             parts = zip(blocks, more, self._ledger.lanes, strict=True)
             return sum(float((n + m) ** 2) / g.portion for n, m, g in parts)
 
-        return min(lanes, key=lambda x: (unevenness(kept, lanes[x]), unevenness(of_all, lanes[x])))
+        return min(places, key=lambda x: (unevenness(kept, places[x]), unevenness(of_all, places[x])))
 
     def _kept(self, batches: list[Batch]) -> list[int]:
         """Blocks of all sequences of ``batches``, by group."""
-        each = [self._blocks_of(s.id, s.num_promised) for b in batches for s in b.running]
+        each = [self._blocks_of(s.place, s.num_promised) for b in batches for s in b.running]
         return [sum(n) for n in zip(*each, strict=True)] if each else [0] * len(self._ledger.lanes)
 
     def _count(self, sequence: Sequence, budget: int) -> int:
@@ -343,11 +345,11 @@ class Scheduler:
         piece = min(missing, self._prefill_chunk - sequence.num_scheduled % self._prefill_chunk)
         return piece if piece <= budget else 0
 
-    def _blocks_of(self, lane: int, length: int) -> list[int]:
-        return self._ledger.most_blocks(lane, length, self._max_rows)
+    def _blocks_of(self, place: Place, length: int) -> list[int]:
+        return self._ledger.most_blocks(place, length, self._max_rows)
 
     def _rows(self, picked: dict[Sequence, int]) -> list[Rows]:
-        return [Rows(s.id, s.num_scheduled, count) for s, count in picked.items()]
+        return [Rows(s.id, s.num_scheduled, count, s.place) for s, count in picked.items()]
 
     def _plan(self, batch: Batch, picked: dict[Sequence, int]) -> StepPlan:
         source, reply_to = route(batch.index, self._next_round, self._num_layers, len(self.batches), self._num_replicas)

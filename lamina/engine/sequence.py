@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lamina.protocol.placement import FIRST, Place
 from lamina.request import CompletionOutput, SamplingParams
 
 
@@ -21,7 +22,8 @@ class Sequence:
     output: CompletionOutput  # filled by the engine as tokens arrive
     max_len: int  # tokens, prompt included, at which it ends
     stop_tokens: frozenset[int]
-    id: int = -1  # set by the scheduler on admission
+    id: int = -1  # set by the scheduler on admission, as the next one
+    place: Place = FIRST  # of its KV on the memory workers
     num_scheduled: int = 0  # positions whose KV is stored or on its way
     num_drawing: int = 0  # tokens being drawn by steps in flight
     prefill_worker: int | None = None  # that computes its prompt; it has no rows of its own before that is done

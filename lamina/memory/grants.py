@@ -22,7 +22,6 @@ from lamina.protocol.plan import (
     Key,
     Kind,
     ProtocolError,
-    Rows,
     StepPlan,
     Truncate,
 )
@@ -157,7 +156,7 @@ class _Delivery:
     def __init__(self, store: Store, grant: Grant) -> None:
         self.sequence, self.step = grant.sequence, grant.step
         self._store = store
-        self._writes = Writes(store, layouts_of(store, [Rows(grant.sequence, grant.first, grant.count)]))
+        self._writes = Writes(store, layouts_of(store, [grant.rows]))
         self.layers = deque(x for x in range(len(store.layers)) if self.num_bytes(x))
 
     def num_bytes(self, layer: int) -> int:

@@ -19,7 +19,9 @@ from lamina.facts.room import free_bytes, too_little
 from lamina.kv.pool import LayerStore, allocate
 from lamina.kv.stored import head_bytes, stored_dtype
 from lamina.protocol.codec import Group, HeldPiece, held_pieces
+from lamina.protocol.layout import held_nodes, most_nodes
 from lamina.protocol.partition import Lanes
+from lamina.protocol.placement import Placement
 from lamina.protocol.plan import (
     Bind,
     Bound,
@@ -29,7 +31,7 @@ from lamina.protocol.plan import (
     Rows,
     StepPlan,
 )
-from lamina.protocol.tables import BlockTables, split_memory
+from lamina.protocol.tables import BlockTables, PlanError, split_memory
 from lamina.workers.devices import CPU, FREE_PART
 from lamina.workers.staging import NOTHING, open_staging
 
@@ -64,7 +66,7 @@ class Store:
         self.kv_dtype = stored_dtype(bind.kv_cache_dtype, self.dtype)
         self.backend = get(bind.backend, device, self.dtype, self.kv_dtype)
         self.view = 0
-        self.stripe = bind.partition.stripe * CHUNK_TOKENS  # tokens
+        self.placement = Placement(bind.partition.num_lanes, bind.partition.stripe * CHUNK_TOKENS)  # in tokens
         groups, specs = list[Group](), [_spec(shape) for shape in bind.layers]
         windows = [spec.window for spec in specs]
         self.pieces = held_pieces(bind.layers, windows, bind.partition, bind.worker, groups)  # by layer
@@ -77,7 +79,7 @@ class Store:
         ]
         windows, lanes = [g.window for g in groups], [g.lanes for g in groups]
         num_blocks = self._num_blocks(windows, lanes, numbered)
-        self.tables = BlockTables(windows, num_blocks, bind.block_size, lanes, self.stripe // bind.block_size)
+        self.tables = BlockTables(windows, num_blocks, bind.block_size, lanes, self.placement.stripe // bind.block_size)
         self.layers = [[StoredPiece(g, op, self._allocate(op, num_blocks[g])) for g, op in x] for x in numbered]
         backend, stripe = name_of(self.backend), self.tables.stripe
         self.bound = Bound(windows=windows, lanes=lanes, stripe=stripe, num_blocks=num_blocks, backend=backend)
@@ -98,7 +100,7 @@ class Store:
             raise ProtocolError(f"step {plan.step}: an O does not go to the replica of the next slice")
         if plan.num_rows > bind.max_rows:
             raise ProtocolError(f"step {plan.step} has {plan.num_rows} rows, {bind.max_rows} were bound")
-        grants = [Rows(op.sequence, op.first, op.count) for op in plan.ops if isinstance(op, Grant)]
+        grants = [op.rows for op in plan.ops if isinstance(op, Grant)]
         if any(g.count > bind.max_rows for g in grants):
             raise ProtocolError(f"step {plan.step} grants more than {bind.max_rows} rows at once")
         for row in [*plan.rows, *grants]:
@@ -107,8 +109,24 @@ class Store:
                     f"sequence {row.sequence}: rows up to position {row.first + row.count - 1}, "
                     f"a sequence has at most {bind.max_model_len} tokens"
                 )
+            if row.place.moved:
+                self._check_moved(row)
         self.tables.apply(plan)
         self.view = plan.view
+
+    def _check_moved(self, row: Rows) -> None:
+        """Raises PlanError where a sequence cannot lie so, or is in more pieces than the slots of O have room for."""
+        try:
+            self.placement.check(row.place)
+        except ValueError as e:
+            raise PlanError(f"sequence {row.sequence}: {e}") from None
+        size = self.placement.stripe
+        for lanes in set(self.tables.lanes):
+            most = most_nodes(lanes, self.placement, -(-self.bind.max_model_len // size))
+            stripes = range(-(-(row.first + row.count) // size))
+            nodes, _ = held_nodes(lanes, self.placement, row.place, stripes)
+            if len(nodes) > most:
+                raise PlanError(f"sequence {row.sequence} lies here in {len(nodes)} pieces, at most {most} can be")
 
     def _num_blocks(
         self, windows: list[int], lanes: list[Lanes], layers: Sequence[Sequence[tuple[int, Operator]]]
@@ -121,7 +139,7 @@ class Store:
             block_bytes,
             windows,
             lanes,
-            stripe=self.stripe // bind.block_size,
+            stripe=self.placement.stripe // bind.block_size,
             block_size=bind.block_size,
             max_rows=bind.max_rows,
             max_len=bind.max_model_len,

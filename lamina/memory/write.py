@@ -64,7 +64,7 @@ def layouts_of(store: Store, rows: Sequence[Rows]) -> list[Layout]:
     """By group."""
     tables = store.tables
     return [
-        layout(rows, lanes, window, store.stripe) for lanes, window in zip(tables.lanes, tables.windows, strict=True)
+        layout(rows, lanes, window, store.placement) for lanes, window in zip(tables.lanes, tables.windows, strict=True)
     ]
 
 
@@ -80,7 +80,7 @@ def _place(store: Store, group: int, rows: list[Rows]) -> _Place:
     tables, count, here = store.tables, 0, list[int]()
     parts = list[Rows]()
     for row in rows:
-        for part in kept(row, tables.lanes[group], store.stripe):
+        for part in kept(row, tables.lanes[group], store.placement):
             parts.append(part)
             here += range(count + part.first - row.first, count + part.first - row.first + part.count)
         count += row.count

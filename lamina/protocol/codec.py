@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from .layout import Layout, most_nodes
 from .partition import Lanes, Partition
+from .placement import Placement
 from .plan import LayerShape
 
 FP32_BYTES = 4
@@ -176,5 +177,5 @@ def _cut(lanes: Lanes, partition: Partition, max_rows: int, stripes: int) -> Cou
     """The most that comes of ``max_rows`` rows where no sequence is whole, if that can be."""
     if not partition.stripe or lanes.all:
         return Counts(max_rows)
-    results = most_nodes(lanes, stripes) + 1  # and that of the new rows
+    results = most_nodes(lanes, Placement(partition.num_lanes, 1), stripes) + 1  # and that of the new rows
     return Counts(0, max_rows, max_rows, max_rows * results)

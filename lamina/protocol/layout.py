@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from .partition import Lanes
+from .placement import Place, Placement
 from .plan import Rows
 
 
@@ -53,21 +54,21 @@ class Layout:
         return sum(n.rows.count for n in self.nodes) + sum(r.count for r in self.new)
 
 
-def layout(rows: Sequence[Rows], lanes: Lanes, window: int, stripe: int) -> Layout:
-    """The layout for the group of ``window`` that keeps ``lanes``. ``stripe``: tokens, 0 = sequences are whole."""
-    out, at = Layout(), 0
+def layout(rows: Sequence[Rows], lanes: Lanes, window: int, placement: Placement) -> Layout:
+    """The layout for the group of ``window`` that keeps ``lanes``. Stripes of ``placement`` are in tokens."""
+    out, at, stripe = Layout(), 0, placement.stripe
     for row in rows:
         steps = range(at, at + row.count)
         at += row.count
         if not stripe or lanes.all:
-            if row.sequence in lanes:
+            if row.place.lane in lanes:
                 out.whole.append(row)
                 out.whole_rows += steps
             continue
         seen = max(0, row.first - window + 1) if window else 0
         numbers = range(seen // stripe, -(-row.first // stripe))
-        nodes, everything = _held(lanes, row.sequence % len(lanes.pattern), numbers)
-        home = row.sequence + row.first // stripe in lanes
+        nodes, everything = held_nodes(lanes, placement, row.place, numbers)
+        home = placement.lane(row.place, row.first // stripe) in lanes
         if home and everything:
             out.whole.append(row)
             out.whole_rows += steps
@@ -80,16 +81,16 @@ def layout(rows: Sequence[Rows], lanes: Lanes, window: int, stripe: int) -> Layo
         if home or nodes:
             out.q.append(row)
             out.q_rows += steps
-        for part in [row] if home else kept(row, lanes, stripe):
+        for part in [row] if home else kept(row, lanes, placement):
             out.kv.append(part)
             out.kv_rows += steps[part.first - row.first : part.first - row.first + part.count]
     return out
 
 
 @lru_cache(maxsize=4096)  # the same for many steps
-def _held(lanes: Lanes, lane: int, stripes: range) -> tuple[list[tuple[int, int]], bool]:
-    """The nodes that ``lanes`` keep of ``stripes`` of a sequence of ``lane``, and whether these are all. Read only."""
-    here = [n for n in stripes if lane + n in lanes]
+def held_nodes(lanes: Lanes, placement: Placement, place: Place, stripes: range) -> tuple[list[tuple[int, int]], bool]:
+    """The nodes that ``lanes`` keep of ``stripes`` of a sequence at ``place``, and whether these are all. Read only."""
+    here = [n for n in stripes if placement.lane(place, n) in lanes]
     return maximal_nodes(here, stripes), len(here) == len(stripes)
 
 
@@ -110,19 +111,22 @@ def maximal_nodes(here: Iterable[int], stripes: range) -> list[tuple[int, int]]:
 
 
 @lru_cache(maxsize=256)
-def most_nodes(lanes: Lanes, stripes: int) -> int:
+def most_nodes(lanes: Lanes, placement: Placement, stripes: int) -> int:
     """Of a sequence of up to ``stripes`` stripes that is dealt out by rule: one that sees fewer has no more."""
-    return max(len(_held(lanes, lane, range(stripes))[0]) for lane in range(len(lanes.pattern)))
+    places = map(Place, range(placement.num_lanes))
+    return max(len(held_nodes(lanes, placement, place, range(stripes))[0]) for place in places)
 
 
-def kept(row: Rows, lanes: Lanes, stripe: int) -> list[Rows]:
+def kept(row: Rows, lanes: Lanes, placement: Placement) -> list[Rows]:
     """The runs of ``row``'s new tokens that are kept in ``lanes``."""
+    stripe, stop = placement.stripe, row.first + row.count
     if not stripe or lanes.all:
-        return [row] if row.sequence in lanes else []
-    stop = row.first + row.count
+        return [row] if row.place.lane in lanes else []
     cuts = [row.first, *range((row.first // stripe + 1) * stripe, stop, stripe), stop]
     return [
-        Rows(row.sequence, low, high - low) for low, high in pairwise(cuts) if row.sequence + low // stripe in lanes
+        Rows(row.sequence, low, high - low, row.place)
+        for low, high in pairwise(cuts)
+        if placement.lane(row.place, low // stripe) in lanes
     ]
 
 

@@ -1,9 +1,9 @@
 """How attention is spread over memory workers. A partition is data: it gives every message its layout.
 
 A layer's KV heads are split into ranges. One memory worker keeps a range for all tokens, or several deal the tokens out
-among them: the *lane* of a token tells whose it is. A sequence begins in the lane that its id is, modulo the number of
-lanes, and goes on to the next one after each *stripe*, or stays in it. So any number of memory workers, of any weights,
-can share any number of KV heads, and the scheduler balances with the ids that it gives.
+among them: the *lane* of a token tells whose it is. A sequence begins in one lane and goes on to the next one behind
+each *stripe*, or stays in it (protocol.placement). So any number of memory workers, of any weights, can share any
+number of KV heads, and the scheduler balances with the lanes in which sequences begin.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Lanes(msgspec.Struct, frozen=True, array_like=True):
-    """Some of the lanes, as a pattern that repeats."""
+    """Some of the lanes, by number; a single entry stands for all of them."""
 
     pattern: tuple[bool, ...] = (True,)
 
     def __contains__(self, lane: int) -> bool:
-        """Whether ``lane``, any number that is meant modulo the number of lanes, is one of these."""
-        return self.pattern[lane % len(self.pattern)]
+        return self.pattern[lane if len(self.pattern) > 1 else 0]
 
     @property
     def all(self) -> bool:

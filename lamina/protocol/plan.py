@@ -33,8 +33,9 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from .partition import Lanes, Partition
+from .placement import FIRST, Place
 
-VERSION = 2
+VERSION = 3
 # Of a sequence, whose K and V are still to come: behind a window, a third may give blocks back that the first fills.
 GRANTS_AHEAD = 2
 
@@ -80,16 +81,17 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive new tokens of one sequence: positions ``first .. first + count``. A sequence is in a step once.
 
     Attention reads positions ``0 .. first`` from the store and the new ones from this step, whatever was stored behind
-    ``first``. Writes are positional, so a step can be sent again.
+    ``first``. Writes are positional, so a step can be sent again. ``place``: where the sequence lies, these rows too.
     """
 
     sequence: int
     first: int
     count: int
+    place: Place = FIRST
 
 
 class New(msgspec.Struct, frozen=True, array_like=True, tag="new"):
-    """Start an empty sequence. Its id must not be in use; modulo the partition's number of lanes it is the lane."""
+    """Start an empty sequence. Its id must not be in use."""
 
     sequence: int
 
@@ -132,6 +134,12 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
     count: int
     worker: int
     step: int
+    place: Place = FIRST
+
+    @property
+    def rows(self) -> Rows:
+        """What it holds blocks for."""
+        return Rows(self.sequence, self.first, self.count, self.place)
 
 
 class Export(msgspec.Struct, frozen=True, array_like=True, tag="export"):

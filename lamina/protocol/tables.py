@@ -10,9 +10,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from .partition import Lanes
+from .placement import FIRST, Deal, Place, Placement
 from .plan import (
     Free,
     Grant,
@@ -22,6 +22,8 @@ from .plan import (
     StepPlan,
     Truncate,
 )
+
+NOT_HERE = -1  # a block that is to be taken
 
 
 class PlanError(ValueError):
@@ -45,27 +47,6 @@ def blocks_of_one(length: int, window: int, block_size: int, max_rows: int) -> i
     return min(whole, -(-(window + 2 * max_rows) // block_size) + 1) if window else whole
 
 
-class Deal:
-    """How many blocks of a sequence are kept in some lanes; see BlockTables."""
-
-    def __init__(self, lanes: Lanes, stripe: int) -> None:
-        self._stripe, self._lanes = stripe, lanes
-        self._period, self._all = len(lanes.pattern), lanes.all
-        self._before = [0, *accumulate(lanes.pattern * 2)]  # lanes that are kept, of those below
-
-    def kept(self, lane: int, blocks: int) -> int:
-        """Of the first ``blocks`` of a sequence of ``lane``."""
-        if self._all:
-            return blocks
-        if not self._stripe:
-            return blocks if lane in self._lanes else 0
-        whole, rest = divmod(blocks, self._stripe)
-        rounds, more = divmod(whole, self._period)
-        at, before = lane % self._period, self._before
-        stripes = rounds * before[self._period] + before[at + more] - before[at]
-        return stripes * self._stripe + (rest if lane + whole in self._lanes else 0)
-
-
 def split_memory(
     kv_bytes: int,
     block_bytes: Sequence[int],
@@ -85,9 +66,12 @@ def split_memory(
     Raises ValueError where ``kv_bytes`` cannot hold one sequence.
     """
 
+    placement = Placement(_num_lanes(lanes), stripe)
+    places = [Place(lane) for lane in range(placement.num_lanes)]
+
     def most(length: int) -> list[int]:
         whole = -(-length // block_size)
-        kept = [max(Deal(x, stripe).kept(lane, whole) for lane in range(len(x.pattern))) for x in lanes]
+        kept = [max(Deal(x, placement).kept(place, whole) for place in places) for x in lanes]
         return [min(n, blocks_of_one(length, w, block_size, max_rows)) for n, w in zip(kept, windows, strict=True)]
 
     counts = most(max_len)
@@ -109,13 +93,22 @@ class _Extent:
     length: int  # tokens up to the end of its last rows
     first: int  # first position of its last rows: a replay of them must still find its window
     starts: tuple[int, ...]
+    place: Place = FIRST
+
+
+def _num_lanes(lanes: Iterable[Lanes]) -> int:
+    """Of the partition, as far as it shows in some of its pieces."""
+    found = {len(x.pattern) for x in lanes} - {1} or {1}
+    if len(found) > 1:
+        raise ValueError(f"lanes of {' and '.join(map(str, sorted(found)))}")
+    return found.pop()
 
 
 class BlockTables:
     """The block tables of all sequences in all layer groups.
 
-    Group g keeps what lies in ``lanes[g]``. With ``stripe`` 0 a sequence lies whole in the lane that its id is; else
-    its blocks are dealt out, ``stripe`` of them at a time: the lane of block b is id + b // stripe.
+    Group g keeps what lies in ``lanes[g]``, by the places of sequences (protocol.placement). They come with their rows
+    and grants; ``stripe`` is in blocks.
     """
 
     def __init__(
@@ -138,7 +131,9 @@ class BlockTables:
         self.block_size = block_size
         self.lanes = tuple(lanes)
         self.stripe = stripe
-        self._deals = [Deal(x, stripe) for x in lanes]
+        self.placement = Placement(_num_lanes(lanes), stripe)
+        self._deals = [Deal(x, self.placement) for x in lanes]
+        self._keeps_all = all(x.all for x in lanes)  # wherever it lies
         self._sequences: dict[int, _Extent] = {}
         self._last: dict[int, StepPlan] = {}  # batch -> its last plan
         self._tables: list[dict[int, array[int]]] = [{} for _ in windows]
@@ -152,7 +147,7 @@ class BlockTables:
     @property
     def num_lanes(self) -> int:
         """Of the partition, as far as it shows here."""
-        return max(len(x.pattern) for x in self.lanes)
+        return self.placement.num_lanes
 
     @property
     def sequences(self) -> list[int]:
@@ -170,15 +165,15 @@ class BlockTables:
     def block_ids(self, group: int, sequence: int, low: int, high: int) -> array[int]:
         """The ids of blocks ``low .. high`` of the sequence, counted from its token 0, which are all kept."""
         start, ids = self.table(group, sequence)
-        deal = self._deals[group]
-        at = deal.kept(sequence, low) - deal.kept(sequence, start)
+        deal, place = self._deals[group], self._sequences[sequence].place
+        at = deal.kept(place, low) - deal.kept(place, start)
         return ids[at : at + high - low]
 
-    def most_blocks(self, lane: int, length: int, max_rows: int) -> list[int]:
-        """The most blocks by group that one sequence of ``lane`` and up to ``length`` tokens holds."""
+    def most_blocks(self, place: Place, length: int, max_rows: int) -> list[int]:
+        """The most blocks by group that one sequence at ``place``, of up to ``length`` tokens, holds."""
         whole = -(-length // self.block_size)
         return [
-            min(self._deals[g].kept(lane, whole), blocks_of_one(length, w, self.block_size, max_rows))
+            min(self._deals[g].kept(place, whole), blocks_of_one(length, w, self.block_size, max_rows))
             for g, w in enumerate(self.windows)
         ]
 
@@ -190,7 +185,7 @@ class BlockTables:
         change = [0] * len(self.windows)
         for row in rows:
             old = self._sequences.get(row.sequence, self._empty())
-            before, after = (self._held(row.sequence, e) for e in (old, self._advance(old, row)))
+            before, after = (self._held(e) for e in (old, self._advance(old, row)))
             for g in range(len(change)):
                 change[g] += after[g] - before[g]
         return tuple(change)
@@ -230,7 +225,7 @@ class BlockTables:
             if sorted(owned) != list(range(self.num_blocks[g])):
                 raise RuntimeError(f"layer group {g}: a KV block was lost or is owned twice")
             for sequence, extent in self._sequences.items():
-                if len(tables[sequence]) != self._held(sequence, extent)[g]:
+                if len(tables[sequence]) != self._held(extent)[g]:
                     raise RuntimeError(f"layer group {g}: sequence {sequence} holds {len(tables[sequence])} blocks")
             if tables.keys() != self._sequences.keys():
                 raise RuntimeError(f"layer group {g}: a table without a sequence")
@@ -254,7 +249,7 @@ class BlockTables:
         for sequence, extent in changes.items():
             if self._holds_the_same(sequence, extent):
                 continue
-            before, after = (self._held(sequence, e) for e in (self._sequences.get(sequence), extent))
+            before, after = (self._held(e) for e in (self._sequences.get(sequence), extent))
             for g in range(len(left)):
                 left[g] += before[g] - after[g]
         for g, blocks in enumerate(left):
@@ -280,7 +275,7 @@ class BlockTables:
                     raise PlanError(f"cannot truncate sequence {op.sequence} of {extent.length} tokens to {op.length}")
                 return replace(extent, length=op.length) if op.length else self._empty()
             case Grant():
-                return self._advance(self._extent(changes, op.sequence), Rows(op.sequence, op.first, op.count))
+                return self._advance(self._extent(changes, op.sequence), op.rows)
             case _:
                 raise UnsupportedOpError(f"sequence op {type(op).__name__.lower()!r} is not supported")
 
@@ -299,7 +294,12 @@ class BlockTables:
                 )
             unseen = min(extent.first, row.first) - window + 1 if window else 0
             starts.append(max(start, unseen // self.block_size))
-        return _Extent(row.first + row.count, row.first, tuple(starts))
+        if row.place != extent.place and not self._keeps_all:
+            try:
+                self.placement.check(row.place)
+            except ValueError as e:
+                raise PlanError(f"sequence {row.sequence}: {e}") from None
+        return _Extent(row.first + row.count, row.first, tuple(starts), row.place)
 
     def _extent(self, changes: dict[int, _Extent | None] | dict[int, _Extent], sequence: int) -> _Extent:
         extent = changes[sequence] if sequence in changes else self._sequences.get(sequence)
@@ -312,17 +312,18 @@ class BlockTables:
         old, size = self._sequences.get(sequence), self.block_size
         if old is None or extent is None:
             return False
-        return old.starts == extent.starts and -(-old.length // size) == -(-extent.length // size)
+        same = old.starts == extent.starts and -(-old.length // size) == -(-extent.length // size)
+        return same and old.place == extent.place
 
     def _empty(self) -> _Extent:
         return _Extent(0, 0, (0,) * len(self.windows))
 
-    def _held(self, sequence: int, extent: _Extent | None) -> tuple[int, ...]:
+    def _held(self, extent: _Extent | None) -> tuple[int, ...]:
         if extent is None:
             return (0,) * len(self.windows)
         stop = -(-extent.length // self.block_size)
         return tuple(
-            deal.kept(sequence, stop) - deal.kept(sequence, min(start, stop))
+            deal.kept(extent.place, stop) - deal.kept(extent.place, min(start, stop))
             for deal, start in zip(self._deals, extent.starts, strict=True)
         )
 
@@ -335,10 +336,13 @@ class BlockTables:
             ids = tables[sequence]
             if extent is None or extent.starts[g] < old.starts[g]:  # gone, or a new one of the same id
                 drop, keep = len(ids), 0
+            elif extent.place != old.place:
+                self._leave(g, ids, old, extent)
+                continue
             else:
                 deal = self._deals[g]
-                left = deal.kept(sequence, extent.starts[g]) - deal.kept(sequence, old.starts[g])
-                drop, keep = min(len(ids), left), self._held(sequence, extent)[g]
+                left = deal.kept(old.place, extent.starts[g]) - deal.kept(old.place, old.starts[g])
+                drop, keep = min(len(ids), left), self._held(extent)[g]
             self._free[g].extend(reversed(ids[:drop]))
             del ids[:drop]
             self._free[g].extend(reversed(ids[keep:]))
@@ -346,9 +350,28 @@ class BlockTables:
             if extent is None:
                 del tables[sequence]
 
+    def _leave(self, group: int, ids: array[int], old: _Extent, extent: _Extent) -> None:
+        """Free those of a sequence's blocks that its new place has elsewhere; NOT_HERE for those that are to come."""
+        here = dict(zip(self._numbers(group, old), ids, strict=True))
+        numbers = self._numbers(group, extent)
+        gone = here.keys() - set(numbers)
+        self._free[group].extend(here[n] for n in sorted(gone, reverse=True))
+        ids[:] = array("q", (here.get(n, NOT_HERE) for n in numbers))
+
+    def _numbers(self, group: int, extent: _Extent) -> list[int]:
+        """The blocks of a sequence that a group keeps, counted from its token 0."""
+        numbers = range(extent.starts[group], -(-extent.length // self.block_size))
+        if not self.stripe:
+            return list(numbers) if extent.place.lane in self.lanes[group] else []
+        lanes, lane_of = self.lanes[group], self.placement.lane
+        return [n for n in numbers if lane_of(extent.place, n // self.stripe) in lanes]
+
     def _take(self, sequence: int, extent: _Extent) -> None:
         """Fill the tables of ``sequence`` up to ``extent``; the blocks are there."""
+        old = self._sequences.get(sequence)
         for g, tables in enumerate(self._tables):
             ids, free = tables.setdefault(sequence, array("q")), self._free[g]
-            for _ in range(self._held(sequence, extent)[g] - len(ids)):
+            if old is not None and old.place != extent.place:
+                ids[:] = array("q", (free.pop() if x == NOT_HERE else x for x in ids))
+            for _ in range(self._held(extent)[g] - len(ids)):
                 ids.append(free.pop())

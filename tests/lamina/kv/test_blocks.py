@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lamina.protocol.partition import Lanes
+from lamina.protocol.placement import Place, Placement, Run
 from lamina.protocol.plan import (
     Export,
     Fork,
@@ -187,8 +188,13 @@ def test_memory_is_split_for_full_sequences_first() -> None:
 
 
 WINDOWS = [0, 5, 11, 0]
-LANES = [Lanes(), Lanes(), Lanes((True, False)), Lanes((False, True, True))]
+LANES = [Lanes(), Lanes(), Lanes((True, False, False)), Lanes((False, True, True))]
 MAX_ROWS = 9
+LANE = st.integers(0, 2)
+PLACES = st.builds(
+    lambda lane, to, start, count: Place(lane, (Run(start, start + count, to),) if count else ()),
+    LANE, LANE, st.integers(0, 6), st.integers(0, 4),
+)  # fmt: skip
 
 
 class Machine(RuleBasedStateMachine):
@@ -200,11 +206,13 @@ class Machine(RuleBasedStateMachine):
     def start(self, blocks: int) -> None:
         self.tables = BlockTables(WINDOWS, [blocks, blocks, blocks - 3, blocks - 3], SIZE, LANES, self.stripe)
         self.lengths: dict[int, int] = {}
+        self.places: dict[int, Place] = {}
         self.next_id = 0
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
         lengths, ops, rows = dict(self.lengths), list[SequenceOp](), list[Rows]()
+        places = dict(self.places)
         for sequence in list(lengths):
             action = data.draw(st.sampled_from(["grow", "grow", "grow", "free", "truncate", "rest"]))
             if action == "free":
@@ -215,10 +223,13 @@ class Machine(RuleBasedStateMachine):
                 lengths[sequence] = data.draw(st.sampled_from([0, lengths[sequence]]))
                 ops.append(Truncate(sequence, lengths[sequence]))
             if action in ("grow", "truncate"):
-                rows.append(Rows(sequence, lengths[sequence], data.draw(st.integers(1, MAX_ROWS))))
+                if data.draw(st.sampled_from([True, False, False, False])):
+                    places[sequence] = data.draw(PLACES if self.stripe else PLACES.map(lambda p: Place(p.lane)))
+                rows.append(Rows(sequence, lengths[sequence], data.draw(st.integers(1, MAX_ROWS)), places[sequence]))
         if data.draw(st.booleans()):
             ops.append(New(self.next_id))
-            rows.append(Rows(self.next_id, 0, data.draw(st.integers(1, MAX_ROWS))))
+            places[self.next_id] = Place(self.next_id % 3)
+            rows.append(Rows(self.next_id, 0, data.draw(st.integers(1, MAX_ROWS)), places[self.next_id]))
         this = plan(*ops, *rows)
         before, fits = snapshot(self.tables), self.tables.can_apply(this)
         try:
@@ -229,6 +240,7 @@ class Machine(RuleBasedStateMachine):
             return
         assert fits
         self.next_id += 1
+        self.places = places
         self.lengths = lengths | {r.sequence: r.first + r.count for r in rows}
         if rows and data.draw(st.booleans()):
             after = snapshot(self.tables)
@@ -247,10 +259,11 @@ class Machine(RuleBasedStateMachine):
             for g, window in enumerate(WINDOWS):
                 start, ids = self.tables.table(g, sequence)
                 kept = [self.stripe and block // self.stripe for block in range(start, -(-length // SIZE))]
-                assert len(ids) == sum(sequence + stripe in LANES[g] for stripe in kept)
+                place, lane_of = self.places[sequence], Placement(3, self.stripe).lane
+                assert len(ids) == sum(lane_of(place, stripe) in LANES[g] for stripe in kept)
                 assert start * SIZE <= max(0, length - window + 1 if window else 0), "the next query misses tokens"
                 assert len(ids) <= blocks_of_one(10**6, window, SIZE, MAX_ROWS)
-                assert len(ids) <= self.tables.most_blocks(sequence, length, MAX_ROWS)[g]
+                assert len(ids) <= self.tables.most_blocks(place, length, MAX_ROWS)[g]
 
 
 class StripedMachine(Machine):

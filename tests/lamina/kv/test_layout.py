@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lamina.protocol.layout import Layout, kept, layout, merges
 from lamina.protocol.partition import by_token
+from lamina.protocol.placement import Place, Placement
 from lamina.protocol.plan import New, Rows, StepPlan
 from lamina.protocol.tables import BlockTables
 
@@ -19,7 +20,8 @@ STRIPE = 8  # tokens
 @st.composite
 def steps(draw: st.DrawFn) -> list[Rows]:
     sequences = draw(st.lists(st.integers(0, 30), min_size=1, max_size=4, unique=True))
-    return [Rows(s, draw(st.integers(0, 70)), draw(st.sampled_from([1, 1, 2, 7, 20]))) for s in sequences]
+    counts, lanes = st.sampled_from([1, 1, 2, 7, 20]), st.integers(0, 1)
+    return [Rows(s, draw(st.integers(0, 70)), draw(counts), Place(draw(lanes))) for s in sequences]
 
 
 def seen_by(rows: list[Rows], window: int) -> Counter[tuple[int, int]]:
@@ -34,7 +36,8 @@ def seen_by(rows: list[Rows], window: int) -> Counter[tuple[int, int]]:
 def test_together_they_attend_everything_once(rows: list[Rows], weights: list[float], window: int) -> None:
     partition = by_token([4], weights, 1)
     lanes = [p.lanes for w in range(len(weights)) for p in partition.pieces(0, w)]
-    found = [layout(rows, x, window, STRIPE) for x in lanes]
+    placement = Placement(partition.num_lanes, STRIPE)
+    found = [layout(rows, x, window, placement) for x in lanes]
     starts = dict(
         zip([r.sequence for r in rows], [sum(r.count for r in rows[:i]) for i in range(len(rows))], strict=True)
     )
@@ -58,7 +61,9 @@ def test_together_they_attend_everything_once(rows: list[Rows], weights: list[fl
             step = [(r.sequence, r.first + i) for r in rows for i in range(r.count)]
             assert [step[n] for n in numbers] == positions
         for row in each.whole + each.kv:
-            keeps.update((part.sequence, part.first + i) for part in kept(row, mine, STRIPE) for i in range(part.count))
+            keeps.update(
+                (part.sequence, part.first + i) for part in kept(row, mine, placement) for i in range(part.count)
+            )
     assert attended == seen_by(rows, window)
     assert new == Counter(r.sequence for r in rows)
     assert keeps == Counter((r.sequence, r.first + i) for r in rows for i in range(r.count))
@@ -96,13 +101,17 @@ def check_merges(rows: list[Rows], found: list[Layout], starts: dict[int, int]) 
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_stripes_spread_a_ragged_batch_evenly(workers: int) -> None:
     """16 sequences of 200 to 4,000 tokens: no worker reads, or keeps, 5 % more than the mean."""
-    partition, stripe, rows = by_token([4], [1.0] * workers, 1), 128, [Rows(i, 200 + i * 253, 1) for i in range(16)]
+    partition, stripe, rows = (
+        by_token([4], [1.0] * workers, 1),
+        128,
+        [Rows(i, 200 + i * 253, 1, Place(i % workers)) for i in range(16)],
+    )
     lanes = [p.lanes for w in range(workers) for p in partition.pieces(0, w)]
     tables = BlockTables([0] * workers, [9999] * workers, 16, lanes, stripe // 16)
-    prompts = [Rows(r.sequence, 0, r.first) for r in rows]
+    prompts = [Rows(r.sequence, 0, r.first, r.place) for r in rows]
     tables.apply(StepPlan(step=0, ops=[New(r.sequence) for r in rows], rows=prompts))
     kept = [9999 - n for n in tables.free_blocks]
-    found = [layout(rows, x, 0, stripe) for x in lanes]
+    found = [layout(rows, x, 0, Placement(workers, stripe)) for x in lanes]
     read = [sum(n.high - n.low for n in x.nodes) + sum(r.first for r in x.whole) for x in found]
     assert sum(read) == sum(r.first for r in rows)
     for each in (kept, read):

@@ -70,8 +70,9 @@ def test_a_head_on_the_border_is_shared_by_lanes() -> None:
     partition = by_head([3], [1.0, 1.0])
     assert partition.pieces(0, 0) == [Piece(0, 1, Lanes()), Piece(1, 2, Lanes((True, False)))]
     assert partition.pieces(0, 1) == [Piece(1, 2, Lanes((False, True))), Piece(2, 3, Lanes())]
-    assert 5 in partition.pieces(0, 1)[0].lanes
-    assert 6 not in partition.pieces(0, 1)[0].lanes
+    assert 1 in partition.pieces(0, 1)[0].lanes
+    assert 0 not in partition.pieces(0, 1)[0].lanes
+    assert all(lane in partition.pieces(0, 1)[1].lanes for lane in range(2))
 
 
 def test_lanes_of_one_worker_lie_apart() -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from lamina import netstack
@@ -18,6 +19,7 @@ from lamina.compute.memory_pool import MemoryPool
 from lamina.memory.worker import MemoryWorker
 from lamina.netstack import Channel, ChannelError, Geometry
 from lamina.protocol.partition import PARTITIONS, Partition
+from lamina.protocol.placement import FIRST, Place
 from lamina.protocol.plan import (
     Bind,
     Bound,
@@ -173,6 +175,8 @@ class Model:
 
     def step(self, step: int, ops: list[SequenceOp], rows: list[Rows], *, view: int = 0) -> list[Tensor]:
         """O of every layer, all heads."""
+        lanes = self.peers[0].bind.partition.num_lanes
+        rows = [replace(r, place=Place(r.sequence % lanes)) if r.place == FIRST else r for r in rows]
         plan, out = StepPlan(step=step, ops=ops, rows=rows, view=view), []
         self.pool.announce(plan)
         self.pool.select(plan)

@@ -21,6 +21,7 @@ from lamina.protocol import codec
 from lamina.protocol.codec import most_bytes
 from lamina.protocol.layout import kept, layout, maximal_nodes, most_nodes
 from lamina.protocol.partition import PARTITIONS, Share, by_token, stripe_of
+from lamina.protocol.placement import Place, Placement
 from lamina.protocol.plan import Bind, Kind, LayerShape, New, Rows, StepPlan
 
 MAX_ROWS, MAX_LEN = 48, 1024
@@ -42,7 +43,8 @@ def setups(draw: st.DrawFn) -> list[Bind]:
 def steps(draw: st.DrawFn) -> list[Rows]:
     sequences = draw(st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True))
     firsts = st.integers(0, MAX_LEN - 20) | st.sampled_from([0, 127, 128, 129, 512])
-    return [Rows(s, draw(firsts), draw(st.sampled_from([1, 1, 3, 16]))) for s in sequences]
+    counts, lanes = st.sampled_from([1, 1, 3, 16]), st.integers(0, 63)
+    return [Rows(s, draw(firsts), draw(counts), Place(draw(lanes))) for s in sequences]
 
 
 def codes(rows: int, layer: LayerShape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,7 +61,7 @@ def kept_kv(both: Both, layer: int, row: Rows, position: int) -> tuple[Tensor, T
     k, v = (torch.full((both.layers[layer].kv_heads, 8), float("nan")) for _ in range(2))
     for store in (side.store for side in both.sides):
         for piece, held in zip(store.layers[layer], store.pieces[layer], strict=True):
-            if kept(Rows(row.sequence, position, 1), store.tables.lanes[piece.group], store.stripe):
+            if kept(Rows(row.sequence, position, 1, row.place), store.tables.lanes[piece.group], store.placement):
                 block = position // store.tables.block_size
                 (here,) = store.tables.block_ids(piece.group, row.sequence, block, block + 1)
                 heads, at = slice(held.head_start, held.head_stop), position % store.tables.block_size
@@ -71,7 +73,7 @@ def kept_kv(both: Both, layer: int, row: Rows, position: int) -> tuple[Tensor, T
 def run(both: Both, rows: list[Rows]) -> bool:
     """A step of ``rows``: whether every number of Q, K and V came where it belongs, and O came back."""
     dtype, new = DTYPES[both.sides[0].store.bind.dtype], [New(r.sequence) for r in rows]
-    before = [Rows(r.sequence, 0, r.first) for r in rows if r.first]
+    before = [Rows(r.sequence, 0, r.first, r.place) for r in rows if r.first]
     for side in both.sides:
         side.store.begin(StepPlan(step=0, ops=list(new), rows=before))
     both.begin(StepPlan(step=1, ops=[], rows=rows))
@@ -91,7 +93,8 @@ def run(both: Both, rows: list[Rows]) -> bool:
 @settings(max_examples=60, deadline=None)
 @given(binds=setups(), rows=steps())
 def test_what_one_side_writes_the_other_reads(binds: list[Bind], rows: list[Rows]) -> None:
-    both = Both(binds, Echo())
+    lanes, both = binds[0].partition.num_lanes, Both(binds, Echo())
+    rows = [replace(r, place=Place(r.place.lane % lanes)) for r in rows]
     assert run(both, rows)
     itemsize, stripe = DTYPES[binds[0].dtype].itemsize, binds[0].partition.stripe * CHUNK_TOKENS
     sizes = {"max_rows": sum(r.count for r in rows), "stripes": -(-MAX_LEN // stripe) if stripe else 1}
@@ -128,12 +131,13 @@ def test_a_sequence_dealt_by_rule_comes_back_in_few_nodes(weights: list[float]) 
     stripe = partition.stripe * CHUNK_TOKENS
     for worker in range(len(weights)):
         (piece,) = partition.pieces(0, worker)
-        most = most_nodes(piece.lanes, -(-chunks // partition.stripe))
+        placement = Placement(partition.num_lanes, stripe)
+        most = most_nodes(piece.lanes, placement, -(-chunks // partition.stripe))
         assert most <= 8
         for first in range(stripe // 2, 128 << 10, stripe // 2):
             for lane in range(partition.num_lanes):
                 for window in (0, stripe, 3 * stripe + 5):
-                    assert len(layout([Rows(lane, first, 1)], piece.lanes, window, stripe).nodes) <= most
+                    assert len(layout([Rows(1, first, 1, Place(lane))], piece.lanes, window, placement).nodes) <= most
 
 
 def test_a_run_of_chunks_comes_back_in_few_nodes() -> None:

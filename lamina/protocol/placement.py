@@ -1,0 +1,100 @@
+"""Who keeps which tokens of a sequence: (sequence, stripe, head) -> memory worker. Nobody else works that out.
+
+A sequence begins in a lane of its own choice, its *first lane*. After each stripe it goes on to the next lane, or it
+stays where it is: that is the rule, of the partition. Runs of stripes that were moved lie elsewhere: these are the
+exceptions. Whose a lane is, head by head, the partition says (protocol.partition).
+
+The first lane and the exceptions are a *place*. The rows of a plan carry that of their sequence, so it is always known
+and cannot be out of step with them: a plan that is refused changes nothing, and one that is sent again says the same.
+A place that differs from the one before tells memory workers to give back the blocks of stripes that have left them and
+to hold blocks for those that come. Whoever changes a place sees to it that the tokens are there when rows read them.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import msgspec
+
+from .partition import Lanes
+
+MOST_RUNS = 64
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True):
+    """The stripes ``start .. stop`` of a sequence lie in ``lane``."""
+
+    start: int
+    stop: int
+    lane: int
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a sequence lies. The exceptions are in the order of stripes."""
+
+    lane: int = 0  # the first one
+    moved: tuple[Run, ...] = ()
+
+
+FIRST = Place()
+
+
+class Placement(NamedTuple):
+    """The rule. ``stripe``: in tokens, or blocks, as its user counts; 0 = a sequence stays in its first lane."""
+
+    num_lanes: int
+    stripe: int
+
+    def lane(self, place: Place, number: int) -> int:
+        """Of the stripe ``number`` of a sequence."""
+        for run in place.moved:
+            if run.start <= number < run.stop:
+                return run.lane
+        return (place.lane + number) % self.num_lanes if self.stripe else place.lane
+
+    def check(self, place: Place) -> None:
+        """Raises ValueError where there can be no such place."""
+        runs = place.moved
+        stops = [0, *(run.stop for run in runs)]
+        if not 0 <= place.lane < self.num_lanes:
+            raise ValueError(f"lane {place.lane} of {self.num_lanes}")
+        if runs and (not self.stripe or len(runs) > MOST_RUNS):
+            raise ValueError(
+                f"{len(runs)} runs of stripes in other lanes, at most {MOST_RUNS if self.stripe else 0} can be"
+            )
+        for run, before in zip(runs, stops, strict=False):
+            if not before <= run.start < run.stop or not 0 <= run.lane < self.num_lanes:
+                raise ValueError(
+                    f"stripes {run.start}..{run.stop} behind {before} in lane {run.lane} of {self.num_lanes}"
+                )
+
+
+class Deal:
+    """How many units of a sequence are kept in some lanes, in the unit of the placement's stripe."""
+
+    def __init__(self, lanes: Lanes, placement: Placement) -> None:
+        self._lanes, self._stripe, self._all = lanes, placement.stripe, lanes.all
+        self._period = placement.num_lanes
+        pattern = lanes.pattern if len(lanes.pattern) == self._period else lanes.pattern * self._period
+        self._before = [0, *accumulate(pattern * 2)]  # lanes that are kept, of those below
+
+    def kept(self, place: Place, units: int) -> int:
+        """Of the first ``units`` of a sequence."""
+        if self._all:
+            return units
+        if not self._stripe:
+            return units if place.lane in self._lanes else 0
+        count = self._by_rule(place.lane, units)
+        for run in place.moved:
+            low, high = (min(x * self._stripe, units) for x in (run.start, run.stop))
+            count += (high - low) * (run.lane in self._lanes)
+            count -= self._by_rule(place.lane, high) - self._by_rule(place.lane, low)
+        return count
+
+    def _by_rule(self, lane: int, units: int) -> int:
+        whole, rest = divmod(units, self._stripe)
+        rounds, more = divmod(whole, self._period)
+        before = self._before
+        stripes = rounds * before[self._period] + before[lane + more] - before[lane]
+        return stripes * self._stripe + rest * (before[lane + more + 1] - before[lane + more])
