@@ -10,6 +10,7 @@ from collections.abc import Callable
 from lamina.config import EngineConfig
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.control import ALL_BANNED, Draw, Drawn, RunRound, RunStep, StepDone
+from lamina.protocol.groups import usable_blocks
 from lamina.protocol.tables import BlockTables
 from lamina.request import Blame, CompletionOutput, Logprob, RequestOutput, RequestTimes, SamplingParams
 
@@ -60,7 +61,8 @@ class Engine:
         self._clock = clock
         self._trace = trace
         info = self.info
-        self._ledger = BlockTables(info.windows, info.num_blocks, info.block_size, info.lanes, info.stripe)
+        usable = usable_blocks(info.num_blocks)
+        self._ledger = BlockTables(info.windows, usable, info.block_size, info.lanes, info.stripe)
         self._tuner = Tuner(config.most_batches) if config.pipeline == "auto" else None
         if self._tuner:
             self.info.summary["pipeline"] = self._tuner.reason
@@ -87,7 +89,7 @@ class Engine:
 
     @property
     def free_blocks(self) -> tuple[int, ...]:
-        """KV blocks of each layer group that no sequence holds, by the ledger."""
+        """KV blocks of each layer group that sequences can still have, by the ledger."""
         return self._ledger.free_blocks
 
     def add(

@@ -188,7 +188,7 @@ class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready
     windows: list[int]  # as in Bound, for the groups of all memory workers
     lanes: list[Lanes]
     stripe: int
-    num_blocks: list[int]
+    num_blocks: list[list[int]]  # group -> blocks, by holder
     holders: list[list[int]]  # group -> memory workers
     block_size: int
     summary: dict[str, Any]  # of the program: slices, cut and message bytes, seconds of each stage

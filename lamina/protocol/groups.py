@@ -10,43 +10,43 @@ from .plan import Bound
 
 
 class Capacity(NamedTuple):
-    """The groups of all memory workers. Where several have the same one, that with the fewest blocks stands for all: a
-    sequence takes as many from each.
+    """The groups of all memory workers, each with its blocks on every worker that has it. A sequence takes as many on
+    each of these, wherever it lies.
     """
 
     windows: list[int]
     lanes: list[Lanes]
     stripe: int
-    num_blocks: list[int]
+    num_blocks: list[list[int]]  # group -> blocks, by holder
     holders: list[list[int]]  # group -> memory workers
+
+
+def usable_blocks(num_blocks: Sequence[Sequence[int]]) -> list[int]:
+    """Blocks of each group that sequences can have, from those of its holders: as many as the one with the fewest."""
+    return [min(blocks) for blocks in num_blocks]
 
 
 def together(bounds: Sequence[Bound], number: Callable[[int], int] = int) -> Capacity:
     """What the memory workers of one rank, in their order, have said. ``number``: of the order, among all workers."""
-    blocks: dict[tuple[int, Lanes], dict[int, int]] = {}
-    for worker, bound in enumerate(bounds):
-        for window, lanes, count in zip(bound.windows, bound.lanes, bound.num_blocks, strict=True):
-            blocks.setdefault((window, lanes), {})[number(worker)] = count
-    return Capacity(
-        [window for window, _ in blocks],
-        [lanes for _, lanes in blocks],
-        bounds[0].stripe,
-        [min(of.values()) for of in blocks.values()],
-        [list(of) for of in blocks.values()],
-    )
+    alone = [
+        Capacity(b.windows, b.lanes, b.stripe, [[n] for n in b.num_blocks], [[number(worker)] for _ in b.windows])
+        for worker, b in enumerate(bounds)
+    ]
+    return of_all_ranks(alone)
 
 
 def of_all_ranks(ranks: Sequence[Capacity]) -> Capacity:
     """The capacity of all ranks' memory workers, from those of each: they hold the same tokens, of other heads."""
-    blocks: dict[tuple[int, Lanes], tuple[int, list[int]]] = {}
+    found: dict[tuple[int, Lanes], tuple[list[int], list[int]]] = {}
     for each in ranks:
-        for window, lanes, count, holders in zip(each.windows, each.lanes, each.num_blocks, each.holders, strict=True):
-            least, known = blocks.get((window, lanes), (count, []))
-            blocks[window, lanes] = min(least, count), [*known, *holders]
+        for window, lanes, counts, holders in zip(each.windows, each.lanes, each.num_blocks, each.holders, strict=True):
+            blocks, workers = found.setdefault((window, lanes), ([], []))
+            blocks += counts
+            workers += holders
     return Capacity(
-        [window for window, _ in blocks],
-        [lanes for _, lanes in blocks],
+        [window for window, _ in found],
+        [lanes for _, lanes in found],
         ranks[0].stripe,
-        [least for least, _ in blocks.values()],
-        [holders for _, holders in blocks.values()],
+        [blocks for blocks, _ in found.values()],
+        [workers for _, workers in found.values()],
     )

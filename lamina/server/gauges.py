@@ -43,15 +43,16 @@ class EngineGauges(Collector):
         yield steps
         config = InfoMetricFamily(PREFIX + "cache_config", "of the KV cache", labels=self._names)
         config.add_metric(
-            self._values, {"block_size": str(ready.block_size), "num_gpu_blocks": str(sum(ready.num_blocks)),
+            self._values, {"block_size": str(ready.block_size), "num_gpu_blocks": str(sum(map(min, ready.num_blocks))),
                            "cache_dtype": ready.dtype}
         )  # fmt: skip
         yield config
         blocks = self._gauge_of("kv_blocks", "KV blocks of a memory worker by layer group", "worker", "group", "state")
-        for group, (total, free) in enumerate(zip(ready.num_blocks, state.free_blocks, strict=True)):
-            for worker in ready.holders[group]:
-                blocks.add_metric([*self._values, f"memory-{worker}", str(group), "used"], total - free)
-                blocks.add_metric([*self._values, f"memory-{worker}", str(group), "free"], free)
+        for group, (totals, free) in enumerate(zip(ready.num_blocks, state.free_blocks, strict=True)):
+            used = min(totals) - free
+            for worker, total in zip(ready.holders[group], totals, strict=True):
+                blocks.add_metric([*self._values, f"memory-{worker}", str(group), "used"], used)
+                blocks.add_metric([*self._values, f"memory-{worker}", str(group), "free"], total - used)
         yield blocks
 
     def _workers(self) -> Iterator[Metric]:
@@ -97,8 +98,9 @@ class EngineGauges(Collector):
     def kv_usage(self) -> float:
         """Share of KV blocks in use, 0 to 1, of the fullest layer group."""
         state, ready = self._client.state, self._client.ready
-        free = state.free_blocks if state else ready.num_blocks
-        return max((1.0 - f / n for f, n in zip(free, ready.num_blocks, strict=True) if n), default=0.0)
+        most = [min(totals) for totals in ready.num_blocks]
+        free = state.free_blocks if state else most
+        return max((1.0 - f / n for f, n in zip(free, most, strict=True) if n), default=0.0)
 
     @property
     def hops(self) -> tuple[float, float]:

@@ -43,7 +43,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     max_num_seqs: int
     dtype: str
     block_size: int
-    num_blocks: list[int]  # by group of layers
+    num_blocks: list[list[int]]  # group of layers -> blocks of its holders
     holders: list[list[int]]  # group -> numbers of the memory workers that have it
     hops_per_step: int  # layers: each is one way to the memory workers and back
     row_bytes: dict[str, int]  # "q", "kv", "o": bytes of one row in all layers
@@ -88,7 +88,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
 
     running: int
     waiting: int
-    free_blocks: list[int]  # by group
+    free_blocks: list[int]  # by group, of the holder with the fewest blocks
     preemptions: int
     steps: int
 

@@ -24,7 +24,7 @@ from lamina.server.unsupported import UnknownFields
 
 WORD = 300  # the token that every completion consists of
 READY = Ready(
-    vocab_size=2048, max_model_len=256, max_num_seqs=4, dtype="float32", block_size=32, num_blocks=[64],
+    vocab_size=2048, max_model_len=256, max_num_seqs=4, dtype="float32", block_size=32, num_blocks=[[64, 80]],
     holders=[[0, 1]],
     hops_per_step=4, row_bytes={"q": 1024, "kv": 512, "o": 1024}, workers=["compute-0", "memory-0", "memory-1"],
 )  # fmt: skip

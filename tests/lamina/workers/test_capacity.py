@@ -20,7 +20,7 @@ from lamina.kv.stored import stored_dtype
 from lamina.memory.step import Step
 from lamina.memory.store import DTYPES, Store
 from lamina.netstack import Geometry
-from lamina.protocol.groups import together
+from lamina.protocol.groups import of_all_ranks, together, usable_blocks
 from lamina.protocol.partition import PARTITIONS
 from lamina.protocol.plan import Free, LayerShape, New, Rows, StepPlan
 
@@ -114,7 +114,7 @@ def test_stored_numbers_of_8_bits_give_so_many_times_the_tokens(name: str, dtype
     assert chosen[0] / chosen[1] == pytest.approx(most * 256 / 264, rel=1e-3)
 
 
-def test_groups_that_several_have_count_once() -> None:
+def test_blocks_of_groups_that_several_have_are_counted_by_worker() -> None:
     partition = PARTITIONS["head"]([3], [1.0, 1.0], 1)
     bounds = [
         Store(bind([shape(6, 3)], [1.0, 1.0], w, kv_bytes=(4 + w) << 20), torch.device("cpu")).bound for w in (0, 1)
@@ -123,7 +123,10 @@ def test_groups_that_several_have_count_once() -> None:
     whole = [x.all for x in found.lanes].index(True)
     assert sorted(found.holders) == [[0], [0, 1], [1]]
     assert found.holders[whole] == [0, 1]
-    assert found.num_blocks[whole] == min(b.num_blocks[b.lanes.index(found.lanes[whole])] for b in bounds)
+    assert found.num_blocks[whole] == [b.num_blocks[b.lanes.index(found.lanes[whole])] for b in bounds]
+    assert found.num_blocks[whole][0] < found.num_blocks[whole][1]
+    assert usable_blocks(found.num_blocks)[whole] == found.num_blocks[whole][0]
+    assert of_all_ranks([found, together(bounds, lambda worker: worker + 2)]).holders[whole] == [0, 1, 2, 3]
     assert partition.num_lanes == 2
 
 
