@@ -4,7 +4,7 @@ A step begins with one PLAN message to every memory worker. It fixes everything 
 layer messages behind it have a fixed place and size: Q, KV and O carry tensors and nothing else.
 
     PLAN    msgpack of StepPlan, from replica 0; the plans of a round follow one another
-    Q, KV   of the rows that the worker needs, its heads; the layouts are in memory.step
+    Q, KV   of the rows that the worker needs, its heads; their bytes are in protocol.codec
     O       back to the replica that the plan names
     BIND    msgpack of Bind, once, before any plan, from replica 0;  BOUND answers it
     JOIN    msgpack of Join, once, from every other replica and then every prefill worker;  BOUND answers it

@@ -15,6 +15,7 @@ from fake import FakeClient, http_of, make_service
 from starlette.routing import Route
 
 from lamina.server.app import make_app
+from lamina.server.gauges import EngineGauges
 from lamina.server.observe import LogFormatter
 
 T = TypeVar("T")
@@ -209,3 +210,16 @@ def test_health_and_load_tell_the_truth() -> None:
     assert ask("GET", "/health", service).json() == {"status": "lost"}
     assert ask("POST", "/v1/completions", service, json=GOOD).status_code == 503
     assert ask("GET", "/load", service).json() == {"server_load": 0, "running": 1, "waiting": 2, "kv_usage": 0.25}
+
+
+def test_blocks_of_an_unequal_memory_worker_are_counted_in_full() -> None:
+    """A sequence takes as many on each holder of a group, so the larger one has more left."""
+    found = {
+        (s.labels["worker"], s.labels["state"]): s.value
+        for family in EngineGauges(FakeClient(), {}).collect()  # type: ignore[arg-type]
+        for s in family.samples
+        if s.name == "lamina:kv_blocks"
+    }
+    assert found == {
+        ("memory-0", "used"): 16, ("memory-0", "free"): 48, ("memory-1", "used"): 16, ("memory-1", "free"): 64,
+    }  # fmt: skip
