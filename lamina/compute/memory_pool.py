@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -185,7 +185,7 @@ class _Step:
     def cut_heads(self, layer: _Layer) -> list[_CutHeads]:
         found = self._cut.get(layer.like)
         if found is None:
-            found = self._cut[layer.like] = [self._cut_heads(*x) for x in self._cut_pieces(layer).items()]
+            found = self._cut[layer.like] = [self._cut_heads(x) for x in self._cut_pieces(layer)]
         return found
 
     def _share(self, layer: _Layer, pieces: tuple[HeldPiece, ...], x: Messages, starts: list[int]) -> _Share:
@@ -203,15 +203,15 @@ class _Step:
                 share.partial.append((index, slice(start, starts[index]), o, lse))
         return share
 
-    def _cut_pieces(self, layer: _Layer) -> dict[int, list[HeldPiece]]:
-        """Pieces of the same heads, of which something comes back in parts, in the order of links."""
+    def _cut_pieces(self, layer: _Layer) -> Iterable[list[HeldPiece]]:
+        """Pieces of the same heads of which something comes back in parts, each list in the order of links."""
         found: dict[int, list[HeldPiece]] = {}
         for piece in (p for pieces in layer.pieces for p in pieces):
             if self._layout(piece.group).num_partial:
                 found.setdefault(piece.head_start, []).append(piece)
-        return found
+        return found.values()
 
-    def _cut_heads(self, head_start: int, pieces: list[HeldPiece]) -> _CutHeads:
+    def _cut_heads(self, pieces: list[HeldPiece]) -> _CutHeads:
         layouts = [self._layout(p.group) for p in pieces]
         x, shape = merges(layouts), (sum(each.num_partial for each in layouts), pieces[0].q_heads)
         levels = [(_tensor(left), _tensor(right)) for left, right in x.levels]
