@@ -133,6 +133,7 @@ class BlockTables:
         self.stripe = stripe
         self.placement = Placement(_num_lanes(lanes), stripe)
         self._deals = [Deal(x, self.placement) for x in lanes]
+        self._windowed = any(windows)
         self._keeps_all = all(x.all for x in lanes)  # wherever it lies
         self._sequences: dict[int, _Extent] = {}
         self._last: dict[int, StepPlan] = {}  # batch -> its last plan
@@ -285,6 +286,16 @@ class BlockTables:
             raise PlanError(f"sequence {row.sequence}: {row.count} rows from position {row.first}")
         if row.first > extent.length:
             raise PlanError(f"sequence {row.sequence} has {extent.length} tokens, its rows start at {row.first}")
+        starts, place = extent.starts, extent.place
+        if self._windowed:
+            starts = self._starts(extent, row)
+        if row.place != place:
+            self._check_place(row)
+            place = row.place
+        return _Extent(row.first + row.count, row.first, starts, place)
+
+    def _starts(self, extent: _Extent, row: Rows) -> tuple[int, ...]:
+        """The first block that is kept from ``row`` on, by group."""
         starts = []
         for window, start in zip(self.windows, extent.starts, strict=True):
             if start * self.block_size > max(0, row.first - window + 1):
@@ -294,12 +305,14 @@ class BlockTables:
                 )
             unseen = min(extent.first, row.first) - window + 1 if window else 0
             starts.append(max(start, unseen // self.block_size))
-        if row.place != extent.place and not self._keeps_all:
+        return tuple(starts)
+
+    def _check_place(self, row: Rows) -> None:
+        if not self._keeps_all:
             try:
                 self.placement.check(row.place)
             except ValueError as e:
                 raise PlanError(f"sequence {row.sequence}: {e}") from None
-        return _Extent(row.first + row.count, row.first, tuple(starts), row.place)
 
     def _extent(self, changes: dict[int, _Extent | None] | dict[int, _Extent], sequence: int) -> _Extent:
         extent = changes[sequence] if sequence in changes else self._sequences.get(sequence)
@@ -313,7 +326,7 @@ class BlockTables:
         if old is None or extent is None:
             return False
         same = old.starts == extent.starts and -(-old.length // size) == -(-extent.length // size)
-        return same and old.place == extent.place
+        return same and (old.place is extent.place or old.place == extent.place)
 
     def _empty(self) -> _Extent:
         return _Extent(0, 0, (0,) * len(self.windows))
