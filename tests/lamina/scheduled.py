@@ -10,6 +10,7 @@ from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
 from lamina.engine.steps import ScheduledStep
 from lamina.protocol.partition import Lanes
+from lamina.protocol.placement import Place
 from lamina.protocol.plan import Free, Grant, New, StepPlan
 from lamina.protocol.tables import BlockTables
 from lamina.request import CompletionOutput, SamplingParams
@@ -42,6 +43,7 @@ class FakePool:
         self.tables = tables
         self.stored: dict[int, list[int]] = {}
         self.drawn: dict[int, dict[int, int]] = {}  # batch -> sequence -> token
+        self.places: dict[int, Place] = {}
         self.granted: dict[tuple[int, int], tuple[Grant, list[list[int]]]] = {}  # with the blocks, by (worker, step)
 
     def run(self, step: ScheduledStep) -> None:
@@ -49,6 +51,8 @@ class FakePool:
         coming = {g.sequence for g, _ in self.granted.values()}
         assert not coming & {r.sequence for r in step.plan.rows}, "rows before K and V have come"
         assert not coming & {op.sequence for op in step.plan.ops if isinstance(op, Free)}, "freed before they have come"
+        for rows in [*step.plan.rows, *(op.rows for op in step.plan.ops if isinstance(op, Grant))]:
+            assert self.places.setdefault(rows.sequence, rows.place) == rows.place, "nobody has moved its tokens"
         last = self.drawn.pop(step.plan.batch, {})
         drawn = self.drawn[step.plan.batch] = {}
         begin(step.plan, self.stored)
@@ -71,7 +75,7 @@ class FakePool:
         """K and V of a prefill worker's step have come."""
         grant, blocks = self.granted.pop((worker, step.plan.step))
         (rows,) = step.plan.rows
-        assert (rows.sequence, rows.first, rows.count) == (grant.sequence, grant.first, grant.count)
+        assert rows == grant.rows
         assert self._blocks(grant) == blocks, "blocks were given back while their K and V were on the way"
         kv = self.stored[rows.sequence]
         assert rows.first == len(kv)
@@ -85,7 +89,10 @@ class FakePool:
             size, stop = self.tables.block_size, grant.first + grant.count
             low = max(grant.first, stop - window) if window else grant.first
             assert start <= low // size
-            found.append(list(self.tables.block_ids(group, grant.sequence, low // size, -(-stop // size))))
+            stripe, lane = self.tables.stripe, self.tables.placement.lane
+            numbers = range(low // size, -(-stop // size))
+            kept = [n for n in numbers if lane(grant.place, stripe and n // stripe) in self.tables.lanes[group]]
+            found.append([self.tables.block_ids(group, grant.sequence, n, n + 1)[0] for n in kept])
         return found
 
 

@@ -41,10 +41,17 @@ def test_preemption_loses_nothing(num_batches: int) -> None:
 
 
 @pytest.mark.parametrize("stripe", [0, 1, 2])
-def test_sequences_go_to_the_lane_with_room(stripe: int) -> None:
+@pytest.mark.parametrize("prefill_workers", [0, 1])
+def test_sequences_go_to_the_lane_with_room(stripe: int, prefill_workers: int) -> None:
     """Each memory worker has room for two at most; the third waits or preempts, and nothing is lost."""
     sequences = [make(i, 10, 30) for i in range(7)]
-    drive(sequences, blocks=25, lanes=(Lanes((True, False)), Lanes((False, True))), stripe=stripe)
+    drive(
+        sequences,
+        blocks=25,
+        lanes=(Lanes((True, False)), Lanes((False, True))),
+        stripe=stripe,
+        prefill_workers=prefill_workers,
+    )
     check_tokens(sequences)
 
 
