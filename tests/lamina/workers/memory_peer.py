@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from msgspec.structs import replace
@@ -19,10 +20,11 @@ from lamina.compute.memory_pool import MemoryPool
 from lamina.memory.worker import MemoryWorker
 from lamina.netstack import Channel, ChannelError, Geometry
 from lamina.protocol.partition import PARTITIONS, Partition
-from lamina.protocol.placement import FIRST, Place
+from lamina.protocol.placement import Place
 from lamina.protocol.plan import (
     Bind,
     Bound,
+    Grant,
     Join,
     Key,
     Kind,
@@ -154,6 +156,14 @@ def memory_pool() -> Iterator[Pool]:
             assert not thread.is_alive()
 
 
+Placed = TypeVar("Placed", Rows, Grant)
+
+
+def placed(rows: Placed, partition: Partition) -> Placed:
+    """In these tests sequences lie in lanes by their ids."""
+    return replace(rows, place=Place(rows.sequence % partition.num_lanes))
+
+
 class Model:
     """Sequences of random q, k, v in every layer, by token; runs steps on peers that share the heads."""
 
@@ -175,8 +185,9 @@ class Model:
 
     def step(self, step: int, ops: list[SequenceOp], rows: list[Rows], *, view: int = 0) -> list[Tensor]:
         """O of every layer, all heads."""
-        lanes = self.peers[0].bind.partition.num_lanes
-        rows = [replace(r, place=Place(r.sequence % lanes)) if r.place == FIRST else r for r in rows]
+        partition = self.peers[0].bind.partition
+        rows = [placed(r, partition) for r in rows]
+        ops = [placed(op, partition) if isinstance(op, Grant) else op for op in ops]
         plan, out = StepPlan(step=step, ops=ops, rows=rows, view=view), []
         self.pool.announce(plan)
         self.pool.select(plan)

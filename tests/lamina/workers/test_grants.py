@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from memory_peer import LAYERS, WAIT_S, Model, Peer, Pool, RefusedError, bind, memory_pool, model
+from memory_peer import LAYERS, WAIT_S, Model, Peer, Pool, RefusedError, bind, memory_pool, model, placed
 
 from lamina.compute.links import MemoryLink
 from lamina.compute.memory_pool import MemoryPool
@@ -45,6 +45,7 @@ class Prefiller:
         self.pool = MemoryPool(links, partition, like.layers, like.pool._backend)
 
     def send(self, step: int, rows: Rows, layers: Sequence[int] | None = None) -> None:
+        rows = placed(rows, self.peers[0].bind.partition)
         self.pool.select(StepPlan(batch=self.batch, step=step, ops=[], rows=[rows]))
         for layer in range(len(self.like.layers)) if layers is None else layers:
             _, k, v = self.like.rows([rows], layer)
