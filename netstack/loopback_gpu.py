@@ -37,7 +37,7 @@ from .fabric import (
     PeerFault,
 )
 from .handshake import Terms
-from .loopback import Faults, Link, LoopbackChannel, LoopbackFabric
+from .loopback_host import Faults, Link, LoopbackChannel, LoopbackFabric
 
 log = logging.getLogger(__name__)
 KERNELS = "memory_send", "memory_send_two", "memory_receive_due"

@@ -9,8 +9,8 @@ import pytest
 from wiring import KEY, SOON_S, connect, send
 
 from lamina import netstack
-from lamina.netstack import loopback
-from lamina.netstack.loopback import Faults, LoopbackFabric
+from lamina.netstack import loopback_host
+from lamina.netstack.loopback_host import Faults, LoopbackFabric
 
 
 def test_a_delay_makes_messages_late_but_keeps_their_order() -> None:
@@ -48,7 +48,7 @@ def test_the_network_forgets_listeners_that_are_closed_or_dropped() -> None:
     fabric = LoopbackFabric(KEY)
     listener = fabric.listen("here")
     fabric.listen("there").close()
-    assert "there" not in loopback._NETWORK
+    assert "there" not in loopback_host._NETWORK
     del listener
     gc.collect()
-    assert "here" not in loopback._NETWORK
+    assert "here" not in loopback_host._NETWORK
