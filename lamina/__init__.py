@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .async_llm import AsyncLLM as AsyncLLM
-    from .config import EngineConfig as EngineConfig
     from .llm import LLM as LLM
+    from .protocol.options import EngineConfig as EngineConfig
     from .request import CompletionOutput as CompletionOutput
     from .request import RequestOutput as RequestOutput
     from .request import SamplingParams as SamplingParams
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
-    "EngineConfig": "config",
+    "EngineConfig": "protocol.options",
     "SamplingParams": "request",
     "RequestOutput": "request",
     "CompletionOutput": "request",

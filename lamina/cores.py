@@ -26,21 +26,23 @@ def _parse(text: str) -> Cores:
     return tuple(sorted(found))
 
 
-def place(text: str, wanted: Sequence[int], available: Sequence[int], *, at_once: bool) -> list[list[Cores]]:
+def place(
+    asked: Sequence[Cores] | str, wanted: Sequence[int], available: Sequence[int], *, at_once: bool
+) -> list[list[Cores]]:
     """The cores of every worker, pool by pool: compute, memory, prefill workers, ``wanted`` of each.
 
-    ``available``: cores that this process may use, neighbours beside each other. ``at_once``: whether pools work at the
-    same time. ``auto`` then gives every worker cores of its own; where pools take turns, each pool divides all cores
-    among its workers; where there are fewer cores than workers they are left to the system. Raises ValueError for
-    lists that do not fit.
+    ``asked``: the cores of each worker, or ``auto``, or nothing: then the system places them. ``available``: cores that
+    this process may use, neighbours beside each other. ``at_once``: whether pools work at the same time. ``auto`` then
+    gives every worker cores of its own; where pools take turns, each pool divides all cores among its workers; where
+    there are fewer cores than workers they are left to the system. Raises ValueError for lists that do not fit.
     """
-    if not text:
+    if not asked:
         each = [Cores()] * sum(wanted)
-    elif text == AUTO:
+    elif isinstance(asked, str):
         pools = [sum(wanted)] if at_once else wanted
         each = [cores for count in pools for cores in _divide(count, available)]
     else:
-        each = parse_cores(text)
+        each = list(asked)
         if len(each) != sum(wanted):
             raise ValueError(f"--cores lists cores for {len(each)} workers, there are {_count(wanted)}")
         if missing := sorted(set().union(*each) - set(available)):

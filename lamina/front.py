@@ -24,11 +24,11 @@ class Front:
         config, _ = nearest(make_config(options))
         model = _checked_model(model)
         if isinstance(model, str):
-            peek_config(model, trust_remote_code=config.trust_remote_code)
+            peek_config(model, trust_remote_code=config.model.trust_remote_code)
         with progress_bar(progress) as on_progress:
             source = model if tokenizer is None else tokenizer
-            here = not isinstance(model, str) or netstack.in_process(config.scheme)
-            remote, limit_s = config.trust_remote_code, config.start_timeout_s
+            here = not isinstance(model, str) or netstack.in_process(config.launching.scheme)
+            remote, limit_s = config.model.trust_remote_code, config.deadlines.start_timeout_s
             loading = load_beside(source, trust_remote_code=remote, here=here, limit_s=limit_s)
             self.pools = Pools(model, config, on_progress)
             try:

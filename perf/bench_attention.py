@@ -32,9 +32,9 @@ from torch import Tensor
 from lamina.attention import BACKENDS, AttentionBackend, Operator, get
 from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.spec import AttentionSpec
-from lamina.config import KV_CACHE_DTYPES
 from lamina.kv.pool import LayerStore, allocate, row_table, write_index
 from lamina.kv.stored import as_stored, dequantise, head_bytes, stored_dtype
+from lamina.protocol.options import KV_CACHE_DTYPES
 from lamina.protocol.plan import New, Rows, StepPlan
 from lamina.protocol.tables import BlockTables
 

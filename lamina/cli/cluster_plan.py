@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lamina.config import EngineConfig
 from lamina.facts.hardware import DEVICES
 from lamina.fleet.hosts import is_file, read_cluster
 from lamina.fleet.placement import Host, Place, check_kv_memory, place
 from lamina.fleet.remote_worker import any_port
+from lamina.protocol.options import EngineConfig
 
 from .words import counted, ranks_meet
 
@@ -23,18 +23,18 @@ def cluster_plan(model: str, config: EngineConfig) -> str:
     """
     from lamina.fleet.ray import on_gpu, wishes
 
-    hosts = planned_hosts(config.ray_address)
-    wanted = {"compute": config.num_compute, "prefill": config.prefill_workers, "memory": config.memory_workers}
-    places = place(hosts, wishes(config, wanted), config.placement, on_gpu(config))
-    check_kv_memory(places, config.kv_bytes())
+    hosts = planned_hosts(config.launching.ray_address)
+    topology = config.topology
+    places = place(hosts, wishes(config, topology.counts), config.launching.placement, on_gpu(config))
+    check_kv_memory(places, config.devices.kv_bytes())
     weights, token = _sizes(model, config)
-    workers = counted(config.num_compute, "compute worker")
-    if config.prefill_workers:
-        workers += ", " + counted(config.prefill_workers, "prefill worker")
+    workers = counted(topology.num_compute, "compute worker")
+    if topology.prefill_workers:
+        workers += ", " + counted(topology.prefill_workers, "prefill worker")
     title = (
-        f"would start {workers} and {counted(config.memory_workers, 'memory worker')} through Ray "
-        f"over {config.scheme} for {model}: "
-        f"DOP ({config.num_compute}, {config.memory_workers}), --placement {config.placement}"
+        f"would start {workers} and {counted(topology.memory_workers, 'memory worker')} through Ray "
+        f"over {config.launching.scheme} for {model}: "
+        f"DOP ({topology.num_compute}, {topology.memory_workers}), --placement {config.launching.placement}"
     )
     meeting = ranks_meet(config, [at.host.name for at in places["compute"]])
     rows = [
@@ -43,12 +43,12 @@ def cluster_plan(model: str, config: EngineConfig) -> str:
         for i, at in enumerate(places.get(role, []))
     ]
     for i, at in enumerate(places["memory"]):
-        part = config.weights[i] / sum(config.weights)
-        ranks = config.tensor_parallel_size
+        part = topology.weights[i] / sum(topology.weights)
+        ranks = topology.tensor_parallel_size
         came = (
             f"{_url(config, at)} from "
             + ("compute-*" if ranks == 1 else f"rank {i % ranks} of every replica")
-            + (", prefill-*" if config.prefill_workers else "")
+            + (", prefill-*" if topology.prefill_workers else "")
         )
         rows.append((f"memory-{i}", at.host.address, _device(at), _kv(token * part, config, at), came))
     head = ("worker", "host", "device", "memory of the device", "listens at, for")
@@ -74,15 +74,15 @@ def _sizes(model: str, config: EngineConfig) -> tuple[int, int]:
     program = plan(
         argparse.Namespace(
             model=model,
-            dtype=config.dtype,
-            trust_remote_code=config.trust_remote_code,
+            dtype=config.model.dtype,
+            trust_remote_code=config.model.trust_remote_code,
             hoist=False,
-            tensor_parallel_size=config.tensor_parallel_size,
+            tensor_parallel_size=config.topology.tensor_parallel_size,
         )
     ).program
     shapes = [(call.k.shape[0], call.k.shape[-1], call.v.shape[-1], call.k.dtype) for call in program.calls]
-    token = sum(h * head_bytes(k, v, stored_dtype(config.kv_cache_dtype, dtype)) for h, k, v, dtype in shapes)
-    return program.weight_bytes, token * config.tensor_parallel_size
+    token = sum(h * head_bytes(k, v, stored_dtype(config.kv.kv_cache_dtype, dtype)) for h, k, v, dtype in shapes)
+    return program.weight_bytes, token * config.topology.tensor_parallel_size
 
 
 def _device(at: Place) -> str:
@@ -107,9 +107,9 @@ def _weights(nbytes: int, at: Place) -> str:
 
 
 def _kv(token: float, config: EngineConfig, at: Place) -> str:
-    limit, asked = _memory(at), config.kv_bytes()
+    limit, asked = _memory(at), config.devices.kv_bytes()
     if limit is not None and asked > limit:
-        raise ValueError(f"--kv-memory {config.kv_memory} exceeds the {limit / _GB:g} GB of {_device(at)}")
+        raise ValueError(f"--kv-memory {config.devices.kv_memory} exceeds the {limit / _GB:g} GB of {_device(at)}")
     if asked:
         room = f"{_size(asked)} for KV" + ("" if limit is None else f" of {limit / _GB:g} GB")
         return f"{room}: {int(asked / token)} tokens"
@@ -119,11 +119,11 @@ def _kv(token: float, config: EngineConfig, at: Place) -> str:
 
 
 def _url(config: EngineConfig, at: Place) -> str:
-    return f"{config.scheme.partition('+')[0]}://{any_port(at.host.address)}"
+    return f"{config.launching.scheme.partition('+')[0]}://{any_port(at.host.address)}"
 
 
 def _ring(config: EngineConfig, role: str, at: Place) -> str:
-    if role == "compute" and config.replicas > 1:
+    if role == "compute" and config.topology.replicas > 1:
         return f"{_url(config, at)} from the compute worker before it"
     return "-"
 

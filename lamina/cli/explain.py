@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lamina.config import check_kv_cache_dtype
+from lamina.config import OPTIONS
 from lamina.facts.hardware import DEVICES, Device, device
 from lamina.facts.report import estimate_text, explain_text
 from lamina.facts.roofline import AttentionWork, Estimate, GemmWork, estimate
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--tensor-parallel-size must be at least 1, not {args.tensor_parallel_size}")
     devices = _devices(args)
     _check_dtype(args.dtype)
-    check_kv_cache_dtype(args.kv_cache_dtype)
+    OPTIONS["kv_cache_dtype"].check(args.kv_cache_dtype)
     if args.print_config:
         settings = {k: v for k, v in vars(args).items() if k not in ("command", "print_config", "dry_run")}
         sys.stdout.write(json.dumps(settings, indent=2) + "\n")

@@ -1,42 +1,46 @@
-"""Command-line flags made from the fields of the configuration dataclasses, so that the two cannot drift apart."""
+"""Command-line flags made from the options of an engine, so that the two cannot drift apart."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Collection
 from typing import Any
 
-from lamina.config import EngineConfig, flag, make_config
+from lamina.config import GONE, OPTIONS, flat, make_config
+from lamina.protocol.declare import Option, flag
+from lamina.protocol.options import EngineConfig
 
-_ALL = tuple(f.name for f in dataclasses.fields(EngineConfig))
 
-
-def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = _ALL) -> None:
-    """One flag for each field of EngineConfig, or for those of ``only``, plus --print-config and --dry-run."""
+def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = tuple(OPTIONS)) -> None:
+    """One flag for each option of an engine, or for those of ``only``, plus --print-config and --dry-run."""
     group = parser.add_argument_group("engine")
-    for f in (f for f in dataclasses.fields(EngineConfig) if f.name in only):
-        kind: dict[str, Any] = (
-            {"action": argparse.BooleanOptionalAction} if f.type == "bool" else {"type": _TYPES[str(f.type)]}
-        )
-        group.add_argument(flag(f.name), default=f.default, help=f"{f.metadata['help']} (default: {f.default})", **kind)
+    for option in (option for name, option in OPTIONS.items() if name in only):
+        default = option.default if option.default != () else ""
+        help = f"{option.help} (default: {default})"
+        group.add_argument(option.flag, default=option.default, help=help, **_kind(option))
+    for name in GONE:
+        parser.add_argument(flag(name), nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--print-config", action="store_true", help="print all settings, defaults filled in, as JSON")
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be started, and exit")
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The EngineConfig of parsed flags. Raises ValueError that names the flag."""
-    return make_config({name: getattr(args, name) for name in _ALL if hasattr(args, name)})
+    return make_config({name: getattr(args, name) for name in (*OPTIONS, *GONE) if hasattr(args, name)})
 
 
 def print_config(config: EngineConfig, **more: Any) -> None:
     """JSON on stdout: what was asked for, and the defaults of the rest."""
-    print(json.dumps({**more, **dataclasses.asdict(config)}, indent=2))
+    print(json.dumps({**more, **flat(config)}, indent=2))
+
+
+def _kind(option: Option) -> dict[str, Any]:
+    """How argparse reads the option's text; a list stays text, which the option parses."""
+    if option.types == (bool,):
+        return {"action": argparse.BooleanOptionalAction}
+    return {"type": _int_or_word if option.types == (int, str) else str if tuple in option.types else option.types[0]}
 
 
 def _int_or_word(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdigit() else text
-
-
-_TYPES = {"int": int, "int | str": _int_or_word, "float": float, "str": str}

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lamina.config import EngineConfig, flag
+from lamina.config import flat
+from lamina.protocol.declare import flag
+from lamina.protocol.options import EngineConfig
 from lamina.request import RequestOutput, SamplingParams
 
 from .flags import add_engine_flags, engine_config, print_config
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = _tokenizer(args.model, config, prompts, params.max_tokens)
     from lamina.llm import LLM
 
-    with LLM(args.model, tokenizer=tokenizer, progress=sys.stderr.isatty(), **dataclasses.asdict(config)) as llm:
+    with LLM(args.model, tokenizer=tokenizer, progress=sys.stderr.isatty(), **flat(config)) as llm:
         text = _Text(live=len(prompts) * params.n == 1)
         show = _print_json if args.json else text
         try:
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
                 show(output)
         finally:
             text.end()
-        if config.pipeline == "auto":
+        if config.topology.tries_pipelines:
             print(f"--pipeline auto: {llm.engine.info.summary['pipeline']}", file=sys.stderr)
     return 0
 

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lamina.config import EngineConfig
 from lamina.facts.memory import WorkerMemory
 from lamina.fleet.local import ProcessWorker
 from lamina.memory.footprint import Resident, resident
+from lamina.protocol.options import EngineConfig
 
 if TYPE_CHECKING:
     import torch
@@ -59,16 +59,17 @@ def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMe
         working = resident()
         working = working._replace(private=working.private + CUT_WITH_WEIGHTS)
         idle = measured()
-    counts = {"compute": config.num_compute, "prefill": config.prefill_workers, "memory": config.memory_workers}
-    runtimes = {role: idle if role == "memory" else working for role in counts}
-    left = free - sum(runtimes[role].private * n for role, n in counts.items())
-    left -= facts.weights.copied * (config.num_compute + config.prefill_workers)
+    topology = config.topology
+    runtimes = {role: idle if role == "memory" else working for role in topology.counts}
+    left = free - sum(runtimes[role].private * n for role, n in topology.counts.items())
+    left -= facts.weights.copied * (topology.num_compute + topology.prefill_workers)
     found = [
-        *(_compute(facts, config, i) for i in range(config.num_compute)),
-        *(_prefill(facts, config, i) for i in range(config.prefill_workers)),
-        *(_memory(facts, config, i, left) for i in range(config.memory_workers)),
+        *(_compute(facts, config, i) for i in range(topology.num_compute)),
+        *(_prefill(facts, config, i) for i in range(topology.prefill_workers)),
+        *(_memory(facts, config, i, left) for i in range(topology.memory_workers)),
     ]
-    alone = found[:1] if netstack.in_process(config.scheme) else found  # threads of one process have one runtime
+    in_process = netstack.in_process(config.launching.scheme)
+    alone = found[:1] if in_process else found  # threads of one process have one runtime
     return [*(_run_by(w, runtimes[w.name.partition("-")[0]]) for w in alone), *found[len(alone) :]]
 
 
@@ -80,7 +81,7 @@ def _run_by(worker: WorkerMemory, runtime: Resident) -> WorkerMemory:
 def _memory_runtime(config: EngineConfig) -> Iterator[Measured]:
     """Measures while the block goes on, in a process that starts as memory workers do."""
     worker = ProcessWorker("footprint", 0)
-    worker.sock.settimeout(config.start_timeout_s)
+    worker.sock.settimeout(config.deadlines.start_timeout_s)
 
     def measured() -> Resident:
         with worker.sock.makefile() as lines:
@@ -91,7 +92,7 @@ def _memory_runtime(config: EngineConfig) -> Iterator[Measured]:
         return Resident(*answer["resident"])
 
     try:
-        worker.sock.sendall(json.dumps([config.attention, config.scheme]).encode() + b"\n")
+        worker.sock.sendall(json.dumps([config.kv.attention, config.launching.scheme]).encode() + b"\n")
         yield measured
     finally:
         worker.sock.close()
@@ -108,28 +109,29 @@ def _facts(model: str, config: EngineConfig) -> _Facts:
 
     from .explain import plan
 
-    trust = config.trust_remote_code
+    trust = config.model.trust_remote_code
     directory = find_checkpoint(model, trust_remote_code=trust)
     settings: Any = read_config(directory, trust_remote_code=trust)
-    dtype = weights_dtype(directory, settings, config.dtype)
+    dtype = weights_dtype(directory, settings, config.model.dtype)
     planned = plan(
         argparse.Namespace(
             model=model,
             dtype=str(dtype).removeprefix("torch."),
             trust_remote_code=trust,
             hoist=False,
-            tensor_parallel_size=config.tensor_parallel_size,
+            tensor_parallel_size=config.topology.tensor_parallel_size,
         )
     )
     layers = layer_shapes(planned.program)
-    max_len, wire = config.max_model_len or max_model_len(settings), planned.program.calls[0].q.dtype
+    weights = config.topology.of_rank(config.topology.weights, 0)
+    max_len, wire = config.model.max_model_len or max_model_len(settings), planned.program.calls[0].q.dtype
     return _Facts(
         weights=weight_bytes(planned.model, directory, planned.shard),
         program=planned.program,
         layers=layers,
-        partition=partition_of(config.partition, layers, config.of_rank(config.weights, 0), max_len),
+        partition=partition_of(config.topology.partition, layers, weights, max_len),
         dtype=wire,
-        kv_dtype=stored_dtype(config.kv_cache_dtype, wire),
+        kv_dtype=stored_dtype(config.kv.kv_cache_dtype, wire),
         max_len=max_len,
         vocab_size=settings.get_text_config().vocab_size,
     )
@@ -140,17 +142,17 @@ def _compute(facts: _Facts, config: EngineConfig, index: int) -> WorkerMemory:
     from lamina.compute.capacity import channel_bytes
     from lamina.compute.ring import ring_inbox
 
-    ranks, batches = config.tensor_parallel_size, config.most_batches
+    ranks, batches = config.topology.tensor_parallel_size, config.topology.most_batches
     slots = facts.partition.num_workers * _decode_channel(facts, config)
     slots += (ranks - 1) * channel_bytes(INBOX, INBOX)
     cuts = facts.program.cuts
-    if config.replicas > 1:
-        inbox = ring_inbox([c.tensors for c in cuts], max_rows=config.max_rows, num_batches=batches)
+    if config.topology.replicas > 1:
+        inbox = ring_inbox([c.tensors for c in cuts], max_rows=config.batching.max_rows, num_batches=batches)
         slots += channel_bytes(inbox, inbox)
-    carried = (batches - 1) * config.max_rows * max(c.bytes_per_token for c in cuts)
+    carried = (batches - 1) * config.batching.max_rows * max(c.bytes_per_token for c in cuts)
     return WorkerMemory(
         name=f"compute-{index}",
-        device=_device("--compute-device", config.compute_device, config.gpu_number("compute", index)),
+        device=_device("--compute-device", config.devices.compute_device, config.gpu_number("compute", index)),
         part=index % ranks,
         mapped=facts.weights.mapped,
         copied=facts.weights.copied,
@@ -164,15 +166,15 @@ def _prefill(facts: _Facts, config: EngineConfig, index: int) -> WorkerMemory:
     from lamina.protocol.partition import by_head
 
     alone = by_head([s.kv_heads for s in facts.layers], [1.0], 0)
-    needed = store_bytes(facts.layers, facts.kv_dtype, facts.max_len, config.block_size)
-    attention = attention_bytes(facts.layers, alone, 0, facts.kv_dtype, max_rows=config.max_rows)
+    needed = store_bytes(facts.layers, facts.kv_dtype, facts.max_len, config.kv.block_size)
+    attention = attention_bytes(facts.layers, alone, 0, facts.kv_dtype, max_rows=config.batching.max_rows)
     return WorkerMemory(
         name=f"prefill-{index}",
-        device=_device("--compute-device", config.compute_device, config.gpu_number("prefill", index)),
+        device=_device("--compute-device", config.devices.compute_device, config.gpu_number("prefill", index)),
         mapped=facts.weights.mapped,
         copied=facts.weights.copied,
         kv=_blocks(facts, config, alone, 0, needed),
-        slots=config.memory_workers * _prefill_channel(facts, config),
+        slots=config.topology.memory_workers * _prefill_channel(facts, config),
         workspace=_slices(facts, config) + attention,
     )
 
@@ -181,25 +183,27 @@ def _memory(facts: _Facts, config: EngineConfig, index: int, free: int) -> Worke
     """``free``: for KV blocks that --kv-memory leaves to the workers."""
     from lamina.compute.capacity import attention_bytes, choose_kv_bytes
 
-    worker = index // config.tensor_parallel_size
-    kv_bytes = config.kv_bytes() or choose_kv_bytes(
+    worker = index // config.topology.tensor_parallel_size
+    kv_bytes = config.devices.kv_bytes() or choose_kv_bytes(
         facts.layers,
         facts.partition,
         worker,
         facts.kv_dtype,
         max_len=facts.max_len,
-        max_num_seqs=config.max_num_seqs,
-        block_size=config.block_size,
-        free=free // config.tensor_parallel_size,
+        max_num_seqs=config.batching.max_num_seqs,
+        block_size=config.kv.block_size,
+        free=free // config.topology.tensor_parallel_size,
     )
-    channels = config.replicas * _decode_channel(facts, config)
-    channels += config.prefill_workers * _prefill_channel(facts, config)
+    channels = config.topology.replicas * _decode_channel(facts, config)
+    channels += config.topology.prefill_workers * _prefill_channel(facts, config)
     return WorkerMemory(
         name=f"memory-{index}",
-        device=_device("--memory-device", config.memory_device, config.gpu_number("memory", index)),
+        device=_device("--memory-device", config.devices.memory_device, config.gpu_number("memory", index)),
         kv=_blocks(facts, config, facts.partition, worker, kv_bytes),
         slots=channels,
-        workspace=attention_bytes(facts.layers, facts.partition, worker, facts.kv_dtype, max_rows=config.max_rows),
+        workspace=attention_bytes(
+            facts.layers, facts.partition, worker, facts.kv_dtype, max_rows=config.batching.max_rows
+        ),
     )
 
 
@@ -215,7 +219,7 @@ def _slices(facts: _Facts, config: EngineConfig) -> int:
     """
     from lamina.models.activations import most_bytes
 
-    rows, sampled = config.max_rows, config.max_num_seqs
+    rows, sampled = config.batching.max_rows, config.batching.max_num_seqs
     logits = facts.vocab_size * (8 * sampled + 40)
     return most_bytes(facts.program, rows=rows, sampled=sampled) + logits
 
@@ -229,8 +233,8 @@ def _blocks(facts: _Facts, config: EngineConfig, partition: Partition, worker: i
         worker,
         facts.kv_dtype,
         kv_bytes,
-        block_size=config.block_size,
-        max_rows=config.max_rows,
+        block_size=config.kv.block_size,
+        max_rows=config.batching.max_rows,
         max_len=facts.max_len,
     )
 
@@ -239,7 +243,7 @@ def _decode_channel(facts: _Facts, config: EngineConfig) -> int:
     """Slots between a compute worker and one of its memory workers."""
     from lamina.compute.capacity import channel_bytes, geometries
 
-    rows = {"max_rows": config.max_rows, "max_len": facts.max_len, "num_batches": config.most_batches}
+    rows = {"max_rows": config.batching.max_rows, "max_len": facts.max_len, "num_batches": config.topology.most_batches}
     return channel_bytes(*geometries(facts.layers, facts.partition, facts.dtype.itemsize, **rows))
 
 
@@ -247,4 +251,6 @@ def _prefill_channel(facts: _Facts, config: EngineConfig) -> int:
     """Slots between a prefill worker and a memory worker."""
     from lamina.compute.capacity import channel_bytes, kv_geometries
 
-    return channel_bytes(*kv_geometries(facts.layers, facts.partition, facts.dtype.itemsize, max_rows=config.max_rows))
+    return channel_bytes(
+        *kv_geometries(facts.layers, facts.partition, facts.dtype.itemsize, max_rows=config.batching.max_rows)
+    )

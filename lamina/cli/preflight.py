@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from lamina import netstack
-from lamina.config import EngineConfig
 from lamina.env import cluster_key
 from lamina.facts.room import check_kv_room
 from lamina.fleet.choose_transport import nearest
 from lamina.models.checkpoint import peek_config
+from lamina.protocol.options import EngineConfig
 
 from .words import counted, ranks_meet
 
@@ -27,51 +27,53 @@ def check(model: str, config: EngineConfig) -> int:
     from lamina.workers import devices
 
     _check_names(config)
-    netstack.open(config.scheme, key=cluster_key()).close()
-    elsewhere = bool(config.ray_address)  # weights and room are for its hosts to have
-    directory = find_checkpoint(model, trust_remote_code=config.trust_remote_code, weights=not elsewhere)
-    found = read_config(directory, trust_remote_code=config.trust_remote_code)
+    netstack.open(config.launching.scheme, key=cluster_key()).close()
+    elsewhere = bool(config.launching.ray_address)  # weights and room are for its hosts to have
+    directory = find_checkpoint(model, trust_remote_code=config.model.trust_remote_code, weights=not elsewhere)
+    found = read_config(directory, trust_remote_code=config.model.trust_remote_code)
     limit = max_model_len(found)
-    if config.max_model_len > limit:
-        raise ValueError(f"--max-model-len {config.max_model_len} exceeds the model's own limit of {limit} tokens")
+    if config.model.max_model_len > limit:
+        raise ValueError(
+            f"--max-model-len {config.model.max_model_len} exceeds the model's own limit of {limit} tokens"
+        )
     if heads := _kv_heads(found):
-        if heads % config.tensor_parallel_size:
+        topology, size = config.topology, config.topology.tensor_parallel_size
+        if heads % size:
             raise ValueError(
-                f"--tensor-parallel-size {config.tensor_parallel_size} does not divide the model's {heads} KV heads: "
+                f"--tensor-parallel-size {size} does not divide the model's {heads} KV heads: "
                 f"use {' or '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
             )
-        PARTITIONS[config.partition]([heads // config.tensor_parallel_size], config.of_rank(config.weights, 0), 1)
-    _check_kv(found, config, config.max_model_len or limit)
+        PARTITIONS[topology.partition]([heads // size], topology.of_rank(topology.weights, 0), 1)
+    _check_kv(found, config, config.model.max_model_len or limit)
     if elsewhere:
-        return config.max_model_len or limit
+        return config.model.max_model_len or limit
     _check_cores(config)
     compute, memory = devices.check(config)
     check_weights(directory)
-    if config.dtype == "auto":
+    if config.model.dtype == "auto":
         check_one_dtype(directory)
     free = available_bytes()
     if compute.type == "cpu":
-        check_room(directory, config.replicas + config.prefill_workers, free)
+        check_room(directory, config.topology.replicas + config.topology.prefill_workers, free)
     if memory.type == "cpu":
         check_kv_room(config, free)
-    return config.max_model_len or limit
+    return config.model.max_model_len or limit
 
 
 def _check_cores(config: EngineConfig) -> None:
-    if config.cores:
+    if config.devices.cores:
         from lamina.fleet.local import placed
 
-        in_process = netstack.in_process(config.scheme)
-        counts = {"compute": config.num_compute, "memory": config.memory_workers, "prefill": config.prefill_workers}
-        placed(config, {role: 0 if in_process else count for role, count in counts.items()})
+        in_process = netstack.in_process(config.launching.scheme)
+        placed(config, {role: 0 if in_process else count for role, count in config.topology.counts.items()})
 
 
 def stated_limit(model: str, config: EngineConfig) -> int:
     """Tokens that no sequence exceeds, as far as the flags and config.json say it at once; a start may find less."""
     _check_names(config)
-    raw = peek_config(model, trust_remote_code=config.trust_remote_code)
+    raw = peek_config(model, trust_remote_code=config.model.trust_remote_code)
     own = raw.get("text_config", raw).get("max_position_embeddings")
-    return config.max_model_len or (own if isinstance(own, int) else sys.maxsize)
+    return config.model.max_model_len or (own if isinstance(own, int) else sys.maxsize)
 
 
 def check_prompts(model: str, config: EngineConfig, prompts: Sequence[str], limit: int) -> Any:
@@ -80,7 +82,7 @@ def check_prompts(model: str, config: EngineConfig, prompts: Sequence[str], limi
     """
     from lamina.models.tokens import load_beside, token_ids
 
-    remote, limit_s = config.trust_remote_code, config.start_timeout_s
+    remote, limit_s = config.model.trust_remote_code, config.deadlines.start_timeout_s
     tokenizer = load_beside(model, trust_remote_code=remote, here=True, limit_s=limit_s).result()
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer, which --prompt needs")
@@ -108,17 +110,18 @@ def what_is_cut(tokenizer: Any, prompts: Sequence[str], max_tokens: int, limit: 
 
 def would_start(model: str, config: EngineConfig) -> str:
     """The workers of a run and what they take of memory. Raises ValueError where this host has less, naming the fix."""
-    if config.ray_address:
+    if config.launching.ray_address:
         from .cluster_plan import cluster_plan
 
         return cluster_plan(model, config)
-    compute, memory = counted(config.num_compute, "compute worker"), counted(config.memory_workers, "memory worker")
-    if config.tensor_parallel_size > 1:
-        compute += f" ({counted(config.replicas, 'replica')} x {config.tensor_parallel_size} ranks)"
-    if config.prefill_workers:
-        compute += ", " + counted(config.prefill_workers, "prefill worker")
+    topology = config.topology
+    compute, memory = counted(topology.num_compute, "compute worker"), counted(topology.memory_workers, "memory worker")
+    if topology.tensor_parallel_size > 1:
+        compute += f" ({counted(topology.replicas, 'replica')} x {topology.tensor_parallel_size} ranks)"
+    if topology.prefill_workers:
+        compute += ", " + counted(topology.prefill_workers, "prefill worker")
     config, why = nearest(config)
-    started = f"would start {compute} and {memory} over {config.scheme} for {model}"
+    started = f"would start {compute} and {memory} over {config.launching.scheme} for {model}"
     started += f": {why}" if why else ""
     return "\n".join([started, *ranks_meet(config), _memory_text(model, config)])
 
@@ -144,18 +147,18 @@ def _check_names(config: EngineConfig) -> None:
     from lamina.gemm import BACKENDS as LINEAR
     from lamina.observe.collect import check_place
 
-    check_place(config.trace)
+    check_place(config.launching.trace)
     try:
-        netstack.check_scheme(config.scheme)
+        netstack.check_scheme(config.launching.scheme)
     except ValueError as e:
         raise ValueError(f"--transport: {e}") from None
     for name, value, known in (
-        ("--attention", config.attention, ("auto", *BACKENDS)),
-        ("--gemm", config.gemm, ("auto", *LINEAR)),
+        ("--attention", config.kv.attention, ("auto", *BACKENDS)),
+        ("--gemm", config.model.gemm, ("auto", *LINEAR)),
     ):
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
-    check_store(config.attention, config.kv_cache_dtype)
+    check_store(config.kv.attention, config.kv.kv_cache_dtype)
 
 
 def _check_kv(model: Any, config: EngineConfig, max_len: int) -> None:
@@ -166,10 +169,11 @@ def _check_kv(model: Any, config: EngineConfig, max_len: int) -> None:
     layers, dim = getattr(text, "num_hidden_layers", 0), getattr(text, "head_dim", 0)
     window = getattr(text, "sliding_window", None)
     need = 2 * layers * _kv_heads(model) * (dim or 0) * min(max_len, window or max_len)
-    if 0 < config.kv_bytes() * config.memory_workers < need:
+    workers = config.topology.memory_workers
+    if 0 < config.devices.kv_bytes() * workers < need:
         raise ValueError(
-            f"--kv-memory {config.kv_memory} on {counted(config.memory_workers, 'memory worker')} cannot hold one "
-            f"sequence of {max_len} tokens, which takes {need} bytes at least: raise it, or lower --max-model-len"
+            f"--kv-memory {config.devices.kv_memory} on {counted(workers, 'memory worker')} cannot hold one sequence of"
+            f" {max_len} tokens, which takes {need} bytes at least: raise it, or lower --max-model-len"
         )
 
 

@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from lamina.background import Background
-from lamina.config import flag
 from lamina.models.checkpoint import peek_config
+from lamina.protocol.declare import flag
 from lamina.server.config import ServerConfig
 from lamina.server.template import read_template
 
@@ -71,7 +71,7 @@ def _serve(model: str, config: ServerConfig, engine: Any) -> int:
     from lamina.server.client import launch_engine
     from lamina.server.messages import Start
 
-    peek_config(model, trust_remote_code=engine.trust_remote_code)
+    peek_config(model, trust_remote_code=engine.model.trust_remote_code)
     with listener(config) as sock:
         url = _url(config, sock)
         START.begin(environment(0))

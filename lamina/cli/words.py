@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lamina.config import EngineConfig
+from lamina.protocol.options import EngineConfig
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -18,10 +18,10 @@ def ranks_meet(config: EngineConfig, hosts: Sequence[str] = ()) -> list[str]:
     """
     from lamina.collective.expect import expected
 
-    size, by_words = config.tensor_parallel_size, dict[str, list[str]]()
-    for first in range(0, config.num_compute if size > 1 else 0, size):
+    size, by_words = config.topology.tensor_parallel_size, dict[str, list[str]]()
+    for first in range(0, config.topology.num_compute if size > 1 else 0, size):
         together = len(set(hosts[first : first + size])) <= 1
-        words = expected(config.collective, config.compute_device, together=together)
+        words = expected(config.topology.collective, config.devices.compute_device, together=together)
         by_words.setdefault(words, []).extend(f"compute-{i}" for i in range(first, first + size))
-    line = f"--collective {config.collective}: ranks would meet over "
+    line = f"--collective {config.topology.collective}: ranks would meet over "
     return [line + w + (f" ({', '.join(who)})" if len(by_words) > 1 else "") for w, who in by_words.items()]

@@ -6,7 +6,7 @@ import socket
 from functools import partial
 from typing import Any
 
-import msgspec
+from msgspec import structs
 
 from lamina import attention, collective, netstack
 from lamina.attention import AttentionBackend
@@ -55,10 +55,12 @@ class _Server(ModelServer):
 
     def prepare(self) -> tuple[ComputeWorker, ComputeReady]:
         start = self.start
-        if start.tensor_parallel_size > 1 and (lacks := collective.lacks(start.collective, self.staging.device)):
+        if start.topology.tensor_parallel_size > 1 and (
+            lacks := collective.lacks(start.topology.collective, self.staging.device)
+        ):
             raise ValueError(lacks)
-        listener = self._listen(RingUrl, ring_name(start.name), RING) if start.replicas > 1 else None
-        size = start.tensor_parallel_size
+        size = start.topology.tensor_parallel_size
+        listener = self._listen(RingUrl, ring_name(start.name), RING) if start.topology.replicas > 1 else None
         ranks = self._listen(RankUrl, rank_name(start.name), ceiling(size)) if size > 1 else None
         if self.module is None:
             self._check_room(start.copies)
@@ -72,10 +74,10 @@ class _Server(ModelServer):
             emulated(program),
             attention,
             dtype=cut.dtype,
-            deterministic=start.deterministic,
+            deterministic=start.model.deterministic,
             replica=start.number,
             ring=stage_ring(ring.ring, self.staging) if ring else None,
-            ranks=Together(group, start.num_batches) if group else None,
+            ranks=Together(group, start.topology.most_batches) if group else None,
             staging=self.staging,
             trace=self.trace,
         )
@@ -92,14 +94,14 @@ class _Server(ModelServer):
         peers, start = self.service.next(block=True), self.start
         if not isinstance(peers, RankUrls):
             raise LinkClosedError("the driver ended before the ranks had met")
-        start_s, step_s = start.start_timeout_s, start.step_timeout_s
+        start_s, step_s = start.deadlines.start_timeout_s, start.deadlines.step_timeout_s
         names = [rank_name(name) for name in peers.names]
         mesh = listen_and_connect(
             self.fabric, listener, peers.urls, names, start.rank, start_timeout_s=start_s, step_timeout_s=step_s
         )
         host = start.address.rpartition(":")[0].strip("[]") or OWN_HOST
         at = RankPlace(self.staging.device, host, start_s, step_s)
-        self.group, choice = choose_and_open(start.collective, mesh, at)
+        self.group, choice = choose_and_open(start.topology.collective, mesh, at)
         self.choices["collective"] = f"{choice.name}: {choice.why}"
         self.clock.lap("meet_s")
         return self.group
@@ -109,7 +111,7 @@ class _Server(ModelServer):
         from lamina.models.checkpoint import check_room, find_checkpoint
 
         if copies > 1 and not self.staging.apart:
-            directory = find_checkpoint(self.start.model, trust_remote_code=self.start.trust_remote_code)
+            directory = find_checkpoint(self.start.path, trust_remote_code=self.start.model.trust_remote_code)
             check_room(directory, copies, available_bytes())
 
     def _close_ring(self, listener: netstack.Listener, program: Any) -> RingEnds:
@@ -123,10 +125,10 @@ class _Server(ModelServer):
             [ring_name(name) for name in (peer.before, start.name, peer.name)],
             [cut.tensors for cut in program.cuts],
             first=start.number == 0,
-            max_rows=start.max_rows,
-            num_batches=start.num_batches,
-            start_timeout_s=start.start_timeout_s,
-            step_timeout_s=start.step_timeout_s,
+            max_rows=start.batching.max_rows,
+            num_batches=start.topology.most_batches,
+            start_timeout_s=start.deadlines.start_timeout_s,
+            step_timeout_s=start.deadlines.step_timeout_s,
         )
 
     def _connect(self, cut: Cut, ring: RingEnds | None) -> tuple[Attention, list[Bound]]:
@@ -134,22 +136,22 @@ class _Server(ModelServer):
         start, partition = self.start, cut.partition
         if ring and start.number:
             ring.await_turn()
-        rows = {"max_rows": start.max_rows, "max_len": cut.max_len, "num_batches": start.num_batches}
+        rows = {"max_rows": start.batching.max_rows, "max_len": cut.max_len, "num_batches": start.topology.most_batches}
         outbound, inbound = geometries(cut.layers, partition, cut.dtype.itemsize, **rows)
         connect = partial(self.fabric.connect, outbound=outbound, inbound=inbound, name=start.name)
         links, bounds = list[MemoryLink](), list[Bound]()
         places = list(zip(start.memory_urls, start.memory_names, strict=True))
         for worker, (url, name) in enumerate(places):
             channel = connect(url, peer=name)
-            number = worker * start.tensor_parallel_size + start.rank
-            links.append(MemoryLink(channel, worker, start.step_timeout_s, self.trace, number))
+            number = worker * start.topology.tensor_parallel_size + start.rank
+            links.append(MemoryLink(channel, worker, start.deadlines.step_timeout_s, self.trace, number))
             if start.number:
                 bounds.append(links[-1].join(Join(number=start.number, layers=cut.layers)))
             else:
                 bounds.append(self._bind_next(links[-1], self._bind(worker, cut, channel), bounds))
         opens = [partial(connect, url, peer=name) for url, name in places]
-        wires = open_wires(opens, bounds, self.staging, start.step_timeout_s)
-        if ring and start.number + 1 < start.replicas:
+        wires = open_wires(opens, bounds, self.staging, start.deadlines.step_timeout_s)
+        if ring and start.number + 1 < start.topology.replicas:
             ring.pass_turn()
         pool = MemoryPool(links, partition, cut.layers, self._merging(cut, bounds[0].backend), self.staging.empty)
         if wires:
@@ -158,11 +160,11 @@ class _Server(ModelServer):
 
     def _bind_next(self, link: MemoryLink, bind: Bind, bounds: list[Bound]) -> Bound:
         """All take the backend that the first one has taken. Raises RefusedError, naming one that cannot."""
-        backend = bounds[0].backend if bounds else bind.backend
+        backend = bounds[0].backend if bounds else bind.kv.attention
         try:
-            return link.bind(msgspec.structs.replace(bind, backend=backend))
+            return link.bind(structs.replace(bind, kv=structs.replace(bind.kv, attention=backend)))
         except RefusedError as e:
-            if backend == bind.backend or repr(backend) not in str(e):
+            if backend == bind.kv.attention or repr(backend) not in str(e):
                 raise
             others = "memory workers before it took that one: name one that all have by --attention"
             raise RefusedError(f"memory worker {link.number}: {e}; {others}") from e
@@ -174,35 +176,32 @@ class _Server(ModelServer):
         try:
             return attention.get_alike(backend, CPU, cut.dtype, "reference")
         except ValueError as e:
-            raise ValueError(f"{self.role}: {e}, or --partition other than {self.start.partition}") from e
+            raise ValueError(f"{self.role}: {e}, or --partition other than {self.start.topology.partition}") from e
 
     def _bind(self, worker: int, cut: Cut, channel: netstack.Channel) -> Bind:
-        start = self.start
+        start, asked = self.start, self.start.devices.kv_bytes()
         wanted = partial(
             choose_kv_bytes,
             cut.layers,
             cut.partition,
             worker,
-            stored_dtype(start.kv_cache_dtype, cut.dtype),
+            stored_dtype(start.kv.kv_cache_dtype, cut.dtype),
             max_len=cut.max_len,
-            max_num_seqs=start.max_num_seqs,
-            block_size=start.block_size,
+            max_num_seqs=start.batching.max_num_seqs,
+            block_size=start.kv.block_size,
         )
         return Bind(
             worker=worker,
             partition=cut.partition,
             layers=cut.layers,
             dtype=str(cut.dtype).removeprefix("torch."),
-            block_size=start.block_size,
-            kv_bytes=start.kv_bytes or wanted(free=available_bytes() // start.tensor_parallel_size),
-            kv_most=0 if start.kv_bytes else wanted(free=NO_LIMIT),
-            kv_cache_dtype=start.kv_cache_dtype,
-            max_rows=start.max_rows,
+            kv=start.kv,
+            kv_bytes=asked or wanted(free=available_bytes() // start.topology.tensor_parallel_size),
+            kv_most=0 if asked else wanted(free=NO_LIMIT),
+            max_rows=start.batching.max_rows,
             max_model_len=cut.max_len,
-            replicas=start.replicas,
-            prefill_workers=start.prefill_workers,
+            replicas=start.topology.replicas,
+            prefill_workers=start.topology.prefill_workers,
             joining=start.joining,
             direct=has_whole_heads(cut.partition) and can_be_direct(channel, self.staging),
-            overlap=start.overlap,
-            backend=start.backend,
         )

@@ -90,7 +90,7 @@ class ModelServer:
         """``module``: the model itself, where the driver is this process."""
         self.start = start
         self.module = module
-        gpu = gpu_of(start.device, start.device_number)
+        gpu = gpu_of(start.devices.compute_device, start.device_number)
         self.fabric = netstack.open(start.scheme, key=start.key or cluster_key(), gpu=gpu)
         self.trace = recorder(start.trace)
         self.clock = Clock()
@@ -131,36 +131,37 @@ class ModelServer:
         start = self.start
         if start.threads and start.threads != torch.get_num_threads():
             torch.set_num_threads(start.threads)
-        source = self.module if self.module is not None else start.model
+        source = self.module if self.module is not None else start.path
         loaded = load(
             source,
-            dtype=start.dtype,
-            trust_remote_code=start.trust_remote_code,
+            dtype=start.model.dtype,
+            trust_remote_code=start.model.trust_remote_code,
             progress=self._progress,
             rank=start.rank,
-            size=start.tensor_parallel_size,
+            size=start.topology.tensor_parallel_size,
         )
-        max_len = _sequence_limit(start.max_model_len, loaded.max_model_len)
+        max_len = _sequence_limit(start.model.max_model_len, loaded.max_model_len)
         self.clock.lap("load_s")
         self._progress("cutting the model", 0, 1)
         program = convert_model(
-            loaded.model, max_model_len=max_len, deterministic=start.deterministic, part=loaded.part
+            loaded.model, max_model_len=max_len, deterministic=start.model.deterministic, part=loaded.part
         )
         self._progress("cutting the model", 1, 1)
         self.clock.lap("convert_s")
-        backend = gemm.get(linear(start.gemm, self.staging.device), torch.get_num_threads())
+        backend = gemm.get(linear(start.model.gemm, self.staging.device), torch.get_num_threads())
         layers = layer_shapes(program)
         program = self.staging.place(program)
-        partition = partition_of(start.partition, layers, start.memory_weights, max_len)
+        weights = start.topology.of_rank(start.topology.weights, start.rank)
+        partition = partition_of(start.topology.partition, layers, weights, max_len)
         return Cut(program, loaded, layers, program.calls[0].q.dtype, max_len, partition, backend)
 
     def runnable(self, cut: Cut, group: Collective | None = None) -> Any:
         """The program, meeting the other ranks of ``group``; as graphs where the device has them, or compiled."""
-        capture = self.staging.capture() if self.start.cuda_graphs else None
+        capture = self.staging.capture() if self.start.model.cuda_graphs else None
         if capture:
             return Graphs(gemm.bind(cut.program, cut.backend), capture, group)
         program = collective.bind(cut.program, group) if group else cut.program
-        if self.start.compile:
+        if self.start.model.compile:
             program = self._compiled(program, cut.backend)
         program = gemm.bind(program, cut.backend)
         return FewRows(program) if cut.backend.own_threads else program
@@ -181,8 +182,8 @@ class ModelServer:
             max_model_len=cut.max_len,
             dtype=str(cut.dtype).removeprefix("torch."),
             eos_token_ids=list(cut.loaded.eos_token_ids),
-            **together(bounds, lambda worker: worker * start.tensor_parallel_size + start.rank)._asdict(),
-            block_size=self.start.block_size,
+            **together(bounds, lambda worker: worker * start.topology.tensor_parallel_size + start.rank)._asdict(),
+            block_size=self.start.kv.block_size,
             summary={
                 **_summary(cut),
                 "attention": bounds[0].backend,
@@ -195,7 +196,9 @@ class ModelServer:
 
     def _pick(self) -> torch.device:
         start = self.start
-        return pick("--compute-device", start.device, start.device_number, start.tensor_parallel_size)
+        return pick(
+            "--compute-device", start.devices.compute_device, start.device_number, start.topology.tensor_parallel_size
+        )
 
     def _start_up(self) -> bool:
         """Whether there is a model to serve; what a user can put right has been told."""

@@ -6,6 +6,7 @@ import socket
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from lamina import attention
 from lamina.attention import name_of
@@ -47,42 +48,47 @@ class _Server(ModelServer):
             emulated(self.runnable(cut), prefill=True),
             own,
             dtype=cut.dtype,
-            deterministic=start.deterministic,
+            deterministic=start.model.deterministic,
             staging=self.staging,
             trace=self.trace,
         )
-        return PrefillWorker(worker, own, links, start.step_timeout_s, trace=self.trace), self.ready(cut, bounds)
+        return PrefillWorker(worker, own, links, start.deadlines.step_timeout_s, trace=self.trace), self.ready(
+            cut, bounds
+        )
 
     def _join(self, cut: Cut) -> tuple[list[MemoryLink], list[Bound]]:
         start, links, bounds = self.start, list[MemoryLink](), list[Bound]()
-        outbound, inbound = kv_geometries(cut.layers, cut.partition, cut.dtype.itemsize, max_rows=start.max_rows)
+        outbound, inbound = kv_geometries(
+            cut.layers, cut.partition, cut.dtype.itemsize, max_rows=start.batching.max_rows
+        )
         for worker, (url, name) in enumerate(zip(start.memory_urls, start.memory_names, strict=True)):
             channel = self.fabric.connect(url, outbound=outbound, inbound=inbound, name=start.name, peer=name)
-            links.append(MemoryLink(channel, worker, start.step_timeout_s, self.trace))
-            bounds.append(links[-1].join(Join(number=start.replicas + start.number, layers=cut.layers)))
+            links.append(MemoryLink(channel, worker, start.deadlines.step_timeout_s, self.trace))
+            bounds.append(links[-1].join(Join(number=start.topology.replicas + start.number, layers=cut.layers)))
         return links, bounds
 
     def _store(self, cut: Cut, backend: str) -> Store:
         """Of all heads of one sequence. Raises ValueError where there is no room for that."""
         start, device = self.start, self.staging.device
         free = available_bytes(device)
-        needed = store_bytes(cut.layers, stored_dtype(start.kv_cache_dtype, cut.dtype), cut.max_len, start.block_size)
+        needed = store_bytes(
+            cut.layers, stored_dtype(start.kv.kv_cache_dtype, cut.dtype), cut.max_len, start.kv.block_size
+        )
         if needed > free:
             raise ValueError(
                 f"a prefill worker takes {needed} bytes for K and V of a prompt of up to {cut.max_len} tokens, {free} "
                 f"are free: lower --max-model-len or --prefill-workers"
             )
+        own = self._backend(backend, device, cut)
         bind = Bind(
             worker=0,
             partition=by_head([s.kv_heads for s in cut.layers], [1.0], 0),
             layers=cut.layers,
             dtype=str(cut.dtype).removeprefix("torch."),
-            block_size=start.block_size,
+            kv=structs.replace(start.kv, attention=own),
             kv_bytes=needed,
-            kv_cache_dtype=start.kv_cache_dtype,
-            max_rows=start.max_rows,
+            max_rows=start.batching.max_rows,
             max_model_len=cut.max_len,
-            backend=self._backend(backend, device, cut),
         )
         return Store(bind, device)
 

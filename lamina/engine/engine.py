@@ -7,10 +7,10 @@ import random
 import time
 from collections.abc import Callable
 
-from lamina.config import EngineConfig
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.control import ALL_BANNED, Draw, Drawn, RunRound, RunStep, StepDone
 from lamina.protocol.groups import usable_blocks
+from lamina.protocol.options import EngineConfig
 from lamina.protocol.tables import BlockTables
 from lamina.request import Blame, CompletionOutput, Logprob, RequestOutput, RequestTimes, SamplingParams
 
@@ -63,24 +63,26 @@ class Engine:
         info = self.info
         usable = usable_blocks(info.num_blocks)
         self._ledger = BlockTables(info.windows, usable, info.block_size, info.lanes, info.stripe)
-        self._tuner = Tuner(config.most_batches) if config.pipeline == "auto" else None
+        self._tuner = Tuner(config.topology.most_batches) if config.topology.tries_pipelines else None
         if self._tuner:
             self.info.summary["pipeline"] = self._tuner.reason
         self.scheduler = Scheduler(
             self._ledger,
-            max_num_seqs=config.max_num_seqs,
-            prefill_chunk=config.prefill_chunk,
-            aligned=config.deterministic,
-            num_batches=self._tuner.n if self._tuner else config.most_batches,
+            max_num_seqs=config.batching.max_num_seqs,
+            prefill_chunk=config.batching.prefill_chunk,
+            aligned=config.model.deterministic,
+            num_batches=self._tuner.n if self._tuner else config.topology.most_batches,
             num_layers=self.info.num_layers,
-            num_replicas=config.replicas,
-            prefill=Prefill(config.prefill_workers, config.prefill_chunk, config.most_batches),
+            num_replicas=config.topology.replicas,
+            prefill=Prefill(
+                config.topology.prefill_workers, config.batching.prefill_chunk, config.topology.most_batches
+            ),
         )
         self._steps: dict[tuple[int, int], ScheduledStep] = {}  # in flight, by batch and step
         self._next_round = 0
         self._requests: dict[int, Request] = {}
         self._next_request = 0
-        self._seeds = random.Random(config.seed)
+        self._seeds = random.Random(config.batching.seed)
 
     @property
     def has_work(self) -> bool:

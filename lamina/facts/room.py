@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lamina.config import EngineConfig
+    from lamina.protocol.options import EngineConfig
 
 _GIB, _MIB = 1 << 30, 1 << 20
 
@@ -19,10 +19,10 @@ def free_bytes() -> int:
 
 def check_kv_room(config: EngineConfig, free: int) -> None:
     """Raises ValueError where ``free`` bytes of this host are less than --kv-memory on all memory workers."""
-    workers = config.memory_workers
-    if (asked := config.kv_bytes() * workers) > free:
+    workers = config.topology.memory_workers
+    if (asked := config.devices.kv_bytes() * workers) > free:
         on = f" on {workers} memory workers" if workers > 1 else ""
-        raise ValueError(f"--kv-memory {config.kv_memory}{on}: {too_little(asked, free, workers)}")
+        raise ValueError(f"--kv-memory {config.devices.kv_memory}{on}: {too_little(asked, free, workers)}")
 
 
 def too_little(asked: int, free: int, workers: int = 1, where: str = "here") -> str:

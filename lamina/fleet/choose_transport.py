@@ -7,10 +7,10 @@ have it at once.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 from lamina import netstack
-from lamina.config import EngineConfig
+from lamina.config import changed
+from lamina.protocol.options import EngineConfig
 
 log = logging.getLogger(__name__)
 
@@ -20,9 +20,10 @@ def nearest(config: EngineConfig) -> tuple[EngineConfig, str]:
 
     Workers that have places of their own, hosts, addresses or cores, stay processes.
     """
-    scheme = netstack.within_process(config.transport)
-    apart = config.ray_address or config.memory_addresses or config.cores
-    if not scheme or apart or "cpu" in (config.compute_device, config.memory_device):
+    scheme = netstack.within_process(config.launching.transport)
+    launching, devices = config.launching, config.devices
+    apart = launching.ray_address or launching.memory_addresses or devices.cores
+    if not scheme or apart or "cpu" in (devices.compute_device, devices.memory_device):
         return config, ""
     gpus = _gpus(config)
     if len(gpus) != 1 or None in gpus:
@@ -30,16 +31,16 @@ def nearest(config: EngineConfig) -> tuple[EngineConfig, str]:
     (gpu,) = gpus
     why = f"all workers compute on GPU {gpu}, which processes would have by turns"
     log.info("--transport: %s, for %s", scheme, why)
-    return replace(config, transport=scheme), why
+    return changed(config, {"transport": scheme}), why
 
 
 def _gpus(config: EngineConfig) -> set[int | None]:
     """Of all workers."""
     from lamina.workers.devices import gpu_of
 
-    counts = {"compute": config.num_compute, "prefill": config.prefill_workers, "memory": config.memory_workers}
+    devices = config.devices
     return {
-        gpu_of(config.memory_device if role == "memory" else config.compute_device, config.gpu_number(role, index))
-        for role, count in counts.items()
+        gpu_of(devices.memory_device if role == "memory" else devices.compute_device, config.gpu_number(role, index))
+        for role, count in config.topology.counts.items()
         for index in range(count)
     }

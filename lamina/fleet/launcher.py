@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Protocol
 
-from lamina.config import EngineConfig
+from lamina.protocol.options import EngineConfig
 
 # name -> module of this package with open_launcher(config, key, wanted) -> Launcher; imported when first used
 LAUNCHERS = {"local": "local", "ray": "ray"}
@@ -64,6 +64,6 @@ def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -
 
     Raises ImportError where its own needs are missing, ValueError where the workers do not fit, with the fix.
     """
-    module = import_module(f"{__package__}.{LAUNCHERS[config.launcher]}")
+    module = import_module(f"{__package__}.{LAUNCHERS[config.launching.launcher]}")
     launcher: Launcher = module.open_launcher(config, key, wanted)
     return launcher

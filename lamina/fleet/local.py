@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lamina import cores
-from lamina.config import EngineConfig
 from lamina.facts.room import check_kv_room, free_bytes
+from lamina.protocol.options import EngineConfig
 
 from .warm import START, NoForkError, WarmGoneError
 
@@ -132,10 +132,10 @@ class LocalLauncher:
 
 
 def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> LocalLauncher:
-    if config.memory_device == "cpu":  # of a GPU's memory its worker knows
+    if config.devices.memory_device == "cpu":  # of a GPU's memory its worker knows
         check_kv_room(config, free_bytes())
     on = {role: [cores.Cores()] * count for role, count in wanted.items()}
-    if config.cores:
+    if config.devices.cores:
         on = placed(config, wanted)
         log.info("--cores: %s", "; ".join(_lines(on)) or "fewer than workers: the system places them")
     return LocalLauncher(key, wanted, on)
@@ -146,8 +146,8 @@ def placed(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[co
     roles = "compute", "memory", "prefill"
     counts = [wanted.get(role, 0) for role in roles]
     if not all(counts[:2]):
-        raise ValueError(f"--cores: with --transport {config.transport} workers are threads of this process")
-    lists = cores.place(config.cores, counts, neighbours(), at_once=config.at_once)
+        raise ValueError(f"--cores: with --transport {config.launching.transport} workers are threads of this process")
+    lists = cores.place(config.devices.cores, counts, neighbours(), at_once=config.topology.at_once)
     return dict(zip(roles, lists, strict=True))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from lamina import netstack
-from lamina.config import MEASURED, EngineConfig, weights_of
+from lamina.config import weights_of
 from lamina.env import cluster_key
 from lamina.observe.collect import ROUND_TRIPS, Tracer
 from lamina.observe.trace import Event, Recorder
@@ -37,7 +37,9 @@ from lamina.protocol.control import (
     Stats,
     StepDone,
 )
+from lamina.protocol.declare import MEASURED
 from lamina.protocol.groups import Capacity, of_all_ranks
+from lamina.protocol.options import EngineConfig, TopologyOptions
 
 from .arrivals import Arrivals
 from .counters import Counters
@@ -66,12 +68,13 @@ class Pools:
         self._incarnation = secrets.token_hex(8)  # part of all workers' names: no other engine's has it
         self._launcher: Launcher | None = None
         self._arrivals = Arrivals()
-        self._chunks = [0] * config.prefill_workers  # in flight, by prefill worker
-        self._since = [0.0] * config.prefill_workers  # when the first of them began to be the next one that is done
+        self._batches = config.topology.most_batches
+        self._chunks = [0] * config.topology.prefill_workers  # in flight, by prefill worker
+        self._since = [0.0 for _ in self._chunks]  # when the first of them began to be the next one that is done
         self._lock = threading.Lock()  # one reader of the links at a time: run or stats
         self._counters = Counters(self._members)
-        self._starting = f"to start (--start-timeout-s {config.start_timeout_s:g})"
-        self.tracer = Tracer(config.trace or os.environ.get("LAMINA_TRACE", ""))
+        self._starting = f"to start (--start-timeout-s {config.deadlines.start_timeout_s:g})"
+        self.tracer = Tracer(config.launching.trace or os.environ.get("LAMINA_TRACE", ""))
         try:
             self.ready = self._start(model, on_progress)
             self._read_clocks()
@@ -103,7 +106,7 @@ class Pools:
         with self._lock:
             while (done := self._arrivals.take()) is None:
                 done = self._receive()
-                if done.batch >= self._config.most_batches:  # of a prefill worker, whose only link keeps the order
+                if done.batch >= self._batches:  # of a prefill worker, whose only link keeps the order
                     break
                 self._arrivals.add(done)
         self.tracer.recorder.add(Event.WAIT_DONE, start, done)
@@ -111,7 +114,7 @@ class Pools:
         return done
 
     def _receive(self) -> StepDone:
-        limit, steps = self._config.step_timeout_s, len(self._arrivals)
+        limit, steps = self._config.deadlines.step_timeout_s, len(self._arrivals)
         owing = [member for member, chunks in zip(self._prefill, self._chunks, strict=True) if chunks]
         what = "a step" if steps else "a chunk of a prompt"
         if steps or not owing:
@@ -125,7 +128,7 @@ class Pools:
         """Steps of compute workers must not hide that a prefill worker hangs. One that has answered does not, however
         long the driver has not listened.
         """
-        now, limit, first = time.monotonic(), self._config.step_timeout_s, self._config.most_batches
+        now, limit, first = time.monotonic(), self._config.deadlines.step_timeout_s, self._batches
         if done.batch >= first:
             self._chunks[done.batch - first] -= 1
             self._since[done.batch - first] = now
@@ -165,7 +168,7 @@ class Pools:
 
     @property
     def _counters_limit(self) -> tuple[float, str]:
-        limit_s = self._config.step_timeout_s
+        limit_s = self._config.deadlines.step_timeout_s
         return limit_s + GRACE_S, f"to report its counters (--step-timeout-s {limit_s:g})"
 
     def close(self) -> None:
@@ -206,9 +209,9 @@ class Pools:
     def _start(self, model: Any, on_progress: Callable[[str, int, int], None]) -> ComputeReady:
         config, key = self._config, cluster_key()
         module = None if isinstance(model, str) else model  # an nn.Module: LLM has checked
-        one_process = netstack.in_process(config.scheme)
+        one_process = netstack.in_process(config.launching.scheme)
         here = one_process or module is not None
-        counts = {"memory": config.memory_workers, "compute": config.num_compute, "prefill": config.prefill_workers}
+        counts = config.topology.counts
         threaded = {"memory": one_process, "compute": here, "prefill": here}
         wanted = {role: 0 if threaded[role] else count for role, count in counts.items()}
         self._launcher = launcher = open_launcher(config, key, wanted)
@@ -218,13 +221,13 @@ class Pools:
                 threads = self._threads(role, index, one_process=one_process)
                 worker = ThreadWorker(role, index, *extra) if threaded[role] else launcher.start(role, index, threads)
                 self._members.add(worker)
-        deadline = time.monotonic() + config.start_timeout_s
+        deadline = time.monotonic() + config.deadlines.start_timeout_s
         urls = self._start_memory(one_process=one_process, deadline=deadline)
-        weights = self._weigh(deadline)
+        topology = self._weigh(deadline)
         path, own_key = model if module is None else "", key if here else launcher.key
         for member in self._compute + self._prefill:
             threads = self._threads(member.handle.role, member.handle.index, one_process=one_process)
-            self._members.send(member, self._start_compute(path, own_key, urls, weights, threads, member.handle))
+            self._members.send(member, self._start_compute(path, own_key, urls, topology, threads, member.handle))
         self._introduce_ranks(deadline)
         self._close_ring(deadline)
         on_progress("starting workers", 1, 1)
@@ -233,7 +236,7 @@ class Pools:
             self._members.send(member, Connect())
             readies[member.label] = self._await_compute(member, deadline, on_progress)
         check_alike(readies)
-        return self._together(list(readies.values())[: config.tensor_parallel_size])
+        return self._together(list(readies.values())[: config.topology.tensor_parallel_size])
 
     def _threads(self, role: str, index: int, *, one_process: bool) -> int:
         """Memory workers of one host run at the same time, the compute worker while they rest; its ranks, if it has
@@ -241,9 +244,9 @@ class Pools:
         cores.
         """
         config, launcher = self._config, self._launcher
-        if role != "memory" and (config.compute_threads or config.tensor_parallel_size == 1):
-            return config.compute_threads
-        chosen = config.memory_threads if role == "memory" else 0
+        if role != "memory" and (config.devices.compute_threads or config.topology.tensor_parallel_size == 1):
+            return config.devices.compute_threads
+        chosen = config.devices.memory_threads if role == "memory" else 0
         return chosen or (0 if one_process or launcher is None else launcher.share(role, index))
 
     def _start_memory(self, *, one_process: bool, deadline: float) -> list[str]:
@@ -251,15 +254,14 @@ class Pools:
         config, launcher, memory, urls = self._config, self._launcher, self._members.role("memory"), list[str]()
         for member, address in zip(memory, config.addresses, strict=True):
             start = StartMemory(
-                scheme=config.scheme,
+                scheme=config.launching.scheme,
                 address=address or member.handle.place,
                 name=self._name("memory", member.handle.index),
                 key=launcher.key if launcher else b"",
                 threads=self._threads("memory", member.handle.index, one_process=one_process),
-                device=config.memory_device,
+                devices=config.devices,
                 device_number=self._gpu_number(member.handle),
-                device_users=1 if member.handle.place else config.gpu_number("memory", config.memory_workers),
-                sms=config.memory_sms,
+                device_users=1 if member.handle.place else config.gpu_number("memory", config.topology.memory_workers),
                 trace=self.tracer.on,
             )
             self._members.send(member, start)
@@ -268,12 +270,12 @@ class Pools:
                 left = deadline - time.monotonic()
                 urls.append(self._members.wait_for([member], MemoryReady, left, self._starting).url)
         except ValueError as e:
-            raise ValueError(f"--memory-addresses: {e}" if config.memory_addresses else str(e)) from None
+            raise ValueError(f"--memory-addresses: {e}" if config.launching.memory_addresses else str(e)) from None
         return urls
 
     def _introduce_ranks(self, deadline: float) -> None:
         """Tell the ranks of every replica where they are."""
-        size = self._config.tensor_parallel_size
+        size = self._config.topology.tensor_parallel_size
         for first in range(0, len(self._compute) if size > 1 else 0, size):
             ranks = self._compute[first : first + size]
             urls = self._urls(ranks, RankUrl, deadline)
@@ -282,8 +284,8 @@ class Pools:
 
     def _close_ring(self, deadline: float) -> None:
         """Tell every replica where the next one is, each rank for itself."""
-        size = self._config.tensor_parallel_size
-        for rank in range(size if self._config.replicas > 1 else 0):
+        size = self._config.topology.tensor_parallel_size
+        for rank in range(size if self._config.topology.replicas > 1 else 0):
             replicas = self._compute[rank::size]
             urls = self._urls(replicas, RingUrl, deadline)
             names, last = self._names(replicas), len(replicas) - 1
@@ -313,68 +315,50 @@ class Pools:
                 rank, *own, holders, size / 1e6,
             )  # fmt: skip
         if len(ranks) > 1:
-            log.info("--collective %s: %s", self._config.collective, ranks[0].summary["collective"])
+            log.info("--collective %s: %s", self._config.topology.collective, ranks[0].summary["collective"])
         capacities = [Capacity(r.windows, r.lanes, r.stripe, r.num_blocks, r.holders) for r in ranks]
         return msgspec.structs.replace(ranks[0], **of_all_ranks(capacities)._asdict())
 
-    def _weigh(self, deadline: float) -> list[float]:
-        """The memory workers' parts of the work. All measure at once, as they will read at once."""
+    def _weigh(self, deadline: float) -> TopologyOptions:
+        """With the memory workers' parts of the work. All measure at once, as they will read at once."""
         config, memory = self._config, self._members.role("memory")
-        if config.memory_weights != MEASURED:
-            return config.weights
+        topology = config.topology
+        if topology.memory_weights != MEASURED:
+            return topology
         for member in memory:
             self._members.send(member, AskRate())
         answers = [self._members.wait_for([m], Rate, deadline - time.monotonic(), self._starting) for m in memory]
-        size, rates = config.tensor_parallel_size, [a.read_bytes_s for a in answers]
+        size, rates = topology.tensor_parallel_size, [a.read_bytes_s for a in answers]
         rates = [min(rates[w - w % size :][:size]) for w in range(len(rates))]  # the same for every rank
         weights = weights_of(rates)
         texts = [f"{w:g} ({r / 1e9:.1f} GB/s)" for w, r in zip(weights, rates, strict=True)]
         log.info("--memory-weights measured: %s", ", ".join(texts))
-        return weights
+        return msgspec.structs.replace(topology, memory_weights=tuple(weights))
 
     def _start_compute(
-        self, model: str, key: bytes, urls: list[str], weights: list[float], threads: int, handle: WorkerHandle
+        self, path: str, key: bytes, urls: list[str], topology: TopologyOptions, threads: int, handle: WorkerHandle
     ) -> StartCompute:
-        c = self._config
-        rank = handle.index % c.tensor_parallel_size
+        config, rank = self._config, handle.index % topology.tensor_parallel_size
         return StartCompute(
-            model=model,
-            dtype=c.dtype,
-            trust_remote_code=c.trust_remote_code,
-            max_model_len=c.max_model_len,
-            max_rows=c.max_rows,
-            max_num_seqs=c.max_num_seqs,
-            num_batches=c.most_batches,
-            number=handle.index // c.tensor_parallel_size,
-            replicas=c.replicas,
+            path=path,
+            model=config.model,
+            kv=config.kv,
+            batching=config.batching,
+            topology=topology,
+            devices=config.devices,
+            deadlines=config.deadlines,
+            number=handle.index // topology.tensor_parallel_size,
             rank=rank,
-            tensor_parallel_size=c.tensor_parallel_size,
-            collective=c.collective,
-            prefill_workers=c.prefill_workers,
             copies=self._copies(handle),
-            block_size=c.block_size,
-            kv_bytes=c.kv_bytes(),
-            kv_cache_dtype=c.kv_cache_dtype,
-            overlap=c.overlap,
-            deterministic=c.deterministic,
-            backend=c.attention,
-            gemm=c.gemm,
-            compile=c.compile,
-            device=c.compute_device,
             device_number=self._gpu_number(handle),
-            cuda_graphs=c.cuda_graphs,
             threads=threads,
-            scheme=c.scheme,
+            scheme=config.launching.scheme,
             address=handle.place,
             name=self._name(handle.role, handle.index),
             key=key,
-            memory_urls=c.of_rank(urls, rank),
-            memory_names=c.of_rank(self._names(self._members.role("memory")), rank),
-            joining=self._names(self._compute[rank :: c.tensor_parallel_size] + self._prefill),
-            memory_weights=c.of_rank(weights, rank),
-            partition=c.partition,
-            start_timeout_s=c.start_timeout_s,
-            step_timeout_s=c.step_timeout_s,
+            memory_urls=topology.of_rank(urls, rank),
+            memory_names=topology.of_rank(self._names(self._members.role("memory")), rank),
+            joining=self._names(self._compute[rank :: topology.tensor_parallel_size] + self._prefill),
             trace=self.tracer.on,
         )
 
@@ -385,7 +369,7 @@ class Pools:
     def _copies(self, handle: WorkerHandle) -> int:
         """Of the weights on a worker's host, if it is the first one there that has them."""
         here = [m.handle for m in self._compute + self._prefill if m.handle.place == handle.place]
-        return -(-len(here) // self._config.tensor_parallel_size) if here[0] is handle else 0
+        return -(-len(here) // self._config.topology.tensor_parallel_size) if here[0] is handle else 0
 
     def _await_compute(
         self, member: Member, deadline: float, on_progress: Callable[[str, int, int], None]

@@ -20,8 +20,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from lamina import __version__
-from lamina.config import EngineConfig, flag
 from lamina.netstack import ChannelError
+from lamina.protocol.declare import flag
+from lamina.protocol.options import EngineConfig
 from lamina.protocol.sealed import SealedSocket
 
 from .hosts import head_address
@@ -81,12 +82,12 @@ class RayLauncher:
 
     def __init__(self, ray: Any, owned: bool, config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> None:
         self._ray, self._owned, self._key = ray, owned, key
-        self._limit_s = min(CALL_S, config.start_timeout_s)
+        self._limit_s = min(CALL_S, config.deadlines.start_timeout_s)
         self._incarnation = secrets.token_hex(8)  # part of the names on control links
         self._wardens: dict[tuple[str, int], Any] = {}
         try:
             self.places = find_places(ray, config, wanted)
-            check_kv_memory(self.places, config.kv_bytes())
+            check_kv_memory(self.places, config.devices.kv_bytes())
             for role, places in self.places.items():
                 for index, at in enumerate(places):
                     self._wardens[role, index] = self._warden(at)
@@ -163,7 +164,7 @@ def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -
     ray = load()
     owned = not ray.is_initialized()
     if owned:
-        _join(ray, config.ray_address)
+        _join(ray, config.launching.ray_address)
     return RayLauncher(ray, owned, config, key, wanted)
 
 
@@ -185,13 +186,16 @@ def wishes(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, tuple[i
     """For ``placement.place``, compute workers first: they need each other most."""
     traits = {"compute": "compute_on", "prefill": "compute_on", "memory": "memory_on"}
     return {
-        role: (wanted[role], getattr(config, name), flag(name)) for role, name in traits.items() if wanted.get(role)
+        role: (wanted[role], getattr(config.launching, name), flag(name))
+        for role, name in traits.items()
+        if wanted.get(role)
     }
 
 
 def on_gpu(config: EngineConfig) -> set[str]:
     """Roles whose workers need a GPU: Ray shows a worker no other than those that it has reserved for it."""
-    devices = {"compute": config.compute_device, "prefill": config.compute_device, "memory": config.memory_device}
+    compute, memory = config.devices.compute_device, config.devices.memory_device
+    devices = {"compute": compute, "prefill": compute, "memory": memory}
     return {role for role, device in devices.items() if device.startswith("cuda")}
 
 
@@ -199,7 +203,7 @@ def find_places(ray: Any, config: EngineConfig, wanted: Mapping[str, int]) -> di
     """Where the workers go. What those of a service that has just ended took is free a moment later: it is waited for
     where the cluster has room. Raises ValueError.
     """
-    asked = wishes(config, wanted), config.placement, on_gpu(config)
+    asked = wishes(config, wanted), config.launching.placement, on_gpu(config)
     deadline = time.monotonic() + FREED_S
     while True:
         try:

@@ -38,7 +38,7 @@ class DirectLayers:
             self.wire.settle()
 
     def _launch(self, step: Step, layer: int, messages: Messages) -> None:
-        overlap, due = self._store.bind.overlap, self._lines_of(step)[layer]
+        overlap, due = self._store.bind.kv.overlap, self._lines_of(step)[layer]
         q = self._receive(due[0], messages.q_bytes)
         if overlap:
             stored = step.attend_stored(layer, q)

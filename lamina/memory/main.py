@@ -84,7 +84,7 @@ class _Server:
     def _listen(self) -> Listener | None:
         """None where that is impossible, and the driver knows why."""
         try:
-            gpu = None if self._start.device == "cpu" else self._pick_gpu()
+            gpu = None if self._start.devices.memory_device == "cpu" else self._pick_gpu()
             self._fabric = netstack.open(self._start.scheme, key=self._start.key or cluster_key(), gpu=gpu)
             return self._fabric.listen(self._start.address, name=self._start.name)
         except (ValueError, ImportError, ChannelError) as e:
@@ -96,8 +96,8 @@ class _Server:
         from lamina.workers.devices import limit
 
         device = self._loaded().device
-        if self._start.sms and device.type != "cpu":
-            self._limit = limit(device, self._start.sms)
+        if (sms := self._start.devices.memory_sms) and device.type != "cpu":
+            self._limit = limit(device, sms)
         return device.index
 
     def _loaded(self) -> MemoryWorker:
@@ -108,9 +108,9 @@ class _Server:
 
                 from .worker import MemoryWorker
 
-                start = self._start
-                device = pick("--memory-device", start.device, start.device_number)
-                self._worker = MemoryWorker(device, self._trace, share(start.device, start.device_users))
+                start, asked = self._start, self._start.devices.memory_device
+                device = pick("--memory-device", asked, start.device_number)
+                self._worker = MemoryWorker(device, self._trace, share(asked, start.device_users))
             return self._worker
 
     def _set_threads(self) -> None:

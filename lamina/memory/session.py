@@ -183,11 +183,11 @@ class Session:
         source, reply = (self._channels[step.plan.replica_of(i)] for i in (layer, layer + 1))
         q_arrival = self._expect(step, layer, Kind.Q, messages.q_bytes)
         q = self._message(q_arrival)
-        if self._store.bind.overlap:
+        if self._store.bind.kv.overlap:
             stored = self._attend_stored(step, layer, q)
         kv_arrival = self._expect(step, layer, Kind.KV, messages.kv_bytes)
         kv = self._message(kv_arrival)
-        if not self._store.bind.overlap:
+        if not self._store.bind.kv.overlap:
             stored = self._attend_stored(step, layer, q)
         start = trace.now()
         rows = step.rows(layer, kv)

@@ -63,8 +63,8 @@ class Store:
         self.staging = open_staging(device)
         self.device = device
         self._kv_bytes = _kv_bytes(bind, device, share)
-        self.kv_dtype = stored_dtype(bind.kv_cache_dtype, self.dtype)
-        self.backend = get(bind.backend, device, self.dtype, self.kv_dtype)
+        self.kv_dtype = stored_dtype(bind.kv.kv_cache_dtype, self.dtype)
+        self.backend = get(bind.kv.attention, device, self.dtype, self.kv_dtype)
         self.view = 0
         self.placement = Placement(bind.partition.num_lanes, bind.partition.stripe * CHUNK_TOKENS)  # in tokens
         groups, specs = list[Group](), [_spec(shape) for shape in bind.layers]
@@ -79,7 +79,8 @@ class Store:
         ]
         windows, lanes = [g.window for g in groups], [g.lanes for g in groups]
         num_blocks = self._num_blocks(windows, lanes, numbered)
-        self.tables = BlockTables(windows, num_blocks, bind.block_size, lanes, self.placement.stripe // bind.block_size)
+        stripe_blocks = self.placement.stripe // bind.kv.block_size
+        self.tables = BlockTables(windows, num_blocks, bind.kv.block_size, lanes, stripe_blocks)
         self.layers = [[StoredPiece(g, op, self._allocate(op, num_blocks[g])) for g, op in x] for x in numbered]
         backend, stripe = name_of(self.backend), self.tables.stripe
         self.bound = Bound(windows=windows, lanes=lanes, stripe=stripe, num_blocks=num_blocks, backend=backend)
@@ -133,30 +134,33 @@ class Store:
     ) -> list[int]:
         bind, block_bytes = self.bind, [0] * len(windows)
         for group, op in (piece for layer in layers for piece in layer):
-            block_bytes[group] += bind.block_size * op.kv_heads * head_bytes(op.qk_dim, op.v_dim, self.kv_dtype)
+            block_bytes[group] += bind.kv.block_size * op.kv_heads * head_bytes(op.qk_dim, op.v_dim, self.kv_dtype)
         return split_memory(
             self._kv_bytes,
             block_bytes,
             windows,
             lanes,
-            stripe=self.placement.stripe // bind.block_size,
-            block_size=bind.block_size,
+            stripe=self.placement.stripe // bind.kv.block_size,
+            block_size=bind.kv.block_size,
             max_rows=bind.max_rows,
             max_len=bind.max_model_len,
         )
 
     def _allocate(self, op: Operator, num_blocks: int) -> LayerStore:
         return allocate(
-            num_blocks, op.kv_heads, self.bind.block_size, op.qk_dim, op.v_dim, dtype=self.kv_dtype, device=self.device
+            num_blocks,
+            op.kv_heads,
+            self.bind.kv.block_size,
+            op.qk_dim,
+            op.v_dim,
+            dtype=self.kv_dtype,
+            device=self.device,
         )
 
 
 def _check(bind: Bind) -> None:
     if bind.dtype not in DTYPES:
         raise ValueError(f"--dtype {bind.dtype}: it must be one of {', '.join(DTYPES)}")
-    if bind.block_size < 1 or CHUNK_TOKENS % bind.block_size:
-        fits = [str(n) for n in range(1, CHUNK_TOKENS + 1) if CHUNK_TOKENS % n == 0]
-        raise ValueError(f"--block-size {bind.block_size} does not divide {CHUNK_TOKENS}: use one of {', '.join(fits)}")
     if bind.replicas < 1 or bind.prefill_workers < 0:
         raise ProtocolError(f"bind of {bind.replicas} replicas and {bind.prefill_workers} prefill workers")
     if bind.max_rows < 1 or bind.max_model_len < 1:

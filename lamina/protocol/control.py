@@ -18,6 +18,7 @@ import msgspec
 
 from lamina.request import FILTERS
 
+from .options import BatchingOptions, Deadlines, DeviceOptions, KVOptions, ModelOptions, TopologyOptions
 from .partition import Lanes
 from .plan import StepPlan
 
@@ -45,10 +46,9 @@ class StartMemory(msgspec.Struct, frozen=True, kw_only=True, tag="start-memory")
     name: str = ""  # which it proves to compute and prefill workers
     key: bytes  # empty: the worker's environment has it
     threads: int  # of the attention backend
-    device: str = "cpu"  # as in --memory-device
+    devices: DeviceOptions = DeviceOptions()
     device_number: int = 0  # among the workers here that take the host's GPUs in turn
     device_users: int = 1  # how many they are
-    sms: int = 0  # of the GPU's multiprocessors that it may use; 0 = all
     trace: bool = False  # record spans
 
 
@@ -96,44 +96,26 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, tag="trace"):
 class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute"):
     """Driver -> compute or prefill worker, first message. Answered by Progress, then ComputeReady or Failed."""
 
-    model: str  # path or hub id; "" where the worker was given a module in its own process
-    dtype: str
-    trust_remote_code: bool
-    max_model_len: int  # 0 = the model's own
-    max_rows: int
-    max_num_seqs: int
-    num_batches: int  # that take turns
+    path: str  # of the model, or its hub id; "" where the worker was given a module in its own process
+    model: ModelOptions
+    kv: KVOptions
+    batching: BatchingOptions
+    topology: TopologyOptions  # with the weights of all memory workers, measured ones too
+    devices: DeviceOptions
+    deadlines: Deadlines
     number: int  # of the replica, or of the prefill worker among its own kind
-    replicas: int
-    rank: int = 0  # which part of the weights
-    tensor_parallel_size: int = 1  # parts that there are; a worker has the memory workers of its rank alone
-    collective: str = "auto"  # how the ranks meet, as in --collective
-    prefill_workers: int
-    copies: int = 1  # of the weights on this host, for the first worker there to find room for; 0 for the others
-    block_size: int
-    kv_bytes: int  # on each memory worker; 0 = choose
-    kv_cache_dtype: str = "auto"  # as in Bind
-    overlap: bool
-    deterministic: bool
-    backend: str  # attention backend of the memory workers
-    gemm: str  # backend of the linear layers
-    compile: bool = False  # what lies between them
-    device: str = "cpu"  # as in --compute-device
-    device_number: int = 0  # among the workers here that take the host's GPUs in turn
-    cuda_graphs: bool = True  # where the device has them
+    rank: int  # which part of the weights
+    copies: int  # of the weights on this host, for the first worker there to find room for; 0 for the others
+    device_number: int  # among the workers here that take the host's GPUs in turn
     threads: int  # 0 = torch's own choice
     scheme: str
-    address: str = ""  # where replicas listen for each other, as for memory workers
-    name: str = ""  # which it proves to other workers
+    address: str  # where replicas listen for each other, as for memory workers
+    name: str  # which it proves to other workers
     key: bytes  # empty: the worker's environment has it
-    memory_urls: list[str]
+    memory_urls: list[str]  # of the memory workers of its rank
     memory_names: list[str]
     joining: list[str]  # as in Bind
-    memory_weights: list[float]  # each one's part of the work
-    partition: str  # by its name in protocol.partition.PARTITIONS
-    start_timeout_s: float
-    step_timeout_s: float
-    trace: bool = False  # record spans
+    trace: bool  # record spans
 
 
 class RingUrl(msgspec.Struct, frozen=True, kw_only=True, tag="ring-url"):

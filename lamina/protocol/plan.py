@@ -32,6 +32,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from .options import KVOptions
 from .partition import Lanes, Partition
 from .placement import FIRST, Place
 
@@ -109,21 +110,6 @@ class Truncate(msgspec.Struct, frozen=True, array_like=True, tag="truncate"):
     length: int
 
 
-class Fork(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
-    """Start ``sequence`` with the first ``length`` tokens of ``source``."""
-
-    sequence: int
-    source: int
-    length: int
-
-
-class Shift(msgspec.Struct, frozen=True, array_like=True, tag="shift"):
-    """Move a sequence's positions by ``delta`` (rotates the stored K)."""
-
-    sequence: int
-    delta: int
-
-
 class Grant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
     """Hold blocks as Rows do, for K and V that prefill worker ``worker`` sends as its step ``step``. Until they are
     stored, the sequence must have no rows and must not be freed or truncated.
@@ -142,19 +128,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
         return Rows(self.sequence, self.first, self.count, self.place)
 
 
-class Export(msgspec.Struct, frozen=True, array_like=True, tag="export"):
-    """Hand a sequence's blocks to a KV tier or another worker."""
-
-    sequence: int
-
-
-class Import(msgspec.Struct, frozen=True, array_like=True, tag="import"):
-    """Take a sequence's blocks from a KV tier or another worker."""
-
-    sequence: int
-
-
-SequenceOp = New | Free | Truncate | Fork | Shift | Grant | Export | Import
+SequenceOp = New | Free | Truncate | Grant
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -205,7 +179,7 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True):
     partition: Partition
     layers: list[LayerShape]
     dtype: str  # of the wire: "float32", "bfloat16", "float16"
-    block_size: int  # tokens in a KV block
+    kv: KVOptions
     kv_bytes: int  # memory for KV blocks on this worker
     kv_most: int = 0  # of them, all sequences need no more; a device of its own memory takes them, as far as it has it
     max_rows: int  # rows in a step at most
@@ -213,10 +187,7 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int = 1  # compute workers: this one and those that will join
     prefill_workers: int = 0  # that will join behind them
     joining: list[str] = []  # the names of all that connect, by number, this one's first; empty: they have none
-    kv_cache_dtype: str = "auto"  # of the store, by its name in kv.stored; auto = that of the wire
     direct: bool = False  # the devices of this side could send and receive what is of a layer
-    overlap: bool = True  # attend the stored tokens as soon as Q is there, not only once KV has come
-    backend: str = "reference"
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
-from lamina.config import flag, option, parse_size
+from lamina.protocol.declare import flag, parse_size
+
+
+def option(default: Any, help: str) -> Any:
+    """A field with the text that ``lamina-launch`` prints for its flag."""
+    return dataclasses.field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, kw_only=True)

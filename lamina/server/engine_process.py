@@ -51,8 +51,8 @@ def serve_engine(sock: socket.socket) -> None:
 
 def _serve(link: ControlLink, start: Start) -> None:
     config, _ = nearest(start.config)
-    here = netstack.open(config.scheme, key=bytes(32)).in_process
-    remote, limit_s = config.trust_remote_code, config.start_timeout_s
+    here = netstack.open(config.launching.scheme, key=bytes(32)).in_process
+    remote, limit_s = config.model.trust_remote_code, config.deadlines.start_timeout_s
     tokenizer = load_beside(start.tokenizer or start.model, trust_remote_code=remote, here=here, limit_s=limit_s)
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -240,7 +240,7 @@ class _Loop:
         return Ready(
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
-            max_num_seqs=self._engine.config.max_num_seqs,
+            max_num_seqs=self._engine.config.batching.max_num_seqs,
             dtype=info.dtype,
             block_size=info.block_size,
             num_blocks=list(info.num_blocks),

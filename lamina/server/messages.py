@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lamina.config import EngineConfig
+from lamina.protocol.options import EngineConfig
 from lamina.request import Blame, SamplingParams
 
 Logprobs = list[tuple[int, float]]  # the token itself first, then the best alternatives

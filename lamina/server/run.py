@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 import uvicorn
 import uvloop
 
-from lamina.config import EngineConfig
 from lamina.fleet.launcher import WorkerHandle
 from lamina.models.tokens import load_beside
 from lamina.protocol.control import Progress
+from lamina.protocol.options import EngineConfig
 
 from .admission import Admission
 from .app import layered, make_app
@@ -66,7 +66,7 @@ async def _serve(
     on_ready: Callable[[], None],
 ) -> int:
     source = config.tokenizer or model
-    remote, limit_s = engine_config.trust_remote_code, engine_config.start_timeout_s
+    remote, limit_s = engine_config.model.trust_remote_code, engine_config.deadlines.start_timeout_s
     stages = _Stages()
     with _ended_by_signals(handle):
         loading = load_beside(source, trust_remote_code=remote, here=False, limit_s=limit_s)
@@ -102,7 +102,10 @@ def _service(
         gauges=gauges,
         fields=UnknownFields(allowed=config.allow_unknown_fields),
         admission=Admission(
-            engine_config.max_num_seqs, config.max_num_queued_reqs, config.max_num_queued_tokens, metrics.rejected
+            engine_config.batching.max_num_seqs,
+            config.max_num_queued_reqs,
+            config.max_num_queued_tokens,
+            metrics.rejected,
         ),
     )
 

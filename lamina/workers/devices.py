@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lamina import attention, collective
-from lamina.config import EngineConfig
+from lamina.protocol.options import EngineConfig
 
 green_contexts: Any = None
 with suppress(ImportError):  # of an older torch
@@ -96,24 +96,24 @@ def check(config: EngineConfig) -> tuple[torch.device, torch.device]:
     """The first compute worker's device and the first memory worker's, on this host. Raises what their start would:
     ValueError, ImportError, naming the flag.
     """
-    ranks, prefill = config.tensor_parallel_size, range(config.prefill_workers)
+    ranks, prefill = config.topology.tensor_parallel_size, range(config.topology.prefill_workers)
     numbers = [
-        *(config.gpu_number("compute", i) for i in range(config.num_compute)),
+        *(config.gpu_number("compute", i) for i in range(config.topology.num_compute)),
         *(config.gpu_number("prefill", i) for i in prefill),
     ]
-    compute, *_ = [pick("--compute-device", config.compute_device, n, ranks) for n in numbers]
-    linear(config.gemm, compute)
-    if ranks > 1 and (lacks := collective.lacks(config.collective, compute)):
+    compute, *_ = [pick("--compute-device", config.devices.compute_device, n, ranks) for n in numbers]
+    linear(config.model.gemm, compute)
+    if ranks > 1 and (lacks := collective.lacks(config.topology.collective, compute)):
         raise ValueError(lacks)
-    memory = pick("--memory-device", config.memory_device, config.gpu_number("memory", 0))
+    memory = pick("--memory-device", config.devices.memory_device, config.gpu_number("memory", 0))
     if memory.type != "cpu":
-        dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+        dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
         try:
-            attention.get(config.attention, memory, dtype)
+            attention.get(config.kv.attention, memory, dtype)
         except ValueError as error:
             raise ValueError(
-                f"--attention {config.attention} with --memory-device {config.memory_device}: {error}"
+                f"--attention {config.kv.attention} with --memory-device {config.devices.memory_device}: {error}"
             ) from None
-        if config.memory_sms:
-            check_sms(memory, config.memory_sms)
+        if config.devices.memory_sms:
+            check_sms(memory, config.devices.memory_sms)
     return compute, memory

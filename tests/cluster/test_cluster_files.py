@@ -13,7 +13,7 @@ import pytest
 
 from lamina.cli.cluster import is_here, ray_arguments
 from lamina.cli.launch import main
-from lamina.config import EngineConfig
+from lamina.config import make_config
 from lamina.fleet import ray as ray_launcher
 from lamina.fleet.hosts import head_address, read_cluster
 from lamina.fleet.launcher import open_launcher
@@ -167,10 +167,10 @@ def test_without_ray_there_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: 
     find = importlib.util.find_spec
     monkeypatch.setattr(ray_launcher, "find_spec", lambda name: None if name == "ray" else find(name))
     with pytest.raises(ImportError, match=r"--ray-address needs Ray 2\.52 or newer: pip install 'lamina\[ray\]'"):
-        open_launcher(EngineConfig(ray_address="auto"), bytes(32), {"memory": 1, "compute": 1})
+        open_launcher(make_config({"ray_address": "auto"}), bytes(32), {"memory": 1, "compute": 1})
     assert main(["generate", MODEL, "--prompt", "x", "--ray-address", "auto"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    open_launcher(EngineConfig(), bytes(32), {"memory": 1, "compute": 1}).close()  # this one needs none
+    open_launcher(make_config({}), bytes(32), {"memory": 1, "compute": 1}).close()  # this one needs none
 
 
 def test_the_local_launcher_loads_no_ray() -> None:

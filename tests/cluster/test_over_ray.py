@@ -16,7 +16,7 @@ import pytest
 from fake_cluster import ROOT, FakeCluster
 
 from lamina import LLM, SamplingParams
-from lamina.config import EngineConfig
+from lamina.config import make_config
 from lamina.engine.wire import WorkerError
 from lamina.fleet.ray import RayWorker, open_launcher
 
@@ -104,7 +104,7 @@ DRIVER = """
 import sys
 from lamina import LLM, SamplingParams
 from lamina.fleet.ray import RayWorker, open_launcher
-from lamina.config import EngineConfig
+from lamina.config import make_config
 llm = LLM(sys.argv[1], ray_address=sys.argv[2], dtype="float32", memory_workers=2)
 print(*llm.pools.pids.values(), flush=True)
 for _ in range(1000):
@@ -139,7 +139,7 @@ def test_each_worker_reserves_a_gpu_and_sees_no_other(tmp_path: Path, monkeypatc
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    config = EngineConfig(ray_address=cluster.address, compute_device="cuda", memory_device="cuda")
+    config = make_config({"ray_address": cluster.address, "compute_device": "cuda", "memory_device": "cuda"})
     launcher, workers = None, list[RayWorker]()
     try:
         launcher = open_launcher(config, os.urandom(32), {"compute": 1, "memory": 1})

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "tests" / "cluster"))
 from fake_cluster import FakeCluster  # noqa: E402 - needs the path above
 
 from lamina import netstack  # noqa: E402
-from lamina.config import EngineConfig  # noqa: E402
+from lamina.config import make_config  # noqa: E402
 from lamina.fleet.launcher import LAUNCHERS, Launcher, WorkerHandle, open_launcher  # noqa: E402
 from lamina.netstack import ChannelError, Geometry  # noqa: E402
 from lamina.protocol.control import (  # noqa: E402
@@ -58,8 +58,8 @@ def launch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             monkeypatch.setenv(name, value)
 
     def open_for(count: int) -> Launcher:
-        config = EngineConfig(memory_workers=count, ray_address=address, transport="tcp")
-        assert config.launcher == request.param
+        config = make_config({"memory_workers": count, "ray_address": address, "transport": "tcp"})
+        assert config.launching.launcher == request.param
         made.append(open_launcher(config, KEY, {"memory": count, "compute": 0}))
         return made[-1]
 

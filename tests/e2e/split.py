@@ -28,6 +28,7 @@ from lamina.protocol.control import (
     Stats,
     Stop,
 )
+from lamina.protocol.options import KVOptions
 from lamina.protocol.partition import by_head
 from lamina.protocol.plan import Bind, New, Rows, StepPlan
 
@@ -89,7 +90,8 @@ class MemoryWorkers:
                 links.append(MemoryLink(channel, worker, TIMEOUT_S))
                 fields = {
                     "worker": worker, "partition": partition, "layers": layers, "dtype": str(dtype)[6:],
-                    "block_size": 16, "kv_bytes": 64 << 20, "max_rows": MAX_ROWS, "max_model_len": MAX_LEN, **options,
+                    "kv": KVOptions(block_size=16, attention="reference"),
+                    "kv_bytes": 64 << 20, "max_rows": MAX_ROWS, "max_model_len": MAX_LEN, **options,
                 }  # fmt: skip
                 links[-1].bind(Bind(**fields))
             yield MemoryPool(links, partition, layers, attention.get("reference", torch.device("cpu"), dtype))

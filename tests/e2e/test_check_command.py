@@ -21,7 +21,7 @@ from lamina.cli.check.matrix import BASE, BASE_OPTIONS, FIXED, Exactness, Settin
 from lamina.cli.check.run import Check
 from lamina.cli.launch import main
 from lamina.compute.worker import ComputeWorker
-from lamina.config import EngineConfig
+from lamina.config import make_config
 from lamina.fleet import local
 from lamina.kv.pool import LayerStore, WriteIndex
 from lamina.kv.stored import StoredRows
@@ -160,7 +160,7 @@ def test_a_wrong_attention_gives_status_1_and_its_axis(
 @pytest.fixture(scope="module")
 def based(llama_path: Path) -> Check:
     """A base run that the broken ones are compared with."""
-    comparison = Check(str(llama_path), EngineConfig(**BASE_OPTIONS), [], max_tokens=8, seed=1)
+    comparison = Check(str(llama_path), make_config(BASE_OPTIONS), [], max_tokens=8, seed=1)
     assert [v.held for v in comparison.run([BASE])] == [True]
     return comparison
 

@@ -76,7 +76,7 @@ def test_batches_that_take_turns_give_the_same_bits(
 
 def test_batches_are_dealt_anew_and_the_bits_stay(llama_path: Path, prompts: list[list[int]]) -> None:
     params, found = SamplingParams(temperature=0.0, max_tokens=60, logprobs=2, ignore_eos=True), []
-    for options in ({"pipeline": 1}, {"pipeline": "auto", "compute_workers": 2}):
+    for options in ({"pipeline": 1}, {"pipeline": "auto:3"}):
         with LLM(str(llama_path), transport="loopback", deterministic=True, prefill_chunk=32, **options) as llm:
             found.append([o.outputs[0].logprobs for o in llm.generate(prompts, params)])
             stats, summary = llm.stats(), llm.engine.info.summary
@@ -89,7 +89,7 @@ def test_replicas_whose_reports_pile_up_keep_the_order_of_tokens(
     llama_path: Path, prompts: list[list[int]], reference: Reference
 ) -> None:
     """One batch, three layers: its steps end on either replica in turn, and each has a link of its own."""
-    with LLM(str(llama_path), transport="loopback", pipeline="auto", compute_workers=2) as llm:
+    with LLM(str(llama_path), transport="loopback", pipeline="auto:3") as llm:
         pools, piled = llm.pools, 0
         replicas, wait = [m for m in pools._members if m.handle.role == "compute"], pools.wait
 
@@ -279,7 +279,7 @@ def shared_llm(llama_path: Path) -> Any:
         ({"memory_weights": "measure"}, "--memory-weights must be positive numbers .* or measured"),
         ({"pipeline": "fast"}, "--pipeline must be at least 1, or auto, not fast"),
         ({"pipeline": 0}, "--pipeline must be at least 1, or auto, not 0"),
-        ({"pipeline": 3, "compute_workers": 4}, "--compute-workers 4 is for --pipeline auto; --pipeline 3 has 2"),
+        ({"pipeline": "auto", "compute_workers": 4}, "no option 'compute_workers' any more: use --pipeline auto:n"),
         ({"memory_weights": "1,1,1"}, "--memory-weights names 3 weights for --memory-workers 2"),
         ({"partition": "tea"}, "--partition must be one of head, token, request"),
         ({"memory_workers": 0}, "--memory-workers"),

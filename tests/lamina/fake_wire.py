@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from scheduled import begin
 
-from lamina.config import EngineConfig
+from lamina.config import make_config
 from lamina.engine.engine import Engine
 from lamina.protocol.control import ComputeReady, Drawn, RunRound, RunStep, StepDone
 from lamina.protocol.partition import Lanes
@@ -103,4 +103,4 @@ def run(engine: Engine) -> dict[int, RequestOutput]:
 
 def make_engine(wire: FakeWire | None = None, **options: int) -> Engine:
     ticks = iter(range(10**9))
-    return Engine(wire or FakeWire(), EngineConfig(**options), clock=lambda: float(next(ticks)))  # type: ignore[arg-type]
+    return Engine(wire or FakeWire(), make_config(options), clock=lambda: float(next(ticks)))  # type: ignore[arg-type]

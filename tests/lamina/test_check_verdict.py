@@ -23,7 +23,7 @@ from lamina.cli.check.matrix import (
 )
 from lamina.cli.check.report import report_json, show
 from lamina.cli.check.verdict import Outcome, Verdict, compare, failed, judge
-from lamina.config import EngineConfig
+from lamina.config import make_config
 from lamina.request import CompletionOutput, Logprob
 
 QUICK = quick(["numba", "reference"])
@@ -155,7 +155,7 @@ def test_settings_are_valid_and_follow_what_they_are_compared_with(settings: lis
     seen: set[Setting] = set()
     for setting in settings:
         assert setting.like is None or setting.like in seen
-        EngineConfig(**{"memory_workers": 1, **setting.options})
+        make_config({"memory_workers": 1, **setting.options})
         seen.add(setting)
         deterministic = bool(setting.options.get("deterministic"))
         if setting.promised == Exactness.BITWISE and ("pipeline" in setting.options or setting.alone):
@@ -184,10 +184,10 @@ def test_the_report_names_what_is_broken(capsys: pytest.CaptureFixture[str]) -> 
         judge(SPLIT, outcome(completions=other_bits()), outcome()),
         failed(ROUNDED, "no room", held=None),
     ]
-    data = report_json("m", EngineConfig(), verdicts)
+    data = report_json("m", make_config({}), verdicts)
     assert (data["held"], data["broken"]) == (False, ["memory workers"])
     assert [r["held"] for r in data["runs"]] == [True, False, None]
-    show("m", EngineConfig(), verdicts)
+    show("m", make_config({}), verdicts)
     text = capsys.readouterr().out
     assert "1 of 3 promises BROKEN (memory workers), 1 settings refused" in text
     assert "dtype --dtype bfloat16: refused: no room" in text

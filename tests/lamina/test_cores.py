@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina import LLM
-from lamina.config import EngineConfig
+from lamina.config import make_config
 from lamina.cores import parse_cores, place, ranges
 from lamina.fleet.local import neighbours, placed
 
@@ -56,15 +56,15 @@ def test_pools_that_take_turns_share_the_cores() -> None:
 
 def test_lists_must_fit_workers_and_machine() -> None:
     with pytest.raises(ValueError, match=r"--cores lists cores for 2 workers, there are 1 compute \+ 2 memory workers"):
-        place("0/1", [1, 2, 0], range(4), at_once=False)
+        place(parse_cores("0/1"), [1, 2, 0], range(4), at_once=False)
     with pytest.raises(ValueError, match="--cores: core 9 is not there; this process may use 0-3"):
-        place("0/9", [1, 1, 0], range(4), at_once=False)
+        place(parse_cores("0/9"), [1, 1, 0], range(4), at_once=False)
     with pytest.raises(ValueError, match="--cores"):
-        EngineConfig(cores="none")
+        make_config({"cores": "none"})
     with pytest.raises(ValueError, match="--transport loopback"):
-        placed(EngineConfig(cores="auto", transport="loopback"), {"compute": 0, "memory": 0, "prefill": 0})
+        placed(make_config({"cores": "auto", "transport": "loopback"}), {"compute": 0, "memory": 0, "prefill": 0})
     with pytest.raises(ValueError, match="--cores are of this machine"):
-        EngineConfig(cores="auto", ray_address="auto")
+        make_config({"cores": "auto", "ray_address": "auto"})
 
 
 def test_workers_run_where_they_are_told() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import socket
@@ -11,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from lamina.cli.launch import COMMANDS, main
-from lamina.config import EngineConfig, flag, make_config, parse_size, weights_of
+from lamina.config import OPTIONS, make_config, weights_of
 from lamina.netstack import SCHEMES
 from lamina.netstack.doctor import opens
+from lamina.protocol.declare import flag, parse_size
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model")
 STARTERS = (["generate", MODEL, "--prompt", "x"], ["serve", MODEL, "--port", "0"], ["bench", "decode", MODEL])
@@ -24,14 +24,14 @@ def test_print_config_is_what_a_run_would_use(capsys: pytest.CaptureFixture[str]
     printed = json.loads(capsys.readouterr().out)
     assert printed["memory_workers"] == 4
     assert printed["overlap"] is False
-    assert set(printed) == {"model", *(f.name for f in dataclasses.fields(EngineConfig))}
+    assert set(printed) == {"model", *(f.name for f in OPTIONS.values())}
 
 
 def test_every_option_has_a_flag_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["generate", "--help"])
     text = capsys.readouterr().out
-    assert [f.name for f in dataclasses.fields(EngineConfig) if flag(f.name) not in text] == []
+    assert [f.name for f in OPTIONS.values() if flag(f.name) not in text] == []
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -267,8 +267,7 @@ def test_options_as_other_libraries_write_them() -> None:
     import torch
 
     config = make_config({"dtype": torch.bfloat16, "kv_memory": 1 << 30})
-    assert (config.dtype, config.kv_bytes()) == ("bfloat16", 1 << 30)
-    assert make_config({"memory_weights": [0.7, 0.3]}).weights == [0.7, 0.3]
+    assert (config.model.dtype, config.devices.kv_bytes()) == ("bfloat16", 1 << 30)
     with pytest.raises(ValueError, match="'memory_worker'; did you mean memory_workers"):
         make_config({"memory_worker": 2})
 

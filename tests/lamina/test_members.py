@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lamina.config import EngineConfig
+from lamina.config import make_config
 from lamina.engine.wire import WorkerError
 from lamina.fleet.counters import Counters
 from lamina.fleet.members import Member, Members
@@ -154,7 +154,7 @@ def test_counters_have_the_time_that_a_step_has(monkeypatch: pytest.MonkeyPatch)
     pools = Pools.__new__(Pools)
     pools._members, (member,) = members(Ended("memory"))
     member.link, theirs = ControlLink(quiet, Stats), ControlLink(told, AskStats)
-    pools._config, pools._counters = EngineConfig(step_timeout_s=60.0), Counters(pools._members)
+    pools._config, pools._counters = make_config({"step_timeout_s": 60.0}), Counters(pools._members)
     now = [100.0]
     monkeypatch.setattr("lamina.fleet.counters.time", SimpleNamespace(monotonic=lambda: now[0]))
     assert pools.take_stats() is None

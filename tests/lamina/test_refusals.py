@@ -144,7 +144,7 @@ OPTIONS_REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"tensor_parallel_size": 2, "memory_workers": 4, "memory_weights": [2.0, 1.0, 2.0, 1.0]},
-        "--memory-weights 2.0,1.0,2.0,1.0: memory worker w is rank w mod 2's (--tensor-parallel-size), and every rank must have the same weights in the same order",
+        "--memory-weights 2,1,2,1: memory worker w is rank w mod 2's (--tensor-parallel-size), and every rank must have the same weights in the same order",
     ),
     (
         {"ray_address": "auto", "transport": "loopback"},

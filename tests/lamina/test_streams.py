@@ -10,7 +10,7 @@ import pytest
 from fake_wire import FakeWire, Letters, continuation
 
 from lamina import LLM, SamplingParams
-from lamina.config import EngineConfig
+from lamina.config import make_config
 from lamina.engine.engine import Engine
 from lamina.engine.streams import Asked, Feed, Streams
 from lamina.front import Front
@@ -23,7 +23,7 @@ class FakeFront(Front):
 
     def __init__(self, model: Any, tokenizer: Any, progress: bool, options: dict[str, Any]) -> None:
         self.pools: Any = model
-        self.engine = Engine(self.pools, EngineConfig(**options))
+        self.engine = Engine(self.pools, make_config(options))
         self.tokenizer = tokenizer
         self.streams = Streams(self.engine)
 

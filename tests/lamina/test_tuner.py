@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine import FakeWire, continuation, run
 
-from lamina.config import EngineConfig
+from lamina.config import make_config
 from lamina.engine.engine import Engine
 from lamina.engine.steps import Round
 from lamina.engine.tuner import TIE, Tuner
@@ -116,7 +116,7 @@ class TimedWire(FakeWire):
 )
 def test_the_engine_follows_and_loses_no_token(best: int, cost: Cost, caplog: pytest.LogCaptureFixture) -> None:
     wire = TimedWire(cost)
-    config = EngineConfig(pipeline="auto", compute_workers=2, max_num_seqs=6, prefill_chunk=64)
+    config = make_config({"pipeline": "auto:3", "max_num_seqs": 6, "prefill_chunk": 64})
     engine = Engine(wire, config, clock=lambda: wire.now)
     prompts = [[i, 5, 7 + i] for i in range(6)]
     ids = [engine.add(p, SamplingParams(max_tokens=90, ignore_eos=True)) for p in prompts]

@@ -13,7 +13,7 @@ import pytest
 from running import MODEL, ROOT
 from test_flow import until
 
-from lamina.config import EngineConfig
+from lamina.config import make_config
 from lamina.protocol.control import ControlLink
 from lamina.request import Blame, SamplingParams
 from lamina.server.client import EngineClient, Feed, RefusedError, launch_engine
@@ -22,7 +22,7 @@ from lamina.server.messages import Delta, Outputs, Ready, Start, State
 
 pytestmark = pytest.mark.timeout(300)  # starting an engine on a busy machine takes its time
 SLICE_S = 0.4  # five of them are a step
-CONFIG = EngineConfig(dtype="float32", memory_workers=2, start_timeout_s=200.0, compute_threads=1)
+CONFIG = make_config({"dtype": "float32", "memory_workers": 2, "start_timeout_s": 200.0, "compute_threads": 1})
 
 
 class Quiet:

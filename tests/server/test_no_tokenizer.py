@@ -19,8 +19,9 @@ from running import MODEL, ROOT
 
 from lamina import LLM, llm
 from lamina.cli.launch import main
-from lamina.config import EngineConfig
+from lamina.config import make_config
 from lamina.protocol.control import ControlLink
+from lamina.protocol.options import EngineConfig
 from lamina.server import engine_process
 from lamina.server.messages import Start
 
@@ -74,7 +75,7 @@ def test_it_is_given_up_and_workers_end(
 ) -> None:
     monkeypatch.setattr(module, "Pools", NoPools)
     monkeypatch.setattr(module, "Engine", lambda *_, **__: None)
-    before, config = NoPools.closed, EngineConfig(transport=transport, start_timeout_s=0.2)
+    before, config = NoPools.closed, make_config({"transport": transport, "start_timeout_s": 0.2})
     with pytest.raises(TimeoutError) as error:
         start_up(module, stuck, config)
     assert str(error.value) == f"{GIVEN_UP} 0.2 s"

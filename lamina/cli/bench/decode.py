@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import random
 import time
@@ -11,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from lamina.cli.flags import add_engine_flags, engine_config, print_config
 from lamina.cli.words import counted
+from lamina.config import flat
 
 from .report import PERCENTILES, spread_ms
 
 if TYPE_CHECKING:
-    from lamina.config import EngineConfig
     from lamina.llm import LLM
+    from lamina.protocol.options import EngineConfig
 
 # One step is always in flight and one is drained behind the last: nobody may end while steps are timed.
 SPARE_TOKENS = 3
@@ -43,13 +43,13 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         print_config(config, model=args.model)
         return 0
-    if args.batch_size > config.max_num_seqs:
-        raise ValueError(f"--batch-size {args.batch_size} is above --max-num-seqs {config.max_num_seqs}")
+    if args.batch_size > config.batching.max_num_seqs:
+        raise ValueError(f"--batch-size {args.batch_size} is above --max-num-seqs {config.batching.max_num_seqs}")
     if args.dry_run:
         return _dry_run(args, config)
     from lamina.llm import LLM
 
-    with LLM(args.model, **dataclasses.asdict(config)) as llm:
+    with LLM(args.model, **flat(config)) as llm:
         found = measure(llm, args.batch_size, args.input_len, args.output_len, args.num_warmups, args.seed)
     settings = {"model": args.model, "batch_size": args.batch_size, "input_len": args.input_len}
     found = {**settings, "output_len": args.output_len, **found}

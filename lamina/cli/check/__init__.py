@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 
 from lamina.cli.flags import add_engine_flags, engine_config
-from lamina.config import EngineConfig
+from lamina.config import changed, flat
+from lamina.protocol.options import EngineConfig
 
 from .matrix import BASE_OPTIONS, Setting, only, quick, whole
 from .report import report_json, show
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 0 if all promises are kept, 1 if one is broken; raises ValueError for bad input."""
-    config = dataclasses.replace(engine_config(args), **BASE_OPTIONS)
+    config = changed(engine_config(args), BASE_OPTIONS)
     if args.max_tokens < 2:
         raise ValueError(f"--max-tokens must be at least 2, not {args.max_tokens}")
     if args.prompt_seed < 0:
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     settings = only(_matrix(config, all_of_them=args.all), args.axis)
     if args.print_config:
         runs = [{"axis": s.axis, "promised": s.promised.word, **s.options} for s in settings]
-        print(json.dumps({"model": args.model, "base": dataclasses.asdict(config), "runs": runs}, indent=2))
+        print(json.dumps({"model": args.model, "base": flat(config), "runs": runs}, indent=2))
         return 0
     from lamina.cli.preflight import check
 
@@ -81,11 +81,11 @@ def _matrix(config: EngineConfig, *, all_of_them: bool) -> list[Setting]:
     from lamina import attention, gemm
     from lamina.netstack import SCHEMES
 
-    others = [name for name in attention.BACKENDS if name not in (config.attention, *attention.WRAPPERS)]
+    others = [name for name in attention.BACKENDS if name not in (config.kv.attention, *attention.WRAPPERS)]
     if not all_of_them:
         return quick(others)
-    transports = [name for name in SCHEMES if name not in ("auto", config.scheme)]
-    return whole(others, [name for name in gemm.BACKENDS if name != config.gemm], transports)
+    transports = [name for name in SCHEMES if name not in ("auto", config.launching.scheme)]
+    return whole(others, [name for name in gemm.BACKENDS if name != config.model.gemm], transports)
 
 
 def _run(args: argparse.Namespace, config: EngineConfig, settings: Sequence[Setting]) -> list[Verdict]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from lamina.config import KV_CACHE_DTYPES, EngineConfig, flag
+from lamina.protocol.declare import flag
+from lamina.protocol.options import KV_CACHE_DTYPES, KVOptions, TopologyOptions
 from lamina.protocol.partition import PARTITIONS
 
 
@@ -26,7 +27,7 @@ class Exactness(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """One run of all prompts. ``options``: of EngineConfig, where it is not the base's."""
+    """One run of all prompts. ``options``: of an engine, where it is not the base's."""
 
     axis: str
     promised: Exactness
@@ -46,8 +47,8 @@ class Setting:
 BASE_OPTIONS: dict[str, Any] = {
     "transport": "loopback", "memory_workers": 1, "dtype": "float32", "prefill_chunk": 32, "max_num_seqs": 4
 }  # fmt: skip
-BASE_STORE = EngineConfig.kv_cache_dtype
-OTHERS = [name for name in PARTITIONS if name != EngineConfig.partition]
+BASE_STORE = KVOptions().kv_cache_dtype
+OTHERS = [name for name in PARTITIONS if name != TopologyOptions().partition]
 BASE = Setting("base", Exactness.TOKEN_EQUAL)
 FIXED = Setting("deterministic", Exactness.TOKEN_EQUAL, BASE, {"deterministic": True})
 # Sums over ranks round otherwise than those of one.

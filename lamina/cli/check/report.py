@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lamina.config import EngineConfig
+from lamina.config import flat
+from lamina.protocol.options import EngineConfig
 
 from .verdict import Verdict
 
@@ -31,7 +32,7 @@ def report_json(model: str, config: EngineConfig, verdicts: Sequence[Verdict]) -
         "model": model,
         "held": not any(v.held is False for v in verdicts),
         "broken": list(dict.fromkeys(v.axis for v in verdicts if v.held is False)),
-        "base": dataclasses.asdict(config),
+        "base": flat(config),
         "runs": [dataclasses.asdict(v) for v in verdicts],
     }
 
@@ -69,7 +70,7 @@ def _cells(v: Verdict) -> list[str]:
 def _summary(model: str, config: EngineConfig, verdicts: Sequence[Verdict]) -> str:
     count = {word: sum(v.word == word for v in verdicts) for word in ("held", "BROKEN", "refused")}
     refused = f", {count['refused']} settings refused" if count["refused"] else ""
-    base = f"base: {config.memory_workers} memory worker over {config.scheme}, {config.dtype}"
+    base = f"base: {config.topology.memory_workers} memory worker over {config.launching.scheme}, {config.model.dtype}"
     broken = ", ".join(dict.fromkeys(v.axis for v in verdicts if v.held is False))
     if broken:
         return f"{model}: {count['BROKEN']} of {len(verdicts)} promises BROKEN ({broken}){refused}; {base}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -13,12 +12,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
-from lamina.config import EngineConfig
+from lamina.config import changed, flat
 from lamina.engine.wire import Wire, WorkerError
 from lamina.kv.stored import dequantise, is_scaled, quantise, stored_dtype
 from lamina.llm import LLM
 from lamina.models.load import load
 from lamina.protocol.control import ComputeReady, RunRound, StepDone
+from lamina.protocol.options import EngineConfig
 from lamina.request import RequestOutput, SamplingParams
 
 from .agreement import ERROR_ALLOWED, Agreement, compare
@@ -42,7 +42,7 @@ class Check:
         self._params = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=ALTERNATIVES, seed=seed
         )
-        self._reference = Reference(model, trust_remote_code=base.trust_remote_code)
+        self._reference = Reference(model, trust_remote_code=base.model.trust_remote_code)
         self._outcomes: dict[Setting, Outcome] = {}
 
     def run(self, settings: Sequence[Setting]) -> Iterator[Verdict]:
@@ -61,10 +61,10 @@ class Check:
                 yield from (failed(s, str(e), held=False) for s in left)
 
     def _run(self, settings: list[Setting]) -> Iterator[Verdict]:
-        config = dataclasses.replace(self._base, **settings[0].options)
+        config = changed(self._base, settings[0].options)
         start = time.monotonic()
         try:
-            llm = LLM(self._model, **dataclasses.asdict(config))
+            llm = LLM(self._model, **flat(config))
         except (ValueError, ImportError, OSError) as e:
             if not self._outcomes:
                 raise
@@ -85,7 +85,7 @@ class Check:
         ]
         stats = llm.stats()
         config = llm.engine.config
-        agreement, bound = self._reference.agreement(config.dtype, config.kv_cache_dtype, outputs)
+        agreement, bound = self._reference.agreement(config.model.dtype, config.kv.kv_cache_dtype, outputs)
         return Outcome(
             completions=[o.outputs[0] for o in outputs],
             plans=wire.plans,

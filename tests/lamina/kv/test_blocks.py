@@ -12,14 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place, Placement, Run
 from lamina.protocol.plan import (
-    Export,
-    Fork,
     Free,
-    Import,
     New,
     Rows,
     SequenceOp,
-    Shift,
     StepPlan,
     Truncate,
 )
@@ -27,7 +23,6 @@ from lamina.protocol.tables import (
     BlockTables,
     NoBlocksError,
     PlanError,
-    UnsupportedOpError,
     blocks_of_one,
     split_memory,
 )
@@ -122,14 +117,6 @@ def test_plans_that_do_not_fit_change_nothing(bad: StepPlan) -> None:
     with pytest.raises(PlanError):
         t.can_apply(bad)
     assert snapshot(t) == before
-
-
-@pytest.mark.parametrize("op", [Fork(2, 1, 3), Shift(1, 2), Export(1), Import(1)], ids=str)
-def test_ops_of_later_features_are_refused_by_name(op: SequenceOp) -> None:
-    t = tables()
-    t.apply(plan(New(1), Rows(1, 0, 6)))
-    with pytest.raises(UnsupportedOpError, match=type(op).__name__.lower()):
-        t.apply(plan(op))
 
 
 def test_a_window_gives_back_what_no_query_can_see() -> None:

@@ -19,6 +19,8 @@ from lamina.compute.links import MemoryLink
 from lamina.compute.memory_pool import MemoryPool
 from lamina.memory.worker import MemoryWorker
 from lamina.netstack import Channel, ChannelError, Geometry
+from lamina.protocol.declare import options_of
+from lamina.protocol.options import KVOptions
 from lamina.protocol.partition import PARTITIONS, Partition
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import (
@@ -60,12 +62,13 @@ def bind(
     partition: str = "head",
     **fields: object,
 ) -> Bind:
+    stored = {name: fields.pop(name) for name in options_of(KVOptions) if name in fields}
     values: dict[str, object] = {
         "worker": worker,
         "partition": PARTITIONS[partition]([x.kv_heads for x in layers], weights),
         "layers": layers,
         "dtype": "float32",
-        "block_size": 16,
+        "kv": KVOptions(**{"block_size": 16, "attention": "reference", **stored}),  # type: ignore[arg-type]
         "kv_bytes": 4 << 20,
         "max_rows": 64,
         "max_model_len": 512,

@@ -11,12 +11,12 @@ import pytest
 import torch
 from meshes import WAIT_S, on_all
 
-from lamina import config
 from lamina.collective import AUTO, COLLECTIVES, Facts, RankPlace, lacks
 from lamina.collective.choose import choose, choose_and_open, facts_of, gather
 from lamina.collective.expect import expected
 from lamina.collective.mesh import Mesh
-from lamina.config import EngineConfig
+from lamina.config import make_config
+from lamina.protocol import options
 from lamina.workers import devices
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -138,11 +138,11 @@ def test_every_entry_says_what_it_lacks_and_names_the_fix(monkeypatch: pytest.Mo
 
 
 def test_names_are_checked_where_they_are_given() -> None:
-    assert (AUTO, *COLLECTIVES) == config.COLLECTIVES
-    for name in config.COLLECTIVES:
-        EngineConfig(collective=name)
+    assert (AUTO, *COLLECTIVES) == options.COLLECTIVES
+    for name in options.COLLECTIVES:
+        make_config({"collective": name})
     with pytest.raises(ValueError, match="^--collective must be one of auto, mesh, gloo, nccl, not 'ring'$"):
-        EngineConfig(collective="ring")
+        make_config({"collective": "ring"})
 
 
 @pytest.mark.parametrize(
@@ -181,6 +181,6 @@ def test_expecting_imports_no_torch() -> None:
 def test_a_dry_run_refuses_what_a_start_would() -> None:
     two = {"tensor_parallel_size": 2, "memory_workers": 2}
     with pytest.raises(ValueError, match="^--collective nccl is for GPUs"):
-        devices.check(EngineConfig(**two, collective="nccl"))
-    devices.check(EngineConfig(**two, collective="gloo"))
-    devices.check(EngineConfig(collective="nccl"))  # there is nobody to meet
+        devices.check(make_config({**two, "collective": "nccl"}))
+    devices.check(make_config({**two, "collective": "gloo"}))
+    devices.check(make_config({"collective": "nccl"}))  # there is nobody to meet

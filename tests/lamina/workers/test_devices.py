@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -16,12 +15,13 @@ from memory_peer import bind, shape
 from lamina import LLM, attention, front, netstack
 from lamina.cli.launch import main
 from lamina.cli.preflight import would_start
-from lamina.config import EngineConfig
+from lamina.config import changed, make_config
 from lamina.fleet.choose_transport import nearest
 from lamina.memory import store as memory_store
 from lamina.memory.main import serve_memory
 from lamina.memory.store import _kv_bytes
 from lamina.protocol.control import ControlLink, MemoryReady, StartMemory
+from lamina.protocol.options import DeviceOptions, EngineConfig
 from lamina.server import engine_process
 from lamina.server.messages import Start
 from lamina.workers import devices
@@ -39,8 +39,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def numbers(config: EngineConfig) -> list[list[str]]:
-    roles = {"compute": config.num_compute, "prefill": config.prefill_workers, "memory": config.memory_workers}
-    asked = {"compute": config.compute_device, "prefill": config.compute_device, "memory": config.memory_device}
+    counts, devices = config.topology.counts, config.devices
+    roles = {role: counts[role] for role in ("compute", "prefill", "memory")}
+    asked = {"compute": devices.compute_device, "prefill": devices.compute_device, "memory": devices.memory_device}
     return [
         [str(pick("--device", asked[role], config.gpu_number(role, i))) for i in range(count)]
         for role, count in roles.items()
@@ -49,12 +50,12 @@ def numbers(config: EngineConfig) -> list[list[str]]:
 
 def test_workers_take_gpus_in_turn(gpus: int) -> None:
     both: dict[str, Any] = {"compute_device": "cuda", "memory_device": "cuda"}
-    assert numbers(EngineConfig(**both)) == [["cuda:0"], [], ["cuda:1", "cuda:0"]]
-    assert numbers(EngineConfig(memory_device="auto")) == [["cpu"], [], ["cuda:0", "cuda:1"]]
-    assert numbers(EngineConfig(compute_device="auto", pipeline=3, prefill_workers=1)) == [
+    assert numbers(make_config(both)) == [["cuda:0"], [], ["cuda:1", "cuda:0"]]
+    assert numbers(make_config({"memory_device": "auto"})) == [["cpu"], [], ["cuda:0", "cuda:1"]]
+    assert numbers(make_config({"compute_device": "auto", "pipeline": 3, "prefill_workers": 1})) == [
         ["cuda:0", "cuda:1"], ["cuda:0"], ["cpu", "cpu"]
     ]  # fmt: skip
-    assert numbers(EngineConfig(compute_device="cuda:1")) == [["cuda:1"], [], ["cpu", "cpu"]]
+    assert numbers(make_config({"compute_device": "cuda:1"})) == [["cuda:1"], [], ["cpu", "cpu"]]
 
 
 def test_a_transport_is_told_which_gpu_it_is(gpus: int) -> None:
@@ -67,24 +68,25 @@ def test_on_one_gpu_the_nearest_is_one_process_and_why_is_said(
 ) -> None:
     one: dict[str, Any] = {"compute_device": "cuda:1", "memory_device": "cuda:1", "transport": "auto"}
     with caplog.at_level(logging.INFO):
-        config, why = nearest(EngineConfig(**one))
-    assert netstack.open(config.transport, key=bytes(32)).in_process
+        config, why = nearest(make_config(one))
+    assert netstack.open(config.launching.transport, key=bytes(32)).in_process
     assert why == "all workers compute on GPU 1, which processes would have by turns"
-    assert f"--transport: {config.transport}, for {why}" in caplog.text
+    assert f"--transport: {config.launching.transport}, for {why}" in caplog.text
     assert nearest(config) == (config, "")
-    assert nearest(EngineConfig(**{**one, "transport": ""})) == (config, why), "as if nobody had chosen"
+    assert nearest(make_config({**one, "transport": ""})) == (config, why), "as if nobody had chosen"
     elsewhere: list[dict[str, Any]] = [
         {"transport": "cuda"}, {"transport": "shm"}, {"memory_device": "cuda:0"}, {"memory_device": "cpu"},
         {"ray_address": "auto"}, {"cores": "0/0,0"}, {"memory_addresses": "127.0.0.1:0,127.0.0.1:0"},
     ]  # fmt: skip
-    for other in (EngineConfig(**{**one, **options}) for options in elsewhere):
+    for other in (make_config({**one, **options}) for options in elsewhere):
         assert nearest(other) == (other, "")
-    in_turn = EngineConfig(compute_device="cuda", memory_device="auto", memory_workers=1, transport="auto")
+    in_turn = make_config({"compute_device": "cuda", "memory_device": "auto", "memory_workers": 1, "transport": "auto"})
     assert nearest(in_turn) == (in_turn, ""), "each has a GPU of its own"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert nearest(in_turn)[1]
     assert would_start(TINY, in_turn).startswith(
-        f"would start 1 compute worker and 1 memory worker over {config.transport} for {TINY}: all workers compute on"
+        f"would start 1 compute worker and 1 memory worker over {config.launching.transport} for {TINY}: all workers "
+        "compute on"
     )
 
 
@@ -97,11 +99,11 @@ def test_who_starts_workers_takes_the_nearest(module: ModuleType, monkeypatch: p
         raise ValueError("enough")
 
     monkeypatch.setattr(module, "Pools", pools)
-    monkeypatch.setattr(module, "nearest", lambda config: (replace(config, transport="loopback"), "of a test"))
-    start = Start(model=TINY, tokenizer="", config=EngineConfig())
+    monkeypatch.setattr(module, "nearest", lambda config: (changed(config, {"transport": "loopback"}), "of a test"))
+    start = Start(model=TINY, tokenizer="", config=make_config({}))
     with pytest.raises(ValueError, match="enough"):
         LLM(TINY) if module is front else engine_process._serve(ControlLink(socket.socket(), Start), start)
-    assert [config.transport for config in taken] == ["loopback"]
+    assert [config.launching.transport for config in taken] == ["loopback"]
 
 
 class Green:
@@ -143,7 +145,8 @@ def test_the_thread_that_serves_is_the_one_that_is_limited(gpus: int, monkeypatc
     monkeypatch.setattr(devices, "limit", lambda d, n: taken.append((str(d), n, threading.current_thread().name)))
     for sms in (8, 0):
         here, there = socket.socketpair()
-        start = StartMemory(scheme="tcp", address="", key=bytes(32), threads=1, device="cuda", device_number=1, sms=sms)
+        part = DeviceOptions(memory_device="cuda", memory_sms=sms)
+        start = StartMemory(scheme="tcp", address="", key=bytes(32), threads=1, devices=part, device_number=1)
         with here, there:
             ControlLink(here, MemoryReady).send(start)
             serving = threading.Thread(target=serve_memory, args=(there,), name="serves", daemon=True)
@@ -154,14 +157,14 @@ def test_the_thread_that_serves_is_the_one_that_is_limited(gpus: int, monkeypatc
 
 
 def test_without_a_gpu_auto_is_the_cpu() -> None:
-    assert numbers(EngineConfig(compute_device="auto", memory_device="auto"))[::2] == [["cpu"], ["cpu", "cpu"]]
-    assert check(EngineConfig()) == (CPU, CPU)
+    assert numbers(make_config({"compute_device": "auto", "memory_device": "auto"}))[::2] == [["cpu"], ["cpu", "cpu"]]
+    assert check(make_config({})) == (CPU, CPU)
 
 
 def test_a_gpu_that_is_not_there(gpus: int) -> None:
     with pytest.raises(ValueError, match="--memory-device cuda:2: torch finds 2 GPUs here, the last one is cuda:1"):
         pick("--memory-device", "cuda:2")
-    config = EngineConfig(compute_device="cuda", tensor_parallel_size=4, memory_workers=4)
+    config = make_config({"compute_device": "cuda", "tensor_parallel_size": 4, "memory_workers": 4})
     with pytest.raises(ValueError, match="--tensor-parallel-size 4 with --compute-device cuda: each rank needs a GPU"):
         check(config)
     assert str(pick("--compute-device", "cuda", 0, 4)) == "cuda:0", "another host's worker, whose GPU is its own"
@@ -169,9 +172,9 @@ def test_a_gpu_that_is_not_there(gpus: int) -> None:
 
 def test_backends_of_another_device_are_refused(gpus: int) -> None:
     with pytest.raises(ValueError, match="--attention native with --memory-device cuda: .* computes on CPUs"):
-        check(EngineConfig(memory_device="cuda", attention="native"))
+        check(make_config({"memory_device": "cuda", "attention": "native"}))
     with pytest.raises(ValueError, match="--gemm native computes on CPUs: use auto or torch with --compute-device"):
-        check(EngineConfig(compute_device="cuda", gemm="native"))
+        check(make_config({"compute_device": "cuda", "gemm": "native"}))
     assert linear("auto", torch.device("cuda:0")) == "torch"
     assert linear("auto", CPU) == "auto"
     for name in attention.KINDS:

@@ -29,6 +29,7 @@ from lamina.protocol.control import (
     Stats,
     Stop,
 )
+from lamina.protocol.options import KVOptions
 from lamina.protocol.partition import by_head
 from lamina.protocol.plan import (
     Bind,
@@ -56,7 +57,7 @@ def bind() -> Bind:
         partition=by_head([1], [1.0]),
         layers=[SHAPE],
         dtype="float32",
-        block_size=16,
+        kv=KVOptions(block_size=16, attention="reference"),
         kv_bytes=1 << 20,
         max_rows=8,
         max_model_len=64,

@@ -28,7 +28,6 @@ from lamina.netstack import Channel, ChannelError, PeerFault
 from lamina.protocol.partition import Partition, Share
 from lamina.protocol.plan import (
     Bind,
-    Fork,
     Key,
     Kind,
     New,
@@ -56,7 +55,6 @@ def pool() -> Iterator[Pool]:
         (StepPlan(step=5, ops=[], rows=[Rows(1, 10, 0)]), "0 rows"),
         (StepPlan(step=5, ops=[], rows=[Rows(1, -1, 5)]), "position -1"),
         (StepPlan(step=5, ops=[New(1)], rows=[]), "exists already"),
-        (StepPlan(step=5, ops=[Fork(3, 1, 4)], rows=[]), "'fork' is not supported"),
         (StepPlan(step=5, ops=[], rows=[], reply_to=[0, 1, 0, 0, 0]), "as replicas of 5 layers"),
         (StepPlan(step=5, ops=[], rows=[], source=[0, 0]), "as replicas of 5 layers"),
         (StepPlan(step=5, ops=[], rows=[], version=99), "version 99"),
@@ -131,17 +129,24 @@ def bad_binds() -> Iterator[tuple[Bind, str]]:
     def with_layer(**fields: object) -> Bind:
         return msgspec.structs.replace(good, layers=[msgspec.structs.replace(layer, **fields)])
 
+    def with_kv(**fields: object) -> Bind:
+        kv = msgspec.structs.replace(good.kv)
+        for name, value in fields.items():  # as a peer could send, and no struct here could be made
+            msgspec.structs.force_setattr(kv, name, value)
+        return msgspec.structs.replace(good, kv=kv)
+
     yield msgspec.structs.replace(good, version=9), "version 9"
     yield msgspec.structs.replace(good, dtype="int8"), "--dtype int8"
-    yield msgspec.structs.replace(good, block_size=48), "--block-size 48"
-    yield msgspec.structs.replace(good, block_size=0), "--block-size 0"
+    yield with_kv(block_size=48), "--block-size must divide 128, not 48"
+    yield with_kv(block_size=0), "`int` >= 1 - at `[$].kv.block_size`"
+    yield with_kv(kv_cache_dtype="int3"), "--kv-cache-dtype must be one of auto, int8, fp8, not 'int3'"
     yield msgspec.structs.replace(good, kv_bytes=1000), "cannot hold one sequence of 512 tokens.*--kv-memory"
     yield msgspec.structs.replace(good, kv_bytes=1 << 60), "GB are free here: lower --kv-memory below [0-9.]+[GM]iB"
     yield msgspec.structs.replace(good, max_rows=0), "0 rows"
     yield msgspec.structs.replace(good, prefill_workers=-1), "-1 prefill workers"
     yield msgspec.structs.replace(good, max_model_len=-1), "-1 tokens"
     yield msgspec.structs.replace(good, worker=1), "nothing for memory worker 1"
-    yield msgspec.structs.replace(good, backend="abacus"), "attention backend 'abacus'"
+    yield with_kv(attention="abacus"), "attention backend 'abacus'"
     yield msgspec.structs.replace(good, layers=[]), "no layers"
     yield msgspec.structs.replace(good, layers=[layer, layer]), "1 layers for 2"
     yield with_layer(q_heads=7), "7 query heads"

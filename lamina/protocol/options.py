@@ -1,0 +1,343 @@
+"""The options of an engine, each declared once: name, type, default, range and help text.
+
+These structs are what the engine reads and what workers are told: a start message embeds those that its worker needs.
+A struct checks its own fields, wherever it is made and when it is decoded; which options go together is in ``resolve``.
+Flags of ``lamina-launch`` and keywords of ``LLM`` have the names of the fields.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from lamina.cores import Cores
+from lamina.netstack import HERE, beyond_host
+
+from .declare import (
+    MEASURED,
+    Options,
+    about,
+    cores_of_each,
+    flag,
+    listed,
+    parse_size,
+    parse_weights,
+    size_text,
+    torch_name,
+)
+from .partition import PARTITIONS
+
+_T = TypeVar("_T")
+CHUNK_TOKENS = 128  # of attention.merge, which needs torch
+MOST_THREADS = 1024
+MOST_WORKERS = 1024
+MOST_BATCHES = MOST_WORKERS + 1
+PLACEMENTS = ("pack", "spread")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+COLLECTIVES = ("auto", "mesh", "gloo", "nccl")  # of collective, which is a room above
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")  # of kv.stored, which needs torch
+_DEVICE = re.compile(r"cpu|auto|cuda(:\d{1,4})?")
+
+
+class ModelOptions(Options, frozen=True, kw_only=True):
+    """The model, as compute and prefill workers load and run it."""
+
+    dtype: Annotated[
+        str,
+        about(
+            "of weights, KV cache and wire: auto (as stored), float32, bfloat16, float16",
+            choices=DTYPES,
+            parse=torch_name,
+        ),
+    ] = "auto"
+    max_model_len: Annotated[int, about("tokens of a sequence, prompt included; 0 = the model's own limit", low=0)] = 0
+    trust_remote_code: Annotated[bool, about("run Python code that ships with the model")] = False
+    deterministic: Annotated[
+        bool,
+        about(
+            "fixed shapes and cuts: results do not depend on batch mates (but for rounding after a preemption); slower"
+        ),
+    ] = False
+    gemm: Annotated[
+        str, about("linear layers of the compute worker: native, torch, or auto (the first that works)")
+    ] = "auto"
+    compile: Annotated[
+        bool,
+        about("compile what lies between messages: decodes faster, starts later; needs a C++ compiler; on CPUs"),
+    ] = False
+    cuda_graphs: Annotated[bool, about("on GPUs, slices of up to 256 rows run as CUDA graphs")] = True
+
+
+class KVOptions(Options, frozen=True, kw_only=True):
+    """How memory workers store K and V and attend them."""
+
+    kv_cache_dtype: Annotated[
+        str,
+        about(
+            "of stored K and V: auto (as --dtype), or 8 bits with a scale for each token and head: int8, fp8 (E4M3)",
+            choices=KV_CACHE_DTYPES,
+        ),
+    ] = "auto"
+    block_size: Annotated[int, about("tokens in a KV block", low=1)] = 32
+    overlap: Annotated[
+        bool, about("memory workers attend stored tokens on Q alone, while K and V are still projected")
+    ] = True
+    attention: Annotated[
+        str, about("attention of the memory workers: native, numba, reference, or auto (the first that works)")
+    ] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if CHUNK_TOKENS % self.block_size:
+            raise ValueError(f"--block-size must divide {CHUNK_TOKENS}, not {self.block_size}: use 16, 32 or 64")
+
+
+class BatchingOptions(Options, frozen=True, kw_only=True):
+    """What a step takes of requests."""
+
+    max_num_seqs: Annotated[int, about("sequences that decode at once", low=1)] = 64
+    prefill_chunk: Annotated[
+        int, about("prompt tokens in a step at most; other requests decode between chunks", low=1)
+    ] = 512
+    seed: Annotated[int, about("where requests without a seed get theirs from", low=0)] = 0
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of a step at most: every sequence decodes one token, beside one prefill chunk."""
+        return self.max_num_seqs + self.prefill_chunk
+
+
+class TopologyOptions(Options, frozen=True, kw_only=True):
+    """How many workers of each kind there are, and how they share the work."""
+
+    memory_workers: Annotated[
+        int, about("memory workers, which share the KV cache and the attention over it", low=1, most=MOST_WORKERS)
+    ] = 2
+    memory_weights: Annotated[
+        tuple[float, ...] | str,
+        about(
+            "each memory worker's part of the work, such as 0.7,0.3; measured = by how fast each reads its memory at "
+            "the start; empty = equal parts",
+            parse=parse_weights,
+        ),
+    ] = ()
+    partition: Annotated[
+        str,
+        about(
+            "what memory workers share: KV heads (head; the tokens of a head where heads do not divide), tokens of "
+            "every sequence (token), or whole sequences (request)",
+            choices=tuple(PARTITIONS),
+        ),
+    ] = "head"
+    pipeline: Annotated[
+        int | str,
+        about(
+            "batches that take turns: while one is attended, others are in the slices; n > 2 rotate over n - 1 "
+            "replicas; auto:n = what is fastest here of up to n, found by trying; auto = auto:2",
+        ),
+    ] = 1
+    tensor_parallel_size: Annotated[
+        int,
+        about(
+            "compute workers that share the weights of a replica, a part each; must divide the memory workers", low=1
+        ),
+    ] = 1
+    collective: Annotated[
+        str,
+        about(
+            "how these ranks sum what each has: mesh (by way of the hosts, over --transport), gloo (so too, over its "
+            "own TCP), nccl (from GPU to GPU), or auto (nccl where each rank has a GPU of one host to itself, else "
+            "mesh)",
+            choices=COLLECTIVES,
+        ),
+    ] = "auto"
+    prefill_workers: Annotated[
+        int,
+        about(
+            "workers of their own for prompts, which then do not slow decoding; 0 = the compute workers do them",
+            low=0,
+            most=MOST_WORKERS,
+        ),
+    ] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.memory_weights != MEASURED:
+            parse_weights(self.memory_weights)
+        known = re.fullmatch(r"auto(:[1-9][0-9]*)?", str(self.pipeline))
+        if not known and (isinstance(self.pipeline, str) or self.pipeline < 1):
+            raise ValueError(f"--pipeline must be at least 1, or auto, not {self.pipeline}")
+        if self.most_batches > MOST_BATCHES:
+            raise ValueError(f"--pipeline must be at most {MOST_BATCHES}, not {self.pipeline}")
+
+    @property
+    def tries_pipelines(self) -> bool:
+        """Whether the number of batches is found by trying."""
+        return isinstance(self.pipeline, str)
+
+    @property
+    def most_batches(self) -> int:
+        """That take turns, at most."""
+        return self.pipeline if isinstance(self.pipeline, int) else int(self.pipeline.partition(":")[2] or 2)
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the weights, each on ``tensor_parallel_size`` compute workers."""
+        return max(1, self.most_batches - 1)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether both pools work at the same time, and not in turns."""
+        return self.most_batches > 1 or self.prefill_workers > 0
+
+    @property
+    def num_compute(self) -> int:
+        """Compute workers: of every replica, one for each rank."""
+        return self.replicas * self.tensor_parallel_size
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Role -> its workers."""
+        return {"memory": self.memory_workers, "compute": self.num_compute, "prefill": self.prefill_workers}
+
+    @property
+    def weights(self) -> list[float]:
+        """Each memory worker's part of the work, in any unit; equal ones where they are to be measured."""
+        if isinstance(self.memory_weights, str) or not self.memory_weights:
+            return [1.0] * self.memory_workers
+        return list(self.memory_weights)
+
+    def of_rank(self, each: Sequence[_T], rank: int) -> list[_T]:
+        """Of what there is one of for each memory worker, what belongs to those of ``rank``."""
+        return list(each[rank :: self.tensor_parallel_size])
+
+
+class DeviceOptions(Options, frozen=True, kw_only=True):
+    """What workers take of their hosts: devices, memory, threads, cores."""
+
+    compute_device: Annotated[
+        str,
+        about(
+            "what compute and prefill workers compute on: cpu; cuda (a GPU for each, in turn); cuda:N; or auto (cuda "
+            "where torch has it). Not auto by default while GPUs are not yet measured",
+        ),
+    ] = "cpu"
+    memory_device: Annotated[str, about("the same for memory workers, whose KV cache is in its memory then")] = "cpu"
+    memory_sms: Annotated[
+        int,
+        about(
+            "multiprocessors of its GPU that a memory worker may use, so that compute workers have the others; 0 = all",
+            low=0,
+        ),
+    ] = 0
+    kv_memory: Annotated[
+        str, about("memory for KV blocks on each memory worker, such as 512MiB or 4GiB", parse=size_text)
+    ] = "auto"
+    compute_threads: Annotated[int, about("threads of the compute worker; 0 = all cores", low=0, most=MOST_THREADS)] = 0
+    memory_threads: Annotated[
+        int, about("threads of each memory worker; 0 = an equal share of the cores", low=0, most=MOST_THREADS)
+    ] = 0
+    cores: Annotated[
+        tuple[Cores, ...] | str,
+        about(
+            "cores of each worker (compute workers, then memory workers, then prefill workers), such as 0-3/4,5/6,7; "
+            "auto = cores of their own where they work at once; empty = the system places them",
+            parse=cores_of_each,
+        ),
+    ] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("compute_device", "memory_device"):
+            if not _DEVICE.fullmatch(getattr(self, name)):
+                raise ValueError(f"{flag(name)} must be cpu, cuda, cuda:N or auto, not {getattr(self, name)!r}")
+        self.kv_bytes()
+
+    def kv_bytes(self) -> int:
+        """``kv_memory`` in bytes; 0 = choose at start. Raises ValueError on anything else than a size."""
+        return 0 if self.kv_memory == "auto" else parse_size(self.kv_memory, "--kv-memory")
+
+
+class LaunchOptions(Options, frozen=True, kw_only=True):
+    """Where workers are started, and how they talk."""
+
+    transport: Annotated[
+        str,
+        about(
+            "how the pools talk: shm, tcp, loopback (everything in one process), auto, cuda, verbs, mlx5; empty = "
+            "shm, or loopback where all workers compute on one GPU, or auto over Ray",
+        ),
+    ] = ""
+    memory_addresses: Annotated[
+        tuple[str, ...],
+        about("where memory workers listen, one each, by comma; empty = any free place", parse=listed),
+    ] = ()
+    ray_address: Annotated[
+        str,
+        about(
+            "start workers through Ray: auto (this host's cluster), HOST:PORT, or the YAML of `lamina-launch cluster`; "
+            "empty = on this machine",
+        ),
+    ] = ""
+    placement: Annotated[
+        str,
+        about("over Ray: workers on few hosts, near each other (pack), or on many (spread)", choices=PLACEMENTS),
+    ] = "pack"
+    compute_on: Annotated[
+        str, about("over Ray: what a host of compute workers has, a resource, a type of GPU, or LABEL=VALUE")
+    ] = "lamina_compute"
+    memory_on: Annotated[str, about("over Ray: the same for memory workers")] = "lamina_memory"
+    trace: Annotated[
+        str, about("write a Perfetto/Chrome trace of the run to this file, at the end (or set LAMINA_TRACE)")
+    ] = ""
+
+    @property
+    def launcher(self) -> str:
+        """Who starts the workers, by its name in fleet.launcher.LAUNCHERS."""
+        return "ray" if self.ray_address else "local"
+
+    @property
+    def scheme(self) -> str:
+        """``transport``, as it is opened: one that reaches other hosts where workers may be there."""
+        chosen = self.transport or HERE
+        return beyond_host(chosen) if self.ray_address else chosen
+
+
+class Deadlines(Options, frozen=True, kw_only=True):
+    """How long anybody waits."""
+
+    start_timeout_s: Annotated[float, about("seconds for loading, cutting and binding")] = 600.0
+    step_timeout_s: Annotated[float, about("seconds for one step before a worker counts as hung")] = 60.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("start_timeout_s", "step_timeout_s"):
+            if not 0.0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{flag(name)} must be a positive number of seconds, not {getattr(self, name)}")
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about an engine except its model. ``config.make_config`` makes it of flat names."""
+
+    model: ModelOptions = ModelOptions()
+    kv: KVOptions = KVOptions()
+    batching: BatchingOptions = BatchingOptions()
+    topology: TopologyOptions = TopologyOptions()
+    devices: DeviceOptions = DeviceOptions()
+    launching: LaunchOptions = LaunchOptions()
+    deadlines: Deadlines = Deadlines()
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where each memory worker listens; "" = any free place."""
+        return list(self.launching.memory_addresses) or [""] * self.topology.memory_workers
+
+    def gpu_number(self, role: str, index: int) -> int:
+        """Of a worker, among those of a host that take its GPUs in turn: compute workers first, memory workers last."""
+        compute = self.topology.num_compute
+        before = {"compute": 0, "prefill": compute}
+        elsewhere = self.devices.compute_device == "cpu"
+        return index + before.get(role, 0 if elsewhere else compute + self.topology.prefill_workers)

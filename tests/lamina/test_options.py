@@ -1,0 +1,112 @@
+"""Options are structs: each is declared once, lists are read once, and what travels is what was asked for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from lamina.cli.launch import main
+from lamina.config import OPTIONS, changed, flat, make_config
+from lamina.protocol.declare import options_of
+from lamina.protocol.options import EngineConfig, KVOptions, TopologyOptions
+
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"memory_weights": [0.7, 0.3], "memory_addresses": ["127.0.0.1:0", ""], "cores": "0-3,8/4/5"},
+    {"memory_weights": "measured", "cores": "auto", "pipeline": "auto:3", "start_timeout_s": 5},
+    {"pipeline": 3, "prefill_workers": 1, "overlap": False, "kv_cache_dtype": "fp8", "kv_memory": "1GiB"},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "value"),
+    [
+        ("memory_weights", "0.7,0.3", (0.7, 0.3)),
+        ("memory_weights", [0.7, 0.3], (0.7, 0.3)),
+        ("memory_weights", (2, 1), (2.0, 1.0)),
+        ("memory_weights", "", ()),
+        ("memory_weights", [], ()),
+        ("memory_weights", "measured", "measured"),
+        ("memory_addresses", "h:1,h:2", ("h:1", "h:2")),
+        ("memory_addresses", ["h:1", "h:2"], ("h:1", "h:2")),
+        ("memory_addresses", "", ()),
+        ("cores", "0-3,8/4", ((0, 1, 2, 3, 8), (4,))),
+        ("cores", ["0-3,8", "4"], ((0, 1, 2, 3, 8), (4,))),
+        ("cores", [[3, 0, 1], [4]], ((0, 1, 3), (4,))),
+        ("cores", "auto", "auto"),
+        ("cores", "", ()),
+    ],
+)
+def test_lists_are_lists_however_they_are_written(name: str, written: Any, value: Any) -> None:
+    assert flat(make_config({name: written}))[name] == value
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_a_configuration_travels_and_is_made_again_of_flat_names(asked: dict[str, Any]) -> None:
+    config = make_config(asked)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
+    assert make_config(flat(config)) == config
+    assert make_config(json.loads(json.dumps(flat(config)))) == config, "as --print-config prints it"
+    assert changed(config, {"seed": 7}) == make_config({**asked, "seed": 7})
+
+
+def test_every_option_is_declared_once() -> None:
+    groups = [options_of(field.type) for field in msgspec.structs.fields(EngineConfig)]
+    assert sum(map(len, groups)) == len(OPTIONS)
+    assert all(option.help for option in OPTIONS.values())
+
+
+@pytest.mark.parametrize(
+    ("struct", "field", "words"),
+    [
+        (KVOptions, {"kv_cache_dtype": "int3"}, "--kv-cache-dtype must be one of"),
+        (KVOptions, {"block_size": 48}, "--block-size must divide 128"),
+        (KVOptions, {"overlap": 1}, "Expected `bool`"),
+        (TopologyOptions, {"memory_weights": [0.0]}, "--memory-weights must be positive"),
+        (TopologyOptions, {"memory_workers": 0}, ">= 1"),
+        (TopologyOptions, {"pipeline": "auto:0"}, "--pipeline"),
+    ],
+)
+def test_what_comes_from_the_wire_is_checked_as_what_is_made_here(
+    struct: type[msgspec.Struct], field: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(msgspec.ValidationError, match=words):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(field), type=struct)
+
+
+def test_flags_of_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--memory-weights", "0.7,0.3", "--memory-addresses", "h:1,h:2", "--cores", "0/1,2/3"]
+    assert main(["generate", "m", *flags, "--print-config"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["memory_weights"] == [0.7, 0.3]
+    assert printed["memory_addresses"] == ["h:1", "h:2"]
+    assert printed["cores"] == [[0], [1, 2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "batches", "replicas"), [("auto", 2, 1), ("auto:1", 1, 1), ("auto:4", 4, 3), (3, 3, 2)]
+)
+def test_batches_to_try_have_their_replicas(pipeline: int | str, batches: int, replicas: int) -> None:
+    topology = TopologyOptions(pipeline=pipeline)
+    assert (topology.most_batches, topology.replicas) == (batches, replicas)
+    assert topology.tries_pipelines == isinstance(pipeline, str)
+
+
+@pytest.mark.parametrize("pipeline", ["auto:", "auto:0", "auto:x", "auto:-1", "auto:\u0663"])
+def test_other_words_for_batches_are_refused(pipeline: str) -> None:
+    with pytest.raises(ValueError, match=f"--pipeline must be at least 1, or auto, not {pipeline}"):
+        TopologyOptions(pipeline=pipeline)
+
+
+def test_the_old_number_of_replicas_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
+    new = "use --pipeline auto:n, which tries up to n batches on n - 1 replicas"
+    line = f"there is no option 'compute_workers' any more: {new}"
+    with pytest.raises(ValueError, match="compute_workers") as refused:
+        make_config({"pipeline": "auto", "compute_workers": 3})
+    assert str(refused.value) == line
+    for given in (["--compute-workers", "3"], ["--compute-workers=3"], ["--compute-workers"]):
+        assert main(["generate", "m", "--prompt", "x", *given]) == 2
+        assert capsys.readouterr().err == f"lamina-launch generate: {line}\n"
