@@ -18,7 +18,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = tu
     for option in (option for name, option in OPTIONS.items() if name in only):
         default = option.default if option.default != () else ""
         help = f"{option.help} (default: {default})"
-        group.add_argument(option.flag, default=option.default, help=help, **_kind(option))
+        group.add_argument(flag(option.name), default=option.default, help=help, **_kind(option))
     for name in GONE:
         parser.add_argument(flag(name), nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--print-config", action="store_true", help="print all settings, defaults filled in, as JSON")

@@ -6,73 +6,66 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin
+from typing import Any, NamedTuple, get_args, get_origin
 
 import msgspec
+from msgspec import Meta, structs
 
 from lamina.cores import AUTO, parse_cores
 
 MEASURED = "measured"
 
 
-def about(
-    help: str,
-    *,
-    low: int | None = None,
-    most: int | None = None,
-    choices: Sequence[str] = (),
-    parse: Callable[[Any], Any] | None = None,
-) -> msgspec.Meta:
-    """What an option's annotation says of it. ``help``: the text of its flag; ``low``, ``most``: its range;
-    ``parse``: makes its value of what people write, and leaves anything else to the check of its type.
-    """
-    return msgspec.Meta(description=help, ge=low, le=most, extra={"choices": tuple(choices), "parse": parse})
+class OneOf(NamedTuple):
+    """What an option may be."""
+
+    names: Sequence[str]
+
+
+class Read(NamedTuple):
+    """How an option is made of what people write; other values are left to the check of the option's type."""
+
+    parse: Callable[[Any], Any]
 
 
 class Option(NamedTuple):
-    """One field of a struct of options, as its annotation declares it."""
+    """One field of a struct of options. Its annotation has, behind the type, its range, its choices and its help."""
 
     name: str
-    types: tuple[type, ...]  # that a value may have, exactly one of them
+    types: tuple[type, ...]  # of which a value has one exactly
     default: Any
-    meta: msgspec.Meta
-
-    @property
-    def flag(self) -> str:
-        return flag(self.name)
-
-    @property
-    def help(self) -> str:
-        return self.meta.description or ""
+    help: str
+    range: Meta = Meta()
+    choices: OneOf = OneOf(())
+    read: Read = Read(lambda value: value)
 
     def parse(self, value: Any) -> Any:
         """The option's value of what a user wrote: of a flag's text, or of a Python object. Raises ValueError."""
-        parse = (self.meta.extra or {})["parse"]
-        return parse(value) if parse else value
+        return self.read.parse(value)
 
     def check(self, value: Any) -> None:
         """Raises ValueError, naming the flag, for a value of another type, out of range, or none of the choices."""
         if type(value) not in self.types and not (float in self.types and type(value) is int):
             words = " | ".join("list" if t is tuple else t.__name__ for t in self.types)
-            raise ValueError(f"{self.flag} must be of type {words}, not {value!r}")
-        if isinstance(value, int) and self.meta.ge is not None and value < self.meta.ge:
-            raise ValueError(f"{self.flag} must be at least {self.meta.ge}, not {value}")
-        if isinstance(value, int) and self.meta.le is not None and value > self.meta.le:
-            raise ValueError(f"{self.flag} must be at most {self.meta.le}, not {value}")
-        choices = (self.meta.extra or {})["choices"]
-        if choices and value not in choices:
-            raise ValueError(f"{self.flag} must be one of {', '.join(choices)}, not {value!r}")
+            raise ValueError(f"{flag(self.name)} must be of type {words}, not {value!r}")
+        low, most = self.range.ge, self.range.le
+        if low is not None and value < low:
+            raise ValueError(f"{flag(self.name)} must be at least {low}, not {value}")
+        if most is not None and value > most:
+            raise ValueError(f"{flag(self.name)} must be at most {most}, not {value}")
+        if self.choices.names and value not in self.choices.names:
+            raise ValueError(f"{flag(self.name)} must be one of {', '.join(self.choices.names)}, not {value!r}")
 
 
 @cache
 def options_of(struct: type[Options]) -> dict[str, Option]:
     """The options of a struct, by name, in their order."""
-    options = {}
-    for field in msgspec.structs.fields(struct):
-        kind, meta = get_args(field.type)
-        members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    options, fields = dict[str, Option](), {str: "help", Meta: "range", OneOf: "choices", Read: "read"}
+    for field in structs.fields(struct):
+        kind, *said = get_args(field.type)
+        members = get_args(kind) if isinstance(kind, UnionType) else (kind,)
         types = tuple(get_origin(member) or member for member in members)
-        options[field.name] = Option(field.name, types, field.default, meta)
+        options[field.name] = Option(field.name, types, field.default, **{fields[type(x)]: x for x in said})
     return options
 
 

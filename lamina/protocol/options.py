@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from lamina.cores import Cores
 from lamina.netstack import HERE, beyond_host
 
 from .declare import (
     MEASURED,
+    OneOf,
     Options,
-    about,
+    Read,
     cores_of_each,
     flag,
     listed,
@@ -47,28 +49,21 @@ class ModelOptions(Options, frozen=True, kw_only=True):
 
     dtype: Annotated[
         str,
-        about(
-            "of weights, KV cache and wire: auto (as stored), float32, bfloat16, float16",
-            choices=DTYPES,
-            parse=torch_name,
-        ),
+        OneOf(DTYPES),
+        Read(torch_name),
+        "of weights, KV cache and wire: auto (as stored), float32, bfloat16, float16",
     ] = "auto"
-    max_model_len: Annotated[int, about("tokens of a sequence, prompt included; 0 = the model's own limit", low=0)] = 0
-    trust_remote_code: Annotated[bool, about("run Python code that ships with the model")] = False
+    max_model_len: Annotated[int, Meta(ge=0), "tokens of a sequence, prompt included; 0 = the model's own limit"] = 0
+    trust_remote_code: Annotated[bool, "run Python code that ships with the model"] = False
     deterministic: Annotated[
         bool,
-        about(
-            "fixed shapes and cuts: results do not depend on batch mates (but for rounding after a preemption); slower"
-        ),
+        "fixed shapes and cuts: results do not depend on batch mates (but for rounding after a preemption); slower",
     ] = False
-    gemm: Annotated[
-        str, about("linear layers of the compute worker: native, torch, or auto (the first that works)")
-    ] = "auto"
+    gemm: Annotated[str, "linear layers of the compute worker: native, torch, or auto (the first that works)"] = "auto"
     compile: Annotated[
-        bool,
-        about("compile what lies between messages: decodes faster, starts later; needs a C++ compiler; on CPUs"),
+        bool, "compile what lies between messages: decodes faster, starts later; needs a C++ compiler; on CPUs"
     ] = False
-    cuda_graphs: Annotated[bool, about("on GPUs, slices of up to 256 rows run as CUDA graphs")] = True
+    cuda_graphs: Annotated[bool, "on GPUs, slices of up to 256 rows run as CUDA graphs"] = True
 
 
 class KVOptions(Options, frozen=True, kw_only=True):
@@ -76,17 +71,13 @@ class KVOptions(Options, frozen=True, kw_only=True):
 
     kv_cache_dtype: Annotated[
         str,
-        about(
-            "of stored K and V: auto (as --dtype), or 8 bits with a scale for each token and head: int8, fp8 (E4M3)",
-            choices=KV_CACHE_DTYPES,
-        ),
+        OneOf(KV_CACHE_DTYPES),
+        "of stored K and V: auto (as --dtype), or 8 bits with a scale for each token and head: int8, fp8 (E4M3)",
     ] = "auto"
-    block_size: Annotated[int, about("tokens in a KV block", low=1)] = 32
-    overlap: Annotated[
-        bool, about("memory workers attend stored tokens on Q alone, while K and V are still projected")
-    ] = True
+    block_size: Annotated[int, Meta(ge=1), "tokens in a KV block"] = 32
+    overlap: Annotated[bool, "memory workers attend stored tokens on Q alone, while K and V are still projected"] = True
     attention: Annotated[
-        str, about("attention of the memory workers: native, numba, reference, or auto (the first that works)")
+        str, "attention of the memory workers: native, numba, reference, or auto (the first that works)"
     ] = "auto"
 
     def __post_init__(self) -> None:
@@ -98,11 +89,11 @@ class KVOptions(Options, frozen=True, kw_only=True):
 class BatchingOptions(Options, frozen=True, kw_only=True):
     """What a step takes of requests."""
 
-    max_num_seqs: Annotated[int, about("sequences that decode at once", low=1)] = 64
+    max_num_seqs: Annotated[int, Meta(ge=1), "sequences that decode at once"] = 64
     prefill_chunk: Annotated[
-        int, about("prompt tokens in a step at most; other requests decode between chunks", low=1)
+        int, Meta(ge=1), "prompt tokens in a step at most; other requests decode between chunks"
     ] = 512
-    seed: Annotated[int, about("where requests without a seed get theirs from", low=0)] = 0
+    seed: Annotated[int, Meta(ge=0), "where requests without a seed get theirs from"] = 0
 
     @property
     def max_rows(self) -> int:
@@ -114,53 +105,41 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     """How many workers of each kind there are, and how they share the work."""
 
     memory_workers: Annotated[
-        int, about("memory workers, which share the KV cache and the attention over it", low=1, most=MOST_WORKERS)
+        int, Meta(ge=1, le=MOST_WORKERS), "memory workers, which share the KV cache and the attention over it"
     ] = 2
     memory_weights: Annotated[
         tuple[float, ...] | str,
-        about(
-            "each memory worker's part of the work, such as 0.7,0.3; measured = by how fast each reads its memory at "
-            "the start; empty = equal parts",
-            parse=parse_weights,
-        ),
+        Read(parse_weights),
+        "each memory worker's part of the work, such as 0.7,0.3; measured = by how fast each reads its memory at "
+        "the start; empty = equal parts",
     ] = ()
     partition: Annotated[
         str,
-        about(
-            "what memory workers share: KV heads (head; the tokens of a head where heads do not divide), tokens of "
-            "every sequence (token), or whole sequences (request)",
-            choices=tuple(PARTITIONS),
-        ),
+        OneOf(tuple(PARTITIONS)),
+        "what memory workers share: KV heads (head; the tokens of a head where heads do not divide), tokens of "
+        "every sequence (token), or whole sequences (request)",
     ] = "head"
     pipeline: Annotated[
         int | str,
-        about(
-            "batches that take turns: while one is attended, others are in the slices; n > 2 rotate over n - 1 "
-            "replicas; auto:n = what is fastest here of up to n, found by trying; auto = auto:2",
-        ),
+        "batches that take turns: while one is attended, others are in the slices; n > 2 rotate over n - 1 "
+        "replicas; auto:n = what is fastest here of up to n, found by trying; auto = auto:2",
     ] = 1
     tensor_parallel_size: Annotated[
         int,
-        about(
-            "compute workers that share the weights of a replica, a part each; must divide the memory workers", low=1
-        ),
+        Meta(ge=1),
+        "compute workers that share the weights of a replica, a part each; must divide the memory workers",
     ] = 1
     collective: Annotated[
         str,
-        about(
-            "how these ranks sum what each has: mesh (by way of the hosts, over --transport), gloo (so too, over its "
-            "own TCP), nccl (from GPU to GPU), or auto (nccl where each rank has a GPU of one host to itself, else "
-            "mesh)",
-            choices=COLLECTIVES,
-        ),
+        OneOf(COLLECTIVES),
+        "how these ranks sum what each has: mesh (by way of the hosts, over --transport), gloo (so too, over its "
+        "own TCP), nccl (from GPU to GPU), or auto (nccl where each rank has a GPU of one host to itself, else "
+        "mesh)",
     ] = "auto"
     prefill_workers: Annotated[
         int,
-        about(
-            "workers of their own for prompts, which then do not slow decoding; 0 = the compute workers do them",
-            low=0,
-            most=MOST_WORKERS,
-        ),
+        Meta(ge=0, le=MOST_WORKERS),
+        "workers of their own for prompts, which then do not slow decoding; 0 = the compute workers do them",
     ] = 0
 
     def __post_init__(self) -> None:
@@ -220,33 +199,27 @@ class DeviceOptions(Options, frozen=True, kw_only=True):
 
     compute_device: Annotated[
         str,
-        about(
-            "what compute and prefill workers compute on: cpu; cuda (a GPU for each, in turn); cuda:N; or auto (cuda "
-            "where torch has it). Not auto by default while GPUs are not yet measured",
-        ),
+        "what compute and prefill workers compute on: cpu; cuda (a GPU for each, in turn); cuda:N; or auto (cuda "
+        "where torch has it). Not auto by default while GPUs are not yet measured",
     ] = "cpu"
-    memory_device: Annotated[str, about("the same for memory workers, whose KV cache is in its memory then")] = "cpu"
+    memory_device: Annotated[str, "the same for memory workers, whose KV cache is in its memory then"] = "cpu"
     memory_sms: Annotated[
         int,
-        about(
-            "multiprocessors of its GPU that a memory worker may use, so that compute workers have the others; 0 = all",
-            low=0,
-        ),
+        Meta(ge=0),
+        "multiprocessors of its GPU that a memory worker may use, so that compute workers have the others; 0 = all",
     ] = 0
-    kv_memory: Annotated[
-        str, about("memory for KV blocks on each memory worker, such as 512MiB or 4GiB", parse=size_text)
-    ] = "auto"
-    compute_threads: Annotated[int, about("threads of the compute worker; 0 = all cores", low=0, most=MOST_THREADS)] = 0
+    kv_memory: Annotated[str, Read(size_text), "memory for KV blocks on each memory worker, such as 512MiB or 4GiB"] = (
+        "auto"
+    )
+    compute_threads: Annotated[int, Meta(ge=0, le=MOST_THREADS), "threads of the compute worker; 0 = all cores"] = 0
     memory_threads: Annotated[
-        int, about("threads of each memory worker; 0 = an equal share of the cores", low=0, most=MOST_THREADS)
+        int, Meta(ge=0, le=MOST_THREADS), "threads of each memory worker; 0 = an equal share of the cores"
     ] = 0
     cores: Annotated[
         tuple[Cores, ...] | str,
-        about(
-            "cores of each worker (compute workers, then memory workers, then prefill workers), such as 0-3/4,5/6,7; "
-            "auto = cores of their own where they work at once; empty = the system places them",
-            parse=cores_of_each,
-        ),
+        Read(cores_of_each),
+        "cores of each worker (compute workers, then memory workers, then prefill workers), such as 0-3/4,5/6,7; "
+        "auto = cores of their own where they work at once; empty = the system places them",
     ] = ()
 
     def __post_init__(self) -> None:
@@ -266,33 +239,27 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
 
     transport: Annotated[
         str,
-        about(
-            "how the pools talk: shm, tcp, loopback (everything in one process), auto, cuda, verbs, mlx5; empty = "
-            "shm, or loopback where all workers compute on one GPU, or auto over Ray",
-        ),
+        "how the pools talk: shm, tcp, loopback (everything in one process), auto, cuda, verbs, mlx5; empty = shm, "
+        "or loopback where all workers compute on one GPU, or auto over Ray",
     ] = ""
     memory_addresses: Annotated[
-        tuple[str, ...],
-        about("where memory workers listen, one each, by comma; empty = any free place", parse=listed),
+        tuple[str, ...], Read(listed), "where memory workers listen, one each, by comma; empty = any free place"
     ] = ()
     ray_address: Annotated[
         str,
-        about(
-            "start workers through Ray: auto (this host's cluster), HOST:PORT, or the YAML of `lamina-launch cluster`; "
-            "empty = on this machine",
-        ),
+        "start workers through Ray: auto (this host's cluster), HOST:PORT, or the YAML of `lamina-launch cluster`; "
+        "empty = on this machine",
     ] = ""
     placement: Annotated[
-        str,
-        about("over Ray: workers on few hosts, near each other (pack), or on many (spread)", choices=PLACEMENTS),
+        str, OneOf(PLACEMENTS), "over Ray: workers on few hosts, near each other (pack), or on many (spread)"
     ] = "pack"
     compute_on: Annotated[
-        str, about("over Ray: what a host of compute workers has, a resource, a type of GPU, or LABEL=VALUE")
+        str, "over Ray: what a host of compute workers has, a resource, a type of GPU, or LABEL=VALUE"
     ] = "lamina_compute"
-    memory_on: Annotated[str, about("over Ray: the same for memory workers")] = "lamina_memory"
-    trace: Annotated[
-        str, about("write a Perfetto/Chrome trace of the run to this file, at the end (or set LAMINA_TRACE)")
-    ] = ""
+    memory_on: Annotated[str, "over Ray: the same for memory workers"] = "lamina_memory"
+    trace: Annotated[str, "write a Perfetto/Chrome trace of the run to this file, at the end (or set LAMINA_TRACE)"] = (
+        ""
+    )
 
     @property
     def launcher(self) -> str:
@@ -309,8 +276,8 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
 class Deadlines(Options, frozen=True, kw_only=True):
     """How long anybody waits."""
 
-    start_timeout_s: Annotated[float, about("seconds for loading, cutting and binding")] = 600.0
-    step_timeout_s: Annotated[float, about("seconds for one step before a worker counts as hung")] = 60.0
+    start_timeout_s: Annotated[float, "seconds for loading, cutting and binding"] = 600.0
+    step_timeout_s: Annotated[float, "seconds for one step before a worker counts as hung"] = 60.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
