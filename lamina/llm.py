@@ -22,8 +22,8 @@ class LLM:
     """Decodes a Hugging Face causal LM with its attention and KV cache on memory workers.
 
     ``model`` is a directory, a hub id, or a ``torch.nn.Module`` (which then computes in this process and is left as it
-    was). Options are the fields of ``EngineConfig``. Use it as a context manager, or call ``close``: worker processes
-    live as long as the object.
+    was). Options are the fields of the structs in ``protocol.options``. Use it as a context manager, or call ``close``:
+    worker processes live as long as the object.
 
         with LLM("path/to/model", memory_workers=2) as llm:
             print(llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].outputs[0].text)

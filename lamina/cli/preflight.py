@@ -12,6 +12,7 @@ from lamina.facts.room import check_kv_room
 from lamina.fleet.choose_transport import nearest
 from lamina.models.checkpoint import peek_config
 from lamina.protocol.options import EngineConfig
+from lamina.protocol.resolve import ModelFacts, check_model, check_names
 
 from .words import counted, ranks_meet
 
@@ -23,7 +24,6 @@ def check(model: str, config: EngineConfig) -> int:
     from lamina.memory.store import available_bytes
     from lamina.models.checkpoint import check_one_dtype, check_room, check_weights, find_checkpoint, read_config
     from lamina.models.load import max_model_len
-    from lamina.protocol.partition import PARTITIONS
     from lamina.workers import devices
 
     _check_names(config)
@@ -31,22 +31,9 @@ def check(model: str, config: EngineConfig) -> int:
     elsewhere = bool(config.launching.ray_address)  # weights and room are for its hosts to have
     directory = find_checkpoint(model, trust_remote_code=config.model.trust_remote_code, weights=not elsewhere)
     found = read_config(directory, trust_remote_code=config.model.trust_remote_code)
-    limit = max_model_len(found)
-    if config.model.max_model_len > limit:
-        raise ValueError(
-            f"--max-model-len {config.model.max_model_len} exceeds the model's own limit of {limit} tokens"
-        )
-    if heads := _kv_heads(found):
-        topology, size = config.topology, config.topology.tensor_parallel_size
-        if heads % size:
-            raise ValueError(
-                f"--tensor-parallel-size {size} does not divide the model's {heads} KV heads: "
-                f"use {' or '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
-            )
-        PARTITIONS[topology.partition]([heads // size], topology.of_rank(topology.weights, 0), 1)
-    _check_kv(found, config, config.model.max_model_len or limit)
+    limit = check_model(config, _facts(found, max_model_len(found)))
     if elsewhere:
-        return config.model.max_model_len or limit
+        return limit
     _check_cores(config)
     compute, memory = devices.check(config)
     check_weights(directory)
@@ -57,7 +44,7 @@ def check(model: str, config: EngineConfig) -> int:
         check_room(directory, config.topology.replicas + config.topology.prefill_workers, free)
     if memory.type == "cpu":
         check_kv_room(config, free)
-    return config.model.max_model_len or limit
+    return limit
 
 
 def _check_cores(config: EngineConfig) -> None:
@@ -148,33 +135,14 @@ def _check_names(config: EngineConfig) -> None:
     from lamina.observe.collect import check_place
 
     check_place(config.launching.trace)
-    try:
-        netstack.check_scheme(config.launching.scheme)
-    except ValueError as e:
-        raise ValueError(f"--transport: {e}") from None
-    for name, value, known in (
-        ("--attention", config.kv.attention, ("auto", *BACKENDS)),
-        ("--gemm", config.model.gemm, ("auto", *LINEAR)),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+    check_names(config, BACKENDS, LINEAR)
     check_store(config.kv.attention, config.kv.kv_cache_dtype)
 
 
-def _check_kv(model: Any, config: EngineConfig, max_len: int) -> None:
-    """Raises ValueError where --kv-memory is less than what one sequence takes for certain: a byte for each element,
-    and no more tokens than the narrowest window has. The workers know the rest.
-    """
-    text = model.get_text_config()
+def _facts(model: Any, max_len: int) -> ModelFacts:
+    text, heads = model.get_text_config(), _kv_heads(model)
     layers, dim = getattr(text, "num_hidden_layers", 0), getattr(text, "head_dim", 0)
-    window = getattr(text, "sliding_window", None)
-    need = 2 * layers * _kv_heads(model) * (dim or 0) * min(max_len, window or max_len)
-    workers = config.topology.memory_workers
-    if 0 < config.devices.kv_bytes() * workers < need:
-        raise ValueError(
-            f"--kv-memory {config.devices.kv_memory} on {counted(workers, 'memory worker')} cannot hold one sequence of"
-            f" {max_len} tokens, which takes {need} bytes at least: raise it, or lower --max-model-len"
-        )
+    return ModelFacts(max_len, heads, 2 * layers * heads * (dim or 0), getattr(text, "sliding_window", None) or 0)
 
 
 def _kv_heads(config: Any) -> int:

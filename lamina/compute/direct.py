@@ -22,15 +22,6 @@ from .memory_pool import MemoryPool
 LINES = 3  # of what one memory worker has of a layer: Q, K and V, O
 
 
-def has_whole_heads(partition: Partition) -> bool:
-    """Whether every message is of all rows, and of heads in one run: no indices of rows, no merging."""
-    for table in partition.tables:
-        owners = [share.owners[0] for share in table]
-        if any(len(share.owners) > 1 for share in table) or len(set(owners)) < len(owners):
-            return False
-    return True
-
-
 class _Share(NamedTuple):
     """What one memory worker has of a layer. ``line``: of Q; behind it are those of K and V, and of O."""
 

@@ -17,11 +17,12 @@ from lamina.kv.stored import stored_dtype
 from lamina.memory.store import available_bytes
 from lamina.protocol.control import ComputeReady, LinkClosedError, RankUrl, RankUrls, RingPeer, RingUrl
 from lamina.protocol.plan import Bind, Bound, Join
+from lamina.protocol.resolve import devices_may_talk
 from lamina.workers.devices import CPU
 from lamina.workers.wire import can_be_direct
 
 from .capacity import choose_kv_bytes, geometries
-from .direct import DirectAttention, has_whole_heads, open_wires
+from .direct import DirectAttention, open_wires
 from .emulated import emulated
 from .links import MemoryLink, RefusedError
 from .memory_pool import MemoryPool
@@ -180,6 +181,7 @@ class _Server(ModelServer):
 
     def _bind(self, worker: int, cut: Cut, channel: netstack.Channel) -> Bind:
         start, asked = self.start, self.start.devices.kv_bytes()
+        replicas, prefill_workers = start.topology.replicas, start.topology.prefill_workers
         wanted = partial(
             choose_kv_bytes,
             cut.layers,
@@ -200,8 +202,8 @@ class _Server(ModelServer):
             kv_most=0 if asked else wanted(free=NO_LIMIT),
             max_rows=start.batching.max_rows,
             max_model_len=cut.max_len,
-            replicas=start.topology.replicas,
-            prefill_workers=start.topology.prefill_workers,
+            replicas=replicas,
+            prefill_workers=prefill_workers,
             joining=start.joining,
-            direct=has_whole_heads(cut.partition) and can_be_direct(channel, self.staging),
+            direct=devices_may_talk(cut.partition, replicas, prefill_workers) and can_be_direct(channel, self.staging),
         )

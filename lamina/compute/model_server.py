@@ -34,6 +34,7 @@ from lamina.protocol.control import (
 from lamina.protocol.groups import together
 from lamina.protocol.partition import Partition
 from lamina.protocol.plan import Bound, LayerShape, ProtocolError
+from lamina.protocol.resolve import sequence_limit
 from lamina.workers.devices import CPU, gpu_of, linear, pick
 from lamina.workers.graphs import Graphs
 from lamina.workers.service import Service
@@ -140,7 +141,7 @@ class ModelServer:
             rank=start.rank,
             size=start.topology.tensor_parallel_size,
         )
-        max_len = _sequence_limit(start.model.max_model_len, loaded.max_model_len)
+        max_len = sequence_limit(start.model.max_model_len, loaded.max_model_len)
         self.clock.lap("load_s")
         self._progress("cutting the model", 0, 1)
         program = convert_model(
@@ -245,12 +246,6 @@ def serve(server: type[ModelServer], sock: socket.socket, module: Any) -> None:
         return
     if isinstance(start, StartCompute):
         server(link, start, module).run()
-
-
-def _sequence_limit(asked: int, own: int) -> int:
-    if asked > own:
-        raise ValueError(f"--max-model-len {asked} exceeds the model's own limit of {own} tokens")
-    return asked or own
 
 
 def _summary(cut: Cut) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from lamina.protocol.plan import (
     decode_plan,
     encode,
 )
+from lamina.protocol.resolve import devices_may_talk
 from lamina.protocol.tables import NoBlocksError, PlanError
 from lamina.workers.devices import FREE_PART
 from lamina.workers.staging import NOTHING
@@ -268,10 +269,9 @@ class Session:
                 return store
 
     def _may_be_direct(self, store: Store) -> bool:
-        """One replica alone: what kernels wait for has one order then, and no gaps in which to take prompts in."""
         bind = store.bind
-        alone = bind.replicas == 1 and not bind.prefill_workers
-        return bind.direct and alone and can_be_direct(self._channels[0], store.staging)
+        may = bind.direct and devices_may_talk(bind.partition, bind.replicas, bind.prefill_workers)
+        return may and can_be_direct(self._channels[0], store.staging)
 
     def _receive(self, channel: Channel) -> Arrival:
         """The next message. Waits as long as the peer and the driver live: an idle worker is no fault. While it waits,

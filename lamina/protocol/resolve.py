@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from lamina.netstack import beyond_host
+from collections.abc import Collection
+from typing import NamedTuple
+
+from lamina.netstack import beyond_host, check_scheme
 
 from .options import EngineConfig
+from .partition import PARTITIONS, Partition
+
+
+class ModelFacts(NamedTuple):
+    """What a model's configuration says of it; 0 where it does not. The workers check the real shapes."""
+
+    max_len: int  # tokens of a sequence at most
+    kv_heads: int  # of a layer
+    token_elements: int  # of a token's K and V, in all layers
+    window: int  # tokens
 
 
 def check_together(config: EngineConfig) -> None:
@@ -13,6 +26,64 @@ def check_together(config: EngineConfig) -> None:
     _check_weights(config)
     _check_ranks(config)
     _check_devices(config)
+
+
+def check_names(config: EngineConfig, attention: Collection[str], gemm: Collection[str]) -> None:
+    """Raises ValueError, with the known ones, for a transport or a backend that is in no table. ``attention``,
+    ``gemm``: the names of their tables.
+    """
+    try:
+        check_scheme(config.launching.scheme)
+    except ValueError as error:
+        raise ValueError(f"--transport: {error}") from None
+    for name, value, known in (
+        ("--attention", config.kv.attention, ("auto", *attention)),
+        ("--gemm", config.model.gemm, ("auto", *gemm)),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+
+
+def sequence_limit(asked: int, own: int) -> int:
+    """Tokens of a sequence: --max-model-len ``asked`` (0: nothing), of a model for ``own``. Raises ValueError."""
+    if asked > own:
+        raise ValueError(f"--max-model-len {asked} exceeds the model's own limit of {own} tokens")
+    return asked or own
+
+
+def check_model(config: EngineConfig, model: ModelFacts) -> int:
+    """The longest sequence, in tokens. Raises ValueError where workers cannot share or keep ``model`` as asked."""
+    max_len = sequence_limit(config.model.max_model_len, model.max_len)
+    topology, size, heads = config.topology, config.topology.tensor_parallel_size, model.kv_heads
+    if heads % size:
+        raise ValueError(
+            f"--tensor-parallel-size {size} does not divide the model's {heads} KV heads: "
+            f"use {' or '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
+        )
+    if heads:
+        PARTITIONS[topology.partition]([heads // size], topology.of_rank(topology.weights, 0), 1)
+    # One sequence takes this for certain: a byte for each element, and no more tokens than the narrowest window has.
+    need, workers = model.token_elements * min(max_len, model.window or max_len), topology.memory_workers
+    if 0 < config.devices.kv_bytes() * workers < need:
+        on = f"{workers} memory worker{'s' if workers > 1 else ''}"
+        raise ValueError(
+            f"--kv-memory {config.devices.kv_memory} on {on} cannot hold one sequence of {max_len} tokens, which "
+            f"takes {need} bytes at least: raise it, or lower --max-model-len"
+        )
+    return max_len
+
+
+def devices_may_talk(partition: Partition, replicas: int, prefill_workers: int) -> bool:
+    """Whether a layer's messages may go from device to device, where a channel for that is there; else hosts send them.
+
+    Every message must be of all rows, and of heads in one run: no indices of rows, no merging. One replica must be
+    alone: what kernels wait for has one order then, and no gaps in which to take prompts in.
+    """
+    for table in partition.tables:
+        owners = [share.owners[0] for share in table]
+        if any(len(share.owners) > 1 for share in table) or len(set(owners)) < len(owners):
+            return False
+    return replicas == 1 and not prefill_workers
 
 
 def _check_addresses(config: EngineConfig) -> None:

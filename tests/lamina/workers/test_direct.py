@@ -18,7 +18,7 @@ from torch import Tensor
 from lamina import netstack
 from lamina.attention import get
 from lamina.compute import direct
-from lamina.compute.direct import DirectAttention, has_whole_heads, open_wires
+from lamina.compute.direct import DirectAttention, open_wires
 from lamina.compute.links import MemoryLink, RefusedError
 from lamina.compute.memory_pool import MemoryPool
 from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, PeerFault
@@ -34,6 +34,7 @@ from lamina.protocol.plan import (
     SequenceOp,
     StepPlan,
 )
+from lamina.protocol.resolve import devices_may_talk
 from lamina.workers import staging
 from lamina.workers.graphs import GraphedSlice
 from lamina.workers.staging import Host, Queue
@@ -80,7 +81,7 @@ def direct_model(
     connects = [partial(connect, x.url) for x in pool.listeners[-len(weights) :]]
     wires = open_wires(connects, [p.bound for p in there.peers], gpu, wait_s)
     partition, itemsize = there.peers[0].bind.partition, there.dtype.itemsize
-    assert has_whole_heads(partition)
+    assert devices_may_talk(partition, 1, 0)
     there.pool = DirectAttention(there.pool, wires, partition, there.layers, itemsize, gpu)  # type: ignore[assignment]
     return there
 
@@ -178,7 +179,8 @@ def test_a_graph_sends_the_bytes_that_hosts_send(weights: list[float]) -> None:
 @pytest.mark.parametrize(
     ("fields", "offered"),
     [({"direct": True}, True), ({}, False), ({"direct": True, "prefill_workers": 1}, False),
-     ({"direct": True, "replicas": 2}, False)],
+     ({"direct": True, "replicas": 2}, False),
+     ({"direct": True, "weights": [1.0, 1.0], "partition": "token"}, False)],
 )  # fmt: skip
 def test_a_memory_worker_offers_what_it_can(fields: dict[str, Any], offered: bool, gpu: Make, scheme: str) -> None:
     with workers(scheme) as pool:
@@ -220,9 +222,16 @@ def test_where_one_memory_worker_cannot_hosts_send_to_all(
 
 @pytest.mark.parametrize("name", ["token", "request"])
 def test_messages_of_some_rows_are_for_hosts(name: str) -> None:
-    assert not has_whole_heads(PARTITIONS[name]([4], [1.0, 1.0], 1))
-    assert has_whole_heads(PARTITIONS[name]([4], [1.0], 1))
-    assert not has_whole_heads(by_head([3], [1.0, 1.0], 1))
+    assert not devices_may_talk(PARTITIONS[name]([4], [1.0, 1.0], 1), 1, 0)
+    assert devices_may_talk(PARTITIONS[name]([4], [1.0], 1), 1, 0)
+    assert not devices_may_talk(by_head([3], [1.0, 1.0], 1), 1, 0)
+
+
+def test_messages_of_several_senders_are_for_hosts() -> None:
+    heads = by_head([4], [1.0, 1.0], 1)
+    assert devices_may_talk(heads, 1, 0)
+    assert not devices_may_talk(heads, 2, 0)
+    assert not devices_may_talk(heads, 1, 1)
 
 
 def test_a_refused_step_ends_what_kernels_wait_for_and_says_why(gpu: Make, scheme: str) -> None:
