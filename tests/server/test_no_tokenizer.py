@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from running import MODEL, ROOT
 
 from lamina import LLM, llm
 from lamina.cli.launch import main
-from lamina.config import make_config
+from lamina.config import flat, make_config
 from lamina.protocol.control import ControlLink
 from lamina.protocol.options import EngineConfig
 from lamina.server import engine_process
@@ -84,7 +83,7 @@ def test_it_is_given_up_and_workers_end(
 
 def start_up(module: ModuleType, model: str, config: EngineConfig) -> None:
     if module is llm:
-        LLM(model, **asdict(config))
+        LLM(model, **flat(config))
     else:
         start = Start(model=model, tokenizer="", config=config)
         engine_process._serve(ControlLink(socket.socket(), Start), start)
