@@ -153,7 +153,7 @@ def test_blocks_are_counted_as_a_store_has_them(
             worker,
             store.kv_dtype,
             kv_bytes,
-            block_size=each.block_size,
+            block_size=each.kv.block_size,
             max_rows=each.max_rows,
             max_len=each.max_model_len,
         )

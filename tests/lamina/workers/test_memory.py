@@ -37,7 +37,7 @@ def pool() -> Iterator[Pool]:
 def test_ragged_prefill_and_decode_in_one_step(
     pool: Pool, dtype: str, limit: float, overlap: bool, backend: str
 ) -> None:
-    m = model(pool, dtype=dtype, overlap=overlap, backend=backend)
+    m = model(pool, dtype=dtype, overlap=overlap, attention=backend)
     steps: list[tuple[list[SequenceOp], list[Rows]]] = [
         ([New(1), New(2)], [Rows(1, 0, 30), Rows(2, 0, 7)]),
         ([], [Rows(2, 7, 1), Rows(1, 30, 50)]),
@@ -91,7 +91,7 @@ def test_workers_partition_and_overlap_make_no_difference_bit_for_bit(
         ("token", [1.0, 1.0]), ("token", [2.0, 1.0, 1.0]),
     ]  # fmt: skip
     models = [
-        model(pool, weights=w, partition=p, dtype=dtype, overlap=i % 2 == 0, backend=backend, max_rows=200)
+        model(pool, weights=w, partition=p, dtype=dtype, overlap=i % 2 == 0, attention=backend, max_rows=200)
         for i, (p, w) in enumerate(spread)
     ]
     for number, (ops, rows) in enumerate(steps):
@@ -103,7 +103,7 @@ def test_workers_partition_and_overlap_make_no_difference_bit_for_bit(
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 def test_a_windowed_sequence_alone_across_stripes(pool: Pool, backend: str) -> None:
     """What it sees lies under two parents of the merge tree: there is nothing to merge below the root."""
-    once, split = (model(pool, w, [shape(window=40)], "token", backend=backend) for w in ([1.0], [1.0, 1.0]))
+    once, split = (model(pool, w, [shape(window=40)], "token", attention=backend) for w in ([1.0], [1.0, 1.0]))
     for first in range(0, 256, 64):
         ops: list[SequenceOp] = [New(1)] if not first else []
         assert equal(once.step(first, ops, [Rows(1, first, 64)]), split.step(first, ops, [Rows(1, first, 64)]))
