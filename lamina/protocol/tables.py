@@ -30,10 +30,6 @@ class PlanError(ValueError):
     """A plan that does not fit the sequences as they are: an unknown id, a gap, a position that was given back."""
 
 
-class UnsupportedOpError(PlanError):
-    """A sequence op of the StepPlan that these tables cannot do."""
-
-
 class NoBlocksError(Exception):
     """Too few KV blocks for a plan. Nothing of the plan was applied."""
 
@@ -203,7 +199,7 @@ class BlockTables:
         """Do the plan's ops in order, then hold blocks for all its rows: everything, or nothing and an exception.
 
         The last plan of a batch may come again (a replay): it changes nothing more. The rows of the one before it may
-        too, under a number of their own. Raises NoBlocksError, PlanError, UnsupportedOpError.
+        too, under a number of their own. Raises NoBlocksError, PlanError.
         """
         changes = self._after(plan)
         self._last[plan.batch] = plan
@@ -277,8 +273,6 @@ class BlockTables:
                 return replace(extent, length=op.length) if op.length else self._empty()
             case Grant():
                 return self._advance(self._extent(changes, op.sequence), op.rows)
-            case _:
-                raise UnsupportedOpError(f"sequence op {type(op).__name__.lower()!r} is not supported")
 
     def _advance(self, extent: _Extent, row: Rows) -> _Extent:
         """The extent once ``row`` is planned: blocks that neither it nor the rows before it can see are given back."""
