@@ -11,7 +11,11 @@ WARM = "lamina.workers.warm"  # it stays for the next engine
 def workers_of(driver: int) -> Iterator[tuple[int, str]]:
     """Number and MODULE [ARGUMENT...] of each worker process of ``driver``, and of its warm process."""
     for task in Path(f"/proc/{driver}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
+        try:
+            children = [int(child) for child in (task / "children").read_text().split()]
+        except OSError:  # the thread has ended
+            continue
+        for child in children:
             try:
                 command = Path(f"/proc/{child}/cmdline").read_bytes().decode().replace("\0", " ")
                 _, found, rest = command.partition("lamina.workers")

@@ -113,7 +113,7 @@ class Silent:
 
 
 READY = Ready(
-    vocab_size=9, max_model_len=9, max_num_seqs=1, dtype="float32", block_size=1, num_blocks=[1], holders=[[0]],
+    vocab_size=9, max_model_len=9, max_num_seqs=1, dtype="float32", block_size=1, num_blocks=[[1]], holders=[[0]],
     hops_per_step=1, row_bytes={}, workers=[],
 )  # fmt: skip
 

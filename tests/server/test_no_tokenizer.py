@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from running import MODEL, ROOT
 
-from lamina import LLM, llm
+from lamina import LLM, front
 from lamina.cli.launch import main
 from lamina.config import flat, make_config
 from lamina.protocol.control import ControlLink
@@ -67,7 +67,7 @@ class NoPools:
         NoPools.closed += 1
 
 
-@pytest.mark.parametrize("module", [llm, engine_process], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [front, engine_process], ids=lambda m: m.__name__)
 @pytest.mark.parametrize("transport", ["loopback", "shm"])
 def test_it_is_given_up_and_workers_end(
     module: ModuleType, transport: str, stuck: str, monkeypatch: pytest.MonkeyPatch
@@ -82,7 +82,7 @@ def test_it_is_given_up_and_workers_end(
 
 
 def start_up(module: ModuleType, model: str, config: EngineConfig) -> None:
-    if module is llm:
+    if module is front:
         LLM(model, **flat(config))
     else:
         start = Start(model=model, tokenizer="", config=config)
