@@ -18,7 +18,7 @@ from torch import Tensor
 from lamina import attention
 from lamina.attention.reference import Reference
 from lamina.cli.check.matrix import BASE, BASE_OPTIONS, FIXED, Exactness, Setting
-from lamina.cli.check.run import Check
+from lamina.cli.check.settings_run import Check
 from lamina.cli.launch import main
 from lamina.compute.worker import ComputeWorker
 from lamina.config import make_config

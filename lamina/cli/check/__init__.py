@@ -89,7 +89,7 @@ def _matrix(config: EngineConfig, *, all_of_them: bool) -> list[Setting]:
 
 
 def _run(args: argparse.Namespace, config: EngineConfig, settings: Sequence[Setting]) -> list[Verdict]:
-    from .run import Check
+    from .settings_run import Check
 
     verdicts: list[Verdict] = []
     for verdict in Check(args.model, config, args.prompt, args.max_tokens, args.prompt_seed).run(settings):
