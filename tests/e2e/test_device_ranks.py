@@ -72,11 +72,11 @@ def test_meetings_of_devices_are_part_of_graphs_and_change_no_bit(
     module: Any = ModuleType("lamina.collective.stand_in")
     module.lacks, module.unfit, module.open_collective = lambda device: "", lambda ranks: "", open_stand_in
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(COLLECTIVES, "stand_in", "stand_in")
+    monkeypatch.setitem(COLLECTIVES, "nccl", "stand_in")  # in place of the real one
     monkeypatch.setattr(Joined, "made", [])
     wanted = outputs(llama_path, prompts, collective="mesh", **options)
     with stand_in_for_cpu(monkeypatch, graphs=True):
-        found = outputs(llama_path, prompts, collective="stand_in", **options)
+        found = outputs(llama_path, prompts, collective="nccl", **options)
     assert found == wanted
     assert len(Joined.made) == 2 * max(1, options.get("pipeline", 1) - 1)
     for joined in Joined.made:
