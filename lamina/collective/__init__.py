@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 # name -> module of this package with ``lacks(device)``, ``unfit(ranks)`` and ``open_collective(mesh, at)``, for the
-# functions of these names below; imported when first used. --collective takes these names (protocol.options.COLLECTIVES).
+# functions of these names below; imported when first used. For --collective the names stand in protocol.options, too.
 COLLECTIVES: dict[str, str] = {"mesh": "mesh", "gloo": "gloo", "nccl": "nccl"}
 
 
