@@ -69,7 +69,11 @@ class AsyncLLM:
         feed = self._register(request_id)
         add = partial(self._add, prompts[0], params, feed)
         if isinstance(prompts[0], str) and len(prompts[0]) > INLINE_CHARS:
-            self._tokenizing.submit(add)
+            try:
+                self._tokenizing.submit(add)
+            except RuntimeError:  # another thread shuts down
+                self._forget(feed)
+                raise _closed() from None
         else:
             add()
         return AsyncStream(self, feed)

@@ -72,7 +72,11 @@ class Pool {
     for (auto& t : threads_) t.join();
   }
 
-  static void pause() { __builtin_ia32_pause(); }
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
 
   // A ticket names the job (upper half) and the piece (lower half) in one word: a thread that comes late can never
   // take a piece of another job than the one it looked at.

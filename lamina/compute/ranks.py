@@ -115,7 +115,8 @@ class Together:
         """See Ranks. Raises ChannelError.
 
         Rank 0 gets each rank's best few logits and those that a draw names, with the logarithm of the sum of all; the
-        whole logits only where one samples without ``top_k``, or names a large part of the vocabulary.
+        whole logits only where one samples without ``top_k``, or with ``top_p`` before it, or names a large part of the
+        vocabulary.
         """
         group, width = self._collective, logits.shape[1]
         few = Few.of(draws, width, seen)
@@ -141,7 +142,7 @@ class Few(NamedTuple):
         """None: they need it all. ``width``: of one rank's logits."""
         best, named = 1, 0
         for draw in draws:
-            if draw.known < 0 and draw.temperature > 0.0 and not draw.top_k:
+            if draw.known < 0 and draw.temperature > 0.0 and (not draw.top_k or _shares_all(draw)):
                 return None
             names = _named(draw, seen)
             # Penalties may put as many others in the place of the best as they name.
@@ -168,6 +169,11 @@ class Few(NamedTuple):
         values, ids, lse = parts[..., :count], parts[..., count:-1].long(), parts[..., -1]
         logits = packed.new_full((len(packed), vocabulary), float("-inf"))
         return logits.scatter_(1, ids.flatten(1), values.flatten(1)), lse.logsumexp(-1)
+
+
+def _shares_all(draw: Draw) -> bool:
+    """Whether its top_p is a share of the probability of all tokens, not of those that top_k has left."""
+    return draw.top_p < 1.0 and draw.order.index("top_p") < draw.order.index("top_k")
 
 
 def _named(draw: Draw, seen: Mapping[int, Seen]) -> list[int]:

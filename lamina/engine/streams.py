@@ -57,9 +57,12 @@ class Feed:
                 self._grown[output.request_id] = _Mark(output)
 
     def fail(self, error: Exception) -> None:
-        """Nothing more will come: ``take`` raises ``error`` behind what has come. The first one stays."""
+        """Nothing more will come: ``take`` raises ``error`` behind what has come. The first one stays; where all is
+        finished, there is none.
+        """
         with self._lock:
-            self._error = self._error or error
+            if self._left > 0:
+                self._error = self._error or error
 
     def take(self) -> RequestOutput | None:
         """What has grown since it was taken last, of one request: it changes no more. None where nothing has.

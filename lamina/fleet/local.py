@@ -23,6 +23,8 @@ from .warm import START, NoForkError, WarmGoneError
 
 log = logging.getLogger(__name__)
 
+# With these OpenMP lays its threads on cores as it is loaded, which the warm process has done with its own cores.
+BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 # role -> (module, its function that serves one control socket)
 ROLES = {
     "memory": ("lamina.memory.main", "serve_memory"),
@@ -174,6 +176,8 @@ def start(role: str, control: socket.socket, threads: int, on: cores.Cores) -> P
     """The process of a worker. Forked from the warm process: what that has imported need not be imported again."""
     arguments = ["--cores", ",".join(map(str, on))] if on else []
     serve, own = ":".join(ROLES[role]), environment(threads)
+    if any(own.get(name) for name in BINDING):
+        return Fresh(spawn(role, control, threads, arguments))
     for _ in range(2):  # a warm process that has died is replaced
         if (warm := START.begin(own)) is None:
             break

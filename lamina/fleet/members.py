@@ -76,6 +76,7 @@ class Members:
         self._members: list[Member] = []
         self._before_end, self._after_end = before_end, after_end
         self.closed = False  # by ``close``, or because a worker was lost
+        self._ending = threading.RLock()  # one thread ends them; another may wait for a message meanwhile
         self.meanwhile: Callable[[], None] = lambda: None  # called a few times a second by whoever waits in silence
 
     def __iter__(self) -> Iterator[Member]:
@@ -92,14 +93,17 @@ class Members:
 
     def close(self) -> None:
         """End all workers: ask, wait, then by force. Idempotent."""
-        if not self.closed:
-            self._end(JOIN_S)
+        with self._ending:
+            if not self.closed:
+                self._end(JOIN_S)
 
     def fail(self, text: str) -> WorkerError:
         """End what is left after a loss: nobody can do anything useful any more, so by force and soon. The exception
         is for the caller to raise.
         """
-        self._end(JOIN_AFTER_LOSS_S)
+        with self._ending:
+            if not self.closed:
+                self._end(JOIN_AFTER_LOSS_S)
         return WorkerError(text)
 
     def _end(self, join_s: float) -> None:
@@ -157,22 +161,25 @@ class Members:
 
     def _read(self, timeout_s: float) -> bool:
         """One message of each worker that has sent some, into its inbox. Whether there was any."""
-        poller = select.poll()
-        for member in self._members:
-            poller.register(member.link, select.POLLIN)
-        ready = {fd for fd, _ in poller.poll(timeout_s * 1000)}
-        for member in self._members:
-            if member.link.fileno() in ready:
-                member.inbox.append(self._receive(member))
+        ready = self._ready(timeout_s)
+        for member in ready:
+            member.inbox.append(self._receive(member))
         return bool(ready)
+
+    def _ready(self, timeout_s: float) -> list[Member]:
+        """Who has sent something. Raises WorkerError where another thread has ended the workers."""
+        poller = select.poll()
+        try:
+            for member in self._members:
+                poller.register(member.link, select.POLLIN)
+        except ValueError:  # a link that is closed has no number
+            raise WorkerError("the workers have been ended") from None
+        found = {fd for fd, _ in poller.poll(timeout_s * 1000)}
+        return [member for member in self._members if member.link.fileno() in found]
 
     def check(self) -> None:
         """Take in what has come, without a wait. Raises as ``wait_for`` where a worker is lost or has failed."""
-        for member in self._members:
-            poller = select.poll()
-            poller.register(member.link, select.POLLIN)
-            if poller.poll(0):
-                member.inbox.append(self._receive(member))
+        self._read(0.0)
 
     def _receive(self, member: Member) -> Any:
         try:

@@ -290,7 +290,7 @@ def _receive(line: socket.socket, timeout_s: float) -> tuple[dict[str, Any], lis
     if not _readable(line.fileno(), timeout_s):
         return {}, []
     try:
-        data, fds, _, _ = socket.recv_fds(line, 4096, 1)
+        data, fds, _, _ = socket.recv_fds(line, 4096, 1, socket.MSG_CMSG_CLOEXEC)
         answer = json.loads(data) if data else {}
     except (OSError, ValueError):
         return {}, []

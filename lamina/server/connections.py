@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+from contextlib import suppress
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -19,8 +20,10 @@ LEAST, MOST = 8, 1 << 16
 def room() -> int:
     """Connections that this process may have. Its limit on open files is raised as far as that is allowed."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    files = MOST if hard == resource.RLIM_INFINITY else hard
+    with suppress(ValueError, OSError):  # more than the kernel gives to any process (fs.nr_open)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = MOST if soft == resource.RLIM_INFINITY else soft
     return max(LEAST, min(MOST, files - len(os.listdir("/proc/self/fd")) - RESERVE))
 
 

@@ -10,8 +10,6 @@ import socket
 import threading
 from collections.abc import Callable
 
-from lamina.protocol.sealed import SealedSocket, read_keys
-
 ORPHAN_EXIT_S = 2.0  # for an orderly end
 
 door_fd: int | None = None  # of the warm process that this worker was forked from; see lamina.fleet.warm
@@ -28,6 +26,8 @@ def run_process(control_fd: int, serve: Callable[[socket.socket], None], life_li
     if life_line_fd is None:
         sock, watched = socket.socket(fileno=control_fd), [os.dup(control_fd)]
     else:
+        from lamina.protocol.sealed import SealedSocket, read_keys  # needs the native module
+
         sock, watched = SealedSocket(control_fd, read_keys(life_line_fd)), [os.dup(control_fd), life_line_fd]
     threading.Thread(target=_exit_when_orphaned, args=(watched,), name="lamina-orphan", daemon=True).start()
     serve(sock)

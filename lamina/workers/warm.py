@@ -91,7 +91,7 @@ class WarmProcess:
         """Whether this is the worker now."""
         sys.stdout.flush()
         sys.stderr.flush()
-        why, pid = self._lacks or no_fork(), -1
+        why, pid = self._lacks or no_fork() or given_up(order.line), -1
         if not why:
             try:
                 pid = os.fork()
@@ -157,7 +157,11 @@ def tell(line: socket.socket, answer: dict[str, Any], fds: Sequence[int] = ()) -
 
 
 def no_fork() -> str:
-    """Why this process must not fork, "" where it may: it has one thread, and no GPU."""
+    """Why this process must not fork, "" where it may: it has one thread, no GPU, and can watch its workers."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))  # by which the end of a worker is seen
+    except OSError as error:
+        return f"it gets no descriptor of a process: {error.strerror}"
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
         return f"it has {threads} threads"
     torch = sys.modules.get("torch")
@@ -168,6 +172,13 @@ def no_fork() -> str:
             if (name := os.readlink(f"/proc/self/fd/{fd}")).startswith(DEVICES):
                 return f"it has opened {name}"
     return ""
+
+
+def given_up(line: socket.socket) -> str:
+    """Why nobody waits for the answer any more, "" where somebody does: who gave up has started another worker."""
+    poll = select.poll()
+    poll.register(line, 0)
+    return "nobody waits for it" if poll.poll(0) else ""
 
 
 def become(order: Order, head: Sequence[str]) -> list[str]:
@@ -214,7 +225,7 @@ def set_threads(wanted: int) -> None:
     it, which torch gives to OpenMP in each thread that computes: fixed here, it reaches them all.
     torch.set_num_threads, for a torch without MKL, does more: once called, it wakes threads for the smallest loop.
     """
-    openmp = list(mapped("libgomp", "libiomp", "libomp"))
+    openmp = list(mapped("libgomp", "libiomp", "libomp.", "libomp-"))
     for library in openmp:
         library.omp_set_num_threads(wanted)
     try:
@@ -229,7 +240,8 @@ def set_threads(wanted: int) -> None:
 
 def mapped(*names: str) -> Iterator[ctypes.CDLL]:
     """Shared libraries of this process whose file's name begins so."""
-    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line.split(maxsplit=5)[5] for line in lines if "/" in line}
     yield from (ctypes.CDLL(path) for path in sorted(paths) if os.path.basename(path).startswith(names))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from lamina.protocol.control import (
     RunStep,
 )
 from lamina.protocol.plan import StepPlan
+from lamina.request import FILTERS
 from lamina.sampling.history import Histories, Seen, seen_of
 from lamina.sampling.sampler import Sampler
 
@@ -71,6 +73,7 @@ def draws(draw: Any) -> Draw:
         adjust=draw(st.none() | adjusts),
         pending=draw(st.booleans()),
         known=draw(st.sampled_from([-1, -1, 5])),
+        order=tuple(draw(st.permutations(FILTERS))),
     )
 
 
@@ -81,7 +84,10 @@ def test_few_logits_give_the_same_token_and_log_probabilities(draw: Draw, seed: 
     logits = (torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(seed)) * 8).round() / 4
     seen = seen_of(Histories().learn([], [draw]), {3: pending} if draw.pending else {})
     few = Few.of([draw], WIDTH, seen)
-    assert few is not None
+    if few is None:  # its top_p is a share of the probability of all tokens
+        assert draw.top_p < 1.0
+        assert draw.order.index("top_p") < draw.order.index("top_k")
+        return
     known, lse = Alike(list(logits.split(WIDTH // size, -1))).gathered(few, [draw], seen)
     (wanted,), (found,) = sample(logits, [draw], seen), sample(known, [draw], seen, lse)
     assert found.token == wanted.token
@@ -181,3 +187,12 @@ def test_a_turn_whose_round_has_not_come_is_waited_for() -> None:
         return nothing and ranks.may_take(turns) and ranks.take(turns) == late and turns == [early]
 
     assert on_all(2, work) == [True, True]
+
+
+@pytest.mark.parametrize("order", list(permutations(FILTERS)), ids=",".join)
+def test_a_share_of_all_tokens_is_not_taken_of_the_best_few(order: tuple[str, ...]) -> None:
+    """top_p before top_k: the probability of tokens that no rank would send counts."""
+    draw = plain(temperature=1.0, top_k=3, top_p=0.5, order=order)
+    first = order.index("top_p") < order.index("top_k")
+    assert (Few.of([draw], WIDTH) is None) == first
+    assert Few.of([plain(temperature=1.0, top_k=3, order=order)], WIDTH) is not None
