@@ -9,7 +9,9 @@ WARM = "lamina.workers.warm"  # it stays for the next engine
 
 
 def workers_of(driver: int) -> Iterator[tuple[int, str]]:
-    """Number and MODULE [ARGUMENT...] of each worker process of ``driver``, and of its warm process."""
+    """Number and MODULE [ARGUMENT...] of each worker process of ``driver``, and of its warm process; not those of other
+    drivers that it has started, as a fixture may have.
+    """
     for task in Path(f"/proc/{driver}/task").iterdir():
         try:
             children = [int(child) for child in (task / "children").read_text().split()]
@@ -21,6 +23,7 @@ def workers_of(driver: int) -> Iterator[tuple[int, str]]:
                 _, found, rest = command.partition("lamina.workers")
                 if found and Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
                     yield child, found + rest
-                yield from workers_of(child)
+                if found:
+                    yield from workers_of(child)
             except OSError:  # it has ended
                 continue

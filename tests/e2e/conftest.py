@@ -53,6 +53,7 @@ def prompts() -> list[list[int]]:
 @pytest.fixture
 def no_child_left() -> Iterator[None]:
     """The test ends with no worker of its own running."""
+    before = {pid for pid, _ in workers_of(os.getpid())}
     yield
-    left = [pid for pid, command in workers_of(os.getpid()) if not command.startswith(WARM)]
+    left = [pid for pid, command in workers_of(os.getpid()) if not command.startswith(WARM) and pid not in before]
     assert not left, f"worker processes left: {left}"
