@@ -243,7 +243,7 @@ RANK = """
 import sys
 import torch
 from lamina import collective, netstack
-from lamina.collective import Place
+from lamina.collective import RankPlace
 from lamina.collective.mesh import listen_and_connect
 scheme, name, last = sys.argv[1:]
 fabric = netstack.open(scheme, key=b"k" * 32)
@@ -253,7 +253,7 @@ names = ["first", "second"]
 mesh = listen_and_connect(
     fabric, listener, ["", listener.url], names, 1, start_timeout_s=30.0, step_timeout_s=30.0
 )
-group = collective.open_collective(name, mesh, Place(torch.device("cpu"), "127.0.0.1", 30.0, 30.0))
+group = collective.open_collective(name, mesh, RankPlace(torch.device("cpu"), "127.0.0.1", 30.0, 30.0))
 print(group.all_reduce(torch.full((3,), 2.0)).tolist(), flush=True)
 if last == "meets":
     mesh.meet(12)

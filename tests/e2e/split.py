@@ -30,6 +30,7 @@ from lamina.protocol.control import (
 )
 from lamina.protocol.options import KVOptions
 from lamina.protocol.partition import by_head
+from lamina.protocol.placement import Place
 from lamina.protocol.plan import Bind, New, Rows, StepPlan
 
 TIMEOUT_S = 60.0
@@ -115,7 +116,9 @@ class SplitRunner:
             parts.setdefault(row.sequence, []).append(row.position)
         ops = [New(s) for s in parts if s not in self._known]
         self._known |= set(parts)
-        plan = StepPlan(step=self._step, ops=list(ops), rows=[Rows(s, p[0], len(p)) for s, p in parts.items()])
+        lanes = self._pool._placement.num_lanes  # in turn, so that all workers have something
+        listed = [Rows(s, p[0], len(p), Place(s % lanes)) for s, p in parts.items()]
+        plan = StepPlan(step=self._step, ops=list(ops), rows=listed)
         self._step += 1
         self._pool.announce(plan)
         self._pool.select(plan)

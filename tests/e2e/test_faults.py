@@ -96,6 +96,7 @@ def test_the_worker_that_failed_is_named_not_the_one_that_missed_it(
     module.open_backend = lambda device, dtype, store_dtype: Broken(device)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(attention.BACKENDS, "broken", "broken")
+    monkeypatch.setattr(Broken, "__module__", module.__name__)  # its name is that of its module
     llm = LLM(str(llama_path), transport="loopback", attention="broken")
     with pytest.raises(WorkerError, match="memory worker: RuntimeError: out of order"):
         llm.generate([[5, 6, 7]])
