@@ -74,6 +74,8 @@ def test_the_log_has_requests_and_a_status_line(server: Running, http: httpx.Cli
     def lines() -> list[dict[str, object]]:
         return [json.loads(x) for x in server.log.read_text().splitlines() if x.startswith("{")]
 
-    assert any(x["request_id"] == "my-id" and x.get("completion_tokens") == 2 for x in lines())
+    assert eventually(
+        lambda: any(x.get("request_id") == "my-id" and x.get("completion_tokens") == 2 for x in lines()), 15
+    )
     assert eventually(lambda: any(x["message"] == "status" and "hop_us" in x for x in lines()), 15)
     assert "SECRET" not in server.log.read_text()
