@@ -111,6 +111,7 @@ def _begin(file: str) -> Callable[[Fields], Fields]:
     from lamina.gemm._native import usable
 
     settings = json.loads(Path(file).read_text())
+    os.chdir(Path(file).parent)  # a worker imports from its working folder first: not from another checkout
     batch, threads = settings["batch"], settings["threads"]
     torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(1)
