@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from common import cpu_pressure, record, spread
+from common import GREEDY, add_sampling, cpu_pressure, record, sampling_of, spread
 from decode_peer import PEERS, Peer
 from reference_model import make
 
@@ -36,8 +36,6 @@ REST_S = 0.01  # before a turn, while idle threads of the one before go on spinn
 CHECKED = 2  # sequences of each competitor
 CHUNK = 512  # of a prompt, in a step of Lamina's
 SUBJECT = "lamina shm"  # whom all are compared with
-SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 class Player(Protocol):
@@ -159,10 +157,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="of each competitor; 0 = all cores")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--compile", action="store_true", help="Lamina's slices compiled, of all its competitors")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")
-    parser.add_argument("--top-k", type=int, default=0, help="0 = all")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--min-p", type=float, default=0.0)
+    add_sampling(parser)
     parser.add_argument("--peers", default="", help="other engines, by comma, or all: " + ", ".join(PEERS))
     parser.add_argument("--peer-folder", type=Path, default=Path("build/peers"), help="their environments (peers.sh)")
     parser.add_argument("--without", default="", help="competitors that are not to take part, by comma")
@@ -170,17 +165,16 @@ def main() -> None:
     args = parser.parse_args()
     if SUBJECT in args.without.split(","):
         raise SystemExit(f"--without {SUBJECT}: all others are compared with it; leave it in")
-    if not args.temperature and (args.top_k or args.min_p or args.top_p != 1.0):
-        raise SystemExit("--top-k, --top-p and --min-p filter what is sampled: give --temperature too")
+    sampling = sampling_of(args)
     args.threads = args.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(args.threads)
     settings = {k: v for k, v in vars(args).items() if k not in ("peer_folder", "write")}
     with tempfile.TemporaryDirectory() as folder:
         path = make(Path(folder) / "model", args.dtype, {"num_hidden_layers": args.layers})
-        print(record("bench_decode", settings, measure(path, args), write=args.write))
+        print(record("bench_decode", settings, measure(path, args, sampling), write=args.write))
 
 
-def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+def measure(path: Path, args: argparse.Namespace, sampling: dict[str, Any]) -> dict[str, Any]:
     """Steps of all competitors in turns; tokens per second and where Lamina's time went."""
     from transformers import AutoModelForCausalLM
 
@@ -195,7 +189,6 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         "compile": args.compile,
         **threads,
     }
-    sampling = {name: getattr(args, name) for name in SAMPLING} if args.temperature else GREEDY
     total = args.tokens + 2 * TURN_STEPS + args.tokens // TURN_STEPS
     makers: dict[str, Callable[[], Player]] = {
         "transformers static": lambda: Generate(model, prompts, total, "static", sampling),

@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
-from common import cpu_pressure, record, spread
+from common import add_sampling, cpu_pressure, record, sampling_of, spread
 from reference_model import make
 
 from lamina import LLM, SamplingParams
@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--per-batch", type=int, default=2, help="sequences of a batch (default: %(default)s)")
     parser.add_argument("--transport", default="shm")
     parser.add_argument("--slice-us", type=int, default=100, help="ask for this time slice (see wake_soon); 0 = do not")
+    add_sampling(parser)
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     if args.slice_us and not wake_soon(args.slice_us):
@@ -88,7 +89,7 @@ def measure(path: Path, n: int, ratio: float, args: argparse.Namespace) -> dict[
         begun = llm.stats()
         times, pressure = [], []
         for _ in range(args.runs):
-            times.append(run(llm, n * args.per_batch, args.tokens))
+            times.append(run(llm, n * args.per_batch, args.tokens, sampling_of(args)))
             pressure.append(cpu_pressure())
         spent = llm.stats()
     plan, bound = median(planned(n, *turns, args.tokens)), lower_bound(n, *turns)
@@ -107,9 +108,9 @@ def measure(path: Path, n: int, ratio: float, args: argparse.Namespace) -> dict[
     }
 
 
-def run(llm: LLM, sequences: int, tokens: int) -> list[float]:
+def run(llm: LLM, sequences: int, tokens: int, sampling: dict[str, Any]) -> list[float]:
     """Seconds of each of ``tokens`` tokens of all sequences, once all are under way."""
-    params = SamplingParams(temperature=0.0, max_tokens=WARM_TOKENS + tokens + 2, ignore_eos=True)
+    params = SamplingParams(max_tokens=WARM_TOKENS + tokens + 2, ignore_eos=True, **sampling)
     engine = llm.engine
     counts = {engine.add([1 + i] * PROMPT, params): 0 for i in range(sequences)}
     reached: dict[int, float] = {}

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
-from common import cpu_pressure, record, spread
+from common import add_sampling, cpu_pressure, record, sampling_of, spread
 from reference_model import make
 
 from lamina import LLM, SamplingParams
@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--memory-workers", type=int, default=1)
     parser.add_argument("--transport", default="shm")
     parser.add_argument("--runs", type=int, default=5)
+    add_sampling(parser)
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     os.environ[VARIABLE] = msgspec.json.encode(
@@ -110,7 +111,7 @@ def situation(
     engine: Engine, args: argparse.Namespace, *, decoding: int, prompts: int
 ) -> tuple[list[float], list[float]]:
     """Seconds of each step of the sequences that decode, once all do; and of each prompt until its first token."""
-    endless = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)
+    endless = SamplingParams(max_tokens=4000, ignore_eos=True, **sampling_of(args))
     ids = [engine.add([1 + i] * 64, endless) for i in range(decoding)]
     started: set[int] = set()
     while len(started) < decoding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -88,3 +89,23 @@ def record(name: str, settings: dict[str, Any], results: dict[str, Any], *, writ
         with open(RESULTS / f"{name}.jsonl", "a") as f:
             f.write(line + "\n")
     return line
+
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """The flags that ``sampling_of`` reads."""
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="0 = all")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--min-p", type=float, default=0.0)
+
+
+def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Parameters of every request by their names in SamplingParams. Raises SystemExit where a filter has nothing to
+    filter.
+    """
+    if not args.temperature and (args.top_k or args.min_p or args.top_p != 1.0):
+        raise SystemExit("--top-k, --top-p and --min-p filter what is sampled: give --temperature too")
+    return {name: getattr(args, name) for name in GREEDY}
