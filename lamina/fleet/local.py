@@ -185,12 +185,12 @@ def start(role: str, control: socket.socket, threads: int, on: cores.Cores) -> P
             return warm.fork(serve, arguments, own, control, cores=on, starts=role in STARTERS)
         except WarmGoneError as error:
             START.drop(warm)
-            why = error
+            gone, why = warm, error
         except NoForkError as error:
-            START.say_once(error)
+            START.give_up(warm, error)
             break
     else:
-        START.say_once(why)
+        START.give_up(gone, why)
     return Fresh(spawn(role, control, threads, arguments))
 
 

@@ -45,7 +45,7 @@ class NoForkError(OSError):
 
 
 class WarmGoneError(NoForkError):
-    """The warm process has ended, or does not answer: another one may."""
+    """The warm process has ended: another one may fork."""
 
 
 class Forked:
@@ -127,13 +127,16 @@ class Warm:
             except OSError as error:
                 ours.close()
                 raise WarmGoneError(f"the warm process takes no order ({error.strerror})") from error
-        answer, passed = _receive(ours, FORK_S)
+        if not _readable(ours.fileno(), FORK_S):
+            ours.close()
+            raise NoForkError(f"the warm process has not answered for {FORK_S:g} s")
+        answer, passed = _receive(ours, 0.0)
         if "pid" in answer and passed:
             return Forked(answer["pid"], passed[0], ours)
         ours.close()
         if "refused" in answer:
             raise NoForkError(f"the warm process forks none: {answer['refused']}")
-        raise WarmGoneError("the warm process has ended, or takes too long")
+        raise WarmGoneError("the warm process has ended")
 
     def close(self) -> None:
         self._door.close()
@@ -196,20 +199,21 @@ class WarmStart:
         self._own: OwnWarm | None = None
         self._retired: list[OwnWarm] = []
         self._parent: Warm | None = None
-        self._told = False
+        self._defeats: list[Mapping[str, str]] = []  # environments whose workers are fresh processes from now on
         self._closed = False
 
     def begin(self, environment: Mapping[str, str]) -> Warm | None:
-        """The warm process for workers with this environment; where it is a new one, it still imports. None once this
-        process ends.
+        """The warm process for workers with this environment; where it is a new one, it still imports. None where one
+        has failed with this environment, and once this process ends.
         """
+        wanted = early(environment)
         with self._lock:
-            if self._closed:
+            self._reap()
+            if self._closed or wanted in self._defeats:
                 return None
             if process.door_fd is not None:  # this process was forked from one
                 self._parent = Warm(os.environ, socket.socket(fileno=process.door_fd))
                 process.door_fd = None
-            wanted = early(environment)
             if self._parent is not None and self._parent.environment == wanted:
                 return self._parent
             if self._own is None or not self._own.alive or self._own.environment != wanted:
@@ -218,16 +222,20 @@ class WarmStart:
             return self._own
 
     def _retire(self) -> None:
-        """The one before is to end by itself; those that have are given back."""
+        """The one before is to end by itself."""
         if self._own is not None:
             self._own.retire()
             self._retired.append(self._own)
+            self._own = None
+
+    def _reap(self) -> None:
+        """Those that have ended by themselves are given back."""
         for ended in [warm for warm in self._retired if not warm.alive]:
             self._retired.remove(ended)
             ended.close()
 
     def drop(self, warm: Warm) -> None:
-        """It does not answer: the next one is new, and this process's own."""
+        """It has ended: the next one is new, and this process's own."""
         with self._lock:
             if warm is self._parent:
                 self._parent = None
@@ -237,10 +245,17 @@ class WarmStart:
                 return
         warm.close()
 
-    def say_once(self, why: object) -> None:
-        """That workers start slowly."""
-        if not self._told:
-            self._told = True
+    def give_up(self, warm: Warm, why: object) -> None:
+        """Workers of its environment are fresh processes from now on: no other one waits for it in vain."""
+        with self._lock:
+            told = bool(self._defeats)
+            self._defeats.append(warm.environment)
+            if warm is self._own:
+                self._retire()
+            elif warm is self._parent:
+                self._parent = None
+                warm.close()
+        if not told:
             log.warning("workers start as fresh processes, which takes longer: %s", why)
 
     def close(self) -> None:

@@ -196,7 +196,8 @@ def become(order: Order, head: Sequence[str]) -> list[str]:
     os.umask(told["umask"])
     for name, limits in told["limits"].items():
         if name in LIMITS and tuple(limits) != resource.getrlimit(getattr(resource, name)):
-            resource.setrlimit(getattr(resource, name), limits)
+            with suppress(OSError, ValueError):  # above the limit of the warm process, which no user may raise
+                resource.setrlimit(getattr(resource, name), limits)
     os.sched_setaffinity(0, told["cores"])  # before any thread is made
     os.environ.clear()
     os.environ.update(told["environment"])

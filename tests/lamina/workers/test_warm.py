@@ -20,7 +20,7 @@ import pytest
 
 from lamina.fleet import local, warm
 from lamina.fleet.local import ProcessWorker, spawn
-from lamina.fleet.warm import Forked, WarmStart
+from lamina.fleet.warm import Forked, OwnWarm, WarmStart
 
 ROOT = Path(__file__).resolve().parents[3]
 SOON_S = 60.0  # imports on a busy machine
@@ -199,8 +199,9 @@ def test_a_warm_process_with_a_thread_forks_nothing_and_that_is_said_once(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setitem(local.ROLES, "probe", ROLE)
     monkeypatch.setattr(warm, "MODULES", ("pool",))
-    made = WarmStart()
+    made, pids = WarmStart(), list[int]()
     monkeypatch.setattr(local, "START", made)
+    monkeypatch.setattr(warm, "OwnWarm", lambda environment: (pids.append((own := OwnWarm(environment)).pid), own)[1])
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             probe = Probe()
@@ -209,10 +210,28 @@ def test_a_warm_process_with_a_thread_forks_nothing_and_that_is_said_once(
     assert [r.getMessage() for r in caplog.records if "2 threads" in r.getMessage()] == [
         "workers start as fresh processes, which takes longer: the warm process forks none: it has 2 threads"
     ]
-    pid = made.pid
     made.close()
-    assert pid is not None
+    (pid,) = pids
     assert not state(pid)
+
+
+def test_a_warm_process_that_stands_still_is_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
+    (tmp_path / "warm_probe.py").write_text("def serve_probe(sock):\n    sock.sendall(b'{}\\n' + sock.recv(1))\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(local.ROLES, "probe", ROLE)
+    monkeypatch.setattr(warm, "MODULES", ("endless",))
+    monkeypatch.setattr(warm, "FORK_S", 0.2)
+    made = WarmStart()
+    monkeypatch.setattr(local, "START", made)
+    with caplog.at_level(logging.WARNING):
+        assert Probe().end() == 0
+        monkeypatch.setattr(warm, "FORK_S", 1e4)
+        assert Probe().end() == 0
+    made.close()
+    assert "the warm process has not answered for 0.2 s" in caplog.text
 
 
 def test_a_warm_process_that_cannot_import_leaves_that_to_the_worker(
