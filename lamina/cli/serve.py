@@ -18,7 +18,7 @@ from lamina.background import Background
 from lamina.models.checkpoint import peek_config
 from lamina.protocol.declare import flag
 from lamina.server.config import ServerConfig
-from lamina.server.template import read_template
+from lamina.server.request.template import read_template
 
 from .flags import add_engine_flags, engine_config, print_config
 from .preflight import check, would_start
@@ -68,8 +68,8 @@ def _serve(model: str, config: ServerConfig, engine: Any) -> int:
         raise ImportError(f"serve needs {', '.join(missing)}: pip install 'lamina[serve]'")
     from lamina.fleet.local import environment
     from lamina.fleet.warm import START
-    from lamina.server.client import launch_engine
-    from lamina.server.messages import Start
+    from lamina.server.link.client import launch_engine
+    from lamina.server.link.messages import Start
 
     peek_config(model, trust_remote_code=engine.model.trust_remote_code)
     with listener(config) as sock:

@@ -30,7 +30,7 @@ ROLES = {
     "memory": ("lamina.memory.main", "serve_memory"),
     "compute": ("lamina.compute.main", "serve_compute"),
     "prefill": ("lamina.compute.prefill_main", "serve_prefill"),
-    "engine": ("lamina.server.engine_process", "serve_engine"),
+    "engine": ("lamina.server.link.engine_process", "serve_engine"),
     "footprint": ("lamina.memory.footprint", "serve_footprint"),
 }
 

@@ -8,10 +8,10 @@ from starlette.responses import PlainTextResponse, Response
 
 from lamina import __version__
 
-from .bodies import described, parse
 from .calls import Service
+from .door.bodies import described, parse
 from .errors import ApiError, json_response
-from .protocol import DetokenizeRequest, TokenizeRequest
+from .request.protocol import DetokenizeRequest, TokenizeRequest
 
 router = APIRouter()
 

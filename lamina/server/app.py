@@ -10,14 +10,15 @@ from starlette.types import ASGIApp
 
 from lamina import __version__
 
-from . import about, generate, page
-from .auth import Auth
-from .bodies import BodyLimits
+from . import about, generate
 from .calls import Service
-from .early_refusal import EarlyRefusal
+from .door.auth import Auth
+from .door.bodies import BodyLimits
+from .door.early_refusal import EarlyRefusal
+from .door.hosts import Hosts
 from .errors import ApiError, error_response
-from .hosts import Hosts
-from .observe import Observe
+from .watch import page
+from .watch.observe import Observe
 
 
 def make_app(service: Service) -> FastAPI:

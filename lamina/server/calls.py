@@ -12,16 +12,16 @@ from typing import Any
 from lamina.request import SamplingParams
 
 from .admission import Admission, Ticket
-from .client import EngineClient, EngineGoneError, Feed, RefusedError
+from .answer.logprobs import TokenTexts
 from .config import ServerConfig
 from .errors import ApiError, engine_error
-from .gauges import EngineGauges
-from .logprobs import TokenTexts
-from .messages import Delta
-from .metrics import Metrics, PromptMeter
-from .params import PARAMS
-from .prompts import Prompt, Prompter
-from .unsupported import UnknownFields
+from .link.client import EngineClient, EngineGoneError, Feed, RefusedError
+from .link.messages import Delta
+from .request.params import PARAMS
+from .request.prompts import Prompt, Prompter
+from .request.unsupported import UnknownFields
+from .watch.gauges import EngineGauges
+from .watch.metrics import Metrics, PromptMeter
 
 
 @dataclass

@@ -14,13 +14,13 @@ from starlette.responses import Response
 from lamina.request import SamplingParams
 
 from .admission import Ticket
-from .answers import EventStream, whole
-from .bodies import described, parse
+from .answer.answers import EventStream, whole
+from .answer.shapes import FINGERPRINT, ChatShape, CompletionShape, Shape
 from .calls import Call, Service
-from .params import chat_params, completion_params
-from .prompts import Prompt, split_prompts
-from .protocol import ChatRequest, CompletionRequest, Sampling
-from .shapes import FINGERPRINT, ChatShape, CompletionShape, Shape
+from .door.bodies import described, parse
+from .request.params import chat_params, completion_params
+from .request.prompts import Prompt, split_prompts
+from .request.protocol import ChatRequest, CompletionRequest, Sampling
 
 router = APIRouter()
 _ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}

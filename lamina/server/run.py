@@ -20,20 +20,20 @@ from lamina.protocol.control import Progress
 from lamina.protocol.options import EngineConfig
 
 from .admission import Admission
+from .answer.logprobs import TokenTexts
 from .app import layered, make_app
 from .calls import Service
-from .client import EngineClient
 from .config import ServerConfig
-from .connections import Connection, Crowd, room
+from .door.connections import Connection, Crowd, room
 from .errors import ApiError
-from .gauges import EngineGauges
-from .logprobs import TokenTexts
-from .metrics import Metrics
-from .observe import set_up_logging
-from .prompts import Prompter
-from .status import report_forever
-from .template import read_template
-from .unsupported import UnknownFields
+from .link.client import EngineClient
+from .request.prompts import Prompter
+from .request.template import read_template
+from .request.unsupported import UnknownFields
+from .watch.gauges import EngineGauges
+from .watch.metrics import Metrics
+from .watch.observe import set_up_logging
+from .watch.status import report_forever
 
 CLOSE_S = 5  # for connections to take their last bytes
 TOLD_S = 3.0  # for clients and health checks to hear that the engine is lost, before the server ends

@@ -11,16 +11,16 @@ from running import MODEL, ROOT
 from lamina.models.tokens import load_tokenizer
 from lamina.request import SamplingParams
 from lamina.server.admission import Admission
+from lamina.server.answer.logprobs import TokenTexts
 from lamina.server.app import layered, make_app
 from lamina.server.calls import Service
-from lamina.server.client import Feed, Meter
 from lamina.server.config import ServerConfig
-from lamina.server.gauges import EngineGauges
-from lamina.server.logprobs import TokenTexts
-from lamina.server.messages import Delta, Ready, State, Times
-from lamina.server.metrics import Metrics
-from lamina.server.prompts import Prompter
-from lamina.server.unsupported import UnknownFields
+from lamina.server.link.client import Feed, Meter
+from lamina.server.link.messages import Delta, Ready, State, Times
+from lamina.server.request.prompts import Prompter
+from lamina.server.request.unsupported import UnknownFields
+from lamina.server.watch.gauges import EngineGauges
+from lamina.server.watch.metrics import Metrics
 
 WORD = 300  # the token that every completion consists of
 READY = Ready(

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from running import ROOT
 
-from lamina.server.connections import Crowd
+from lamina.server.door.connections import Crowd
 
 pytestmark = pytest.mark.timeout(120)
 FILES, SILENT = 256, 300

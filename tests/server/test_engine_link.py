@@ -16,9 +16,9 @@ from test_flow import until
 from lamina.config import make_config
 from lamina.protocol.control import ControlLink
 from lamina.request import Blame, SamplingParams
-from lamina.server.client import EngineClient, Feed, RefusedError, launch_engine
-from lamina.server.engine_process import moved
-from lamina.server.messages import Delta, Outputs, Ready, Start, State
+from lamina.server.link.client import EngineClient, Feed, RefusedError, launch_engine
+from lamina.server.link.engine_process import moved
+from lamina.server.link.messages import Delta, Outputs, Ready, Start, State
 
 pytestmark = pytest.mark.timeout(300)  # starting an engine on a busy machine takes its time
 SLICE_S = 0.4  # five of them are a step

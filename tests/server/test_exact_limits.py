@@ -12,11 +12,11 @@ import pytest
 
 from lamina.request import SamplingParams
 from lamina.server.admission import Admission
-from lamina.server.client import EngineClient, Feed
 from lamina.server.errors import ApiError
-from lamina.server.messages import Add, Cancel
-from lamina.server.prompts import _plain
-from lamina.server.protocol import Message
+from lamina.server.link.client import EngineClient, Feed
+from lamina.server.link.messages import Add, Cancel
+from lamina.server.request.prompts import _plain
+from lamina.server.request.protocol import Message
 
 
 def admission(**limits: int) -> Admission:

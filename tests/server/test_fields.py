@@ -13,8 +13,8 @@ from test_layers import ask, error_of, run
 
 from lamina.cli.launch import main
 from lamina.models.tokens import apply_chat_template, token_ids
-from lamina.server.prompts import Prompter
-from lamina.server.unsupported import QUIET, UNSUPPORTED
+from lamina.server.request.prompts import Prompter
+from lamina.server.request.unsupported import QUIET, UNSUPPORTED
 
 TALK = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 TEXT = {"prompt": "hi", "max_tokens": 2}

@@ -15,9 +15,9 @@ from test_layers import JSON, ask, error_of, run
 
 from lamina.protocol.control import Progress
 from lamina.server.app import layered, make_app
-from lamina.server.client import Feed
 from lamina.server.errors import ApiError
-from lamina.server.messages import Delta
+from lamina.server.link.client import Feed
+from lamina.server.link.messages import Delta
 from lamina.server.run import _Server, _Stages
 
 BODY = {"prompt": [5, 6, 7], "max_tokens": 2}

@@ -13,8 +13,8 @@ from fake import FakeClient, http_of, make_service
 from test_flow import until
 from test_layers import JSON, ask, error_of, run
 
-from lamina.server import decoding
-from lamina.server.bodies import INLINE_BYTES
+from lamina.server.door.bodies import INLINE_BYTES
+from lamina.server.request import decoding
 
 SIZE = 8 << 20
 HEAD = b'{"prompt":"x","max_tokens":2,'

@@ -15,8 +15,8 @@ from fake import FakeClient, http_of, make_service
 from starlette.routing import Route
 
 from lamina.server.app import make_app
-from lamina.server.gauges import EngineGauges
-from lamina.server.observe import LogFormatter
+from lamina.server.watch.gauges import EngineGauges
+from lamina.server.watch.observe import LogFormatter
 
 T = TypeVar("T")
 GOOD = {"prompt": "x", "max_tokens": 2}
@@ -196,7 +196,7 @@ def test_what_a_layer_answers_is_logged_by_its_route(
     caplog.set_level(logging.INFO, logger="lamina")
     service = make_service(api_key="k")
     ask(method, path, service, content=b"{", headers=headers)
-    assert [r.message for r in caplog.records if r.name == "lamina.server.observe"] == [f"{method} {named}"]
+    assert [r.message for r in caplog.records if r.name == "lamina.server.watch.observe"] == [f"{method} {named}"]
     assert f'handler="{named}"' in ask("GET", "/metrics", service, headers={"authorization": "Bearer k"}).text
 
 

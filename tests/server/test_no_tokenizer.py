@@ -21,8 +21,8 @@ from lamina.cli.launch import main
 from lamina.config import flat, make_config
 from lamina.protocol.control import ControlLink
 from lamina.protocol.options import EngineConfig
-from lamina.server import engine_process
-from lamina.server.messages import Start
+from lamina.server.link import engine_process
+from lamina.server.link.messages import Start
 
 GIVEN_UP = "loading the tokenizer (--start-timeout-s) is not done after"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_layers import JSON, ask, error_of
 
 from lamina.request import Blame
-from lamina.server.messages import Delta
+from lamina.server.link.messages import Delta
 
 HUGE = 2**63
 TALK = {"messages": [{"role": "user", "content": "hi"}]}

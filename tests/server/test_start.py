@@ -20,7 +20,7 @@ from lamina.server.config import ServerConfig
 
 def test_neither_server_nor_engine_process_imports_torch() -> None:
     code = (
-        "import sys, lamina.server.run, lamina.server.engine_process as e; from lamina.models.tokens import *;"
+        "import sys, lamina.server.run, lamina.server.link.engine_process as e; from lamina.models.tokens import *;"
         f"t = load_tokenizer({MODEL!r}); apply_chat_template(t, [dict(role='user', content='hi')]);"
         "Detokenizer(t).push([5, 6]); print('torch' in sys.modules)"
     )

@@ -22,8 +22,8 @@ from lamina.memory.main import serve_memory
 from lamina.memory.store import _kv_bytes
 from lamina.protocol.control import ControlLink, MemoryReady, StartMemory
 from lamina.protocol.options import DeviceOptions, EngineConfig
-from lamina.server import engine_process
-from lamina.server.messages import Start
+from lamina.server.link import engine_process
+from lamina.server.link.messages import Start
 from lamina.workers import devices
 from lamina.workers.devices import CPU, FREE_PART, check, gpu_of, limit, linear, pick, share
 

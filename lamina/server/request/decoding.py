@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from .errors import ApiError
+from lamina.server.errors import ApiError
 
 MAX_TEXTS = 1 << 14  # in a body, keys included
 MAX_COMMAS = 1 << 20  # in a body: more take the scan longer than 20 ms

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .admission import Admission
-from .errors import ApiError, error_response
+from lamina.server.admission import Admission
+from lamina.server.errors import ApiError, error_response
 
 
 class EarlyRefusal:

@@ -11,8 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
 from lamina.request import SamplingParams
-
-from .messages import Delta
+from lamina.server.link.messages import Delta
 
 PREFIX = "lamina:"
 _LABELS = ("model_name", "engine")

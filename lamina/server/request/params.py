@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from lamina.request import SamplingParams
+from lamina.server.config import ServerConfig
+from lamina.server.errors import ApiError, bad_value
+from lamina.server.link.messages import Ready
 
-from .config import ServerConfig
-from .errors import ApiError, bad_value
-from .messages import Ready
 from .protocol import ChatRequest, CompletionRequest, Sampling
 
 PARAMS = frozenset(f.name for f in dataclasses.fields(SamplingParams))

@@ -8,7 +8,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from .client import EngineClient
+from lamina.server.link.client import EngineClient
+
 from .metrics import PREFIX
 
 

@@ -10,14 +10,14 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from . import decoding
-from .config import ServerConfig
-from .errors import ApiError, error_response
-from .generation_config import fields_of
-from .unsupported import MESSAGE, PART, QUIET, STREAM_OPTIONS, UNSUPPORTED, check_neutral
+from lamina.server.config import ServerConfig
+from lamina.server.errors import ApiError, error_response
+from lamina.server.request import decoding
+from lamina.server.request.generation_config import fields_of
+from lamina.server.request.unsupported import MESSAGE, PART, QUIET, STREAM_OPTIONS, UNSUPPORTED, check_neutral
 
 if TYPE_CHECKING:
-    from .calls import Service
+    from lamina.server.calls import Service
 
 M = TypeVar("M", bound=BaseModel)
 _NULL = msgspec.Raw(b"null")

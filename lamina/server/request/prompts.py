@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from lamina.models.errors import ModelError
 from lamina.models.tokens import apply_chat_template, token_ids
+from lamina.server.errors import ApiError
+from lamina.server.link.messages import Ready
 
-from .errors import ApiError
-from .messages import Ready
 from .protocol import ChatRequest, Message, TokenizeRequest
 from .template import RESERVED, variables_of
 

@@ -7,7 +7,7 @@ import hmac
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .errors import ApiError, error_response
+from lamina.server.errors import ApiError, error_response
 
 OPEN = frozenset({"/health"})
 

@@ -14,7 +14,8 @@ from typing import Any
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import ApiError, error_response
+from lamina.server.errors import ApiError, error_response
+
 from .metrics import Metrics
 
 REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="-")

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 
-from .calls import Service
+from lamina.server.calls import Service
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lamina.models.tokens import Detokenizer
-
-from .messages import Logprobs
+from lamina.server.link.messages import Logprobs
 
 LEAST = -9999.0  # in place of minus infinity, which JSON does not have
 

@@ -12,9 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .calls import Call
-from .errors import ApiError, json_response
-from .protocol import StreamOptions
+from lamina.server.calls import Call
+from lamina.server.errors import ApiError, json_response
+from lamina.server.request.protocol import StreamOptions
+
 from .shapes import Shape
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: ``python -m lamina.server.engine_process``. It knows nothing of HTTP or JSON."""
+"""The engine in a process of its own. It knows nothing of HTTP or JSON."""
 
 from __future__ import annotations
 

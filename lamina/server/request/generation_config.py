@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 
+from lamina.server.errors import ApiError
+
 from .decoding import MAX_FIELD
-from .errors import ApiError
 from .unsupported import UNSUPPORTED, check_neutral
 
 NAME = "generation_config"

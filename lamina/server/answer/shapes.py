@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from lamina import __version__
+from lamina.server.calls import Call
+from lamina.server.link.messages import Delta, Logprobs
 
-from .calls import Call
 from .logprobs import CompletionLogprobs, TokenTexts, chat_logprobs, joined
-from .messages import Delta, Logprobs
 
 FINGERPRINT = f"lamina-{__version__}"
 

@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lamina.server.config import ServerConfig
+from lamina.server.errors import ApiError, error_response
+
 from .auth import OPEN
-from .config import ServerConfig
-from .errors import ApiError, error_response
 
 ANY = "*"
 

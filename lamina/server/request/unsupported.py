@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from .errors import ApiError
+from lamina.server.errors import ApiError
 
 # field -> the values that ask for nothing; null always does. Read where an endpoint does not take the field itself.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {

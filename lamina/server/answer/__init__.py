@@ -1,0 +1,1 @@
+"""Completions as clients read them."""
