@@ -6,8 +6,8 @@ import os
 import secrets
 from collections.abc import Mapping
 
-from lamina.netstack.key import KEY, KEY_FILE
-from lamina.netstack.key import cluster_key as given_key
+from lamina.netstack.contract.key import KEY, KEY_FILE
+from lamina.netstack.contract.key import cluster_key as given_key
 
 # name -> what it is for; where a flag says the same, the flag wins
 VARIABLES = {

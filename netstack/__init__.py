@@ -3,7 +3,7 @@
 if __name__ != "lamina.netstack":
     raise ImportError("import lamina.netstack, not the top-level folder netstack/")
 
-from .fabric import (
+from .contract.fabric import (
     Arrival,
     Ceiling,
     Channel,

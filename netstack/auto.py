@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 
-from .base import RDMA_DEVICE, BaseFabric
-from .fabric import Ceiling, Channel, ChannelError, ChannelTimeout, Fabric, Geometry, Region
+from .contract.base import RDMA_DEVICE, BaseFabric
+from .contract.fabric import Ceiling, Channel, ChannelError, ChannelTimeout, Fabric, Geometry, Region
 from .listener import StreamListener
 from .shm import ShmFabric
 from .tcp import TcpFabric

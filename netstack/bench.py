@@ -20,8 +20,8 @@ from . import SCHEMES, WRAPPERS, open
 from .bench_job import TIMEOUT_S, Job, Measured, Size, parse_size, receive, send
 from .bench_patterns import DRIVERS, PATTERNS, client_of
 from .bench_server import local_servers, serve, watch_life_line
-from .fabric import Channel, ChannelError, Fabric
-from .key import KEY, KEY_FILE, cluster_key
+from .contract.fabric import Channel, ChannelError, Fabric
+from .contract.key import KEY, KEY_FILE, cluster_key
 
 SIZES = "8,64,256,1KiB,4KiB,16KiB,64KiB,256KiB,1MiB"
 ROUNDS_MIN = 20

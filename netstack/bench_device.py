@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from .bench_job import TIMEOUT_S, Job, Measured, Payloads, check_bytes
+from .contract.fabric import Channel, ChannelError, Fabric
 from .cuda import OK, CudaChannel
 from .cuda_driver import Driver, Stream
-from .fabric import Channel, ChannelError, Fabric
 
 TIMEOUT_NS = int(TIMEOUT_S * 1e9)
 HEAD = struct.Struct("<Q32si4xQ8x2Q")  # bytes, tag, status of the kernels, count of stamps, stamps

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from .bench_job import PAYLOADS, TIMEOUT_S, Job, Measured, Payloads, check, check_bytes, tag_of
-from .fabric import Arrival, Channel, ChannelTimeout, Fabric, NoResource, Region
+from .contract.fabric import Arrival, Channel, ChannelTimeout, Fabric, NoResource, Region
 
 
 def _put(channel: Channel, n: int, payload: Region, timeout_s: float = TIMEOUT_S) -> None:

@@ -14,8 +14,8 @@ from time import monotonic, process_time
 
 from .bench_job import TIMEOUT_S, Job, receive, send
 from .bench_patterns import server_of
-from .fabric import Channel, ChannelError, Fabric, Listener
-from .key import KEY
+from .contract.fabric import Channel, ChannelError, Fabric, Listener
+from .contract.key import KEY
 
 START_S = 30.0
 LIFE_LINE = "LAMINA_BENCH_LIFE_LINE"  # a descriptor whose end tells a server that its client is gone

@@ -27,8 +27,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from time import monotonic
 
-from .cuda_driver import CudaError, Driver, Pinned, Shared, Stream
-from .fabric import (
+from .contract.fabric import (
     EPOCH_SHIFT,
     Channel,
     ChannelError,
@@ -39,6 +38,7 @@ from .fabric import (
     PeerFault,
     Slot,
 )
+from .cuda_driver import CudaError, Driver, Pinned, Shared, Stream
 from .handshake import Session, Terms, drive
 from .lifeline import SLICE_S, WatchedChannel, watch
 from .listener import Meeting

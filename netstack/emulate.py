@@ -16,8 +16,8 @@ from typing import Protocol, cast
 from urllib.parse import parse_qsl
 
 from . import open as open_transport
-from .base import BaseChannel, BaseFabric
-from .fabric import (
+from .contract.base import BaseChannel, BaseFabric
+from .contract.fabric import (
     Arrival,
     Ceiling,
     Channel,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .fabric import Fabric
+from .contract.fabric import Fabric
 from .loopback_host import LoopbackFabric
 
 

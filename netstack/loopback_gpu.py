@@ -24,9 +24,7 @@ import weakref
 from contextlib import ExitStack, closing, suppress
 from typing import NoReturn
 
-from .cuda import BROKEN, CHANNEL, CREDIT_AT, OK, TIMEOUT, inbox_bytes
-from .cuda_driver import CudaError, Driver, Event
-from .fabric import (
+from .contract.fabric import (
     DEATH_NOTICED_S,
     EPOCH_SHIFT,
     ChannelError,
@@ -36,6 +34,8 @@ from .fabric import (
     Geometry,
     PeerFault,
 )
+from .cuda import BROKEN, CHANNEL, CREDIT_AT, OK, TIMEOUT, inbox_bytes
+from .cuda_driver import CudaError, Driver, Event
 from .handshake import Terms
 from .loopback_host import Faults, Link, LoopbackChannel, LoopbackFabric
 

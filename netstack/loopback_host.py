@@ -16,8 +16,8 @@ from mmap import mmap
 from time import monotonic
 from weakref import WeakSet, WeakValueDictionary
 
-from .base import BaseChannel, BaseFabric, check_name
-from .fabric import (
+from .contract.base import BaseChannel, BaseFabric, check_name
+from .contract.fabric import (
     EPOCH_SHIFT,
     TAG_BYTES,
     Ceiling,

@@ -23,8 +23,8 @@ from mmap import mmap
 from pathlib import Path
 from time import monotonic
 
-from .base import BaseFabric
-from .fabric import (
+from .contract.base import BaseFabric
+from .contract.fabric import (
     EPOCH_SHIFT,
     Ceiling,
     ChannelAborted,

@@ -5,7 +5,7 @@ HARDWARE-UNVERIFIED, as ``mlx5`` is. It rings in ordinary memory, which the thre
 
 from __future__ import annotations
 
-from .fabric import Fabric
+from .contract.fabric import Fabric
 from .mlx5 import Mlx5Fabric, check_usable
 
 

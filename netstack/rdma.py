@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .base import RDMA_DEVICE
+from .contract.base import RDMA_DEVICE
 
 try:
     from pyverbs.addr import GID, AHAttr, GlobalRoute

@@ -17,8 +17,8 @@ import struct
 from functools import partial
 from time import monotonic
 
-from .base import SPIN_S, BaseFabric, affordable_spin
-from .fabric import Ceiling, Channel, ChannelTimeout, Fabric, Geometry, HandshakeError
+from .contract.base import SPIN_S, BaseFabric, affordable_spin
+from .contract.fabric import Ceiling, Channel, ChannelTimeout, Fabric, Geometry, HandshakeError
 from .handshake import Session, Terms, offer, run
 from .listener import Meeting, StreamListener
 from .native import open_link, ring_bytes

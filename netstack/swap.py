@@ -6,7 +6,7 @@ import hmac
 from collections.abc import Callable
 from hashlib import sha256
 
-from .fabric import HandshakeError
+from .contract.fabric import HandshakeError
 from .handshake import Session, Steps
 
 READY = b"ready"

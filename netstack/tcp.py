@@ -11,8 +11,8 @@ import ipaddress
 import socket
 from time import monotonic
 
-from .base import SPIN_S, BaseFabric, affordable_spin
-from .fabric import Ceiling, Channel, ChannelError, Fabric, Geometry
+from .contract.base import SPIN_S, BaseFabric, affordable_spin
+from .contract.fabric import Ceiling, Channel, ChannelError, Fabric, Geometry
 from .handshake import SEAL, Session, Terms, offer, run
 from .listener import Meeting, StreamListener
 from .native import crypto_fault, open_stream

@@ -24,8 +24,8 @@ import socket
 from time import monotonic
 from typing import cast
 
-from .base import RDMA_DEVICE, SPIN_S, affordable_spin
-from .fabric import ChannelError, Fabric, Geometry, Region
+from .contract.base import RDMA_DEVICE, SPIN_S, affordable_spin
+from .contract.fabric import ChannelError, Fabric, Geometry, Region
 from .handshake import Session
 from .listener import Meeting
 from .rdma import Device

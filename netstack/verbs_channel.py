@@ -11,8 +11,8 @@ from contextlib import suppress
 from math import inf
 from time import monotonic
 
-from .base import BaseChannel
-from .fabric import (
+from .contract.base import BaseChannel
+from .contract.fabric import (
     EPOCH_SHIFT,
     ChannelAborted,
     ChannelError,

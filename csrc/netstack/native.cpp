@@ -188,7 +188,7 @@ PyObject* pass(PyObject*, PyObject* args) {
 PyObject* crypto_fault(PyObject*, PyObject*) { return PyUnicode_DecodeFSDefault(Crypto::get().fault); }
 
 bool fill_names(State* state) {
-  PyObject* fabric = PyImport_ImportModule("lamina.netstack.fabric");
+  PyObject* fabric = PyImport_ImportModule("lamina.netstack.contract.fabric");
   if (!fabric) return false;
   const std::pair<PyObject**, const char*> taken[] = {{&state->no_resource, "NoResource"},
                                                       {&state->timeout, "ChannelTimeout"},

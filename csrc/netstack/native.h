@@ -23,7 +23,7 @@ struct Record {
 struct State {
   Teller* teller;
   PyTypeObject *memory_type, *view_type, *channel_type;
-  PyObject *no_resource, *timeout, *peer_fault, *aborted;               // errors of lamina.netstack.fabric
+  PyObject *no_resource, *timeout, *peer_fault, *aborted;               // errors of lamina.netstack.contract.fabric
   Record slot, arrival;                                                 // its dataclasses
   PyObject* stats;                                                      // the class
   PyObject *name_data, *name_slots, *name_slot_bytes, *name_timeout_s;  // interned

@@ -1,4 +1,4 @@
-// The Channel of lamina.netstack.fabric over any engine: order, bounds, counters, views, errors.
+// The Channel of lamina.netstack.contract.fabric over any engine: order, bounds, counters, views, errors.
 #include "native_channel.h"
 
 #include <structmember.h>

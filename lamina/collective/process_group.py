@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lamina.netstack import ChannelError, PeerFault
-from lamina.netstack.fabric import DEATH_NOTICED_S
+from lamina.netstack.contract.fabric import DEATH_NOTICED_S
 
 from . import RankPlace
 from .mesh import Mesh

@@ -11,7 +11,7 @@ from typing import Any
 
 from lamina import __version__
 from lamina.netstack import ChannelError
-from lamina.netstack.key import KEY, KEY_FILE
+from lamina.netstack.contract.key import KEY, KEY_FILE
 
 from .local import in_words, spawn
 from .remote_worker import ControlListener

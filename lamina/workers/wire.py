@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lamina.buffers import bytes_of
 from lamina.netstack import Channel, DeviceChannel
-from lamina.netstack.fabric import TAG_BYTES
+from lamina.netstack.contract.fabric import TAG_BYTES
 from lamina.protocol.plan import Key, ProtocolError
 
 from .staging import Apart, Queue, Staging

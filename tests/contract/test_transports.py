@@ -1,4 +1,4 @@
-"""The contract of lamina.netstack.fabric, for every transport in its table: a new transport needs no edit here."""
+"""The contract of netstack/contract/fabric.py, for every transport in the table: a new one needs no edit here."""
 
 import gc
 import os
@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from lamina import netstack
 from lamina.netstack import Ceiling, Channel, DeviceChannel, Fabric, Geometry, Listener
+from lamina.netstack.contract.fabric import DEATH_NOTICED_S, EPOCH_SHIFT, TAG_BYTES
 from lamina.netstack.cuda_driver import Driver, Pinned, Stream
-from lamina.netstack.fabric import DEATH_NOTICED_S, EPOCH_SHIFT, TAG_BYTES
 from lamina.netstack.tcp import TcpFabric
 
 KEY = b"k" * 32

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lamina.env import VARIABLES, cluster_key
-from lamina.netstack.key import KEY, KEY_FILE
+from lamina.netstack.contract.key import KEY, KEY_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = "0123456789abcdef" * 4

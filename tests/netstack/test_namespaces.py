@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 from wiring import HERE, KEY, PATH, ROOT, SOON_S
 
-from lamina.netstack.fabric import HOST_NOTICED_S
+from lamina.netstack.contract.fabric import HOST_NOTICED_S
 
 BENCH = [sys.executable, "-m", "lamina.netstack", "bench"]
 ENVIRONMENT = os.environ | {"LAMINA_CLUSTER_KEY": KEY.hex()}

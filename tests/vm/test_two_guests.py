@@ -11,7 +11,7 @@ import pytest
 from guest import Guest, python
 from image import ROOT, Image
 
-from lamina.netstack.fabric import DEATH_NOTICED_S, HOST_NOTICED_S
+from lamina.netstack.contract.fabric import DEATH_NOTICED_S, HOST_NOTICED_S
 
 pytestmark = [pytest.mark.vm, pytest.mark.slow, pytest.mark.timeout(600)]
 KEY = "6b" * 32
