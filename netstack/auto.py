@@ -18,7 +18,7 @@ from time import monotonic
 
 from .contract.base import RDMA_DEVICE, BaseFabric
 from .contract.fabric import Ceiling, Channel, ChannelError, ChannelTimeout, Fabric, Geometry, Region
-from .listener import StreamListener
+from .meeting.listener import StreamListener
 from .shm import ShmFabric
 from .tcp import TcpFabric
 

@@ -39,9 +39,9 @@ from .contract.fabric import (
     Slot,
 )
 from .cuda_driver import CudaError, Driver, Pinned, Shared, Stream
-from .handshake import Session, Terms, drive
-from .lifeline import SLICE_S, WatchedChannel, watch
-from .listener import Meeting
+from .meeting.handshake import Session, Terms, drive
+from .meeting.lifeline import SLICE_S, WatchedChannel, watch
+from .meeting.listener import Meeting
 from .shm import ShmFabric
 
 DEVICE = "LAMINA_CUDA_DEVICE"

@@ -36,8 +36,8 @@ from .contract.fabric import (
 )
 from .cuda import BROKEN, CHANNEL, CREDIT_AT, OK, TIMEOUT, inbox_bytes
 from .cuda_driver import CudaError, Driver, Event
-from .handshake import Terms
 from .loopback_host import Faults, Link, LoopbackChannel, LoopbackFabric
+from .meeting.handshake import Terms
 
 log = logging.getLogger(__name__)
 KERNELS = "memory_send", "memory_send_two", "memory_receive_due"

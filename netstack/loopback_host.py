@@ -30,7 +30,7 @@ from .contract.fabric import (
     PeerFault,
     Slot,
 )
-from .handshake import REFUSALS, Terms
+from .meeting.handshake import REFUSALS, Terms
 
 _NETWORK: WeakValueDictionary[str, LoopbackListener] = WeakValueDictionary()  # listeners by name; they own themselves
 

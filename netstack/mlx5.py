@@ -36,11 +36,11 @@ from .contract.fabric import (
     NoResource,
     Slot,
 )
-from .handshake import Session, Terms, drive, exchanged, offer, run
-from .lifeline import SLICE_S, WatchedChannel
-from .listener import Meeting, StreamListener
-from .sockets import dial, open_place
-from .swap import swap
+from .meeting.handshake import Session, Terms, drive, exchanged, offer, run
+from .meeting.lifeline import SLICE_S, WatchedChannel
+from .meeting.listener import Meeting, StreamListener
+from .meeting.sockets import dial, open_place
+from .meeting.swap import swap
 
 try:
     from . import _mlx5 as native

@@ -19,10 +19,10 @@ from time import monotonic
 
 from .contract.base import SPIN_S, BaseFabric, affordable_spin
 from .contract.fabric import Ceiling, Channel, ChannelTimeout, Fabric, Geometry, HandshakeError
-from .handshake import Session, Terms, offer, run
-from .listener import Meeting, StreamListener
+from .meeting.handshake import Session, Terms, offer, run
+from .meeting.listener import Meeting, StreamListener
+from .meeting.sockets import dial, open_place
 from .native import open_link, ring_bytes
-from .sockets import dial, open_place
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _UCRED = struct.Struct("iII")  # pid, uid, gid

@@ -13,10 +13,10 @@ from time import monotonic
 
 from .contract.base import SPIN_S, BaseFabric, affordable_spin
 from .contract.fabric import Ceiling, Channel, ChannelError, Fabric, Geometry
-from .handshake import SEAL, Session, Terms, offer, run
-from .listener import Meeting, StreamListener
+from .meeting.handshake import SEAL, Session, Terms, offer, run
+from .meeting.listener import Meeting, StreamListener
+from .meeting.sockets import dial, open_place
 from .native import crypto_fault, open_stream
-from .sockets import dial, open_place
 
 LIBCRYPTO = "LAMINA_LIBCRYPTO"  # see csrc/netstack/cipher.h
 STALL_S = 10.0  # a peer that takes no byte of a put for so long is given up

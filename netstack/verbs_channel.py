@@ -23,11 +23,11 @@ from .contract.fabric import (
     PeerFault,
     Slot,
 )
-from .handshake import Session, drive, exchanged
-from .listener import Meeting
+from .meeting.handshake import Session, drive, exchanged
+from .meeting.listener import Meeting
+from .meeting.swap import swap
 from .rdma import Completion, Device, Domain, Memory, QueuePair, Route, address_of, pages
 from .sleeper import Sleeper
-from .swap import swap
 
 STALL_S = 10.0  # a peer whose NIC completes nothing for so long is given up
 LOOK_S = 0.1  # who never waits looks for completions and at the life line this often

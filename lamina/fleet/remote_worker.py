@@ -9,8 +9,8 @@ from time import monotonic
 from typing import Any
 
 from lamina.netstack import Ceiling, Geometry, HandshakeError
-from lamina.netstack.handshake import SEAL, Session, Terms, offer, run
-from lamina.netstack.listener import StreamListener
+from lamina.netstack.meeting.handshake import SEAL, Session, Terms, offer, run
+from lamina.netstack.meeting.listener import StreamListener
 from lamina.protocol.sealed import SealedSocket
 
 SCHEME = "control"

@@ -33,7 +33,7 @@ from lamina.netstack.cuda import (
     stride,
 )
 from lamina.netstack.cuda_driver import SIGNATURES, AllocationProperties, CudaError, Driver, Pinned, Shared, Stream
-from lamina.netstack.handshake import drive
+from lamina.netstack.meeting.handshake import drive
 
 SMALL = Geometry(slots=3, slot_bytes=200)
 LONG_NS = 5_000_000_000

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from wiring import KEY, SOON_S, send
 
 from lamina.netstack import Geometry, PeerFault
-from lamina.netstack.handshake import CHALLENGE, HELLO, PROOF_BYTES
+from lamina.netstack.meeting.handshake import CHALLENGE, HELLO, PROOF_BYTES
 from lamina.netstack.tcp import TcpFabric
 
 MESSAGES = 6

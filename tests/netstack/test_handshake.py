@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from wiring import KEY, SOON_S
 
 from lamina.netstack import ChannelTimeout, Geometry, HandshakeError, handshake
-from lamina.netstack.handshake import (
+from lamina.netstack.meeting.handshake import (
     CHALLENGE,
     HELLO,
     PREFIX,

@@ -18,9 +18,9 @@ from cuda_stand_in import STAND_IN, scheme_of
 from wiring import GEOMETRY, KEY, SOON_S, connect, open_or_skip, send
 
 from lamina import netstack
-from lamina.netstack import listener as module
-from lamina.netstack.handshake import Session, Terms, offer, run
-from lamina.netstack.listener import Meeting, StreamListener
+from lamina.netstack.meeting import listener as module
+from lamina.netstack.meeting.handshake import Session, Terms, offer, run
+from lamina.netstack.meeting.listener import Meeting, StreamListener
 
 
 @pytest.fixture

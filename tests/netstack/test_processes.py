@@ -19,7 +19,7 @@ from wiring import GEOMETRY, KEY, PATH, ROOT, SOON_S, START_S, connect, open_or_
 from lamina import netstack
 from lamina.netstack import Channel, Fabric
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S
-from lamina.netstack.listener import HANDSHAKE_S
+from lamina.netstack.meeting.listener import HANDSHAKE_S
 
 SLOW = ("mlx5-proxy", STAND_IN)
 SCHEMES = [

@@ -23,6 +23,6 @@ def test_every_named_file_exists() -> None:
 
 
 def test_the_limits_are_the_real_ones() -> None:
-    from lamina.netstack.listener import HALF_OPEN_MAX, HANDSHAKE_S
+    from lamina.netstack.meeting.listener import HALF_OPEN_MAX, HANDSHAKE_S
 
     assert f"at most {HALF_OPEN_MAX} half-open peers, {HANDSHAKE_S:g} s each" in TEXT

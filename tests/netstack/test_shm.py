@@ -24,7 +24,7 @@ from wiring import KEY, ROOT, SOON_S, connect, open_or_skip, send
 
 from lamina import netstack
 from lamina.netstack import Channel, Geometry, HandshakeError, PeerFault
-from lamina.netstack.handshake import Terms, answer, offer, run
+from lamina.netstack.meeting.handshake import Terms, answer, offer, run
 
 EPOCH = 9
 SLOTS, SLOT_BYTES = 3, 5000

@@ -20,7 +20,7 @@ from wiring import KEY, SOON_S, connect, send
 
 from lamina import netstack
 from lamina.netstack import Channel, Geometry, PeerFault, tcp
-from lamina.netstack.handshake import SEAL, Terms, offer, run
+from lamina.netstack.meeting.handshake import SEAL, Terms, offer, run
 from lamina.netstack.tcp import TcpFabric
 
 EPOCH = 9

@@ -13,8 +13,8 @@ import pytest
 from wiring import HERE, PATH, ROOT
 
 from lamina.netstack import Geometry, HandshakeError
-from lamina.netstack.handshake import Session, Steps
-from lamina.netstack.swap import swap
+from lamina.netstack.meeting.handshake import Session, Steps
+from lamina.netstack.meeting.swap import swap
 
 GEOMETRY = Geometry(slots=1, slot_bytes=1)
 SECRET = b"s" * 32

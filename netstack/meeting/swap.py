@@ -6,7 +6,8 @@ import hmac
 from collections.abc import Callable
 from hashlib import sha256
 
-from .contract.fabric import HandshakeError
+from lamina.netstack.contract.fabric import HandshakeError
+
 from .handshake import Session, Steps
 
 READY = b"ready"

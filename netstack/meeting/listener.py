@@ -13,8 +13,16 @@ from dataclasses import dataclass, replace
 from time import monotonic
 from weakref import WeakSet
 
-from .contract.base import check_name
-from .contract.fabric import Ceiling, Channel, ChannelAborted, ChannelError, ChannelTimeout, HandshakeError
+from lamina.netstack.contract.base import check_name
+from lamina.netstack.contract.fabric import (
+    Ceiling,
+    Channel,
+    ChannelAborted,
+    ChannelError,
+    ChannelTimeout,
+    HandshakeError,
+)
+
 from .handshake import Session, Steps, Terms, answer, exchanged
 
 HANDSHAKE_S = 5.0  # and as long again for what a transport sets up behind it

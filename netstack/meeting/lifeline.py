@@ -10,8 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
 
-from .contract.base import BaseChannel
-from .contract.fabric import ChannelAborted, Geometry, PeerFault
+from lamina.netstack.contract.base import BaseChannel
+from lamina.netstack.contract.fabric import ChannelAborted, Geometry, PeerFault
 
 SLICE_S = 0.05  # a wait looks at the life line this often
 REASON_BYTES = 256

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from time import monotonic, sleep
 
-from .contract.fabric import ChannelError, ChannelTimeout
+from lamina.netstack.contract.fabric import ChannelError, ChannelTimeout
 
 LEAST_S = 1e-3  # 0 would make a socket non-blocking
 AGAIN_S = 0.01

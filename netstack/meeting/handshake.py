@@ -33,8 +33,8 @@ from hashlib import sha256
 from time import monotonic
 from typing import TypeVar
 
-from .contract.base import check_epoch, check_name
-from .contract.fabric import NAME_BYTES, ChannelTimeout, Geometry, HandshakeError
+from lamina.netstack.contract.base import check_epoch, check_name
+from lamina.netstack.contract.fabric import NAME_BYTES, ChannelTimeout, Geometry, HandshakeError
 
 VERSION = 3
 MAGIC = b"LMNA"
