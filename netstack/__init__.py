@@ -54,8 +54,8 @@ __all__ = [
 # has an argument ``gpu`` is told which GPU the caller computes on.
 SCHEMES: dict[str, str] = {
     "loopback": "loopback",
-    "shm": "shm",
-    "tcp": "tcp",
+    "shm": "host.shm",
+    "tcp": "host.tcp",
     "cuda": "cuda",
     "mlx5": "mlx5",
     "mlx5-proxy": "mlx5_proxy",

@@ -18,9 +18,9 @@ from time import monotonic
 
 from .contract.base import RDMA_DEVICE, BaseFabric
 from .contract.fabric import Ceiling, Channel, ChannelError, ChannelTimeout, Fabric, Geometry, Region
+from .host.shm import ShmFabric
+from .host.tcp import TcpFabric
 from .meeting.listener import StreamListener
-from .shm import ShmFabric
-from .tcp import TcpFabric
 
 log = logging.getLogger(__name__)
 

@@ -158,7 +158,7 @@ def bounce_server(_: Fabric, channel: Channel, job: Job) -> None:
 
 
 def _bounce(channel: Channel, job: Job, *, leads: bool) -> bytes:
-    from . import native
+    from .host import native
 
     if not isinstance(channel, native.Channel):
         raise ValueError(f"--driver native: {channel.peer} is no channel of the native module; use --driver python")

@@ -39,10 +39,10 @@ from .contract.fabric import (
     Slot,
 )
 from .cuda_driver import CudaError, Driver, Pinned, Shared, Stream
+from .host.shm import ShmFabric
 from .meeting.handshake import Session, Terms, drive
 from .meeting.lifeline import SLICE_S, WatchedChannel, watch
 from .meeting.listener import Meeting
-from .shm import ShmFabric
 
 DEVICE = "LAMINA_CUDA_DEVICE"
 STALL_NS = 1_000_000_000  # a put or release that takes so long has lost its memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .contract.fabric import Fabric
-from .loopback_host import LoopbackFabric
+from .host.loopback_host import LoopbackFabric
 
 
 def open_fabric(key: bytes, *, gpu: int | None = None) -> Fabric:

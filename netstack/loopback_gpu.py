@@ -36,7 +36,7 @@ from .contract.fabric import (
 )
 from .cuda import BROKEN, CHANNEL, CREDIT_AT, OK, TIMEOUT, inbox_bytes
 from .cuda_driver import CudaError, Driver, Event
-from .loopback_host import Faults, Link, LoopbackChannel, LoopbackFabric
+from .host.loopback_host import Faults, Link, LoopbackChannel, LoopbackFabric
 from .meeting.handshake import Terms
 
 log = logging.getLogger(__name__)

@@ -26,10 +26,10 @@ from typing import cast
 
 from .contract.base import RDMA_DEVICE, SPIN_S, affordable_spin
 from .contract.fabric import ChannelError, Fabric, Geometry, Region
+from .host.tcp import TcpFabric
 from .meeting.handshake import Session
 from .meeting.listener import Meeting
 from .rdma import Device
-from .tcp import TcpFabric
 from .verbs_channel import COPY_BYTES, WRITE_BYTES, VerbsChannel
 
 

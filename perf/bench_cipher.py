@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import cpu_pressure, record, spread
 
 from lamina.netstack import Channel, Geometry
-from lamina.netstack.native import bounce, check, seal, unseal
-from lamina.netstack.tcp import TcpFabric
+from lamina.netstack.host.native import bounce, check, seal, unseal
+from lamina.netstack.host.tcp import TcpFabric
 
 KEY = bytes(range(32))
 SIZES = {"256 B": 256, "4 KiB": 4 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20}

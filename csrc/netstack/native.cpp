@@ -1,4 +1,4 @@
-// lamina.netstack._native: the module, and a constructor for each engine.
+// lamina.netstack.host._native: the module, and a constructor for each engine.
 #include "native.h"
 
 #include <sys/stat.h>

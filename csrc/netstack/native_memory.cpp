@@ -45,8 +45,8 @@ void* slot(F* function) {
 PyType_Slot memory_slots[] = {{Py_tp_dealloc, slot(memory_dealloc)}, {0, nullptr}};
 PyType_Slot view_slots[] = {{Py_tp_dealloc, slot(view_dealloc)}, {Py_bf_getbuffer, slot(view_getbuffer)}, {0, nullptr}};
 constexpr unsigned kHidden = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION;
-PyType_Spec memory_spec = {"lamina.netstack._native.Memory", sizeof(Memory), 0, kHidden, memory_slots};
-PyType_Spec view_spec = {"lamina.netstack._native.View", sizeof(View), 0, kHidden, view_slots};
+PyType_Spec memory_spec = {"lamina.netstack.host._native.Memory", sizeof(Memory), 0, kHidden, memory_slots};
+PyType_Spec view_spec = {"lamina.netstack.host._native.View", sizeof(View), 0, kHidden, view_slots};
 
 }  // namespace
 

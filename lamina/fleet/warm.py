@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 # What workers import, in an order that each of them could have: torch without transformers first.
 MODULES = (
-    "torch", "lamina.memory.main", "lamina.memory.session", "lamina.netstack.shm", "lamina.compute.main",
+    "torch", "lamina.memory.main", "lamina.memory.session", "lamina.netstack.host.shm", "lamina.compute.main",
     "lamina.compute.prefill_main", "lamina.server.link.engine_process", "lamina.models.convert", "lamina.models.load",
     "transformers:PreTrainedModel", "transformers:PreTrainedTokenizerFast",
 )  # fmt: skip

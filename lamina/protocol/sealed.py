@@ -12,7 +12,7 @@ import select
 import socket
 import struct
 
-from lamina.netstack.native import seal, unseal
+from lamina.netstack.host.native import seal, unseal
 
 KEY_BYTES = 32
 KEYS_BYTES = 2 * KEY_BYTES  # what this side sends under, what it receives under

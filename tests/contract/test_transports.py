@@ -23,7 +23,7 @@ from lamina import netstack
 from lamina.netstack import Ceiling, Channel, DeviceChannel, Fabric, Geometry, Listener
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S, EPOCH_SHIFT, TAG_BYTES
 from lamina.netstack.cuda_driver import Driver, Pinned, Stream
-from lamina.netstack.tcp import TcpFabric
+from lamina.netstack.host.tcp import TcpFabric
 
 KEY = b"k" * 32
 LONG_S = 30.0  # a wait that must be ended by something else than its timeout

@@ -13,8 +13,8 @@ from wiring import KEY, connect, open_or_skip, send
 from lamina import netstack
 from lamina.netstack.auto import AutoFabric, _name
 from lamina.netstack.contract.base import RDMA_DEVICE
+from lamina.netstack.host.tcp import TcpFabric
 from lamina.netstack.meeting.listener import StreamListener
-from lamina.netstack.tcp import TcpFabric
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wiring import KEY, PATH, ROOT
 
-native = pytest.importorskip("lamina.netstack.native", exc_type=ImportError)
+native = pytest.importorskip("lamina.netstack.host.native", exc_type=ImportError)
 COUNTERS = st.one_of(st.integers(0, 3), st.integers(0, (1 << 64) - 1))
 
 
@@ -82,7 +82,7 @@ def test_without_libcrypto_what_must_be_encrypted_is_refused_in_one_line(named: 
     """And what stays within the host goes on."""
     code = (
         "from lamina.netstack import ChannelError, Geometry\n"
-        "from lamina.netstack.tcp import TcpFabric\n"
+        "from lamina.netstack.host.tcp import TcpFabric\n"
         "g = Geometry(slots=1, slot_bytes=64)\n"
         "plain, sealing = TcpFabric(b'k' * 32), TcpFabric(b'k' * 32, seal=True)\n"
         "url = plain.listen().url\n"
@@ -90,7 +90,7 @@ def test_without_libcrypto_what_must_be_encrypted_is_refused_in_one_line(named: 
         "             lambda: plain.listen('192.0.2.1:0')):\n"
         "    try: call()\n"
         "    except ChannelError as error: print(error)\n"
-        "from lamina.netstack.native import seal\n"
+        "from lamina.netstack.host.native import seal\n"
         "try: seal(bytes(32), 0, b'x')\n"
         "except OSError as error: print(error)\n"
     )

@@ -9,8 +9,8 @@ import pytest
 from wiring import KEY, SOON_S, connect, send
 
 from lamina import netstack
-from lamina.netstack import loopback_host
-from lamina.netstack.loopback_host import Faults, LoopbackFabric
+from lamina.netstack.host import loopback_host
+from lamina.netstack.host.loopback_host import Faults, LoopbackFabric
 
 
 def test_a_delay_makes_messages_late_but_keeps_their_order() -> None:

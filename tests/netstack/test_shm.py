@@ -301,7 +301,7 @@ def test_the_payload_is_the_inbox_itself() -> None:
 
 
 def test_one_cpu_never_spins(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lamina.netstack import shm
+    from lamina.netstack.host import shm
 
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     assert shm.ShmFabric(KEY)._spin_s == 0
@@ -354,7 +354,7 @@ def test_a_sleeper_is_woken_by_the_event_and_not_by_the_next_look_at_the_life_li
 
 def test_without_the_native_module_the_error_names_the_fix() -> None:
     code = (
-        "import sys, lamina.netstack; sys.modules['lamina.netstack._native'] = None; "
+        "import sys, lamina.netstack; sys.modules['lamina.netstack.host._native'] = None; "
         "lamina.netstack.open('shm', key=b'k' * 32)"
     )
     done = subprocess.run(

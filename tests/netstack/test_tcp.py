@@ -20,8 +20,8 @@ from wiring import KEY, SOON_S, connect, send
 
 from lamina import netstack
 from lamina.netstack import Channel, Geometry, PeerFault, tcp
+from lamina.netstack.host.tcp import TcpFabric
 from lamina.netstack.meeting.handshake import SEAL, Terms, offer, run
-from lamina.netstack.tcp import TcpFabric
 
 EPOCH = 9
 ZERO = EPOCH << 48

@@ -13,7 +13,7 @@ import torch
 
 from lamina.collective.mesh import Mesh, ceiling, listen_and_connect
 from lamina.netstack import ChannelError, HandshakeError
-from lamina.netstack.tcp import TcpFabric
+from lamina.netstack.host.tcp import TcpFabric
 
 KEY = b"k" * 32
 RANKS = 3

@@ -62,5 +62,5 @@ def test_where_openmp_binds_threads_workers_are_fresh(name: str, monkeypatch: py
 
 
 def test_one_process_needs_no_native_module() -> None:
-    code = "import sys; sys.modules['lamina.netstack._native'] = None; import lamina.front, lamina.workers.process"
+    code = "import sys; sys.modules['lamina.netstack.host._native'] = None; import lamina.front, lamina.workers.process"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=110)

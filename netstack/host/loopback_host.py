@@ -16,8 +16,8 @@ from mmap import mmap
 from time import monotonic
 from weakref import WeakSet, WeakValueDictionary
 
-from .contract.base import BaseChannel, BaseFabric, check_name
-from .contract.fabric import (
+from lamina.netstack.contract.base import BaseChannel, BaseFabric, check_name
+from lamina.netstack.contract.fabric import (
     EPOCH_SHIFT,
     TAG_BYTES,
     Ceiling,
@@ -30,7 +30,7 @@ from .contract.fabric import (
     PeerFault,
     Slot,
 )
-from .meeting.handshake import REFUSALS, Terms
+from lamina.netstack.meeting.handshake import REFUSALS, Terms
 
 _NETWORK: WeakValueDictionary[str, LoopbackListener] = WeakValueDictionary()  # listeners by name; they own themselves
 

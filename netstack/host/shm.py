@@ -17,11 +17,12 @@ import struct
 from functools import partial
 from time import monotonic
 
-from .contract.base import SPIN_S, BaseFabric, affordable_spin
-from .contract.fabric import Ceiling, Channel, ChannelTimeout, Fabric, Geometry, HandshakeError
-from .meeting.handshake import Session, Terms, offer, run
-from .meeting.listener import Meeting, StreamListener
-from .meeting.sockets import dial, open_place
+from lamina.netstack.contract.base import SPIN_S, BaseFabric, affordable_spin
+from lamina.netstack.contract.fabric import Ceiling, Channel, ChannelTimeout, Fabric, Geometry, HandshakeError
+from lamina.netstack.meeting.handshake import Session, Terms, offer, run
+from lamina.netstack.meeting.listener import Meeting, StreamListener
+from lamina.netstack.meeting.sockets import dial, open_place
+
 from .native import open_link, ring_bytes
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -1,6 +1,6 @@
 """The engines of csrc/netstack behind the Channel of ``lamina.netstack.contract.fabric``, whose errors they raise."""
 
-from .contract.fabric import Arrival, ChannelStats, Geometry, Region, Slot
+from lamina.netstack.contract.fabric import Arrival, ChannelStats, Geometry, Region, Slot
 
 class Channel:
     peer: str

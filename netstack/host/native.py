@@ -6,8 +6,8 @@ try:
     from ._native import Channel, bounce, check, crypto_fault, open_link, open_stream, ring_bytes, seal, unseal
 except ImportError as error:
     raise ImportError(
-        f"transports between processes need the native module lamina.netstack._native, which did not load ({error}); "
-        "install a C++17 compiler, then run `python setup.py build_ext --inplace` or install again; or use the "
+        f"transports between processes need the native module lamina.netstack.host._native, which did not load "
+        f"({error}); install a C++17 compiler, then run `python setup.py build_ext --inplace` or install again; or use the "
         "transport 'loopback'"
     ) from error
 

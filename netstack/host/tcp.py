@@ -11,11 +11,12 @@ import ipaddress
 import socket
 from time import monotonic
 
-from .contract.base import SPIN_S, BaseFabric, affordable_spin
-from .contract.fabric import Ceiling, Channel, ChannelError, Fabric, Geometry
-from .meeting.handshake import SEAL, Session, Terms, offer, run
-from .meeting.listener import Meeting, StreamListener
-from .meeting.sockets import dial, open_place
+from lamina.netstack.contract.base import SPIN_S, BaseFabric, affordable_spin
+from lamina.netstack.contract.fabric import Ceiling, Channel, ChannelError, Fabric, Geometry
+from lamina.netstack.meeting.handshake import SEAL, Session, Terms, offer, run
+from lamina.netstack.meeting.listener import Meeting, StreamListener
+from lamina.netstack.meeting.sockets import dial, open_place
+
 from .native import crypto_fault, open_stream
 
 LIBCRYPTO = "LAMINA_LIBCRYPTO"  # see csrc/netstack/cipher.h
