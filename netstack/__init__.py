@@ -59,7 +59,7 @@ SCHEMES: dict[str, str] = {
     "cuda": "cuda",
     "mlx5": "mlx5",
     "mlx5-proxy": "mlx5_proxy",
-    "verbs": "verbs",
+    "verbs": "rdma.verbs",
     "auto": "auto",
     "emulate": "emulate",
 }

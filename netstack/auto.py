@@ -126,7 +126,7 @@ def _verbs(key: bytes) -> tuple[TcpFabric | None, str]:
     if not device:
         return None, f"{RDMA_DEVICE} names no device here"
     try:
-        from .verbs import VerbsFabric
+        from .rdma.verbs import VerbsFabric
 
         return VerbsFabric(key, device=device), ""
     except ImportError as error:

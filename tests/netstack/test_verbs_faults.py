@@ -13,7 +13,7 @@ from lamina import netstack
 from lamina.netstack import Channel, Geometry
 
 if TYPE_CHECKING:
-    from lamina.netstack.verbs_channel import VerbsChannel
+    from lamina.netstack.rdma.verbs_channel import VerbsChannel
 
 pytestmark = pytest.mark.rdma
 SMALL = Geometry(slots=2, slot_bytes=200)
@@ -27,7 +27,7 @@ class Liar:
 
     def message(self, n: int, *, seqno: int | None = None, length: int = 5, immediate: int | None = None) -> None:
         """Message n, from 0, as a put writes it but for what is given; its payload is whatever was staged."""
-        from lamina.netstack.verbs_channel import COUNT, DATA_SENT, HEADER, _stride
+        from lamina.netstack.rdma.verbs_channel import COUNT, DATA_SENT, HEADER, _stride
 
         end, at = self.end, n % SMALL.slots * _stride(SMALL)
         said = n + 1 if seqno is None else seqno
@@ -38,13 +38,13 @@ class Liar:
         end._pair.write(DATA_SENT, [piece], (key, remote + at), word, wake=True)
 
     def credit(self, count: int) -> None:
-        from lamina.netstack.verbs_channel import CREDIT, CREDIT_SENT
+        from lamina.netstack.rdma.verbs_channel import CREDIT, CREDIT_SENT
 
         self.end._pair.write(CREDIT_SENT, [], self.end._theirs, CREDIT | count)
 
     def scribble(self, to: tuple[int, int]) -> None:
         """Write 64 bytes of 0xee to (key, address) of the peer's memory."""
-        from lamina.netstack.verbs_channel import DATA_SENT
+        from lamina.netstack.rdma.verbs_channel import DATA_SENT
 
         self.end._staging.view[:64] = b"\xee" * 64
         self.end._pair.write(DATA_SENT, [(self.end._staging, self.end._staging.address, 64)], to)
@@ -107,7 +107,7 @@ def test_an_inbox_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     from pyverbs.qp import QPAttr
     from pyverbs.wr import SGE, SendWR
 
-    from lamina.netstack import rdma
+    from lamina.netstack.rdma import device as rdma
 
     def able(**given: int) -> QPAttr:
         attributes = QPAttr(**given)

@@ -11,8 +11,8 @@ from contextlib import suppress
 from math import inf
 from time import monotonic
 
-from .contract.base import BaseChannel
-from .contract.fabric import (
+from lamina.netstack.contract.base import BaseChannel
+from lamina.netstack.contract.fabric import (
     EPOCH_SHIFT,
     ChannelAborted,
     ChannelError,
@@ -23,10 +23,11 @@ from .contract.fabric import (
     PeerFault,
     Slot,
 )
-from .meeting.handshake import Session, drive, exchanged
-from .meeting.listener import Meeting
-from .meeting.swap import swap
-from .rdma import Completion, Device, Domain, Memory, QueuePair, Route, address_of, pages
+from lamina.netstack.meeting.handshake import Session, drive, exchanged
+from lamina.netstack.meeting.listener import Meeting
+from lamina.netstack.meeting.swap import swap
+
+from .device import Completion, Device, Domain, Memory, QueuePair, Route, address_of, pages
 from .sleeper import Sleeper
 
 STALL_S = 10.0  # a peer whose NIC completes nothing for so long is given up

@@ -24,12 +24,13 @@ import socket
 from time import monotonic
 from typing import cast
 
-from .contract.base import RDMA_DEVICE, SPIN_S, affordable_spin
-from .contract.fabric import ChannelError, Fabric, Geometry, Region
-from .host.tcp import TcpFabric
-from .meeting.handshake import Session
-from .meeting.listener import Meeting
-from .rdma import Device
+from lamina.netstack.contract.base import RDMA_DEVICE, SPIN_S, affordable_spin
+from lamina.netstack.contract.fabric import ChannelError, Fabric, Geometry, Region
+from lamina.netstack.host.tcp import TcpFabric
+from lamina.netstack.meeting.handshake import Session
+from lamina.netstack.meeting.listener import Meeting
+
+from .device import Device
 from .verbs_channel import COPY_BYTES, WRITE_BYTES, VerbsChannel
 
 

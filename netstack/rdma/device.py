@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .contract.base import RDMA_DEVICE
+from lamina.netstack.contract.base import RDMA_DEVICE
 
 try:
     from pyverbs.addr import GID, AHAttr, GlobalRoute

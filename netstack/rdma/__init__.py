@@ -1,0 +1,1 @@
+"""The transport ``verbs``: RDMA devices through libibverbs."""
