@@ -56,7 +56,7 @@ SCHEMES: dict[str, str] = {
     "loopback": "loopback",
     "shm": "host.shm",
     "tcp": "host.tcp",
-    "cuda": "cuda",
+    "cuda": "cuda.cuda",
     "mlx5": "mlx5",
     "mlx5-proxy": "mlx5_proxy",
     "verbs": "rdma.verbs",

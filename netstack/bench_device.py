@@ -14,8 +14,8 @@ from contextlib import ExitStack, closing
 
 from .bench_job import TIMEOUT_S, Job, Measured, Payloads, check_bytes
 from .contract.fabric import Channel, ChannelError, Fabric
-from .cuda import OK, CudaChannel
-from .cuda_driver import Driver, Stream
+from .cuda.cuda import OK, CudaChannel
+from .cuda.driver import Driver, Stream
 
 TIMEOUT_NS = int(TIMEOUT_S * 1e9)
 HEAD = struct.Struct("<Q32si4xQ8x2Q")  # bytes, tag, status of the kernels, count of stamps, stamps

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 
 from . import SCHEMES, open
-from .cuda_driver import NVRTC_SIGNATURES, load, nvrtc_names
+from .cuda.driver import NVRTC_SIGNATURES, load, nvrtc_names
 
 MEMLOCK_LEAST = 1 << 30
 MELLANOX = "0x15b3"

@@ -10,6 +10,6 @@ def open_fabric(key: bytes, *, gpu: int | None = None) -> Fabric:
     """``gpu``: see loopback_gpu, which kernels need for their messages."""
     if gpu is None:
         return LoopbackFabric(key)
-    from .loopback_gpu import open_on
+    from .cuda.loopback_gpu import open_on
 
     return open_on(key, gpu)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from lamina import netstack
 from lamina.netstack import Ceiling, Channel, DeviceChannel, Fabric, Geometry, Listener
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S, EPOCH_SHIFT, TAG_BYTES
-from lamina.netstack.cuda_driver import Driver, Pinned, Stream
+from lamina.netstack.cuda.driver import Driver, Pinned, Stream
 from lamina.netstack.host.tcp import TcpFabric
 
 KEY = b"k" * 32

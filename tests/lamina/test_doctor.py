@@ -128,7 +128,7 @@ def test_cuda_where_it_cannot_be_names_the_flag_and_the_fix(monkeypatch: pytest.
     def no_driver(index: int) -> None:
         raise ImportError("libcuda.so.1 does not load")
 
-    monkeypatch.setattr("lamina.netstack.cuda.Driver", no_driver)
+    monkeypatch.setattr("lamina.netstack.cuda.cuda.Driver", no_driver)
     with pytest.raises(ImportError, match=r"libcuda.so.1 does not load; use another --transport .*doctor"):
         netstack.open("cuda", key=b"k" * 32)
 

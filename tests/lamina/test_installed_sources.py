@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WHERE = """
 from lamina import __file__ as lamina
 from lamina.attention.cuda_kernels import CSRC, SOURCES, source
-from lamina.netstack.cuda_driver import KERNELS
+from lamina.netstack.cuda.driver import KERNELS
 print(lamina, CSRC, SOURCES / "kernels.cu", KERNELS, len(source()), sep="\\n")
 """
 

@@ -20,7 +20,7 @@ from wiring import HERE, KEY, ROOT, SOON_S, connect, send
 
 from lamina import netstack
 from lamina.netstack import Channel, DeviceChannel, Geometry, cuda_driver
-from lamina.netstack.cuda import (
+from lamina.netstack.cuda.cuda import (
     ABORTED,
     CREDIT_AT,
     FAULT,
@@ -32,7 +32,7 @@ from lamina.netstack.cuda import (
     receive_card,
     stride,
 )
-from lamina.netstack.cuda_driver import SIGNATURES, AllocationProperties, CudaError, Driver, Pinned, Shared, Stream
+from lamina.netstack.cuda.driver import SIGNATURES, AllocationProperties, CudaError, Driver, Pinned, Shared, Stream
 from lamina.netstack.meeting.handshake import drive
 
 SMALL = Geometry(slots=3, slot_bytes=200)

@@ -11,7 +11,7 @@ import cuda_stand_in
 import pytest
 from wiring import ROOT
 
-from lamina.netstack.cuda_driver import Driver
+from lamina.netstack.cuda.driver import Driver
 
 pytest.importorskip("lamina.netstack._mlx5", reason="the native module _mlx5 is not built")
 

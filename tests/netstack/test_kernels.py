@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lamina.netstack.cuda_driver import NVRTC_SIGNATURES, compiled, load, nvrtc_names
+from lamina.netstack.cuda.driver import NVRTC_SIGNATURES, compiled, load, nvrtc_names
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 SOURCE = CSRC / "netstack" / "kernels.cu"

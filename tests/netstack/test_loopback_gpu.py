@@ -16,9 +16,9 @@ from wiring import KEY, SOON_S, connect, send
 
 from lamina import netstack
 from lamina.netstack import Channel, DeviceChannel, Geometry
-from lamina.netstack.cuda import CudaChannel
-from lamina.netstack.cuda_driver import CudaError, Driver, Pinned, Stream
-from lamina.netstack.loopback_gpu import LoopbackGpuChannel
+from lamina.netstack.cuda.cuda import CudaChannel
+from lamina.netstack.cuda.driver import CudaError, Driver, Pinned, Stream
+from lamina.netstack.cuda.loopback_gpu import LoopbackGpuChannel
 
 SMALL = Geometry(slots=3, slot_bytes=200)
 LONG_NS = 60_000_000_000

@@ -10,7 +10,7 @@ import torch
 from cuda_stand_in import STAND_IN, scheme_of
 from stand_in_device import CPU, RecordingCapture, StandIn
 
-from lamina.netstack.cuda_driver import Driver, Stream
+from lamina.netstack.cuda.driver import Driver, Stream
 from lamina.workers import staging
 from lamina.workers.staging import Queue
 

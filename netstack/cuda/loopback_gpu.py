@@ -24,7 +24,7 @@ import weakref
 from contextlib import ExitStack, closing, suppress
 from typing import NoReturn
 
-from .contract.fabric import (
+from lamina.netstack.contract.fabric import (
     DEATH_NOTICED_S,
     EPOCH_SHIFT,
     ChannelError,
@@ -34,10 +34,11 @@ from .contract.fabric import (
     Geometry,
     PeerFault,
 )
+from lamina.netstack.host.loopback_host import Faults, Link, LoopbackChannel, LoopbackFabric
+from lamina.netstack.meeting.handshake import Terms
+
 from .cuda import BROKEN, CHANNEL, CREDIT_AT, OK, TIMEOUT, inbox_bytes
-from .cuda_driver import CudaError, Driver, Event
-from .host.loopback_host import Faults, Link, LoopbackChannel, LoopbackFabric
-from .meeting.handshake import Terms
+from .driver import CudaError, Driver, Event
 
 log = logging.getLogger(__name__)
 KERNELS = "memory_send", "memory_send_two", "memory_receive_due"

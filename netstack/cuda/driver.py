@@ -16,7 +16,7 @@ from mmap import mmap
 from pathlib import Path
 
 LIBCUDA, LIBNVRTC = "LAMINA_LIBCUDA", "LAMINA_LIBNVRTC"  # other files to load instead of the installed ones
-CSRC = Path(__file__).resolve().parents[1] / "csrc"
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
 KERNELS = CSRC / "netstack" / "kernels.cu"
 THREADS = 256  # of a kernel's one block
 CC_MAJOR, CC_MINOR, VMM, POSIX_HANDLES = 75, 76, 102, 103  # CUdevice_attribute

@@ -27,7 +27,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from time import monotonic
 
-from .contract.fabric import (
+from lamina.netstack.contract.fabric import (
     EPOCH_SHIFT,
     Channel,
     ChannelError,
@@ -38,11 +38,12 @@ from .contract.fabric import (
     PeerFault,
     Slot,
 )
-from .cuda_driver import CudaError, Driver, Pinned, Shared, Stream
-from .host.shm import ShmFabric
-from .meeting.handshake import Session, Terms, drive
-from .meeting.lifeline import SLICE_S, WatchedChannel, watch
-from .meeting.listener import Meeting
+from lamina.netstack.host.shm import ShmFabric
+from lamina.netstack.meeting.handshake import Session, Terms, drive
+from lamina.netstack.meeting.lifeline import SLICE_S, WatchedChannel, watch
+from lamina.netstack.meeting.listener import Meeting
+
+from .driver import CudaError, Driver, Pinned, Shared, Stream
 
 DEVICE = "LAMINA_CUDA_DEVICE"
 STALL_NS = 1_000_000_000  # a put or release that takes so long has lost its memory
