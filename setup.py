@@ -37,6 +37,8 @@ setup(
         # A product and a sum are rounded one by one, as torch does.
         native("lamina.sampling._native", *sorted(glob("csrc/sampling/*.cpp")), flags=["-ffp-contract=off"]),
         native("lamina.netstack.host._native", *sorted(glob("csrc/netstack/native*.cpp"))),
-        native("lamina.netstack._mlx5", "csrc/netstack/mlx5_native.cpp", "csrc/netstack/nic_model/nic.cpp"),
+        native(
+            "lamina.netstack.nic_model._native", "csrc/netstack/nic_model/native.cpp", "csrc/netstack/nic_model/nic.cpp"
+        ),
     ]
 )

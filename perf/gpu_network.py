@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
-from lamina.netstack import _mlx5 as native
 from lamina.netstack.cuda.driver import Driver, Graph, Pinned, Stream
+from lamina.netstack.nic_model import _native as native
 
 # struct Channel of csrc/netstack/mlx5_channel.h: Ends, Queue, the peer's inbox, our staging
 CHANNEL = struct.Struct("<14Q5Q4I4Q2IQI4xQI4x")

@@ -29,7 +29,12 @@ from common import BrokenError, record, version
 ROOT = Path(__file__).resolve().parents[1]
 # What parts import, beside torch; a part that lacks one is recorded as failed, and the others run.
 PACKAGES = ("cupy", "hypothesis", "msgspec", "pytest", "pytest_timeout", "safetensors", "transformers", "tqdm")
-BUILT = ("lamina.attention._native", "lamina.gemm._native", "lamina.netstack.host._native", "lamina.netstack._mlx5")
+BUILT = (
+    "lamina.attention._native",
+    "lamina.gemm._native",
+    "lamina.netstack.host._native",
+    "lamina.netstack.nic_model._native",
+)
 COMPILES = ("compile", "netstack kernels")  # parts that need no GPU
 
 Result = dict[str, Any]

@@ -7,8 +7,8 @@ try:
 except ImportError as error:
     raise ImportError(
         f"transports between processes need the native module lamina.netstack.host._native, which did not load "
-        f"({error}); install a C++17 compiler, then run `python setup.py build_ext --inplace` or install again; or use the "
-        "transport 'loopback'"
+        f"({error}); install a C++17 compiler, then run `python setup.py build_ext --inplace` or install again; or use "
+        "the transport 'loopback'"
     ) from error
 
 __all__ = [

@@ -13,7 +13,7 @@ from wiring import ROOT
 
 from lamina.netstack.cuda.driver import Driver
 
-pytest.importorskip("lamina.netstack._mlx5", reason="the native module _mlx5 is not built")
+pytest.importorskip("lamina.netstack.nic_model._native", reason="its native module is not built")
 
 
 @pytest.fixture

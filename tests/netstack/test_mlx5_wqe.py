@@ -12,7 +12,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
 QUEUE = 0x123456
-native = pytest.importorskip("lamina.netstack._mlx5", reason="the native module _mlx5 is not built")
+native = pytest.importorskip("lamina.netstack.nic_model._native", reason="its native module is not built")
 
 
 def recorded() -> dict[str, bytes]:

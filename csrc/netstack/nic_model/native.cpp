@@ -1,4 +1,4 @@
-// lamina.netstack._mlx5: a channel of mlx5_channel.h over the software NIC. netstack/_mlx5.pyi documents it.
+// lamina.netstack.nic_model._native: a channel of mlx5_channel.h over the software NIC. netstack/nic_model/_native.pyi documents it.
 //
 // The GIL is the queue's lock: whoever posts or polls holds it. Only waits, which read the inbox, go without.
 #define PY_SSIZE_T_CLEAN
@@ -331,7 +331,7 @@ PyType_Slot endpoint_slots[] = {{Py_tp_dealloc, slot(endpoint_dealloc)},
                                 {Py_tp_new, slot(endpoint_new)},
                                 {Py_tp_methods, endpoint_methods},
                                 {0, nullptr}};
-PyType_Spec endpoint_spec = {"lamina.netstack._mlx5.Endpoint", sizeof(Endpoint), 0, Py_TPFLAGS_DEFAULT,
+PyType_Spec endpoint_spec = {"lamina.netstack.nic_model._native.Endpoint", sizeof(Endpoint), 0, Py_TPFLAGS_DEFAULT,
                              endpoint_slots};
 
 int module_exec(PyObject* module) {
@@ -361,9 +361,9 @@ PyMethodDef module_methods[] = {{"inbox_bytes", inbox_bytes, METH_VARARGS, nullp
                                 {"write_word_wqe", write_word_wqe, METH_VARARGS, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};
 PyModuleDef_Slot module_slots[] = {{Py_mod_exec, slot(module_exec)}, {0, nullptr}};
-PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_mlx5",  nullptr, 0,      module_methods,
+PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_native", nullptr, 0,      module_methods,
                           module_slots,          nullptr, nullptr, nullptr};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__mlx5() { return PyModuleDef_Init(&module_def); }
+PyMODINIT_FUNC PyInit__native() { return PyModuleDef_Init(&module_def); }

@@ -23,8 +23,8 @@ from mmap import mmap
 from pathlib import Path
 from time import monotonic
 
-from .contract.base import BaseFabric
-from .contract.fabric import (
+from lamina.netstack.contract.base import BaseFabric
+from lamina.netstack.contract.fabric import (
     EPOCH_SHIFT,
     Ceiling,
     ChannelAborted,
@@ -36,18 +36,18 @@ from .contract.fabric import (
     NoResource,
     Slot,
 )
-from .meeting.handshake import Session, Terms, drive, exchanged, offer, run
-from .meeting.lifeline import SLICE_S, WatchedChannel
-from .meeting.listener import Meeting, StreamListener
-from .meeting.sockets import dial, open_place
-from .meeting.swap import swap
+from lamina.netstack.meeting.handshake import Session, Terms, drive, exchanged, offer, run
+from lamina.netstack.meeting.lifeline import SLICE_S, WatchedChannel
+from lamina.netstack.meeting.listener import Meeting, StreamListener
+from lamina.netstack.meeting.sockets import dial, open_place
+from lamina.netstack.meeting.swap import swap
 
 try:
-    from . import _mlx5 as native
+    from . import _native as native
 except ImportError as error:
     raise ImportError(
-        f"transport 'mlx5' needs the native module lamina.netstack._mlx5, which did not load ({error}); install "
-        "a C++17 compiler, then run `python setup.py build_ext --inplace` or install again; or use another transport"
+        f"transport 'mlx5' needs the native module lamina.netstack.nic_model._native, which did not load ({error}); "
+        "install a C++17 compiler, then run `python setup.py build_ext --inplace` or install again; or use another transport"
     ) from error
 
 MODEL = "LAMINA_MLX5_MODEL"

@@ -5,7 +5,8 @@ HARDWARE-UNVERIFIED, as ``mlx5`` is. It rings in ordinary memory, which the thre
 
 from __future__ import annotations
 
-from .contract.fabric import Fabric
+from lamina.netstack.contract.fabric import Fabric
+
 from .mlx5 import Mlx5Fabric, check_usable
 
 
