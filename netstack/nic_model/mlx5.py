@@ -47,7 +47,8 @@ try:
 except ImportError as error:
     raise ImportError(
         f"transport 'mlx5' needs the native module lamina.netstack.nic_model._native, which did not load ({error}); "
-        "install a C++17 compiler, then run `python setup.py build_ext --inplace` or install again; or use another transport"
+        "install a C++17 compiler, then run `python setup.py build_ext --inplace` or install again; or use another "
+        "transport"
     ) from error
 
 MODEL = "LAMINA_MLX5_MODEL"

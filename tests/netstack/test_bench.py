@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from wiring import KEY, ROOT, SOON_S, connect, open_or_skip
 
 from lamina import netstack
-from lamina.netstack import bench
-from lamina.netstack.bench_job import Job, Payloads, check_bytes, parse_size
-from lamina.netstack.bench_patterns import DRIVERS, PATTERNS, Measured, client_of, server_of
+from lamina.netstack.bench import command as bench
+from lamina.netstack.bench.job import Job, Payloads, check_bytes, parse_size
+from lamina.netstack.bench.patterns import DRIVERS, PATTERNS, Measured, client_of, server_of
 
 FIGURES = {"p50_us", "p99_us", "p999_us", "max_us", "msg/s", "GB/s", "CPU %"}
 

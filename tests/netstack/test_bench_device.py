@@ -15,10 +15,12 @@ import pytest
 from wiring import ROOT, SOON_S, connect, open_or_skip, send
 
 from lamina import netstack
-from lamina.netstack import Channel, Fabric, bench, bench_device
-from lamina.netstack.bench_device import Mail
-from lamina.netstack.bench_job import SLOTS, Job, Payloads
-from lamina.netstack.bench_patterns import client_of, server_of
+from lamina.netstack import Channel, Fabric
+from lamina.netstack.bench import command as bench
+from lamina.netstack.bench import device as bench_device
+from lamina.netstack.bench.device import Mail
+from lamina.netstack.bench.job import SLOTS, Job, Payloads
+from lamina.netstack.bench.patterns import client_of, server_of
 
 
 @pytest.fixture

@@ -12,10 +12,11 @@ import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
-from .bench_job import TIMEOUT_S, Job, Measured, Payloads, check_bytes
-from .contract.fabric import Channel, ChannelError, Fabric
-from .cuda.cuda import OK, CudaChannel
-from .cuda.driver import Driver, Stream
+from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric
+from lamina.netstack.cuda.cuda import OK, CudaChannel
+from lamina.netstack.cuda.driver import Driver, Stream
+
+from .job import TIMEOUT_S, Job, Measured, Payloads, check_bytes
 
 TIMEOUT_NS = int(TIMEOUT_S * 1e9)
 HEAD = struct.Struct("<Q32si4xQ8x2Q")  # bytes, tag, status of the kernels, count of stamps, stamps

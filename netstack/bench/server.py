@@ -12,10 +12,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from time import monotonic, process_time
 
-from .bench_job import TIMEOUT_S, Job, receive, send
-from .bench_patterns import server_of
-from .contract.fabric import Channel, ChannelError, Fabric, Listener
-from .contract.key import KEY
+from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric, Listener
+from lamina.netstack.contract.key import KEY
+
+from .job import TIMEOUT_S, Job, receive, send
+from .patterns import server_of
 
 START_S = 30.0
 LIFE_LINE = "LAMINA_BENCH_LIFE_LINE"  # a descriptor whose end tells a server that its client is gone

@@ -15,8 +15,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
-from .bench_job import PAYLOADS, TIMEOUT_S, Job, Measured, Payloads, check, check_bytes, tag_of
-from .contract.fabric import Arrival, Channel, ChannelTimeout, Fabric, NoResource, Region
+from lamina.netstack.contract.fabric import Arrival, Channel, ChannelTimeout, Fabric, NoResource, Region
+
+from .job import PAYLOADS, TIMEOUT_S, Job, Measured, Payloads, check, check_bytes, tag_of
 
 
 def _put(channel: Channel, n: int, payload: Region, timeout_s: float = TIMEOUT_S) -> None:
@@ -158,7 +159,7 @@ def bounce_server(_: Fabric, channel: Channel, job: Job) -> None:
 
 
 def _bounce(channel: Channel, job: Job, *, leads: bool) -> bytes:
-    from .host import native
+    from lamina.netstack.host import native
 
     if not isinstance(channel, native.Channel):
         raise ValueError(f"--driver native: {channel.peer} is no channel of the native module; use --driver python")
@@ -197,7 +198,7 @@ def _sides_of(job: Job) -> tuple[Client, Server]:
     if job.driver == "native":
         return bounce_client, bounce_server
     if job.driver == "device":
-        from .bench_device import device_client, device_server
+        from .device import device_client, device_server
 
         return device_client, device_server
     client, server, _ = PATTERNS[job.pattern]

@@ -16,12 +16,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter, process_time
 
-from . import SCHEMES, WRAPPERS, open
-from .bench_job import TIMEOUT_S, Job, Measured, Size, parse_size, receive, send
-from .bench_patterns import DRIVERS, PATTERNS, client_of
-from .bench_server import local_servers, serve, watch_life_line
-from .contract.fabric import Channel, ChannelError, Fabric
-from .contract.key import KEY, KEY_FILE, cluster_key
+from lamina.netstack import SCHEMES, WRAPPERS, open
+from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric
+from lamina.netstack.contract.key import KEY, KEY_FILE, cluster_key
+
+from .job import TIMEOUT_S, Job, Measured, Size, parse_size, receive, send
+from .patterns import DRIVERS, PATTERNS, client_of
+from .server import local_servers, serve, watch_life_line
 
 SIZES = "8,64,256,1KiB,4KiB,16KiB,64KiB,256KiB,1MiB"
 ROUNDS_MIN = 20
