@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from . import SCHEMES, open
 from .cuda.driver import NVRTC_SIGNATURES, load, nvrtc_names
+from .schemes import SCHEMES, open
 
 MEMLOCK_LEAST = 1 << 30
 MELLANOX = "0x15b3"

@@ -15,7 +15,6 @@ from time import monotonic, monotonic_ns
 from typing import Protocol, cast
 from urllib.parse import parse_qsl
 
-from . import open as open_transport
 from .contract.base import BaseChannel, BaseFabric
 from .contract.fabric import (
     Arrival,
@@ -30,6 +29,7 @@ from .contract.fabric import (
     Region,
     Slot,
 )
+from .schemes import open as open_transport
 
 TRAILER_BYTES = 8  # nanoseconds of the monotonic clock, little-endian
 NS_OF_MS = 1e6

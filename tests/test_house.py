@@ -35,6 +35,18 @@ STOREYS = (
     ("background", "buffers", "cores", "emulate", "env", "progress", "request"),
     ("converter", "netstack"),
 )
+# The same of netstack, whose face hands names on.
+NETWORK_STOREYS = (
+    ("bench", "doctor"),
+    ("auto", "emulate", "loopback"),  # made of other transports
+    ("cuda", "nic_model", "rdma"),
+    ("host",),  # shared memory, TCP, one process
+    ("schemes",),  # the table of transports: their names, none of their modules
+    ("meeting",),  # how peers meet
+    ("contract",),
+)
+HOUSES = {"lamina": STOREYS, "netstack": NETWORK_STOREYS}
+FACES = ("__init__", "__main__")
 POLICY = (
     "engine/scheduler.py", "engine/prefill.py", "engine/steps.py", "engine/sequence.py", "engine/pipeline.py",
     "engine/tuner.py", "engine/draws.py", "sampling/settings.py", "protocol/tables.py", "protocol/layout.py",
@@ -115,29 +127,39 @@ def has_room(room: str) -> bool:
     return (ROOT / "lamina" / room).exists() or (ROOT / "lamina" / f"{room}.py").exists()
 
 
-def storey_of(room: str) -> int:
-    return next(number for number, rooms in enumerate(STOREYS) if room in rooms)
+def storey_of(house: str, room: str) -> int:
+    return next(number for number, rooms in enumerate(HOUSES[house]) if room in rooms)
 
 
-def test_every_room_has_a_storey() -> None:
-    rooms = {path.relative_to(ROOT / "lamina").with_suffix("").parts[0] for path in sources("lamina")} - {"__init__"}
-    assert rooms <= {room for storey in STOREYS for room in storey}, "give the new room a storey in STOREYS"
+def room_of(house: str, path: Path) -> str:
+    return path.relative_to(ROOT / house).with_suffix("").parts[0]
 
 
-def runs_up(room: str, name: str) -> bool:
+@pytest.mark.parametrize("house", HOUSES)
+def test_every_room_has_a_storey(house: str) -> None:
+    rooms = {room_of(house, path) for path in sources(house)} - {*FACES}
+    assert rooms <= {room for storey in HOUSES[house] for room in storey}, f"give the new room of {house} a storey"
+
+
+def runs_up(house: str, room: str, name: str) -> bool:
     """Whether an import of module ``name`` by ``room`` leaves the room for one that is not below it."""
+    above = ["lamina"] if house == "lamina" else ["lamina", house]
     parts = name.split(".")
-    if parts[0] != "lamina" or len(parts) == 1 or parts[1] == room:
+    if parts[: len(above)] != above:
         return False
-    return storey_of(parts[1]) <= storey_of(room)
+    if parts == above:
+        return house != "lamina"  # lamina's face is lazy; netstack's imports rooms
+    other = parts[len(above)]
+    return other != room and storey_of(house, other) <= storey_of(house, room)
 
 
-def test_imports_run_down() -> None:
-    for path in sources("lamina"):
-        room = path.relative_to(ROOT / "lamina").with_suffix("").parts[0]
-        if room == "__init__":  # the package's face, which hands names on
+@pytest.mark.parametrize("house", HOUSES)
+def test_imports_run_down(house: str) -> None:
+    for path in sources(house):
+        room = room_of(house, path)
+        if room in FACES:  # they hand names on
             continue
-        up = [name for name in targets(path) if runs_up(room, name)]
+        up = [name for name in targets(path) if runs_up(house, room, name)]
         assert not up, (
             f"{path.relative_to(ROOT)} imports {', '.join(up)}, which is not below {room}: move what both need into a "
             f"room below, or hand it in"
@@ -145,10 +167,14 @@ def test_imports_run_down() -> None:
 
 
 def test_a_run_upwards_is_seen() -> None:
-    assert runs_up("memory", "lamina.compute.worker")
-    assert runs_up("gemm", "lamina.attention")
-    assert not runs_up("compute", "lamina.memory.store")
-    assert not runs_up("memory", "lamina.memory.store")
+    assert runs_up("lamina", "memory", "lamina.compute.worker")
+    assert runs_up("lamina", "gemm", "lamina.attention")
+    assert not runs_up("lamina", "compute", "lamina.memory.store")
+    assert not runs_up("lamina", "memory", "lamina.memory.store")
+    assert runs_up("netstack", "host", "lamina.netstack.cuda.driver")
+    assert runs_up("netstack", "rdma", "lamina.netstack.cuda")
+    assert runs_up("netstack", "emulate", "lamina.netstack")
+    assert not runs_up("netstack", "rdma", "lamina.netstack.host.tcp")
 
 
 def circles(graph: dict[str, set[str]]) -> list[str]:

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter, process_time
 
-from lamina.netstack import SCHEMES, WRAPPERS, open
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric
 from lamina.netstack.contract.key import KEY, KEY_FILE, cluster_key
+from lamina.netstack.schemes import SCHEMES, WRAPPERS, open
 
 from .job import TIMEOUT_S, Job, Measured, Size, parse_size, receive, send
 from .patterns import DRIVERS, PATTERNS, client_of

@@ -1,0 +1,83 @@
+"""Which transports there are, by scheme, and how one is opened."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from inspect import signature
+
+from .contract.fabric import Fabric
+
+# scheme -> module, whose file bears its name, with a function open_fabric(key: bytes) -> Fabric; imported when first
+# used. One that has an argument ``gpu`` is told which GPU the caller computes on.
+SCHEMES: dict[str, str] = {
+    "loopback": "loopback",
+    "shm": "host.shm",
+    "tcp": "host.tcp",
+    "cuda": "cuda.cuda",
+    "mlx5": "nic_model.mlx5",
+    "mlx5-proxy": "nic_model.mlx5_proxy",
+    "verbs": "rdma.verbs",
+    "auto": "auto",
+    "emulate": "emulate",
+}
+THREADS = ("loopback",)  # whose peers are threads of one process
+NEAR = {"shm": "auto"}  # within one host only -> what is the same there, and goes on beyond it
+HERE = "shm"  # between processes of this machine, where nobody has chosen
+WITHIN = {"": "loopback", "auto": "loopback"}  # no choice, or the nearest -> what is nearest within one process
+WRAPPERS = ("emulate",)  # used as NAME+OTHER; their open_fabric takes what is behind the plus, too
+
+
+def open(scheme: str, *, key: bytes, gpu: int | None = None) -> Fabric:
+    """Open the transport ``scheme`` for peers that hold ``key``; see ``check_scheme`` for its forms.
+
+    ``gpu``: the one that the caller computes on, for a transport that uses one; None = it computes on none.
+    Raises ValueError for an unknown scheme (it lists the known ones) and ImportError, with its cause, when the
+    transport's own needs (a native module, a driver) are missing.
+    """
+    check_scheme(scheme)
+    name, _, other = scheme.partition("+")
+    open_fabric = import_module(f"{__package__}.{SCHEMES[name]}").open_fabric
+    more = {"gpu": gpu} if gpu is not None and "gpu" in signature(open_fabric).parameters else {}
+    fabric: Fabric = open_fabric(key, other) if other else open_fabric(key, **more)
+    return fabric
+
+
+def check_scheme(scheme: str) -> None:
+    """Raises ValueError, with the known ones, unless ``scheme`` is in the table, or a wrapper of one that is, such as
+    emulate+shm?latency_ms=1 (its options are checked when it is opened).
+    """
+    name, plus, other = scheme.partition("+")
+    if name not in SCHEMES or (plus and name not in WRAPPERS):
+        raise ValueError(f"unknown transport {scheme!r}; choose one of {', '.join(SCHEMES)}")
+    if plus:
+        check_scheme(other.partition("?")[0])
+
+
+def in_process(scheme: str) -> bool:
+    """``Fabric.in_process`` of ``scheme``, also where this host lacks what opening it takes. Raises ValueError for an
+    unknown one.
+    """
+    check_scheme(scheme)
+    name, plus, other = scheme.partition("+")
+    return in_process(other.partition("?")[0]) if plus else name in THREADS
+
+
+def beyond_host(scheme: str) -> str:
+    """What to take in place of ``scheme`` where peers may be on several hosts; most reach them as they are.
+
+    Raises ValueError for one that stays in a process.
+    """
+    name, plus, other = scheme.partition("+")
+    if plus:
+        return f"{name}+{beyond_host(other)}"
+    name, mark, options = scheme.partition("?")
+    if name in THREADS:
+        raise ValueError(f"{name} stays in one process: choose another transport for workers on other hosts")
+    return NEAR.get(name, name) + mark + options
+
+
+def within_process(scheme: str) -> str:
+    """What to take in place of ``scheme`` (empty: nobody has chosen) where all peers may be threads of one process;
+    empty: ``scheme`` is somebody's choice.
+    """
+    return WITHIN.get(scheme, "")
