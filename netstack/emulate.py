@@ -36,7 +36,7 @@ NS_OF_MS = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class EmulatedLink:
     """What the messages that an end sends go through; each end has its own. Zeros: nothing."""
 
     latency_ms: float = 0.0
@@ -52,9 +52,9 @@ class Link:
                 raise ValueError(f"emulate: {f.name} must be a number of at least 0, not {getattr(self, f.name)}")
 
     @staticmethod
-    def parse(query: str) -> Link:
+    def parse(query: str) -> EmulatedLink:
         """Of ``name=number&...``, by the names of the fields. Raises ValueError."""
-        known = {f.name: int if f.type == "int" else float for f in fields(Link)}
+        known = {f.name: int if f.type == "int" else float for f in fields(EmulatedLink)}
         values = dict(parse_qsl(query, keep_blank_values=True))
         for name, text in values.items():
             if name not in known:
@@ -63,13 +63,13 @@ class Link:
                 known[name](text)
             except ValueError:
                 raise ValueError(f"emulate: {name} must be a number, not {text!r}") from None
-        return Link(**{name: known[name](text) for name, text in values.items()})  # type: ignore[arg-type]
+        return EmulatedLink(**{name: known[name](text) for name, text in values.items()})  # type: ignore[arg-type]
 
 
-class Wire:
+class EmulatedWire:
     """One direction of a link: when what is sent becomes visible. A pure function of sizes and times."""
 
-    def __init__(self, link: Link, seed: int = 0) -> None:
+    def __init__(self, link: EmulatedLink, seed: int = 0) -> None:
         self._link = link
         self._jitter = random.Random(2 * link.seed + seed)
         self._free_ns = 0  # when the last byte of the messages so far has left
@@ -97,9 +97,9 @@ class _Sized(Channel, Protocol):
 
 
 class EmulatedChannel(BaseChannel):
-    """The channel of another transport, with a Wire for what this end sends."""
+    """The channel of another transport, with an EmulatedWire for what this end sends."""
 
-    def __init__(self, inner: Channel, wire: Wire) -> None:
+    def __init__(self, inner: Channel, wire: EmulatedWire) -> None:
         sized = cast("_Sized", inner)
         out, into = _without_trailer(sized.outbound), _without_trailer(sized.inbound)
         super().__init__(inner.peer, inner.epoch, out, into, inner.peer_name)
@@ -176,7 +176,7 @@ class EmulatedListener:
 class EmulatedFabric(BaseFabric):
     """``inner``, with ``link`` for all that is sent from here."""
 
-    def __init__(self, key: bytes, inner: Fabric, link: Link) -> None:
+    def __init__(self, key: bytes, inner: Fabric, link: EmulatedLink) -> None:
         super().__init__(key)
         self.scheme = f"emulate+{inner.scheme}"
         self.in_process = inner.in_process
@@ -218,7 +218,7 @@ class EmulatedFabric(BaseFabric):
 
     def wrap(self, channel: Channel, side: int) -> Channel:
         """``side``: 0 connected, 1 was accepted; their jitter differs."""
-        emulated = EmulatedChannel(channel, Wire(self._link, side))
+        emulated = EmulatedChannel(channel, EmulatedWire(self._link, side))
         self._opened.add(emulated)
         return emulated
 
@@ -236,7 +236,7 @@ def _without_trailer(geometry: Geometry) -> Geometry:
 
 
 def open_fabric(key: bytes, other: str = "shm") -> Fabric:
-    """``other``: the transport to wrap, and behind ``?`` the fields of Link. Raises ValueError for unknown ones."""
+    """``other``: the transport to wrap, and behind ``?`` the fields of EmulatedLink. Raises ValueError for others."""
     scheme, _, query = other.partition("?")
-    link = Link.parse(query)
+    link = EmulatedLink.parse(query)
     return EmulatedFabric(key, open_transport(scheme, key=key), link)

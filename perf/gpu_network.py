@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
-from lamina.netstack.cuda.driver import Driver, Graph, Pinned, Stream
+from lamina.netstack.cuda.driver import CudaGraph, CudaStream, Driver, Pinned
 from lamina.netstack.nic_model import _native as native
 
 # struct Channel of csrc/netstack/mlx5_channel.h: Ends, Queue, the peer's inbox, our staging
@@ -39,7 +39,7 @@ class Side:
 
     driver: Driver
     channel: int
-    stream: Stream
+    stream: CudaStream
     mail: Pinned
 
     @property
@@ -105,7 +105,7 @@ def pair(driver: Driver, *, first: int = 0, on_device: bool = True) -> Iterator[
                 held = parts.enter_context(closing(Pinned(driver, len(channel))))
                 held.view[: len(channel)] = channel
                 where = held.address
-            stream = parts.enter_context(closing(Stream(driver)))
+            stream = parts.enter_context(closing(CudaStream(driver)))
             sides.append(Side(driver, where, stream, mail))
         yield sides[0], sides[1]
         _stop(stop)
@@ -119,7 +119,7 @@ def _stop(word: Pinned) -> None:
     word.view[0] = 1
 
 
-def captured(side: Side, *steps: str) -> Graph:
+def captured(side: Side, *steps: str) -> CudaGraph:
     with side.stream.capture() as graph:
         for step in steps:
             getattr(side, step)()

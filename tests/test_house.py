@@ -111,6 +111,17 @@ def test_converter_and_netstack_know_nobody(package: str, other: str) -> None:
                 assert name == own or name.startswith(own + "."), f"{path.name} imports {name}"
 
 
+def classes(package: str) -> Iterator[str]:
+    """Names of classes, as often as they are given; a leading underscore makes no other word."""
+    for path in sources(package):
+        yield from (n.name.lstrip("_") for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef))
+
+
+def test_a_class_of_netstack_has_a_name_of_its_own() -> None:
+    names = [name for package in PACKAGES for name in classes(package)]
+    assert [name for name in sorted(set(classes("netstack"))) if names.count(name) > 1] == []
+
+
 def test_netstack_needs_no_torch() -> None:
     assert not [
         p.name for p in sources("netstack") for n in imported(p) if n.split(".")[0] in ("torch", "transformers")

@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Any
 
 from lamina.netstack import Ceiling, Geometry, HandshakeError
-from lamina.netstack.meeting.handshake import SEAL, Session, Terms, offer, run
+from lamina.netstack.meeting.handshake import SEAL, PeerSession, Terms, offer, run
 from lamina.netstack.meeting.listener import StreamListener
 from lamina.protocol.sealed import SealedSocket
 
@@ -77,10 +77,10 @@ def any_port(host: str) -> str:
 @dataclass(eq=False)
 class _Peer:
     sock: socket.socket
-    session: Session
+    session: PeerSession
 
 
-def _welcome(sock: socket.socket, session: Session) -> Any:
+def _welcome(sock: socket.socket, session: PeerSession) -> Any:
     return _Peer(sock, session)
 
 

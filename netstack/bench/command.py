@@ -31,7 +31,7 @@ COLUMNS = ("p50_us", "p99_us", "p999_us", "max_us", "msg/s", "GB/s", "CPU %")
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """What is measured; every combination of the lists."""
 
     transports: list[str]
@@ -108,7 +108,7 @@ def bound(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def run(plan: Plan, key: bytes, connect: Sequence[str], *, as_json: bool) -> None:
+def run(plan: BenchPlan, key: bytes, connect: Sequence[str], *, as_json: bool) -> None:
     for scheme in plan.transports:
         fabric = open(scheme, key=key)
         try:
@@ -140,7 +140,7 @@ def end(fabric: Fabric, urls: Sequence[str]) -> None:
         channel.close()
 
 
-def report(scheme: str, job: Job, peers: int, plan: Plan, result: dict[str, float], as_json: bool) -> None:
+def report(scheme: str, job: Job, peers: int, plan: BenchPlan, result: dict[str, float], as_json: bool) -> None:
     facts: dict[str, object] = {"transport": scheme, "driver": job.driver, "pattern": job.pattern, "size": job.query}
     if as_json:
         if job.pattern == "pair":
@@ -245,7 +245,7 @@ def drivers_of(args: argparse.Namespace) -> list[str]:
     return ["device"]
 
 
-def plan_of(args: argparse.Namespace, transports: list[str]) -> Plan:
+def plan_of(args: argparse.Namespace, transports: list[str]) -> BenchPlan:
     """Raises ValueError that names the flag."""
     for name in ("count", "peers", "rate", "idle"):
         if not 0 < getattr(args, name) < 1 << 32:
@@ -258,7 +258,7 @@ def plan_of(args: argparse.Namespace, transports: list[str]) -> Plan:
     if strange := set(patterns) - set(known):
         flag = f"--driver {drivers[0]}" if DEVICES[args.device] == "" else f"--device {args.device}"
         raise ValueError(f"{flag} has no pattern {min(strange)}; choose of {', '.join(known)}")
-    return Plan(
+    return BenchPlan(
         transports=transports,
         patterns=patterns,
         drivers=drivers,

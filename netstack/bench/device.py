@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing
 
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric
 from lamina.netstack.cuda.cuda import OK, CudaChannel
-from lamina.netstack.cuda.driver import Driver, Stream
+from lamina.netstack.cuda.driver import CudaStream, Driver
 
 from .job import TIMEOUT_S, Job, Measured, Payloads, check_bytes
 
@@ -56,14 +56,14 @@ class Mail:
         self._driver.free(self.address)
 
 
-class Kernels:
+class RoundKernels:
     """What one side launches in a round. ``came`` takes what arrives and every kernel's status."""
 
     def __init__(self, channel: CudaChannel, job: Job, parts: ExitStack) -> None:
         self._view, self._room = channel.lend(), job.query
         self.driver = self._view.driver
         self.came = parts.enter_context(closing(Mail(self.driver, job.query)))
-        self.stream = parts.enter_context(closing(Stream(self.driver)))
+        self.stream = parts.enter_context(closing(CudaStream(self.driver)))
 
     def stamp(self) -> None:
         at = self.came.address
@@ -85,7 +85,7 @@ def device_client(_: Fabric, channels: Sequence[Channel], job: Job, __: float) -
     payloads = Payloads(job.query)
     samples = []
     with ExitStack() as parts:
-        kernels = Kernels(driven, job, parts)
+        kernels = RoundKernels(driven, job, parts)
         going = parts.enter_context(closing(Mail(kernels.driver, job.query)))
         with kernels.stream.capture() as graph:
             kernels.stamp()
@@ -106,7 +106,7 @@ def device_client(_: Fabric, channels: Sequence[Channel], job: Job, __: float) -
 def device_server(_: Fabric, channel: Channel, job: Job) -> None:
     driven, payloads = _driven(channel), Payloads(job.query)
     with ExitStack() as parts:
-        kernels = Kernels(driven, job, parts)
+        kernels = RoundKernels(driven, job, parts)
         with kernels.stream.capture() as graph:
             kernels.receive()
             kernels.send(kernels.came)

@@ -39,11 +39,11 @@ from lamina.netstack.contract.fabric import (
     Slot,
 )
 from lamina.netstack.host.shm import ShmFabric
-from lamina.netstack.meeting.handshake import Session, Terms, drive
+from lamina.netstack.meeting.handshake import PeerSession, Terms, drive
 from lamina.netstack.meeting.lifeline import SLICE_S, WatchedChannel, watch
 from lamina.netstack.meeting.listener import Meeting
 
-from .driver import CudaError, Driver, Pinned, Shared, Stream
+from .driver import CudaError, CudaStream, Driver, Pinned, Shared
 
 DEVICE = "LAMINA_CUDA_DEVICE"
 STALL_NS = 1_000_000_000  # a put or release that takes so long has lost its memory
@@ -119,7 +119,7 @@ class CudaChannel(WatchedChannel):
             pointers = reach.address, inbox.address, self._pinned.address
             self._channel = driver.allocate(CHANNEL.pack(*pointers, *shapes, self._zero, *[0] * 6))
             parts.callback(driver.free, self._channel)
-            self._streams = tuple(parts.enter_context(closing(Stream(driver))) for _ in range(2))
+            self._streams = tuple(parts.enter_context(closing(CudaStream(driver))) for _ in range(2))
             parts.callback(inbox.close)
             self._free = weakref.finalize(self, parts.pop_all().close)
         self._roles = threading.Lock(), threading.Lock()  # held by a role for the whole of its call
@@ -309,13 +309,13 @@ class CudaFabric(ShmFabric):
         super().close()
         self._driver.close()
 
-    def _meet(self, sock: socket.socket, url: str, terms: Session, deadline: float) -> Channel:
+    def _meet(self, sock: socket.socket, url: str, terms: PeerSession, deadline: float) -> Channel:
         try:
             return drive(sock, self._exchange(sock, url, terms, listening=False), url, deadline=deadline)
         except OSError as error:
             raise ChannelError(f"{url}: connect: {error}") from error
 
-    def _welcome(self, url: str, sock: socket.socket, terms: Session) -> Meeting:
+    def _welcome(self, url: str, sock: socket.socket, terms: PeerSession) -> Meeting:
         return self._exchange(sock, url, terms, listening=True)
 
     def _exchange(self, sock: socket.socket, url: str, terms: Terms, *, listening: bool) -> Meeting:

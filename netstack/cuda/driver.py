@@ -204,7 +204,7 @@ class Pinned:
         self._driver.call("cuMemHostUnregister", self.address)
 
 
-class Stream:
+class CudaStream:
     """A queue of launches, in order."""
 
     def __init__(self, driver: Driver) -> None:
@@ -221,9 +221,9 @@ class Stream:
         self._driver.call("cuStreamSynchronize", self.handle)
 
     @contextmanager
-    def capture(self) -> Iterator[Graph]:
+    def capture(self) -> Iterator[CudaGraph]:
         """What is launched on this stream within becomes the graph, which is ready behind the block."""
-        graph, ready = Handle(), Graph(self._driver)
+        graph, ready = Handle(), CudaGraph(self._driver)
         self._driver.call("cuStreamBeginCapture_v2", self.handle, RELAXED)
         yield ready
         self._driver.call("cuStreamEndCapture", self.handle, byref(graph))
@@ -236,7 +236,7 @@ class Stream:
         self._driver.call("cuStreamDestroy_v2", self.handle)
 
 
-class Event:
+class CudaEvent:
     """A point of a stream, for others to wait for. Streams are handles."""
 
     def __init__(self, driver: Driver) -> None:
@@ -258,14 +258,14 @@ class Event:
         self._driver.call("cuEventDestroy_v2", self._handle)
 
 
-class Graph:
+class CudaGraph:
     """Launches of a stream, as one."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self.handle = Handle()
 
-    def replay(self, stream: Stream) -> None:
+    def replay(self, stream: CudaStream) -> None:
         self._driver.call("cuGraphLaunch", self.handle, stream.handle)
 
     def close(self) -> None:

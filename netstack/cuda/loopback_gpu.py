@@ -34,11 +34,11 @@ from lamina.netstack.contract.fabric import (
     Geometry,
     PeerFault,
 )
-from lamina.netstack.host.loopback_host import Faults, Link, LoopbackChannel, LoopbackFabric
+from lamina.netstack.host.loopback_host import Faults, LoopbackChannel, LoopbackFabric, LoopbackLink
 from lamina.netstack.meeting.handshake import Terms
 
 from .cuda import BROKEN, CHANNEL, CREDIT_AT, OK, TIMEOUT, inbox_bytes
-from .driver import CudaError, Driver, Event
+from .driver import CudaError, CudaEvent, Driver
 
 log = logging.getLogger(__name__)
 KERNELS = "memory_send", "memory_send_two", "memory_receive_due"
@@ -47,7 +47,7 @@ NO_NS = 0
 
 
 class Rings:
-    """A link in the GPU's memory, and how far hosts are with it. Directions are those of ``Link.inboxes``."""
+    """A link in the GPU's memory, and how far hosts are with it. Directions are those of ``LoopbackLink.inboxes``."""
 
     def __init__(self, driver: Driver, geometries: tuple[Geometry, Geometry], epoch: int) -> None:
         """``driver`` may be closed before: the context is that of both ends, and goes with the last."""
@@ -66,7 +66,9 @@ class Rings:
             self.ends = tuple(base + at for at in ENDS_AT)
             # Of a slot: its last use, by the sender and the receiver in turn. One for a direction would have Q wait for
             # K and V where the sender's host is ahead. Closed first, so that no kernel is left.
-            self._events = [[parts.enter_context(closing(Event(driver))) for _ in range(x.slots)] for x in geometries]
+            self._events = [
+                [parts.enter_context(closing(CudaEvent(driver))) for _ in range(x.slots)] for x in geometries
+            ]
             self.close = parts.pop_all().close
 
     def due(self, direction: int, *, sends: bool) -> bool:
@@ -85,7 +87,7 @@ class Rings:
         counts[not sends] += 1
 
 
-class GpuLink(Link):
+class LoopbackGpuLink(LoopbackLink):
     """A link with ``rings``, once an end was lent, until both have left."""
 
     def __init__(self, outbound: Geometry, inbound: Geometry, gpu: int | None) -> None:
@@ -107,7 +109,9 @@ class GpuLink(Link):
 class LoopbackGpuChannel(LoopbackChannel):
     """An end that can be lent."""
 
-    def __init__(self, link: GpuLink, side: int, peer: str, terms: Terms, faults: Faults, driver: Driver) -> None:
+    def __init__(
+        self, link: LoopbackGpuLink, side: int, peer: str, terms: Terms, faults: Faults, driver: Driver
+    ) -> None:
         super().__init__(link, side, peer, terms, faults)
         self._shared, self._driver = link, driver
         self._leave = weakref.finalize(self, link.leave, side)
@@ -217,11 +221,11 @@ class LoopbackGpuFabric(LoopbackFabric):
         super().close()
         self._driver.close()
 
-    def _link(self, outbound: Geometry, inbound: Geometry, gpu: int | None) -> Link:
-        return GpuLink(outbound, inbound, gpu)
+    def _link(self, outbound: Geometry, inbound: Geometry, gpu: int | None) -> LoopbackLink:
+        return LoopbackGpuLink(outbound, inbound, gpu)
 
-    def _make(self, link: Link, side: int, peer: str, terms: Terms) -> LoopbackChannel:
-        if link.gpu is None or not isinstance(link, GpuLink):
+    def _make(self, link: LoopbackLink, side: int, peer: str, terms: Terms) -> LoopbackChannel:
+        if link.gpu is None or not isinstance(link, LoopbackGpuLink):
             return super()._make(link, side, peer, terms)
         return LoopbackGpuChannel(link, side, peer, terms, self._faults, self._driver)
 

@@ -57,7 +57,7 @@ class _Inbox:
         return self._memory[index * self._stride :][:nbytes]
 
 
-class Link:
+class LoopbackLink:
     """What both ends share. ``gpu``: the one that both compute on; None = there is none."""
 
     def __init__(self, outbound: Geometry, inbound: Geometry, gpu: int | None) -> None:
@@ -68,7 +68,7 @@ class Link:
 
 
 class LoopbackChannel(BaseChannel):
-    def __init__(self, link: Link, side: int, peer: str, terms: Terms, faults: Faults) -> None:
+    def __init__(self, link: LoopbackLink, side: int, peer: str, terms: Terms, faults: Faults) -> None:
         geometries = (terms.outbound, terms.inbound)
         far = terms.peer_name(listening=side == 1)
         super().__init__(peer, terms.epoch, geometries[side], geometries[1 - side], far)
@@ -164,7 +164,7 @@ class LoopbackListener:
         self._key = key
         self._fabric = fabric
         self._changed = threading.Condition()
-        self._callers: deque[tuple[Link, Terms]] = deque()
+        self._callers: deque[tuple[LoopbackLink, Terms]] = deque()
         self._refusal = ""
         self._closed = False
 
@@ -180,7 +180,7 @@ class LoopbackListener:
             self._changed.notify_all()
             return channel
 
-    def call(self, key: bytes, make: Callable[[], Link], terms: Terms, timeout_s: float) -> Link:
+    def call(self, key: bytes, make: Callable[[], LoopbackLink], terms: Terms, timeout_s: float) -> LoopbackLink:
         """The connector's side: returns once accepted. ``make`` allocates the inboxes."""
         with self._changed:
             if why := self._objection(key, terms):
@@ -221,16 +221,16 @@ class LoopbackFabric(BaseFabric):
         super().__init__(key)
         self._faults = faults or Faults()
 
-    def channel(self, link: Link, side: int, peer: str, terms: Terms) -> LoopbackChannel:
+    def channel(self, link: LoopbackLink, side: int, peer: str, terms: Terms) -> LoopbackChannel:
         """An end of ``link``, which this fabric closes. ``side``: 0 connected, 1 was accepted."""
         channel = self._make(link, side, peer, terms)
         self._opened.add(channel)
         return channel
 
-    def _link(self, outbound: Geometry, inbound: Geometry, gpu: int | None) -> Link:
-        return Link(outbound, inbound, gpu)
+    def _link(self, outbound: Geometry, inbound: Geometry, gpu: int | None) -> LoopbackLink:
+        return LoopbackLink(outbound, inbound, gpu)
 
-    def _make(self, link: Link, side: int, peer: str, terms: Terms) -> LoopbackChannel:
+    def _make(self, link: LoopbackLink, side: int, peer: str, terms: Terms) -> LoopbackChannel:
         return LoopbackChannel(link, side, peer, terms, self._faults)
 
     def listen(self, address: str = "", *, name: str = "", ceiling: Ceiling | None = None) -> LoopbackListener:

@@ -19,7 +19,7 @@ from time import monotonic
 
 from lamina.netstack.contract.base import SPIN_S, BaseFabric, affordable_spin
 from lamina.netstack.contract.fabric import Ceiling, Channel, ChannelTimeout, Fabric, Geometry, HandshakeError
-from lamina.netstack.meeting.handshake import Session, Terms, offer, run
+from lamina.netstack.meeting.handshake import PeerSession, Terms, offer, run
 from lamina.netstack.meeting.listener import Meeting, StreamListener
 from lamina.netstack.meeting.sockets import dial, open_place
 
@@ -71,14 +71,14 @@ class ShmFabric(BaseFabric):
             sock.close()
             raise
 
-    def _meet(self, sock: socket.socket, url: str, terms: Session, deadline: float) -> Channel:
+    def _meet(self, sock: socket.socket, url: str, terms: PeerSession, deadline: float) -> Channel:
         memory = _receive_memory(sock, url, terms, deadline)
         try:
             return self._channel(memory, sock, terms, listening=False, peer=url)
         finally:
             os.close(memory)
 
-    def _welcome(self, url: str, sock: socket.socket, terms: Session) -> Channel | Meeting:
+    def _welcome(self, url: str, sock: socket.socket, terms: PeerSession) -> Channel | Meeting:
         pid, _, _ = _credentials(sock)
         memory = os.memfd_create("lamina", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

@@ -13,7 +13,7 @@ from time import monotonic
 
 from lamina.netstack.contract.base import SPIN_S, BaseFabric, affordable_spin
 from lamina.netstack.contract.fabric import Ceiling, Channel, ChannelError, Fabric, Geometry
-from lamina.netstack.meeting.handshake import SEAL, Session, Terms, offer, run
+from lamina.netstack.meeting.handshake import SEAL, PeerSession, Terms, offer, run
 from lamina.netstack.meeting.listener import Meeting, StreamListener
 from lamina.netstack.meeting.sockets import dial, open_place
 
@@ -99,10 +99,10 @@ class TcpFabric(BaseFabric):
             )
         return SEAL
 
-    def _welcome(self, sock: socket.socket, session: Session) -> Channel | Meeting:
+    def _welcome(self, sock: socket.socket, session: PeerSession) -> Channel | Meeting:
         return self._channel(sock, self._url(sock.getpeername()), session, listening=True)
 
-    def _channel(self, sock: socket.socket, peer: str, session: Session, *, listening: bool) -> Channel:
+    def _channel(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Channel:
         sock.setblocking(True)
         _tune(sock, self._stall_s)
         outbound, inbound = session.outbound, session.inbound

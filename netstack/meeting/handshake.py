@@ -81,7 +81,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Session(Terms):
+class PeerSession(Terms):
     """The terms that both sides have proven, and what both can derive keys from."""
 
     secret: bytes = field(default=b"", repr=False, compare=False)
@@ -96,7 +96,7 @@ class Session(Terms):
 
 
 # Yields (bytes to send, number of bytes wanted next, what it means if the peer hangs up instead).
-Steps = Generator[tuple[bytes, int, str], bytes, Session]
+Steps = Generator[tuple[bytes, int, str], bytes, PeerSession]
 T = TypeVar("T")
 
 
@@ -122,7 +122,7 @@ def offer(key: bytes, terms: Terms) -> Steps:
             if hmac.compare_digest(proof, _refusal(key, reason, transcript)):
                 raise HandshakeError(text.format(terms=terms))
         raise HandshakeError("the listener's proof is wrong: the keys differ")
-    return Session(**vars(terms), secret=_proof(key, b"session", transcript))
+    return PeerSession(**vars(terms), secret=_proof(key, b"session", transcript))
 
 
 def answer(
@@ -158,7 +158,7 @@ def answer(
         yield _refusal(key, reason, transcript), 0, ""
         raise HandshakeError(why)
     yield _proof(key, b"listener", transcript), 0, ""
-    return Session(**vars(terms), secret=_proof(key, b"session", transcript))
+    return PeerSession(**vars(terms), secret=_proof(key, b"session", transcript))
 
 
 def _terms(hello: bytes) -> Terms:
@@ -212,7 +212,7 @@ class Exchange:
         """What to poll the socket for."""
         return select.POLLOUT if self._unsent else select.POLLIN
 
-    def advance(self) -> Session | None:
+    def advance(self) -> PeerSession | None:
         """Go on as far as the socket allows; the session once both sides are proven. Raises HandshakeError."""
         try:
             while True:
@@ -229,13 +229,13 @@ class Exchange:
         except BlockingIOError:
             return None
         except StopIteration as end:
-            session: Session = end.value
+            session: PeerSession = end.value
             return session
         except OSError as error:
             raise HandshakeError(f"{self._if_closed or 'the peer hung up'} ({error.strerror})") from error
 
 
-def exchanged(sock: socket.socket, steps: Steps) -> Generator[int, None, Session]:
+def exchanged(sock: socket.socket, steps: Steps) -> Generator[int, None, PeerSession]:
     """An Exchange that yields what to poll ``sock`` for, while it waits. Raises HandshakeError."""
     exchange = Exchange(sock, steps)
     while (session := exchange.advance()) is None:
@@ -263,6 +263,6 @@ def drive(sock: socket.socket, waits: Generator[int, None, T], peer: str, *, dea
         waits.close()
 
 
-def run(sock: socket.socket, steps: Steps, peer: str, *, deadline: float) -> Session:
+def run(sock: socket.socket, steps: Steps, peer: str, *, deadline: float) -> PeerSession:
     """Run one handshake to its end; ``sock`` is non-blocking then. Bounded, and raises, as ``drive``."""
     return drive(sock, exchanged(sock, steps), peer, deadline=deadline)

@@ -23,7 +23,7 @@ from lamina.netstack.contract.fabric import (
     HandshakeError,
 )
 
-from .handshake import Session, Steps, Terms, answer, exchanged
+from .handshake import PeerSession, Steps, Terms, answer, exchanged
 
 HANDSHAKE_S = 5.0  # and as long again for what a transport sets up behind it
 HALF_OPEN_MAX = 64  # peers without a channel yet; one more drops the oldest
@@ -31,7 +31,7 @@ EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this ho
 
 Meeting = Generator[int, None, Channel]  # yields what to poll its peer's socket for; raises HandshakeError, OSError
 MustSeal = Callable[[socket.socket], bool]
-Welcome = Callable[[socket.socket, Session], Channel | Meeting]
+Welcome = Callable[[socket.socket, PeerSession], Channel | Meeting]
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from hashlib import sha256
 
 from lamina.netstack.contract.fabric import HandshakeError
 
-from .handshake import Session, Steps
+from .handshake import PeerSession, Steps
 
 READY = b"ready"
 MAC_BYTES = 32
 
 
-def swap(session: Session, mine: bytes, reach: Callable[[bytes], None], *, listening: bool) -> Steps:
+def swap(session: PeerSession, mine: bytes, reach: Callable[[bytes], None], *, listening: bool) -> Steps:
     """Exchange cards, which have one size, under the session's keys.
 
     ``reach`` gets the peer's card and makes this side ready for what the peer will send. The connector's card goes

@@ -36,7 +36,7 @@ from lamina.netstack.contract.fabric import (
     NoResource,
     Slot,
 )
-from lamina.netstack.meeting.handshake import Session, Terms, drive, exchanged, offer, run
+from lamina.netstack.meeting.handshake import PeerSession, Terms, drive, exchanged, offer, run
 from lamina.netstack.meeting.lifeline import SLICE_S, WatchedChannel
 from lamina.netstack.meeting.listener import Meeting, StreamListener
 from lamina.netstack.meeting.sockets import dial, open_place
@@ -73,7 +73,7 @@ class Mlx5Channel(WatchedChannel):
     """Owns ``sock``, whose peer has passed the handshake, once this returns; usable once the two have met."""
 
     def __init__(
-        self, sock: socket.socket, peer: str, session: Session, *, listening: bool, proxied: bool = False
+        self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool, proxied: bool = False
     ) -> None:
         outbound, inbound = session.outbound, session.inbound
         if listening:
@@ -278,13 +278,13 @@ class Mlx5Fabric(BaseFabric):
             sock.close()
             raise
 
-    def _welcome(self, sock: socket.socket, session: Session) -> Meeting:
+    def _welcome(self, sock: socket.socket, session: PeerSession) -> Meeting:
         try:
             return self._channel(sock, self._url(sock.getpeername()), session, listening=True).meeting()
         except ValueError as error:
             raise OSError(str(error)) from error
 
-    def _channel(self, sock: socket.socket, peer: str, session: Session, *, listening: bool) -> Mlx5Channel:
+    def _channel(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Mlx5Channel:
         channel = Mlx5Channel(sock, peer, session, listening=listening, proxied=self.proxied)
         self._opened.add(channel)
         return channel

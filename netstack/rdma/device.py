@@ -87,7 +87,7 @@ def _told(what: str, fix: str = "") -> Iterator[None]:
         raise OSError(f"cannot {what}: {error}{fix}") from error
 
 
-class Device:
+class RdmaDevice:
     """An open device with one active port. Raises ImportError when this host has none that fits ``wanted``."""
 
     def __init__(self, wanted: str = "", *, least_message_bytes: int = 0) -> None:
@@ -137,7 +137,7 @@ class Domain:
     memories.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: RdmaDevice) -> None:
         self.device = device
         self._memories: list[Memory] = []
         with _told(f"make a protection domain on {device.name}"):

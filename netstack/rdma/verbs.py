@@ -27,22 +27,22 @@ from typing import cast
 from lamina.netstack.contract.base import RDMA_DEVICE, SPIN_S, affordable_spin
 from lamina.netstack.contract.fabric import ChannelError, Fabric, Geometry, Region
 from lamina.netstack.host.tcp import TcpFabric
-from lamina.netstack.meeting.handshake import Session
+from lamina.netstack.meeting.handshake import PeerSession
 from lamina.netstack.meeting.listener import Meeting
 
-from .device import Device
+from .device import RdmaDevice
 from .verbs_channel import COPY_BYTES, WRITE_BYTES, VerbsChannel
 
 
 class VerbsFabric(TcpFabric):
-    """Listens and connects as ``tcp`` does, then leaves the wire to ``device`` (see ``Device``)."""
+    """Listens and connects as ``tcp`` does, then leaves the wire to ``device`` (see ``RdmaDevice``)."""
 
     scheme = "verbs"
 
     def __init__(self, key: bytes, *, device: str = "", spin_s: float = SPIN_S) -> None:
         super().__init__(key)
         self._spin_s = affordable_spin(spin_s)
-        self._device = Device(device, least_message_bytes=WRITE_BYTES)
+        self._device = RdmaDevice(device, least_message_bytes=WRITE_BYTES)
         self._sources: list[memoryview] = []
 
     def register(self, buffer: memoryview) -> Region:
@@ -83,10 +83,10 @@ class VerbsFabric(TcpFabric):
         """Of what NICs send nothing can be."""
         return False
 
-    def _welcome(self, sock: socket.socket, session: Session) -> Meeting:
+    def _welcome(self, sock: socket.socket, session: PeerSession) -> Meeting:
         return self._channel(sock, self._url(sock.getpeername()), session, listening=True).meeting()
 
-    def _channel(self, sock: socket.socket, peer: str, session: Session, *, listening: bool) -> VerbsChannel:
+    def _channel(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> VerbsChannel:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         channel = VerbsChannel(
             self._device, self._sources, sock, peer, session, listening=listening, spin_s=self._spin_s

@@ -23,11 +23,11 @@ from lamina.netstack.contract.fabric import (
     PeerFault,
     Slot,
 )
-from lamina.netstack.meeting.handshake import Session, drive, exchanged
+from lamina.netstack.meeting.handshake import PeerSession, drive, exchanged
 from lamina.netstack.meeting.listener import Meeting
 from lamina.netstack.meeting.swap import swap
 
-from .device import Completion, Device, Domain, Memory, QueuePair, Route, address_of, pages
+from .device import Completion, Domain, Memory, QueuePair, RdmaDevice, Route, address_of, pages
 from .sleeper import Sleeper
 
 STALL_S = 10.0  # a peer whose NIC completes nothing for so long is given up
@@ -53,7 +53,7 @@ class VerbsChannel(BaseChannel):
     """
 
     def __init__(
-        self, device: Device, sources: list[memoryview], sock: socket.socket, peer: str, session: Session, *,
+        self, device: RdmaDevice, sources: list[memoryview], sock: socket.socket, peer: str, session: PeerSession, *,
         listening: bool, spin_s: float,
     ) -> None:  # fmt: skip
         outbound, inbound = session.outbound, session.inbound

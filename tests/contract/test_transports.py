@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from lamina import netstack
 from lamina.netstack import Ceiling, Channel, DeviceChannel, Fabric, Geometry, Listener
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S, EPOCH_SHIFT, TAG_BYTES
-from lamina.netstack.cuda.driver import Driver, Pinned, Stream
+from lamina.netstack.cuda.driver import CudaStream, Driver, Pinned
 from lamina.netstack.host.tcp import TcpFabric
 
 KEY = b"k" * 32
@@ -668,7 +668,7 @@ class Kernels:
     def __init__(self, driver: Driver, channel: Channel) -> None:
         assert isinstance(channel, DeviceChannel)
         self.channel, self.side = channel, channel.lend()
-        self._stream, self._memory = Stream(driver), Pinned(driver, 4096)
+        self._stream, self._memory = CudaStream(driver), Pinned(driver, 4096)
         self.view = self._memory.view  # two lengths, tag, status, note; two payloads
         self._base = self._memory.address
 

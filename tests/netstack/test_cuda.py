@@ -32,7 +32,7 @@ from lamina.netstack.cuda.cuda import (
     receive_card,
     stride,
 )
-from lamina.netstack.cuda.driver import SIGNATURES, AllocationProperties, CudaError, Driver, Pinned, Shared, Stream
+from lamina.netstack.cuda.driver import SIGNATURES, AllocationProperties, CudaError, CudaStream, Driver, Pinned, Shared
 from lamina.netstack.meeting.handshake import drive
 
 SMALL = Geometry(slots=3, slot_bytes=200)
@@ -98,7 +98,7 @@ def test_one_graph_is_replayed_over_many_laps() -> None:
     fabric, a, b = ends(epoch=65535)
     driver = a.lend().driver
     memory = [Pinned(driver, 4096) for _ in range(2)]
-    streams = [Stream(driver) for _ in range(2)]
+    streams = [CudaStream(driver) for _ in range(2)]
     out, into = (m.address for m in memory)
     graphs = []
     for view, stream, base in ((a.lend(), streams[0], out), (b.lend(), streams[1], into)):
@@ -145,7 +145,7 @@ def test_two_runs_of_bytes_are_one_message() -> None:
     assert not isinstance(netstack.open("loopback", key=KEY).listen(), DeviceChannel)
     driver, side = a.lend().driver, a.lend()
     assert a.gpu == 0
-    mail, stream = Mail(driver), Stream(driver)
+    mail, stream = Mail(driver), CudaStream(driver)
     mail.view[64:264], mail.view[512:712] = bytes(range(200)), bytes(range(200, 0, -1))
     mail.view[16:20] = b"tag!"
     with stream.capture() as graph:
@@ -173,7 +173,7 @@ def test_two_runs_of_bytes_are_one_message() -> None:
 @pytest.mark.parametrize("wrong", ["nothing", "tag", "longer", "shorter"])
 def test_a_message_that_is_not_due_is_told_and_not_taken(wrong: str) -> None:
     fabric, a, b = ends()
-    side, mail, stream = b.lend(), Mail(b.lend().driver), Stream(b.lend().driver)
+    side, mail, stream = b.lend(), Mail(b.lend().driver), CudaStream(b.lend().driver)
     note, target = mail.view[512:592], mail.view[1024:1224]
     mail.view[:8], mail.view[16:20] = (9).to_bytes(8, "little"), b"due!"
     came = bytes(9 + (wrong == "longer") - (wrong == "shorter")).replace(b"\0", b"x")
@@ -203,7 +203,7 @@ def test_what_is_launched_once_the_channel_is_closed_touches_no_memory() -> None
     """A worker's thread may still be launching while the fabric is closed by another."""
     fabric, _, b = ends()
     driver, side = b.lend().driver, b.lend()
-    mail, stream, launched = Mail(driver), Stream(driver), list[str]()
+    mail, stream, launched = Mail(driver), CudaStream(driver), list[str]()
     b.close()
     launch, read = driver.launch, driver.read
     driver.launch = lambda stream, kernel, *rest: launched.append(kernel)  # type: ignore[method-assign]
@@ -224,7 +224,7 @@ def test_what_is_launched_once_the_channel_is_closed_touches_no_memory() -> None
 def test_a_kernel_that_waits_ends_with_its_peer_and_says_why(end: str) -> None:
     """Long before its own time has passed: a thread waits for the end of the life line."""
     fabric, a, b = ends()
-    side, mail, stream = b.lend(), Mail(b.lend().driver), Stream(b.lend().driver)
+    side, mail, stream = b.lend(), Mail(b.lend().driver), CudaStream(b.lend().driver)
     timeout_ns = LONG_NS // 50 if end == "time" else 100 * LONG_NS
     side.receive(stream.number, mail.payload, 200, mail.nbytes, mail.tag, timeout_ns, mail.status)
     if end == "peer aborts":
@@ -250,7 +250,7 @@ def test_a_kernel_that_waits_ends_with_its_peer_and_says_why(end: str) -> None:
 
 def test_kernels_that_use_a_channel_have_ended_when_it_is_closed() -> None:
     fabric, _, b = ends()
-    mail, stream = Mail(b.lend().driver), Stream(b.lend().driver)
+    mail, stream = Mail(b.lend().driver), CudaStream(b.lend().driver)
     b.lend().receive(stream.number, mail.payload, 200, mail.nbytes, mail.tag, 100 * LONG_NS, mail.status)
     b.close()
     assert mail.result() == ABORTED

@@ -11,7 +11,7 @@ from wiring import KEY, SOON_S, connect, open_or_skip, send
 
 from lamina import netstack
 from lamina.netstack import Channel, Geometry
-from lamina.netstack.emulate import Link, Wire
+from lamina.netstack.emulate import EmulatedLink, EmulatedWire
 
 MS = 1_000_000
 OTHERS = ["loopback", "shm", "tcp"]
@@ -94,16 +94,18 @@ def test_a_peer_that_does_not_emulate_is_told_apart() -> None:
 
 positive = st.floats(0.0, 50.0)
 links = st.builds(
-    Link, latency_ms=positive, jitter_ms=positive, seed=st.integers(0, 9), gbps=st.sampled_from([0.0, 0.5, 100.0]),
-    stall_ms=positive, stall_every=st.integers(0, 3),
+    EmulatedLink, latency_ms=positive, jitter_ms=positive, seed=st.integers(0, 9),
+    gbps=st.sampled_from([0.0, 0.5, 100.0]), stall_ms=positive, stall_every=st.integers(0, 3),
 )  # fmt: skip
 traffic = st.lists(st.tuples(st.integers(0, 5 * MS), st.integers(0, 1 << 20)), min_size=1, max_size=30)
 
 
 @given(links, traffic, st.integers(0, 1))
 @settings(max_examples=100, deadline=None)
-def test_messages_are_never_early_and_keep_their_order(link: Link, sent: list[tuple[int, int]], seed: int) -> None:
-    wire, again = Wire(link, seed), Wire(link, seed)
+def test_messages_are_never_early_and_keep_their_order(
+    link: EmulatedLink, sent: list[tuple[int, int]], seed: int
+) -> None:
+    wire, again = EmulatedWire(link, seed), EmulatedWire(link, seed)
     now = before = 0
     leaves = 0.0  # when the link has sent everything so far
     for count, (pause, nbytes) in enumerate(sent, 1):
@@ -120,7 +122,7 @@ def test_messages_are_never_early_and_keep_their_order(link: Link, sent: list[tu
 
 
 def test_zero_is_nothing() -> None:
-    wire = Wire(Link())
+    wire = EmulatedWire(EmulatedLink())
     assert [wire.due_ns(t, 1 << 20) for t in (5, 7, 7)] == [5, 7, 7]
 
 

@@ -21,7 +21,7 @@ from lamina.netstack.meeting.handshake import (
     PROOF_BYTES,
     SEAL,
     Exchange,
-    Session,
+    PeerSession,
     Terms,
     answer,
     offer,
@@ -30,7 +30,7 @@ from lamina.netstack.meeting.handshake import (
 
 SEVEN = Geometry(slots=7, slot_bytes=1 << 32)
 TERMS = Terms("shm", 3, Geometry(slots=4, slot_bytes=100), SEVEN, SEAL, "one", "other")
-SESSION = Session(**vars(TERMS))
+SESSION = PeerSession(**vars(TERMS))
 SIZES = [HELLO.size, CHALLENGE.size, PROOF_BYTES, PROOF_BYTES]  # the four frames, connector first, then in turn
 
 
@@ -40,7 +40,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def outcome(future: Future[Session]) -> Session | HandshakeError:
+def outcome(future: Future[PeerSession]) -> PeerSession | HandshakeError:
     try:
         return future.result(SOON_S)
     except HandshakeError as error:
@@ -52,7 +52,7 @@ def answering() -> handshake.Steps:
 
 
 Tamper = Callable[[int, bytes], bytes]
-Outcome = Session | HandshakeError
+Outcome = PeerSession | HandshakeError
 
 
 def shake(
@@ -72,7 +72,7 @@ def shake_with(
     right, listener = socket.socketpair()
     deadline = time.monotonic() + SOON_S
 
-    def closing(sock: socket.socket, steps: handshake.Steps) -> Session:
+    def closing(sock: socket.socket, steps: handshake.Steps) -> PeerSession:
         with sock:
             return run(sock, steps, "peer", deadline=deadline)
 
@@ -98,8 +98,8 @@ def test_both_sides_derive_the_same_keys_and_no_two_are_alike(pool: ThreadPoolEx
     seen = set()
     for _ in range(3):
         connector, listener = shake(pool)
-        assert isinstance(connector, Session)
-        assert isinstance(listener, Session)
+        assert isinstance(connector, PeerSession)
+        assert isinstance(listener, PeerSession)
         there, back = connector.keys(listening=False)
         assert listener.keys(listening=True) == (back, there)
         seen |= {there, back}
@@ -273,8 +273,8 @@ def test_who_asks_for_too_much_is_told_so(pool: ThreadPoolExecutor, reason: str)
 
 def test_each_side_knows_the_others_name(pool: ThreadPoolExecutor) -> None:
     connector, listener = shake(pool)
-    assert isinstance(connector, Session)
-    assert isinstance(listener, Session)
+    assert isinstance(connector, PeerSession)
+    assert isinstance(listener, PeerSession)
     assert (connector.peer_name(listening=False), listener.peer_name(listening=True)) == ("other", "one")
 
 
@@ -289,7 +289,7 @@ def test_a_hello_is_not_changed_on_its_way(pool: ThreadPoolExecutor, field: str)
         return hello[shift] + frame[shift.stop :] if number == 0 else frame
 
     honest = shake_with(pool, offer(KEY, terms), answer(KEY, "shm", name=terms.peer))
-    assert honest == (Session(**vars(terms)), Session(**vars(terms)))
+    assert honest == (PeerSession(**vars(terms)), PeerSession(**vars(terms)))
     for error in shake_with(pool, offer(KEY, TERMS), answer(KEY, "shm", name=terms.peer), change):
         assert isinstance(error, HandshakeError)
         assert "keys differ" in str(error)

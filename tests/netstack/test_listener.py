@@ -19,7 +19,7 @@ from wiring import GEOMETRY, KEY, SOON_S, connect, open_or_skip, send
 
 from lamina import netstack
 from lamina.netstack.meeting import listener as module
-from lamina.netstack.meeting.handshake import Session, Terms, offer, run
+from lamina.netstack.meeting.handshake import PeerSession, Terms, offer, run
 from lamina.netstack.meeting.listener import Meeting, StreamListener
 
 
@@ -199,7 +199,7 @@ def test_what_is_set_up_behind_the_handshake_goes_on_over_several_accepts(place:
     fabric = netstack.open("tcp", key=KEY)
     (fd, door) = next(iter(place._doors.items()))
 
-    def slowly(sock: socket.socket, session: Session) -> Meeting:
+    def slowly(sock: socket.socket, session: PeerSession) -> Meeting:
         yield select.POLLIN
         assert sock.recv(1) == b"x"
         return door.welcome(sock, session)  # type: ignore[return-value]

@@ -17,7 +17,7 @@ from wiring import KEY, SOON_S, connect, send
 from lamina import netstack
 from lamina.netstack import Channel, DeviceChannel, Geometry
 from lamina.netstack.cuda.cuda import CudaChannel
-from lamina.netstack.cuda.driver import CudaError, Driver, Pinned, Stream
+from lamina.netstack.cuda.driver import CudaError, CudaStream, Driver, Pinned
 from lamina.netstack.cuda.loopback_gpu import LoopbackGpuChannel
 
 SMALL = Geometry(slots=3, slot_bytes=200)
@@ -49,7 +49,7 @@ class Both:
         self.fabric, a, b = ends()
         self.sides, self.driver = (a.lend(), b.lend()), Driver()
         self.mails = [Pinned(self.driver, 4096) for _ in range(2)]
-        self.streams = [Stream(self.driver) for _ in range(2)]
+        self.streams = [CudaStream(self.driver) for _ in range(2)]
 
     def send(self) -> None:
         at = self.mails[0].address
@@ -130,7 +130,7 @@ def test_a_message_is_received_while_the_next_one_is_still_computed() -> None:
 def test_what_is_sent_to_an_end_that_has_left_is_told() -> None:
     fabric, a, b = ends()
     side, driver = a.lend(), Driver()
-    mail, stream = Pinned(driver, 4096), Stream(driver)
+    mail, stream = Pinned(driver, 4096), CudaStream(driver)
     b.abort("no more heads")
     side.send(stream.number, mail.address + 1024, mail.address, mail.address + 16, LONG_NS, mail.address + 48)
     with pytest.raises(netstack.PeerFault, match="no more heads"):
@@ -197,7 +197,7 @@ def test_a_fabric_that_is_closed_ends_what_it_accepted() -> None:
 def test_a_driver_that_fails_is_told_by_check(monkeypatch: pytest.MonkeyPatch) -> None:
     fabric, a, _ = ends()
     side, driver = a.lend(), Driver()
-    stream = Stream(driver)
+    stream = CudaStream(driver)
 
     def fails(*_: object) -> None:
         raise CudaError("cuLaunchKernel: CUDA_ERROR_LAUNCH_FAILED (719)")

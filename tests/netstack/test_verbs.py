@@ -13,7 +13,7 @@ import pytest
 from wiring import HERE, PATH, ROOT
 
 from lamina.netstack import Geometry, HandshakeError
-from lamina.netstack.meeting.handshake import Session, Steps
+from lamina.netstack.meeting.handshake import PeerSession, Steps
 from lamina.netstack.meeting.swap import swap
 
 GEOMETRY = Geometry(slots=1, slot_bytes=1)
@@ -24,8 +24,8 @@ def drive(change: Callable[[int, bytes], bytes], secret: bytes = SECRET) -> list
     """Both sides against each other, ``change(n, frame)`` between them; the cards that were reached, listener first."""
     reached: list[bytes] = []
 
-    def session(secret: bytes) -> Session:
-        return Session("verbs", 0, GEOMETRY, GEOMETRY, secret=secret)
+    def session(secret: bytes) -> PeerSession:
+        return PeerSession("verbs", 0, GEOMETRY, GEOMETRY, secret=secret)
 
     connector: Steps = swap(session(SECRET), b"connector's", reached.append, listening=False)
     listener: Steps = swap(session(secret), b"the listener"[1:], reached.append, listening=True)

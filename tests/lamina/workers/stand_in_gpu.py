@@ -10,7 +10,7 @@ import torch
 from cuda_stand_in import STAND_IN, scheme_of
 from stand_in_device import CPU, RecordingCapture, StandIn
 
-from lamina.netstack.cuda.driver import Driver, Stream
+from lamina.netstack.cuda.driver import CudaStream, Driver
 from lamina.workers import staging
 from lamina.workers.staging import Queue
 
@@ -20,7 +20,7 @@ class StandInGpu(StandIn):
 
     def __init__(self, driver: Driver, device: torch.device = CPU, graphs: bool = False) -> None:
         super().__init__(device, graphs)
-        self._stream = Stream(driver)
+        self._stream = CudaStream(driver)
         self._recorder: RecordingCapture | None = None
         self.launches = 0  # not in graphs
 
