@@ -15,7 +15,7 @@ VARIABLES = {
     KEY_FILE: "a file with that key, which nobody but its owner may touch",
     "LAMINA_API_KEY": "keys of the HTTP server, by comma; every request but /health must bear one (--api-key)",
     "LAMINA_TRACE": "write a trace of the run to this file (--trace)",
-    "LAMINA_MLX5_MODEL": "1: the transport mlx5 runs against a software NIC, within one host, for tests",
+    "LAMINA_NIC_MODEL": "1: the transport nic-model, a NIC in software, may be used: within one host, for tests",
     "LAMINA_EMULATE": "times of other devices, for compute workers and the attention `emulate`; see lamina.emulate",
     "LAMINA_RDMA_DEVICE": "the RDMA device of the transport verbs: NAME, NAME:PORT or NAME:PORT:GID_INDEX",
     "LAMINA_CUDA_DEVICE": "the number of the GPU that the transport cuda uses; default: the worker's own, or 0",

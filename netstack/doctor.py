@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 
 from .cuda.driver import NVRTC_SIGNATURES, load, nvrtc_names
-from .schemes import SCHEMES, open
+from .schemes import RENAMED, SCHEMES, check_scheme, open
 
 MEMLOCK_LEAST = 1 << 30
 MELLANOX = "0x15b3"
@@ -197,12 +197,13 @@ def ordered_delivery(machine: Machine) -> Verdict:
     )
 
 
-MLX5 = ("mlx5", "mlx5-proxy")
+MLX5 = ("mlx5",)  # kernels that drive a ConnectX: no transport yet, but what it takes can be looked at
 RDMA = ("verbs", *MLX5)
+MODELS = ("nic-model", "nic-model-proxy")
 CHECKS: list[tuple[str, tuple[str, ...], Callable[[Machine], Verdict]]] = [
-    ("shared memory", ("shm", "auto", *MLX5), shared_memory),
-    ("loopback interface", ("tcp", "auto", *RDMA), tcp_loopback),
-    ("C++ compiler", ("shm", "tcp", "auto", *MLX5), compiler),
+    ("shared memory", ("shm", "auto", *MODELS), shared_memory),
+    ("loopback interface", ("tcp", "auto", *RDMA, *MODELS), tcp_loopback),
+    ("C++ compiler", ("shm", "tcp", "auto", *MLX5, *MODELS), compiler),
     ("RDMA device", RDMA, rdma_device),
     ("ConnectX", MLX5, connectx),
     ("verbs device nodes", RDMA, verbs_nodes),
@@ -212,7 +213,7 @@ CHECKS: list[tuple[str, tuple[str, ...], Callable[[Machine], Verdict]]] = [
     ("NVRTC", ("cuda", *MLX5), nvrtc),
     ("GPU memory between processes", ("cuda",), cuda_sharing),
     ("GPU memory registration", RDMA, gpu_registration),
-    ("doorbell page", ("mlx5",), uar_mapping),
+    ("doorbell page", MLX5, uar_mapping),
     ("ordered delivery", RDMA, ordered_delivery),
 ]
 
@@ -231,13 +232,17 @@ def findings(machine: Machine, schemes: Sequence[str] = ()) -> list[Finding]:
 
     Raises ValueError for an unknown transport.
     """
+    known = (*SCHEMES, *MLX5)
     for scheme in schemes:
-        if scheme not in SCHEMES:
-            raise ValueError(f"--transport {scheme!r} is unknown; choose of {', '.join(SCHEMES)}")
-    wanted = set(schemes) or set(SCHEMES)
+        if scheme in known:
+            continue
+        if scheme in RENAMED:
+            check_scheme(scheme)
+        raise ValueError(f"--transport {scheme!r} is unknown; choose of {', '.join(known)}")
+    wanted = set(schemes) or set(known)
     found = []
     for name, needed_by, check in CHECKS:
         concerned = tuple(s for s in needed_by if s in wanted)
         if concerned:
             found.append(Finding(name, concerned, *check(machine)))
-    return found + [Finding("opens", (s,), *opens(s)) for s in SCHEMES if s in wanted]
+    return found + [Finding("opens", (s,), *opens(s)) for s in known if s in wanted]

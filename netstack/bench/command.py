@@ -18,7 +18,7 @@ from time import perf_counter, process_time
 
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric
 from lamina.netstack.contract.key import KEY, KEY_FILE, cluster_key
-from lamina.netstack.schemes import SCHEMES, WRAPPERS, open
+from lamina.netstack.schemes import RENAMED, SCHEMES, WRAPPERS, check_scheme, open
 
 from .job import TIMEOUT_S, Job, Measured, Size, parse_size, receive, send
 from .patterns import DRIVERS, PATTERNS, client_of
@@ -299,6 +299,9 @@ def _main(args: argparse.Namespace) -> int:
         raise ValueError(f"--listen and --connect need the key of both sides in {KEY} or {KEY_FILE}")
     own = key or secrets.token_bytes(32)
     given = args.transport or DEVICES[args.device]
+    for scheme in given.split(","):
+        if scheme.strip() in RENAMED:
+            check_scheme(scheme.strip())
     named = names("--transport", given or "tcp", list(SCHEMES))
     if remote and len(named) != 1:
         raise ValueError("--listen and --connect measure one --transport")

@@ -79,8 +79,8 @@ def test_root_may_map_the_doorbell_page(tmp_path: Path, checks: dict[str, Callab
 
 def test_every_transport_between_processes_is_checked_and_says_whether_it_opens() -> None:
     found = findings(Machine())
-    assert {f.transports[0]: f.ok for f in found if f.check == "opens"}.keys() == SCHEMES.keys()
-    assert {s for f in found if f.check != "opens" for s in f.transports} >= {"shm", "tcp", "mlx5"}
+    assert {f.transports[0]: f.ok for f in found if f.check == "opens"}.keys() == {*SCHEMES, "mlx5"}
+    assert {s for f in found if f.check != "opens" for s in f.transports} >= {"shm", "tcp", "nic-model", "mlx5"}
     assert all(f.fix or f.ok for f in found if f.check != "opens")
 
 
@@ -94,17 +94,32 @@ def test_transports_of_this_machine_open(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_transport_that_does_not_open_is_status_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("LAMINA_MLX5_MODEL", raising=False)
-    assert main(["doctor", "--transport", "mlx5"]) == 1
+    monkeypatch.delenv("LAMINA_NIC_MODEL", raising=False)
+    assert main(["doctor", "--transport", "nic-model"]) == 1
     out = capsys.readouterr().out
     assert "missing  opens" in out
-    assert "LAMINA_MLX5_MODEL" in out
+    assert "LAMINA_NIC_MODEL" in out
+    assert "LAMINA_MLX5_MODEL" not in out
     assert out.endswith("you can use: none of these\n")
     assert main(["doctor"]) == 0
     usable = [f.transports[0] for f in findings(Machine()) if f.check == "opens" and f.ok]
-    assert "mlx5" not in usable
+    assert "nic-model" not in usable
     assert "loopback" in usable
     assert capsys.readouterr().out.endswith(f"you can use: {', '.join(usable)}\n")
+
+
+def test_names_of_before_are_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the software NIC's transports, and of the variable that opens them."""
+    assert main(["doctor", "--transport", "mlx5"]) == 1
+    out = capsys.readouterr().out
+    assert "ConnectX" in out
+    assert "called 'nic-model' now" in " ".join(out.split())
+    assert main(["doctor", "--transport", "mlx5-proxy"]) == 2
+    assert "called 'nic-model-proxy' now" in capsys.readouterr().err
+    monkeypatch.delenv("LAMINA_NIC_MODEL", raising=False)
+    monkeypatch.setenv("LAMINA_MLX5_MODEL", "1")
+    with pytest.raises(ImportError, match=r"LAMINA_NIC_MODEL=1 .*LAMINA_MLX5_MODEL is its name of before"):
+        netstack.open("nic-model", key=b"k" * 32)
 
 
 def test_findings_read_well_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,7 +144,7 @@ def test_dry_run_checks_without_starting(
 def test_dry_run_opens_the_transport(
     scheme: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("LAMINA_MLX5_MODEL", raising=False)  # so that one does not open
+    monkeypatch.delenv("LAMINA_NIC_MODEL", raising=False)  # so that one does not open
     ok, cause, _ = opens(scheme)
     assert main([*STARTERS[0], "--transport", scheme, "--dry-run"]) == (0 if ok else 2)
     assert capsys.readouterr().err == ("" if ok else f"lamina-launch generate: {cause}\n")

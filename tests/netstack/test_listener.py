@@ -220,7 +220,7 @@ def test_what_is_set_up_behind_the_handshake_goes_on_over_several_accepts(place:
     fabric.close()
 
 
-@pytest.mark.parametrize("transport", ["mlx5", STAND_IN, "verbs"])
+@pytest.mark.parametrize("transport", ["nic-model", STAND_IN, "verbs"])
 def test_one_that_holds_the_key_and_then_says_nothing_holds_up_nobody(transport: str) -> None:
     """A friend gets in while it is still there, by the same call; then its time is over."""
     with scheme_of(transport) as scheme, closing(open_or_skip(scheme)) as fabric, ThreadPoolExecutor(1) as pool:
@@ -241,7 +241,7 @@ def test_one_that_holds_the_key_and_then_says_nothing_holds_up_nobody(transport:
             assert not listener._half_open
 
 
-@pytest.mark.parametrize("transport", ["mlx5", STAND_IN])
+@pytest.mark.parametrize("transport", ["nic-model", STAND_IN])
 def test_those_that_hold_the_key_and_have_no_channel_yet_count_for_the_ceiling(transport: str) -> None:
     """They may have their inboxes already."""
     with scheme_of(transport) as scheme, closing(open_or_skip(scheme)) as fabric, ThreadPoolExecutor(1) as pool:

@@ -21,7 +21,7 @@ from lamina.netstack import Channel, Fabric
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S
 from lamina.netstack.meeting.listener import HANDSHAKE_S
 
-SLOW = ("mlx5-proxy", STAND_IN)
+SLOW = ("nic-model-proxy", STAND_IN)
 SCHEMES = [
     pytest.param(s, marks=pytest.mark.slow if s in SLOW else ())
     for s in (*netstack.SCHEMES, STAND_IN)

@@ -1,13 +1,4 @@
-"""RDMA whose sender builds the work requests of an mlx5 NIC and rings its doorbell itself, without a driver call.
-
-HARDWARE-UNVERIFIED. The code that posts and polls (csrc/netstack/mlx5.h, for GPUs and CPUs) is proven against a
-software NIC and has never run on a ConnectX. This transport runs it on the CPU against that software NIC, which moves
-the bytes into the peer's memory: for tests, within one host and one user, and only where ``LAMINA_MLX5_MODEL=1`` says
-that nothing faster is expected.
-
-Peers meet over TCP, as the control plane of a real queue pair would, and authenticate; then each names its inbox
-(address, key) and the memory behind it. The connection stays open, silent, as the life line.
-"""
+"""A channel whose sender builds work requests of an mlx5 NIC and rings its doorbell; a software NIC executes them."""
 
 from __future__ import annotations
 
@@ -20,43 +11,34 @@ import threading
 import weakref
 from collections.abc import Callable
 from mmap import mmap
-from pathlib import Path
 from time import monotonic
 
-from lamina.netstack.contract.base import BaseFabric
 from lamina.netstack.contract.fabric import (
     EPOCH_SHIFT,
-    Ceiling,
     ChannelAborted,
-    ChannelError,
     ChannelTimeout,
-    Fabric,
     Geometry,
     HandshakeError,
     NoResource,
     Slot,
 )
-from lamina.netstack.meeting.handshake import PeerSession, Terms, drive, exchanged, offer, run
+from lamina.netstack.meeting.handshake import PeerSession, drive, exchanged
 from lamina.netstack.meeting.lifeline import SLICE_S, WatchedChannel
-from lamina.netstack.meeting.listener import Meeting, StreamListener
-from lamina.netstack.meeting.sockets import dial, open_place
+from lamina.netstack.meeting.listener import Meeting
 from lamina.netstack.meeting.swap import swap
 
 try:
     from . import _native as native
 except ImportError as error:
     raise ImportError(
-        f"transport 'mlx5' needs the native module lamina.netstack.nic_model._native, which did not load ({error}); "
-        "install a C++17 compiler, then run `python setup.py build_ext --inplace` or install again; or use another "
-        "transport"
+        f"transport 'nic-model' needs the native module lamina.netstack.nic_model._native, which did not load "
+        f"({error}); install a C++17 compiler, then run `python setup.py build_ext --inplace` or install again; or use "
+        "another transport"
     ) from error
 
-MODEL = "LAMINA_MLX5_MODEL"
 STALL_S = 10.0
-SLOT_BYTES_MOST = (1 << 30) - 64  # of one RDMA message, header included
 # queue pair, key and address of the inbox; where the software NIC finds it: bytes, process, descriptor, inode
 CARD = struct.Struct("!IIQQIIQ")
-LOCAL = "127.0.0.1"
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 SYNDROMES = {
     0x01: "local length error",
@@ -69,7 +51,7 @@ SYNDROMES = {
 }
 
 
-class Mlx5Channel(WatchedChannel):
+class NicModelChannel(WatchedChannel):
     """Owns ``sock``, whose peer has passed the handshake, once this returns; usable once the two have met."""
 
     def __init__(
@@ -82,10 +64,10 @@ class Mlx5Channel(WatchedChannel):
         self._session, self._listening = session, listening
         self._zero = session.epoch << EPOCH_SHIFT
         self._number = secrets.randbelow(1 << 24)
-        self._memory = _shared_memory(_bytes_of(inbound))
+        self._memory = _shared_memory(inbox_bytes(inbound))
         try:
-            self._inbox = memoryview(mmap(self._memory, _bytes_of(inbound)))
-            self._staging = memoryview(mmap(-1, _bytes_of(outbound)))
+            self._inbox = memoryview(mmap(self._memory, inbox_bytes(inbound)))
+            self._staging = memoryview(mmap(-1, inbox_bytes(outbound)))
             shapes = (outbound.slots, outbound.slot_bytes), (inbound.slots, inbound.slot_bytes)
             self._endpoint: native.Endpoint | None = native.Endpoint(
                 self._inbox, self._staging, *shapes, session.epoch, self._number, secrets.randbits(64), proxied
@@ -112,7 +94,7 @@ class Mlx5Channel(WatchedChannel):
         endpoint = self._live("connect")
         if self._proxied:
             weakref.finalize(self, endpoint.abort)  # a channel that nobody closes
-            threading.Thread(target=_ring_on, args=(endpoint,), name="mlx5-proxy", daemon=True).start()
+            threading.Thread(target=_ring_on, args=(endpoint,), name="nic-model-proxy", daemon=True).start()
         return self
 
     def close(self) -> None:
@@ -126,7 +108,7 @@ class Mlx5Channel(WatchedChannel):
     def _reach(self, card: bytes) -> None:
         """Map the peer's inbox."""
         _, key, address, size, process, descriptor, inode = CARD.unpack(card)
-        nbytes = _bytes_of(self.outbound)
+        nbytes = inbox_bytes(self.outbound)
         if size != nbytes:
             raise HandshakeError(f"the peer's inbox has {size} bytes, the terms say {nbytes}")
         try:
@@ -232,80 +214,12 @@ def _ring_on(endpoint: native.Endpoint) -> None:
         pass
 
 
-class Mlx5Fabric(BaseFabric):
-    scheme = "mlx5"
-    spoken = "mlx5"  # what peers tell each other: who rings is nobody else's business
-    proxied = False  # another thread rings for the one that posts
-
-    def listen(self, address: str = "", *, name: str = "", ceiling: Ceiling | None = None) -> StreamListener:
-        place = _endpoint(address or f"{LOCAL}:0")
-        where = f"{self.scheme}://{place[0]}:{place[1]}"
-        sock = open_place(socket.AF_INET, place, where, "port (0: any)")
-        listener = StreamListener(
-            sock, self._url(sock.getsockname()), self._key, self.spoken, screen=lambda _: None, welcome=self._welcome,
-            name=name, ceiling=ceiling,
-        )  # fmt: skip
-        self._opened.add(listener)
-        return listener
-
-    def connect(
-        self,
-        url: str,
-        *,
-        outbound: Geometry,
-        inbound: Geometry,
-        epoch: int = 0,
-        timeout_s: float = 10.0,
-        name: str = "",
-        peer: str = "",
-    ) -> Mlx5Channel:
-        deadline = monotonic() + timeout_s
-        place = _endpoint(self._address(url))
-        terms = Terms(self.spoken, epoch, outbound, inbound, "", name, peer)
-        for geometry in (outbound, inbound):
-            if geometry.slot_bytes > SLOT_BYTES_MOST:
-                raise ValueError(f"{url}: slot_bytes is at most {SLOT_BYTES_MOST} here, not {geometry.slot_bytes}")
-        sock = dial(socket.AF_INET, place, url, timeout_s)
-        try:
-            session = run(sock, offer(self._key, terms), url, deadline=deadline)
-            try:
-                channel = self._channel(sock, url, session, listening=False)
-            except (OSError, ValueError) as error:
-                raise ChannelError(f"{url}: connect: {error}") from error
-            channel.meet(deadline)
-            return channel
-        except BaseException:
-            sock.close()
-            raise
-
-    def _welcome(self, sock: socket.socket, session: PeerSession) -> Meeting:
-        try:
-            return self._channel(sock, self._url(sock.getpeername()), session, listening=True).meeting()
-        except ValueError as error:
-            raise OSError(str(error)) from error
-
-    def _channel(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Mlx5Channel:
-        channel = Mlx5Channel(sock, peer, session, listening=listening, proxied=self.proxied)
-        self._opened.add(channel)
-        return channel
-
-    def _url(self, place: tuple[str, int]) -> str:
-        return f"{self.scheme}://{place[0]}:{place[1]}"
-
-
-def _endpoint(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if host not in (LOCAL, "localhost") or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
-        raise ValueError(f"address {address!r} must be {LOCAL}:PORT: the software NIC reaches this host only")
-    return LOCAL, int(port)
-
-
-def _bytes_of(geometry: Geometry) -> int:
+def inbox_bytes(geometry: Geometry) -> int:
     return native.inbox_bytes(geometry.slots, geometry.slot_bytes)
 
 
 def _shared_memory(nbytes: int) -> int:
-    memory = os.memfd_create("lamina-mlx5", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    memory = os.memfd_create("lamina-nic-model", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(memory, nbytes)
         fcntl.fcntl(memory, fcntl.F_ADD_SEALS, SEALS)
@@ -318,7 +232,7 @@ def _shared_memory(nbytes: int) -> int:
 def _open_memory(process: int, descriptor: int, inode: int, nbytes: int) -> int:
     """A peer's shared memory; checked, because its size must never change under the mapping."""
     path = f"/proc/{process}/fd/{descriptor}"
-    if not os.readlink(path).startswith("/memfd:lamina-mlx5"):
+    if not os.readlink(path).startswith("/memfd:lamina-nic-model"):
         raise OSError(f"{path} is no memory of this transport")
     memory = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     info = os.fstat(memory)
@@ -326,20 +240,3 @@ def _open_memory(process: int, descriptor: int, inode: int, nbytes: int) -> int:
         os.close(memory)
         raise OSError(f"{path} is not the memory that the peer's card describes")
     return memory
-
-
-def check_usable(scheme: str) -> None:
-    """Raises ImportError unless the software NIC was asked for: there is no control plane for a real one yet."""
-    if os.environ.get(MODEL) != "1":
-        devices = sorted(p.name for p in Path("/sys/class/infiniband").glob("mlx5_*"))
-        there = f"{', '.join(devices)} is here, but its control plane is not written" if devices else "none is here"
-        raise ImportError(
-            f"transport '{scheme}' needs a ConnectX NIC; {there}. Set {MODEL}=1 to run it against the software NIC "
-            "(same host, for tests), or use another transport; `lamina-launch doctor` checks this machine"
-        )
-
-
-def open_fabric(key: bytes) -> Fabric:
-    """Raises ImportError; see ``check_usable``."""
-    check_usable(Mlx5Fabric.scheme)
-    return Mlx5Fabric(key)

@@ -1,4 +1,4 @@
-"""Tokens over mlx5, on the software NIC, and over cuda, on a stand-in of the driver, are those of one process, bit
+"""Tokens over nic-model, a NIC in software, and over cuda, on a stand-in of the driver, are those of one process, bit
 for bit."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from lamina import LLM, SamplingParams, netstack
 pytestmark = pytest.mark.usefixtures("no_child_left")
 
 
-@pytest.mark.parametrize("transport", ["mlx5", STAND_IN])
+@pytest.mark.parametrize("transport", ["nic-model", STAND_IN])
 def test_tokens_and_log_probabilities_are_identical(transport: str, llama_path: Path, prompts: list[list[int]]) -> None:
     with scheme_of(transport) as scheme:
         try:

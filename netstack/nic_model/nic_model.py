@@ -1,0 +1,113 @@
+"""RDMA whose sender builds the work requests of an mlx5 NIC and rings its doorbell itself; the NIC is one in software.
+
+HARDWARE-UNVERIFIED. The code that posts and polls (csrc/netstack/mlx5.h, for GPUs and CPUs) is proven against a
+software NIC and has never run on a ConnectX. This transport runs it on the CPU against that software NIC, which moves
+the bytes into the peer's memory: for tests, within one host and one user, and only where ``LAMINA_NIC_MODEL=1`` says
+that nothing faster is expected.
+
+Peers meet over TCP, as the control plane of a real queue pair would, and authenticate; then each names its inbox
+(address, key) and the memory behind it. The connection stays open, silent, as the life line.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from time import monotonic
+
+from lamina.netstack.contract.base import BaseFabric
+from lamina.netstack.contract.fabric import Ceiling, ChannelError, Fabric, Geometry
+from lamina.netstack.meeting.handshake import PeerSession, Terms, offer, run
+from lamina.netstack.meeting.listener import Meeting, StreamListener
+from lamina.netstack.meeting.sockets import dial, open_place
+
+from .channel import NicModelChannel
+
+MODEL = "LAMINA_NIC_MODEL"
+OLD_MODEL = "LAMINA_MLX5_MODEL"
+SLOT_BYTES_MOST = (1 << 30) - 64  # of one RDMA message, header included
+LOCAL = "127.0.0.1"
+
+
+class NicModelFabric(BaseFabric):
+    scheme = "nic-model"
+    spoken = "nicmodel"  # in a hello, which has 8 bytes for it
+    proxied = False  # another thread rings for the one that posts
+
+    def listen(self, address: str = "", *, name: str = "", ceiling: Ceiling | None = None) -> StreamListener:
+        place = _endpoint(address or f"{LOCAL}:0")
+        where = f"{self.scheme}://{place[0]}:{place[1]}"
+        sock = open_place(socket.AF_INET, place, where, "port (0: any)")
+        listener = StreamListener(
+            sock, self._url(sock.getsockname()), self._key, self.spoken, screen=lambda _: None, welcome=self._welcome,
+            name=name, ceiling=ceiling,
+        )  # fmt: skip
+        self._opened.add(listener)
+        return listener
+
+    def connect(
+        self,
+        url: str,
+        *,
+        outbound: Geometry,
+        inbound: Geometry,
+        epoch: int = 0,
+        timeout_s: float = 10.0,
+        name: str = "",
+        peer: str = "",
+    ) -> NicModelChannel:
+        deadline = monotonic() + timeout_s
+        place = _endpoint(self._address(url))
+        terms = Terms(self.spoken, epoch, outbound, inbound, "", name, peer)
+        for geometry in (outbound, inbound):
+            if geometry.slot_bytes > SLOT_BYTES_MOST:
+                raise ValueError(f"{url}: slot_bytes is at most {SLOT_BYTES_MOST} here, not {geometry.slot_bytes}")
+        sock = dial(socket.AF_INET, place, url, timeout_s)
+        try:
+            session = run(sock, offer(self._key, terms), url, deadline=deadline)
+            try:
+                channel = self._channel(sock, url, session, listening=False)
+            except (OSError, ValueError) as error:
+                raise ChannelError(f"{url}: connect: {error}") from error
+            channel.meet(deadline)
+            return channel
+        except BaseException:
+            sock.close()
+            raise
+
+    def _welcome(self, sock: socket.socket, session: PeerSession) -> Meeting:
+        try:
+            return self._channel(sock, self._url(sock.getpeername()), session, listening=True).meeting()
+        except ValueError as error:
+            raise OSError(str(error)) from error
+
+    def _channel(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> NicModelChannel:
+        channel = NicModelChannel(sock, peer, session, listening=listening, proxied=self.proxied)
+        self._opened.add(channel)
+        return channel
+
+    def _url(self, place: tuple[str, int]) -> str:
+        return f"{self.scheme}://{place[0]}:{place[1]}"
+
+
+def _endpoint(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if host not in (LOCAL, "localhost") or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise ValueError(f"address {address!r} must be {LOCAL}:PORT: the software NIC reaches this host only")
+    return LOCAL, int(port)
+
+
+def check_usable(scheme: str) -> None:
+    """Raises ImportError unless the software NIC was asked for."""
+    if os.environ.get(MODEL) != "1":
+        before = f"; {OLD_MODEL} is its name of before" if OLD_MODEL in os.environ else ""
+        raise ImportError(
+            f"transport '{scheme}' is a software NIC, for tests within one host: set {MODEL}=1 to use it{before}, or "
+            "use another transport; `lamina-launch doctor` checks this machine"
+        )
+
+
+def open_fabric(key: bytes) -> Fabric:
+    """Raises ImportError; see ``check_usable``."""
+    check_usable(NicModelFabric.scheme)
+    return NicModelFabric(key)
