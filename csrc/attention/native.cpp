@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <exception>
 #include <map>
+#include <mutex>
 #include <new>
 
 #include "attention.h"
@@ -14,6 +16,7 @@
 namespace {
 
 using namespace lamina::attention;
+using lamina::Pool;
 
 // The fastest first.
 const Variant* const kVariants[] = {
@@ -45,7 +48,7 @@ struct Engine {
   const Variant* variant;
   Dtype dtype;
   Stored stored;
-  Pool pool;
+  Pool pool{1, 0};
   std::vector<Scratch> scratch;
   std::vector<float> parts;
   std::vector<std::atomic<int>> left;
@@ -123,11 +126,22 @@ int helpers_for(const Operator& op, const Tasks& tasks, int64_t item, int thread
   return int(std::min(double(threads) - 1, most));
 }
 
+// Starts threads until there are ``wanted``, the caller's included; says how many there are, up to ``wanted``.
+std::size_t threads_of(Pool& pool, std::size_t wanted) {
+  try {
+    pool.grow(wanted);
+  } catch (const std::exception&) {
+    // no more threads: those that exist do the work
+  }
+  return std::min(wanted, pool.size());
+}
+
 void attend(Engine& engine, Call call, const Tasks& tasks, int threads) {
   const Operator& op = *call.op;
   const std::lock_guard lock(engine.busy);
   const int helpers = std::max(0, helpers_for(op, tasks, engine.stored ? 1 : kDtypeBytes[engine.dtype], threads));
-  if (int(engine.scratch.size()) <= helpers) engine.scratch.resize(std::size_t(helpers) + 1);
+  const std::size_t all = threads_of(engine.pool, std::size_t(helpers) + 1);
+  if (engine.scratch.size() < all) engine.scratch.resize(all);
   for (Scratch& scratch : engine.scratch) scratch.reserve(Scratch::needed(op, tasks.chunks));
   if (!tasks.splits.empty()) {
     const std::size_t parts = tasks.tasks.size() * std::size_t(node_size(op, kTile)), splits = tasks.splits.size();
@@ -138,12 +152,8 @@ void attend(Engine& engine, Call call, const Tasks& tasks, int threads) {
   call.parts = engine.parts.data(), call.left = engine.left.data();
   call.tasks = tasks.tasks.data(), call.splits = tasks.splits.data();
   const auto run = engine.variant->run[engine.dtype][engine.stored];
-  const int64_t all = int64_t(tasks.tasks.size());
-  std::atomic<int64_t> next{0};
-  engine.pool.run(helpers, [&](int thread) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < all;)
-      run(call, i, engine.scratch[std::size_t(thread)]);
-  });
+  engine.pool.each(tasks.tasks.size(), all,
+                   [&](std::size_t i, std::size_t thread) { run(call, int64_t(i), engine.scratch[thread]); });
 }
 
 PyObject* kernels_new(PyTypeObject* type, PyObject* args, PyObject*) {
@@ -221,12 +231,13 @@ PyObject* kernels_read(PyObject* object, PyObject* args) {
   unsigned long long address, bytes, piece = 4 << 20;
   int threads;
   if (!PyArg_ParseTuple(args, "KKi", &address, &bytes, &threads)) return nullptr;
-  std::atomic<unsigned long long> all{0}, next{0};
+  std::atomic<unsigned long long> all{0};
   Py_BEGIN_ALLOW_THREADS;
   const std::lock_guard lock(engine.busy);
-  engine.pool.run(threads - 1, [&](int) {
-    for (unsigned long long at; (at = next.fetch_add(piece)) < bytes;)
-      all ^= engine.variant->read(pointer<char>(address + at), std::min(piece, bytes - at));
+  const std::size_t pieces = std::size_t((bytes + piece - 1) / piece);
+  engine.pool.each(pieces, threads_of(engine.pool, std::size_t(std::max(threads, 1))), [&](std::size_t i, std::size_t) {
+    const unsigned long long at = i * piece;
+    all ^= engine.variant->read(pointer<char>(address + at), std::min(piece, bytes - at));
   });
   Py_END_ALLOW_THREADS;
   return PyLong_FromUnsignedLongLong(all);

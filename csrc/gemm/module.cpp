@@ -4,11 +4,11 @@
 
 #include <mutex>
 #include <new>
-#include <string>
 #include <vector>
 
+#include "engine_object.h"
 #include "gemm/linear.h"
-#include "gemm/pool.h"
+#include "pool.h"
 
 namespace {
 
@@ -16,7 +16,9 @@ using namespace lamina;
 using namespace lamina::gemm;
 
 struct Engine {
-  explicit Engine(std::size_t threads, const Variant* v) : pool(threads), variant(v), scratch(threads) {}
+  static constexpr const char* kLeast = "AVX2, FMA and F16C";
+
+  Engine(std::size_t threads, const Variant* v) : pool(threads), variant(v), scratch(threads) {}
 
   // Callers take turns: the buffers below are those of one call.
   void linear(Problem p, const void* x) {
@@ -69,42 +71,7 @@ struct Engine {
   std::vector<float> prepared;              // x
 };
 
-struct EngineObject {
-  PyObject_HEAD
-  Engine* engine;
-};
-
-PyObject* engine_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  Py_ssize_t threads;
-  const char* name;
-  if (!PyArg_ParseTuple(args, "ns", &threads, &name)) return nullptr;
-  if (threads < 1 || threads > 1024) return PyErr_Format(PyExc_ValueError, "threads must lie in 1..1024, not %zd", threads);
-  const Variant* chosen = nullptr;
-  for (std::size_t i = 0; i < kVariants && !chosen; ++i) {
-    const Variant& v = variants()[i];
-    if (v.usable && (!*name || std::string(name) == v.name)) chosen = &v;
-  }
-  if (!chosen) return PyErr_Format(PyExc_ValueError, "this CPU has no %s", *name ? name : "AVX2, FMA and F16C");
-  auto* self = reinterpret_cast<EngineObject*>(type->tp_alloc(type, 0));
-  if (!self) return nullptr;
-  try {
-    self->engine = new Engine(static_cast<std::size_t>(threads), chosen);
-  } catch (const std::exception& e) {
-    Py_DECREF(self);
-    return PyErr_Format(PyExc_RuntimeError, "cannot start %zd threads: %s", threads, e.what());
-  }
-  return reinterpret_cast<PyObject*>(self);
-}
-
-void engine_dealloc(PyObject* self) {
-  Engine* engine = reinterpret_cast<EngineObject*>(self)->engine;
-  Py_BEGIN_ALLOW_THREADS;
-  delete engine;
-  Py_END_ALLOW_THREADS;
-  PyTypeObject* type = Py_TYPE(self);
-  type->tp_free(self);
-  Py_DECREF(type);
-}
+using Object = EngineObject<Engine, variants, kVariants>;
 
 PyObject* engine_linear(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   if (count != 9) return PyErr_Format(PyExc_TypeError, "linear takes 9 arguments, not %zd", count);
@@ -119,7 +86,7 @@ PyObject* engine_linear(PyObject* self, PyObject* const* args, Py_ssize_t count)
   bool fits = true;
   Py_BEGIN_ALLOW_THREADS;
   try {
-    reinterpret_cast<EngineObject*>(self)->engine->linear(p, at(0));
+    Object::engine_of(self).linear(p, at(0));
   } catch (const std::bad_alloc&) {
     fits = false;
   }
@@ -145,41 +112,19 @@ int run_linear(void* engine, const void* x, const void* w, const void* b, void* 
 }
 
 PyObject* engine_addresses(PyObject* self, PyObject*) {
-  const auto engine = reinterpret_cast<std::uintptr_t>(reinterpret_cast<EngineObject*>(self)->engine);
+  const auto engine = reinterpret_cast<std::uintptr_t>(&Object::engine_of(self));
   return Py_BuildValue("KK", static_cast<unsigned long long>(engine),
                        static_cast<unsigned long long>(reinterpret_cast<std::uintptr_t>(&run_linear)));
-}
-
-PyObject* usable(PyObject*, PyObject*) {
-  PyObject* names = PyList_New(0);
-  for (std::size_t i = 0; names && i < kVariants; ++i) {
-    if (!variants()[i].usable) continue;
-    PyObject* name = PyUnicode_FromString(variants()[i].name);
-    if (!name || PyList_Append(names, name) < 0) Py_CLEAR(names);
-    Py_XDECREF(name);
-  }
-  return names;
 }
 
 PyMethodDef engine_methods[] = {
     {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(engine_linear)), METH_FASTCALL, nullptr},
     {"addresses", engine_addresses, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
-PyType_Slot engine_slots[] = {{Py_tp_new, reinterpret_cast<void*>(engine_new)},
-                              {Py_tp_dealloc, reinterpret_cast<void*>(engine_dealloc)},
-                              {Py_tp_methods, engine_methods},
-                              {0, nullptr}};
-PyType_Spec engine_spec = {"lamina.gemm._native.Engine", sizeof(EngineObject), 0, Py_TPFLAGS_DEFAULT, engine_slots};
 
-int exec(PyObject* module) {
-  PyObject* type = PyType_FromSpec(&engine_spec);
-  if (!type) return -1;
-  const int status = PyModule_AddObjectRef(module, "Engine", type);
-  Py_DECREF(type);
-  return status;
-}
+int exec(PyObject* module) { return Object::add_to(module, "lamina.gemm._native.Engine", engine_methods); }
 
-PyMethodDef methods[] = {{"usable", usable, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyMethodDef methods[] = {{"usable", Object::usable, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void*>(exec)}, {0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", nullptr, 0, methods, slots, nullptr, nullptr, nullptr};
 

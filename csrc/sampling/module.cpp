@@ -5,10 +5,10 @@
 #include <atomic>
 #include <mutex>
 #include <new>
-#include <string>
 #include <vector>
 
-#include "gemm/pool.h"
+#include "engine_object.h"
+#include "pool.h"
 #include "sampling/draw.h"
 #include "sampling/random.h"
 
@@ -30,6 +30,8 @@ struct Logits {
 };
 
 struct Engine {
+  static constexpr const char* kLeast = "variant";  // there always is a portable one
+
   Engine(std::size_t threads, const Variant* v) : pool(threads), variant(v), scratch(threads) {}
 
   // Rows are pieces: which thread takes which changes no token.
@@ -62,44 +64,7 @@ struct Engine {
   std::vector<Scratch> scratch;  // of each thread
 };
 
-struct EngineObject {
-  PyObject_HEAD
-  Engine* engine;
-};
-
-Engine& engine_of(PyObject* self) { return *reinterpret_cast<EngineObject*>(self)->engine; }
-
-PyObject* engine_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  Py_ssize_t threads;
-  const char* name;
-  if (!PyArg_ParseTuple(args, "ns", &threads, &name)) return nullptr;
-  if (threads < 1 || threads > 1024) return PyErr_Format(PyExc_ValueError, "threads must lie in 1..1024, not %zd", threads);
-  const Variant* chosen = nullptr;
-  for (std::size_t i = 0; i < kVariants && !chosen; ++i) {
-    const Variant& v = variants()[i];
-    if (v.usable && (!*name || std::string(name) == v.name)) chosen = &v;
-  }
-  if (!chosen) return PyErr_Format(PyExc_ValueError, "this CPU has no %s", name);
-  auto* self = reinterpret_cast<EngineObject*>(type->tp_alloc(type, 0));
-  if (!self) return nullptr;
-  try {
-    self->engine = new Engine(static_cast<std::size_t>(threads), chosen);
-  } catch (const std::exception& e) {
-    Py_DECREF(self);
-    return PyErr_Format(PyExc_RuntimeError, "cannot start %zd threads: %s", threads, e.what());
-  }
-  return reinterpret_cast<PyObject*>(self);
-}
-
-void engine_dealloc(PyObject* self) {
-  Engine* engine = reinterpret_cast<EngineObject*>(self)->engine;
-  Py_BEGIN_ALLOW_THREADS;
-  delete engine;
-  Py_END_ALLOW_THREADS;
-  PyTypeObject* type = Py_TYPE(self);
-  type->tp_free(self);
-  Py_DECREF(type);
-}
+using Object = EngineObject<Engine, variants, kVariants>;
 
 // False, with an exception.
 template <class... Values>
@@ -157,7 +122,7 @@ PyObject* engine_draw(PyObject* self, PyObject* args) {
   for (const Ask& ask : asks) fine = fine && check(ask, logits);
   if (!fine) return nullptr;
   std::vector<std::int64_t> tokens(count);
-  Engine& engine = engine_of(self);
+  Engine& engine = Object::engine_of(self);
   bool fits;
   Py_BEGIN_ALLOW_THREADS;
   fits = engine.each(count, logits.size, [&](std::size_t i, Scratch& scratch) {
@@ -177,7 +142,7 @@ PyObject* engine_best(PyObject* self, PyObject* args) {
   if (count < 1 || count > size) return PyErr_Format(PyExc_ValueError, "%zd of %zd logits cannot be chosen", count, size);
   auto* const ids = reinterpret_cast<std::int64_t*>(static_cast<std::uintptr_t>(out));
   const auto width = static_cast<std::size_t>(count);
-  Engine& engine = engine_of(self);
+  Engine& engine = Object::engine_of(self);
   bool fits;
   Py_BEGIN_ALLOW_THREADS;
   fits = engine.each(logits.rows, logits.size, [&](std::size_t i, Scratch& scratch) {
@@ -198,22 +163,11 @@ PyObject* engine_masses(PyObject* self, PyObject* args) {
   if (!parse(x, type, 1, size, size, &logits)) return nullptr;
   if (logits.size % kBlock) return PyErr_Format(PyExc_ValueError, "masses come in blocks of %zu", kBlock);
   std::vector<std::int64_t> masses(logits.size);
-  const Kernel& kernel = engine_of(self).variant->kernels[type];
+  const Kernel& kernel = Object::engine_of(self).variant->kernels[type];
   const std::size_t bytes = kSizes[type];
   for (std::size_t i = 0; i < logits.size; i += kBlock)
     kernel.fill(logits.x + i * bytes, {top, factor, cut}, -std::numeric_limits<float>::infinity(), &masses[i]);
   return list_of(masses);
-}
-
-PyObject* usable(PyObject*, PyObject*) {
-  PyObject* names = PyList_New(0);
-  for (std::size_t i = 0; names && i < kVariants; ++i) {
-    if (!variants()[i].usable) continue;
-    PyObject* name = PyUnicode_FromString(variants()[i].name);
-    if (!name || PyList_Append(names, name) < 0) Py_CLEAR(names);
-    Py_XDECREF(name);
-  }
-  return names;
 }
 
 PyObject* random_of(PyObject*, PyObject* args) {
@@ -226,21 +180,10 @@ PyMethodDef engine_methods[] = {{"draw", engine_draw, METH_VARARGS, nullptr},
                                 {"best", engine_best, METH_VARARGS, nullptr},
                                 {"masses", engine_masses, METH_VARARGS, nullptr},
                                 {nullptr, nullptr, 0, nullptr}};
-PyType_Slot engine_slots[] = {{Py_tp_new, reinterpret_cast<void*>(engine_new)},
-                              {Py_tp_dealloc, reinterpret_cast<void*>(engine_dealloc)},
-                              {Py_tp_methods, engine_methods},
-                              {0, nullptr}};
-PyType_Spec engine_spec = {"lamina.sampling._native.Engine", sizeof(EngineObject), 0, Py_TPFLAGS_DEFAULT, engine_slots};
 
-int exec(PyObject* module) {
-  PyObject* type = PyType_FromSpec(&engine_spec);
-  if (!type) return -1;
-  const int status = PyModule_AddObjectRef(module, "Engine", type);
-  Py_DECREF(type);
-  return status;
-}
+int exec(PyObject* module) { return Object::add_to(module, "lamina.sampling._native.Engine", engine_methods); }
 
-PyMethodDef methods[] = {{"usable", usable, METH_NOARGS, nullptr},
+PyMethodDef methods[] = {{"usable", Object::usable, METH_NOARGS, nullptr},
                          {"random_bits", random_of, METH_VARARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void*>(exec)}, {0, nullptr}};

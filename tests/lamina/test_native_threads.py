@@ -1,4 +1,6 @@
-"""Cores of the threads that native modules start, also where OpenMP binds the thread that starts them."""
+"""The pool of threads of native modules: its jobs under a sanitizer, and the cores of its threads, also where OpenMP
+binds the thread that starts them.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,10 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from programs import build, run
 
 pytest.importorskip("lamina.gemm._native", reason="lamina.gemm._native was not built")
+pytest.importorskip("lamina.sampling._native", reason="lamina.sampling._native was not built")
 pytest.importorskip("lamina.attention._native", reason="lamina.attention._native was not built")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,6 +22,10 @@ CORES = sorted(os.sched_getaffinity(0))
 STARTS = {
     "gemm": """
         from lamina.gemm._native import Engine
+        pool = Engine(3, "")
+    """,
+    "sampling": """
+        from lamina.sampling._native import Engine
         pool = Engine(3, "")
     """,
     "attention": """
@@ -57,3 +65,9 @@ def test_helpers_may_use_all_cores_of_a_process_whose_threads_are_bound(start: s
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 def test_helpers_stay_on_the_cores_that_the_process_was_given(start: str, bind: str) -> None:
     assert cores_of_helpers(start, CORES[:1], bind) == [str(CORES[0])] * 2
+
+
+@pytest.mark.parametrize("spins", [0, 2000])
+def test_every_piece_of_a_job_is_done_once_by_a_thread_of_the_job(tmp_path: Path, spins: int) -> None:
+    program = build(tmp_path, Path(__file__).with_name("pool_threads.cpp"), "-fsanitize=thread")
+    assert run(program, "4000", str(spins)) == "jobs 4000, threads 4\n"

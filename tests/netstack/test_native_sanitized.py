@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
-import pytest
-from wiring import HERE, ROOT
+from programs import build, run
 
-SECONDS = 100.0
-
-
-def build(tmp_path: Path, source: str, *flags: str) -> Path:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++")
-    program = tmp_path / source.partition(".")[0]
-    command = [compiler, "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-pthread", "-I", str(ROOT / "csrc"), *flags]
-    done = subprocess.run(
-        [*command, str(HERE / source), "-o", str(program)], capture_output=True, text=True, check=False, timeout=SECONDS
-    )
-    if done.returncode and "cannot find -l" in done.stderr:
-        pytest.skip(f"needs the sanitizer's runtime: {done.stderr.strip().splitlines()[-2]}")
-    assert done.returncode == 0, done.stderr
-    return program
-
-
-def run(program: Path, *arguments: str) -> str:
-    done = subprocess.run([str(program), *arguments], capture_output=True, text=True, check=False, timeout=SECONDS)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+HERE = Path(__file__).parent
 
 
 def test_the_frame_decoder_survives_hostile_streams(tmp_path: Path) -> None:
     """Streams of frames whose fields are random, whose checks are right or not, cut anywhere; `make fuzz` goes on."""
-    program = build(tmp_path, "fuzz_frame.cpp", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    program = build(tmp_path, HERE / "fuzz_frame.cpp", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     words = run(program, "30000", "1").split()
     counts = {words[i]: int(words[i + 1]) for i in range(0, len(words), 2)}
     assert counts["executions"] == 30000
@@ -45,11 +21,11 @@ def test_the_frame_decoder_survives_hostile_streams(tmp_path: Path) -> None:
 
 def test_the_ring_is_free_of_races(tmp_path: Path) -> None:
     # The sanitizer knows no fences, which the ring uses beside its acquire and release, never in their place.
-    program = build(tmp_path, "ring_threads.cpp", "-fsanitize=thread", "-Wno-tsan")
+    program = build(tmp_path, HERE / "ring_threads.cpp", "-fsanitize=thread", "-Wno-tsan")
     for spin_ns in ("0", "20000"):
         assert run(program, "3000", spin_ns) == "messages 3000\n"
 
 
 def test_a_cipher_that_fails_leaves_nothing_in_clear(tmp_path: Path) -> None:
-    program = build(tmp_path, "cipher_broken.cpp", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    program = build(tmp_path, HERE / "cipher_broken.cpp", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     assert run(program) == "sound 0 left 0\n"
