@@ -13,11 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
+from lamina.netstack.contract.layout import StructLayout
 from lamina.netstack.cuda.driver import CudaGraph, CudaStream, Driver, Pinned
 from lamina.netstack.nic_model import _native as native
 
-# struct Channel of csrc/netstack/mlx5_channel.h: Ends, Queue, the peer's inbox, our staging
-CHANNEL = struct.Struct("<14Q5Q4I4Q2IQI4xQI4x")
+CHANNEL = StructLayout(*native.channel_layout())
 BLOCKS, SLOTS, ROOM = 8, 3, 16384
 NUMBER, ALTERNATE, KEYS = 0x123456, 256, (0xAABB00, 0xCCDD00)
 STAGING_AT, INBOX_AT = 0x7F0000001000, 0x7E0000002000
@@ -88,11 +88,17 @@ def pair(driver: Driver, *, first: int = 0, on_device: bool = True) -> Iterator[
             mine.view[2 * inbox + 1028 : 2 * inbox + 1032] = (first & 0xFFFF).to_bytes(4, "big")
             for offset in (1152, 1152 + ALTERNATE):
                 mine.view[2 * inbox + offset : 2 * inbox + offset + 8] = b"\xff" * 8
+            slots = {"out.count": SLOTS, "out.bytes": ROOM, "in.count": SLOTS, "in.bytes": ROOM}
+            queue_at = {"ring": ring, "record": record, "doorbell": registers, "completions": completions, "seen": seen}
+            facts = {"number": NUMBER, "blocks": BLOCKS, "cqes": BLOCKS, "alternate": ALTERNATE}
+            begin = {"reserved": first, "committed": first, "completed": first}
+            there = {"peer.address": INBOX_AT, "peer.key": KEYS[1], "source.address": STAGING_AT, "source.key": KEYS[0]}
             channel = CHANNEL.pack(
-                staging, at, stop.address + 8, SLOTS, ROOM, SLOTS, ROOM, 0, *[0] * 6,
-                ring, record, registers, completions, seen, NUMBER, BLOCKS, BLOCKS, ALTERNATE,
-                first, first, first, 0, 0, 0, INBOX_AT, KEYS[1], STAGING_AT, KEYS[0],
-            )  # fmt: skip
+                {"staging": staging, "inbox": at, "abort": stop.address + 8}
+                | slots
+                | {f"queue.{name}": value for name, value in (queue_at | facts | begin).items()}
+                | there
+            )
             regions = (KEYS[0], STAGING_AT, inbox, staging), (KEYS[1], INBOX_AT, inbox, theirs.address)
             setup = (ring, record, completions, seen, registers, ALTERNATE, NUMBER, BLOCKS, BLOCKS, first)
             nics.append(pool.submit(native.serve_nic, *setup, *regions, stop.address))

@@ -12,20 +12,15 @@ ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 100.0
 
 
-def build(tmp_path: Path, source: Path, *flags: str) -> Path:
-    """``source`` with csrc/ on its path. Skips where there is no compiler, or not the sanitizer that flags name."""
+def build(tmp_path: Path, source: Path, *flags: str, headers: Path = ROOT / "csrc") -> Path:
+    """``source``, which includes from ``headers``. Skips without a compiler, or without a sanitizer of ``flags``."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
     program = tmp_path / source.stem
-    command = [compiler, "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-pthread", "-I", str(ROOT / "csrc"), *flags]
-    done = subprocess.run(
-        [*command, str(source), "-ldl", "-o", str(program)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=SECONDS,
-    )
+    command = [compiler, "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-pthread", f"-I{headers}", *flags]
+    command += [str(source), "-ldl", "-o", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
     if done.returncode and "cannot find -l" in done.stderr:
         pytest.skip(f"needs the sanitizer's runtime: {done.stderr.strip().splitlines()[-2]}")
     assert done.returncode == 0, done.stderr

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric
-from lamina.netstack.cuda.cuda import OK, CudaChannel
+from lamina.netstack.cuda.cuda import CudaChannel
 from lamina.netstack.cuda.driver import CudaStream, Driver
+from lamina.netstack.host.native import OK
 
 from .job import TIMEOUT_S, Job, Measured, Payloads, check_bytes
 

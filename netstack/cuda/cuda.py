@@ -33,26 +33,21 @@ from lamina.netstack.contract.fabric import (
     ChannelError,
     ChannelTimeout,
     Fabric,
-    Geometry,
     NoResource,
     PeerFault,
     Slot,
 )
+from lamina.netstack.host.native import CREDIT_AT, FAULT, LINE, OK, SLOTS_AT, TIMEOUT
 from lamina.netstack.host.shm import ShmFabric
 from lamina.netstack.meeting.handshake import PeerSession, Terms, drive
 from lamina.netstack.meeting.lifeline import SLICE_S, WatchedChannel, watch
 from lamina.netstack.meeting.listener import Meeting
 
 from .driver import CudaError, CudaStream, Driver, Pinned, Shared
+from .ends import ENDS, inbox_bytes, new_ends, stride
 
 DEVICE = "LAMINA_CUDA_DEVICE"
 STALL_NS = 1_000_000_000  # a put or release that takes so long has lost its memory
-OK, PENDING, TIMEOUT, ABORTED, FAULT = range(5)  # enum Status of csrc/netstack/device.h
-LINE = 64
-SLOTS_AT = 4096
-CREDIT_AT = LINE
-CHANNEL = struct.Struct("<14Q")  # struct Ends of csrc/netstack/device.h
-COUNTS_AT = 8  # its counters: granted, published, credited, received, released, reported
 MAIL = struct.Struct("<Q32si")  # bytes, tag and status of a direction, in a line of pinned memory
 TAG_OFFSET, STATUS_OFFSET = 8, 40
 SENDER, RECEIVER = 0, 1
@@ -60,15 +55,6 @@ BROKEN = "the peer broke the protocol: a signal, credit or header out of its bou
 KERNELS_OF_VIEW = "memory_send", "memory_send_two", "memory_receive", "memory_receive_due"
 CARD = struct.Struct("!4sQ")  # magic, bytes of the inbox
 MAGIC = b"CUDA"
-
-
-def stride(geometry: Geometry) -> int:
-    """Bytes of a slot, header included; as Slots::stride of csrc/netstack/device.h."""
-    return (LINE + geometry.slot_bytes + LINE - 1) // LINE * LINE
-
-
-def inbox_bytes(geometry: Geometry) -> int:
-    return SLOTS_AT + geometry.slots * stride(geometry)
 
 
 @dataclass(frozen=True)
@@ -111,13 +97,12 @@ class CudaChannel(WatchedChannel):
         self._steps = stride(outbound), stride(inbound)
         self._zero = terms.epoch << EPOCH_SHIFT
         nbytes = 3 * LINE + outbound.slots * self._steps[SENDER] + inbound.slots * self._steps[RECEIVER]
-        shapes = outbound.slots, outbound.slot_bytes, inbound.slots, inbound.slot_bytes
         with ExitStack() as parts:
             reach = parts.enter_context(closing(Shared(driver, inbox_bytes(outbound), theirs)))
             # abort word, two mails, staging, what was received
             self._pinned = parts.enter_context(closing(Pinned(driver, nbytes)))
             pointers = reach.address, inbox.address, self._pinned.address
-            self._channel = driver.allocate(CHANNEL.pack(*pointers, *shapes, self._zero, *[0] * 6))
+            self._channel = driver.allocate(new_ends(*pointers, outbound, inbound, self._zero))
             parts.callback(driver.free, self._channel)
             self._streams = tuple(parts.enter_context(closing(CudaStream(driver))) for _ in range(2))
             parts.callback(inbox.close)
@@ -148,8 +133,9 @@ class CudaChannel(WatchedChannel):
         with self._launching:
             if self._closed:
                 return
-            counts = CHANNEL.unpack(self._driver.read(self._channel, CHANNEL.size))[COUNTS_AT:]
-        self._grants, self._sent, _, self._received, self._released, _ = counts
+            ends = ENDS.unpack(self._driver.read(self._channel, ENDS.nbytes))
+        self._grants, self._sent = ends["granted"], ends["published"]
+        self._received, self._released = ends["received"], ends["released"]
 
     def close(self) -> None:
         self._leave("closed the channel")

@@ -35,14 +35,17 @@ from lamina.netstack.contract.fabric import (
     PeerFault,
 )
 from lamina.netstack.host.loopback_host import Faults, LoopbackChannel, LoopbackFabric, LoopbackLink
+from lamina.netstack.host.native import CREDIT_AT, LINE, OK, SLOTS_AT, TIMEOUT
 from lamina.netstack.meeting.handshake import Terms
 
-from .cuda import BROKEN, CHANNEL, CREDIT_AT, OK, TIMEOUT, inbox_bytes
+from .cuda import BROKEN
 from .driver import CudaError, CudaEvent, Driver
+from .ends import ENDS, inbox_bytes, new_ends
 
 log = logging.getLogger(__name__)
 KERNELS = "memory_send", "memory_send_two", "memory_receive_due"
-ENDS_AT, ABORT_AT, INBOXES_AT = (0, 128), 256, 4096  # the abort word stays 0: no kernel waits
+STEP = -(-ENDS.nbytes // LINE) * LINE
+ENDS_AT, ABORT_AT, INBOXES_AT = (0, STEP), 2 * STEP, SLOTS_AT  # the abort word stays 0: no kernel waits
 NO_NS = 0
 
 
@@ -61,8 +64,7 @@ class Rings:
                 for at in (0, CREDIT_AT):
                     driver.write(inboxes[side] + at, zero.to_bytes(8, "little"))
                 pointers = inboxes[side], inboxes[1 - side], base + ABORT_AT
-                shapes = out.slots, out.slot_bytes, into.slots, into.slot_bytes
-                driver.write(base + ENDS_AT[side], CHANNEL.pack(*pointers, *shapes, zero, *[0] * 6))
+                driver.write(base + ENDS_AT[side], new_ends(*pointers, out, into, zero))
             self.ends = tuple(base + at for at in ENDS_AT)
             # Of a slot: its last use, by the sender and the receiver in turn. One for a direction would have Q wait for
             # K and V where the sender's host is ahead. Closed first, so that no kernel is left.

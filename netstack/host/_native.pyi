@@ -52,6 +52,29 @@ def open_stream(
 def ring_bytes(slots: int, slot_bytes: int, /) -> int:
     """Bytes of shared memory of one direction."""
 
+# A channel that kernels use (csrc/netstack/device.h): what a step of it came to.
+OK: int
+PENDING: int
+TIMEOUT: int
+ABORTED: int
+FAULT: int  # the peer wrote what no honest peer writes
+FAILED: int
+
+# Its inbox: bytes of a line, where the newest message's number is, that of the newest released one, and slots begin.
+LINE: int
+SIGNAL_AT: int
+CREDIT_AT: int
+SLOTS_AT: int
+
+def channel_layout() -> tuple[int, dict[str, tuple[int, int]]]:
+    """Bytes of the Channel of memory_channel.h, and (offset, bytes) of each of its fields."""
+
+def slot_stride(slot_bytes: int, /) -> int:
+    """Bytes from one slot to the next, header included."""
+
+def inbox_bytes(slots: int, slot_bytes: int, /) -> int:
+    """Bytes of the memory of one direction, inbox and staging alike."""
+
 def check(part: int, frame: int, data: bytes, /) -> bytes:
     """The checksum of part 1 (header) or 2 (payload) of the frame with that count in its direction, 16 bytes."""
 

@@ -3,7 +3,28 @@
 from __future__ import annotations
 
 try:
-    from ._native import Channel, bounce, check, crypto_fault, open_link, open_stream, ring_bytes, seal, unseal
+    from ._native import (
+        ABORTED,
+        CREDIT_AT,
+        FAULT,
+        LINE,
+        OK,
+        PENDING,
+        SLOTS_AT,
+        TIMEOUT,
+        Channel,
+        bounce,
+        channel_layout,
+        check,
+        crypto_fault,
+        inbox_bytes,
+        open_link,
+        open_stream,
+        ring_bytes,
+        seal,
+        slot_stride,
+        unseal,
+    )  # fmt: skip
 except ImportError as error:
     raise ImportError(
         f"transports between processes need the native module lamina.netstack.host._native, which did not load "
@@ -12,13 +33,24 @@ except ImportError as error:
     ) from error
 
 __all__ = [
+    "ABORTED",
+    "CREDIT_AT",
+    "FAULT",
+    "LINE",
+    "OK",
+    "PENDING",
+    "SLOTS_AT",
+    "TIMEOUT",
     "Channel",
     "bounce",
+    "channel_layout",
     "check",
     "crypto_fault",
+    "inbox_bytes",
     "open_link",
     "open_stream",
     "ring_bytes",
     "seal",
+    "slot_stride",
     "unseal",
 ]

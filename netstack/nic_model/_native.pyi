@@ -8,8 +8,17 @@ ABORTED: int
 FAULT: int  # the peer wrote what no honest peer writes
 FAILED: int  # the NIC reported an error; see Endpoint.syndrome
 
+# Its inbox: bytes of a line, where the newest message's number is, that of the newest released one, and slots begin.
+LINE: int
+SIGNAL_AT: int
+CREDIT_AT: int
+SLOTS_AT: int
+
 SIGNALLED: int  # flag of a work request: ask for a completion
 INBOX_ADDRESS: int  # how a peer's work requests name the first byte of an inbox
+
+def channel_layout() -> tuple[int, dict[str, tuple[int, int]]]:
+    """Bytes of the Channel of mlx5_channel.h, and (offset, bytes) of each of its fields."""
 
 def inbox_bytes(slots: int, slot_bytes: int) -> int:
     """Bytes of the memory of one direction, inbox and staging alike."""

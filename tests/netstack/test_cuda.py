@@ -19,20 +19,15 @@ import pytest
 from wiring import HERE, KEY, ROOT, SOON_S, connect, send
 
 from lamina import netstack
-from lamina.netstack import Channel, DeviceChannel, Geometry, cuda_driver
+from lamina.netstack import Channel, DeviceChannel, Geometry
+from lamina.netstack.cuda import driver as cuda_driver
 from lamina.netstack.cuda.cuda import (
-    ABORTED,
-    CREDIT_AT,
-    FAULT,
-    OK,
-    SLOTS_AT,
-    TIMEOUT,
     CudaChannel,
-    inbox_bytes,
     receive_card,
-    stride,
 )
 from lamina.netstack.cuda.driver import SIGNATURES, AllocationProperties, CudaError, CudaStream, Driver, Pinned, Shared
+from lamina.netstack.cuda.ends import inbox_bytes, stride
+from lamina.netstack.host.native import ABORTED, CREDIT_AT, FAULT, OK, SLOTS_AT, TIMEOUT
 from lamina.netstack.meeting.handshake import drive
 
 SMALL = Geometry(slots=3, slot_bytes=200)

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wiring import KEY, SOON_S
 
-from lamina.netstack import ChannelTimeout, Geometry, HandshakeError, handshake
+from lamina.netstack import ChannelTimeout, Geometry, HandshakeError
+from lamina.netstack.meeting import handshake
 from lamina.netstack.meeting.handshake import (
     CHALLENGE,
     HELLO,

@@ -228,7 +228,7 @@ def test_one_that_holds_the_key_and_then_says_nothing_holds_up_nobody(transport:
         assert isinstance(listener, StreamListener)
         accepting = pool.submit(listener.accept, timeout_s=SOON_S)
         with caller(listener) as mute:
-            terms = Terms(scheme, 0, GEOMETRY, GEOMETRY)
+            terms = Terms(getattr(fabric, "spoken", scheme), 0, GEOMETRY, GEOMETRY)
             run(mute, offer(KEY, terms), listener.url, deadline=time.monotonic() + SOON_S)
             friend = fabric.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY, timeout_s=SOON_S)
             send(friend, b"friend")
@@ -249,7 +249,7 @@ def test_those_that_hold_the_key_and_have_no_channel_yet_count_for_the_ceiling(t
         assert isinstance(listener, StreamListener)
         accepting = pool.submit(listener.accept, timeout_s=SOON_S)
         with caller(listener) as mute:
-            terms = Terms(scheme, 0, GEOMETRY, GEOMETRY)
+            terms = Terms(getattr(fabric, "spoken", scheme), 0, GEOMETRY, GEOMETRY)
             run(mute, offer(KEY, terms), listener.url, deadline=time.monotonic() + SOON_S)
             with pytest.raises(netstack.HandshakeError, match="as many channels as its ceiling allows"):
                 fabric.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY, timeout_s=SOON_S)

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from wiring import KEY, SOON_S, connect, send
 
 from lamina import netstack
-from lamina.netstack import Channel, Geometry, PeerFault, tcp
+from lamina.netstack import Channel, Geometry, PeerFault
+from lamina.netstack.host import tcp
 from lamina.netstack.host.tcp import TcpFabric
 from lamina.netstack.meeting.handshake import SEAL, Terms, offer, run
 

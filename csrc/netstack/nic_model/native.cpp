@@ -8,6 +8,7 @@
 #include <memory>
 #include <thread>
 
+#include "netstack/device_module.h"
 #include "netstack/nic_model/end.h"
 
 namespace {
@@ -207,12 +208,6 @@ PyObject* endpoint_abort(PyObject* object, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyObject* inbox_bytes(PyObject*, PyObject* args) {
-  mlx5::Slots slots;
-  if (!PyArg_ParseTuple(args, "KK", &slots.count, &slots.bytes)) return nullptr;
-  return PyLong_FromUnsignedLongLong(slots.inbox_bytes());
-}
-
 PyObject* write_wqe(PyObject*, PyObject* args) {
   u64 index, to, from;
   unsigned queue, to_key, from_key, bytes, flags;
@@ -339,21 +334,15 @@ int module_exec(PyObject* module) {
   if (!type) return -1;
   const int failed = PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(type));
   Py_DECREF(type);
-  const struct {
-    const char* name;
-    long value;
-  } constants[] = {{"OK", mlx5::kOk},           {"PENDING", mlx5::kPending}, {"TIMEOUT", mlx5::kTimeout},
-                   {"ABORTED", mlx5::kAborted}, {"FAULT", mlx5::kFault},     {"FAILED", mlx5::kFailed},
-                   {"SIGNALLED", mlx5::kSignalled}};
-  for (const auto& constant : constants)
-    if (PyModule_AddIntConstant(module, constant.name, constant.value)) return -1;
+  if (device::add_constants(module) || PyModule_AddIntConstant(module, "SIGNALLED", mlx5::kSignalled)) return -1;
   PyObject* address = PyLong_FromUnsignedLongLong(kInboxAddress);
   const int missing = PyModule_AddObjectRef(module, "INBOX_ADDRESS", address);
   Py_XDECREF(address);
   return failed || missing ? -1 : 0;
 }
 
-PyMethodDef module_methods[] = {{"inbox_bytes", inbox_bytes, METH_VARARGS, nullptr},
+PyMethodDef module_methods[] = {{"inbox_bytes", device::inbox_bytes, METH_VARARGS, nullptr},
+                                {"channel_layout", device::channel_layout<mlx5::Channel>, METH_NOARGS, nullptr},
                                 {"host_send", host_send, METH_VARARGS, nullptr},
                                 {"host_receive", host_receive, METH_VARARGS, nullptr},
                                 {"serve_nic", serve_nic, METH_VARARGS, nullptr},
