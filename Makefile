@@ -3,6 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MODEL ?= examples/tiny_lm/model
+NATIVE = $(shell find csrc tests perf -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test check properties format fuzz clean test-vm test-vm-all
 
@@ -23,6 +24,7 @@ test-vm-all: $(READY)
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
@@ -34,6 +36,7 @@ properties: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(NATIVE)
 
 # Installs pinned versions and builds the native parts; PIP_ARGS passes options to pip, such as another index.
 $(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.cpp csrc/*/*/*.h)
