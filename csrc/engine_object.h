@@ -45,7 +45,8 @@ class EngineObject {
     Py_ssize_t threads;
     const char* name;
     if (!PyArg_ParseTuple(args, "ns", &threads, &name)) return nullptr;
-    if (threads < 1 || threads > 1024) return PyErr_Format(PyExc_ValueError, "threads must lie in 1..1024, not %zd", threads);
+    if (threads < 1 || threads > 1024)
+      return PyErr_Format(PyExc_ValueError, "threads must lie in 1..1024, not %zd", threads);
     std::size_t i = 0;
     while (i < count && !(variants()[i].usable && (!*name || std::string(name) == variants()[i].name))) ++i;
     if (i == count) return PyErr_Format(PyExc_ValueError, "this CPU has no %s", *name ? name : Engine::kLeast);
@@ -70,8 +71,7 @@ class EngineObject {
     Py_DECREF(type);
   }
 
-  PyObject_HEAD
-  Engine* engine_;
+  PyObject_HEAD Engine* engine_;
 };
 
 }  // namespace lamina

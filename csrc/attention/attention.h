@@ -16,10 +16,10 @@ namespace lamina::attention {
 
 using std::int64_t;
 
-constexpr int kChunk = 128;     // merge.CHUNK_TOKENS
-constexpr int kTile = 32;       // queries of a task at most
+constexpr int kChunk = 128;  // merge.CHUNK_TOKENS
+constexpr int kTile = 32;  // queries of a task at most
 constexpr int kSplitLevel = 5;  // a task has at most 2 ** 5 chunks, where one tile is all that a sequence has
-constexpr int kPad = 32;        // rows of scratch are padded to a multiple of it, in numbers
+constexpr int kPad = 32;  // rows of scratch are padded to a multiple of it, in numbers
 constexpr int kScores = kChunk + 8;  // a query's scores of a chunk, with room for the last vector's surplus
 
 struct Operator {
@@ -33,7 +33,7 @@ struct Operator {
 // The arrays of lamina.kv.pool.RowTable, owned by others.
 struct Rows {
   const int64_t *row, *first, *count, *seen, *stop, *origin;  // [sequences]
-  const int64_t* table;                                // [sequences, width]
+  const int64_t* table;  // [sequences, width]
   int64_t sequences, width, block_size;
 };
 
@@ -42,7 +42,7 @@ struct Task {
   int64_t sequence, begin, end;
   int64_t head, heads;
   int64_t low, high;  // positions; of the step's own rows, counted from the first of them
-  int64_t split;      // which of the splits it is part of; -1 = it is whole
+  int64_t split;  // which of the splits it is part of; -1 = it is whole
 };
 
 // A tile whose chunks were given to several tasks, `first_task .. first_task + tasks`, which follow each other.
@@ -54,7 +54,7 @@ struct Tasks {
   std::vector<Task> tasks;
   std::vector<Split> splits;
   int64_t pairs = 0, tokens = 0;  // (query, token) pairs and tokens of one KV head, all tasks
-  int64_t chunks = 1;             // of the longest task
+  int64_t chunks = 1;  // of the longest task
 };
 
 // The tasks of a step over stored tokens, or over the step's own: enough for `threads` of them to share.
@@ -65,13 +65,13 @@ struct Call {
   const Rows* rows;
   const Task* tasks;
   const Split* splits;
-  bool stored;        // k, v: a LayerStore's blocks, else the step's own rows
+  bool stored;  // k, v: a LayerStore's blocks, else the step's own rows
   const void *q, *k, *v;  // q [R, Hq, D]
   const float *k_scale, *v_scale;  // of each row of k and v, [.., Hkv, block] or [R, Hkv]; where these are of 8 bits
-  float *o, *lse;                   // results [R, Hq, Dv], [R, Hq]; unless there is `out`: then those of the stored part
-  void* out;                        // [R, Hq, Dv] in the dtype of q: merged with the stored part and the sinks
-  float* parts;                     // nodes of split tiles, by task
-  std::atomic<int>* left;           // tasks that are not done yet, by split
+  float *o, *lse;  // results [R, Hq, Dv], [R, Hq]; unless there is `out`: then those of the stored part
+  void* out;  // [R, Hq, Dv] in the dtype of q: merged with the stored part and the sinks
+  float* parts;  // nodes of split tiles, by task
+  std::atomic<int>* left;  // tasks that are not done yet, by split
 };
 
 inline int64_t padded(int64_t dim) { return (dim + kPad - 1) / kPad * kPad; }

@@ -59,8 +59,12 @@ bool usable() {
 
 }  // namespace
 
-const Variant kAvx2 = {"avx2", usable, {runs<float>, runs<BFloat16>, runs<Half>},
-                       merge_partials, {finish<float>, finish<BFloat16>, finish<Half>}, read};
+const Variant kAvx2 = {"avx2",
+                       usable,
+                       {runs<float>, runs<BFloat16>, runs<Half>},
+                       merge_partials,
+                       {finish<float>, finish<BFloat16>, finish<Half>},
+                       read};
 
 }  // namespace lamina::attention
 

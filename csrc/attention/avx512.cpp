@@ -22,14 +22,18 @@ namespace {
 #include "task.h"
 
 bool usable() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl");
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
 }  // namespace
 
-const Variant kAvx512 = {"avx512", usable, {runs<float>, runs<BFloat16>, runs<Half>},
-                       merge_partials, {finish<float>, finish<BFloat16>, finish<Half>}, read};
+const Variant kAvx512 = {"avx512",
+                         usable,
+                         {runs<float>, runs<BFloat16>, runs<Half>},
+                         merge_partials,
+                         {finish<float>, finish<BFloat16>, finish<Half>},
+                         read};
 
 }  // namespace lamina::attention
 

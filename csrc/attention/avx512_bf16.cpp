@@ -39,14 +39,19 @@ struct Dot<BFloat16> {
 #include "task.h"
 
 bool usable() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512bf16");
 }
 
 }  // namespace
 
-const Variant kAvx512Bf16 = {"avx512_bf16", usable, {runs<float>, runs<BFloat16>, runs<Half>},
-                       merge_partials, {finish<float>, finish<BFloat16>, finish<Half>}, read};
+const Variant kAvx512Bf16 = {"avx512_bf16",
+                             usable,
+                             {runs<float>, runs<BFloat16>, runs<Half>},
+                             merge_partials,
+                             {finish<float>, finish<BFloat16>, finish<Half>},
+                             read};
 
 }  // namespace lamina::attention
 

@@ -10,10 +10,18 @@
 // (amx_bf16.cpp).
 
 using Bits = std::uint16_t;
-struct BFloat16 { Bits bits; };
-struct Half { Bits bits; };
-struct Int8 { signed char number; };
-struct Fp8 { unsigned char bits; };  // E4M3
+struct BFloat16 {
+  Bits bits;
+};
+struct Half {
+  Bits bits;
+};
+struct Int8 {
+  signed char number;
+};
+struct Fp8 {
+  unsigned char bits;
+};  // E4M3
 
 struct Pair {
   V a, b;

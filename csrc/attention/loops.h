@@ -181,8 +181,8 @@ struct Vectors {
   }
 
   // o [count, stride_o] += weight [count, kScores] at `low .. high` . v; `first`: o = that.
-  static void add(int count, const float* weight, const S* v, int64_t stride, int low, int high, bool first, int64_t dim,
-                  float* o, int64_t stride_o, Ahead ahead) {
+  static void add(int count, const float* weight, const S* v, int64_t stride, int low, int high, bool first,
+                  int64_t dim, float* o, int64_t stride_o, Ahead ahead) {
     const auto f = count == 4   ? accumulate<S, 4>
                    : count == 3 ? accumulate<S, 3>
                    : count == 2 ? accumulate<S, 2>

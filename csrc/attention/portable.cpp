@@ -72,7 +72,11 @@ inline V from_fp8(const void* p) {
 
 }  // namespace
 
-const Variant kPortable = {"portable", [] { return true; }, {runs<float>, runs<BFloat16>, runs<Half>},
-                       merge_partials, {finish<float>, finish<BFloat16>, finish<Half>}, read};
+const Variant kPortable = {"portable",
+                           [] { return true; },
+                           {runs<float>, runs<BFloat16>, runs<Half>},
+                           merge_partials,
+                           {finish<float>, finish<BFloat16>, finish<Half>},
+                           read};
 
 }  // namespace lamina::attention

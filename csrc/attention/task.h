@@ -67,7 +67,8 @@ class Run {
       const float *o = root.o + i * tile_.stride, *stored = call_.o + at;
       write(static_cast<T*>(call_.out) + at, [&](int64_t d) {
         const Pair y = reorder<S, T>(load_pair(o + d));
-        const Pair x = as_loaded<T>(d + 2 * W <= op_.v_dim ? load_pair(stored + d) : load_tail(stored + d, op_.v_dim - d));
+        const Pair x =
+            as_loaded<T>(d + 2 * W <= op_.v_dim ? load_pair(stored + d) : load_tail(stored + d, op_.v_dim - d));
         return Pair{fma(b, y.a, a * x.a) * c, fma(b, y.b, a * x.b) * c};
       });
     }
@@ -246,8 +247,8 @@ class Run {
   const Task& task_;
   const int64_t group_, each_;  // each_: queries of a KV head
   const Tile tile_;
-  const int64_t first_row_, first_;      // first_: position of the first row, 0 where positions count from it
-  const int64_t token_, next_head_;      // rows from one token to the next, and from one head to the next
+  const int64_t first_row_, first_;  // first_: position of the first row, 0 where positions count from it
+  const int64_t token_, next_head_;  // rows from one token to the next, and from one head to the next
   float *const queries_, *const scores_, *const space_;
   Loops loops_;
 };
@@ -313,7 +314,8 @@ inline void merge_partials(Partial a, Partial b, int64_t queries, int64_t dim) {
 
 // See Variant; the arithmetic of Run::deliver.
 template <class T>
-void finish(Partial stored, Partial fresh, const float* sinks, int64_t queries, int64_t q_heads, int64_t dim, void* out) {
+void finish(Partial stored, Partial fresh, const float* sinks, int64_t queries, int64_t q_heads, int64_t dim,
+            void* out) {
   for (int64_t from = 0; from < queries; from += kTile) {
     const int64_t n = min(kTile, queries - from);
     float weight_a[kTile], weight_b[kTile], weight[kTile], sink[kTile] = {};
@@ -324,9 +326,8 @@ void finish(Partial stored, Partial fresh, const float* sinks, int64_t queries, 
     for (int64_t i = 0; i < n; ++i) {
       const V x = set(weight_a[i]), y = set(weight_b[i]), z = set(sinks ? weight[i] : 1);
       const int64_t at = (from + i) * dim;
-      combine(static_cast<T*>(out) + at, stored.o + at, fresh.o + at, dim, [&](Pair p, Pair q) {
-        return Pair{fma(y, q.a, x * p.a) * z, fma(y, q.b, x * p.b) * z};
-      });
+      combine(static_cast<T*>(out) + at, stored.o + at, fresh.o + at, dim,
+              [&](Pair p, Pair q) { return Pair{fma(y, q.a, x * p.a) * z, fma(y, q.b, x * p.b) * z}; });
     }
   }
 }

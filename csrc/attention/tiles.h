@@ -59,8 +59,8 @@ class Tiles {
     }
   }
 
-  void add(int count, const float* weight, const BFloat16* v, int64_t stride, int low, int high, bool first, int64_t dim,
-           float* o, int64_t stride_o, Ahead ahead) {
+  void add(int count, const float* weight, const BFloat16* v, int64_t stride, int low, int high, bool first,
+           int64_t dim, float* o, int64_t stride_o, Ahead ahead) {
     set_for(count);
     for (int from = low & -kStep; from < high; from += kStep, first = false) {
       const Range range(low - from, high - from);

@@ -30,7 +30,7 @@ enum Status : int {
   kPending = 1,  // nothing yet: the ring is full, or no completion has come
   kTimeout = 2,
   kAborted = 3,
-  kFault = 4,   // the peer wrote what no honest peer writes
+  kFault = 4,  // the peer wrote what no honest peer writes
   kFailed = 5,  // the NIC reported an error; Queue::syndrome says which
 };
 
@@ -152,7 +152,7 @@ struct Slots {
 struct Ends {
   // Filled by the control plane.
   u8* staging;  // laid out as the peer's inbox; we write messages there
-  u8* inbox;    // ours; the peer writes
+  u8* inbox;  // ours; the peer writes
   const u64* abort;
   Slots out, in;
   u64 zero;  // epoch << 48

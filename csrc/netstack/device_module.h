@@ -37,9 +37,16 @@ inline int add_constants(PyObject* module) {
   const struct {
     const char* name;
     long value;
-  } constants[] = {{"OK", kOk},           {"PENDING", kPending}, {"TIMEOUT", kTimeout},     {"ABORTED", kAborted},
-                   {"FAULT", kFault},     {"FAILED", kFailed},   {"SIGNAL_AT", kSignalAt}, {"CREDIT_AT", kCreditAt},
-                   {"SLOTS_AT", kSlotsAt}, {"LINE", kLine}};
+  } constants[] = {{"OK", kOk},
+                   {"PENDING", kPending},
+                   {"TIMEOUT", kTimeout},
+                   {"ABORTED", kAborted},
+                   {"FAULT", kFault},
+                   {"FAILED", kFailed},
+                   {"SIGNAL_AT", kSignalAt},
+                   {"CREDIT_AT", kCreditAt},
+                   {"SLOTS_AT", kSlotsAt},
+                   {"LINE", kLine}};
   for (const auto& constant : constants)
     if (PyModule_AddIntConstant(module, constant.name, constant.value)) return -1;
   return 0;

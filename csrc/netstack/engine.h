@@ -96,7 +96,7 @@ class Engine {
   virtual void give_up(const char*) {}  // on a put that was interrupted
 
   virtual Status take(Message* message) = 0;  // the message that look found
-  virtual void release() = 0;                 // of the oldest taken message
+  virtual void release() = 0;  // of the oldest taken message
 
   // Stops this side, tells the peer why, wakes both roles; only the first call counts. From any thread.
   virtual void stop(Farewell farewell, const char* reason, std::uint64_t reason_bytes) = 0;

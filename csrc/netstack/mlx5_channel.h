@@ -21,8 +21,11 @@ LAMINA_HD Status publish(B& bus, Channel& c, u64 bytes, const u64* tag) {
   write_header(bus, c, bytes, tag);
   const u64 at = c.out.at(c.published);
   const Status status = put_signal(bus, c.queue,
-                                   {peer_at(c, at), {c.source.address + at, c.source.key},
-                                    u32(sizeof(Header) + bytes), peer_at(c, kSignalAt), c.zero + c.published + 1});
+                                   {peer_at(c, at),
+                                    {c.source.address + at, c.source.key},
+                                    u32(sizeof(Header) + bytes),
+                                    peer_at(c, kSignalAt),
+                                    c.zero + c.published + 1});
   if (status == kOk) c.published += 1;
   return status;
 }

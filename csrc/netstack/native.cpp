@@ -117,9 +117,8 @@ PyObject* open_stream(PyObject* module, PyObject* args) {
   std::uint8_t* base = memory_base(memory);
   const Outbox outbox{base, out.slots, out.slot_bytes};
   const Slots inbox{base + out_bytes, in.slots, in.slot_bytes};
-  auto* stream = new (std::nothrow)
-      Stream(sock, outbox, inbox, epoch, std::move(out_guard), std::move(in_guard), nanoseconds(spin_s),
-             nanoseconds(stall_s), *state->teller);
+  auto* stream = new (std::nothrow) Stream(sock, outbox, inbox, epoch, std::move(out_guard), std::move(in_guard),
+                                           nanoseconds(spin_s), nanoseconds(stall_s), *state->teller);
   if (!stream || !stream->start()) {
     PyErr_SetFromErrno(PyExc_OSError);
     delete stream;

@@ -14,7 +14,7 @@ struct Bench {
   const std::uint8_t* payloads;  // kPayloads of `bytes`
   std::uint64_t bytes, rounds, patience_ns;
   bool leads, copies;
-  std::vector<std::uint8_t> mine;    // where an arrival is copied to
+  std::vector<std::uint8_t> mine;  // where an arrival is copied to
   std::vector<std::uint64_t> times;  // of each round, for the leader
   const char* wrong = nullptr;
 
@@ -92,8 +92,15 @@ PyObject* bounce(PyObject* module, PyObject* args) {
   const std::uint64_t each = std::uint64_t(bytes) / kPayloads;
   if (self->granted->front() || self->arrived->front() || each > self->out.slot_bytes)
     return PyErr_Format(PyExc_ValueError, "bounce takes a channel with no slot in use and payloads that fit its slots");
-  Bench bench{self->engine, reinterpret_cast<const std::uint8_t*>(payloads), each, rounds,
-              std::uint64_t(std::min(std::max(timeout_s, 0.0), 1e9) * 1e9), leads != 0, copies != 0, {}, {}};
+  Bench bench{self->engine,
+              reinterpret_cast<const std::uint8_t*>(payloads),
+              each,
+              rounds,
+              std::uint64_t(std::min(std::max(timeout_s, 0.0), 1e9) * 1e9),
+              leads != 0,
+              copies != 0,
+              {},
+              {}};
   try {
     bench.mine.resize(each);
     bench.times.resize(leads ? rounds : 0);

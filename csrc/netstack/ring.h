@@ -74,10 +74,7 @@ struct Ring {
   }
 
   Ring(std::uint8_t* base, std::uint64_t slots_, std::uint64_t slot_bytes_, std::uint64_t epoch)
-      : control(reinterpret_cast<Control*>(base)),
-        first(base + kPage),
-        slots(slots_),
-        slot_bytes(slot_bytes_),
+      : control(reinterpret_cast<Control*>(base)), first(base + kPage), slots(slots_), slot_bytes(slot_bytes_),
         zero(epoch << kEpochShift) {}
 
   // Before the peer gets to see the memory: no message, no credit, in this epoch.

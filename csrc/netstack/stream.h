@@ -26,13 +26,8 @@ class Stream final : public Engine, private Teller::Client {
   // Owns `sock`, blocking. A peer that takes no byte of a put for `stall_ns` is given up.
   Stream(int sock, const Outbox& outbox, const Slots& inbox, std::uint64_t epoch, Guard out, Guard in,
          std::uint64_t spin_ns, std::uint64_t stall_ns, Teller& teller)
-      : sock_(sock),
-        spin_ns_(spin_ns),
-        stall_ns_(stall_ns),
-        outbox_(outbox),
-        books_{epoch << kEpochShift},
-        decoder_(books_, inbox, std::move(in)),
-        writer_(sock, outbox, inbox.slots, std::move(out), books_),
+      : sock_(sock), spin_ns_(spin_ns), stall_ns_(stall_ns), outbox_(outbox), books_{epoch << kEpochShift},
+        decoder_(books_, inbox, std::move(in)), writer_(sock, outbox, inbox.slots, std::move(out), books_),
         teller_(teller) {
     teller_.add(this);
   }

@@ -30,12 +30,8 @@ template <class T>
 class Row {
  public:
   Row(const Kernel* kernels, Type type, const void* x, std::size_t size, Scratch& scratch)
-      : kernel_(kernels[static_cast<int>(type)]),
-        float_kernel_(kernels[static_cast<int>(Type::kFloat)]),
-        x_(static_cast<const T*>(x)),
-        size_(size),
-        blocks_((size + kBlock - 1) / kBlock),
-        s_(scratch) {
+      : kernel_(kernels[static_cast<int>(type)]), float_kernel_(kernels[static_cast<int>(Type::kFloat)]),
+        x_(static_cast<const T*>(x)), size_(size), blocks_((size + kBlock - 1) / kBlock), s_(scratch) {
     const std::size_t whole = size / kBlock * kBlock;
     if (whole == size) return;
     T* const tail = reinterpret_cast<T*>(s_.tail);

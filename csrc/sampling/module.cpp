@@ -99,8 +99,10 @@ PyObject* list_of(const std::vector<std::int64_t>& values) {
   PyObject* list = PyList_New(static_cast<Py_ssize_t>(values.size()));
   for (std::size_t i = 0; list && i < values.size(); ++i) {
     PyObject* value = PyLong_FromLongLong(values[i]);
-    if (!value) Py_CLEAR(list);
-    else PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), value);
+    if (!value)
+      Py_CLEAR(list);
+    else
+      PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), value);
   }
   return list;
 }
@@ -139,7 +141,8 @@ PyObject* engine_best(PyObject* self, PyObject* args) {
   if (!PyArg_ParseTuple(args, "KinnnnK", &x, &type, &rows, &size, &stride, &count, &out)) return nullptr;
   Logits logits{};
   if (!parse(x, type, rows, size, stride, &logits)) return nullptr;
-  if (count < 1 || count > size) return PyErr_Format(PyExc_ValueError, "%zd of %zd logits cannot be chosen", count, size);
+  if (count < 1 || count > size)
+    return PyErr_Format(PyExc_ValueError, "%zd of %zd logits cannot be chosen", count, size);
   auto* const ids = reinterpret_cast<std::int64_t*>(static_cast<std::uintptr_t>(out));
   const auto width = static_cast<std::size_t>(count);
   Engine& engine = Object::engine_of(self);

@@ -11,13 +11,13 @@
 
 namespace lamina::sampling {
 
-constexpr std::size_t kBlock = 1024;            // tokens that a kernel takes at a time
-constexpr std::size_t kPart = 64;               // tokens that share a maximum
+constexpr std::size_t kBlock = 1024;  // tokens that a kernel takes at a time
+constexpr std::size_t kPart = 64;  // tokens that share a maximum
 constexpr std::size_t kParts = kBlock / kPart;  // of a block
 
-constexpr int kLevelBits = 24;                // levels to a doubling of probability
+constexpr int kLevelBits = 24;  // levels to a doubling of probability
 constexpr int kLowest = -42 * (1 << kLevelBits);  // the lowest level that is told apart; its mass is 0
-constexpr int kMassBits = 40;                 // the best token has the mass 2^40
+constexpr int kMassBits = 40;  // the best token has the mass 2^40
 
 // 2^r for -1/2 <= r < 1/2, to 2e-7; coefficients of r, r^2 ... behind 1.
 constexpr float kPower[5] = {0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b754p-5f, 0x1.3cea8cp-7f, 0x1.5bb9e6p-10f};
@@ -56,9 +56,9 @@ inline float to_float(Half v) {
 
 // What turns a row's logits into levels and masses.
 struct Scale {
-  float best;         // the largest logit
-  float factor;       // levels to 1 of logits
-  std::int32_t cut;   // below this level a mass is 0
+  float best;  // the largest logit
+  float factor;  // levels to 1 of logits
+  std::int32_t cut;  // below this level a mass is 0
 };
 
 // One instruction set's code for logits of one type. Each function takes a whole block; the first one also takes parts.

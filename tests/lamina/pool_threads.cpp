@@ -42,7 +42,7 @@ int main(int, char** arguments) {
   alarm(60);  // a thread that nobody wakes
   std::mt19937 random(1);
   lamina::Pool pool(1, spins);
-  std::vector<int> done(kPieces);       // plain memory: a race on a piece is seen
+  std::vector<int> done(kPieces);  // plain memory: a race on a piece is seen
   std::vector<int> of_thread(kThreads);  // likewise, on a thread's number
   for (int job = 1; job <= jobs; ++job) {
     if (job % (jobs / int(kThreads)) == 0) pool.grow(std::min(pool.size() + 1, kThreads));

@@ -155,9 +155,9 @@ Kernel kernel(void (*function)(A...)) {
 std::map<std::string, Kernel>& kernels() {
   static std::map<std::string, Kernel> all = {
 #define KERNEL(name) {#name, kernel(name)}
-      KERNEL(lamina_mlx5_send),      KERNEL(lamina_mlx5_receive), KERNEL(lamina_memory_send),
-      KERNEL(lamina_memory_receive), KERNEL(lamina_memory_reserve), KERNEL(lamina_memory_put),
-      KERNEL(lamina_memory_take),    KERNEL(lamina_memory_release), KERNEL(lamina_memory_send_two),
+      KERNEL(lamina_mlx5_send),          KERNEL(lamina_mlx5_receive),   KERNEL(lamina_memory_send),
+      KERNEL(lamina_memory_receive),     KERNEL(lamina_memory_reserve), KERNEL(lamina_memory_put),
+      KERNEL(lamina_memory_take),        KERNEL(lamina_memory_release), KERNEL(lamina_memory_send_two),
       KERNEL(lamina_memory_receive_due), KERNEL(lamina_stamp),
   };
   return all;
@@ -385,8 +385,8 @@ CUresult cuEventCreate(CUevent* event, unsigned flags) {
 }
 CUresult cuEventRecord(CUevent handle, CUstream on) {
   NEEDS_CONTEXT;
-  auto *event = reinterpret_cast<Event*>(handle);
-  auto *stream = reinterpret_cast<Stream*>(on);
+  auto* event = reinterpret_cast<Event*>(handle);
+  auto* stream = reinterpret_cast<Stream*>(on);
   if (stream->capturing) return kInvalid;
   const std::lock_guard<std::mutex> lock(event->mutex);
   stream->add([event, n = ++event->recorded] { event->reach(n); });
@@ -394,8 +394,8 @@ CUresult cuEventRecord(CUevent handle, CUstream on) {
 }
 CUresult cuStreamWaitEvent(CUstream on, CUevent handle, unsigned) {
   NEEDS_CONTEXT;
-  auto *event = reinterpret_cast<Event*>(handle);
-  auto *stream = reinterpret_cast<Stream*>(on);
+  auto* event = reinterpret_cast<Event*>(handle);
+  auto* stream = reinterpret_cast<Stream*>(on);
   if (stream->capturing) return kInvalid;
   const std::lock_guard<std::mutex> lock(event->mutex);
   stream->add([event, n = event->recorded] { event->wait(n); });
@@ -403,7 +403,7 @@ CUresult cuStreamWaitEvent(CUstream on, CUevent handle, unsigned) {
 }
 CUresult cuEventSynchronize(CUevent handle) {
   NEEDS_CONTEXT;
-  auto *event = reinterpret_cast<Event*>(handle);
+  auto* event = reinterpret_cast<Event*>(handle);
   event->wait(event->recorded);
   return kOkay;
 }
@@ -413,8 +413,8 @@ CUresult cuEventDestroy_v2(CUevent handle) {
   --live;
   return kOkay;
 }
-CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned,
-                        unsigned, unsigned, CUstream stream, void** values, void**) {
+CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
+                        unsigned, CUstream stream, void** values, void**) {
   NEEDS_CONTEXT;
   if (x != 1 || y != 1 || z != 1 || threads < 32) return kInvalid;
   reinterpret_cast<Stream*>(stream)->add((*reinterpret_cast<Kernel*>(function))(values));

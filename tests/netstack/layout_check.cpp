@@ -19,7 +19,9 @@ void tell(const char* name) {
 }
 
 void show(const char* name, unsigned long long value) { std::printf("%s %llu\n", name, value); }
-void show(const char* name, const void* at) { show(name, static_cast<unsigned long long>(reinterpret_cast<std::size_t>(at))); }
+void show(const char* name, const void* at) {
+  show(name, static_cast<unsigned long long>(reinterpret_cast<std::size_t>(at)));
+}
 
 #define SHOW(field) show(#field, c.field)
 
@@ -47,6 +49,7 @@ int read_and_show() {
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count > 1) return std::strcmp(arguments[1], "memory") ? read_and_show<mlx5::Channel>() : read_and_show<memory::Channel>();
+  if (count > 1)
+    return std::strcmp(arguments[1], "memory") ? read_and_show<mlx5::Channel>() : read_and_show<memory::Channel>();
   tell<memory::Channel>("memory"), tell<mlx5::Channel>("mlx5");
 }

@@ -14,8 +14,8 @@ class MemoryPair {
   };
 
   MemoryPair(mlx5::Slots ab, mlx5::Slots ba, u64 zero, u64 seed)
-      : inbox_{Bytes(ba.inbox_bytes()), Bytes(ab.inbox_bytes())},
-        a{{nullptr, nullptr, seed, nullptr}, {}}, b{{nullptr, nullptr, seed + 1, nullptr}, {}} {
+      : inbox_{Bytes(ba.inbox_bytes()), Bytes(ab.inbox_bytes())}, a{{nullptr, nullptr, seed, nullptr}, {}},
+        b{{nullptr, nullptr, seed + 1, nullptr}, {}} {
     for (Bytes& inbox : inbox_) open_inbox(inbox.data(), zero);
     a.channel = {{inbox_[1].data(), inbox_[0].data(), &abort, ab, ba, zero, 0, 0, 0, 0, 0, 0}};
     b.channel = {{inbox_[0].data(), inbox_[1].data(), &abort, ba, ab, zero, 0, 0, 0, 0, 0, 0}};

@@ -20,8 +20,7 @@ constexpr u64 kInboxAddress = 0x7e0000000000;
 constexpr u64 kMessageMost = 1ull << 30;  // of the NIC, header included
 
 struct Endpoint {
-  PyObject_HEAD
-  Py_buffer inbox, staging, peer;  // obj is null until taken
+  PyObject_HEAD Py_buffer inbox, staging, peer;  // obj is null until taken
   u64 abort;
   bool proxied;  // `ring` moves the NIC
   nic_model::End* end;
@@ -45,7 +44,8 @@ std::uint32_t ring_blocks(u64 messages, u64 credits) {
 }
 
 PyObject* endpoint_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
-  static const char* names[] = {"inbox", "staging", "outbound", "inbound", "epoch", "number", "seed", "proxied", nullptr};
+  static const char* names[] = {"inbox",  "staging", "outbound", "inbound", "epoch",
+                                "number", "seed",    "proxied",  nullptr};
   PyObject *inbox, *staging;
   mlx5::Slots out, in;
   u64 epoch, seed;
@@ -303,18 +303,12 @@ PyObject* serve_nic(PyObject*, PyObject* args) {
 }
 
 PyMethodDef endpoint_methods[] = {
-    {"reach", endpoint_reach, METH_VARARGS, nullptr},
-    {"wait_slot", endpoint_wait_slot, METH_O, nullptr},
-    {"grant", endpoint_grant, METH_NOARGS, nullptr},
-    {"publish", endpoint_publish, METH_VARARGS, nullptr},
-    {"wait_message", endpoint_wait_message, METH_O, nullptr},
-    {"take", endpoint_take, METH_NOARGS, nullptr},
-    {"release", endpoint_release, METH_NOARGS, nullptr},
-    {"report", endpoint_report, METH_NOARGS, nullptr},
-    {"syndrome", endpoint_syndrome, METH_NOARGS, nullptr},
-    {"ring", endpoint_ring, METH_O, nullptr},
-    {"abort", endpoint_abort, METH_NOARGS, nullptr},
-    {nullptr, nullptr, 0, nullptr},
+    {"reach", endpoint_reach, METH_VARARGS, nullptr},         {"wait_slot", endpoint_wait_slot, METH_O, nullptr},
+    {"grant", endpoint_grant, METH_NOARGS, nullptr},          {"publish", endpoint_publish, METH_VARARGS, nullptr},
+    {"wait_message", endpoint_wait_message, METH_O, nullptr}, {"take", endpoint_take, METH_NOARGS, nullptr},
+    {"release", endpoint_release, METH_NOARGS, nullptr},      {"report", endpoint_report, METH_NOARGS, nullptr},
+    {"syndrome", endpoint_syndrome, METH_NOARGS, nullptr},    {"ring", endpoint_ring, METH_O, nullptr},
+    {"abort", endpoint_abort, METH_NOARGS, nullptr},          {nullptr, nullptr, 0, nullptr},
 };
 
 template <class F>
@@ -351,7 +345,7 @@ PyMethodDef module_methods[] = {{"inbox_bytes", device::inbox_bytes, METH_VARARG
                                 {nullptr, nullptr, 0, nullptr}};
 PyModuleDef_Slot module_slots[] = {{Py_mod_exec, slot(module_exec)}, {0, nullptr}};
 PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_native", nullptr, 0,      module_methods,
-                          module_slots,          nullptr, nullptr, nullptr};
+                          module_slots,          nullptr,   nullptr, nullptr};
 
 }  // namespace
 

@@ -89,9 +89,7 @@ std::uint64_t Nic::window() const {
 
 // Hardware that has dropped or merged doorbells reads the record unasked, so whatever the record announces must be
 // in the ring before it. It may fetch all of that at once.
-void Nic::read_record() {
-  end_ = next_ + window();
-}
+void Nic::read_record() { end_ = next_ + window(); }
 
 void Nic::fetch() {
   const std::uint16_t index = std::uint16_t(next_);

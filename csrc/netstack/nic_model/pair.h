@@ -13,12 +13,12 @@ using u64 = mlx5::u64;
 
 inline const char* g_scenario = "";
 
-#define CHECK(truth)                                                               \
-  do {                                                                             \
-    if (!(truth)) {                                                                \
-      std::printf("%s: line %d: not true: %s\n", g_scenario, __LINE__, #truth);    \
-      std::exit(1);                                                                \
-    }                                                                              \
+#define CHECK(truth)                                                            \
+  do {                                                                          \
+    if (!(truth)) {                                                             \
+      std::printf("%s: line %d: not true: %s\n", g_scenario, __LINE__, #truth); \
+      std::exit(1);                                                             \
+    }                                                                           \
   } while (0)
 
 constexpr u64 kLongNs = 20'000'000;  // of the bus's own clock
@@ -138,8 +138,10 @@ inline Counters traffic(const char* name, u64 messages, Shape a, Shape b, Advers
   while (pair.a.channel.received < messages || pair.b.channel.received < messages) {
     End& end = *ends[random.below(2)];
     bool moved = false;
-    if (end.channel.granted < messages && random.once_in(2)) moved = send(end);
-    else if (end.channel.received < messages) moved = receive(end);
+    if (end.channel.granted < messages && random.once_in(2))
+      moved = send(end);
+    else if (end.channel.received < messages)
+      moved = receive(end);
     if (random.once_in(2)) report(end);
     pair.move();
     idle = moved ? 0 : idle + 1;

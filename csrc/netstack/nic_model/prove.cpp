@@ -44,22 +44,19 @@ void faults(u64 seed) {
   fault("wrong remote key", seed, kRemoteAccess, [](P p) { p.a.channel.peer.key ^= 1; });
   fault("before the remote region", seed, kRemoteAccess, [](P p) { p.a.channel.peer.address -= 8192; });
   fault("behind the remote region", seed, kRemoteAccess, [](P p) { p.a.channel.peer.address += 4096; });
-  fault("remote region one byte short", seed, kRemoteAccess, [](P p) {
-    p.a.nic.remote[0].bytes = mlx5::kSlotsAt + sizeof(mlx5::Header) + length(0, 64) - 1;
-  });
+  fault("remote region one byte short", seed, kRemoteAccess,
+        [](P p) { p.a.nic.remote[0].bytes = mlx5::kSlotsAt + sizeof(mlx5::Header) + length(0, 64) - 1; });
   fault("remote region not writable", seed, kRemoteAccess, [](P p) { p.a.nic.remote[0].remote_write = false; });
   fault("wrong local key", seed, kLocalProtection, [](P p) { p.a.channel.source.key ^= 1; });
-  fault("local region one byte short", seed, kLocalProtection, [](P p) {
-    p.a.nic.local[0].bytes = mlx5::kSlotsAt + sizeof(mlx5::Header) + length(0, 64) - 1;
-  });
+  fault("local region one byte short", seed, kLocalProtection,
+        [](P p) { p.a.nic.local[0].bytes = mlx5::kSlotsAt + sizeof(mlx5::Header) + length(0, 64) - 1; });
   fault("nobody acknowledges", seed, kRetryExceeded, [](P p) { p.a.nic.peer_gone = true; });
 }
 
 void region_fits_exactly() {
   g_scenario = "regions of exactly the bytes needed";
   Pair pair(shape(2, 64), shape(2, 64), {}, 6);
-  pair.a.nic.local[0].bytes = pair.a.nic.remote[0].bytes =
-      mlx5::kSlotsAt + sizeof(mlx5::Header) + length(0, 64);
+  pair.a.nic.local[0].bytes = pair.a.nic.remote[0].bytes = mlx5::kSlotsAt + sizeof(mlx5::Header) + length(0, 64);
   CHECK(send(pair.a));
   pair.settle();
   CHECK(receive(pair.b));
@@ -120,15 +117,18 @@ void lies() {
   const u64 slot = mlx5::kSlotsAt;
   for (u64 signal : {zero - 1, zero + 3, 8ull << 48 | 1})
     lie("signal", [=](Pair& p) { set(p.inbox_of_b() + mlx5::kSignalAt, signal); }, false);
-  lie("signal before the credit", [=](Pair& p) {
-    auto& c = p.b.channel;
-    mlx5::Header header;
-    const mlx5::u8* payload;
-    CHECK(mlx5::wait_message(p.b.bus, c, 0) == mlx5::kOk && mlx5::take(p.b.bus, c, &header, &payload) == mlx5::kOk);
-    set(p.inbox_of_b() + mlx5::kSignalAt, zero + 3);
-    CHECK(mlx5::wait_message(p.b.bus, c, 0) == mlx5::kFault);
-    c.received = 0;
-  }, false);
+  lie(
+      "signal before the credit",
+      [=](Pair& p) {
+        auto& c = p.b.channel;
+        mlx5::Header header;
+        const mlx5::u8* payload;
+        CHECK(mlx5::wait_message(p.b.bus, c, 0) == mlx5::kOk && mlx5::take(p.b.bus, c, &header, &payload) == mlx5::kOk);
+        set(p.inbox_of_b() + mlx5::kSignalAt, zero + 3);
+        CHECK(mlx5::wait_message(p.b.bus, c, 0) == mlx5::kFault);
+        c.received = 0;
+      },
+      false);
   for (u64 seqno : {zero, zero + 2, 1ull})
     lie("header seqno", [=](Pair& p) { set(p.inbox_of_b() + slot, seqno); }, false);
   for (u64 bytes : {65ull, 1ull << 63, ~0ull})
@@ -231,7 +231,8 @@ void strange_doorbells() {
            __builtin_bswap32(std::uint32_t((index & 0xffff) << 8 | 8));
   };
   const u64 executed = pair.a.nic.count.executed;
-  for (u64 index : {q.committed, q.committed + 7, q.committed - 1, u64(0)}) pair.a.nic.doorbell(0, head(index, q.number));
+  for (u64 index : {q.committed, q.committed + 7, q.committed - 1, u64(0)})
+    pair.a.nic.doorbell(0, head(index, q.number));
   pair.a.nic.doorbell(0, head(q.committed, 0x999));
   q.record[1] = __builtin_bswap32(std::uint32_t(q.committed + 9));  // a window larger than the ring
   pair.a.nic.doorbell(0, head(q.committed + 8, q.number));
@@ -340,7 +341,8 @@ int main(int argc, char** argv) {
   proxied.proxied = true;
   traffic("a proxy rings", 2000, proxied, shape(3, 64), kHostile, seed + 40);
   memory_lies();
-  for (u64 part = 0; part < 6; ++part) memory_traffic(2000, 1 + part % 3, 24 * part, (part % 2 ? last_epoch : 0), seed + 50 + part);
+  for (u64 part = 0; part < 6; ++part)
+    memory_traffic(2000, 1 + part % 3, 24 * part, (part % 2 ? last_epoch : 0), seed + 50 + part);
   Counters sum;
   for (u64 part = 0; sum.doorbells < posts; ++part) {  // a post is a doorbell: a message or a credit
     const u64 slots = 1 + part % 4;
@@ -355,7 +357,7 @@ int main(int argc, char** argv) {
     sum.executed += n.executed;
     sum.completions += n.completions;
   }
-  std::printf("ok posts %llu wqes %llu completions %llu stale_doorbells %llu\n", u64(sum.doorbells),
-              u64(sum.executed), u64(sum.completions), u64(sum.stale));
+  std::printf("ok posts %llu wqes %llu completions %llu stale_doorbells %llu\n", u64(sum.doorbells), u64(sum.executed),
+              u64(sum.completions), u64(sum.stale));
   return 0;
 }
