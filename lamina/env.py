@@ -16,6 +16,7 @@ VARIABLES = {
     "LAMINA_API_KEY": "keys of the HTTP server, by comma; every request but /health must bear one (--api-key)",
     "LAMINA_TRACE": "write a trace of the run to this file (--trace)",
     "LAMINA_NIC_MODEL": "1: the transport nic-model, a NIC in software, may be used: within one host, for tests",
+    "LAMINA_MLX5_MODEL": "what LAMINA_NIC_MODEL was called before: it opens nothing, a refusal names the new one",
     "LAMINA_EMULATE": "times of other devices, for compute workers and the attention `emulate`; see lamina.emulate",
     "LAMINA_RDMA_DEVICE": "the RDMA device of the transport verbs: NAME, NAME:PORT or NAME:PORT:GID_INDEX",
     "LAMINA_CUDA_DEVICE": "the number of the GPU that the transport cuda uses; default: the worker's own, or 0",
