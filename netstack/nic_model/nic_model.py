@@ -100,7 +100,7 @@ def _endpoint(address: str) -> tuple[str, int]:
 def check_usable(scheme: str) -> None:
     """Raises ImportError unless the software NIC was asked for."""
     if os.environ.get(MODEL) != "1":
-        before = f"; {OLD_MODEL} is its name of before" if OLD_MODEL in os.environ else ""
+        before = f" ({OLD_MODEL} is its old name)" if OLD_MODEL in os.environ else ""
         raise ImportError(
             f"transport '{scheme}' is a software NIC, for tests within one host: set {MODEL}=1 to use it{before}, or "
             "use another transport; `lamina-launch doctor` checks this machine"
