@@ -2,9 +2,11 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <algorithm>
 #include <mutex>
 #include <new>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "gemm/linear.h"
@@ -21,7 +23,9 @@ struct Engine {
   // Callers take turns: the buffers below are those of one call.
   void linear(Problem p, const void* x) {
     std::lock_guard<std::mutex> turn(mutex);
-    const Kernel& kernel = variant->kernels[static_cast<int>(p.type)];
+    const void* const copy = packed_of(p);
+    const Kernel& kernel = copy ? packing(p.type)->kernel : variant->kernels[static_cast<int>(p.type)];
+    if (copy) p.w = copy;
     const Plan plan = kernel.plan(p);
     p.x = static_cast<const float*>(x);
     if (plan.x) {
@@ -34,7 +38,49 @@ struct Engine {
     pool.run(run_piece, &job, (p.cols + job.cols - 1) / job.cols);
   }
 
+  // Null where the variant takes weights of this type as they lie alone.
+  const Packing* packing(Type type) const { return variant->packings[static_cast<int>(type)]; }
+
+  // There is a packing for them.
+  void pack(Type type, const Weights& w, void* to) {
+    std::lock_guard<std::mutex> turn(mutex);
+    PackJob job{packing(type), w, to};
+    pool.run(pack_piece, &job, (w.cols + job.packing->cols - 1) / job.packing->cols);
+  }
+
+  // Calls with these weights take `copy` in their place, which was packed from them.
+  void use(Type type, const Weights& w, const void* copy) {
+    std::lock_guard<std::mutex> turn(mutex);
+    packed[w.at] = {type, w, copy};
+  }
+
  private:
+  struct Packed {
+    Type type;
+    Weights weights;
+    const void* copy;
+  };
+
+  struct PackJob {
+    const Packing* packing;
+    Weights weights;
+    void* to;
+  };
+
+  const void* packed_of(const Problem& p) const {
+    if (packed.empty()) return nullptr;
+    const auto found = packed.find(p.w);
+    if (found == packed.end()) return nullptr;
+    const auto& [type, w, copy] = found->second;
+    return type == p.type && w.cols == p.cols && w.k_size == p.k_size && w.ldw == p.ldw ? copy : nullptr;
+  }
+
+  static void pack_piece(void* data, std::size_t piece, std::size_t) {
+    const auto& job = *static_cast<PackJob*>(data);
+    const std::size_t begin = piece * job.packing->cols;
+    job.packing->pack(job.weights, job.to, begin, std::min(begin + job.packing->cols, job.weights.cols));
+  }
+
   struct Job {
     Engine* engine;
     Problem problem;
@@ -67,6 +113,7 @@ struct Engine {
   const Variant* variant;
   std::vector<std::vector<float>> scratch;  // of each thread
   std::vector<float> prepared;              // x
+  std::unordered_map<const void*, Packed> packed;  // by where weights lie
 };
 
 struct EngineObject {
@@ -106,20 +153,63 @@ void engine_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-PyObject* engine_linear(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  if (count != 9) return PyErr_Format(PyExc_TypeError, "linear takes 9 arguments, not %zd", count);
-  unsigned long long v[9];
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    v[i] = PyLong_AsUnsignedLongLong(args[i]);
-    if (v[i] == static_cast<unsigned long long>(-1) && PyErr_Occurred()) return nullptr;
+// The first `count` of the arguments as numbers of the machine, the one at `type` one of Type's. Whether they are.
+bool numbers(const char* name, PyObject* const* args, Py_ssize_t count, Py_ssize_t wanted, Py_ssize_t type,
+             unsigned long long* to) {
+  if (count != wanted) {
+    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, not %zd", name, wanted, count);
+    return false;
   }
-  if (v[4] > 2) return PyErr_Format(PyExc_ValueError, "type %llu is none of 0, 1, 2", v[4]);
-  const auto at = [&](int i) { return reinterpret_cast<void*>(static_cast<std::uintptr_t>(v[i])); };
-  const Problem p{static_cast<Type>(v[4]), nullptr, at(1), at(2), at(3), v[5], v[6], v[7], v[8]};
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    to[i] = PyLong_AsUnsignedLongLong(args[i]);
+    if (to[i] == static_cast<unsigned long long>(-1) && PyErr_Occurred()) return false;
+  }
+  if (to[type] > 2) PyErr_Format(PyExc_ValueError, "type %llu is none of 0, 1, 2", to[type]);
+  return to[type] <= 2;
+}
+
+void* address(unsigned long long number) { return reinterpret_cast<void*>(static_cast<std::uintptr_t>(number)); }
+
+PyObject* engine_packed_bytes(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  unsigned long long v[3];  // type, cols, k_size
+  if (!numbers("packed_bytes", args, count, 3, 0, v)) return nullptr;
+  const Packing* const packing = reinterpret_cast<EngineObject*>(self)->engine->packing(static_cast<Type>(v[0]));
+  return PyLong_FromSize_t(packing ? packing->size(v[1], v[2]) : 0);
+}
+
+// w, copy, type, cols, k_size, ldw
+PyObject* packed_call(PyObject* self, PyObject* const* args, Py_ssize_t count, bool fill) {
+  unsigned long long v[6];
+  if (!numbers(fill ? "pack" : "use", args, count, 6, 2, v)) return nullptr;
+  Engine* const engine = reinterpret_cast<EngineObject*>(self)->engine;
+  const auto type = static_cast<Type>(v[2]);
+  if (!engine->packing(type)) return PyErr_Format(PyExc_ValueError, "weights of type %llu stay as they lie", v[2]);
+  const Weights w{address(v[0]), v[3], v[4], v[5]};
+  Py_BEGIN_ALLOW_THREADS;
+  if (fill)
+    engine->pack(type, w, address(v[1]));
+  else
+    engine->use(type, w, address(v[1]));
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
+PyObject* engine_pack(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return packed_call(self, args, count, true);
+}
+
+PyObject* engine_use(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return packed_call(self, args, count, false);
+}
+
+PyObject* engine_linear(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  unsigned long long v[9];
+  if (!numbers("linear", args, count, 9, 4, v)) return nullptr;
+  const Problem p{static_cast<Type>(v[4]), nullptr, address(v[1]), address(v[2]), address(v[3]), v[5], v[6], v[7], v[8]};
   bool fits = true;
   Py_BEGIN_ALLOW_THREADS;
   try {
-    reinterpret_cast<EngineObject*>(self)->engine->linear(p, at(0));
+    reinterpret_cast<EngineObject*>(self)->engine->linear(p, address(v[0]));
   } catch (const std::bad_alloc&) {
     fits = false;
   }
@@ -161,8 +251,16 @@ PyObject* usable(PyObject*, PyObject*) {
   return names;
 }
 
+template <PyObject* (*kCall)(PyObject*, PyObject* const*, Py_ssize_t)>
+PyMethodDef fast(const char* name) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(kCall)), METH_FASTCALL, nullptr};
+}
+
 PyMethodDef engine_methods[] = {
-    {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(engine_linear)), METH_FASTCALL, nullptr},
+    fast<engine_linear>("linear"),
+    fast<engine_packed_bytes>("packed_bytes"),
+    fast<engine_pack>("pack"),
+    fast<engine_use>("use"),
     {"addresses", engine_addresses, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 PyType_Slot engine_slots[] = {{Py_tp_new, reinterpret_cast<void*>(engine_new)},

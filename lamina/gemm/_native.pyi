@@ -15,5 +15,16 @@ class Engine:
         of w ``ldw`` elements apart; b may be 0 for none. The memory is the caller's and is not checked.
         """
 
+    def packed_bytes(self, type: int, cols: int, k_size: int, /) -> int:
+        """Of a copy of weights [cols, k_size] in the order of the variant; 0: it takes them as they lie alone."""
+
+    def pack(self, w: int, copy: int, type: int, cols: int, k_size: int, ldw: int, /) -> None:
+        """Write that copy of w to ``copy``, an address that is a multiple of 64. Raises ValueError where none is."""
+
+    def use(self, w: int, copy: int, type: int, cols: int, k_size: int, ldw: int, /) -> None:
+        """Calls of ``linear`` with these weights take ``copy`` from now on; y has the same bits. Both must stay as they
+        are as long as calls come. Raises ValueError as ``pack``.
+        """
+
     def addresses(self) -> tuple[int, int]:
         """The engine's own and that of its function, for compiled code (csrc/gemm/linear_on.h); as long as it lives."""

@@ -1,4 +1,4 @@
-"""Linear layers by csrc/gemm: weights are read where they lie, by as many threads as the compute worker has.
+"""Linear layers by csrc/gemm: weights are read where they lie, or packed, by as many threads as the compute worker has.
 
 Decoding has few rows, so a layer takes the time in which its weights are read. torch takes several times that for fp32,
 and for bf16 on a CPU without bf16 instructions; with them (AVX512-BF16, AMX) twice that, unless it may keep a copy of
@@ -24,6 +24,34 @@ SOURCE = Path(__file__).resolve().parents[1] / "csrc" / "gemm" / "linear_on.h"
 NO_LIMIT = (1 << 63) - 1
 
 
+class NativePacking:
+    """See Packing."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._engine = engine
+        self.name = name
+        self._kept: list[tuple[Tensor, Tensor]] = []  # no other weights may come to lie where some of these were
+
+    def nbytes(self, w: Tensor) -> int:
+        """See Packing."""
+        kind = TYPES.get(w.dtype)
+        if kind is None or w.device.type not in ("cpu", "meta") or w.dim() != 2 or w.stride(1) != 1 or not w.numel():
+            return 0
+        cols, k_size = w.shape
+        return self._engine.packed_bytes(kind, cols, k_size)
+
+    def write(self, w: Tensor, copy: Tensor) -> None:
+        """See Packing."""
+        cols, k_size = w.shape
+        self._engine.pack(w.data_ptr(), copy.data_ptr(), TYPES[w.dtype], cols, k_size, w.stride(0))
+
+    def use(self, w: Tensor, copy: Tensor) -> None:
+        """See Packing."""
+        self._kept.append((w, copy))
+        cols, k_size = w.shape
+        self._engine.use(w.data_ptr(), copy.data_ptr(), TYPES[w.dtype], cols, k_size, w.stride(0))
+
+
 class Native:
     """See LinearBackend."""
 
@@ -36,6 +64,7 @@ class Native:
         self.most_rows: dict[torch.dtype, int] = {}  # by dtype, where there is a limit
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
             self.most_rows[torch.bfloat16] = MOST_ROWS[variant or usable()[0]]
+        self.packing = NativePacking(engine, variant or usable()[0])
         facts = [*engine.addresses(), self.most_rows.get(torch.bfloat16, NO_LIMIT)]
         self.inline = Inline(SOURCE.read_text(), torch.tensor(facts))
 

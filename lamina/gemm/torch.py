@@ -11,6 +11,7 @@ class Torch:
 
     own_threads = False
     inline = None
+    packing = None
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         """See LinearBackend."""
