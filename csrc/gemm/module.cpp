@@ -17,25 +17,39 @@ namespace {
 using namespace lamina;
 using namespace lamina::gemm;
 
+constexpr std::size_t kMostJoined = 8;
+
 struct Engine {
   explicit Engine(std::size_t threads, const Variant* v) : pool(threads), variant(v), scratch(threads) {}
 
-  // Callers take turns: the buffers below are those of one call.
-  void linear(Problem p, const void* x) {
+  // Callers take turns: the buffers below are those of one call. Problems of one type that have the same x, at most
+  // kMostJoined, are one job of the threads, for which x is prepared once.
+  void linear(const Problem* problems, std::size_t count, const void* x) {
     std::lock_guard<std::mutex> turn(mutex);
-    const void* const copy = packed_of(p);
-    const Kernel& kernel = copy ? packing(p.type)->kernel : variant->kernels[static_cast<int>(p.type)];
-    if (copy) p.w = copy;
-    const Plan plan = kernel.plan(p);
-    p.x = static_cast<const float*>(x);
-    if (plan.x) {
-      float* const to = reserve(prepared, plan.x);
-      kernel.prepare(p, x, to);
-      p.x = to;
+    Job job{this, {}, count};
+    const Kernel* ready = nullptr;  // which x was prepared for
+    std::size_t cols = 0;
+    for (std::size_t i = 0; i < count; ++i) cols += problems[i].cols;
+    for (std::size_t i = 0, pieces = 0; i < count; ++i) {
+      Problem p = problems[i];
+      const void* const copy = packed_of(p);
+      const Kernel& kernel = copy ? packing(p.type)->kernel : variant->kernels[static_cast<int>(p.type)];
+      if (copy) p.w = copy;
+      const Plan plan = kernel.plan(p);
+      p.x = static_cast<const float*>(x);
+      if (plan.x) {
+        auto& room = copy ? prepared_packed : prepared;
+        p.x = reserve(room, plan.x);
+        if (ready != &kernel) kernel.prepare(p, x, const_cast<float*>(p.x));
+        ready = &kernel;
+      }
+      for (auto& s : scratch) reserve(s, plan.scratch);
+      const std::size_t each = piece_cols(cols, plan);
+      job.parts[i] = {p, kernel.columns, each, pieces};
+      pieces += (p.cols + each - 1) / each;
+      job.pieces = pieces;
     }
-    for (auto& s : scratch) reserve(s, plan.scratch);
-    Job job{this, p, kernel.columns, piece_cols(p, plan)};
-    pool.run(run_piece, &job, (p.cols + job.cols - 1) / job.cols);
+    pool.run(run_piece, &job, job.pieces);
   }
 
   // Null where the variant takes weights of this type as they lie alone.
@@ -81,23 +95,32 @@ struct Engine {
     job.packing->pack(job.weights, job.to, begin, std::min(begin + job.packing->cols, job.weights.cols));
   }
 
-  struct Job {
-    Engine* engine;
+  struct Part {
     Problem problem;
     decltype(Kernel::columns) columns;
-    std::size_t cols;  // of a piece
+    std::size_t cols;   // of a piece
+    std::size_t first;  // piece
+  };
+
+  struct Job {
+    Engine* engine;
+    Part parts[kMostJoined];
+    std::size_t count, pieces = 0;
   };
 
   static void run_piece(void* data, std::size_t piece, std::size_t thread) {
     const auto& job = *static_cast<Job*>(data);
-    const std::size_t begin = piece * job.cols, end = begin + job.cols;
-    job.columns(job.problem, begin, end < job.problem.cols ? end : job.problem.cols, job.engine->scratch[thread].data());
+    std::size_t i = job.count - 1;
+    while (job.parts[i].first > piece) --i;
+    const Part& part = job.parts[i];
+    const std::size_t begin = (piece - part.first) * part.cols, end = std::min(begin + part.cols, part.problem.cols);
+    part.columns(part.problem, begin, end, job.engine->scratch[thread].data());
   }
 
   // Whole panels, some pieces for each thread: one that lost its core to another process then holds up little.
-  std::size_t piece_cols(const Problem& p, const Plan& plan) const {
-    const std::size_t pieces = 4 * pool.size(), panels = (p.cols + plan.cols * pieces - 1) / (plan.cols * pieces);
-    return pool.size() == 1 ? p.cols : panels * plan.cols;
+  std::size_t piece_cols(std::size_t cols, const Plan& plan) const {
+    const std::size_t pieces = 4 * pool.size(), panels = (cols + plan.cols * pieces - 1) / (plan.cols * pieces);
+    return pool.size() == 1 ? cols : panels * plan.cols;
   }
 
   // Room for `floats`, at a multiple of 64 bytes.
@@ -112,7 +135,7 @@ struct Engine {
   Pool pool;
   const Variant* variant;
   std::vector<std::vector<float>> scratch;  // of each thread
-  std::vector<float> prepared;              // x
+  std::vector<float> prepared, prepared_packed;  // x
   std::unordered_map<const void*, Packed> packed;  // by where weights lie
 };
 
@@ -202,14 +225,24 @@ PyObject* engine_use(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return packed_call(self, args, count, false);
 }
 
+// x, type, rows, k_size, and of each of the weights that meet x: w, b, y, cols, ldw
 PyObject* engine_linear(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  unsigned long long v[9];
-  if (!numbers("linear", args, count, 9, 4, v)) return nullptr;
-  const Problem p{static_cast<Type>(v[4]), nullptr, address(v[1]), address(v[2]), address(v[3]), v[5], v[6], v[7], v[8]};
+  constexpr Py_ssize_t kHead = 4, kEach = 5;
+  const Py_ssize_t joined = (count - kHead) / kEach;
+  if (joined < 1 || joined > static_cast<Py_ssize_t>(kMostJoined) || count != kHead + joined * kEach)
+    return PyErr_Format(PyExc_TypeError, "linear takes 4 arguments and 5 for each of up to 8 weights, not %zd", count);
+  unsigned long long v[kHead + kEach * kMostJoined];
+  if (!numbers("linear", args, count, count, 1, v)) return nullptr;
+  Problem problems[kMostJoined];
+  for (Py_ssize_t i = 0; i < joined; ++i) {
+    const auto* const each = v + kHead + i * kEach;
+    problems[i] = {static_cast<Type>(v[1]), nullptr, address(each[0]), address(each[1]), address(each[2]), v[2], each[3],
+                   v[3], each[4]};
+  }
   bool fits = true;
   Py_BEGIN_ALLOW_THREADS;
   try {
-    reinterpret_cast<EngineObject*>(self)->engine->linear(p, address(v[0]));
+    reinterpret_cast<EngineObject*>(self)->engine->linear(problems, static_cast<std::size_t>(joined), address(v[0]));
   } catch (const std::bad_alloc&) {
     fits = false;
   }
@@ -226,7 +259,7 @@ int run_linear(void* engine, const void* x, const void* w, const void* b, void* 
   PyThreadState* const state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
   int status = 0;
   try {
-    static_cast<Engine*>(engine)->linear(p, x);
+    static_cast<Engine*>(engine)->linear(&p, 1, x);
   } catch (const std::bad_alloc&) {
     status = 1;
   }

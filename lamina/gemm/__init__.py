@@ -84,6 +84,10 @@ class LinearBackend(Protocol):
         """x [..., K], w [N, K], b [N] -> [..., N], all of one dtype."""
         ...
 
+    def linears(self, x: Tensor, weights: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+        """What ``linear`` gives for x and each of ``weights``, w and b, bit for bit; at once where that is faster."""
+        ...
+
 
 def get(name: str, threads: int) -> LinearBackend:
     """Open the backend ``name``; "auto" is the first entry of the table that this machine can run.
@@ -112,11 +116,13 @@ def _open(name: str, threads: int) -> LinearBackend:
 
 
 def bind(program: SlicedProgram, backend: LinearBackend) -> SlicedProgram:
-    """The program with its linear layers on ``backend`` and everything else with torch. The one given is used up: it
-    may have been called before, and holds on to what it called.
+    """The program with its linear layers on ``backend`` and everything else with torch; those of one x at once, such as
+    K and V, but for what a message waits for: Q leaves first. The one given is used up: it may have been called before,
+    and holds on to what it called.
     """
     import torch
 
-    from lamina.converter import redirect
+    from lamina.converter import join, redirect
 
-    return redirect(program, "gemm", backend, {torch.ops.aten.linear.default: "linear"})
+    layer = torch.ops.aten.linear.default
+    return redirect(join(program, "gemm", backend, layer, "linears"), "gemm", backend, {layer: "linear"})

@@ -156,6 +156,48 @@ def test_packed_weights_give_the_bits_of_those_that_lie(
         assert torch.equal(packed.linear(x, w, given_b), lying.linear(x, w, given_b)), dtype
 
 
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@given(
+    rows=st.integers(1, 70),
+    cols=st.lists(st.integers(1, 200), min_size=1, max_size=10),
+    k=st.integers(1, 100),
+    seed=st.integers(0, 1000),
+    other=st.sampled_from(["", "transposed", "packed"]),
+)
+@settings(max_examples=15, deadline=None)
+def test_weights_that_meet_one_x_at_once_give_the_bits_of_each(
+    name: str, dtype: torch.dtype, rows: int, cols: list[int], k: int, seed: int, other: str
+) -> None:
+    backend = open_entry(name)
+    x, w, b = operands(rows, sum(cols), k, dtype, seed)
+    biases = b.split(cols)
+    weights = [(part, biases[i] if i % 2 else None) for i, part in enumerate(w.split(cols))]
+    if other == "transposed":
+        weights[-1] = weights[-1][0].T.contiguous().T, weights[-1][1]
+    if other == "packed":
+        pack(backend, weights[0][0])
+    found = backend.linears(x, weights)
+    assert len(found) == len(weights)
+    for y, (part, bias) in zip(found, weights, strict=True):
+        assert torch.equal(y, backend.linear(x, part, bias))
+
+
+def test_weights_that_do_not_fit_one_x_are_told() -> None:
+    for name in ENTRIES:
+        with pytest.raises(RuntimeError):
+            open_entry(name).linears(torch.ones(3, 8), ((torch.ones(4, 8), None), (torch.ones(4, 7), None)))
+
+
+def test_native_takes_whole_groups_of_arguments_alone() -> None:
+    engine = native.Engine(1, "")
+    for count in (0, 4, 8, 10, 4 + 5 * 9):
+        with pytest.raises(TypeError, match=f"5 for each of up to 8 weights, not {count}"):
+            engine.linear(*[0] * count)
+    with pytest.raises(ValueError, match="type 3 is none of"):
+        engine.linear(0, 3, 1, 1, 0, 0, 0, 1, 1)
+
+
 @pytest.mark.parametrize("variant", PACKED)
 def test_packed_weights_are_taken_from_the_copy_and_others_are_not(variant: str) -> None:
     x, w, _ = operands(3, 40, 96, torch.bfloat16)
@@ -255,7 +297,7 @@ AT_THE_END = """
                 copy = at_the_end(torch.zeros(size, dtype=torch.uint8))
                 engine.pack(w, copy, kind, cols, k, k)
                 engine.use(w, copy, kind, cols, k, k)
-            engine.linear(x, w, b, y, kind, rows, cols, k, k)
+            engine.linear(x, kind, rows, k, w, b, y, cols, k)
             due = torch.full((rows, cols), k + 1.0).to(dtype)
             ctypes.memmove(one[3].data_ptr(), y, due.numel() * due.itemsize)
             assert torch.equal(one[3], due), (rows, cols, k)
