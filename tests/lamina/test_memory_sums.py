@@ -35,6 +35,25 @@ def test_a_host_has_pages_of_files_once() -> None:
     assert host_bytes([COMPUTE, MEMORY]) == (own + 6 + 30 + 2 + 1 + 2 + 5) * GB, "libraries are shared by all"
 
 
+def test_a_host_has_packed_weights_once_beside_the_pages_of_files() -> None:
+    packed = WorkerMemory(**{**vars(COMPUTE), "packed": 5 * GB})
+    own = 1 + 2 + 3 + 4
+    assert packed.total == 26 * GB
+    assert packed.columns["weights"] == 12 * GB
+    assert host_bytes([packed]) == (own + 6 + 5 + 5) * GB
+    assert host_bytes([packed, again(packed, "compute-1")]) == (2 * own + 6 + 5 + 5) * GB, "replicas share the copy"
+    assert host_bytes([packed, again(packed, "compute-1", 1)]) == (2 * own + 12 + 10 + 5) * GB, "ranks have their own"
+
+
+def test_the_form_of_weights_is_said_where_there_are_two() -> None:
+    packed, lying = (WorkerMemory(**{**vars(COMPUTE), form: 5 * GB}) for form in ("packed", "unpacked"))
+    said = "  weights are packed beside their files' pages: 5.0 GB more, once for all replicas of a host"
+    assert memory_text([packed, MEMORY], 100 * GB).splitlines()[-1] == said
+    said = "  weights stay as they lie: packed, which is faster, they would take 5.0 GB more"
+    assert memory_text([lying, MEMORY], 100 * GB).splitlines()[-1] == said
+    assert host_bytes([lying]) == host_bytes([COMPUTE])
+
+
 def test_what_is_on_a_device_is_not_on_the_host() -> None:
     there = WorkerMemory(**{**vars(MEMORY), "device": "cuda:0"})
     assert host_bytes([there]) == (2 + 2 + 3) * GB
