@@ -203,14 +203,17 @@ def test_packed_weights_are_taken_from_the_copy_and_others_are_not(variant: str)
     x, w, _ = operands(3, 40, 96, torch.bfloat16)
     fused = torch.cat([w, w * 2])
     lying, packed = open_native(f"native/{variant}", 2), open_native(f"native/{variant}", 2)
-    copy = pack(packed, fused)
-    assert copy is not None
-    copy.zero_()
+    halves = torch.stack([w, w * 3], dim=1).reshape(80, 96)
+    for weights in (fused, halves[:40]):
+        copy = pack(packed, weights)
+        assert copy is not None
+        copy.zero_()
     assert not packed.linear(x, fused).any(), "it was not taken from the copy"
     assert torch.equal(packed.linear(x, w), lying.linear(x, w)), "other weights"
     assert torch.equal(packed.linear(x, fused[:40]), lying.linear(x, w)), "fewer columns from the same address on"
     short = fused[:, :64]
     assert torch.equal(packed.linear(x[:, :64], short), lying.linear(x[:, :64], short)), "fewer numbers of each"
+    assert torch.equal(packed.linear(x, halves[::2]), lying.linear(x, w)), "rows that lie farther apart"
     bits = fused.view(torch.float16)
     assert torch.equal(packed.linear(x.half(), bits), lying.linear(x.half(), bits)), "another type"
 
