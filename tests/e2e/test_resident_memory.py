@@ -73,7 +73,6 @@ CASES = [
     pytest.param({"pipeline": 3}, id="two replicas", marks=pytest.mark.slow),
     pytest.param({"prefill_workers": 1}, id="a prefill worker", marks=pytest.mark.slow),
     pytest.param({"dtype": "bfloat16", "kv_cache_dtype": "int8"}, id="copied weights, packed"),
-    pytest.param({"dtype": "bfloat16", "pipeline": 3}, id="two replicas, packed", marks=pytest.mark.slow),
     pytest.param({"transport": "tcp", "partition": "token"}, id="tcp", marks=pytest.mark.slow),
 ]
 

@@ -146,12 +146,13 @@ def test_who_waits_takes_the_place_of_a_maker_that_ends_before_it_is_done(
 
 @pytest.mark.parametrize("check", [True, False], ids=["no room", "cannot fill"])
 def test_a_maker_that_fails_leaves_the_place_to_others(place: str, *, check: bool) -> None:
-    with pytest.raises(OSError, match="no room"):
+    with pytest.raises(OSError, match="no room") as caught:
         share(place, SIZE, refuse if check else nothing, refuse, SOON_S)
-    assert not mapped()
     copy = share(place, SIZE, nothing, count_up, SOON_S)
-    assert copy.made
+    assert copy.made, "also while somebody looks at the error, which holds all that was open"
     copy.close()
+    del caught, copy
+    assert not mapped()
 
 
 def test_nobody_waits_longer_than_the_deadline(place: str) -> None:
@@ -197,6 +198,15 @@ def test_another_user_neither_gets_nor_gives_a_copy(place: str, monkeypatch: pyt
     monkeypatch.setattr(one_copy.os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(PermissionError, match="has the place"):
         share(place, SIZE, nothing, never, SOON_S)
-    monkeypatch.setattr(one_copy, "_check_user", lambda sock: None)
     monkeypatch.undo()
+
+    def refuse_who_comes(_: socket.socket) -> None:
+        if threading.current_thread().name == "lamina-one-copy":
+            raise PermissionError
+
+    monkeypatch.setattr(one_copy, "_check_user", refuse_who_comes)
+    with pytest.raises(TimeoutError):
+        share(place, SIZE, nothing, never, 0.1)
+    monkeypatch.undo()
+    assert not share(place, SIZE, nothing, never, SOON_S).made
     copy.close()

@@ -8,6 +8,7 @@ import shutil
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lamina import gemm
 from lamina.cli.explain import plan
 from lamina.compute.compiled import compiled
-from lamina.compute.packed import Packed, linear_weights, pack, packed_bytes, place_of
+from lamina.compute.packed import Packed, linear_weights, pack, pack_for, packed_bytes, place_of
+from lamina.config import make_config
 from lamina.converter import SlicedProgram
 from lamina.facts.room import has_room_to_pack
 from lamina.gemm import LinearBackend
 from lamina.models.convert import convert_model
+from lamina.protocol.control import StartCompute
 
 GB = 10**9
 native = gemm.get("native", 1)
@@ -139,6 +142,43 @@ def test_without_room_weights_stay_as_they_lie() -> None:
     ):
         assert torch.equal(got, due)
     assert pack(program(torch.float32), backend, no_room).why == "as they lie: this CPU has no better order for them"
+
+
+def started(copies: int, **options: Any) -> StartCompute:
+    """What a driver tells the first worker of a host that has ``copies`` replicas."""
+    config = make_config({"memory_workers": 1, **options})
+    of_all = {name: getattr(config, name) for name in ("model", "kv", "batching", "topology", "devices", "deadlines")}
+    return StartCompute(
+        **of_all, path="", number=0, rank=0, copies=copies, device_number=0, threads=1, scheme="shm", address="",
+        name="", key=b"", memory_urls=[], memory_names=[], joining=[], trace=False,
+    )  # fmt: skip
+
+
+@packs
+@pytest.mark.parametrize(
+    ("copies", "options", "how"),
+    [
+        (1, {}, "in huge pages"),
+        (2, {"pipeline": 3}, "shared by the replicas of this host"),
+        (1, {"pipeline": 3}, "in huge pages"),  # others are elsewhere
+        (2, {"prefill_workers": 1}, "in huge pages"),  # a prefill worker has none
+    ],
+)
+def test_a_worker_packs_where_its_host_has_room(
+    copies: int, options: dict[str, Any], how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(secrets.token_bytes(8))
+    some, start = program(), started(copies, **options, kv_memory="1MiB")
+    weights, nbytes = some.weight_bytes, packed_bytes(some, native)
+    enough = (weights + nbytes + (1 << 20)) * 8 // 7 + 8
+    monkeypatch.setattr("lamina.compute.packed.free_bytes", lambda: enough)
+    done = pack_for(start, some, gemm.get("native", 1), tmp_path, b"k" * 32)
+    assert done.why == f"packed: 194.6 kB more, {how}"
+    if done.copy:
+        done.copy.close()
+    monkeypatch.setattr("lamina.compute.packed.free_bytes", lambda: enough - 32)
+    done = pack_for(start, some, gemm.get("native", 1), tmp_path, b"k" * 32)
+    assert done == Packed(0, "as they lie: there is no room for 194.6 kB more")
 
 
 @pytest.mark.parametrize(
