@@ -61,7 +61,7 @@ def _alike(graph: fx.Graph, target: Any) -> Iterator[list[fx.Node]]:
 def _join(graph: fx.Graph, name: str, method: str, group: list[fx.Node]) -> None:
     first, places = group[0], {node: i for i, node in enumerate(graph.nodes)}
     weights = [(*node.args[1:], None)[:2] for node in group]
-    for weight in dict.fromkeys(w for pair in weights for w in pair if w is not None):
+    for weight in dict.fromkeys(w for pair in weights for w in pair if isinstance(w, fx.Node)):
         if places[weight] > places[first]:
             first.prepend(weight)
     with graph.inserting_before(first):
