@@ -88,6 +88,7 @@ def measure(args: argparse.Namespace, settings: Path) -> dict[str, Any]:
         return {
             "before_commit": _commit(args.before),
             "gemm_variants": {name: player.facts["gemm"] for name, player in players.items()},
+            "weights": {name: player.facts["weights"] for name, player in players.items()},
             "step_s": {name: spread(t) for name, t in times.items()},
             "tokens_per_s": {name: args.batch / m for name, m in medians.items()},
             "speedup": medians["before"] / medians["after"],
@@ -119,7 +120,8 @@ def _begin(file: str) -> Callable[[Fields], Fields]:
     options = {"dtype": settings["dtype"], "compile": settings["compile"], "transport": "shm", "memory_workers": 1}
     threads = {"compute_threads": threads, "memory_threads": threads}
     player = Lamina(Path(settings["model"]), prompts, total, **options, **threads)
-    facts = {"lamina": str(Path(lamina.__file__).resolve()), "gemm": usable()[0]}
+    form = player.llm.engine.info.summary.get("weights", "as they lie")
+    facts = {"lamina": str(Path(lamina.__file__).resolve()), "gemm": usable()[0], "weights": form}
 
     def reply(question: Fields) -> Fields:
         return {"seconds": player.turn(question["steps"]) if question["steps"] else [], **facts}
