@@ -118,19 +118,20 @@ def test_packed_weights_change_no_bit(*, shared: bool) -> None:
 @packs
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 def test_compiled_slices_take_packed_weights(tmp_path: Path) -> None:
-    def units(backend: LinearBackend, *, packed: bool) -> list[Tensor]:
-        some = program()
-        if packed:
-            assert pack(some, backend, room).nbytes
-        return middle(compiled(replace(some, slices=some.slices[:2]), backend, lambda *_: None, tmp_path), 5)
+    def units(some: SlicedProgram, backend: LinearBackend) -> SlicedProgram:
+        return compiled(replace(some, slices=some.slices[:2]), backend, lambda *_: None, tmp_path)
 
-    ours = gemm.get("native", 2)
-    taken: list[Tensor] = []
-    use = ours.packing.use  # type: ignore[union-attr]
-    ours.packing.use = lambda w, copy: (taken.append(copy), use(w, copy))  # type: ignore
-    for got, due in zip(units(ours, packed=True), units(gemm.get("native", 2), packed=False), strict=True):
-        assert torch.equal(got, due)
-    assert taken
+    some, ours, plain = program(), gemm.get("native", 2), gemm.get("native", 2)
+    copies = list[Tensor]()
+    assert ours.packing
+    use = ours.packing.use
+    ours.packing.use = lambda w, copy: (copies.append(copy), use(w, copy))  # type: ignore
+    assert pack(some, ours, room).nbytes == sum(map(len, copies))
+    packed, due = units(some, ours), middle(units(program(), plain), 5)
+    assert all(map(torch.equal, middle(packed, 5), due))
+    for copy in copies:
+        copy.zero_()
+    assert not any(x.any() for x in middle(packed, 5)[-3:]), "Q, K and V are not of the copy"
 
 
 @packs
