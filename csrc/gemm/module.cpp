@@ -208,12 +208,18 @@ PyObject* packed_call(PyObject* self, PyObject* const* args, Py_ssize_t count, b
   const auto type = static_cast<Type>(v[2]);
   if (!engine->packing(type)) return PyErr_Format(PyExc_ValueError, "weights of type %llu stay as they lie", v[2]);
   const Weights w{address(v[0]), v[3], v[4], v[5]};
+  bool fits = true;
   Py_BEGIN_ALLOW_THREADS;
-  if (fill)
-    engine->pack(type, w, address(v[1]));
-  else
-    engine->use(type, w, address(v[1]));
+  try {
+    if (fill)
+      engine->pack(type, w, address(v[1]));
+    else
+      engine->use(type, w, address(v[1]));
+  } catch (const std::bad_alloc&) {
+    fits = false;
+  }
   Py_END_ALLOW_THREADS;
+  if (!fits) return PyErr_NoMemory();
   Py_RETURN_NONE;
 }
 
