@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,11 @@ class Version:
 
     def __init__(self, checkout: Path, settings: Path) -> None:
         folder = str(checkout.resolve())
-        self._child = Child(sys.executable, __file__, ["--child", str(settings)], PYTHONPATH=folder)
+        script = str(Path(__file__).resolve())
+        self._child = Child(sys.executable, script, ["--child", str(settings)], checkout, PYTHONPATH=folder)
         self.facts = self._child.ask(steps=0)
-        if not self.facts["lamina"].startswith(folder):
-            raise SystemExit(f"--before {checkout}: there is no lamina to import there; give the root of a checkout")
+        if strange := [path for path in self.facts["lamina"] if not path.startswith(f"{folder}/")]:
+            raise SystemExit(f"--before {checkout}: {strange[0]} is not of there; give the root of a checkout")
 
     def turn(self, steps: int) -> list[float]:
         """Seconds of each of ``steps`` decode steps."""
@@ -88,6 +89,7 @@ def measure(args: argparse.Namespace, settings: Path) -> dict[str, Any]:
         return {
             "before_commit": _commit(args.before),
             "gemm_variants": {name: player.facts["gemm"] for name, player in players.items()},
+            "weights": {name: player.facts["weights"] for name, player in players.items()},
             "step_s": {name: spread(t) for name, t in times.items()},
             "tokens_per_s": {name: args.batch / m for name, m in medians.items()},
             "speedup": medians["before"] / medians["after"],
@@ -96,6 +98,12 @@ def measure(args: argparse.Namespace, settings: Path) -> dict[str, Any]:
     finally:
         for player in players.values():
             player.close()
+
+
+def _modules(pids: Iterable[int]) -> set[str]:
+    """Native modules of Lamina that these processes, its workers, have mapped."""
+    maps = [line.split(maxsplit=5) for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    return {fields[5] for fields in maps if len(fields) == 6 and Path(fields[5]).name.startswith("_native.")}
 
 
 def _commit(checkout: Path) -> str:
@@ -120,7 +128,9 @@ def _begin(file: str) -> Callable[[Fields], Fields]:
     options = {"dtype": settings["dtype"], "compile": settings["compile"], "transport": "shm", "memory_workers": 1}
     threads = {"compute_threads": threads, "memory_threads": threads}
     player = Lamina(Path(settings["model"]), prompts, total, **options, **threads)
-    facts = {"lamina": str(Path(lamina.__file__).resolve()), "gemm": usable()[0]}
+    form = player.llm.engine.info.summary.get("weights", "as they lie")
+    paths = [str(Path(lamina.__file__).resolve()), *_modules(player.llm.pools.pids.values())]
+    facts = {"lamina": paths, "gemm": usable()[0], "weights": form}
 
     def reply(question: Fields) -> Fields:
         return {"seconds": player.turn(question["steps"]) if question["steps"] else [], **facts}

@@ -11,15 +11,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 Fields = dict[str, Any]
 
 
 class Child:
-    """``python script arguments``. Raises OSError or RuntimeError, with the cause, where it cannot take part."""
+    """``python script arguments``, in ``folder``: what it starts by ``python -m`` is of there before all else. Raises
+    OSError or RuntimeError, with the cause, where it cannot take part.
+    """
 
-    def __init__(self, python: str, script: str, arguments: list[str], **environment: str) -> None:
+    def __init__(
+        self, python: str, script: str, arguments: list[str], folder: Path | None = None, **environment: str
+    ) -> None:
         self._process = subprocess.Popen(
             [python, script, *arguments],
             stdin=subprocess.PIPE,
@@ -27,6 +32,7 @@ class Child:
             stderr=subprocess.DEVNULL,
             text=True,
             env={**os.environ, **environment},
+            cwd=folder,
         )
         try:
             self._answer()

@@ -58,7 +58,7 @@ class Peer:
             json.dump(settings, file)
             file.flush()
             environment = {"OMP_NUM_THREADS": str(settings["threads"]), **ENVIRONMENT.get(peer, {})}
-            self._child = Child(python, __file__, [peer, file.name], **environment)
+            self._child = Child(python, __file__, [peer, file.name], None, **environment)
 
     def turn(self, steps: int) -> list[float]:
         """Seconds of each of ``steps`` decode steps."""

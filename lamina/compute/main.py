@@ -53,6 +53,7 @@ def serve_compute(sock: socket.socket, module: Any = None) -> None:
 
 class _Server(ModelServer):
     role = "compute worker"
+    packs = True
 
     def prepare(self) -> tuple[ComputeWorker, ComputeReady]:
         start = self.start

@@ -43,6 +43,7 @@ from lamina.workers.staging import Staging, open_staging
 from .capacity import partition_of
 from .few_rows import FewRows
 from .links import RefusedError
+from .packed import Packed, pack_for
 
 MESSAGES = StartCompute | RunRound | RingPeer | RankUrls | Connect | AskStats | AskClock | AskTrace | Stop
 
@@ -86,6 +87,7 @@ class ModelServer:
     """Subclasses say what to serve with, in ``prepare``."""
 
     role: str  # for messages to people
+    packs = False  # whether it computes few rows at a time, for which weights are packed
 
     def __init__(self, link: ControlLink, start: StartCompute, module: Any) -> None:
         """``module``: the model itself, where the driver is this process."""
@@ -98,6 +100,7 @@ class ModelServer:
         self.staging: Staging = open_staging(CPU)  # until the device is picked
         self.group: Collective | None = None
         self.choices: dict[str, str] = {}  # what was chosen here, and why, by what it is for
+        self._packed: Packed | None = None
         self._worker: Worker | None = None
         self.service = Service(link, self._stats, lambda reason: self.fabric.close(), self.trace)
 
@@ -122,6 +125,8 @@ class ModelServer:
             self.fabric.close()
             if self.group:
                 self.group.close()
+            if self._packed and self._packed.copy:
+                self._packed.copy.close()
             self.service.link.close()
 
     def cut(self) -> Cut:
@@ -161,11 +166,23 @@ class ModelServer:
         capture = self.staging.capture() if self.start.model.cuda_graphs else None
         if capture:
             return Graphs(gemm.bind(cut.program, cut.backend), capture, group)
+        self._pack(cut)
         program = collective.bind(cut.program, group) if group else cut.program
         if self.start.model.compile:
             program = self._compiled(program, cut.backend)
         program = gemm.bind(program, cut.backend)
         return FewRows(program) if cut.backend.own_threads else program
+
+    def _pack(self, cut: Cut) -> None:
+        """Not in the driver's process, whose memory is its own, and whose module may change."""
+        if not self.packs or cut.loaded.path is None or netstack.in_process(self.start.scheme):
+            return
+        self._progress("packing weights", 0, 1)
+        key = self.start.key or cluster_key()
+        self._packed = pack_for(self.start, cut.program, cut.backend, cut.loaded.path, key)
+        self._progress("packing weights", 1, 1)
+        self.choices["weights"] = self._packed.why
+        self.clock.lap("pack_s")
 
     def _compiled(self, program: Any, linear: LinearBackend) -> Any:
         from .compiled import compiled  # brings a compiler's front end with it
