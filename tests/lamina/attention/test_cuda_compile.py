@@ -112,7 +112,7 @@ def nvrtc_library() -> ctypes.CDLL | None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("variant", [USUAL, Variant(element="Half")], ids=str)
+@pytest.mark.parametrize("variant", [USUAL, Variant(element="Half"), QUICK[-1]], ids=str)
 def test_nvrtc_takes_what_cupy_gives_it(variant: Variant, architecture: int) -> None:
     nvrtc = nvrtc_library()
     if nvrtc is None:
