@@ -7,6 +7,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -20,7 +21,7 @@ from lamina.attention.cuda import Cuda, open_backend
 from lamina.attention.merge import CHUNK_TOKENS, Partial
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.pool import LayerStore, RowTable
-from lamina.kv.stored import StoredRows
+from lamina.kv.stored import LARGEST, Scales, StoredRows, as_stored, dequantise, head_bytes
 
 BLOCK = 16
 SHAPES = ((64, 8192), (16, 4096))  # sequences, tokens; 32 query heads, 8 KV heads of 128, bf16
@@ -83,23 +84,34 @@ def worst(op: Operator, rows: RowTable, kv: LayerStore, q: Tensor, found: Partia
     return max(errors) if not any(e != e for e in errors) else float("nan")
 
 
-def backend(dtype: torch.dtype) -> Cuda:
-    return open_backend(torch.device("cuda"), dtype, dtype)
+def backend(dtype: torch.dtype, stored: torch.dtype | None = None) -> Cuda:
+    return open_backend(torch.device("cuda"), dtype, stored or dtype)
+
+
+def in_form(kv: LayerStore, dtype: torch.dtype | None) -> tuple[LayerStore, LayerStore]:
+    """``kv`` as it is stored in ``dtype`` (None = as it is), and what that stands for."""
+    rows = as_stored(kv.k, kv.v, dtype or kv.k.dtype)
+    if rows.scales is None:
+        return kv, kv
+    meant = LayerStore(dequantise(rows.k, rows.scales.k), dequantise(rows.v, rows.scales.v))
+    return LayerStore(rows.k, rows.v, rows.scales), meant
 
 
 def exactness() -> Result:
-    """Every kind of head, against fp64. o is not rounded, so 16-bit stores are as exact as fp32 ones."""
+    """Every kind of head and of K and V, against fp64. o is not rounded, so 16-bit stores are as exact as fp32 ones."""
     torch.manual_seed(0)
     lengths, found = [1, 127, 128, 1000, 5000, 20_001], Result()
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        mine = backend(dtype)
+    wires = (torch.bfloat16, torch.float16, torch.float32)
+    for dtype, form in ((dtype, form) for dtype in wires for form in (None, *LARGEST)):
+        mine, name = backend(dtype, form), str(form or dtype)[6:]
         for dim in (64, 80, 128, 256):
             for group, spec in ((1, {}), (4, {"softcap": 3.0}), (8, {"window": 700}), (12, {"alibi": True})):
-                op, kv = operator(2 * group, 2, dim, **spec), store(6 * 20_480, 2, dim, dtype)
+                op = operator(2 * group, 2, dim, **spec)
+                kv, meant = in_form(store(6 * 20_480, 2, dim, dtype), form)
                 rows = row_table(lengths, 20_480, int(spec.get("window", 0)))
                 q = torch.randn(len(lengths), op.q_heads, dim, device="cuda", dtype=dtype)
                 part = mine.attend_stored(op, mine.prepare(rows), kv, q)
-                found[f"{str(dtype)[6:]} {dim} x{group}"] = worst(op, rows, kv, q, part)
+                found[f"{str(dtype)[6:]} over {name} {dim} x{group}"] = worst(op, rows, meant, q, part)
     bad = {name: error for name, error in found.items() if not error < 5e-5}
     if bad:
         raise BrokenError(f"errors over 5e-5: {bad}")
@@ -206,6 +218,23 @@ def attention() -> Result:
             except Exception as error:  # noqa: BLE001 - it may not be installed
                 rates[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         del kv
+    return found
+
+
+def eight_bits() -> Result:
+    """GB/s of K and V of a decode step that are stored in 8 bits, their scales included."""
+    torch.manual_seed(3)
+    found, (sequences, tokens) = Result(), SHAPES[0]
+    op, rows = operator(32, 8, 128), row_table([tokens] * sequences, tokens)
+    q = torch.randn(sequences, 32, 128, device="cuda", dtype=torch.bfloat16)
+    shape = sequences * tokens // BLOCK + 1, 8, BLOCK
+    for dtype in LARGEST:
+        k, v = (torch.randint(-100, 100, (*shape, 128), device="cuda", dtype=torch.int8).view(dtype) for _ in range(2))
+        kv = LayerStore(k, v, Scales(*(torch.full(shape, 0.01, device="cuda") for _ in range(2))))
+        mine = backend(q.dtype, dtype)
+        size = sequences * tokens * 8 * head_bytes(128, 128, dtype) / 1e9
+        run = partial(mine.attend_stored, op, mine.prepare(rows), kv, q)
+        found[f"{str(dtype)[6:]} {sequences} x {tokens}"] = size / seconds(run)
     return found
 
 

@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "memory": lambda: module("gpu_attention").memory(),
         "launches": lambda: module("gpu_attention").launches(),
         "attention": lambda: module("gpu_attention").attention(),
+        "eight bits": lambda: module("gpu_attention").eight_bits(),
         "collective": collective,
         "tokens": tokens,
         "decode": lambda: module("gpu_decode").speed(module("gpu_decode").Settings()),

@@ -112,19 +112,47 @@ struct Bus {
   }
 };
 
+// A poll costs one load, often of memory nearby; the abort word may be across PCIe, the clock is slow, and who rests
+// hears of nothing. So all three come once in so many polls that found nothing; whoever has no time at all polls once.
+constexpr u32 kPollsPerLook = 64;
+
+// The pace of a wait of `timeout_ns`, which a non-zero `*abort` ends.
+template <class B>
+struct Pace {
+  LAMINA_HD Pace(B& bus, const u64* abort, u64 timeout_ns)
+      : bus_(bus), abort_(abort), timeout_ns_(timeout_ns), start_(bus.now_ns()) {
+    if (timeout_ns == 0) polls_ = kPollsPerLook - 1;
+  }
+
+  // After a poll that found nothing: kPending to poll again, else kAborted or kTimeout.
+  LAMINA_HD Status poll_again() {
+    if (++polls_ % kPollsPerLook != 0) return kPending;
+    if (bus_.load(abort_)) return kAborted;
+    if (bus_.now_ns() - start_ >= timeout_ns_) return kTimeout;
+    bus_.rest(pause_);
+    if (pause_ < B::kRestMostNs) pause_ *= 2;
+    return kPending;
+  }
+
+ private:
+  B& bus_;
+  const u64* abort_;
+  const u64 timeout_ns_, start_;
+  u32 polls_ = 0, pause_ = 32;
+};
+
 // Wait until the peer has moved `*word` beyond `known`; `*value` is what it holds then. An honest peer never moves it
 // back nor beyond `most`, else kFault. A non-zero `*abort` ends the wait with kAborted.
 template <class B>
 LAMINA_HD Status wait_signal(B& bus, const u64* word, u64 known, u64 most, const u64* abort, u64 timeout_ns,
                              u64* value) {
-  const u64 start = bus.now_ns();
-  for (u32 pause = 32;; pause = pause < B::kRestMostNs ? 2 * pause : pause) {
+  Pace<B> pace(bus, abort, timeout_ns);
+  for (;;) {
     *value = bus.acquire(word);
     if (*value - known > most - known) return kFault;
     if (*value != known) return kOk;
-    if (bus.load(abort)) return kAborted;
-    if (bus.now_ns() - start >= timeout_ns) return kTimeout;
-    bus.rest(pause);
+    const Status status = pace.poll_again();
+    if (status != kPending) return status;
   }
 }
 

@@ -12,28 +12,51 @@ using Memory = lamina::memory::Channel;
 
 namespace {
 
-// By all threads. The loads go to L2, where a NIC's writes land; L1 could hold what was there before.
-__device__ void copy(u8* to, const u8* from, u64 bytes) {
-  u64 done = 0;
-  if ((reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from)) % sizeof(uint4) == 0) {
-    const u64 words = bytes / sizeof(uint4);
-    for (u64 i = threadIdx.x; i < words; i += blockDim.x)
-      reinterpret_cast<uint4*>(to)[i] = __ldcg(reinterpret_cast<const uint4*>(from) + i);
-    done = words * sizeof(uint4);
+constexpr int kBlockThreads = 256;  // cuda_driver.THREADS
+
+// Loads of a thread that are on their way at a time, of 16 bytes each: 64 KiB of the block. What bandwidth asks for, at
+// a latency of 1 us (assumed, not measured): PCIe 5 x16, 63 GB/s, 63 KB; NVLink 4, 450 GB/s a direction, 450 KB, of
+// which one block keeps a seventh. More blocks would each have to wait, and to agree on the last of them: not done.
+constexpr int kAhead = 16;
+
+// By all threads, as many whole words as there are: the bytes copied. The loads go to L2, where a NIC's writes land; L1
+// could hold what was there before.
+template <class Word>
+__device__ u64 copy_words(u8* to, const u8* from, u64 bytes) {
+  const u64 words = bytes / sizeof(Word), step = blockDim.x;
+  for (u64 at = threadIdx.x; at < words; at += kAhead * step) {
+    Word held[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i)
+      if (at + i * step < words) held[i] = __ldcg(reinterpret_cast<const Word*>(from) + at + i * step);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i)
+      if (at + i * step < words) reinterpret_cast<Word*>(to)[at + i * step] = held[i];
   }
-  for (u64 i = done + threadIdx.x; i < bytes; i += blockDim.x) to[i] = __ldcg(from + i);
+  return words * sizeof(Word);
+}
+
+// In the largest words that both places allow, then what is left of them byte by byte.
+__device__ void copy(u8* to, const u8* from, u64 bytes) {
+  const u64 places = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from);
+  u64 done = 0;
+  if (places % sizeof(uint4) == 0)
+    done = copy_words<uint4>(to, from, bytes);
+  else if (places % sizeof(u64) == 0)
+    done = copy_words<u64>(to, from, bytes);
+  else if (places % sizeof(u32) == 0)
+    done = copy_words<u32>(to, from, bytes);
+  copy_words<u8>(to + done, from + done, bytes - done);
 }
 
 // Repeats what may find the ring full. `step` returns kPending until it is done.
 template <class Step>
 __device__ Status persist(Bus& bus, const Ends& c, u64 timeout_ns, Step step) {
-  const u64 start = bus.now_ns();
+  Pace<Bus> pace(bus, c.abort, timeout_ns);
   for (;;) {
-    const Status status = step();
+    Status status = step();
+    if (status == kPending) status = pace.poll_again();
     if (status != kPending) return status;
-    if (bus.load(c.abort)) return kAborted;
-    if (bus.now_ns() - start >= timeout_ns) return kTimeout;
-    bus.rest(32);
   }
 }
 
@@ -161,38 +184,40 @@ __device__ void receive(C& c, u8* target, u64 room, u64* bytes, u64* tag, u64 ti
 
 }  // namespace
 
+#define LAMINA_KERNEL extern "C" __global__ void __launch_bounds__(kBlockThreads)
+
 // Send `*bytes` from `source` with the four words of `tag`. A null `source`: an earlier kernel has written the payload
 // to that of message `channel->published` itself.
-extern "C" __global__ void lamina_mlx5_send(Mlx5* channel, const u8* source, const u64* bytes, const u64* tag,
-                                            u64 timeout_ns, int* status) {
+LAMINA_KERNEL lamina_mlx5_send(Mlx5* channel, const u8* source, const u64* bytes, const u64* tag, u64 timeout_ns,
+                               int* status) {
   send(*channel, Source{source, nullptr, bytes}, tag, timeout_ns, status);
 }
 
-extern "C" __global__ void lamina_memory_send(Memory* channel, const u8* source, const u64* bytes, const u64* tag,
-                                              u64 timeout_ns, int* status) {
+LAMINA_KERNEL lamina_memory_send(Memory* channel, const u8* source, const u64* bytes, const u64* tag, u64 timeout_ns,
+                                 int* status) {
   send(*channel, Source{source, nullptr, bytes}, tag, timeout_ns, status);
 }
 
 // `bytes[0]` from `first` and behind them `bytes[1]` from `second`, as one message.
-extern "C" __global__ void lamina_memory_send_two(Memory* channel, const u8* first, const u8* second, const u64* bytes,
-                                                  const u64* tag, u64 timeout_ns, int* status) {
+LAMINA_KERNEL lamina_memory_send_two(Memory* channel, const u8* first, const u8* second, const u64* bytes,
+                                     const u64* tag, u64 timeout_ns, int* status) {
   send(*channel, Source{first, second, bytes}, tag, timeout_ns, status);
 }
 
 // Receive the next message into `target`, which holds `room` bytes; its length and tag go to `bytes` and `tag`.
-extern "C" __global__ void lamina_mlx5_receive(Mlx5* channel, u8* target, u64 room, u64* bytes, u64* tag,
-                                               u64 timeout_ns, int* status) {
+LAMINA_KERNEL lamina_mlx5_receive(Mlx5* channel, u8* target, u64 room, u64* bytes, u64* tag, u64 timeout_ns,
+                                  int* status) {
   receive(*channel, target, room, bytes, tag, timeout_ns, status);
 }
 
-extern "C" __global__ void lamina_memory_receive(Memory* channel, u8* target, u64 room, u64* bytes, u64* tag,
-                                                 u64 timeout_ns, int* status) {
+LAMINA_KERNEL lamina_memory_receive(Memory* channel, u8* target, u64 room, u64* bytes, u64* tag, u64 timeout_ns,
+                                    int* status) {
   receive(*channel, target, room, bytes, tag, timeout_ns, status);
 }
 
 // Receive the next message, which must be of `*bytes` and `tag`, into `target`; else see Due.
-extern "C" __global__ void lamina_memory_receive_due(Memory* channel, u8* target, const u64* bytes, const u64* tag,
-                                                     u64* note, u64 timeout_ns, int* status) {
+LAMINA_KERNEL lamina_memory_receive_due(Memory* channel, u8* target, const u64* bytes, const u64* tag, u64* note,
+                                        u64 timeout_ns, int* status) {
   const Due due{bytes, tag, note};
   if (take(*channel, target, timeout_ns, status, [=](const Header& header) { return due.met(header); }))
     release(*channel, timeout_ns, status);
@@ -200,31 +225,31 @@ extern "C" __global__ void lamina_memory_receive_due(Memory* channel, u8* target
 
 // The halves of both, for a host that reserves ahead and holds what it has received. The counts are the host's, so a
 // step that the host gave up may be done again.
-extern "C" __global__ void lamina_memory_reserve(Memory* channel, u64 granted, u64 timeout_ns, int* status) {
+LAMINA_KERNEL lamina_memory_reserve(Memory* channel, u64 granted, u64 timeout_ns, int* status) {
   if (threadIdx.x != 0) return;
   channel->granted = granted;
   reserve(*channel, timeout_ns, status);
 }
 
-extern "C" __global__ void lamina_memory_put(Memory* channel, const u8* source, const u64* bytes, const u64* tag,
-                                             u64 timeout_ns, int* status) {
+LAMINA_KERNEL lamina_memory_put(Memory* channel, const u8* source, const u64* bytes, const u64* tag, u64 timeout_ns,
+                                int* status) {
   put(*channel, Source{source, nullptr, bytes}, tag, timeout_ns, status);
 }
 
-extern "C" __global__ void lamina_memory_take(Memory* channel, u64 received, u8* target, u64 room, u64* bytes, u64* tag,
-                                              u64 timeout_ns, int* status) {
+LAMINA_KERNEL lamina_memory_take(Memory* channel, u64 received, u8* target, u64 room, u64* bytes, u64* tag,
+                                 u64 timeout_ns, int* status) {
   if (threadIdx.x == 0) channel->received = received;
   take(*channel, target, room, bytes, tag, timeout_ns, status);
 }
 
 // `released`: with the one that is released now.
-extern "C" __global__ void lamina_memory_release(Memory* channel, u64 released, u64 timeout_ns, int* status) {
+LAMINA_KERNEL lamina_memory_release(Memory* channel, u64 released, u64 timeout_ns, int* status) {
   if (threadIdx.x == 0) channel->released = released - 1;
   release(*channel, timeout_ns, status);
 }
 
 // The time, in nanoseconds of the GPU's clock, into the next of `times`.
-extern "C" __global__ void lamina_stamp(u64* times, u64* count) {
+LAMINA_KERNEL lamina_stamp(u64* times, u64* count) {
   Bus bus;
   if (threadIdx.x == 0) times[(*count)++] = bus.now_ns();
 }

@@ -162,14 +162,12 @@ LAMINA_HD void commit(B& bus, Queue& q) {
 // acknowledged them.
 template <class B>
 LAMINA_HD Status flush(B& bus, Queue& q, const u64* abort, u64 timeout_ns) {
-  const u64 start = bus.now_ns();
+  Pace<B> pace(bus, abort, timeout_ns);
   while (q.completed != q.committed) {
-    const Status status = poll_cq(bus, q);
-    if (status == kFailed) return status;
-    if (status == kOk) continue;
-    if (bus.load(abort)) return kAborted;
-    if (bus.now_ns() - start >= timeout_ns) return kTimeout;
-    bus.rest(32);
+    Status status = poll_cq(bus, q);
+    if (status == kPending) status = pace.poll_again();
+    if (status == kOk || status == kPending) continue;
+    return status;
   }
   return kOk;
 }

@@ -13,6 +13,7 @@ Everything is launched on torch's current stream; nothing waits for the GPU. Len
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 import numpy as np
@@ -20,22 +21,24 @@ import torch
 from torch import Tensor
 
 from lamina.attention import AttentionBackend, Operator
-from lamina.attention.cuda_geometry import LEVELS, MOST_TOKENS, LaunchShape, Variant, choose
+from lamina.attention.cuda_geometry import HEAD_DIMS, LEVELS, MOST_TOKENS, LaunchShape, Variant, choose
 from lamina.attention.cuda_kernels import Argument, CupyKernels, Kernels
 from lamina.attention.merge import CHUNK_TOKENS, Partial
 from lamina.kv.pool import LayerStore, RowTable, WriteIndex
 from lamina.kv.stored import StoredRows
 
+log = logging.getLogger(__name__)
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
 STORED: dict[torch.dtype | None, str] = {torch.int8: "Int8", torch.float8_e4m3fn: "Fp8"}
 HEADER = 8  # int32 in front of a step's sequences
 SEQUENCE = ("row", "first", "count", "seen", "stop", "origin")  # struct Sequence of csrc/attention/cuda/step.cuh
 SEQUENCE_INTS = 8
 SEQUENCES_PER_WARP = 32
+ALIGNMENT = 16
 
 
 def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> Cuda:
-    """The backend for queries of ``dtype`` on a CUDA device. Stored numbers of 8 bits have the plain core alone."""
+    """The backend for queries of ``dtype`` on a CUDA device."""
     if device.type != "cuda":
         raise ValueError(f"attention backend 'cuda' computes on CUDA devices, not on {device}")
     try:
@@ -106,6 +109,7 @@ class Cuda(AttentionBackend):
         self._common = Variant(element=self._element, stored=self._stored)  # for kernels that are alike in all variants
         self._scratch: dict[str, Tensor] = {}
         self._outgrown: list[Tensor] = []  # captured graphs may still use it
+        self._plain = set[tuple[int, int]]()  # head sizes of which it was said that they go without tensor cores
 
     def step(self, *, sequences: int, rows: int, tokens: int, block_size: int) -> DeviceTable:
         """Room for steps of at most that many sequences, rows and, of each sequence, tokens that are seen.
@@ -178,6 +182,9 @@ class Cuda(AttentionBackend):
         variant = choose(self._element, op.qk_dim, op.v_dim, step.most_rows * group, self._stored)
         key = PlanKey(variant, group, op.kv_heads, stored)
         geometry = self._geometry(step, key)
+        if not variant.columns:
+            self._warn(op.qk_dim, op.v_dim)
+        k, v = _aligned(kv.k), _aligned(kv.v)
         if key not in step.plans:
             step.plans[key] = torch.empty(4 + 4 * geometry.capacity, dtype=torch.int32, device=self._device)
             self._plan(step, key)
@@ -203,10 +210,21 @@ class Cuda(AttentionBackend):
             _address(op.sinks),
             _address(op.slopes),
             np.int32(stored),
-            *map(_address, (q, kv.k, kv.v, *(kv.scales or (None, None)), part.o, part.lse)),
+            *map(_address, (q, k, v, *(kv.scales or (None, None)), part.o, part.lse)),
             np.uint64(out),
             *map(_address, scratch),
         )
+
+    def _warn(self, qk_dim: int, v_dim: int) -> None:
+        """Once for each kind of head, of the plain core."""
+        if (qk_dim, v_dim) in self._plain:
+            return
+        self._plain.add((qk_dim, v_dim))
+        log.warning(
+            "attention over %s heads of %d and %d goes without tensor cores, each query by itself: far slower, K and V "
+            "are read once for each query; use bfloat16 or float16 and heads of %d to %d, a multiple of %d",
+            self._element, qk_dim, v_dim, HEAD_DIMS[0], HEAD_DIMS[-1], HEAD_DIMS.step,
+        )  # fmt: skip
 
     def _plan(self, step: DeviceTable, key: PlanKey) -> None:
         geometry = self._geometry(step, key)
@@ -239,3 +257,8 @@ class Cuda(AttentionBackend):
 
 def _address(tensor: Tensor | None) -> np.uint64:
     return np.uint64(0 if tensor is None else tensor.data_ptr())
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """Kernels move K and V by ALIGNMENT bytes. Rows within a message begin wherever the ones before them end."""
+    return rows if rows.data_ptr() % ALIGNMENT == 0 else rows.clone()

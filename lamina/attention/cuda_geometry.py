@@ -10,6 +10,8 @@ MOST_TOKENS = CHUNK_TOKENS << LEVELS
 LANES = 32
 TILE_TOKENS = 16
 HEAD_DIMS = range(64, 257, 8)  # that tensor cores take
+LOAD_BYTES = 32  # of a token, that one instruction brings from shared memory for tensor cores
+SCALE_BYTES = 8  # of a token's K and V, beside numbers of 8 bits
 PLAIN_DIM_MOST = 256
 SPLITS = 4  # tasks of stored tokens for each warp, at most; where tiles alone are more, none is cut
 REGISTER_WARPS = 8  # of a multiprocessor, with 255 registers a lane
@@ -44,28 +46,44 @@ class Variant:
         return 8 * self.columns or 1
 
     @property
+    def register_warps(self) -> int:
+        """Of a multiprocessor, for which the kernel is compiled to have registers."""
+        return REGISTER_WARPS if self.columns else PLAIN_WARPS
+
+    @property
     def node_numbers(self) -> int:
         """fp32 numbers of a saved node: Fragment::kSize."""
         if not self.columns:
             return (PLAIN_DIM_MOST // LANES + 1) * LANES
-        return 2 * self.columns * (2 * _up(self.v_dim, 16) // 16 + 1) * LANES
+        padded = self._loads(self.v_dim) * LOAD_BYTES // self._itemsize
+        return 2 * self.columns * (padded // 8 + 1) * LANES
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: the ring of K and V, then nodes that wait."""
         if not self.columns:
             return 0
-        row = sum((2 * _up(dim, 16) // 16 | 1) * 16 for dim in (self.qk_dim, self.v_dim))
+        row = sum((2 * self._loads(dim) | 1) * 16 for dim in (self.qk_dim, self.v_dim))
+        row += SCALE_BYTES if self.stored else 0
         return self.stages * TILE_TOKENS * row + self.near_levels * self.node_numbers * 4
+
+    @property
+    def _itemsize(self) -> int:
+        """Bytes of a stored number, where there are tensor cores."""
+        return 1 if self.stored else 2
+
+    def _loads(self, dim: int) -> int:
+        """Of a token's ``dim`` numbers."""
+        return -(-dim * self._itemsize // LOAD_BYTES)
 
     def warps(self, device: GpuLimits) -> int:
         """That run at a time, each a block by itself; 0 = there is no room for one."""
         if not self.columns:
-            return PLAIN_WARPS * device.processors
+            return self.register_warps * device.processors
         if self.shared_bytes > device.block_shared_bytes:
             return 0
         fit = device.shared_bytes // (self.shared_bytes + RESERVED_BYTES)
-        return min(REGISTER_WARPS, fit) * device.processors
+        return min(self.register_warps, fit) * device.processors
 
     def defines(self) -> tuple[str, ...]:
         """Of the compiler's command line."""
@@ -86,11 +104,11 @@ def choose(element: str, qk_dim: int, v_dim: int, queries: int, stored: str = ""
     widest = max(qk_dim, v_dim)
     if widest > PLAIN_DIM_MOST:
         raise ValueError(f"attention backend 'cuda' takes head sizes up to {PLAIN_DIM_MOST}, not {widest}")
-    if stored or element == "float" or qk_dim not in HEAD_DIMS or v_dim not in HEAD_DIMS:
+    if element == "float" or qk_dim not in HEAD_DIMS or v_dim not in HEAD_DIMS:
         return Variant(element=element, stored=stored)
     columns = 2 if queries > 8 and widest <= 128 else 1
     near_levels = 2 if columns == 1 and widest <= 128 else 1
-    return Variant(element=element, qk_dim=qk_dim, v_dim=v_dim, columns=columns, near_levels=near_levels)
+    return Variant(element=element, stored=stored, qk_dim=qk_dim, v_dim=v_dim, columns=columns, near_levels=near_levels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +130,3 @@ class LaunchShape:
         tiles = rows * group // variant.tile + sequences
         capacity = tiles + SPLITS * warps // kv_heads
         return LaunchShape(blocks=min(warps, capacity * kv_heads), capacity=capacity)
-
-
-def _up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit

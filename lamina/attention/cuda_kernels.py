@@ -14,6 +14,8 @@ from lamina.attention.cuda_geometry import LANES, GpuLimits, Variant
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 SOURCES = CSRC / "attention" / "cuda"
+# Of every compilation, in tests too. CuPy adds the second one by itself: subnormal floats are zero in all it compiles.
+FLAGS = ("-std=c++17", "-ftz=true")
 
 Argument = np.int32 | np.float32 | np.uint64  # int, float and pointer of a kernel
 
@@ -69,13 +71,17 @@ class CupyKernels:
 
     def _compile(self, variant: Variant, name: str) -> Any:
         if variant not in self._modules:
-            options = ("-std=c++17", f"-I{CSRC}", *variant.defines())
-            self._modules[variant] = self._cupy.RawModule(code=source(), options=options)
+            self._modules[variant] = self._cupy.RawModule(code=source(), options=options(variant))
         kernel = self._modules[variant].get_function(name)
         if name == "lamina_attend" and variant.shared_bytes:
             kernel.max_dynamic_shared_size_bytes = variant.shared_bytes
         self._kernels[variant, name] = kernel
         return kernel
+
+
+def options(variant: Variant) -> tuple[str, ...]:
+    """Of the compiler's command line, without the architecture."""
+    return (*FLAGS, f"-I{CSRC}", *variant.defines())
 
 
 @cache

@@ -18,7 +18,8 @@ from pathlib import Path
 LIBCUDA, LIBNVRTC = "LAMINA_LIBCUDA", "LAMINA_LIBNVRTC"  # other files to load instead of the installed ones
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 KERNELS = CSRC / "netstack" / "kernels.cu"
-THREADS = 256  # of a kernel's one block
+THREADS = 256  # of a kernel's one block; kBlockThreads of kernels.cu
+FLAGS = ("-std=c++17",)  # of every compilation, in tests too
 CC_MAJOR, CC_MINOR, VMM, POSIX_HANDLES = 75, 76, 102, 103  # CUdevice_attribute
 PINNED, DEVICE, FILE_DESCRIPTOR, READ_WRITE = 1, 1, 1, 3
 HOST_PORTABLE, HOST_MAPPED, HOST_IO_MEMORY = 1, 2, 4
@@ -143,7 +144,7 @@ def compiled(architecture: int, names: tuple[str, ...], options: tuple[str, ...]
     text = KERNELS.read_bytes()
     nvrtc.nvrtcCreateProgram(byref(program), text, KERNELS.name.encode(), 0, None, None)
     try:
-        flags = [f"--gpu-architecture=sm_{architecture}", "-std=c++17", f"-I{CSRC}", *options]
+        flags = [f"--gpu-architecture=sm_{architecture}", *FLAGS, f"-I{CSRC}", *options]
         given = (c_char_p * len(flags))(*(flag.encode() for flag in flags))
         if nvrtc.nvrtcCompileProgram(program, len(flags), given):
             size = c_size_t()

@@ -21,6 +21,7 @@
 #include <vector>
 
 #define __global__
+#define __launch_bounds__(threads)
 #define __device__
 #define __shared__ static thread_local
 struct uint4 {

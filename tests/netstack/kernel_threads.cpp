@@ -37,6 +37,7 @@ static constexpr struct {
 } blockDim{kThreads};
 
 #define __global__
+#define __launch_bounds__(threads)
 #define __device__
 #define __shared__ static  // there is one block of a kind
 struct uint4 {
@@ -51,7 +52,8 @@ static T __ldcg(const T* at) {
 
 namespace {
 
-constexpr u64 kBytes = 200, kSecondNs = 1'000'000'000;
+constexpr u64 kBytes = 2200;  // two laps of a copy, and more
+constexpr u64 kSecondNs = 1'000'000'000;
 
 // `messages` launches of a block, each of which begins when the one before it has ended.
 template <class Launch>

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lamina.netstack.cuda.driver import NVRTC_SIGNATURES, compiled, load, nvrtc_names
+from lamina.netstack.cuda.driver import FLAGS, NVRTC_SIGNATURES, THREADS, compiled, load, nvrtc_names
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 SOURCE = CSRC / "netstack" / "kernels.cu"
@@ -22,7 +22,7 @@ needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc: install the CUDA 
 
 def nvcc(architecture: int, folder: Path) -> tuple[Path, str]:
     """(the machine code, the PTX that it was assembled from)."""
-    flags = [f"-arch=sm_{architecture}", "-std=c++17", "-Werror", "all-warnings", f"-I{CSRC}", "--keep"]
+    flags = [f"-arch=sm_{architecture}", *FLAGS, "-Werror", "all-warnings", f"-I{CSRC}", "--keep"]
     output = folder / "out.cubin"
     done = subprocess.run(
         [str(NVCC), *flags, "--keep-dir", str(folder), "-cubin", str(SOURCE), "-o", str(output)],
@@ -66,6 +66,24 @@ def test_kernels_assemble_and_order_memory(architecture: int, tmp_path: Path) ->
             assert re.search(r"\bst\.(?:volatile\.|relaxed\.\w+\.)?(?:global\.)?[bu]32", record), "fence, record, fence"
             assert not re.search(r"\bst\.(?:global\.)?(?:v4\.)?[bu]", before[fences[-1] :]), "nothing behind the fence"
         assert body.count("st.mmio.relaxed.sys.global.u64") >= 1
+
+
+@needs_nvcc
+def test_a_copy_has_64_kib_on_their_way(tmp_path: Path) -> None:
+    """Loads of a thread come one behind the other, and only then the stores that wait for them."""
+    _, ptx = nvcc(90, tmp_path)
+    bodies = kernels(ptx)
+    assert {int(n) for n in re.findall(r"\.maxntid (\d+)", ptx)} == {THREADS}, "registers for as many as are launched"
+    for name in ("lamina_memory_send", "lamina_memory_send_two", "lamina_memory_receive_due", "lamina_mlx5_send"):
+        ahead = longest_run(bodies[name], "v4.u32")
+        assert ahead * 16 * THREADS == 1 << 16
+        assert longest_run(bodies[name], "[bu]64") == ahead, "where places are aligned to 8 bytes alone"
+
+
+def longest_run(body: str, width: str) -> int:
+    """Of loads of that type between which nothing of it is stored."""
+    found = re.findall(rf"\b(ld\.global\.cg|st)(?:\.global)?\.{width}\b", body)
+    return max(map(len, "".join("l" if x != "st" else "s" for x in found).split("s")))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -38,10 +38,12 @@ extern "C" void emulate_round(int count, const float* from, Element* to, float* 
   for (int i = 0; i < count; ++i) round_to(to[i], from[i]), back[i] = to_float(to[i]);
 }
 
-// What cuda_geometry.py must know: queries of a tile, numbers of a node, bytes of shared memory, levels, the header's parts.
+// What cuda_geometry.py must know: queries of a tile, numbers of a node, bytes of shared memory, warps that a
+// multiprocessor has registers for, levels, the header's parts.
 extern "C" void emulate_sizes(int* to) {
   const int shared = Core::kPipelineBytes + Core::kNearLevels * Core::Node::kSize * int(sizeof(float));
-  const int all[] = {Core::kQueries, Core::Node::kSize, shared, kLevels, kChunk, int(sizeof(Sequence)), int(sizeof(Task)),
-                     int(offsetof(Plan, task))};
+  const int header[] = {int(sizeof(Sequence)), int(sizeof(Task)), int(offsetof(Plan, task))};
+  const int all[] = {Core::kQueries, Core::Node::kSize, shared,    Core::kWarps, kLevels,
+                     kChunk,         header[0],         header[1], header[2]};
   std::memcpy(to, all, sizeof all);
 }

@@ -7,7 +7,6 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
-#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -17,68 +16,13 @@
 #include <memory>
 #include <vector>
 
+#include "attention/cuda/emulated_numbers.h"
+
 #define LAMINA_DEVICE inline
 #define __global__
 #define __launch_bounds__(...)
 
 namespace lamina::attention::cuda {
-
-inline float from_bits(u32 bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-inline u32 to_bits(float x) {
-  u32 bits;
-  std::memcpy(&bits, &x, sizeof x);
-  return bits;
-}
-
-inline float to_float(float x) { return x; }
-inline float to_float(BFloat16 x) { return from_bits(u32(x.bits) << 16); }
-inline float to_float(Half x) {
-  const int exponent = x.bits >> 10 & 31, mantissa = x.bits & 1023;
-  float y = exponent == 31 ? (mantissa ? NAN : INFINITY)
-            : exponent     ? std::ldexp(float(1024 + mantissa), exponent - 25)
-                           : std::ldexp(float(mantissa), -24);
-  return x.bits >> 15 ? -y : y;
-}
-
-inline float to_float(Int8 x) { return float(x.number); }
-inline float to_float(Fp8 x) { return from_bits(u32(x.bits & 0x80) << 24 | u32(x.bits & 0x7f) << 20) * 0x1p120f; }
-
-inline void round_to(float& to, float x) { to = x; }
-inline void round_to(BFloat16& to, float x) {
-  const u32 bits = to_bits(x);
-  to.bits = u16(x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-inline void round_to(Half& to, float x) {
-  const u16 sign = u16(to_bits(x) >> 31 << 15);
-  const float size = std::fabs(x);
-  if (x != x) {
-    to.bits = 0x7fff;
-  } else if (size >= 65520.0f) {
-    to.bits = u16(sign | 0x7c00);
-  } else {
-    int exponent = 0;
-    std::frexp(size, &exponent);  // size < 2 ** exponent
-    if (size == 0) exponent = -99;
-    const int unit = (exponent < -13 ? -13 : exponent) - 11;
-    const int steps = int(std::nearbyint(std::ldexp(size, -unit)));  // of 2 ** unit; 2048 carries over by itself
-    to.bits = u16(sign | (((unit + 24) << 10) + steps));
-  }
-}
-
-template <class T>
-inline u32 pack(float low, float high) {
-  T a, b;
-  round_to(a, low), round_to(b, high);
-  return u32(a.bits) | u32(b.bits) << 16;
-}
-template <class T>
-inline float half_of(u32 x, int which) {
-  return to_float(T{u16(x >> 16 * which)});
-}
 
 // The warp that runs now.
 class Warp {
@@ -90,6 +34,9 @@ class Warp {
 
   // A kernel's `blocks` blocks of one warp each, one after the other, the first one first.
   void launch(int blocks, int shared_bytes, const std::function<void()>& kernel) {
+#if defined(LAMINA_FTZ)
+    const Subnormals flushed(false);
+#endif
     blocks_ = blocks, kernel_ = kernel;
     for (block_ = 0; block_ < blocks; ++block_) {
       shared_.assign(std::size_t(shared_bytes) / 16 + 1, Line{});
@@ -121,11 +68,19 @@ class Warp {
     if (p >= shared_.data() && p < shared_.data() + shared_.size()) fail("a global load from shared memory");
   }
 
-  void copy(void* to, const void* from, bool real) {
-    if (to < shared_.data() || to >= shared_.data() + shared_.size()) fail("a copy to elsewhere than shared memory");
-    if ((std::uintptr_t(to) | std::uintptr_t(from)) % 16) fail("a copy that is not aligned");
-    std::memset(to, 0xff, 16);
-    pending_[lane_].back().push_back({to, real ? from : nullptr});
+  // Of a matrix.
+  void check_row(const void* p) {
+    if (p < shared_.data() || p >= shared_.data() + shared_.size()) fail("a matrix elsewhere than in shared memory");
+    if (std::uintptr_t(p) % 16) fail("a matrix's row that is not aligned");
+  }
+
+  void copy(void* to, const void* from, std::size_t bytes, bool real) {
+    const auto* const end = static_cast<char*>(to) + bytes;
+    if (to < shared_.data() || end > shared() + shared_.size() * sizeof(Line))
+      fail("a copy to elsewhere than shared memory");
+    if ((std::uintptr_t(to) | std::uintptr_t(from)) % bytes) fail("a copy that is not aligned");
+    std::memset(to, 0xff, bytes);
+    pending_[lane_].back().push_back({to, real ? from : nullptr, bytes});
   }
   void commit() { pending_[lane_].emplace_back(); }
   void wait(int left) {
@@ -137,11 +92,11 @@ class Warp {
   }
   // What this lane has awaited becomes everybody's.
   void publish() {
-    for (auto& [to, from] : landed_[lane_])
+    for (auto& [to, from, bytes] : landed_[lane_])
       if (from)
-        std::memcpy(to, from, 16);
+        std::memcpy(to, from, bytes);
       else
-        std::memset(to, 0, 16);
+        std::memset(to, 0, bytes);
     landed_[lane_].clear();
   }
 
@@ -152,6 +107,7 @@ class Warp {
   struct Copy {
     void* to;
     const void* from;
+    std::size_t bytes;
   };
   static constexpr std::size_t kStack = 1 << 18;
 
@@ -238,7 +194,11 @@ inline X shuffle_xor(X x, int mask) {
   return Warp::now().meet("shuffle_xor", x)[at];
 }
 
-inline void copy16(void* to, const void* from, bool real) { Warp::now().copy(to, from, real); }
+template <int kBytes>
+inline void copy(void* to, const void* from, bool real) {
+  static_assert(kBytes == 16 || kBytes == 8 || kBytes == 4);
+  Warp::now().copy(to, from, kBytes, real);
+}
 inline void commit() { Warp::now().commit(); }
 template <int N>
 inline void wait() {
@@ -246,6 +206,7 @@ inline void wait() {
 }
 
 inline void load(u32 (&x)[4], const void* row, bool transposed) {
+  Warp::now().check_row(row);
   const auto* rows = Warp::now().meet(transposed ? "load_transposed" : "load_matrices", static_cast<const u16*>(row));
   const int g = lane() / 4, t = lane() % 4;
   for (int i = 0; i < 4; ++i) {
@@ -270,6 +231,7 @@ inline void multiply(float& c0, float& c1, float& c2, float& c3, const u32 (&a)[
   };
   const Mine* all = Warp::now().meet("multiply", Mine{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
   const int g = lane() / 4, t = lane() % 4;
+  const Subnormals kept(true);
   float* const c[4] = {&c0, &c1, &c2, &c3};
   for (int i = 0; i < 4; ++i) {
     const int row = g + 8 * (i / 2), column = 2 * t + i % 2;

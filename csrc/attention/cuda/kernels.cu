@@ -4,9 +4,8 @@
 // HARDWARE-UNVERIFIED: compiled for sm_80, sm_90 and sm_100, and run warp by warp on a CPU (emulation.h); not on a GPU.
 //
 // Defined by the compiler's command line: LAMINA_ELEMENT (float, BFloat16, Half), and LAMINA_STORED where k and v are
-// Int8 or Fp8; for tensor cores also LAMINA_KEY_DIM,
-// LAMINA_VALUE_DIM, LAMINA_COLUMNS, LAMINA_STAGES and LAMINA_NEAR_LEVELS. Without these: the plain core, for any head size
-// up to 256.
+// Int8 or Fp8; for tensor cores also LAMINA_KEY_DIM, LAMINA_VALUE_DIM, LAMINA_COLUMNS, LAMINA_STAGES and
+// LAMINA_NEAR_LEVELS. Without these: the plain core, for any head size up to 256.
 #include "attention/cuda/plain.cuh"
 #include "attention/cuda/tensor.cuh"
 
@@ -18,7 +17,8 @@ using Element = LAMINA_ELEMENT;
 #endif
 using Stored = LAMINA_STORED;
 #ifdef LAMINA_COLUMNS
-using Core = TensorCore<Element, LAMINA_KEY_DIM, LAMINA_VALUE_DIM, LAMINA_COLUMNS, LAMINA_STAGES, LAMINA_NEAR_LEVELS>;
+using Core = TensorCore<Element, LAMINA_KEY_DIM, LAMINA_VALUE_DIM, LAMINA_COLUMNS, LAMINA_STAGES, LAMINA_NEAR_LEVELS,
+                        Stored>;
 #else
 using Core = PlainCore<Element, Stored>;
 #endif
@@ -28,14 +28,14 @@ using Core = PlainCore<Element, Stored>;
 using namespace lamina::attention::cuda;
 
 // See plan_step. A block for each 32 sequences.
-extern "C" __global__ void __launch_bounds__(32)
+extern "C" __global__ void __launch_bounds__(kLanes)
     lamina_plan(const int* counts, const Sequence* sequences, Plan* plan, int capacity, int tile, int group, int kv_heads,
                 int warps, int stored) {
   plan_step({counts, sequences, nullptr, 0, 0}, *plan, capacity, tile, group, kv_heads, warps, stored);
 }
 
 // See Call. As many blocks as can run at a time.
-extern "C" __global__ void __launch_bounds__(32)
+extern "C" __global__ void __launch_bounds__(kLanes, Core::kWarps)
     lamina_attend(const int* counts, const Sequence* sequences, const int* table, int width, int block_shift,
                   const Plan* plan, int q_heads, int kv_heads, int qk_dim, int v_dim, int window, float scale,
                   float softcap, const float* sinks, const float* slopes, int stored, const Element* q, const Stored* k,
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(32)
 }
 
 // Rows `left` [pairs] of o [N, Hq, Dv] and lse [N, Hq] become their merge with rows `right`. A block for each pair and head.
-extern "C" __global__ void __launch_bounds__(32)
+extern "C" __global__ void __launch_bounds__(kLanes)
     lamina_merge(float* o, float* lse, const i64* left, const i64* right, int heads, int v_dim) {
   const int pair = block() / heads, head = block() % heads;
   const i64 a = left[pair] * heads + head, b = right[pair] * heads + head;
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(32)
 }
 
 // merge.finish of o, lse [R, Hq, .] and sinks [Hq] or null. A block for each row and head.
-extern "C" __global__ void __launch_bounds__(32)
+extern "C" __global__ void __launch_bounds__(kLanes)
     lamina_close(const float* o, const float* lse, const float* new_o, const float* new_lse, const float* sinks, int heads,
                  int v_dim, Element* out) {
   const i64 at = block();
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(32)
 }
 
 // Row r of k [R, Hkv, D] and v [R, Hkv, Dv], and of their scales [R, Hkv] or null, to token offsets[r] of block blocks[r]. A block for each row and head.
-extern "C" __global__ void __launch_bounds__(32)
+extern "C" __global__ void __launch_bounds__(kLanes)
     lamina_append(const Stored* k, const Stored* v, const float* k_scale, const float* v_scale, const i64* block_ids, const i64* offsets, int kv_heads,
                   int block_size, int qk_dim, int v_dim, Stored* k_store, Stored* v_store, float* k_scales,
                   float* v_scales) {

@@ -1,7 +1,8 @@
-// The core for everything that tensor cores do not take: fp32, stored numbers of 8 bits, and head sizes other than the
-// multiples of 8 from 64 on. One query a tile; a lane scores a token, then holds every 32nd number of o. Made to be right, not fast.
+// The core for everything that tensor cores do not take: queries of fp32, and head sizes other than the multiples of 8
+// from 64 on. One query a tile; a lane scores a token, then holds every 32nd number of o. Made to be right, not fast.
 #pragma once
 #include "attention/cuda/attend.cuh"
+#include "attention/cuda/stored.cuh"
 
 namespace lamina::attention::cuda {
 
@@ -9,7 +10,7 @@ template <class T_, class S_ = T_>
 struct PlainCore {
   using T = T_;
   using S = S_;
-  static constexpr int kNearLevels = 0, kQueries = 1, kPipelineBytes = 0;
+  static constexpr int kNearLevels = 0, kWarps = 16, kQueries = 1, kPipelineBytes = 0;
 
   using Node = Fragment<1, 256 / kLanes>;
   LAMINA_DEVICE static int number(int) { return 0; }
@@ -50,6 +51,21 @@ struct PlainCore {
   }
 
  private:
+  LAMINA_DEVICE static float multiply(const T* query, const S* key, int dim) {
+    float product = 0;
+    int d = 0;
+    if constexpr (sizeof(S) == 1) {
+      for (; dim % 16 == 0 && d < dim; d += 16) {
+        const Codes codes = *reinterpret_cast<const Codes*>(key + d);
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+          product = fmaf(to_float(query[d + i]), number_of(S{}, codes.word[i / 4], i % 4), product);
+      }
+    }
+    for (; d < dim; ++d) product = fmaf(to_float(query[d]), to_float(key[d]), product);
+    return product;
+  }
+
   // 32 tokens, one with each lane.
   LAMINA_DEVICE static void add(const S* values, const float* scales, int v_dim, bool seen, int row, float score, Softmax& softmax,
                                 Node& node) {

@@ -82,18 +82,21 @@ LAMINA_DEVICE int new_row(const Sequence& s, int kv_heads, int head, int positio
   return (s.row + position) * kv_heads + head;
 }
 
-LAMINA_DEVICE int sum_over_lanes(int x) {
+LAMINA_DEVICE i64 sum_over_lanes(i64 x) {
   for (int mask = 16; mask; mask /= 2) x += shuffle_xor(x, mask);
   return x;
 }
 
-// Each KV head's tasks at a level.
-LAMINA_DEVICE int count_tasks(const Step& step, int sequences, int tile, int group, bool stored, int level) {
-  int sum = 0;
-  for (int i = lane(); i < sequences; i += kLanes) {
-    const Sequence& s = step.sequences[i];
-    sum += parts(s.count * group, tile) * Chunks(s, stored).nodes(level);
-  }
+// A sequence's tasks at a level, for each KV head. Of a long prompt behind a long context, at a low level, there may be
+// more than an int counts.
+LAMINA_DEVICE i64 tasks_of(const Sequence& s, int tile, int group, bool stored, int level) {
+  return i64(parts(s.count * group, tile)) * Chunks(s, stored).nodes(level);
+}
+
+// Of the first `sequences`.
+LAMINA_DEVICE i64 count_tasks(const Step& step, int sequences, int tile, int group, bool stored, int level) {
+  i64 sum = 0;
+  for (int i = lane(); i < sequences; i += kLanes) sum += tasks_of(step.sequences[i], tile, group, stored, level);
   return sum_over_lanes(sum);
 }
 
@@ -101,15 +104,16 @@ LAMINA_DEVICE int count_tasks(const Step& step, int sequences, int tile, int gro
 // chunk longer for filling the pipeline and merging. What it is makes no difference to any result.
 LAMINA_DEVICE int choose_level(const Step& step, int sequences, int tile, int group, int kv_heads, int warps,
                                int capacity) {
-  int longest = 1, best = kLevels, cost = 0x7fffffff;
+  int longest = 1, best = kLevels;
+  i64 cost = 0x7fffffffffffffff;
   for (int i = lane(); i < sequences; i += kLanes) {
     const Chunks chunks(step.sequences[i], true);
     longest = most(longest, chunks.high - chunks.low);
   }
   for (int mask = 16; mask; mask /= 2) longest = most(longest, shuffle_xor(longest, mask));
   for (int level = 0; level < kLevels; ++level) {
-    const int tasks = count_tasks(step, sequences, tile, group, true, level);
-    const int found = parts(tasks * kv_heads, warps) * (least(1 << level, longest) + 1);
+    const i64 tasks = count_tasks(step, sequences, tile, group, true, level);
+    const i64 found = (tasks * kv_heads + warps - 1) / warps * (least(1 << level, longest) + 1);
     if (tasks <= capacity && found <= cost) best = level, cost = found;
     if (1 << level >= longest) break;
   }
@@ -122,21 +126,18 @@ LAMINA_DEVICE void plan_step(const Step& step, Plan& plan, int capacity, int til
                              bool stored) {
   const int sequences = *step.counts, begin = block() * kLanes;
   const int level = stored ? choose_level(step, sequences, tile, group, kv_heads, warps, capacity) : kLevels;
-  int before = 0;
-  for (int i = lane(); i < least(begin, sequences); i += kLanes) {
-    const Sequence& s = step.sequences[i];
-    before += parts(s.count * group, tile) * Chunks(s, stored).nodes(level);
-  }
-  before = sum_over_lanes(before);
+  i64 before = count_tasks(step, least(begin, sequences), tile, group, stored, level);
   for (int i = begin; i < least(begin + kLanes, sequences); ++i) {
     const Sequence& s = step.sequences[i];
     const Chunks chunks(s, stored);
-    const int nodes = chunks.nodes(level), tasks = parts(s.count * group, tile) * nodes, base = chunks.low >> level;
-    for (int j = lane(); j < tasks; j += kLanes)
-      if (before + j < capacity) plan.task[before + j] = {i, j / nodes * tile, base + j % nodes, base};
+    const int nodes = chunks.nodes(level), base = chunks.low >> level;
+    const i64 tasks = tasks_of(s, tile, group, stored, level), room = capacity - before;
+    for (int j = lane(); j < tasks && j < room; j += kLanes)
+      plan.task[before + j] = {i, j / nodes * tile, base + j % nodes, base};
     before += tasks;
   }
-  if (begin + kLanes >= sequences && lane() == 0) plan.level = level, plan.tasks = least(before, capacity);
+  if (begin + kLanes >= sequences && lane() == 0)
+    plan.level = level, plan.tasks = before < capacity ? int(before) : capacity;
 }
 
 }  // namespace lamina::attention::cuda

@@ -49,12 +49,6 @@ LAMINA_DEVICE float to_float(Half x) {
   return y;
 }
 
-LAMINA_DEVICE float to_float(Int8 x) { return float(x.number); }
-// Its bits are those of a float, too small by 2 ** 120.
-LAMINA_DEVICE float to_float(Fp8 x) {
-  return __uint_as_float(u32(x.bits & 0x80) << 24 | u32(x.bits & 0x7f) << 20) * 0x1p120f;
-}
-
 LAMINA_DEVICE void round_to(float& to, float x) { to = x; }
 LAMINA_DEVICE void round_to(BFloat16& to, float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(x)); }
 LAMINA_DEVICE void round_to(Half& to, float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x)); }
@@ -75,6 +69,24 @@ LAMINA_DEVICE u32 pack<Half>(float low, float high) {
   return x;
 }
 
+// a . b + c of two numbers T each, rounded once. Subnormal ones count, under -ftz=true too (PTX ISA, fma of 16 bits).
+template <class T>
+LAMINA_DEVICE u32 fma_pair(u32 a, u32 b, u32 c);
+template <>
+LAMINA_DEVICE u32 fma_pair<BFloat16>(u32 a, u32 b, u32 c) {
+  u32 x;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+  return x;
+}
+template <>
+LAMINA_DEVICE u32 fma_pair<Half>(u32 a, u32 b, u32 c) {
+  u32 x;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+  return x;
+}
+// Byte i is that byte of a which the i-th digit of `from` (hexadecimal, from the right) names; 4: a zero.
+LAMINA_DEVICE u32 pick_bytes(u32 a, u32 from) { return __byte_perm(a, 0, from); }
+
 LAMINA_DEVICE int lane() { return int(threadIdx.x); }  // a block is one warp
 LAMINA_DEVICE int block() { return int(blockIdx.x); }
 LAMINA_DEVICE int blocks() { return int(gridDim.x); }
@@ -87,16 +99,23 @@ LAMINA_DEVICE char* shared_memory() {
 LAMINA_DEVICE void sync() { __syncwarp(); }
 LAMINA_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
 LAMINA_DEVICE int shuffle_xor(int x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
+LAMINA_DEVICE i64 shuffle_xor(i64 x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
 LAMINA_DEVICE float shuffle(float x, int from) { return __shfl_sync(~0u, x, from); }
 LAMINA_DEVICE int shuffle(int x, int from) { return __shfl_sync(~0u, x, from); }
 
 LAMINA_DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
-// 16 bytes to shared memory, in the background; zeros, and nothing is read, unless they are `real`.
-LAMINA_DEVICE void copy16(void* to, const void* from, bool real) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-               "r"(real ? 16 : 0)
-               : "memory");
+// 16, 8 or 4 bytes to shared memory, in the background; zeros, and nothing is read, unless they are `real`.
+template <int kBytes>
+LAMINA_DEVICE void copy(void* to, const void* from, bool real) {
+  if constexpr (kBytes == 16)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(real ? 16 : 0)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from),
+                 "n"(kBytes), "r"(real ? kBytes : 0)
+                 : "memory");
 }
 LAMINA_DEVICE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -148,7 +167,8 @@ LAMINA_DEVICE float load_own(const float* p) { return *p; }
 LAMINA_DEVICE float load_fresh(const float* p) { return __ldcg(p); }
 
 // Two warps meet at `counter`, each when all its lanes have written what the other one needs: false for the first,
-// true for the second, which sees what the first has written. Leaves the counter as it was.
+// true for the second, which sees what the first has written. Leaves the counter as it was. The lane that met the other
+// warp fences, and only then hands what it saw to the lanes of its own: a shuffle alone orders no memory.
 LAMINA_DEVICE bool second_to(u32* counter) {
   __threadfence();
   __syncwarp();
@@ -156,6 +176,7 @@ LAMINA_DEVICE bool second_to(u32* counter) {
   if (lane() == 0) before = atomicInc(counter, 1);
   before = __shfl_sync(~0u, before, 0);
   __threadfence();
+  __syncwarp();
   return before != 0;
 }
 

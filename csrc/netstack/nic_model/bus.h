@@ -63,6 +63,7 @@ class WeakBus final : public Observer {
   }
 
   Word acquire(const Word* at) {
+    ++acquires;
     move();
     old_.clear();
     return __atomic_load_n(at, __ATOMIC_ACQUIRE);
@@ -85,7 +86,7 @@ class WeakBus final : public Observer {
   // The processor that reads what this one stores; null: a NIC, which sees memory as it is.
   void tell(Observer* reader) { reader_ = reader; }
 
-  unsigned rests = 0, longest_rest = 0;
+  unsigned acquires = 0, rests = 0, longest_rest = 0;
 
   // Someone else writes to memory that this processor reads.
   void before_write(const void* at, std::uint64_t bytes) override {

@@ -70,11 +70,13 @@ void waits() {
   auto& bus = pair.b.bus;
   u64 word = 100, value = 0;
   CHECK(mlx5::wait_signal(bus, &word, 100, 104, &pair.abort, 0, &value) == mlx5::kTimeout);
+  CHECK(bus.acquires == 1 && bus.rests == 0);
   for (u64 limit : {1000ull, 100'000ull}) {
-    const u64 start = bus.now_ns();
+    const u64 start = bus.now_ns(), polls = bus.acquires, rests = bus.rests;
     CHECK(mlx5::wait_signal(bus, &word, 100, 104, &pair.abort, limit, &value) == mlx5::kTimeout);
-    const u64 took = bus.now_ns() - start;
+    const u64 took = bus.now_ns() - start, looks = bus.rests - rests + 1;  // the last one ends it
     CHECK(took >= limit && took <= 2 * limit + 4 * WeakBus::kRestMostNs);
+    CHECK(bus.acquires - polls == 64 * looks);
   }
   CHECK(bus.rests > 10 && bus.longest_rest == WeakBus::kRestMostNs);
   const u64 start = bus.now_ns();
@@ -93,6 +95,25 @@ void waits() {
   }
   word = 1;  // across the end of the numbers
   CHECK(mlx5::wait_signal(bus, &word, ~0ull - 1, 2, &pair.abort, 0, &value) == mlx5::kOk && value == 1);
+}
+
+// Whoever waits polls without a rest at first, and an abort at any time ends it before it has polled 64 times more.
+void aborts() {
+  g_scenario = "aborts";
+  for (unsigned when = 0; when < 200; ++when) {
+    u64 word = 100, value = 0, abort = 0;
+    unsigned set_at = 0;
+    WeakBus* self = nullptr;
+    WeakBus bus(nullptr, nullptr, when, [&] {
+      CHECK(self->acquires >= 64 || self->rests == 0);
+      if (self->acquires < when || abort) return;
+      abort = 1;
+      set_at = self->acquires;
+    });
+    self = &bus;
+    CHECK(mlx5::wait_signal(bus, &word, 100, 104, &abort, kLongNs, &value) == mlx5::kAborted);
+    CHECK(abort == 1 && bus.acquires - set_at <= 64);
+  }
 }
 
 // A peer that owns the key but not the manners: each lie about words and headers is a fault, never a message.
@@ -317,6 +338,7 @@ int main(int argc, char** argv) {
   const u64 posts = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1'000'000;
   const u64 seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
   waits();
+  aborts();
   lies();
   unused_words();
   region_fits_exactly();

@@ -20,6 +20,7 @@ import torch
 from lamina.attention.cuda import Cuda
 from lamina.attention.cuda_geometry import GpuLimits, Variant
 from lamina.attention.cuda_kernels import CSRC, Argument
+from lamina.attention.cuda_kernels import FLAGS as PRODUCT_FLAGS
 
 GXX = shutil.which("g++")
 BUILD = CSRC.resolve().parent / "build" / "cuda_emulation"
@@ -27,7 +28,7 @@ needs_gxx = pytest.mark.skipif(GXX is None, reason="no g++: the CUDA kernels can
 SMALL = GpuLimits(processors=2, shared_bytes=228 << 10, block_shared_bytes=227 << 10)
 FLAGS = (
     "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-clobbered", "-U_FORTIFY_SOURCE",
-    "-shared", "-fPIC",
+    "-shared", "-fPIC", *(("-DLAMINA_FTZ",) if "-ftz=true" in PRODUCT_FLAGS else ()),
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import torch
 from cuda_emulation import SMALL, EmulatedKernels, emulated, needs_gxx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "contract"))
 import test_attention as contract
@@ -20,7 +21,20 @@ import test_attention as contract
 pytestmark = [needs_gxx, pytest.mark.timeout(300)]
 
 OPERATOR, CASE = contract.operator, contract.Case
-SPECS = pytest.mark.parametrize("spec", [{}, contract.WHOLE], ids=["plain", "whole"])
+Tensors = list[tuple[Tensor, Tensor, Tensor]]
+STORES = pytest.mark.parametrize("store", [None, torch.int8, torch.float8_e4m3fn], ids=["as q", "int8", "fp8"])
+# One of them and the whole operator say most of what 8 bits change; the others are slow.
+FORMATS = pytest.mark.parametrize(
+    ("spec", "store"),
+    [
+        ({}, None),
+        (contract.WHOLE, None),
+        (contract.WHOLE, torch.int8),
+        pytest.param({}, torch.int8, marks=pytest.mark.slow),
+        pytest.param(contract.WHOLE, torch.float8_e4m3fn, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "whole", "whole int8", "plain int8", "whole fp8"],
+)
 
 
 @pytest.fixture(params=["tensor", pytest.param("plain", marks=pytest.mark.slow)])
@@ -32,7 +46,7 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         return
     dtype = torch.bfloat16
     monkeypatch.setattr(contract, "operator", lambda q, kv, dim, v=0, **spec: OPERATOR(q, kv, 64, **spec))
-    monkeypatch.setattr(contract, "Case", lambda lengths, op, dtype=dtype: CASE(lengths, op, dtype))
+    monkeypatch.setattr(contract, "Case", lambda lengths, op, dtype=dtype, **rest: CASE(lengths, op, dtype, **rest))
     yield dtype
 
 
@@ -51,13 +65,15 @@ def cases(draw: st.DrawFn) -> contract.Case:
         softcap=draw(st.sampled_from([0.0, 2.0])),
         scale=draw(st.sampled_from([0.25, 1.0])),
     )
-    return CASE(draw(contract.sequences), op, dtype, draw(st.sampled_from([1, 8, 16, 128])), draw(st.integers(0, 99)))
+    store = draw(st.sampled_from([None, None, torch.int8, torch.float8_e4m3fn]))
+    size, seed = draw(st.sampled_from([1, 8, 16, 128])), draw(st.integers(0, 99))
+    return CASE(draw(contract.sequences), op, dtype, size, seed, store)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases(), processors=st.sampled_from([1, 2, 7]))
 def test_equals_the_oracle(case: contract.Case, processors: int) -> None:
-    backend = emulated(case.dtype, replace(SMALL, processors=processors))
+    backend = emulated(case.dtype, replace(SMALL, processors=processors), store=case.store)
     out, stored, new = contract.run(backend, case)
     assert contract.error(out, contract.oracle(case)) < contract.DTYPES[case.dtype]
     empty = torch.tensor([length == 0 for length, count in case.lengths for _ in range(count)])
@@ -70,38 +86,60 @@ def test_equals_the_oracle(case: contract.Case, processors: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (72, 80), (96, 128), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("group", [1, 4, 8, 12])
-def test_every_head_size_on_tensor_cores(dtype: torch.dtype, dim: int, v_dim: int, group: int) -> None:
-    case = CASE(((300, 1), (0, 3), (1030, 2)), OPERATOR(group, 1, dim, v_dim, **contract.WHOLE), dtype)
-    backend = emulated(dtype)
+@STORES
+def test_every_head_size_on_tensor_cores(
+    dtype: torch.dtype, dim: int, v_dim: int, group: int, store: torch.dtype | None
+) -> None:
+    op = OPERATOR(group, 1, dim, v_dim, **contract.WHOLE)
+    case = CASE(((300, 1), (0, 3), (1030, 2)), op, dtype, store=store)
+    backend = emulated(dtype, store=store)
     out, _, _ = contract.run(backend, case)
     assert backend._kernels.launched["tensor"] == 2  # type: ignore[attr-defined]
     assert contract.error(out, contract.oracle(case)) < contract.DTYPES[dtype]
 
 
-def test_partial_results_are_as_exact_as_fp32(dtype: torch.dtype) -> None:
-    """Weights are not rounded to the store's 16 bits: the oracle's o is met before it is rounded."""
-    case = contract.Case(((1000, 1), (130, 1)), contract.operator(4, 2, 64))
-    _, stored, new = contract.run(emulated(dtype), case)
-    want = contract.oracle(case)
+def before_rounding(case: contract.Case, tensors: Tensors | None = None) -> Tensor:
+    """o in fp32."""
+    _, stored, new = contract.run(emulated(case.dtype, store=case.store), case, tensors)
     share = 1 / (1 + (new.lse - stored.lse).exp())
-    o = stored.o * share[..., None] + new.o * (1 - share[..., None])
-    assert contract.error(o, want) < 2e-5
+    return stored.o * share[..., None] + new.o * (1 - share[..., None])
 
 
-@SPECS
-def test_heads(dtype: torch.dtype, spec: dict[str, Any]) -> None:
-    contract.test_heads_are_independent_bit_for_bit("", dtype, spec, 8, 4, 16, None)
+@STORES
+def test_partial_results_are_as_exact_as_fp32(dtype: torch.dtype, store: torch.dtype | None) -> None:
+    """Weights are not rounded to the store's 16 bits: the oracle's o is met before it is rounded."""
+    case = contract.Case(((1000, 1), (130, 1)), contract.operator(4, 2, 64), store=store)
+    assert contract.error(before_rounding(case), contract.oracle(case)) < 2e-5
 
 
-@SPECS
-def test_batch_mates(dtype: torch.dtype, spec: dict[str, Any]) -> None:
-    contract.test_batch_mates_are_independent_bit_for_bit("", dtype, spec, 8, 16, None)
+@pytest.mark.parametrize("store", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
+def test_scales_of_any_size_on_tensor_cores(wire: torch.dtype, store: torch.dtype) -> None:
+    """Tokens differ by many orders of magnitude, some are zero. Weights times scales have the range of fp32."""
+    most = {torch.bfloat16: 10.0, torch.float16: 4.0}[wire]
+    case = CASE(((300, 1), (129, 7), (40, 3)), OPERATOR(8, 2, 64, scale=1e-3), wire, seed=3, store=store)
+    tensors, g = case.tensors(), torch.Generator().manual_seed(5)
+    for _, k, v in tensors:
+        k *= 10.0 ** (torch.rand(k.shape[:2], generator=g) * most - most + 2).unsqueeze(-1)
+        v *= 10.0 ** (torch.rand(v.shape[:2], generator=g) * most - most).unsqueeze(-1)
+        k[::7], v[::5] = 0.0, -0.0
+    assert contract.error(before_rounding(case, tensors), contract.oracle(case, case.meant(tensors))) < 2e-5
 
 
-@SPECS
+@FORMATS
+def test_heads(dtype: torch.dtype, spec: dict[str, Any], store: torch.dtype | None) -> None:
+    contract.test_heads_are_independent_bit_for_bit("", dtype, spec, 8, 4, 16, store)
+
+
+@FORMATS
+def test_batch_mates(dtype: torch.dtype, spec: dict[str, Any], store: torch.dtype | None) -> None:
+    contract.test_batch_mates_are_independent_bit_for_bit("", dtype, spec, 8, 16, store)
+
+
+@FORMATS
 @pytest.mark.parametrize("stripe", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_ranges_of_tokens(dtype: torch.dtype, spec: dict[str, Any], stripe: int) -> None:
-    contract.test_ranges_of_tokens_merge_to_the_same_bits("", dtype, spec, 8, 16, stripe, None)
+def test_ranges_of_tokens(dtype: torch.dtype, spec: dict[str, Any], stripe: int, store: torch.dtype | None) -> None:
+    contract.test_ranges_of_tokens_merge_to_the_same_bits("", dtype, spec, 8, 16, stripe, store)
 
 
 @pytest.mark.parametrize("check", [contract.test_nan_stays_where_it_came_from, contract.test_every_stored_token_counts])
@@ -113,12 +151,29 @@ def test_tokens(dtype: torch.dtype, check: Callable[..., None], number: int) -> 
         check("", min(number, 5))
 
 
-@pytest.mark.parametrize("store", [torch.int8, torch.float8_e4m3fn])
-def test_stored_numbers_of_8_bits(store: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the plain core, whatever the head size."""
+@pytest.mark.parametrize("store", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+def test_stored_numbers_of_8_bits_on_the_plain_core(store: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "get", lambda name, device, dtype, store=None: emulated(dtype, store=store))
     contract.test_scales_of_any_size_and_the_bound_of_the_error("", store)
     contract.test_nan_stays_where_it_came_from("", 20, store)
+
+
+@pytest.mark.parametrize("store", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize("number", [1, 100])
+def test_a_row_that_is_nan_stays_where_it_came_from(dtype: torch.dtype, number: int, store: torch.dtype) -> None:
+    """Its scale is NaN; it is beside those of others in a tile."""
+    contract.test_nan_stays_where_it_came_from("", number, store)
+
+
+def test_a_scale_that_is_nan_does_not_reach_rows_that_do_not_see_it() -> None:
+    """Those before it in the same tile of queries, whose weight for it is 0."""
+    case = CASE(((0, 4),), OPERATOR(4, 2, 64), torch.bfloat16, store=torch.int8)
+    tensors = case.tensors()
+    clean = contract.run(emulated(case.dtype, store=case.store), case, tensors)[0]
+    tensors[0][2][2, 1] = float("nan")
+    out = contract.run(emulated(case.dtype, store=case.store), case, tensors)[0]
+    assert out[2:, 2:].isnan().all()
+    assert torch.equal(out[:2], clean[:2])
 
 
 @pytest.mark.parametrize("dropped", ["window", "softcap", "sinks", "alibi", "scale"])

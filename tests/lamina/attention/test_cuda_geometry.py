@@ -32,6 +32,8 @@ VARIANTS = [
     Variant(element="float"),
     choose("BFloat16", 64, 64, 4),
     choose("BFloat16", 64, 64, 12),
+    choose("BFloat16", 80, 72, 4, "Fp8"),
+    pytest.param(choose("Half", 128, 128, 12, "Int8"), marks=pytest.mark.slow),
     pytest.param(choose("Half", 72, 80, 4), marks=pytest.mark.slow),
     pytest.param(choose("BFloat16", 256, 192, 4), marks=pytest.mark.slow),
 ]
@@ -40,9 +42,9 @@ VARIANTS = [
 @needs_gxx
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_sizes_are_those_of_the_kernels(variant: Variant) -> None:
-    found = (ctypes.c_int * 8)()
+    found = (ctypes.c_int * 9)()
     library(variant).emulate_sizes(found)
-    sizes = variant.tile, variant.node_numbers, variant.shared_bytes, LEVELS, CHUNK_TOKENS
+    sizes = variant.tile, variant.node_numbers, variant.shared_bytes, variant.register_warps, LEVELS, CHUNK_TOKENS
     assert tuple(found) == (*sizes, 4 * SEQUENCE_INTS, 16, 16)
     assert CHUNK_TOKENS == MERGED_TOKENS
 
@@ -50,12 +52,13 @@ def test_sizes_are_those_of_the_kernels(variant: Variant) -> None:
 @pytest.mark.parametrize("device", [H200, A100])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("queries", [1, 8, 9, 64])
-def test_every_head_size_has_room_for_two_warps(device: GpuLimits, dim: int, queries: int) -> None:
-    variant = choose("BFloat16", dim, dim, queries)
+@pytest.mark.parametrize("stored", ["", "Int8"])
+def test_every_head_size_has_room_for_two_warps(device: GpuLimits, dim: int, queries: int, stored: str) -> None:
+    variant = choose("BFloat16", dim, dim, queries, stored)
     warps = variant.warps(device) // device.processors
     assert 2 <= warps <= 8
     assert warps * (variant.shared_bytes + 1024) <= device.shared_bytes
-    ahead = warps * (variant.stages - 1) * 16 * 2 * dim * 2
+    ahead = warps * (variant.stages - 1) * 16 * 2 * dim * (1 if stored else 2)
     assert ahead >= 32 << 10, "bytes on their way that hide the latency of memory, of a multiprocessor"
 
 
@@ -74,7 +77,8 @@ def test_a_small_gpu_says_what_is_missing() -> None:
     ],
 )  # fmt: skip
 def test_which_core_takes_what(element: str, dims: tuple[int, int], queries: int, columns: int) -> None:
-    assert choose(element, *dims, queries).columns == columns
+    for stored in ("", "Int8", "Fp8"):
+        assert choose(element, *dims, queries, stored).columns == columns
 
 
 def test_heads_that_are_too_large_are_refused() -> None:

@@ -20,21 +20,21 @@ from lamina.attention.cuda_kernels import CSRC, Argument
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "contract"))
 import test_attention as contract
 
-USUAL = choose("BFloat16", 72, 72, 4)
+USUAL = {stored: choose("BFloat16", 72, 72, 4, stored) for stored in ("", "Fp8")}
 MUTANTS = [
     ("tensor.cuh", "wait<kStages - 2>();", "wait<kStages - 1>();"),
     ("tensor.cuh", "sync();  // everybody's part", "// everybody's part"),
     ("tensor.cuh", "stage == 0 ? kStages - 1 : stage - 1", "stage"),
     ("tensor.cuh", "words[i] = 0;", "words[i] = ~0u;"),
-    ("tensor.cuh", "if (at < view.low || at >= view.high)", "if (at < view.low)"),
-    ("tensor.cuh", "if (at < view.low || at >= view.high)", "if (at >= view.high)"),
-    ("tensor.cuh", "a - to_float(T{u16(high)})", "0 * a"),
+    ("tensor.cuh", "at >= view.low && at < view.high", "at >= view.low"),
+    ("tensor.cuh", "at >= view.low && at < view.high", "at < view.high"),
+    ("tensor.cuh", "a - to_float(W{u16(high)})", "0 * a"),
     (
         "tensor.cuh",
-        "lane() / 16 * 8) * kValueRow + lane() / 8 % 2 * 8",
-        "lane() / 8 % 2 * 8) * kValueRow + lane() / 16 * 8",
+        "lane() / 16 * 8) * kValueRow + lane() / 8 % 2 * 16",
+        "lane() / 8 % 2 * 8) * kValueRow + lane() / 16 * 16",
     ),
-    ("tensor.cuh", "lane() % 16 * kKeyRow + lane() / 16 * 8", "lane() / 2 * kKeyRow + lane() % 2 * 8"),
+    ("tensor.cuh", "lane() % 16 * kKeyRow + lane() / 16 * 16", "lane() / 2 * kKeyRow + lane() % 2 * 16"),
     ("tensor.cuh", "transpose(high)", "high"),
     ("tensor.cuh", "mask = 4; mask < kLanes", "mask = 4; mask < 16"),
     ("tensor.cuh", "row_ = row_of(tile + 1);", ""),
@@ -49,6 +49,20 @@ MUTANTS = [
     ("partial.cuh", "n << level > base || (n + 1) << level < base + count", "level < 1"),
     ("step.cuh", "position - s.origin", "position - 0 * s.origin"),
     ("step.cuh", "kv_head * group + query % group", "kv_head + query % group"),
+]
+EIGHT_BITS = [
+    ("stored.cuh", "(x & 0x7f007f00) >> 4", "(x & 0x7f007f00) >> 3"),
+    ("stored.cuh", "0x7b807b80", "0x7b007b00"),
+    ("stored.cuh", "kSecond << 12;", "kSecond << 8;"),
+    ("tensor.cuh", "i / 2 * 16 + lane() % 4 * 4 + i % 2 * 2", "i * 8 + lane() % 4 * 2"),
+    ("tensor.cuh", "i / 2 * 16 + lane() / 4 * 2 + i % 2 :", "i * 8 + lane() / 4 :"),
+    ("tensor.cuh", "loaded[2 * half], far = loaded[2 * half + 1]", "loaded[half], far = loaded[2 + half]"),
+    ("tensor.cuh", "loaded[half], far = loaded[2 + half]", "loaded[2 * half], far = loaded[2 * half + 1]"),
+    ("tensor.cuh", "widen<W, S, 1, 3>(near)", "widen<W, S, 2, 3>(near)"),
+    ("tensor.cuh", "lane() < kTokens ? work_.call.k_scale : work_.call.v_scale", "work_.call.k_scale"),
+    ("tensor.cuh", "scales[kTokens + lane() / 4 + 8 * h]", "scales[kTokens + lane() / 4]"),
+    ("tensor.cuh", "score[2 * h + j] * scales[token]", "score[2 * h + j] * scales[lane() / 4]"),
+    ("tensor.cuh", "copy<4>(", "if (lane() < kTokens) copy<4>("),
 ]
 
 
@@ -67,17 +81,18 @@ class OneVariant(EmulatedKernels):
     """All kernels from the library of one variant: there is less to compile."""
 
     def launch(self, variant: Variant, name: str, blocks: int, arguments: tuple[Argument, ...]) -> None:
-        super().launch(USUAL, name, blocks, arguments)
+        super().launch(USUAL[variant.stored], name, blocks, arguments)
 
 
-def verdict(csrc: Path) -> int:
+def verdict(csrc: Path, stored_as: str) -> int:
     """0 if nothing is wrong with the kernels there. It may also end by SIGABRT."""
-    spec = {"window": 500, "softcap": 3.0}
-    case = contract.Case(((2900, 1), (900, 1), (5, 3), (0, 1)), contract.operator(4, 2, 72, **spec), torch.bfloat16)
+    store = torch.float8_e4m3fn if stored_as else None
+    op = contract.operator(4, 2, 72, window=500, softcap=3.0)
+    case = contract.Case(((2900, 1), (900, 1), (5, 3), (0, 1)), op, torch.bfloat16, store=store)
     first = None
     for processors in (1, 20, 20):
         kernels = OneVariant(replace(SMALL, processors=processors), csrc)
-        backend = Cuda(kernels, torch.device("cpu"), torch.bfloat16)
+        backend = Cuda(kernels, torch.device("cpu"), torch.bfloat16, store)
         for _ in range(2):  # counters are left as they were
             found = contract.run(backend, case)
             first = first or found
@@ -87,27 +102,30 @@ def verdict(csrc: Path) -> int:
     out, stored, _ = first
     if out.isnan().any() or not contract.error(out, contract.oracle(case)) < 1e-2:
         return 3
-    want = contract.run(get("reference", torch.device("cpu"), torch.bfloat16), case)[1]
+    want = contract.run(get("reference", torch.device("cpu"), torch.bfloat16, store), case)[1]
     return 0 if float((stored.o - want.o).norm() / want.o.norm()) < 1e-5 else 4
 
 
-def run(csrc: Path) -> int:
-    command = [sys.executable, __file__, str(csrc)]
+def run(csrc: Path, stored_as: str) -> int:
+    command = [sys.executable, __file__, str(csrc), stored_as]
     return subprocess.run(command, capture_output=True, timeout=110, check=False).returncode
 
 
 @needs_gxx
 @pytest.mark.slow
-def test_the_kernels_themselves_pass() -> None:
-    assert run(CSRC) == 0
+@pytest.mark.parametrize("stored_as", USUAL)
+def test_the_kernels_themselves_pass(stored_as: str) -> None:
+    assert run(CSRC, stored_as) == 0
 
 
 @needs_gxx
 @pytest.mark.slow
-@pytest.mark.parametrize(("file", "old", "new"), MUTANTS)
-def test_a_mistake_is_noticed(tmp_path: Path, file: str, old: str, new: str) -> None:
-    assert run(mutate(tmp_path, file, old, new)) in (2, 3, 4, -6, -11)
+@pytest.mark.parametrize(
+    ("stored_as", "file", "old", "new"), [*(("", *m) for m in MUTANTS), *(("Fp8", *m) for m in EIGHT_BITS)]
+)
+def test_a_mistake_is_noticed(tmp_path: Path, stored_as: str, file: str, old: str, new: str) -> None:
+    assert run(mutate(tmp_path, file, old, new), stored_as) in (2, 3, 4, -6, -11)
 
 
 if __name__ == "__main__":
-    sys.exit(verdict(Path(sys.argv[1])))
+    sys.exit(verdict(Path(sys.argv[1]), sys.argv[2]))

@@ -90,3 +90,12 @@ def test_heads_enough_for_all_warps_cut_nothing() -> None:
     variant = Variant(element="float")
     _, tasks, _ = planned([(5000, 1, False)], variant, 1, 64, 1, stored=True)
     assert len(tasks) == 1
+
+
+def test_more_tasks_than_an_int_counts_are_cut_less() -> None:
+    """140,000 rows behind 2M tokens, one query a tile: 2.2 thousand million tasks of a chunk each."""
+    rows, tokens = 140_000, 2_000_000
+    level, tasks, capacity = planned([(tokens, rows, False)], Variant(element="float"), 1, 1, 132, stored=True)
+    nodes = -(-tokens // (CHUNK << level))
+    assert len(tasks) == rows * nodes <= capacity
+    assert tasks[-1].tolist() == [0, rows - 1, nodes - 1, 0]

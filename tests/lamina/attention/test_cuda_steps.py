@@ -109,6 +109,39 @@ def test_a_layer_takes_one_launch_for_each_part(tables: BlockTables) -> None:
     assert not backend._outgrown
 
 
+@needs_gxx
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [(torch.bfloat16, None), (torch.float16, torch.int8), (torch.float32, torch.int8)]
+)
+def test_rows_of_a_message_may_begin_anywhere(
+    tables: BlockTables, dtype: torch.dtype, stored: torch.dtype | None
+) -> None:
+    torch.manual_seed(3)
+    op, backend = contract.operator(4, 2, 64), emulated(dtype, store=stored)
+    prepared = backend.prepare(row_table(tables, 0, grow(tables, [120, 250, 1], 2), align=CHUNK_TOKENS))
+    q = torch.randn(3, 4, 64).to(dtype)
+    rows = as_stored(*(torch.randn(3, 2, 64).to(dtype) for _ in range(2)), stored or dtype)
+    anywhere = [torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x) for x in rows[:2]]
+    assert all(x.data_ptr() % 16 for x in anywhere)
+    want = backend.attend_new(op, prepared, q, rows)
+    found = backend.attend_new(op, prepared, q, StoredRows(*anywhere, rows.scales))
+    assert torch.equal(found.o, want.o)
+
+
+@needs_gxx
+def test_what_goes_without_tensor_cores_is_said_once(tables: BlockTables, caplog: pytest.LogCaptureFixture) -> None:
+    store = allocate(200, 2, 16, 64, 64, torch.int8, CPU)
+    for dtype in (torch.bfloat16, torch.float32):
+        backend = emulated(dtype, store=torch.int8)
+        table = row_table(tables, 0, grow(tables, [120, 250, 1], 2), align=CHUNK_TOKENS)
+        prepared, q = backend.prepare(table), torch.zeros(3, 4, 64, dtype=dtype)
+        for _ in range(2):
+            backend.attend_stored(contract.operator(4, 2, 64), prepared, store, q)
+    (said,) = caplog.messages
+    assert said.startswith("attention over float heads of 64 and 64 goes without tensor cores")
+    assert said.endswith("heads of 64 to 256, a multiple of 8")
+
+
 def test_a_step_refuses_what_does_not_fit(tables: BlockTables) -> None:
     backend = Cuda(EmulatedKernels(), CPU, torch.float32)
     table = row_table(tables, 0, grow(tables, [120, 250, 1], 2), align=CHUNK_TOKENS)
