@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
-from lamina.fleet.hosts import Cluster, HostEntry, is_file, read_cluster
+from lamina.fleet.hosts import Cluster, HostEntry, is_file, is_here, read_cluster
 from lamina.fleet.token import TOKEN, TOKEN_PATH, make_token, read_token, state_folder
 
 from .words import counted
@@ -45,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     cluster = read_cluster(args.target)
     if args.dry_run:
         return _dry_run(cluster, args.action)
+    cluster = cluster.looked_up()
     if args.action == "up":
         return _up(cluster, args.target)
     return _status(cluster) if args.action == "status" else _down(cluster)
@@ -69,32 +71,63 @@ def _dry_run(cluster: Cluster, action: str) -> int:
     )
     for host in cluster.hosts:
         order = f"ray start {shlex.join(ray_arguments(cluster, host))}" if action == "up" else f"{action}"
-        print(f"{host.address} ({'here' if is_here(host.address) else shlex.join(cluster.ssh)}): {order}")
+        print(f"{host.address} ({'here' if is_here(host.place) else shlex.join(cluster.ssh)}): {order}")
     return 0
 
 
 def _up(cluster: Cluster, target: str) -> int:
-    token = make_token()
+    token, call = make_token(), secrets.token_hex(8)
     orders = [
         {
             "order": "up", "address": h.address, "arguments": ray_arguments(cluster, h), "token": token,
-            "timeout_s": START_S,
+            "timeout_s": START_S, "call": call,
         }
         for h in cluster.hosts
     ]  # fmt: skip
+    tried = 1
     try:
-        answers = [_order(cluster, cluster.hosts[0], orders[0])]
+        answers = _all(cluster, cluster.hosts[:1], orders[:1])
+        tried = len(cluster.hosts)
         answers += _all(cluster, cluster.hosts[1:], orders[1:])
     except BaseException:
-        print("ending what has been started", file=sys.stderr)
-        _down(cluster)
+        _take_back(cluster, cluster.hosts[:tried], call)
         raise
-    for host, answer in zip(cluster.hosts, answers, strict=True):
-        print(f"{host.address}  {'started' if answer['fresh'] else 'was up already'}  {_free(host.resources())}")
+    kept = False
+    for host, order, answer in zip(cluster.hosts, orders, answers, strict=True):
+        same = answer["arguments"] == order["arguments"]
+        kept = kept or not same
+        state = "started" if answer["fresh"] else "was up already"
+        print(f"{host.address}  {state}  {_free(_resources(answer['arguments']))}{'' if same else _keeps(host)}")
+    if kept:
+        print(f"to change that: lamina-launch cluster down {target}, then up; it ends what runs there")
     print(f"use it with: lamina-launch serve MODEL --ray-address {target}")
     if not os.environ.keys() & {TOKEN, TOKEN_PATH}:
         print(f"its token, which other machines need too, is in {state_folder() / 'ray_token'}")
     return 0
+
+
+def _take_back(cluster: Cluster, hosts: Sequence[HostEntry], call: str) -> None:
+    """End what ``call`` has started on ``hosts``, and nothing else. The head last: the others leave it in order."""
+    ended, orders = list[str](), {h: {"order": "down", "address": h.address, "call": call} for h in hosts}
+    for group in (hosts[1:], hosts[:1]):
+        for host, answer in zip(group, _try_all(cluster, group, [orders[h] for h in group]), strict=True):
+            if isinstance(answer, dict) and answer["ended"]:
+                ended.append(host.address)
+    if ended:
+        print(f"ended what this call has started: {', '.join(ended)}", file=sys.stderr)
+
+
+def _keeps(host: HostEntry) -> str:
+    """What to say where Ray runs with other arguments than the file asks for now."""
+    entries = {name: getattr(host, name) for name in ("compute", "memory", "device", "rack", "cores")}
+    asked = ", ".join(f"{name} {value}" for name, value in entries.items() if value) or "nothing for Lamina"
+    return f": Ray keeps what it was started with, not {asked}"
+
+
+def _resources(arguments: Sequence[str]) -> dict[str, float]:
+    """That ``ray start`` was told of."""
+    found: dict[str, float] = json.loads(dict(pairwise(arguments)).get("--resources", "{}"))
+    return found
 
 
 def _status(cluster: Cluster) -> int:
@@ -103,13 +136,18 @@ def _status(cluster: Cluster) -> int:
         {"order": "status", "address": h.address, "token": token, "head": "" if number else cluster.head}
         for number, h in enumerate(cluster.hosts)
     ]
-    answers = _all(cluster, cluster.hosts, orders)
-    free = answers[0].get("hosts", {})
+    answers = _try_all(cluster, cluster.hosts, orders)
+    free = answers[0].get("hosts", {}) if isinstance(answers[0], dict) else {}
     for host, answer in zip(cluster.hosts, answers, strict=True):
-        state = "up" if answer["pid"] else "down"
-        joined = _free(free[host.address]) if host.address in free else "not in the cluster"
+        if isinstance(answer, OSError):
+            print(answer, file=sys.stderr)
+            state = "does not answer"
+        else:
+            state = "up" if answer["pid"] else "down"
+        joined = _free(free[host.place]) if host.place in free else "not in the cluster"
         print(f"{host.address}  {state}  {joined}")
-    return 0 if all(a["pid"] for a in answers) and len(free) >= len(cluster.hosts) else 1
+    up = all(isinstance(answer, dict) and answer["pid"] for answer in answers)
+    return 0 if up and len(free) >= len(cluster.hosts) else 1
 
 
 def _down(cluster: Cluster) -> int:
@@ -130,7 +168,7 @@ def ray_arguments(cluster: Cluster, host: HostEntry) -> list[str]:
     """Of ``ray start``. The dashboard stays on loopback; tokens are a matter of the environment."""
     head = host is cluster.hosts[0]
     where = ["--head", "--port", str(cluster.port), "--dashboard-host", "127.0.0.1"]
-    arguments = [*(where if head else ["--address", cluster.head]), "--node-ip-address", host.address]
+    arguments = [*(where if head else ["--address", cluster.head]), "--node-ip-address", host.place]
     arguments += ["--object-store-memory", str(OBJECT_STORE), "--disable-usage-stats"]
     if host.cores:
         arguments += ["--num-cpus", str(host.cores)]
@@ -141,25 +179,31 @@ def ray_arguments(cluster: Cluster, host: HostEntry) -> list[str]:
     return arguments
 
 
-def is_here(address: str) -> bool:
-    """Whether an IP address is one of this host."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
-        try:
-            sock.bind((address, 0))
-        except OSError:
-            return False
-    return True
-
-
 def _all(cluster: Cluster, hosts: Sequence[HostEntry], orders: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Their answers. Raises OSError with all that failed, once all have answered."""
+    found = _try_all(cluster, hosts, orders)
+    if failed := [str(answer) for answer in found if isinstance(answer, OSError)]:
+        raise OSError("; ".join(failed))
+    return [answer for answer in found if isinstance(answer, dict)]
+
+
+def _try_all(
+    cluster: Cluster, hosts: Sequence[HostEntry], orders: Sequence[dict[str, Any]]
+) -> list[dict[str, Any] | OSError]:
+    def tried(host: HostEntry, order: dict[str, Any]) -> dict[str, Any] | OSError:
+        try:
+            return _order(cluster, host, order)
+        except OSError as error:
+            return error
+
     with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
-        return list(pool.map(lambda host, order: _order(cluster, host, order), hosts, orders))
+        return list(pool.map(tried, hosts, orders))
 
 
 def _order(cluster: Cluster, host: HostEntry, order: dict[str, Any]) -> dict[str, Any]:
     """Have a host do something; what it is told goes by stdin, where no list of processes shows it."""
     command = [cluster.python or sys.executable, "-m", "lamina.fleet.node"]
-    if not is_here(host.address):
+    if not is_here(host.place):
         command = [*cluster.ssh, host.address, shlex.join(command)]
     try:
         done = subprocess.run(

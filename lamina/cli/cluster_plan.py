@@ -1,13 +1,15 @@
-"""What a start over Ray would do, in words: placement, DOP, memory of every device, channels. Starts nothing."""
+"""A start on several hosts, in words: placement, DOP, memory of every device, channels. It starts nothing."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from lamina.facts.hardware import DEVICES
 from lamina.fleet.hosts import is_file, read_cluster
-from lamina.fleet.placement import Host, Place, check_kv_memory, place
+from lamina.fleet.placement import Host, Place, check_kv_memory, on_gpu, place, wishes
 from lamina.fleet.remote_worker import any_port
 from lamina.protocol.options import EngineConfig
 
@@ -21,24 +23,21 @@ def cluster_plan(model: str, config: EngineConfig) -> str:
 
     Raises ValueError where the workers do not fit, in number or in memory, or ranks cannot meet as they are asked to.
     """
-    from lamina.fleet.ray import on_gpu, wishes
-
-    hosts = planned_hosts(config.launching.ray_address)
-    topology = config.topology
-    places = place(hosts, wishes(config, topology.counts), config.launching.placement, on_gpu(config))
+    topology, launching = config.topology, config.launching
+    places = _places(config)
     check_kv_memory(places, config.devices.kv_bytes())
     weights, token = _sizes(model, config)
     workers = counted(topology.num_compute, "compute worker")
     if topology.prefill_workers:
         workers += ", " + counted(topology.prefill_workers, "prefill worker")
     title = (
-        f"would start {workers} and {counted(topology.memory_workers, 'memory worker')} through Ray "
-        f"over {config.launching.scheme} for {model}: "
-        f"DOP ({topology.num_compute}, {topology.memory_workers}), --placement {config.launching.placement}"
+        f"would start {workers} and {counted(topology.memory_workers, 'memory worker')} "
+        f"{'through Ray' if launching.ray_address else 'by hand'} over {launching.scheme} for {model}: "
+        f"DOP ({topology.num_compute}, {topology.memory_workers}), --placement {launching.placement}"
     )
     meeting = ranks_meet(config, [at.host.name for at in places["compute"]])
     rows = [
-        (f"{role}-{i}", at.host.address, _device(at), _weights(weights, at), _ring(config, role, at))
+        (f"{role}-{i}", at.host.address, *_weights(weights, _used(role, at, config)), _ring(config, role, at))
         for role in ("compute", "prefill")
         for i, at in enumerate(places.get(role, []))
     ]
@@ -50,13 +49,34 @@ def cluster_plan(model: str, config: EngineConfig) -> str:
             + ("compute-*" if ranks == 1 else f"rank {i % ranks} of every replica")
             + (", prefill-*" if topology.prefill_workers else "")
         )
-        rows.append((f"memory-{i}", at.host.address, _device(at), _kv(token * part, config, at), came))
+        rows.append((f"memory-{i}", at.host.address, *_kv(token * part, config, _used("memory", at, config)), came))
     head = ("worker", "host", "device", "memory of the device", "listens at, for")
-    return "\n".join([title, *meeting, *_table(head, rows)])
+    return "\n".join([title, *meeting, *_table(head, rows), *_by_hand(config, places)])
+
+
+def _places(config: EngineConfig) -> dict[str, list[Place]]:
+    launching, counts = config.launching, config.topology.counts
+    if launching.ray_address or launching.hosts:
+        hosts = planned_hosts(launching.ray_address or launching.hosts)
+        return place(hosts, wishes(config, counts), launching.placement, on_gpu(config))
+    anywhere = Place(Host(name="", address="any", resources={}), {})
+    return {role: [anywhere] * count for role, count in counts.items()}
+
+
+def _by_hand(config: EngineConfig, places: dict[str, list[Place]]) -> list[str]:
+    """The commands that a start would print, if it is for people to start the workers."""
+    if config.launching.ray_address:
+        return []
+    from lamina.fleet.static import commands, instructions
+
+    driver = re.sub(r":0$", ":PORT", config.launching.driver_address)
+    planned = places if config.launching.hosts else {}
+    made = commands(config, planned, config.topology.counts, driver)
+    return [instructions(made, config.deadlines.start_timeout_s)]
 
 
 def planned_hosts(address: str) -> list[Host]:
-    """Of a --ray-address."""
+    """Of a --ray-address, or of a YAML by its path."""
     if is_file(address):
         return read_cluster(address).planned()
     from lamina.fleet.ray import hosts_of, joined
@@ -85,37 +105,39 @@ def _sizes(model: str, config: EngineConfig) -> tuple[int, int]:
     return program.weight_bytes, token * config.topology.tensor_parallel_size
 
 
-def _device(at: Place) -> str:
+class _Used(NamedTuple):
+    """What a worker computes on, whatever else its host has."""
+
+    title: str
+    memory: float | None  # bytes; None = nobody has said, or the host's own is meant
+
+
+def _used(role: str, at: Place, config: EngineConfig) -> _Used:
+    if role not in on_gpu(config):
+        return _Used("host's cores", None)
     device = DEVICES.get(at.host.labels.get("lamina_device", ""))
-    return device.title if device else "host"
+    return _Used(device.title, device.memory_gb * _GB) if device else _Used("GPU", None)
 
 
-def _memory(at: Place) -> float | None:
-    """Bytes of a worker's device; None where the host's own memory is meant."""
-    device = DEVICES.get(at.host.labels.get("lamina_device", ""))
-    return device.memory_gb * _GB if device else None
-
-
-def _weights(nbytes: int, at: Place) -> str:
-    limit = _memory(at)
-    if limit is not None and nbytes > limit:
+def _weights(nbytes: int, on: _Used) -> tuple[str, str]:
+    if on.memory is not None and nbytes > on.memory:
         raise ValueError(
-            f"{nbytes / _GB:.1f} GB of weights do not fit in the {limit / _GB:g} GB of {_device(at)}: every compute "
+            f"{nbytes / _GB:.1f} GB of weights do not fit in the {on.memory / _GB:g} GB of {on.title}: every compute "
             f"worker holds all of them, or a part with --tensor-parallel-size"
         )
-    return f"{_size(nbytes)} of weights" + ("" if limit is None else f" of {limit / _GB:g} GB")
+    return on.title, f"{_size(nbytes)} of weights" + ("" if on.memory is None else f" of {on.memory / _GB:g} GB")
 
 
-def _kv(token: float, config: EngineConfig, at: Place) -> str:
-    limit, asked = _memory(at), config.devices.kv_bytes()
+def _kv(token: float, config: EngineConfig, on: _Used) -> tuple[str, str]:
+    limit, asked = on.memory, config.devices.kv_bytes()
     if limit is not None and asked > limit:
-        raise ValueError(f"--kv-memory {config.devices.kv_memory} exceeds the {limit / _GB:g} GB of {_device(at)}")
+        raise ValueError(f"--kv-memory {config.devices.kv_memory} exceeds the {limit / _GB:g} GB of {on.title}")
     if asked:
         room = f"{_size(asked)} for KV" + ("" if limit is None else f" of {limit / _GB:g} GB")
-        return f"{room}: {int(asked / token)} tokens"
+        return on.title, f"{room}: {int(asked / token)} tokens"
     if limit is not None:
-        return f"up to {limit / _GB:g} GB for KV: {int(limit / token)} tokens"
-    return f"{_size(token)} of KV a token"
+        return on.title, f"up to {limit / _GB:g} GB for KV: {int(limit / token)} tokens"
+    return on.title, f"{_size(token)} of KV a token"
 
 
 def _url(config: EngineConfig, at: Place) -> str:

@@ -20,6 +20,7 @@ from .parser import Parser
 COMMANDS = {
     "generate": ("generate", "complete prompts and print the text as it comes"),
     "serve": ("serve", "answer OpenAI's HTTP API"),
+    "worker": ("worker", "look after one worker of a driver that runs with --launcher static"),
     "cluster": ("cluster", "start, show and end a Ray cluster for workers on several hosts"),
     "plan-pipeline": ("plan_pipeline", "print the rotation of n batches over n - 1 replicas"),
     "timeline": ("timeline", "say what kept each pool from working, from a trace of a run; draw it"),

@@ -28,7 +28,7 @@ def check(model: str, config: EngineConfig) -> int:
 
     _check_names(config)
     netstack.open(config.launching.scheme, key=cluster_key()).close()
-    elsewhere = bool(config.launching.ray_address)  # weights and room are for its hosts to have
+    elsewhere = config.launching.elsewhere  # weights and room are for its hosts to have
     directory = find_checkpoint(model, trust_remote_code=config.model.trust_remote_code, weights=not elsewhere)
     found = read_config(directory, trust_remote_code=config.model.trust_remote_code)
     limit = check_model(config, _facts(found, max_model_len(found)))
@@ -97,7 +97,7 @@ def what_is_cut(tokenizer: Any, prompts: Sequence[str], max_tokens: int, limit: 
 
 def would_start(model: str, config: EngineConfig) -> str:
     """The workers of a run and what they take of memory. Raises ValueError where this host has less, naming the fix."""
-    if config.launching.ray_address:
+    if config.launching.elsewhere:
         from .cluster_plan import cluster_plan
 
         return cluster_plan(model, config)

@@ -22,7 +22,7 @@ def nearest(config: EngineConfig) -> tuple[EngineConfig, str]:
     """
     scheme = netstack.within_process(config.launching.transport)
     launching, devices = config.launching, config.devices
-    apart = launching.ray_address or launching.memory_addresses or devices.cores
+    apart = launching.elsewhere or launching.memory_addresses or devices.cores
     if not scheme or apart or "cpu" in (devices.compute_device, devices.memory_device):
         return config, ""
     gpus = _gpus(config)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass, field
+import re
+import socket
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +16,26 @@ from .placement import RACK, Host
 PORT = 6379  # Ray's
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _SUFFIXES = (".yaml", ".yml")
+_LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+_NAME = re.compile(rf"(?=.{{1,253}}$)({_LABEL}\.)*(?!\d+$){_LABEL}")  # RFC 1123; what ends in digits is an address
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostEntry:
     """One host of the file: ``compute`` and ``memory`` are how many workers of each kind it takes."""
 
-    address: str
+    address: str  # IP or name, as the file has it
+    ip: str = ""  # of a name, once it is looked up
     compute: int = 0
     memory: int = 0
     device: str = ""  # of each worker, by its name in facts.hardware; "" = the host's own memory and cores
     rack: str = ""
     cores: int = 0  # 0 = unknown here, all there
+
+    @property
+    def place(self) -> str:
+        """Its IP; its name where that was not looked up."""
+        return self.ip or self.address
 
     def resources(self) -> dict[str, float]:
         """What Ray is told of the host."""
@@ -46,22 +56,37 @@ class Cluster:
     port: int = PORT
     ssh: tuple[str, ...] = field(default=SSH)  # a command that takes a host and a command line; for other hosts
     python: str = ""  # with Lamina and Ray, on every host; "" = the one that runs this
+    path: str = ""  # of the file
 
     @property
     def head(self) -> str:
         """As ``--ray-address`` takes it."""
-        host = self.hosts[0].address
+        host = self.hosts[0].place
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     def planned(self) -> list[Host]:
-        """The hosts as Ray will know them."""
+        """The hosts as Ray will know them: where workers have devices, it finds a GPU for each."""
+        gpus = [{"GPU": float(h.compute + h.memory)} if h.device else {} for h in self.hosts]
         return [
             Host(
-                name=f"{number:04}-{h.address}", address=h.address, resources=h.resources(), labels=h.labels(),
-                cores=h.cores or 1,
+                name=f"{number:04}-{h.address}", address=h.place, resources=h.resources() | gpus[number],
+                labels=h.labels(), cores=h.cores or 1,
             )
             for number, h in enumerate(self.hosts)
         ]  # fmt: skip
+
+    def looked_up(self) -> Cluster:
+        """With the IPs of all hosts. Raises ValueError for a name that leads to none that other hosts reach."""
+        hosts = tuple(
+            replace(h, ip=look_up(h.address, f"{self.path}: host {number}", alone=len(self.hosts) == 1))
+            for number, h in enumerate(self.hosts)
+        )
+        for number, host in enumerate(hosts):
+            if twin := next((h for h in hosts[:number] if h.ip == host.ip), None):
+                raise ValueError(
+                    f"{self.path}: {twin.address} and {host.address} are one host, {host.ip}: name it once"
+                )
+        return replace(self, hosts=hosts)
 
 
 def is_file(address: str) -> bool:
@@ -72,7 +97,7 @@ def is_file(address: str) -> bool:
 def head_address(address: str) -> str:
     """``auto``, or HOST:PORT, of a --ray-address in any of its forms. Raises ValueError."""
     if is_file(address):
-        return read_cluster(address).head
+        return read_cluster(address).looked_up().head
     if address == "auto":
         return address
     host, colon, port = address.rpartition(":")
@@ -81,6 +106,20 @@ def head_address(address: str) -> str:
     if "://" in address or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"--ray-address {address} is not auto, HOST, HOST:PORT or a .yaml file")
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def is_here(address: str) -> bool:
+    """Whether an IP address is one of this host, or a name is this host's own; no name is looked up."""
+    try:
+        version = ipaddress.ip_address(address).version
+    except ValueError:
+        return address in ("localhost", socket.gethostname().lower())
+    with socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET) as sock:
+        try:
+            sock.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def read_cluster(path: str) -> Cluster:
@@ -108,22 +147,50 @@ def read_cluster(path: str) -> Cluster:
     port = _count(table, "port", path, PORT)
     if not 0 < port < 1 << 16:
         raise ValueError(f"{path}: port must be 1..65535, not {port}")
-    return Cluster(hosts=hosts, port=port, ssh=tuple(ssh), python=python)
+    return Cluster(hosts=hosts, port=port, ssh=tuple(ssh), python=python, path=path)
 
 
 def _host(entry: Any, where: str) -> HostEntry:
     table = _table(entry, where, {"address", "compute", "memory", "device", "rack", "cores"})
-    address, device = table.get("address"), str(table.get("device", "")).lower()
-    try:
-        ip = ipaddress.ip_address(str(address))
-    except ValueError:
-        raise ValueError(f"{where}: address must be an IP address, not {address!r}") from None
-    if ip.is_unspecified or ip.is_multicast:
-        raise ValueError(f"{where}: address {address} is no host's own")
+    address, device = _address(table.get("address"), where), str(table.get("device", "")).lower()
     if device and device not in DEVICES:
         raise ValueError(f"{where}: device {device} is not one of {', '.join(DEVICES)}")
-    counts = {name: _count(table, name, where, 0) for name in ("compute", "memory", "cores")}
-    return HostEntry(address=str(ip), device=device, rack=str(table.get("rack", "")), **counts)
+    compute, memory, cores = (_count(table, name, where, 0) for name in ("compute", "memory", "cores"))
+    return HostEntry(
+        address=address, compute=compute, memory=memory, device=device, rack=str(table.get("rack", "")), cores=cores
+    )
+
+
+def _address(found: Any, where: str) -> str:
+    """An IP address in its shortest form, or a host's name in lower case."""
+    text = str(found)
+    try:
+        ip = ipaddress.ip_address(text)
+    except ValueError:
+        if not isinstance(found, str) or not _NAME.fullmatch(text.lower()):
+            raise ValueError(f"{where}: address must be an IP address or the name of a host, not {found!r}") from None
+        return text.lower()
+    if ip.is_unspecified or ip.is_multicast:
+        raise ValueError(f"{where}: address {text} is no host's own")
+    return str(ip)
+
+
+def look_up(address: str, where: str, *, alone: bool) -> str:
+    """The IP of a host, of its name as this host knows it: IPv4 before IPv6. ``alone``: nobody else has to reach it."""
+    try:
+        return str(ipaddress.ip_address(address))
+    except ValueError:
+        pass
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(
+            f"{where}: {address} cannot be looked up ({error.strerror}): give a name that this host knows, or the IP"
+        ) from None
+    ips = sorted((ipaddress.ip_address(place[0]) for *_, place in found), key=lambda ip: (ip.is_loopback, ip.version))
+    if ips[0].is_loopback and not alone:
+        raise ValueError(f"{where}: {address} is {ips[0]} here, which other hosts cannot reach: give its IP")
+    return str(ips[0])
 
 
 def _table(found: Any, where: str, known: set[str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Protocol
 from lamina.protocol.options import EngineConfig
 
 # name -> module of this package with open_launcher(config, key, wanted) -> Launcher; imported when first used
-LAUNCHERS = {"local": "local", "ray": "ray"}
+LAUNCHERS = {"local": "local", "ray": "ray", "static": "static"}
 
 
 class WorkerHandle(Protocol):
@@ -64,6 +64,6 @@ def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -
 
     Raises ImportError where its own needs are missing, ValueError where the workers do not fit, with the fix.
     """
-    module = import_module(f"{__package__}.{LAUNCHERS[config.launching.launcher]}")
+    module = import_module(f"{__package__}.{LAUNCHERS[config.launching.starter]}")
     launcher: Launcher = module.open_launcher(config, key, wanted)
     return launcher

@@ -4,6 +4,7 @@ answer on stdout. Only what an earlier order started here is ever ended.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -11,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,40 +31,24 @@ class NodeError(Exception):
 
 
 def up(order: dict[str, Any]) -> dict[str, Any]:
-    """{address, arguments, token, timeout_s}: ``ray start`` with these arguments. Answers {pid, fresh}."""
+    """{address, arguments, token, timeout_s, call}: ``ray start`` with these arguments, unless it runs. Answers {pid,
+    fresh, arguments}: whether ``call`` has started it, and with what it was started.
+    """
     folder = _folder(order["address"])
-    if (pid := _running(folder)) is not None:
-        return {"pid": pid, "fresh": False}
-    # Ray lowers the priority of what it starts, by 15, unless told not to: workers are to run like those of one host.
-    own = {MODE: "token", TOKEN: order["token"], "RAY_USAGE_STATS_ENABLED": "0", NICENESS: "0"}
-    environment = {**os.environ, **own}
-    environment.pop(TOKEN_PATH, None)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    log = folder / "log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *order["arguments"]],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
-    (folder / "pid").write_text(f"{process.pid} {_birth(process.pid)}")
-    deadline = time.monotonic() + order["timeout_s"]
-    while STARTED not in (said := log.read_text(errors="replace")):
-        if process.poll() is not None or time.monotonic() > deadline:
-            down(order)
-            raise NodeError(f"Ray did not start: {' '.join(said.split())[-SHOWN:] or 'it says nothing'}; see {log}")
-        threading.Event().wait(POLL_S)
-    return {"pid": process.pid, "fresh": True}
+    with _alone(folder, order["timeout_s"]):
+        if (pid := _running(folder)) is not None:
+            return {"pid": pid, "fresh": False, "arguments": _started_by(folder).get("arguments", [])}
+        return {"pid": _start(folder, order), "fresh": True, "arguments": order["arguments"]}
 
 
 def down(order: dict[str, Any]) -> dict[str, Any]:
-    """{address}. Answers {ended}: whether there was anything to end."""
-    folder = _folder(order["address"])
+    """{address, call}; with a ``call``, what another one has started stays. Answers {ended}: whether there was
+    anything to end.
+    """
+    folder, call = _folder(order["address"]), order.get("call")
     pid = _running(folder)
-    if pid is None:
+    if pid is None or (call and _started_by(folder).get("call") != call):
         return {"ended": False}
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)  # `ray start --block` then ends all that it started
@@ -89,6 +75,58 @@ def status(order: dict[str, Any]) -> dict[str, Any]:
 
 
 ORDERS = {"up": up, "down": down, "status": status}
+
+
+@contextmanager
+def _alone(folder: Path, limit_s: float) -> Iterator[None]:
+    """While no other order starts something here."""
+    deadline = time.monotonic() + limit_s
+    with (folder / "lock").open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise NodeError(f"another call has been starting Ray for {limit_s:g} s: see {folder}") from None
+            threading.Event().wait(POLL_S)
+        yield
+
+
+def _start(folder: Path, order: dict[str, Any]) -> int:
+    """The process that keeps Ray here."""
+    # Ray lowers the priority of what it starts, by 15, unless told not to: workers are to run like those of one host.
+    own = {MODE: "token", TOKEN: order["token"], "RAY_USAGE_STATS_ENABLED": "0", NICENESS: "0"}
+    environment = {**os.environ, **own}
+    environment.pop(TOKEN_PATH, None)
+    (folder / "order").write_text(json.dumps({name: order[name] for name in ("call", "arguments")}))
+    log = folder / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *order["arguments"]],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    (folder / "pid").write_text(f"{process.pid} {_birth(process.pid)}")
+    deadline = time.monotonic() + order["timeout_s"]
+    while STARTED not in (said := log.read_text(errors="replace")):
+        if process.poll() is not None or time.monotonic() > deadline:
+            down({"address": order["address"]})
+            raise NodeError(f"Ray did not start: {' '.join(said.split())[-SHOWN:] or 'it says nothing'}; see {log}")
+        threading.Event().wait(POLL_S)
+    return process.pid
+
+
+def _started_by(folder: Path) -> dict[str, Any]:
+    """Of the order that started what runs here: {call, arguments}; empty where nobody wrote it down."""
+    try:
+        found: dict[str, Any] = json.loads((folder / "order").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
 
 
 def _folder(address: str) -> Path:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from lamina.protocol.declare import flag
+from lamina.protocol.options import EngineConfig
 
 RACK = "lamina_rack"  # hosts with the same value of this label are near each other
 _TYPE = "accelerator_type:"  # how Ray names the resource of a type of GPU
@@ -29,6 +32,23 @@ class Place:
     takes: dict[str, float]  # by resource; GPU and CPU are among them
 
 
+def wishes(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, tuple[int, str, str]]:
+    """For ``place``, compute workers first: they need each other most."""
+    traits = {"compute": "compute_on", "prefill": "compute_on", "memory": "memory_on"}
+    return {
+        role: (wanted[role], getattr(config.launching, name), flag(name))
+        for role, name in traits.items()
+        if wanted.get(role)
+    }
+
+
+def on_gpu(config: EngineConfig) -> set[str]:
+    """Roles whose workers take a GPU each."""
+    compute, memory = config.devices.compute_device, config.devices.memory_device
+    devices = {"compute": compute, "prefill": compute, "memory": memory}
+    return {role for role, device in devices.items() if device.startswith("cuda")}
+
+
 def place(
     hosts: Sequence[Host], wanted: dict[str, tuple[int, str, str]], placement: str, on_gpu: Container[str] = ()
 ) -> dict[str, list[Place]]:
@@ -41,7 +61,7 @@ def place(
     """
     chosen: dict[str, list[Place]] = {}
     taken: dict[str, dict[str, float]] = {host.name: {} for host in hosts}
-    for role, (count, trait, flag) in wanted.items():
+    for role, (count, trait, said) in wanted.items():
         gpu = role in on_gpu
         near = [p.host for places in chosen.values() for p in places]
         ordered = _nearest(hosts, near, {h.name: _room(h, trait, {}, gpu) for h in hosts})
@@ -49,11 +69,28 @@ def place(
         while len(chosen[role]) < count:
             found = _next(ordered, trait, taken, chosen[role] if placement == "spread" else [], gpu)
             if found is None:
-                raise ValueError(_too_few(hosts, role, count, trait, flag, gpu))
+                raise ValueError(_too_few(hosts, role, count, trait, said, gpu))
             chosen[role].append(found)
             for name, amount in found.takes.items():
                 taken[found.host.name][name] = taken[found.host.name].get(name, 0.0) + amount
     return chosen
+
+
+def demand(trait: str, *, gpu: bool, typed: bool) -> Place:
+    """A worker's place on a host that is not there yet: what it will take, and by the host's labels which host will do.
+    ``typed``: the trait names a type of GPU.
+    """
+    label, sign, value = trait.partition("=")
+    has = {"GPU": 1.0} if gpu or typed else {}
+    if typed:
+        has[_TYPE + trait.removeprefix(_TYPE)] = 1.0
+    host = Host(name="", address="", resources=has, labels={label: value} if sign else {})
+    return Place(host, _takes(host, trait, gpu))
+
+
+def names_type(trait: str, types: Container[str]) -> bool:
+    """Whether a host has ``trait`` by its type of GPU; ``types``: those that are known by their names alone."""
+    return trait.startswith(_TYPE) or trait in types
 
 
 def check_kv_memory(places: dict[str, list[Place]], kv_bytes: int) -> None:
@@ -115,16 +152,17 @@ def _room(host: Host, trait: str, taken: dict[str, float], gpu: bool) -> int:
     return min(int((host.resources.get(n, 0.0) - taken.get(n, 0.0) + 1e-9) / a) for n, a in takes.items())
 
 
-def _too_few(hosts: Sequence[Host], role: str, count: int, trait: str, flag: str, gpu: bool) -> str:
+def _too_few(hosts: Sequence[Host], role: str, count: int, trait: str, said: str, gpu: bool) -> str:
     room = sum(_room(h, trait, {}, gpu) for h in hosts)
     if gpu and room < sum(_room(h, trait, {}, False) for h in hosts):
         return (
             f"{count} {role} workers with a GPU each do not fit: the cluster has room for {room} on hosts with {trait} "
-            f"({flag}): use --{'memory' if role == 'memory' else 'compute'}-device cpu, or add GPUs"
+            f"({said}): use --{'memory' if role == 'memory' else 'compute'}-device cpu, add GPUs, or name them in the "
+            f"YAML (device)"
         )
     if room == 0:
         return (
-            f"no host of the cluster has {trait} free, which {flag} asks for {role} workers: start Ray there with "
+            f"no host of the cluster has {trait} free, which {said} asks for {role} workers: start Ray there with "
             f"--resources '{{\"{trait}\": 1}}', or name a resource, a type of GPU or LABEL=VALUE that hosts have"
         )
-    return f"{count} {role} workers do not fit: the cluster has room for {room} on hosts with {trait} ({flag})"
+    return f"{count} {role} workers do not fit: the cluster has room for {room} on hosts with {trait} ({said})"

@@ -1,4 +1,8 @@
-"""The launcher ``ray``: wardens on the hosts of a Ray cluster, each with one worker. Ray places and watches them.
+"""The launcher ``ray``: wardens on the hosts of a Ray cluster, each with one worker. Ray watches them.
+
+All workers of an engine are one placement group: Ray gives it whole or not at all, so that engines which start at the
+same time share no slot, and an autoscaler sees what one waits for. Which hosts it is to be on is ours to choose
+(``placement.py``), as long as the cluster has room.
 
 Ray carries strings of JSON, nothing else. Each worker has a control link of its own to this process; layer messages go
 over netstack, between the workers. The cluster's key goes to the wardens in a call of Ray's, which only the holders of
@@ -8,6 +12,7 @@ its token can make; who can read the network reads it, unless Ray's TLS is on.
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import signal
 import socket
@@ -21,12 +26,11 @@ from typing import Any
 
 from lamina import __version__
 from lamina.netstack import ChannelError
-from lamina.protocol.declare import flag
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.sealed import SealedSocket
 
 from .hosts import head_address
-from .placement import Host, Place, check_kv_memory, place
+from .placement import Host, Place, check_kv_memory, demand, names_type, on_gpu, place, wishes
 from .remote_worker import any_port, connect
 from .token import MODE, offer_token
 from .warden import Warden
@@ -35,6 +39,7 @@ OLDEST = (2, 52)  # the first with tokens
 CALL_S = 60.0  # for a warden to come up and answer
 REACH_S = 10.0
 END_S = 1.0
+NODE_ID = "ray.io/node-id"  # a label that Ray gives each host
 FREED_S = 5.0  # for Ray to tell that workers which have ended hold nothing any more
 
 
@@ -85,12 +90,12 @@ class RayLauncher:
         self._limit_s = min(CALL_S, config.deadlines.start_timeout_s)
         self._incarnation = secrets.token_hex(8)  # part of the names on control links
         self._wardens: dict[tuple[str, int], Any] = {}
+        self._group: Any = None
         try:
-            self.places = find_places(ray, config, wanted)
+            self._group, self.places = reserve(ray, config, wanted, self._limit_s)
             check_kv_memory(self.places, config.devices.kv_bytes())
-            for role, places in self.places.items():
-                for index, at in enumerate(places):
-                    self._wardens[role, index] = self._warden(at)
+            for number, (role, index, at) in enumerate(_each(self.places)):
+                self._wardens[role, index] = self._warden(at, number)
         except BaseException:
             self.close()
             raise
@@ -127,11 +132,15 @@ class RayLauncher:
             return
         for warden in wardens:
             self._ray.kill(warden)
+        if self._group is not None:
+            _give_back(self._group)
+            self._group = None
         if self._owned:
             self._ray.shutdown()
 
-    def _warden(self, at: Place) -> Any:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    def _warden(self, at: Place, number: int) -> Any:
+        """``number``: of its bundle in the group."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         takes = dict(at.takes)
         return (
@@ -140,7 +149,7 @@ class RayLauncher:
                 num_cpus=takes.pop("CPU", 0.0),
                 num_gpus=takes.pop("GPU", 0.0),
                 resources=takes,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(at.host.name, soft=False),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number),
                 max_concurrency=4,  # started and fate wait, end comes meanwhile
                 max_restarts=0,
             )
@@ -182,21 +191,76 @@ def joined(address: str) -> Iterator[Any]:
             ray.shutdown()
 
 
-def wishes(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, tuple[int, str, str]]:
-    """For ``placement.place``, compute workers first: they need each other most."""
-    traits = {"compute": "compute_on", "prefill": "compute_on", "memory": "memory_on"}
+def reserve(
+    ray: Any, config: EngineConfig, wanted: Mapping[str, int], limit_s: float
+) -> tuple[Any, dict[str, list[Place]]]:
+    """A placement group for all workers, and their places as Ray says them. Where a look at what is free has shown
+    more than there is, since another engine starts, there is another look. Raises ValueError, OSError.
+    """
+    deadline, patience = time.monotonic() + limit_s, 1
+    while True:
+        try:
+            places, pinned = find_places(ray, config, wanted), True
+        except ValueError as error:
+            if not config.launching.ray_wait_s:
+                raise
+            places, pinned, missing = _hoped_for(config, wanted), False, error
+        if not any(places.values()):
+            return None, places
+        group = _group(places, config.launching.placement, pinned=pinned)
+        try:
+            if group.wait(patience if pinned else math.ceil(config.launching.ray_wait_s)):
+                return group, _read_back(ray, group, places)
+        except BaseException:
+            _give_back(group)
+            raise
+        _give_back(group)
+        if not pinned:
+            raise ValueError(f"{missing}; no host has come in {config.launching.ray_wait_s:g} s (--ray-wait-s)")
+        if time.monotonic() > deadline:
+            raise OSError(f"Ray has reserved no places for the workers in {limit_s:g} s, though they are free")
+        patience *= 2
+
+
+def _group(places: dict[str, list[Place]], placement: str, *, pinned: bool) -> Any:
+    """A bundle for each worker, in the order of ``_each``. ``pinned``: to the very host of its place, else to any that
+    has its labels.
+    """
+    each = [at for _, _, at in _each(places)]
+    labels = [{NODE_ID: at.host.name} if pinned else at.host.labels for at in each]
+    strategy = "PACK" if pinned or placement == "pack" else "SPREAD"
+    return import_module("ray.util").placement_group([at.takes for at in each], strategy, bundle_label_selector=labels)
+
+
+def _read_back(ray: Any, group: Any, places: dict[str, list[Place]]) -> dict[str, list[Place]]:
+    """With the hosts that Ray has given each bundle."""
+    nodes = import_module("ray.util").placement_group_table(group)["bundles_to_node_id"]
+    hosts = {host.name: host for host in hosts_of(ray, whole=True)}
+    found: dict[str, list[Place]] = {role: [] for role in places}
+    for number, (role, _, at) in enumerate(_each(places)):
+        if nodes[number] not in hosts:
+            raise OSError(f"a host was lost that Ray had reserved for {role} workers: start again")
+        found[role].append(Place(hosts[nodes[number]], at.takes))
+    return found
+
+
+def _give_back(group: Any) -> None:
+    import_module("ray.util").remove_placement_group(group)
+
+
+def _hoped_for(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[Place]]:
+    """Places on hosts that the cluster has not yet."""
+    types = vars(import_module("ray.util.accelerators.accelerators")).values()
+    gpus = on_gpu(config)
     return {
-        role: (wanted[role], getattr(config.launching, name), flag(name))
-        for role, name in traits.items()
-        if wanted.get(role)
+        role: [demand(trait, gpu=role in gpus, typed=names_type(trait, types))] * count
+        for role, (count, trait, _) in wishes(config, wanted).items()
     }
 
 
-def on_gpu(config: EngineConfig) -> set[str]:
-    """Roles whose workers need a GPU: Ray shows a worker no other than those that it has reserved for it."""
-    compute, memory = config.devices.compute_device, config.devices.memory_device
-    devices = {"compute": compute, "prefill": compute, "memory": memory}
-    return {role for role, device in devices.items() if device.startswith("cuda")}
+def _each(places: Mapping[str, list[Place]]) -> Iterator[tuple[str, int, Place]]:
+    for role, each in places.items():
+        yield from ((role, index, at) for index, at in enumerate(each))
 
 
 def find_places(ray: Any, config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[Place]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
@@ -19,35 +19,42 @@ _CEILING = Ceiling(inbox_bytes=128, channels=1)
 
 
 class ControlListener:
-    """Where a driver comes, on one interface of this host and any free port. Owned by who made it; close it."""
+    """Where the other end of control links comes, on one interface of this host. Owned by who made it; close it."""
 
-    def __init__(self, host: str, key: bytes, name: str, driver: str) -> None:
-        """``name``: of this end, which the driver wants; ``driver``: of the only one that may come. Raises OSError,
-        with the reason.
+    def __init__(self, host: str, key: bytes, name: str, driver: str, *, port: int = 0, links: int = 1) -> None:
+        """``name``: of this end, which the other one wants; ``driver``: of the only one that ``accept`` takes; port 0 =
+        any free one. ``links``: that may be there at once. Raises OSError, with the reason.
         """
         self._driver = driver
         sock = socket.socket(_family(host))
         try:
-            sock.bind((host, 0))
+            if port:  # somebody's choice, which a service that has just ended may have had
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port))
             sock.listen()
         except OSError as error:
             sock.close()
-            raise OSError(f"cannot listen at {host}: {error.strerror}") from error
+            raise OSError(f"cannot listen at {place_of(host, port)}: {error.strerror}") from error
         self.port: int = sock.getsockname()[1]
         self._listener = StreamListener(
-            sock, f"{SCHEME}://{host}:{self.port}", key, SCHEME, screen=lambda _: None, welcome=_welcome,
-            must_seal=lambda _: True, name=name, ceiling=_CEILING,
+            sock, f"{SCHEME}://{place_of(host, self.port)}", key, SCHEME, screen=lambda _: None, welcome=_welcome,
+            must_seal=lambda _: True, name=name, ceiling=replace(_CEILING, channels=links),
         )  # fmt: skip
 
     def accept(self, timeout_s: float) -> tuple[socket.socket, bytes]:
         """The connection of the driver, who has proven the key, and its keys. Raises ChannelTimeout, ChannelAborted,
         and HandshakeError where another one comes who holds the key.
         """
+        name, sock, keys = self.accept_any(timeout_s)
+        if name != self._driver:
+            sock.close()
+            raise HandshakeError(f"{name!r} came in place of the driver, {self._driver!r}")
+        return sock, keys
+
+    def accept_any(self, timeout_s: float) -> tuple[str, socket.socket, bytes]:
+        """The name, connection and keys of the next one who has proven the key. Raises as ``accept``, but for names."""
         peer: Any = self._listener.accept(timeout_s=timeout_s)
-        if peer.session.name != self._driver:
-            peer.sock.close()
-            raise HandshakeError(f"{peer.session.name!r} came in place of the driver, {self._driver!r}")
-        return peer.sock, b"".join(peer.session.keys(listening=True))
+        return peer.session.name, peer.sock, b"".join(peer.session.keys(listening=True))
 
     def close(self) -> None:
         """Ends an accept in progress too."""
@@ -55,15 +62,21 @@ class ControlListener:
 
 
 def connect(host: str, port: int, key: bytes, timeout_s: float, *, name: str, peer: str) -> SealedSocket:
-    """The driver's end of a control link; ``name`` and ``peer``: of both ends. Raises ChannelTimeout, HandshakeError,
-    OSError.
+    """This end of a control link to a ControlListener; ``name`` and ``peer``: of both ends. Raises ChannelTimeout,
+    HandshakeError, OSError.
     """
+    sock, keys = reach(host, port, key, timeout_s, name=name, peer=peer)
+    return SealedSocket(sock.detach(), keys)
+
+
+def reach(host: str, port: int, key: bytes, timeout_s: float, *, name: str, peer: str) -> tuple[socket.socket, bytes]:
+    """As ``connect``, for a process that inherits the socket: the connection and its keys."""
     deadline = monotonic() + timeout_s
     sock = socket.create_connection((host, port), timeout=timeout_s)
     try:
         terms = Terms(SCHEME, 0, _NO_SLOTS, _NO_SLOTS, SEAL, name, peer)
-        session = run(sock, offer(key, terms), f"{SCHEME}://{host}:{port}", deadline=deadline)
-        return SealedSocket(sock.detach(), b"".join(session.keys(listening=False)))
+        session = run(sock, offer(key, terms), f"{SCHEME}://{place_of(host, port)}", deadline=deadline)
+        return sock, b"".join(session.keys(listening=False))
     except BaseException:
         sock.close()
         raise
@@ -71,7 +84,12 @@ def connect(host: str, port: int, key: bytes, timeout_s: float, *, name: str, pe
 
 def any_port(host: str) -> str:
     """``host``:0, as transports take it."""
-    return f"[{host}]:0" if ":" in host else f"{host}:0"
+    return place_of(host, 0)
+
+
+def place_of(host: str, port: int) -> str:
+    """``host``:``port``."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @dataclass(eq=False)

@@ -6,6 +6,7 @@ import os
 import secrets
 import stat
 from collections.abc import MutableMapping
+from contextlib import suppress
 from pathlib import Path
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
@@ -23,10 +24,13 @@ def make_token(environ: MutableMapping[str, str] = os.environ) -> str:
         return given
     folder = state_folder(environ)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    token = secrets.token_hex(32)
-    with open(os.open(folder / "ray_token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(token)
-    return token
+    draft = folder / f"ray_token.{secrets.token_hex(8)}"
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    with suppress(FileExistsError):  # another call was first
+        os.link(draft, folder / "ray_token")  # whole, or not there
+    draft.unlink()
+    return read_token(environ) or ""
 
 
 def read_token(environ: MutableMapping[str, str] = os.environ) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 from contextlib import suppress
 from subprocess import Popen
@@ -75,14 +76,22 @@ class Warden:
 
     def _spawn(self, listener: ControlListener) -> None:
         sock, keys = listener.accept(ARRIVAL_S)
-        theirs, self._life_line = os.pipe()  # ours ends with this process, however that ends
-        with suppress(BrokenPipeError):
-            os.write(self._life_line, keys)
         order = self._order
         # One and the same key for the data, whatever this host's own environment says.
         with sock:
-            self._process = spawn(
-                order["role"], sock, order["threads"], ["--life-line-fd", str(theirs)], [theirs],
-                **{KEY: order["key"], KEY_FILE: ""},
-            )  # fmt: skip
+            self._process, self._life_line = supervised(
+                order["role"], sock, keys, order["threads"], **{KEY: order["key"], KEY_FILE: ""}
+            )
+
+
+def supervised(role: str, sock: socket.socket, keys: bytes, threads: int, **env: str) -> tuple[Popen[bytes], int]:
+    """A worker's process with its control link to a driver elsewhere, and its life line: that ends with this process,
+    however that ends.
+    """
+    theirs, life_line = os.pipe()
+    with suppress(BrokenPipeError):
+        os.write(life_line, keys)
+    try:
+        return spawn(role, sock, threads, ["--life-line-fd", str(theirs)], [theirs], **env), life_line
+    finally:
         os.close(theirs)

@@ -38,6 +38,7 @@ MOST_THREADS = 1024
 MOST_WORKERS = 1024
 MOST_BATCHES = MOST_WORKERS + 1
 PLACEMENTS = ("pack", "spread")
+LAUNCHERS = ("auto", "local", "ray", "static")  # of fleet.launcher, which is a room above
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 COLLECTIVES = ("auto", "mesh", "gloo", "nccl")  # of collective, which is a room above
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")  # of kv.stored, which needs torch
@@ -245,10 +246,27 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
     memory_addresses: Annotated[
         tuple[str, ...], Read(listed), "where memory workers listen, one each, by comma; empty = any free place"
     ] = ()
+    launcher: Annotated[
+        str,
+        OneOf(LAUNCHERS),
+        "who starts the workers: local (this process, here), ray, static (you, by commands that are printed), or auto "
+        "(ray with --ray-address, else local)",
+    ] = "auto"
     ray_address: Annotated[
         str,
         "start workers through Ray: auto (this host's cluster), HOST:PORT, or the YAML of `lamina-launch cluster`; "
         "empty = on this machine",
+    ] = ""
+    ray_wait_s: Annotated[
+        float, "over Ray: seconds to wait for hosts that the cluster has not yet, which its autoscaler may start"
+    ] = 0.0
+    driver_address: Annotated[
+        str, "with --launcher static: where workers come to this process, HOST:PORT; port 0 = any free one"
+    ] = "127.0.0.1:0"
+    hosts: Annotated[
+        str,
+        "with --launcher static: the YAML of the hosts that get workers, as for `lamina-launch cluster`; empty = "
+        "whichever hosts their commands are run on",
     ] = ""
     placement: Annotated[
         str, OneOf(PLACEMENTS), "over Ray: workers on few hosts, near each other (pack), or on many (spread)"
@@ -261,16 +279,31 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
         ""
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.ray_wait_s < float("inf"):
+            raise ValueError(f"--ray-wait-s must be a number of seconds, not {self.ray_wait_s}")
+        host, colon, port = self.driver_address.rpartition(":")
+        if not (host and colon and port.isascii() and port.isdigit() and int(port) < 1 << 16) or (
+            ":" in host and not (host.startswith("[") and host.endswith("]"))
+        ):
+            raise ValueError(f"--driver-address must be HOST:PORT, such as 10.0.0.1:7000, not {self.driver_address!r}")
+
     @property
-    def launcher(self) -> str:
+    def starter(self) -> str:
         """Who starts the workers, by its name in fleet.launcher.LAUNCHERS."""
-        return "ray" if self.ray_address else "local"
+        return self.launcher if self.launcher != "auto" else "ray" if self.ray_address else "local"
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether workers may be on other hosts."""
+        return self.starter != "local"
 
     @property
     def scheme(self) -> str:
         """``transport``, as it is opened: one that reaches other hosts where workers may be there."""
         chosen = self.transport or HERE
-        return beyond_host(chosen) if self.ray_address else chosen
+        return beyond_host(chosen) if self.elsewhere else chosen
 
 
 class Deadlines(Options, frozen=True, kw_only=True):

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from lamina.netstack import beyond_host, check_scheme
 
-from .options import EngineConfig
+from .declare import flag
+from .options import EngineConfig, LaunchOptions
 from .partition import PARTITIONS, Partition
 
 
@@ -22,6 +23,7 @@ class ModelFacts(NamedTuple):
 
 def check_together(config: EngineConfig) -> None:
     """Raises ValueError, in one line that names the flags and the fix, for options that contradict each other."""
+    _check_launcher(config.launching)
     _check_addresses(config)
     _check_weights(config)
     _check_ranks(config)
@@ -86,24 +88,38 @@ def devices_may_talk(partition: Partition, replicas: int, prefill_workers: int) 
     return replicas == 1 and not prefill_workers
 
 
+def _check_launcher(launching: LaunchOptions) -> None:
+    starter, own = launching.starter, LaunchOptions()
+    if starter == "ray" and not launching.ray_address:
+        raise ValueError("--launcher ray needs --ray-address: auto, HOST:PORT, or the YAML of `lamina-launch cluster`")
+    belongs = {"ray": ("ray_address", "ray_wait_s"), "static": ("driver_address", "hosts")}
+    for owner, names in belongs.items():
+        for name in names:
+            if owner != starter and getattr(launching, name) != getattr(own, name):
+                raise ValueError(
+                    f"{flag(name)} is for --launcher {owner}: leave it out with --launcher {launching.launcher}"
+                )
+
+
 def _check_addresses(config: EngineConfig) -> None:
-    addresses, over_ray = config.launching.memory_addresses, config.launching.ray_address
+    addresses, over_ray = config.launching.memory_addresses, config.launching.starter == "ray"
     workers = config.topology.memory_workers
     if addresses and len(addresses) != workers:
         raise ValueError(f"--memory-addresses names {len(addresses)} places for --memory-workers {workers}")
     fixed = [a for a in addresses if a and not a.endswith(":0")]  # port 0 is any free one
     if twice := next((a for a in fixed if fixed.count(a) > 1), None):
         raise ValueError(f"--memory-addresses names {twice} twice: each memory worker needs a place of its own")
-    if not over_ray:
+    if not config.launching.elsewhere:
         return
     try:
         beyond_host(config.launching.transport)
     except ValueError as error:
         raise ValueError(f"--transport: {error}") from None
-    if addresses:
+    if addresses and over_ray:
         raise ValueError("--memory-addresses are for this machine: over --ray-address hosts have theirs from Ray")
     if config.devices.cores:
-        raise ValueError("--cores are of this machine: over --ray-address Ray gives workers theirs")
+        theirs = "over --ray-address Ray gives workers theirs" if over_ray else "start workers elsewhere under taskset"
+        raise ValueError(f"--cores are of this machine: {theirs}")
 
 
 def _check_weights(config: EngineConfig) -> None:
@@ -132,6 +148,12 @@ def _check_ranks(config: EngineConfig) -> None:
 
 def _check_devices(config: EngineConfig) -> None:
     devices, size = config.devices, config.topology.tensor_parallel_size
+    for name in ("compute_device", "memory_device"):
+        if config.launching.starter == "ray" and getattr(devices, name) == "auto":
+            raise ValueError(
+                f"{flag(name)} auto is for this machine: over --ray-address say cuda, of which Ray reserves one for "
+                f"each worker, or cpu"
+            )
     if ":" in devices.compute_device and size > 1:
         raise ValueError(
             f"--compute-device {devices.compute_device} is one GPU, and --tensor-parallel-size {size} takes one for "

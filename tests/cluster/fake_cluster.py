@@ -1,7 +1,8 @@
 """A Ray cluster on this machine, in a process of its own: several nodes, tokens, no dashboard.
 
-As a program it makes the nodes of its argument (JSON), prints the head's address, then takes the number of a node to
-remove from each line of stdin. It ends everything at the end of stdin, so also when a test dies.
+As a program it makes the nodes of its argument (JSON), prints the head's address, then takes from each line of stdin
+the number of a node to remove, or the keywords of one to add (JSON). It ends everything at the end of stdin, so also
+when a test dies.
 """
 
 from __future__ import annotations
@@ -58,6 +59,13 @@ class FakeCluster:
         self._process.stdin.flush()
         assert self._answer() == "removed"
 
+    def add(self, **node: Any) -> None:
+        """One more node."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(NODE | node) + "\n")
+        self._process.stdin.flush()
+        assert self._answer() == "added"
+
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -90,8 +98,12 @@ def main() -> None:
         nodes = [cluster.add_node(**other) for other in others]
         print(f"> {cluster.address}", flush=True)
         for line in sys.stdin:
-            cluster.remove_node(nodes[int(line) - 1], allow_graceful=False)
-            print("> removed", flush=True)
+            order = json.loads(line)
+            if isinstance(order, dict):
+                nodes.append(cluster.add_node(**order))
+            else:
+                cluster.remove_node(nodes[order - 1], allow_graceful=False)
+            print("> added" if isinstance(order, dict) else "> removed", flush=True)
     finally:
         cluster.shutdown()
 

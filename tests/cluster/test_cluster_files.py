@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import socket
 import stat
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lamina.cli.cluster import is_here, ray_arguments
+from lamina.cli.cluster import ray_arguments
 from lamina.cli.launch import main
 from lamina.config import make_config
 from lamina.fleet import ray as ray_launcher
-from lamina.fleet.hosts import head_address, read_cluster
+from lamina.fleet.hosts import head_address, is_here, read_cluster
 from lamina.fleet.launcher import open_launcher
 from lamina.fleet.token import MODE, TOKEN, TOKEN_PATH, make_token, offer_token, read_token
 
 ROOT = Path(__file__).resolve().parents[2]
 PAPER = str(ROOT / "examples" / "h100_h20.yaml")
 MODEL = str(ROOT / "examples" / "tiny_lm" / "model")
+ON_GPUS = ("--compute-device", "cuda", "--memory-device", "cuda")
 LIKE_33B = {  # the paper's smallest model, four of its 60 layers
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 6656, "intermediate_size": 17920,
     "num_hidden_layers": 4, "num_attention_heads": 52, "num_key_value_heads": 52, "vocab_size": 32000,
@@ -46,7 +52,12 @@ def test_the_papers_cluster() -> None:
         ("", "must be a table"),
         ("hosts: []", "at least one host"),
         ("hosts: [{address: 10.0.0.1}]\nspeed: 1", "unknown entry speed; known: hosts, port, python, ssh"),
-        ("hosts: [{address: some.name}]", "host 0: address must be an IP address, not 'some.name'"),
+        ("hosts: [{compute: 1}]", "host 0: address must be an IP address or the name of a host, not None"),
+        ("hosts: [{address: some name}]", "must be an IP address or the name of a host, not 'some name'"),
+        ("hosts: [{address: -oProxyCommand=x}]", "or the name of a host, not '-oProxyCommand=x'"),
+        ("hosts: [{address: 10.0.0.300}]", "or the name of a host, not '10.0.0.300'"),
+        ("hosts: [{address: a..b}]", "or the name of a host, not 'a..b'"),
+        ("hosts: [{address: NODE-1}, {address: node-1}]", "same address"),
         ("hosts: [{address: 0.0.0.0}]", "no host's own"),
         ("hosts: [{address: 10.0.0.1, memory: -1}]", "memory must be a whole number, not -1"),
         ("hosts: [{address: 10.0.0.1, memory: true}]", "memory must be a whole number, not True"),
@@ -65,6 +76,69 @@ def test_what_is_wrong_with_a_file_is_one_line(
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1
+
+
+NAMES = {
+    "node-a": ["10.20.0.1"],
+    "node-b.rack": ["fd00::2", "10.20.0.2"],
+    "self": ["127.0.1.1"],
+    "alias": ["10.20.0.1"],
+}
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a resolver answers."""
+
+    def look_up(name: str, *_: Any, **__: Any) -> list[Any]:
+        if name not in NAMES:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(0, 0, 0, "", (ip, 0)) for ip in NAMES[name]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+
+def test_hosts_may_have_names(names: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """ssh goes to the name, Ray and channels to what it leads to from here."""
+    file = write(
+        tmp_path, "hosts: [{address: Node-A, compute: 1}, {address: node-b.rack, memory: 2}, {address: 10.0.0.3}]"
+    )
+    cluster = read_cluster(file).looked_up()
+    assert cluster.head == head_address(file) == "10.20.0.1:6379"
+    assert [(h.address, h.ip) for h in cluster.hosts] == [
+        ("node-a", "10.20.0.1"), ("node-b.rack", "10.20.0.2"), ("10.0.0.3", "10.0.0.3"),
+    ]  # fmt: skip
+    for host in cluster.hosts:
+        words = ray_arguments(cluster, host)
+        assert words[words.index("--node-ip-address") + 1] == host.ip
+    assert [h.address for h in cluster.planned()] == ["10.20.0.1", "10.20.0.2", "10.0.0.3"]
+    assert main(["cluster", "up", file, "--dry-run"]) == 0  # no name is looked up for that
+    assert "ConnectTimeout=10): ray start --address node-a:6379 --node-ip-address node-b" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [
+        ("[{address: nobody}]", "host 0: nobody cannot be looked up (Name or service not known): give a name"),
+        ("[{address: node-a}, {address: alias}]", "node-a and alias are one host, 10.20.0.1: name it once"),
+        ("[{address: node-a}, {address: 10.20.0.1}]", "node-a and 10.20.0.1 are one host"),
+        ("[{address: node-a}, {address: self}]", "host 1: self is 127.0.1.1 here, which other hosts cannot reach"),
+    ],
+)
+def test_names_that_lead_nowhere(
+    hosts: str, words: str, names: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, f"hosts: {hosts}")
+    assert main(["cluster", "status", file]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+    with pytest.raises(ValueError, match=re.escape(words)):
+        head_address(file)
+
+
+def test_a_host_may_be_alone_with_itself(names: None, tmp_path: Path) -> None:
+    assert read_cluster(write(tmp_path, "hosts: [{address: self}]")).looked_up().head == "127.0.1.1:6379"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +176,7 @@ def test_up_says_what_it_would_start(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_papers_plan_without_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LIKE_33B))
-    argv = ["serve", str(tmp_path), "--ray-address", PAPER, "--kv-memory", "80GiB", "--dry-run"]
+    argv = ["serve", str(tmp_path), "--ray-address", PAPER, "--kv-memory", "80GiB", "--dry-run", *ON_GPUS]
     assert main(argv) == 0
     title, _, compute, *memory = capsys.readouterr().out.splitlines()
     assert "DOP (1, 2)" in title
@@ -139,8 +213,28 @@ def test_the_plan_says_how_ranks_would_meet(tmp_path: Path, capsys: pytest.Captu
 
 def test_weights_that_no_device_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LIKE_33B, "vocab_size": 4_000_000}))
-    assert main(["serve", str(tmp_path), "--ray-address", PAPER, "--kv-memory", "8GiB", "--dry-run"]) == 2
+    argv = ["serve", str(tmp_path), "--ray-address", PAPER, "--kv-memory", "8GiB", "--dry-run"]
+    assert main([*argv, *ON_GPUS]) == 2
     assert "GB of weights do not fit in the 80 GB of NVIDIA H100" in capsys.readouterr().err
+    assert main(argv) == 0  # in the memory of the host itself they may
+
+
+@pytest.mark.parametrize(
+    ("flags", "compute", "memory"),
+    [
+        ((), "host's cores", "host's cores"),
+        (("--compute-device", "cuda"), "NVIDIA H100 SXM 80 GB", "host's cores"),
+        (("--memory-device", "cuda:0"), "host's cores", "NVIDIA H20 96 GB"),
+    ],
+)
+def test_the_plan_names_the_device_that_workers_would_use(
+    flags: tuple[str, ...], compute: str, memory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever else their host has."""
+    assert main(["serve", MODEL, "--ray-address", PAPER, "--kv-memory", "8GiB", "--dry-run", *flags]) == 0
+    lines = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()[2:5]]
+    assert [line[2] for line in lines] == [compute, memory, memory]
+    assert [" of 80 GB" in lines[0][3], " of 96 GB" in lines[1][3]] == ["GB" in compute, "GB" in memory]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +242,7 @@ def test_weights_that_no_device_holds(tmp_path: Path, capsys: pytest.CaptureFixt
     [
         (["--memory-workers", "9"], "9 memory workers do not fit: the cluster has room for 8"),
         (["--pipeline", "4"], "3 compute workers do not fit: the cluster has room for 2"),
-        (["--kv-memory", "90GiB", "--memory-on", "lamina_memory"], "--kv-memory 90GiB exceeds the 96 GB"),
+        (["--kv-memory", "90GiB", "--memory-device", "cuda"], "--kv-memory 90GiB exceeds the 96 GB"),
         ([], "--kv-memory auto is for one host: say what a worker takes on 10.20.0.2, such as 4GiB"),
         (["--memory-on", "B200"], "no host of the cluster has B200 free, which --memory-on"),
         (["--transport", "loopback"], "--transport: loopback stays in one process"),
@@ -194,6 +288,19 @@ def test_the_token_is_made_once_and_nobody_elses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="chmod 600"):
         read_token(environment)
     assert read_token({**environment, TOKEN: "given"}) == "given"
+
+
+def test_calls_at_once_make_one_token(tmp_path: Path) -> None:
+    for number in range(20):
+        environment, ready = {"XDG_STATE_HOME": str(tmp_path / str(number))}, threading.Barrier(8)
+
+        def make(environment: dict[str, str] = environment, ready: threading.Barrier = ready) -> str:
+            ready.wait(10)
+            return make_token(environment)
+
+        with ThreadPoolExecutor(8) as pool:
+            made = {call.result() for call in [pool.submit(make) for _ in range(8)]}
+        assert made == {read_token(environment)}
 
 
 def test_ray_is_never_joined_without_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

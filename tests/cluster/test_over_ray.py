@@ -7,9 +7,12 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,7 +21,9 @@ from fake_cluster import ROOT, FakeCluster
 from lamina import LLM, SamplingParams
 from lamina.config import make_config
 from lamina.engine.wire import WorkerError
-from lamina.fleet.ray import RayWorker, open_launcher
+from lamina.fleet import ray as over_ray
+from lamina.fleet.placement import Place
+from lamina.fleet.ray import RayLauncher, RayWorker, open_launcher
 
 sys.path.insert(0, str(ROOT / "tests" / "server"))
 from running import Running, eventually
@@ -130,6 +135,70 @@ def test_nothing_is_left_when_the_driver_dies(cluster: FakeCluster, how: signal.
     finally:
         driver.kill()
         driver.wait()
+
+
+def opened(cluster: FakeCluster, roles: dict[str, int], **options: Any) -> RayLauncher:
+    config = make_config({"ray_address": cluster.address, "transport": "tcp", "kv_memory": "8MiB", **options})
+    return open_launcher(config, os.urandom(32), roles)
+
+
+def test_two_starts_at_once_share_no_slot(cluster: FakeCluster) -> None:
+    """Both look before either has reserved anything, and both find the same place the best; Ray gives it to one."""
+    ready, find_places = threading.Barrier(2), over_ray.find_places
+    looks = list[str]()
+
+    def look(ray: Any, *asked: Any) -> dict[str, list[Place]]:
+        found = find_places(ray, *asked)
+        looks.append(found["memory"][0].host.name)
+        if len(looks) <= 2:
+            ready.wait(30)
+        return found
+
+    launchers, workers = list[RayLauncher](), list[RayWorker]()
+    with over_ray.joined(cluster.address), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(over_ray, "find_places", look)
+        try:
+            with ThreadPoolExecutor(2) as pool:
+                calls = [pool.submit(opened, cluster, {"memory": 1, "compute": 1}, memory_workers=1) for _ in range(2)]
+                launchers += [call.result() for call in calls]
+            assert looks[0] == looks[1]
+            assert len({launcher.places["memory"][0].host.name for launcher in launchers}) == 2
+            workers += [launcher.start(role, 0) for launcher in launchers for role in ("memory", "compute")]
+            with pytest.raises(
+                ValueError, match="1 memory workers do not fit|no host of the cluster has lamina_memory"
+            ):
+                opened(cluster, {"memory": 1, "compute": 0}, memory_workers=1)
+        finally:
+            for worker in workers:
+                worker.sock.close()
+                worker.join(5.0)
+            for launcher in launchers:
+                launcher.close()
+        opened(cluster, {"memory": 2, "compute": 2}).close()  # all is free again
+
+
+def test_an_autoscaler_sees_what_a_start_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    cluster = FakeCluster(tmp_path, {}, {"resources": {"lamina_memory": 1}, "labels": {"tier": "fast"}})
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    try:
+        with over_ray.joined(cluster.address) as ray, ThreadPoolExecutor(1) as pool:
+            ask = {"memory": 2, "compute": 0}
+            with pytest.raises(ValueError, match=r"room for 1 .*; no host has come in 0.5 s \(--ray-wait-s\)"):
+                opened(cluster, ask, ray_wait_s=0.5)
+            start = pool.submit(opened, cluster, ask, ray_wait_s=120.0)
+            groups: Callable[[], list[Any]] = lambda: [  # noqa: E731
+                g for g in ray.util.placement_group_table().values() if g["state"] == "PENDING"
+            ]
+            assert eventually(lambda: len(groups()) == 1, 30.0)
+            assert list(groups()[0]["bundles"].values()) == [{"lamina_memory": 1.0}] * 2
+            cluster.add(resources={"lamina_memory": 1})
+            launcher = start.result(60)
+            assert len({place.host.name for place in launcher.places["memory"]}) == 2
+            launcher.close()
+    finally:
+        cluster.close()
 
 
 def test_each_worker_reserves_a_gpu_and_sees_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

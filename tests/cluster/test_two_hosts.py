@@ -6,7 +6,6 @@ In place of ssh there is a program that enters the namespace of an address.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from fake_cluster import ROOT
+from spaces import Space, ip, two_spaces
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 LAUNCH = [sys.executable, "-m", "lamina.cli.launch"]
@@ -26,13 +26,13 @@ RUN_S = 120.0
 
 @dataclass
 class Hosts:
-    spaces: tuple[str, str]
+    spaces: tuple[Space, Space]
     file: Path
     environment: dict[str, str]
 
     def command(self, *words: str) -> list[str]:
         """On the first host."""
-        return ["ip", "netns", "exec", self.spaces[0], *LAUNCH, *words]
+        return [*self.spaces[0].enter, *LAUNCH, *words]
 
     def run(self, *words: str) -> str:
         done = subprocess.run(
@@ -43,53 +43,29 @@ class Hosts:
         return done.stdout
 
     def processes(self) -> set[int]:
-        found = set[int]()
-        for space in self.spaces:
-            out = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, timeout=10, check=True)
-            found |= {int(pid) for pid in out.stdout.split()}
-        return found
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+        return {pid for space in self.spaces for pid in space.processes()}
 
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    """In the file they have names, which is also how `ssh` is told of the second one."""
     pytest.importorskip("ray")
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the program ip (iproute2)")
-    number = os.getpid() % 250 + 1
-    spaces = (f"lamina-{os.getpid()}c", f"lamina-{os.getpid()}d")
-    addresses = (f"10.214.{number}.1", f"10.214.{number}.2")
-    ssh = tmp_path / "ssh"
-    ssh.write_text(f'#!/bin/sh\ntest "$1" = {addresses[1]} || exit 255\nexec ip netns exec {spaces[1]} sh -c "$2"\n')
-    ssh.chmod(0o700)
-    file = tmp_path / "hosts.yaml"
-    file.write_text(
-        f"ssh: [{ssh}]\nhosts:\n  - {{address: {addresses[0]}, compute: 2, memory: 1, cores: 1}}\n"
-        f"  - {{address: {addresses[1]}, memory: 2, cores: 1}}\n"
-    )
-    mine = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    made = Hosts(spaces, file, {**mine, "XDG_STATE_HOME": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"})
-    try:
-        try:
-            for space in spaces:
-                ip("netns", "add", space)
-            ip("link", "add", "eth0", "netns", spaces[0], "type", "veth", "peer", "eth0", "netns", spaces[1])
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces or veth here: {error.stderr.decode().strip()}")
-        for space, address in zip(spaces, addresses, strict=True):
-            ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
-            for device in ("eth0", "lo"):
-                ip("-n", space, "link", "set", device, "up")
+    with two_spaces() as spaces:
+        first, second = spaces
+        ssh = tmp_path / "ssh"
+        ssh.write_text(f'#!/bin/sh\ntest "$1" = {second.host} || exit 255\nexec {" ".join(second.enter)} sh -c "$2"\n')
+        ssh.chmod(0o700)
+        file = tmp_path / "hosts.yaml"
+        file.write_text(
+            f"ssh: [{ssh}]\nhosts:\n  - {{address: {first.host}, compute: 2, memory: 1, cores: 1}}\n"
+            f"  - {{address: {second.host}, memory: 2, cores: 1}}\n"
+        )
+        mine = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        made = Hosts(spaces, file, {**mine, "XDG_STATE_HOME": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"})
         yield made
         subprocess.run(
             made.command("cluster", "down", str(file)), cwd=ROOT, env=made.environment, timeout=RUN_S, check=False
         )
-    finally:
-        for space in spaces:
-            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True, timeout=10)
 
 
 def test_a_cluster_comes_up_serves_and_goes(hosts: Hosts) -> None:
@@ -123,7 +99,7 @@ def test_a_host_that_falls_silent_is_noticed(hosts: Hosts) -> None:
         assert driver.stdout is not None
         assert driver.stderr is not None
         assert driver.stdout.read(20)  # it decodes
-        ip("-n", hosts.spaces[1], "link", "set", "eth0", "down")
+        ip("-n", hosts.spaces[1].name, "link", "set", "eth0", "down")
         start = time.monotonic()
         _, errors = driver.communicate(timeout=30)
         print(f"noticed after {time.monotonic() - start:.1f} s: {errors}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,9 @@ from fake_cluster import FakeCluster  # noqa: E402 - needs the path above
 from lamina import netstack  # noqa: E402
 from lamina.config import make_config  # noqa: E402
 from lamina.fleet.launcher import LAUNCHERS, Launcher, WorkerHandle, open_launcher  # noqa: E402
+from lamina.fleet.static import StaticLauncher  # noqa: E402
 from lamina.netstack import ChannelError, Geometry  # noqa: E402
+from lamina.protocol import options  # noqa: E402
 from lamina.protocol.control import (  # noqa: E402
     AskStats,
     ControlLink,
@@ -46,26 +49,43 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeCluster]:
     made.close()
 
 
+def test_options_name_the_table() -> None:
+    assert ("auto", *LAUNCHERS) == options.LAUNCHERS
+
+
 @pytest.fixture(params=LAUNCHERS)
 def launch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     """(number of memory workers) -> their launcher, closed at the end in any case."""
-    made = []
+    made, by_hand = list[Launcher](), list[subprocess.Popen[bytes]]()
     address = ""
     if request.param == "ray":
         cluster: FakeCluster = request.getfixturevalue("cluster")
         address = cluster.address
         for name, value in cluster.environment.items():
             monkeypatch.setenv(name, value)
+    if request.param == "static":
+        monkeypatch.setenv("LAMINA_CLUSTER_KEY", KEY.hex())
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
 
     def open_for(count: int) -> Launcher:
-        config = make_config({"memory_workers": count, "ray_address": address, "transport": "tcp"})
-        assert config.launching.launcher == request.param
-        made.append(open_launcher(config, KEY, {"memory": count, "compute": 0}))
-        return made[-1]
+        given = {"launcher": request.param, "ray_address": address, "transport": "tcp", "memory_workers": count}
+        launcher = open_launcher(make_config(given), KEY, {"memory": count, "compute": 0})
+        made.append(launcher)
+        if isinstance(launcher, StaticLauncher):
+            by_hand.extend(subprocess.Popen(c.text, shell=True, cwd=ROOT) for c in launcher.commands.values())
+        return launcher
 
     yield open_for
     for launcher in made:
         launcher.close()
+    try:
+        for process in by_hand:
+            process.wait(SOON_S)
+    finally:
+        for process in by_hand:
+            process.kill()
+            process.wait()
 
 
 def link(handle: WorkerHandle) -> ControlLink:

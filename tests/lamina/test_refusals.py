@@ -167,6 +167,50 @@ OPTIONS_REFUSED: list[tuple[dict[str, Any], str]] = [
         {"ray_address": "auto", "cores": "0/1/2"},
         "--cores are of this machine: over --ray-address Ray gives workers theirs",
     ),
+    (
+        {"ray_address": "auto", "compute_device": "auto"},
+        "--compute-device auto is for this machine: over --ray-address say cuda, of which Ray reserves one for each worker, or cpu",
+    ),
+    (
+        {"ray_address": "auto", "memory_device": "auto"},
+        "--memory-device auto is for this machine: over --ray-address say cuda, of which Ray reserves one for each worker, or cpu",
+    ),
+    ({"launcher": "slurm"}, "--launcher must be one of auto, local, ray, static, not 'slurm'"),
+    (
+        {"launcher": "ray"},
+        "--launcher ray needs --ray-address: auto, HOST:PORT, or the YAML of `lamina-launch cluster`",
+    ),
+    (
+        {"launcher": "static", "ray_address": "auto"},
+        "--ray-address is for --launcher ray: leave it out with --launcher static",
+    ),
+    (
+        {"launcher": "local", "ray_address": "auto"},
+        "--ray-address is for --launcher ray: leave it out with --launcher local",
+    ),
+    ({"ray_wait_s": 3.0}, "--ray-wait-s is for --launcher ray: leave it out with --launcher auto"),
+    ({"ray_address": "auto", "ray_wait_s": -1.0}, "--ray-wait-s must be a number of seconds, not -1.0"),
+    ({"ray_address": "auto", "ray_wait_s": float("inf")}, "--ray-wait-s must be a number of seconds, not inf"),
+    ({"hosts": "h.yaml"}, "--hosts is for --launcher static: leave it out with --launcher auto"),
+    (
+        {"ray_address": "auto", "driver_address": "10.0.0.1:7000"},
+        "--driver-address is for --launcher static: leave it out with --launcher auto",
+    ),
+    *(
+        (
+            {"launcher": "static", "driver_address": bad},
+            f"--driver-address must be HOST:PORT, such as 10.0.0.1:7000, not {bad!r}",
+        )
+        for bad in ("", "10.0.0.1", ":7000", "10.0.0.1:", "10.0.0.1:70000", "10.0.0.1:-1", "::1:7000", "10.0.0.1:x")
+    ),
+    (
+        {"launcher": "static", "transport": "loopback"},
+        "--transport: loopback stays in one process: choose another transport for workers on other hosts",
+    ),
+    (
+        {"launcher": "static", "cores": "auto"},
+        "--cores are of this machine: start workers elsewhere under taskset",
+    ),
     ({"memroy_workers": 2}, "unknown option 'memroy_workers'; did you mean memory_workers?"),
     ({"memory_worker": 2}, "unknown option 'memory_worker'; did you mean memory_workers?"),
     ({"block_sise": 16}, "unknown option 'block_sise'; did you mean block_size?"),

@@ -1,0 +1,52 @@
+"""``lamina-launch worker ROLE[-INDEX] --driver HOST:PORT``: one worker of a driver on another host."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from lamina.fleet.hosts import is_here, look_up
+from lamina.fleet.static_warden import ANY, ROLES, ComingWorker, keep
+from lamina.netstack.key import KEY_FILE, cluster_key
+
+WAIT_S = 600.0
+_WORKER = re.compile(rf"({'|'.join(ROLES)})(?:-(\d{{1,4}}))?")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this sub-command."""
+    parser.add_argument("worker", help=f"{', '.join(ROLES)}: any of these; or one of them by its number, as memory-0")
+    parser.add_argument("--driver", required=True, help="where the driver is: HOST:PORT of its --driver-address")
+    parser.add_argument(
+        "--host",
+        default="",
+        help="IP of this host where the worker listens; default: that by which it gets to the driver",
+    )
+    parser.add_argument(
+        "--wait-s", type=float, default=WAIT_S, help=f"seconds for the driver to come up (default: {WAIT_S:g})"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check the flags, say who would come where, and exit")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0; 1 where the worker or the driver was lost; raises ValueError for bad input."""
+    found = _WORKER.fullmatch(args.worker)
+    if found is None:
+        raise ValueError(f"{args.worker} is no worker: name one of {', '.join(ROLES)}, or memory-0")
+    host, _, port = args.driver.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise ValueError(f"--driver must be HOST:PORT, such as 10.0.0.1:7000, not {args.driver!r}")
+    at = args.host and look_up(args.host, "--host", alone=True)
+    if at and not is_here(at):
+        raise ValueError(f"--host {args.host} is no address of this host: run this on the host that has it")
+    if not args.wait_s > 0.0:
+        raise ValueError(f"--wait-s must be a positive number of seconds, not {args.wait_s}")
+    key = cluster_key()
+    if key is None:
+        raise ValueError(f"the driver asks for the cluster's key: name its file by {KEY_FILE}")
+    index = ANY if found[2] is None else int(found[2])
+    driver = host.removeprefix("[").removesuffix("]"), int(port)
+    if args.dry_run:
+        print(f"would come to the driver at {args.driver} for {args.worker}")
+        return 0
+    return keep(ComingWorker(role=found[1], index=index, driver=driver, host=at), key, args.wait_s)

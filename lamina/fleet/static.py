@@ -1,0 +1,325 @@
+"""The launcher ``static``: somebody starts the workers by hand, with commands that are printed.
+
+Each command is a warden (``static_warden.py``) that comes to this process, by the cluster's key. It looks after one
+worker, whose control link comes here too: of this host one port is reached from elsewhere.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import secrets
+import shlex
+import threading
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from lamina import __version__
+from lamina.netstack import ChannelAborted, ChannelError, ChannelTimeout
+from lamina.netstack.key import KEY, KEY_FILE, cluster_key
+from lamina.protocol.control import ControlLink, LinkClosedError
+from lamina.protocol.options import EngineConfig
+from lamina.protocol.sealed import SealedSocket
+
+from .hosts import look_up, read_cluster
+from .placement import Host, Place, check_kv_memory, on_gpu, place, wishes
+from .remote_worker import ControlListener, any_port, place_of
+from .static_warden import ANY, DRIVER, Began, Begin, Came, End, Ended, Refused
+
+log = logging.getLogger(__name__)
+TURN_S = 1.0  # of the thread that listens, between looks
+GREETING_S = 10.0  # for a warden to say what it came for
+CALL_S = 60.0  # for a worker's process to start
+END_S = 2.0
+Who = tuple[str, int]  # role and index
+
+
+class Command(NamedTuple):
+    """What somebody is to run on a host, "" = any."""
+
+    host: str
+    text: str
+
+
+class StaticWorker:
+    """A worker that somebody has started, and its warden."""
+
+    def __init__(self, warden: Visitor, role: str, index: int, sock: SealedSocket) -> None:
+        self.role, self.index, self.pid = role, index, warden.pid
+        self.place = any_port(warden.came.host)
+        self.sock = sock
+        self._warden = warden
+
+    def fate(self) -> str | None:
+        where = f"on {self._warden.came.host}"
+        if self._warden.fate:
+            return f"{where} {self._warden.fate}"
+        if self.sock.silent or self._warden.sock.silent:
+            return f"{where} is lost: its host does not answer"
+        return f"{where} is lost, with the command that looked after it" if self._warden.over.is_set() else None
+
+    def join(self, timeout_s: float) -> None:
+        if not self._warden.over.wait(timeout_s):
+            self._warden.end()
+            self._warden.over.wait(END_S)
+        self._warden.link.close()
+
+
+class Visitor:
+    """A warden that has come, as this process sees it."""
+
+    def __init__(self, sock: SealedSocket, link: ControlLink, came: Came) -> None:
+        self.sock, self.link, self.came = sock, link, came
+        self.pid, self.fate = 0, ""
+        self.began, self.over = threading.Event(), threading.Event()
+
+    def end(self) -> None:
+        """The worker, by force; the warden itself where it has none."""
+        try:
+            self.link.send(End())
+        except LinkClosedError:
+            self.over.set()
+
+    def listen(self) -> None:
+        """To what it says, until its link ends."""
+        try:
+            while not self.fate:
+                message = self.link.recv()
+                if isinstance(message, Began):
+                    self.pid = message.pid
+                    self.began.set()
+                elif isinstance(message, Ended):
+                    self.fate = message.fate
+        except LinkClosedError:
+            pass
+        self.over.set()
+        self.began.set()
+
+
+class StaticLauncher:
+    """Listens and says what to run, when it is made; ``share`` and ``start`` wait until all workers have come."""
+
+    key = b""  # workers have it from their own environment
+
+    def __init__(self, config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> None:
+        """Raises ValueError, OSError."""
+        self._config, self._key = config, key
+        self._wanted = {role: count for role, count in wanted.items() if count}
+        self._planned = planned_places(config, self._wanted)
+        host, _, port = config.launching.driver_address.rpartition(":")
+        at = _own_ip(host.removeprefix("[").removesuffix("]"))
+        links = 2 * sum(self._wanted.values()) + 16  # and some that will be turned away
+        self._listener = ControlListener(at, key, DRIVER, "", port=int(port), links=links)
+        self.address = place_of(at, self._listener.port)
+        self.commands = commands(config, self._planned, self._wanted, self.address)
+        self._visitors: dict[Who, Visitor] = {}
+        self._control: dict[str, SealedSocket | None] = {}  # by the name that was given out
+        self._changed = threading.Condition()
+        self._closed = False
+        self._refusal = ""
+        limit_s = config.deadlines.start_timeout_s
+        self._deadline = time.monotonic() + limit_s
+        threading.Thread(target=self._receive, name="lamina-static", daemon=True).start()
+        if self.commands:
+            log.warning("%s", instructions(self.commands, limit_s))
+
+    def share(self, role: str, index: int) -> int:
+        self._all_here()
+        own = self._visitors[role, index].came
+        beside = sum(v.came.host == own.host for (of, _), v in self._visitors.items() if of == role)
+        return max(1, own.cores // beside)
+
+    def start(self, role: str, index: int, threads: int = 0) -> StaticWorker:
+        threads = threads or self.share(role, index)  # waits too
+        self._all_here()
+        warden, name = self._visitors[role, index], f"{role}-{index}-{secrets.token_hex(8)}"
+        who = f"the command for {role} worker {index} on {warden.came.host}"
+        with self._changed:
+            self._control[name] = None
+        try:
+            warden.link.send(Begin(role=role, index=index, threads=threads, name=name))
+        except LinkClosedError:
+            raise OSError(f"{who} has ended") from None
+        with self._changed:
+            came = self._changed.wait_for(lambda: self._control.get(name) or warden.over.is_set(), CALL_S)
+            sock = self._control.pop(name, None)
+        if not warden.began.wait(CALL_S if came else 0.0) or sock is None or not warden.pid:
+            raise OSError(f"{who} did not start it: see what it says there")
+        return StaticWorker(warden, role, index, sock)
+
+    def close(self) -> None:
+        with self._changed:
+            visitors, self._visitors, self._closed = list(self._visitors.values()), {}, True
+            unclaimed, self._control = [sock for sock in self._control.values() if sock], {}
+            self._changed.notify_all()
+        self._listener.close()
+        for sock in unclaimed:
+            sock.close()
+        for visitor in visitors:
+            visitor.end()
+            visitor.link.close()
+
+    def _all_here(self) -> None:
+        """Raises OSError where not all workers have come by the deadline, ValueError where they cannot work so."""
+        total = sum(self._wanted.values())
+        with self._changed:
+            left = self._deadline - time.monotonic()
+            here = self._changed.wait_for(lambda: len(self._visitors) == total or self._closed, max(0.0, left))
+            if not here or self._closed:
+                raise OSError(self._who_is_missing())
+            hosts = {
+                who: Host(name=v.came.host, address=v.came.host, resources={}) for who, v in self._visitors.items()
+            }
+        places = {role: [Place(hosts[role, i], {}) for i in range(count)] for role, count in self._wanted.items()}
+        check_kv_memory(places, self._config.devices.kv_bytes())
+
+    def _who_is_missing(self) -> str:
+        missing = [who for who in self.commands if who not in self._visitors]
+        words = "; ".join(f"on {c.host or 'any host'}: {c.text}" for c in (self.commands[who] for who in missing))
+        limit_s, total = self._config.deadlines.start_timeout_s, len(self.commands)
+        refused = f"; the last one that came was refused: {self._refusal}" if self._refusal else ""
+        return (
+            f"{len(missing)} of {total} workers did not come to {self.address} within {limit_s:g} s "
+            f"(--start-timeout-s): {words}{refused}"
+        )
+
+    def _receive(self) -> None:
+        """Whoever comes, until ``close``: wardens, and the control links of their workers."""
+        while True:
+            try:
+                name, sock, keys = self._listener.accept_any(TURN_S)
+            except ChannelTimeout as error:
+                _, _, refusal = str(error).partition("the last one was refused: ")
+                self._refusal = refusal or self._refusal
+                continue
+            except ChannelAborted:
+                return
+            except ChannelError as error:  # no descriptors, say
+                self._refusal = str(error)
+                threading.Event().wait(TURN_S)
+                continue
+            sealed = SealedSocket(sock.detach(), keys)
+            with self._changed:
+                if name in self._control and not self._closed:
+                    self._control[name] = sealed
+                    self._changed.notify_all()
+                    continue
+            threading.Thread(target=self._greet, args=(sealed,), name="lamina-visitor", daemon=True).start()
+
+    def _greet(self, sock: SealedSocket) -> None:
+        link = ControlLink(sock, Came | Began | Ended)
+        try:
+            came = link.recv(GREETING_S)
+            if not isinstance(came, Came):
+                return
+            try:
+                visitor, who = self._admit(sock, link, came)
+            except ValueError as error:
+                self._refusal = f"{came.role} worker from {came.host}: {error}"
+                link.send(Refused(str(error)))
+                return
+            visitor.listen()
+            with self._changed:
+                if not visitor.pid and self._visitors.get(who) is visitor:
+                    del self._visitors[who]  # it left before it was needed: another one may come
+                self._changed.notify_all()
+        except (TimeoutError, LinkClosedError):
+            return
+        finally:
+            link.close()
+
+    def _admit(self, sock: SealedSocket, link: ControlLink, came: Came) -> tuple[Visitor, Who]:
+        """Raises ValueError, with the reason, for one that is of no use."""
+        if came.version != __version__:
+            raise ValueError(f"it has Lamina {came.version}, the driver has {__version__}: install the same")
+        host = str(ipaddress.ip_address(came.host))
+        if came.cores < 1:
+            raise ValueError(f"it says that it has {came.cores} cores")
+        with self._changed:
+            count = self._wanted.get(came.role, 0)
+            free = [i for i in range(count) if (came.role, i) not in self._visitors]
+            if came.index != ANY or not count:
+                if not 0 <= came.index < count:
+                    raise ValueError(f"the driver has {count} {came.role} workers, numbered from 0")
+                free = [i for i in free if i == came.index]
+            if not free:
+                raise ValueError("all workers of that kind have come already")
+            planned = self._planned.get(came.role, [])
+            fitting = [i for i in free if not planned or planned[i].host.address == host]
+            if not fitting:
+                raise ValueError(f"none is planned on {host} (--hosts {self._config.launching.hosts})")
+            if self._closed:
+                raise ValueError("the driver ends")
+            who = came.role, fitting[0]
+            visitor = self._visitors[who] = Visitor(sock, link, came)
+            self._changed.notify_all()
+        left = len(self.commands) - len(self._visitors)
+        log.info("%s worker %d has come from %s; %d more to come", *who, host, left)
+        return visitor, who
+
+
+def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> StaticLauncher:
+    if cluster_key() != key:
+        raise ValueError(
+            f"--launcher static: workers prove the cluster's key: put one in a file (openssl rand -hex 32), chmod 600, "
+            f"and name it by {KEY_FILE} here and on their hosts"
+        )
+    return StaticLauncher(config, key, wanted)
+
+
+def planned_places(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[Place]]:
+    """By --hosts; empty without it. Raises ValueError."""
+    launching = config.launching
+    if not launching.hosts:
+        return {}
+    hosts = read_cluster(launching.hosts).looked_up().planned()
+    places = place(hosts, wishes(config, dict(wanted)), launching.placement, on_gpu(config))
+    check_kv_memory(places, config.devices.kv_bytes())
+    return places
+
+
+def commands(
+    config: EngineConfig, planned: Mapping[str, list[Place]], wanted: Mapping[str, int], driver: str
+) -> dict[Who, Command]:
+    """For each worker, of those that run on one host beside each other."""
+    launching = config.launching
+    python = read_cluster(launching.hosts).python if launching.hosts else ""
+    program = [python, "-m", "lamina.cli.launch"] if python else ["lamina-launch"]
+    file = [f"{KEY_FILE}={path}"] if (path := os.environ.get(KEY_FILE)) else []
+    made, gpus = dict[Who, Command](), dict[str, int]()
+    for role in sorted(wanted):
+        for index in range(wanted[role]):
+            words, host = [*program, "worker", f"{role}-{index}", "--driver", driver], ""
+            variables = list(file)
+            if planned:
+                host = planned[role][index].host.address
+                words += ["--host", host]
+                if role in on_gpu(config):  # each has one to itself, by its number there
+                    variables.append(f"CUDA_VISIBLE_DEVICES={gpus.setdefault(host, 0)}")
+                    gpus[host] += 1
+            made[role, index] = Command(host, shlex.join(["env", *variables, *words] if variables else words))
+    return made
+
+
+def instructions(commands: Mapping[Who, Command], limit_s: float) -> str:
+    """What to print: a shell takes it as it is."""
+    file = os.environ.get(KEY_FILE)
+    key = f"the file {file}" if file else f"{KEY} in their environment"
+    lines = [f"# start {len(commands)} workers by hand within {limit_s:g} s (--start-timeout-s); they need {key}"]
+    for host in sorted({c.host for c in commands.values()}):
+        lines.append(f"# on {host}" if host else "# on any host that reaches this one")
+        lines += [c.text for c in commands.values() if c.host == host]
+    return "\n".join(lines)
+
+
+def _own_ip(host: str) -> str:
+    """Of --driver-address, for commands that are run elsewhere."""
+    try:
+        ip = look_up(host, "--driver-address", alone=host == "localhost")
+    except UnicodeError as error:
+        raise ValueError(f"--driver-address {host} is no host: {error}") from None
+    if ipaddress.ip_address(ip).is_unspecified:
+        raise ValueError(f"--driver-address {host} is no host's own: give the IP by which workers reach this host")
+    return ip
