@@ -11,12 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lamina.buffers import bytes_of, tensor_over
-from lamina.netstack import Arrival, Ceiling, Channel, ChannelTimeout, Fabric, Geometry, Listener, PeerFault
+from lamina.netstack import Arrival, Ceiling, Channel, ChannelTimeout, Geometry, Listener, PeerFault
 
 from . import Facts, RankPlace
 from .sums import ordered_sum, side_by_side
@@ -196,13 +197,23 @@ def open_collective(mesh: Mesh, at: RankPlace) -> Mesh:
     return mesh
 
 
+class Connecting(Protocol):
+    """The part of a Fabric that ranks need to go to each other."""
+
+    def connect(
+        self, url: str, *, outbound: Geometry, inbound: Geometry, timeout_s: float, name: str, peer: str
+    ) -> Channel:
+        """See Fabric."""
+        ...
+
+
 def ceiling(ranks: int) -> Ceiling:
-    """Of a rank's listener."""
-    return Ceiling(inbox_bytes=2 * SLOTS * SLOT_BYTES, channels=ranks - 1)
+    """Of a rank's listener, which stays open while ranks meet again: those of two views may be there."""
+    return Ceiling(inbox_bytes=2 * SLOTS * SLOT_BYTES, channels=2 * (ranks - 1))
 
 
 def listen_and_connect(
-    fabric: Fabric,
+    fabric: Connecting,
     listener: Listener,
     urls: Sequence[str],
     names: Sequence[str],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from lamina.buffers import part_of, tensor_over
-from lamina.netstack import Channel, ChannelTimeout
+from lamina.netstack import Arrival, Channel, ChannelTimeout
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.codec import Part
 from lamina.protocol.plan import (
@@ -25,6 +25,15 @@ from lamina.protocol.plan import (
 
 class RefusedError(Exception):
     """A memory worker refused a Bind or a step; its reason is the text."""
+
+
+def next_of_view(channel: Channel, view: int, timeout_s: float) -> Arrival:
+    """The next message that is not of an older view; those are dropped. Raises ChannelError."""
+    while True:
+        arrival = channel.wait_signal(timeout_s=timeout_s)
+        if Key.unpack(arrival.tag).view >= view:
+            return arrival
+        channel.release(arrival)
 
 
 class MemoryLink:
@@ -100,7 +109,7 @@ class MemoryLink:
     def receive(self, key: Key, take: Callable[[memoryview], None], nbytes: int) -> None:
         """Wait for the O that ``key`` names, and hand its bytes over. Raises RefusedError, ProtocolError."""
         start = self._trace.now()
-        arrival = self.channel.wait_signal(timeout_s=self._timeout_s)
+        arrival = next_of_view(self.channel, key.view, self._timeout_s)
         came = self._trace.add(Event.WAIT_O, start, key, key.layer, self.number)
         try:
             got = Key.unpack(arrival.tag)

@@ -1,4 +1,4 @@
-"""Start of a compute worker: load, cut, connect, bind; then serve steps."""
+"""The start of a compute worker: load and cut the model; then, under each view, connect and bind."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from msgspec import structs
 
 from lamina import attention, collective, netstack
 from lamina.attention import AttentionBackend
-from lamina.collective import Collective, RankPlace
+from lamina.collective import RankPlace
 from lamina.collective.choose import choose_and_open
 from lamina.collective.mesh import ceiling, listen_and_connect
 from lamina.kv.stored import stored_dtype
 from lamina.memory.store import available_bytes
-from lamina.protocol.control import ComputeReady, LinkClosedError, RankUrl, RankUrls, RingPeer, RingUrl
-from lamina.protocol.plan import Bind, Bound, Join
+from lamina.protocol.control import ComputeReady, Connect, Loaded
+from lamina.protocol.plan import Bind, Bound, Join, ProtocolError
 from lamina.protocol.resolve import devices_may_talk
 from lamina.workers.devices import CPU
+from lamina.workers.graphs import Graphs
+from lamina.workers.view import Door, ViewFabric
 from lamina.workers.wire import can_be_direct
 
 from .capacity import choose_kv_bytes, geometries
@@ -30,6 +32,7 @@ from .model_server import Cut, ModelServer, serve
 from .ranks import Together
 from .ring import RING, RingEnds
 from .staged import stage_attention, stage_collective, stage_ring
+from .view_group import ViewGroup
 from .worker import Attention, ComputeWorker
 
 NO_LIMIT = 1 << 62  # bytes
@@ -54,59 +57,77 @@ def serve_compute(sock: socket.socket, module: Any = None) -> None:
 class _Server(ModelServer):
     role = "compute worker"
     packs = True
+    _cut: Cut
+    _ring_door: Door | None = None
+    _rank_door: Door | None = None
+    _program: Any = None
+    _ranks: ViewGroup | None = None
+    _serving: ComputeWorker | None = None
 
-    def prepare(self) -> tuple[ComputeWorker, ComputeReady]:
-        start = self.start
-        if start.topology.tensor_parallel_size > 1 and (
-            lacks := collective.lacks(start.topology.collective, self.staging.device)
-        ):
+    def load(self) -> Loaded:
+        start, size = self.start, self.start.topology.tensor_parallel_size
+        if size > 1 and (lacks := collective.lacks(start.topology.collective, self.staging.device)):
             raise ValueError(lacks)
-        size = start.topology.tensor_parallel_size
-        listener = self._listen(RingUrl, ring_name(start.name), RING) if start.topology.replicas > 1 else None
-        ranks = self._listen(RankUrl, rank_name(start.name), ceiling(size)) if size > 1 else None
+        if start.topology.replicas > 1:
+            self._ring_door = self._open_door(ring_name(start.name), RING)
+        if size > 1:
+            self._rank_door = self._open_door(rank_name(start.name), ceiling(size))
         if self.module is None:
             self._check_room(start.copies)
-        group = stage_collective(self._meet(ranks), self.staging) if ranks else None
-        cut = self.cut()
-        program = self.runnable(cut, group)
-        ring = self._close_ring(listener, cut.program) if listener else None
-        attention, bounds = self._connect(cut, ring)
+        self._cut = self.cut()
+        if size == 1:  # a rank's slices meet the others
+            self._program = self.runnable(self._cut)
+        return Loaded(ring_url=_url(self._ring_door), rank_url=_url(self._rank_door))
+
+    def connect(self, meeting: Connect, fabric: ViewFabric) -> tuple[ComputeWorker, ComputeReady]:
+        start, cut = self.start, self._cut
+        group = self._meet(meeting, fabric, self._rank_door) if self._rank_door else None
+        ring = self._close_ring(meeting, fabric, self._ring_door) if self._ring_door else None
+        attention, bounds = self._connect_memory(meeting, fabric, ring)
         self.clock.lap("bind_s")
-        worker = ComputeWorker(
-            emulated(program),
-            attention,
-            dtype=cut.dtype,
-            deterministic=start.model.deterministic,
-            replica=start.number,
-            ring=stage_ring(ring.ring, self.staging) if ring else None,
-            ranks=Together(group, start.topology.most_batches) if group else None,
-            staging=self.staging,
-            trace=self.trace,
-        )
-        return worker, self.ready(cut, bounds)
+        mine = stage_ring(ring.ring, self.staging) if ring else None
+        ranks = Together(group, start.topology.most_batches) if group else None
+        if self._serving is not None:
+            self._serving.connect(attention, meeting.view, mine, ranks)
+        else:
+            self._serving = ComputeWorker(
+                emulated(self._program),
+                attention,
+                dtype=cut.dtype,
+                deterministic=start.model.deterministic,
+                replica=start.number,
+                ring=mine,
+                ranks=ranks,
+                staging=self.staging,
+                trace=self.trace,
+                view=meeting.view,
+            )
+        return self._serving, self.ready(cut, bounds, meeting.view)
 
-    def _listen(self, tell: type[RingUrl | RankUrl], name: str, most: netstack.Ceiling) -> netstack.Listener:
+    def _open_door(self, name: str, most: netstack.Ceiling) -> Door:
         """Where the replica before this one comes, or the other ranks."""
-        listener = self.fabric.listen(self.start.address, name=name, ceiling=most)
-        self.service.link.send(tell(url=listener.url))
-        return listener
+        return Door(self.fabric.listen(self.start.address, name=name, ceiling=most))
 
-    def _meet(self, listener: netstack.Listener) -> Collective:
-        """The other ranks, once all are there; before anything is loaded. Raises ValueError, ChannelError."""
-        peers, start = self.service.next(block=True), self.start
-        if not isinstance(peers, RankUrls):
-            raise LinkClosedError("the driver ended before the ranks had met")
+    def _meet(self, meeting: Connect, fabric: ViewFabric, door: Door) -> ViewGroup:
+        """The other ranks, once all are there. Raises ValueError, ChannelError."""
+        start, urls = self.start, [rank.url for rank in meeting.ranks]
+        names = [rank_name(rank.name) for rank in meeting.ranks]
         start_s, step_s = start.deadlines.start_timeout_s, start.deadlines.step_timeout_s
-        names = [rank_name(name) for name in peers.names]
         mesh = listen_and_connect(
-            self.fabric, listener, peers.urls, names, start.rank, start_timeout_s=start_s, step_timeout_s=step_s
+            fabric, fabric.at(door), urls, names, start.rank, start_timeout_s=start_s, step_timeout_s=step_s
         )
         host = start.address.rpartition(":")[0].strip("[]") or OWN_HOST
         at = RankPlace(self.staging.device, host, start_s, step_s)
         self.group, choice = choose_and_open(start.topology.collective, mesh, at)
         self.choices["collective"] = f"{choice.name}: {choice.why}"
         self.clock.lap("meet_s")
-        return self.group
+        staged = stage_collective(self.group, self.staging)
+        if self._ranks is None:
+            self._ranks = ViewGroup(staged)
+            self._program = self.runnable(self._cut, self._ranks)
+        else:
+            self._ranks.renew(staged)
+        return self._ranks
 
     def _check_room(self, copies: int) -> None:
         """Raises ModelError where the host has no room for so many copies of the weights."""
@@ -116,16 +137,16 @@ class _Server(ModelServer):
             directory = find_checkpoint(self.start.path, trust_remote_code=self.start.model.trust_remote_code)
             check_room(directory, copies, available_bytes())
 
-    def _close_ring(self, listener: netstack.Listener, program: Any) -> RingEnds:
-        peer, start = self.service.next(block=True), self.start
-        if not isinstance(peer, RingPeer):
-            raise LinkClosedError("the driver ended before the ring was closed")
+    def _close_ring(self, meeting: Connect, fabric: ViewFabric, door: Door) -> RingEnds:
+        start, behind = self.start, meeting.behind
+        if behind is None:
+            raise ProtocolError("a Connect that names no next replica")
         return RingEnds(
-            self.fabric,
-            listener,
-            peer.url,
-            [ring_name(name) for name in (peer.before, start.name, peer.name)],
-            [cut.tensors for cut in program.cuts],
+            fabric,
+            fabric.at(door),
+            behind.url,
+            [ring_name(name) for name in (meeting.before, start.name, behind.name)],
+            [cut.tensors for cut in self._cut.program.cuts],
             first=start.number == 0,
             max_rows=start.batching.max_rows,
             num_batches=start.topology.most_batches,
@@ -133,25 +154,28 @@ class _Server(ModelServer):
             step_timeout_s=start.deadlines.step_timeout_s,
         )
 
-    def _connect(self, cut: Cut, ring: RingEnds | None) -> tuple[Attention, list[Bound]]:
+    def _connect_memory(
+        self, meeting: Connect, fabric: ViewFabric, ring: RingEnds | None
+    ) -> tuple[Attention, list[Bound]]:
         """Bind the memory workers, or join them once the replica before has."""
-        start, partition = self.start, cut.partition
+        start, cut, partition = self.start, self._cut, self._cut.partition
+        if isinstance(self._program, Graphs):
+            self._program.forget()
         if ring and start.number:
             ring.await_turn()
         rows = {"max_rows": start.batching.max_rows, "max_len": cut.max_len, "num_batches": start.topology.most_batches}
         outbound, inbound = geometries(cut.layers, partition, cut.dtype.itemsize, **rows)
-        connect = partial(self.fabric.connect, outbound=outbound, inbound=inbound, name=start.name)
+        connect = partial(fabric.connect, outbound=outbound, inbound=inbound, name=start.name)
         links, bounds = list[MemoryLink](), list[Bound]()
-        places = list(zip(start.memory_urls, start.memory_names, strict=True))
-        for worker, (url, name) in enumerate(places):
-            channel = connect(url, peer=name)
+        for worker, there in enumerate(meeting.memory):
+            channel = connect(there.url, peer=there.name)
             number = worker * start.topology.tensor_parallel_size + start.rank
             links.append(MemoryLink(channel, worker, start.deadlines.step_timeout_s, self.trace, number))
             if start.number:
-                bounds.append(links[-1].join(Join(number=start.number, layers=cut.layers)))
+                bounds.append(links[-1].join(Join(view=meeting.view, number=start.number, layers=cut.layers)))
             else:
-                bounds.append(self._bind_next(links[-1], self._bind(worker, cut, channel), bounds))
-        opens = [partial(connect, url, peer=name) for url, name in places]
+                bounds.append(self._bind_next(links[-1], self._bind(meeting.view, worker, channel), bounds))
+        opens = [partial(connect, there.url, peer=there.name) for there in meeting.memory]
         wires = open_wires(opens, bounds, self.staging, start.deadlines.step_timeout_s)
         if ring and start.number + 1 < start.topology.replicas:
             ring.pass_turn()
@@ -180,8 +204,8 @@ class _Server(ModelServer):
         except ValueError as e:
             raise ValueError(f"{self.role}: {e}, or --partition other than {self.start.topology.partition}") from e
 
-    def _bind(self, worker: int, cut: Cut, channel: netstack.Channel) -> Bind:
-        start, asked = self.start, self.start.devices.kv_bytes()
+    def _bind(self, view: int, worker: int, channel: netstack.Channel) -> Bind:
+        start, cut, asked = self.start, self._cut, self.start.devices.kv_bytes()
         replicas, prefill_workers = start.topology.replicas, start.topology.prefill_workers
         wanted = partial(
             choose_kv_bytes,
@@ -194,6 +218,7 @@ class _Server(ModelServer):
             block_size=start.kv.block_size,
         )
         return Bind(
+            view=view,
             worker=worker,
             partition=cut.partition,
             layers=cut.layers,
@@ -205,6 +230,9 @@ class _Server(ModelServer):
             max_model_len=cut.max_len,
             replicas=replicas,
             prefill_workers=prefill_workers,
-            joining=start.joining,
             direct=devices_may_talk(cut.partition, replicas, prefill_workers) and can_be_direct(channel, self.staging),
         )
+
+
+def _url(door: Door | None) -> str:
+    return door.url if door else ""

@@ -1,10 +1,13 @@
-"""The life of a worker that has the model: load, cut, connect; then serve rounds until the driver goes."""
+"""The life of a worker that has the model: load and cut it once; then connect and serve rounds, view after view, until
+the driver goes.
+"""
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,9 +26,8 @@ from lamina.protocol.control import (
     Connect,
     ControlLink,
     LinkClosedError,
+    Loaded,
     Progress,
-    RankUrls,
-    RingPeer,
     RunRound,
     StartCompute,
     StepDone,
@@ -39,13 +41,14 @@ from lamina.workers.devices import CPU, gpu_of, linear, pick
 from lamina.workers.graphs import Graphs
 from lamina.workers.service import Service
 from lamina.workers.staging import Staging, open_staging
+from lamina.workers.view import ViewFabric
 
 from .capacity import partition_of
 from .few_rows import FewRows
 from .links import RefusedError
 from .packed import Packed, pack_for
 
-MESSAGES = StartCompute | RunRound | RingPeer | RankUrls | Connect | AskStats | AskClock | AskTrace | Stop
+MESSAGES = StartCompute | RunRound | Connect | AskStats | AskClock | AskTrace | Stop
 
 
 class Worker(Protocol):
@@ -84,7 +87,7 @@ class Cut(NamedTuple):
 
 
 class ModelServer:
-    """Subclasses say what to serve with, in ``prepare``."""
+    """Subclasses say what to load, and what to serve with under a view: in ``load`` and ``connect``."""
 
     role: str  # for messages to people
     packs = False  # whether it computes few rows at a time, for which weights are packed
@@ -101,18 +104,25 @@ class ModelServer:
         self.group: Collective | None = None
         self.choices: dict[str, str] = {}  # what was chosen here, and why, by what it is for
         self._packed: Packed | None = None
+        self.counts = {"loads": 0.0, "connects": 0.0}
         self._worker: Worker | None = None
-        self.service = Service(link, self._stats, lambda reason: self.fabric.close(), self.trace)
+        self._in_view: ViewFabric | None = None
+        self._called = -1  # the view of the last Connect that has come
+        self.service = Service(link, self._stats, lambda reason: self.fabric.close(), self.trace, heed=self._heed)
 
-    def prepare(self) -> tuple[Worker, ComputeReady]:
-        """Raises RefusedError, ValueError for what a user can put right."""
+    def load(self) -> Loaded:
+        """Raises ValueError for what a user can put right."""
+        raise NotImplementedError
+
+    def connect(self, meeting: Connect, fabric: ViewFabric) -> tuple[Worker, ComputeReady]:
+        """All channels are opened by ``fabric``. Raises RefusedError, ValueError for what a user can put right."""
         raise NotImplementedError
 
     def run(self) -> None:
         """Until the driver's end of the link closes or says Stop."""
         try:
-            if self._start_up() and self._worker:
-                self._loop(self._worker)
+            if self._told(self._load):
+                self._loop()
         except LinkClosedError:
             pass  # the driver is gone: so are we
         except (ChannelError, ProtocolError, RefusedError) as e:
@@ -191,10 +201,11 @@ class ModelServer:
         self.clock.lap("compile_s")
         return found
 
-    def ready(self, cut: Cut, bounds: Sequence[Bound]) -> ComputeReady:
+    def ready(self, cut: Cut, bounds: Sequence[Bound], view: int) -> ComputeReady:
         """What the driver must know; ``bounds``: the memory workers' answers, in their order."""
         start = self.start
         return ComputeReady(
+            view=view,
             vocab_size=cut.loaded.config.get_text_config().vocab_size,
             num_layers=len(cut.layers),
             max_model_len=cut.max_len,
@@ -218,37 +229,85 @@ class ModelServer:
             "--compute-device", start.devices.compute_device, start.device_number, start.topology.tensor_parallel_size
         )
 
-    def _start_up(self) -> bool:
-        """Whether there is a model to serve; what a user can put right has been told."""
+    def _told(self, work: Callable[[], None]) -> bool:
+        """Whether ``work`` was done. What a user can put right has been told, else."""
         try:
-            self.staging = open_staging(self._pick())
-            self._worker, ready = self.prepare()
+            work()
         except (RefusedError, ValueError) as e:
+            if self._called_away and not isinstance(e, ValueError):
+                return True
             self.service.fail(str(e), user_error=True)
             return False
-        self.service.link.send(ready)
         return True
 
-    def _loop(self, worker: Worker) -> None:
-        while True:
-            self._take_steps(worker)
-            if self.service.stopped.is_set():
-                return
-            done = worker.turn()
+    def _load(self) -> None:
+        self.staging = open_staging(self._pick())
+        loaded = self.load()
+        self.counts["loads"] += 1
+        self.service.link.send(loaded)
+
+    def _connect(self, meeting: Connect) -> None:
+        self._let_go()
+        self.clock.skip()
+        self._in_view = fabric = ViewFabric(meeting.view, self.fabric)
+        if self._called_away:
+            return
+        self._worker, ready = self.connect(meeting, fabric)
+        self.counts["connects"] += 1
+        self.service.link.send(ready)
+
+    def _let_go(self) -> None:
+        if self.group:
+            self.group.close()
+            self.group = None
+        if self._in_view:
+            self._in_view.close()
+
+    def _heed(self, message: object) -> None:
+        """Of a Connect: what is done under an older view may wait for peers that have gone on."""
+        if isinstance(message, Connect):
+            self._called = message.view
+            if self._in_view and self._called_away:
+                self._in_view.leave(f"view {self._in_view.view} is over: view {message.view} begins")
+
+    @property
+    def _called_away(self) -> bool:
+        """Whether the Connect of a newer view has come."""
+        return self._in_view is not None and self._called > self._in_view.view
+
+    def _loop(self) -> None:
+        while not self.service.stopped.is_set():
+            try:
+                if not self._take_messages():
+                    return
+                done = self._worker.turn() if self._worker and not self._called_away else None
+            except (ChannelError, ProtocolError, RefusedError):
+                if not self._called_away:
+                    raise
+                continue
             if done is not None:
                 self.service.link.send(done)
 
-    def _take_steps(self, worker: Worker) -> None:
-        """The rounds that have come; the next one where the worker has nothing to do."""
-        idle, start = not worker.has_work, self.trace.now()
-        while (new := self.service.next(block=not worker.has_work)) is not None:
-            if idle:
-                self.trace.add(Event.WAIT_STEP, start, new.steps[0].plan)
-                idle = False
-            worker.submit(new)
+    def _take_messages(self) -> bool:
+        """Those that have come; the next one where there is nothing to do. Whether to go on."""
+        idle, start = not self._has_work, self.trace.now()
+        while (new := self.service.next(block=not self._has_work)) is not None:
+            if isinstance(new, Connect):
+                if not self._told(partial(self._connect, new)):
+                    return False
+            elif self._worker and not self._called_away:
+                if idle:
+                    self.trace.add(Event.WAIT_STEP, start, new.steps[0].plan)
+                    idle = False
+                self._worker.submit(new)
+        return not self.service.stopped.is_set()
+
+    @property
+    def _has_work(self) -> bool:
+        return self._worker is not None and self._worker.has_work and not self._called_away
 
     def _stats(self) -> dict[str, float]:
-        return self._worker.stats() if self._worker else {}
+        return {**(self._worker.stats() if self._worker else {}), **self.counts}
 
     def _progress(self, stage: str, done: int, total: int) -> None:
         self.service.link.send(Progress(stage=stage, done=done, total=total))
@@ -283,6 +342,10 @@ class Clock:
 
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def skip(self) -> None:
+        """What has passed belongs to no stage."""
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:

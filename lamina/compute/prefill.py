@@ -46,6 +46,11 @@ class OwnAttention:
         self.attend_s = 0.0
         self.wait_s = 0.0  # nobody is waited for
         self._in_slices_s = 0.0  # of the attention
+        self._past_s = 0.0  # sending, under older views
+
+    def connect(self, pool: Attention) -> None:
+        """K and V go on to ``pool`` from here on. The store stays."""
+        self._past_s, self._pool, self._step = self.sending_s, pool, None
 
     @property
     def send_s(self) -> float:
@@ -55,7 +60,7 @@ class OwnAttention:
     @property
     def sending_s(self) -> float:
         """Seconds spent sending."""
-        return self._pool.send_s
+        return self._past_s + self._pool.send_s
 
     def announce(self, plan: StepPlan) -> None:
         """A step to come: nobody else need know."""
@@ -119,18 +124,27 @@ class PrefillWorker:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         trace: Recorder = OFF,
+        view: int = 0,
     ) -> None:
         """``worker`` runs on ``attention``."""
         self._worker = worker
         self._attention = attention
         self._trace = trace
-        self._links = links
+        self._links, self._view = links, view
         self._timeout_s = timeout_s
         self._clock = clock
         self._computed: deque[StepDone] = deque()  # not stored everywhere yet
         self._stored = [-1] * len(links)  # the last step, by memory worker
         self._since = 0.0  # the oldest of them was computed, or its predecessor stored
         self.stored_wait_s = 0.0
+
+    def connect(self, links: list[MemoryLink], pool: Attention, view: int) -> None:
+        """Go on under ``view``, with ``pool`` over ``links``. Chunks of older views are dropped."""
+        self._attention.connect(pool)
+        self._worker.connect(self._attention, view)
+        self._links, self._view = links, view
+        self._computed.clear()
+        self._stored = [-1] * len(links)
 
     @property
     def has_work(self) -> bool:
@@ -171,11 +185,13 @@ class PrefillWorker:
 
     def _is_stored(self, step: int, timeout_s: float) -> bool:
         for at, link in enumerate(self._links):
-            while self._stored[at] < step:
-                key, due = link.poll(timeout_s), Key(Kind.STORED, self._stored[at] + 1)
+            while self._stored[at] < step:  # all before it were stored before
+                key, due = link.poll(timeout_s), Key(Kind.STORED, step, view=self._view)
                 if key is None:
                     self._check(link)
                     return False
+                if key.view < self._view:
+                    continue
                 if key != due:
                     raise ProtocolError(f"memory worker {link.worker}: {key} in place of {due}")
                 self._stored[at] = key.step

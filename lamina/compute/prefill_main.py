@@ -1,4 +1,4 @@
-"""Start of a prefill worker: load, cut, join the memory workers; then serve chunks of prompts."""
+"""The start of a prefill worker: load and cut the model; then, under each view, join the memory workers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from lamina import attention
 from lamina.attention import name_of
 from lamina.kv.stored import stored_dtype
 from lamina.memory.store import Store, available_bytes
-from lamina.protocol.control import ComputeReady, Connect, LinkClosedError
+from lamina.protocol.control import ComputeReady, Connect, Loaded
 from lamina.protocol.partition import by_head
 from lamina.protocol.plan import Bind, Bound, Join
 from lamina.workers.devices import CPU
+from lamina.workers.view import ViewFabric
 
 from .capacity import kv_geometries, store_bytes
 from .emulated import emulated
@@ -34,37 +35,49 @@ def serve_prefill(sock: socket.socket, module: Any = None) -> None:
 
 class _Server(ModelServer):
     role = "prefill worker"
+    _cut: Cut
+    _program: Any = None
+    _serving: PrefillWorker | None = None
 
-    def prepare(self) -> tuple[PrefillWorker, ComputeReady]:
-        start, cut = self.start, self.cut()
-        if not isinstance(self.service.next(block=True), Connect):
-            raise LinkClosedError("the driver ended before the memory workers were bound")
-        links, bounds = self._join(cut)
-        store = self._store(cut, bounds[0].backend)
+    def load(self) -> Loaded:
+        self._cut = self.cut()
+        self._program = self.runnable(self._cut)
+        return Loaded()
+
+    def connect(self, meeting: Connect, fabric: ViewFabric) -> tuple[PrefillWorker, ComputeReady]:
+        start, cut = self.start, self._cut
+        links, bounds = self._join(meeting, fabric)
         pool = MemoryPool(links, cut.partition, cut.layers, attention.get("reference", CPU, cut.dtype))
+        staged = stage_attention(pool, self.staging)
+        if self._serving is not None:
+            self._serving.connect(links, staged, meeting.view)
+            return self._serving, self.ready(cut, bounds, meeting.view)
+        own = OwnAttention(self._store(cut, bounds[0].backend), staged, self.trace)
         self.clock.lap("bind_s")
-        own = OwnAttention(store, stage_attention(pool, self.staging), self.trace)
         worker = ComputeWorker(
-            emulated(self.runnable(cut), prefill=True),
+            emulated(self._program, prefill=True),
             own,
             dtype=cut.dtype,
             deterministic=start.model.deterministic,
             staging=self.staging,
             trace=self.trace,
+            view=meeting.view,
         )
-        return PrefillWorker(worker, own, links, start.deadlines.step_timeout_s, trace=self.trace), self.ready(
-            cut, bounds
+        self._serving = PrefillWorker(
+            worker, own, links, start.deadlines.step_timeout_s, trace=self.trace, view=meeting.view
         )
+        return self._serving, self.ready(cut, bounds, meeting.view)
 
-    def _join(self, cut: Cut) -> tuple[list[MemoryLink], list[Bound]]:
-        start, links, bounds = self.start, list[MemoryLink](), list[Bound]()
+    def _join(self, meeting: Connect, fabric: ViewFabric) -> tuple[list[MemoryLink], list[Bound]]:
+        start, cut, links, bounds = self.start, self._cut, list[MemoryLink](), list[Bound]()
         outbound, inbound = kv_geometries(
             cut.layers, cut.partition, cut.dtype.itemsize, max_rows=start.batching.max_rows
         )
-        for worker, (url, name) in enumerate(zip(start.memory_urls, start.memory_names, strict=True)):
-            channel = self.fabric.connect(url, outbound=outbound, inbound=inbound, name=start.name, peer=name)
+        join = Join(view=meeting.view, number=start.topology.replicas + start.number, layers=cut.layers)
+        for worker, there in enumerate(meeting.memory):
+            channel = fabric.connect(there.url, outbound=outbound, inbound=inbound, name=start.name, peer=there.name)
             links.append(MemoryLink(channel, worker, start.deadlines.step_timeout_s, self.trace))
-            bounds.append(links[-1].join(Join(number=start.topology.replicas + start.number, layers=cut.layers)))
+            bounds.append(links[-1].join(join))
         return links, bounds
 
     def _store(self, cut: Cut, backend: str) -> Store:

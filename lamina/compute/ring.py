@@ -17,10 +17,13 @@ from torch import Tensor
 from lamina.buffers import tensor_over
 from lamina.netstack import Ceiling, Channel, Fabric, Geometry, Listener, PeerFault
 from lamina.protocol.plan import Key, Kind, ProtocolError, StepPlan
+from lamina.workers.view import ViewFabric, ViewListener
+
+from .links import next_of_view
 
 ALIGN = 64  # bytes at which each tensor of a message begins
 LEAST_SLOT_BYTES = 1 << 16
-RING = Ceiling(channels=1)  # of a replica's listener: the one before it alone
+RING = Ceiling(channels=2)  # of a replica's listener: the one before it alone, under two views
 
 
 class RowShape(Protocol):
@@ -93,7 +96,7 @@ class Move:
     def take(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
         """See Ring. Raises ChannelError, ProtocolError."""
         begun = time.perf_counter()
-        arrival = self._before.wait_signal(timeout_s=self._timeout_s)
+        arrival = next_of_view(self._before, plan.view, self._timeout_s)
         self.wait_s += time.perf_counter() - begun
         try:
             got, key = Key.unpack(arrival.tag), _key(plan, index)
@@ -113,8 +116,8 @@ class RingEnds:
 
     def __init__(
         self,
-        fabric: Fabric,
-        listener: Listener,
+        fabric: Fabric | ViewFabric,
+        listener: Listener | ViewListener,
         peer: str,
         names: Sequence[str],
         cuts: Sequence[Sequence[RowShape]],

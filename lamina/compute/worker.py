@@ -89,6 +89,7 @@ class ComputeWorker:
         ranks: Ranks | None = None,
         staging: Staging | None = None,
         trace: Recorder = OFF,
+        view: int = 0,
     ) -> None:
         """``ring``: None for the only replica; ``ranks``: None where it has all weights; ``staging``: of the program's
         device, None for the CPU. ``pool`` and the others take and give tensors of that device.
@@ -106,6 +107,8 @@ class ComputeWorker:
         self._last: dict[int, dict[int, int]] = {}  # batch -> sequence -> the token drawn by its step before
         self._histories = Histories()
         self._due: dict[tuple[int, int], dict[int, Due]] = {}  # batch, step -> what the draws ahead here count
+        self._view = view
+        self._past = dict.fromkeys(("send_s", "wait_s", "carry_s"), 0.0)  # of older views
         self.slice_s = 0.0
         self.sample_s = 0.0
         self.steps = 0
@@ -116,13 +119,27 @@ class ComputeWorker:
         """Whether some turn is ahead."""
         return self._ranks.may_take(self._turns)
 
+    def connect(self, pool: Attention, view: int, ring: Ring | None = None, ranks: Ranks | None = None) -> None:
+        """Go on under ``view`` with others to talk to. Turns of older views are dropped. The last tokens stay, and so
+        does what penalties count.
+        """
+        before = self._waits()
+        self._pool, self._ring, self._ranks, self._view = pool, ring or Stay(), ranks or Alone(), view
+        self._past = dict.fromkeys(before, 0.0)
+        now = self._waits()
+        self._past = {name: seconds - now[name] for name, seconds in before.items()}
+        self._turns, self._due = [], {}
+
     def submit(self, new: RunRound) -> None:
         """Queue the turns of a round that are this replica's; replica 0 announces its plans to the memory workers.
+        Steps of an older view are dropped.
 
         Raises ValueError for penalties that count on what this worker was not told.
         """
         last = len(self._slices) - 1
         for step in new.steps:
+            if step.plan.view < self._view:
+                continue
             due = self._histories.learn(step.plan.ops, step.draws)
             if due and step.plan.replica_of(last) == self._replica:
                 self._due[step.plan.batch, step.plan.step] = due
@@ -152,15 +169,18 @@ class ComputeWorker:
 
     def stats(self) -> dict[str, float]:
         """Seconds by activity (``slice_s`` excludes sending), and counts."""
+        waits = self._waits()
         return {
-            "slice_s": self.slice_s - self._pool.send_s,
-            "send_s": self._pool.send_s,
-            "wait_s": self._pool.wait_s,
-            "carry_s": self._ring.wait_s,
+            "slice_s": self.slice_s - waits["send_s"],
+            **waits,
             "sample_s": self.sample_s,
             "steps": float(self.steps),
             "rows": float(self.rows),
         }
+
+    def _waits(self) -> dict[str, float]:
+        now = self._pool.send_s, self._pool.wait_s, self._ring.wait_s
+        return {name: past + s for (name, past), s in zip(self._past.items(), now, strict=True)}
 
     def _begin(self, step: RunStep) -> None:
         self.steps += 1
@@ -200,7 +220,8 @@ class ComputeWorker:
         return self._done(step, drawn)
 
     def _done(self, step: RunStep, drawn: list[Drawn]) -> StepDone | None:
-        return StepDone(batch=step.plan.batch, step=step.plan.step, drawn=drawn) if self._ranks.leads else None
+        plan = step.plan
+        return StepDone(view=plan.view, batch=plan.batch, step=plan.step, drawn=drawn) if self._ranks.leads else None
 
     def _receive(self, step: RunStep, layer: int) -> Tensor:
         return self._pool.o(layer, len(step.tokens), self._dtype)

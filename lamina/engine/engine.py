@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from lamina.observe.trace import OFF, Event, Recorder
-from lamina.protocol.control import ALL_BANNED, Draw, Drawn, RunRound, RunStep, StepDone
+from lamina.protocol.control import ALL_BANNED, ComputeReady, Draw, Drawn, RunRound, RunStep, StepDone
 from lamina.protocol.groups import usable_blocks
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.tables import BlockTables
@@ -77,6 +77,7 @@ class Engine:
             prefill=Prefill(
                 config.topology.prefill_workers, config.batching.prefill_chunk, config.topology.most_batches
             ),
+            view=info.view,
         )
         self._steps: dict[tuple[int, int], ScheduledStep] = {}  # in flight, by batch and step
         self._next_round = 0
@@ -169,6 +170,23 @@ class Engine:
             self.step()
         if not self._requests:
             self.scheduler.forget_finished()
+
+    def rest(self) -> list[RequestOutput]:
+        """Take in the steps in flight and begin no others; returns the requests that got tokens. Raises WorkerError."""
+        touched = dict[int, RequestOutput]()
+        while self._steps:
+            touched |= {output.request_id: output for output in self._postprocess(self.wire.wait())}
+        return list(touched.values())
+
+    def resume(self, ready: ComputeReady) -> None:
+        """Go on with workers that have met anew, and have kept their KV. Raises ValueError while steps are in flight,
+        and where the capacity is another one than before.
+        """
+        if self._steps:
+            raise ValueError("workers met anew while steps were in flight: rest first")
+        if (ready.num_blocks, ready.lanes) != (self.info.num_blocks, self.info.lanes):
+            raise ValueError(f"memory workers had {self.info.num_blocks} KV blocks, and now have {ready.num_blocks}")
+        self.scheduler.view = ready.view
 
     def close(self) -> None:
         """End the workers. Idempotent."""

@@ -83,8 +83,8 @@ class Prefill:
         count = min(self._chunk, sequence.num_promised - sequence.num_scheduled)
         return Grant(sequence.id, sequence.num_scheduled, count, worker.index, worker.next_step, sequence.place)
 
-    def begin(self, sequence: Sequence, grant: Grant) -> ScheduledStep:
-        """The worker's step for a grant that was given."""
+    def begin(self, sequence: Sequence, grant: Grant, view: int = 0) -> ScheduledStep:
+        """The worker's step for a grant that was given, under ``view``."""
         worker = self._workers[grant.worker]
         ops: list[SequenceOp] = []
         if worker.held != sequence.id:
@@ -92,6 +92,7 @@ class Prefill:
             ops.append(New(sequence.id))
             worker.held = sequence.id
         plan = StepPlan(
+            view=view,
             batch=self._first_batch + worker.index,
             step=grant.step,
             ops=ops,

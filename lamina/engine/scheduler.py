@@ -96,11 +96,14 @@ class Scheduler:
         num_layers: int = 1,
         num_replicas: int = 0,
         prefill: Prefill | None = None,
+        view: int = 0,
     ) -> None:
         """``aligned``: cut prompts at multiples of ``prefill_chunk`` only, whatever else is in the step.
         ``num_layers``: attention operators, over which the steps rotate. ``num_replicas``: 0 = as many as the batches
-        need. ``prefill``: who computes the prompts; None = the batches do.
+        need. ``prefill``: who computes the prompts; None = the batches do. ``view``: of the plans, until another one
+        is set.
         """
+        self.view = view
         self._ledger = ledger
         self._max_num_seqs = max_num_seqs
         self._prefill_chunk = prefill_chunk
@@ -313,7 +316,7 @@ class Scheduler:
                 if not self._ledger.can_apply(self._plan(batch, picked)):
                     batch.ops.pop()
                     return
-                self._chunks.append(self._prefill.begin(sequence, grant))
+                self._chunks.append(self._prefill.begin(sequence, grant, self.view))
 
     def _place(self, batch: Batch, sequence: Sequence, left: list[int]) -> Place | None:
         """Where a new sequence of ``batch`` begins, of the lanes with ``left`` blocks enough: so that what each group
@@ -354,6 +357,7 @@ class Scheduler:
     def _plan(self, batch: Batch, picked: dict[Sequence, int]) -> StepPlan:
         source, reply_to = route(batch.index, self._next_round, self._num_layers, len(self.batches), self._num_replicas)
         return StepPlan(
+            view=self.view,
             batch=batch.index,
             step=self._next_round,
             ops=batch.ops,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from lamina.engine.wire import Clock
 from lamina.protocol.control import AskStats, Stats
 
 from .members import Members
@@ -12,30 +13,30 @@ from .members import Members
 class Counters:
     """One round of questions at a time. One thread uses it."""
 
-    def __init__(self, members: Members) -> None:
-        self._members = members
+    def __init__(self, members: Members, clock: Clock = time.monotonic) -> None:
+        self._members, self._clock = members, clock
         self._asked_at: float | None = None
         self._answers: dict[str, dict[str, float]] = {}  # by the workers' labels
 
     def ask(self) -> None:
-        """Ask every worker, unless some have yet to answer. Raises WorkerError."""
+        """Ask every worker, unless some have yet to answer. Raises LostError."""
         if self._asked_at is None:
-            self._asked_at, self._answers = time.monotonic(), {}
+            self._asked_at, self._answers = self._clock(), {}
             for member in self._members:
                 self._members.send(member, AskStats())
 
     def take(self, limit_s: float, words: str) -> dict[str, dict[str, float]] | None:
         """The counters, once all workers have answered; None before that, and where nobody has asked.
 
-        Raises WorkerError where a worker is lost, or has not answered for ``limit_s``; ``words``: what it was for.
+        Raises LostError where a worker is lost, or has not answered for ``limit_s``; ``words``: what it was for.
         """
         self._answers |= {m.label: s.values for m, s in self._members.arrived(Stats)}
         if self._asked_at is None:
             return None
-        silent = [m.name for m in self._members if m.label not in self._answers]
+        silent = [m for m in self._members if m.label not in self._answers]
         if not silent:
             self._asked_at = None
             return self._answers
-        if time.monotonic() - self._asked_at > limit_s:
-            raise self._members.fail(f"{', '.join(silent)} took too long {words}")
+        if self._clock() - self._asked_at > limit_s:
+            raise self._members.late(silent, words)
         return None

@@ -39,8 +39,10 @@ IDLE_S = 1.0  # the same where nothing is granted: only decoding can come then
 class Grants:
     """What prefill workers may still send, and the channels on which they do. One thread."""
 
-    def __init__(self, meter: Meter, trace: Recorder = OFF, clock: Callable[[], float] = time.monotonic) -> None:
-        self._meter, self._trace, self._clock = meter, trace, clock
+    def __init__(
+        self, meter: Meter, trace: Recorder = OFF, clock: Callable[[], float] = time.monotonic, view: int = 0
+    ) -> None:
+        self._meter, self._trace, self._clock, self._view = meter, trace, clock, view
         self._inlets: list[_Inlet] = []  # by prefill worker
         self._looked = 0.0
         self._found = False  # by the last look
@@ -121,7 +123,8 @@ class Grants:
             return False
         delivery, start = inlet.deliveries[0], self._trace.now()
         layer = delivery.layers[0]
-        key, got, due = Key(Kind.KV, delivery.step, layer=layer), Key.unpack(arrival.tag), delivery.num_bytes(layer)
+        key, got = Key(Kind.KV, delivery.step, view=self._view, layer=layer), Key.unpack(arrival.tag)
+        due = delivery.num_bytes(layer)
         if got._replace(batch=0) != key or arrival.data.nbytes != due:
             raise ProtocolError(
                 f"prefill worker {worker}: {got} of {arrival.data.nbytes} bytes in place of {key} of {due}"
@@ -140,7 +143,7 @@ class Grants:
         while inlet.deliveries and not inlet.deliveries[0].layers:
             done = inlet.deliveries.popleft()
             slot = inlet.channel.reserve(0, timeout_s=0.0)  # there is one: few grants are given at a time
-            inlet.channel.put_signal(slot, Key(Kind.STORED, done.step).pack())
+            inlet.channel.put_signal(slot, Key(Kind.STORED, done.step, view=self._view).pack())
 
 
 class _Inlet:

@@ -1,4 +1,4 @@
-"""Start of a memory worker: listen, tell the driver where, import what takes seconds; then serve who comes.
+"""Start of a memory worker: listen, tell the driver where, import what takes seconds; then serve view after view.
 
 Compute workers load the model meanwhile, so torch is not imported here before the driver knows the address.
 """
@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 from lamina import netstack
 from lamina.background import Background
 from lamina.env import cluster_key
-from lamina.netstack import ChannelError, ChannelTimeout, Listener
+from lamina.netstack import ChannelError, Listener
 from lamina.observe.trace import recorder
 from lamina.protocol.control import (
     AskClock,
     AskRate,
     AskStats,
     AskTrace,
+    Connect,
     ControlLink,
     LinkClosedError,
     MemoryReady,
@@ -28,16 +29,15 @@ from lamina.protocol.control import (
 )
 from lamina.protocol.plan import ProtocolError
 from lamina.workers.service import Service
+from lamina.workers.view import Door
 
 if TYPE_CHECKING:
     from .worker import MemoryWorker
 
-POLL_S = 1.0  # of waits that only an event ends: somebody comes, the driver's Stop
-
 
 def serve_memory(sock: socket.socket) -> None:
     """Serve one driver, over its control socket, until the link ends or says Stop."""
-    link = ControlLink(sock, StartMemory | AskStats | AskClock | AskRate | AskTrace | Stop)
+    link = ControlLink(sock, StartMemory | Connect | AskStats | AskClock | AskRate | AskTrace | Stop)
     try:
         start = link.recv()
     except LinkClosedError:
@@ -54,11 +54,12 @@ class _Server:
         self._start = start
         self._trace = recorder(start.trace)
         self._worker: MemoryWorker | None = None  # until it is loaded
+        self._called = -1  # the view of the last Connect
         self._loading = threading.Lock()
         self._fabric: netstack.Fabric | None = None
         self._limit: object = None  # of the multiprocessors, as long as it is held
         self._service = Service(
-            link, lambda: self._loaded().stats(), self._abort, self._trace, lambda: self._loaded().rate()
+            link, lambda: self._loaded().stats(), self._abort, self._trace, lambda: self._loaded().rate(), self._heed
         )
 
     def run(self) -> None:
@@ -69,8 +70,12 @@ class _Server:
                 service.link.send(MemoryReady(url=listener.url))
                 worker = Background(self._loaded, "lamina-import").result()
                 self._set_threads()
-                while not service.stopped.is_set():
-                    self._serve_next(worker, listener)
+                door = Door(listener)
+                while isinstance(meeting := service.next(block=True), Connect):
+                    # The other end tells the driver why a channel ended; another Connect may come.
+                    with suppress(ChannelError, ProtocolError):
+                        worker.leave(self._called)
+                        worker.serve(door, meeting)
         except LinkClosedError:
             pass  # the driver is gone: so are we
         except Exception as e:
@@ -120,13 +125,12 @@ class _Server:
         if threads not in (0, torch.get_num_threads()):  # once called, it wakes threads for tiny tensors too
             torch.set_num_threads(threads)
 
-    def _serve_next(self, worker: MemoryWorker, listener: Listener) -> None:
-        try:
-            channel = listener.accept(timeout_s=POLL_S)
-        except ChannelTimeout:
-            return  # nobody came yet
-        with suppress(ChannelError, ProtocolError):
-            worker.serve(channel, listener)  # the other end tells the driver why it ended; another may come
+    def _heed(self, message: object) -> None:
+        """Of a Connect: the view that is served may wait for ever for peers that have gone on."""
+        if isinstance(message, Connect):
+            self._called = message.view
+            if self._worker is not None:
+                self._worker.leave(message.view)
 
     def _abort(self, reason: str) -> None:
         if self._worker is not None:

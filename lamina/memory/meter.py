@@ -11,7 +11,8 @@ class Meter:
     """Seconds, counts and bytes by name."""
 
     def __init__(self) -> None:
-        names = "attend_s write_s grant_s wait_s plan_s steps rows refused stored_bytes bytes_received bytes_sent"
+        names = "attend_s write_s grant_s wait_s plan_s "
+        names += "steps rows refused dropped stores connects stored_bytes bytes_received bytes_sent"
         self._values = dict.fromkeys(names.split(), 0.0)
 
     def read(self) -> dict[str, float]:

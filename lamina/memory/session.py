@@ -1,15 +1,15 @@
-"""One model on a memory worker, from its Bind to its end: rounds of steps, layer by layer.
+"""One view on a memory worker, from its Bind to its end: rounds of steps, layer by layer.
 
 Every step of a round has its turn in each layer, in the order of the plans; so the worker knows at any time whose
-message is next, and waits for that one alone.
+message is next, and waits for that one alone. The store is not the session's: it was there before, or stays behind it.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-import torch
 from msgspec import structs
 from torch import Tensor
 
@@ -29,7 +29,6 @@ from lamina.protocol.plan import (
 )
 from lamina.protocol.resolve import devices_may_talk
 from lamina.protocol.tables import NoBlocksError, PlanError
-from lamina.workers.devices import FREE_PART
 from lamina.workers.staging import NOTHING
 from lamina.workers.wire import Wire, can_be_direct
 
@@ -45,23 +44,30 @@ MOST_PLANS = 64  # that may lie here before their round
 
 
 class Session:
-    """The channels of all replicas and prefill workers, and the store that they share. Replica 0 binds and sends the
-    plans.
-    """
+    """The channels of all replicas and prefill workers under one view. Replica 0 binds and sends the plans."""
 
     def __init__(
-        self, channel: Channel, device: torch.device, meter: Meter, trace: Recorder, share: float = FREE_PART
+        self,
+        channel: Channel,
+        open_store: Callable[[Bind], Store],
+        meter: Meter,
+        trace: Recorder,
+        view: int = 0,
+        names: Sequence[str] = (),
     ) -> None:
-        """Waits for a Bind on ``channel``. ``share``: see Store."""
+        """Waits for a Bind on ``channel``, for which ``open_store`` gives the store. ``names``: of all that come, by
+        number.
+        """
         self._channels = [channel]
+        self._view, self._names = view, names
         self._meter = meter
         self._trace = trace
         self._plans: deque[tuple[Key, bytes]] = deque()  # that came before their round
         self._refused: dict[int, Key] = {}  # batch -> its last plan, if refused: its layer messages are dropped
-        self._grants = Grants(meter, trace)
+        self._grants = Grants(meter, trace, view=view)
         self._direct: DirectLayers | None = None  # where what is of a layer travels on a channel of its own
         self._direct_due = False  # and that channel is still to come
-        self._store = self._bind(device, share)
+        self._store = self._bind(open_store)
 
     @property
     def missing(self) -> int:
@@ -70,7 +76,9 @@ class Session:
         return bind.replicas + bind.prefill_workers - len(self._channels) + self._direct_due
 
     def join(self, channel: Channel) -> None:
-        """Take the next one in. Raises ProtocolError if it is not that, or has another model."""
+        """Take the next one in, or tell one of another view that it is. Raises ProtocolError if it is not the one that
+        is due, or has another model.
+        """
         arrival = self._receive(channel)
         key, bind = Key.unpack(arrival.tag), self._store.bind
         if key.kind == Kind.DIRECT and self._direct_due:
@@ -80,7 +88,11 @@ class Session:
             raise ProtocolError(f"{key} in place of a join")
         join = decode_join(arrival.data)
         channel.release(arrival)
-        _check_name(bind, channel, join.number)
+        if join.view != self._view:
+            self._send(channel, Key(Kind.REFUSED), self._other_view("join", join.view).encode())
+            channel.close()
+            return
+        self._check_name(channel, join.number)
         if join.number != len(self._channels):
             raise ProtocolError(f"worker {join.number} came when worker {len(self._channels)} was due")
         if join.layers != bind.layers:
@@ -91,7 +103,7 @@ class Session:
         self._send(channel, Key(Kind.BOUND), encode(self._store.bound))
 
     def _join_direct(self, channel: Channel, arrival: Arrival) -> None:
-        _check_name(self._store.bind, channel, 0)
+        self._check_name(channel, 0)
         wait_s = decode_direct(arrival.data).wait_s
         channel.release(arrival)
         self._send(channel, Key(Kind.BOUND), encode(self._store.bound))
@@ -139,6 +151,8 @@ class Session:
                 plan = decode_plan(data)
                 if key != _key(Kind.PLAN, plan, -1):
                     raise ProtocolError(f"the plan of step {plan.step} came as {key}")
+                if plan.view != self._view:
+                    raise ProtocolError(self._other_view(f"step {plan.step}", plan.view))
                 self._grants.check(plan)
                 self._store.begin(plan)
                 self._grants.add(plan, self._store)
@@ -158,11 +172,15 @@ class Session:
         return step, plan.more
 
     def _take(self, replica: int) -> Arrival | None:
-        """The next layer message of ``replica``; None for a plan, which waits now, or one of a refused step."""
+        """The next layer message of ``replica``; None for a plan, which waits now, one of a refused step, or whatever
+        is of an older view.
+        """
         channel = self._channels[replica]
         arrival = self._receive(channel)
         key = Key.unpack(arrival.tag)
-        if key.kind == Kind.PLAN and replica == 0:
+        if key.view < self._view:
+            self._meter.add("dropped", 1)
+        elif key.kind == Kind.PLAN and replica == 0:
             if len(self._plans) == MOST_PLANS:
                 raise ProtocolError(f"{MOST_PLANS} plans in place of a layer message")
             self._plans.append((key, bytes(arrival.data)))
@@ -245,7 +263,7 @@ class Session:
         self._trace.add(Event.WAIT_Q if kind == Kind.Q else Event.WAIT_KV, start, step.plan, layer, 0, nbytes)
         return arrival
 
-    def _bind(self, device: torch.device, share: float) -> Store:
+    def _bind(self, open_store: Callable[[Bind], Store]) -> Store:
         """Wait for a Bind that can be; the peer may try again after a refusal, or leave."""
         channel = self._channels[0]
         while True:
@@ -255,8 +273,10 @@ class Session:
                 raise ProtocolError(f"{key} in place of a bind")
             try:
                 bind = decode_bind(arrival.data)
-                _check_name(bind, channel, 0)
-                store = Store(bind, device, share)
+                if bind.view != self._view:
+                    raise ProtocolError(self._other_view("bind", bind.view))
+                self._check_name(channel, 0)
+                store = open_store(bind)
             except (ValueError, ImportError, MemoryError, ProtocolError) as e:
                 answer, text = Kind.REFUSED, str(e).encode()
             else:
@@ -267,6 +287,15 @@ class Session:
             self._send(channel, Key(answer), text)
             if answer == Kind.BOUND:
                 return store
+
+    def _check_name(self, channel: Channel, number: int) -> None:
+        """Raises ProtocolError where ``channel`` is not of the worker of that number."""
+        name = self._names[number] if number < len(self._names) else ""
+        if channel.peer_name != name:
+            raise ProtocolError(f"worker {number} is {name!r} by the driver, and {channel.peer_name!r} came for it")
+
+    def _other_view(self, what: str, view: int) -> str:
+        return f"{what} is of view {view}, this worker is in view {self._view}"
 
     def _may_be_direct(self, store: Store) -> bool:
         bind = store.bind
@@ -294,13 +323,6 @@ class Session:
         slot.data[:] = data
         channel.put_signal(slot, key.pack())
         self._meter.add("bytes_sent", len(data))
-
-
-def _check_name(bind: Bind, channel: Channel, number: int) -> None:
-    """Raises ProtocolError where ``channel`` is not of the worker of that number."""
-    name = bind.joining[number] if number < len(bind.joining) else ""
-    if channel.peer_name != name:
-        raise ProtocolError(f"worker {number} is {name!r} by the bind, and {channel.peer_name!r} came for it")
 
 
 def _key(kind: Kind, plan: StepPlan, layer: int) -> Key:

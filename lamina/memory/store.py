@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from lamina.attention import Operator, get, name_of
@@ -50,14 +51,15 @@ class StoredPiece:
 
 
 class Store:
-    """Sequences, blocks and tensors of one Bind. Holds state, decides nothing.
+    """Sequences, blocks and tensors of one Bind, and of those behind it that are of its shape. Holds state, decides
+    nothing.
 
     Raises ValueError where the Bind asks for something that cannot be, ProtocolError where it contradicts itself.
     """
 
     def __init__(self, bind: Bind, device: torch.device, share: float = FREE_PART) -> None:
         """``share``: of what the device has free, where the blocks are to take what there is."""
-        _check(bind)
+        check_bind(bind)
         self.bind = bind
         self.dtype = DTYPES[bind.dtype]
         self.staging = open_staging(device)
@@ -65,7 +67,6 @@ class Store:
         self._kv_bytes = _kv_bytes(bind, device, share)
         self.kv_dtype = stored_dtype(bind.kv.kv_cache_dtype, self.dtype)
         self.backend = get(bind.kv.attention, device, self.dtype, self.kv_dtype)
-        self.view = 0
         self.placement = Placement(bind.partition.num_lanes, bind.partition.stripe * CHUNK_TOKENS)  # in tokens
         groups, specs = list[Group](), [_spec(shape) for shape in bind.layers]
         windows = [spec.window for spec in specs]
@@ -85,6 +86,15 @@ class Store:
         backend, stripe = name_of(self.backend), self.tables.stripe
         self.bound = Bound(windows=windows, lanes=lanes, stripe=stripe, num_blocks=num_blocks, backend=backend)
 
+    def fits(self, bind: Bind) -> bool:
+        """Whether the store is what ``bind`` asks for, whoever connects; how much memory it has was settled before."""
+        return _shape(bind) == _shape(self.bind)
+
+    def renew(self, bind: Bind) -> None:
+        """Serve those whom ``bind`` names from now on; all sequences stay. ``bind`` must fit."""
+        self.bind = bind
+        self.tables.forget_plans()
+
     def message(self, data: memoryview) -> Tensor:
         """Its bytes, flat, on the device. On the CPU they are shared, not copied."""
         return self.staging.up(tensor_over(data, torch.uint8)) if len(data) else NOTHING
@@ -92,8 +102,6 @@ class Store:
     def begin(self, plan: StepPlan) -> None:
         """Apply a plan, all or nothing. Raises ProtocolError, PlanError, NoBlocksError: then nothing has changed."""
         bind = self.bind
-        if plan.view < self.view:
-            raise ProtocolError(f"step {plan.step} is of view {plan.view}, this worker is in view {self.view}")
         for replicas in (plan.source, plan.reply_to):
             if len(replicas) not in (0, len(bind.layers)) or any(not 0 <= r < bind.replicas for r in replicas):
                 raise ProtocolError(f"step {plan.step} names {replicas} as replicas of {len(bind.layers)} layers")
@@ -113,7 +121,6 @@ class Store:
             if row.place.moved:
                 self._check_moved(row)
         self.tables.apply(plan)
-        self.view = plan.view
 
     def _check_moved(self, row: Rows) -> None:
         """Raises PlanError where a sequence cannot lie so, or is in more pieces than the slots of O have room for."""
@@ -158,7 +165,13 @@ class Store:
         )
 
 
-def _check(bind: Bind) -> None:
+def _shape(bind: Bind) -> Bind:
+    """The part of a Bind that the tensors and tables of a store follow from."""
+    return structs.replace(bind, view=0, kv_bytes=0, kv_most=0, replicas=1, prefill_workers=0, direct=False)
+
+
+def check_bind(bind: Bind) -> None:
+    """Raises ValueError where it asks for something that cannot be, ProtocolError where it contradicts itself."""
     if bind.dtype not in DTYPES:
         raise ValueError(f"--dtype {bind.dtype}: it must be one of {', '.join(DTYPES)}")
     if bind.replicas < 1 or bind.prefill_workers < 0:

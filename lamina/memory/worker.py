@@ -1,41 +1,48 @@
 """The memory worker: keeps the KV cache and computes core attention.
 
-It serves the replicas of one model, a channel each. When one of them is lost, it lets go of all and waits for the next
-one that binds; the sequences of the old ones are dropped.
+It serves the replicas of one model, a channel each, from a Connect to the next. When one of them is lost, or a newer
+view begins, it lets go of all channels. The sequences stay: a Bind of the same shape finds them.
 """
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 
 import torch
 
-from lamina.netstack import Channel, ChannelTimeout, Listener
+from lamina.netstack import Channel, ChannelTimeout
 from lamina.observe.trace import OFF, Recorder
-from lamina.protocol.plan import ProtocolError
+from lamina.protocol.control import Connect
+from lamina.protocol.plan import Bind, ProtocolError
 from lamina.workers.devices import CPU, FREE_PART
+from lamina.workers.view import Door, ViewFabric, ViewListener
 
 from .meter import Meter
 from .session import Session
-from .store import read_rate
+from .store import Store, check_bind, read_rate
 
 POLL_S = 1.0  # of a wait that only an event ends: somebody comes
 
 
 class MemoryWorker:
-    """Serves channels, one after the other. Holds state, decides nothing."""
+    """Serves one view after the other. Holds state, decides nothing."""
 
     def __init__(self, device: torch.device = CPU, trace: Recorder = OFF, share: float = FREE_PART) -> None:
         """``share``: see Store."""
         self.device, self._share = device, share
         self._meter = Meter()
         self._trace = trace
-        self._channels: list[Channel] = []
+        self._store: Store | None = None  # outlives the sessions
+        self._lock = threading.Lock()
+        self._fabric: ViewFabric | None = None  # of the session
+        self._called = -1  # the newest view that the driver has named
         self._aborted = ""
 
     def stats(self) -> dict[str, float]:
         """Since the start: attend_s, write_s, grant_s (writing what prefill workers send), wait_s, plan_s; steps, rows,
-        refused; stored_bytes that attention read; payload bytes_received, bytes_sent.
+        refused, dropped (messages of older views); stores (that were allocated), connects; stored_bytes that attention
+        read; payload bytes_received, bytes_sent.
 
         Safe from any thread.
         """
@@ -47,41 +54,77 @@ class MemoryWorker:
 
     def abort(self, reason: str) -> None:
         """End ``serve``, now and whenever it is called again. Safe from any thread."""
-        self._aborted = reason
-        for channel in list(self._channels):
-            channel.abort(reason)
+        with self._lock:
+            self._aborted, fabric = reason, self._fabric
+        if fabric is not None:
+            fabric.leave(reason)
 
-    def serve(self, channel: Channel, listener: Listener | None = None) -> None:
-        """Bind, take the other replicas in from ``listener``, then serve steps until a channel ends; close all and drop
-        the sequences.
+    def leave(self, view: int) -> None:
+        """A Connect of ``view`` is to be served: end those of older views. Safe from any thread."""
+        with self._lock:
+            self._called, fabric = max(view, self._called), self._fabric
+        if fabric is not None and fabric.view < view:
+            fabric.leave(_over(fabric.view, view))
+
+    def serve(self, door: Door, meeting: Connect) -> None:
+        """Have one bind and the others join who come to ``door``, then serve steps until a channel ends or the view is
+        over; close all channels. The store stays.
 
         It ends by an exception only: ChannelError, or ProtocolError where a peer broke the contract.
         """
+        fabric = self._enter(meeting.view)
         try:
-            self._add(channel)
+            listener = fabric.at(door)
             with torch.inference_mode():
-                session = Session(channel, self.device, self._meter, self._trace, self._share)
+                session = Session(
+                    _first(listener), self._open_store, self._meter, self._trace, meeting.view, meeting.joining
+                )
                 while session.missing:
                     self._join(session, listener)
                 session.run()
         except ProtocolError as e:
-            for each in self._channels:
-                each.abort(str(e))
+            fabric.abort(str(e))
             raise
         finally:
-            channels, self._channels = self._channels, []
-            for each in channels:
-                each.close()
+            fabric.close()
 
-    def _add(self, channel: Channel) -> None:
-        self._channels.append(channel)
-        if self._aborted:
-            channel.abort(self._aborted)
+    def _enter(self, view: int) -> ViewFabric:
+        fabric = ViewFabric(view)
+        self._meter.add("connects", 1)
+        with self._lock:
+            self._called = max(view, self._called)
+            self._fabric = fabric
+            reason = self._aborted or (_over(view, self._called) if view < self._called else "")
+        if reason:
+            fabric.leave(reason)
+        return fabric
 
-    def _join(self, session: Session, listener: Listener | None) -> None:
-        if listener is None:
-            raise ProtocolError("a bind for several replicas where one can connect")
+    def _join(self, session: Session, listener: ViewListener) -> None:
         session.check_idle()
         with suppress(ChannelTimeout):
-            self._add(listener.accept(timeout_s=POLL_S))
-            session.join(self._channels[-1])
+            session.join(listener.accept(timeout_s=POLL_S))
+
+    def _open_store(self, bind: Bind) -> Store:
+        """The store that is there, with its sequences, where ``bind`` is of its shape. Else a new one in its place.
+
+        Raises as Store.
+        """
+        if self._store is not None and self._store.fits(bind):
+            self._store.renew(bind)
+            return self._store
+        check_bind(bind)  # before the sequences of the old one are given up
+        self._store = None  # both may not fit
+        self._store = Store(bind, self.device, self._share)
+        self._meter.add("stores", 1)
+        return self._store
+
+
+def _over(view: int, newer: int) -> str:
+    return f"view {view} is over: view {newer} begins"
+
+
+def _first(listener: ViewListener) -> Channel:
+    """That of the one who binds. Waits as long as the driver lives."""
+    while True:
+        with suppress(ChannelTimeout):
+            return listener.accept(timeout_s=POLL_S)

@@ -7,13 +7,26 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
-from lamina.protocol.control import AskTrace, ControlLink, LinkClosedError, Trace
+from lamina.protocol.control import AskTrace, LinkClosedError, Trace
 
 from .perfetto import write
 from .trace import ENGINE, ClockOffset, Event, Recorder, Recording, Span, recorder, spans
 
 ROUND_TRIPS = 16
+
+
+class Asked(Protocol):
+    """The part of a control link that is needed here."""
+
+    def send(self, message: Any) -> None:
+        """See ControlLink."""
+        ...
+
+    def recv(self, timeout_s: float | None = None) -> Any:
+        """See ControlLink."""
+        ...
 
 
 class Tracer:
@@ -40,7 +53,7 @@ class Tracer:
         """Take in round trips (asked, the worker's clock, answered) to worker ``name``."""
         self._clocks[name] = clock_offset(trips)
 
-    def gather(self, links: Mapping[str, ControlLink], timeout_s: float) -> None:
+    def gather(self, links: Mapping[str, Asked], timeout_s: float) -> None:
         """Ask the workers for their spans, within ``timeout_s`` for all; those that are gone have none."""
         if not self.on or self._dropped:
             return
@@ -99,7 +112,7 @@ def span_cost_s(count: int = 200, runs: int = 5) -> float:
     return best
 
 
-def _trace_of(link: ControlLink, deadline: float) -> Trace:
+def _trace_of(link: Asked, deadline: float) -> Trace:
     """Whatever else still comes is of no use any more."""
     while True:
         message = link.recv(max(0.0, deadline - time.monotonic()))

@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -23,6 +23,7 @@ from .partition import Lanes
 from .plan import StepPlan
 
 MAX_FRAME = 1 << 28
+VIEW_BITS = 16  # of a view, which is the epoch of all channels that are opened under it
 _LENGTH = struct.Struct("<I")
 
 
@@ -94,7 +95,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, tag="trace"):
 
 
 class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute"):
-    """Driver -> compute or prefill worker, first message. Answered by Progress, then ComputeReady or Failed."""
+    """Driver -> compute or prefill worker, first message. Answered by Progress, then Loaded or Failed."""
 
     path: str  # of the model, or its hub id; "" where the worker was given a module in its own process
     model: ModelOptions
@@ -112,41 +113,36 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     address: str  # where replicas listen for each other, as for memory workers
     name: str  # which it proves to other workers
     key: bytes  # empty: the worker's environment has it
-    memory_urls: list[str]  # of the memory workers of its rank
-    memory_names: list[str]
-    joining: list[str]  # as in Bind
     trace: bool  # record spans
 
 
-class RingUrl(msgspec.Struct, frozen=True, kw_only=True, tag="ring-url"):
-    """Compute worker -> driver, where there are several: its place for the one before it."""
+class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
+    """Compute or prefill worker -> driver: the model is cut, and a Connect may come. Where other workers find it."""
 
-    url: str
+    ring_url: str = ""  # for the replica before it; empty: there is one replica
+    rank_url: str = ""  # for the other ranks of its replica; empty: there is one rank
 
 
-class RingPeer(msgspec.Struct, frozen=True, kw_only=True, tag="ring-peer"):
-    """Driver -> compute worker: the place of the one behind it, and the names of both neighbours."""
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """Where a worker listens, and the name that it proves there."""
 
     url: str
     name: str
-    before: str
 
 
-class RankUrl(msgspec.Struct, frozen=True, kw_only=True, tag="rank-url"):
-    """Compute worker -> driver, where weights are in parts: its place for the other ranks of its replica."""
+class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
+    """Driver -> any worker: whom to meet, and under which view. It may come again and again, each time of a higher
+    view: the worker lets go of all channels that it has, and keeps what it has loaded, its weights or its KV.
 
-    url: str
+    A memory worker does not answer, a compute or prefill worker does: with ComputeReady or Failed.
+    """
 
-
-class RankUrls(msgspec.Struct, frozen=True, kw_only=True, tag="rank-urls"):
-    """Driver -> compute worker: the places of all ranks of its replica, in their order."""
-
-    urls: list[str]
-    names: list[str]
-
-
-class Connect(msgspec.Struct, frozen=True, tag="connect"):
-    """Driver -> prefill worker: the memory workers are bound, and all that join before it have."""
+    view: Annotated[int, msgspec.Meta(ge=0, lt=1 << VIEW_BITS)]
+    joining: list[str] = []  # of a memory worker: the names of all that come, by number; empty: they have none
+    memory: list[Address] = []  # of others: the memory workers of its rank
+    ranks: list[Address] = []  # of a compute worker: all ranks of its replica, in order; empty: it is the only one
+    behind: Address | None = None  # of a compute worker: the next replica; None: it is the only one
+    before: str = ""  # the name of the replica before it
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
@@ -158,10 +154,11 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
 
 
 class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready"):
-    """Compute or prefill worker -> driver: the model is cut, the memory workers are bound. What it says of the model
-    must be what all others say.
+    """Compute or prefill worker -> driver, in answer to a Connect: the memory workers are bound. What it says of the
+    model must be what all others say.
     """
 
+    view: int = 0  # of the Connect
     vocab_size: int
     num_layers: int  # attention operators
     max_model_len: int
@@ -252,6 +249,7 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step-done"):
     worker, once all memory workers have the K and V of the step's rows.
     """
 
+    view: int = 0  # of the step's plan
     batch: int
     step: int
     drawn: list[Drawn]

@@ -6,13 +6,17 @@ layer messages behind it have a fixed place and size: Q, KV and O carry tensors 
     PLAN    msgpack of StepPlan, from replica 0; the plans of a round follow one another
     Q, KV   of the rows that the worker needs, its heads; their bytes are in protocol.codec
     O       back to the replica that the plan names
-    BIND    msgpack of Bind, once, before any plan, from replica 0;  BOUND answers it
-    JOIN    msgpack of Join, once, from every other replica and then every prefill worker;  BOUND answers it
+    BIND    msgpack of Bind, once a view, before any plan, from replica 0;  BOUND answers it
+    JOIN    msgpack of Join, once a view, from every other replica and then every prefill worker;  BOUND answers it
     DIRECT  msgpack of Direct, once, first on a channel besides, where BOUND has offered that;  BOUND answers it. Then
             Q, KV and O travel on that channel, from device to device
     CARRY   the tensors of a cut, from one replica to the next
     STORED  nothing; back to a prefill worker: all K and V of a grant are in the store
     REFUSED utf-8 text, in place of BOUND or of the step's first O: nothing of the step was applied
+
+A *view* is one generation of who is connected. It is the epoch of every channel that is opened under it, and part of
+every Key: so what was sent under an older view cannot reach a channel of a newer one, and is dropped where it does. A
+plan bears it too, as plans are also queued where there is no channel; a Bind or Join of another view is refused.
 
 Tensors are contiguous, in the wire dtype of Bind, rows in the order of the plan. Every message carries its Key as tag.
 A message without any row is not sent.
@@ -36,7 +40,7 @@ from .options import KVOptions
 from .partition import Lanes, Partition
 from .placement import FIRST, Place
 
-VERSION = 3
+VERSION = 4
 # Of a sequence, whose K and V are still to come: behind a window, a third may give blocks back that the first fills.
 GRANTS_AHEAD = 2
 
@@ -175,6 +179,7 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True):
     """What a memory worker must know before the first plan. It takes its own part of everything by the partition."""
 
     version: int = VERSION
+    view: int = 0
     worker: int
     partition: Partition
     layers: list[LayerShape]
@@ -186,7 +191,6 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int  # tokens in a sequence at most
     replicas: int = 1  # compute workers: this one and those that will join
     prefill_workers: int = 0  # that will join behind them
-    joining: list[str] = []  # the names of all that connect, by number, this one's first; empty: they have none
     direct: bool = False  # the devices of this side could send and receive what is of a layer
 
 
@@ -196,6 +200,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     version: int = VERSION
+    view: int = 0
     number: int
     layers: list[LayerShape]
 

@@ -215,6 +215,10 @@ class BlockTables:
             else:
                 self._sequences[sequence] = extent
 
+    def forget_plans(self) -> None:
+        """No plan from here on is a replay of one before."""
+        self._last.clear()
+
     def check_integrity(self) -> None:
         """Every block is free or in one table, and every table is as long as its sequence, else RuntimeError."""
         for g, tables in enumerate(self._tables):

@@ -101,7 +101,12 @@ class Graphs:
         meetings = Meetings(group) if group and not group.recordable else None
         bound = collective.bind(program, meetings or group) if group else program
         joined = group if group and group.recordable else None
-        self.slices: Sequence[Any] = [GraphedSlice(inner, capture, meetings, joined) for inner in bound.slices]
+        self.slices = [GraphedSlice(inner, capture, meetings, joined) for inner in bound.slices]
+
+    def forget(self) -> None:
+        """Record anew: what was recorded may be sent over channels, or meet ranks, that are gone."""
+        for each in self.slices:
+            each.forget()
 
 
 class GraphedSlice:
@@ -133,6 +138,10 @@ class GraphedSlice:
                 self._refused = True
                 return self._plain(args)
         return self._known[kind](inputs, rows, send)
+
+    def forget(self) -> None:
+        """See Graphs."""
+        self._known.clear()
 
     def _plain(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
         out: tuple[Tensor, ...] = self._inner(*args)

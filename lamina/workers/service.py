@@ -39,14 +39,18 @@ class Service:
         abort: Callable[[str], None],
         trace: Recorder = OFF,
         rate: Callable[[], float] = lambda: 0.0,
+        heed: Callable[[Any], None] = lambda message: None,
     ) -> None:
-        """``rate``: bytes a second that the worker's device reads from its memory."""
+        """``rate``: bytes a second that the worker's device reads from its memory. ``heed`` sees each message before it
+        is queued, whatever the worker's thread waits for; on the link's thread.
+        """
         self.link = link
         self.stopped = threading.Event()
         self._stats = stats
         self._abort = abort
         self._trace = trace
         self._rate = rate
+        self._heed = heed
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="lamina-control", daemon=True).start()
 
@@ -92,4 +96,5 @@ class Service:
                 records, dropped = self._trace.take()
                 self.link.send(Trace(records=records, dropped=dropped))
             else:
+                self._heed(message)
                 self._inbox.put(message)

@@ -25,6 +25,7 @@ from lamina.netstack import ChannelError, Geometry  # noqa: E402
 from lamina.protocol import options  # noqa: E402
 from lamina.protocol.control import (  # noqa: E402
     AskStats,
+    Connect,
     ControlLink,
     Failed,
     LinkClosedError,
@@ -139,9 +140,10 @@ def test_a_worker_serves_its_driver_and_goes_when_told(launch: Open) -> None:
     assert b"OMP_NUM_THREADS=1" in variables
     control, url = ready(first, launcher.key)
     with_key, without = netstack.open("tcp", key=KEY), netstack.open("tcp", key=bytes(32))
-    with_key.connect(url, outbound=GEOMETRY, inbound=GEOMETRY, timeout_s=SOON_S).close()
+    control.send(Connect(view=0))
     with pytest.raises(ChannelError):
         without.connect(url, outbound=GEOMETRY, inbound=GEOMETRY, timeout_s=SOON_S)
+    with_key.connect(url, outbound=GEOMETRY, inbound=GEOMETRY, timeout_s=SOON_S).close()
     control.send(AskStats())
     assert isinstance(control.recv(timeout_s=SOON_S), Stats)
     assert first.fate() is None

@@ -21,6 +21,7 @@ from lamina.fleet.local import ProcessWorker
 from lamina.models.convert import layer_shapes
 from lamina.protocol.control import (
     AskStats,
+    Connect,
     ControlLink,
     Failed,
     MemoryReady,
@@ -36,6 +37,7 @@ from lamina.protocol.plan import Bind, New, Rows, StepPlan
 TIMEOUT_S = 60.0
 MAX_ROWS = 64
 MAX_LEN = 256
+MAX_SEQUENCES = 1000
 
 
 class Row(Protocol):
@@ -60,6 +62,7 @@ class MemoryWorkers:
         for control in self._controls:
             control.send(StartMemory(scheme=scheme, address="", key=self.key, threads=1))
         self.urls = [c.recv(TIMEOUT_S).url for c in self._controls]
+        self._view = 0
 
     @property
     def pids(self) -> list[int]:
@@ -84,14 +87,17 @@ class MemoryWorkers:
         partition = by_head([s.kv_heads for s in layers], [1.0] * num_workers)
         dtype = program.calls[0].q.dtype
         outbound, inbound = geometries(layers, partition, dtype.itemsize, max_rows=MAX_ROWS, max_len=MAX_LEN)
-        links = []
+        links, self._view = [], self._view + 1
         try:
-            for worker, url in enumerate(self.urls[:num_workers]):
-                channel = self.fabric.connect(url, outbound=outbound, inbound=inbound, timeout_s=TIMEOUT_S)
+            for worker, (url, control) in enumerate(zip(self.urls[:num_workers], self._controls, strict=False)):
+                control.send(Connect(view=self._view))
+                channel = self.fabric.connect(
+                    url, outbound=outbound, inbound=inbound, epoch=self._view, timeout_s=TIMEOUT_S
+                )
                 links.append(MemoryLink(channel, worker, TIMEOUT_S))
                 fields = {
-                    "worker": worker, "partition": partition, "layers": layers, "dtype": str(dtype)[6:],
-                    "kv": KVOptions(block_size=16, attention="reference"),
+                    "view": self._view, "worker": worker, "partition": partition, "layers": layers,
+                    "dtype": str(dtype)[6:], "kv": KVOptions(block_size=16, attention="reference"),
                     "kv_bytes": 64 << 20, "max_rows": MAX_ROWS, "max_model_len": MAX_LEN, **options,
                 }  # fmt: skip
                 links[-1].bind(Bind(**fields))
@@ -106,6 +112,7 @@ class SplitRunner:
 
     def __init__(self, program: SlicedProgram, pool: MemoryPool) -> None:
         self._program, self._pool = program, pool
+        self._view = pool.links[0].channel.epoch
         self._known: set[int] = set()
         self._step = 0
 
@@ -113,12 +120,13 @@ class SplitRunner:
         """Store the K, V of the rows and return their logits [rows, vocabulary]."""
         parts: dict[int, list[int]] = {}
         for row in rows:
-            parts.setdefault(row.sequence, []).append(row.position)
+            # A model of the same shape may have been here: its sequences are still there.
+            parts.setdefault(self._view * MAX_SEQUENCES + row.sequence, []).append(row.position)
         ops = [New(s) for s in parts if s not in self._known]
         self._known |= set(parts)
         lanes = self._pool._placement.num_lanes  # in turn, so that all workers have something
         listed = [Rows(s, p[0], len(p), Place(s % lanes)) for s, p in parts.items()]
-        plan = StepPlan(step=self._step, ops=list(ops), rows=listed)
+        plan = StepPlan(view=self._view, step=self._step, ops=list(ops), rows=listed)
         self._step += 1
         self._pool.announce(plan)
         self._pool.select(plan)

@@ -96,9 +96,9 @@ def test_replicas_whose_reports_pile_up_keep_the_order_of_tokens(
         def wait_late() -> Any:
             nonlocal piled
             deadline = time.monotonic() + 0.5  # the first and the last step are alone in flight
-            while not all(m.has_news for m in replicas) and time.monotonic() < deadline:
+            while not all(pools._members.has_news(m) for m in replicas) and time.monotonic() < deadline:
                 pass
-            piled += all(m.has_news for m in replicas)
+            piled += all(pools._members.has_news(m) for m in replicas)
             return wait()
 
         pools.wait = wait_late  # type: ignore[method-assign]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
 
 from lamina.config import make_config
 from lamina.engine.wire import WorkerError
 from lamina.fleet.counters import Counters
-from lamina.fleet.members import Member, Members
+from lamina.fleet.members import LostError, Member, Members
 from lamina.fleet.pools import Pools
 from lamina.protocol.control import AskStats, ControlLink, Failed, Stats, StepDone, Stop
 
@@ -69,16 +70,73 @@ def test_the_cause_is_named_not_who_missed_it(notice: Notice, swapped: bool) -> 
     handles = [Ended("compute", DONE, MISSED), Ended("memory", BROKEN)]
     pools, (first, second) = members(*(handles[::-1] if swapped else handles))
     compute = second if swapped else first
-    with pytest.raises(WorkerError, match=r"^memory worker: out of order$"):
+    with pytest.raises(LostError, match=r"^memory worker: out of order$"):
         notice(pools, compute)
-    assert pools.closed
+    assert set(pools.lost) == {first, second}
+    assert not pools.closed, "it reports, and ends nobody"
 
 
 @pytest.mark.parametrize("notice", [send, wait])
 def test_one_that_ended_without_a_word_is_named_by_its_fate(notice: Notice) -> None:
     pools, (lost, _) = members(Ended("compute"), Ended("memory", BROKEN))
-    with pytest.raises(WorkerError, match="compute worker 0 .pid 1. ended; its pool cannot go on"):
+    with pytest.raises(LostError, match=r"compute worker 0 .pid 1. ended$") as told:
         notice(pools, lost)
+    assert (told.value.members, told.value.ended) == ((lost,), True)
+
+
+def test_of_two_that_are_lost_each_is_reported_and_nobody_waits_for_them() -> None:
+    quiet, _told = socket.socketpair()
+    pools, (first, second, alive) = members(Ended("compute"), Ended("memory"), Ended("prefill"))
+    alive.link = ControlLink(quiet, StepDone)
+    for _ in range(2):
+        with pytest.raises(LostError, match=r"worker 0 .pid 1. ended$"):
+            pools.check()
+    pools.check()
+    assert set(pools.lost) == {first, second}
+    for lost in (first, second):
+        with pytest.raises(LostError, match=f"^{re.escape(lost.name)} ended$"):
+            pools.wait_for([lost, alive], StepDone, 60.0, "for a step")
+
+
+def test_what_is_said_under_an_older_view_is_dropped() -> None:
+    """Before the view began and after; what knows no view is not."""
+    quiet, told = socket.socketpair()
+    pools, (member,) = members(Ended("compute"))
+    member.link, theirs = ControlLink(quiet, StepDone | Stats), ControlLink(told, AskStats)
+    done = [StepDone(view=view, batch=0, step=view, drawn=[]) for view in (1, 2, 1, 2)]
+    theirs.send(done[0])
+    assert not pools.arrived(Stats)
+    pools.enter(2)
+    for message in (*done[1:], Stats(values={})):
+        theirs.send(message)
+    assert [d for _, d in pools.arrived(StepDone)] == [done[1], done[3]]
+    assert len(pools.arrived(Stats)) == 1
+
+
+def one_member(*handles: Ended) -> tuple[Pools, list[Member]]:
+    """Pools that have been started."""
+    pools = Pools.__new__(Pools)
+    pools._members, made = members(*handles)
+    pools._config, pools._lock = make_config({"step_timeout_s": 60.0}), threading.Lock()
+    pools._counters = Counters(pools._members)
+    return pools, made
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "kind"),
+    [
+        ((), r"^memory worker 0 \(pid 1\) ended; its pool cannot go on and was ended: start again$", WorkerError),
+        ((BROKEN,), "^memory worker: out of order$", WorkerError),
+        ((Failed(text="--dtype: no", user_error=True),), "^--dtype: no$", ValueError),
+    ],
+    ids=["ended", "failed", "user"],
+)
+def test_the_pools_end_all_where_one_is_lost(words: tuple[Failed, ...], text: str, kind: type[Exception]) -> None:
+    pools, _ = one_member(Ended("memory", *words), Stopped("compute"))
+    with pytest.raises(kind, match=text) as told:
+        pools.check()
+    assert type(told.value) is not LostError
+    assert pools.closed
 
 
 def test_what_a_user_can_put_right_is_a_value_error() -> None:
@@ -109,9 +167,9 @@ def test_one_that_takes_no_message_is_not_waited_for_for_ever(monkeypatch: pytes
     pools, (member,) = members(handle)
     handle.fill()
     start = time.monotonic()
-    with pytest.raises(WorkerError, match=r"^memory worker 0 .pid 1. stands still: it took no message for 0.1 s$"):
+    with pytest.raises(LostError, match=r"^memory worker 0 .pid 1. stands still: it took no message for 0.1 s$"):
         pools.send(member, AskStats())
-    assert pools.closed
+    assert member in pools.lost
     assert time.monotonic() - start < SOON_S
 
 
@@ -120,7 +178,7 @@ def test_nor_does_it_hold_up_the_end() -> None:
     pools, _ = members(handle)
     handle.fill()
     start = time.monotonic()
-    pools.close()
+    pools.end(1.0)
     assert time.monotonic() - start < SOON_S
 
 
@@ -143,20 +201,19 @@ def test_who_waits_in_silence_looks_round_and_still_has_a_deadline(monkeypatch: 
     calls: list[int] = []
     pools.meanwhile = lambda: calls.append(1)
     monkeypatch.setattr("lamina.fleet.members.TICK_S", 0.01)
-    with pytest.raises(WorkerError, match="took too long for a step"):
+    with pytest.raises(LostError, match="took too long for a step"):
         pools.wait_for([member], StepDone, 0.1, "for a step")
     assert len(calls) > 1
+    assert not pools.lost, "it may answer yet"
 
 
-def test_counters_have_the_time_that_a_step_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_have_the_time_that_a_step_has() -> None:
     """A worker that stands still for less than that is no loss, however often it is asked."""
     quiet, told = socket.socketpair()
-    pools = Pools.__new__(Pools)
-    pools._members, (member,) = members(Ended("memory"))
+    pools, (member,) = one_member(Ended("memory"))
     member.link, theirs = ControlLink(quiet, Stats), ControlLink(told, AskStats)
-    pools._config, pools._counters = make_config({"step_timeout_s": 60.0}), Counters(pools._members)
     now = [100.0]
-    monkeypatch.setattr("lamina.fleet.counters.time", SimpleNamespace(monotonic=lambda: now[0]))
+    pools._counters = Counters(pools._members, lambda: now[0])
     assert pools.take_stats() is None
     pools.ask_stats()
     now[0] += 59.0

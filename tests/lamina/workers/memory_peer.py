@@ -19,6 +19,7 @@ from lamina.compute.links import MemoryLink
 from lamina.compute.memory_pool import MemoryPool
 from lamina.memory.worker import MemoryWorker
 from lamina.netstack import Channel, ChannelError, Geometry
+from lamina.protocol.control import Connect
 from lamina.protocol.declare import options_of
 from lamina.protocol.options import KVOptions
 from lamina.protocol.partition import PARTITIONS, Partition
@@ -38,6 +39,7 @@ from lamina.protocol.plan import (
     decode_bound,
     encode,
 )
+from lamina.workers.view import Door
 
 WAIT_S = 90.0
 GEOMETRY = Geometry(slots=4, slot_bytes=1 << 20)
@@ -115,33 +117,44 @@ class Pool:
     workers: list[MemoryWorker] = field(default_factory=list)
     ends: list[Exception] = field(default_factory=list)
     threads: list[threading.Thread] = field(default_factory=list)
-    listeners: list[netstack.Listener] = field(default_factory=list)
+    doors: list[Door] = field(default_factory=list)
 
-    def join(self, first: Peer, replica: int, layers: list[LayerShape] | None = None, name: str = "") -> Peer:
-        """One more replica of what ``first`` bound on the newest worker."""
-        channel = self.fabric.connect(self.listeners[-1].url, outbound=GEOMETRY, inbound=GEOMETRY, name=name)
-        return Peer(channel, first.bind, Join(number=replica, layers=layers or first.bind.layers))
+    def join(
+        self, first: Peer, replica: int, layers: list[LayerShape] | None = None, name: str = "", **fields: int
+    ) -> Peer:
+        """One more replica of what ``first`` bound on the newest worker; ``fields`` replace those of its Join."""
+        channel = self.knock(-1, first.bind.view, name)
+        join = Join(view=first.bind.view, number=replica, layers=layers or first.bind.layers)
+        return Peer(channel, first.bind, replace(join, **fields))
 
-    def connect(self, bind: Bind, name: str = "") -> Peer:
+    def connect(self, bind: Bind, name: str = "", names: Sequence[str] = ()) -> Peer:
         """A new worker, bound."""
-        return Peer(self.open(name), bind)
+        return Peer(self.open(name, bind.view, names), bind)
 
-    def open(self, name: str = "") -> Channel:
-        """The channel to a new worker."""
-        worker, listener = MemoryWorker(), self.fabric.listen()
-        self.workers.append(worker)
-        self.listeners.append(listener)
+    def open(self, name: str = "", view: int = 0, names: Sequence[str] = ()) -> Channel:
+        """The channel to a new worker, which serves ``view`` and lets ``names`` in."""
+        self.workers.append(MemoryWorker())
+        self.doors.append(Door(self.fabric.listen()))
+        self.serve(-1, view, names)
+        return self.knock(-1, view, name)
+
+    def serve(self, worker: int, view: int, names: Sequence[str] = ()) -> None:
+        """Have a worker serve a view, on a thread of its own."""
 
         def serve() -> None:
             try:
-                worker.serve(listener.accept(timeout_s=WAIT_S), listener)
+                server.serve(door, Connect(view=view, joining=list(names)))
             except (ChannelError, ProtocolError) as e:
                 self.ends.append(e)
 
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        self.threads.append(thread)
-        return self.fabric.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY, name=name)
+        server, door = self.workers[worker], self.doors[worker]
+        self.threads.append(threading.Thread(target=serve, daemon=True))
+        self.threads[-1].start()
+
+    def knock(self, worker: int, view: int, name: str = "") -> Channel:
+        """A channel to a worker, of the epoch ``view``."""
+        url = self.doors[worker].url
+        return self.fabric.connect(url, outbound=GEOMETRY, inbound=GEOMETRY, epoch=view, name=name)
 
 
 @contextmanager

@@ -78,7 +78,7 @@ def direct_model(
     """Its attention is a DirectAttention."""
     there = model(pool, weights, layers, direct=True)
     connect = partial(pool.fabric.connect, outbound=GEOMETRY, inbound=GEOMETRY)
-    connects = [partial(connect, x.url) for x in pool.listeners[-len(weights) :]]
+    connects = [partial(connect, x.url) for x in pool.doors[-len(weights) :]]
     wires = open_wires(connects, [p.bound for p in there.peers], gpu, wait_s)
     partition, itemsize = there.peers[0].bind.partition, there.dtype.itemsize
     assert devices_may_talk(partition, 1, 0)
@@ -213,7 +213,7 @@ def test_where_one_memory_worker_cannot_hosts_send_to_all(
         connect = partial(pool.fabric.connect, outbound=GEOMETRY, inbound=GEOMETRY)
         bounds = [p.bound for p in peers]
         assert [b.direct for b in bounds] == [True, False]
-        assert open_wires([partial(connect, x.url) for x in pool.listeners], bounds, gpu(), WAIT_S) == []
+        assert open_wires([partial(connect, x.url) for x in pool.doors], bounds, gpu(), WAIT_S) == []
         there, wanted = Model(peers, binds[0].partition, LAYERS, "float32"), model(hosts, [1.0, 1.0])
         for number, (ops, rows) in enumerate(STEPS):
             a, b = wanted.step(number, ops, rows), there.step(number, ops, rows)
@@ -253,7 +253,7 @@ def test_a_memory_worker_that_dies_in_a_layer_is_named(gpu: Make, scheme: str) -
         there.pool.q(0, q.unsqueeze(2))
         pool.workers[0].abort("out of heads")
         there.pool.o(0, 3, torch.float32)  # at once, with nothing in it
-        with pytest.raises(PeerFault, match=f"{pool.listeners[0].url}.*out of heads"):
+        with pytest.raises(PeerFault, match=f"{pool.doors[0].url}.*out of heads"):
             there.pool.settle()
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 from memory_peer import (
-    GEOMETRY,
     LAYERS,
     WAIT_S,
     Model,
@@ -23,8 +21,7 @@ from memory_peer import (
 )
 
 from lamina.attention.spec import AttentionSpec
-from lamina.memory.worker import MemoryWorker
-from lamina.netstack import Channel, ChannelError, PeerFault
+from lamina.netstack import PeerFault
 from lamina.protocol.partition import Partition, Share
 from lamina.protocol.plan import (
     Bind,
@@ -58,12 +55,12 @@ def pool() -> Iterator[Pool]:
         (StepPlan(step=5, ops=[], rows=[], reply_to=[0, 1, 0, 0, 0]), "as replicas of 5 layers"),
         (StepPlan(step=5, ops=[], rows=[], source=[0, 0]), "as replicas of 5 layers"),
         (StepPlan(step=5, ops=[], rows=[], version=99), "version 99"),
-        (StepPlan(step=5, ops=[], rows=[], view=1), "is of view 1, this worker is in view 2"),
+        (StepPlan(step=5, ops=[], rows=[], view=3), "step 5 is of view 3, this worker is in view 2"),
     ],
     ids=str,
 )
 def test_plans_that_cannot_be_are_refused_and_leave_no_trace(pool: Pool, plan: StepPlan, reason: str) -> None:
-    m = model(pool)
+    m = model(pool, view=2)
     m.step(0, [New(1)], [Rows(1, 0, 10)], view=2)
     plan = msgspec.structs.replace(plan, view=plan.view or 2)
     m.peers[0].plan(plan)
@@ -184,18 +181,7 @@ def test_a_refused_peer_may_try_again(pool: Pool) -> None:
 
 
 def test_a_bind_comes_first(pool: Pool) -> None:
-    worker, listener = MemoryWorker(), pool.fabric.listen()
-    thread = threading.Thread(target=lambda: pool.ends.append(ended(worker, listener.accept(timeout_s=WAIT_S))))
-    thread.start()
-    channel = pool.fabric.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY)
+    channel = pool.open()
     channel.put_signal(channel.reserve(0), Key(Kind.PLAN).pack())
-    thread.join(WAIT_S)
+    pool.threads[0].join(WAIT_S)
     assert "in place of a bind" in str(pool.ends[0])
-
-
-def ended(worker: MemoryWorker, channel: Channel) -> Exception:
-    try:
-        worker.serve(channel)
-    except (ChannelError, ProtocolError) as e:
-        return e
-    raise AssertionError("serve returned")

@@ -138,18 +138,18 @@ def test_a_join_without_a_bind_is_turned_away(pool: Pool) -> None:
 NAMES = ["compute-0", "compute-1"]
 
 
-def test_only_the_workers_that_the_bind_names_may_join(pool: Pool) -> None:
+def test_only_the_workers_that_the_driver_names_may_join(pool: Pool) -> None:
     """Each as its own number: another one that holds the key is turned away."""
-    first = pool.connect(bind(LAYERS, replicas=2, joining=NAMES), NAMES[0])
-    with pytest.raises(PeerFault, match="worker 1 is 'compute-1' by the bind, and 'compute-0' came for it"):
+    first = pool.connect(bind(LAYERS, replicas=2), NAMES[0], NAMES)
+    with pytest.raises(PeerFault, match="worker 1 is 'compute-1' by the driver, and 'compute-0' came for it"):
         pool.join(first, 1, name=NAMES[0])
 
 
-def test_the_workers_that_the_bind_names_join(pool: Pool) -> None:
-    first = pool.connect(bind(LAYERS, replicas=2, joining=NAMES), NAMES[0])
+def test_the_workers_that_the_driver_names_join(pool: Pool) -> None:
+    first = pool.connect(bind(LAYERS, replicas=2), NAMES[0], NAMES)
     assert pool.join(first, 1, name=NAMES[1]).bound == first.bound
 
 
-def test_who_binds_is_the_first_that_its_bind_names(pool: Pool) -> None:
-    with pytest.raises(RefusedError, match="worker 0 is 'compute-0' by the bind, and 'compute-1' came for it"):
-        pool.connect(bind(LAYERS, replicas=2, joining=NAMES), NAMES[1])
+def test_who_binds_is_the_first_that_the_driver_names(pool: Pool) -> None:
+    with pytest.raises(RefusedError, match="worker 0 is 'compute-0' by the driver, and 'compute-1' came for it"):
+        pool.connect(bind(LAYERS, replicas=2), NAMES[1], NAMES)

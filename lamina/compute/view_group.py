@@ -1,0 +1,47 @@
+"""The ranks that slices meet. Slices are bound to this once; another view has other channels to the ranks."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lamina.collective import Collective
+
+
+class ViewGroup:
+    """See Collective: the group of the view that this rank is in."""
+
+    def __init__(self, group: Collective) -> None:
+        self._now = group
+        self.rank, self.size, self.recordable = group.rank, group.size, group.recordable
+        self._past_s = 0.0
+
+    def renew(self, group: Collective) -> None:
+        """Meet ``group`` from here on. Raises ValueError where graphs of slices were recorded for another kind."""
+        if group.recordable != self.recordable:
+            raise ValueError("--collective auto: ranks that meet again would meet in another way: name one of the ways")
+        self._past_s, self._now = self.wait_s, group
+
+    @property
+    def wait_s(self) -> float:
+        """See Collective; of all views."""
+        return self._past_s + self._now.wait_s
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See Collective."""
+        return self._now.all_reduce(x)
+
+    def all_gather(self, x: Tensor, size: int) -> Tensor:
+        """See Collective."""
+        return self._now.all_gather(x, size)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """See Collective."""
+        return self._now.broadcast(x)
+
+    def launched(self) -> None:
+        """See Collective."""
+        self._now.launched()
+
+    def close(self) -> None:
+        """See Collective."""
+        self._now.close()

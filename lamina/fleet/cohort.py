@@ -1,0 +1,300 @@
+"""The workers of one engine: started and loaded once, connected as often as needed.
+
+Each Connect begins a view. Whoever is lost on the way is reported by Members; the others stay where they are, and may
+be connected again.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from lamina import netstack
+from lamina.config import weights_of
+from lamina.engine.wire import Clock
+from lamina.env import cluster_key
+from lamina.protocol.control import (
+    Address,
+    AskRate,
+    ComputeReady,
+    Connect,
+    Loaded,
+    MemoryReady,
+    Progress,
+    Rate,
+    StartCompute,
+    StartMemory,
+)
+from lamina.protocol.declare import MEASURED
+from lamina.protocol.groups import Capacity, of_all_ranks
+from lamina.protocol.options import EngineConfig
+
+from .launcher import Launcher, WorkerHandle, open_launcher
+from .local import ThreadWorker
+from .members import Member, Members
+from .same_model import check_alike
+
+log = logging.getLogger(__name__)
+
+
+class Cohort:
+    """``start`` once, then ``connect`` again and again. All waits of either end by --start-timeout-s."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        members: Members,
+        on_progress: Callable[[str, int, int], None],
+        *,
+        trace: bool = False,
+        clock: Clock = time.monotonic,
+        launch: Callable[..., Launcher] = open_launcher,
+    ) -> None:
+        """``members``: nobody yet. ``trace``: whether workers record spans; ``launch``: see open_launcher."""
+        self._config, self._members, self._on_progress = config, members, on_progress
+        self._trace, self._clock, self._launch_by = trace, clock, launch
+        self._incarnation = secrets.token_hex(8)  # part of all workers' names: no other engine's has it
+        self._one_process = netstack.in_process(config.launching.scheme)
+        self._starting = f"to start (--start-timeout-s {config.deadlines.start_timeout_s:g})"
+        self._deadline = 0.0
+        self._launcher: Launcher | None = None
+        self._compute_key = b""
+        self._model: Any = None
+        self._topology = config.topology  # with the memory workers' parts of the work, once they are measured
+        self._memory_urls: list[str] = []
+        self._loaded: list[Loaded] = []  # by compute worker
+        self.view = 0
+
+    def start(self, model: Any) -> None:
+        """Have all workers load ``model``: path, hub id, or an nn.Module, which then runs in this process.
+
+        Raises LostError, and ValueError with what a user can put right.
+        """
+        self._model = model
+        self._begin()
+        for phase in (self._launch, self._open_memory, self._weigh, self._load):
+            phase()
+
+    def connect(self) -> ComputeReady:
+        """Have all workers meet under a new view. No step may be in flight. Returns what compute workers say.
+
+        Raises LostError, and ValueError with what a user can put right.
+        """
+        self.view += 1
+        self._members.enter(self.view)
+        self._begin()
+        readies: dict[str, ComputeReady] = {}
+        for phase in (self._call_memory, self._connect_compute, self._connect_prefill):
+            phase(readies)
+        check_alike(readies)
+        return self._together(list(readies.values())[: self._size])
+
+    def close(self) -> None:
+        """Give back what the launcher holds. Idempotent."""
+        if self._launcher is not None:
+            self._launcher.close()
+
+    def _begin(self) -> None:
+        self._deadline = self._clock() + self._config.deadlines.start_timeout_s
+
+    def _launch(self) -> None:
+        config, counts = self._config, self._config.topology.counts
+        module = None if isinstance(self._model, str) else self._model  # LLM has checked it
+        here = self._one_process or module is not None
+        threaded = {"memory": self._one_process, "compute": here, "prefill": here}
+        wanted = {role: 0 if threaded[role] else count for role, count in counts.items()}
+        key = cluster_key()
+        self._launcher = launcher = self._launch_by(config, key, wanted)
+        self._compute_key = key if here else launcher.key
+        for role, count in counts.items():
+            for index in range(count):
+                extra = (module,) if module is not None and role != "memory" else ()
+                thread = threaded[role]
+                worker = ThreadWorker(role, index, *extra) if thread else self._start_one(launcher, role, index)
+                self._members.add(worker)
+
+    def _start_one(self, launcher: Launcher, role: str, index: int) -> WorkerHandle:
+        return launcher.start(role, index, self._threads(role, index))
+
+    def _open_memory(self) -> None:
+        """Memory workers listen."""
+        for member in self._memory:
+            self._members.send(member, self._start_memory(member.handle))
+        try:
+            self._memory_urls = [self._answer(member, MemoryReady).url for member in self._memory]
+        except ValueError as e:
+            named = self._config.launching.memory_addresses
+            raise type(e)(f"--memory-addresses: {e}" if named else str(e)) from None
+
+    def _weigh(self) -> None:
+        """Where the memory workers' parts of the work are to be measured. All measure at once, as they will read."""
+        if self._topology.memory_weights != MEASURED:
+            return
+        for member in self._memory:
+            self._members.send(member, AskRate())
+        size, rates = self._size, [self._answer(member, Rate).read_bytes_s for member in self._memory]
+        rates = [min(rates[w - w % size :][:size]) for w in range(len(rates))]  # the same for every rank
+        weights = weights_of(rates)
+        texts = [f"{w:g} ({r / 1e9:.1f} GB/s)" for w, r in zip(weights, rates, strict=True)]
+        log.info("--memory-weights measured: %s", ", ".join(texts))
+        self._topology = msgspec.structs.replace(self._topology, memory_weights=tuple(weights))
+
+    def _load(self) -> None:
+        """Compute and prefill workers load the model, all at once."""
+        path = self._model if isinstance(self._model, str) else ""
+        for member in self._compute + self._prefill:
+            self._members.send(member, self._start_compute(path, member.handle))
+        self._on_progress("starting workers", 1, 1)
+        self._loaded = [self._answer(member, Loaded) for member in self._compute]
+        for member in self._prefill:
+            self._answer(member, Loaded)
+
+    def _call_memory(self, readies: dict[str, ComputeReady]) -> None:
+        """Memory workers let go of whom they had, and wait for those that come now."""
+        for member in self._memory:
+            rank = member.handle.index % self._size
+            joining = [self._name(m.handle) for m in self._compute[rank :: self._size] + self._prefill]
+            self._members.send(member, Connect(view=self.view, joining=joining))
+
+    def _connect_compute(self, readies: dict[str, ComputeReady]) -> None:
+        """Ranks meet, replicas form their ring and come to the memory workers, one after the other."""
+        for member in self._compute:
+            self._members.send(member, self._meeting(member.handle.index))
+        for member in self._compute:
+            readies[member.label] = self._answer(member, ComputeReady)
+
+    def _connect_prefill(self, readies: dict[str, ComputeReady]) -> None:
+        """Prefill workers join behind the replicas, one after the other."""
+        for member in self._prefill:
+            meeting = Connect(view=self.view, memory=self._memory_of(member.handle.index % self._size))
+            self._members.send(member, meeting)
+            readies[member.label] = self._answer(member, ComputeReady)
+
+    def _meeting(self, index: int) -> Connect:
+        """Whom compute worker ``index`` meets: its replica's ranks, and the replicas before and behind it."""
+        size, workers, addresses = self._size, len(self._compute), self._addresses
+        rank, first = index % size, index - index % size
+        ranks = [addresses(i, self._loaded[i].rank_url) for i in range(first, first + size)] if size > 1 else []
+        behind, before = (index + size) % workers, (index - size) % workers
+        ring = self._config.topology.replicas > 1
+        return Connect(
+            view=self.view,
+            memory=self._memory_of(rank),
+            ranks=ranks,
+            behind=addresses(behind, self._loaded[behind].ring_url) if ring else None,
+            before=addresses(before, "").name if ring else "",
+        )
+
+    def _addresses(self, index: int, url: str) -> Address:
+        return Address(url, self._name(self._compute[index].handle))
+
+    def _memory_of(self, rank: int) -> list[Address]:
+        there = [Address(u, self._name(m.handle)) for u, m in zip(self._memory_urls, self._memory, strict=True)]
+        return self._topology.of_rank(there, rank)
+
+    def _answer(self, member: Member, kind: Any) -> Any:
+        """The message of ``kind`` that ``member`` owes."""
+        while True:
+            left = self._deadline - self._clock()
+            message = self._members.wait_for([member], Progress | kind, left, self._starting)
+            if isinstance(message, kind):
+                return message
+            if member is self._compute[0]:  # they all do the same
+                self._on_progress(message.stage, message.done, message.total)
+
+    def _threads(self, role: str, index: int) -> int:
+        """Memory workers of one host run at the same time, the compute worker while they rest; its ranks, if it has
+        several, at the same time too. In one process all share torch's threads: those are left as they are. 0 = all
+        cores.
+        """
+        config, launcher = self._config, self._launcher
+        if role != "memory" and (config.devices.compute_threads or self._size == 1):
+            return config.devices.compute_threads
+        chosen = config.devices.memory_threads if role == "memory" else 0
+        return chosen or (0 if self._one_process or launcher is None else launcher.share(role, index))
+
+    def _start_memory(self, handle: WorkerHandle) -> StartMemory:
+        config, index = self._config, handle.index
+        return StartMemory(
+            scheme=config.launching.scheme,
+            address=config.addresses[index] or handle.place,
+            name=self._name(handle),
+            key=self._launcher.key if self._launcher else b"",
+            threads=self._threads("memory", index),
+            devices=config.devices,
+            device_number=self._gpu_number(handle),
+            device_users=1 if handle.place else config.gpu_number("memory", config.topology.memory_workers),
+            trace=self._trace,
+        )
+
+    def _start_compute(self, path: str, handle: WorkerHandle) -> StartCompute:
+        config = self._config
+        return StartCompute(
+            path=path,
+            model=config.model,
+            kv=config.kv,
+            batching=config.batching,
+            topology=self._topology,
+            devices=config.devices,
+            deadlines=config.deadlines,
+            number=handle.index // self._size,
+            rank=handle.index % self._size,
+            copies=self._copies(handle),
+            device_number=self._gpu_number(handle),
+            threads=self._threads(handle.role, handle.index),
+            scheme=config.launching.scheme,
+            address=handle.place,
+            name=self._name(handle),
+            key=self._compute_key,
+            trace=self._trace,
+        )
+
+    def _gpu_number(self, handle: WorkerHandle) -> int:
+        """See EngineConfig.gpu_number. On other hosts the launcher gives each worker GPUs of its own."""
+        return 0 if handle.place else self._config.gpu_number(handle.role, handle.index)
+
+    def _copies(self, handle: WorkerHandle) -> int:
+        """Of the weights on a worker's host, if it is the first one there that has them."""
+        here = [m.handle for m in self._compute + self._prefill if m.handle.place == handle.place]
+        return -(-len(here) // self._size) if here[0] is handle else 0
+
+    def _name(self, handle: WorkerHandle) -> str:
+        """Which a worker proves to its peers."""
+        return f"{handle.role}-{handle.index}-{self._incarnation}"
+
+    def _together(self, ranks: list[ComputeReady]) -> ComputeReady:
+        """What all ranks of a replica have said, as one."""
+        for rank, ready in enumerate(ranks if len(ranks) > 1 else []):
+            (q_heads, kv_heads), size = ready.summary["heads"][0], ready.summary["weight_bytes"]
+            own = [f"{rank * n}..{(rank + 1) * n - 1}" for n in (q_heads, kv_heads)]
+            holders = ", ".join(str(w) for w in sorted({w for of in ready.holders for w in of}))
+            log.info(
+                "rank %d: query heads %s, KV heads %s of layer 0 on memory worker %s, %.1f MB of weights",
+                rank, *own, holders, size / 1e6,
+            )  # fmt: skip
+        if len(ranks) > 1:
+            log.info("--collective %s: %s", self._config.topology.collective, ranks[0].summary["collective"])
+        capacities = [Capacity(r.windows, r.lanes, r.stripe, r.num_blocks, r.holders) for r in ranks]
+        return msgspec.structs.replace(ranks[0], **of_all_ranks(capacities)._asdict())
+
+    @property
+    def _size(self) -> int:
+        """Ranks of a replica."""
+        return self._config.topology.tensor_parallel_size
+
+    @property
+    def _memory(self) -> list[Member]:
+        return self._members.role("memory")
+
+    @property
+    def _compute(self) -> list[Member]:
+        return self._members.role("compute")
+
+    @property
+    def _prefill(self) -> list[Member]:
+        return self._members.role("prefill")

@@ -1,0 +1,140 @@
+"""The channels that a worker has under one view: opened with the view as their epoch, and closed together.
+
+A peer of an older view is turned away by its epoch, before anything of it is read: so nothing that was sent under an
+older view reaches a worker of a newer one. A peer of a newer view waits until this worker is in that view, too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, Fabric, Geometry, Listener
+
+LOOK_S = 0.25  # while nobody comes, before a worker looks whether its view is over
+
+
+class Door:
+    """A listener that stays open from view to view. One thread uses it."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.url = listener.url
+        self._listener = listener
+        self._early: list[Channel] = []  # of views that this worker is not in yet
+
+    def next(self, view: int, *, timeout_s: float) -> Channel | None:
+        """The next peer of ``view``; None where another one came. Raises ChannelTimeout, ChannelAborted."""
+        for channel in self._early:
+            if channel.epoch <= view:
+                self._early.remove(channel)
+                return _of(view, channel)
+        channel = self._listener.accept(timeout_s=timeout_s)
+        if channel.epoch > view:
+            self._early.append(channel)
+            return None
+        return _of(view, channel)
+
+
+def _of(view: int, channel: Channel) -> Channel | None:
+    if channel.epoch == view:
+        return channel
+    channel.abort(f"view {channel.epoch} is over: this worker is in view {view}")
+    channel.close()
+    return None
+
+
+class ViewFabric:
+    """Connects, and accepts, under one view. ``leave`` may come from any thread."""
+
+    def __init__(self, view: int, fabric: Fabric | None = None) -> None:
+        """``fabric``: None for one who only accepts."""
+        self.view = view
+        self._fabric = fabric
+        self._lock = threading.Lock()
+        self._channels: list[Channel] = []
+        self._over = ""
+
+    def connect(
+        self,
+        url: str,
+        *,
+        outbound: Geometry,
+        inbound: Geometry,
+        timeout_s: float = 10.0,
+        name: str = "",
+        peer: str = "",
+    ) -> Channel:
+        """See Fabric."""
+        if self._fabric is None:
+            raise ValueError(f"{url}: this worker connects to nobody")
+        geometry = {"outbound": outbound, "inbound": inbound}
+        return self._keep(
+            self._fabric.connect(url, **geometry, epoch=self.view, timeout_s=timeout_s, name=name, peer=peer)
+        )
+
+    def at(self, door: Door) -> ViewListener:
+        """Where peers of this view come."""
+        return ViewListener(self, door)
+
+    def accept(self, door: Door, timeout_s: float) -> Channel:
+        """The next peer of this view. Raises ChannelTimeout; ChannelAborted once the view is over."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._check()
+            left = deadline - time.monotonic()
+            try:
+                channel = door.next(self.view, timeout_s=max(0.0, min(left, LOOK_S)))
+            except ChannelTimeout:
+                if left <= LOOK_S:
+                    raise
+                continue
+            if channel is not None:
+                return self._keep(channel)
+
+    def leave(self, reason: str) -> None:
+        """The view is over: its channels are aborted, and so are those that would still be opened."""
+        with self._lock:
+            self._over = self._over or reason
+            channels = list(self._channels)
+        for channel in channels:
+            channel.abort(reason)
+
+    def abort(self, reason: str) -> None:
+        """Tell all peers, whose calls fail with the reason."""
+        for channel in self._channels:
+            channel.abort(reason)
+
+    def close(self) -> None:
+        """Let go of all channels. For the thread that opened them; idempotent."""
+        with self._lock:
+            self._over = self._over or f"view {self.view} is over"
+            channels, self._channels = self._channels, []
+        for channel in channels:
+            channel.close()
+
+    def _check(self) -> None:
+        if self._over:
+            raise ChannelAborted(self._over)
+
+    def _keep(self, channel: Channel) -> Channel:
+        with self._lock:
+            self._channels.append(channel)
+            over = self._over
+        if over:
+            channel.abort(over)
+        return channel
+
+
+class ViewListener:
+    """See Listener. It closes nothing: the door stays open for the next view."""
+
+    def __init__(self, fabric: ViewFabric, door: Door) -> None:
+        self.url = door.url
+        self._fabric, self._door = fabric, door
+
+    def accept(self, *, timeout_s: float) -> Channel:
+        """See ViewFabric."""
+        return self._fabric.accept(self._door, timeout_s)
+
+    def close(self) -> None:
+        """Nothing to do."""

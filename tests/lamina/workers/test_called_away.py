@@ -1,0 +1,163 @@
+"""A worker whose peers have gone on goes on too: the next Connect ends whatever it waits for under the older view."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lamina import netstack
+from lamina.compute.links import RefusedError
+from lamina.compute.model_server import ModelServer, serve
+from lamina.netstack import Channel, Geometry, PeerFault
+from lamina.protocol.control import (
+    AskStats,
+    ComputeReady,
+    Connect,
+    ControlLink,
+    Failed,
+    Loaded,
+    RunRound,
+    RunStep,
+    StartCompute,
+    Stats,
+    StepDone,
+)
+from lamina.protocol.options import BatchingOptions, Deadlines, DeviceOptions, KVOptions, ModelOptions, TopologyOptions
+from lamina.protocol.plan import StepPlan
+from lamina.workers.view import Door, ViewFabric
+
+WAIT_S = 30.0
+KEY = b"k" * 32
+GEOMETRY = Geometry(slots=2, slot_bytes=64)
+START = StartCompute(
+    path="", model=ModelOptions(), kv=KVOptions(), batching=BatchingOptions(), topology=TopologyOptions(),
+    devices=DeviceOptions(compute_device="cpu"), deadlines=Deadlines(), number=0, rank=0, copies=0, device_number=0,
+    threads=0, scheme="loopback", address="", name="", key=KEY, trace=False,
+)  # fmt: skip
+
+
+class Waiting:
+    """Each step waits for a message of its peer. A ComputeWorker, or so."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._rounds: list[RunRound] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._rounds)
+
+    def submit(self, new: RunRound) -> None:
+        self._rounds.append(new)
+
+    def turn(self) -> StepDone:
+        plan = self._rounds[0].steps[0].plan
+        self._channel.release(self._channel.wait_signal(timeout_s=WAIT_S))
+        self._rounds.pop(0)
+        return StepDone(view=plan.view, batch=0, step=plan.step, drawn=[])
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+
+class Server(ModelServer):
+    role = "compute worker"
+
+    def load(self) -> Loaded:
+        self.door = Door(self.fabric.listen())
+        return Loaded(ring_url=self.door.url)
+
+    def connect(self, meeting: Connect, fabric: ViewFabric) -> tuple[Waiting, ComputeReady]:
+        if meeting.before == "refused":
+            raise RefusedError("no room")
+        worker = Waiting(fabric.accept(self.door, WAIT_S))
+        return worker, ComputeReady(
+            view=meeting.view, vocab_size=1, num_layers=1, max_model_len=1, dtype="", eos_token_ids=[], windows=[],
+            lanes=[], stripe=0, num_blocks=[], holders=[], block_size=1, summary={},
+        )  # fmt: skip
+
+
+@pytest.fixture
+def driver() -> Iterator[SimpleNamespace]:
+    ours, theirs = socket.socketpair()
+    thread = threading.Thread(target=serve, args=(Server, theirs, None), daemon=True)
+    thread.start()
+    link = ControlLink(ours, Loaded | ComputeReady | StepDone | Stats | Failed)
+    link.send(START)
+    url, fabric = link.recv(WAIT_S).ring_url, netstack.open("loopback", key=KEY)
+
+    def knock(view: int) -> Channel:
+        return fabric.connect(url, outbound=GEOMETRY, inbound=GEOMETRY, epoch=view)
+
+    yield SimpleNamespace(link=link, knock=knock)
+    link.close()
+    thread.join(WAIT_S)
+    fabric.close()
+    assert not thread.is_alive()
+
+
+def a_round(view: int, step: int) -> RunRound:
+    return RunRound(
+        round=step, steps=[RunStep(plan=StepPlan(view=view, step=step, ops=[], rows=[]), tokens=[], draws=[])]
+    )
+
+
+def view_of(driver: Any) -> int:
+    ready = driver.link.recv(WAIT_S)
+    assert isinstance(ready, ComputeReady), ready
+    return ready.view
+
+
+def test_of_peers_that_never_come(driver: Any) -> None:
+    driver.link.send(Connect(view=1))
+    driver.link.send(Connect(view=2))
+    driver.knock(2)
+    assert view_of(driver) == 2
+
+
+def test_of_a_step_whose_message_never_comes(driver: Any) -> None:
+    """What is queued behind the step is dropped, too."""
+    driver.link.send(Connect(view=1))
+    old = driver.knock(1)
+    assert view_of(driver) == 1
+    for step in range(2):
+        driver.link.send(a_round(1, step))
+    driver.link.send(Connect(view=2))
+    with pytest.raises(PeerFault):
+        old.wait_signal(timeout_s=WAIT_S)
+    new = driver.knock(2)
+    assert view_of(driver) == 2
+    driver.link.send(a_round(2, 2))
+    new.put_signal(new.reserve(0), b"")
+    done = driver.link.recv(WAIT_S)
+    assert (done.view, done.step) == (2, 2)
+
+
+def test_one_that_is_not_called_away_says_who_is_gone(driver: Any) -> None:
+    driver.link.send(Connect(view=1))
+    channel = driver.knock(1)
+    view_of(driver)
+    driver.link.send(a_round(1, 0))
+    channel.close()
+    failed = driver.link.recv(WAIT_S)
+    assert isinstance(failed, Failed)
+    assert failed.by_peer
+
+
+def test_a_refusal_is_the_users(driver: Any) -> None:
+    driver.link.send(Connect(view=1, before="refused"))
+    assert driver.link.recv(WAIT_S) == Failed(text="no room", user_error=True)
+
+
+def test_a_view_that_is_none_ends_the_link(driver: Any) -> None:
+    """Nothing from the wire is trusted: an epoch has 16 bits."""
+    driver.link.send(AskStats())
+    assert isinstance(driver.link.recv(WAIT_S), Stats)
+    driver.link.send(Connect(view=1 << 16))
+    with pytest.raises(Exception, match="the other end is gone"):
+        driver.link.recv(WAIT_S)

@@ -1,0 +1,241 @@
+"""From one view to the next: what stays with a worker, and what is of an older view and is dropped."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from memory_peer import GEOMETRY, LAYERS, WAIT_S, Model, Peer, Pool, RefusedError, bind, error, memory_pool
+from msgspec import structs
+from test_prefill_done import FakeLink, FakeWorker
+from test_ring import carry, ends, plan
+from test_turns import FakePool, FakeProgram, make_round
+
+from lamina import netstack
+from lamina.compute.links import MemoryLink
+from lamina.compute.prefill import PrefillWorker
+from lamina.compute.ring import RingEnds
+from lamina.compute.view_group import ViewGroup
+from lamina.compute.worker import ComputeWorker
+from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, Fabric, PeerFault
+from lamina.protocol.control import RunRound, StepDone
+from lamina.protocol.plan import Key, Kind, New, Rows, StepPlan
+from lamina.workers.view import Door, ViewFabric
+
+ring_ends = ends  # a fixture
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    with memory_pool() as pool:
+        yield pool
+
+
+def of_view(pool: Pool, view: int, weights: list[float], **fields: Any) -> Model:
+    """All workers of ``pool``, bound under a view; they are new in the first."""
+    binds = [bind(LAYERS, weights, w, view=view, **fields) for w in range(len(weights))]
+    if len(pool.workers) < len(weights):
+        peers = [pool.connect(each) for each in binds]
+    else:
+        peers = []
+        for worker, each in enumerate(binds):
+            pool.serve(worker, view)
+            peers.append(Peer(pool.knock(worker, view), each))
+    return Model(peers, binds[0].partition, LAYERS, "float32")
+
+
+def leave(pool: Pool, m: Model) -> None:
+    for peer in m.peers:
+        peer.channel.close()
+    for thread in pool.threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0]], ids=str)
+def test_a_sequence_goes_on_under_the_next_view(pool: Pool, weights: list[float]) -> None:
+    """With all its layers, windows and dtypes of K and V; each view has sequences of its own, too."""
+    first = of_view(pool, 1, weights)
+    first.step(0, [New(1)], [Rows(1, 0, 50)], view=1)
+    leave(pool, first)
+    rows = [Rows(1, 50, 2), Rows(2, 0, 3)]
+    # How much memory it would take now, and who comes, is not what the store was made of.
+    second = of_view(pool, 3, weights, kv_bytes=5 << 20)
+    for layer, o in enumerate(second.step(1, [New(2)], rows, view=3)):
+        assert error(o, second.oracle(rows, layer)) < 1e-5
+    assert [p.bound for p in second.peers] == [p.bound for p in first.peers]
+    assert [w.stats()["stores"] for w in pool.workers] == [1.0] * len(weights)
+
+
+def test_what_was_never_stored_is_refused_under_the_next_view_too(pool: Pool) -> None:
+    first = of_view(pool, 1, [1.0])
+    first.step(0, [New(1)], [Rows(1, 0, 10)], view=1)
+    leave(pool, first)
+    m = of_view(pool, 2, [1.0])
+    # The plan that came last under the older view, word for word: no replay, as that step is over.
+    for ops, rows, reason in (([], [Rows(1, 11, 1)], "its rows start at 11"), ([New(1)], [Rows(1, 0, 10)], "exists")):
+        m.peers[0].plan(StepPlan(view=2, step=0, ops=ops, rows=rows))  # type: ignore[arg-type]
+        with pytest.raises(RefusedError, match=reason):
+            m.peers[0].receive(Key(Kind.O, 0, view=2))
+
+
+def test_prefill_workers_send_under_the_view_of_the_session(pool: Pool) -> None:
+    """A grant's K and V of another view end the session: they cannot be meant."""
+    from lamina.protocol.plan import Grant, encode
+
+    m = of_view(pool, 2, [1.0], prefill_workers=1)
+    prefill = pool.join(m.peers[0], 1)
+    step = StepPlan(view=2, step=0, ops=[New(1), Grant(1, 0, 1, 0, 0)], rows=[])
+    m.peers[0].send(Key(Kind.PLAN, 0, view=2), encode(step))
+    for layer in range(len(LAYERS)):
+        _, k, v = m.rows([Rows(1, 0, 1)], layer)
+        prefill.send_tensors(Key(Kind.KV, 0, view=2, layer=layer), k, v)
+    prefill.receive(Key(Kind.STORED, 0, view=2))
+
+
+def worker(pool: FakePool, log: list[Any], **fields: Any) -> ComputeWorker:
+    return ComputeWorker(FakeProgram(2, pool, log), pool, dtype=torch.float64, **fields)  # type: ignore[arg-type]
+
+
+def under(view: int, new: RunRound) -> RunRound:
+    return structs.replace(new, steps=[structs.replace(s, plan=structs.replace(s.plan, view=view)) for s in new.steps])
+
+
+def test_a_compute_worker_drops_rounds_and_turns_of_an_older_view() -> None:
+    """And goes on with the tokens that were drawn last."""
+    log, pool = list[Any](), FakePool()
+    mine = worker(pool, log, view=1)
+    mine.submit(under(1, make_round(0, [0], 1, 2, first=True)))
+    done = [mine.turn() for _ in range(3)][-1]
+    assert done is not None
+    assert (done.view, done.step) == (1, 0)
+    mine.submit(under(1, make_round(1, [0], 1, 2, first=False)))
+    assert mine.turn() is None
+    mine.connect(pool, 2)
+    assert not mine.has_work
+    mine.submit(under(1, make_round(2, [0], 1, 2, first=False)))
+    assert not mine.has_work
+    assert pool.announced == [(0, 0), (1, 0)]
+    mine.submit(under(2, make_round(3, [0], 1, 2, first=False)))
+    done = [mine.turn() for _ in range(3)][-1]
+    assert done is not None
+    assert (done.view, done.step) == (2, 3)
+
+
+def test_the_seconds_of_all_views_are_counted() -> None:
+    pools = [SimpleNamespace(send_s=0.0, wait_s=0.0) for _ in range(2)]
+    mine = worker(FakePool(), [])
+    for view, (pool, seconds) in enumerate(zip(pools, (0.5, 0.25), strict=True)):
+        mine.connect(pool, view)  # type: ignore[arg-type]
+        pool.send_s, pool.wait_s = seconds, 10 * seconds
+    mine.slice_s = 2.0
+    stats = mine.stats()
+    assert (stats["send_s"], stats["wait_s"], stats["slice_s"]) == (0.75, 7.5, 1.25)
+    mine.connect(pools[1], 3)  # type: ignore[arg-type]
+    assert mine.stats() == stats, "one that goes on counting, as a prefill worker's own attention does"
+
+
+def test_a_cut_of_an_older_view_is_dropped(ring_ends: list[RingEnds]) -> None:
+    old, new = (structs.replace(plan(3, step), view=view) for step, view in ((0, 1), (1, 2)))
+    ring_ends[0].ring.give(old, 1, tuple(x + 1 for x in carry(1, 3)))
+    ring_ends[0].ring.give(new, 1, carry(1, 3))
+    for got, want in zip(ring_ends[1].ring.take(new, 1), carry(1, 3), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_an_o_of_an_older_view_is_dropped() -> None:
+    keys = [Key(Kind.O, 5, view=1, layer=0), Key(Kind.O, 5, view=2, layer=0)]
+    arrivals = deque(SimpleNamespace(tag=k.pack(), data=memoryview(bytes([k.view]))) for k in keys)
+    released = list[Any]()
+    channel: Any = SimpleNamespace(wait_signal=lambda timeout_s: arrivals.popleft(), release=released.append)
+    taken = list[bytes]()
+    MemoryLink(channel, 0, 1.0).receive(keys[1], lambda data: taken.append(bytes(data)), 1)
+    assert taken == [b"\2"]
+    assert len(released) == 2
+
+
+def test_a_prefill_worker_waits_anew_for_steps_of_the_new_view() -> None:
+    now, connected = [100.0], list[Any]()
+    inner: Any = FakeWorker(0)
+    inner.connect = lambda own, view: connected.append(view)
+    inner.left.append(StepDone(view=1, batch=1, step=4, drawn=[]))
+    own: Any = SimpleNamespace(connect=connected.append)
+    old, new = FakeLink(0, now), FakeLink(0, now)
+    mine = PrefillWorker(inner, own, [old], 1.0, lambda: now[0], view=1)  # type: ignore[list-item]
+    assert mine.turn() is None
+    mine.connect([new], "pool", 2)  # type: ignore[arg-type,list-item]
+    assert connected == ["pool", 2]
+    assert not mine.has_work, "the chunk of the older view is dropped"
+    inner.left.append(StepDone(view=2, batch=1, step=7, drawn=[]))
+    new.keys += [Key(Kind.STORED, 4, view=1), Key(Kind.STORED, 7, view=2)]
+    done = mine.turn()
+    assert done is not None
+    assert done.step == 7
+
+
+def test_ranks_that_meet_again_are_called_in_place_of_the_old_ones() -> None:
+    def group(wait_s: float, *, recordable: bool = False) -> Any:
+        told = SimpleNamespace(rank=1, size=2, recordable=recordable, wait_s=wait_s)
+        told.all_reduce = lambda x: (wait_s, x)
+        return told
+
+    ranks = ViewGroup(group(1.0))
+    assert ranks.all_reduce(7) == (1.0, 7)  # type: ignore[arg-type,comparison-overlap]
+    ranks.renew(group(2.0))
+    assert ranks.all_reduce(7) == (2.0, 7)  # type: ignore[arg-type,comparison-overlap]
+    assert ranks.wait_s == 3.0
+    with pytest.raises(ValueError, match="--collective auto"):
+        ranks.renew(group(2.0, recordable=True))
+
+
+@pytest.fixture
+def fabric() -> Iterator[Fabric]:
+    opened = netstack.open("loopback", key=b"k" * 32)
+    yield opened
+    opened.close()
+
+
+@contextmanager
+def knocking(fabric: Fabric, door: Door, *epochs: int) -> Iterator[list[Future[Channel]]]:
+    """Peers that come, each of an epoch."""
+    with ThreadPoolExecutor(len(epochs)) as threads:
+        geometry = {"outbound": GEOMETRY, "inbound": GEOMETRY}
+        yield [threads.submit(fabric.connect, door.url, **geometry, epoch=epoch) for epoch in epochs]  # type: ignore[arg-type]
+
+
+def test_a_door_lets_in_whom_the_view_is_for(fabric: Fabric) -> None:
+    """An older peer is told so; a newer one waits for its view."""
+    door, second, third = Door(fabric.listen()), ViewFabric(2), ViewFabric(3)
+    with knocking(fabric, door, 1, 3, 2) as (late, early, due):
+        assert second.accept(door, WAIT_S).epoch == 2
+        with pytest.raises(ChannelTimeout):  # also where the others came behind
+            second.accept(door, 0.5)
+        with pytest.raises(PeerFault, match="view 1 is over: this worker is in view 2"):
+            late.result().wait_signal(timeout_s=WAIT_S)
+        second.close()
+        with pytest.raises(PeerFault):
+            due.result().wait_signal(timeout_s=WAIT_S)
+        channel = third.accept(door, WAIT_S)
+        channel.put_signal(channel.reserve(0), b"")
+        early.result().wait_signal(timeout_s=WAIT_S)
+
+
+def test_a_view_that_is_over_waits_for_nobody(fabric: Fabric) -> None:
+    """Neither for who may come, nor for who was about to be there."""
+    door, view = Door(fabric.listen()), ViewFabric(1, fabric)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(view.accept, door, WAIT_S)
+        view.leave("view 1 is over: view 2 begins")
+        with pytest.raises(ChannelAborted, match="view 1 is over: view 2 begins"):
+            waiting.result()
+        accepted = threads.submit(ViewFabric(1).accept, door, WAIT_S)
+        channel = view.connect(door.url, outbound=GEOMETRY, inbound=GEOMETRY)
+        with pytest.raises(ChannelAborted):
+            channel.reserve(0)
+        assert accepted.result().epoch == 1
