@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import socket
 from dataclasses import replace
 from hashlib import sha256
 
@@ -20,6 +21,7 @@ from lamina.netstack.handshake import (
     REFUSALS,
     SEAL,
     VERSION,
+    Exchange,
     Steps,
     Terms,
     answer,
@@ -191,3 +193,16 @@ def test_how_long_the_name_of_a_transport_may_be(scheme: str, fits: bool) -> Non
     with pytest.raises(ValueError) as refused:
         Terms(scheme, 0, OUT, INTO)
     assert str(refused.value) == f"a transport's name has 1 to 8 bytes, not {scheme!r}"
+
+
+def test_a_peer_that_is_gone_when_all_was_asked_is_told_by_the_kernels_word() -> None:
+    def last_words() -> Steps:
+        yield b"bye", 0, ""
+        raise AssertionError("it cannot be sent")
+
+    ours, theirs = socket.socketpair()
+    with ours:
+        theirs.close()
+        with pytest.raises(HandshakeError) as failed:
+            Exchange(ours, last_words()).advance()
+    assert str(failed.value) == "the peer hung up (Broken pipe)"

@@ -339,19 +339,19 @@ def running(bench: Bench) -> Iterator[Bench]:
     assert not bench.thread.is_alive()
 
 
-def until(bench: Bench, kind: type) -> Any:
-    while not isinstance(message := bench.server.recv(timeout_s=SOON_S), kind):
+def until(link: ControlLink, kind: type) -> Any:
+    while not isinstance(message := link.recv(timeout_s=SOON_S), kind):
         pass
     return message
 
 
 def test_a_server_gets_all_of_a_prompt_over_the_link_and_stops_the_loop(running: Bench) -> None:
-    assert until(running, Ready).vocab_size == VOCAB
+    assert until(running.server, Ready).vocab_size == VOCAB
     assert running.workers.called == running.loop._report
     running.server.send(Add(7, PROMPT, PARAMS))
     tokens: list[int] = []
     while len(tokens) < 5:
-        tokens += [t for d in until(running, Outputs).deltas for t in d.tokens]
+        tokens += [t for d in until(running.server, Outputs).deltas for t in d.tokens]
     assert tokens == continuation(PROMPT, 5)
     assert EOS not in tokens
     running.server.send(Stop())
@@ -360,21 +360,21 @@ def test_a_server_gets_all_of_a_prompt_over_the_link_and_stops_the_loop(running:
 
 
 def test_the_end_of_the_link_ends_the_loop(running: Bench) -> None:
-    until(running, Ready)
+    until(running.server, Ready)
     running.server.close()
     running.thread.join(SOON_S)
     assert (running.failure, running.loop._stopped) == (None, True)
 
 
 def test_what_cannot_be_read_ends_the_loop_loudly(running: Bench) -> None:
-    until(running, Ready)
+    until(running.server, Ready)
     running.sock.sendall(struct.pack("<I", 3) + b"\xc1\xc1\xc1")
     running.thread.join(SOON_S)
     assert "its link to the server has failed" in running.failure
 
 
 def test_what_cannot_be_sent_ends_the_loop_loudly(running: Bench) -> None:
-    until(running, Ready)
+    until(running.server, Ready)
     running.loop._outbox.put(object())
     running.thread.join(SOON_S)
     assert "its link to the server has failed" in running.failure
