@@ -79,7 +79,7 @@ GROUPS = {
     ),
     "protocol": Group(
         ("lamina/protocol/codec.py", "lamina/protocol/placement.py"),
-        ("tests/lamina/test_message_bytes.py", "tests/lamina/workers/test_codec.py",
+        ("tests/lamina/test_message_bytes.py", "tests/lamina/test_place_rules.py", "tests/lamina/workers/test_codec.py",
          "tests/lamina/workers/test_places.py::test_what_is_dealt_is_counted",
          "tests/lamina/workers/test_places.py::test_places_that_cannot_be_are_refused_and_change_nothing"),
     ),
