@@ -161,7 +161,7 @@ class Stub:
         self.crowd, self.gone = crowd, gone
 
     def give_up(self) -> None:
-        self.crowd.asked(self)  # type: ignore[arg-type]
+        self.crowd.asked(self)
         self.gone.append(self)
 
 
@@ -174,15 +174,15 @@ def test_only_those_that_owe_a_request_go_and_the_oldest_first(acts: list[str], 
             one = Stub(crowd, gone)
             owing.append(one)
             expected = owing[0] if len(owing) + len(busy) > limit else None
-            crowd.came(one)  # type: ignore[arg-type]
+            crowd.came(one)
             assert gone == ([] if expected is None else [expected])
             for lost in gone:
                 owing.remove(lost)
-                crowd.went(lost)  # type: ignore[arg-type]
+                crowd.went(lost)
             gone.clear()
         elif act == "asked" and owing:
             busy.append(owing.pop(0))
-            crowd.asked(busy[-1])  # type: ignore[arg-type]
+            crowd.asked(busy[-1])
         elif act == "answered" and busy:
             owing.append(busy.pop(0))
-            crowd.answered(owing[-1])  # type: ignore[arg-type]
+            crowd.answered(owing[-1])
