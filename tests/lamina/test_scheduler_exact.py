@@ -10,6 +10,7 @@ import pytest
 from scheduled import make
 
 from lamina.engine.pipeline import route
+from lamina.engine.prefill import Prefill
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
 from lamina.engine.steps import ScheduledStep
@@ -85,6 +86,7 @@ def test_a_prompt_under_way_keeps_what_it_will_still_take_and_no_more() -> None:
         assert counts(first) == [{0: 8}]
         scheduler.add(make(1, more, 1))
         for taken in (8, 7):  # the second chunk fills the budget, the third leaves a token of it
+            assert scheduler.num_waiting == 1
             serve(scheduler, first)
             first = scheduler.schedule()
             expected = {0: taken, 1: 1} if taken == 7 and admitted else {0: taken}
@@ -154,11 +156,14 @@ def running(ledger: Ledger, lanes: list[int], num_batches: int = 1) -> tuple[Sch
         ([0, 5], [1, 1], 1),  # group 0 is short: the newest that holds blocks of it
         ([1, 0], [1, 1], 2),  # what is needed in group 0 is there to the last block; group 1 is short
         ([0, 0], [1, 1], 2),
+        ([1, 0], [1, 1], -2),
     ],
 )
 def test_whose_blocks_help(free: list[int], needed: list[int], victim: int) -> None:
+    """The newest one lies in lane 1; with a negative victim the one before it does."""
     ledger = Ledger([99, 99], {0: [1, 0], 1: [0, 1]})
-    scheduler, sequences = running(ledger, [0, 0, 1])
+    scheduler, sequences = running(ledger, [0, 0, 1] if victim > 0 else [0, 1, 0])
+    victim %= 3
     ledger.free, ledger.needed, ledger.refuses = free, needed, 1
     (step,) = scheduler.schedule()
     assert [s.id < 0 for s in sequences] == [i == victim for i in range(3)]
@@ -183,3 +188,88 @@ def test_a_batch_that_is_empty_keeps_nothing_yet() -> None:
     (step,) = scheduler.schedule()
     assert sequence.place == Place(1)
     assert step.plan.ops == [New(0)]
+
+
+def test_each_preemption_is_counted() -> None:
+    ledger = Ledger([99, 99], {0: [1, 0]})
+    scheduler, _ = running(ledger, [0, 0, 0])
+    ledger.free, ledger.needed, ledger.refuses = [0, 0], [1, 0], 2
+    (step,) = scheduler.schedule()
+    assert counts([step]) == [{0: 1}]
+    assert scheduler.num_preemptions == 2
+
+
+def test_the_chunk_of_a_prompt_under_way_leaves_the_rest_to_the_next_ones() -> None:
+    """Of 8 tokens a round it takes its last two; one of 6 fills them, and one token more is too many."""
+    scheduler = Scheduler(tables(99), max_num_seqs=9, prefill_chunk=8)
+    scheduler.add(make(0, 10, 1))
+    serve(scheduler, scheduler.schedule())
+    for i, length in enumerate((6, 1)):
+        scheduler.add(make(1 + i, length, 1))
+    assert counts(scheduler.schedule()) == [{0: 2, 1: 6}]
+    assert scheduler.num_waiting == 1
+
+
+def test_a_prompt_at_a_prefill_worker_keeps_what_it_will_still_take() -> None:
+    """20 tokens, of which two chunks of 8 are granted: four blocks are taken, and a fifth will be."""
+    for blocks, admitted in ((6, True), (5, False)):
+        scheduler = Scheduler(tables(blocks), max_num_seqs=9, prefill_chunk=8, prefill=Prefill(1, 8, 1))
+        scheduler.add(make(0, 20, 1))
+        serve(scheduler, scheduler.schedule())
+        assert len(scheduler.take_chunks()) == 2
+        scheduler.add(make(1, 1, 5))
+        scheduler.schedule()
+        assert scheduler.num_running == 1 + admitted
+
+
+def test_the_last_token_of_a_sequence_takes_no_block() -> None:
+    scheduler = Scheduler(tables(2), max_num_seqs=9, prefill_chunk=8)
+    scheduler.add(make(0, 4, 1))
+    scheduler.schedule()  # its only token is being drawn
+    scheduler.add(make(1, 4, 1))
+    assert counts(scheduler.schedule()) == [{1: 4}]
+
+
+def test_the_last_token_of_a_prompt_keeps_its_block() -> None:
+    """Of 17 tokens 8 are stored, 8 come in this round, and one will take a fifth block."""
+    for blocks, admitted in ((6, True), (5, False)):
+        scheduler = Scheduler(tables(blocks), max_num_seqs=9, prefill_chunk=8, num_batches=2)
+        scheduler.add(make(0, 17, 1))
+        serve(scheduler, scheduler.schedule())
+        scheduler.add(make(1, 4, 1))
+        assert counts(scheduler.schedule()) == ([{0: 8}, {1: 4}] if admitted else [{0: 8}])
+
+
+def test_a_long_prompt_before_it_does_not_stop_a_sequence_that_decodes() -> None:
+    scheduler = Scheduler(tables(99), max_num_seqs=9, prefill_chunk=8)
+    scheduler.add(make(5, 4, 50))
+    serve(scheduler, scheduler.schedule())
+    scheduler.add(make(1, 99, 5))
+    serve(scheduler, scheduler.schedule())
+    for num_batches in (2, 1):  # dealt anew, the older request comes first
+        scheduler.regroup(num_batches)
+        serve(scheduler, scheduler.schedule())
+    assert counts(scheduler.schedule()) == [{1: 8, 5: 1}]
+
+
+def test_what_is_known_of_a_round_that_is_done() -> None:
+    scheduler = Scheduler(tables(99), max_num_seqs=9, prefill_chunk=9)
+    sequence = make(0, 4, 20)
+    scheduler.add(sequence)
+    rounds = [scheduler.schedule(), scheduler.schedule()]
+    done = []
+    for (step,) in rounds:
+        sequence.append(7)
+        done.append(scheduler.complete(step))
+    assert [(r.rows, r.tokens, r.steady) for r in done if r] == [(4, 5, False), (1, 6, True)]
+    sequence.finish("abort")
+    last = make(1, 4, 20)
+    scheduler.add(last)
+    (step,) = scheduler.schedule()
+    last.finish("abort")
+    (empty,) = scheduler.schedule()
+    assert (empty.plan.num_rows, empty.plan.ops) == (0, [Free(1)])
+    scheduler.complete(step)
+    found = scheduler.complete(empty)
+    assert found is not None
+    assert (found.rows, found.steady) == (0, False), "nothing was done in it"
