@@ -62,4 +62,5 @@ def test_what_lies_in_a_lane_is_counted_with_what_has_moved_there(units: int) ->
     kept = Deal(Lanes((False, True, False)), DEALT).kept(place, units)
     assert kept == sum(n < units for n in (2, 3, 4, 5))
     assert Deal(Lanes(), DEALT).kept(place, units) == units
+    assert Deal(Lanes((False,)), DEALT).kept(place, units) == 0
     assert [Deal(Lanes((False, True, False)), STAYS).kept(Place(lane), units) for lane in range(3)] == [0, units, 0]
