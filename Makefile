@@ -5,13 +5,25 @@ READY := $(VENV)/.ready
 MODEL ?= examples/tiny_lm/model
 NATIVE = $(shell find csrc tests perf -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test check properties format fuzz clean test-vm test-vm-all
+.PHONY: demo test test-ray test-slow lint check properties format fuzz clean test-vm test-vm-all weekly
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py $(MODEL) $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Workers on the nodes of a real Ray cluster on this machine, one test after another; none may take for ever.
+test-ray: $(READY)
+	$(BIN)/python -m pytest -m slow --session-timeout=1500 tests/cluster/test_over_ray.py
+
+# All that is slow and needs neither a device nor a download.
+test-slow: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow and not gpu and not rdma and not vm' --ignore=tests/clients
+
+# What nobody waits for; see CONTRIBUTING.md. All of it is run, also where an early part has failed.
+weekly: $(READY)
+	$(MAKE) --keep-going test-slow test-clients test-vm-all mutants mutation properties
 
 # The verbs transport over Soft-RoCE in a QEMU guest; skipped, by name, where something is missing.
 test-vm: $(READY)
@@ -21,11 +33,13 @@ test-vm: $(READY)
 test-vm-all: $(READY)
 	$(BIN)/python -m pytest -s -m vm tests/vm
 
-check: $(READY)
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 	$(BIN)/mypy
+
+check: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The property tests with examples that no run has tried before.
@@ -70,6 +84,11 @@ clean:
 .PHONY: mutants
 mutants: $(READY)
 	$(BIN)/python tests/netstack/mlx5_mutants.py
+
+# Mistakes made on purpose in policy and links, each of which a fast test must see: about an hour. GROUPS: some of it.
+.PHONY: mutation
+mutation: $(READY)
+	$(BIN)/python tests/mutation.py $(GROUPS)
 
 # Real clients of OpenAI's API, each in an environment of its own under build/clients: downloads, and minutes.
 .PHONY: test-clients

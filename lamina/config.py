@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
-from lamina.protocol.declare import Option, options_of
+from lamina.protocol.declare import Option, flag, options_of
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.resolve import check_together
 
@@ -23,7 +23,7 @@ def make_config(options: Mapping[str, Any]) -> EngineConfig:
     """
     unknown = sorted(set(options) - set(OPTIONS))
     if gone := next((name for name in unknown if name in GONE), None):
-        raise ValueError(f"there is no option {gone!r} any more: {GONE[gone]}")
+        raise ValueError(f"{flag(gone)} is no option any more: {GONE[gone]}")
     if unknown:
         near = get_close_matches(unknown[0], OPTIONS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(OPTIONS)}"

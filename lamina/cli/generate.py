@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ SAMPLING = {  # of SamplingParams
     "min_tokens": "no stop token before this many",
     "logprobs": "alternatives to report for each token, with --json",
 }
+_FLAGS = {"seed": "--sampling-seed", "stop": "--stop", **{name: flag(name) for name in SAMPLING}}
 _TYPES = {"logprobs": int}  # where the default is None
 
 
@@ -92,8 +94,7 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
             seed=args.sampling_seed,
         )
     except ValueError as e:
-        name, space, rest = str(e).partition(" ")
-        raise ValueError((flag(name) if name in SAMPLING else name) + space + rest) from None
+        raise ValueError(re.sub(r"\w+", lambda word: _FLAGS.get(word[0], word[0]), str(e))) from None
 
 
 def _read_prompts(path: str | None) -> list[str]:

@@ -273,7 +273,7 @@ class Scheduler:
         while self._waiting and self.num_running < self._max_num_seqs:
             sequence = self._waiting[0]
             elsewhere = self._prefill.wants(sequence)
-            counts = [self._count(sequence, budget) if budget > 0 else 0 for budget in budgets]
+            counts = [self._count(sequence, budget) for budget in budgets]
             able = [i for i, count in enumerate(counts) if count > 0]
             if not able or sequence.num_drawing or (elsewhere and not self._prefill.has_room):
                 return  # a preempted one whose last token is still being drawn waits

@@ -24,7 +24,7 @@ from .answer.logprobs import TokenTexts
 from .app import layered, make_app
 from .calls import Service
 from .config import ServerConfig
-from .door.connections import Connection, Crowd, room
+from .door.connections import Connection, Crowd, Handshake, TlsDoor, room
 from .errors import ApiError
 from .link.client import EngineClient
 from .request.prompts import Prompter
@@ -144,17 +144,20 @@ class _Server(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         config, header_s = self.config, self._service.config.header_timeout_s
         crowd, loop = Crowd(room()), asyncio.get_running_loop()
+        self.servers = list[asyncio.Server | TlsDoor]()
 
-        def connection() -> Connection:
-            return Connection(crowd, header_s, config=config, server_state=self.server_state, app_state={})
+        def connection(handshake: Handshake | None = None) -> Connection:
+            return Connection(crowd, header_s, handshake, config=config, server_state=self.server_state, app_state={})
 
-        handshake_s = header_s if config.ssl else None
-        self.servers = [
-            await loop.create_server(
-                connection, sock=s, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=handshake_s
-            )
-            for s in sockets or []
-        ]
+        for sock in sockets or []:
+            if config.ssl is None:
+                self.servers.append(await loop.create_server(connection, sock=sock, backlog=config.backlog))
+            else:
+                sock.setblocking(False)
+                sock.listen(config.backlog)
+                door = TlsDoor(crowd, sock, connection, config.ssl, header_s)
+                door.accepting.add_done_callback(_tell_failure)
+                self.servers.append(door)
         self.started = True
         self._on_ready()  # said once it listens: who reads the address may connect
 

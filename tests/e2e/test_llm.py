@@ -279,7 +279,7 @@ def shared_llm(llama_path: Path) -> Any:
         ({"memory_weights": "measure"}, "--memory-weights must be positive numbers .* or measured"),
         ({"pipeline": "fast"}, "--pipeline must be at least 1, or auto, not fast"),
         ({"pipeline": 0}, "--pipeline must be at least 1, or auto, not 0"),
-        ({"pipeline": "auto", "compute_workers": 4}, "no option 'compute_workers' any more: use --pipeline auto:n"),
+        ({"pipeline": "auto", "compute_workers": 4}, "--compute-workers is no option any more: use --pipeline"),
         ({"memory_weights": "1,1,1"}, "--memory-weights names 3 weights for --memory-workers 2"),
         ({"partition": "tea"}, "--partition must be one of head, token, request"),
         ({"memory_workers": 0}, "--memory-workers"),

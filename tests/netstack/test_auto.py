@@ -6,6 +6,7 @@ import logging
 import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 from wiring import KEY, connect, open_or_skip, send
@@ -22,6 +23,17 @@ def fabric() -> AutoFabric:
     fabric = open_or_skip("auto")
     assert isinstance(fabric, AutoFabric)
     return fabric
+
+
+def beyond_memory(fabric: AutoFabric) -> StreamListener:
+    """A listener of ``fabric`` as one on another host is seen: its local name is squatted on."""
+    squatter = netstack.open("shm", key=b"another key, of a stranger")
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))  # nobody is given this port, and who names it may still listen there (socket(7))
+        place = f"127.0.0.1:{kept.getsockname()[1]}"
+        with closing(squatter.listen(_name(place))):
+            return fabric.listen(place)
 
 
 def test_the_same_host_and_user_share_memory(fabric: AutoFabric, caplog: pytest.LogCaptureFixture) -> None:
@@ -70,16 +82,10 @@ def test_a_squatter_on_the_local_name_cannot_stop_a_connection(fabric: AutoFabri
 def test_where_the_local_name_is_taken_the_network_is_left(
     fabric: AutoFabric, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    squatter = netstack.open("shm", key=b"another key, of a stranger")
-    squatted = squatter.listen(_name(f"127.0.0.1:{port}"))
-    listener = fabric.listen(f"127.0.0.1:{port}")
-    assert listener.url == f"auto://127.0.0.1:{port}"
-    assert "no shared memory here" in caplog.text
-    squatted.close()
-    for end in (fabric, squatter):
-        end.close()
+    listener = beyond_memory(fabric)
+    assert re.fullmatch(r"auto://127\.0\.0\.1:[1-9]\d*", listener.url)
+    assert f"{listener.url.replace('auto', 'tcp')}: no shared memory here" in caplog.text
+    fabric.close()
 
 
 class Rdma(TcpFabric):
@@ -92,17 +98,6 @@ def with_rdma() -> AutoFabric:
     fabric = AutoFabric(KEY)
     fabric._verbs = Rdma(KEY)
     return fabric
-
-
-def beyond_memory(fabric: AutoFabric) -> StreamListener:
-    """A listener of ``fabric`` as one on another host is seen: its local name is squatted on."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    squatter = netstack.open("shm", key=b"another key, of a stranger")
-    squatted = squatter.listen(_name(f"127.0.0.1:{port}"))
-    listener = fabric.listen(f"127.0.0.1:{port}")
-    squatted.close()
-    return listener
 
 
 @pytest.mark.parametrize("rdma", ["a stand-in", "verbs"])

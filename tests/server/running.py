@@ -16,6 +16,17 @@ MODEL = "examples/tiny_lm/model"
 START_S = 240.0
 
 
+def certificate(folder: Path) -> dict[str, str]:
+    """A key and a certificate of localhost, in ``folder``; by the name of their option."""
+    made = {"ssl_keyfile": str(folder / "key.pem"), "ssl_certfile": str(folder / "cert.pem")}
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
+         "-subj", "/CN=localhost", "-keyout", made["ssl_keyfile"], "-out", made["ssl_certfile"]],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    return made
+
+
 class Running:
     """``url`` is where it serves; ``log`` is a file with all that it wrote to stderr."""
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import select
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from running import ROOT
+from running import ROOT, certificate
 
-from lamina.server.door.connections import Crowd
+from lamina.server.door.connections import LEAST, Crowd
 
 pytestmark = pytest.mark.timeout(120)
 FILES, SILENT = 256, 300
@@ -28,9 +29,9 @@ POST = (
 
 
 @contextmanager
-def serving(**options: float) -> Iterator[int]:
+def serving(files: int = FILES, **options: float | str) -> Iterator[int]:
     here = Path(__file__).parent
-    command = [sys.executable, str(here / "no_engine.py"), str(FILES), json.dumps(options)]
+    command = [sys.executable, str(here / "no_engine.py"), str(files), json.dumps(options)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -100,6 +101,59 @@ def test_headers_have_a_deadline_on_every_request_of_a_connection() -> None:
         assert [answer(s) for s in (silent, half, second)] == [b"", b"", b""]
 
 
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def small(tls: dict[str, str]) -> Iterator[int]:
+    """Over TLS, and with room for LEAST."""
+    with serving(48, **tls, header_timeout_s=600) as port:
+        yield port
+
+
+def hello() -> bytes:
+    """What a client of TLS sends first."""
+    context, sent = ssl.create_default_context(), ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), sent, server_hostname="localhost").do_handshake()
+    return sent.read()
+
+
+def test_300_that_do_not_end_their_handshakes_shut_out_nobody(small: int) -> None:
+    whole = hello()
+    with ExitStack() as stack:
+        socks = [connect(stack, small)]
+        for i in range(SILENT - 1):
+            with suppress(ConnectionResetError):
+                socks.append(connect(stack, small, (b"", whole[:20], whole)[i % 3]))
+        for _ in range(3):
+            assert httpx.get(f"https://127.0.0.1:{small}/health", verify=False, timeout=20).status_code == 200
+        assert answer(socks[0]) == b"", "the oldest is the first to go"
+
+
+def test_a_handshake_that_failed_counts_no_longer_and_one_that_ended_once(small: int) -> None:
+    context = ssl._create_unverified_context()
+    with ExitStack() as stack:
+        for i in range(3 * LEAST):
+            with ExitStack() as short, suppress(ConnectionResetError):
+                sock = connect(short, small, HEALTH + b"\r\n" if i % 2 else hello())
+                assert sock.recv(1) in (b"", b"\x15", b"\x16"), "an alert, or its part of the handshake"
+        clients = [context.wrap_socket(connect(stack, small)) for _ in range(LEAST)]
+        for _ in range(2):
+            for client in clients:
+                client.sendall(HEALTH + b"\r\n")
+                assert b"HTTP/1.1 200" in answer(client)
+
+
+def test_a_handshake_has_a_deadline(tls: dict[str, str]) -> None:
+    with serving(**tls, header_timeout_s=1.0) as port, ExitStack() as stack:
+        for sock in [connect(stack, port, data) for data in (b"", hello())]:
+            while sock.recv(4096):
+                pass
+
+
 class Stub:
     """A connection as the crowd sees it."""
 
@@ -107,7 +161,7 @@ class Stub:
         self.crowd, self.gone = crowd, gone
 
     def give_up(self) -> None:
-        self.crowd.asked(self)  # type: ignore[arg-type]
+        self.crowd.asked(self)
         self.gone.append(self)
 
 
@@ -120,15 +174,15 @@ def test_only_those_that_owe_a_request_go_and_the_oldest_first(acts: list[str], 
             one = Stub(crowd, gone)
             owing.append(one)
             expected = owing[0] if len(owing) + len(busy) > limit else None
-            crowd.came(one)  # type: ignore[arg-type]
+            crowd.came(one)
             assert gone == ([] if expected is None else [expected])
             for lost in gone:
                 owing.remove(lost)
-                crowd.went(lost)  # type: ignore[arg-type]
+                crowd.went(lost)
             gone.clear()
         elif act == "asked" and owing:
             busy.append(owing.pop(0))
-            crowd.asked(busy[-1])  # type: ignore[arg-type]
+            crowd.asked(busy[-1])
         elif act == "answered" and busy:
             owing.append(busy.pop(0))
-            crowd.answered(owing[-1])  # type: ignore[arg-type]
+            crowd.answered(owing[-1])

@@ -1,20 +1,27 @@
 """Connections that cost nothing to hold open: one that has not sent a request is closed after a while, or for another.
 
-Without this, whoever opens as many as the process may have files shuts out everybody, health checks included.
+Without this, whoever opens as many as the process may have files shuts out everybody, health checks included. A TLS
+handshake counts too: an event loop tells of a connection only when its handshake has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import resource
+import socket
+import ssl
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 RESERVE = 32  # files for all else: the engine's link, the tokenizer's, logs
 LEAST, MOST = 8, 1 << 16
+AGAIN_S = 1.0  # until the next try to accept, where the system has no file for a connection
+logger = logging.getLogger(__name__)
 
 
 def room() -> int:
@@ -27,6 +34,14 @@ def room() -> int:
     return max(LEAST, min(MOST, files - len(os.listdir("/proc/self/fd")) - RESERVE))
 
 
+class Guest(Protocol):
+    """A connection, or a handshake that may become one."""
+
+    def give_up(self) -> None:
+        """Close it, whatever it may still send."""
+        ...
+
+
 class Crowd:
     """All connections of a server. Where there are more than it has room for, the one goes that has owed a request for
     longest.
@@ -34,36 +49,37 @@ class Crowd:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._owing: dict[Connection, None] = {}  # a whole request, the longest first
+        self._owing: dict[Guest, None] = {}  # a whole request, the longest first
         self._count = 0
 
-    def came(self, one: Connection) -> None:
+    def came(self, one: Guest) -> None:
         """A connection was accepted."""
         self._count += 1
         self._owing[one] = None
         if self._count > self._limit:
             next(iter(self._owing)).give_up()
 
-    def asked(self, one: Connection) -> None:
+    def asked(self, one: Guest) -> None:
         """All of its request has come."""
         self._owing.pop(one, None)
 
-    def answered(self, one: Connection) -> None:
+    def answered(self, one: Guest) -> None:
         """Its request has been answered."""
         self._owing[one] = None
 
-    def went(self, one: Connection) -> None:
+    def went(self, one: Guest) -> None:
         """It was closed."""
         self._count -= 1
         self._owing.pop(one, None)
 
 
 class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
-    """A connection whose headers have a deadline."""
+    """A connection whose headers have a deadline. ``handshake``: the one that it came by, over TLS."""
 
-    def __init__(self, crowd: Crowd, header_s: float, **options: Any) -> None:
+    def __init__(self, crowd: Crowd, header_s: float, handshake: Handshake | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._crowd = crowd
+        self._handshake = handshake
         self._header_s = header_s
         self._late: asyncio.TimerHandle | None = None
 
@@ -75,6 +91,8 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._begin()
+        if self._handshake is not None:
+            self._handshake.end()  # first, so that one connection never counts twice
         self._crowd.came(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -108,3 +126,85 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
         if self._late is not None:
             self._late.cancel()
             self._late = None
+
+
+class Handshake:
+    """Of TLS, on an accepted socket. It counts as a connection that owes a request, until there is a connection."""
+
+    def __init__(self, crowd: Crowd, sock: socket.socket) -> None:
+        self._crowd = crowd
+        self._sock = sock
+        self._counted = True
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, shaking: Coroutine[Any, Any, None]) -> None:
+        """``shaking`` makes a connection, or ends."""
+        self._task = asyncio.create_task(shaking)
+        self._task.add_done_callback(self._done)
+        self._crowd.came(self)
+
+    def give_up(self) -> None:
+        """See Guest."""
+        assert self._task is not None
+        self._crowd.asked(self)  # never chosen twice
+        self._task.cancel()
+
+    def end(self) -> None:
+        """Count it no longer."""
+        if self._counted:
+            self._counted = False
+            self._crowd.went(self)
+
+    def _done(self, _: asyncio.Task[None]) -> None:
+        if self._counted:  # no connection came of it; if it was given up before it began, nobody else closes the socket
+            self._sock.close()
+            self.end()
+
+
+class TlsDoor:
+    """A socket that listens, and whose handshakes are part of ``crowd``. uvicorn closes it as an asyncio.Server."""
+
+    def __init__(
+        self,
+        crowd: Crowd,
+        sock: socket.socket,
+        make: Callable[[Handshake], Connection],
+        context: ssl.SSLContext,
+        limit_s: float,
+    ) -> None:
+        """``sock`` listens; ``limit_s``: of a handshake."""
+        self._crowd = crowd
+        self._sock = sock
+        self._make = make
+        self._context = context
+        self._limit_s = limit_s
+        self.accepting = asyncio.create_task(self._accept())
+
+    def close(self) -> None:
+        """Accept nobody more; connections stay."""
+        self.accepting.cancel()
+
+    async def wait_closed(self) -> None:
+        """Until nobody is accepted."""
+        await asyncio.wait([self.accepting])
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self._sock)
+            except ConnectionAbortedError:  # the client was quicker
+                continue
+            except OSError as error:
+                logger.error("cannot accept a connection: %s", error)
+                await asyncio.sleep(AGAIN_S)
+                continue
+            handshake = Handshake(self._crowd, sock)
+            handshake.begin(self._shake(handshake, sock))
+
+    async def _shake(self, handshake: Handshake, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with suppress(OSError):  # the client went, spoke no TLS, or took too long
+            await loop.connect_accepted_socket(
+                lambda: self._make(handshake), sock, ssl=self._context, ssl_handshake_timeout=self._limit_s
+            )

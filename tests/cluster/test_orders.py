@@ -1,0 +1,162 @@
+"""Orders to a host, over a program that stands in for Ray's: it says that it has started, or does not, and waits."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lamina.fleet import node
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
+from running import alive, eventually
+
+ADDRESS = "fd00::1"
+RAY = """
+import json, os, pathlib, signal, subprocess, sys
+words = sys.argv[1:]
+if "--with-child" in words:
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    print("child", child.pid, flush=True)
+if "--stubborn" in words:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+report = {"words": words, "environment": dict(os.environ), "session": os.getsid(0), "stdin": sys.stdin.read()}
+pathlib.Path(os.environ["REPORT"]).write_text(json.dumps(report))
+if "--wordless" not in words:
+    print("x" * 400, "no luck" if "--end" in words else "Ray runtime started", file=sys.stderr, flush=True)
+if "--end" not in words:
+    signal.pause()
+"""
+
+
+@pytest.fixture(autouse=True)
+def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    package = tmp_path / "ray" / "scripts"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "scripts.py").write_text(RAY)
+    variables = {"PYTHONPATH": tmp_path, "XDG_STATE_HOME": tmp_path / "state", "REPORT": tmp_path / "report"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/no/such/file")
+    yield
+    if (pid := node._running(node._folder(ADDRESS))) is not None:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def order(*arguments: str, timeout_s: float = 60.0) -> dict[str, Any]:
+    return {"address": ADDRESS, "arguments": list(arguments), "token": "secret", "timeout_s": timeout_s, "head": ""}
+
+
+def test_what_is_up_is_found_and_ended_once(tmp_path: Path) -> None:
+    answer = node.up(order("--head", "--port", "1"))
+    pid = answer["pid"]
+    assert answer == {"pid": pid, "fresh": True}
+    assert node.up(order("--other")) == {"pid": pid, "fresh": False}
+    assert node.status(order()) == {"pid": pid}
+    assert node.status({**order(), "address": "fd00::2"}) == {"pid": 0}
+    report = json.loads((tmp_path / "report").read_text())
+    assert report["words"] == ["start", "--block", "--head", "--port", "1"]
+    assert (report["session"], report["stdin"]) == (pid, ""), "a session of its own, and nothing to read"
+    names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness", "RAY_AUTH_TOKEN_PATH")
+    assert [report["environment"].get(name) for name in names] == ["token", "secret", "0", "0", None]
+    folder = tmp_path / "state" / "lamina" / "hosts" / "fd00__1"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert (folder / "log").read_text().endswith("Ray runtime started\n")
+    assert node.down(order()) == {"ended": True}
+    assert not alive([pid])
+    assert not (folder / "pid").exists()
+    assert node.down(order()) == {"ended": False}
+    assert node.status(order()) == {"pid": 0}
+    assert node.up(order())["fresh"]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"), [("--end", "x" * (300 - len(" no luck")) + " no luck;"), ("--wordless", "it says nothing;")]
+)
+def test_a_start_that_fails_says_why_and_where_to_read_on(word: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(node.NodeError) as refused:
+        node.up(order("--end", word))
+    log = tmp_path / "state" / "lamina" / "hosts" / "fd00__1" / "log"
+    assert str(refused.value) == f"Ray did not start: {said} see {log}"
+    assert node.status(order()) == {"pid": 0}
+
+
+def test_a_start_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    with pytest.raises(node.NodeError, match="Ray did not start"):
+        node.up(order("--wordless", timeout_s=0.0))
+    assert node.status(order()) == {"pid": 0}
+
+
+def test_who_does_not_heed_a_signal_is_killed_with_all_that_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "END_S", 0.2)
+    pid = node.up(order("--stubborn", "--with-child"))["pid"]
+    child = int((node._folder(ADDRESS) / "log").read_text().split()[1])
+    assert len(alive([pid, child])) == 2
+    assert node.down(order()) == {"ended": True}
+    assert eventually(lambda: not alive([pid, child]), 10.0)
+
+
+def test_the_head_says_what_ray_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a client of Ray that stands in for its own."""
+    from lamina.fleet import ray as over_ray
+
+    pid, joined_to = node.up(order())["pid"], list[str]()
+    free = {"lamina_memory": 2.0}
+
+    @contextmanager
+    def joined(address: str) -> Iterator[str]:
+        joined_to.append(address)
+        yield "client"
+
+    monkeypatch.setattr(over_ray, "joined", joined)
+    monkeypatch.setattr(over_ray, "hosts_of", lambda client: [SimpleNamespace(address=client, resources=free)])
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "of somebody else")
+    assert node.status({**order(), "head": "10.0.0.1:6379"}) == {"pid": pid, "hosts": {"client": free}}
+    assert joined_to == ["10.0.0.1:6379"]
+    assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]) == ("token", "secret")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ({"order": "status"}, {"pid": 0}),
+        ({"order": "down"}, {"ended": False}),
+        (
+            {"order": "up", "arguments": ["--end", "--wordless"]},
+            {"error": "Ray did not start: it says nothing; see LOG"},
+        ),
+    ],
+)
+def test_an_order_is_a_line_and_so_is_the_answer(
+    text: dict[str, Any], answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps({**order(), **text})))
+    assert node.main() == 0
+    said = capsys.readouterr().out
+    assert json.loads(said.replace(str(node._folder(ADDRESS) / "log"), "LOG")) == answer
+    assert said.count("\n") == 1
+
+
+def test_an_end_is_seen_while_it_is_waited_for() -> None:
+    """Whoever ends by the signal is not killed: ``down`` is back long before END_S."""
+    node.up(order())
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (node.down(order()), done.set()))
+    thread.start()
+    assert done.wait(node.END_S / 2)
+    thread.join()

@@ -1,0 +1,88 @@
+"""One completion on its way: when it ends, which rows it wants, what a preemption takes from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from lamina.engine.sequence import Sequence
+from lamina.request import CompletionOutput, SamplingParams
+
+STOP, OTHER = 7, 8
+
+
+def sequence(**changes: int) -> Sequence:
+    params = SamplingParams(max_tokens=9, min_tokens=changes.pop("min_tokens", 0))
+    made = Sequence(1, params, 0, [1, 2, 3], CompletionOutput(0), changes.pop("max_len", 6), frozenset([STOP]))
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_it_begins_with_a_copy_of_its_prompt() -> None:
+    prompt = [1, 2]
+    one = Sequence(1, SamplingParams(), 0, prompt, CompletionOutput(0), 9, frozenset())
+    one.append(5)
+    assert (prompt, one.tokens, one.num_outputs) == ([1, 2], [1, 2, 5], 1)
+
+
+@pytest.mark.parametrize(("min_tokens", "ends_at"), [(0, 1), (1, 2), (2, 3)])
+def test_a_stop_token_counts_once_there_are_enough(min_tokens: int, ends_at: int) -> None:
+    one = sequence(min_tokens=min_tokens, max_len=100)
+    while not one.finished:
+        one.append(STOP)
+    assert (one.num_outputs, one.output.finish_reason, one.output.stop_reason) == (ends_at, "stop", STOP)
+
+
+def test_its_length_ends_it_and_a_stop_token_at_the_end_is_a_stop() -> None:
+    by_length, by_stop = sequence(), sequence()
+    for one, last in ((by_length, OTHER), (by_stop, STOP)):
+        for token in (OTHER, OTHER, last):
+            assert not one.finished
+            one.append(token)
+        assert one.finished
+    assert (by_length.output.finish_reason, by_length.output.stop_reason) == ("length", None)
+    assert (by_stop.output.finish_reason, by_stop.output.stop_reason) == ("stop", STOP)
+
+
+def test_the_first_reason_stays() -> None:
+    one = sequence()
+    one.finish("abort", "word")
+    one.finish("length")
+    assert (one.finished, one.output.finish_reason, one.output.stop_reason) == (True, "abort", "word")
+
+
+def test_a_drawn_token_is_no_longer_being_drawn() -> None:
+    one = sequence(num_drawing=2)
+    assert one.num_promised == 5
+    one.append(OTHER)
+    assert (one.num_drawing, one.num_promised) == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("state", "wants"),
+    [
+        ({}, True),
+        ({"num_scheduled": 2}, True),
+        ({"num_scheduled": 3}, False),
+        ({"num_scheduled": 3, "num_drawing": 1}, True),
+        ({"num_scheduled": 3, "num_drawing": 2}, True),
+        ({"num_scheduled": 4, "num_drawing": 3}, False),  # the last token that it may have is being drawn
+        ({"finished": True}, False),
+        ({"prefill_worker": 0}, False),
+    ],
+)
+def test_which_rows_it_wants(state: dict[str, int], wants: bool) -> None:
+    assert sequence(**state).wants_rows == wants
+
+
+def test_a_row_has_its_token_or_none_yet() -> None:
+    one = sequence(num_drawing=1)
+    assert [one.token_at(i) for i in range(4)] == [1, 2, 3, -1]
+
+
+def test_a_restart_keeps_what_is_known_and_forgets_what_was_scheduled() -> None:
+    one = sequence(id=4, num_scheduled=3, num_told=2, num_scored=1)
+    one.append(OTHER)
+    one.restart()
+    assert (one.id, one.num_scheduled, one.num_told) == (-1, 0, -1)
+    assert (one.tokens, one.num_scored) == ([1, 2, 3, OTHER], 1)
