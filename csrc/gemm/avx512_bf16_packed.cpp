@@ -103,14 +103,18 @@ struct Place {
 template <int kRows, int kBlocks>
 using Sums = __m512[kRows][kBlocks];
 
+// Loops over sums are unrolled at once, lest GCC 12 keep the sums in memory: that took a tenth of the time.
 template <int kRows, int kBlocks>
 inline void add(Sums<kRows, kBlocks>& to, const Sums<kRows, kBlocks>& other) {
+#pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m)
+#pragma GCC unroll 8
     for (int b = 0; b < kBlocks; ++b) to[m][b] = _mm512_add_ps(other[m][b], to[m][b]);
 }
 
 template <int kRows, int kBlocks>
 inline void store(const Problem& p, const Place& at, const Sums<kRows, kBlocks>& sums) {
+#pragma GCC unroll 8
   for (int b = 0; b < kBlocks; ++b) {
     const std::size_t n = at.col + b * kBlock;
     const __mmask16 there = p.cols - n >= kBlock ? 0xffff : static_cast<__mmask16>((1u << (p.cols - n)) - 1);
@@ -119,6 +123,7 @@ inline void store(const Problem& p, const Place& at, const Sums<kRows, kBlocks>&
       const __m256i raw = _mm256_maskz_loadu_epi16(there, static_cast<const Bf16*>(p.b) + n);
       bias = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
     }
+#pragma GCC unroll 8
     for (int m = 0; m < kRows; ++m) {
       const __m512 y = p.b ? _mm512_add_ps(sums[m][b], bias) : sums[m][b];
       auto* const to = static_cast<Bf16*>(p.y) + (at.row + m) * p.cols + n;
@@ -136,16 +141,22 @@ void tile(const Problem& p, const Place& at) {
   const std::uint32_t *x = at.x, *w = at.w, *ahead = at.ahead;
   for (std::size_t chain = 0; chain < kChains; chain += kTogether) {
     Sums<kRows, kBlocks> s[kTogether];
+#pragma GCC unroll 8
     for (auto& one : s)
+#pragma GCC unroll 8
       for (auto& row : one)
+#pragma GCC unroll 8
         for (auto& v : row) v = _mm512_setzero_ps();
     for (std::size_t j = 0; j < vectors; ++j, w += kBlock, x += kRows)
+#pragma GCC unroll 8
       for (int c = 0; c < kTogether; ++c) {
         for (int i = 0; i < kAhead; ++i, ahead += kBlock) __builtin_prefetch(ahead, 0, 2);
         __m512bh wk[kBlocks];
         for (int b = 0; b < kBlocks; ++b) wk[b] = (__m512bh)_mm512_loadu_si512(w + c * vectors * kBlock + b * block);
+#pragma GCC unroll 8
         for (int m = 0; m < kRows; ++m) {
           const auto xk = (__m512bh)_mm512_set1_epi32(static_cast<int>(x[c * vectors * kRows + m]));
+#pragma GCC unroll 8
           for (int b = 0; b < kBlocks; ++b) s[c][m][b] = _mm512_dpbf16_ps(s[c][m][b], xk, wk[b]);
         }
       }
@@ -155,7 +166,9 @@ void tile(const Problem& p, const Place& at) {
     int level = 0;
     for (std::size_t done = chain / kTogether; done & 1; done >>= 1) add<kRows, kBlocks>(s[0], waiting[level++]);
     if (chain + kTogether == kChains) return store<kRows, kBlocks>(p, at, s[0]);
+#pragma GCC unroll 8
     for (int m = 0; m < kRows; ++m)
+#pragma GCC unroll 8
       for (int b = 0; b < kBlocks; ++b) waiting[level][m][b] = s[0][m][b];
   }
 }
