@@ -7,7 +7,7 @@ import re
 
 from lamina.fleet.hosts import is_here, look_up
 from lamina.fleet.static_warden import ANY, ROLES, ComingWorker, keep
-from lamina.netstack.key import KEY_FILE, cluster_key
+from lamina.netstack.contract.key import KEY_FILE, cluster_key
 
 WAIT_S = 600.0
 _WORKER = re.compile(rf"({'|'.join(ROLES)})(?:-(\d{{1,4}}))?")

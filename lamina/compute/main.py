@@ -20,7 +20,7 @@ from lamina.protocol.plan import Bind, Bound, Join, ProtocolError
 from lamina.protocol.resolve import devices_may_talk
 from lamina.workers.devices import CPU
 from lamina.workers.graphs import Graphs
-from lamina.workers.view import Door, ViewFabric
+from lamina.workers.view import ViewDoor, ViewFabric
 from lamina.workers.wire import can_be_direct
 
 from .capacity import choose_kv_bytes, geometries
@@ -58,8 +58,8 @@ class _Server(ModelServer):
     role = "compute worker"
     packs = True
     _cut: Cut
-    _ring_door: Door | None = None
-    _rank_door: Door | None = None
+    _ring_door: ViewDoor | None = None
+    _rank_door: ViewDoor | None = None
     _program: Any = None
     _ranks: ViewGroup | None = None
     _serving: ComputeWorker | None = None
@@ -104,11 +104,11 @@ class _Server(ModelServer):
             )
         return self._serving, self.ready(cut, bounds, meeting.view)
 
-    def _open_door(self, name: str, most: netstack.Ceiling) -> Door:
+    def _open_door(self, name: str, most: netstack.Ceiling) -> ViewDoor:
         """Where the replica before this one comes, or the other ranks."""
-        return Door(self.fabric.listen(self.start.address, name=name, ceiling=most))
+        return ViewDoor(self.fabric.listen(self.start.address, name=name, ceiling=most))
 
-    def _meet(self, meeting: Connect, fabric: ViewFabric, door: Door) -> ViewGroup:
+    def _meet(self, meeting: Connect, fabric: ViewFabric, door: ViewDoor) -> ViewGroup:
         """The other ranks, once all are there. Raises ValueError, ChannelError."""
         start, urls = self.start, [rank.url for rank in meeting.ranks]
         names = [rank_name(rank.name) for rank in meeting.ranks]
@@ -137,7 +137,7 @@ class _Server(ModelServer):
             directory = find_checkpoint(self.start.path, trust_remote_code=self.start.model.trust_remote_code)
             check_room(directory, copies, available_bytes())
 
-    def _close_ring(self, meeting: Connect, fabric: ViewFabric, door: Door) -> RingEnds:
+    def _close_ring(self, meeting: Connect, fabric: ViewFabric, door: ViewDoor) -> RingEnds:
         start, behind = self.start, meeting.behind
         if behind is None:
             raise ProtocolError("a Connect that names no next replica")
@@ -234,5 +234,5 @@ class _Server(ModelServer):
         )
 
 
-def _url(door: Door | None) -> str:
+def _url(door: ViewDoor | None) -> str:
     return door.url if door else ""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from lamina import __version__
 from lamina.netstack import ChannelAborted, ChannelError, ChannelTimeout
-from lamina.netstack.key import KEY, KEY_FILE, cluster_key
+from lamina.netstack.contract.key import KEY, KEY_FILE, cluster_key
 from lamina.protocol.control import ControlLink, LinkClosedError
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.sealed import SealedSocket

@@ -29,7 +29,7 @@ from lamina.protocol.control import (
 )
 from lamina.protocol.plan import ProtocolError
 from lamina.workers.service import Service
-from lamina.workers.view import Door
+from lamina.workers.view import ViewDoor
 
 if TYPE_CHECKING:
     from .worker import MemoryWorker
@@ -70,7 +70,7 @@ class _Server:
                 service.link.send(MemoryReady(url=listener.url))
                 worker = Background(self._loaded, "lamina-import").result()
                 self._set_threads()
-                door = Door(listener)
+                door = ViewDoor(listener)
                 while isinstance(meeting := service.next(block=True), Connect):
                     # The other end tells the driver why a channel ended; another Connect may come.
                     with suppress(ChannelError, ProtocolError):

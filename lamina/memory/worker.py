@@ -16,7 +16,7 @@ from lamina.observe.trace import OFF, Recorder
 from lamina.protocol.control import Connect
 from lamina.protocol.plan import Bind, ProtocolError
 from lamina.workers.devices import CPU, FREE_PART
-from lamina.workers.view import Door, ViewFabric, ViewListener
+from lamina.workers.view import ViewDoor, ViewFabric, ViewListener
 
 from .meter import Meter
 from .session import Session
@@ -66,7 +66,7 @@ class MemoryWorker:
         if fabric is not None and fabric.view < view:
             fabric.leave(_over(fabric.view, view))
 
-    def serve(self, door: Door, meeting: Connect) -> None:
+    def serve(self, door: ViewDoor, meeting: Connect) -> None:
         """Have one bind and the others join who come to ``door``, then serve steps until a channel ends or the view is
         over; close all channels. The store stays.
 

@@ -14,7 +14,7 @@ from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, Fabric, Geo
 LOOK_S = 0.25  # while nobody comes, before a worker looks whether its view is over
 
 
-class Door:
+class ViewDoor:
     """A listener that stays open from view to view. One thread uses it."""
 
     def __init__(self, listener: Listener) -> None:
@@ -72,11 +72,11 @@ class ViewFabric:
             self._fabric.connect(url, **geometry, epoch=self.view, timeout_s=timeout_s, name=name, peer=peer)
         )
 
-    def at(self, door: Door) -> ViewListener:
+    def at(self, door: ViewDoor) -> ViewListener:
         """Where peers of this view come."""
         return ViewListener(self, door)
 
-    def accept(self, door: Door, timeout_s: float) -> Channel:
+    def accept(self, door: ViewDoor, timeout_s: float) -> Channel:
         """The next peer of this view. Raises ChannelTimeout; ChannelAborted once the view is over."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -128,7 +128,7 @@ class ViewFabric:
 class ViewListener:
     """See Listener. It closes nothing: the door stays open for the next view."""
 
-    def __init__(self, fabric: ViewFabric, door: Door) -> None:
+    def __init__(self, fabric: ViewFabric, door: ViewDoor) -> None:
         self.url = door.url
         self._fabric, self._door = fabric, door
 

@@ -39,7 +39,7 @@ from lamina.protocol.plan import (
     decode_bound,
     encode,
 )
-from lamina.workers.view import Door
+from lamina.workers.view import ViewDoor
 
 WAIT_S = 90.0
 GEOMETRY = Geometry(slots=4, slot_bytes=1 << 20)
@@ -117,7 +117,7 @@ class Pool:
     workers: list[MemoryWorker] = field(default_factory=list)
     ends: list[Exception] = field(default_factory=list)
     threads: list[threading.Thread] = field(default_factory=list)
-    doors: list[Door] = field(default_factory=list)
+    doors: list[ViewDoor] = field(default_factory=list)
 
     def join(
         self, first: Peer, replica: int, layers: list[LayerShape] | None = None, name: str = "", **fields: int
@@ -134,7 +134,7 @@ class Pool:
     def open(self, name: str = "", view: int = 0, names: Sequence[str] = ()) -> Channel:
         """The channel to a new worker, which serves ``view`` and lets ``names`` in."""
         self.workers.append(MemoryWorker())
-        self.doors.append(Door(self.fabric.listen()))
+        self.doors.append(ViewDoor(self.fabric.listen()))
         self.serve(-1, view, names)
         return self.knock(-1, view, name)
 

@@ -29,7 +29,7 @@ from lamina.protocol.control import (
 )
 from lamina.protocol.options import BatchingOptions, Deadlines, DeviceOptions, KVOptions, ModelOptions, TopologyOptions
 from lamina.protocol.plan import StepPlan
-from lamina.workers.view import Door, ViewFabric
+from lamina.workers.view import ViewDoor, ViewFabric
 
 WAIT_S = 30.0
 KEY = b"k" * 32
@@ -69,7 +69,7 @@ class Server(ModelServer):
     role = "compute worker"
 
     def load(self) -> Loaded:
-        self.door = Door(self.fabric.listen())
+        self.door = ViewDoor(self.fabric.listen())
         return Loaded(ring_url=self.door.url)
 
     def connect(self, meeting: Connect, fabric: ViewFabric) -> tuple[Waiting, ComputeReady]:
