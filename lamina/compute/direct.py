@@ -13,6 +13,7 @@ from lamina.netstack import Channel, ChannelError
 from lamina.protocol.codec import Counts, HeldPiece, held_pieces, messages
 from lamina.protocol.partition import Partition
 from lamina.protocol.plan import Bound, Direct, Key, Kind, LayerShape, StepPlan
+from lamina.protocol.resolve import LayerPath
 from lamina.workers.staging import Staging
 from lamina.workers.wire import LINE_WORDS, Wire, lines
 
@@ -120,7 +121,7 @@ class DirectAttention:
     def _messages(self, plan: StepPlan) -> list[tuple[Key, int, int]]:
         rows, found = (Counts(plan.num_rows),), list[tuple[Key, int, int]]()
         for layer, shares in enumerate(self._shares):
-            key = Key(Kind.Q, plan.step, plan.batch, plan.view, layer)
+            key = Key.of(Kind.Q, plan, layer)
             for share in shares:
                 x = messages((share.piece,), rows, self._itemsize)
                 _, v, *_ = x.kv[0]
@@ -141,11 +142,12 @@ def open_wires(
     bounds: Sequence[Bound],
     staging: Staging,
     wait_s: float,
+    path: LayerPath,
 ) -> list[Wire]:
-    """To the memory workers that ``connects`` go to, which gave ``bounds``, if all of them can have one; else none, and
-    those that wait for theirs are told so. Raises ChannelError, RefusedError.
+    """To the memory workers that ``connects`` go to, which gave ``bounds``, if ``path`` is from device to device; else
+    none, and those that wait for theirs are told so. Raises ChannelError, RefusedError.
     """
-    wires, wanted = list[Wire](), all(bound.direct for bound in bounds)
+    wires, wanted = list[Wire](), path is LayerPath.DEVICE
     for worker, (connect, bound) in enumerate(zip(connects, bounds, strict=True)):
         if bound.direct:
             channel = connect()

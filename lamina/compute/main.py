@@ -17,7 +17,7 @@ from lamina.kv.stored import stored_dtype
 from lamina.memory.store import available_bytes
 from lamina.protocol.control import ComputeReady, Connect, Loaded
 from lamina.protocol.plan import Bind, Bound, Join, ProtocolError
-from lamina.protocol.resolve import devices_may_talk
+from lamina.protocol.resolve import LayerPath, layer_path
 from lamina.workers.devices import CPU
 from lamina.workers.graphs import Graphs
 from lamina.workers.view import ViewDoor, ViewFabric
@@ -31,7 +31,7 @@ from .memory_pool import MemoryPool
 from .model_server import Cut, ModelServer, serve
 from .ranks import Together
 from .ring import RING, RingEnds
-from .staged import stage_attention, stage_collective, stage_ring
+from .staged import stage_collective, stage_ring
 from .view_group import ViewGroup
 from .worker import Attention, ComputeWorker
 
@@ -176,13 +176,18 @@ class _Server(ModelServer):
             else:
                 bounds.append(self._bind_next(links[-1], self._bind(meeting.view, worker, channel), bounds))
         opens = [partial(connect, there.url, peer=there.name) for there in meeting.memory]
-        wires = open_wires(opens, bounds, self.staging, start.deadlines.step_timeout_s)
+        path = self._layer_path(kernels=all(bound.direct for bound in bounds))
+        wires = open_wires(opens, bounds, self.staging, start.deadlines.step_timeout_s, path)
         if ring and start.number + 1 < start.topology.replicas:
             ring.pass_turn()
-        pool = MemoryPool(links, partition, cut.layers, self._merging(cut, bounds[0].backend), self.staging.empty)
-        if wires:
-            return DirectAttention(pool, wires, partition, cut.layers, cut.dtype.itemsize, self.staging), bounds
-        return stage_attention(pool, self.staging), bounds
+        pool = MemoryPool(links, partition, cut.layers, self._merging(cut, bounds[0].backend), self.staging)
+        if path is LayerPath.HOST:
+            return pool, bounds
+        return DirectAttention(pool, wires, partition, cut.layers, cut.dtype.itemsize, self.staging), bounds
+
+    def _layer_path(self, *, kernels: bool) -> LayerPath:
+        topology = self.start.topology
+        return layer_path(self._cut.partition, topology.replicas, topology.prefill_workers, kernels=kernels)
 
     def _bind_next(self, link: MemoryLink, bind: Bind, bounds: list[Bound]) -> Bound:
         """All take the backend that the first one has taken. Raises RefusedError, naming one that cannot."""
@@ -230,7 +235,7 @@ class _Server(ModelServer):
             max_model_len=cut.max_len,
             replicas=replicas,
             prefill_workers=prefill_workers,
-            direct=devices_may_talk(cut.partition, replicas, prefill_workers) and can_be_direct(channel, self.staging),
+            direct=self._layer_path(kernels=can_be_direct(channel, self.staging)) is LayerPath.DEVICE,
         )
 
 

@@ -1,9 +1,9 @@
-"""All memory workers as one, for the compute worker: scatters Q, K, V by the partition, gathers O."""
+"""All memory workers as one, for the compute worker: scatters Q, K, V by the partition, gathers O. Hosts send."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ from lamina.protocol.layout import Layout, layout, merges
 from lamina.protocol.partition import Partition
 from lamina.protocol.placement import Placement
 from lamina.protocol.plan import Key, Kind, LayerShape, StepPlan, encode
+from lamina.workers.devices import CPU
+from lamina.workers.staging import Host, Staging
 
 from .links import MemoryLink
 
@@ -27,7 +29,7 @@ Index = Tensor | None  # rows of a step; None = all of them
 
 
 class MemoryPool:
-    """What slices send with, ``q`` and ``kv``; and what they go on with, ``o``."""
+    """See Attention. A message is on the host before ``q`` or ``kv`` returns: its tensors may be overwritten then."""
 
     def __init__(
         self,
@@ -35,10 +37,10 @@ class MemoryPool:
         partition: Partition,
         layers: Sequence[LayerShape],
         backend: AttentionBackend,
-        empty: Callable[..., Tensor] = torch.empty,
+        staging: Staging | None = None,
     ) -> None:
-        """``backend``: of the memory workers' name; it merges what they return in parts. ``empty``: makes what ``o``
-        gives.
+        """``backend``: of the memory workers' name; it merges what they return in parts. ``staging``: of the device
+        where tensors come from and go to; None for the CPU.
         """
         self.links = links
         specs = [AttentionSpec.decode(shape.spec) for shape in layers]
@@ -47,7 +49,7 @@ class MemoryPool:
         held = [held_pieces(layers, windows, partition, link.worker, groups) for link in links]
         pieces = list(zip(*held, strict=True)) if links else [()] * len(layers)
         self._layers = [_Layer(*x, pieces.index(x[-1])) for x in zip(layers, specs, pieces, strict=True)]
-        self._backend, self._empty = backend, empty
+        self._backend, self._staging = backend, staging or Host(CPU)
         self._groups, self._placement = groups, Placement(partition.num_lanes, partition.stripe * CHUNK_TOKENS)
         self._steps: dict[int, _Step] = {}  # of every batch, its last one
         self.select(StepPlan(step=0, ops=[], rows=[]))
@@ -63,12 +65,13 @@ class MemoryPool:
 
     def announce(self, plan: StepPlan) -> None:
         """Tell all memory workers of a step to come."""
-        key, data = Key(Kind.PLAN, plan.step, plan.batch, plan.view), encode(plan)
+        key, data = Key.of(Kind.PLAN, plan), encode(plan)
         for link in self.links:
             link.send_plan(key, data)
 
     def q(self, layer: int, q: Tensor) -> None:
         """q [R, Hq, 1, D]: to each memory worker the query heads of its KV heads."""
+        (q,) = self._staging.down(q)  # waits while the device computes it
         start, step = time.perf_counter(), self._step
         for link, share in zip(self.links, step.shares(self._layers[layer], q.dtype), strict=True):
             if share.q:
@@ -78,6 +81,7 @@ class MemoryPool:
 
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
         """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]: to each memory worker its KV heads."""
+        k, v = self._staging.down(k, v)
         start, step = time.perf_counter(), self._step
         for link, share in zip(self.links, step.shares(self._layers[layer], k.dtype), strict=True):
             if share.kv:
@@ -92,7 +96,7 @@ class MemoryPool:
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
         """Gather [R, 1, Hq, Dv] from all memory workers."""
         start, step, of = time.perf_counter(), self._step, self._layers[layer]
-        out = self._empty(num_rows, of.num_q_heads, of.v_dim, dtype=dtype)
+        out = self._staging.empty(num_rows, of.num_q_heads, of.v_dim, dtype=dtype)
         cut = step.cut_heads(of)
         parts = [Partial(*(torch.empty(*x.shape, *dim, dtype=FP32) for dim in ((of.v_dim,), ()))) for x in cut]
         for link, share in zip(self.links, step.shares(of, dtype), strict=True):
@@ -102,7 +106,7 @@ class MemoryPool:
         for each, merged in zip(cut, parts, strict=True):
             self._merge(of, each, merged, out)
         self.wait_s += time.perf_counter() - start
-        return out.unsqueeze(1)
+        return self._staging.up(out.unsqueeze(1))
 
     def settle(self) -> None:
         """See Attention: every O was waited for."""
@@ -170,7 +174,7 @@ class _Step:
         self._cut: dict[int, list[_CutHeads]] = {}
 
     def key(self, kind: Kind, layer: int) -> Key:
-        return Key(kind, self.plan.step, self.plan.batch, self.plan.view, layer)
+        return Key.of(kind, self.plan, layer)
 
     def shares(self, layer: _Layer, dtype: torch.dtype) -> list[_Share]:
         """By link."""

@@ -24,7 +24,6 @@ from .links import MemoryLink
 from .memory_pool import MemoryPool
 from .model_server import Cut, ModelServer, serve
 from .prefill import OwnAttention, PrefillWorker
-from .staged import stage_attention
 from .worker import ComputeWorker
 
 
@@ -47,12 +46,12 @@ class _Server(ModelServer):
     def connect(self, meeting: Connect, fabric: ViewFabric) -> tuple[PrefillWorker, ComputeReady]:
         start, cut = self.start, self._cut
         links, bounds = self._join(meeting, fabric)
-        pool = MemoryPool(links, cut.partition, cut.layers, attention.get("reference", CPU, cut.dtype))
-        staged = stage_attention(pool, self.staging)
+        merging = attention.get("reference", CPU, cut.dtype)
+        pool = MemoryPool(links, cut.partition, cut.layers, merging, self.staging)
         if self._serving is not None:
-            self._serving.connect(links, staged, meeting.view)
+            self._serving.connect(links, pool, meeting.view)
             return self._serving, self.ready(cut, bounds, meeting.view)
-        own = OwnAttention(self._store(cut, bounds[0].backend), staged, self.trace)
+        own = OwnAttention(self._store(cut, bounds[0].backend), pool, self.trace)
         self.clock.lap("bind_s")
         worker = ComputeWorker(
             emulated(self._program, prefill=True),

@@ -91,7 +91,7 @@ class Move:
         slot = self._behind.reserve(total, timeout_s=self._timeout_s)
         for (start, stop), x in zip(places, carry, strict=True):
             tensor_over(slot.data[start:stop], x.dtype).view(x.shape).copy_(x)
-        self._behind.put_signal(slot, _key(plan, index).pack())
+        self._behind.put_signal(slot, Key.of(Kind.CARRY, plan, index).pack())
 
     def take(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
         """See Ring. Raises ChannelError, ProtocolError."""
@@ -99,7 +99,7 @@ class Move:
         arrival = next_of_view(self._before, plan.view, self._timeout_s)
         self.wait_s += time.perf_counter() - begun
         try:
-            got, key = Key.unpack(arrival.tag), _key(plan, index)
+            got, key = Key.unpack(arrival.tag), Key.of(Kind.CARRY, plan, index)
             places, total = layout(self._cuts[index], plan.num_rows)
             if got != key or arrival.data.nbytes != total:
                 raise ProtocolError(f"ring: {got} of {arrival.data.nbytes} bytes in place of {key} of {total} bytes")
@@ -172,7 +172,3 @@ def layout(tensors: Sequence[RowShape], rows: int) -> tuple[list[tuple[int, int]
         places.append((at, at + nbytes))
         at = -(-(at + nbytes) // ALIGN) * ALIGN
     return places, places[-1][1] if places else 0
-
-
-def _key(plan: StepPlan, index: int) -> Key:
-    return Key(Kind.CARRY, plan.step, plan.batch, plan.view, index)

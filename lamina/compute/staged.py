@@ -1,11 +1,10 @@
-"""What a compute worker deals with, for tensors on a device of its own memory: messages, the ring, other ranks.
+"""What a compute worker deals with, for tensors on a device of its own memory: the ring, other ranks.
 
 Each stands in for one that knows host tensors alone, and brings tensors there and back.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lamina.collective import Collective
@@ -13,63 +12,16 @@ from lamina.protocol.plan import StepPlan
 from lamina.workers.staging import Staging
 
 from .ring import Ring
-from .worker import Attention
-
-
-def stage_attention(inner: Attention, staging: Staging) -> Attention:
-    """``inner`` itself where nothing need be copied, as with the others."""
-    return StagedAttention(inner, staging) if staging.apart else inner
 
 
 def stage_ring(inner: Ring, staging: Staging) -> Ring:
-    """For a ring whose tensors leave this process."""
+    """For a ring whose tensors leave this process; ``inner`` itself where nothing need be copied."""
     return StagedRing(inner, staging) if staging.apart else inner
 
 
 def stage_collective(inner: Collective, staging: Staging) -> Collective:
     """For the slices, and for draws."""
     return StagedCollective(inner, staging) if staging.apart and not inner.recordable else inner
-
-
-class StagedAttention:
-    """See Attention. A message is on the host before ``q`` or ``kv`` returns: its tensors may be overwritten then."""
-
-    def __init__(self, inner: Attention, staging: Staging) -> None:
-        self._inner, self._staging = inner, staging
-
-    @property
-    def send_s(self) -> float:
-        """See Attention; without the time in which the device computes what is sent."""
-        return self._inner.send_s
-
-    @property
-    def wait_s(self) -> float:
-        """See Attention."""
-        return self._inner.wait_s
-
-    def announce(self, plan: StepPlan) -> None:
-        """See Attention."""
-        self._inner.announce(plan)
-
-    def select(self, plan: StepPlan) -> None:
-        """See Attention."""
-        self._inner.select(plan)
-
-    def q(self, layer: int, q: Tensor) -> None:
-        """See Attention."""
-        self._inner.q(layer, *self._staging.down(q))
-
-    def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """See Attention."""
-        self._inner.kv(layer, *self._staging.down(k, v))
-
-    def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
-        """See Attention."""
-        return self._staging.up(self._inner.o(layer, num_rows, dtype))
-
-    def settle(self) -> None:
-        """See Attention."""
-        self._inner.settle()
 
 
 class StagedRing:

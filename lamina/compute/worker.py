@@ -37,7 +37,9 @@ class Program(Protocol):
 
 
 class Attention(Protocol):
-    """Where Q, K and V go and O comes from: MemoryPool, or the prefill worker's own."""
+    """Where Q, K and V go and O comes from: by hosts (MemoryPool), from device to device (DirectAttention), or nowhere,
+    where the worker attends by itself (prefill.OwnAttention).
+    """
 
     @property
     def send_s(self) -> float:

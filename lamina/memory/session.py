@@ -6,12 +6,11 @@ message is next, and waits for that one alone. The store is not the session's: i
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from msgspec import structs
-from torch import Tensor
 
 from lamina.netstack import Arrival, Channel, ChannelTimeout
 from lamina.observe.trace import Event, Recorder
@@ -20,27 +19,39 @@ from lamina.protocol.plan import (
     Key,
     Kind,
     ProtocolError,
-    StepPlan,
     decode_bind,
     decode_direct,
     decode_join,
     decode_plan,
     encode,
 )
-from lamina.protocol.resolve import devices_may_talk
+from lamina.protocol.resolve import LayerPath, layer_path
 from lamina.protocol.tables import NoBlocksError, PlanError
-from lamina.workers.staging import NOTHING
 from lamina.workers.wire import Wire, can_be_direct
 
-from .direct import DirectLayers
+from .device_layers import DeviceLayers
 from .grants import Grants
+from .host_layers import RESERVE_S, HostLayers
+from .inbox import Inbox
 from .meter import Meter
-from .step import Step, Stored
+from .step import Step
 from .store import Store
-from .write import Written
 
-RESERVE_S = 60.0  # for a compute worker to take what it was sent before
-MOST_PLANS = 64  # that may lie here before their round
+
+class Layers(Protocol):
+    """The way of a layer's messages, for all steps of a view; and the work of a layer between them."""
+
+    def run(self, step: Step, layer: int) -> None:
+        """Take Q, K and V, attend, store, send O. Raises ChannelError, ProtocolError."""
+        ...
+
+    def settle(self) -> None:
+        """Behind a round: raise what went wrong with messages that nobody has waited for."""
+        ...
+
+    def refuse(self, reason: str) -> None:
+        """A step was refused: whoever waits for its messages is to know."""
+        ...
 
 
 class Session:
@@ -62,12 +73,11 @@ class Session:
         self._view, self._names = view, names
         self._meter = meter
         self._trace = trace
-        self._plans: deque[tuple[Key, bytes]] = deque()  # that came before their round
-        self._refused: dict[int, Key] = {}  # batch -> its last plan, if refused: its layer messages are dropped
         self._grants = Grants(meter, trace, view=view)
-        self._direct: DirectLayers | None = None  # where what is of a layer travels on a channel of its own
-        self._direct_due = False  # and that channel is still to come
+        self._inbox = Inbox(self._channels, self._grants, meter, view)
+        self._direct_due = False  # whether a channel for kernels is still to come
         self._store = self._bind(open_store)
+        self._layers: Layers = HostLayers(self._channels, self._inbox, self._store, self._grants, meter, trace)
 
     @property
     def missing(self) -> int:
@@ -79,7 +89,7 @@ class Session:
         """Take the next one in, or tell one of another view that it is. Raises ProtocolError if it is not the one that
         is due, or has another model.
         """
-        arrival = self._receive(channel)
+        arrival = self._inbox.receive(channel)
         key, bind = Key.unpack(arrival.tag), self._store.bind
         if key.kind == Kind.DIRECT and self._direct_due:
             self._join_direct(channel, arrival)
@@ -109,7 +119,7 @@ class Session:
         self._send(channel, Key(Kind.BOUND), encode(self._store.bound))
         self._direct_due = False
         if wait_s > 0:
-            self._direct = DirectLayers(Wire(channel, self._store.staging, wait_s), self._store, self._meter)
+            self._layers = DeviceLayers(Wire(channel, self._store.staging, wait_s), self._store, self._meter)
 
     def check_idle(self) -> None:
         """Raises ChannelError when a replica was lost, ProtocolError if one sends before all have joined."""
@@ -123,19 +133,18 @@ class Session:
             steps = self._round()
             for layer in range(len(self._store.layers)):
                 for step in steps:
-                    self._layer(step, layer)
-            if self._direct:
-                self._direct.settle()
+                    self._layers.run(step, layer)
+            self._layers.settle()
 
     def _round(self) -> list[Step]:
         """Begin the steps of the next round; those that have rows."""
         steps, more = list[Step](), True
         while more:
             start = self._trace.now()
-            while not self._plans:
-                if (arrival := self._take(0)) is not None:
+            while not self._inbox.plans:
+                if (arrival := self._inbox.take(0)) is not None:
                     raise ProtocolError(f"{Key.unpack(arrival.tag)} in place of a plan")
-            key, data = self._plans.popleft()
+            key, data = self._inbox.plans.popleft()
             start = self._trace.add(Event.WAIT_PLAN, start, key)
             step, more = self._begin(key, data)
             self._trace.add(Event.PLAN, start, key)
@@ -149,7 +158,7 @@ class Session:
         try:
             with self._meter.time("plan_s"):
                 plan = decode_plan(data)
-                if key != _key(Kind.PLAN, plan, -1):
+                if key != Key.of(Kind.PLAN, plan):
                     raise ProtocolError(f"the plan of step {plan.step} came as {key}")
                 if plan.view != self._view:
                     raise ProtocolError(self._other_view(f"step {plan.step}", plan.view))
@@ -158,116 +167,23 @@ class Session:
                 self._grants.add(plan, self._store)
                 step = Step(self._store, plan)
         except (ProtocolError, PlanError, NoBlocksError) as e:
-            self._refused[key.batch] = key
+            self._inbox.refused[key.batch] = key
             self._meter.add("refused", 1)
             reader = plan.replica_of(1) if plan else 0
             channel = self._channels[reader if 0 <= reader < len(self._channels) else 0]
             self._send(channel, key._replace(kind=Kind.REFUSED), str(e).encode())
-            if self._direct:
-                self._direct.wire.channel.abort(str(e))  # kernels of the compute worker wait for an O
+            self._layers.refuse(str(e))
             return None, plan is not None and plan.more
-        self._refused.pop(key.batch, None)
+        self._inbox.refused.pop(key.batch, None)
         self._meter.add("steps", 1)
         self._meter.add("rows", step.plan.num_rows)
         return step, plan.more
-
-    def _take(self, replica: int) -> Arrival | None:
-        """The next layer message of ``replica``; None for a plan, which waits now, one of a refused step, or whatever
-        is of an older view.
-        """
-        channel = self._channels[replica]
-        arrival = self._receive(channel)
-        key = Key.unpack(arrival.tag)
-        if key.view < self._view:
-            self._meter.add("dropped", 1)
-        elif key.kind == Kind.PLAN and replica == 0:
-            if len(self._plans) == MOST_PLANS:
-                raise ProtocolError(f"{MOST_PLANS} plans in place of a layer message")
-            self._plans.append((key, bytes(arrival.data)))
-        elif not ((bad := self._refused.get(key.batch)) and key == bad._replace(kind=key.kind, layer=key.layer)):
-            return arrival
-        channel.release(arrival)
-        return None
-
-    def _layer(self, step: Step, layer: int) -> None:
-        """Q in, attend the stored tokens; KV in, attend the new ones; O out, then write KV, while the next slice runs.
-
-        What came is released behind O: the inbox has room for the next Q and KV beside this one's.
-        """
-        if self._direct:
-            self._direct.run(step, layer)
-            return
-        self._grants.take_overdue()
-        meter, trace, messages = self._meter, self._trace, step.messages(layer)
-        source, reply = (self._channels[step.plan.replica_of(i)] for i in (layer, layer + 1))
-        q_arrival = self._expect(step, layer, Kind.Q, messages.q_bytes)
-        q = self._message(q_arrival)
-        if self._store.bind.kv.overlap:
-            stored = self._attend_stored(step, layer, q)
-        kv_arrival = self._expect(step, layer, Kind.KV, messages.kv_bytes)
-        kv = self._message(kv_arrival)
-        if not self._store.bind.kv.overlap:
-            stored = self._attend_stored(step, layer, q)
-        start = trace.now()
-        rows = step.rows(layer, kv)
-        if messages.o_bytes:
-            slot = reply.reserve(messages.o_bytes, timeout_s=RESERVE_S)
-            start = trace.add(Event.RESERVE, start, step.plan, layer)
-            with meter.time("attend_s"):
-                self._finish(step, layer, stored, q, rows, slot.data)
-            start = trace.add(Event.NEW, start, step.plan, layer)
-            reply.put_signal(slot, _key(Kind.O, step.plan, layer).pack())
-            start = trace.add(Event.SEND_O, start, step.plan, layer, 0, messages.o_bytes)
-            meter.add("bytes_sent", messages.o_bytes)
-        with meter.time("write_s"):
-            step.write(layer, rows)
-        trace.add(Event.WRITE, start, step.plan, layer)
-        for arrival in (q_arrival, kv_arrival):
-            if arrival:
-                source.release(arrival)
-
-    def _message(self, arrival: Arrival | None) -> Tensor:
-        return NOTHING if arrival is None else self._store.message(arrival.data)
-
-    def _finish(
-        self, step: Step, layer: int, stored: list[Stored], q: Tensor, rows: list[Written], out: memoryview
-    ) -> None:
-        """The layer's O into ``out``."""
-        staging, upto = self._store.staging, step.messages(layer).partial_bytes
-        partial, final = staging.room(out[:upto]), staging.room(out[upto:])
-        step.finish(layer, stored, q, rows, partial, final)
-        staging.fill(out[:upto], partial)
-        staging.fill(out[upto:], final)
-
-    def _attend_stored(self, step: Step, layer: int, q: Tensor) -> list[Stored]:
-        start = self._trace.now()
-        with self._meter.time("attend_s"):
-            stored = step.attend_stored(layer, q)
-        self._trace.add(Event.STORED, start, step.plan, layer)
-        self._meter.add("stored_bytes", step.stored_bytes(layer))
-        return stored
-
-    def _expect(self, step: Step, layer: int, kind: Kind, nbytes: int) -> Arrival | None:
-        """The layer message whose turn it is, and which must be the next of its replica; None where there is none.
-
-        Raises ProtocolError.
-        """
-        if not nbytes:
-            return None
-        key, start = _key(kind, step.plan, layer), self._trace.now()
-        while (arrival := self._take(step.plan.replica_of(layer))) is None:
-            pass
-        got = Key.unpack(arrival.tag)
-        if got != key or arrival.data.nbytes != nbytes:
-            raise ProtocolError(f"{got} of {arrival.data.nbytes} bytes in place of {key} of {nbytes} bytes")
-        self._trace.add(Event.WAIT_Q if kind == Kind.Q else Event.WAIT_KV, start, step.plan, layer, 0, nbytes)
-        return arrival
 
     def _bind(self, open_store: Callable[[Bind], Store]) -> Store:
         """Wait for a Bind that can be; the peer may try again after a refusal, or leave."""
         channel = self._channels[0]
         while True:
-            arrival = self._receive(channel)
+            arrival = self._inbox.receive(channel)
             key = Key.unpack(arrival.tag)
             if key.kind != Kind.BIND:
                 raise ProtocolError(f"{key} in place of a bind")
@@ -299,31 +215,12 @@ class Session:
 
     def _may_be_direct(self, store: Store) -> bool:
         bind = store.bind
-        may = bind.direct and devices_may_talk(bind.partition, bind.replicas, bind.prefill_workers)
-        return may and can_be_direct(self._channels[0], store.staging)
-
-    def _receive(self, channel: Channel) -> Arrival:
-        """The next message. Waits as long as the peer and the driver live: an idle worker is no fault. While it waits,
-        what prefill workers send is stored.
-        """
-        while (arrival := self._poll(channel)) is None:
-            self._grants.take()
-        self._meter.add("bytes_received", arrival.data.nbytes)
-        return arrival
-
-    def _poll(self, channel: Channel) -> Arrival | None:
-        with self._meter.time("wait_s"):
-            try:
-                return channel.wait_signal(timeout_s=self._grants.patience_s)
-            except ChannelTimeout:
-                return None
+        kernels = bind.direct and can_be_direct(self._channels[0], store.staging)
+        path = layer_path(bind.partition, bind.replicas, bind.prefill_workers, kernels=kernels)
+        return path is LayerPath.DEVICE
 
     def _send(self, channel: Channel, key: Key, data: bytes) -> None:
         slot = channel.reserve(len(data), timeout_s=RESERVE_S)
         slot.data[:] = data
         channel.put_signal(slot, key.pack())
         self._meter.add("bytes_sent", len(data))
-
-
-def _key(kind: Kind, plan: StepPlan, layer: int) -> Key:
-    return Key(kind, plan.step, plan.batch, plan.view, layer)

@@ -76,6 +76,11 @@ class Key(NamedTuple):
         return _KEY.pack(self.step, self.batch, self.view, self.layer, self.kind)
 
     @staticmethod
+    def of(kind: int, plan: StepPlan, layer: int = -1) -> Key:
+        """Of a message of the step that ``plan`` is for."""
+        return Key(kind, plan.step, plan.batch, plan.view, layer)
+
+    @staticmethod
     def unpack(tag: bytes) -> Key:
         """Inverse of ``pack``; bytes behind the first 24 are ignored."""
         step, batch, view, layer, kind = _KEY.unpack_from(tag)

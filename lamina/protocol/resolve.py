@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -75,17 +76,27 @@ def check_model(config: EngineConfig, model: ModelFacts) -> int:
     return max_len
 
 
-def devices_may_talk(partition: Partition, replicas: int, prefill_workers: int) -> bool:
-    """Whether a layer's messages may go from device to device, where a channel for that is there; else hosts send them.
+class LayerPath(enum.Enum):
+    """How the messages of a layer go between a compute worker and its memory workers."""
 
-    Every message must be of all rows, and of heads in one run: no indices of rows, no merging. One replica must be
-    alone: what kernels wait for has one order then, and no gaps in which to take prompts in.
+    HOST = enum.auto()  # hosts send them, and bring tensors there and back
+    DEVICE = enum.auto()  # kernels send them
+
+
+def layer_path(partition: Partition, replicas: int, prefill_workers: int, *, kernels: bool) -> LayerPath:
+    """The way of the layer messages of an engine with so many replicas and prefill workers. ``kernels``: whether those
+    of all devices can use the channels, as far as the one who asks knows.
+
+    From device to device every message must be of all rows, and of heads in one run: no indices of rows, no merging.
+    One replica must be alone: what kernels wait for has one order then, and no gaps in which to take prompts in.
     """
+    if not kernels or replicas > 1 or prefill_workers:
+        return LayerPath.HOST
     for table in partition.tables:
         owners = [share.owners[0] for share in table]
         if any(len(share.owners) > 1 for share in table) or len(set(owners)) < len(owners):
-            return False
-    return replicas == 1 and not prefill_workers
+            return LayerPath.HOST
+    return LayerPath.DEVICE
 
 
 def _check_launcher(launching: LaunchOptions) -> None:

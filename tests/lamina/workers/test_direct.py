@@ -22,7 +22,7 @@ from lamina.compute.direct import DirectAttention, open_wires
 from lamina.compute.links import MemoryLink, RefusedError
 from lamina.compute.memory_pool import MemoryPool
 from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, PeerFault
-from lamina.protocol.partition import PARTITIONS, by_head
+from lamina.protocol.partition import PARTITIONS, Partition, by_head
 from lamina.protocol.plan import (
     Free,
     Key,
@@ -34,7 +34,7 @@ from lamina.protocol.plan import (
     SequenceOp,
     StepPlan,
 )
-from lamina.protocol.resolve import devices_may_talk
+from lamina.protocol.resolve import LayerPath, layer_path
 from lamina.workers import staging
 from lamina.workers.graphs import GraphedSlice
 from lamina.workers.staging import Host, Queue
@@ -79,9 +79,8 @@ def direct_model(
     there = model(pool, weights, layers, direct=True)
     connect = partial(pool.fabric.connect, outbound=GEOMETRY, inbound=GEOMETRY)
     connects = [partial(connect, x.url) for x in pool.doors[-len(weights) :]]
-    wires = open_wires(connects, [p.bound for p in there.peers], gpu, wait_s)
+    wires = open_wires(connects, [p.bound for p in there.peers], gpu, wait_s, LayerPath.DEVICE)
     partition, itemsize = there.peers[0].bind.partition, there.dtype.itemsize
-    assert devices_may_talk(partition, 1, 0)
     there.pool = DirectAttention(there.pool, wires, partition, there.layers, itemsize, gpu)  # type: ignore[assignment]
     return there
 
@@ -213,25 +212,33 @@ def test_where_one_memory_worker_cannot_hosts_send_to_all(
         connect = partial(pool.fabric.connect, outbound=GEOMETRY, inbound=GEOMETRY)
         bounds = [p.bound for p in peers]
         assert [b.direct for b in bounds] == [True, False]
-        assert open_wires([partial(connect, x.url) for x in pool.doors], bounds, gpu(), WAIT_S) == []
+        assert open_wires([partial(connect, x.url) for x in pool.doors], bounds, gpu(), WAIT_S, LayerPath.HOST) == []
         there, wanted = Model(peers, binds[0].partition, LAYERS, "float32"), model(hosts, [1.0, 1.0])
         for number, (ops, rows) in enumerate(STEPS):
             a, b = wanted.step(number, ops, rows), there.step(number, ops, rows)
             assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def path(partition: Partition, replicas: int = 1, prefill_workers: int = 0, *, kernels: bool = True) -> str:
+    return layer_path(partition, replicas, prefill_workers, kernels=kernels).name
+
+
 @pytest.mark.parametrize("name", ["token", "request"])
 def test_messages_of_some_rows_are_for_hosts(name: str) -> None:
-    assert not devices_may_talk(PARTITIONS[name]([4], [1.0, 1.0], 1), 1, 0)
-    assert devices_may_talk(PARTITIONS[name]([4], [1.0], 1), 1, 0)
-    assert not devices_may_talk(by_head([3], [1.0, 1.0], 1), 1, 0)
+    assert path(PARTITIONS[name]([4], [1.0, 1.0], 1)) == "HOST"
+    assert path(PARTITIONS[name]([4], [1.0], 1)) == "DEVICE"
+    assert path(by_head([3], [1.0, 1.0], 1)) == "HOST"
 
 
 def test_messages_of_several_senders_are_for_hosts() -> None:
     heads = by_head([4], [1.0, 1.0], 1)
-    assert devices_may_talk(heads, 1, 0)
-    assert not devices_may_talk(heads, 2, 0)
-    assert not devices_may_talk(heads, 1, 1)
+    assert path(heads) == "DEVICE"
+    assert path(heads, replicas=2) == "HOST"
+    assert path(heads, prefill_workers=1) == "HOST"
+
+
+def test_where_kernels_cannot_use_the_channels_hosts_send() -> None:
+    assert path(by_head([4], [1.0, 1.0], 1), kernels=False) == "HOST"
 
 
 def test_a_refused_step_ends_what_kernels_wait_for_and_says_why(gpu: Make, scheme: str) -> None:

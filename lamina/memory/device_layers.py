@@ -15,8 +15,8 @@ from .step import Step
 from .store import Store
 
 
-class DirectLayers:
-    """Does what ``Session`` does of a layer, in its order; but the host waits for the device once in a round alone."""
+class DeviceLayers:
+    """See session.Layers. Does as HostLayers does, in its order; but the host waits for the device once in a round."""
 
     def __init__(self, wire: Wire, store: Store, meter: Meter) -> None:
         self.wire = wire
@@ -36,6 +36,10 @@ class DirectLayers:
         """All of it has been done. Raises ChannelError, ProtocolError."""
         with self._meter.time("wait_s"):
             self.wire.settle()
+
+    def refuse(self, reason: str) -> None:
+        """See Layers: kernels of the compute worker wait for an O."""
+        self.wire.channel.abort(reason)
 
     def _launch(self, step: Step, layer: int, messages: Messages) -> None:
         overlap, due = self._store.bind.kv.overlap, self._lines_of(step)[layer]
@@ -74,5 +78,5 @@ def _messages(step: Step, num_layers: int) -> list[tuple[Key, int, int]]:
     for layer in range(num_layers):
         x = step.messages(layer)
         for kind, nbytes in ((Kind.Q, x.q_bytes), (Kind.KV, x.kv_bytes), (Kind.O, x.o_bytes)):
-            found.append((Key(kind, plan.step, plan.batch, plan.view, layer), nbytes, 0))
+            found.append((Key.of(kind, plan, layer), nbytes, 0))
     return found

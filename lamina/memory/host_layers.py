@@ -1,0 +1,115 @@
+"""The layers of a memory worker's steps whose messages hosts send: through channels, from and to host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lamina.netstack import Arrival, Channel
+from lamina.observe.trace import Event, Recorder
+from lamina.protocol.plan import Key, Kind, ProtocolError
+from lamina.workers.staging import NOTHING
+
+from .grants import Grants
+from .inbox import Inbox
+from .meter import Meter
+from .step import Step, Stored
+from .store import Store
+from .write import Written
+
+RESERVE_S = 60.0  # for a compute worker to take what it was sent before
+
+
+class HostLayers:
+    """See session.Layers."""
+
+    def __init__(
+        self,
+        channels: Sequence[Channel],
+        inbox: Inbox,
+        store: Store,
+        grants: Grants,
+        meter: Meter,
+        trace: Recorder,
+    ) -> None:
+        """``channels``: of all replicas, whose messages come by ``inbox``."""
+        self._channels, self._inbox, self._store, self._grants = channels, inbox, store, grants
+        self._meter, self._trace = meter, trace
+
+    def run(self, step: Step, layer: int) -> None:
+        """Q in, attend the stored tokens; KV in, attend the new ones; O out, then write KV, while the next slice runs.
+
+        What came is released behind O: the inbox has room for the next Q and KV beside this one's.
+        """
+        self._grants.take_overdue()
+        meter, trace, messages, overlap = self._meter, self._trace, step.messages(layer), self._store.bind.kv.overlap
+        source, reply = (self._channels[step.plan.replica_of(i)] for i in (layer, layer + 1))
+        q_arrival = self._expect(step, layer, Kind.Q, messages.q_bytes)
+        q = self._message(q_arrival)
+        if overlap:
+            stored = self._attend_stored(step, layer, q)
+        kv_arrival = self._expect(step, layer, Kind.KV, messages.kv_bytes)
+        kv = self._message(kv_arrival)
+        if not overlap:
+            stored = self._attend_stored(step, layer, q)
+        start = trace.now()
+        rows = step.rows(layer, kv)
+        if messages.o_bytes:
+            slot = reply.reserve(messages.o_bytes, timeout_s=RESERVE_S)
+            start = trace.add(Event.RESERVE, start, step.plan, layer)
+            with meter.time("attend_s"):
+                self._finish(step, layer, stored, q, rows, slot.data)
+            start = trace.add(Event.NEW, start, step.plan, layer)
+            reply.put_signal(slot, Key.of(Kind.O, step.plan, layer).pack())
+            start = trace.add(Event.SEND_O, start, step.plan, layer, 0, messages.o_bytes)
+            meter.add("bytes_sent", messages.o_bytes)
+        with meter.time("write_s"):
+            step.write(layer, rows)
+        trace.add(Event.WRITE, start, step.plan, layer)
+        for arrival in (q_arrival, kv_arrival):
+            if arrival:
+                source.release(arrival)
+
+    def settle(self) -> None:
+        """See Layers: every message was waited for."""
+
+    def refuse(self, reason: str) -> None:
+        """See Layers: a compute worker waits for an O, and gets the reason in its place."""
+
+    def _message(self, arrival: Arrival | None) -> Tensor:
+        return NOTHING if arrival is None else self._store.message(arrival.data)
+
+    def _finish(
+        self, step: Step, layer: int, stored: list[Stored], q: Tensor, rows: list[Written], out: memoryview
+    ) -> None:
+        """The layer's O into ``out``."""
+        staging, upto = self._store.staging, step.messages(layer).partial_bytes
+        partial, final = staging.room(out[:upto]), staging.room(out[upto:])
+        step.finish(layer, stored, q, rows, partial, final)
+        staging.fill(out[:upto], partial)
+        staging.fill(out[upto:], final)
+
+    def _attend_stored(self, step: Step, layer: int, q: Tensor) -> list[Stored]:
+        start = self._trace.now()
+        with self._meter.time("attend_s"):
+            stored = step.attend_stored(layer, q)
+        self._trace.add(Event.STORED, start, step.plan, layer)
+        self._meter.add("stored_bytes", step.stored_bytes(layer))
+        return stored
+
+    def _expect(self, step: Step, layer: int, kind: Kind, nbytes: int) -> Arrival | None:
+        """The layer message whose turn it is, and which must be the next of its replica; None where there is none.
+
+        Raises ProtocolError.
+        """
+        if not nbytes:
+            return None
+        key, start = Key.of(kind, step.plan, layer), self._trace.now()
+        while (arrival := self._inbox.take(step.plan.replica_of(layer))) is None:
+            pass
+        got = Key.unpack(arrival.tag)
+        if got != key or arrival.data.nbytes != nbytes:
+            raise ProtocolError(f"{got} of {arrival.data.nbytes} bytes in place of {key} of {nbytes} bytes")
+        self._trace.add(Event.WAIT_Q if kind == Kind.Q else Event.WAIT_KV, start, step.plan, layer, 0, nbytes)
+        return arrival
