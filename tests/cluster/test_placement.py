@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.config import make_config
-from lamina.fleet.placement import RACK, Host, on_gpu, place
+from lamina.fleet.placement import RACK, Host, demand, names_type, on_gpu, place
 
 HOSTS = st.lists(
     st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from(["", "a", "b"])), min_size=1, max_size=6
@@ -119,3 +119,25 @@ def test_types_of_gpu_and_labels() -> None:
     assert place(hosts, {"memory": (2, "tier=memory", "--memory-on")}, "pack")["memory"][1].takes == {"CPU": 1.0}
     with pytest.raises(ValueError, match="no host of the cluster has tier=other free, which --memory-on"):
         place(hosts, {"memory": (1, "tier=other", "--memory-on")}, "pack")
+
+
+@pytest.mark.parametrize(
+    ("trait", "gpu", "takes", "labels"),
+    [
+        ("lamina_memory", False, {"lamina_memory": 1.0}, {}),
+        ("lamina_memory", True, {"lamina_memory": 1.0, "GPU": 1.0}, {}),
+        ("H20", False, {"GPU": 1.0, "accelerator_type:H20": 0.001}, {}),
+        ("accelerator_type:New", True, {"GPU": 1.0, "accelerator_type:New": 0.001}, {}),
+        ("tier=memory", False, {"CPU": 1.0}, {"tier": "memory"}),
+        ("tier=memory", True, {"GPU": 1.0}, {"tier": "memory"}),
+    ],
+)
+def test_what_is_asked_of_hosts_that_are_not_there_yet(
+    trait: str, gpu: bool, takes: dict[str, float], labels: dict[str, str]
+) -> None:
+    """The same as of a host that is there."""
+    wanted = demand(trait, gpu=gpu, typed=names_type(trait, {"H20", "H100"}))
+    assert (wanted.takes, wanted.host.labels) == (takes, labels)
+    there = Host(name="h", address="10.0.0.1", resources=dict.fromkeys(takes, 1.0), labels=labels)
+    (place_there,) = place([there], {"memory": (1, trait, "--memory-on")}, "pack", {"memory"} if gpu else ())["memory"]
+    assert place_there.takes == takes
