@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from lamina.config import make_config
+from lamina.fleet.launcher import open_launcher
 from lamina.fleet.placement import RACK, Host, Place, check_kv_memory, place
 
 H20 = "accelerator_type:H20"
@@ -124,6 +126,7 @@ def test_room_for_kv_is_measured_where_the_first_compute_worker_is() -> None:
     here, there = (Place(host(name), {}) for name in ("h1", "h2"))
     check_kv_memory({"compute": [here, there], "memory": [here]}, 0)
     check_kv_memory({"memory": [there]}, 0)
+    check_kv_memory({"compute": [here]}, 0)
     check_kv_memory({"compute": [here], "memory": [here, there]}, 1)
     for compute in ([here], [here, there]):
         with pytest.raises(ValueError) as refused:
@@ -131,3 +134,15 @@ def test_room_for_kv_is_measured_where_the_first_compute_worker_is() -> None:
         assert str(refused.value) == (
             "--kv-memory auto is for one host: say what a worker takes on 10.0.0.2, such as 4GiB"
         )
+
+
+def test_hosts_are_filled_by_their_room_for_workers_with_a_gpu() -> None:
+    hosts = [host("h1", m=5.0, GPU=1.0), host("h2", m=3.0, GPU=3.0)]
+    assert [p.host.name for p in hosts_of(hosts, 1, "m")] == ["h1"]
+    assert [p.host.name for p in hosts_of(hosts, 1, "m", "pack", ("memory",))] == ["h2"]
+
+
+def test_a_launcher_is_opened_by_its_name_with_all_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamina.fleet.local.open_launcher", lambda *given: given)
+    config = make_config({})
+    assert open_launcher(config, b"key", {"memory": 2}) == (config, b"key", {"memory": 2})

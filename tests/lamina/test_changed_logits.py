@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -86,9 +87,34 @@ def one(request: pytest.FixtureRequest) -> Sampler:
     made = Sampler(1)
     if request.param == "plain":
         made._native = None
-    elif made._native is None:
-        pytest.skip("the native module was not built")
+    else:
+        pytest.importorskip("lamina.sampling.native")
+        assert made._native is not None
     return made
+
+
+def test_without_the_native_module_torch_draws_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setitem(sys.modules, "lamina.sampling.native", None)
+    made = Sampler(1)
+    assert made._native is None
+    assert [d.token for d in made.draw(torch.tensor([ROW]), [draw()])] == [4]
+    assert [r.getMessage().startswith("sampling with torch: import of ") for r in caplog.records] == [True]
+
+
+def test_threads_are_those_asked_for_or_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(sampler, "_open_native", asked.append)
+    Sampler(3)
+    Sampler()
+    assert asked == [3, torch.get_num_threads()]
+
+
+def test_a_known_token_is_reported_whatever_is_banned(one: Sampler) -> None:
+    draws = [draw(known=1, banned=(0, 4)), draw(known=0, banned=(0,))]
+    assert [d.token for d in one.draw(torch.tensor([ROW] * 2), draws)] == [1, 0]
 
 
 def test_changed_rows_plain_rows_and_known_tokens_keep_their_order(one: Sampler) -> None:

@@ -6,13 +6,14 @@ from collections import Counter
 
 import msgspec
 import pytest
+import torch
 
 from lamina.engine.draws import draw_of
 from lamina.engine.sequence import Sequence
 from lamina.protocol.control import Adjust, Draw, Penalties
 from lamina.protocol.plan import Free, New
 from lamina.request import CompletionOutput, SamplingParams
-from lamina.sampling.history import Histories, seen_of
+from lamina.sampling.history import MOST_ID, Histories, History, seen_of
 
 
 def sequence(prompt: list[int], **options: float) -> Sequence:
@@ -113,3 +114,34 @@ def test_a_freed_sequence_is_forgotten_though_a_draw_is_still_due() -> None:
     histories.learn([Free(4)], [])
     assert len(histories) == 0
     assert seen_of(due, {})[4].counts == {5: 2}
+
+
+def plain(*prompt: int) -> History:
+    return History(Penalties(presence=1.0, frequency=0.0, repetition=1.0, bias={}, prompt=list(prompt)))
+
+
+def test_the_largest_id_and_the_one_that_is_none() -> None:
+    assert plain(0, MOST_ID).seen(0, None).most == MOST_ID
+    for ids, named in (([0, MOST_ID + 1], MOST_ID + 1), ([5, MOST_ID + 1], MOST_ID + 1), ([-1, 5], -1)):
+        with pytest.raises(ValueError) as refused:
+            plain(*ids)
+        assert str(refused.value) == f"penalties name the token {named}, which is none"
+
+
+def test_nothing_counted_is_no_token_of_whole_numbers() -> None:
+    seen = plain().seen(0, None)
+    assert (seen.most, seen.counts, seen.tokens.tolist(), seen.tokens.dtype) == (-1, {}, [], torch.int64)
+    assert plain(3).seen(0, None).tokens.dtype == torch.int64
+    assert plain().seen(0, 0).most == 0
+
+
+def test_a_draw_that_is_made_again_counts_what_there_was() -> None:
+    history = plain()
+    history.tell([1, 2, 2])
+    for count, counts in ((3, {1: 1, 2: 2}), (1, {1: 1}), (2, {1: 1, 2: 1}), (0, {}), (3, {1: 1, 2: 2})):
+        assert history.seen(count, None).counts == counts
+
+
+def test_a_sequence_without_penalties_is_freed_too() -> None:
+    histories = Histories()
+    assert histories.learn([Free(9)], []) == {}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hmac
 import socket
+from collections.abc import Generator
 from dataclasses import replace
 from hashlib import sha256
 
 import pytest
 from wiring import KEY
 
-from lamina.netstack import Geometry, HandshakeError
+from lamina.netstack import ChannelTimeout, Geometry, HandshakeError
+from lamina.netstack.meeting import handshake
 from lamina.netstack.meeting.handshake import (
     CHALLENGE,
     HELLO,
@@ -22,6 +24,7 @@ from lamina.netstack.meeting.handshake import (
     SEAL,
     VERSION,
     Exchange,
+    Session,
     Steps,
     Terms,
     answer,
@@ -206,3 +209,48 @@ def test_a_peer_that_is_gone_when_all_was_asked_is_told_by_the_kernels_word() ->
         with pytest.raises(HandshakeError) as failed:
             Exchange(ours, last_words()).advance()
     assert str(failed.value) == "the peer hung up (Broken pipe)"
+
+
+@pytest.mark.parametrize("name", ["maX", "X", "a" * 64, ""])
+def test_a_name_comes_as_it_was_sent(name: str) -> None:
+    terms = replace(TERMS, name=name)
+    listening, transcript = answered(hello_of(terms)), hello_of(terms) + CHALLENGE_BYTES
+    end_of(listening, proof(b"connector", transcript))
+    assert end_of(listening, b"").name == name  # type: ignore[attr-defined]
+
+
+def test_a_frame_in_two_pieces_is_read_to_its_end_and_no_further() -> None:
+    def four_bytes() -> Steps:
+        assert (yield b"", 4, "") == b"1234"
+        return Session(**vars(TERMS))
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        exchange = Exchange(ours, four_bytes())
+        theirs.sendall(b"12")
+        assert exchange.advance() is None
+        theirs.sendall(b"34more")
+        assert exchange.advance() == Session(**vars(TERMS))
+        assert ours.recv(99) == b"more"
+
+
+@pytest.mark.parametrize(("deadline", "waits_ms"), [(12.5, 2500.0), (9.0, 0.0)])
+def test_a_wait_ends_at_its_deadline(deadline: float, waits_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+
+    class Silence:
+        def register(self, *_: object) -> None: ...
+
+        def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
+            waited.append(timeout_ms)
+            return []
+
+    def one_wait() -> Generator[int, None, None]:
+        yield 1
+
+    monkeypatch.setattr(handshake, "monotonic", lambda: 10.0)
+    monkeypatch.setattr(handshake.select, "poll", Silence)
+    with socket.socket() as sock, pytest.raises(ChannelTimeout) as late:
+        handshake.drive(sock, one_wait(), "tcp://there", deadline=deadline)
+    assert str(late.value) == "tcp://there: connect: the listener did not finish the handshake in time"
+    assert waited == [waits_ms]
