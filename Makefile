@@ -85,7 +85,7 @@ clean:
 mutants: $(READY)
 	$(BIN)/python tests/netstack/mlx5_mutants.py
 
-# Mistakes made on purpose in policy and links, each of which a fast test must see: about an hour. GROUPS: some of it.
+# Mistakes made on purpose in policy and links, each of which a fast test must see: long. GROUPS: some of it.
 .PHONY: mutation
 mutation: $(READY)
 	$(BIN)/python tests/mutation.py $(GROUPS)

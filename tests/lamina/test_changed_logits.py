@@ -189,3 +189,9 @@ def test_any_float_dtype_is_taken(one: Sampler, dtype: torch.dtype) -> None:
     logits: Tensor = torch.tensor([ROW], dtype=dtype)
     assert [d.token for d in one.draw(logits, [draw()])] == [4]
     assert one.best(logits, 3).tolist() == [[4, 0, 2]]
+
+
+def test_the_native_module_draws_what_it_can(one: Sampler) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert one._of(torch.tensor(ROW, dtype=dtype)) is (one._native or one._plain)
+    assert one._of(torch.tensor(ROW, dtype=torch.float64)) is one._plain

@@ -347,7 +347,6 @@ def until(link: ControlLink, kind: type) -> Any:
 
 def test_a_server_gets_all_of_a_prompt_over_the_link_and_stops_the_loop(running: Bench) -> None:
     assert until(running.server, Ready).vocab_size == VOCAB
-    assert running.workers.called == running.loop._report
     running.server.send(Add(7, PROMPT, PARAMS))
     tokens: list[int] = []
     while len(tokens) < 5:
@@ -357,6 +356,7 @@ def test_a_server_gets_all_of_a_prompt_over_the_link_and_stops_the_loop(running:
     running.server.send(Stop())
     running.thread.join(SOON_S)
     assert running.failure is None
+    assert running.workers.called == running.loop._report
 
 
 def test_the_end_of_the_link_ends_the_loop(running: Bench) -> None:
