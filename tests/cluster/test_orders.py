@@ -58,14 +58,16 @@ def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def order(*arguments: str, timeout_s: float = 60.0) -> dict[str, Any]:
-    return {"address": ADDRESS, "arguments": list(arguments), "token": "secret", "timeout_s": timeout_s, "head": ""}
+    more = {"token": "secret", "timeout_s": timeout_s, "head": "", "call": "one"}
+    return {"address": ADDRESS, "arguments": list(arguments), **more}
 
 
 def test_what_is_up_is_found_and_ended_once(tmp_path: Path) -> None:
     answer = node.up(order("--head", "--port", "1"))
     pid = answer["pid"]
-    assert answer == {"pid": pid, "fresh": True}
-    assert node.up(order("--other")) == {"pid": pid, "fresh": False}
+    begun = ["--head", "--port", "1"]
+    assert answer == {"pid": pid, "fresh": True, "arguments": begun}
+    assert node.up(order("--other")) == {"pid": pid, "fresh": False, "arguments": begun}
     assert node.status(order()) == {"pid": pid}
     assert node.status({**order(), "address": "fd00::2"}) == {"pid": 0}
     report = json.loads((tmp_path / "report").read_text())
@@ -76,6 +78,7 @@ def test_what_is_up_is_found_and_ended_once(tmp_path: Path) -> None:
     folder = tmp_path / "state" / "lamina" / "hosts" / "fd00__1"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert (folder / "log").read_text().endswith("Ray runtime started\n")
+    assert node.down({**order(), "call": "another"}) == {"ended": False}, "what another call has started stays"
     assert node.down(order()) == {"ended": True}
     assert not alive([pid])
     assert not (folder / "pid").exists()

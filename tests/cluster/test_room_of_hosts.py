@@ -62,7 +62,7 @@ def test_the_scarcest_resource_decides() -> None:
     assert [p.host.name for p in hosts_of(both, 3, "m", "pack", ("memory",))] == ["h1", "h1", "h2"]
     assert refusal(both, 4, "m", "pack", ("memory",)) == (
         "4 memory workers with a GPU each do not fit: the cluster has room for 3 on hosts with m (--memory-on): "
-        "use --memory-device cpu, or add GPUs"
+        "use --memory-device cpu, add GPUs, or name them in the YAML (device)"
     )
     assert refusal([host("h1", m=2.0, GPU=2.0)], 3, "m", "pack", ("memory",)) == (
         "3 memory workers do not fit: the cluster has room for 2 on hosts with m (--memory-on)"
