@@ -53,7 +53,7 @@ format: $(READY)
 	$(BIN)/clang-format -i $(NATIVE)
 
 # Installs pinned versions and builds the native parts; PIP_ARGS passes options to pip, such as another index.
-$(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.cpp csrc/*/*/*.h)
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.cpp csrc/*/*/*.h)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): minutes the first time"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt torch

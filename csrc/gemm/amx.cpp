@@ -92,8 +92,8 @@ struct Tile {
 // comes next, fetched line by line between the products, and brought to L1 likewise before a tile is: the loads of a
 // whole tile at once would wait for each other.
 template <bool kTwo>
-void products(const Problem& p, std::size_t n, std::size_t first, std::size_t left, std::size_t right, const char* ahead,
-              float (*sums)[2][kTile][kTile]) {
+void products(const Problem& p, std::size_t n, std::size_t first, std::size_t left, std::size_t right,
+              const char* ahead, float (*sums)[2][kTile][kTile]) {
   std::uint16_t space[2][kTile][kDepth];
   Weights w{static_cast<const Bf16*>(p.w) + n * p.ldw, p.ldw, std::min(kWide, p.cols - n), p.k_size};
   const std::uint32_t *a = laid_out(p, first), *b = kTwo ? laid_out(p, first + kTile) : nullptr;
@@ -111,13 +111,19 @@ void products(const Problem& p, std::size_t n, std::size_t first, std::size_t le
       }
     const Tile low(w, 0, space[0]), high(w, kTile, space[1]);
     _tile_loadd(2, a, 4 * left);
-    if constexpr (kTwo) { _tile_loadd(3, b, 4 * right); }
+    if constexpr (kTwo) {
+      _tile_loadd(3, b, 4 * right);
+    }
     _tile_loadd(0, low.at, low.stride);
     _tile_dpbf16ps(4, 0, 2);
-    if constexpr (kTwo) { _tile_dpbf16ps(5, 0, 3); }
+    if constexpr (kTwo) {
+      _tile_dpbf16ps(5, 0, 3);
+    }
     _tile_loadd(1, high.at, high.stride);
     _tile_dpbf16ps(6, 1, 2);
-    if constexpr (kTwo) { _tile_dpbf16ps(7, 1, 3); }
+    if constexpr (kTwo) {
+      _tile_dpbf16ps(7, 1, 3);
+    }
     a += kTile * left, b += kTile * right;
     if (w.left < kDepth) break;
   }

@@ -24,10 +24,10 @@ namespace {
 
 #include "gemm/transpose.h"
 
-constexpr std::size_t kDepth = 32;   // numbers of k in a vector
+constexpr std::size_t kDepth = 32;  // numbers of k in a vector
 constexpr std::size_t kChains = 16;  // of an output
-constexpr std::size_t kBlock = 16;   // columns of a vector
-constexpr std::size_t kWide = 3;     // blocks of a tile
+constexpr std::size_t kBlock = 16;  // columns of a vector
+constexpr std::size_t kWide = 3;  // blocks of a tile
 constexpr std::size_t kMostRows = 8;  // of a tile: 8 x 3 sums, 3 vectors of w and one of x fill the registers
 // Chains as they are added: (0 + 2) + (1 + 3), the same of 8 .. 11, those two, the same of 4 .. 7 and 12 .. 15, and all.
 constexpr std::size_t kOrder[kChains] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};
@@ -219,7 +219,9 @@ void columns(const Problem& p, std::size_t begin, std::size_t end, float*) {
 namespace lamina::gemm {
 
 const Packing kAvx512Bf16Packed = {
-    16, avx512_bf16_packed::size, avx512_bf16_packed::pack,
+    16,
+    avx512_bf16_packed::size,
+    avx512_bf16_packed::pack,
     {avx512_bf16_packed::plan, avx512_bf16_packed::prepare, avx512_bf16_packed::columns}};
 
 }  // namespace lamina::gemm

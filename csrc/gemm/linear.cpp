@@ -100,9 +100,7 @@ struct Vec {
     const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
   }
-  static Vec load(const Half* p) {
-    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
-  }
+  static Vec load(const Half* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
   static void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
   static Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
   static float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
@@ -121,8 +119,10 @@ const Variant* variants() {
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   static const Variant all[kVariants] = {
       {"amx", has_avx512 && amx_usable(), {avx512::kernel<float>, kAmx, avx512::kernel<Half>}, {}},
-      {"avx512_bf16", has_avx512 && __builtin_cpu_supports("avx512bf16"),
-       {avx512::kernel<float>, kAvx512Bf16, avx512::kernel<Half>}, {nullptr, &kAvx512Bf16Packed, nullptr}},
+      {"avx512_bf16",
+       has_avx512 && __builtin_cpu_supports("avx512bf16"),
+       {avx512::kernel<float>, kAvx512Bf16, avx512::kernel<Half>},
+       {nullptr, &kAvx512Bf16Packed, nullptr}},
       {"avx512", has_avx512, {avx512::kernel<float>, avx512::kernel<Bf16>, avx512::kernel<Half>}, {}},
       {"avx2", has_avx2, {avx2::kernel<float>, avx2::kernel<Bf16>, avx2::kernel<Half>}, {}},
   };

@@ -209,8 +209,15 @@ PyObject* engine_linear(PyObject* self, PyObject* const* args, Py_ssize_t count)
   Problem problems[kMostJoined];
   for (Py_ssize_t i = 0; i < joined; ++i) {
     const auto* const each = v + kHead + i * kEach;
-    problems[i] = {static_cast<Type>(v[1]), nullptr, address(each[0]), address(each[1]), address(each[2]), v[2], each[3],
-                   v[3], each[4]};
+    problems[i] = {static_cast<Type>(v[1]),
+                   nullptr,
+                   address(each[0]),
+                   address(each[1]),
+                   address(each[2]),
+                   v[2],
+                   each[3],
+                   v[3],
+                   each[4]};
   }
   bool fits = true;
   Py_BEGIN_ALLOW_THREADS;
@@ -251,13 +258,12 @@ PyMethodDef fast(const char* name) {
   return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(kCall)), METH_FASTCALL, nullptr};
 }
 
-PyMethodDef engine_methods[] = {
-    fast<engine_linear>("linear"),
-    fast<engine_packed_bytes>("packed_bytes"),
-    fast<engine_pack>("pack"),
-    fast<engine_use>("use"),
-    {"addresses", engine_addresses, METH_NOARGS, nullptr},
-    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef engine_methods[] = {fast<engine_linear>("linear"),
+                                fast<engine_packed_bytes>("packed_bytes"),
+                                fast<engine_pack>("pack"),
+                                fast<engine_use>("use"),
+                                {"addresses", engine_addresses, METH_NOARGS, nullptr},
+                                {nullptr, nullptr, 0, nullptr}};
 
 int exec(PyObject* module) { return Object::add_to(module, "lamina.gemm._native.Engine", engine_methods); }
 

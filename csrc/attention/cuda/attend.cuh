@@ -15,15 +15,15 @@ struct Call {
   Step step;
   const Plan* plan;
   Operator op;
-  bool stored;            // k, v: a LayerStore's blocks, else the step's own rows
-  const T* q;             // [R, Hq, D]
+  bool stored;  // k, v: a LayerStore's blocks, else the step's own rows
+  const T* q;  // [R, Hq, D]
   const S *k, *v;
   const float *k_scale, *v_scale;  // of each row of k and v, or null
-  float *o, *lse;         // results [R, Hq, Dv], [R, Hq]; unless there is `out`: then those of the stored part
-  T* out;                 // [R, Hq, Dv]: merged with the stored part and the sinks
-  float* nodes;           // [capacity, Hkv, Fragment::kSize]: of tasks that wait for others
-  u32* counters;          // [capacity, Hkv] zeros, before and after
-  float* slots;           // [blocks, kLevels, Fragment::kSize]: of chunks that wait within a task
+  float *o, *lse;  // results [R, Hq, Dv], [R, Hq]; unless there is `out`: then those of the stored part
+  T* out;  // [R, Hq, Dv]: merged with the stored part and the sinks
+  float* nodes;  // [capacity, Hkv, Fragment::kSize]: of tasks that wait for others
+  u32* counters;  // [capacity, Hkv] zeros, before and after
+  float* slots;  // [blocks, kLevels, Fragment::kSize]: of chunks that wait within a task
 };
 
 // The tokens that a query sees, as positions; of the step's own rows they are counted from the first.
@@ -85,8 +85,7 @@ struct Work {
 struct Score {
   float scale, softcap, unit;
   LAMINA_DEVICE explicit Score(const Operator& op)
-      : scale(op.softcap > 0 ? op.scale / op.softcap : op.scale * kLog2E), softcap(op.softcap * kLog2E),
-        unit(kLog2E) {}
+      : scale(op.softcap > 0 ? op.scale / op.softcap : op.scale * kLog2E), softcap(op.softcap * kLog2E), unit(kLog2E) {}
   // `away`: the key's position less the query's.
   LAMINA_DEVICE float operator()(float product, const View& view, int away) const {
     const float x = softcap > 0 ? tanhf(product * scale) * softcap : product * scale;
@@ -168,9 +167,8 @@ LAMINA_DEVICE void attend(const Call<typename Core::T, typename Core::S>& call) 
     Node node;
     node.clear();
     Waiting waiting;
-    Core::run(work, shared_memory(), low, high, node, [&](int chunk, bool last) {
-      waiting.climb(node, chunk, last, queries, slot, Core::number);
-    });
+    Core::run(work, shared_memory(), low, high, node,
+              [&](int chunk, bool last) { waiting.climb(node, chunk, last, queries, slot, Core::number); });
     const int base = work.task.base, count = Chunks(work.sequence, call.stored).nodes(plan.level);
     const i64 first = number - (work.task.node - base);  // the task of the tile's first node
     const auto saved = [&](int i) { return call.nodes + ((first + i) * heads + head) * Node::kSize; };

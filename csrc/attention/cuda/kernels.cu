@@ -17,8 +17,8 @@ using Element = LAMINA_ELEMENT;
 #endif
 using Stored = LAMINA_STORED;
 #ifdef LAMINA_COLUMNS
-using Core = TensorCore<Element, LAMINA_KEY_DIM, LAMINA_VALUE_DIM, LAMINA_COLUMNS, LAMINA_STAGES, LAMINA_NEAR_LEVELS,
-                        Stored>;
+using Core =
+    TensorCore<Element, LAMINA_KEY_DIM, LAMINA_VALUE_DIM, LAMINA_COLUMNS, LAMINA_STAGES, LAMINA_NEAR_LEVELS, Stored>;
 #else
 using Core = PlainCore<Element, Stored>;
 #endif
@@ -29,8 +29,8 @@ using namespace lamina::attention::cuda;
 
 // See plan_step. A block for each 32 sequences.
 extern "C" __global__ void __launch_bounds__(kLanes)
-    lamina_plan(const int* counts, const Sequence* sequences, Plan* plan, int capacity, int tile, int group, int kv_heads,
-                int warps, int stored) {
+    lamina_plan(const int* counts, const Sequence* sequences, Plan* plan, int capacity, int tile, int group,
+                int kv_heads, int warps, int stored) {
   plan_step({counts, sequences, nullptr, 0, 0}, *plan, capacity, tile, group, kv_heads, warps, stored);
 }
 
@@ -39,11 +39,23 @@ extern "C" __global__ void __launch_bounds__(kLanes, Core::kWarps)
     lamina_attend(const int* counts, const Sequence* sequences, const int* table, int width, int block_shift,
                   const Plan* plan, int q_heads, int kv_heads, int qk_dim, int v_dim, int window, float scale,
                   float softcap, const float* sinks, const float* slopes, int stored, const Element* q, const Stored* k,
-                  const Stored* v, const float* k_scale, const float* v_scale, float* o, float* lse, Element* out, float* nodes, u32* counters, float* slots) {
+                  const Stored* v, const float* k_scale, const float* v_scale, float* o, float* lse, Element* out,
+                  float* nodes, u32* counters, float* slots) {
   attend<Core>({{counts, sequences, table, width, block_shift},
                 plan,
                 {q_heads, kv_heads, qk_dim, v_dim, window, scale, softcap, sinks, slopes},
-                stored != 0, q, k, v, k_scale, v_scale, o, lse, out, nodes, counters, slots});
+                stored != 0,
+                q,
+                k,
+                v,
+                k_scale,
+                v_scale,
+                o,
+                lse,
+                out,
+                nodes,
+                counters,
+                slots});
 }
 
 // Rows `left` [pairs] of o [N, Hq, Dv] and lse [N, Hq] become their merge with rows `right`. A block for each pair and head.
@@ -62,8 +74,8 @@ extern "C" __global__ void __launch_bounds__(kLanes)
 
 // merge.finish of o, lse [R, Hq, .] and sinks [Hq] or null. A block for each row and head.
 extern "C" __global__ void __launch_bounds__(kLanes)
-    lamina_close(const float* o, const float* lse, const float* new_o, const float* new_lse, const float* sinks, int heads,
-                 int v_dim, Element* out) {
+    lamina_close(const float* o, const float* lse, const float* new_o, const float* new_lse, const float* sinks,
+                 int heads, int v_dim, Element* out) {
   const i64 at = block();
   const Weights both(lse[at], new_lse[at]), sunk(both.lse, sinks ? sinks[at % heads] : none());
   for (int d = lane(); d < v_dim; d += kLanes) {
@@ -74,9 +86,9 @@ extern "C" __global__ void __launch_bounds__(kLanes)
 
 // Row r of k [R, Hkv, D] and v [R, Hkv, Dv], and of their scales [R, Hkv] or null, to token offsets[r] of block blocks[r]. A block for each row and head.
 extern "C" __global__ void __launch_bounds__(kLanes)
-    lamina_append(const Stored* k, const Stored* v, const float* k_scale, const float* v_scale, const i64* block_ids, const i64* offsets, int kv_heads,
-                  int block_size, int qk_dim, int v_dim, Stored* k_store, Stored* v_store, float* k_scales,
-                  float* v_scales) {
+    lamina_append(const Stored* k, const Stored* v, const float* k_scale, const float* v_scale, const i64* block_ids,
+                  const i64* offsets, int kv_heads, int block_size, int qk_dim, int v_dim, Stored* k_store,
+                  Stored* v_store, float* k_scales, float* v_scales) {
   const int r = block() / kv_heads, head = block() % kv_heads;
   const i64 to = (block_ids[r] * kv_heads + head) * block_size + offsets[r], from = block();
   for (int d = lane(); d < qk_dim; d += kLanes) k_store[to * qk_dim + d] = k[from * qk_dim + d];

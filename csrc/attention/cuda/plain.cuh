@@ -67,8 +67,8 @@ struct PlainCore {
   }
 
   // 32 tokens, one with each lane.
-  LAMINA_DEVICE static void add(const S* values, const float* scales, int v_dim, bool seen, int row, float score, Softmax& softmax,
-                                Node& node) {
+  LAMINA_DEVICE static void add(const S* values, const float* scales, int v_dim, bool seen, int row, float score,
+                                Softmax& softmax, Node& node) {
     const float factor = softmax.raise(max(score)), weight = softmax.weight(score);
     const float scaled = seen && scales ? weight * scales[row] : weight;
     for (int i = 0; i < Node::kNumbers; ++i) node.o[0][i] *= factor;

@@ -20,22 +20,22 @@ LAMINA_DEVICE int parts(int n, int size) { return (n + size - 1) / size; }
 // lamina.kv.pool.RowTable of one sequence. The layout is cuda.py's SEQUENCE.
 struct Sequence {
   int row, first, count;  // its rows in the step: row .. row + count, at positions from first
-  int low, high;          // the stored tokens that are meant: positions low .. high
-  int origin;             // the position of column 0 of its block table
+  int low, high;  // the stored tokens that are meant: positions low .. high
+  int origin;  // the position of column 0 of its block table
   int unused[2];
 };
 
 // A step: its number of sequences, then the sequences, then their block tables. cuda.py fills it.
 struct Step {
-  const int* counts;          // [1] sequences
+  const int* counts;  // [1] sequences
   const Sequence* sequences;  // [counts[0]]
-  const int* table;           // [sequences, width] block ids
-  int width, block_shift;     // blocks hold 1 << block_shift tokens
+  const int* table;  // [sequences, width] block ids
+  int width, block_shift;  // blocks hold 1 << block_shift tokens
 };
 
 struct Task {
   int sequence;
-  int query;       // the first one of the tile
+  int query;  // the first one of the tile
   int node, base;  // number of the node at the plan's level; that of the first one of the sequence
 };
 

@@ -55,9 +55,7 @@ struct TensorCore {
   // each 16 numbers 2g and 2g + 1.
   using Node = Fragment<2 * kColumns, 2 * kValueSteps>;
   LAMINA_DEVICE static int number(int q) { return q / 2 * 8 + lane() % 4 * 2 + q % 2; }
-  LAMINA_DEVICE static int column(int i) {
-    return kScaled ? i / 2 * 16 + lane() / 4 * 2 + i % 2 : i * 8 + lane() / 4;
-  }
+  LAMINA_DEVICE static int column(int i) { return kScaled ? i / 2 * 16 + lane() / 4 * 2 + i % 2 : i * 8 + lane() / 4; }
   LAMINA_DEVICE static bool first_of_query() { return lane() / 4 == 0; }
 
   // What no copy ever writes must not be NaN: columns of K that fill the last product up.
@@ -220,7 +218,7 @@ struct TensorCore {
         key_numbers(a, loaded, half);
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
-          float(&s)[4] = step % 2 ? odd[c] : score[c];
+          float (&s)[4] = step % 2 ? odd[c] : score[c];
           multiply<T>(s[0], s[1], s[2], s[3], a, query_[c][step]);
         }
       }

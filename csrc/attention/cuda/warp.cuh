@@ -149,13 +149,13 @@ LAMINA_DEVICE u32 transpose(u32 x) {
 // C += A . B
 template <class T>
 LAMINA_DEVICE void multiply(float& c0, float& c1, float& c2, float& c3, const u32 (&a)[4], const u32 (&b)[2]);
-#define LAMINA_MULTIPLY(T, type)                                                                                \
-  template <>                                                                                                   \
+#define LAMINA_MULTIPLY(T, type)                                                                                   \
+  template <>                                                                                                      \
   LAMINA_DEVICE void multiply<T>(float& c0, float& c1, float& c2, float& c3, const u32(&a)[4], const u32(&b)[2]) { \
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                         \
-                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                         \
-                 : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)                                                       \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                           \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                            \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                            \
+                 : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)                                                          \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                              \
   }
 LAMINA_MULTIPLY(BFloat16, "bf16")
 LAMINA_MULTIPLY(Half, "f16")
