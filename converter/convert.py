@@ -44,7 +44,7 @@ def convert(
     Raises ConversionError, naming the operator and its module, for whatever would not compute the same thing.
     """
     timings: dict[str, float] = {}
-    clock = _Stages(timings)
+    clock = _StageTicks(timings)
     captured = capture(step, cut_op, expect=expect, example_rows=example_rows)
     clock.done("capture")
     if split_fused:
@@ -67,7 +67,7 @@ def convert(
     return SlicedProgram(slices, calls, described, hoist, rows, timings=timings)
 
 
-class _Stages:
+class _StageTicks:
     def __init__(self, timings: dict[str, float]) -> None:
         self._timings, self._start = timings, time.perf_counter()
 

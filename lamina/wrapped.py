@@ -108,7 +108,7 @@ class WrappedModel:
         tokens up to and with an end token, then padding. Raises ValueError for a setting that would change tokens and
         cannot be obeyed (beams, other penalties, processors).
         """
-        chosen = _Settings(self.generation_config, generation_config, settings)
+        chosen = _GenerateOptions(self.generation_config, generation_config, settings)
         ids = self._prompts(inputs if inputs is not None else input_ids, chosen)
         mask = _mask(ids, attention_mask, chosen)
         params = self._params(ids, mask, chosen)
@@ -126,7 +126,7 @@ class WrappedModel:
             return GenerateDecoderOnlyOutput(sequences=sequences)
         return sequences
 
-    def _prompts(self, ids: Tensor | None, chosen: _Settings) -> Tensor:
+    def _prompts(self, ids: Tensor | None, chosen: _GenerateOptions) -> Tensor:
         if ids is None:
             if chosen["bos_token_id"] is None:
                 raise ValueError("generate needs input_ids: the model has no bos_token_id to begin with")
@@ -135,7 +135,7 @@ class WrappedModel:
             raise ValueError(f"input_ids must be token ids [batch, length], not {list(ids.shape)} of {ids.dtype}")
         return ids
 
-    def _params(self, ids: Tensor, mask: Tensor, chosen: _Settings) -> list[SamplingParams]:
+    def _params(self, ids: Tensor, mask: Tensor, chosen: _GenerateOptions) -> list[SamplingParams]:
         """One SamplingParams for each prompt."""
         batch, length = ids.shape
         limit = self.llm.engine.info.max_model_len
@@ -182,7 +182,7 @@ class WrappedModel:
         return done
 
 
-class _Settings:
+class _GenerateOptions:
     """What one call asks for: its keywords, over a GenerationConfig, over the model's."""
 
     def __init__(self, model_config: Any, call_config: Any, keywords: dict[str, Any]) -> None:
@@ -247,7 +247,7 @@ def _is_neutral(name: str, value: Any) -> bool:
     return value is False or value == _NEUTRAL.get(name) or name.startswith("_")
 
 
-def _mask(ids: Tensor, mask: Tensor | None, chosen: _Settings) -> Tensor:
+def _mask(ids: Tensor, mask: Tensor | None, chosen: _GenerateOptions) -> Tensor:
     """[batch, length], 1 where a token counts. Raises ValueError unless prompts are padded on the left alone."""
     if mask is None:
         pad, mask = chosen["pad_token_id"], torch.ones_like(ids)

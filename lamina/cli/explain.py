@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lamina.models.shard import Shard
 
 
-class Plan(NamedTuple):
+class DevicePlan(NamedTuple):
     """A model without weights, cut. ``shard``: of the rank that it is a part for, if there are several."""
 
     model: nn.Module
@@ -174,7 +174,7 @@ def _convert(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
     return loaded.model, convert_model(loaded.model, max_model_len=limit, hoist=args.hoist, part=loaded.part)
 
 
-def plan(args: argparse.Namespace) -> Plan:
+def plan(args: argparse.Namespace) -> DevicePlan:
     """``args``: model, dtype, trust_remote_code, hoist, tensor_parallel_size. Without weights: a few layers are
     captured and the rest stamped if that is provably the same, else all are captured.
     """
@@ -193,7 +193,7 @@ def plan(args: argparse.Namespace) -> Plan:
         shard.shrink(model)
         shard.join(model)
         program = convert_model(model, max_model_len=limit, hoist=args.hoist, part=shard.part)
-        return Plan(model, program, shard)
+        return DevicePlan(model, program, shard)
 
     def shallow(few: int) -> tuple[SlicedProgram, Sequence[nn.Module], Sequence[Hashable]]:
         less = _with_layers(config, num_layers(model), few)
@@ -205,7 +205,7 @@ def plan(args: argparse.Namespace) -> Plan:
     with suppress(ConversionError):  # where layers are in no list, all of them are captured
         name, layers = layer_stack(model, total)
         stamped = stamp(shallow, layers, _layer_entries(config, total), f"model.{name}")
-    return Plan(model, stamped or convert_model(model, max_model_len=limit, hoist=args.hoist), None)
+    return DevicePlan(model, stamped or convert_model(model, max_model_len=limit, hoist=args.hoist), None)
 
 
 def _read_config(args: argparse.Namespace) -> Any:

@@ -36,7 +36,7 @@ END_S = 5.0  # for the process that measures to go
 Measured = Callable[[], Resident]
 
 
-class _Facts(NamedTuple):
+class _RankFacts(NamedTuple):
     """Of a rank's model; all ranks have the like."""
 
     weights: WeightBytes
@@ -77,7 +77,7 @@ def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMe
     return [*(_run_by(w, runtimes[w.name.partition("-")[0]]) for w in alone), *found[len(alone) :]]
 
 
-def _with_room(facts: _Facts, config: EngineConfig, free: int) -> tuple[_Facts, int]:
+def _with_room(facts: _RankFacts, config: EngineConfig, free: int) -> tuple[_RankFacts, int]:
     """The facts, with packed weights if ``free`` bytes hold them, and what they leave."""
     ranks, kv_bytes = config.topology.tensor_parallel_size, config.devices.kv_bytes() * config.topology.memory_workers
     if has_room_to_pack(facts.packed * ranks, facts.program.weight_bytes * ranks, kv_bytes, free):
@@ -111,7 +111,7 @@ def _memory_runtime(config: EngineConfig) -> Iterator[Measured]:
         worker.join(END_S)
 
 
-def _facts(model: str, config: EngineConfig) -> _Facts:
+def _facts(model: str, config: EngineConfig) -> _RankFacts:
     from lamina.compute.capacity import partition_of
     from lamina.kv.stored import stored_dtype
     from lamina.models.checkpoint import find_checkpoint, read_config
@@ -137,7 +137,7 @@ def _facts(model: str, config: EngineConfig) -> _Facts:
     layers = layer_shapes(planned.program)
     weights = config.topology.of_rank(config.topology.weights, 0)
     max_len, wire = config.model.max_model_len or max_model_len(settings), planned.program.calls[0].q.dtype
-    return _Facts(
+    return _RankFacts(
         weights=weight_bytes(planned.model, directory, planned.shard),
         packed=_packed(planned.program, config),
         unpacked=0,
@@ -162,7 +162,7 @@ def _packed(program: SlicedProgram, config: EngineConfig) -> int:
     return packed_bytes(program, gemm.get(linear(config.model.gemm, device), 1))
 
 
-def _compute(facts: _Facts, config: EngineConfig, index: int) -> WorkerMemory:
+def _compute(facts: _RankFacts, config: EngineConfig, index: int) -> WorkerMemory:
     from lamina.collective.mesh import INBOX
     from lamina.compute.capacity import channel_bytes
     from lamina.compute.ring import ring_inbox
@@ -188,7 +188,7 @@ def _compute(facts: _Facts, config: EngineConfig, index: int) -> WorkerMemory:
     )
 
 
-def _prefill(facts: _Facts, config: EngineConfig, index: int) -> WorkerMemory:
+def _prefill(facts: _RankFacts, config: EngineConfig, index: int) -> WorkerMemory:
     from lamina.compute.capacity import attention_bytes, store_bytes
     from lamina.protocol.partition import by_head
 
@@ -206,7 +206,7 @@ def _prefill(facts: _Facts, config: EngineConfig, index: int) -> WorkerMemory:
     )
 
 
-def _memory(facts: _Facts, config: EngineConfig, index: int, free: int) -> WorkerMemory:
+def _memory(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> WorkerMemory:
     """``free``: for KV blocks that --kv-memory leaves to the workers."""
     from lamina.compute.capacity import attention_bytes, choose_kv_bytes
 
@@ -240,7 +240,7 @@ def _device(flag: str, asked: str, number: int) -> str:
     return str(pick(flag, asked, number))
 
 
-def _slices(facts: _Facts, config: EngineConfig) -> int:
+def _slices(facts: _RankFacts, config: EngineConfig) -> int:
     """Tensors of a step on a compute worker: activations of a slice, then the logits of all that decode, which sampling
     copies in fp32 and, of one row at a time, in fp64.
     """
@@ -251,7 +251,7 @@ def _slices(facts: _Facts, config: EngineConfig) -> int:
     return most_bytes(facts.program, rows=rows, sampled=sampled) + logits
 
 
-def _blocks(facts: _Facts, config: EngineConfig, partition: Partition, worker: int, kv_bytes: int) -> int:
+def _blocks(facts: _RankFacts, config: EngineConfig, partition: Partition, worker: int, kv_bytes: int) -> int:
     from lamina.compute.capacity import blocks_bytes
 
     return blocks_bytes(
@@ -266,7 +266,7 @@ def _blocks(facts: _Facts, config: EngineConfig, partition: Partition, worker: i
     )
 
 
-def _decode_channel(facts: _Facts, config: EngineConfig) -> int:
+def _decode_channel(facts: _RankFacts, config: EngineConfig) -> int:
     """Slots between a compute worker and one of its memory workers."""
     from lamina.compute.capacity import channel_bytes, geometries
 
@@ -274,7 +274,7 @@ def _decode_channel(facts: _Facts, config: EngineConfig) -> int:
     return channel_bytes(*geometries(facts.layers, facts.partition, facts.dtype.itemsize, **rows))
 
 
-def _prefill_channel(facts: _Facts, config: EngineConfig) -> int:
+def _prefill_channel(facts: _RankFacts, config: EngineConfig) -> int:
     """Slots between a prefill worker and a memory worker."""
     from lamina.compute.capacity import channel_bytes, kv_geometries
 

@@ -15,7 +15,7 @@ from lamina.protocol.partition import Partition
 from lamina.protocol.plan import Bound, Direct, Key, Kind, LayerShape, StepPlan
 from lamina.protocol.resolve import LayerPath
 from lamina.workers.staging import Staging
-from lamina.workers.wire import LINE_WORDS, Wire, lines
+from lamina.workers.wire import LINE_WORDS, LayerWire, lines
 
 from .links import MemoryLink
 from .memory_pool import MemoryPool
@@ -26,7 +26,7 @@ LINES = 3  # of what one memory worker has of a layer: Q, K and V, O
 class _Share(NamedTuple):
     """What one memory worker has of a layer. ``line``: of Q; behind it are those of K and V, and of O."""
 
-    wire: Wire
+    wire: LayerWire
     line: int
     piece: HeldPiece
     q_heads: slice
@@ -42,7 +42,7 @@ class DirectAttention:
     def __init__(
         self,
         pool: MemoryPool,
-        wires: Sequence[Wire],
+        wires: Sequence[LayerWire],
         partition: Partition,
         layers: Sequence[LayerShape],
         itemsize: int,
@@ -132,7 +132,7 @@ class DirectAttention:
         return found
 
 
-def _share(piece: HeldPiece, wire: Wire, line: int) -> _Share:
+def _share(piece: HeldPiece, wire: LayerWire, line: int) -> _Share:
     q_heads = slice(piece.head_start * piece.each, piece.head_stop * piece.each)
     return _Share(wire, line, piece, q_heads, slice(piece.head_start, piece.head_stop))
 
@@ -143,15 +143,15 @@ def open_wires(
     staging: Staging,
     wait_s: float,
     path: LayerPath,
-) -> list[Wire]:
+) -> list[LayerWire]:
     """To the memory workers that ``connects`` go to, which gave ``bounds``, if ``path`` is from device to device; else
     none, and those that wait for theirs are told so. Raises ChannelError, RefusedError.
     """
-    wires, wanted = list[Wire](), path is LayerPath.DEVICE
+    wires, wanted = list[LayerWire](), path is LayerPath.DEVICE
     for worker, (connect, bound) in enumerate(zip(connects, bounds, strict=True)):
         if bound.direct:
             channel = connect()
             MemoryLink(channel, worker, wait_s).direct(Direct(wait_s=wait_s if wanted else 0.0))
             if wanted:
-                wires.append(Wire(channel, staging, wait_s))
+                wires.append(LayerWire(channel, staging, wait_s))
     return wires

@@ -28,7 +28,7 @@ from .direct import DirectAttention, open_wires
 from .emulated import emulated
 from .links import MemoryLink, RefusedError
 from .memory_pool import MemoryPool
-from .model_server import Cut, ModelServer, serve
+from .model_server import CutModel, ModelServer, serve
 from .ranks import Together
 from .ring import RING, RingEnds
 from .staged import stage_collective, stage_ring
@@ -51,13 +51,13 @@ def rank_name(worker: str) -> str:
 
 def serve_compute(sock: socket.socket, module: Any = None) -> None:
     """Serve one driver until its link ends. ``module``: the model itself, where the driver is this process."""
-    serve(_Server, sock, module)
+    serve(ComputeServer, sock, module)
 
 
-class _Server(ModelServer):
+class ComputeServer(ModelServer):
     role = "compute worker"
     packs = True
-    _cut: Cut
+    _cut: CutModel
     _ring_door: ViewDoor | None = None
     _rank_door: ViewDoor | None = None
     _program: Any = None
@@ -200,7 +200,7 @@ class _Server(ModelServer):
             others = "memory workers before it took that one: name one that all have by --attention"
             raise RefusedError(f"memory worker {link.number}: {e}; {others}") from e
 
-    def _merging(self, cut: Cut, backend: str) -> AttentionBackend:
+    def _merging(self, cut: CutModel, backend: str) -> AttentionBackend:
         """Merges what memory workers return in parts: with their own backend, where CPUs have it."""
         if not cut.partition.stripe:
             return attention.get("reference", CPU, cut.dtype)

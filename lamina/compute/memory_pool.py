@@ -20,7 +20,7 @@ from lamina.protocol.partition import Partition
 from lamina.protocol.placement import Placement
 from lamina.protocol.plan import Key, Kind, LayerShape, StepPlan, encode
 from lamina.workers.devices import CPU
-from lamina.workers.staging import Host, Staging
+from lamina.workers.staging import HostStaging, Staging
 
 from .links import MemoryLink
 
@@ -49,7 +49,7 @@ class MemoryPool:
         held = [held_pieces(layers, windows, partition, link.worker, groups) for link in links]
         pieces = list(zip(*held, strict=True)) if links else [()] * len(layers)
         self._layers = [_Layer(*x, pieces.index(x[-1])) for x in zip(layers, specs, pieces, strict=True)]
-        self._backend, self._staging = backend, staging or Host(CPU)
+        self._backend, self._staging = backend, staging or HostStaging(CPU)
         self._groups, self._placement = groups, Placement(partition.num_lanes, partition.stripe * CHUNK_TOKENS)
         self._steps: dict[int, _Step] = {}  # of every batch, its last one
         self.select(StepPlan(step=0, ops=[], rows=[]))

@@ -39,7 +39,7 @@ from lamina.protocol.plan import Bound, LayerShape, ProtocolError
 from lamina.protocol.resolve import sequence_limit
 from lamina.workers.devices import CPU, gpu_of, linear, pick
 from lamina.workers.graphs import Graphs
-from lamina.workers.service import Service
+from lamina.workers.service import WorkerService
 from lamina.workers.staging import Staging, open_staging
 from lamina.workers.view import ViewFabric
 
@@ -72,7 +72,7 @@ class Worker(Protocol):
         ...
 
 
-class Cut(NamedTuple):
+class CutModel(NamedTuple):
     """A loaded model, in slices. ``layers``: its attention operators; ``backend``: for its linear layers, which the
     program has not yet.
     """
@@ -99,7 +99,7 @@ class ModelServer:
         gpu = gpu_of(start.devices.compute_device, start.device_number)
         self.fabric = netstack.open(start.scheme, key=start.key or cluster_key(), gpu=gpu)
         self.trace = recorder(start.trace)
-        self.clock = Clock()
+        self.clock = StageTimes()
         self.staging: Staging = open_staging(CPU)  # until the device is picked
         self.group: Collective | None = None
         self.choices: dict[str, str] = {}  # what was chosen here, and why, by what it is for
@@ -108,7 +108,7 @@ class ModelServer:
         self._worker: Worker | None = None
         self._in_view: ViewFabric | None = None
         self._called = -1  # the view of the last Connect that has come
-        self.service = Service(link, self._stats, lambda reason: self.fabric.close(), self.trace, heed=self._heed)
+        self.service = WorkerService(link, self._stats, lambda reason: self.fabric.close(), self.trace, heed=self._heed)
 
     def load(self) -> Loaded:
         """Raises ValueError for what a user can put right."""
@@ -139,7 +139,7 @@ class ModelServer:
                 self._packed.copy.close()
             self.service.link.close()
 
-    def cut(self) -> Cut:
+    def cut(self) -> CutModel:
         """Load the model and cut it at its attention operators. Raises ModelError, ValueError."""
         from lamina.models.convert import convert_model, layer_shapes
         from lamina.models.load import load
@@ -169,9 +169,9 @@ class ModelServer:
         program = self.staging.place(program)
         weights = start.topology.of_rank(start.topology.weights, start.rank)
         partition = partition_of(start.topology.partition, layers, weights, max_len)
-        return Cut(program, loaded, layers, program.calls[0].q.dtype, max_len, partition, backend)
+        return CutModel(program, loaded, layers, program.calls[0].q.dtype, max_len, partition, backend)
 
-    def runnable(self, cut: Cut, group: Collective | None = None) -> Any:
+    def runnable(self, cut: CutModel, group: Collective | None = None) -> Any:
         """The program, meeting the other ranks of ``group``; as graphs where the device has them, or compiled."""
         capture = self.staging.capture() if self.start.model.cuda_graphs else None
         if capture:
@@ -183,7 +183,7 @@ class ModelServer:
         program = gemm.bind(program, cut.backend)
         return FewRows(program) if cut.backend.own_threads else program
 
-    def _pack(self, cut: Cut) -> None:
+    def _pack(self, cut: CutModel) -> None:
         """Not in the driver's process, whose memory is its own, and whose module may change."""
         if not self.packs or cut.loaded.path is None or netstack.in_process(self.start.scheme):
             return
@@ -201,7 +201,7 @@ class ModelServer:
         self.clock.lap("compile_s")
         return found
 
-    def ready(self, cut: Cut, bounds: Sequence[Bound], view: int) -> ComputeReady:
+    def ready(self, cut: CutModel, bounds: Sequence[Bound], view: int) -> ComputeReady:
         """What the driver must know; ``bounds``: the memory workers' answers, in their order."""
         start = self.start
         return ComputeReady(
@@ -324,7 +324,7 @@ def serve(server: type[ModelServer], sock: socket.socket, module: Any) -> None:
         server(link, start, module).run()
 
 
-def _summary(cut: Cut) -> dict[str, Any]:
+def _summary(cut: CutModel) -> dict[str, Any]:
     layers, size = cut.layers, cut.dtype.itemsize
     return {
         "num_slices": len(cut.program.slices),
@@ -337,7 +337,7 @@ def _summary(cut: Cut) -> dict[str, Any]:
     }
 
 
-class Clock:
+class StageTimes:
     """Seconds of each stage of a start, by its name."""
 
     def __init__(self) -> None:

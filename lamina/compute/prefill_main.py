@@ -22,19 +22,19 @@ from .capacity import kv_geometries, store_bytes
 from .emulated import emulated
 from .links import MemoryLink
 from .memory_pool import MemoryPool
-from .model_server import Cut, ModelServer, serve
+from .model_server import CutModel, ModelServer, serve
 from .prefill import OwnAttention, PrefillWorker
 from .worker import ComputeWorker
 
 
 def serve_prefill(sock: socket.socket, module: Any = None) -> None:
     """Serve one driver until its link ends. ``module``: the model itself, where the driver is this process."""
-    serve(_Server, sock, module)
+    serve(PrefillServer, sock, module)
 
 
-class _Server(ModelServer):
+class PrefillServer(ModelServer):
     role = "prefill worker"
-    _cut: Cut
+    _cut: CutModel
     _program: Any = None
     _serving: PrefillWorker | None = None
 
@@ -79,7 +79,7 @@ class _Server(ModelServer):
             bounds.append(links[-1].join(join))
         return links, bounds
 
-    def _store(self, cut: Cut, backend: str) -> Store:
+    def _store(self, cut: CutModel, backend: str) -> Store:
         """Of all heads of one sequence. Raises ValueError where there is no room for that."""
         start, device = self.start, self.staging.device
         free = available_bytes(device)
@@ -104,7 +104,7 @@ class _Server(ModelServer):
         )
         return Store(bind, device)
 
-    def _backend(self, name: str, device: torch.device, cut: Cut) -> str:
+    def _backend(self, name: str, device: torch.device, cut: CutModel) -> str:
         """That of the memory workers, where it is for such a device."""
         try:
             return name_of(attention.get_alike(name, device, cut.dtype, "auto"))

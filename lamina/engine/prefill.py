@@ -21,7 +21,7 @@ NOBODY = -1
 
 
 @dataclass
-class _Worker:
+class _PrefillLoad:
     index: int
     prompts: deque[Sequence] = field(default_factory=deque)  # that have tokens left to schedule, in their order
     held: int = NOBODY  # the sequence in its store
@@ -46,7 +46,7 @@ class Prefill:
 
     def __init__(self, num_workers: int, chunk: int, first_batch: int) -> None:
         """``first_batch``: the number of the first worker's batch; those of the others follow."""
-        self._workers = [_Worker(i) for i in range(num_workers)]
+        self._workers = [_PrefillLoad(i) for i in range(num_workers)]
         self._chunk = chunk
         self._first_batch = first_batch
 

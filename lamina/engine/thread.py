@@ -29,7 +29,7 @@ class Workers(Protocol):
         ...
 
 
-class _Order(NamedTuple):
+class _Errand(NamedTuple):
     """``asked`` None: no more of ``feed``, whose reader has gone or, with ``tell``, gets what there is."""
 
     feed: Feed
@@ -48,7 +48,7 @@ class EngineThread:
         """
         self.error: WorkerError | None = None  # why the engine has ended; None while it runs, and after ``stop``
         self._streams, self._workers, self._wake, self._closed = streams, workers, wake, closed
-        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()  # None: nothing, but look up
+        self._orders: queue.SimpleQueue[_Errand | None] = queue.SimpleQueue()  # None: nothing, but look up
         self._stopping = False
         self._open = True
         self._lock = threading.RLock()  # between the last orders and the end; a garbage collector may order, too
@@ -62,16 +62,16 @@ class EngineThread:
 
     def add(self, asked: Asked, feed: Feed) -> None:
         """Queue a request. ``feed`` is told where it cannot be served, by a ValueError, and of the engine's end."""
-        self._order(_Order(feed, asked))
+        self._order(_Errand(feed, asked))
 
     def drop(self, feed: Feed) -> None:
         """See ``Streams.drop``."""
         feed.dropped = True
-        self._order(_Order(feed))
+        self._order(_Errand(feed))
 
     def abort(self, feed: Feed) -> None:
         """See ``Streams.abort``. Behind ``add``."""
-        self._order(_Order(feed, tell=True))
+        self._order(_Errand(feed, tell=True))
 
     def stop(self) -> None:
         """End the engine and its workers; every reader is told. Idempotent."""
@@ -83,7 +83,7 @@ class EngineThread:
         self._workers.close()  # ends the wait for a step that takes longer
         self._thread.join(JOIN_S)
 
-    def _order(self, order: _Order) -> None:
+    def _order(self, order: _Errand) -> None:
         with self._lock:
             if self._open:
                 self._orders.put(order)
@@ -105,7 +105,7 @@ class EngineThread:
         finally:
             self._end()
 
-    def _next_order(self) -> _Order | None:
+    def _next_order(self) -> _Errand | None:
         """None: there is none. Waits for one where there is no work."""
         with suppress(queue.Empty):
             return self._orders.get_nowait()
@@ -117,7 +117,7 @@ class EngineThread:
                 self._workers.check()
         return None
 
-    def _obey(self, order: _Order) -> None:
+    def _obey(self, order: _Errand) -> None:
         feed = order.feed
         if order.asked is not None and not feed.dropped:
             try:

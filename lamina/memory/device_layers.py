@@ -8,7 +8,7 @@ from torch import Tensor
 from lamina.protocol.codec import Messages
 from lamina.protocol.plan import Key, Kind
 from lamina.workers.staging import NOTHING
-from lamina.workers.wire import LINE_WORDS, Wire, lines
+from lamina.workers.wire import LINE_WORDS, LayerWire, lines
 
 from .meter import Meter
 from .step import Step
@@ -18,7 +18,7 @@ from .store import Store
 class DeviceLayers:
     """See session.Layers. Does as HostLayers does, in its order; but the host waits for the device once in a round."""
 
-    def __init__(self, wire: Wire, store: Store, meter: Meter) -> None:
+    def __init__(self, wire: LayerWire, store: Store, meter: Meter) -> None:
         self.wire = wire
         self._store, self._meter = store, meter
         self._lines: dict[int, tuple[Step, Tensor]] = {}  # of every batch, its last step

@@ -28,7 +28,7 @@ from lamina.protocol.control import (
     Stop,
 )
 from lamina.protocol.plan import ProtocolError
-from lamina.workers.service import Service
+from lamina.workers.service import WorkerService
 from lamina.workers.view import ViewDoor
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ def serve_memory(sock: socket.socket) -> None:
     except LinkClosedError:
         return
     if isinstance(start, StartMemory):
-        _Server(link, start).run()
+        MemoryServer(link, start).run()
     link.close()
 
 
-class _Server:
+class MemoryServer:
     """The life of a memory worker's process, or thread."""
 
     def __init__(self, link: ControlLink, start: StartMemory) -> None:
@@ -58,7 +58,7 @@ class _Server:
         self._loading = threading.Lock()
         self._fabric: netstack.Fabric | None = None
         self._limit: object = None  # of the multiprocessors, as long as it is held
-        self._service = Service(
+        self._service = WorkerService(
             link, lambda: self._loaded().stats(), self._abort, self._trace, lambda: self._loaded().rate(), self._heed
         )
 

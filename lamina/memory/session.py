@@ -27,7 +27,7 @@ from lamina.protocol.plan import (
 )
 from lamina.protocol.resolve import LayerPath, layer_path
 from lamina.protocol.tables import NoBlocksError, PlanError
-from lamina.workers.wire import Wire, can_be_direct
+from lamina.workers.wire import LayerWire, can_be_direct
 
 from .device_layers import DeviceLayers
 from .grants import Grants
@@ -119,7 +119,7 @@ class Session:
         self._send(channel, Key(Kind.BOUND), encode(self._store.bound))
         self._direct_due = False
         if wait_s > 0:
-            self._layers = DeviceLayers(Wire(channel, self._store.staging, wait_s), self._store, self._meter)
+            self._layers = DeviceLayers(LayerWire(channel, self._store.staging, wait_s), self._store, self._meter)
 
     def check_idle(self) -> None:
         """Raises ChannelError when a replica was lost, ProtocolError if one sends before all have joined."""

@@ -26,7 +26,7 @@ def most_bytes(program: SlicedProgram, *, rows: int, sampled: int) -> int:
             live = _run(piece.module, [x[:sampled].clone() for x in given], [])
             live += sum(_storages(given).values())
         else:
-            live = _run(piece.module, given, [_Nobody()])
+            live = _run(piece.module, given, [_NoReceiver()])
         most = max(most, live)
     return most
 
@@ -39,13 +39,13 @@ def _inputs(program: SlicedProgram, index: int, rows: int) -> list[Tensor]:
 
 
 def _run(module: fx.GraphModule, given: list[Tensor], send: list[Any]) -> int:
-    live = _Live(module, given)
+    live = _LiveValues(module, given)
     with torch.no_grad():
         live.run(*given, *send)
     return live.most
 
 
-class _Live(fx.Interpreter):
+class _LiveValues(fx.Interpreter):
     """Runs a slice operator by operator, and drops values as its Python code does: behind their last use."""
 
     def __init__(self, module: fx.GraphModule, given: list[Tensor]) -> None:
@@ -67,7 +67,7 @@ def _storages(values: Any) -> dict[int, int]:
     return {storage._cdata: storage.nbytes() for storage in found}
 
 
-class _Nobody:
+class _NoReceiver:
     """Takes what a slice sends, and does nothing with it."""
 
     def q(self, call: int, q: Tensor) -> None:

@@ -15,7 +15,7 @@ from .admission import Admission, Ticket
 from .answer.logprobs import TokenTexts
 from .config import ServerConfig
 from .errors import ApiError, engine_error
-from .link.client import EngineClient, EngineGoneError, Feed, RefusedError
+from .link.client import EngineClient, EngineGoneError, Feed, PromptRefusedError
 from .link.messages import Delta
 from .request.params import PARAMS
 from .request.prompts import Prompt, Prompter
@@ -123,7 +123,7 @@ class Call:
             except TimeoutError:
                 yield []
                 continue
-            except RefusedError as e:
+            except PromptRefusedError as e:
                 raise engine_error(str(e), e.blame, PARAMS) from e
             except EngineGoneError as e:
                 raise ApiError(503, f"the engine is gone: {e}", code="engine_gone", retry_after_s=5) from e

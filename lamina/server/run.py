@@ -78,7 +78,7 @@ async def _serve(
             raise ValueError(f"{model} has no tokenizer: give --tokenizer")
         if config.chat_template:
             tokenizer.chat_template = read_template(config.chat_template)
-        await _Server(_service(model, config, engine_config, client, tokenizer), on_ready).run(sock)
+        await HttpServer(_service(model, config, engine_config, client, tokenizer), on_ready).run(sock)
         return 1 if client.failure is not None else 0
     finally:
         await client.close()
@@ -110,7 +110,7 @@ def _service(
     )
 
 
-class _Server(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
+class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
     """uvicorn, with our order of ending."""
 
     def __init__(self, service: Service, on_ready: Callable[[], None]) -> None:

@@ -33,7 +33,7 @@ class Graph(Protocol):
         ...
 
 
-class Capture(Protocol):
+class GraphCapture(Protocol):
     """Records what this thread has its device do. Nothing need be done while it is recorded."""
 
     def begin(self) -> None:
@@ -49,20 +49,20 @@ class CudaCapture:
     """CUDA graphs, which share one pool of memory. HARDWARE-UNVERIFIED: run with a stand-in that records on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        """To be used on a stream other than the default one, as ``staging.Cuda`` sees to."""
+        """To be used on a stream other than the default one, as ``staging.CudaStaging`` sees to."""
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._graph: Any = None
 
     def begin(self) -> None:
-        """See Capture."""
+        """See GraphCapture."""
         torch.cuda.current_stream(self._device).synchronize()
         self._graph = torch.cuda.CUDAGraph()
         # Other workers may be threads of this process, and go on.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> Graph:
-        """See Capture."""
+        """See GraphCapture."""
         graph: Graph = self._graph
         self._graph.capture_end()
         return graph
@@ -96,7 +96,7 @@ class Meetings:
 class Graphs:
     """A program whose slices run as graphs. To be called by one thread, one slice at a time."""
 
-    def __init__(self, program: Any, capture: Capture, group: Collective | None = None) -> None:
+    def __init__(self, program: Any, capture: GraphCapture, group: Collective | None = None) -> None:
         """``group``: whom the slices meet. The program given is used up."""
         meetings = Meetings(group) if group and not group.recordable else None
         bound = collective.bind(program, meetings or group) if group else program
@@ -113,7 +113,7 @@ class GraphedSlice:
     """Called as the slice that it stands for, with any number of rows."""
 
     def __init__(
-        self, inner: Any, capture: Capture, meetings: Meetings | None = None, joined: Collective | None = None
+        self, inner: Any, capture: GraphCapture, meetings: Meetings | None = None, joined: Collective | None = None
     ) -> None:
         """``meetings``: what ``inner`` calls where ranks meet; ``joined``: the ranks whose meetings are recorded."""
         self._inner, self._capture, self._meetings, self._joined = inner, capture, meetings, joined
@@ -129,7 +129,7 @@ class GraphedSlice:
         kind = bucket, send if getattr(send, "recordable", False) else None
         if kind not in self._known:
             try:
-                tape = _Tape(self._capture) if kind[1] is None else _Recording(self._capture, send)
+                tape = _Tape(self._capture) if kind[1] is None else _RecordedMessages(self._capture, send)
                 self._known[kind] = _Padded(
                     self._inner, inputs, bucket, send is not None, tape, self._meetings, self._joined
                 )
@@ -148,7 +148,7 @@ class GraphedSlice:
         return out
 
 
-class _Message(NamedTuple):
+class _SentMessage(NamedTuple):
     """What a graph ends with: the arguments of ``send.q`` or ``send.kv``."""
 
     kind: str
@@ -203,7 +203,7 @@ class _Padded:
             graph.replay()
             if self._joined is not None:
                 self._joined.launched()
-            if isinstance(end, _Message):
+            if isinstance(end, _SentMessage):
                 getattr(send, end.kind)(end.call, *(x[:rows].clone() for x in end.tensors))
             elif end is not None and self._meetings is not None:
                 end.meet(self._meetings.group, self._bucket, rows)
@@ -233,15 +233,15 @@ class _Nobody:
 class _Tape(_Nobody):
     """Each message and each meeting ends a graph and begins the next one."""
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: GraphCapture) -> None:
         self.capture = capture
-        self.parts: list[tuple[Graph, _Message | _Meeting | None]] = []
+        self.parts: list[tuple[Graph, _SentMessage | _Meeting | None]] = []
 
     def q(self, call: int, q: Tensor) -> None:
-        self._cut(_Message("q", call, (q,)))
+        self._cut(_SentMessage("q", call, (q,)))
 
     def kv(self, call: int, k: Tensor, v: Tensor) -> None:
-        self._cut(_Message("kv", call, (k, v)))
+        self._cut(_SentMessage("kv", call, (k, v)))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._meet("all_reduce", x, (), super().all_reduce(x))
@@ -253,15 +253,15 @@ class _Tape(_Nobody):
         self._cut(_Meeting(kind, x, more, result))
         return result
 
-    def _cut(self, end: _Message | _Meeting) -> None:
+    def _cut(self, end: _SentMessage | _Meeting) -> None:
         self.parts.append((self.capture.end(), end))
         self.capture.begin()
 
 
-class _Recording(_Tape):
+class _RecordedMessages(_Tape):
     """Messages become part of the graph."""
 
-    def __init__(self, capture: Capture, send: Any) -> None:
+    def __init__(self, capture: GraphCapture, send: Any) -> None:
         super().__init__(capture)
         self._send = send
 

@@ -24,7 +24,7 @@ from lamina.protocol.control import (
 )
 
 
-class Service:
+class WorkerService:
     """Reads the control link on its own thread: questions are answered at once, all else is queued for the worker's
     thread.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lamina.buffers import tensor_over
 
-from .graphs import Capture, CudaCapture
+from .graphs import CudaCapture, GraphCapture
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -55,19 +55,19 @@ class Staging(Protocol):
         ...
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Host memory that is to go ``up``, and not to change after."""
+        """HostStaging memory that is to go ``up``, and not to change after."""
         ...
 
     def place(self, program: Any) -> Any:
         """A sliced program with its weights on the device; the one given is used up."""
         ...
 
-    def capture(self) -> Capture | None:
+    def capture(self) -> GraphCapture | None:
         """Records graphs, where the device has them."""
         ...
 
 
-class Host:
+class HostStaging:
     """The CPU."""
 
     apart = False
@@ -98,7 +98,7 @@ class Host:
         """See Staging."""
         return program
 
-    def capture(self) -> Capture | None:
+    def capture(self) -> GraphCapture | None:
         """See Staging."""
         return None
 
@@ -156,7 +156,7 @@ class Apart:
         self.wait()
         return moved
 
-    def capture(self) -> Capture | None:
+    def capture(self) -> GraphCapture | None:
         """See Staging."""
         return None
 
@@ -176,7 +176,7 @@ class Apart:
         """Until the device has done what it was given."""
 
 
-class Cuda(Apart):
+class CudaStaging(Apart):
     """A CUDA device, on a stream of this thread's own: workers may be threads of one process.
 
     torch keeps pinned memory until the copies out of it are done, whatever becomes of its tensors.
@@ -210,13 +210,13 @@ class Cuda(Apart):
         """See Apart."""
         torch.cuda.current_stream(self.device).synchronize()
 
-    def capture(self) -> Capture | None:
+    def capture(self) -> GraphCapture | None:
         """See Staging."""
         return CudaCapture(self.device)
 
 
 # type of device -> its staging
-KINDS: dict[str, Callable[[torch.device], Staging]] = {"cpu": Host, "cuda": Cuda}
+KINDS: dict[str, Callable[[torch.device], Staging]] = {"cpu": HostStaging, "cuda": CudaStaging}
 
 
 def open_staging(device: torch.device) -> Staging:

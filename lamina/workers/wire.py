@@ -40,7 +40,7 @@ def can_be_direct(channel: Channel, staging: Staging) -> bool:
     return queue is not None and isinstance(channel, DeviceChannel) and channel.gpu == queue.gpu
 
 
-class Wire:
+class LayerWire:
     """The layer messages of one channel, for the thread of a worker. Opened once ``can_be_direct`` says so."""
 
     def __init__(self, channel: Channel, staging: Staging, wait_s: float) -> None:

@@ -161,8 +161,8 @@ def test_a_moved_program_computes_the_same_and_shares_what_was_shared() -> None:
 
 
 def test_stand_ins_are_gone_behind_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lamina.workers.staging import Host, open_staging
+    from lamina.workers.staging import HostStaging, open_staging
 
     with stand_in_for_cpu(monkeypatch):
         assert isinstance(open_staging(torch.device("cpu")), StandIn)
-    assert isinstance(open_staging(torch.device("cpu")), Host)
+    assert isinstance(open_staging(torch.device("cpu")), HostStaging)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lamina.observe.collect import Tracer, clock_offset, span_cost_s
 from lamina.observe.trace import OFF, Event, Recorder, Recording, Span, spans
 from lamina.protocol.control import AskClock, AskTrace, ClockTime, ControlLink, Stop, Trace
-from lamina.workers.service import Service
+from lamina.workers.service import WorkerService
 
 TIMEOUT_S = 10.0
 AT = Span("", Event.PLAN, 7, 1 << 40, -1, -1, 0, 0.0, 0.0)  # batch 7 of a step beyond 32 bits
@@ -85,7 +85,7 @@ def test_a_worker_answers_while_it_works() -> None:
     trace, stopped = Recorder(4), threading.Event()
     for _ in range(6):
         trace.add(Event.WRITE, trace.now(), AT, 2)
-    Service(worker, dict, lambda reason: stopped.set(), trace)
+    WorkerService(worker, dict, lambda reason: stopped.set(), trace)
     before = trace.now()
     driver.send(AskClock())
     assert before <= driver.recv(TIMEOUT_S).now <= trace.now()
@@ -108,7 +108,7 @@ def test_gather_takes_what_is_there(tmp_path: pytest.TempPathFactory) -> None:
     worker = ControlLink(ends[0][1], AskTrace | Stop)
     trace = Recorder(4)
     done = trace.add(Event.WRITE, trace.now(), AT)
-    Service(worker, dict, lambda reason: None, trace)
+    WorkerService(worker, dict, lambda reason: None, trace)
     tracer.set_clock("memory-0", [(10.0, 1010.001, 10.002)])
     links = {f"memory-{i}": ControlLink(ours, Trace) for i, (ours, _) in enumerate(ends)}
     tracer.gather(links, TIMEOUT_S)

@@ -13,7 +13,7 @@ import sys
 import uvloop
 from fake import make_service
 
-from lamina.server.run import _Server
+from lamina.server.run import HttpServer
 
 if __name__ == "__main__":
     files = int(sys.argv[1])
@@ -23,6 +23,6 @@ if __name__ == "__main__":
         port = sock.getsockname()[1]
 
         async def serve() -> None:
-            await _Server(make_service(**json.loads(sys.argv[2])), lambda: print(port, flush=True)).run(sock)
+            await HttpServer(make_service(**json.loads(sys.argv[2])), lambda: print(port, flush=True)).run(sock)
 
         uvloop.run(serve())

@@ -16,7 +16,7 @@ from test_flow import until
 from lamina.config import make_config
 from lamina.protocol.control import ControlLink
 from lamina.request import Blame, SamplingParams
-from lamina.server.link.client import EngineClient, Feed, RefusedError, launch_engine
+from lamina.server.link.client import EngineClient, Feed, PromptRefusedError, launch_engine
 from lamina.server.link.engine_process import moved
 from lamina.server.link.messages import Delta, Outputs, Ready, Start, State
 
@@ -85,7 +85,7 @@ async def who_is_to_blame_is_said(client: Any) -> None:
     ):
         feed = Feed()
         client.add(prompt, params, feed, Quiet())
-        with pytest.raises(RefusedError) as refused:
+        with pytest.raises(PromptRefusedError) as refused:
             await asyncio.wait_for(feed.take(), 30)
         assert refused.value.blame is blame
 

@@ -18,7 +18,7 @@ from lamina.server.app import layered, make_app
 from lamina.server.errors import ApiError
 from lamina.server.link.client import Feed
 from lamina.server.link.messages import Delta
-from lamina.server.run import _Server, _Stages
+from lamina.server.run import HttpServer, _Stages
 
 BODY = {"prompt": [5, 6, 7], "max_tokens": 2}
 
@@ -95,7 +95,7 @@ def test_draining_refuses_and_says_so() -> None:
 def test_the_log_says_how_to_end_at_once(caplog: pytest.LogCaptureFixture) -> None:
     service = make_service(shutdown_timeout=7.0)
     with caplog.at_level(logging.INFO):
-        run(_Server(service, lambda: None)._drain())
+        run(HttpServer(service, lambda: None)._drain())
     assert "at most 7 s; a second Ctrl-C" in caplog.text
     assert service.admission.draining
 

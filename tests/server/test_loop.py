@@ -22,7 +22,7 @@ from lamina.request import Blame, SamplingParams
 from lamina.server.link import engine_process
 from lamina.server.link.client import FROM_ENGINE
 from lamina.server.link.engine_process import FROM_SERVER, _Loop
-from lamina.server.link.messages import Add, Cancel, Counters, Delta, Outputs, Ready, Refused, State, Times
+from lamina.server.link.messages import Add, Cancel, Delta, Outputs, Ready, Refused, State, Times, WorkerCounters
 
 PROMPT = [1, 2, 3]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
@@ -304,7 +304,7 @@ def test_workers_are_asked_every_second_or_so_and_their_answers_are_told(bench: 
     bench.workers.stats = {"memory-0": {"steps": 1.0}}
     bench.loop._report()
     counters, state = bench.told()
-    assert counters == Counters({"memory-0": {"steps": 1.0}})
+    assert counters == WorkerCounters({"memory-0": {"steps": 1.0}})
     assert isinstance(state, State), "idle, and all have answered"
 
 
@@ -317,7 +317,7 @@ def test_while_a_step_runs_a_state_is_due_where_a_worker_has_gone_on(bench: Benc
         bench.workers.stats = {"memory-0": {"steps": steps}}
         bench.loop._report()
         kinds.append([type(m).__name__ for m in bench.told()])
-    assert kinds == [["Counters", "State"], ["Counters"], ["Counters", "State"]]
+    assert kinds == [["WorkerCounters", "State"], ["WorkerCounters"], ["WorkerCounters", "State"]]
 
 
 def test_what_a_server_is_told_of_the_engine(bench: Bench) -> None:

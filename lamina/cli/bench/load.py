@@ -15,7 +15,7 @@ DATASETS = ("random", "sharegpt", "custom")
 
 
 @dataclass(frozen=True)
-class Ask:
+class LoadRequest:
     """One request to come: ``text`` if given, else ``input_len`` tokens that ``tokens_of`` makes up.
 
     ``output_len`` 0 = as many tokens as ``answer`` has.
@@ -29,7 +29,7 @@ class Ask:
     answer: str = ""
 
 
-def random_asks(count: int, input_len: int, output_len: int, *, range_ratio: float, seed: int) -> list[Ask]:
+def random_asks(count: int, input_len: int, output_len: int, *, range_ratio: float, seed: int) -> list[LoadRequest]:
     """``count`` requests whose lengths lie evenly within +- ``range_ratio`` of what is asked for."""
     if not 0.0 <= range_ratio < 1.0:
         raise ValueError(f"--random-range-ratio must lie in [0, 1), not {range_ratio}")
@@ -39,10 +39,10 @@ def random_asks(count: int, input_len: int, output_len: int, *, range_ratio: flo
         low = int(length * (1 - range_ratio))
         return max(1, rng.randint(low, max(low, int(length * (1 + range_ratio)))))
 
-    return [Ask(0.0, around(input_len), around(output_len)) for _ in range(count)]
+    return [LoadRequest(0.0, around(input_len), around(output_len)) for _ in range(count)]
 
 
-def file_asks(kind: str, path: str, count: int, output_len: int, *, seed: int) -> list[Ask]:
+def file_asks(kind: str, path: str, count: int, output_len: int, *, seed: int) -> list[LoadRequest]:
     """Requests drawn from a file. "custom": JSON lines with prompt and perhaps output_tokens. "sharegpt": a JSON list
     of conversations, of which the first turn is asked and the second one's length is wanted. ``output_len`` above 0
     counts for all. Raises ValueError, OSError.
@@ -62,27 +62,27 @@ def file_asks(kind: str, path: str, count: int, output_len: int, *, seed: int) -
     return [replace(a, output_len=output_len) for a in asks] if output_len else asks
 
 
-def _custom(text: str) -> Iterator[Ask]:
+def _custom(text: str) -> Iterator[LoadRequest]:
     for line in filter(str.strip, text.splitlines()):
         row = json.loads(line)
-        yield Ask(0.0, 0, int(row.get("output_tokens", 256)), text=str(row["prompt"]))
+        yield LoadRequest(0.0, 0, int(row.get("output_tokens", 256)), text=str(row["prompt"]))
 
 
-def _sharegpt(rows: list[Any]) -> Iterator[Ask]:
+def _sharegpt(rows: list[Any]) -> Iterator[LoadRequest]:
     for row in rows:
         turns = row.get("conversations", [])
         if len(turns) >= 2:
-            yield Ask(0.0, 0, 0, text=str(turns[0]["value"]), answer=str(turns[1]["value"]))
+            yield LoadRequest(0.0, 0, 0, text=str(turns[0]["value"]), answer=str(turns[1]["value"]))
 
 
-def trace_asks(rows: list[Row], speed_up: float) -> list[Ask]:
+def trace_asks(rows: list[Row], speed_up: float) -> list[LoadRequest]:
     """A trace's requests, ``speed_up`` times as fast as they came."""
     if speed_up <= 0:
         raise ValueError(f"--speed-up must be positive, not {speed_up}")
-    return [Ask(r.arrival_s / speed_up, r.input_len, r.output_len, r.blocks) for r in rows]
+    return [LoadRequest(r.arrival_s / speed_up, r.input_len, r.output_len, r.blocks) for r in rows]
 
 
-def at_rate(asks: list[Ask], rate: float, seed: int) -> list[Ask]:
+def at_rate(asks: list[LoadRequest], rate: float, seed: int) -> list[LoadRequest]:
     """The same requests, arriving as a Poisson process of ``rate`` a second; all at once for infinity."""
     if not rate > 0:
         raise ValueError(f"--request-rate must be positive, or inf, not {rate}")
@@ -95,7 +95,7 @@ def at_rate(asks: list[Ask], rate: float, seed: int) -> list[Ask]:
     return timed
 
 
-def tokens_of(ask: Ask, number: int, pool: list[int], seed: int) -> list[int]:
+def tokens_of(ask: LoadRequest, number: int, pool: list[int], seed: int) -> list[int]:
     """``input_len`` tokens of ``pool``; blocks with equal ids give equal tokens, all else is different."""
     if not ask.blocks:
         return random.Random(f"{seed}/{number}").choices(pool, k=ask.input_len)

@@ -15,7 +15,7 @@ from lamina.cli.words import counted
 
 from .load import (
     DATASETS,
-    Ask,
+    LoadRequest,
     at_rate,
     file_asks,
     random_asks,
@@ -121,7 +121,7 @@ def _rows(args: argparse.Namespace) -> list[Row] | None:
     return load_trace(kind, path, limit=args.num_prompts, seed=args.seed, spread=args.spread_ticks)
 
 
-def _asks(args: argparse.Namespace, rows: list[Row] | None, limit: int) -> tuple[list[Ask], int]:
+def _asks(args: argparse.Namespace, rows: list[Row] | None, limit: int) -> tuple[list[LoadRequest], int]:
     if rows is not None:
         kept, dropped = fitting(rows, limit)
         if not kept:
@@ -178,7 +178,9 @@ async def _model(http: aiohttp.ClientSession, wanted: str) -> tuple[str, int]:
     return name, int(cards[name].get("max_model_len") or 0)
 
 
-async def _requests(args: argparse.Namespace, http: aiohttp.ClientSession, model: str, asks: list[Ask]) -> list[Timed]:
+async def _requests(
+    args: argparse.Namespace, http: aiohttp.ClientSession, model: str, asks: list[LoadRequest]
+) -> list[Timed]:
     from .client import Timed, body_of
 
     more = {"temperature": args.temperature} | ({"ignore_eos": True} if args.ignore_eos else {})

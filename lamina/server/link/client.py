@@ -18,9 +18,9 @@ from lamina.fleet.local import ProcessWorker
 from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
 from lamina.request import Blame, SamplingParams
 
-from .messages import Add, Cancel, Counters, Delta, Outputs, Ready, Refused, Start, State
+from .messages import Add, Cancel, Delta, Outputs, Ready, Refused, Start, State, WorkerCounters
 
-FROM_ENGINE = Ready | Progress | Outputs | State | Counters | Refused | Failed
+FROM_ENGINE = Ready | Progress | Outputs | State | WorkerCounters | Refused | Failed
 JOIN_S = 8.0
 _LENGTH = struct.Struct("<I")
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class EngineGoneError(WorkerError):
     """The engine process has ended, and why."""
 
 
-class RefusedError(Exception):
+class PromptRefusedError(Exception):
     """The engine has refused a prompt. ``blame``: who can put that right."""
 
     def __init__(self, text: str, blame: Blame) -> None:
@@ -201,10 +201,10 @@ class EngineClient:
                 self._deliver(delta)
         elif isinstance(message, State):
             self._state_at, self.state = time.monotonic(), message
-        elif isinstance(message, Counters):
+        elif isinstance(message, WorkerCounters):
             self.counters = message.workers
         elif isinstance(message, Refused) and (found := self._live.pop(message.key, None)):
-            found[0].fail(RefusedError(message.text, message.blame))
+            found[0].fail(PromptRefusedError(message.text, message.blame))
 
     def _deliver(self, delta: Delta) -> None:
         if found := self._live.get(delta.key):

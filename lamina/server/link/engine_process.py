@@ -19,7 +19,7 @@ from lamina.models.tokens import load_beside
 from lamina.protocol.control import ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop
 from lamina.request import Blame, CompletionOutput, Logprob, RequestOutput
 
-from .messages import Add, Cancel, Counters, Delta, Logprobs, Outputs, Ready, Refused, Start, State, Times
+from .messages import Add, Cancel, Delta, Logprobs, Outputs, Ready, Refused, Start, State, Times, WorkerCounters
 
 log = logging.getLogger(__name__)
 FROM_SERVER = Start | Add | Cancel | Stop
@@ -214,7 +214,7 @@ class _Loop:
         was_busy, steps = self._told
         due = busy != was_busy or (self._steps > steps and now - self._state_at > STATE_S)
         if (counters := self._pools.take_stats()) is not None:  # raises where a worker has not answered for long
-            self._outbox.put(Counters(counters))
+            self._outbox.put(WorkerCounters(counters))
             due = due or not busy or moved(self._counters, counters)
             self._counters = counters
         if now - self._asked_at > COUNTERS_S:

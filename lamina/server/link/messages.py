@@ -99,7 +99,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     deltas: list[Delta]
 
 
-class Counters(msgspec.Struct, frozen=True, tag="counters"):
+class WorkerCounters(msgspec.Struct, frozen=True, tag="counters"):
     """Engine -> server, every second or so: each worker's counters since its start, by its name."""
 
     workers: dict[str, dict[str, float]]

@@ -26,13 +26,13 @@ class _Part(msgspec.Struct):
     text: str | None = None
 
 
-class _Message(msgspec.Struct):
+class _ChatMessage(msgspec.Struct):
     role: str
     content: str | list[_Part] | None = None
 
 
 _fields = msgspec.json.Decoder(Fields).decode
-_messages = msgspec.json.Decoder(list[_Message]).decode
+_messages = msgspec.json.Decoder(list[_ChatMessage]).decode
 _each_message = msgspec.json.Decoder(list[Fields]).decode
 _texts = msgspec.json.Decoder(list[str]).decode
 _ids = msgspec.json.Decoder(list[int]).decode

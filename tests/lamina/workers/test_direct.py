@@ -37,8 +37,8 @@ from lamina.protocol.plan import (
 from lamina.protocol.resolve import LayerPath, layer_path
 from lamina.workers import staging
 from lamina.workers.graphs import GraphedSlice
-from lamina.workers.staging import Host, Queue
-from lamina.workers.wire import Wire, can_be_direct, lines
+from lamina.workers.staging import HostStaging, Queue
+from lamina.workers.wire import LayerWire, can_be_direct, lines
 
 STEPS: list[tuple[list[SequenceOp], list[Rows]]] = [
     ([New(1), New(2)], [Rows(1, 0, 40), Rows(2, 0, 5)]),
@@ -109,11 +109,11 @@ class Sent:
     ) -> None:
         self.fabric = netstack.open(scheme, key=b"k" * 32, gpu=0)
         partition = by_head([x.kv_heads for x in layers], weights)
-        wires, links = list[Wire](), list[MemoryLink]()
+        wires, links = list[LayerWire](), list[MemoryLink]()
         self.channels: list[tuple[Channel, Channel]] = []
         for worker in range(len(weights)):
             pairs = [self._connect() for _ in range(2)]
-            wires.append(Wire(pairs[0][0], gpu, WAIT_S))
+            wires.append(LayerWire(pairs[0][0], gpu, WAIT_S))
             links.append(MemoryLink(pairs[1][0], worker, WAIT_S))
             self.channels.append((pairs[0][1], pairs[1][1]))
         pool = MemoryPool(links, partition, layers, get("reference", CPU, torch.float32))
@@ -197,7 +197,7 @@ def test_over_other_transports_and_on_other_devices_hosts_send(
         assert can_be_direct(here, gpu())
         assert not can_be_direct(here, other), "a channel of another GPU"
         assert not can_be_direct(here, StandIn())
-        assert not can_be_direct(here, Host(CPU))
+        assert not can_be_direct(here, HostStaging(CPU))
         here.close()
 
 
@@ -299,12 +299,12 @@ def test_a_message_that_is_not_the_next_one_ends_the_memory_worker(
 
 
 @contextmanager
-def two_wires(gpu: Make, scheme: str, wait_s: float = WAIT_S) -> Iterator[tuple[Wire, Wire, StandInGpu]]:
+def two_wires(gpu: Make, scheme: str, wait_s: float = WAIT_S) -> Iterator[tuple[LayerWire, LayerWire, StandInGpu]]:
     """Of one channel: they send and receive."""
     here = gpu()
     sent = Sent(here, [shape()], [1.0], scheme)
     (ours, theirs) = sent.by_kernels._wires[0], sent.channels[0][0]
-    yield ours, Wire(theirs, here, wait_s), here
+    yield ours, LayerWire(theirs, here, wait_s), here
     sent.fabric.close()
 
 

@@ -17,7 +17,7 @@ from lamina.compute.staged import StagedCollective, StagedRing
 from lamina.protocol.codec import Part
 from lamina.protocol.partition import by_head
 from lamina.protocol.plan import Key, LayerShape, New, Rows, SequenceOp, StepPlan
-from lamina.workers.staging import Apart, Host
+from lamina.workers.staging import Apart, HostStaging
 
 STEPS: list[tuple[list[SequenceOp], list[Rows]]] = [
     ([New(1), New(2)], [Rows(1, 0, 40), Rows(2, 0, 5)]),
@@ -34,7 +34,7 @@ def pool() -> Iterator[Pool]:
 
 def test_the_host_shares_and_a_device_copies() -> None:
     x, data = torch.arange(6.0), memoryview(bytearray(8))
-    host, there = Host(CPU), Apart(CPU)
+    host, there = HostStaging(CPU), Apart(CPU)
     assert host.up(x) is x
     assert host.down(x)[0] is x
     host.room(data)[3] = 7
