@@ -24,7 +24,7 @@ CHUNK_TOKENS = 128
 _LOWEST = torch.finfo(torch.float32).min
 
 
-class Node(NamedTuple):
+class MergeNode(NamedTuple):
     """A node of the merge tree, see the module's text."""
 
     level: int
@@ -72,21 +72,21 @@ class Fold:
 
     def __init__(self, merge: Merge = merge) -> None:
         self._merge = merge
-        self.nodes: list[tuple[Node, Partial]] = []
+        self.nodes: list[tuple[MergeNode, Partial]] = []
 
-    def push(self, node: Node, part: Partial) -> None:
+    def push(self, node: MergeNode, part: Partial) -> None:
         """Add the next node. Raises ValueError if it does not follow the last one."""
         if self.nodes:
             last = self.nodes[-1][0]
             if (last.number + 1) << last.level != node.number << node.level:
                 raise ValueError(f"{node} does not follow {last}")
-        while self.nodes and node.number & 1 and self.nodes[-1][0] == Node(node.level, node.number - 1):
+        while self.nodes and node.number & 1 and self.nodes[-1][0] == MergeNode(node.level, node.number - 1):
             part = self._merge(self.nodes.pop()[1], part)
-            node = Node(node.level + 1, node.number >> 1)
+            node = MergeNode(node.level + 1, node.number >> 1)
         self.nodes.append((node, part))
 
 
-def root(nodes: Iterable[tuple[Node, Partial]], merge: Merge = merge) -> Partial:
+def root(nodes: Iterable[tuple[MergeNode, Partial]], merge: Merge = merge) -> Partial:
     """The value of the whole tree from disjoint nodes of any holders, in any order; there is at least one.
 
     A node without a sibling rises as it is: what is missing on the other side is empty.

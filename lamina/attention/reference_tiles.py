@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lamina.attention import Operator
-from lamina.attention.merge import CHUNK_TOKENS, Node
+from lamina.attention.merge import CHUNK_TOKENS, MergeNode
 from lamina.kv.pool import Ints, RowTable
 
 TILE_BYTES = 16 << 20  # scratch of one tile, about; results do not depend on it
@@ -69,7 +69,7 @@ class Prepared:
             if chunks > most:
                 level = most.bit_length() - 1
                 for number in range(int(base[i]) >> level, (int(stop[i] - 1) >> level) + 1):
-                    yield Tile(self, equal, op, [i], Node(level, number))
+                    yield Tile(self, equal, op, [i], MergeNode(level, number))
                 continue
             if pairs + chunks > most:
                 yield Tile(self, equal, op, fits, None)
@@ -86,7 +86,7 @@ class Tile:
     Pairs in which every row sees every token come first; ``mask`` is for the others.
     """
 
-    def __init__(self, step: Prepared, equal: Equal, op: Operator, members: list[int], node: Node | None) -> None:
+    def __init__(self, step: Prepared, equal: Equal, op: Operator, members: list[int], node: MergeNode | None) -> None:
         table, self._device = step.table, step.device
         self.node = node
         self.member = members[0]
@@ -126,7 +126,7 @@ class Tile:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
 
-def _pairs(table: RowTable, numbers: Ints, node: Node | None) -> tuple[Ints, Ints]:
+def _pairs(table: RowTable, numbers: Ints, node: MergeNode | None) -> tuple[Ints, Ints]:
     """(sequence, chunk) of all pairs of sequences ``numbers``, in order; those under ``node`` if there is one."""
     base = table.origin[numbers] // CHUNK_TOKENS
     count = -(-table.stop[numbers] // CHUNK_TOKENS) - base

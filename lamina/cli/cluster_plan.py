@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lamina.facts.hardware import DEVICES
 from lamina.fleet.hosts import is_file, read_cluster
-from lamina.fleet.placement import Host, Place, check_kv_memory, on_gpu, place, wishes
+from lamina.fleet.placement import Host, HostPlace, check_kv_memory, on_gpu, place, wishes
 from lamina.fleet.remote_worker import any_port
 from lamina.protocol.options import EngineConfig
 
@@ -54,16 +54,16 @@ def cluster_plan(model: str, config: EngineConfig) -> str:
     return "\n".join([title, *meeting, *_table(head, rows), *_by_hand(config, places)])
 
 
-def _places(config: EngineConfig) -> dict[str, list[Place]]:
+def _places(config: EngineConfig) -> dict[str, list[HostPlace]]:
     launching, counts = config.launching, config.topology.counts
     if launching.ray_address or launching.hosts:
         hosts = planned_hosts(launching.ray_address or launching.hosts)
         return place(hosts, wishes(config, counts), launching.placement, on_gpu(config))
-    anywhere = Place(Host(name="", address="any", resources={}), {})
+    anywhere = HostPlace(Host(name="", address="any", resources={}), {})
     return {role: [anywhere] * count for role, count in counts.items()}
 
 
-def _by_hand(config: EngineConfig, places: dict[str, list[Place]]) -> list[str]:
+def _by_hand(config: EngineConfig, places: dict[str, list[HostPlace]]) -> list[str]:
     """The commands that a start would print, if it is for people to start the workers."""
     if config.launching.ray_address:
         return []
@@ -112,7 +112,7 @@ class _Used(NamedTuple):
     memory: float | None  # bytes; None = nobody has said, or the host's own is meant
 
 
-def _used(role: str, at: Place, config: EngineConfig) -> _Used:
+def _used(role: str, at: HostPlace, config: EngineConfig) -> _Used:
     if role not in on_gpu(config):
         return _Used("host's cores", None)
     device = DEVICES.get(at.host.labels.get("lamina_device", ""))
@@ -140,11 +140,11 @@ def _kv(token: float, config: EngineConfig, on: _Used) -> tuple[str, str]:
     return on.title, f"{_size(token)} of KV a token"
 
 
-def _url(config: EngineConfig, at: Place) -> str:
+def _url(config: EngineConfig, at: HostPlace) -> str:
     return f"{config.launching.scheme.partition('+')[0]}://{any_port(at.host.address)}"
 
 
-def _ring(config: EngineConfig, role: str, at: Place) -> str:
+def _ring(config: EngineConfig, role: str, at: HostPlace) -> str:
     if role == "compute" and config.topology.replicas > 1:
         return f"{_url(config, at)} from the compute worker before it"
     return "-"

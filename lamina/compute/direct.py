@@ -23,7 +23,7 @@ from .memory_pool import MemoryPool
 LINES = 3  # of what one memory worker has of a layer: Q, K and V, O
 
 
-class _Share(NamedTuple):
+class _DirectShare(NamedTuple):
     """What one memory worker has of a layer. ``line``: of Q; behind it are those of K and V, and of O."""
 
     wire: LayerWire
@@ -54,7 +54,7 @@ class DirectAttention:
         self._layers, self._itemsize = layers, itemsize
         windows = [0] * len(layers)  # every worker has all rows, whatever they see
         held = [held_pieces(layers, windows, partition, link.worker, []) for link in pool.links]
-        self._shares, num_lines = [list[_Share]() for _ in layers], 0
+        self._shares, num_lines = [list[_DirectShare]() for _ in layers], 0
         for shares, by_link in zip(self._shares, zip(*held, strict=True), strict=True):
             for wire, pieces in zip(wires, by_link, strict=True):
                 for piece in pieces:
@@ -132,9 +132,9 @@ class DirectAttention:
         return found
 
 
-def _share(piece: HeldPiece, wire: LayerWire, line: int) -> _Share:
+def _share(piece: HeldPiece, wire: LayerWire, line: int) -> _DirectShare:
     q_heads = slice(piece.head_start * piece.each, piece.head_stop * piece.each)
-    return _Share(wire, line, piece, q_heads, slice(piece.head_start, piece.head_stop))
+    return _DirectShare(wire, line, piece, q_heads, slice(piece.head_start, piece.head_stop))
 
 
 def open_wires(

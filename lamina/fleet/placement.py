@@ -25,7 +25,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Place:
+class HostPlace:
     """A worker's host, and what it takes there."""
 
     host: Host
@@ -51,7 +51,7 @@ def on_gpu(config: EngineConfig) -> set[str]:
 
 def place(
     hosts: Sequence[Host], wanted: dict[str, tuple[int, str, str]], placement: str, on_gpu: Container[str] = ()
-) -> dict[str, list[Place]]:
+) -> dict[str, list[HostPlace]]:
     """Role -> a place for each of its workers. ``wanted``: role -> (workers, what a host must have, the flag that said
     so), in the order of their choice: the first role packs where most of them fit, the others near it. ``on_gpu``:
     roles whose workers take a GPU each, whatever else a host must have.
@@ -59,7 +59,7 @@ def place(
     pack fills a host before the next one, nearest first; spread gives every host one before any gets another.
     Raises ValueError where they do not fit, with what there is.
     """
-    chosen: dict[str, list[Place]] = {}
+    chosen: dict[str, list[HostPlace]] = {}
     taken: dict[str, dict[str, float]] = {host.name: {} for host in hosts}
     for role, (count, trait, said) in wanted.items():
         gpu = role in on_gpu
@@ -76,7 +76,7 @@ def place(
     return chosen
 
 
-def demand(trait: str, *, gpu: bool, typed: bool) -> Place:
+def demand(trait: str, *, gpu: bool, typed: bool) -> HostPlace:
     """A worker's place on a host that is not there yet: what it will take, and by the host's labels which host will do.
     ``typed``: the trait names a type of GPU.
     """
@@ -85,7 +85,7 @@ def demand(trait: str, *, gpu: bool, typed: bool) -> Place:
     if typed:
         has[_TYPE + trait.removeprefix(_TYPE)] = 1.0
     host = Host(name="", address="", resources=has, labels={label: value} if sign else {})
-    return Place(host, _takes(host, trait, gpu))
+    return HostPlace(host, _takes(host, trait, gpu))
 
 
 def names_type(trait: str, types: Container[str]) -> bool:
@@ -93,7 +93,7 @@ def names_type(trait: str, types: Container[str]) -> bool:
     return trait.startswith(_TYPE) or trait in types
 
 
-def check_kv_memory(places: dict[str, list[Place]], kv_bytes: int) -> None:
+def check_kv_memory(places: dict[str, list[HostPlace]], kv_bytes: int) -> None:
     """Raises ValueError where the room for KV is to be chosen (0 bytes) for a host that nobody measures: a compute
     worker does, for its own.
     """
@@ -104,13 +104,13 @@ def check_kv_memory(places: dict[str, list[Place]], kv_bytes: int) -> None:
 
 
 def _next(
-    ordered: Sequence[Host], trait: str, taken: dict[str, dict[str, float]], even: Sequence[Place], gpu: bool
-) -> Place | None:
+    ordered: Sequence[Host], trait: str, taken: dict[str, dict[str, float]], even: Sequence[HostPlace], gpu: bool
+) -> HostPlace | None:
     fitting = [h for h in ordered if _room(h, trait, taken[h.name], gpu) > 0]
     if not fitting:
         return None
     host = min(fitting, key=lambda h: sum(p.host.name == h.name for p in even))  # the nearest of the emptiest
-    return Place(host, _takes(host, trait, gpu))
+    return HostPlace(host, _takes(host, trait, gpu))
 
 
 def _nearest(hosts: Sequence[Host], near: Sequence[Host], room: dict[str, int]) -> list[Host]:

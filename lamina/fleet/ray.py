@@ -30,7 +30,7 @@ from lamina.protocol.options import EngineConfig
 from lamina.protocol.sealed import SealedSocket
 
 from .hosts import head_address
-from .placement import Host, Place, check_kv_memory, demand, names_type, on_gpu, place, wishes
+from .placement import Host, HostPlace, check_kv_memory, demand, names_type, on_gpu, place, wishes
 from .remote_worker import any_port, connect
 from .token import MODE, offer_token
 from .warden import Warden
@@ -47,7 +47,7 @@ class RayWorker:
     """A worker on another host, and its warden."""
 
     def __init__(
-        self, ray: Any, warden: Any, role: str, index: int, place: Place, pid: int, sock: SealedSocket
+        self, ray: Any, warden: Any, role: str, index: int, place: HostPlace, pid: int, sock: SealedSocket
     ) -> None:
         self.role, self.index, self.pid = role, index, pid
         self.sock = sock
@@ -138,7 +138,7 @@ class RayLauncher:
         if self._owned:
             self._ray.shutdown()
 
-    def _warden(self, at: Place, number: int) -> Any:
+    def _warden(self, at: HostPlace, number: int) -> Any:
         """``number``: of its bundle in the group."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -193,7 +193,7 @@ def joined(address: str) -> Iterator[Any]:
 
 def reserve(
     ray: Any, config: EngineConfig, wanted: Mapping[str, int], limit_s: float
-) -> tuple[Any, dict[str, list[Place]]]:
+) -> tuple[Any, dict[str, list[HostPlace]]]:
     """A placement group for all workers, and their places as Ray says them. Where a look at what is free has shown
     more than there is, since another engine starts, there is another look. Raises ValueError, OSError.
     """
@@ -222,7 +222,7 @@ def reserve(
         patience *= 2
 
 
-def _group(places: dict[str, list[Place]], placement: str, *, pinned: bool) -> Any:
+def _group(places: dict[str, list[HostPlace]], placement: str, *, pinned: bool) -> Any:
     """A bundle for each worker, in the order of ``_each``. ``pinned``: to the very host of its place, else to any that
     has its labels.
     """
@@ -232,15 +232,15 @@ def _group(places: dict[str, list[Place]], placement: str, *, pinned: bool) -> A
     return import_module("ray.util").placement_group([at.takes for at in each], strategy, bundle_label_selector=labels)
 
 
-def _read_back(ray: Any, group: Any, places: dict[str, list[Place]]) -> dict[str, list[Place]]:
+def _read_back(ray: Any, group: Any, places: dict[str, list[HostPlace]]) -> dict[str, list[HostPlace]]:
     """With the hosts that Ray has given each bundle."""
     nodes = import_module("ray.util").placement_group_table(group)["bundles_to_node_id"]
     hosts = {host.name: host for host in hosts_of(ray, whole=True)}
-    found: dict[str, list[Place]] = {role: [] for role in places}
+    found: dict[str, list[HostPlace]] = {role: [] for role in places}
     for number, (role, _, at) in enumerate(_each(places)):
         if nodes[number] not in hosts:
             raise OSError(f"a host was lost that Ray had reserved for {role} workers: start again")
-        found[role].append(Place(hosts[nodes[number]], at.takes))
+        found[role].append(HostPlace(hosts[nodes[number]], at.takes))
     return found
 
 
@@ -248,7 +248,7 @@ def _give_back(group: Any) -> None:
     import_module("ray.util").remove_placement_group(group)
 
 
-def _hoped_for(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[Place]]:
+def _hoped_for(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[HostPlace]]:
     """Places on hosts that the cluster has not yet."""
     types = vars(import_module("ray.util.accelerators.accelerators")).values()
     gpus = on_gpu(config)
@@ -258,12 +258,12 @@ def _hoped_for(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, lis
     }
 
 
-def _each(places: Mapping[str, list[Place]]) -> Iterator[tuple[str, int, Place]]:
+def _each(places: Mapping[str, list[HostPlace]]) -> Iterator[tuple[str, int, HostPlace]]:
     for role, each in places.items():
         yield from ((role, index, at) for index, at in enumerate(each))
 
 
-def find_places(ray: Any, config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[Place]]:
+def find_places(ray: Any, config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[HostPlace]]:
     """Where the workers go. What those of a service that has just ended took is free a moment later: it is waited for
     where the cluster has room. Raises ValueError.
     """

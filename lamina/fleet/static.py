@@ -24,9 +24,9 @@ from lamina.protocol.options import EngineConfig
 from lamina.protocol.sealed import SealedSocket
 
 from .hosts import look_up, read_cluster
-from .placement import Host, Place, check_kv_memory, on_gpu, place, wishes
+from .placement import Host, HostPlace, check_kv_memory, on_gpu, place, wishes
 from .remote_worker import ControlListener, any_port, place_of
-from .static_warden import ANY, DRIVER, Began, Begin, Came, End, Ended, Refused
+from .static_warden import ANY, DRIVER, Began, Begin, Came, End, Ended, WorkerRefused
 
 log = logging.getLogger(__name__)
 TURN_S = 1.0  # of the thread that listens, between looks
@@ -172,7 +172,7 @@ class StaticLauncher:
             hosts = {
                 who: Host(name=v.came.host, address=v.came.host, resources={}) for who, v in self._visitors.items()
             }
-        places = {role: [Place(hosts[role, i], {}) for i in range(count)] for role, count in self._wanted.items()}
+        places = {role: [HostPlace(hosts[role, i], {}) for i in range(count)] for role, count in self._wanted.items()}
         check_kv_memory(places, self._config.devices.kv_bytes())
 
     def _who_is_missing(self) -> str:
@@ -218,7 +218,7 @@ class StaticLauncher:
                 visitor, who = self._admit(sock, link, came)
             except ValueError as error:
                 self._refusal = f"{came.role} worker from {came.host}: {error}"
-                link.send(Refused(str(error)))
+                link.send(WorkerRefused(str(error)))
                 return
             visitor.listen()
             with self._changed:
@@ -269,7 +269,7 @@ def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -
     return StaticLauncher(config, key, wanted)
 
 
-def planned_places(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[Place]]:
+def planned_places(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[HostPlace]]:
     """By --hosts; empty without it. Raises ValueError."""
     launching = config.launching
     if not launching.hosts:
@@ -281,7 +281,7 @@ def planned_places(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str,
 
 
 def commands(
-    config: EngineConfig, planned: Mapping[str, list[Place]], wanted: Mapping[str, int], driver: str
+    config: EngineConfig, planned: Mapping[str, list[HostPlace]], wanted: Mapping[str, int], driver: str
 ) -> dict[Who, Command]:
     """For each worker, of those that run on one host beside each other."""
     launching = config.launching

@@ -35,7 +35,7 @@ AGAIN_S = 0.2  # between tries to reach a driver that is not up yet
 
 
 class Came(msgspec.Struct, frozen=True, kw_only=True, tag="came"):
-    """Warden -> driver, first. Answered by Begin once all have come, by Refused or by End."""
+    """Warden -> driver, first. Answered by Begin once all have come, by WorkerRefused or by End."""
 
     role: str
     index: int = ANY
@@ -53,7 +53,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
     name: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class WorkerRefused(msgspec.Struct, frozen=True, tag="refused"):
     """Driver -> warden: it is of no use, and why."""
 
     text: str
@@ -92,7 +92,7 @@ def keep(worker: ComingWorker, key: bytes, wait_s: float) -> int:
     """
     sock, keys = _reach(worker, key, wait_s)
     host = worker.host or sock.getsockname()[0]
-    link = ControlLink(SealedSocket(sock.detach(), keys), Begin | Refused | End)
+    link = ControlLink(SealedSocket(sock.detach(), keys), Begin | WorkerRefused | End)
     at = place_of(*worker.driver)
     try:
         cores = len(os.sched_getaffinity(0))
@@ -106,7 +106,7 @@ def keep(worker: ComingWorker, key: bytes, wait_s: float) -> int:
         return 1
     finally:
         link.close()
-    if isinstance(order, Refused):
+    if isinstance(order, WorkerRefused):
         raise ValueError(f"{worker.label} is not taken by the driver at {at}: {order.text}")
     _say(f"the driver at {at} has ended")
     return 0

@@ -12,7 +12,7 @@ from lamina.protocol.plan import Key, Kind, ProtocolError
 from lamina.workers.staging import NOTHING
 
 from .grants import Grants
-from .inbox import Inbox
+from .inbox import RoundInbox
 from .meter import Meter
 from .step import Step, Stored
 from .store import Store
@@ -27,7 +27,7 @@ class HostLayers:
     def __init__(
         self,
         channels: Sequence[Channel],
-        inbox: Inbox,
+        inbox: RoundInbox,
         store: Store,
         grants: Grants,
         meter: Meter,

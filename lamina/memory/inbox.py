@@ -14,7 +14,7 @@ from .meter import Meter
 MOST_PLANS = 64  # that may lie here before their round
 
 
-class Inbox:
+class RoundInbox:
     """Layer messages, and plans beside them. Of one thread."""
 
     def __init__(self, channels: Sequence[Channel], grants: Grants, meter: Meter, view: int) -> None:

@@ -32,7 +32,7 @@ from lamina.workers.wire import LayerWire, can_be_direct
 from .device_layers import DeviceLayers
 from .grants import Grants
 from .host_layers import RESERVE_S, HostLayers
-from .inbox import Inbox
+from .inbox import RoundInbox
 from .meter import Meter
 from .step import Step
 from .store import Store
@@ -74,7 +74,7 @@ class Session:
         self._meter = meter
         self._trace = trace
         self._grants = Grants(meter, trace, view=view)
-        self._inbox = Inbox(self._channels, self._grants, meter, view)
+        self._inbox = RoundInbox(self._channels, self._grants, meter, view)
         self._direct_due = False  # whether a channel for kernels is still to come
         self._store = self._bind(open_store)
         self._layers: Layers = HostLayers(self._channels, self._inbox, self._store, self._grants, meter, trace)

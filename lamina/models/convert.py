@@ -13,7 +13,7 @@ from lamina.protocol.plan import LayerShape
 from .errors import UnsupportedModelError
 from .load import ONE_AT_A_TIME
 from .refuse import check_config, check_layers
-from .route import WHOLE, DecodeStep, Part, routed
+from .route import WHOLE, DecodeStep, WeightPart, routed
 
 
 def convert_model(
@@ -23,7 +23,7 @@ def convert_model(
     hoist: bool = False,
     check_rows: bool = True,
     deterministic: bool = False,
-    part: Part = WHOLE,
+    part: WeightPart = WHOLE,
 ) -> SlicedProgram:
     """Cut ``model`` at its attention layers. Weights are bound, not copied; the model is left as it was found.
 

@@ -17,7 +17,7 @@ from .checkpoint import check_one_dtype, check_weights, find_checkpoint, one_lin
 from .errors import ModelError
 from .pages import read_pages
 from .read_shard import read_shard
-from .route import WHOLE, Part
+from .route import WHOLE, WeightPart
 from .shard import plan_shard
 
 # Loading, routing and torch.export change what the whole process sees, and workers may share a process.
@@ -40,7 +40,7 @@ class LoadedModel:
     max_model_len: int
     dtype: torch.dtype
     path: Path | None  # of the checkpoint; None for a module
-    part: Part = WHOLE  # of the weights
+    part: WeightPart = WHOLE  # of the weights
 
 
 def load(
@@ -184,7 +184,7 @@ def _read_part(
     progress: OnProgress | None,
     rank: int,
     size: int,
-) -> tuple[nn.Module, Part]:
+) -> tuple[nn.Module, WeightPart]:
     from safetensors import SafetensorError
     from transformers import GenerationConfig
 

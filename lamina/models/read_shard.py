@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .checkpoint import stored_weights, weight_files
 from .errors import ModelError, UnsupportedModelError
 from .pages import drop_pages
-from .route import WHOLE, Part
+from .route import WHOLE, WeightPart
 from .shard import DealtDim, Shard
 
 _SPREADS = {"MergeModulelist", "Concatenate"}  # what may become of weights as they are read: each is cut by itself
@@ -39,7 +39,7 @@ class CutSlice:
     copied.
     """
 
-    def __init__(self, stored: Any, cut: DealtDim, part: Part) -> None:
+    def __init__(self, stored: Any, cut: DealtDim, part: WeightPart) -> None:
         """``stored``: safetensors' slice of the whole weight."""
         self._stored, self._cut, self._part = stored, cut, part
 

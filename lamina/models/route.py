@@ -43,7 +43,7 @@ _HARMLESS = frozenset(
 _PACKING = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """Which part of a model's weights this is. ``heads``: query and KV heads of each of its attentions, all ranks'."""
 
     rank: int = 0
@@ -56,7 +56,7 @@ class Part(NamedTuple):
         return x.narrow(dim, self.rank * each, each) if self.size > 1 and x.shape[dim] == whole else x
 
 
-WHOLE = Part()
+WHOLE = WeightPart()
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Router:
     can only be traced.
     """
 
-    def __init__(self, model: nn.Module, max_model_len: int, part: Part = WHOLE) -> None:
+    def __init__(self, model: nn.Module, max_model_len: int, part: WeightPart = WHOLE) -> None:
         self.layers: list[RoutedLayer] = []
         self.local = False
         self._part = part
@@ -224,7 +224,7 @@ class Router:
 
 @contextlib.contextmanager
 def routed(
-    model: nn.Module, *, max_model_len: int, experts: str = "grouped_mm", part: Part = WHOLE
+    model: nn.Module, *, max_model_len: int, experts: str = "grouped_mm", part: WeightPart = WHOLE
 ) -> Iterator[Router]:
     """While open, every attention of ``model`` goes through a Router, and a forward pass can be traced.
 

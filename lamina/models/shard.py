@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from lamina.collective.op import ALL_GATHER_OP, ALL_REDUCE_OP
 
 from .errors import UnsupportedModelError
-from .route import DecodeStep, Part, routed
+from .route import DecodeStep, WeightPart, routed
 
 MOST_OF_SHARE = 1.1  # of the weights that a rank may have
 
@@ -34,12 +34,12 @@ class DealtDim(NamedTuple):
     dim: int
     pieces: int = 1
 
-    def spans(self, part: Part, width: int) -> list[slice]:
+    def spans(self, part: WeightPart, width: int) -> list[slice]:
         """What ``part`` has of a dimension of ``width``."""
         piece, each = width // self.pieces, width // self.pieces // part.size
         return [slice(i * piece + part.rank * each, i * piece + (part.rank + 1) * each) for i in range(self.pieces)]
 
-    def local_shape(self, part: Part, shape: torch.Size) -> list[int]:
+    def local_shape(self, part: WeightPart, shape: torch.Size) -> list[int]:
         """Of what ``part`` has of a weight."""
         sizes = list(shape)
         sizes[self.dim] //= part.size
@@ -50,7 +50,7 @@ class DealtDim(NamedTuple):
 class Shard:
     """How a model is cut for ``part``: weight name -> its cut, and module name -> its style."""
 
-    part: Part
+    part: WeightPart
     cuts: dict[str, DealtDim]
     styles: dict[str, str]
 
@@ -84,7 +84,7 @@ def plan_shard(model: nn.Module, rank: int, size: int, max_model_len: int) -> Sh
     widths = {f"the {kv} KV heads of attention {i}": kv for i, (_, kv) in enumerate(heads)}
     widths |= {f"the {weights[n].shape[c.dim]} of {n}": weights[n].shape[c.dim] // c.pieces for n, c in cuts.items()}
     _check_size(size, widths)
-    part = Part(rank, size, tuple(heads))
+    part = WeightPart(rank, size, tuple(heads))
     shard = Shard(part, cuts, {n: s for n, s in styles.items() if n not in weights})
     _check_share(model, weights, shard)
     return shard
@@ -165,17 +165,17 @@ def _whole(ndim: int) -> DealtDim | None:
     return None
 
 
-def _gathered(module: Any, part: Part) -> Forward:
+def _gathered(module: Any, part: WeightPart) -> Forward:
     inner = module.forward
     return lambda x: ALL_GATHER_OP(inner(x), part.size)
 
 
-def _reduced(module: Any, part: Part) -> Forward:
+def _reduced(module: Any, part: WeightPart) -> Forward:
     inner = module.forward
     return lambda *args, **kwargs: ALL_REDUCE_OP(inner(*args, **kwargs))
 
 
-def _reduced_linear(module: Any, part: Part) -> Forward:
+def _reduced_linear(module: Any, part: WeightPart) -> Forward:
     def forward(x: Tensor) -> Tensor:
         width = module.weight.shape[-1]
         if x.shape[-1] != width:
@@ -186,7 +186,7 @@ def _reduced_linear(module: Any, part: Part) -> Forward:
     return forward
 
 
-def _reduced_lookup(module: Any, part: Part) -> Forward:
+def _reduced_lookup(module: Any, part: WeightPart) -> Forward:
     inner, count = module.forward, module.weight.shape[0]
     module.padding_idx = None  # matters to gradients alone, and may lie outside of this part
 
@@ -203,7 +203,7 @@ class Style(NamedTuple):
     """``cut``: a weight's number of dimensions -> its cut. ``forward``: of a module -> what replaces its forward."""
 
     cut: Callable[[int], DealtDim | None]
-    forward: Callable[[Any, Part], Forward] | None = None
+    forward: Callable[[Any, WeightPart], Forward] | None = None
 
 
 # The names are transformers'. Styles that differ in gradients alone are the same here.

@@ -17,7 +17,7 @@ from .trace import ENGINE, ClockOffset, Event, Recorder, Recording, Span, record
 ROUND_TRIPS = 16
 
 
-class Asked(Protocol):
+class TraceLink(Protocol):
     """The part of a control link that is needed here."""
 
     def send(self, message: Any) -> None:
@@ -53,7 +53,7 @@ class Tracer:
         """Take in round trips (asked, the worker's clock, answered) to worker ``name``."""
         self._clocks[name] = clock_offset(trips)
 
-    def gather(self, links: Mapping[str, Asked], timeout_s: float) -> None:
+    def gather(self, links: Mapping[str, TraceLink], timeout_s: float) -> None:
         """Ask the workers for their spans, within ``timeout_s`` for all; those that are gone have none."""
         if not self.on or self._dropped:
             return
@@ -112,7 +112,7 @@ def span_cost_s(count: int = 200, runs: int = 5) -> float:
     return best
 
 
-def _trace_of(link: Asked, deadline: float) -> Trace:
+def _trace_of(link: TraceLink, deadline: float) -> Trace:
     """Whatever else still comes is of no use any more."""
     while True:
         message = link.recv(max(0.0, deadline - time.monotonic()))

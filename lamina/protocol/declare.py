@@ -22,7 +22,7 @@ class OneOf(NamedTuple):
     names: Sequence[str]
 
 
-class Read(NamedTuple):
+class ReadText(NamedTuple):
     """How an option is made of what people write; other values are left to the check of the option's type."""
 
     parse: Callable[[Any], Any]
@@ -37,7 +37,7 @@ class Option(NamedTuple):
     help: str
     range: Meta = Meta()
     choices: OneOf = OneOf(())
-    read: Read = Read(lambda value: value)
+    read: ReadText = ReadText(lambda value: value)
 
     def parse(self, value: Any) -> Any:
         """The option's value of what a user wrote: of a flag's text, or of a Python object. Raises ValueError."""
@@ -60,7 +60,7 @@ class Option(NamedTuple):
 @cache
 def options_of(struct: type[Options]) -> dict[str, Option]:
     """The options of a struct, by name, in their order."""
-    options, fields = dict[str, Option](), {str: "help", Meta: "range", OneOf: "choices", Read: "read"}
+    options, fields = dict[str, Option](), {str: "help", Meta: "range", OneOf: "choices", ReadText: "read"}
     for field in structs.fields(struct):
         kind, *said = get_args(field.type)
         members = get_args(kind) if isinstance(kind, UnionType) else (kind,)

@@ -21,7 +21,7 @@ from .declare import (
     MEASURED,
     OneOf,
     Options,
-    Read,
+    ReadText,
     cores_of_each,
     flag,
     listed,
@@ -51,7 +51,7 @@ class ModelOptions(Options, frozen=True, kw_only=True):
     dtype: Annotated[
         str,
         OneOf(DTYPES),
-        Read(torch_name),
+        ReadText(torch_name),
         "of weights, KV cache and wire: auto (as stored), float32, bfloat16, float16",
     ] = "auto"
     max_model_len: Annotated[int, Meta(ge=0), "tokens of a sequence, prompt included; 0 = the model's own limit"] = 0
@@ -110,7 +110,7 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
     ] = 2
     memory_weights: Annotated[
         tuple[float, ...] | str,
-        Read(parse_weights),
+        ReadText(parse_weights),
         "each memory worker's part of the work, such as 0.7,0.3; measured = by how fast each reads its memory at "
         "the start; empty = equal parts",
     ] = ()
@@ -209,16 +209,16 @@ class DeviceOptions(Options, frozen=True, kw_only=True):
         Meta(ge=0),
         "multiprocessors of its GPU that a memory worker may use, so that compute workers have the others; 0 = all",
     ] = 0
-    kv_memory: Annotated[str, Read(size_text), "memory for KV blocks on each memory worker, such as 512MiB or 4GiB"] = (
-        "auto"
-    )
+    kv_memory: Annotated[
+        str, ReadText(size_text), "memory for KV blocks on each memory worker, such as 512MiB or 4GiB"
+    ] = "auto"
     compute_threads: Annotated[int, Meta(ge=0, le=MOST_THREADS), "threads of the compute worker; 0 = all cores"] = 0
     memory_threads: Annotated[
         int, Meta(ge=0, le=MOST_THREADS), "threads of each memory worker; 0 = an equal share of the cores"
     ] = 0
     cores: Annotated[
         tuple[Cores, ...] | str,
-        Read(cores_of_each),
+        ReadText(cores_of_each),
         "cores of each worker (compute workers, then memory workers, then prefill workers), such as 0-3/4,5/6,7; "
         "auto = cores of their own where they work at once; empty = the system places them",
     ] = ()
@@ -244,7 +244,7 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
         "shm, or loopback where all workers compute on one GPU, or auto over Ray",
     ] = ""
     memory_addresses: Annotated[
-        tuple[str, ...], Read(listed), "where memory workers listen, one each, by comma; empty = any free place"
+        tuple[str, ...], ReadText(listed), "where memory workers listen, one each, by comma; empty = any free place"
     ] = ()
     launcher: Annotated[
         str,

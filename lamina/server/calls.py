@@ -15,7 +15,7 @@ from .admission import Admission, Ticket
 from .answer.logprobs import TokenTexts
 from .config import ServerConfig
 from .errors import ApiError, engine_error
-from .link.client import EngineClient, EngineGoneError, Feed, PromptRefusedError
+from .link.client import EngineClient, EngineGoneError, PromptRefusedError, ReplyFeed
 from .link.messages import Delta
 from .request.params import PARAMS
 from .request.prompts import Prompt, Prompter
@@ -82,7 +82,7 @@ class Call:
         self.only_prompt = only_prompt
         self.completion_tokens = 0
         self._service = service
-        self._feed = Feed()
+        self._feed = ReplyFeed()
         self._open = len(prompts) * params.n
         self._waiting: set[int] = set()  # keys without a first token
         self._numbers: dict[int, int] = {}

@@ -22,7 +22,7 @@ from lamina import LLM, SamplingParams
 from lamina.config import make_config
 from lamina.engine.wire import WorkerError
 from lamina.fleet import ray as over_ray
-from lamina.fleet.placement import Place
+from lamina.fleet.placement import HostPlace
 from lamina.fleet.ray import RayLauncher, RayWorker, open_launcher
 
 sys.path.insert(0, str(ROOT / "tests" / "server"))
@@ -147,7 +147,7 @@ def test_two_starts_at_once_share_no_slot(cluster: FakeCluster) -> None:
     ready, find_places = threading.Barrier(2), over_ray.find_places
     looks = list[str]()
 
-    def look(ray: Any, *asked: Any) -> dict[str, list[Place]]:
+    def look(ray: Any, *asked: Any) -> dict[str, list[HostPlace]]:
         found = find_places(ray, *asked)
         looks.append(found["memory"][0].host.name)
         if len(looks) <= 2:

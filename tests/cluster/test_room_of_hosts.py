@@ -8,7 +8,7 @@ import pytest
 
 from lamina.config import make_config
 from lamina.fleet.launcher import open_launcher
-from lamina.fleet.placement import RACK, Host, Place, check_kv_memory, place
+from lamina.fleet.placement import RACK, Host, HostPlace, check_kv_memory, place
 
 H20 = "accelerator_type:H20"
 
@@ -19,7 +19,7 @@ def host(name: str, labels: dict[str, str] | None = None, **resources: float) ->
 
 def hosts_of(
     hosts: list[Host], count: int, trait: str, placement: str = "pack", on_gpu: tuple[str, ...] = ()
-) -> list[Place]:
+) -> list[HostPlace]:
     return place(hosts, {"memory": (count, trait, "--memory-on")}, placement, on_gpu)["memory"]
 
 
@@ -44,7 +44,7 @@ def refusal(*arguments: Any) -> str:
 )  # fmt: skip
 def test_what_a_worker_takes(resources: dict[str, float], trait: str, gpu: bool, takes: dict[str, float]) -> None:
     one = host("h1", {"tier": "a"}, **resources)
-    assert hosts_of([one], 1, trait, "pack", ("memory",) if gpu else ()) == [Place(one, takes)]
+    assert hosts_of([one], 1, trait, "pack", ("memory",) if gpu else ()) == [HostPlace(one, takes)]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_hosts_without_a_rack_are_not_near_each_other() -> None:
 
 
 def test_room_for_kv_is_measured_where_the_first_compute_worker_is() -> None:
-    here, there = (Place(host(name), {}) for name in ("h1", "h2"))
+    here, there = (HostPlace(host(name), {}) for name in ("h1", "h2"))
     check_kv_memory({"compute": [here, there], "memory": [here]}, 0)
     check_kv_memory({"memory": [there]}, 0)
     check_kv_memory({"compute": [here]}, 0)

@@ -36,7 +36,7 @@ from lamina.fleet.static_warden import (
     ComingWorker,
     End,
     Ended,
-    Refused,
+    WorkerRefused,
     keep,
 )
 from lamina.netstack import HandshakeError
@@ -86,7 +86,7 @@ def launch(key_file: str) -> Iterator[Open]:
 def visit(launcher: StaticLauncher, role: str = "memory", **said: Any) -> ControlLink:
     """As the command of a worker does."""
     host, _, port = launcher.address.rpartition(":")
-    link = ControlLink(connect(host, int(port), KEY, SOON_S, name=WARDEN, peer=DRIVER), Begin | Refused | End)
+    link = ControlLink(connect(host, int(port), KEY, SOON_S, name=WARDEN, peer=DRIVER), Begin | WorkerRefused | End)
     link.send(Came(**{"role": role, "host": "127.0.0.1", "cores": 4, "version": __version__, **said}))
     return link
 
@@ -218,7 +218,7 @@ def test_the_wait_is_no_longer_than_it_may_be(launch: Open) -> None:
 def test_who_is_of_no_use_is_told_why(said: dict[str, Any], words: str, launch: Open) -> None:
     launcher = launch()
     answer = visit(launcher, **said).recv(SOON_S)
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, WorkerRefused)
     assert answer.text.startswith(words)
     too_late(launcher)
     with pytest.raises(OSError, match="the last one that came was refused: ") as e:
@@ -230,9 +230,9 @@ def test_each_place_is_taken_once_and_is_free_again_when_its_holder_leaves(launc
     launcher = launch()
     first, second = settle(launcher, index=1), settle(launcher)
     third = visit(launcher).recv(SOON_S)
-    assert third == Refused("all workers of that kind have come already")
+    assert third == WorkerRefused("all workers of that kind have come already")
     again = visit(launcher, index=1).recv(SOON_S)
-    assert again == Refused("all workers of that kind have come already")
+    assert again == WorkerRefused("all workers of that kind have come already")
     first.close()
     wait_until(lambda: len(launcher._visitors) == 1)
     links = [settle(launcher, cores=6), settle(launcher, "compute")]
@@ -249,9 +249,9 @@ def test_a_planned_host_gets_its_own_workers(launch: Open, tmp_path: Path) -> No
     places = {who: command.host for who, command in launcher.commands.items()}
     assert places == {("compute", 0): "127.0.0.2", ("memory", 0): "127.0.0.2", ("memory", 1): "127.0.0.3"}
     refused = visit(launcher, host="127.0.0.4").recv(SOON_S)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, WorkerRefused)
     assert refused.text.startswith("none is planned on 127.0.0.4 (--hosts ")
-    assert isinstance(visit(launcher, host="127.0.0.3", index=0).recv(SOON_S), Refused)
+    assert isinstance(visit(launcher, host="127.0.0.3", index=0).recv(SOON_S), WorkerRefused)
     links = [settle(launcher, host="127.0.0.3"), settle(launcher, "compute", host="127.0.0.2")]
     links.append(settle(launcher, host="127.0.0.2", cores=9))
     assert launcher.share("memory", 0) == 9
@@ -301,7 +301,7 @@ def test_strangers_stay_outside(launch: Open) -> None:
 def test_nonsense_from_a_key_holder_costs_one_link(launch: Open) -> None:
     launcher = launch()
     host, _, port = launcher.address.rpartition(":")
-    for message in (Ended(fate="x"), Began(pid=1), Refused("x")):
+    for message in (Ended(fate="x"), Began(pid=1), WorkerRefused("x")):
         link = ControlLink(connect(host, int(port), KEY, SOON_S, name=WARDEN, peer=DRIVER), Begin)
         link.send(message)
         with pytest.raises(LinkClosedError):
@@ -421,7 +421,7 @@ def test_a_command_ends_with_a_driver_that_is_lost(driver: Driver) -> None:
 @pytest.mark.parametrize(
     ("order", "words"),
     [
-        (Refused("enough"), "memory-3 is not taken by the driver at 127.0.0.1:\\d+: enough"),
+        (WorkerRefused("enough"), "memory-3 is not taken by the driver at 127.0.0.1:\\d+: enough"),
         (Begin(role="engine", index=0, threads=1, name="x"), "the driver asks memory-3 for engine-0, threads 1"),
         (Begin(role="memory", index=3, threads=0, name="x"), "for memory-3, threads 0"),
         (Begin(role="memory", index=3, threads=10**9, name="x"), "threads 1000000000"),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lamina.attention import BACKENDS, AttentionBackend, Operator
 from lamina.attention import get as open_backend
-from lamina.attention.merge import CHUNK_TOKENS, Node, Partial, finish, root
+from lamina.attention.merge import CHUNK_TOKENS, MergeNode, Partial, finish, root
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.pool import LayerStore, RowTable, allocate, row_table
 from lamina.kv.stored import Scales, StoredRows, as_stored
@@ -422,11 +422,11 @@ def test_ranges_of_tokens_merge_to_the_same_bits(
     table = row_table(tables, 0, [r for r, _ in items], align=CHUNK_TOKENS, ranges=[x for _, x in items])
     q = torch.cat([tensors[r.sequence][0] for r, _ in items])
     part = backend.attend_stored(case.op, backend.prepare(table), store, q)
-    nodes: dict[int, list[tuple[Node, Partial]]] = {}
+    nodes: dict[int, list[tuple[MergeNode, Partial]]] = {}
     starts = torch.tensor([r.count for r, _ in items]).cumsum(0) - torch.tensor([r.count for r, _ in items])
     for (row, (low, _)), at in zip(items, starts.tolist(), strict=True):
         mine = slice(at, at + row.count)
-        node = Node(stripe.bit_length() - 1, low // tokens)
+        node = MergeNode(stripe.bit_length() - 1, low // tokens)
         nodes.setdefault(row.sequence, []).append((node, Partial(part.o[mine].clone(), part.lse[mine].clone())))
     at, closed = 0, torch.full_like(out, float("nan"))
     for row in rows:

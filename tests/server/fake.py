@@ -15,7 +15,7 @@ from lamina.server.answer.logprobs import TokenTexts
 from lamina.server.app import layered, make_app
 from lamina.server.calls import Service
 from lamina.server.config import ServerConfig
-from lamina.server.link.client import Feed, Meter
+from lamina.server.link.client import DeltaWatch, ReplyFeed
 from lamina.server.link.messages import Delta, Ready, State, Times
 from lamina.server.request.prompts import Prompter
 from lamina.server.request.unsupported import UnknownFields
@@ -47,7 +47,7 @@ class FakeClient:
         self.added: list[tuple[list[int], SamplingParams]] = []
         self.cancelled: list[int] = []
 
-    def add(self, prompt: list[int], params: SamplingParams, feed: Feed, meter: Meter) -> int:
+    def add(self, prompt: list[int], params: SamplingParams, feed: ReplyFeed, meter: DeltaWatch) -> int:
         key = len(self.added)
         self.added.append((prompt, params))
         for index in range(0 if self.hold else params.n):

@@ -16,7 +16,7 @@ from test_flow import until
 from lamina.config import make_config
 from lamina.protocol.control import ControlLink
 from lamina.request import Blame, SamplingParams
-from lamina.server.link.client import EngineClient, Feed, PromptRefusedError, launch_engine
+from lamina.server.link.client import EngineClient, PromptRefusedError, ReplyFeed, launch_engine
 from lamina.server.link.engine_process import moved
 from lamina.server.link.messages import Delta, Outputs, Ready, Start, State
 
@@ -68,7 +68,7 @@ def test_an_engine_in_bad_weather(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def progress_is_told_while_a_step_runs(client: Any) -> None:
     """Else a server whose steps take long is ill half of the time."""
-    feed = Feed()
+    feed = ReplyFeed()
     client.add([5, 6], SamplingParams(max_tokens=2, ignore_eos=True), feed, Quiet())
     ended = False
     while not ended:
@@ -83,7 +83,7 @@ async def who_is_to_blame_is_said(client: Any) -> None:
         ([5] * 5000, SamplingParams(), Blame.CLIENT),
         ([5], SamplingParams(stop_token_ids=[1 << 20]), Blame.CLIENT),
     ):
-        feed = Feed()
+        feed = ReplyFeed()
         client.add(prompt, params, feed, Quiet())
         with pytest.raises(PromptRefusedError) as refused:
             await asyncio.wait_for(feed.take(), 30)
@@ -129,7 +129,7 @@ def test_a_reader_that_fails_is_a_lost_engine_and_no_silence() -> None:
     async def work() -> None:
         engine.send(READY)
         client = await EngineClient.connect(Silent(ours), lambda progress: None)
-        feed = Feed()
+        feed = ReplyFeed()
         key = client.add([1], SamplingParams(), feed, Broken())
         engine.send(Outputs([Delta(key=key, index=0, tokens=[1], text="a")]))
         await until(client.lost.is_set)

@@ -13,7 +13,7 @@ import pytest
 from lamina.request import SamplingParams
 from lamina.server.admission import Admission
 from lamina.server.errors import ApiError
-from lamina.server.link.client import EngineClient, Feed
+from lamina.server.link.client import EngineClient, ReplyFeed
 from lamina.server.link.messages import Add, Cancel
 from lamina.server.request.prompts import _plain
 from lamina.server.request.protocol import Message
@@ -83,7 +83,7 @@ def test_the_engine_is_told_of_a_request_that_nobody_wants_any_more() -> None:
     async def work() -> list[Any]:
         writer: Any = _Writer()
         client = EngineClient(SimpleNamespace(), asyncio.StreamReader(), writer)  # type: ignore[arg-type]
-        key = client.add([1, 2], SamplingParams(), Feed(), SimpleNamespace())  # type: ignore[arg-type]
+        key = client.add([1, 2], SamplingParams(), ReplyFeed(), SimpleNamespace())  # type: ignore[arg-type]
         client.cancel(key)
         client.cancel(key)  # once is enough
         client.cancel(key + 1)

@@ -16,7 +16,7 @@ from test_layers import JSON, ask, error_of, run
 from lamina.protocol.control import Progress
 from lamina.server.app import layered, make_app
 from lamina.server.errors import ApiError
-from lamina.server.link.client import Feed
+from lamina.server.link.client import ReplyFeed
 from lamina.server.link.messages import Delta
 from lamina.server.run import HttpServer, _Stages
 
@@ -191,7 +191,7 @@ def test_silence_is_filled_with_comments() -> None:
 @given(st.lists(st.tuples(st.integers(0, 2), st.text(max_size=3), st.booleans()), min_size=1, max_size=20))
 def test_what_a_slow_reader_takes_late_adds_up(parts: list[tuple[int, str, bool]]) -> None:
     async def work() -> dict[int, tuple[str, list[int]]]:
-        feed, got = Feed(), dict[int, tuple[str, list[int]]]()
+        feed, got = ReplyFeed(), dict[int, tuple[str, list[int]]]()
         for number, (index, text, take) in enumerate(parts):
             feed.push(Delta(key=0, index=index, tokens=[number], text=text, logprobs=[[(number, -1.0)]]))
             if take or number == len(parts) - 1:

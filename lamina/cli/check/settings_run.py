@@ -42,7 +42,7 @@ class Check:
         self._params = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=ALTERNATIVES, seed=seed
         )
-        self._reference = Reference(model, trust_remote_code=base.model.trust_remote_code)
+        self._reference = ReferenceModel(model, trust_remote_code=base.model.trust_remote_code)
         self._outcomes: dict[Setting, Outcome] = {}
 
     def run(self, settings: Sequence[Setting]) -> Iterator[Verdict]:
@@ -156,7 +156,7 @@ class RecordedWire:
         self._wire.close()
 
 
-class Reference:
+class ReferenceModel:
     """``transformers`` in fp32, with the weights as the dtype of a run rounds them."""
 
     def __init__(self, model: str, *, trust_remote_code: bool) -> None:

@@ -38,13 +38,13 @@ class PromptRefusedError(Exception):
         self.blame = blame
 
 
-class Meter(Protocol):
+class DeltaWatch(Protocol):
     """Watches one prompt's deltas as they come in."""
 
     def grown(self, delta: Delta) -> None: ...
 
 
-class Feed:
+class ReplyFeed:
     """Deltas of one or more prompts that their reader has not taken yet: at most one for each completion, added up, so
     that a slow reader holds its own tokens and nothing more.
     """
@@ -101,7 +101,7 @@ class EngineClient:
         self._writer = writer
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FROM_ENGINE)
-        self._live: dict[int, tuple[Feed, Meter]] = {}
+        self._live: dict[int, tuple[ReplyFeed, DeltaWatch]] = {}
         self._closing = False
         self._next_key = 0
         self._state_at = time.monotonic()
@@ -128,7 +128,7 @@ class EngineClient:
         """Seconds since the engine last made progress, or was idle with all workers answering."""
         return time.monotonic() - self._state_at
 
-    def add(self, prompt: list[int], params: SamplingParams, feed: Feed, meter: Meter) -> int:
+    def add(self, prompt: list[int], params: SamplingParams, feed: ReplyFeed, meter: DeltaWatch) -> int:
         """Queue a prompt; its deltas go to ``feed`` under the key returned. Raises EngineGoneError."""
         if self.failure is not None:
             raise EngineGoneError(self.failure)

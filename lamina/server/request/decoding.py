@@ -21,14 +21,14 @@ FORMS = "prompt must be a string, strings, token ids, or lists of token ids"
 Fields = dict[str, msgspec.Raw]
 
 
-class _Part(msgspec.Struct):
+class _ContentPart(msgspec.Struct):
     type: str
     text: str | None = None
 
 
 class _ChatMessage(msgspec.Struct):
     role: str
-    content: str | list[_Part] | None = None
+    content: str | list[_ContentPart] | None = None
 
 
 _fields = msgspec.json.Decoder(Fields).decode

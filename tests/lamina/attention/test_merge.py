@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lamina.attention.merge import CHUNK_TOKENS, Fold, Node, Partial, finish, merge, root
+from lamina.attention.merge import CHUNK_TOKENS, Fold, MergeNode, Partial, finish, merge, root
 
 
 def partial(score: Tensor, v: Tensor) -> Partial:
@@ -19,12 +19,12 @@ def partial(score: Tensor, v: Tensor) -> Partial:
     return Partial(o.float(), score.logsumexp(-1).float())
 
 
-def leaves(start: int, stop: int, seed: int = 0, heads: int = 2) -> list[tuple[Node, Partial]]:
+def leaves(start: int, stop: int, seed: int = 0, heads: int = 2) -> list[tuple[MergeNode, Partial]]:
     g = torch.Generator().manual_seed(seed)
     out = []
     for chunk in range(start, stop):
         lse = 3 * torch.randn(heads, generator=g)
-        out.append((Node(0, chunk), Partial(torch.randn(heads, 5, generator=g), lse)))
+        out.append((MergeNode(0, chunk), Partial(torch.randn(heads, 5, generator=g), lse)))
     return out
 
 
@@ -104,9 +104,9 @@ def test_fold_leaves_the_maximal_aligned_nodes(start: int, length: int) -> None:
 
 def test_fold_wants_consecutive_nodes() -> None:
     fold = Fold()
-    fold.push(Node(0, 3), EMPTY)
+    fold.push(MergeNode(0, 3), EMPTY)
     with pytest.raises(ValueError, match="does not follow"):
-        fold.push(Node(0, 5), EMPTY)
+        fold.push(MergeNode(0, 5), EMPTY)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lamina.attention import Operator, reference_tiles
-from lamina.attention.merge import CHUNK_TOKENS, Fold, Node, Partial, root
+from lamina.attention.merge import CHUNK_TOKENS, Fold, MergeNode, Partial, root
 from lamina.attention.reference import Reference
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.pool import LayerStore, row_table
@@ -50,7 +50,7 @@ def test_stored_tokens_are_merged_in_the_aligned_tree(chunks: int, rows: int) ->
         fold = Fold()
         for i in cut:
             part = slice(i * CHUNK_TOKENS, (i + 1) * CHUNK_TOKENS)
-            fold.push(Node(0, i), attend(q, k[part], v[part]))
+            fold.push(MergeNode(0, i), attend(q, k[part], v[part]))
         nodes += fold.nodes
     want, got = root(nodes), attend(q, k, v)
     assert torch.equal(got.o, want.o)
