@@ -32,7 +32,9 @@ log = logging.getLogger(__name__)
 MODULES = (
     "torch", "lamina.memory.main", "lamina.memory.session", "lamina.netstack.host.shm", "lamina.compute.main",
     "lamina.compute.prefill_main", "lamina.server.link.engine_process", "lamina.models.convert", "lamina.models.load",
-    "transformers:PreTrainedModel", "transformers:PreTrainedTokenizerFast",
+    "transformers:PreTrainedModel", "transformers:PreTrainedTokenizerFast", "transformers:GenerationMixin",
+    "transformers.models.auto.modeling_auto", "torch.export._trace", "torch._subclasses.schema_check_mode",
+    "torch.fx.experimental.validator", "torch._inductor.sizevars", "sympy.tensor.tensor",
 )  # fmt: skip
 # Variables that nothing reads while it is imported: a worker may have others than its warm process.
 LATE = ("LAMINA_", "PYTEST_", "OMP_NUM_THREADS", "PWD", "OLDPWD", "CUDA_VISIBLE_DEVICES")

@@ -151,7 +151,7 @@ def started(copies: int, **options: Any) -> StartCompute:
     of_all = {name: getattr(config, name) for name in ("model", "kv", "batching", "topology", "devices", "deadlines")}
     return StartCompute(
         **of_all, path="", number=0, rank=0, copies=copies, device_number=0, threads=1, scheme="shm", address="",
-        name="", key=b"", memory_urls=[], memory_names=[], joining=[], trace=False,
+        name="", key=b"", trace=False,
     )  # fmt: skip
 
 
