@@ -24,7 +24,7 @@ from lamina.netstack.meeting.handshake import (
     SEAL,
     VERSION,
     Exchange,
-    Session,
+    PeerSession,
     Steps,
     Terms,
     answer,
@@ -222,7 +222,7 @@ def test_a_name_comes_as_it_was_sent(name: str) -> None:
 def test_a_frame_in_two_pieces_is_read_to_its_end_and_no_further() -> None:
     def four_bytes() -> Steps:
         assert (yield b"", 4, "") == b"1234"
-        return Session(**vars(TERMS))
+        return PeerSession(**vars(TERMS))
 
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -230,7 +230,7 @@ def test_a_frame_in_two_pieces_is_read_to_its_end_and_no_further() -> None:
         theirs.sendall(b"12")
         assert exchange.advance() is None
         theirs.sendall(b"34more")
-        assert exchange.advance() == Session(**vars(TERMS))
+        assert exchange.advance() == PeerSession(**vars(TERMS))
         assert ours.recv(99) == b"more"
 
 
