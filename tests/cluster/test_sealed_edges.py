@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from lamina.netstack.native import seal
+from lamina.netstack.host.native import seal
 from test_sealed import THERE, pair
 
 from lamina.protocol import sealed

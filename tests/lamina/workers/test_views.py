@@ -26,7 +26,7 @@ from lamina.compute.worker import ComputeWorker
 from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, Fabric, PeerFault
 from lamina.protocol.control import RunRound, StepDone
 from lamina.protocol.plan import Key, Kind, New, Rows, StepPlan
-from lamina.workers.view import Door, ViewFabric
+from lamina.workers.view import ViewDoor, ViewFabric
 
 ring_ends = ends  # a fixture
 
@@ -202,7 +202,7 @@ def fabric() -> Iterator[Fabric]:
 
 
 @contextmanager
-def knocking(fabric: Fabric, door: Door, *epochs: int) -> Iterator[list[Future[Channel]]]:
+def knocking(fabric: Fabric, door: ViewDoor, *epochs: int) -> Iterator[list[Future[Channel]]]:
     """Peers that come, each of an epoch."""
     with ThreadPoolExecutor(len(epochs)) as threads:
         geometry = {"outbound": GEOMETRY, "inbound": GEOMETRY}
@@ -211,7 +211,7 @@ def knocking(fabric: Fabric, door: Door, *epochs: int) -> Iterator[list[Future[C
 
 def test_a_door_lets_in_whom_the_view_is_for(fabric: Fabric) -> None:
     """An older peer is told so; a newer one waits for its view."""
-    door, second, third = Door(fabric.listen()), ViewFabric(2), ViewFabric(3)
+    door, second, third = ViewDoor(fabric.listen()), ViewFabric(2), ViewFabric(3)
     with knocking(fabric, door, 1, 3, 2) as (late, early, due):
         assert second.accept(door, WAIT_S).epoch == 2
         with pytest.raises(ChannelTimeout):  # also where the others came behind
@@ -228,7 +228,7 @@ def test_a_door_lets_in_whom_the_view_is_for(fabric: Fabric) -> None:
 
 def test_a_view_that_is_over_waits_for_nobody(fabric: Fabric) -> None:
     """Neither for who may come, nor for who was about to be there."""
-    door, view = Door(fabric.listen()), ViewFabric(1, fabric)
+    door, view = ViewDoor(fabric.listen()), ViewFabric(1, fabric)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(view.accept, door, WAIT_S)
         view.leave("view 1 is over: view 2 begins")
