@@ -9,9 +9,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from lamina.netstack.host.native import seal
 from test_sealed import THERE, pair
 
+from lamina.netstack.host.native import seal
 from lamina.protocol import sealed
 from lamina.protocol.sealed import KEYS_BYTES, SealedSocket, read_keys
 
