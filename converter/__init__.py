@@ -8,7 +8,7 @@ from .errors import ConversionError
 from .fuse import fuse
 from .graph import RowTensor
 from .move import move
-from .redirect import join, redirect
+from .redirect import redirect
 from .slices import Cut, CutCall, Send, Slice, SlicedProgram
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "SlicedProgram",
     "convert",
     "fuse",
-    "join",
     "move",
     "redirect",
 ]

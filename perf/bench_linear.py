@@ -1,5 +1,4 @@
-"""Linear layers of a decode step: native variants, with weights as they lie and packed, torch, and oneDNN with weights
-packed beforehand, by rows.
+"""Linear layers of a decode step: native variants, torch, and oneDNN with weights packed beforehand, by rows.
 
 The layers are those of the reference model of bench_decode.py, bf16 or another dtype; a turn is one pass over all of
 them. Everybody has a turn in each round, so that noise of the machine hits them alike; who takes longer than TURN_S is
@@ -31,10 +30,8 @@ from reference_model import SHAPE
 from torch import Tensor
 
 from lamina.attention._native import VARIANTS, Kernels
-from lamina.compute.one_copy import own_memory
-from lamina.gemm import copies_in
 from lamina.gemm._native import Engine, usable
-from lamina.gemm.native import TYPES, NativePacking
+from lamina.gemm.native import TYPES
 
 REST_S = 0.003  # before a turn, while idle threads of the one before go on spinning for work
 TURN_S = 0.5
@@ -69,24 +66,15 @@ class Layers:
         return turn
 
 
-def native(layers: Layers, variant: str, threads: int, *, pack: bool = False) -> Callable[[Tensor, int], Tensor]:
-    """By a variant of csrc/gemm, whatever the limit of its rows. ``pack``: weights, into huge pages."""
+def native(layers: Layers, variant: str, threads: int) -> Callable[[Tensor, int], Tensor]:
+    """By a variant of csrc/gemm, whatever the limit of its rows."""
     engine = Engine(threads, variant)
-    packing = NativePacking(engine, variant)
-
-    def fill(memory: Tensor) -> None:
-        for w, copy in copies_in(memory, packing, layers.weights):
-            packing.write(w, copy)
-            packing.use(w, copy)
-
-    if pack:
-        own_memory(sum(packing.nbytes(w) for w in layers.weights), lambda: None, fill)
 
     def linear(x: Tensor, i: int) -> Tensor:
         w = layers.weights[i]
         (cols, k), kind = w.shape, TYPES[w.dtype]
         y = torch.empty(len(x), cols, dtype=x.dtype)
-        engine.linear(x.data_ptr(), kind, len(x), k, w.data_ptr(), 0, y.data_ptr(), cols, w.stride(0))
+        engine.linear(x.data_ptr(), w.data_ptr(), 0, y.data_ptr(), kind, len(x), cols, k, w.stride(0))
         return y
 
     return linear
@@ -102,11 +90,6 @@ def competitors(layers: Layers, threads: int, names: list[str]) -> dict[str, Tur
     """By name; each is compared with torch first."""
     found: dict[str, Callable[[Tensor, int], Tensor]] = {
         f"native/{v}": native(layers, v, threads) for v in usable() if not names or v in names
-    }
-    found |= {
-        f"native/{v}, packed": native(layers, v, threads, pack=True)
-        for v in usable()
-        if (not names or v in names) and NativePacking(Engine(1, v), v).nbytes(layers.weights[0])
     }
     found["torch"] = lambda x, i: torch.nn.functional.linear(x, layers.weights[i])
     if layers.weights[0].dtype == torch.bfloat16:

@@ -89,7 +89,6 @@ def measure(args: argparse.Namespace, settings: Path) -> dict[str, Any]:
         return {
             "before_commit": _commit(args.before),
             "gemm_variants": {name: player.facts["gemm"] for name, player in players.items()},
-            "weights": {name: player.facts["weights"] for name, player in players.items()},
             "step_s": {name: spread(t) for name, t in times.items()},
             "tokens_per_s": {name: args.batch / m for name, m in medians.items()},
             "speedup": medians["before"] / medians["after"],
@@ -119,7 +118,6 @@ def _begin(file: str) -> Callable[[Fields], Fields]:
     from lamina.gemm._native import usable
 
     settings = json.loads(Path(file).read_text())
-    os.chdir(Path(file).parent)  # a worker imports from its working folder first: not from another checkout
     batch, threads = settings["batch"], settings["threads"]
     torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(1)
@@ -128,9 +126,8 @@ def _begin(file: str) -> Callable[[Fields], Fields]:
     options = {"dtype": settings["dtype"], "compile": settings["compile"], "transport": "shm", "memory_workers": 1}
     threads = {"compute_threads": threads, "memory_threads": threads}
     player = Lamina(Path(settings["model"]), prompts, total, **options, **threads)
-    form = player.llm.engine.info.summary.get("weights", "as they lie")
     paths = [str(Path(lamina.__file__).resolve()), *_modules(player.llm.pools.pids.values())]
-    facts = {"lamina": paths, "gemm": usable()[0], "weights": form}
+    facts = {"lamina": paths, "gemm": usable()[0]}
 
     def reply(question: Fields) -> Fields:
         return {"seconds": player.turn(question["steps"]) if question["steps"] else [], **facts}

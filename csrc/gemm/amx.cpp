@@ -47,7 +47,29 @@ const std::uint32_t* laid_out(const Problem& p, std::size_t first) {
 
 Plan plan(const Problem& p) { return {kWide, p.rows * slices(p) * kTile, 0}; }
 
-#include "gemm/transpose.h"
+// Dwords [16, 16], a row in a register, become [16, 16]^T.
+inline void transpose(__m512i (&r)[kTile]) {
+  __m512i t[kTile];
+  for (std::size_t i = 0; i < kTile; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (std::size_t i = 0; i < kTile; i += 4)
+    for (std::size_t j = 0; j < 2; ++j) {
+      r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+      r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+    }
+  for (std::size_t j = 0; j < 4; ++j) {  // quarter q of r[i + j] is column 4 q + j of rows i .. i + 3
+    const __m512i even = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88), odd = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd);
+    const __m512i even8 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88);
+    const __m512i odd8 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd);
+    t[j] = _mm512_shuffle_i32x4(even, even8, 0x88);
+    t[4 + j] = _mm512_shuffle_i32x4(odd, odd8, 0x88);
+    t[8 + j] = _mm512_shuffle_i32x4(even, even8, 0xdd);
+    t[12 + j] = _mm512_shuffle_i32x4(odd, odd8, 0xdd);
+  }
+  for (std::size_t i = 0; i < kTile; ++i) r[i] = t[i];
+}
 
 void prepare(const Problem& p, const void* x, float* to) {
   const auto* const from = static_cast<const std::uint16_t*>(x);

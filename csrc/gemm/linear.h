@@ -1,4 +1,4 @@
-// y = x w^T + b on a CPU for few to some hundred rows: fp32, bf16 or fp16, weights read where they lie, or packed.
+// y = x w^T + b on a CPU for few to some hundred rows, weights read where they lie: fp32, bf16 or fp16, never copied.
 #pragma once
 
 #include <cstddef>
@@ -50,31 +50,13 @@ struct Kernel {
   void (*columns)(const Problem&, std::size_t begin, std::size_t end, float* scratch);  // [begin, end) of y
 };
 
-// w as in Problem.
-struct Weights {
-  const void* at;
-  std::size_t cols, k_size, ldw;
-};
-
-// A copy of weights in an order of its own, and the kernel that takes it as Problem::w: it gives the bits that the
-// variant's own kernel gives.
-struct Packing {
-  std::size_t cols;  // packed together
-  std::size_t (*size)(std::size_t cols, std::size_t k_size);  // bytes
-  // Columns [begin, end), from a multiple of `cols` on; `to`: the whole copy, 64-byte aligned.
-  void (*pack)(const Weights&, void* to, std::size_t begin, std::size_t end);
-  Kernel kernel;
-};
-
 struct Variant {
   const char* name;
-  bool usable;                 // on this CPU
-  Kernel kernels[3];           // by Type
-  const Packing* packings[3];  // likewise; null: weights are best where they lie
+  bool usable;         // on this CPU
+  Kernel kernels[3];  // by Type
 };
 
 extern const Kernel kAmx, kAvx512Bf16;  // bf16
-extern const Packing kAvx512Bf16Packed;
 
 constexpr std::size_t kVariants = 4;
 extern const Variant* variants();  // best first; kVariants of them

@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lamina.facts.memory import WorkerMemory
-from lamina.facts.room import has_room_to_pack
 from lamina.fleet.local import ProcessWorker
 from lamina.memory.footprint import Resident, resident
 from lamina.protocol.options import EngineConfig
@@ -40,8 +39,6 @@ class _RankFacts(NamedTuple):
     """Of a rank's model; all ranks have the like."""
 
     weights: WeightBytes
-    packed: int  # what weights take once more in the order of their backend
-    unpacked: int  # what they would take, where there is no room
     program: SlicedProgram
     layers: list[LayerShape]
     partition: Partition
@@ -66,7 +63,6 @@ def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMe
     runtimes = {role: idle if role == "memory" else working for role in topology.counts}
     left = free - sum(runtimes[role].private * n for role, n in topology.counts.items())
     left -= facts.weights.copied * (topology.num_compute + topology.prefill_workers)
-    facts, left = _with_room(facts, config, left)
     found = [
         *(_compute(facts, config, i) for i in range(topology.num_compute)),
         *(_prefill(facts, config, i) for i in range(topology.prefill_workers)),
@@ -75,14 +71,6 @@ def workers_memory(model: str, config: EngineConfig, free: int) -> list[WorkerMe
     in_process = netstack.in_process(config.launching.scheme)
     alone = found[:1] if in_process else found  # threads of one process have one runtime
     return [*(_run_by(w, runtimes[w.name.partition("-")[0]]) for w in alone), *found[len(alone) :]]
-
-
-def _with_room(facts: _RankFacts, config: EngineConfig, free: int) -> tuple[_RankFacts, int]:
-    """The facts, with packed weights if ``free`` bytes hold them, and what they leave."""
-    ranks, kv_bytes = config.topology.tensor_parallel_size, config.devices.kv_bytes() * config.topology.memory_workers
-    if has_room_to_pack(facts.packed * ranks, facts.program.weight_bytes * ranks, kv_bytes, free):
-        return facts, free - facts.packed * ranks
-    return facts._replace(packed=0, unpacked=facts.packed), free
 
 
 def _run_by(worker: WorkerMemory, runtime: Resident) -> WorkerMemory:
@@ -139,8 +127,6 @@ def _facts(model: str, config: EngineConfig) -> _RankFacts:
     max_len, wire = config.model.max_model_len or max_model_len(settings), planned.program.calls[0].q.dtype
     return _RankFacts(
         weights=weight_bytes(planned.model, directory, planned.shard),
-        packed=_packed(planned.program, config),
-        unpacked=0,
         program=planned.program,
         layers=layers,
         partition=partition_of(config.topology.partition, layers, weights, max_len),
@@ -149,17 +135,6 @@ def _facts(model: str, config: EngineConfig) -> _RankFacts:
         max_len=max_len,
         vocab_size=settings.get_text_config().vocab_size,
     )
-
-
-def _packed(program: SlicedProgram, config: EngineConfig) -> int:
-    from lamina import gemm, netstack
-    from lamina.compute.packed import packed_bytes
-    from lamina.workers.devices import linear, pick
-
-    if netstack.in_process(config.launching.scheme):
-        return 0
-    device = pick("--compute-device", config.devices.compute_device, config.gpu_number("compute", 0))
-    return packed_bytes(program, gemm.get(linear(config.model.gemm, device), 1))
 
 
 def _compute(facts: _RankFacts, config: EngineConfig, index: int) -> WorkerMemory:
@@ -181,8 +156,6 @@ def _compute(facts: _RankFacts, config: EngineConfig, index: int) -> WorkerMemor
         part=index % ranks,
         mapped=facts.weights.mapped,
         copied=facts.weights.copied,
-        packed=facts.packed,
-        unpacked=facts.unpacked,
         slots=slots,
         workspace=_slices(facts, config) + carried,
     )

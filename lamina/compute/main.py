@@ -56,7 +56,6 @@ def serve_compute(sock: socket.socket, module: Any = None) -> None:
 
 class ComputeServer(ModelServer):
     role = "compute worker"
-    packs = True
     _cut: CutModel
     _ring_door: ViewDoor | None = None
     _rank_door: ViewDoor | None = None

@@ -46,7 +46,6 @@ from lamina.workers.view import ViewFabric
 from .capacity import partition_of
 from .few_rows import FewRows
 from .links import RefusedError
-from .packed import Packed, pack_for
 
 MESSAGES = StartCompute | RunRound | Connect | AskStats | AskClock | AskTrace | Stop
 
@@ -90,7 +89,6 @@ class ModelServer:
     """Subclasses say what to load, and what to serve with under a view: in ``load`` and ``connect``."""
 
     role: str  # for messages to people
-    packs = False  # whether it computes few rows at a time, for which weights are packed
 
     def __init__(self, link: ControlLink, start: StartCompute, module: Any) -> None:
         """``module``: the model itself, where the driver is this process."""
@@ -103,7 +101,6 @@ class ModelServer:
         self.staging: Staging = open_staging(CPU)  # until the device is picked
         self.group: Collective | None = None
         self.choices: dict[str, str] = {}  # what was chosen here, and why, by what it is for
-        self._packed: Packed | None = None
         self.counts = {"loads": 0.0, "connects": 0.0}
         self._worker: Worker | None = None
         self._in_view: ViewFabric | None = None
@@ -135,8 +132,6 @@ class ModelServer:
             self.fabric.close()
             if self.group:
                 self.group.close()
-            if self._packed and self._packed.copy:
-                self._packed.copy.close()
             self.service.link.close()
 
     def cut(self) -> CutModel:
@@ -176,23 +171,11 @@ class ModelServer:
         capture = self.staging.capture() if self.start.model.cuda_graphs else None
         if capture:
             return Graphs(gemm.bind(cut.program, cut.backend), capture, group)
-        self._pack(cut)
         program = collective.bind(cut.program, group) if group else cut.program
         if self.start.model.compile:
             program = self._compiled(program, cut.backend)
         program = gemm.bind(program, cut.backend)
         return FewRows(program) if cut.backend.own_threads else program
-
-    def _pack(self, cut: CutModel) -> None:
-        """Not in the driver's process, whose memory is its own, and whose module may change."""
-        if not self.packs or cut.loaded.path is None or netstack.in_process(self.start.scheme):
-            return
-        self._progress("packing weights", 0, 1)
-        key = self.start.key or cluster_key()
-        self._packed = pack_for(self.start, cut.program, cut.backend, cut.loaded.path, key)
-        self._progress("packing weights", 1, 1)
-        self.choices["weights"] = self._packed.why
-        self.clock.lap("pack_s")
 
     def _compiled(self, program: Any, linear: LinearBackend) -> Any:
         from .compiled import compiled  # brings a compiler's front end with it

@@ -21,11 +21,10 @@ _FIXES = {
 class WorkerMemory:
     """Bytes of one worker at most, once all of it is in use. Sums are what its process has resident.
 
-    mapped: weights in the pages of their files, which workers of one host share; copied: weights of its own; packed:
-    weights once more in the order of its backend, which they share too; unpacked: what that would take where it has no
-    room. ``part``: which weights; workers with the same have the same pages. kv: KV blocks. slots: of its channels,
-    both directions. workspace: tensors that live during a step. private, libraries: what its programs take, and the
-    pages of their files. ``device``: where weights, KV blocks and workspace are.
+    mapped: weights in the pages of their files, which workers of one host share; copied: weights of its own. ``part``:
+    which weights; workers with the same have the same pages. kv: KV blocks. slots: of its channels, both directions.
+    workspace: tensors that live during a step. private, libraries: what its programs take, and the pages of their
+    files. ``device``: where weights, KV blocks and workspace are.
     """
 
     name: str
@@ -33,8 +32,6 @@ class WorkerMemory:
     part: int = 0
     mapped: int = 0
     copied: int = 0
-    packed: int = 0
-    unpacked: int = 0
     kv: int = 0
     slots: int = 0
     workspace: int = 0
@@ -45,7 +42,7 @@ class WorkerMemory:
     def columns(self) -> dict[str, int]:
         """By what they are for."""
         return {
-            "weights": self.mapped + self.copied + self.packed,
+            "weights": self.mapped + self.copied,
             "KV blocks": self.kv,
             "slots": self.slots,
             "workspace": self.workspace,
@@ -65,15 +62,14 @@ class WorkerMemory:
 
 
 def host_bytes(workers: Sequence[WorkerMemory]) -> int:
-    """Memory of the host that the workers take together: files and packed weights that several have mapped count once.
-    Slots count at both ends, as over TCP.
+    """Memory of the host that the workers take together: files that several have mapped count once. Slots count at both
+    ends, as over TCP.
     """
-    mapped, packed = dict[int, int](), dict[int, int]()
+    parts: dict[int, int] = {}
     for w in workers:
-        mapped[w.part] = max(mapped.get(w.part, 0), w.mapped)
-        packed[w.part] = max(packed.get(w.part, 0), w.packed)
+        parts[w.part] = max(parts.get(w.part, 0), w.mapped)
     libraries = max((w.libraries for w in workers), default=0)
-    return sum(w.own for w in workers) + sum(mapped.values()) + sum(packed.values()) + libraries
+    return sum(w.own for w in workers) + sum(parts.values()) + libraries
 
 
 def check_fits(workers: Sequence[WorkerMemory], free: int) -> None:
@@ -90,20 +86,12 @@ def check_fits(workers: Sequence[WorkerMemory], free: int) -> None:
 
 
 def memory_text(workers: Sequence[WorkerMemory], free: int) -> str:
-    """A line for each worker, what they take of the host, and in which form they have weights where there are two."""
+    """A line for each worker, and what they take of the host."""
     names = list(WorkerMemory(name="").columns)
     head = ["memory", "device", *names, "total"]
     rows = [[w.name, w.device, *(_cell(n) for n in w.columns.values()), size(w.total)] for w in workers]
     taken = f"  of {size(free)} that are free here, {size(host_bytes(workers))} would be taken"
-    return "\n".join([*table([head, *rows], left=(0, 1)), taken, *_packing(workers)])
-
-
-def _packing(workers: Sequence[WorkerMemory]) -> list[str]:
-    if packed := max((w.packed for w in workers), default=0):
-        return [f"  weights are packed beside their files' pages: {size(packed)} more, once for all replicas of a host"]
-    if unpacked := max((w.unpacked for w in workers), default=0):
-        return [f"  weights stay as they lie: packed, which is faster, they would take {size(unpacked)} more"]
-    return []
+    return "\n".join([*table([head, *rows], left=(0, 1)), taken])
 
 
 def _sums(workers: Iterable[WorkerMemory]) -> dict[str, int]:

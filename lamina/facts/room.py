@@ -32,10 +32,3 @@ def too_little(asked: int, free: int, workers: int = 1, where: str = "here") -> 
     each = free // workers
     below = f"{10 * each // _GIB / 10:g}GiB" if each >= _GIB else f"{max(1, each // _MIB)}MiB"
     return f"KV blocks take {size(asked)}, {size(free)} are free {where}: lower --kv-memory below {below}"
-
-
-def has_room_to_pack(packed: int, weights: int, kv: int, free: int) -> bool:
-    """Whether a host with ``free`` bytes has room for ``packed`` bytes beside ``weights``, whose files' pages must stay
-    in memory, and ``kv`` bytes of KV blocks; 0: they take a part of what is free. An eighth stays free.
-    """
-    return packed + weights + (kv or free // 4) <= free - free // 8

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -13,15 +11,10 @@ class Torch:
 
     own_threads = False
     inline = None
-    packing = None
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         """See LinearBackend."""
         return F.linear(x, w, b)
-
-    def linears(self, x: Tensor, weights: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
-        """See LinearBackend."""
-        return [F.linear(x, w, b) for w, b in weights]
 
 
 def open_backend(threads: int) -> Torch:

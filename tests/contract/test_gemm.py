@@ -1,6 +1,4 @@
-"""The contract of lamina.gemm.LinearBackend, run over every entry of the table and every variant of this CPU: with
-weights as they lie and, where a variant has an order of its own for them, packed.
-"""
+"""The contract of lamina.gemm.LinearBackend, run over every entry of the table and every variant that this CPU has."""
 
 from __future__ import annotations
 
@@ -27,42 +25,18 @@ native = pytest.importorskip("lamina.gemm._native", reason="lamina.gemm._native 
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # norm-wise error after rounding
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-PACKED = [v for v in native.usable() if any(native.Engine(1, v).packed_bytes(kind, 1, 1) for kind in TYPES.values())]
-ENTRIES = [*BACKENDS, *(f"native/{v}" for v in native.usable()), *(f"native/{v}/packed" for v in PACKED)]
+ENTRIES = [*BACKENDS, *(f"native/{v}" for v in native.usable())]
 
 
 def open_entry(name: str, threads: int = 2) -> LinearBackend:
     return open_native(name, threads) if name.startswith("native") else get(name, threads)
 
 
-def variant_of(name: str) -> str:
-    """Of ``native``, ``native/variant`` or ``native/variant/packed``; "" = the best."""
-    return f"{name}/".split("/")[1]
-
-
 def open_native(name: str, threads: int) -> Native:
+    """Of ``native`` or ``native/variant``."""
     from lamina.gemm.native import Native
 
-    class PackedFirst(Native):
-        """Each weight is packed before it is used."""
-
-        def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-            pack(self, w)
-            return super().linear(x, w, b)
-
-    return (PackedFirst if name.endswith("/packed") else Native)(threads, variant_of(name))
-
-
-def pack(backend: LinearBackend, w: Tensor) -> Tensor | None:
-    """The copy, if there is one."""
-    if backend.packing is None or not (size := backend.packing.nbytes(w)):
-        return None
-    memory = torch.full((size + 64,), 255, dtype=torch.uint8)  # NaN, where it is not written
-    copy = memory[-memory.data_ptr() % 64 :][:size]
-    backend.packing.write(w, copy)
-    backend.packing.use(w, copy)
-    return copy
+    return Native(threads, name.partition("/")[2])
 
 
 def operands(rows: int, cols: int, k: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,103 +108,6 @@ def test_a_row_depends_on_itself_alone(name: str, dtype: torch.dtype) -> None:
             assert torch.equal(part, whole[:count]), f"{threads} threads, {count} rows"
 
 
-@pytest.mark.parametrize("variant", PACKED)
-@given(
-    rows=st.integers(1, 70),
-    cols=st.one_of(st.integers(1, 120), st.sampled_from([144, 256, 1001])),
-    k=st.one_of(st.integers(1, 70), st.sampled_from([128, 512, 1000])),
-    threads=st.integers(1, 3),
-    bias=st.booleans(),
-    gap=st.sampled_from([0, 1, 8]),
-    seed=st.integers(0, 1000),
-)
-@settings(max_examples=60, deadline=None)
-def test_packed_weights_give_the_bits_of_those_that_lie(
-    variant: str, rows: int, cols: int, k: int, threads: int, bias: bool, gap: int, seed: int
-) -> None:
-    for dtype in BOUNDS:
-        x, w, b = operands(rows, cols, k + gap, dtype, seed)
-        x, w = x[:, :k], w[:, :k]
-        lying, packed = (open_native(f"native/{variant}{form}", threads) for form in ("", "/packed"))
-        given_b = b if bias else None
-        assert torch.equal(packed.linear(x, w, given_b), lying.linear(x, w, given_b)), dtype
-
-
-@pytest.mark.parametrize("name", ENTRIES)
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@given(
-    rows=st.integers(1, 70),
-    cols=st.lists(st.integers(1, 200), min_size=1, max_size=10),
-    k=st.integers(1, 100),
-    seed=st.integers(0, 1000),
-    other=st.sampled_from(["", "transposed", "packed"]),
-)
-@settings(max_examples=15, deadline=None)
-def test_weights_that_meet_one_x_at_once_give_the_bits_of_each(
-    name: str, dtype: torch.dtype, rows: int, cols: list[int], k: int, seed: int, other: str
-) -> None:
-    backend = open_entry(name)
-    x, w, b = operands(rows, sum(cols), k, dtype, seed)
-    biases = b.split(cols)
-    weights = [(part, biases[i] if i % 2 else None) for i, part in enumerate(w.split(cols))]
-    if other == "transposed":
-        weights[-1] = weights[-1][0].T.contiguous().T, weights[-1][1]
-    if other == "packed":
-        pack(backend, weights[0][0])
-    found = backend.linears(x, weights)
-    assert len(found) == len(weights)
-    for y, (part, bias) in zip(found, weights, strict=True):
-        assert torch.equal(y, backend.linear(x, part, bias))
-
-
-def test_weights_that_do_not_fit_one_x_are_told() -> None:
-    for name in ENTRIES:
-        with pytest.raises(RuntimeError):
-            open_entry(name).linears(torch.ones(3, 8), ((torch.ones(4, 8), None), (torch.ones(4, 7), None)))
-
-
-def test_native_takes_whole_groups_of_arguments_alone() -> None:
-    engine = native.Engine(1, "")
-    for count in (0, 4, 8, 10, 4 + 5 * 9):
-        with pytest.raises(TypeError, match=f"5 for each of up to 8 weights, not {count}"):
-            engine.linear(*[0] * count)
-    with pytest.raises(ValueError, match="type 3 is none of"):
-        engine.linear(0, 3, 1, 1, 0, 0, 0, 1, 1)
-
-
-@pytest.mark.parametrize("variant", PACKED)
-def test_packed_weights_are_taken_from_the_copy_and_others_are_not(variant: str) -> None:
-    x, w, _ = operands(3, 40, 96, torch.bfloat16)
-    fused = torch.cat([w, w * 2])
-    lying, packed = open_native(f"native/{variant}", 2), open_native(f"native/{variant}", 2)
-    halves = torch.stack([w, w * 3], dim=1).reshape(80, 96)
-    for weights in (fused, halves[:40]):
-        copy = pack(packed, weights)
-        assert copy is not None
-        copy.zero_()
-    assert not packed.linear(x, fused).any(), "it was not taken from the copy"
-    assert torch.equal(packed.linear(x, w), lying.linear(x, w)), "other weights"
-    assert torch.equal(packed.linear(x, fused[:40]), lying.linear(x, w)), "fewer columns from the same address on"
-    short = fused[:, :64]
-    assert torch.equal(packed.linear(x[:, :64], short), lying.linear(x[:, :64], short)), "fewer numbers of each"
-    assert torch.equal(packed.linear(x, halves[::2]), lying.linear(x, w)), "rows that lie farther apart"
-    bits = fused.view(torch.float16)
-    assert torch.equal(packed.linear(x.half(), bits), lying.linear(x.half(), bits)), "another type"
-
-
-@pytest.mark.parametrize("variant", PACKED)
-def test_what_has_no_packed_form_is_said_to_have_none(variant: str) -> None:
-    packing = open_native(f"native/{variant}", 1).packing
-    w = torch.ones(5, 40, dtype=torch.bfloat16)
-    assert packing.nbytes(w) == packing.nbytes(w.to("meta")) == 16 * 64 * 2
-    for other in (w[:0], w[:, :0], w.T, w[0], w.double(), w.long()):
-        assert not packing.nbytes(other)
-    for dtype in (torch.float32, torch.float16):
-        assert not packing.nbytes(w.to(dtype))
-        with pytest.raises(ValueError, match="stay as they lie"):
-            packing.use(w.to(dtype), torch.empty(4096, dtype=torch.uint8))
-
-
 @pytest.mark.parametrize("name", [e for e in ENTRIES if e.startswith("native")])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_rounds_once_to_nearest_even_and_keeps_nan_and_infinity(name: str, dtype: torch.dtype) -> None:
@@ -253,7 +130,7 @@ def test_every_variant_has_a_limit_of_rows() -> None:
 
 def flushes(name: str, dtype: torch.dtype) -> bool:
     """Whether numbers below 2^-126 in magnitude count as zero: bf16 products of the CPU's own know no others."""
-    variant = variant_of(name) or native.usable()[0]
+    variant = name.partition("/")[2] or native.usable()[0]
     return dtype == torch.bfloat16 and variant in ("amx", "avx512_bf16")
 
 
@@ -291,16 +168,12 @@ AT_THE_END = """
         kept.append(memory)
         return start + room - size
 
-    engine, kept, packed = Engine(2, sys.argv[1]), [], sys.argv[2:] == ["packed"]
+    engine, kept = Engine(2, sys.argv[1]), []
     for kind, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
         for rows, cols, k in ((1, 1, 1), (1, 9, 33), (2, 8, 31), (3, 5, 64), (7, 11, 97), (17, 13, 70), (33, 34, 65)):
             one = [torch.ones(shape, dtype=dtype) for shape in ((rows, k), (cols, k), (cols,), (rows, cols))]
             x, w, b, y = map(at_the_end, one)
-            if packed and (size := engine.packed_bytes(kind, cols, k)):
-                copy = at_the_end(torch.zeros(size, dtype=torch.uint8))
-                engine.pack(w, copy, kind, cols, k, k)
-                engine.use(w, copy, kind, cols, k, k)
-            engine.linear(x, kind, rows, k, w, b, y, cols, k)
+            engine.linear(x, w, b, y, kind, rows, cols, k, k)
             due = torch.full((rows, cols), k + 1.0).to(dtype)
             ctypes.memmove(one[3].data_ptr(), y, due.numel() * due.itemsize)
             assert torch.equal(one[3], due), (rows, cols, k)
@@ -308,10 +181,10 @@ AT_THE_END = """
 """
 
 
-@pytest.mark.parametrize("form", [*native.usable(), *(f"{v}/packed" for v in PACKED)])
-def test_nothing_is_touched_behind_the_operands(form: str) -> None:
-    """Each lies at the end of its pages, with one behind it that nobody may read or write; so does a packed copy."""
-    command = [sys.executable, "-c", dedent(AT_THE_END), *form.split("/")]
+@pytest.mark.parametrize("variant", native.usable())
+def test_nothing_is_touched_behind_the_operands(variant: str) -> None:
+    """Each lies at the end of its pages, with one behind it that nobody may read or write."""
+    command = [sys.executable, "-c", dedent(AT_THE_END), variant]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.stdout == "done\n", f"exit status {done.returncode}: {done.stderr}"
 

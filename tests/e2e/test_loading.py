@@ -23,10 +23,7 @@ SAMPLE_S = 0.2  # looking at gigabytes takes a good part of that, and keeps the 
 NOISE_BYTES = 24 << 20  # by which the peak of a worker without weights differs from run to run
 READ_BYTES = 16 << 20
 WEIGHTS_PSS = re.compile(rb"^[0-9a-f]+-[^\n]*\.safetensors\n(?:[A-Z][^\n]*\n)*?Pss: +([0-9]+) kB", re.MULTILINE)
-OPTIONS: dict[str, Any] = {
-    "memory_workers": 2, "kv_memory": "64MiB", "max_model_len": 256, "max_num_seqs": 2, "gemm": "torch",
-}  # fmt: skip
-# torch takes weights as they lie: a packed copy is made behind loading, and test_packed_weights counts it
+OPTIONS: dict[str, Any] = {"memory_workers": 2, "kv_memory": "64MiB", "max_model_len": 256, "max_num_seqs": 2}
 NUM_COMPUTE = 2  # of each spread
 SIZES = [
     pytest.param({"hidden": 1024, "layers": 8}, 4, id="0.2 GB", marks=pytest.mark.timeout(200)),

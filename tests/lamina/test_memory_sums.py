@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from lamina.cli.launch import main
-from lamina.cli.memory_table import workers_memory
-from lamina.config import make_config
 from lamina.facts.memory import WorkerMemory, check_fits, host_bytes, memory_text
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model")
@@ -35,25 +33,6 @@ def test_a_host_has_pages_of_files_once() -> None:
     assert host_bytes([COMPUTE, again(COMPUTE, "compute-1")]) == (2 * own + 6 + 5) * GB, "replicas share weights"
     assert host_bytes([COMPUTE, again(COMPUTE, "compute-1", 1)]) == (2 * own + 12 + 5) * GB, "ranks have their own"
     assert host_bytes([COMPUTE, MEMORY]) == (own + 6 + 30 + 2 + 1 + 2 + 5) * GB, "libraries are shared by all"
-
-
-def test_a_host_has_packed_weights_once_beside_the_pages_of_files() -> None:
-    packed = WorkerMemory(**{**vars(COMPUTE), "packed": 5 * GB})
-    own = 1 + 2 + 3 + 4
-    assert packed.total == 26 * GB
-    assert packed.columns["weights"] == 12 * GB
-    assert host_bytes([packed]) == (own + 6 + 5 + 5) * GB
-    assert host_bytes([packed, again(packed, "compute-1")]) == (2 * own + 6 + 5 + 5) * GB, "replicas share the copy"
-    assert host_bytes([packed, again(packed, "compute-1", 1)]) == (2 * own + 12 + 10 + 5) * GB, "ranks have their own"
-
-
-def test_the_form_of_weights_is_said_where_there_are_two() -> None:
-    packed, lying = (WorkerMemory(**{**vars(COMPUTE), form: 5 * GB}) for form in ("packed", "unpacked"))
-    said = "  weights are packed beside their files' pages: 5.0 GB more, once for all replicas of a host"
-    assert memory_text([packed, MEMORY], 100 * GB).splitlines()[-1] == said
-    said = "  weights stay as they lie: packed, which is faster, they would take 5.0 GB more"
-    assert memory_text([lying, MEMORY], 100 * GB).splitlines()[-1] == said
-    assert host_bytes([lying]) == host_bytes([COMPUTE])
 
 
 def test_what_is_on_a_device_is_not_on_the_host() -> None:
@@ -99,17 +78,6 @@ def test_every_dry_run_has_it(command: list[str], capsys: pytest.CaptureFixture[
     assert "would start 1 compute worker, 1 prefill worker and 2 memory workers over shm" in lines[0]
     assert [line.split()[0] for line in lines[1:6]] == ["memory", "compute-0", "prefill-0", "memory-0", "memory-1"]
     assert "  8.4 MB  " in lines[4], "KV blocks are as many as --kv-memory holds"
-
-
-def test_the_plan_packs_weights_where_there_is_room_and_says_what_it_leaves_out_where_there_is_none() -> None:
-    config = make_config({"dtype": "bfloat16", "kv_memory": "2GiB", "memory_workers": 2})
-    packed = workers_memory(MODEL, config, 1 << 40)
-    if not (more := packed[0].packed):
-        pytest.skip("this CPU has no order of its own for bf16 weights")
-    assert [w.packed for w in packed[1:]] == [0, 0]
-    least = host_bytes(packed)
-    lying = workers_memory(MODEL, config, least)
-    assert (lying[0].packed, lying[0].unpacked) == (0, more), "KV blocks leave less than an eighth"
 
 
 def test_a_dry_run_refuses_what_the_host_has_no_room_for(
