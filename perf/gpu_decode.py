@@ -112,9 +112,17 @@ def speed(settings: Settings) -> Result:
     return found
 
 
-def lamina(settings: Settings, path: Path, prompts: list[list[int]], memory: str, **more: Any) -> Result:
+def lamina(
+    settings: Settings,
+    path: Path,
+    prompts: list[list[int]],
+    memory: str,
+    params: Callable[[int], SamplingParams] | None = None,
+    **more: Any,
+) -> Result:
     """Steps in which all decode. Prompts go to a prefill worker on the device: the host's cores would take minutes.
-    ``memory``: the memory workers' device; ``more``: options of the engine.
+    ``memory``: the memory workers' device; ``params`` of so many tokens, by default greedy; ``more``: options of the
+    engine.
     """
     free, tokens = _free(settings.device), settings.tokens + settings.early
     options: dict[str, Any] = {"compute_device": settings.device, "memory_device": memory, "dtype": settings.dtype}
@@ -123,7 +131,7 @@ def lamina(settings: Settings, path: Path, prompts: list[list[int]], memory: str
     with LLM(str(path), **options) as llm:
         engine, gaps, last = llm.engine, list[float](), 0.0
         for prompt in prompts:
-            engine.add(prompt, _greedy(tokens))
+            engine.add(prompt, (params or _greedy)(tokens))
         while len(gaps) < settings.tokens and engine.has_work:
             outputs, now = engine.step(), time.perf_counter()
             together = len(outputs) == len(prompts)
@@ -218,6 +226,10 @@ def _greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
+def _sampled(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=1.0, top_k=50, top_p=0.95, min_p=0.02, max_tokens=tokens, ignore_eos=True)
+
+
 def _prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
@@ -243,6 +255,9 @@ ALL: dict[str, Contender] = {
     "lamina, memory on the host": lambda s, path, prompts: lamina(s, path, prompts, "cpu"),
     "lamina, memory on the device": lambda s, path, prompts: lamina(s, path, prompts, s.device),
     "lamina, one process": lambda s, path, prompts: lamina(s, path, prompts, s.device, transport="loopback"),
+    "lamina, one process, sampled": lambda s, path, prompts: lamina(
+        s, path, prompts, s.device, _sampled, transport="loopback"
+    ),
     "lamina, one process, messages by kernels": lambda s, path, prompts: by_kernels(s, path, prompts, "loopback"),
     "lamina, one process, memory on half of the multiprocessors": on_half,
     "lamina, two processes, messages by kernels": by_turns,

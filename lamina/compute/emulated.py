@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lamina.emulate import DeviceTimes, EmulatedDevice
+from lamina.workers.graphs import Graphs
 
 from .worker import Held, Program
 
@@ -24,6 +25,12 @@ class EmulatedProgram:
         self.slices: Sequence[Any] = [
             EmulatedSlice(inner, seconds, row_s, device) for inner, seconds in zip(program.slices, each, strict=True)
         ]
+        self._inner = program
+
+    def forget(self) -> None:
+        """See Graphs."""
+        if isinstance(self._inner, Graphs):
+            self._inner.forget()
 
 
 class EmulatedSlice:

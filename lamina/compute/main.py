@@ -25,7 +25,7 @@ from lamina.workers.wire import can_be_direct
 
 from .capacity import choose_kv_bytes, geometries
 from .direct import DirectAttention, open_wires
-from .emulated import emulated
+from .emulated import EmulatedProgram
 from .links import MemoryLink, RefusedError
 from .memory_pool import MemoryPool
 from .model_server import CutModel, ModelServer, serve
@@ -90,7 +90,7 @@ class ComputeServer(ModelServer):
             self._serving.connect(attention, meeting.view, mine, ranks)
         else:
             self._serving = ComputeWorker(
-                emulated(self._program),
+                self._program,
                 attention,
                 dtype=cut.dtype,
                 deterministic=start.model.deterministic,
@@ -158,7 +158,7 @@ class ComputeServer(ModelServer):
     ) -> tuple[Attention, list[Bound]]:
         """Bind the memory workers, or join them once the replica before has."""
         start, cut, partition = self.start, self._cut, self._cut.partition
-        if isinstance(self._program, Graphs):
+        if isinstance(self._program, Graphs | EmulatedProgram):
             self._program.forget()
         if ring and start.number:
             ring.await_turn()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lamina import collective, gemm, netstack
+from lamina import gemm, netstack
 from lamina.collective import Collective
 from lamina.env import cluster_key
 from lamina.gemm import LinearBackend
@@ -38,14 +38,13 @@ from lamina.protocol.partition import Partition
 from lamina.protocol.plan import Bound, LayerShape, ProtocolError
 from lamina.protocol.resolve import sequence_limit
 from lamina.workers.devices import CPU, gpu_of, linear, pick
-from lamina.workers.graphs import Graphs
 from lamina.workers.service import WorkerService
 from lamina.workers.staging import Staging, open_staging
 from lamina.workers.view import ViewFabric
 
 from .capacity import partition_of
-from .few_rows import FewRows
 from .links import RefusedError
+from .passes import passes
 
 MESSAGES = StartCompute | RunRound | Connect | AskStats | AskClock | AskTrace | Stop
 
@@ -89,6 +88,7 @@ class ModelServer:
     """Subclasses say what to load, and what to serve with under a view: in ``load`` and ``connect``."""
 
     role: str  # for messages to people
+    prefills = False  # whether it computes prompts alone
 
     def __init__(self, link: ControlLink, start: StartCompute, module: Any) -> None:
         """``module``: the model itself, where the driver is this process."""
@@ -167,15 +167,18 @@ class ModelServer:
         return CutModel(program, loaded, layers, program.calls[0].q.dtype, max_len, partition, backend)
 
     def runnable(self, cut: CutModel, group: Collective | None = None) -> Any:
-        """The program, meeting the other ranks of ``group``; as graphs where the device has them, or compiled."""
-        capture = self.staging.capture() if self.start.model.cuda_graphs else None
-        if capture:
-            return Graphs(gemm.bind(cut.program, cut.backend), capture, group)
-        program = collective.bind(cut.program, group) if group else cut.program
-        if self.start.model.compile:
-            program = self._compiled(program, cut.backend)
-        program = gemm.bind(program, cut.backend)
-        return FewRows(program) if cut.backend.own_threads else program
+        """The program behind all passes. ``group``: the other ranks."""
+        model, program = self.start.model, cut.program
+        todo = passes(
+            cut.backend,
+            group=group,
+            capture=self.staging.capture() if model.cuda_graphs else None,
+            compiled=partial(self._compiled, linear=cut.backend) if model.compile else None,
+            prefill=self.prefills,
+        )
+        for each in todo:
+            program = each.run(program)
+        return program
 
     def _compiled(self, program: Any, linear: LinearBackend) -> Any:
         from .compiled import compiled  # brings a compiler's front end with it

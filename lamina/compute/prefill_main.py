@@ -19,7 +19,6 @@ from lamina.workers.devices import CPU
 from lamina.workers.view import ViewFabric
 
 from .capacity import kv_geometries, store_bytes
-from .emulated import emulated
 from .links import MemoryLink
 from .memory_pool import MemoryPool
 from .model_server import CutModel, ModelServer, serve
@@ -34,6 +33,7 @@ def serve_prefill(sock: socket.socket, module: Any = None) -> None:
 
 class PrefillServer(ModelServer):
     role = "prefill worker"
+    prefills = True
     _cut: CutModel
     _program: Any = None
     _serving: PrefillWorker | None = None
@@ -54,7 +54,7 @@ class PrefillServer(ModelServer):
         own = OwnAttention(self._store(cut, bounds[0].backend), pool, self.trace)
         self.clock.lap("bind_s")
         worker = ComputeWorker(
-            emulated(self._program, prefill=True),
+            self._program,
             own,
             dtype=cut.dtype,
             deterministic=start.model.deterministic,
