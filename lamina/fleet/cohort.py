@@ -89,7 +89,8 @@ class Cohort:
         self._members.enter(self.view)
         self._begin()
         readies: dict[str, ComputeReady] = {}
-        for phase in (self._call_memory, self._connect_compute, self._connect_prefill):
+        self._call_memory()
+        for phase in (self._connect_compute, self._connect_prefill):
             phase(readies)
         check_alike(readies)
         return self._together(list(readies.values())[: self._size])
@@ -123,10 +124,10 @@ class Cohort:
 
     def _open_memory(self) -> None:
         """Memory workers listen."""
-        for member in self._memory:
+        for member in self._members.memory:
             self._members.send(member, self._start_memory(member.handle))
         try:
-            self._memory_urls = [self._answer(member, MemoryReady).url for member in self._memory]
+            self._memory_urls = [self._answer(member, MemoryReady).url for member in self._members.memory]
         except ValueError as e:
             named = self._config.launching.memory_addresses
             raise type(e)(f"--memory-addresses: {e}" if named else str(e)) from None
@@ -135,9 +136,9 @@ class Cohort:
         """Where the memory workers' parts of the work are to be measured. All measure at once, as they will read."""
         if self._topology.memory_weights != MEASURED:
             return
-        for member in self._memory:
+        for member in self._members.memory:
             self._members.send(member, AskRate())
-        size, rates = self._size, [self._answer(member, Rate).read_bytes_s for member in self._memory]
+        size, rates = self._size, [self._answer(member, Rate).read_bytes_s for member in self._members.memory]
         rates = [min(rates[w - w % size :][:size]) for w in range(len(rates))]  # the same for every rank
         weights = weights_of(rates)
         texts = [f"{w:g} ({r / 1e9:.1f} GB/s)" for w, r in zip(weights, rates, strict=True)]
@@ -147,37 +148,37 @@ class Cohort:
     def _load(self) -> None:
         """Compute and prefill workers load the model, all at once."""
         path = self._model if isinstance(self._model, str) else ""
-        for member in self._compute + self._prefill:
+        for member in self._members.compute + self._members.prefill:
             self._members.send(member, self._start_compute(path, member.handle))
         self._on_progress("starting workers", 1, 1)
-        self._loaded = [self._answer(member, Loaded) for member in self._compute]
-        for member in self._prefill:
+        self._loaded = [self._answer(member, Loaded) for member in self._members.compute]
+        for member in self._members.prefill:
             self._answer(member, Loaded)
 
-    def _call_memory(self, readies: dict[str, ComputeReady]) -> None:
+    def _call_memory(self) -> None:
         """Memory workers let go of whom they had, and wait for those that come now."""
-        for member in self._memory:
+        for member in self._members.memory:
             rank = member.handle.index % self._size
-            joining = [self._name(m.handle) for m in self._compute[rank :: self._size] + self._prefill]
+            joining = [self._name(m.handle) for m in self._members.compute[rank :: self._size] + self._members.prefill]
             self._members.send(member, Connect(view=self.view, joining=joining))
 
     def _connect_compute(self, readies: dict[str, ComputeReady]) -> None:
         """Ranks meet, replicas form their ring and come to the memory workers, one after the other."""
-        for member in self._compute:
+        for member in self._members.compute:
             self._members.send(member, self._meeting(member.handle.index))
-        for member in self._compute:
+        for member in self._members.compute:
             readies[member.label] = self._answer(member, ComputeReady)
 
     def _connect_prefill(self, readies: dict[str, ComputeReady]) -> None:
         """Prefill workers join behind the replicas, one after the other."""
-        for member in self._prefill:
+        for member in self._members.prefill:
             meeting = Connect(view=self.view, memory=self._memory_of(member.handle.index % self._size))
             self._members.send(member, meeting)
             readies[member.label] = self._answer(member, ComputeReady)
 
     def _meeting(self, index: int) -> Connect:
         """Whom compute worker ``index`` meets: its replica's ranks, and the replicas before and behind it."""
-        size, workers, addresses = self._size, len(self._compute), self._addresses
+        size, workers, addresses = self._size, len(self._members.compute), self._addresses
         rank, first = index % size, index - index % size
         ranks = [addresses(i, self._loaded[i].rank_url) for i in range(first, first + size)] if size > 1 else []
         behind, before = (index + size) % workers, (index - size) % workers
@@ -191,10 +192,10 @@ class Cohort:
         )
 
     def _addresses(self, index: int, url: str) -> Address:
-        return Address(url, self._name(self._compute[index].handle))
+        return Address(url, self._name(self._members.compute[index].handle))
 
     def _memory_of(self, rank: int) -> list[Address]:
-        there = [Address(u, self._name(m.handle)) for u, m in zip(self._memory_urls, self._memory, strict=True)]
+        there = [Address(u, self._name(m.handle)) for u, m in zip(self._memory_urls, self._members.memory, strict=True)]
         return self._topology.of_rank(there, rank)
 
     def _answer(self, member: Member, kind: Any) -> Any:
@@ -204,7 +205,7 @@ class Cohort:
             message = self._members.wait_for([member], Progress | kind, left, self._starting)
             if isinstance(message, kind):
                 return message
-            if member is self._compute[0]:  # they all do the same
+            if member is self._members.compute[0]:  # they all do the same
                 self._on_progress(message.stage, message.done, message.total)
 
     def _threads(self, role: str, index: int) -> int:
@@ -260,7 +261,7 @@ class Cohort:
 
     def _copies(self, handle: WorkerHandle) -> int:
         """Of the weights on a worker's host, if it is the first one there that has them."""
-        here = [m.handle for m in self._compute + self._prefill if m.handle.place == handle.place]
+        here = [m.handle for m in self._members.compute + self._members.prefill if m.handle.place == handle.place]
         return -(-len(here) // self._size) if here[0] is handle else 0
 
     def _name(self, handle: WorkerHandle) -> str:
@@ -286,15 +287,3 @@ class Cohort:
     def _size(self) -> int:
         """Ranks of a replica."""
         return self._config.topology.tensor_parallel_size
-
-    @property
-    def _memory(self) -> list[Member]:
-        return self._members.role("memory")
-
-    @property
-    def _compute(self) -> list[Member]:
-        return self._members.role("compute")
-
-    @property
-    def _prefill(self) -> list[Member]:
-        return self._members.role("prefill")

@@ -87,8 +87,22 @@ class Members:
         self._members.append(Member(handle, self._links.open(handle)))
         return self._members[-1]
 
-    def role(self, role: str) -> list[Member]:
-        """Those of one role, by number."""
+    @property
+    def memory(self) -> list[Member]:
+        """Memory workers, by number."""
+        return self._of("memory")
+
+    @property
+    def compute(self) -> list[Member]:
+        """Compute workers, by number."""
+        return self._of("compute")
+
+    @property
+    def prefill(self) -> list[Member]:
+        """Prefill workers, by number."""
+        return self._of("prefill")
+
+    def _of(self, role: str) -> list[Member]:
         return [m for m in self._members if m.handle.role == role]
 
     def enter(self, view: int) -> None:

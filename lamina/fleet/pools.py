@@ -18,7 +18,7 @@ from lamina.protocol.options import EngineConfig
 from .arrivals import Arrivals
 from .cohort import Cohort
 from .counters import Counters
-from .members import JOIN_AFTER_LOSS_S, JOIN_S, BadInputError, LostError, Member, Members
+from .members import JOIN_AFTER_LOSS_S, JOIN_S, BadInputError, LostError, Members
 
 STATS_S = 5.0
 GRACE_S = 1.0  # a worker that waits for another one in vain knows more than we do: let it speak first
@@ -89,7 +89,7 @@ class Pools:
         """See Wire."""
         self._arrivals.expect(new)
         with self._or_end():
-            for member in self._compute:
+            for member in self._members.compute:
                 self._members.send(member, new)
 
     def prefill(self, worker: int, new: RunRound) -> None:
@@ -98,7 +98,7 @@ class Pools:
             self._since[worker] = self._clock()
         self._chunks[worker] += 1
         with self._or_end():
-            self._members.send(self._prefill[worker], new)
+            self._members.send(self._members.prefill[worker], new)
 
     def wait(self) -> StepDone:
         """See Wire."""
@@ -115,10 +115,10 @@ class Pools:
 
     def _receive(self) -> StepDone:
         limit, steps = self._config.deadlines.step_timeout_s, len(self._arrivals)
-        owing = [member for member, chunks in zip(self._prefill, self._chunks, strict=True) if chunks]
+        owing = [member for member, chunks in zip(self._members.prefill, self._chunks, strict=True) if chunks]
         what = "a step" if steps else "a chunk of a prompt"
         if steps or not owing:
-            owing = self._compute + owing
+            owing = self._members.compute + owing
         done: StepDone = self._members.wait_for(
             owing, StepDone, limit + GRACE_S, f"for {what} (--step-timeout-s {limit:g})"
         )
@@ -132,7 +132,7 @@ class Pools:
         if done.batch >= first:
             self._chunks[done.batch - first] -= 1
             self._since[done.batch - first] = now
-        for worker, member in enumerate(self._prefill):
+        for worker, member in enumerate(self._members.prefill):
             late = self._chunks[worker] and now - self._since[worker] > limit + GRACE_S
             if late and not self._members.has_news(member):
                 raise self._members.late([member], f"for a chunk of a prompt (--step-timeout-s {limit:g})")
@@ -197,11 +197,3 @@ class Pools:
     def closed(self) -> bool:
         """Whether the workers have been ended, by ``close`` or because one was lost."""
         return self._members.closed
-
-    @property
-    def _compute(self) -> list[Member]:
-        return self._members.role("compute")
-
-    @property
-    def _prefill(self) -> list[Member]:
-        return self._members.role("prefill")

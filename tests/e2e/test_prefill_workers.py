@@ -87,14 +87,14 @@ def test_a_driver_that_pauses_does_not_take_prefill_workers_for_hung(
 ) -> None:
     """The answers of both pools lie there for longer than a chunk may take."""
     with LLM(str(llama_path), transport="loopback", prefill_workers=1, prefill_chunk=8) as llm:
-        engine, pools, (prefill,) = llm.engine, llm.pools, llm.pools._prefill
+        engine, pools, (prefill,) = llm.engine, llm.pools, llm.pools._members.prefill
         engine.add(prompts[0], GREEDY)
         while not any(s.num_outputs for b in engine.scheduler.batches for s in b.running):
             engine.step()
         engine.add(prompts[3], GREEDY)
         while not (pools._chunks[0] and any(batch == 0 for batch, _ in engine._steps)):
             engine.step()
-        for member in (prefill, *pools._compute):
+        for member in (prefill, *pools._members.compute):
             poller = select.poll()
             poller.register(member.link, select.POLLIN)
             assert poller.poll(60_000)

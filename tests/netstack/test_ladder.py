@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -16,7 +17,8 @@ RUNGS = {int(rung): re.findall(r"`((?:\$PY|make) [^`]*)`", cell) for rung, cell 
 
 
 def output(*words: str) -> str:
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    own = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}  # which may hide names
+    done = subprocess.run(words, cwd=ROOT, env=own, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, f"{shlex.join(words)}: {done.stdout}{done.stderr}"
     return done.stdout
 
