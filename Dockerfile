@@ -22,8 +22,8 @@ COPY . .
 RUN pip install --no-cache-dir $PIP_ARGS -c constraints.txt ".[serve,ray]"
 
 FROM python:3.11-slim-bookworm
-# OpenMP for torch; a compiler for --compile; a login for `lamina-launch cluster`
-RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 g++ openssh-client \
+# OpenMP for torch; a login for `lamina-launch cluster`
+RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 openssh-client \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --create-home lamina
 COPY --from=build /opt/lamina /opt/lamina

@@ -34,7 +34,12 @@ setup(
     ext_modules=[
         native("lamina.attention._native", *sorted(glob("csrc/attention/*.cpp"))),
         native("lamina.gemm._native", *sorted(glob("csrc/gemm/*.cpp"))),
-        # A product and a sum are rounded one by one, as torch does.
+        # A product and a sum are rounded one by one, as torch does; loops without errno and traps become vectors.
+        native(
+            "lamina.rows._native",
+            *sorted(glob("csrc/rows/*.cpp")),
+            flags=["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
+        ),
         native("lamina.sampling._native", *sorted(glob("csrc/sampling/*.cpp")), flags=["-ffp-contract=off"]),
         native("lamina.netstack.host._native", *sorted(glob("csrc/netstack/native*.cpp"))),
         native(

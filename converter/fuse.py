@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,25 +15,32 @@ from .graph import operator_name
 from .slices import SlicedProgram
 
 Unit = Callable[..., tuple[Tensor, ...]]
+Bind = Callable[[Sequence[Tensor]], Unit]  # a unit without its weights
 
 aten = torch.ops.aten
 
-_CHEAP = VIEWS | {"reshape"}
+_CHEAP = VIEWS | {"reshape", "getitem", "split", "split_with_sizes", "chunk"}
 
 
-def fuse(program: SlicedProgram, compile_units: Callable[[list[fx.GraphModule]], list[Unit]]) -> SlicedProgram:
-    """The program with every run of ATen operators between two other calls as one call; the program given is used up.
+def fuse(
+    program: SlicedProgram, takes: Callable[[fx.Node], bool], build: Callable[[fx.GraphModule, int], Bind | None]
+) -> SlicedProgram:
+    """The program with every run of operators that ``takes`` as one call; the program given is used up.
 
-    A unit takes tensors alone, first weights and then those of rows, and gives a tuple of tensors. Its placeholders
-    have as ``meta["val"]`` weights themselves, and the captured tensors: rows are dimension 0 where its size is
-    symbolic. ``compile_units`` is given the units that differ. Runs of nothing but views stay as they are.
+    A unit takes tensors alone, first weights and then those of rows, and gives a tuple of tensors. Its nodes have the
+    captured tensors as ``meta["val"]``, its weights themselves: rows are dimension 0 where its size is symbolic.
+    ``build`` is given a unit and the number of its weights, once for equal units. What it has none for stays, as do
+    runs of nothing but views.
     """
-    found = [(part.module, cut) for part in program.slices for cut in _cuts(part.module)]
-    distinct = {_key(cut.unit): cut.unit for _, cut in found}
-    compiled = dict(zip(distinct, compile_units(list(distinct.values())), strict=True))
+    found = [(part.module, cut) for part in program.slices for cut in _cuts(part.module, takes)]
+    built: dict[str, Bind | None] = {}
     items: dict[fx.Node, fx.Node] = {}
     for number, (module, cut) in enumerate(found):
-        _replace(module, f"unit_{number}", cut, compiled[_key(cut.unit)], items)
+        key = _key(cut.unit)
+        if key not in built:
+            built[key] = build(cut.unit, sum(n.op == "get_attr" for n in cut.given))
+        if (bind := built[key]) is not None:
+            _replace(module, f"unit_{number}", cut, bind, items)
     for part in program.slices:
         part.module.recompile()
     return replace(program, slices=tuple(replace(part) for part in program.slices))
@@ -66,16 +72,17 @@ class _Fusion(NamedTuple):
     end: fx.Node
 
 
-def _cuts(module: fx.GraphModule) -> Iterator[_Fusion]:
-    for run, end in list(_runs(module.graph)):
+def _cuts(module: fx.GraphModule, takes: Callable[[fx.Node], bool]) -> Iterator[_Fusion]:
+    for run, end in list(_runs(module.graph, takes)):
         if all(operator_name(n) in _CHEAP for n in run):
             continue
         inside = set(run)
         given = list(dict.fromkeys(a for n in run for a in n.all_input_nodes if a not in inside and not _counts(a)))
         given.sort(key=lambda node: node.op != "get_attr")
-        results = [n for n in run if any(user not in inside for user in n.users)]
+        results = [n for n in run if has_rows(n) and any(user not in inside for user in n.users)]
         values = [_value(module, a) for a in given]
-        if any(map(has_rows, given)) and all(isinstance(v, Tensor) for v in values):
+        lists = any(not isinstance(n.meta.get("val"), Tensor) and set(n.users) - inside for n in run)
+        if any(map(has_rows, given)) and all(isinstance(v, Tensor) for v in values) and not lists:
             yield _Fusion(_unit(run, dict(zip(given, values, strict=True)), results), run, given, results, end)
 
 
@@ -83,10 +90,10 @@ def _value(module: fx.GraphModule, node: fx.Node) -> Any:
     return operator.attrgetter(str(node.target))(module) if node.op == "get_attr" else node.meta.get("val")
 
 
-def _replace(module: fx.GraphModule, name: str, cut: _Fusion, unit: Unit, items: dict[fx.Node, fx.Node]) -> None:
+def _replace(module: fx.GraphModule, name: str, cut: _Fusion, bind: Bind, items: dict[fx.Node, fx.Node]) -> None:
     """``items``: by results of runs, what has taken their places."""
     weights = [n for n in cut.given if n.op == "get_attr"]
-    setattr(module, name, _Held(partial(unit, *(_value(module, n) for n in weights))))
+    setattr(module, name, _Held(bind([_value(module, n) for n in weights])))
     with module.graph.inserting_before(cut.end):
         held = module.graph.create_node("get_attr", name)
         call = module.graph.call_method("run", (held, *(items.get(n, n) for n in cut.given[len(weights) :])))
@@ -94,8 +101,9 @@ def _replace(module: fx.GraphModule, name: str, cut: _Fusion, unit: Unit, items:
             item = items[node] = module.graph.call_function(operator.getitem, (call, i))
             item.meta = dict(node.meta)
             node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in cut.run)
-    for node in [*reversed(cut.run), *(w for w in weights if not w.users)]:
-        module.graph.erase_node(node)
+    for node in [*reversed(cut.run), *weights]:
+        if not node.users:  # others use what comes of weights alone, and weights
+            module.graph.erase_node(node)
 
 
 class _Held(NamedTuple):
@@ -104,13 +112,13 @@ class _Held(NamedTuple):
     run: Unit
 
 
-def _runs(graph: fx.Graph) -> Iterator[tuple[list[fx.Node], fx.Node]]:
-    """ATen operators that follow each other, and what comes behind them."""
+def _runs(graph: fx.Graph, takes: Callable[[fx.Node], bool]) -> Iterator[tuple[list[fx.Node], fx.Node]]:
+    """Operators that follow each other, and what comes behind them."""
     run: list[fx.Node] = []
     for node in graph.nodes:
         if node.op == "get_attr" or _counts(node):
             continue
-        if node.op == "call_function" and getattr(node.target, "namespace", "") == "aten":
+        if node.op == "call_function" and takes(node):
             run.append(node)
         elif run:
             yield run, node
@@ -138,5 +146,6 @@ def _unit(run: Sequence[fx.Node], given: Mapping[fx.Node, Tensor], results: Sequ
         copies[node] = graph.create_node(
             node.op, node.target, fx.map_arg(node.args, copy), fx.map_arg(node.kwargs, copy)
         )
+        copies[node].meta["val"] = node.meta.get("val")
     graph.output(tuple(copies[n] for n in results))
     return fx.GraphModule(nn.Module(), graph)

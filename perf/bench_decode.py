@@ -156,7 +156,6 @@ def main() -> None:
     parser.add_argument("--attention", default="auto", help="backend of the memory workers")
     parser.add_argument("--threads", type=int, default=0, help="of each competitor; 0 = all cores")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--compile", action="store_true", help="Lamina's slices compiled, of all its competitors")
     add_sampling(parser)
     parser.add_argument("--peers", default="", help="other engines, by comma, or all: " + ", ".join(PEERS))
     parser.add_argument("--peer-folder", type=Path, default=Path("build/peers"), help="their environments (peers.sh)")
@@ -186,7 +185,6 @@ def measure(path: Path, args: argparse.Namespace, sampling: dict[str, Any]) -> d
         "attention": args.attention,
         "dtype": args.dtype,
         "memory_workers": args.memory_workers,
-        "compile": args.compile,
         **threads,
     }
     total = args.tokens + 2 * TURN_STEPS + args.tokens // TURN_STEPS

@@ -3,7 +3,7 @@
 Each runs in a process of its own, with its own native modules, over shm with 1 + 1 workers. Prints one JSON line;
 --write appends it to perf/results/bench_versions.jsonl.
 
-    python perf/bench_versions.py --before ../lamina-before --batch 8 --prompt 512 --compile --write
+    python perf/bench_versions.py --before ../lamina-before --batch 8 --prompt 512 --write
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens decoded by each version")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--compile", action="store_true", help="slices are compiled")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     settings = {k: v for k, v in vars(args).items() if k not in ("before", "write")}
@@ -123,7 +122,7 @@ def _begin(file: str) -> Callable[[Fields], Fields]:
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(1, 32000, (batch, settings["prompt"]), generator=generator).tolist()
     total = settings["tokens"] + 2 * TURN_STEPS + settings["tokens"] // TURN_STEPS
-    options = {"dtype": settings["dtype"], "compile": settings["compile"], "transport": "shm", "memory_workers": 1}
+    options = {"dtype": settings["dtype"], "transport": "shm", "memory_workers": 1}
     threads = {"compute_threads": threads, "memory_threads": threads}
     player = Lamina(Path(settings["model"]), prompts, total, **options, **threads)
     paths = [str(Path(lamina.__file__).resolve()), *_modules(player.llm.pools.pids.values())]

@@ -25,6 +25,7 @@ STOREYS = (
     ("memory",),  # the memory worker
     ("workers",),  # what every worker process has
     ("models",),
+    ("rows",),
     ("attention", "collective", "gemm", "sampling"),
     ("kv",),
     ("facts",),  # what a host or a model has

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "engine_object.h"
-#include "gemm/linear.h"
+#include "gemm/calls.h"
 #include "pool.h"
 
 namespace {
@@ -35,6 +35,10 @@ struct Engine {
     Job job{this, p, kernel.columns, piece_cols(p, plan)};
     pool.run(run_piece, &job, (p.cols + job.cols - 1) / job.cols);
   }
+
+  std::mutex mutex;
+  Pool pool;
+  Calls calls{};  // of this engine, once asked for
 
  private:
   struct Job {
@@ -65,8 +69,6 @@ struct Engine {
     return reinterpret_cast<float*>((at + kAlign - 1) / kAlign * kAlign);
   }
 
-  std::mutex mutex;
-  Pool pool;
   const Variant* variant;
   std::vector<std::vector<float>> scratch;  // of each thread
   std::vector<float> prepared;              // x
@@ -96,31 +98,22 @@ PyObject* engine_linear(PyObject* self, PyObject* const* args, Py_ssize_t count)
   Py_RETURN_NONE;
 }
 
-// For compiled code, which calls it with or without the GIL. 0, or 1 where memory ran out.
-int run_linear(void* engine, const void* x, const void* w, const void* b, void* y, int type, std::int64_t rows,
-               std::int64_t cols, std::int64_t k_size, std::int64_t ldw) {
-  const auto size = [](std::int64_t n) { return static_cast<std::size_t>(n); };
-  const Problem p{static_cast<Type>(type), nullptr, w, b, y, size(rows), size(cols), size(k_size), size(ldw)};
-  PyThreadState* const state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
-  int status = 0;
-  try {
-    static_cast<Engine*>(engine)->linear(p, x);
-  } catch (const std::bad_alloc&) {
-    status = 1;
-  }
-  if (state) PyEval_RestoreThread(state);
-  return status;
-}
-
-PyObject* engine_addresses(PyObject* self, PyObject*) {
-  const auto engine = reinterpret_cast<std::uintptr_t>(&Object::engine_of(self));
-  return Py_BuildValue("KK", static_cast<unsigned long long>(engine),
-                       static_cast<unsigned long long>(reinterpret_cast<std::uintptr_t>(&run_linear)));
+// What other native modules may do with an engine. The capsule does not keep it alive.
+PyObject* engine_calls(PyObject* self, PyObject*) {
+  Engine& engine = Object::engine_of(self);
+  engine.calls = {&engine, [](void* e, const Problem& p, const void* x) { static_cast<Engine*>(e)->linear(p, x); },
+                  [](void* e, Pool::Piece piece, void* job, std::size_t count) {
+                    auto* const engine = static_cast<Engine*>(e);
+                    std::lock_guard<std::mutex> turn(engine->mutex);
+                    engine->pool.run(piece, job, count);
+                  },
+                  engine.pool.size()};
+  return PyCapsule_New(&engine.calls, Calls::kName, nullptr);
 }
 
 PyMethodDef engine_methods[] = {
     {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(engine_linear)), METH_FASTCALL, nullptr},
-    {"addresses", engine_addresses, METH_NOARGS, nullptr},
+    {"calls", engine_calls, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 int exec(PyObject* module) { return Object::add_to(module, "lamina.gemm._native.Engine", engine_methods); }

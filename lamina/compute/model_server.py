@@ -173,19 +173,11 @@ class ModelServer:
             cut.backend,
             group=group,
             capture=self.staging.capture() if model.cuda_graphs else None,
-            compiled=partial(self._compiled, linear=cut.backend) if model.compile else None,
             prefill=self.prefills,
         )
         for each in todo:
             program = each.run(program)
         return program
-
-    def _compiled(self, program: Any, linear: LinearBackend) -> Any:
-        from .compiled import compiled  # brings a compiler's front end with it
-
-        found = compiled(program, linear, lambda done, total: self._progress("compiling the slices", done, total))
-        self.clock.lap("compile_s")
-        return found
 
     def ready(self, cut: CutModel, bounds: Sequence[Bound], view: int) -> ComputeReady:
         """What the driver must know; ``bounds``: the memory workers' answers, in their order."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from lamina import collective, gemm
+from lamina import collective, gemm, rows
 from lamina.collective import Collective
 from lamina.gemm import LinearBackend
 from lamina.workers.graphs import GraphCapture, Graphs
@@ -27,13 +27,12 @@ def passes(
     *,
     group: Collective | None = None,
     capture: GraphCapture | None = None,
-    compiled: Callable[[Any], Any] | None = None,
     prefill: bool = False,
 ) -> list[Pass]:
     """Those that a worker's program takes.
 
     ``backend``: of linear layers. ``group``: the other ranks. ``capture``: records graphs, where the device has them.
-    ``compiled``: makes machine code of operators. ``prefill``: whether the program computes prompts.
+    ``prefill``: whether the program computes prompts.
     """
     linear = Pass("bind linear layers", partial(gemm.bind, backend=backend))
     last = Pass("emulate a device", partial(emulated, prefill=prefill))
@@ -42,8 +41,8 @@ def passes(
     found = []
     if group is not None:
         found.append(Pass("meet ranks", partial(collective.bind, collective=group)))
-    if compiled is not None:  # it looks for operators, which a bound linear layer is not
-        found.append(Pass("compile", compiled))
+    if backend.engine is not None:  # it looks for operators, which a bound linear layer is not
+        found.append(Pass("bind rows", partial(rows.bind, backend=backend)))
     found.append(linear)
     if backend.own_threads:
         found.append(Pass("one thread for few rows", FewRows))

@@ -4,24 +4,16 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from lamina.converter import SlicedProgram
 
 # name -> module of this package with a function open_backend(threads); imported when first used
 BACKENDS: dict[str, str] = {"native": "native", "torch": "torch"}
-
-
-class Inline(NamedTuple):
-    """How code that is compiled beforehand calls a backend: by ``torch.ops.lamina.linear_on``, whose definition in C++
-    is ``source``, with ``backend``, a tensor that names one of this process for as long as that lives.
-    """
-
-    source: str
-    backend: Tensor
 
 
 class LinearBackend(Protocol):
@@ -39,8 +31,12 @@ class LinearBackend(Protocol):
         ...
 
     @property
-    def inline(self) -> Inline | None:
-        """For compiled code, which then calls nothing of Python; None: it is to call torch."""
+    def engine(self) -> object | None:
+        """For other native modules, which use its linear layers and its threads; None where there is none."""
+        ...
+
+    def rows_of(self, dtype: torch.dtype) -> int:
+        """The most rows that ``engine`` is to be given at once; with more, torch is faster."""
         ...
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:

@@ -15,5 +15,5 @@ class Engine:
         of w ``ldw`` elements apart; b may be 0 for none. The memory is the caller's and is not checked.
         """
 
-    def addresses(self) -> tuple[int, int]:
-        """The engine's own and that of its function, for compiled code (csrc/gemm/linear_on.h); as long as it lives."""
+    def calls(self) -> object:
+        """A capsule of csrc/gemm/calls.h, which does not keep the engine."""

@@ -7,20 +7,16 @@ the weights in an order of its own. What native computes of a row depends on tha
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import Inline
 from ._native import Engine, usable
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Rows of bf16 up to which native is at least as fast as torch, by variant, where torch has a product of its own for it
 # (perf/README.md). The last two are for CPUs without bf16 instructions: others have a variant before them.
 MOST_ROWS = {"amx": 128, "avx512_bf16": 64, "avx512": 32, "avx2": 32}
-SOURCE = Path(__file__).resolve().parents[1] / "csrc" / "gemm" / "linear_on.h"
 NO_LIMIT = (1 << 63) - 1
 
 
@@ -31,13 +27,15 @@ class Native:
 
     def __init__(self, threads: int, variant: str = "") -> None:
         """Raises ValueError where the CPU lacks ``variant``, or AVX2."""
-        engine = Engine(threads, variant)
-        self._run = engine.linear
+        self.engine = Engine(threads, variant)
+        self._run = self.engine.linear
         self.most_rows: dict[torch.dtype, int] = {}  # by dtype, where there is a limit
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
             self.most_rows[torch.bfloat16] = MOST_ROWS[variant or usable()[0]]
-        facts = [*engine.addresses(), self.most_rows.get(torch.bfloat16, NO_LIMIT)]
-        self.inline = Inline(SOURCE.read_text(), torch.tensor(facts))
+
+    def rows_of(self, dtype: torch.dtype) -> int:
+        """See LinearBackend."""
+        return self.most_rows.get(dtype, NO_LIMIT)
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         """See LinearBackend."""

@@ -60,10 +60,7 @@ class ModelOptions(Options, frozen=True, kw_only=True):
         bool,
         "fixed shapes and cuts: results do not depend on batch mates (but for rounding after a preemption); slower",
     ] = False
-    gemm: Annotated[str, "linear layers of the compute worker: native, torch, or auto (the first that works)"] = "auto"
-    compile: Annotated[
-        bool, "compile what lies between messages: decodes faster, starts later; needs a C++ compiler; on CPUs"
-    ] = False
+    gemm: Annotated[str, "the compute worker's operators: native, torch, or auto (the first that works)"] = "auto"
     cuda_graphs: Annotated[bool, "on GPUs, slices of up to 256 rows run as CUDA graphs"] = True
 
 

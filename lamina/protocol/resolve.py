@@ -174,5 +174,3 @@ def _check_devices(config: EngineConfig) -> None:
         raise ValueError(
             f"--memory-sms {devices.memory_sms} is for memory workers on a GPU: leave it out with --memory-device cpu"
         )
-    if config.model.compile and devices.compute_device != "cpu":
-        raise ValueError(f"--compile is for CPUs: leave it out with --compute-device {devices.compute_device}")

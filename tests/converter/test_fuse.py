@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,8 +11,8 @@ import torch
 from test_real_models import build
 from torch import Tensor, fx
 
-from lamina.converter import SlicedProgram, fuse, redirect
-from lamina.converter.fuse import has_rows
+from lamina.converter import Slice, SlicedProgram, fuse, redirect
+from lamina.converter.fuse import Bind, has_rows
 
 
 class Linear:
@@ -24,6 +26,14 @@ def private(family: str) -> SlicedProgram:
     """The program that ``build`` shares once more, to be used up."""
     program = build.__wrapped__(family)[1]
     return redirect(program, "gemm", Linear(), {torch.ops.aten.linear.default: "linear"})
+
+
+def is_aten(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") == "aten" or node.target is operator.getitem
+
+
+def as_it_is(unit: fx.GraphModule, weights: int) -> Bind:
+    return lambda given: partial(unit, *given)
 
 
 def arguments(part: Any, rows: int) -> list[Any]:
@@ -60,7 +70,7 @@ def run(part: Any, rows: int) -> tuple[tuple[Tensor, ...], list[str], list[Tenso
 @pytest.mark.parametrize("rows", [1, 3])
 def test_units_compute_and_send_what_the_operators_did(family: str, rows: int) -> None:
     plain = build(family)[1]
-    fused = fuse(private(family), list)
+    fused = fuse(private(family), is_aten, as_it_is)
     for before, after in zip(plain.slices, fused.slices, strict=True):
         wanted, events, sent = run(before, rows)
         found, same_events, same_sent = run(after, rows)
@@ -72,12 +82,14 @@ def test_units_compute_and_send_what_the_operators_did(family: str, rows: int) -
 def test_layers_share_their_units_and_little_else_is_left() -> None:
     units: list[fx.GraphModule] = []
 
-    def keep(found: list[fx.GraphModule]) -> list[Any]:
-        units.extend(found)
-        return list(found)
+    def keep(unit: fx.GraphModule, weights: int) -> Bind:
+        units.append(unit)
+        inputs = [n for n in unit.graph.nodes if n.op == "placeholder"]
+        assert not any(map(has_rows, inputs[:weights]))
+        return as_it_is(unit, weights)
 
     plain = build("llama")[1]
-    fused = fuse(private("llama"), keep)
+    fused = fuse(private("llama"), is_aten, keep)
     calls = [sum(n.target == "run" for n in s.module.graph.nodes) for s in fused.slices]
     assert calls[1] == calls[2] >= 4  # slices of one layer each
     assert len(units) < sum(calls)
@@ -92,8 +104,50 @@ def test_layers_share_their_units_and_little_else_is_left() -> None:
 def test_a_unit_that_computes_something_else_shows() -> None:
     plain = build("llama")[1]
 
-    def wrong(units: list[fx.GraphModule]) -> list[Any]:
-        return [lambda *xs, unit=unit: tuple(y * 2 for y in unit(*xs)) for unit in units]
+    def wrong(unit: fx.GraphModule, weights: int) -> Bind:
+        return lambda given: lambda *x: tuple(y * 2 for y in unit(*given, *x))
 
-    fused = fuse(private("llama"), wrong)
+    fused = fuse(private("llama"), is_aten, wrong)
     assert not torch.equal(run(fused.slices[1], 2)[0][0], run(plain.slices[1], 2)[0][0])
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_what_nobody_builds_stays(family: str) -> None:
+    plain, fused = build(family)[1], fuse(private(family), is_aten, lambda unit, weights: None)
+    for before, after in zip(plain.slices, fused.slices, strict=True):
+        assert [str(n.target) for n in after.module.graph.nodes if is_aten(n)]
+        assert all(torch.equal(a, b) for a, b in zip(run(before, 2)[0], run(after, 2)[0], strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "mpt"])
+def test_operators_that_are_not_taken_run_between_units(family: str) -> None:
+    def takes(node: fx.Node) -> bool:
+        return is_aten(node) and "mul" not in str(node.target)
+
+    plain, fused = build(family)[1], fuse(private(family), takes, as_it_is)
+    for before, after in zip(plain.slices, fused.slices, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(run(before, 3)[0], run(after, 3)[0], strict=True))
+
+
+class Shared(torch.nn.Module):
+    """What comes of a weight alone is used in two units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(4.0), requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        scale = self.weight + 1.0
+        best, _ = (x * scale).sort(-1)
+        return (best * scale,)
+
+
+def test_what_comes_of_weights_is_there_for_others_too() -> None:
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        module = torch.export.export(Shared(), (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},)).module()
+    program = SlicedProgram((Slice(0, module, "", {}),), (), (), hoist=False, rows="unchecked")
+    fused = fuse(program, lambda n: "aten" in str(n.target) and "sort" not in str(n.target), as_it_is).slices[0]
+    calls = [n for n in fused.module.graph.nodes if n.target == "run"]
+    assert len(calls) == 2
+    assert torch.equal(fused(x)[0], Shared()(x)[0])

@@ -68,8 +68,6 @@ OPTIONS_REFUSED: list[tuple[dict[str, Any], str]] = [
         {"memory_sms": 8, "memory_device": "cpu"},
         "--memory-sms 8 is for memory workers on a GPU: leave it out with --memory-device cpu",
     ),
-    ({"compile": True, "compute_device": "cuda"}, "--compile is for CPUs: leave it out with --compute-device cuda"),
-    ({"compile": True, "compute_device": "auto"}, "--compile is for CPUs: leave it out with --compute-device auto"),
     ({"pipeline": 0}, "--pipeline must be at least 1, or auto, not 0"),
     ({"pipeline": "fast"}, "--pipeline must be at least 1, or auto, not fast"),
     ({"pipeline": "2"}, "--pipeline must be at least 1, or auto, not 2"),

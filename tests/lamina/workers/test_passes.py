@@ -1,4 +1,4 @@
-"""The order in which a program is bound, compiled, captured and wrapped."""
+"""The order in which a program is bound, captured and wrapped."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ import pytest
 
 from lamina.compute.passes import passes
 
-OWN, TORCH = SimpleNamespace(own_threads=True), SimpleNamespace(own_threads=False)
+OWN, TORCH = SimpleNamespace(own_threads=True, engine=object()), SimpleNamespace(own_threads=False, engine=None)
 GROUP, CAPTURE = SimpleNamespace(), SimpleNamespace()
-LINEAR, LAST = "bind linear layers", "emulate a device"
+ROWS, LINEAR, FEW, LAST = "bind rows", "bind linear layers", "one thread for few rows", "emulate a device"
 
 
 @pytest.mark.parametrize(
     ("backend", "more", "due"),
     [
         (TORCH, {}, [LINEAR, LAST]),
-        (OWN, {}, [LINEAR, "one thread for few rows", LAST]),
-        (OWN, {"group": GROUP}, ["meet ranks", LINEAR, "one thread for few rows", LAST]),
-        (OWN, {"compiled": abs}, ["compile", LINEAR, "one thread for few rows", LAST]),
-        (TORCH, {"group": GROUP, "compiled": abs}, ["meet ranks", "compile", LINEAR, LAST]),
+        (TORCH, {"group": GROUP}, ["meet ranks", LINEAR, LAST]),
+        (OWN, {}, [ROWS, LINEAR, FEW, LAST]),
+        (OWN, {"group": GROUP}, ["meet ranks", ROWS, LINEAR, FEW, LAST]),
         (TORCH, {"capture": CAPTURE}, [LINEAR, "record graphs", LAST]),
-        (OWN, {"capture": CAPTURE, "group": GROUP, "compiled": abs}, [LINEAR, "record graphs", LAST]),
+        (OWN, {"capture": CAPTURE, "group": GROUP}, [LINEAR, "record graphs", LAST]),
     ],
 )
 def test_the_order(backend: Any, more: dict[str, Any], due: list[str]) -> None:

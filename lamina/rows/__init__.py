@@ -1,0 +1,42 @@
+"""Slices without a Python call for each operator: what lies between messages is a table of instructions on rows, which
+csrc/rows runs on the threads of the linear layers.
+
+Every operator is rounded as torch rounds it, and a row's result depends on that row alone. Operators that no
+instruction does stay torch's.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from lamina.converter import SlicedProgram
+    from lamina.gemm import LinearBackend
+
+
+log = logging.getLogger(__name__)
+
+
+def bind(program: SlicedProgram, backend: LinearBackend) -> SlicedProgram:
+    """The program with its rows on ``backend``, which has an engine; the one given is used up.
+
+    Raises ImportError where the native module was not built.
+    """
+    from lamina.converter.fuse import Bind, fuse
+
+    from .program import Arena, RowUnit, takes
+    from .table import UnsupportedError
+
+    arena = Arena()
+
+    def build(unit: fx.GraphModule, weights: int) -> Bind | None:
+        try:
+            return RowUnit(unit, weights, backend, arena).bind
+        except UnsupportedError as e:
+            log.debug("a unit stays torch's: %s", e)
+            return None
+
+    return fuse(program, takes, build)

@@ -1,0 +1,13 @@
+class Program:
+    """A table (lamina/rows/table.py) on the threads of an engine of lamina.gemm, which it keeps."""
+
+    def __new__(cls, engine: object, table: bytes, variant: str, /) -> Program:
+        """``variant``: "avx512" or "avx2"; "": the best that this CPU has.
+
+        Raises ValueError for a variant that the CPU lacks, and for a table that is none.
+        """
+
+    def run(self, rows: int, first: int, last: int, arena: int, /, *given: int) -> None:
+        """Instructions ``first`` .. ``last`` - 1 on ``rows`` rows; ``arena`` and ``given`` are addresses. Callers of
+        one engine take turns. Raises IndexError where a row looks up what a table has not.
+        """

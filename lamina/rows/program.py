@@ -1,0 +1,220 @@
+"""A unit of a slice as one native call (csrc/rows): no Python and no torch between its operators."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from lamina.gemm import LinearBackend
+
+from . import arithmetic, layout
+from ._native import Program
+from .lower import Lowering, name_of
+from .merge import merged
+from .table import Instruction, UnsupportedError, encode
+
+LINE = 64  # bytes
+RULES = {**arithmetic.RULES, **layout.RULES}
+
+
+class _Product(NamedTuple):
+    """The linear layer that is instruction ``at``; x, w, b and y are slots, x and y with ``rows`` rows for each row."""
+
+    at: int
+    x: int
+    y: int
+    w: int
+    b: int | None
+    rows: int
+
+
+class Arena:
+    """Memory for what lies between the instructions of a unit. One thread at a time uses it."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._size = -1
+
+    def reserve(self, size: int) -> None:
+        """Have at least ``size`` bytes from a multiple of 64."""
+        if size > self._size:
+            self._size = size + size // 2
+            memory = torch.empty(self._size + LINE, dtype=torch.uint8)
+            self._memory = memory[-memory.data_ptr() % LINE :]
+            self.address = self._memory.data_ptr()
+
+    def part(self, at: int, size: int) -> Tensor:
+        """Bytes ``at`` .. ``at + size`` of those reserved."""
+        return self._memory[at : at + size]
+
+
+class RowUnit:
+    """Instructions that do what a unit does. ``leads``: of the tensors that are no weights, the first with rows;
+    ``results``: shape of a row and dtype of each.
+    """
+
+    def __init__(
+        self, unit: fx.GraphModule, weights: int, backend: LinearBackend, arena: Arena, variant: str = ""
+    ) -> None:
+        """``weights``: how many of the placeholders, the first, are some.
+
+        Raises UnsupportedError where no instructions do what the unit does.
+        """
+        lowered = Lowering(unit, RULES)
+        instructions = merged(lowered.instructions, {v.slot for v in lowered.results})
+        order = [*range(len(lowered.placeholders)), *(v.slot for v in lowered.results)]
+        given = len(order)
+        order += sorted({n for each in instructions for n in each.reads | each.writes} - set(order))
+        slots = [lowered.slots[n] for n in order]
+        _renumber(instructions, {slot: n for n, slot in enumerate(order)})
+        self._dtypes = [s.dtype for s in slots]
+        self._row_bytes = [s.numel * s.dtype.itemsize if s.with_rows else 0 for s in slots]
+        self._places, self._row_arena = _placed(instructions, given, self._row_bytes)
+        table = encode(given, self._row_bytes, self._places, instructions)
+        self._program = Program(backend.engine, table, variant)
+        self._instructions = len(instructions)
+        self._products = [_product(i, each) for i, each in enumerate(instructions) if each.kind == "linear"]
+        self._most_rows = min((backend.rows_of(self._dtypes[p.y]) // p.rows for p in self._products), default=None)
+        self.results = [(v.shape, lowered.slots[v.slot].dtype) for v in lowered.results]
+        self.leads = next(i for i, s in enumerate(slots[weights:]) if s.with_rows)
+        self.arena = arena
+
+    def bind(self, weights: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+        """Of tensors of rows: the unit with these weights, which stay where they are."""
+        return _Bound(self, weights).call
+
+    def run(self, rows: int, given: Sequence[Tensor], addresses: Sequence[int]) -> None:
+        """``given``: weights, tensors of rows without gaps, results. Raises IndexError where a row looks up what a
+        table has not.
+        """
+        self.arena.reserve(rows * self._row_arena)
+        head = self.arena.address
+        if self._most_rows is None or rows <= self._most_rows:
+            self._program.run(rows, 0, self._instructions, head, *addresses)
+            return
+        first = 0
+        for product in self._products:
+            if product.at > first:
+                self._program.run(rows, first, product.at, head, *addresses)
+            self._multiply(product, rows, given)
+            first = product.at + 1
+        if self._instructions > first:
+            self._program.run(rows, first, self._instructions, head, *addresses)
+
+    def _multiply(self, product: _Product, rows: int, given: Sequence[Tensor]) -> None:
+        """By torch, which has products for many rows."""
+        w = given[product.w]
+        w = w if w.stride(-1) != 1 else w.t()  # [inputs, outputs]
+        x, y = (self._tensor(s, rows, given).view(-1, n) for s, n in zip((product.x, product.y), w.shape, strict=True))
+        if product.b is None:
+            torch.mm(x, w, out=y)
+        else:
+            torch.addmm(given[product.b], x, w, out=y)
+
+    def _tensor(self, slot: int, rows: int, given: Sequence[Tensor]) -> Tensor:
+        if slot < len(given):
+            return given[slot]
+        at = self._places[slot - len(given)] * rows
+        return self.arena.part(at, rows * self._row_bytes[slot]).view(self._dtypes[slot])
+
+
+class _Bound:
+    """A unit and its weights."""
+
+    def __init__(self, unit: RowUnit, weights: Sequence[Tensor]) -> None:
+        self._unit = unit
+        self._weights = tuple(weights)
+        self._addresses = [w.data_ptr() for w in weights]
+
+    def call(self, *x: Tensor) -> tuple[Tensor, ...]:
+        """Raises IndexError where a row looks up what a table has not."""
+        unit = self._unit
+        rows = x[unit.leads].shape[0]
+        given = [t if t.is_contiguous() else t.contiguous() for t in x]
+        made = [torch.empty((rows, *shape), dtype=dtype) for shape, dtype in unit.results]
+        if rows:
+            addresses = [*self._addresses, *(t.data_ptr() for t in given), *(t.data_ptr() for t in made)]
+            unit.run(rows, (*self._weights, *given, *made), addresses)
+        return tuple(made)
+
+
+def takes(node: fx.Node) -> bool:
+    """Whether some instruction may do what an operator of a slice does."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return (
+            isinstance(source, fx.Node) and name_of(source) in ("split", "split_with_sizes", "chunk") and takes(source)
+        )
+    if name_of(node) not in RULES:
+        return False
+    try:
+        _alone(node)
+    except UnsupportedError:
+        return False
+    return True
+
+
+def _alone(node: fx.Node) -> None:
+    """Raises UnsupportedError where an operator by itself is not to be lowered."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for source in node.all_input_nodes:
+        copies[source] = graph.placeholder(source.name)
+        copies[source].meta["val"] = source.meta.get("val")
+    counts = {n for n, c in copies.items() if isinstance(c.meta["val"], torch.SymInt)}
+    for n in counts:
+        graph.erase_node(copies[n])
+    copy = graph.create_node(
+        node.op, node.target,
+        fx.map_arg(node.args, lambda n: 0 if n in counts else copies[n]),
+        fx.map_arg(node.kwargs, lambda n: 0 if n in counts else copies[n]),
+    )  # fmt: skip
+    copy.meta["val"] = node.meta.get("val")
+    graph.output(())
+    lowered = Lowering(fx.GraphModule(torch.nn.Module(), graph), RULES)
+    for each in lowered.instructions:
+        encode(0, [], [], [each])
+
+
+def _renumber(instructions: Iterable[Instruction], number: Mapping[int, int]) -> None:
+    for each in instructions:
+        each.steps = [s._replace(view=replace(s.view, slot=number[s.view.slot])) if s.view else s for s in each.steps]
+        each.views = [replace(v, slot=number[v.slot]) for v in each.views]
+
+
+def _placed(instructions: Sequence[Instruction], given: int, row_bytes: Sequence[int]) -> tuple[list[int], int]:
+    """Where each slot that is not given lies in a row of the arena, and the bytes of such a row. Slots that are not
+    needed at the same time share their place. Between linear layers one row may be far behind another.
+    """
+    first, last, stage = dict[int, int](), dict[int, int](), 0
+    for i, each in enumerate(instructions):
+        if i and "linear" in (each.kind, instructions[i - 1].kind):
+            stage += 1
+        for slot in each.reads | each.writes:
+            first.setdefault(slot, stage)
+            last[slot] = stage
+    placed: dict[int, tuple[int, int]] = {}
+    for slot in sorted(first, key=lambda n: (first[n], n)):
+        if slot < given:
+            continue
+        size = math.ceil(row_bytes[slot] / LINE) * LINE
+        others = sorted(placed[n] for n in placed if last[n] >= first[slot])
+        at = 0
+        for start, end in others:
+            if at + size <= start:
+                break
+            at = max(at, end)
+        placed[slot] = (at, at + size)
+    most = max((end for _, end in placed.values()), default=0)
+    return [placed[n][0] for n in range(given, len(row_bytes))], most
+
+
+def _product(at: int, each: Instruction) -> _Product:
+    x, y, w, *b = (v.slot for v in each.views)
+    return _Product(at, x, y, w, b[0] if b else None, each.views[0].numel // each.shape[-1])

@@ -1,0 +1,213 @@
+"""Programs on rows as the numbers that csrc/rows/program.h reads."""
+
+from __future__ import annotations
+
+import math
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3}
+KINDS = {name: i for i, name in enumerate(("elements", "mean", "layer_norm", "linear", "look_up", "add_int"))}
+OPS = {name: i for i, name in enumerate((
+    "load", "store", "add", "sub", "mul", "div", "max", "min", "add_to", "mul_by", "div_by", "neg", "square", "cube",
+    "rsqrt", "sqrt", "exp", "sigmoid", "silu", "gelu", "gelu_tanh", "tanh", "relu", "cos", "sin", "round_bf16",
+    "round_half", "max_to", "min_to", "reciprocal",
+))}  # fmt: skip
+ROUND = {torch.bfloat16: "round_bf16", torch.float16: "round_half"}
+DIMS, REGISTERS = 4, 16  # of an instruction: dimensions of what it walks over, and of chunks that it works with
+
+
+class UnsupportedError(Exception):
+    """No instruction does this."""
+
+
+@dataclass(frozen=True)
+class View:
+    """Elements of a slot: ``shape`` and ``strides`` of one row, ``offset``, all counted in elements of ``dtype``, which
+    is that of the slot.
+    """
+
+    slot: int
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.shape)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether a row has no gaps and no other order."""
+        return all(
+            n == 1 or step == want for n, step, want in zip(self.shape, self.strides, packed(self.shape), strict=True)
+        )
+
+    def broadcast(self, shape: Sequence[int]) -> View:
+        """Raises UnsupportedError where its shape is not one that can be."""
+        missing = len(shape) - len(self.shape)
+        if missing < 0 or any(n not in (1, want) for n, want in zip(self.shape, shape[missing:], strict=True)):
+            raise UnsupportedError("shapes that do not broadcast")
+        steps = [0 if n == 1 else step for n, step in zip(self.shape, self.strides, strict=True)]
+        return replace(self, shape=tuple(shape), strides=(0,) * missing + tuple(steps))
+
+
+def packed(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of elements without gaps."""
+    steps, step = [], 1
+    for n in reversed(shape):
+        steps.append(step)
+        step *= n
+    return tuple(reversed(steps))
+
+
+class Step(NamedTuple):
+    """One operation on numbered chunks: ``a`` and ``b`` are steps of the same instruction, by their place in it."""
+
+    op: str
+    a: int = 0
+    b: int = 0
+    value: float = 0.0
+    view: View | None = None  # of a load and a store
+
+
+@dataclass
+class Instruction:
+    """``views``: in the order of program.h; of an "elements", only its steps have some. A "mean" takes the mean of what
+    its step ``n`` makes, or of view 0 where it has none. ``shape``: the elements that it walks over.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    steps: list[Step] = field(default_factory=list)
+    views: list[View] = field(default_factory=list)
+    n: int = 0
+    leading: int = 0
+    value: float = 0.0
+
+    @property
+    def reads(self) -> set[int]:
+        """Slots."""
+        loads = {s.view.slot for s in self.steps if s.op == "load" and s.view}
+        return loads | {v.slot for i, v in enumerate(self.views) if i != 1 and not self.steps}
+
+    @property
+    def writes(self) -> set[int]:
+        """Slots."""
+        return {s.view.slot for s in self.steps if s.op == "store" and s.view} | {v.slot for v in self.views[1:2]}
+
+
+def encode(given: int, row_bytes: Sequence[int], places: Sequence[int], instructions: Sequence[Instruction]) -> bytes:
+    """The table. ``row_bytes``: of each slot, ``given`` ones first; ``places``: of the others, per row of the arena.
+
+    Raises UnsupportedError where something has too many dimensions or needs too many chunks at once.
+    """
+    numbers = [given, len(row_bytes) - given, *row_bytes, *places, len(instructions)]
+    for each in instructions:
+        numbers += _encode(each)
+    return array("q", numbers).tobytes()
+
+
+def _encode(each: Instruction) -> list[int]:
+    views = [*each.views, *(s.view for s in each.steps if s.view)]
+    sizes, steps_of = _collapsed(each, views)
+    *outer, inner = [1] * (DIMS - len(sizes)) + sizes
+    summed = each.n if each.kind == "mean" and each.steps else None
+    registers, at = registers_of(each.steps, summed), len(each.views)
+    n = each.n if summed is None else registers[summed]
+    numbers = [KINDS[each.kind], *outer, inner, n, each.leading, _bits(each.value), len(views)]
+    for view, steps in zip(views, steps_of, strict=True):
+        padded = [0] * (DIMS - len(steps)) + steps
+        numbers += [view.slot, TYPES[view.dtype], view.offset * view.dtype.itemsize, *padded]
+    numbers.append(len(each.steps))
+    for i, step in enumerate(each.steps):
+        a, b = (registers[n] for n in (step.a, step.b))
+        numbers += [OPS[step.op], registers[i], a, b, _bits(step.value), at if step.view else 0]
+        at += step.view is not None
+    return numbers
+
+
+def _collapsed(each: Instruction, views: Sequence[View]) -> tuple[list[int], list[list[int]]]:
+    """The fewest dimensions that all views can be walked over in, and their strides."""
+    if each.kind == "linear":  # of which each row is without gaps
+        return [each.views[0].numel // each.shape[-1], each.shape[-1]], [[0, 0] for _ in views]
+    walked = each.shape if each.kind in ("elements", "add_int") else each.shape[:-1]
+    found = [_walked(each, i, view) for i, view in enumerate(views)]
+    sizes: list[int] = []
+    steps: list[list[int]] = [[] for _ in views]
+    for dim, n in enumerate(walked):
+        if n == 1:
+            continue
+        if sizes and all(s[-1] == v[dim] * n for s, v in zip(steps, found, strict=True)):
+            sizes[-1] *= n
+            for s, v in zip(steps, found, strict=True):
+                s[-1] = v[dim]
+        else:
+            sizes.append(n)
+            for s, v in zip(steps, found, strict=True):
+                s.append(v[dim])
+    if each.kind not in ("elements", "add_int"):
+        sizes.append(each.shape[-1])
+        for i, (s, view) in enumerate(zip(steps, views, strict=True)):
+            s.append(view.strides[-1] if i != 0 or each.kind != "look_up" else 0)
+    if not sizes:
+        sizes, steps = [1], [[1] for _ in views]
+    if len(sizes) > DIMS:
+        raise UnsupportedError("too many dimensions")
+    return sizes, steps
+
+
+def _walked(each: Instruction, i: int, view: View) -> Sequence[int]:
+    """Strides over the dimensions that are walked over."""
+    if each.kind in ("elements", "add_int"):
+        return view.strides
+    if i >= 2 and each.kind != "mean":  # a weight: the same for all
+        return [0] * len(each.shape)
+    if each.kind == "look_up" and i == 0:
+        return view.strides
+    return view.strides[:-1]
+
+
+def registers_of(steps: Sequence[Step], result: int | None = None) -> list[int]:
+    """Of each step, the register that it writes (a store: that which it reads); that of ``result`` stays as it is.
+
+    Raises UnsupportedError where they are too few.
+    """
+    last = list(range(len(steps)))
+    for i, step in enumerate(steps):
+        for n in operands(step):
+            last[n] = i
+    if result is not None:
+        last[result] = len(steps)
+    free, found = list(range(REGISTERS))[::-1], [0] * len(steps)
+    for i, step in enumerate(steps):
+        for n in set(operands(step)):
+            if last[n] == i:
+                free.append(found[n])
+        if step.op == "store":
+            found[i] = found[step.a]
+            continue
+        if not free:
+            raise UnsupportedError("too many chunks at once")
+        found[i] = free.pop()
+        if last[i] == i:
+            free.append(found[i])
+    return found
+
+
+def operands(step: Step) -> tuple[int, ...]:
+    """The steps that it uses."""
+    if step.op == "load":
+        return ()
+    return (step.a, step.b) if step.op in ("add", "sub", "mul", "div", "max", "min") else (step.a,)
+
+
+def _bits(value: float) -> int:
+    return int(struct.unpack("q", struct.pack("d", value))[0])

@@ -1,0 +1,349 @@
+"""Programs on rows: what torch computes, for each operator, dtype, number of rows and threads, and instruction set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lamina import gemm, rows
+from lamina.converter import Slice, SlicedProgram
+from lamina.rows import program as row_program
+from lamina.rows._native import Program
+from lamina.rows.table import Instruction, Step, UnsupportedError, View, encode, registers_of
+
+WIDE = 600  # more than a chunk
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = (1, 2, 7, 65)
+
+
+class Part(nn.Module):
+    """A piece of a model: ``compute`` of its weights and what it is given."""
+
+    def __init__(self, compute: Callable[..., Any], weights: list[Tensor]) -> None:
+        super().__init__()
+        self.compute = compute
+        self.weights = nn.ParameterList([nn.Parameter(w, requires_grad=False) for w in weights])
+
+    def forward(self, *x: Tensor) -> Any:
+        made = self.compute(*self.weights, *x)
+        return made if isinstance(made, tuple) else (made,)
+
+
+def exported(part: Part, x: tuple[Tensor, ...]) -> SlicedProgram:
+    with torch.no_grad():
+        shapes = ({0: torch.export.Dim("rows", min=1, max=1 << 20)},) * len(x)
+        module = torch.export.export(part, x, dynamic_shapes=(shapes,)).module()
+    for node in list(module.graph.nodes):  # which a capture of a model has not
+        if "_assert_" in str(node.target):
+            module.graph.erase_node(node)
+    module.recompile()
+    return SlicedProgram((Slice(0, module, "", {}),), (), (), hoist=False, rows="unchecked")
+
+
+def bound(part: Part, x: tuple[Tensor, ...], threads: int = 1, left: int = 0) -> Callable[..., tuple[Tensor, ...]]:
+    """``part`` on rows, with no more than ``left`` of torch's operators, besides views."""
+    found = rows.bind(exported(part, x), gemm.get("native", threads)).slices[0]
+    names = [str(n.target) for n in found.module.graph.nodes if n.op == "call_function" and "aten" in str(n.target)]
+    assert len([n for n in names if "sym_size" not in n and "view" not in n]) <= left, names
+    return found
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    """To a unit in the last place of the dtype, or a few of fp32's."""
+    assert found.dtype == wanted.dtype
+    unit = max(torch.finfo(wanted.dtype).eps, 2e-6)
+    torch.testing.assert_close(found.double(), wanted.double(), rtol=unit, atol=unit / 2, equal_nan=True)
+
+
+def rotate(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
+
+
+def norm(w: Tensor, x: Tensor) -> Tensor:
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return w * wide.to(x.dtype)
+
+
+ONE: dict[str, Callable[[Tensor], Any]] = {
+    "neg": torch.neg, "silu": F.silu, "relu": F.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "exp": torch.exp,
+    "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "cos": torch.cos, "sin": torch.sin,
+    "rsqrt": lambda x: torch.rsqrt(x * x + 0.1), "sqrt": lambda x: torch.sqrt(x * x), "square": torch.square,
+    "cube": lambda x: x.float() ** 3, "numbers": lambda x: (x + 1.5) * 0.75 / 3.0 - 2,
+    "clamp": lambda x: x.clamp(-0.5, 0.7), "clamp_min": lambda x: x.clamp(min=0.1),
+    "mean": lambda x: x.float().mean(-1, keepdim=True) + 0.0,
+    "reciprocal": lambda x: torch.reciprocal(x * x + 0.5), "widen": lambda x: (x.float() * 3.0).to(x.dtype),
+    "rotate": lambda x: rotate(x.view(-1, 1, 6, 100)), "heads": lambda x: x.view(-1, 1, 6, 100).transpose(1, 2) * 2.0,
+    "interleaved": lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2),
+    "split": lambda x: torch.cat([p * 2.0 for p in x.view(-1, 1, 6, 100).split(4, -2)], -2),
+    "chunk": lambda x: x.chunk(2, -1)[0] * F.silu(x.chunk(2, -1)[1]),
+    "select": lambda x: x.view(-1, 1, 6, 100).select(2, 3) + 0.5,
+    "repeated": lambda x: x.repeat_interleave(2, -1) + 1.0,
+    "permuted": lambda x: x.view(-1, 6, 4, 25).permute(0, 3, 1, 2) * 2.0,
+    "expanded": lambda x: x.view(-1, 6, 1, 100).expand(-1, 6, 3, 100).reshape(-1, 18, 100) + 1.0,
+}  # fmt: skip
+TWO: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {  # a weight, then rows
+    "add": lambda w, x, y: x + y, "sub": lambda w, x, y: x - w - y, "mul": lambda w, x, y: x * w * y,
+    "div": lambda w, x, y: x / (y * y + 1.0), "max": lambda w, x, y: torch.maximum(x, y) + torch.minimum(x, w),
+    "norm": lambda w, x, y: norm(w, x + y), "layer_norm": lambda w, x, y: F.layer_norm(x + y, (WIDE,), w, w, 1e-5),
+    "no_bias": lambda w, x, y: F.layer_norm(x.view(-1, 6, 100), (100,), w.view(6, 100)[1], None, 1e-5),
+    "broadcast": lambda w, x, y: x.view(-1, 6, 100) * y[..., :100] + w[:100],
+    "computed weights": lambda w, x, y: x * (1.0 + w.float()) + y,
+    "several": lambda w, x, y: (x + y, (x + y) * w, y.neg()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [*ONE, *TWO])
+def test_each_operator_gives_what_torch_gives(name: str, dtype: torch.dtype) -> None:
+    shape = (3, 1, WIDE)
+    if name in ONE:
+        part, x = Part(ONE[name], []), (numbers(shape, dtype),)
+    else:
+        part, x = Part(TWO[name], [numbers((WIDE,), dtype, 9)]), (numbers(shape, dtype), numbers(shape, dtype, 1))
+    unit = bound(part, x, threads=2)
+    for count in SIZES:
+        x = tuple(numbers((count, *t.shape[1:]), dtype, count + i) * 3 for i, t in enumerate(x))
+        for found, wanted in zip(unit(*x), part(*x), strict=True):
+            close(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "tanh", "sigmoid", "exp", "cos", "sin"])
+def test_functions_are_exact_over_their_range(name: str) -> None:
+    if name in ("cos", "sin"):
+        near, far = torch.linspace(-100, 100, 20_001), torch.tensor([1e3, 12345.678, 1e6 + 0.25, 3.3e8, -7e8])
+    else:
+        near, far = torch.linspace(-20, 20, 20_001), torch.tensor([-1e30, -200.0, -104.0, -87.5, 88.7, 200.0, 1e30])
+    special = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e-20, math.inf, -math.inf, math.nan])
+    x = torch.cat([near, far, special])[:, None]
+    (found,) = bound(Part(ONE[name], []), (x,))(x)
+    wanted = ONE[name](x.double()).float().double()  # what is too large for floats is infinite
+    unit = torch.finfo(torch.float32).eps
+    size = wanted.abs().clamp_min(1.0 if name in ("cos", "sin") else 1e-30)
+    if name in ("silu", "gelu", "gelu_tanh"):
+        size = torch.maximum(size, x.double().abs() * 1e-2)  # tails are small beside x
+    right = (found.double() == wanted) | ((found.double() - wanted).abs() <= 8 * unit * size)
+    assert right[: len(near) + len(far)].all(), (x[~right], found[~right], wanted[~right])
+    assert found.isnan()[-1]
+    assert found[-8:-3].isfinite().all()
+
+
+def heads(w: Tensor, one: Tensor, two: Tensor, x: Tensor, cos: Tensor) -> tuple[Tensor, ...]:
+    """Much of a layer: a norm, linear layers, an activation, rotation, a residual."""
+    hidden = norm(w, x)
+    gate = F.silu(F.linear(hidden, one)) * F.linear(hidden, one)
+    out = x + F.linear(gate, two)
+    q = F.linear(out, one).view(-1, 1, 8, 32).transpose(1, 2)
+    return out, q * cos + rotate(q) * cos, q
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_layer_is_the_same_for_any_rows_beside_it(dtype: torch.dtype) -> None:
+    part = Part(heads, [numbers((96,), dtype), numbers((256, 96), dtype, 1) / 10, numbers((96, 256), dtype, 2) / 16])
+    x = numbers((70, 1, 96), dtype, 3), numbers((70, 1, 1, 32), dtype, 4)
+    few, many = bound(part, x, threads=1), bound(part, x, threads=3)
+    whole = few(*x)
+    for count, unit in ((1, few), (5, many), (64, many)):
+        for found, due in zip(unit(*(t[:count] for t in x)), whole, strict=True):
+            wanted = due[:count]
+            if dtype == torch.bfloat16 and gemm.get("native", 1).rows_of(dtype) < 70:  # all 70 were torch's
+                torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
+            else:
+                assert torch.equal(found, wanted)
+    for found, wanted in zip(many(*(t[:64] for t in x)), few(*(t[:64] for t in x)), strict=True):
+        assert torch.equal(found, wanted)
+    for found, wanted in zip(whole, part(*x), strict=True):
+        torch.testing.assert_close(
+            found.float(), wanted.float(), rtol=0.03, atol=0.03 if dtype != torch.float32 else 1e-4
+        )
+
+
+def test_results_stay_while_others_are_made() -> None:
+    part = Part(lambda x: (x + 1.0, F.silu(x)), [])
+    x, y = numbers((4, 1, 64), torch.float32), numbers((9, 1, 64), torch.float32, 1)
+    unit = bound(part, (x,))
+    first = unit(x)
+    kept = [t.clone() for t in first]
+    unit(y)
+    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
+
+
+def test_weights_are_read_where_they_lie() -> None:
+    part = Part(lambda w, x: x * w, [numbers((64,), torch.float32)])
+    x = numbers((2, 1, 64), torch.float32)
+    program = exported(part, (x,))
+    weight = next(p for p in program.slices[0].module.parameters())
+    unit = rows.bind(program, gemm.get("native", 1)).slices[0]
+    weight.fill_(2.0)
+    assert torch.equal(unit(x)[0], x * 2.0)
+
+
+def test_rows_with_gaps_and_no_rows_at_all() -> None:
+    part = Part(lambda x: F.silu(x) + 1.0, [])
+    x = numbers((6, 1, 64), torch.float32)
+    unit = bound(part, (x,))
+    apart = torch.stack([x, x], -1)[..., 0]
+    assert torch.equal(unit(apart)[0], unit(x)[0])
+    assert unit(x[:0])[0].shape == (0, 1, 64)
+
+
+def test_linear_layers_take_what_they_are_given() -> None:
+    wide = numbers((96, 128), torch.bfloat16, 1)
+    weights = [
+        numbers((48, 64), torch.bfloat16),
+        numbers((48,), torch.bfloat16, 2),
+        wide[:, :48],
+        wide[:7, 48:54].contiguous(),
+    ]
+
+    def compute(one: Tensor, b: Tensor, two: Tensor, three: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        hidden = F.relu(F.linear(x, one, b))
+        return F.linear(hidden, two), F.linear(hidden.view(-1, 6, 8).mT, three), hidden
+
+    part, native = Part(compute, weights), gemm.get("native", 2)
+    x = numbers((3, 1, 64), torch.bfloat16)
+    unit = bound(part, (x,), threads=2)
+    for count in (1, 2, 3, 300):  # the last one is more than native takes, where torch has instructions for bf16
+        x = numbers((count, 1, 64), torch.bfloat16, count)
+        hidden = F.relu(native.linear(x, weights[0], weights[1]))
+        due = native.linear(hidden, weights[2]), native.linear(hidden.view(-1, 6, 8).mT, weights[3]), hidden
+        for found, wanted in zip(unit(x), due, strict=True):
+            torch.testing.assert_close(found, wanted)
+            assert torch.equal(found, wanted) or count == 300
+
+
+def test_a_weight_written_the_other_way_round() -> None:
+    part = Part(lambda w, x: x @ w.T + 1.0, [numbers((24, 64), torch.float32)])
+    x = numbers((5, 1, 64), torch.float32)
+    close(bound(part, (x,))(x)[0], part(x)[0])
+
+
+def test_ids_are_looked_up_and_positions_counted() -> None:
+    part = Part(
+        lambda w, p, ids, at: F.embedding(ids, w) + F.embedding(at + 2, p),
+        [numbers((9, 64), torch.bfloat16), numbers((12, 64), torch.bfloat16, 1)],
+    )
+    ids, at = torch.tensor([[3], [8], [0]]), torch.tensor([[0], [9], [4]])
+    unit = bound(part, (ids, at))
+    assert torch.equal(unit(ids, at)[0], part(ids, at)[0])
+    for wrong in (torch.tensor([[3], [9], [0]]), torch.tensor([[3], [-1], [0]])):
+        with pytest.raises(IndexError, match="^a row looks up what the table has not$"):
+            unit(wrong, at)
+
+
+def test_what_no_instruction_does_stays_torchs() -> None:
+    def compute(x: Tensor) -> tuple[Tensor, ...]:
+        best, where = (F.silu(x) + 1.0).topk(4, -1)
+        return F.relu(best) * 2.0, where
+
+    part, x = Part(compute, []), numbers((5, 1, 64), torch.float32)
+    unit = bound(part, (x,), left=1)
+    close(unit(x)[0], part(x)[0])
+    assert torch.equal(unit(x)[1], part(x)[1])
+    twice = Part(lambda x: x.double() * 2.0, [])
+    assert torch.equal(bound(twice, (x,), left=2)(x)[0], x.double() * 2.0)
+
+
+MOVES: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda a, b: a + b, lambda a, b: a * b, lambda a, b: F.silu(a), lambda a, b: a - 0.5,
+    lambda a, b: a * a.float().mean(-1, keepdim=True).to(a.dtype), lambda a, b: rotate(a), lambda a, b: a[..., :1] * b,
+    torch.maximum,
+    lambda a, b: a.view(-1, 1, 4, 6).transpose(2, 3).reshape(-1, 1, 24) + b,
+]  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    moves=st.lists(
+        st.tuples(st.integers(0, len(MOVES) - 1), st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=14
+    ),
+    results=st.lists(st.integers(0, 30), min_size=1, max_size=3),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_merging_changes_no_bit(moves: list[tuple[int, int, int]], results: list[int], dtype: torch.dtype) -> None:
+    def compute(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        made = [x, y]
+        for move, a, b in moves:
+            made.append(MOVES[move](made[a % len(made)], made[b % len(made)]))
+        return (made[-1] * 1.0, *(made[n % len(made)] + 0.0 for n in results))
+
+    part = Part(compute, [])
+    x = numbers((5, 1, 24), dtype), numbers((5, 1, 24), dtype, 1)
+    together = bound(part, x)(*x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_program, "merged", lambda instructions, results: list(instructions))
+        apart = bound(part, x)(*x)
+    for found, wanted, torchs in zip(together, apart, part(*x), strict=True):
+        assert torch.equal(found, wanted) or (found.isnan() == wanted.isnan()).all()
+        if torchs.abs().max() < 100:
+            torch.testing.assert_close(found.float(), torchs.float(), rtol=0.1, atol=0.1)
+
+
+def one_step(op: str, dtype: torch.dtype, variant: str, x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    views = [View(slot, dtype, 0, (x.shape[1],), (1,)) for slot in (0, 1)]
+    steps = [Step("load", view=views[0]), Step(op, 0, value=0.3), Step("store", 1, view=views[1])]
+    size = x.shape[1] * dtype.itemsize
+    table = encode(2, [size, size], [], [Instruction("elements", (x.shape[1],), steps)])
+    engine = gemm.get("native", 1).engine
+    Program(engine, table, variant).run(x.shape[0], 0, 1, 0, x.data_ptr(), y.data_ptr())
+    return y
+
+
+@pytest.mark.parametrize("op", ["silu", "gelu", "gelu_tanh", "tanh", "cos", "exp", "rsqrt", "mul_by", "round_half"])
+def test_bits_do_not_depend_on_the_instruction_set(op: str) -> None:
+    x = torch.cat(
+        [numbers((3, WIDE), torch.float32) * 10, torch.tensor([[math.nan, math.inf, -math.inf, 1e-40] * 150])]
+    )
+    narrow = one_step(op, torch.float32, "avx2", x)
+    try:
+        wide = one_step(op, torch.float32, "avx512", x)
+    except ValueError:
+        pytest.skip("this CPU has no AVX-512")
+    assert torch.equal(narrow.view(torch.int32)[:3], wide.view(torch.int32)[:3])
+    assert torch.equal(narrow.isnan(), wide.isnan())
+
+
+def test_bad_tables_are_refused() -> None:
+    engine = gemm.get("native", 1).engine
+    view = View(0, torch.float32, 0, (4,), (1,))
+    table = encode(1, [16], [], [Instruction("elements", (4,), [Step("load", view=view), Step("store", 0, view=view)])])
+    for wrong in (table[:-8], table + b"\0" * 8, b"\xff" * len(table), b""):
+        with pytest.raises(ValueError, match="of the table makes no sense$"):
+            Program(engine, wrong, "")
+    for at in range(0, len(table), 8):  # whatever number is wrong, nothing else breaks
+        for value in (-1, 1 << 40):
+            try:
+                Program(engine, table[:at] + value.to_bytes(8, "little", signed=True) + table[at + 8 :], "")
+            except ValueError:
+                continue
+    with pytest.raises(ValueError, match="^this CPU has no sse9$"):
+        Program(engine, table, "sse9")
+    good = Program(engine, table, "")
+    for first, last, count in ((0, 2, 1), (1, 0, 1), (0, 1, 0), (-1, 1, 1)):
+        with pytest.raises(ValueError, match="^no instructions"):
+            good.run(count, first, last, 0, 0)
+    with pytest.raises(TypeError, match="^run takes 5 arguments, not 4$"):
+        good.run(1, 0, 0, 0)
+
+
+def test_chunks_that_are_too_many_are_refused() -> None:
+    def sums(count: int) -> list[Step]:
+        steps = [Step("load", view=View(0, torch.float32, i, (1,), (1,))) for i in range(count)]
+        return steps + [Step("add", i + count - 1 if i else 0, i + 1) for i in range(count - 1)]
+
+    assert max(registers_of(sums(16))) == 15
+    with pytest.raises(UnsupportedError):
+        registers_of(sums(17))
