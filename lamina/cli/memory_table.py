@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lamina.facts.memory import WorkerMemory
-from lamina.fleet.local import ProcessWorker
+from lamina.fleet.launchers.local import ProcessWorker
 from lamina.memory.footprint import Resident, resident
 from lamina.protocol.options import EngineConfig
 

@@ -17,7 +17,7 @@ import pytest
 
 from lamina.cli.launch import main
 from lamina.config import OPTIONS
-from lamina.fleet.hosts import SSH
+from lamina.fleet.hosts.cluster_file import SSH
 from lamina.protocol.options import Deadlines
 from lamina.server.config import ServerConfig
 

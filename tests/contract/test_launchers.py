@@ -19,8 +19,8 @@ from fake_cluster import FakeCluster  # noqa: E402 - needs the path above
 
 from lamina import netstack  # noqa: E402
 from lamina.config import make_config  # noqa: E402
-from lamina.fleet.launcher import LAUNCHERS, Launcher, WorkerHandle, open_launcher  # noqa: E402
-from lamina.fleet.static import StaticLauncher  # noqa: E402
+from lamina.fleet.launchers import LAUNCHERS, Launcher, WorkerHandle, open_launcher  # noqa: E402
+from lamina.fleet.launchers.static import StaticLauncher  # noqa: E402
 from lamina.netstack import ChannelError, Geometry  # noqa: E402
 from lamina.protocol import options  # noqa: E402
 from lamina.protocol.control import (  # noqa: E402

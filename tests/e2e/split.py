@@ -17,7 +17,7 @@ from lamina.compute.capacity import geometries
 from lamina.compute.links import MemoryLink
 from lamina.compute.memory_pool import MemoryPool
 from lamina.converter import SlicedProgram
-from lamina.fleet.local import ProcessWorker
+from lamina.fleet.launchers.local import ProcessWorker
 from lamina.models.convert import layer_shapes
 from lamina.protocol.control import (
     AskStats,
