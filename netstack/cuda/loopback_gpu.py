@@ -24,19 +24,10 @@ import weakref
 from contextlib import ExitStack, closing, suppress
 from typing import NoReturn
 
-from lamina.netstack.contract.fabric import (
-    DEATH_NOTICED_S,
-    EPOCH_SHIFT,
-    ChannelError,
-    ChannelTimeout,
-    DeviceSide,
-    Fabric,
-    Geometry,
-    PeerFault,
-)
+from lamina.netstack.contract.fabric import DEATH_NOTICED_S, ChannelError, ChannelTimeout, DeviceSide, Fabric, PeerFault
+from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry, Terms
 from lamina.netstack.host.loopback_host import Faults, LoopbackChannel, LoopbackFabric, LoopbackLink
 from lamina.netstack.host.native import CREDIT_AT, LINE, OK, SLOTS_AT, TIMEOUT
-from lamina.netstack.meeting.handshake import Terms
 
 from .cuda import BROKEN
 from .driver import CudaError, CudaEvent, Driver

@@ -13,15 +13,8 @@ from collections.abc import Callable
 from mmap import mmap
 from time import monotonic
 
-from lamina.netstack.contract.fabric import (
-    EPOCH_SHIFT,
-    ChannelAborted,
-    ChannelTimeout,
-    Geometry,
-    HandshakeError,
-    NoResource,
-    Slot,
-)
+from lamina.netstack.contract.fabric import ChannelAborted, ChannelTimeout, HandshakeError, NoResource, Slot
+from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry
 from lamina.netstack.meeting.handshake import PeerSession, drive, exchanged
 from lamina.netstack.meeting.lifeline import SLICE_S, WatchedChannel
 from lamina.netstack.meeting.listener import Meeting

@@ -13,16 +13,15 @@ from time import monotonic
 
 from lamina.netstack.contract.base import BaseChannel
 from lamina.netstack.contract.fabric import (
-    EPOCH_SHIFT,
     ChannelAborted,
     ChannelError,
     ChannelTimeout,
-    Geometry,
     HandshakeError,
     NoResource,
     PeerFault,
     Slot,
 )
+from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry
 from lamina.netstack.meeting.handshake import PeerSession, drive, exchanged
 from lamina.netstack.meeting.listener import Meeting
 from lamina.netstack.meeting.swap import swap

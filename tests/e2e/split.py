@@ -92,7 +92,7 @@ class MemoryWorkers:
             for worker, (url, control) in enumerate(zip(self.urls[:num_workers], self._controls, strict=False)):
                 control.send(Connect(view=self._view))
                 channel = self.fabric.connect(
-                    url, outbound=outbound, inbound=inbound, epoch=self._view, timeout_s=TIMEOUT_S
+                    url, netstack.Terms(outbound=outbound, inbound=inbound, epoch=self._view), timeout_s=TIMEOUT_S
                 )
                 links.append(MemoryLink(channel, worker, TIMEOUT_S))
                 fields = {
