@@ -70,6 +70,7 @@ class NicModelChannel(WatchedChannel):
             raise
         self._sent = 0
         self._proxied = proxied
+        self._unclosed: weakref.finalize[[], NicModelChannel] | None = None  # ends the proxy of one that nobody closes
 
     def meet(self, deadline: float) -> None:
         """Run ``meeting``, by ``deadline``. Raises ChannelError."""
@@ -86,13 +87,15 @@ class NicModelChannel(WatchedChannel):
             raise
         endpoint = self._live("connect")
         if self._proxied:
-            weakref.finalize(self, endpoint.abort)  # a channel that nobody closes
+            self._unclosed = weakref.finalize(self, endpoint.abort)
             threading.Thread(target=_ring_on, args=(endpoint,), name="nic-model-proxy", daemon=True).start()
         return self
 
     def close(self) -> None:
         self._leave("closed the channel")
         if self._endpoint is not None:
+            if self._unclosed is not None:
+                self._unclosed.detach()  # it holds the endpoint
             self._endpoint = None  # the memory goes with the last view and the last call
             self._inbox = self._staging = memoryview(b"")
             self._sock.close()

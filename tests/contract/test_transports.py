@@ -603,6 +603,30 @@ def test_stats_count_payloads(pair: Pair) -> None:
     assert pair.b.stats.wait_s >= 0.05
 
 
+def descriptors() -> set[tuple[str, str]]:
+    """Of this process: their numbers, and what each leads to."""
+    links = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the listing's own
+            links.add((fd.name, os.readlink(fd)))
+    return links
+
+
+def test_a_closed_channel_holds_no_descriptor(fabric: Fabric) -> None:
+    """While somebody still holds the object."""
+    listener = fabric.listen()
+    for end in (first := connect(fabric, listener)).a, first.b:  # what a process opens once is open now
+        end.close()
+    before = descriptors()
+    pair = connect(fabric, listener)
+    for end in (pair.a, pair.b):
+        end.close()
+    deadline = time.monotonic() + SOON_S
+    while (left := descriptors() - before) and time.monotonic() < deadline:
+        threading.Event().wait(0.01)  # for threads of the transport, which let go in their own time
+    assert left == set()
+
+
 def test_a_short_key_is_refused(fabric: Fabric) -> None:
     with pytest.raises(ValueError, match="key"):
         netstack.open(fabric.scheme, key=b"short")
