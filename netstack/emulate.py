@@ -90,7 +90,7 @@ class EmulatedWire:
 
 
 class _Sized(Channel, Protocol):
-    """What every transport's channel has beyond the protocol."""
+    """A channel with its geometries, which every transport's channel has beyond the protocol."""
 
     outbound: Geometry
     inbound: Geometry

@@ -201,7 +201,7 @@ class Connecting(Protocol):
     """The part of a Fabric that ranks need to go to each other."""
 
     def connect(self, url: str, terms: Terms, *, timeout_s: float) -> Channel:
-        """See Fabric."""
+        """As Fabric.connect."""
         ...
 
 

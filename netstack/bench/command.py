@@ -33,7 +33,7 @@ COLUMNS = ("p50_us", "p99_us", "p999_us", "max_us", "msg/s", "GB/s", "CPU %")
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What is measured; every combination of the lists."""
+    """The measurements of a run: every combination of the lists."""
 
     transports: list[str]
     patterns: list[str]

@@ -38,7 +38,7 @@ from .terms import RECEPTION, Reception, Terms
 
 DEATH_NOTICED_S = 2.0
 CONNECT_S = 10.0  # for a listener to take a connector, where nobody says how long
-HOST_NOTICED_S = 15.0  # nothing tells of it but that it acknowledges nothing
+HOST_NOTICED_S = 15.0  # a dead host gives no other sign than silence
 TAG_BYTES = 32
 
 
@@ -202,7 +202,7 @@ class DeviceChannel(Protocol):
 
     @property
     def gpu(self) -> int:
-        """On which kernels can; as CUDA counts them in this process."""
+        """The number of the GPU whose kernels can use the channel, as CUDA counts GPUs in this process."""
         ...
 
     def lend(self) -> DeviceSide:

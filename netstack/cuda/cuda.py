@@ -51,7 +51,7 @@ MAGIC = b"CUDA"
 
 @dataclass(frozen=True)
 class DeviceView:
-    """See DeviceSide."""
+    """A DeviceSide whose calls launch kernels of ``driver``."""
 
     driver: Driver
     channel: int  # address of its struct Ends

@@ -164,7 +164,9 @@ class LoopbackGpuChannel(LoopbackChannel):
 
 
 class OrderedView:
-    """See DeviceSide. A call that fails on the host is told by ``check``, and later ones do nothing."""
+    """A DeviceSide between streams of one process. ``check`` raises for a call that has failed on the host;
+    later calls do nothing.
+    """
 
     recordable = False
 

@@ -160,7 +160,7 @@ def _terms(hello: bytes) -> Hello:
 
 
 def _objection(terms: Hello, schemes: Sequence[str], name: str, must_seal: Collection[str]) -> tuple[str, str]:
-    """Which of REFUSALS, and why in words; empty where there is none."""
+    """(key of REFUSALS, reason in words) of terms that do not suit the listener; two empty texts for others."""
     if terms.scheme not in schemes:
         return "transport", f"the connector speaks {terms.scheme!r}, we speak {' and '.join(schemes)}"
     if terms.peer != name:
@@ -199,7 +199,7 @@ class Exchange:
 
     @property
     def events(self) -> int:
-        """What to poll the socket for."""
+        """Events of poll(2) on the socket without which the handshake cannot go on."""
         return select.POLLOUT if self._unsent else select.POLLIN
 
     def advance(self) -> PeerSession | None:

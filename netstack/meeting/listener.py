@@ -29,18 +29,18 @@ Welcome = Callable[[socket.socket, PeerSession], Channel | Meeting]
 
 @dataclass(frozen=True)
 class Door:
-    """A listening socket, and what becomes of those who come in by it; see StreamListener."""
+    """A listening socket, and how its peers are screened and welcomed (StreamListener says how)."""
 
     sock: socket.socket
     scheme: str
     screen: Callable[[socket.socket], None]
     welcome: Welcome
     must_seal: MustSeal
-    others: tuple[tuple[str, Welcome, MustSeal], ...] = ()  # for those who come in by it and speak another scheme
+    others: tuple[tuple[str, Welcome, MustSeal], ...] = ()  # for peers of this door that speak another scheme
 
     @property
     def ways(self) -> dict[str, tuple[Welcome, MustSeal]]:
-        """Of all schemes that are spoken here."""
+        """Scheme -> how its peers are welcomed, and whether they must encrypt."""
         own = self.scheme, self.welcome, self.must_seal
         return {scheme: (welcome, must_seal) for scheme, welcome, must_seal in (own, *self.others)}
 
@@ -182,7 +182,7 @@ class StreamListener:
         self._half_open[sock.fileno()] = _HalfOpen(sock, door, steps)
 
     def _refuses(self, terms: Terms) -> str:
-        """By the ceiling. What has proven itself may have memory already."""
+        """The part of the ceiling that ``terms`` exceed. Peers that have proven the key count: they may have memory."""
         channels = len(self._accepted) + sum(peer.proven for peer in self._half_open.values())
         return self._reception.excess(terms, channels)
 

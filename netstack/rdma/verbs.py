@@ -68,7 +68,7 @@ class VerbsFabric(TcpFabric):
         self._device.close()
 
     def _hides(self, host: str) -> bool:
-        """Of what NICs send nothing can be."""
+        """False: nothing encrypts messages that NICs send."""
         return False
 
     def _welcome(self, sock: socket.socket, session: PeerSession) -> Meeting:
