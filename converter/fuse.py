@@ -57,9 +57,9 @@ def _key(unit: fx.GraphModule) -> str:
     return f"{unit.code} {[(v.dtype, _sizes(v.shape), _sizes(v.stride())) for v in values]}"
 
 
-def _sizes(found: Sequence[int | torch.SymInt]) -> list[int | bool]:
-    """Those that are given by the number of rows as True."""
-    return [isinstance(size, torch.SymInt) or size for size in found]
+def _sizes(shape: Sequence[int | torch.SymInt]) -> list[int | bool]:
+    """``shape`` with True in place of each size that is the number of rows."""
+    return [isinstance(size, torch.SymInt) or size for size in shape]
 
 
 class _Fusion(NamedTuple):

@@ -47,12 +47,3 @@ def flat(config: EngineConfig) -> dict[str, Any]:
 def changed(config: EngineConfig, options: Mapping[str, Any]) -> EngineConfig:
     """``config`` with other values for ``options``. Raises ValueError as ``make_config`` does."""
     return make_config({**flat(config), **options})
-
-
-def weights_of(rates: list[float]) -> list[float]:
-    """Parts of the work for memory workers that read so many bytes a second: of the fastest one's, in tenths.
-
-    Workers that differ by less than that are alike: rates that are measured never agree exactly, and equal parts are
-    the better ones where heads are shared.
-    """
-    return [max(0.1, round(rate / max(rates), 1)) for rate in rates]

@@ -5,7 +5,6 @@ if __name__ != "lamina.netstack":
 
 from .contract.fabric import (
     Arrival,
-    Ceiling,
     Channel,
     ChannelAborted,
     ChannelError,
@@ -14,7 +13,6 @@ from .contract.fabric import (
     DeviceChannel,
     DeviceSide,
     Fabric,
-    Geometry,
     HandshakeError,
     Listener,
     NoResource,
@@ -22,13 +20,13 @@ from .contract.fabric import (
     Region,
     Slot,
 )
+from .contract.terms import Geometry, Reception, Terms
 from .schemes import HERE, SCHEMES, beyond_host, check_scheme, in_process, open, within_process
 
 __all__ = [
     "HERE",
     "SCHEMES",
     "Arrival",
-    "Ceiling",
     "Channel",
     "ChannelAborted",
     "ChannelError",
@@ -42,8 +40,10 @@ __all__ = [
     "Listener",
     "NoResource",
     "PeerFault",
+    "Reception",
     "Region",
     "Slot",
+    "Terms",
     "beyond_host",
     "check_scheme",
     "in_process",

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from time import monotonic
 
 from .contract.base import RDMA_DEVICE, BaseFabric
-from .contract.fabric import Ceiling, Channel, ChannelError, ChannelTimeout, Fabric, Geometry, Region
+from .contract.fabric import CONNECT_S, Channel, ChannelError, ChannelTimeout, Fabric, Region
+from .contract.terms import RECEPTION, Reception, Terms
 from .host.shm import ShmFabric
 from .host.tcp import TcpFabric
 from .meeting.listener import StreamListener
@@ -58,8 +59,8 @@ class AutoFabric(BaseFabric):
     def register(self, buffer: memoryview) -> Region:
         return (self._verbs or self._tcp).register(buffer)
 
-    def listen(self, address: str = "", *, name: str = "", ceiling: Ceiling | None = None) -> StreamListener:
-        listener = self._tcp.listen(address, name=name, ceiling=ceiling)
+    def listen(self, address: str = "", reception: Reception = RECEPTION) -> StreamListener:
+        listener = self._tcp.listen(address, reception)
         if self._verbs is not None:
             self._verbs.join(listener)
         place = listener.url.partition("://")[2]
@@ -70,17 +71,7 @@ class AutoFabric(BaseFabric):
         listener.url = f"{self.scheme}://{place}"
         return listener
 
-    def connect(
-        self,
-        url: str,
-        *,
-        outbound: Geometry,
-        inbound: Geometry,
-        epoch: int = 0,
-        timeout_s: float = 10.0,
-        name: str = "",
-        peer: str = "",
-    ) -> Channel:
+    def connect(self, url: str, terms: Terms, *, timeout_s: float = CONNECT_S) -> Channel:
         deadline = monotonic() + timeout_s
         place = self._address(url)
         fabrics: dict[str, Fabric | None] = {"shm": self._shm, "verbs": self._verbs, "tcp": self._tcp}
@@ -92,9 +83,7 @@ class AutoFabric(BaseFabric):
                 continue
             there, left_s = f"{way.scheme}://{way.at(place)}", max(0.0, deadline - monotonic())
             try:
-                channel = fabric.connect(
-                    there, outbound=outbound, inbound=inbound, epoch=epoch, timeout_s=left_s, name=name, peer=peer
-                )
+                channel = fabric.connect(there, terms, timeout_s=left_s)
             except ChannelError as error:
                 if isinstance(error, ChannelTimeout) and way is WAYS[0]:
                     raise  # the listener is here; it does not accept

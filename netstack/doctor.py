@@ -76,8 +76,8 @@ def tcp_loopback(_: Machine) -> Verdict:
 
 
 def compiler(_: Machine) -> Verdict:
-    found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    return bool(found), found or "none", "" if found else "install a C++17 compiler and install Lamina again"
+    path = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    return bool(path), path or "none", "" if path else "install a C++17 compiler and install Lamina again"
 
 
 def rdma_device(machine: Machine) -> Verdict:
@@ -95,14 +95,14 @@ def rdma_device(machine: Machine) -> Verdict:
 
 def connectx(machine: Machine) -> Verdict:
     folder = "sys/class/infiniband"
-    found = [
+    cards = [
         f"{d} (firmware {machine.text(f'{folder}/{d}/fw_ver') or 'unknown'})"
         for d in machine.names(folder)
         if machine.text(f"{folder}/{d}/device/vendor") == MELLANOX
     ]
-    if not found:
+    if not cards:
         return False, "no ConnectX", "none in software: the device path needs a ConnectX-6 or newer"
-    return None, ", ".join(found), "hardware-unverified: compare its results with the software NIC's first"
+    return None, ", ".join(cards), "hardware-unverified: compare its results with the software NIC's first"
 
 
 def verbs_nodes(machine: Machine) -> Verdict:

@@ -10,25 +10,25 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from time import monotonic, monotonic_ns
 from typing import Protocol, cast
 from urllib.parse import parse_qsl
 
 from .contract.base import BaseChannel, BaseFabric
 from .contract.fabric import (
+    CONNECT_S,
     Arrival,
-    Ceiling,
     Channel,
     ChannelError,
     ChannelTimeout,
     Fabric,
-    Geometry,
     Listener,
     PeerFault,
     Region,
     Slot,
 )
+from .contract.terms import RECEPTION, Geometry, Reception, Terms
 from .schemes import open as open_transport
 
 TRAILER_BYTES = 8  # nanoseconds of the monotonic clock, little-endian
@@ -90,7 +90,7 @@ class EmulatedWire:
 
 
 class _Sized(Channel, Protocol):
-    """What every transport's channel has beyond the protocol."""
+    """A channel with its geometries, which every transport's channel has beyond the protocol."""
 
     outbound: Geometry
     inbound: Geometry
@@ -186,29 +186,16 @@ class EmulatedFabric(BaseFabric):
     def register(self, buffer: memoryview) -> Region:
         return self._inner.register(buffer)
 
-    def listen(self, address: str = "", *, name: str = "", ceiling: Ceiling | None = None) -> EmulatedListener:
-        listener = EmulatedListener(self, self._inner.listen(address, name=name, ceiling=ceiling))
+    def listen(self, address: str = "", reception: Reception = RECEPTION) -> EmulatedListener:
+        listener = EmulatedListener(self, self._inner.listen(address, reception))
         self._opened.add(listener)
         return listener
 
-    def connect(
-        self,
-        url: str,
-        *,
-        outbound: Geometry,
-        inbound: Geometry,
-        epoch: int = 0,
-        timeout_s: float = 10.0,
-        name: str = "",
-        peer: str = "",
-    ) -> Channel:
+    def connect(self, url: str, terms: Terms, *, timeout_s: float = CONNECT_S) -> Channel:
         place = f"{self._inner.scheme}://{self._address(url)}"
-        out, into = _with_trailer(outbound), _with_trailer(inbound)
+        longer = replace(terms, outbound=_with_trailer(terms.outbound), inbound=_with_trailer(terms.inbound))
         try:
-            inner = self._inner.connect(
-                place, outbound=out, inbound=into, epoch=epoch, timeout_s=timeout_s, name=name, peer=peer
-            )
-            return self.wrap(inner, 0)
+            return self.wrap(self._inner.connect(place, longer, timeout_s=timeout_s), 0)
         except ChannelError as error:
             raise type(error)(f"{url}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Which transports there are, by scheme, and how one is opened."""
+"""The table of transports by scheme, and the function that opens one."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from common import cpu_pressure, record, spread
 
-from lamina.netstack import Channel, Geometry
+from lamina.netstack import Channel, Geometry, Terms
 from lamina.netstack.host.native import bounce, check, seal, unseal
 from lamina.netstack.host.tcp import TcpFabric
 
@@ -74,7 +74,7 @@ def round_trips(nbytes: int, turns: int, rounds: int) -> dict[str, Spread]:
                 with closing(TcpFabric(KEY, seal=sealed)) as fabric:
                     listener = fabric.listen()
                     accepted = pool.submit(listener.accept, timeout_s=LIMIT_S)
-                    near = fabric.connect(listener.url, outbound=geometry, inbound=geometry)
+                    near = fabric.connect(listener.url, Terms(outbound=geometry, inbound=geometry))
                     follower = pool.submit(play, accepted.result(), False)
                     data = pool.submit(play, near, True).result()
                     follower.result()

@@ -39,7 +39,9 @@ def measure(names: Sequence[str], devices: Sequence[torch.device], runs: int = R
     """Microseconds of one sum, by size and name; the median, of rank 0."""
     fabrics = [netstack.open("shm", key=bytes(range(32))) for _ in devices]
     ranks = [f"rank {n}" for n in range(len(fabrics))]
-    listeners = [fabric.listen(name=name) for fabric, name in zip(fabrics, ranks, strict=True)]
+    listeners = [
+        fabric.listen(reception=netstack.Reception(name=name)) for fabric, name in zip(fabrics, ranks, strict=True)
+    ]
     urls = [listener.url for listener in listeners]
 
     def rank(number: int) -> dict[str, dict[str, float]]:

@@ -12,12 +12,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
 LIMIT_S = 45
+LISTEN_S = 10.0  # for a server to listen
+PORTS = 5  # that are tried for one server
 Times = dict[int, tuple[float, float]]  # bytes -> (p50, p99) of one way, in microseconds
 
 
@@ -135,49 +138,62 @@ def open_mpi(layers: str) -> Callable[[Course], Times]:
 
 def ucx(layers: str, test: str) -> Callable[[Course], Times]:
     def one(course: Course, nbytes: int) -> tuple[float, float]:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = str(probe.getsockname()[1])
         env = os.environ | {"UCX_TLS": layers, "UCX_WARN_UNUSED_ENV_VARS": "n"}
-        server = subprocess.Popen(
-            ["ucx_perftest", "-p", port, "-c", str(course.cores[1])], env=env, stdout=subprocess.DEVNULL
-        )
-        try:
-            _until_listening(int(port))
-            command = [
-                "ucx_perftest",
-                "127.0.0.1",
-                "-p",
-                port,
-                "-c",
-                str(course.cores[0]),
-                "-t",
-                test,
-                "-s",
-                str(nbytes),
-            ]
+        client = ["-c", str(course.cores[0]), "-t", test, "-s", str(nbytes)]
+        with ucx_server(["ucx_perftest", "-c", str(course.cores[1])], env) as port:
+            command = ["ucx_perftest", "127.0.0.1", "-p", str(port), *client]
             text = _call([*command, "-n", str(course.rounds(nbytes)), "-w", str(course.warm_up), "-f"], env)
-            figures = re.findall(r"^\s*\d+\s+(\d+\.\d+)", text, re.MULTILINE)
-            if not figures:
-                raise RuntimeError(f"ucx_perftest said no figures: {text[-200:]}")
-            return float(figures[-1]), float("nan")
-        finally:
-            server.kill()
-            server.wait()
+        figures = re.findall(r"^\s*\d+\s+(\d+\.\d+)", text, re.MULTILINE)
+        if not figures:
+            raise RuntimeError(f"ucx_perftest said no figures: {text[-200:]}")
+        return float(figures[-1]), float("nan")
 
     return lambda course: {nbytes: one(course, nbytes) for nbytes in course.sizes}
 
 
-def _until_listening(port: int) -> None:
-    """Without connecting, which the server would take for its client."""
-    wanted = f":{port:04X}"
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[1].endswith(wanted) and words[3] == "0A":
+@contextmanager
+def ucx_server(command: Sequence[str], env: dict[str, str]) -> Iterator[int]:
+    """The port at which the process of ``command`` itself listens. Another process may take a port that was free a
+    moment ago; then ``command`` ends, and the next port is tried. Raises RuntimeError.
+    """
+    for _ in range(PORTS):
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        server = subprocess.Popen([*command, "-p", str(port)], env=env, stdout=subprocess.DEVNULL)
+        try:
+            if _listens(server, port):
+                yield port
                 return
+        finally:
+            server.kill()
+            server.wait()
+    raise RuntimeError(f"{command[0]} listened at none of {PORTS} ports that were free")
+
+
+def _listens(server: subprocess.Popen[bytes], port: int) -> bool:
+    """Whether ``server`` comes to listen at ``port``. Nothing connects: the server would take that for its client."""
+    deadline = time.monotonic() + LISTEN_S
+    while server.poll() is None and time.monotonic() < deadline:
+        if _listening_sockets(port) & _sockets_of(server.pid):
+            return True
         time.sleep(0.01)
-    raise RuntimeError("ucx_perftest did not listen")
+    return False
+
+
+def _listening_sockets(port: int) -> set[str]:
+    """Their inodes (proc(5): /proc/net/tcp)."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {words[9] for words in lines if words[1].endswith(f":{port:04X}") and words[3] == "0A"}
+
+
+def _sockets_of(pid: int) -> set[str]:
+    """Inodes of a process's sockets; none of one that has ended."""
+    links = set[str]()
+    with suppress(OSError):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                links.add(os.readlink(fd))
+    return {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
 
 
 def needs_program(*names: str) -> Callable[[], str]:

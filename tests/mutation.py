@@ -68,7 +68,7 @@ GROUPS = {
          "tests/server/test_serve_engine.py", "tests/server/test_requests.py"),
     ),
     "fleet": Group(
-        ("lamina/fleet/node.py", "lamina/fleet/launcher.py", "lamina/fleet/placement.py"),
+        ("lamina/fleet/hosts/node.py", "lamina/fleet/launchers/__init__.py", "lamina/fleet/hosts/placement.py"),
         ("tests/cluster/test_orders.py", "tests/cluster/test_placement.py", "tests/cluster/test_room_of_hosts.py",
          "tests/lamina/test_limits.py"),
     ),

@@ -52,7 +52,7 @@ POLICY = (
     "engine/scheduler.py", "engine/prefill.py", "engine/steps.py", "engine/sequence.py", "engine/pipeline.py",
     "engine/tuner.py", "engine/draws.py", "sampling/settings.py", "protocol/tables.py", "protocol/layout.py",
     "protocol/partition.py", "protocol/codec.py", "protocol/placement.py", "protocol/declare.py", "protocol/options.py",
-    "protocol/resolve.py", "request.py", "config.py", "cores.py", "fleet/placement.py",
+    "protocol/resolve.py", "request.py", "config.py", "cores.py", "fleet/hosts/placement.py",
 )  # fmt: skip
 
 

@@ -20,10 +20,14 @@ namespace lamina {
 // Wakes on events of a socket, or when another thread rings.
 class Sleeper {
  public:
-  ~Sleeper() {
-    if (bell_ >= 0) close(bell_);
-  }
+  ~Sleeper() { shut(); }
   bool usable() const { return bell_ >= 0; }
+
+  // Gives the descriptor back, once nobody sleeps or rings any more. Idempotent.
+  void shut() {
+    if (bell_ >= 0) close(bell_);
+    bell_ = -1;
+  }
 
   // After what the sleeper waits for was changed.
   void ring() {
@@ -50,7 +54,7 @@ class Sleeper {
   }
 
  private:
-  const int bell_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  int bell_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   std::atomic<bool> asleep_{false};
 };
 

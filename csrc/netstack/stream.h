@@ -115,6 +115,7 @@ class Stream final : public Engine, private Teller::Client {
   void shut() override {
     teller_.remove(this);
     close(sock_);
+    for (Side& side : sides_) side.sleeper.shut();
   }
 
   void why(char text[kTextBytes]) const override { std::memcpy(text, why_, kTextBytes); }

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
-from lamina.fleet.hosts import Cluster, HostEntry, is_file, is_here, read_cluster
-from lamina.fleet.token import TOKEN, TOKEN_PATH, make_token, read_token, state_folder
+from lamina.fleet.hosts.cluster_file import Cluster, HostEntry, is_file, is_here, read_cluster
+from lamina.fleet.hosts.ray_token import TOKEN, TOKEN_PATH, make_token, read_token, state_folder
 
 from .words import counted
 
@@ -202,7 +202,7 @@ def _try_all(
 
 def _order(cluster: Cluster, host: HostEntry, order: dict[str, Any]) -> dict[str, Any]:
     """Have a host do something; what it is told goes by stdin, where no list of processes shows it."""
-    command = [cluster.python or sys.executable, "-m", "lamina.fleet.node"]
+    command = [cluster.python or sys.executable, "-m", "lamina.fleet.hosts.node"]
     if not is_here(host.place):
         command = [*cluster.ssh, host.address, shlex.join(command)]
     try:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lamina.facts.hardware import DEVICES
-from lamina.fleet.hosts import is_file, read_cluster
-from lamina.fleet.placement import Host, HostPlace, check_kv_memory, on_gpu, place, wishes
-from lamina.fleet.remote_worker import any_port
+from lamina.fleet.hosts.cluster_file import is_file, read_cluster
+from lamina.fleet.hosts.placement import Host, HostPlace, check_kv_memory, on_gpu, place, wishes
+from lamina.fleet.launchers.remote_worker import any_port
 from lamina.protocol.options import EngineConfig
 
 from .words import counted, ranks_meet
@@ -67,7 +67,7 @@ def _by_hand(config: EngineConfig, places: dict[str, list[HostPlace]]) -> list[s
     """The commands that a start would print, if it is for people to start the workers."""
     if config.launching.ray_address:
         return []
-    from lamina.fleet.static import commands, instructions
+    from lamina.fleet.launchers.static_commands import commands, instructions
 
     driver = re.sub(r":0$", ":PORT", config.launching.driver_address)
     planned = places if config.launching.hosts else {}
@@ -79,7 +79,7 @@ def planned_hosts(address: str) -> list[Host]:
     """Of a --ray-address, or of a YAML by its path."""
     if is_file(address):
         return read_cluster(address).planned()
-    from lamina.fleet.ray import hosts_of, joined
+    from lamina.fleet.hosts.ray_cluster import hosts_of, joined
 
     with joined(address) as ray:
         return hosts_of(ray)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lamina.facts.memory import WorkerMemory
-from lamina.fleet.local import ProcessWorker
+from lamina.fleet.launchers.local import ProcessWorker
 from lamina.memory.footprint import Resident, resident
 from lamina.protocol.options import EngineConfig
 
@@ -167,7 +167,9 @@ def _prefill(facts: _RankFacts, config: EngineConfig, index: int) -> WorkerMemor
 
     alone = by_head([s.kv_heads for s in facts.layers], [1.0], 0)
     needed = store_bytes(facts.layers, facts.kv_dtype, facts.max_len, config.kv.block_size)
-    attention = attention_bytes(facts.layers, alone, 0, facts.kv_dtype, max_rows=config.batching.max_rows)
+    attention = attention_bytes(
+        facts.layers, alone, 0, facts.kv_dtype, max_rows=config.batching.max_rows, max_len=facts.max_len
+    )
     return WorkerMemory(
         name=f"prefill-{index}",
         device=_device("--compute-device", config.devices.compute_device, config.gpu_number("prefill", index)),
@@ -202,7 +204,12 @@ def _memory(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> W
         kv=_blocks(facts, config, facts.partition, worker, kv_bytes),
         slots=channels,
         workspace=attention_bytes(
-            facts.layers, facts.partition, worker, facts.kv_dtype, max_rows=config.batching.max_rows
+            facts.layers,
+            facts.partition,
+            worker,
+            facts.kv_dtype,
+            max_rows=config.batching.max_rows,
+            max_len=facts.max_len,
         ),
     )
 

@@ -49,7 +49,7 @@ def check(model: str, config: EngineConfig) -> int:
 
 def _check_cores(config: EngineConfig) -> None:
     if config.devices.cores:
-        from lamina.fleet.local import placed
+        from lamina.fleet.launchers.local import placed
 
         in_process = netstack.in_process(config.launching.scheme)
         placed(config, {role: 0 if in_process else count for role, count in config.topology.counts.items()})

@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
 def _serve(model: str, config: ServerConfig, engine: Any) -> int:
     if missing := [name for name in NEEDS if find_spec(name) is None]:  # imported later: the engine is to start first
         raise ImportError(f"serve needs {', '.join(missing)}: pip install 'lamina[serve]'")
-    from lamina.fleet.local import environment
-    from lamina.fleet.warm import START
+    from lamina.fleet.launchers.local import environment
+    from lamina.fleet.launchers.warm import START
     from lamina.server.link.client import launch_engine
     from lamina.server.link.messages import Start
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 
-from lamina.fleet.hosts import is_here, look_up
-from lamina.fleet.static_warden import ANY, ROLES, ComingWorker, keep
+from lamina.fleet.hosts.cluster_file import is_here, look_up
+from lamina.fleet.launchers.static_warden import ANY, ROLES, ComingWorker, keep
 from lamina.netstack.contract.key import KEY_FILE, cluster_key
 
 WAIT_S = 600.0

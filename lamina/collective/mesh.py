@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lamina.buffers import bytes_of, tensor_over
-from lamina.netstack import Arrival, Ceiling, Channel, ChannelTimeout, Geometry, Listener, PeerFault
+from lamina.netstack import Arrival, Channel, ChannelTimeout, Geometry, Listener, PeerFault, Reception, Terms
 
 from . import Facts, RankPlace
 from .sums import ordered_sum, side_by_side
@@ -200,16 +200,14 @@ def open_collective(mesh: Mesh, at: RankPlace) -> Mesh:
 class Connecting(Protocol):
     """The part of a Fabric that ranks need to go to each other."""
 
-    def connect(
-        self, url: str, *, outbound: Geometry, inbound: Geometry, timeout_s: float, name: str, peer: str
-    ) -> Channel:
-        """See Fabric."""
+    def connect(self, url: str, terms: Terms, *, timeout_s: float) -> Channel:
+        """As Fabric.connect."""
         ...
 
 
-def ceiling(ranks: int) -> Ceiling:
-    """Of a rank's listener, which stays open while ranks meet again: those of two views may be there."""
-    return Ceiling(inbox_bytes=2 * SLOTS * SLOT_BYTES, channels=2 * (ranks - 1))
+def reception(name: str, ranks: int) -> Reception:
+    """Of rank ``name``, whose listener stays open while ranks meet again: those of two views may be there."""
+    return Reception(name=name, inbox_bytes=2 * SLOTS * SLOT_BYTES, channels=2 * (ranks - 1))
 
 
 def listen_and_connect(
@@ -237,8 +235,7 @@ def listen_and_connect(
             raise PeerFault(f"{channel.peer} is {channel.peer_name!r}, which rank {rank} does not wait for")
         channels[other] = channel
     for other in range(rank + 1, len(urls)):
-        channels[other] = fabric.connect(
-            urls[other], outbound=INBOX, inbound=INBOX, timeout_s=start_timeout_s, name=names[rank], peer=names[other]
-        )
+        terms = Terms(outbound=INBOX, inbound=INBOX, name=names[rank], peer=names[other])
+        channels[other] = fabric.connect(urls[other], terms, timeout_s=start_timeout_s)
     listener.close()
     return Mesh(rank, channels, step_timeout_s)

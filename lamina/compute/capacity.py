@@ -10,7 +10,7 @@ from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.stored import head_bytes, is_scaled
 from lamina.netstack import Geometry
-from lamina.protocol.codec import FP32_BYTES, Group, held_pieces, most_bytes
+from lamina.protocol.codec import FP32_BYTES, Group, held_pieces, most_bytes, most_results
 from lamina.protocol.partition import PARTITIONS, Partition, stripe_of
 from lamina.protocol.plan import LayerShape
 from lamina.protocol.tables import split_memory
@@ -35,8 +35,7 @@ def geometries(
     """The inboxes of a memory worker and of the compute worker, for messages of up to ``max_rows`` rows of sequences of
     up to ``max_len`` tokens.
     """
-    stripes = -(-max_len // (partition.stripe * CHUNK_TOKENS)) if partition.stripe else 1
-    most = most_bytes(layers, partition, itemsize, max_rows=max_rows, stripes=stripes)
+    most = most_bytes(layers, partition, itemsize, max_rows=max_rows, stripes=stripes_of(partition, max_len))
     slots = SLOTS_OF_A_BATCH * num_batches + 1
     out_bytes, in_bytes = max(LEAST_SLOT_BYTES, most.q, most.kv), max(LEAST_SLOT_BYTES, most.o)
     return _inbox(slots, out_bytes, max_rows), _inbox(slots, in_bytes, max_rows)
@@ -112,22 +111,27 @@ def blocks_bytes(
 
 
 def attention_bytes(
-    layers: Sequence[LayerShape], partition: Partition, worker: int, dtype: torch.dtype, *, max_rows: int
+    layers: Sequence[LayerShape], partition: Partition, worker: int, dtype: torch.dtype, *, max_rows: int, max_len: int
 ) -> int:
-    """Of the tensors that ``worker`` has at once for a layer of ``max_rows`` rows: partial results over stored tokens,
-    over new ones where others have the rest, and both one behind the other; and K and V on their way to a store of
-    8 bits. Scratch of a backend is not counted.
+    """Of the tensors that ``worker`` has at once for a layer of ``max_rows`` rows of sequences of up to ``max_len``
+    tokens: results over stored tokens, partial ones where others have the rest; and K and V on their way to a store of
+    8 bits. Neither messages nor the scratch of a backend are counted.
     """
-    most = 0
+    most, stripes = 0, stripes_of(partition, max_len)
     for i, layer in enumerate(layers):
         row = 0
         for piece in partition.pieces(i, worker):
             heads = piece.num_kv_heads * layer.q_heads // layer.kv_heads
-            row += heads * (layer.v_dim + 1) * FP32_BYTES * (1 if piece.lanes.all else 3)
+            row += heads * (layer.v_dim + 1) * FP32_BYTES * most_results(piece.lanes, partition, stripes)
             if is_scaled(dtype):
                 row += piece.num_kv_heads * (layer.qk_dim + layer.v_dim) * (2 * FP32_BYTES + dtype.itemsize)
         most = max(most, max_rows * row)
     return most
+
+
+def stripes_of(partition: Partition, max_len: int) -> int:
+    """Stripes of the longest sequence."""
+    return -(-max_len // (partition.stripe * CHUNK_TOKENS)) if partition.stripe else 1
 
 
 def choose_kv_bytes(

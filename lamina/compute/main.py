@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from lamina import attention, collective, netstack
 from lamina.attention import AttentionBackend
 from lamina.collective import RankPlace
 from lamina.collective.choose import choose_and_open
-from lamina.collective.mesh import ceiling, listen_and_connect
+from lamina.collective.mesh import listen_and_connect, reception
 from lamina.kv.stored import stored_dtype
 from lamina.memory.store import available_bytes
 from lamina.protocol.control import ComputeReady, Connect, Loaded
@@ -68,9 +69,9 @@ class ComputeServer(ModelServer):
         if size > 1 and (lacks := collective.lacks(start.topology.collective, self.staging.device)):
             raise ValueError(lacks)
         if start.topology.replicas > 1:
-            self._ring_door = self._open_door(ring_name(start.name), RING)
+            self._ring_door = self._open_door(replace(RING, name=ring_name(start.name)))
         if size > 1:
-            self._rank_door = self._open_door(rank_name(start.name), ceiling(size))
+            self._rank_door = self._open_door(reception(rank_name(start.name), size))
         if self.module is None:
             self._check_room(start.copies)
         self._cut = self.cut()
@@ -103,9 +104,9 @@ class ComputeServer(ModelServer):
             )
         return self._serving, self.ready(cut, bounds, meeting.view)
 
-    def _open_door(self, name: str, most: netstack.Ceiling) -> ViewDoor:
+    def _open_door(self, reception: netstack.Reception) -> ViewDoor:
         """Where the replica before this one comes, or the other ranks."""
-        return ViewDoor(self.fabric.listen(self.start.address, name=name, ceiling=most))
+        return ViewDoor(self.fabric.listen(self.start.address, reception))
 
     def _meet(self, meeting: Connect, fabric: ViewFabric, door: ViewDoor) -> ViewGroup:
         """The other ranks, once all are there. Raises ValueError, ChannelError."""
@@ -164,17 +165,17 @@ class ComputeServer(ModelServer):
             ring.await_turn()
         rows = {"max_rows": start.batching.max_rows, "max_len": cut.max_len, "num_batches": start.topology.most_batches}
         outbound, inbound = geometries(cut.layers, partition, cut.dtype.itemsize, **rows)
-        connect = partial(fabric.connect, outbound=outbound, inbound=inbound, name=start.name)
+        terms = netstack.Terms(outbound=outbound, inbound=inbound, name=start.name)
         links, bounds = list[MemoryLink](), list[Bound]()
         for worker, there in enumerate(meeting.memory):
-            channel = connect(there.url, peer=there.name)
+            channel = fabric.connect(there.url, replace(terms, peer=there.name))
             number = worker * start.topology.tensor_parallel_size + start.rank
             links.append(MemoryLink(channel, worker, start.deadlines.step_timeout_s, self.trace, number))
             if start.number:
                 bounds.append(links[-1].join(Join(view=meeting.view, number=start.number, layers=cut.layers)))
             else:
                 bounds.append(self._bind_next(links[-1], self._bind(meeting.view, worker, channel), bounds))
-        opens = [partial(connect, there.url, peer=there.name) for there in meeting.memory]
+        opens = [partial(fabric.connect, at.url, replace(terms, peer=at.name)) for at in meeting.memory]
         path = self._layer_path(kernels=all(bound.direct for bound in bounds))
         wires = open_wires(opens, bounds, self.staging, start.deadlines.step_timeout_s, path)
         if ring and start.number + 1 < start.topology.replicas:

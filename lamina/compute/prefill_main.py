@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from lamina import attention
 from lamina.attention import name_of
 from lamina.kv.stored import stored_dtype
 from lamina.memory.store import Store, available_bytes
+from lamina.netstack import Terms
 from lamina.protocol.control import ComputeReady, Connect, Loaded
 from lamina.protocol.partition import by_head
 from lamina.protocol.plan import Bind, Bound, Join
@@ -72,9 +74,10 @@ class PrefillServer(ModelServer):
         outbound, inbound = kv_geometries(
             cut.layers, cut.partition, cut.dtype.itemsize, max_rows=start.batching.max_rows
         )
+        terms = Terms(outbound=outbound, inbound=inbound, name=start.name)
         join = Join(view=meeting.view, number=start.topology.replicas + start.number, layers=cut.layers)
         for worker, there in enumerate(meeting.memory):
-            channel = fabric.connect(there.url, outbound=outbound, inbound=inbound, name=start.name, peer=there.name)
+            channel = fabric.connect(there.url, replace(terms, peer=there.name))
             links.append(MemoryLink(channel, worker, start.deadlines.step_timeout_s, self.trace))
             bounds.append(links[-1].join(join))
         return links, bounds

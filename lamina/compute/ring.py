@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lamina.buffers import tensor_over
-from lamina.netstack import Ceiling, Channel, Fabric, Geometry, Listener, PeerFault
+from lamina.netstack import Channel, Fabric, Geometry, Listener, PeerFault, Reception, Terms
 from lamina.protocol.plan import Key, Kind, ProtocolError, StepPlan
 from lamina.workers.view import ViewFabric, ViewListener
 
@@ -23,7 +24,7 @@ from .links import next_of_view
 
 ALIGN = 64  # bytes at which each tensor of a message begins
 LEAST_SLOT_BYTES = 1 << 16
-RING = Ceiling(channels=2)  # of a replica's listener: the one before it alone, under two views
+RING = Reception(channels=2)  # of a replica's listener: the one before it alone, under two views
 
 
 class RowShape(Protocol):
@@ -134,12 +135,9 @@ class RingEnds:
         self._limit = start_timeout_s
         inbox = ring_inbox(cuts, max_rows=max_rows, num_batches=num_batches)
 
-        def connect() -> Channel:
-            nothing = Geometry(slots=1, slot_bytes=ALIGN)
-            return fabric.connect(
-                peer, outbound=inbox, inbound=nothing, timeout_s=self._limit, name=names[1], peer=names[2]
-            )
-
+        nothing = Geometry(slots=1, slot_bytes=ALIGN)
+        terms = Terms(outbound=inbox, inbound=nothing, name=names[1], peer=names[2])
+        connect = partial(fabric.connect, peer, terms, timeout_s=self._limit)
         # Somebody must knock first; the others open when knocked at, and then knock at the next.
         behind = connect() if first else None
         self._before = listener.accept(timeout_s=self._limit)

@@ -25,29 +25,29 @@ def stage_collective(inner: Collective, staging: Staging) -> Collective:
 
 
 class StagedRing:
-    """See Ring. A step's ids, in front, are on the host anyway."""
+    """A Ring of a device whose tensors go over the host. The token ids of a step are on the host anyway."""
 
     def __init__(self, inner: Ring, staging: Staging) -> None:
         self._inner, self._staging = inner, staging
 
     @property
     def wait_s(self) -> float:
-        """See Ring."""
+        """Seconds spent in ``take``."""
         return self._inner.wait_s
 
     def give(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
-        """See Ring."""
+        """Bring the results to the host, and give them on."""
         ids, *rest = carry
         self._inner.give(plan, index, (ids, *self._staging.down(*rest)))
 
     def take(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
-        """See Ring."""
+        """Take the results, and bring them to the device."""
         ids, *rest = self._inner.take(plan, index)
         return ids, *map(self._staging.up, rest)
 
 
 class StagedCollective:
-    """See Collective. Results are where the argument was."""
+    """A Collective over the host; results are on the device of the argument."""
 
     recordable = False
 
@@ -57,25 +57,25 @@ class StagedCollective:
 
     @property
     def wait_s(self) -> float:
-        """See Collective."""
+        """Seconds spent waiting for other ranks."""
         return self._inner.wait_s
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See Collective."""
+        """The sum of ``x`` over all ranks."""
         return self._staging.up(self._inner.all_reduce(*self._staging.down(x)))
 
     def all_gather(self, x: Tensor, size: int) -> Tensor:
-        """See Collective."""
+        """The ``x`` of all ``size`` ranks side by side, in the order of ranks."""
         (here,) = self._staging.down(x)
         return self._staging.up(self._inner.all_gather(here, size))
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """See Collective. What is broadcast is small, made on the host, and read there."""
+        """Rank 0's ``x``, which is small, made on the host, and read there."""
         return self._inner.broadcast(x)
 
     def launched(self) -> None:
-        """See Collective. There are no such graphs."""
+        """Nothing to do: the host makes the calls, so no graph waits for ranks."""
 
     def close(self) -> None:
-        """See Collective."""
+        """Let go of the group."""
         self._inner.close()

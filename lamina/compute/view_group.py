@@ -8,7 +8,7 @@ from lamina.collective import Collective
 
 
 class ViewGroup:
-    """See Collective: the group of the view that this rank is in."""
+    """A Collective: the group of the view that this rank is in."""
 
     def __init__(self, group: Collective) -> None:
         self._now = group
@@ -23,25 +23,25 @@ class ViewGroup:
 
     @property
     def wait_s(self) -> float:
-        """See Collective; of all views."""
+        """Seconds spent waiting for other ranks, under all views."""
         return self._past_s + self._now.wait_s
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See Collective."""
+        """The sum of ``x`` over all ranks."""
         return self._now.all_reduce(x)
 
     def all_gather(self, x: Tensor, size: int) -> Tensor:
-        """See Collective."""
+        """The ``x`` of all ``size`` ranks side by side, in the order of ranks."""
         return self._now.all_gather(x, size)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """See Collective."""
+        """Rank 0's ``x``."""
         return self._now.broadcast(x)
 
     def launched(self) -> None:
-        """See Collective."""
+        """A graph with calls of this group was given to the device, and has to end in time. Raises ChannelError."""
         self._now.launched()
 
     def close(self) -> None:
-        """See Collective."""
+        """Let go of the group."""
         self._now.close()

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 
 from lamina import netstack
-from lamina.config import weights_of
 from lamina.engine.wire import Clock
 from lamina.env import cluster_key
 from lamina.protocol.control import (
@@ -34,8 +33,8 @@ from lamina.protocol.declare import MEASURED
 from lamina.protocol.groups import Capacity, of_all_ranks
 from lamina.protocol.options import EngineConfig
 
-from .launcher import Launcher, WorkerHandle, open_launcher
-from .local import ThreadWorker
+from .launchers import Launcher, WorkerHandle, open_launcher
+from .launchers.local import ThreadWorker
 from .members import Member, Members
 from .same_model import check_alike
 
@@ -287,3 +286,12 @@ class Cohort:
     def _size(self) -> int:
         """Ranks of a replica."""
         return self._config.topology.tensor_parallel_size
+
+
+def weights_of(rates: list[float]) -> list[float]:
+    """Parts of the work for memory workers that read so many bytes a second: of the fastest one's, in tenths.
+
+    Workers that differ by less than that are alike: rates that are measured never agree exactly, and equal parts are
+    the better ones where heads are shared.
+    """
+    return [max(0.1, round(rate / max(rates), 1)) for rate in rates]

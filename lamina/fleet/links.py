@@ -20,7 +20,7 @@ from lamina.protocol.control import (
     Trace,
 )
 
-from .launcher import WorkerHandle
+from .launchers import WorkerHandle
 
 FROM_WORKERS = MemoryReady | Loaded | ComputeReady | Progress | StepDone | Stats | ClockTime | Rate | Trace | Failed
 

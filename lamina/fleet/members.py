@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from lamina.engine.wire import Clock, WorkerError
 from lamina.protocol.control import Failed, LinkClosedError, LinkStalledError, Stop
 
-from .launcher import WorkerHandle
+from .launchers import WorkerHandle
 from .links import ControlLinks, Link, Links
 
 T = TypeVar("T")

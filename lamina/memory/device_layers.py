@@ -16,7 +16,7 @@ from .store import Store
 
 
 class DeviceLayers:
-    """See session.Layers. Does as HostLayers does, in its order; but the host waits for the device once in a round."""
+    """The Layers of a session whose messages kernels move, in the order of HostLayers. The host waits once a round."""
 
     def __init__(self, wire: LayerWire, store: Store, meter: Meter) -> None:
         self.wire = wire
@@ -38,7 +38,7 @@ class DeviceLayers:
             self.wire.settle()
 
     def refuse(self, reason: str) -> None:
-        """See Layers: kernels of the compute worker wait for an O."""
+        """Abort the channel: kernels of the compute worker wait for an O."""
         self.wire.channel.abort(reason)
 
     def _launch(self, step: Step, layer: int, messages: Messages) -> None:

@@ -22,7 +22,7 @@ RESERVE_S = 60.0  # for a compute worker to take what it was sent before
 
 
 class HostLayers:
-    """See session.Layers."""
+    """The Layers of a session whose messages are in host memory."""
 
     def __init__(
         self,
@@ -72,10 +72,10 @@ class HostLayers:
                 source.release(arrival)
 
     def settle(self) -> None:
-        """See Layers: every message was waited for."""
+        """Nothing to do: the host has waited for every message."""
 
     def refuse(self, reason: str) -> None:
-        """See Layers: a compute worker waits for an O, and gets the reason in its place."""
+        """Nothing to do: the session sends the reason in place of the O that a compute worker waits for."""
 
     def _message(self, arrival: Arrival | None) -> Tensor:
         return NOTHING if arrival is None else self._store.message(arrival.data)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lamina import netstack
 from lamina.background import Background
 from lamina.env import cluster_key
-from lamina.netstack import ChannelError, Listener
+from lamina.netstack import ChannelError, Listener, Reception
 from lamina.observe.trace import recorder
 from lamina.protocol.control import (
     AskClock,
@@ -91,7 +91,7 @@ class MemoryServer:
         try:
             gpu = None if self._start.devices.memory_device == "cpu" else self._pick_gpu()
             self._fabric = netstack.open(self._start.scheme, key=self._start.key or cluster_key(), gpu=gpu)
-            return self._fabric.listen(self._start.address, name=self._start.name)
+            return self._fabric.listen(self._start.address, Reception(name=self._start.name))
         except (ValueError, ImportError, ChannelError) as e:
             self._service.fail(f"memory worker: {e}", user_error=True)
             return None

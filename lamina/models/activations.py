@@ -62,9 +62,9 @@ class _LiveValues(fx.Interpreter):
 
 
 def _storages(values: Any) -> dict[int, int]:
-    """Of all tensors in ``values``: where they lie -> bytes."""
-    found = [x.untyped_storage() for x in tree_leaves(values) if isinstance(x, Tensor)]
-    return {storage._cdata: storage.nbytes() for storage in found}
+    """Address of each storage under the tensors in ``values`` -> its bytes."""
+    storages = [x.untyped_storage() for x in tree_leaves(values) if isinstance(x, Tensor)]
+    return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 class _NoReceiver:

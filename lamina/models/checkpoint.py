@@ -130,7 +130,7 @@ def check_one_dtype(directory: Path) -> None:
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """Of the first weight in the files."""
+    """The dtype of the first weight in the files."""
     from safetensors import safe_open
 
     with safe_open(weight_files(directory)[0], framework="pt") as file:

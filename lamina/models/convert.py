@@ -54,7 +54,7 @@ def convert_model(
 
 
 def layer_shapes(program: SlicedProgram) -> list[LayerShape]:
-    """What a memory worker must know of every attention layer, in order."""
+    """The shapes of all attention layers, in order: all that a memory worker must know of the model."""
     return [_layer_shape(call) for call in program.calls]
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a model that a user asked for."""
+"""Errors of a model that a user asked for."""
 
 from __future__ import annotations
 

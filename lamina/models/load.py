@@ -98,9 +98,9 @@ def from_config(
 
 
 def weights_dtype(directory: Path, config: Any, dtype: str) -> torch.dtype:
-    """Of weights that are loaded from ``directory`` with --dtype ``dtype``."""
-    found: torch.dtype = DTYPES.get(dtype) or getattr(config, "dtype", None) or stored_dtype(directory)
-    return found
+    """The dtype of weights that are loaded from ``directory`` with --dtype ``dtype``."""
+    chosen: torch.dtype = DTYPES.get(dtype) or getattr(config, "dtype", None) or stored_dtype(directory)
+    return chosen
 
 
 def max_model_len(config: Any) -> int:

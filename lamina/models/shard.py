@@ -35,12 +35,12 @@ class DealtDim(NamedTuple):
     pieces: int = 1
 
     def spans(self, part: WeightPart, width: int) -> list[slice]:
-        """What ``part`` has of a dimension of ``width``."""
+        """The parts of a dimension of ``width`` that belong to ``part``."""
         piece, each = width // self.pieces, width // self.pieces // part.size
         return [slice(i * piece + part.rank * each, i * piece + (part.rank + 1) * each) for i in range(self.pieces)]
 
     def local_shape(self, part: WeightPart, shape: torch.Size) -> list[int]:
-        """Of what ``part`` has of a weight."""
+        """The shape of the part of a weight of ``shape`` that belongs to ``part``."""
         sizes = list(shape)
         sizes[self.dim] //= part.size
         return sizes

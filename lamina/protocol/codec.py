@@ -177,5 +177,13 @@ def _cut(lanes: Lanes, partition: Partition, max_rows: int, stripes: int) -> Cou
     """The most that comes of ``max_rows`` rows where no sequence is whole, if that can be."""
     if not partition.stripe or lanes.all:
         return Counts(max_rows)
-    results = most_nodes(lanes, Placement(partition.num_lanes, 1), stripes) + 1  # and that of the new rows
-    return Counts(0, max_rows, max_rows, max_rows * results)
+    return Counts(0, max_rows, max_rows, max_rows * most_results(lanes, partition, stripes))
+
+
+def most_results(lanes: Lanes, partition: Partition, stripes: int) -> int:
+    """The most results that ``lanes`` have of one row of a sequence of up to ``stripes`` stripes: one of each node of
+    stored tokens, and one of the new rows.
+    """
+    if not partition.stripe or lanes.all:
+        return 1
+    return most_nodes(lanes, Placement(partition.num_lanes, 1), stripes) + 1

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 import uvloop
 
-from lamina.fleet.launcher import WorkerHandle
+from lamina.fleet.launchers import WorkerHandle
 from lamina.models.tokens import load_beside
 from lamina.protocol.control import Progress
 from lamina.protocol.options import EngineConfig

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 ORPHAN_EXIT_S = 2.0  # for an orderly end
 
-door_fd: int | None = None  # of the warm process that this worker was forked from; see lamina.fleet.warm
+door_fd: int | None = None  # of the warm process that this worker was forked from; see lamina.fleet.launchers.warm
 
 
 def run_process(control_fd: int, serve: Callable[[socket.socket], None], life_line_fd: int | None = None) -> None:

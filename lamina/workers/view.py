@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
-from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, Fabric, Geometry, Listener
+from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, Fabric, Listener, Terms
 
 LOOK_S = 0.25  # while nobody comes, before a worker looks whether its view is over
 
@@ -54,23 +55,11 @@ class ViewFabric:
         self._channels: list[Channel] = []
         self._over = ""
 
-    def connect(
-        self,
-        url: str,
-        *,
-        outbound: Geometry,
-        inbound: Geometry,
-        timeout_s: float = 10.0,
-        name: str = "",
-        peer: str = "",
-    ) -> Channel:
-        """See Fabric."""
+    def connect(self, url: str, terms: Terms, *, timeout_s: float = 10.0) -> Channel:
+        """As Fabric.connect, in this view's epoch."""
         if self._fabric is None:
             raise ValueError(f"{url}: this worker connects to nobody")
-        geometry = {"outbound": outbound, "inbound": inbound}
-        return self._keep(
-            self._fabric.connect(url, **geometry, epoch=self.view, timeout_s=timeout_s, name=name, peer=peer)
-        )
+        return self._keep(self._fabric.connect(url, replace(terms, epoch=self.view), timeout_s=timeout_s))
 
     def at(self, door: ViewDoor) -> ViewListener:
         """Where peers of this view come."""

@@ -18,6 +18,7 @@ from time import perf_counter, process_time
 
 from lamina.netstack.contract.fabric import Channel, ChannelError, Fabric
 from lamina.netstack.contract.key import KEY, KEY_FILE, cluster_key
+from lamina.netstack.contract.terms import Reception, Terms
 from lamina.netstack.schemes import RENAMED, SCHEMES, WRAPPERS, check_scheme, open
 
 from .job import TIMEOUT_S, Job, Measured, Size, parse_size, receive, send
@@ -32,7 +33,7 @@ COLUMNS = ("p50_us", "p99_us", "p999_us", "max_us", "msg/s", "GB/s", "CPU %")
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What is measured; every combination of the lists."""
+    """The measurements of a run: every combination of the lists."""
 
     transports: list[str]
     patterns: list[str]
@@ -82,7 +83,7 @@ def measure(fabric: Fabric, urls: Sequence[str], job: Job, per_s: float) -> dict
 def connect(fabric: Fabric, place: str, job: Job) -> Channel:
     """``place``: the URL of a server, and its name behind a #."""
     url, _, name = place.partition("#")
-    return fabric.connect(url, outbound=job.geometry(), inbound=job.geometry(), name="bench", peer=name)
+    return fabric.connect(url, Terms(outbound=job.geometry(), inbound=job.geometry(), name="bench", peer=name))
 
 
 def summary(measured: Measured, job: Job, peers: int) -> dict[str, float]:
@@ -159,7 +160,7 @@ def listen(scheme: str, address: str, key: bytes, cores: Sequence[int], idle_s: 
     try:
         with bound(cores[:1]):
             place, mark, name = address.partition("#")
-            listener = fabric.listen(place, name=name)
+            listener = fabric.listen(place, Reception(name=name))
             sys.stdout.write(f"listening at {listener.url}{mark}{name}\n")
             sys.stdout.flush()
             serve(fabric, listener, idle_s)

@@ -67,59 +67,59 @@ def put_lat_server(fabric: Fabric, channel: Channel, job: Job) -> None:
 
 def fan_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
     payloads, regions = _payloads(fabric, job.query)
-    mine = [bytearray(job.query) for _ in channels]
+    answers = [bytearray(job.query) for _ in channels]
     samples = []
     for n in range(job.warm_up + job.rounds):
         start = perf_counter()
         for channel in channels:
             _put(channel, n, regions[n % PAYLOADS])
-        for channel, into in zip(channels, mine, strict=True):
+        for channel, into in zip(channels, answers, strict=True):
             _copy_out(channel, channel.wait_signal(timeout_s=TIMEOUT_S), into)
         samples.append(perf_counter() - start)
-        for into in mine:
+        for into in answers:
             check_bytes(into, n, payloads[n])
     return Measured(samples[job.warm_up :], sum(samples[job.warm_up :]))
 
 
 def answer_server(fabric: Fabric, channel: Channel, job: Job) -> None:
     payloads, regions = _payloads(fabric, job.query)
-    mine = bytearray(job.query)
+    copy = bytearray(job.query)
     for n in range(job.warm_up + job.rounds):
-        _copy_out(channel, channel.wait_signal(timeout_s=TIMEOUT_S), mine)
+        _copy_out(channel, channel.wait_signal(timeout_s=TIMEOUT_S), copy)
         _put(channel, n, regions[n % PAYLOADS])
-        check_bytes(mine, n, payloads[n])
+        check_bytes(copy, n, payloads[n])
 
 
 def pair_client(fabric: Fabric, channels: Sequence[Channel], job: Job, _: float) -> Measured:
     (channel,) = channels
     (queries, q_regions), (_kv, kv_regions) = _payloads(fabric, job.query), _payloads(fabric, job.kv)
-    mine = bytearray(job.query)
+    copy = bytearray(job.query)
     samples = []
     for n in range(job.warm_up + job.rounds):
         start = perf_counter()
         _put(channel, n, q_regions[n % PAYLOADS])
         _put(channel, n, kv_regions[n % PAYLOADS])
-        _copy_out(channel, channel.wait_signal(timeout_s=TIMEOUT_S), mine)
+        _copy_out(channel, channel.wait_signal(timeout_s=TIMEOUT_S), copy)
         samples.append(perf_counter() - start)
-        check_bytes(mine, n, queries[n])
+        check_bytes(copy, n, queries[n])
     return Measured(samples[job.warm_up :], sum(samples[job.warm_up :]))
 
 
 def pair_server(fabric: Fabric, channel: Channel, job: Job) -> None:
     (queries, regions), kv = _payloads(fabric, job.query), Payloads(job.kv)
-    mine, mine_kv = bytearray(job.query), bytearray(job.kv)
+    copy, kv_copy = bytearray(job.query), bytearray(job.kv)
     for n in range(job.warm_up + job.rounds):
-        for into in (mine, mine_kv):
+        for into in (copy, kv_copy):
             _copy_out(channel, channel.wait_signal(timeout_s=TIMEOUT_S), into)
         _put(channel, n, regions[n % PAYLOADS])
-        check_bytes(mine, n, queries[n])
-        check_bytes(mine_kv, n, kv[n])
+        check_bytes(copy, n, queries[n])
+        check_bytes(kv_copy, n, kv[n])
 
 
 def rate_client(fabric: Fabric, channels: Sequence[Channel], job: Job, per_s: float) -> Measured:
     (channel,) = channels
     payloads, regions = _payloads(fabric, job.query)
-    mine = bytearray(job.query)
+    copy = bytearray(job.query)
     total = job.warm_up + job.rounds
     due: deque[float] = deque()  # of the queries that are not answered yet
     samples: list[float] = []
@@ -141,9 +141,9 @@ def rate_client(fabric: Fabric, channels: Sequence[Channel], job: Job, per_s: fl
                 raise
             continue
         n = len(samples)
-        _copy_out(channel, arrival, mine)
+        _copy_out(channel, arrival, copy)
         samples.append(perf_counter() - due.popleft())
-        check_bytes(mine, n, payloads[n])
+        check_bytes(copy, n, payloads[n])
     return Measured(samples[job.warm_up :], perf_counter() - begin - job.warm_up / per_s)
 
 

@@ -9,7 +9,8 @@ from time import perf_counter
 from typing import Protocol
 from weakref import WeakSet
 
-from .fabric import EPOCH_SHIFT, NAME_BYTES, TAG_BYTES, Arrival, ChannelStats, Geometry, Region, Slot
+from .fabric import TAG_BYTES, Arrival, ChannelStats, Region, Slot
+from .terms import Geometry
 
 KEY_BYTES_MIN = 16
 RDMA_DEVICE = "LAMINA_RDMA_DEVICE"  # NAME, NAME:PORT or NAME:PORT:GID INDEX; default: the first active port
@@ -137,15 +138,3 @@ def affordable_spin(spin_s: float) -> float:
     its peer may be bound to another, and where it is not, spins that miss soon become rare (csrc/netstack/engine.h).
     """
     return spin_s if (os.cpu_count() or 1) > 1 else 0.0
-
-
-def check_epoch(epoch: int) -> None:
-    """Raise ValueError unless ``epoch`` fits the top bits of a sequence number."""
-    if not 0 <= epoch < 1 << (64 - EPOCH_SHIFT):
-        raise ValueError(f"epoch must be 0..{(1 << (64 - EPOCH_SHIFT)) - 1}, not {epoch}")
-
-
-def check_name(name: str) -> None:
-    """Raise ValueError unless ``name`` is text that fits a hello, or empty."""
-    if len(name.encode()) > NAME_BYTES or "\0" in name:
-        raise ValueError(f"a peer's name has at most {NAME_BYTES} bytes in UTF-8 and no NUL, not {name!r}: shorten it")

@@ -31,15 +31,15 @@ most ``NAME_BYTES`` bytes in UTF-8, without a NUL; an empty one stands for a pee
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from .terms import RECEPTION, Reception, Terms
+
 DEATH_NOTICED_S = 2.0
-HOST_NOTICED_S = 15.0  # nothing tells of it but that it acknowledges nothing
+CONNECT_S = 10.0  # for a listener to take a connector, where nobody says how long
+HOST_NOTICED_S = 15.0  # a dead host gives no other sign than silence
 TAG_BYTES = 32
-NAME_BYTES = 64
-EPOCH_SHIFT = 48
 
 
 class ChannelError(Exception):
@@ -64,36 +64,6 @@ class ChannelAborted(ChannelError):  # noqa: N818
 
 class HandshakeError(ChannelError):
     """The peer has another key, name, version or geometry than ours; nothing was allocated for it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Geometry:
-    """The inbox of one direction: ``slots`` places of ``slot_bytes`` payload bytes each."""
-
-    slots: int
-    slot_bytes: int
-
-    def __post_init__(self) -> None:
-        if not (1 <= self.slots <= 1024 and 1 <= self.slot_bytes <= 1 << 32):
-            raise ValueError(f"geometry needs 1..1024 slots of 1 B..4 GiB, not {self.slots} x {self.slot_bytes} B")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ceiling:
-    """The most that those who connect to a listener may ask of it."""
-
-    inbox_bytes: int = field(default_factory=lambda: _memory_bytes() // 2)  # of one channel, both directions together
-    channels: int = 256  # accepted, and still held by somebody here
-
-    def refuses(self, channels: int, *inboxes: Geometry) -> str:
-        """What of "inbox", "channels" is too much where so many are open already; "": nothing."""
-        if sum(each.slots * each.slot_bytes for each in inboxes) > self.inbox_bytes:
-            return "inbox"
-        return "channels" if channels >= self.channels else ""
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -232,7 +202,7 @@ class DeviceChannel(Protocol):
 
     @property
     def gpu(self) -> int:
-        """On which kernels can; as CUDA counts them in this process."""
+        """The number of the GPU whose kernels can use the channel, as CUDA counts GPUs in this process."""
         ...
 
     def lend(self) -> DeviceSide:
@@ -271,28 +241,12 @@ class Fabric(Protocol):
         """Register local memory as a source of messages. ``buffer`` is contiguous."""
         ...
 
-    def listen(self, address: str = "", *, name: str = "", ceiling: Ceiling | None = None) -> Listener:
-        """Listen at ``address`` (the part of a URL behind ``scheme://``); empty takes any free private one.
-
-        ``name``: of this side, for those who connect. ``ceiling``: for what they ask; None = ``Ceiling()``.
-        """
+    def listen(self, address: str = "", reception: Reception = RECEPTION) -> Listener:
+        """Listen at ``address`` (the part of a URL behind ``scheme://``); empty takes any free private one."""
         ...
 
-    def connect(
-        self,
-        url: str,
-        *,
-        outbound: Geometry,
-        inbound: Geometry,
-        epoch: int = 0,
-        timeout_s: float = 10.0,
-        name: str = "",
-        peer: str = "",
-    ) -> Channel:
-        """Connect to a listener. ``outbound`` is the inbox the peer grants us, ``inbound`` the one we grant it.
-
-        ``name``: of this side; ``peer``: of the listener, which refuses where its own is another.
-        """
+    def connect(self, url: str, terms: Terms, *, timeout_s: float = CONNECT_S) -> Channel:
+        """Connect to a listener, which refuses where its name is not the one that ``terms`` want."""
         ...
 
     def close(self) -> None:

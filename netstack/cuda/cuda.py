@@ -27,19 +27,11 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from time import monotonic
 
-from lamina.netstack.contract.fabric import (
-    EPOCH_SHIFT,
-    Channel,
-    ChannelError,
-    ChannelTimeout,
-    Fabric,
-    NoResource,
-    PeerFault,
-    Slot,
-)
+from lamina.netstack.contract.fabric import Channel, ChannelError, ChannelTimeout, Fabric, NoResource, PeerFault, Slot
+from lamina.netstack.contract.terms import EPOCH_SHIFT, Terms
 from lamina.netstack.host.native import CREDIT_AT, FAULT, LINE, OK, SLOTS_AT, TIMEOUT
 from lamina.netstack.host.shm import ShmFabric
-from lamina.netstack.meeting.handshake import PeerSession, Terms, drive
+from lamina.netstack.meeting.handshake import PeerSession, drive
 from lamina.netstack.meeting.lifeline import SLICE_S, WatchedChannel, watch
 from lamina.netstack.meeting.listener import Meeting
 
@@ -59,7 +51,7 @@ MAGIC = b"CUDA"
 
 @dataclass(frozen=True)
 class DeviceView:
-    """See DeviceSide."""
+    """A DeviceSide whose calls launch kernels of ``driver``."""
 
     driver: Driver
     channel: int  # address of its struct Ends

@@ -123,7 +123,7 @@ def load(names: list[str], signatures: dict[str, tuple[type | object, ...]]) -> 
 
 
 def nvrtc_names() -> list[str]:
-    """Where NVRTC may be: named, packaged for Python, installed."""
+    """Names of NVRTC's library to try: the named one, that of Python packages, the installed one."""
     if named := os.environ.get(LIBNVRTC):
         return [named]
     from importlib.util import find_spec

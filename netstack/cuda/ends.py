@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lamina.netstack.contract.fabric import Geometry
 from lamina.netstack.contract.layout import StructLayout
+from lamina.netstack.contract.terms import Geometry
 from lamina.netstack.host import native
 
 ENDS = StructLayout(*native.channel_layout())

@@ -24,19 +24,10 @@ import weakref
 from contextlib import ExitStack, closing, suppress
 from typing import NoReturn
 
-from lamina.netstack.contract.fabric import (
-    DEATH_NOTICED_S,
-    EPOCH_SHIFT,
-    ChannelError,
-    ChannelTimeout,
-    DeviceSide,
-    Fabric,
-    Geometry,
-    PeerFault,
-)
+from lamina.netstack.contract.fabric import DEATH_NOTICED_S, ChannelError, ChannelTimeout, DeviceSide, Fabric, PeerFault
+from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry, Terms
 from lamina.netstack.host.loopback_host import Faults, LoopbackChannel, LoopbackFabric, LoopbackLink
 from lamina.netstack.host.native import CREDIT_AT, LINE, OK, SLOTS_AT, TIMEOUT
-from lamina.netstack.meeting.handshake import Terms
 
 from .cuda import BROKEN
 from .driver import CudaError, CudaEvent, Driver
@@ -173,7 +164,9 @@ class LoopbackGpuChannel(LoopbackChannel):
 
 
 class OrderedView:
-    """See DeviceSide. A call that fails on the host is told by ``check``, and later ones do nothing."""
+    """A DeviceSide between streams of one process. ``check`` raises for a call that has failed on the host;
+    later calls do nothing.
+    """
 
     recordable = False
 

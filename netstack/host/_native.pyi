@@ -1,6 +1,7 @@
 """The engines of csrc/netstack behind the Channel of ``lamina.netstack.contract.fabric``, whose errors they raise."""
 
-from lamina.netstack.contract.fabric import Arrival, ChannelStats, Geometry, Region, Slot
+from lamina.netstack.contract.fabric import Arrival, ChannelStats, Region, Slot
+from lamina.netstack.contract.terms import Geometry
 
 class Channel:
     peer: str

@@ -16,21 +16,20 @@ from mmap import mmap
 from time import monotonic
 from weakref import WeakSet, WeakValueDictionary
 
-from lamina.netstack.contract.base import BaseChannel, BaseFabric, check_name
+from lamina.netstack.contract.base import BaseChannel, BaseFabric
 from lamina.netstack.contract.fabric import (
-    EPOCH_SHIFT,
+    CONNECT_S,
     TAG_BYTES,
-    Ceiling,
     ChannelAborted,
     ChannelError,
     ChannelTimeout,
-    Geometry,
     HandshakeError,
     NoResource,
     PeerFault,
     Slot,
 )
-from lamina.netstack.meeting.handshake import REFUSALS, Terms
+from lamina.netstack.contract.terms import EPOCH_SHIFT, RECEPTION, Geometry, Reception, Terms
+from lamina.netstack.meeting.handshake import REFUSALS
 
 _NETWORK: WeakValueDictionary[str, LoopbackListener] = WeakValueDictionary()  # listeners by name; they own themselves
 
@@ -155,11 +154,10 @@ class LoopbackChannel(BaseChannel):
 
 
 class LoopbackListener:
-    def __init__(self, place: str, key: bytes, fabric: LoopbackFabric, name: str, ceiling: Ceiling) -> None:
-        check_name(name)
+    def __init__(self, place: str, key: bytes, fabric: LoopbackFabric, reception: Reception) -> None:
         self.url = f"loopback://{place}"
         self.gpu = fabric.gpu
-        self._place, self._name, self._ceiling = place, name, ceiling
+        self._place, self._reception = place, reception
         self._accepted: WeakSet[LoopbackChannel] = WeakSet()  # those that are still in use count for the ceiling
         self._key = key
         self._fabric = fabric
@@ -201,8 +199,7 @@ class LoopbackListener:
         if not hmac.compare_digest(key, self._key):
             return "the keys differ"
         channels = len(self._accepted) + len(self._callers)
-        reason = "name" if terms.peer != self._name else ""
-        reason = reason or self._ceiling.refuses(channels, terms.outbound, terms.inbound)
+        reason = "name" if terms.peer != self._reception.name else self._reception.excess(terms, channels)
         return REFUSALS[reason].format(terms=terms) if reason else ""
 
     def close(self) -> None:
@@ -233,29 +230,18 @@ class LoopbackFabric(BaseFabric):
     def _make(self, link: LoopbackLink, side: int, peer: str, terms: Terms) -> LoopbackChannel:
         return LoopbackChannel(link, side, peer, terms, self._faults)
 
-    def listen(self, address: str = "", *, name: str = "", ceiling: Ceiling | None = None) -> LoopbackListener:
+    def listen(self, address: str = "", reception: Reception = RECEPTION) -> LoopbackListener:
         place = address or secrets.token_hex(8)
-        listener = LoopbackListener(place, self._key, self, name, ceiling or Ceiling())
+        listener = LoopbackListener(place, self._key, self, reception)
         if _NETWORK.setdefault(place, listener) is not listener:
             raise ChannelError(f"cannot listen at {listener.url}: the name is in use; choose another name")
         self._opened.add(listener)
         return listener
 
-    def connect(
-        self,
-        url: str,
-        *,
-        outbound: Geometry,
-        inbound: Geometry,
-        epoch: int = 0,
-        timeout_s: float = 10.0,
-        name: str = "",
-        peer: str = "",
-    ) -> LoopbackChannel:
-        terms = Terms(self.scheme, epoch, outbound, inbound, "", name, peer)
+    def connect(self, url: str, terms: Terms, *, timeout_s: float = CONNECT_S) -> LoopbackChannel:
         listener = _NETWORK.get(self._address(url))
         if listener is None:
             raise ChannelError(f"{url}: connect: nobody listens there in this process")
         gpu = self.gpu if self.gpu == listener.gpu else None
-        link = listener.call(self._key, partial(self._link, outbound, inbound, gpu), terms, timeout_s)
+        link = listener.call(self._key, partial(self._link, terms.outbound, terms.inbound, gpu), terms, timeout_s)
         return self.channel(link, 0, url, terms)

@@ -18,8 +18,9 @@ from functools import partial
 from time import monotonic
 
 from lamina.netstack.contract.base import SPIN_S, BaseFabric, affordable_spin
-from lamina.netstack.contract.fabric import Ceiling, Channel, ChannelTimeout, Fabric, Geometry, HandshakeError
-from lamina.netstack.meeting.handshake import PeerSession, Terms, offer, run
+from lamina.netstack.contract.fabric import CONNECT_S, Channel, ChannelTimeout, Fabric, HandshakeError
+from lamina.netstack.contract.terms import RECEPTION, Reception, Terms
+from lamina.netstack.meeting.handshake import Hello, PeerSession, offer, run
 from lamina.netstack.meeting.listener import Meeting, StreamListener
 from lamina.netstack.meeting.sockets import dial, open_place
 
@@ -38,35 +39,25 @@ class ShmFabric(BaseFabric):
         super().__init__(key)
         self._spin_s = affordable_spin(spin_s)
 
-    def listen(self, address: str = "", *, name: str = "", ceiling: Ceiling | None = None) -> StreamListener:
+    def listen(self, address: str = "", reception: Reception = RECEPTION) -> StreamListener:
         place = address or f"lamina-{secrets.token_hex(8)}"
         url = f"{self.scheme}://{place}"
         sock = open_place(socket.AF_UNIX, f"\0{place}", url, "name")
         listener = StreamListener(
             sock, url, self._key, self.scheme, screen=_check_user, welcome=partial(self._welcome, url),
-            name=name, ceiling=ceiling,
+            reception=reception,
         )  # fmt: skip
         self._opened.add(listener)
         return listener
 
-    def connect(
-        self,
-        url: str,
-        *,
-        outbound: Geometry,
-        inbound: Geometry,
-        epoch: int = 0,
-        timeout_s: float = 10.0,
-        name: str = "",
-        peer: str = "",
-    ) -> Channel:
+    def connect(self, url: str, terms: Terms, *, timeout_s: float = CONNECT_S) -> Channel:
         deadline = monotonic() + timeout_s
         place = self._address(url)
-        terms = Terms(self.scheme, epoch, outbound, inbound, "", name, peer)
+        hello = Hello(**vars(terms), scheme=self.scheme)
         sock = dial(socket.AF_UNIX, f"\0{place}", url, timeout_s)
         try:
             _check_user(sock)
-            return self._meet(sock, url, run(sock, offer(self._key, terms), url, deadline=deadline), deadline)
+            return self._meet(sock, url, run(sock, offer(self._key, hello), url, deadline=deadline), deadline)
         except BaseException:
             sock.close()
             raise

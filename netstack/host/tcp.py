@@ -12,8 +12,9 @@ import socket
 from time import monotonic
 
 from lamina.netstack.contract.base import SPIN_S, BaseFabric, affordable_spin
-from lamina.netstack.contract.fabric import Ceiling, Channel, ChannelError, Fabric, Geometry
-from lamina.netstack.meeting.handshake import SEAL, PeerSession, Terms, offer, run
+from lamina.netstack.contract.fabric import CONNECT_S, Channel, ChannelError, Fabric
+from lamina.netstack.contract.terms import RECEPTION, Reception, Terms
+from lamina.netstack.meeting.handshake import SEAL, Hello, PeerSession, offer, run
 from lamina.netstack.meeting.listener import Meeting, StreamListener
 from lamina.netstack.meeting.sockets import dial, open_place
 
@@ -35,7 +36,7 @@ class TcpFabric(BaseFabric):
         self._stall_s = stall_s
         self._seal = seal
 
-    def listen(self, address: str = "", *, name: str = "", ceiling: Ceiling | None = None) -> StreamListener:
+    def listen(self, address: str = "", reception: Reception = RECEPTION) -> StreamListener:
         host, port, family = self._endpoint(address or "127.0.0.1:0")
         where = f"{self.scheme}://{host}:{port}"
         self._cipher(host, f"cannot listen at {where}")
@@ -48,8 +49,7 @@ class TcpFabric(BaseFabric):
             screen=lambda _: None,
             welcome=self._welcome,
             must_seal=self._must_seal,
-            name=name,
-            ceiling=ceiling,
+            reception=reception,
         )
         self._opened.add(listener)
         return listener
@@ -58,24 +58,13 @@ class TcpFabric(BaseFabric):
         """Peers of this transport may come to ``listener`` too."""
         listener.speak(self.scheme, self._welcome, self._must_seal)
 
-    def connect(
-        self,
-        url: str,
-        *,
-        outbound: Geometry,
-        inbound: Geometry,
-        epoch: int = 0,
-        timeout_s: float = 10.0,
-        name: str = "",
-        peer: str = "",
-    ) -> Channel:
+    def connect(self, url: str, terms: Terms, *, timeout_s: float = CONNECT_S) -> Channel:
         deadline = monotonic() + timeout_s
         host, port, family = self._endpoint(self._address(url))
-        cipher = self._cipher(host, f"{url}: connect")
-        terms = Terms(self.scheme, epoch, outbound, inbound, cipher, name, peer)
+        hello = Hello(**vars(terms), scheme=self.scheme, cipher=self._cipher(host, f"{url}: connect"))
         sock = dial(family, (host, port), url, timeout_s)
         try:
-            session = run(sock, offer(self._key, terms), url, deadline=deadline)
+            session = run(sock, offer(self._key, hello), url, deadline=deadline)
             return self._channel(sock, url, session, listening=False)
         except BaseException:
             sock.close()

@@ -33,8 +33,8 @@ from hashlib import sha256
 from time import monotonic
 from typing import TypeVar
 
-from lamina.netstack.contract.base import check_epoch, check_name
-from lamina.netstack.contract.fabric import NAME_BYTES, ChannelTimeout, Geometry, HandshakeError
+from lamina.netstack.contract.fabric import ChannelTimeout, HandshakeError
+from lamina.netstack.contract.terms import NAME_BYTES, Geometry, Terms
 
 VERSION = 3
 MAGIC = b"LMNA"
@@ -56,32 +56,21 @@ REFUSALS = {
 }
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What a connector asks for, in its own view: ``outbound`` is the inbox that the listening side grants it."""
+@dataclass(frozen=True, kw_only=True)
+class Hello(Terms):
+    """A connector's terms, and the way on which it speaks. Raises ValueError as Terms do."""
 
     scheme: str
-    epoch: int
-    outbound: Geometry
-    inbound: Geometry
     cipher: str = ""  # of what is sent behind the handshake; empty: it is in clear
-    name: str = ""  # of the connector
-    peer: str = ""  # of the listener
 
     def __post_init__(self) -> None:
-        check_epoch(self.epoch)
-        check_name(self.name)
-        check_name(self.peer)
+        super().__post_init__()
         if not 1 <= len(self.scheme.encode()) <= 8:
             raise ValueError(f"a transport's name has 1 to 8 bytes, not {self.scheme!r}")
 
-    def peer_name(self, *, listening: bool) -> str:
-        """The name of the side that is not this one."""
-        return self.name if listening else self.peer
 
-
-@dataclass(frozen=True)
-class PeerSession(Terms):
+@dataclass(frozen=True, kw_only=True)
+class PeerSession(Hello):
     """The terms that both sides have proven, and what both can derive keys from."""
 
     secret: bytes = field(default=b"", repr=False, compare=False)
@@ -100,7 +89,7 @@ Steps = Generator[tuple[bytes, int, str], bytes, PeerSession]
 T = TypeVar("T")
 
 
-def offer(key: bytes, terms: Terms) -> Steps:
+def offer(key: bytes, terms: Hello) -> Steps:
     """The connector's side. Raises HandshakeError."""
     out, into = terms.outbound, terms.inbound
     hello = HELLO.pack(
@@ -161,16 +150,17 @@ def answer(
     return PeerSession(**vars(terms), secret=_proof(key, b"session", transcript))
 
 
-def _terms(hello: bytes) -> Terms:
+def _terms(hello: bytes) -> Hello:
     """Raises ValueError."""
     _, _, epoch, cipher, scheme, out_slots, out_bytes, in_slots, in_bytes, name, peer, _ = HELLO.unpack(hello)
     out, into = Geometry(slots=out_slots, slot_bytes=out_bytes), Geometry(slots=in_slots, slot_bytes=in_bytes)
-    texts = (text.rstrip(b"\0").decode() for text in (scheme, cipher, name, peer))
-    return Terms(next(texts), epoch, out, into, *texts)
+    texts = zip(("scheme", "cipher", "name", "peer"), (scheme, cipher, name, peer), strict=True)
+    words = {field: text.rstrip(b"\0").decode() for field, text in texts}
+    return Hello(outbound=out, inbound=into, epoch=epoch, **words)
 
 
-def _objection(terms: Terms, schemes: Sequence[str], name: str, must_seal: Collection[str]) -> tuple[str, str]:
-    """Which of REFUSALS, and why in words; empty where there is none."""
+def _objection(terms: Hello, schemes: Sequence[str], name: str, must_seal: Collection[str]) -> tuple[str, str]:
+    """(key of REFUSALS, reason in words) of terms that do not suit the listener; two empty texts for others."""
     if terms.scheme not in schemes:
         return "transport", f"the connector speaks {terms.scheme!r}, we speak {' and '.join(schemes)}"
     if terms.peer != name:
@@ -209,7 +199,7 @@ class Exchange:
 
     @property
     def events(self) -> int:
-        """What to poll the socket for."""
+        """Events of poll(2) on the socket without which the handshake cannot go on."""
         return select.POLLOUT if self._unsent else select.POLLIN
 
     def advance(self) -> PeerSession | None:

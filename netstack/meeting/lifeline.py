@@ -11,7 +11,8 @@ from contextlib import suppress
 from time import monotonic
 
 from lamina.netstack.contract.base import BaseChannel
-from lamina.netstack.contract.fabric import ChannelAborted, Geometry, PeerFault
+from lamina.netstack.contract.fabric import ChannelAborted, PeerFault
+from lamina.netstack.contract.terms import Geometry
 
 SLICE_S = 0.05  # a wait looks at the life line this often
 REASON_BYTES = 256

@@ -13,17 +13,10 @@ from dataclasses import dataclass, replace
 from time import monotonic
 from weakref import WeakSet
 
-from lamina.netstack.contract.base import check_name
-from lamina.netstack.contract.fabric import (
-    Ceiling,
-    Channel,
-    ChannelAborted,
-    ChannelError,
-    ChannelTimeout,
-    HandshakeError,
-)
+from lamina.netstack.contract.fabric import Channel, ChannelAborted, ChannelError, ChannelTimeout, HandshakeError
+from lamina.netstack.contract.terms import RECEPTION, Reception, Terms
 
-from .handshake import PeerSession, Steps, Terms, answer, exchanged
+from .handshake import PeerSession, Steps, answer, exchanged
 
 HANDSHAKE_S = 5.0  # and as long again for what a transport sets up behind it
 HALF_OPEN_MAX = 64  # peers without a channel yet; one more drops the oldest
@@ -36,18 +29,18 @@ Welcome = Callable[[socket.socket, PeerSession], Channel | Meeting]
 
 @dataclass(frozen=True)
 class Door:
-    """A listening socket, and what becomes of those who come in by it; see StreamListener."""
+    """A listening socket, and how its peers are screened and welcomed (StreamListener says how)."""
 
     sock: socket.socket
     scheme: str
     screen: Callable[[socket.socket], None]
     welcome: Welcome
     must_seal: MustSeal
-    others: tuple[tuple[str, Welcome, MustSeal], ...] = ()  # for those who come in by it and speak another scheme
+    others: tuple[tuple[str, Welcome, MustSeal], ...] = ()  # for peers of this door that speak another scheme
 
     @property
     def ways(self) -> dict[str, tuple[Welcome, MustSeal]]:
-        """Of all schemes that are spoken here."""
+        """Scheme -> how its peers are welcomed, and whether they must encrypt."""
         own = self.scheme, self.welcome, self.must_seal
         return {scheme: (welcome, must_seal) for scheme, welcome, must_seal in (own, *self.others)}
 
@@ -90,7 +83,7 @@ class StreamListener:
     the channel, owning ``sock``, and may raise OSError when there is no memory for its terms. Where the peer has to
     send something first it returns a Meeting, which goes on beside all others and over several calls of accept.
     ``must_seal(sock)`` says whether that peer's terms need a cipher. A refused peer is dropped; the reason of the last
-    one is part of the text of accept's ChannelTimeout. ``name`` and ``ceiling``: see Fabric.listen.
+    one is part of the text of accept's ChannelTimeout.
     """
 
     def __init__(
@@ -103,18 +96,11 @@ class StreamListener:
         screen: Callable[[socket.socket], None],
         welcome: Welcome,
         must_seal: MustSeal = lambda _: False,
-        name: str = "",
-        ceiling: Ceiling | None = None,
+        reception: Reception = RECEPTION,
     ) -> None:
-        try:
-            check_name(name)
-        except ValueError:
-            sock.close()
-            raise
         sock.setblocking(False)
         self.url = url
-        self._name = name
-        self._ceiling = ceiling or Ceiling()
+        self._reception = reception
         self._accepted: WeakSet[Channel] = WeakSet()  # those that are still in use count for the ceiling
         self._key = key
         self._doors = {sock.fileno(): Door(sock, scheme, screen, welcome, must_seal)}
@@ -192,13 +178,13 @@ class StreamListener:
         if len(self._half_open) >= HALF_OPEN_MAX:
             oldest = min(self._half_open, key=lambda fd: self._half_open[fd].proven)  # a stranger, if there is one
             self._drop(oldest, "too many strangers at once")
-        steps = answer(self._key, *door.ways, name=self._name, must_seal=must_seal, refuses=self._refuses)
+        steps = answer(self._key, *door.ways, name=self._reception.name, must_seal=must_seal, refuses=self._refuses)
         self._half_open[sock.fileno()] = _HalfOpen(sock, door, steps)
 
     def _refuses(self, terms: Terms) -> str:
-        """By the ceiling. What has proven itself may have memory already."""
+        """The part of the ceiling that ``terms`` exceed. Peers that have proven the key count: they may have memory."""
         channels = len(self._accepted) + sum(peer.proven for peer in self._half_open.values())
-        return self._ceiling.refuses(channels, terms.outbound, terms.inbound)
+        return self._reception.excess(terms, channels)
 
     def _advance(self, fd: int) -> Channel | None:
         try:

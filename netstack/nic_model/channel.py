@@ -13,15 +13,8 @@ from collections.abc import Callable
 from mmap import mmap
 from time import monotonic
 
-from lamina.netstack.contract.fabric import (
-    EPOCH_SHIFT,
-    ChannelAborted,
-    ChannelTimeout,
-    Geometry,
-    HandshakeError,
-    NoResource,
-    Slot,
-)
+from lamina.netstack.contract.fabric import ChannelAborted, ChannelTimeout, HandshakeError, NoResource, Slot
+from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry
 from lamina.netstack.meeting.handshake import PeerSession, drive, exchanged
 from lamina.netstack.meeting.lifeline import SLICE_S, WatchedChannel
 from lamina.netstack.meeting.listener import Meeting
@@ -77,6 +70,7 @@ class NicModelChannel(WatchedChannel):
             raise
         self._sent = 0
         self._proxied = proxied
+        self._unclosed: weakref.finalize[[], NicModelChannel] | None = None  # ends the proxy of one that nobody closes
 
     def meet(self, deadline: float) -> None:
         """Run ``meeting``, by ``deadline``. Raises ChannelError."""
@@ -93,13 +87,15 @@ class NicModelChannel(WatchedChannel):
             raise
         endpoint = self._live("connect")
         if self._proxied:
-            weakref.finalize(self, endpoint.abort)  # a channel that nobody closes
+            self._unclosed = weakref.finalize(self, endpoint.abort)
             threading.Thread(target=_ring_on, args=(endpoint,), name="nic-model-proxy", daemon=True).start()
         return self
 
     def close(self) -> None:
         self._leave("closed the channel")
         if self._endpoint is not None:
+            if self._unclosed is not None:
+                self._unclosed.detach()  # it holds the endpoint
             self._endpoint = None  # the memory goes with the last view and the last call
             self._inbox = self._staging = memoryview(b"")
             self._sock.close()

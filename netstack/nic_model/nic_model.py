@@ -16,8 +16,9 @@ import socket
 from time import monotonic
 
 from lamina.netstack.contract.base import BaseFabric
-from lamina.netstack.contract.fabric import Ceiling, ChannelError, Fabric, Geometry
-from lamina.netstack.meeting.handshake import PeerSession, Terms, offer, run
+from lamina.netstack.contract.fabric import CONNECT_S, ChannelError, Fabric
+from lamina.netstack.contract.terms import RECEPTION, Reception, Terms
+from lamina.netstack.meeting.handshake import Hello, PeerSession, offer, run
 from lamina.netstack.meeting.listener import Meeting, StreamListener
 from lamina.netstack.meeting.sockets import dial, open_place
 
@@ -34,37 +35,27 @@ class NicModelFabric(BaseFabric):
     spoken = "nicmodel"  # in a hello, which has 8 bytes for it
     proxied = False  # another thread rings for the one that posts
 
-    def listen(self, address: str = "", *, name: str = "", ceiling: Ceiling | None = None) -> StreamListener:
+    def listen(self, address: str = "", reception: Reception = RECEPTION) -> StreamListener:
         place = _endpoint(address or f"{LOCAL}:0")
         where = f"{self.scheme}://{place[0]}:{place[1]}"
         sock = open_place(socket.AF_INET, place, where, "port (0: any)")
         listener = StreamListener(
             sock, self._url(sock.getsockname()), self._key, self.spoken, screen=lambda _: None, welcome=self._welcome,
-            name=name, ceiling=ceiling,
+            reception=reception,
         )  # fmt: skip
         self._opened.add(listener)
         return listener
 
-    def connect(
-        self,
-        url: str,
-        *,
-        outbound: Geometry,
-        inbound: Geometry,
-        epoch: int = 0,
-        timeout_s: float = 10.0,
-        name: str = "",
-        peer: str = "",
-    ) -> NicModelChannel:
+    def connect(self, url: str, terms: Terms, *, timeout_s: float = CONNECT_S) -> NicModelChannel:
         deadline = monotonic() + timeout_s
         place = _endpoint(self._address(url))
-        terms = Terms(self.spoken, epoch, outbound, inbound, "", name, peer)
-        for geometry in (outbound, inbound):
+        hello = Hello(**vars(terms), scheme=self.spoken)
+        for geometry in (terms.outbound, terms.inbound):
             if geometry.slot_bytes > SLOT_BYTES_MOST:
                 raise ValueError(f"{url}: slot_bytes is at most {SLOT_BYTES_MOST} here, not {geometry.slot_bytes}")
         sock = dial(socket.AF_INET, place, url, timeout_s)
         try:
-            session = run(sock, offer(self._key, terms), url, deadline=deadline)
+            session = run(sock, offer(self._key, hello), url, deadline=deadline)
             try:
                 channel = self._channel(sock, url, session, listening=False)
             except (OSError, ValueError) as error:

@@ -70,7 +70,7 @@ class Completion(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """Where a queue pair is: what its peer must know to reach it."""
+    """The address of a queue pair: all that its peer must know to reach it."""
 
     gid: bytes
     lid: int
@@ -264,10 +264,10 @@ class QueuePair:
             self._pair.post_send(work)
 
     def poll(self) -> list[Completion]:
-        """What has completed since the last poll; empty if nothing."""
+        """The work requests that have completed since the last poll."""
         with _told("poll the completion queue"):
-            _, found = self._queue.poll(CQE_BATCH)
-        return [_completion(c) for c in found]
+            _, completions = self._queue.poll(CQE_BATCH)
+        return [_completion(c) for c in completions]
 
     def arm(self, *, wakers_only: bool) -> None:
         """Make ``events_fd`` readable with the next completion (of a write with ``wake``, if ``wakers_only``)."""

@@ -25,7 +25,8 @@ from time import monotonic
 from typing import cast
 
 from lamina.netstack.contract.base import RDMA_DEVICE, SPIN_S, affordable_spin
-from lamina.netstack.contract.fabric import ChannelError, Fabric, Geometry, Region
+from lamina.netstack.contract.fabric import CONNECT_S, ChannelError, Fabric, Region
+from lamina.netstack.contract.terms import Terms
 from lamina.netstack.host.tcp import TcpFabric
 from lamina.netstack.meeting.handshake import PeerSession
 from lamina.netstack.meeting.listener import Meeting
@@ -52,23 +53,10 @@ class VerbsFabric(TcpFabric):
             self._sources.append(region.data)
         return region
 
-    def connect(
-        self,
-        url: str,
-        *,
-        outbound: Geometry,
-        inbound: Geometry,
-        epoch: int = 0,
-        timeout_s: float = 10.0,
-        name: str = "",
-        peer: str = "",
-    ) -> VerbsChannel:
+    def connect(self, url: str, terms: Terms, *, timeout_s: float = CONNECT_S) -> VerbsChannel:
         deadline = monotonic() + timeout_s
         try:
-            connected = super().connect(
-                url, outbound=outbound, inbound=inbound, epoch=epoch, timeout_s=timeout_s, name=name, peer=peer
-            )
-            channel = cast("VerbsChannel", connected)
+            channel = cast("VerbsChannel", super().connect(url, terms, timeout_s=timeout_s))
             channel.meet(deadline)
         except OSError as error:
             raise ChannelError(f"{url}: connect: {error}") from error
@@ -80,7 +68,7 @@ class VerbsFabric(TcpFabric):
         self._device.close()
 
     def _hides(self, host: str) -> bool:
-        """Of what NICs send nothing can be."""
+        """False: nothing encrypts messages that NICs send."""
         return False
 
     def _welcome(self, sock: socket.socket, session: PeerSession) -> Meeting:

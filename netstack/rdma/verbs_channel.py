@@ -13,16 +13,15 @@ from time import monotonic
 
 from lamina.netstack.contract.base import BaseChannel
 from lamina.netstack.contract.fabric import (
-    EPOCH_SHIFT,
     ChannelAborted,
     ChannelError,
     ChannelTimeout,
-    Geometry,
     HandshakeError,
     NoResource,
     PeerFault,
     Slot,
 )
+from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry
 from lamina.netstack.meeting.handshake import PeerSession, drive, exchanged
 from lamina.netstack.meeting.listener import Meeting
 from lamina.netstack.meeting.swap import swap
@@ -95,9 +94,9 @@ class VerbsChannel(BaseChannel):
         """Swap cards with the peer and connect the queue pairs; where that fails the channel is closed."""
         r = self._pair.route
         inbox = len(self._inbox.view), self._inbox.rkey, self._inbox.address
-        mine = CARD.pack(MAGIC, r.gid, r.lid, r.number, r.psn, r.mtu, *inbox)
+        card = CARD.pack(MAGIC, r.gid, r.lid, r.number, r.psn, r.mtu, *inbox)
         try:
-            yield from exchanged(self._sock, swap(self._session, mine, self._reach, listening=self._listening))
+            yield from exchanged(self._sock, swap(self._session, card, self._reach, listening=self._listening))
         except BaseException:
             self.close()
             raise
@@ -302,8 +301,8 @@ class VerbsChannel(BaseChannel):
         asked = monotonic()  # before it looks: a process that was stopped for long finds what came meanwhile
         with self._polling:
             try:
-                while found := self._pair.poll():
-                    for done in found:
+                while completions := self._pair.poll():
+                    for done in completions:
                         self._handle(done)
                     self._heard = asked
                 if self._beating and asked - max(self._beaten, self._heard) > STALL_S:

@@ -19,10 +19,10 @@ import pytest
 from lamina.cli.cluster import ray_arguments
 from lamina.cli.launch import main
 from lamina.config import make_config
-from lamina.fleet import ray as ray_launcher
-from lamina.fleet.hosts import head_address, is_here, read_cluster
-from lamina.fleet.launcher import open_launcher
-from lamina.fleet.token import MODE, TOKEN, TOKEN_PATH, make_token, offer_token, read_token
+from lamina.fleet.hosts import ray_cluster
+from lamina.fleet.hosts.cluster_file import head_address, is_here, read_cluster
+from lamina.fleet.hosts.ray_token import MODE, TOKEN, TOKEN_PATH, make_token, offer_token, read_token
+from lamina.fleet.launchers import open_launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 PAPER = str(ROOT / "examples" / "h100_h20.yaml")
@@ -259,7 +259,7 @@ def test_plans_that_do_not_work(flags: list[str], words: str, capsys: pytest.Cap
 
 def test_without_ray_there_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(ray_launcher, "find_spec", lambda name: None if name == "ray" else find(name))
+    monkeypatch.setattr(ray_cluster, "find_spec", lambda name: None if name == "ray" else find(name))
     with pytest.raises(ImportError, match=r"--ray-address needs Ray 2\.52 or newer: pip install 'lamina\[ray\]'"):
         open_launcher(make_config({"ray_address": "auto"}), bytes(32), {"memory": 1, "compute": 1})
     assert main(["generate", MODEL, "--prompt", "x", "--ray-address", "auto"]) == 2
@@ -268,7 +268,7 @@ def test_without_ray_there_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_the_local_launcher_loads_no_ray() -> None:
-    code = "import sys, lamina.fleet.pools, lamina.fleet.local; print('ray' in sys.modules)"
+    code = "import sys, lamina.fleet.pools, lamina.fleet.launchers.local; print('ray' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert out.stdout.strip() == "False"
 

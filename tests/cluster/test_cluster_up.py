@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lamina.cli.launch import main
-from lamina.fleet import node
+from lamina.fleet.hosts import node
 
 ROOT = Path(__file__).resolve().parents[2]
 NOWHERE = "10.255.255.254"
@@ -148,7 +148,7 @@ def test_an_order_to_end_what_another_call_started_is_none(hosts: Hosts) -> None
     assert main(["cluster", "up", file]) == 0
     order = {"order": "down", "address": "127.0.0.1", "call": "another"}
     done = subprocess.run(
-        [sys.executable, "-m", "lamina.fleet.node"], input=json.dumps(order), capture_output=True, text=True,
+        [sys.executable, "-m", "lamina.fleet.hosts.node"], input=json.dumps(order), capture_output=True, text=True,
         timeout=60, check=True,
     )  # fmt: skip
     assert json.loads(done.stdout) == {"ended": False}

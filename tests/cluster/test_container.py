@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lamina.cli.launch import main
-from lamina.fleet.hosts import SSH
+from lamina.fleet.hosts.cluster_file import SSH
 from lamina.protocol.options import Deadlines
 from lamina.server.config import ServerConfig
 

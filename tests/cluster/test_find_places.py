@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("ray")
 
 from lamina.config import make_config
-from lamina.fleet import ray as over_ray
+from lamina.fleet.launchers import ray as over_ray
 
 NODE = {"NodeID": "n", "NodeManagerAddress": "10.0.0.1", "Labels": {}, "Alive": True}
 RAY = SimpleNamespace(nodes=lambda: [NODE | {"Resources": {"lamina_memory": 2.0, "CPU": 4.0}}])

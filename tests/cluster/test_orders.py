@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from lamina.fleet import node
+from lamina.fleet.hosts import node
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
 from running import alive, eventually
@@ -115,7 +115,7 @@ def test_who_does_not_heed_a_signal_is_killed_with_all_that_it_started(monkeypat
 
 def test_the_head_says_what_ray_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a client of Ray that stands in for its own."""
-    from lamina.fleet import ray as over_ray
+    from lamina.fleet.hosts import ray_cluster
 
     pid, joined_to = node.up(order())["pid"], list[str]()
     free = {"lamina_memory": 2.0}
@@ -125,8 +125,8 @@ def test_the_head_says_what_ray_has_free(monkeypatch: pytest.MonkeyPatch) -> Non
         joined_to.append(address)
         yield "client"
 
-    monkeypatch.setattr(over_ray, "joined", joined)
-    monkeypatch.setattr(over_ray, "hosts_of", lambda client: [SimpleNamespace(address=client, resources=free)])
+    monkeypatch.setattr(ray_cluster, "joined", joined)
+    monkeypatch.setattr(ray_cluster, "hosts_of", lambda client: [SimpleNamespace(address=client, resources=free)])
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         monkeypatch.setenv(name, "of somebody else")
     assert node.status({**order(), "head": "10.0.0.1:6379"}) == {"pid": pid, "hosts": {"client": free}}

@@ -21,9 +21,10 @@ from fake_cluster import ROOT, FakeCluster
 from lamina import LLM, SamplingParams
 from lamina.config import make_config
 from lamina.engine.wire import WorkerError
-from lamina.fleet import ray as over_ray
-from lamina.fleet.placement import HostPlace
-from lamina.fleet.ray import RayLauncher, RayWorker, open_launcher
+from lamina.fleet.hosts import ray_cluster
+from lamina.fleet.hosts.placement import HostPlace
+from lamina.fleet.launchers import ray as over_ray
+from lamina.fleet.launchers.ray import RayLauncher, RayWorker, open_launcher
 
 sys.path.insert(0, str(ROOT / "tests" / "server"))
 from running import Running, eventually
@@ -108,7 +109,7 @@ def test_a_loss_is_told_within_five_seconds(cluster: FakeCluster, whom: str) -> 
 DRIVER = """
 import sys
 from lamina import LLM, SamplingParams
-from lamina.fleet.ray import RayWorker, open_launcher
+from lamina.fleet.launchers.ray import RayWorker, open_launcher
 from lamina.config import make_config
 llm = LLM(sys.argv[1], ray_address=sys.argv[2], dtype="float32", memory_workers=2)
 print(*llm.pools.pids.values(), flush=True)
@@ -155,7 +156,7 @@ def test_two_starts_at_once_share_no_slot(cluster: FakeCluster) -> None:
         return found
 
     launchers, workers = list[RayLauncher](), list[RayWorker]()
-    with over_ray.joined(cluster.address), pytest.MonkeyPatch.context() as patch:
+    with ray_cluster.joined(cluster.address), pytest.MonkeyPatch.context() as patch:
         patch.setattr(over_ray, "find_places", look)
         try:
             with ThreadPoolExecutor(2) as pool:
@@ -183,7 +184,7 @@ def test_an_autoscaler_sees_what_a_start_waits_for(tmp_path: Path, monkeypatch: 
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
     try:
-        with over_ray.joined(cluster.address) as ray, ThreadPoolExecutor(1) as pool:
+        with ray_cluster.joined(cluster.address) as ray, ThreadPoolExecutor(1) as pool:
             ask = {"memory": 2, "compute": 0}
             with pytest.raises(ValueError, match=r"room for 1 .*; no host has come in 0.5 s \(--ray-wait-s\)"):
                 opened(cluster, ask, ray_wait_s=0.5)

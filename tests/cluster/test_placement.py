@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.config import make_config
-from lamina.fleet.placement import RACK, Host, demand, names_type, on_gpu, place
+from lamina.fleet.hosts.placement import RACK, Host, demand, names_type, on_gpu, place
 
 HOSTS = st.lists(
     st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from(["", "a", "b"])), min_size=1, max_size=6

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lamina.config import make_config
-from lamina.fleet.launcher import open_launcher
-from lamina.fleet.placement import RACK, Host, HostPlace, check_kv_memory, place
+from lamina.fleet.hosts.placement import RACK, Host, HostPlace, check_kv_memory, place
+from lamina.fleet.launchers import open_launcher
 
 H20 = "accelerator_type:H20"
 
@@ -143,6 +143,6 @@ def test_hosts_are_filled_by_their_room_for_workers_with_a_gpu() -> None:
 
 
 def test_a_launcher_is_opened_by_its_name_with_all_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamina.fleet.local.open_launcher", lambda *given: given)
+    monkeypatch.setattr("lamina.fleet.launchers.local.open_launcher", lambda *given: given)
     config = make_config({})
     assert open_launcher(config, b"key", {"memory": 2}) == (config, b"key", {"memory": 2})

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.fleet.remote_worker import ControlListener, connect
+from lamina.fleet.launchers.remote_worker import ControlListener, connect
 from lamina.netstack import ChannelAborted, HandshakeError
 from lamina.protocol import sealed
 from lamina.protocol.control import AskStats, ControlLink, LinkClosedError, Stats

@@ -25,9 +25,9 @@ from local_text import Known
 from lamina import __version__
 from lamina.cli.launch import main
 from lamina.config import make_config
-from lamina.fleet.remote_worker import ControlListener, connect
-from lamina.fleet.static import StaticLauncher, open_launcher
-from lamina.fleet.static_warden import (
+from lamina.fleet.launchers.remote_worker import ControlListener, connect
+from lamina.fleet.launchers.static import StaticLauncher, open_launcher
+from lamina.fleet.launchers.static_warden import (
     DRIVER,
     WARDEN,
     Began,

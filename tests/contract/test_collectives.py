@@ -247,7 +247,7 @@ from lamina.collective import RankPlace
 from lamina.collective.mesh import listen_and_connect
 scheme, name, last = sys.argv[1:]
 fabric = netstack.open(scheme, key=b"k" * 32)
-listener = fabric.listen(name="second")
+listener = fabric.listen(reception=netstack.Reception(name="second"))
 print(listener.url, flush=True)
 names = ["first", "second"]
 mesh = listen_and_connect(

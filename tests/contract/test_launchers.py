@@ -19,9 +19,9 @@ from fake_cluster import FakeCluster  # noqa: E402 - needs the path above
 
 from lamina import netstack  # noqa: E402
 from lamina.config import make_config  # noqa: E402
-from lamina.fleet.launcher import LAUNCHERS, Launcher, WorkerHandle, open_launcher  # noqa: E402
-from lamina.fleet.static import StaticLauncher  # noqa: E402
-from lamina.netstack import ChannelError, Geometry  # noqa: E402
+from lamina.fleet.launchers import LAUNCHERS, Launcher, WorkerHandle, open_launcher  # noqa: E402
+from lamina.fleet.launchers.static import StaticLauncher  # noqa: E402
+from lamina.netstack import ChannelError, Geometry, Terms  # noqa: E402
 from lamina.protocol import options  # noqa: E402
 from lamina.protocol.control import (  # noqa: E402
     AskStats,
@@ -142,8 +142,8 @@ def test_a_worker_serves_its_driver_and_goes_when_told(launch: Open) -> None:
     with_key, without = netstack.open("tcp", key=KEY), netstack.open("tcp", key=bytes(32))
     control.send(Connect(view=0))
     with pytest.raises(ChannelError):
-        without.connect(url, outbound=GEOMETRY, inbound=GEOMETRY, timeout_s=SOON_S)
-    with_key.connect(url, outbound=GEOMETRY, inbound=GEOMETRY, timeout_s=SOON_S).close()
+        without.connect(url, Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=SOON_S)
+    with_key.connect(url, Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=SOON_S).close()
     control.send(AskStats())
     assert isinstance(control.recv(timeout_s=SOON_S), Stats)
     assert first.fate() is None

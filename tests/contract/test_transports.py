@@ -20,8 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lamina import netstack
-from lamina.netstack import Ceiling, Channel, DeviceChannel, Fabric, Geometry, Listener
-from lamina.netstack.contract.fabric import DEATH_NOTICED_S, EPOCH_SHIFT, TAG_BYTES
+from lamina.netstack import Channel, DeviceChannel, Fabric, Geometry, Listener, Reception, Terms
+from lamina.netstack.contract.fabric import DEATH_NOTICED_S, TAG_BYTES
+from lamina.netstack.contract.terms import EPOCH_SHIFT
 from lamina.netstack.cuda.driver import CudaStream, Driver, Pinned
 from lamina.netstack.host.tcp import TcpFabric
 
@@ -81,7 +82,7 @@ class Pair:
 
 def connect(fabric: Fabric, listener: Listener, out: Geometry = SMALL, into: Geometry = SMALL, epoch: int = 0) -> Pair:
     accepted = Task(lambda: listener.accept(timeout_s=SOON_S))
-    a = fabric.connect(listener.url, outbound=out, inbound=into, epoch=epoch, timeout_s=SOON_S)
+    a = fabric.connect(listener.url, Terms(outbound=out, inbound=into, epoch=epoch), timeout_s=SOON_S)
     return Pair(fabric, listener, a, accepted.join())
 
 
@@ -401,7 +402,7 @@ def test_the_end_of_a_fabric_is_the_end_of_its_channels_whoever_connected(transp
         try:
             listener = far.listen()
             waiting = Task(lambda: listener.accept(timeout_s=SOON_S))
-            a = near.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=SOON_S)
+            a = near.connect(listener.url, Terms(outbound=SMALL, inbound=SMALL), timeout_s=SOON_S)
             kept, closed = (a, far) if accepted else (waiting.join(), near)
             waiting.join()
             closed.close()
@@ -429,7 +430,7 @@ def test_epoch_is_the_top_of_the_seqno_and_a_reset_is_a_new_channel(pair: Pair) 
     assert receive(pair.b)[2] == b"old"
     for epoch in (-1, 65536):
         with pytest.raises(ValueError, match="epoch"):
-            pair.fabric.connect(pair.listener.url, outbound=SMALL, inbound=SMALL, epoch=epoch)
+            pair.fabric.connect(pair.listener.url, Terms(outbound=SMALL, inbound=SMALL, epoch=epoch))
 
 
 def test_a_fresh_channel_of_any_epoch_is_empty(fabric: Fabric) -> None:
@@ -485,8 +486,8 @@ def test_wrong_key_is_refused_and_the_listener_survives(fabric: Fabric) -> None:
     stranger = open_or_skip(fabric.scheme, b"x" * 32)
     accepted = Task(lambda: listener.accept(timeout_s=LONG_S))
     with pytest.raises(netstack.HandshakeError):
-        stranger.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=SOON_S)
-    channel = fabric.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=SOON_S)
+        stranger.connect(listener.url, Terms(outbound=SMALL, inbound=SMALL), timeout_s=SOON_S)
+    channel = fabric.connect(listener.url, Terms(outbound=SMALL, inbound=SMALL), timeout_s=SOON_S)
     send(channel, b"friend")
     assert receive(accepted.join())[2] == b"friend"
 
@@ -498,7 +499,7 @@ def test_accept_times_out_and_tells_of_the_refused(fabric: Fabric) -> None:
     stranger = open_or_skip(fabric.scheme, b"x" * 32)
     accepting = Task(lambda: listener.accept(timeout_s=1.0))
     with pytest.raises(netstack.HandshakeError):
-        stranger.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=SOON_S)
+        stranger.connect(listener.url, Terms(outbound=SMALL, inbound=SMALL), timeout_s=SOON_S)
     with pytest.raises(netstack.ChannelTimeout, match="key"):
         accepting.join()
 
@@ -510,7 +511,7 @@ def test_closing_the_listener_ends_accept_but_no_channel(pair: Pair) -> None:
     with pytest.raises(netstack.ChannelAborted):
         accepting.join(SOON_S)
     with pytest.raises(netstack.ChannelError):
-        pair.fabric.connect(pair.listener.url, outbound=SMALL, inbound=SMALL, timeout_s=0.5)
+        pair.fabric.connect(pair.listener.url, Terms(outbound=SMALL, inbound=SMALL), timeout_s=0.5)
     send(pair.a, b"alive")
     assert receive(pair.b)[2] == b"alive"
 
@@ -518,12 +519,12 @@ def test_closing_the_listener_ends_accept_but_no_channel(pair: Pair) -> None:
 def test_connect_to_nobody_and_to_one_who_does_not_accept(fabric: Fabric) -> None:
     listener = fabric.listen()
     with pytest.raises(netstack.ChannelTimeout):
-        fabric.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=0.2)
+        fabric.connect(listener.url, Terms(outbound=SMALL, inbound=SMALL), timeout_s=0.2)
     listener.close()
     with pytest.raises(netstack.ChannelError, match=re.escape(listener.url)):
-        fabric.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=1.0)
+        fabric.connect(listener.url, Terms(outbound=SMALL, inbound=SMALL), timeout_s=1.0)
     with pytest.raises(ValueError, match="url"):
-        fabric.connect("nowhere://x", outbound=SMALL, inbound=SMALL)
+        fabric.connect("nowhere://x", Terms(outbound=SMALL, inbound=SMALL))
 
 
 def test_an_address_in_use_is_one_clear_line(fabric: Fabric) -> None:
@@ -536,20 +537,20 @@ def test_an_address_in_use_is_one_clear_line(fabric: Fabric) -> None:
 
 
 def test_both_ends_know_the_others_name(fabric: Fabric) -> None:
-    listener = fabric.listen(name="there")
+    listener = fabric.listen(reception=Reception(name="there"))
     accepted = Task(lambda: listener.accept(timeout_s=SOON_S))
-    a = fabric.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=SOON_S, name="here", peer="there")
+    a = fabric.connect(listener.url, Terms(outbound=SMALL, inbound=SMALL, name="here", peer="there"), timeout_s=SOON_S)
     assert (a.peer_name, accepted.join().peer_name) == ("there", "here")
     assert "there" not in listener.url
 
 
 @pytest.mark.parametrize("wanted", ["", "elsewhere"])
 def test_a_listener_of_another_name_refuses_and_goes_on(fabric: Fabric, wanted: str) -> None:
-    listener = fabric.listen(name="there")
+    listener = fabric.listen(reception=Reception(name="there"))
     accepted = Task(lambda: listener.accept(timeout_s=LONG_S))
     with pytest.raises(netstack.HandshakeError, match=f"not the peer that we want, {wanted!r}"):
-        fabric.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=SOON_S, peer=wanted)
-    a = fabric.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=SOON_S, peer="there")
+        fabric.connect(listener.url, Terms(outbound=SMALL, inbound=SMALL, peer=wanted), timeout_s=SOON_S)
+    a = fabric.connect(listener.url, Terms(outbound=SMALL, inbound=SMALL, peer="there"), timeout_s=SOON_S)
     send(a, b"friend")
     assert receive(accepted.join())[2] == b"friend"
 
@@ -558,31 +559,31 @@ def test_names_too_long_are_refused_on_both_sides(fabric: Fabric) -> None:
     listener = fabric.listen()
     for names in ({"name": "x" * 65}, {"peer": "x" * 65}):
         with pytest.raises(ValueError, match="64 bytes"):
-            fabric.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=SOON_S, **names)
+            fabric.connect(listener.url, Terms(outbound=SMALL, inbound=SMALL, **names), timeout_s=SOON_S)
     with pytest.raises(ValueError, match="64 bytes"):
-        fabric.listen(name="x" * 65)
+        fabric.listen(reception=Reception(name="x" * 65))
 
 
 def test_nobody_gets_a_larger_inbox_than_the_listener_allows(fabric: Fabric) -> None:
     """The ceiling is for both directions together."""
-    listener = fabric.listen(ceiling=Ceiling(inbox_bytes=8 << 20))
+    listener = fabric.listen(reception=Reception(inbox_bytes=8 << 20))
     large = Geometry(slots=2, slot_bytes=4 << 20)
     accepted = Task(lambda: listener.accept(timeout_s=LONG_S))
     for out, into in ((SMALL, large), (large, SMALL)):
         with pytest.raises(netstack.HandshakeError, match=r"above the listener.s ceiling"):
-            fabric.connect(listener.url, outbound=out, inbound=into, timeout_s=SOON_S)
+            fabric.connect(listener.url, Terms(outbound=out, inbound=into), timeout_s=SOON_S)
     half = Geometry(slots=1, slot_bytes=1 << 20)
-    a = fabric.connect(listener.url, outbound=half, inbound=half, timeout_s=SOON_S)
+    a = fabric.connect(listener.url, Terms(outbound=half, inbound=half), timeout_s=SOON_S)
     send(a, b"modest")
     assert receive(accepted.join())[2] == b"modest"
 
 
 def test_nobody_gets_more_channels_than_the_listener_allows(fabric: Fabric) -> None:
-    listener = fabric.listen(ceiling=Ceiling(channels=1))
+    listener = fabric.listen(reception=Reception(channels=1))
     pair = connect(fabric, listener)
     accepting = Task(lambda: listener.accept(timeout_s=1.0))
     with pytest.raises(netstack.HandshakeError, match="as many channels as its ceiling allows"):
-        fabric.connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=SOON_S)
+        fabric.connect(listener.url, Terms(outbound=SMALL, inbound=SMALL), timeout_s=SOON_S)
     with pytest.raises(netstack.ChannelTimeout, match="refused"):
         accepting.join()
     pair.b.close()
@@ -600,6 +601,30 @@ def test_stats_count_payloads(pair: Pair) -> None:
     assert (pair.a.stats.messages_sent, pair.a.stats.bytes_sent) == (3, 105)
     assert (pair.b.stats.messages_received, pair.b.stats.bytes_received) == (3, 105)
     assert pair.b.stats.wait_s >= 0.05
+
+
+def descriptors() -> set[tuple[str, str]]:
+    """Of this process: their numbers, and what each leads to."""
+    links = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the listing's own
+            links.add((fd.name, os.readlink(fd)))
+    return links
+
+
+def test_a_closed_channel_holds_no_descriptor(fabric: Fabric) -> None:
+    """While somebody still holds the object."""
+    listener = fabric.listen()
+    for end in (first := connect(fabric, listener)).a, first.b:  # what a process opens once is open now
+        end.close()
+    before = descriptors()
+    pair = connect(fabric, listener)
+    for end in (pair.a, pair.b):
+        end.close()
+    deadline = time.monotonic() + SOON_S
+    while (left := descriptors() - before) and time.monotonic() < deadline:
+        threading.Event().wait(0.01)  # for threads of the transport, which let go in their own time
+    assert left == set()
 
 
 def test_a_short_key_is_refused(fabric: Fabric) -> None:

@@ -17,7 +17,7 @@ from lamina.compute.capacity import geometries
 from lamina.compute.links import MemoryLink
 from lamina.compute.memory_pool import MemoryPool
 from lamina.converter import SlicedProgram
-from lamina.fleet.local import ProcessWorker
+from lamina.fleet.launchers.local import ProcessWorker
 from lamina.models.convert import layer_shapes
 from lamina.protocol.control import (
     AskStats,
@@ -92,7 +92,7 @@ class MemoryWorkers:
             for worker, (url, control) in enumerate(zip(self.urls[:num_workers], self._controls, strict=False)):
                 control.send(Connect(view=self._view))
                 channel = self.fabric.connect(
-                    url, outbound=outbound, inbound=inbound, epoch=self._view, timeout_s=TIMEOUT_S
+                    url, netstack.Terms(outbound=outbound, inbound=inbound, epoch=self._view), timeout_s=TIMEOUT_S
                 )
                 links.append(MemoryLink(channel, worker, TIMEOUT_S))
                 fields = {

@@ -22,7 +22,7 @@ from lamina.cli.check.settings_run import Check
 from lamina.cli.launch import main
 from lamina.compute.worker import ComputeWorker
 from lamina.config import make_config
-from lamina.fleet import local
+from lamina.fleet.launchers import local
 from lamina.kv.pool import LayerStore, WriteIndex
 from lamina.kv.stored import StoredRows
 from lamina.memory import worker as memory

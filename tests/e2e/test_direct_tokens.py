@@ -14,7 +14,7 @@ import pytest
 from cuda_stand_in import STAND_IN, scheme_of
 
 from lamina import LLM, SamplingParams
-from lamina.fleet import local
+from lamina.fleet.launchers import local
 from lamina.netstack import loopback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lamina" / "workers"))

@@ -12,7 +12,7 @@ from split import MemoryWorkers, SplitRunner
 from test_families import LEAST_DISTINCT, LEAST_MARGIN, RED, SHORT, TOLERANCE, compare, decode
 
 from lamina.converter import SlicedProgram
-from lamina.fleet import local
+from lamina.fleet.launchers import local
 from lamina.models.convert import convert_model
 
 MAX_LEN = 256

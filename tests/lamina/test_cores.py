@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lamina import LLM
 from lamina.config import make_config
 from lamina.cores import parse_cores, place, ranges
-from lamina.fleet.local import neighbours, placed
+from lamina.fleet.launchers.local import neighbours, placed
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/tiny_lm/model"
 

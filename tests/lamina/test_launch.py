@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from lamina.cli.launch import COMMANDS, main
-from lamina.config import OPTIONS, make_config, weights_of
+from lamina.config import OPTIONS, make_config
+from lamina.fleet.cohort import weights_of
 from lamina.netstack import SCHEMES
 from lamina.netstack.doctor import opens
 from lamina.protocol.declare import flag, parse_size

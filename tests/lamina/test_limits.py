@@ -13,7 +13,7 @@ import pytest
 from scheduled import make
 
 from lamina.engine.scheduler import Scheduler
-from lamina.fleet import node
+from lamina.fleet.hosts import node
 from lamina.protocol import control
 from lamina.protocol.control import ControlLink, LinkClosedError, Stop
 from lamina.protocol.tables import BlockTables

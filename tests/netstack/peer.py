@@ -7,7 +7,7 @@ import sys
 from time import monotonic
 
 from lamina import netstack
-from lamina.netstack import Channel, Fabric, Geometry
+from lamina.netstack import Channel, Fabric, Geometry, Terms
 
 SIZE = 1 << 20
 LONG_S = 60.0
@@ -80,7 +80,7 @@ def main() -> None:
         return listen(fabric)
     geometry = Geometry(slots=4, slot_bytes=SIZE)
     epoch = int(os.environ.get("PEER_EPOCH", "0"))
-    channel = fabric.connect(url, outbound=geometry, inbound=geometry, epoch=epoch)
+    channel = fabric.connect(url, Terms(outbound=geometry, inbound=geometry, epoch=epoch))
     return {"echo": echo, "wait": wait, "put": put, "fill": fill, "half": half}[sys.argv[1]](channel)
 
 

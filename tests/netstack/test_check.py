@@ -81,12 +81,12 @@ def test_bad_arguments_are_refused() -> None:
 def test_without_libcrypto_what_must_be_encrypted_is_refused_in_one_line(named: str) -> None:
     """And what stays within the host goes on."""
     code = (
-        "from lamina.netstack import ChannelError, Geometry\n"
+        "from lamina.netstack import ChannelError, Geometry, Terms\n"
         "from lamina.netstack.host.tcp import TcpFabric\n"
         "g = Geometry(slots=1, slot_bytes=64)\n"
         "plain, sealing = TcpFabric(b'k' * 32), TcpFabric(b'k' * 32, seal=True)\n"
         "url = plain.listen().url\n"
-        "for call in (sealing.listen, lambda: sealing.connect(url, outbound=g, inbound=g),\n"
+        "for call in (sealing.listen, lambda: sealing.connect(url, Terms(outbound=g, inbound=g)),\n"
         "             lambda: plain.listen('192.0.2.1:0')):\n"
         "    try: call()\n"
         "    except ChannelError as error: print(error)\n"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from wiring import KEY, SOON_S, connect, open_or_skip, send
 
 from lamina import netstack
-from lamina.netstack import Channel, Geometry
+from lamina.netstack import Channel, Geometry, Terms
 from lamina.netstack.emulate import EmulatedLink, EmulatedWire
 
 MS = 1_000_000
@@ -82,7 +82,7 @@ def test_a_peer_that_does_not_emulate_is_told_apart() -> None:
     fabric, plain, small = open_or_skip("emulate+loopback"), open_or_skip("loopback"), Geometry(slots=1, slot_bytes=9)
     listener = fabric.listen()
     with pytest.raises(ValueError, match="url"):
-        plain.connect(listener.url, outbound=small, inbound=small)
+        plain.connect(listener.url, Terms(outbound=small, inbound=small))
     listener.url = listener.url.removeprefix("emulate+")
     a, b = connect(plain, listener, geometry=small)
     send(a, b"short")

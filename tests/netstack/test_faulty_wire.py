@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wiring import KEY, SOON_S, send
 
-from lamina.netstack import Geometry, PeerFault
+from lamina.netstack import Geometry, PeerFault, Terms
 from lamina.netstack.host.tcp import TcpFabric
 from lamina.netstack.meeting.handshake import CHALLENGE, HELLO, PROOF_BYTES
 
@@ -73,7 +73,7 @@ def through_proxy(seal: bool, payloads: list[bytes], fault: tuple[object, int, i
             carried = pool.submit(carry, proxy, (host, int(port)), nbytes, fault)
             accepted = pool.submit(listener.accept, timeout_s=SOON_S)
             url = f"tcp://127.0.0.1:{proxy.getsockname()[1]}"
-            out = sender.connect(url, outbound=GEOMETRY, inbound=GEOMETRY)
+            out = sender.connect(url, Terms(outbound=GEOMETRY, inbound=GEOMETRY))
             into = accepted.result(SOON_S)
             for n, payload in enumerate(payloads):
                 send(out, payload, b"%d" % n)

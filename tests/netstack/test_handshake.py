@@ -22,15 +22,23 @@ from lamina.netstack.meeting.handshake import (
     PROOF_BYTES,
     SEAL,
     Exchange,
+    Hello,
     PeerSession,
-    Terms,
     answer,
     offer,
     run,
 )
 
 SEVEN = Geometry(slots=7, slot_bytes=1 << 32)
-TERMS = Terms("shm", 3, Geometry(slots=4, slot_bytes=100), SEVEN, SEAL, "one", "other")
+TERMS = Hello(
+    scheme="shm",
+    epoch=3,
+    outbound=Geometry(slots=4, slot_bytes=100),
+    inbound=SEVEN,
+    cipher=SEAL,
+    name="one",
+    peer="other",
+)
 SESSION = PeerSession(**vars(TERMS))
 SIZES = [HELLO.size, CHALLENGE.size, PROOF_BYTES, PROOF_BYTES]  # the four frames, connector first, then in turn
 
@@ -110,7 +118,7 @@ def test_both_sides_derive_the_same_keys_and_no_two_are_alike(pool: ThreadPoolEx
 
 
 def test_terms_without_a_seal_are_refused_where_one_is_due(pool: ThreadPoolExecutor) -> None:
-    bare = Terms("shm", 3, TERMS.outbound, TERMS.inbound)
+    bare = Hello(scheme="shm", epoch=3, outbound=TERMS.outbound, inbound=TERMS.inbound)
     ours, theirs = socket.socketpair()
     deadline = time.monotonic() + SOON_S
     connecting = pool.submit(run, ours, offer(KEY, bare), "peer", deadline=deadline)
@@ -242,7 +250,7 @@ def test_garbage_is_refused_and_never_anything_else(noise: bytes, start: bool) -
             exchange.advance()
 
 
-def apart(pool: ThreadPoolExecutor, terms: Terms, listening: handshake.Steps) -> tuple[HandshakeError, HandshakeError]:
+def apart(pool: ThreadPoolExecutor, terms: Hello, listening: handshake.Steps) -> tuple[HandshakeError, HandshakeError]:
     """How the connector and the listener put it that they do not come together."""
     found = []
     for outcome in shake_with(pool, offer(KEY, terms), listening):

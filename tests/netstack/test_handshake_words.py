@@ -24,15 +24,15 @@ from lamina.netstack.meeting.handshake import (
     SEAL,
     VERSION,
     Exchange,
+    Hello,
     PeerSession,
     Steps,
-    Terms,
     answer,
     offer,
 )
 
 OUT, INTO = Geometry(slots=4, slot_bytes=100), Geometry(slots=7, slot_bytes=1 << 32)
-TERMS = Terms("shm", 3, OUT, INTO, SEAL, "one", "other")
+TERMS = Hello(scheme="shm", epoch=3, outbound=OUT, inbound=INTO, cipher=SEAL, name="one", peer="other")
 NONCE = bytes(range(NONCE_BYTES))
 
 
@@ -45,7 +45,7 @@ def proof(label: bytes, transcript: bytes, key: bytes = KEY) -> bytes:
     return hmac.new(key, b"lamina " + label + b"\0" + transcript, sha256).digest()
 
 
-def hello_of(terms: Terms) -> bytes:
+def hello_of(terms: Hello) -> bytes:
     """By hand: network order, fixed widths, texts filled up with zeros."""
     out, into = terms.outbound, terms.inbound
     return b"".join(
@@ -71,7 +71,7 @@ def end_of(steps: Steps, sent: bytes) -> object:
         return end.value
 
 
-def offered(terms: Terms = TERMS) -> Steps:
+def offered(terms: Hello = TERMS) -> Steps:
     """A connector that waits for the listener's proof."""
     steps = offer(KEY, terms)
     assert next(steps) == (hello_of(terms), PREFIX.size, "it hung up before its challenge")
@@ -103,7 +103,7 @@ def test_both_sides_send_these_bytes_and_no_others() -> None:
             for label in (b"from connector", b"from listener")
         ]
         assert list(session.keys(listening=listens)) == (keys[::-1] if listens else keys)  # type: ignore[attr-defined]
-        assert Terms(**{n: getattr(session, n) for n in vars(TERMS)}) == TERMS
+        assert Hello(**{n: getattr(session, n) for n in vars(TERMS)}) == TERMS
 
 
 @pytest.mark.parametrize("side", ["connector", "listener"])
@@ -114,7 +114,7 @@ def test_a_wrong_proof_is_told(side: str) -> None:
     assert str(refused.value) == f"the {side}'s proof is wrong: the keys differ"
 
 
-def refusal(terms: Terms, steps: Steps | None = None, hello: bytes = b"") -> tuple[str, str]:
+def refusal(terms: Hello, steps: Steps | None = None, hello: bytes = b"") -> tuple[str, str]:
     """By which of REFUSALS a listener says no on the wire, and why it says so at home."""
     hello = hello or hello_of(terms)
     transcript = hello + CHALLENGE_BYTES
@@ -191,10 +191,10 @@ def test_another_protocol_and_another_version_are_named(side: str) -> None:
 @pytest.mark.parametrize(("scheme", "fits"), [("", False), ("x", True), ("x" * 8, True), ("x" * 9, False)])
 def test_how_long_the_name_of_a_transport_may_be(scheme: str, fits: bool) -> None:
     if fits:
-        assert Terms(scheme, 0, OUT, INTO).scheme == scheme
+        assert Hello(scheme=scheme, outbound=OUT, inbound=INTO).scheme == scheme
         return
     with pytest.raises(ValueError) as refused:
-        Terms(scheme, 0, OUT, INTO)
+        Hello(scheme=scheme, outbound=OUT, inbound=INTO)
     assert str(refused.value) == f"a transport's name has 1 to 8 bytes, not {scheme!r}"
 
 

@@ -19,7 +19,7 @@ from wiring import GEOMETRY, KEY, SOON_S, connect, open_or_skip, send
 
 from lamina import netstack
 from lamina.netstack.meeting import listener as module
-from lamina.netstack.meeting.handshake import PeerSession, Terms, offer, run
+from lamina.netstack.meeting.handshake import Hello, PeerSession, offer, run
 from lamina.netstack.meeting.listener import Meeting, StreamListener
 
 
@@ -115,7 +115,7 @@ def test_nothing_is_allocated_for_a_peer_that_has_not_proven_itself(place: Strea
     with ThreadPoolExecutor(1) as pool:
         accepting = pool.submit(place.accept, timeout_s=1.0)
         with pytest.raises(netstack.HandshakeError):
-            wrong.connect(place.url, outbound=huge, inbound=huge, timeout_s=5.0)
+            wrong.connect(place.url, netstack.Terms(outbound=huge, inbound=huge), timeout_s=5.0)
         with pytest.raises(netstack.ChannelTimeout, match="keys differ"):
             accepting.result(5)
     assert welcomed == []
@@ -134,7 +134,7 @@ def test_a_peer_whose_memory_cannot_be_had_is_dropped(place: StreamListener) -> 
 
     place._doors[fd] = replace(door, welcome=no_memory)
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(fabric.connect, place.url, outbound=GEOMETRY, inbound=GEOMETRY)
+        pool.submit(fabric.connect, place.url, netstack.Terms(outbound=GEOMETRY, inbound=GEOMETRY))
         with pytest.raises(netstack.ChannelTimeout, match="memory"):
             place.accept(timeout_s=0.5)
     a, b = connect(fabric, place)
@@ -187,7 +187,7 @@ def test_a_connector_waits_where_too_many_wait_before_it() -> None:
     early.connect(name)
     start = time.monotonic()
     with pytest.raises(netstack.ChannelTimeout, match="took nobody in time"):
-        fabric.connect(place.url, outbound=GEOMETRY, inbound=GEOMETRY, timeout_s=0.2)
+        fabric.connect(place.url, netstack.Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=0.2)
     assert 0.2 <= time.monotonic() - start < 2.0
     connect(fabric, place)  # once somebody accepts
     early.close()
@@ -205,9 +205,9 @@ def test_what_is_set_up_behind_the_handshake_goes_on_over_several_accepts(place:
         return door.welcome(sock, session)  # type: ignore[return-value]
 
     place._doors[fd] = replace(door, welcome=slowly)
-    terms = Terms("tcp", 0, GEOMETRY, GEOMETRY)
+    hello = Hello(scheme="tcp", outbound=GEOMETRY, inbound=GEOMETRY)
     with ThreadPoolExecutor(1) as pool, caller(place) as sock:
-        proving = pool.submit(run, sock, offer(KEY, terms), place.url, deadline=time.monotonic() + SOON_S)
+        proving = pool.submit(run, sock, offer(KEY, hello), place.url, deadline=time.monotonic() + SOON_S)
         while not proving.done():
             with pytest.raises(netstack.ChannelTimeout):
                 place.accept(timeout_s=0.05)
@@ -228,9 +228,9 @@ def test_one_that_holds_the_key_and_then_says_nothing_holds_up_nobody(transport:
         assert isinstance(listener, StreamListener)
         accepting = pool.submit(listener.accept, timeout_s=SOON_S)
         with caller(listener) as mute:
-            terms = Terms(getattr(fabric, "spoken", scheme), 0, GEOMETRY, GEOMETRY)
-            run(mute, offer(KEY, terms), listener.url, deadline=time.monotonic() + SOON_S)
-            friend = fabric.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY, timeout_s=SOON_S)
+            hello = Hello(scheme=getattr(fabric, "spoken", scheme), outbound=GEOMETRY, inbound=GEOMETRY)
+            run(mute, offer(KEY, hello), listener.url, deadline=time.monotonic() + SOON_S)
+            friend = fabric.connect(listener.url, netstack.Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=SOON_S)
             send(friend, b"friend")
             assert accepting.result(SOON_S).wait_signal(timeout_s=SOON_S).data == b"friend"
             (peer,) = listener._half_open.values()
@@ -245,14 +245,14 @@ def test_one_that_holds_the_key_and_then_says_nothing_holds_up_nobody(transport:
 def test_those_that_hold_the_key_and_have_no_channel_yet_count_for_the_ceiling(transport: str) -> None:
     """They may have their inboxes already."""
     with scheme_of(transport) as scheme, closing(open_or_skip(scheme)) as fabric, ThreadPoolExecutor(1) as pool:
-        listener = fabric.listen(ceiling=netstack.Ceiling(channels=1))
+        listener = fabric.listen(reception=netstack.Reception(channels=1))
         assert isinstance(listener, StreamListener)
         accepting = pool.submit(listener.accept, timeout_s=SOON_S)
         with caller(listener) as mute:
-            terms = Terms(getattr(fabric, "spoken", scheme), 0, GEOMETRY, GEOMETRY)
-            run(mute, offer(KEY, terms), listener.url, deadline=time.monotonic() + SOON_S)
+            hello = Hello(scheme=getattr(fabric, "spoken", scheme), outbound=GEOMETRY, inbound=GEOMETRY)
+            run(mute, offer(KEY, hello), listener.url, deadline=time.monotonic() + SOON_S)
             with pytest.raises(netstack.HandshakeError, match="as many channels as its ceiling allows"):
-                fabric.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY, timeout_s=SOON_S)
+                fabric.connect(listener.url, netstack.Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=SOON_S)
         listener.close()
         with pytest.raises(netstack.ChannelError):
             accepting.result(SOON_S)

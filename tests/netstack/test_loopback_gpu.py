@@ -15,7 +15,7 @@ from cuda_stand_in import STAND_IN, scheme_of
 from wiring import KEY, SOON_S, connect, send
 
 from lamina import netstack
-from lamina.netstack import Channel, DeviceChannel, Geometry
+from lamina.netstack import Channel, DeviceChannel, Geometry, Terms
 from lamina.netstack.cuda.cuda import CudaChannel
 from lamina.netstack.cuda.driver import CudaError, CudaStream, Driver, Pinned
 from lamina.netstack.cuda.loopback_gpu import LoopbackGpuChannel
@@ -168,7 +168,7 @@ def test_ends_on_different_gpus_or_on_none_are_for_hosts() -> None:
         listener = fabrics[there].listen()
         with ThreadPoolExecutor(1) as threads:
             accepted = threads.submit(listener.accept, timeout_s=SOON_S)
-            connected = fabrics[here].connect(listener.url, outbound=SMALL, inbound=SMALL, timeout_s=SOON_S)
+            connected = fabrics[here].connect(listener.url, Terms(outbound=SMALL, inbound=SMALL), timeout_s=SOON_S)
             both: list[Channel] = [connected, accepted.result(SOON_S)]
         assert not [x for x in both if isinstance(x, DeviceChannel)]
     for fabric in fabrics:

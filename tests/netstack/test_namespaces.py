@@ -85,9 +85,9 @@ def test_messages_cross_the_cable_and_are_verified(cable: Cable, transport: str)
 def test_beyond_loopback_frames_are_encrypted(cable: Cable) -> None:
     """Seen from outside: a peer with the key that wants to go without a code is refused."""
     code = (
-        "import sys, lamina.netstack.host.tcp as tcp; from lamina.netstack import Geometry; "
+        "import sys, lamina.netstack.host.tcp as tcp; from lamina.netstack import Geometry, Terms; "
         "tcp._is_loopback = lambda host: True; fabric = tcp.TcpFabric(bytes.fromhex(sys.argv[2])); "
-        "g = Geometry(slots=1, slot_bytes=64); fabric.connect(sys.argv[1], outbound=g, inbound=g, timeout_s=5)"
+        "g = Geometry(slots=1, slot_bytes=64); fabric.connect(sys.argv[1], Terms(outbound=g, inbound=g), timeout_s=5)"
     )
     listen = [*BENCH, "--listen", f"{cable.address}:0", "--cores", "none", "--idle", "3"]
     with subprocess.Popen(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,12 +25,13 @@ def run(*flags: str, path: str | None = None) -> subprocess.CompletedProcess[str
     )
 
 
-def loglog() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("loglog", ROOT / "perf" / "loglog.py")
+def script(name: str) -> ModuleType:
+    """A module of perf/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "perf" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["loglog"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -75,7 +77,7 @@ def test_nobody_is_one_line() -> None:
 
 
 def test_a_plot_is_well_formed_and_in_its_frame() -> None:
-    module = loglog()
+    module = script("loglog")
     lines = [module.Line("a < b", [(8, 0.5), (1 << 20, 300.0)], True), module.Line("c", [(8, 2.0)])]
     tree = ElementTree.fromstring(module.draw("title", "x", "y", lines))
     assert [e.text for e in tree.iter() if e.text in ("a < b", "c", "title")] == ["title", "a < b", "c"]
@@ -84,3 +86,31 @@ def test_a_plot_is_well_formed_and_in_its_frame() -> None:
     assert axis.ticks(4) == [16.0, 256.0, 4096.0, 65536.0, 1048576.0]
     with pytest.raises(ValueError, match="nothing"):
         module.draw("t", "x", "y", [])
+
+
+LATE = """
+import pathlib, socket, sys, time
+mark = pathlib.Path(sys.argv[1])
+if not mark.exists():
+    mark.write_text(sys.argv[-1])
+    sys.exit("the port is taken")
+with socket.create_server(("127.0.0.1", int(sys.argv[-1]))):
+    time.sleep(60)
+"""
+
+
+def test_a_server_whose_port_was_taken_gets_another(tmp_path: Path) -> None:
+    mark = tmp_path / "first"
+    with script("pingpong_competitors").ucx_server([sys.executable, "-c", LATE, str(mark)], dict(os.environ)) as port:
+        socket.create_connection(("127.0.0.1", port), 10.0).close()
+    assert mark.exists()
+
+
+def test_a_server_that_somebody_else_stands_in_for_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    competitors = script("pingpong_competitors")
+    monkeypatch.setattr(competitors, "LISTEN_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as other, subprocess.Popen(["sleep", "60"]) as idle:
+        try:
+            assert not competitors._listens(idle, other.getsockname()[1])
+        finally:
+            idle.kill()

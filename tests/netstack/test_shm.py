@@ -23,13 +23,13 @@ from hypothesis import strategies as st
 from wiring import KEY, ROOT, SOON_S, connect, open_or_skip, send
 
 from lamina import netstack
-from lamina.netstack import Channel, Geometry, HandshakeError, PeerFault
-from lamina.netstack.meeting.handshake import Terms, answer, offer, run
+from lamina.netstack import Channel, Geometry, HandshakeError, PeerFault, Terms
+from lamina.netstack.meeting.handshake import Hello, answer, offer, run
 
 EPOCH = 9
 SLOTS, SLOT_BYTES = 3, 5000
 GEOMETRY = Geometry(slots=SLOTS, slot_bytes=SLOT_BYTES)
-TERMS = Terms("shm", EPOCH, GEOMETRY, GEOMETRY)
+HELLO = Hello(scheme="shm", epoch=EPOCH, outbound=GEOMETRY, inbound=GEOMETRY)
 ZERO = EPOCH << 48
 SIGNAL, CREDIT, ARRIVAL_BELL, SPACE_BELL, FAREWELL = 0, 64, 128, 192, 256  # csrc/netstack/ring.h
 PAGE, STRIDE = 4096, 8192
@@ -53,7 +53,7 @@ class Rogue:
         with ThreadPoolExecutor(1) as pool:
             accepted = pool.submit(listener.accept, timeout_s=SOON_S)
             self.life_line.connect("\0" + listener.url.partition("://")[2])
-            run(self.life_line, offer(KEY, TERMS), "listener", deadline=time.monotonic() + SOON_S)
+            run(self.life_line, offer(KEY, HELLO), "listener", deadline=time.monotonic() + SOON_S)
             self.victim: Channel = accepted.result(SOON_S)
         _, fds, _, _ = socket.recv_fds(self.life_line, 1, 1)
         self.memory = mmap.mmap(fds[0], 2 * RING)
@@ -232,7 +232,7 @@ def test_unsealed_or_misfit_memory_of_a_rogue_listener_is_refused(seals: str) ->
     with place, ThreadPoolExecutor(1) as pool:
         pool.submit(listen)
         with pytest.raises(HandshakeError, match="seal"):
-            fabric.connect(f"shm://lamina-test-{os.getpid()}-{seals}", outbound=GEOMETRY, inbound=GEOMETRY)
+            fabric.connect(f"shm://lamina-test-{os.getpid()}-{seals}", Terms(outbound=GEOMETRY, inbound=GEOMETRY))
 
 
 def test_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
     with pytest.raises(HandshakeError, match="user"):
-        fabric.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY)
+        fabric.connect(listener.url, Terms(outbound=GEOMETRY, inbound=GEOMETRY))
     fabric.close()
 
 

@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 from wiring import KEY, SOON_S, connect, send
 
 from lamina import netstack
-from lamina.netstack import Channel, Geometry, PeerFault
+from lamina.netstack import Channel, Geometry, PeerFault, Terms
 from lamina.netstack.host import tcp
 from lamina.netstack.host.tcp import TcpFabric
-from lamina.netstack.meeting.handshake import SEAL, Terms, offer, run
+from lamina.netstack.meeting.handshake import SEAL, Hello, offer, run
 
 EPOCH = 9
 ZERO = EPOCH << 48
 SLOTS, SLOT_BYTES = 3, 100
 GEOMETRY = Geometry(slots=SLOTS, slot_bytes=SLOT_BYTES)
-TERMS = Terms("tcp", EPOCH, GEOMETRY, GEOMETRY)
+HELLO = Hello(scheme="tcp", epoch=EPOCH, outbound=GEOMETRY, inbound=GEOMETRY)
 
 
 class Rogue:
@@ -41,7 +41,7 @@ class Rogue:
         with ThreadPoolExecutor(1) as pool:
             accepted = pool.submit(listener.accept, timeout_s=SOON_S)
             self.stream = socket.create_connection((host, int(port)))
-            run(self.stream, offer(KEY, TERMS), "listener", deadline=time.monotonic() + SOON_S)
+            run(self.stream, offer(KEY, HELLO), "listener", deadline=time.monotonic() + SOON_S)
             self.victim: Channel = accepted.result(SOON_S)
         self.stream.setblocking(True)
         self.count = 0  # of frames sent
@@ -292,7 +292,7 @@ def test_addresses_of_no_one_interface_are_refused(address: str) -> None:
     with pytest.raises(ValueError, match="one interface"):
         fabric.listen(address)
     with pytest.raises(ValueError, match="one interface"):
-        fabric.connect(f"tcp://{address}", outbound=GEOMETRY, inbound=GEOMETRY)
+        fabric.connect(f"tcp://{address}", Terms(outbound=GEOMETRY, inbound=GEOMETRY))
 
 
 def test_a_sealing_listener_refuses_a_peer_that_wants_to_go_without() -> None:
@@ -301,7 +301,7 @@ def test_a_sealing_listener_refuses_a_peer_that_wants_to_go_without() -> None:
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, timeout_s=1.0)
         with pytest.raises(netstack.HandshakeError):
-            plain.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY)
+            plain.connect(listener.url, Terms(outbound=GEOMETRY, inbound=GEOMETRY))
         with pytest.raises(netstack.ChannelTimeout, match="not encrypted"):
             accepted.result(SOON_S)
     sealing.close()
@@ -316,7 +316,7 @@ class Sealed:
         with ThreadPoolExecutor(1) as pool:
             accepted = pool.submit(listener.accept, timeout_s=SOON_S)
             self.stream = socket.create_connection((host, int(port)))
-            terms, deadline = replace(TERMS, cipher=SEAL), time.monotonic() + SOON_S
+            terms, deadline = replace(HELLO, cipher=SEAL), time.monotonic() + SOON_S
             session = run(self.stream, offer(KEY, terms), "listener", deadline=deadline)
             self.victim: Channel = accepted.result(SOON_S)
         self.stream.setblocking(True)

@@ -25,7 +25,7 @@ def drive(change: Callable[[int, bytes], bytes], secret: bytes = SECRET) -> list
     reached: list[bytes] = []
 
     def session(secret: bytes) -> PeerSession:
-        return PeerSession("verbs", 0, GEOMETRY, GEOMETRY, secret=secret)
+        return PeerSession(scheme="verbs", outbound=GEOMETRY, inbound=GEOMETRY, secret=secret)
 
     connector: Steps = swap(session(SECRET), b"connector's", reached.append, listening=False)
     listener: Steps = swap(session(secret), b"the listener"[1:], reached.append, listening=True)

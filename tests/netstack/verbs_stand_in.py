@@ -160,7 +160,7 @@ def main() -> None:
     with ThreadPoolExecutor(1) as pool:
         for _ in range(2):
             accepted = pool.submit(listener.accept, timeout_s=10.0)
-            near = fabric.connect(listener.url, outbound=inbox, inbound=inbox)
+            near = fabric.connect(listener.url, netstack.Terms(outbound=inbox, inbound=inbox))
             near.put_signal(near.reserve(1 << 17), b"", source)
             accepted.result().close()
             near.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lamina import netstack
-from lamina.netstack import Channel, Fabric, Geometry, Listener
+from lamina.netstack import Channel, Fabric, Geometry, Listener, Terms
 
 KEY = b"k" * 32
 SOON_S = 10.0
@@ -38,7 +38,7 @@ def connect(
     place = listener or fabric.listen()
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(place.accept, timeout_s=SOON_S)
-        connected = fabric.connect(place.url, outbound=geometry, inbound=geometry, epoch=epoch, timeout_s=SOON_S)
+        connected = fabric.connect(place.url, Terms(outbound=geometry, inbound=geometry, epoch=epoch), timeout_s=SOON_S)
         return connected, accepted.result(SOON_S)
 
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import msgspec
 
 from lamina.engine.wire import WorkerError
-from lamina.fleet.launcher import WorkerHandle
-from lamina.fleet.local import ProcessWorker
+from lamina.fleet.launchers import WorkerHandle
+from lamina.fleet.launchers.local import ProcessWorker
 from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
 from lamina.request import Blame, SamplingParams
 

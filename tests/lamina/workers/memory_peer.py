@@ -18,7 +18,7 @@ from lamina.attention.spec import AttentionSpec
 from lamina.compute.links import MemoryLink
 from lamina.compute.memory_pool import MemoryPool
 from lamina.memory.worker import MemoryWorker
-from lamina.netstack import Channel, ChannelError, Geometry
+from lamina.netstack import Channel, ChannelError, Geometry, Terms
 from lamina.protocol.control import Connect
 from lamina.protocol.declare import options_of
 from lamina.protocol.options import KVOptions
@@ -154,7 +154,7 @@ class Pool:
     def knock(self, worker: int, view: int, name: str = "") -> Channel:
         """A channel to a worker, of the epoch ``view``."""
         url = self.doors[worker].url
-        return self.fabric.connect(url, outbound=GEOMETRY, inbound=GEOMETRY, epoch=view, name=name)
+        return self.fabric.connect(url, Terms(outbound=GEOMETRY, inbound=GEOMETRY, epoch=view, name=name))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ def on_all(size: int, work: Callable[[Mesh], T], *, scheme: str = "loopback", ti
     """What ``work`` gives on each of ``size`` ranks, in their order. Raises the first rank's exception."""
     fabrics = [netstack.open(scheme, key=b"k" * 32) for _ in range(size)]
     names = [f"rank {rank}" for rank in range(size)]
-    listeners = [f.listen(name=name) for f, name in zip(fabrics, names, strict=True)]
+    listeners = [f.listen(reception=netstack.Reception(name=name)) for f, name in zip(fabrics, names, strict=True)]
     urls = [listener.url for listener in listeners]
 
     def one(rank: int) -> T:

@@ -13,7 +13,7 @@ import pytest
 from lamina import netstack
 from lamina.compute.links import RefusedError
 from lamina.compute.model_server import ModelServer, serve
-from lamina.netstack import Channel, Geometry, PeerFault
+from lamina.netstack import Channel, Geometry, PeerFault, Terms
 from lamina.protocol.control import (
     AskStats,
     ComputeReady,
@@ -92,7 +92,7 @@ def driver() -> Iterator[SimpleNamespace]:
     url, fabric = link.recv(WAIT_S).ring_url, netstack.open("loopback", key=KEY)
 
     def knock(view: int) -> Channel:
-        return fabric.connect(url, outbound=GEOMETRY, inbound=GEOMETRY, epoch=view)
+        return fabric.connect(url, Terms(outbound=GEOMETRY, inbound=GEOMETRY, epoch=view))
 
     yield SimpleNamespace(link=link, knock=knock)
     link.close()

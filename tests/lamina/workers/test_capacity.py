@@ -6,6 +6,7 @@ import pytest
 import torch
 from memory_peer import bind, shape
 
+from lamina.attention.merge import CHUNK_TOKENS
 from lamina.compute import capacity
 from lamina.compute.capacity import (
     attention_bytes,
@@ -21,7 +22,9 @@ from lamina.memory.step import Step
 from lamina.memory.store import DTYPES, Store
 from lamina.netstack import Geometry
 from lamina.protocol.groups import of_all_ranks, together, usable_blocks
+from lamina.protocol.layout import layout
 from lamina.protocol.partition import PARTITIONS
+from lamina.protocol.placement import Place, Placement
 from lamina.protocol.plan import Free, LayerShape, New, Rows, StepPlan
 
 LAYERS = {
@@ -166,9 +169,20 @@ def test_slots_take_whole_pages_and_a_header() -> None:
     assert channel_bytes(Geometry(slots=1, slot_bytes=1), Geometry(slots=2, slot_bytes=4096)) == (2 + 4) * 4096
 
 
-def test_partial_results_are_counted() -> None:
-    layers = LAYERS["some"]
-    whole = bind(layers, [1.0], 0).partition
-    assert attention_bytes(layers, whole, 0, torch.float32, max_rows=10) == 10 * 16 * (layers[0].v_dim + 1) * 4
-    cut = bind(layers, [1.0, 1.0], 0, "token").partition
-    assert attention_bytes(layers, cut, 0, torch.float32, max_rows=10) == 10 * 16 * (layers[0].v_dim + 1) * 4 * 3
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0], [2.0, 1.0, 1.0]])
+@pytest.mark.parametrize("stripes", [2, 4, 32])
+def test_the_most_partial_results_of_a_step_are_counted(weights: list[float], stripes: int) -> None:
+    """Of rows at any position of a sequence at any place."""
+    layers, max_rows = LAYERS["some"], 10
+    partition = PARTITIONS["token"]([x.kv_heads for x in layers], weights, 1)
+    max_len = stripes * CHUNK_TOKENS
+    placement = Placement(partition.num_lanes, CHUNK_TOKENS)
+    (piece,) = partition.pieces(0, 0)
+    found = [
+        layout([Rows(0, first, max_rows, Place(lane))], piece.lanes, 0, placement)
+        for lane in range(partition.num_lanes)
+        for first in range(0, max_len - max_rows + 1, max_rows)
+    ]
+    results = max(max(x.num_partial, len(x.whole_rows)) for x in found)
+    counted = attention_bytes(layers, partition, 0, torch.float32, max_rows=max_rows, max_len=max_len)
+    assert counted == results * 16 * (layers[0].v_dim + 1) * 4

@@ -21,7 +21,7 @@ from lamina.compute import direct
 from lamina.compute.direct import DirectAttention, open_wires
 from lamina.compute.links import MemoryLink, RefusedError
 from lamina.compute.memory_pool import MemoryPool
-from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, PeerFault
+from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, PeerFault, Terms
 from lamina.protocol.partition import PARTITIONS, Partition, by_head
 from lamina.protocol.plan import (
     Free,
@@ -77,7 +77,7 @@ def direct_model(
 ) -> Model:
     """Its attention is a DirectAttention."""
     there = model(pool, weights, layers, direct=True)
-    connect = partial(pool.fabric.connect, outbound=GEOMETRY, inbound=GEOMETRY)
+    connect = partial(pool.fabric.connect, terms=Terms(outbound=GEOMETRY, inbound=GEOMETRY))
     connects = [partial(connect, x.url) for x in pool.doors[-len(weights) :]]
     wires = open_wires(connects, [p.bound for p in there.peers], gpu, wait_s, LayerPath.DEVICE)
     partition, itemsize = there.peers[0].bind.partition, there.dtype.itemsize
@@ -124,7 +124,7 @@ class Sent:
         listener = self.fabric.listen()
         with ThreadPoolExecutor(1) as threads:
             accepted = threads.submit(listener.accept, timeout_s=WAIT_S)
-            connected = self.fabric.connect(listener.url, outbound=GEOMETRY, inbound=GEOMETRY)
+            connected = self.fabric.connect(listener.url, Terms(outbound=GEOMETRY, inbound=GEOMETRY))
             return connected, accepted.result(WAIT_S)
 
     def check(self) -> None:
@@ -209,7 +209,7 @@ def test_where_one_memory_worker_cannot_hosts_send_to_all(
         peers = [pool.connect(binds[0])]
         monkeypatch.setitem(staging.KINDS, "cpu", StandIn)
         peers.append(pool.connect(binds[1]))
-        connect = partial(pool.fabric.connect, outbound=GEOMETRY, inbound=GEOMETRY)
+        connect = partial(pool.fabric.connect, terms=Terms(outbound=GEOMETRY, inbound=GEOMETRY))
         bounds = [p.bound for p in peers]
         assert [b.direct for b in bounds] == [True, False]
         assert open_wires([partial(connect, x.url) for x in pool.doors], bounds, gpu(), WAIT_S, LayerPath.HOST) == []

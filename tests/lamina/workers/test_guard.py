@@ -17,7 +17,7 @@ from lamina.collective.guard import Guard
 from lamina.collective.mesh import Mesh, listen_and_connect
 from lamina.collective.nccl import Nccl
 from lamina.collective.process_group import Opened, failed
-from lamina.netstack import ChannelAborted, ChannelTimeout, PeerFault
+from lamina.netstack import ChannelAborted, ChannelTimeout, PeerFault, Reception
 from lamina.workers.graphs import GraphedSlice
 
 SOON_S = 5.0
@@ -139,7 +139,7 @@ def test_the_end_of_this_ranks_fabric_ends_its_device() -> None:
     """As when the driver has gone, which a thread of the service notices."""
     fabrics = [netstack.open("loopback", key=b"k" * 32) for _ in range(2)]
     names = ["first", "second"]
-    listeners = [f.listen(name=name) for f, name in zip(fabrics, names, strict=True)]
+    listeners = [f.listen(reception=Reception(name=name)) for f, name in zip(fabrics, names, strict=True)]
     urls = [x.url for x in listeners]
     meshes: dict[int, Mesh] = {}
 

@@ -20,7 +20,7 @@ from msgspec import structs
 from lamina import netstack
 from lamina.attention.spec import AttentionSpec
 from lamina.memory.main import serve_memory
-from lamina.netstack import Channel, Geometry, PeerFault
+from lamina.netstack import Channel, Geometry, PeerFault, Terms
 from lamina.protocol.control import (
     AskStats,
     Connect,
@@ -94,7 +94,7 @@ def ask(channel: Channel, view: int, *, join: bool = False) -> tuple[Kind, bytes
 
 
 def knock(fabric: netstack.Fabric, url: str, view: int) -> Channel:
-    return fabric.connect(url, outbound=GEOMETRY, inbound=GEOMETRY, epoch=view, timeout_s=WAIT_S)
+    return fabric.connect(url, Terms(outbound=GEOMETRY, inbound=GEOMETRY, epoch=view), timeout_s=WAIT_S)
 
 
 def bound(driver: Driver, fabric: netstack.Fabric, url: str, view: int = 1) -> Channel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from lamina import netstack
 from lamina.compute.ring import RING, RingEnds, layout
-from lamina.netstack import Geometry, PeerFault
+from lamina.netstack import Geometry, PeerFault, Terms
 from lamina.protocol.plan import New, ProtocolError, Rows, StepPlan
 
 WAIT_S = 60.0
@@ -31,7 +32,7 @@ CUTS = [[Row((1, 24), torch.bfloat16), Row((1,), torch.int64)], [Row((1, 7), tor
 def ends() -> Iterator[list[RingEnds]]:
     fabric = netstack.open("loopback", key=b"k" * 32)
     names = [f"replica {i}" for i in range(3)]
-    listeners = [fabric.listen(name=name, ceiling=RING) for name in names]
+    listeners = [fabric.listen(reception=replace(RING, name=name)) for name in names]
     found: dict[int, RingEnds] = {}
 
     def close(i: int) -> None:
@@ -105,7 +106,7 @@ def test_tensors_of_a_message_do_not_overlap() -> None:
 def test_another_than_the_replica_before_is_turned_away() -> None:
     """It holds the key; the driver has named another one."""
     fabric = netstack.open("loopback", key=b"k" * 32)
-    listeners = [fabric.listen(name=f"replica {i}", ceiling=RING) for i in range(2)]
+    listeners = [fabric.listen(reception=replace(RING, name=f"replica {i}")) for i in range(2)]
     ended: list[Exception] = []
 
     def close() -> None:
@@ -120,7 +121,9 @@ def test_another_than_the_replica_before_is_turned_away() -> None:
     thread = threading.Thread(target=close)
     thread.start()
     inbox = Geometry(slots=3, slot_bytes=1 << 16)
-    fabric.connect(listeners[1].url, outbound=inbox, inbound=inbox, timeout_s=WAIT_S, name="third", peer="replica 1")
+    fabric.connect(
+        listeners[1].url, Terms(outbound=inbox, inbound=inbox, name="third", peer="replica 1"), timeout_s=WAIT_S
+    )
     thread.join(WAIT_S)
     assert "'third' in place of 'replica 0'" in str(ended[0])
     fabric.close()

@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 import pytest
 import torch
 
-from lamina.collective.mesh import Mesh, ceiling, listen_and_connect
+from lamina.collective.mesh import Mesh, listen_and_connect, reception
 from lamina.netstack import ChannelError, HandshakeError
 from lamina.netstack.host.tcp import TcpFabric
 
@@ -57,7 +57,7 @@ def gather(lead: Callable[[Sequence[str]], Sequence[str]]) -> list[Future[list[f
     names = [f"rank {rank}" for rank in range(RANKS)]
     with ExitStack() as stack:
         fabrics = [stack.enter_context(closing(TcpFabric(KEY, seal=True))) for _ in range(RANKS)]
-        listeners = [f.listen(name=n, ceiling=ceiling(RANKS)) for f, n in zip(fabrics, names, strict=True)]
+        listeners = [f.listen(reception=reception(n, RANKS)) for f, n in zip(fabrics, names, strict=True)]
         urls = [listener.url for listener in listeners]
         led = [urls[0], *(stack.enter_context(relay(url)) for url in lead(urls[1:]))]
 

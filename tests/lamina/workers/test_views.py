@@ -23,7 +23,7 @@ from lamina.compute.prefill import PrefillWorker
 from lamina.compute.ring import RingEnds
 from lamina.compute.view_group import ViewGroup
 from lamina.compute.worker import ComputeWorker
-from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, Fabric, PeerFault
+from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, Fabric, PeerFault, Terms
 from lamina.protocol.control import RunRound, StepDone
 from lamina.protocol.plan import Key, Kind, New, Rows, StepPlan
 from lamina.workers.view import ViewDoor, ViewFabric
@@ -205,8 +205,10 @@ def fabric() -> Iterator[Fabric]:
 def knocking(fabric: Fabric, door: ViewDoor, *epochs: int) -> Iterator[list[Future[Channel]]]:
     """Peers that come, each of an epoch."""
     with ThreadPoolExecutor(len(epochs)) as threads:
-        geometry = {"outbound": GEOMETRY, "inbound": GEOMETRY}
-        yield [threads.submit(fabric.connect, door.url, **geometry, epoch=epoch) for epoch in epochs]  # type: ignore[arg-type]
+        yield [
+            threads.submit(fabric.connect, door.url, Terms(outbound=GEOMETRY, inbound=GEOMETRY, epoch=epoch))
+            for epoch in epochs
+        ]
 
 
 def test_a_door_lets_in_whom_the_view_is_for(fabric: Fabric) -> None:
@@ -235,7 +237,7 @@ def test_a_view_that_is_over_waits_for_nobody(fabric: Fabric) -> None:
         with pytest.raises(ChannelAborted, match="view 1 is over: view 2 begins"):
             waiting.result()
         accepted = threads.submit(ViewFabric(1).accept, door, WAIT_S)
-        channel = view.connect(door.url, outbound=GEOMETRY, inbound=GEOMETRY)
+        channel = view.connect(door.url, Terms(outbound=GEOMETRY, inbound=GEOMETRY))
         with pytest.raises(ChannelAborted):
             channel.reserve(0)
         assert accepted.result().epoch == 1

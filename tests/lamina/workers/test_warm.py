@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from lamina.fleet import local, warm
-from lamina.fleet.local import ProcessWorker, spawn
-from lamina.fleet.warm import Forked, OwnWarm, WarmStart
+from lamina.fleet.launchers import local, warm
+from lamina.fleet.launchers.local import ProcessWorker, spawn
+from lamina.fleet.launchers.warm import Forked, OwnWarm, WarmStart
 
 ROOT = Path(__file__).resolve().parents[3]
 SOON_S = 60.0  # imports on a busy machine
@@ -252,7 +252,7 @@ def test_a_warm_process_that_cannot_import_leaves_that_to_the_worker(
 
 DRIVER = """
 import os, sys, socket
-from lamina.fleet import local, warm
+from lamina.fleet.launchers import local, warm
 local.ROLES["probe"] = ("warm_probe", "serve_probe")
 ours, theirs = socket.socketpair()
 if sys.argv[1] == "importing":

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lamina.fleet import local
+from lamina.fleet.launchers import local
 from lamina.workers import warm
 
 ROOT = Path(__file__).resolve().parents[3]

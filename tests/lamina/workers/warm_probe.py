@@ -64,7 +64,7 @@ def facts(control: int) -> dict[str, Any]:
 
 def brother() -> dict[str, Any]:
     """Of a worker that this one has started, and whose parent it is."""
-    from lamina.fleet import local
+    from lamina.fleet.launchers import local
 
     local.ROLES["probe"] = ("warm_probe", "serve_probe")
     ours, theirs = socket.socketpair()

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from lamina.netstack import Ceiling, Geometry, HandshakeError
-from lamina.netstack.meeting.handshake import SEAL, PeerSession, Terms, offer, run
+from lamina.netstack import Geometry, HandshakeError, Reception
+from lamina.netstack.meeting.handshake import SEAL, Hello, PeerSession, offer, run
 from lamina.netstack.meeting.listener import StreamListener
 from lamina.protocol.sealed import SealedSocket
 
 SCHEME = "control"
 _NO_SLOTS = Geometry(slots=1, slot_bytes=64)  # the handshake covers an inbox of each side; here is none
-_CEILING = Ceiling(inbox_bytes=128, channels=1)
 
 
 class ControlListener:
@@ -38,7 +37,7 @@ class ControlListener:
         self.port: int = sock.getsockname()[1]
         self._listener = StreamListener(
             sock, f"{SCHEME}://{place_of(host, self.port)}", key, SCHEME, screen=lambda _: None, welcome=_welcome,
-            must_seal=lambda _: True, name=name, ceiling=replace(_CEILING, channels=links),
+            must_seal=lambda _: True, reception=Reception(name=name, inbox_bytes=128, channels=links),
         )  # fmt: skip
 
     def accept(self, timeout_s: float) -> tuple[socket.socket, bytes]:
@@ -74,8 +73,8 @@ def reach(host: str, port: int, key: bytes, timeout_s: float, *, name: str, peer
     deadline = monotonic() + timeout_s
     sock = socket.create_connection((host, port), timeout=timeout_s)
     try:
-        terms = Terms(SCHEME, 0, _NO_SLOTS, _NO_SLOTS, SEAL, name, peer)
-        session = run(sock, offer(key, terms), f"{SCHEME}://{place_of(host, port)}", deadline=deadline)
+        hello = Hello(scheme=SCHEME, outbound=_NO_SLOTS, inbound=_NO_SLOTS, cipher=SEAL, name=name, peer=peer)
+        session = run(sock, offer(key, hello), f"{SCHEME}://{place_of(host, port)}", deadline=deadline)
         return sock, b"".join(session.keys(listening=False))
     except BaseException:
         sock.close()

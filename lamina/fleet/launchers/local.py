@@ -209,6 +209,21 @@ def spawn(
     )
 
 
+def supervised(
+    role: str, sock: socket.socket, keys: bytes, threads: int, **env: str
+) -> tuple[subprocess.Popen[bytes], int]:
+    """A worker's process with its control link to a driver elsewhere, and its life line: that ends with this process,
+    however that ends.
+    """
+    theirs, life_line = os.pipe()
+    with suppress(BrokenPipeError):
+        os.write(life_line, keys)
+    try:
+        return spawn(role, sock, threads, ["--life-line-fd", str(theirs)], [theirs], **env), life_line
+    finally:
+        os.close(theirs)
+
+
 def in_words(status: int | None) -> str:
     """How a process with this exit status ended; None = nobody knows it."""
     if status is None:

@@ -1,4 +1,4 @@
-"""Ray on this host, for `lamina-launch cluster`: ``python -m lamina.fleet.node``, one order of JSON on stdin, one
+"""Ray on this host, for `lamina-launch cluster`: ``python -m lamina.fleet.hosts.node``, one order of JSON on stdin, one
 answer on stdout. Only what an earlier order started here is ever ended.
 """
 
@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .token import MODE, TOKEN, TOKEN_PATH, state_folder
+from .ray_token import MODE, TOKEN, TOKEN_PATH, state_folder
 
 NICENESS = "RAY_worker_niceness"
 STARTED = "Ray runtime started"  # Ray's own word for it
@@ -68,7 +68,7 @@ def status(order: dict[str, Any]) -> dict[str, Any]:
     if not pid or not order["head"]:
         return {"pid": pid}
     os.environ.update({MODE: "token", TOKEN: order["token"]})
-    from .ray import hosts_of, joined
+    from .ray_cluster import hosts_of, joined
 
     with joined(order["head"]) as ray:
         return {"pid": pid, "hosts": {h.address: h.resources for h in hosts_of(ray)}}

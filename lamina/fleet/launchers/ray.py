@@ -2,7 +2,7 @@
 
 All workers of an engine are one placement group: Ray gives it whole or not at all, so that engines which start at the
 same time share no slot, and an autoscaler sees what one waits for. Which hosts it is to be on is ours to choose
-(``placement.py``), as long as the cluster has room.
+(``hosts/placement.py``), as long as the cluster has room.
 
 Ray carries strings of JSON, nothing else. Each worker has a control link of its own to this process; layer messages go
 over netstack, between the workers. The cluster's key goes to the wardens in a call of Ray's, which only the holders of
@@ -14,28 +14,23 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from lamina import __version__
+from lamina.fleet.hosts.placement import HostPlace, check_kv_memory, demand, names_type, on_gpu, place, wishes
+from lamina.fleet.hosts.ray_cluster import first_line, hosts_of, join, load
+from lamina.fleet.hosts.ray_token import MODE
 from lamina.netstack import ChannelError
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.sealed import SealedSocket
 
-from .hosts import head_address
-from .placement import Host, HostPlace, check_kv_memory, demand, names_type, on_gpu, place, wishes
+from .ray_warden import Warden
 from .remote_worker import any_port, connect
-from .token import MODE, offer_token
-from .warden import Warden
 
-OLDEST = (2, 52)  # the first with tokens
 CALL_S = 60.0  # for a warden to come up and answer
 REACH_S = 10.0
 END_S = 1.0
@@ -164,7 +159,7 @@ class RayLauncher:
                 f"{who} did not come up in {self._limit_s:g} s: is what it needs of the host still free?"
             ) from None
         except self._ray.exceptions.RayError as error:
-            raise OSError(f"{who} is lost: {_first_line(error)}") from error
+            raise OSError(f"{who} is lost: {first_line(error)}") from error
         return answer
 
 
@@ -173,22 +168,8 @@ def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -
     ray = load()
     owned = not ray.is_initialized()
     if owned:
-        _join(ray, config.launching.ray_address)
+        join(ray, config.launching.ray_address)
     return RayLauncher(ray, owned, config, key, wanted)
-
-
-@contextmanager
-def joined(address: str) -> Iterator[Any]:
-    """In the Ray cluster of a --ray-address; out of it again at the end, unless this process was in one before."""
-    ray = load()
-    owned = not ray.is_initialized()
-    if owned:
-        _join(ray, address)
-    try:
-        yield ray
-    finally:
-        if owned:
-            ray.shutdown()
 
 
 def reserve(
@@ -283,62 +264,3 @@ def _has_room(ray: Any, *asked: Any) -> bool:
         return bool(place(hosts_of(ray, whole=True), *asked))
     except ValueError:
         return False
-
-
-def hosts_of(ray: Any, *, whole: bool = False) -> list[Host]:
-    """The living hosts of the cluster that this process is in, with what is free there; ``whole``: with what they
-    have in all.
-    """
-    free = import_module("ray._private.state").available_resources_per_node()  # Ray has no public call for it
-    return [
-        Host(
-            name=node["NodeID"],
-            address=node["NodeManagerAddress"],
-            resources={k: float(v) for k, v in (node["Resources"] if whole else free.get(node["NodeID"], {})).items()},
-            labels=node["Labels"],
-            cores=int(node["Resources"].get("CPU", 1)),
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-
-
-def load() -> Any:
-    """Ray, loaded so that it shows its token. Raises ImportError, ValueError."""
-    if find_spec("ray") is None:
-        raise ImportError("--ray-address needs Ray 2.52 or newer: pip install 'lamina[ray]'")
-    offer_token()
-    ray = import_module("ray")
-    if not ray.is_initialized():
-        import_module("ray._raylet").Config.initialize("")  # it may have been loaded, and have looked, before
-    import_module("ray.exceptions")
-    if tuple(int(n) for n in ray.__version__.split(".")[:2]) < OLDEST:
-        raise ImportError(f"--ray-address needs Ray 2.52 or newer, not {ray.__version__}: pip install -U 'ray>=2.52'")
-    return ray
-
-
-def _join(ray: Any, asked: str) -> None:
-    address = head_address(asked)
-    host, _, port = address.rpartition(":")
-    try:
-        if host:
-            socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()  # Ray itself tries for minutes
-        with _own_signals():
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
-    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        raise ValueError(f"--ray-address {asked}: {_first_line(error)}") from error
-
-
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """Ray takes SIGTERM for itself; what it is for is the program's to say."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        with suppress(ValueError):  # not the main thread: Ray took nothing
-            signal.signal(signal.SIGTERM, before)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
-from contextlib import suppress
 from subprocess import Popen
 from typing import Any
 
@@ -14,7 +12,7 @@ from lamina import __version__
 from lamina.netstack import ChannelError
 from lamina.netstack.contract.key import KEY, KEY_FILE
 
-from .local import in_words, spawn
+from .local import in_words, supervised
 from .remote_worker import ControlListener
 
 ARRIVAL_S = 60.0  # a driver that has asked for a worker and does not come is given up
@@ -82,16 +80,3 @@ class Warden:
             self._process, self._life_line = supervised(
                 order["role"], sock, keys, order["threads"], **{KEY: order["key"], KEY_FILE: ""}
             )
-
-
-def supervised(role: str, sock: socket.socket, keys: bytes, threads: int, **env: str) -> tuple[Popen[bytes], int]:
-    """A worker's process with its control link to a driver elsewhere, and its life line: that ends with this process,
-    however that ends.
-    """
-    theirs, life_line = os.pipe()
-    with suppress(BrokenPipeError):
-        os.write(life_line, keys)
-    try:
-        return spawn(role, sock, threads, ["--life-line-fd", str(theirs)], [theirs], **env), life_line
-    finally:
-        os.close(theirs)

@@ -23,9 +23,8 @@ from lamina.protocol.options import MOST_THREADS
 from lamina.protocol.sealed import SealedSocket
 from lamina.workers.process import ORPHAN_EXIT_S
 
-from .local import in_words
+from .local import in_words, supervised
 from .remote_worker import place_of, reach
-from .warden import supervised
 
 DRIVER, WARDEN = "driver", "warden"  # the names of the link's ends
 ANY = -1

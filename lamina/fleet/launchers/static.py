@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import os
 import secrets
-import shlex
 import threading
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from lamina import __version__
+from lamina.fleet.hosts.cluster_file import look_up
+from lamina.fleet.hosts.placement import Host, HostPlace, check_kv_memory
 from lamina.netstack import ChannelAborted, ChannelError, ChannelTimeout
-from lamina.netstack.contract.key import KEY, KEY_FILE, cluster_key
+from lamina.netstack.contract.key import KEY_FILE, cluster_key
 from lamina.protocol.control import ControlLink, LinkClosedError
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.sealed import SealedSocket
 
-from .hosts import look_up, read_cluster
-from .placement import Host, HostPlace, check_kv_memory, on_gpu, place, wishes
 from .remote_worker import ControlListener, any_port, place_of
+from .static_commands import Who, commands, instructions, planned_places
 from .static_warden import ANY, DRIVER, Began, Begin, Came, End, Ended, WorkerRefused
 
 log = logging.getLogger(__name__)
@@ -33,14 +31,6 @@ TURN_S = 1.0  # of the thread that listens, between looks
 GREETING_S = 10.0  # for a warden to say what it came for
 CALL_S = 60.0  # for a worker's process to start
 END_S = 2.0
-Who = tuple[str, int]  # role and index
-
-
-class Command(NamedTuple):
-    """What somebody is to run on a host, "" = any."""
-
-    host: str
-    text: str
 
 
 class StaticWorker:
@@ -267,51 +257,6 @@ def open_launcher(config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -
             f"and name it by {KEY_FILE} here and on their hosts"
         )
     return StaticLauncher(config, key, wanted)
-
-
-def planned_places(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[HostPlace]]:
-    """By --hosts; empty without it. Raises ValueError."""
-    launching = config.launching
-    if not launching.hosts:
-        return {}
-    hosts = read_cluster(launching.hosts).looked_up().planned()
-    places = place(hosts, wishes(config, dict(wanted)), launching.placement, on_gpu(config))
-    check_kv_memory(places, config.devices.kv_bytes())
-    return places
-
-
-def commands(
-    config: EngineConfig, planned: Mapping[str, list[HostPlace]], wanted: Mapping[str, int], driver: str
-) -> dict[Who, Command]:
-    """For each worker, of those that run on one host beside each other."""
-    launching = config.launching
-    python = read_cluster(launching.hosts).python if launching.hosts else ""
-    program = [python, "-m", "lamina.cli.launch"] if python else ["lamina-launch"]
-    file = [f"{KEY_FILE}={path}"] if (path := os.environ.get(KEY_FILE)) else []
-    made, gpus = dict[Who, Command](), dict[str, int]()
-    for role in sorted(wanted):
-        for index in range(wanted[role]):
-            words, host = [*program, "worker", f"{role}-{index}", "--driver", driver], ""
-            variables = list(file)
-            if planned:
-                host = planned[role][index].host.address
-                words += ["--host", host]
-                if role in on_gpu(config):  # each has one to itself, by its number there
-                    variables.append(f"CUDA_VISIBLE_DEVICES={gpus.setdefault(host, 0)}")
-                    gpus[host] += 1
-            made[role, index] = Command(host, shlex.join(["env", *variables, *words] if variables else words))
-    return made
-
-
-def instructions(commands: Mapping[Who, Command], limit_s: float) -> str:
-    """What to print: a shell takes it as it is."""
-    file = os.environ.get(KEY_FILE)
-    key = f"the file {file}" if file else f"{KEY} in their environment"
-    lines = [f"# start {len(commands)} workers by hand within {limit_s:g} s (--start-timeout-s); they need {key}"]
-    for host in sorted({c.host for c in commands.values()}):
-        lines.append(f"# on {host}" if host else "# on any host that reaches this one")
-        lines += [c.text for c in commands.values() if c.host == host]
-    return "\n".join(lines)
 
 
 def _own_ip(host: str) -> str:

@@ -1,0 +1,1 @@
+"""The hosts of a cluster: its file, who goes where, and Ray on them."""

@@ -1,0 +1,67 @@
+"""The commands by which somebody starts the workers of the launcher ``static``: a shell takes them as they are."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from lamina.fleet.hosts.cluster_file import read_cluster
+from lamina.fleet.hosts.placement import HostPlace, check_kv_memory, on_gpu, place, wishes
+from lamina.netstack.contract.key import KEY, KEY_FILE
+from lamina.protocol.options import EngineConfig
+
+Who = tuple[str, int]  # role and index
+
+
+class Command(NamedTuple):
+    """What somebody is to run on a host, "" = any."""
+
+    host: str
+    text: str
+
+
+def planned_places(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str, list[HostPlace]]:
+    """By --hosts; empty without it. Raises ValueError."""
+    launching = config.launching
+    if not launching.hosts:
+        return {}
+    hosts = read_cluster(launching.hosts).looked_up().planned()
+    places = place(hosts, wishes(config, dict(wanted)), launching.placement, on_gpu(config))
+    check_kv_memory(places, config.devices.kv_bytes())
+    return places
+
+
+def commands(
+    config: EngineConfig, planned: Mapping[str, list[HostPlace]], wanted: Mapping[str, int], driver: str
+) -> dict[Who, Command]:
+    """For each worker, of those that run on one host beside each other."""
+    launching = config.launching
+    python = read_cluster(launching.hosts).python if launching.hosts else ""
+    program = [python, "-m", "lamina.cli.launch"] if python else ["lamina-launch"]
+    file = [f"{KEY_FILE}={path}"] if (path := os.environ.get(KEY_FILE)) else []
+    made, gpus = dict[Who, Command](), dict[str, int]()
+    for role in sorted(wanted):
+        for index in range(wanted[role]):
+            words, host = [*program, "worker", f"{role}-{index}", "--driver", driver], ""
+            variables = list(file)
+            if planned:
+                host = planned[role][index].host.address
+                words += ["--host", host]
+                if role in on_gpu(config):  # each has one to itself, by its number there
+                    variables.append(f"CUDA_VISIBLE_DEVICES={gpus.setdefault(host, 0)}")
+                    gpus[host] += 1
+            made[role, index] = Command(host, shlex.join(["env", *variables, *words] if variables else words))
+    return made
+
+
+def instructions(commands: Mapping[Who, Command], limit_s: float) -> str:
+    """What to print: a shell takes it as it is."""
+    file = os.environ.get(KEY_FILE)
+    key = f"the file {file}" if file else f"{KEY} in their environment"
+    lines = [f"# start {len(commands)} workers by hand within {limit_s:g} s (--start-timeout-s); they need {key}"]
+    for host in sorted({c.host for c in commands.values()}):
+        lines.append(f"# on {host}" if host else "# on any host that reaches this one")
+        lines += [c.text for c in commands.values() if c.host == host]
+    return "\n".join(lines)
