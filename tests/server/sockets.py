@@ -42,9 +42,9 @@ class Later(FakeClient):
         self._held.append((key, params, feed, meter))
         return key
 
-    def grow(self, text: str, *, key: int = 0) -> None:
+    def grow(self, text: str, *, key: int = 0, **more: Any) -> None:
         """A token more."""
-        self._of(key).push(Delta(key=key, index=0, tokens=[5], text=text))
+        self._of(key).push(Delta(key=key, index=0, tokens=[5], text=text, **more))
 
     def fail(self, error: Exception) -> None:
         self._of(0).fail(error)

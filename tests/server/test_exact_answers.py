@@ -184,6 +184,25 @@ def test_an_engine_that_does_not_answer(failure: Exception, status: int, told: d
         assert dict(start["headers"]).get(b"retry-after") == (b"5" if status == 503 else None)
 
 
+@pytest.mark.parametrize(
+    ("blame", "status", "param", "code"),
+    [(Blame.CLIENT, 400, "min_p", "invalid_value"), (Blame.SERVER, 500, None, "no_token")],
+)
+def test_a_completion_that_ends_with_an_error(blame: Blame, status: int, param: str | None, code: str) -> None:
+    client = Later()
+
+    async def work() -> list[dict[str, Any]]:
+        asked = asyncio.create_task(spoken(make_service(client)))
+        await until(lambda: client.added)
+        client.grow("", finish_reason="error", stop_reason="min_p leaves nothing", blame=blame)
+        return await asked
+
+    start, body = run(work())
+    error = json.loads(body["body"])["error"]
+    assert (start["status"], error["param"], error["code"]) == (status, param, code)
+    assert error["message"] == "min_p leaves nothing"
+
+
 def test_an_engine_that_was_gone_before() -> None:
     client = FakeClient()
     client.failure = "it fell"
