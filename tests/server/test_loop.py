@@ -18,7 +18,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lamina"))
 from fake_wire import EOS, VOCAB, FakeWire, Letters, continuation, make_engine
 
-from lamina.protocol.control import ControlLink, Stop
+from lamina.protocol.control import ControlLink, LinkBrokenError, LinkClosedError, Stop
 from lamina.request import Blame, SamplingParams
 from lamina.server.link import engine_process
 from lamina.server.link.client import FROM_ENGINE
@@ -405,6 +405,17 @@ def test_a_frame_that_cannot_be_ends_the_loop_loudly(running: Bench) -> None:
     running.sock.sendall(struct.pack("<I", 1 << 31))
     running.thread.join(SOON_S)
     assert "its link to the server has failed" in running.failure
+
+
+@pytest.mark.parametrize("error", [LinkBrokenError("a bad frame"), KeyError("whatever else"), LinkClosedError("gone")])
+def test_the_reader_tells_the_loop_how_it_ended(error: Exception, bench: Bench) -> None:
+    def recv() -> None:
+        raise error
+
+    bench.loop._link = SimpleNamespace(recv=recv)  # type: ignore[assignment]
+    bench.loop._read()
+    told = bench.loop._inbox.get_nowait()
+    assert told == Stop() if type(error) is LinkClosedError else told is error
 
 
 def test_the_threads_of_a_link_have_its_name_and_hold_nobody_up(running: Bench) -> None:
