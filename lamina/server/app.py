@@ -15,6 +15,7 @@ from .calls import Service
 from .door.auth import Auth
 from .door.bodies import BodyLimits
 from .door.early_refusal import EarlyRefusal
+from .door.heads import Heads
 from .door.hosts import Hosts
 from .errors import ApiError, error_response
 from .watch import page
@@ -34,11 +35,11 @@ def make_app(service: Service) -> FastAPI:
 
 
 def layered(app: FastAPI, service: Service) -> ASGIApp:
-    """``app`` behind its layers: observe, hosts, CORS, API key, early refusal, limits of bodies; from outside to
-    inside.
+    """``app`` behind its layers: observe, hosts, CORS, API key, early refusal, limits of bodies, heads; from outside
+    to inside.
     """
     config = service.config
-    refusal = EarlyRefusal(BodyLimits(app, config), service.admission, generate.router.routes)
+    refusal = EarlyRefusal(BodyLimits(Heads(app), config), service.admission, generate.router.routes)
     inner: ASGIApp = Auth(refusal, config.api_keys)
     if config.origins:
         inner = CORSMiddleware(
@@ -60,6 +61,10 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    text = {404: "there is no such route", 405: "this route has another method"}.get(status, "the request failed")
-    return error_response(ApiError(status, text, code={404: "not_found", 405: "method_not_allowed"}.get(status)))
+    if not isinstance(error, HTTPException) or error.status_code not in (404, 405):
+        return error_response(ApiError(getattr(error, "status_code", 500), "the request failed"))
+    if error.status_code == 404:
+        return error_response(ApiError(404, "there is no such route", code="not_found"))
+    allowed = "GET, HEAD" if "GET" in (known := (error.headers or {}).get("Allow", "")) else known
+    text = f"this route takes {allowed}, not {request.method}"
+    return error_response(ApiError(405, text, code="method_not_allowed"), {"Allow": allowed})

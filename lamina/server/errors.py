@@ -32,9 +32,11 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def error_response(error: ApiError) -> Response:
-    """The HTTP answer of an error."""
-    headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s else {}
+def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
+    """The HTTP answer of an error, with ``headers`` besides its own."""
+    headers = dict(headers or {})
+    if error.retry_after_s:
+        headers["Retry-After"] = str(error.retry_after_s)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return json_response(error.body, error.status, headers)

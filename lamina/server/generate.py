@@ -80,11 +80,10 @@ def _call(
 
 
 async def _answer(request: Request, body: Sampling, call: Call, shape: Shape) -> Response:
-    config = request.app.state.service.config
     if not body.stream:
         return await whole(request, call, shape)
-    slow_s, alive_s = config.slow_reader_timeout_s, config.sse_keep_alive_s
-    return EventStream(call, shape, body.stream_options, slow_s=slow_s, alive_s=alive_s)
+    alive_s = request.app.state.service.config.sse_keep_alive_s
+    return EventStream(call, shape, body.stream_options, alive_s=alive_s)
 
 
 def _head(prefix: str, model: str) -> dict[str, Any]:

@@ -24,7 +24,9 @@ from .answer.logprobs import TokenTexts
 from .app import layered, make_app
 from .calls import Service
 from .config import ServerConfig
-from .door.connections import Connection, Crowd, Handshake, TlsDoor, room
+from .door.connections import Connection
+from .door.crowd import Crowd, room
+from .door.tls import Handshake, TlsDoor
 from .errors import ApiError
 from .link.client import EngineClient
 from .request.prompts import Prompter
@@ -142,12 +144,14 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        config, header_s = self.config, self._service.config.header_timeout_s
+        config, own = self.config, self._service.config
         crowd, loop = Crowd(room()), asyncio.get_running_loop()
         self.servers = list[asyncio.Server | TlsDoor]()
 
         def connection(handshake: Handshake | None = None) -> Connection:
-            return Connection(crowd, header_s, handshake, config=config, server_state=self.server_state, app_state={})
+            made = None if handshake is None else handshake.end
+            state = {"config": config, "server_state": self.server_state, "app_state": {}}
+            return Connection(crowd, own.header_timeout_s, own.slow_reader_timeout_s, made, **state)
 
         for sock in sockets or []:
             if config.ssl is None:
@@ -155,7 +159,7 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
             else:
                 sock.setblocking(False)
                 sock.listen(config.backlog)
-                door = TlsDoor(crowd, sock, connection, config.ssl, header_s)
+                door = TlsDoor(crowd, sock, connection, config.ssl, own.header_timeout_s)
                 door.accepting.add_done_callback(_tell_failure)
                 self.servers.append(door)
         self.started = True

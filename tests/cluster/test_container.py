@@ -10,6 +10,7 @@ import sys
 import threading
 import tomllib
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -57,6 +58,60 @@ def test_what_is_installed_is_what_the_project_has() -> None:
         (version,) = re.findall(r"^python:3\.(\d+)-", stage)
         assert int(version) >= int(PROJECT["requires-python"].removeprefix(">=3."))
     assert words("ENTRYPOINT")[0] in PROJECT["scripts"]
+
+
+def instructions(name: str, text: str) -> list[list[str]]:
+    """The words of each of them, without its flags."""
+    found = re.findall(rf"^{name} +(.*)$", text, re.MULTILINE)
+    return [[w for w in line.split() if not w.startswith("--")] for line in found]
+
+
+def ignored(path: Path) -> bool:
+    """Whether .dockerignore keeps a path of the repository out of the image."""
+    rules = (ROOT / ".dockerignore").read_text().split()
+    parts = path.relative_to(ROOT).parts
+    return any(
+        fnmatch(parts[0], rule) or (rule.startswith("**/") and any(fnmatch(p, rule[3:]) for p in parts))
+        for rule in rules
+    )
+
+
+def test_what_is_copied_is_there() -> None:
+    """And nothing that the build needs is kept out: every file of the repository goes in."""
+    for text, places in ((BUILD, instructions("COPY", BUILD)), (FINAL, instructions("COPY", FINAL)[1:])):
+        assert places
+        for *sources, target in places:
+            assert all((ROOT / s).exists() and not ignored(ROOT / s) for s in sources if s != "."), text
+            assert target == "." or target.startswith("/home/lamina/")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=30)
+    if tracked.returncode:
+        pytest.skip("not a checkout of git")
+    out = [f for f in tracked.stdout.splitlines() if ignored(ROOT / f)]
+    assert out == []
+    assert ignored(ROOT / ".git" / "HEAD")
+    assert ignored(ROOT / "lamina" / "gemm" / "_native.cpython-311-x86_64-linux-gnu.so"), "it is built there"
+
+
+def test_what_is_built_is_what_runs() -> None:
+    """The environment of the first stage lies where the second one looks for it, and both have one Python."""
+    ((source, target),) = [words for words in instructions("COPY", FINAL) if words[0].startswith("/opt")]
+    (made,) = re.findall(r"-m venv (\S+)", BUILD)
+    assert source == target == made
+    assert f"ENV PATH={made}/bin:$PATH" in BUILD
+    assert f"ENV PATH={made}/bin:$PATH" in FINAL
+    assert BUILD.split()[0] == FINAL.split()[0], "a virtual environment moves to the same Python alone"
+    (user,) = re.findall(r"^USER (\S+)$", FINAL, re.MULTILINE)
+    assert f"useradd --create-home {user}" in FINAL
+    assert FINAL.index("useradd") < FINAL.index("USER ") < FINAL.index("ENTRYPOINT")
+
+
+@pytest.mark.parametrize("line", re.findall(r"^RUN (.*)$", TEXT, re.MULTILINE))
+def test_each_command_is_one_of_a_shell(line: str) -> None:
+    assert not subprocess.run(["sh", "-n", "-c", line], capture_output=True, timeout=30, check=False).stderr
+    programs = {part.split()[0] for part in line.split("&&")}
+    assert programs <= {"apt-get", "rm", "useradd", "python", "pip"}
+    for file in re.findall(r"-c (\S+)", line):
+        assert (ROOT / file).exists()
 
 
 def test_what_it_runs_makes_sense(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from running import ROOT, certificate
 
-from lamina.server.door.connections import LEAST, Crowd
+from lamina.server.door.crowd import LEAST, Crowd
 
 pytestmark = pytest.mark.timeout(120)
 FILES, SILENT = 256, 300

@@ -139,24 +139,6 @@ def test_a_client_that_leaves_is_cancelled_at_once(stream: bool) -> None:
     assert (service.admission.completions, service.admission.tokens, len(service.calls)) == (0, 0, 0)
 
 
-def test_a_client_that_does_not_read_is_cut_off() -> None:
-    service = make_service(slow_reader_timeout_s=0.05)
-    body = json.dumps({**BODY, "stream": True}).encode()
-    messages = [{"type": "http.request", "body": body}]
-
-    async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        return await asyncio.Event().wait() and {}  # type: ignore[return-value]
-
-    async def send(message: dict[str, Any]) -> None:
-        if message["type"] == "http.response.body":
-            await asyncio.Event().wait()
-
-    run(layered(make_app(service), service)(scope(body), receive, send))
-    assert not service.calls
-
-
 def test_ended_from_outside_a_stream_says_why() -> None:
     service = make_service(held())
 

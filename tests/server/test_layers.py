@@ -223,3 +223,21 @@ def test_blocks_of_an_unequal_memory_worker_are_counted_in_full() -> None:
     assert found == {
         ("memory-0", "used"): 16, ("memory-0", "free"): 48, ("memory-1", "used"): 16, ("memory-1", "free"): 64,
     }  # fmt: skip
+
+
+def test_heads_are_answered_as_their_gets() -> None:
+    """Balancers ask so for /health."""
+    for path in ("/health", "/v1/models", "/metrics", "/v1/models/tiny", "/", "/openapi.json"):
+        whole, head = ask("GET", path), ask("HEAD", path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == str(len(whole.content))
+    assert ask("HEAD", "/nothing").status_code == 404
+    assert ask("HEAD", "/v1/completions").status_code == 405
+
+
+def test_a_wrong_method_is_told_the_right_one() -> None:
+    for path, method, allowed in (("/v1/completions", "GET", "POST"), ("/health", "POST", "GET, HEAD")):
+        response = ask(method, path, json={})
+        assert response.status_code == 405
+        assert response.headers["allow"] == allowed
+        assert allowed in error_of(response)["message"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import socket
 import struct
@@ -17,7 +18,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lamina"))
 from fake_wire import EOS, VOCAB, FakeWire, Letters, continuation, make_engine
 
-from lamina.protocol.control import ControlLink, Stop
+from lamina.protocol.control import ControlLink, LinkBrokenError, LinkClosedError, Stop
 from lamina.request import Blame, SamplingParams
 from lamina.server.link import engine_process
 from lamina.server.link.client import FROM_ENGINE
@@ -209,7 +210,11 @@ def test_who_is_to_blame_for_a_prompt_that_cannot_be_served(
     assert not bench.loop._by_key
 
 
-def test_a_prompt_that_fails_in_the_engine_takes_nobody_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_fails_in_the_engine_takes_nobody_with_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("lamina").propagate = True
+
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no text today")
 
@@ -220,6 +225,7 @@ def test_a_prompt_that_fails_in_the_engine_takes_nobody_with_it(monkeypatch: pyt
     (refused,) = bench.told()
     assert refused == Refused(7, "the engine could not add the prompt: no text today", Blame.SERVER)
     assert not bench.engine.has_work
+    assert [(r.getMessage(), r.exc_info is not None) for r in caplog.records] == [("a prompt could not be added", True)]
 
 
 def test_a_link_that_fails_ends_the_loop_and_says_why(bench: Bench) -> None:
@@ -306,6 +312,27 @@ def test_workers_are_asked_every_second_or_so_and_their_answers_are_told(bench: 
     counters, state = bench.told()
     assert counters == WorkerCounters({"memory-0": {"steps": 1.0}})
     assert isinstance(state, State), "idle, and all have answered"
+    bench.workers.stats = {"memory-0": {"steps": 1.0}}
+    bench.loop._report()
+    assert [type(m) for m in bench.told()] == [WorkerCounters, State], "though none had anything to do"
+
+
+def test_at_its_time_nothing_is_due_yet(bench: Bench, now: list[float]) -> None:
+    loop = bench.loop
+    now[0], loop._asked_at = engine_process.COUNTERS_S, 0.0
+    loop._report()
+    assert bench.workers.asked == 0
+    loop._take(Add(7, PROMPT, PARAMS))
+    loop._report()
+    loop._advance()
+    bench.told()
+    now[0], loop._state_at, loop._asked_at = engine_process.STATE_S, 0.0, 0.0
+    loop._report()
+    assert bench.told() == []
+    now[0] *= 1.01
+    bench.workers.stats = {}
+    loop._report()
+    assert [type(m) for m in bench.told()] == [WorkerCounters, State], "a step was done, though no worker says more"
 
 
 def test_while_a_step_runs_a_state_is_due_where_a_worker_has_gone_on(bench: Bench, now: list[float]) -> None:
@@ -371,6 +398,38 @@ def test_what_cannot_be_read_ends_the_loop_loudly(running: Bench) -> None:
     running.sock.sendall(struct.pack("<I", 3) + b"\xc1\xc1\xc1")
     running.thread.join(SOON_S)
     assert "its link to the server has failed" in running.failure
+
+
+def test_a_frame_that_cannot_be_ends_the_loop_loudly(running: Bench) -> None:
+    until(running.server, Ready)
+    running.sock.sendall(struct.pack("<I", 1 << 31))
+    running.thread.join(SOON_S)
+    assert "its link to the server has failed" in running.failure
+
+
+@pytest.mark.parametrize("error", [LinkBrokenError("a bad frame"), KeyError("whatever else"), LinkClosedError("gone")])
+def test_the_reader_tells_the_loop_how_it_ended(error: Exception, bench: Bench) -> None:
+    def recv() -> None:
+        raise error
+
+    bench.loop._link = SimpleNamespace(recv=recv)  # type: ignore[assignment]
+    bench.loop._read()
+    told = bench.loop._inbox.get_nowait()
+    assert told == Stop() if type(error) is LinkClosedError else told is error
+
+
+def test_the_threads_of_a_link_have_its_name_and_hold_nobody_up(running: Bench) -> None:
+    running.server.send(Add(7, PROMPT, PARAMS))
+    until(running.server, Outputs)
+    assert len([t for t in threading.enumerate() if t.name == "lamina-link" and t.daemon]) >= 2
+
+
+def test_a_server_that_reads_nothing_does_not_hold_up_the_end(running: Bench) -> None:
+    until(running.server, Ready)
+    running.loop._outbox.put(Refused(1, "x" * (1 << 22), Blame.SERVER))
+    running.server.send(Stop())
+    running.thread.join(SOON_S)
+    assert not running.thread.is_alive()
 
 
 def test_what_cannot_be_sent_ends_the_loop_loudly(running: Bench) -> None:

@@ -13,7 +13,7 @@ from test_loop import PARAMS, PROMPT, SOON_S, FakeWire, Workers, continuation, u
 
 from lamina.config import make_config
 from lamina.engine.wire import WorkerError
-from lamina.observe.trace import OFF
+from lamina.observe.trace import Event
 from lamina.protocol.control import ControlLink, Failed, LinkClosedError, Progress, Stop
 from lamina.server.link import engine_process
 from lamina.server.link.client import FROM_ENGINE
@@ -95,6 +95,19 @@ def test_a_server_that_goes_while_it_is_told_of_a_failure_is_no_failure(monkeypa
     serve_engine(server.sock)
 
 
+class Noted:
+    """A recorder that remembers which events it was told of."""
+
+    def __init__(self) -> None:
+        self.events = set[Event]()
+
+    def now(self) -> int:
+        return 0
+
+    def add(self, event: Event, *_: object) -> None:
+        self.events.add(event)
+
+
 class Pools(Workers):
     """Of a FakeWire, which the engine drives."""
 
@@ -104,7 +117,7 @@ class Pools(Workers):
         self.wire = FakeWire()
         super().__init__(self.wire)
         self.given = (model, config)
-        self.tracer = SimpleNamespace(recorder=OFF)
+        self.tracer = SimpleNamespace(recorder=Noted())
         self.closed = False
         progress("load", 1, 2)
         Pools.made.append(self)
@@ -164,6 +177,7 @@ def test_a_life_with_work(loaded: list[tuple[Any, ...]]) -> None:
     server.link.send(Stop())
     thread.join(SOON_S)
     assert Pools.made[0].closed
+    assert {Event.SCHEDULE, Event.POSTPROCESS} <= Pools.made[0].tracer.recorder.events
 
 
 @pytest.mark.parametrize("error", [ValueError("a bad number"), WorkerError("memory worker 0 is lost")])

@@ -1,9 +1,8 @@
-"""Sends a call's answer, whole or as server-sent events, and ends the call when its client is gone or too slow."""
+"""Sends a call's answer, whole or as server-sent events, and ends the call when its client is gone."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
@@ -22,7 +21,6 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 GONE = 499  # nobody reads it; for the log
-logger = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -66,17 +64,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, call: Call, shape: Shape, options: StreamOptions | None, *, slow_s: float, alive_s: float
-    ) -> None:
-        """``slow_s``: how long a client may take to read; ``alive_s``: silence before a comment is sent, 0 = never."""
+    def __init__(self, call: Call, shape: Shape, options: StreamOptions | None, *, alive_s: float) -> None:
+        """``alive_s``: seconds of silence before a comment is sent, 0 = never."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._call = call
         self._shape = shape
         self._usage = bool(options and options.include_usage)
         self._usage_always = bool(options and options.continuous_usage_stats and self._usage)
-        self._slow_s = slow_s
         self._alive_s = alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,12 +83,7 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for data in self._events():
-            try:
-                async with asyncio.timeout(self._slow_s):
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-            except TimeoutError:
-                logger.warning("the client does not read: cut off after %g s", self._slow_s)
-                return
+            await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:

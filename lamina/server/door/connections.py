@@ -1,122 +1,189 @@
-"""Connections that cost nothing to hold open: one that has not sent a request is closed after a while, or for another.
+"""Connections that cost little, whatever their clients send or do not send: bounds in bytes and in time.
 
-Without this, whoever opens as many as the process may have files shuts out everybody, health checks included. A TLS
-handshake counts too: an event loop tells of a connection only when its handshake has ended.
+uvicorn's own have none for headers, for what follows a body, for a client that reads nothing, and for the rest of a
+request that was answered early. A limit on bytes is not exact: what one read brings is looked at as a whole.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import resource
-import socket
-import ssl
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-RESERVE = 32  # files for all else: the engine's link, the tokenizer's, logs
-LEAST, MOST = 8, 1 << 16
-AGAIN_S = 1.0  # until the next try to accept, where the system has no file for a connection
+from lamina.server.errors import ApiError
+
+from .crowd import Crowd
+
+MAX_HEAD = 1 << 16  # bytes that bring no part of a body: a request's line and headers, what comes with chunks
+AHEAD = 8  # requests that wait for the answer to another one before no more is read
+_OFFER = (b"upgrade", b"http2-settings")
 logger = logging.getLogger(__name__)
 
 
-def room() -> int:
-    """Connections that this process may have. Its limit on open files is raised as far as that is allowed."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # more than the kernel gives to any process (fs.nr_open)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = MOST if soft == resource.RLIM_INFINITY else soft
-    return max(LEAST, min(MOST, files - len(os.listdir("/proc/self/fd")) - RESERVE))
-
-
-class Guest(Protocol):
-    """A connection, or a handshake that may become one."""
-
-    def give_up(self) -> None:
-        """Close it, whatever it may still send."""
-        ...
-
-
-class Crowd:
-    """All connections of a server. Where there are more than it has room for, the one goes that has owed a request for
-    longest.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._owing: dict[Guest, None] = {}  # a whole request, the longest first
-        self._count = 0
-
-    def came(self, one: Guest) -> None:
-        """A connection was accepted."""
-        self._count += 1
-        self._owing[one] = None
-        if self._count > self._limit:
-            next(iter(self._owing)).give_up()
-
-    def asked(self, one: Guest) -> None:
-        """All of its request has come."""
-        self._owing.pop(one, None)
-
-    def answered(self, one: Guest) -> None:
-        """Its request has been answered."""
-        self._owing[one] = None
-
-    def went(self, one: Guest) -> None:
-        """It was closed."""
-        self._count -= 1
-        self._owing.pop(one, None)
-
-
 class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
-    """A connection whose headers have a deadline. ``handshake``: the one that it came by, over TLS."""
+    """A connection of one client."""
 
-    def __init__(self, crowd: Crowd, header_s: float, handshake: Handshake | None = None, **options: Any) -> None:
+    parser: Any
+
+    def __init__(
+        self, crowd: Crowd, header_s: float, slow_s: float, made: Callable[[], None] | None = None, **options: Any
+    ) -> None:
+        """``header_s``: for a request's headers, and for the rest of one that was answered before all of it came;
+        ``slow_s``: for a client to read something of what waits for it; ``made`` is told of the connection first.
+        """
         super().__init__(**options)
         self._crowd = crowd
-        self._handshake = handshake
+        self._made = made
         self._header_s = header_s
+        self._slow_s = slow_s
+        self._head = 0  # bytes since the last part of a body, or the last request
+        self._partial = False  # whether some of a request has come, and not all
+        self._offered = False  # whether this request offers another protocol
+        self._running: RequestResponseCycle | None = None  # its answer; ``self.cycle``: that of the latest request
         self._late: asyncio.TimerHandle | None = None
+        self._slow: asyncio.TimerHandle | None = None
 
     def give_up(self) -> None:
-        """Close it, whatever it may still send."""
+        """See Guest."""
         self._crowd.asked(self)  # never chosen twice
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._begin()
-        if self._handshake is not None:
-            self._handshake.end()  # first, so that one connection never counts twice
+        if self._made is not None:
+            self._made()  # first, so that one connection never counts twice
         self._crowd.came(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
+        self.resume_writing()
         self._crowd.went(self)
+        if (running := self._running) is not None and not running.response_complete:
+            running.disconnected = True  # uvicorn tells the latest request alone
+            running.message_event.set()
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        self._head += len(data)
+        try:
+            self._feed(data)
+        except httptools.HttpParserError as e:
+            self.send_400_response(str(e) or "the request is malformed")
+            return
+        if self._head > MAX_HEAD:
+            text = f"headers may have {MAX_HEAD} bytes: send fewer"
+            self._refuse(ApiError(431, text, code="headers_too_large"))
+
+    def _feed(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as e:
+                data = self._without_offer() + data[e.args[0] :]
+
+    def _without_offer(self) -> bytes:
+        """The head of a request without its offer to change the protocol, which takes the parser off its body."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        for name, value in self.headers:
+            kept = value
+            if name == b"connection":
+                kept = b", ".join(t for x in value.split(b",") if (t := x.strip()).lower() not in _OFFER)
+            if name not in _OFFER and (kept or not value):
+                lines.append(name + b": " + kept)
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
+        self._offered = False
+        return b"\r\n".join([*lines, b"", b""])
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ApiError(400, f"this is not HTTP/1.1: {msg}", code="not_http"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer a request that the application never sees, and end the connection."""
+        if self.transport.is_closing():
+            return
+        logger.warning("a connection was closed: %s", error.message)
+        if self._busy:  # an answer lies half on the wire
+            self.give_up()
+            return
+        body = msgspec.json.encode(error.body)
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[error.status] + head + body)
+        self.transport.close()
+
+    @property
+    def _busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._begin()
+        self._partial = True
+        if not self._busy:
+            self._begin()
 
     def on_headers_complete(self) -> None:
         self._end()
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError("this is no proxy")
+            self._offered = True  # and it comes again without
+            return
         super().on_headers_complete()
+        if 0 < len(self.pipeline) < AHEAD:
+            self.flow.resume_reading()  # who does not read does not hear that the client has left
+
+    def on_body(self, body: bytes) -> None:
+        self._head = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._offered:
+            return
+        self._head, self._partial = 0, False
+        self._end()
         super().on_message_complete()
         if not self.cycle.response_complete:
             self._crowd.asked(self)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.response_complete:  # else there is another one, sent before this one was answered
+        if not self._busy:  # else there is another one, sent before this one was answered
             self._crowd.answered(self)
+            if self._partial:
+                self._begin()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, _until_closed(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch(None)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._slow is not None:
+            self._slow.cancel()
+            self._slow = None
+
+    def _watch(self, waited: int | None) -> None:
+        """Give up where no fewer bytes wait than ``waited``, some time ago."""
+        waiting = self.transport.get_write_buffer_size()
+        if waited is not None and waiting >= waited:
+            logger.warning("the client does not read: cut off after %g s", self._slow_s)
+            self.give_up()
+        else:
+            self._slow = self.loop.call_later(self._slow_s, self._watch, waiting)
 
     def _begin(self) -> None:
         if self._late is None:
@@ -128,83 +195,21 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
             self._late = None
 
 
-class Handshake:
-    """Of TLS, on an accepted socket. It counts as a connection that owes a request, until there is a connection."""
+def _until_closed(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
+    """``app`` for HTTP/1.0, which has no chunks: an answer of unknown length ends with its connection."""
 
-    def __init__(self, crowd: Crowd, sock: socket.socket) -> None:
-        self._crowd = crowd
-        self._sock = sock
-        self._counted = True
-        self._task: asyncio.Task[None] | None = None
+    async def plain(scope: Scope, receive: Receive, send: Send) -> None:
+        open_end = False
 
-    def begin(self, shaking: Coroutine[Any, Any, None]) -> None:
-        """``shaking`` makes a connection, or ends."""
-        self._task = asyncio.create_task(shaking)
-        self._task.add_done_callback(self._done)
-        self._crowd.came(self)
+        async def unchunked(message: Message) -> None:
+            nonlocal open_end
+            if message["type"] == "http.response.start":
+                open_end = all(name != b"content-length" for name, _ in message["headers"])
+                cycle.chunked_encoding = False if open_end else None
+            elif open_end:  # uvicorn counts: as much as there is, and one byte if there is more
+                cycle.expected_content_length = len(message["body"]) + message["more_body"]
+            await send(message)
 
-    def give_up(self) -> None:
-        """See Guest."""
-        assert self._task is not None
-        self._crowd.asked(self)  # never chosen twice
-        self._task.cancel()
+        await app(scope, receive, unchunked)
 
-    def end(self) -> None:
-        """Count it no longer."""
-        if self._counted:
-            self._counted = False
-            self._crowd.went(self)
-
-    def _done(self, _: asyncio.Task[None]) -> None:
-        if self._counted:  # no connection came of it; if it was given up before it began, nobody else closes the socket
-            self._sock.close()
-            self.end()
-
-
-class TlsDoor:
-    """A socket that listens, and whose handshakes are part of ``crowd``. uvicorn closes it as an asyncio.Server."""
-
-    def __init__(
-        self,
-        crowd: Crowd,
-        sock: socket.socket,
-        make: Callable[[Handshake], Connection],
-        context: ssl.SSLContext,
-        limit_s: float,
-    ) -> None:
-        """``sock`` listens; ``limit_s``: of a handshake."""
-        self._crowd = crowd
-        self._sock = sock
-        self._make = make
-        self._context = context
-        self._limit_s = limit_s
-        self.accepting = asyncio.create_task(self._accept())
-
-    def close(self) -> None:
-        """Accept nobody more; connections stay."""
-        self.accepting.cancel()
-
-    async def wait_closed(self) -> None:
-        """Until nobody is accepted."""
-        await asyncio.wait([self.accepting])
-
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(self._sock)
-            except ConnectionAbortedError:  # the client was quicker
-                continue
-            except OSError as error:
-                logger.error("cannot accept a connection: %s", error)
-                await asyncio.sleep(AGAIN_S)
-                continue
-            handshake = Handshake(self._crowd, sock)
-            handshake.begin(self._shake(handshake, sock))
-
-    async def _shake(self, handshake: Handshake, sock: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        with suppress(OSError):  # the client went, spoke no TLS, or took too long
-            await loop.connect_accepted_socket(
-                lambda: self._make(handshake), sock, ssl=self._context, ssl_handshake_timeout=self._limit_s
-            )
+    return plain
