@@ -19,9 +19,7 @@ SIGNALS = ("SigBlk", "SigIgn", "SigCgt")
 
 
 def serve_probe(sock: socket.socket) -> None:
-    """One line of JSON, then one order: a status to exit with, ``raise``, ``abort``, ``return``, or ``start`` and another
-    one.
-    """
+    """A line of JSON, then one order: a status to exit with, ``raise``, ``abort``, ``return``, or ``start`` and one more."""
     told = facts(sock.fileno())  # before anything is sent: descriptors are counted
     sock.sendall(json.dumps(told).encode() + b"\n")
     order = sock.recv(64).decode()
