@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from .errors import ConversionError
 
@@ -87,7 +88,8 @@ def _export(step: nn.Module, example_rows: int) -> ExportedProgram:
     examples = tuple(torch.ones(example_rows, 1, dtype=torch.long, device=device) for _ in range(2))
     rows = torch.export.Dim("R", min=1, max=MAX_ROWS)
     try:
-        with _evaluation_mode(step), torch.no_grad():
+        # Passes of torch.export make modules that nobody runs: their Python code is not to be written and compiled.
+        with _evaluation_mode(step), torch.no_grad(), _use_lazy_graph_module(True):
             program = torch.export.export(
                 step,
                 examples,
