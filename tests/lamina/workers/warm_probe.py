@@ -19,7 +19,7 @@ SIGNALS = ("SigBlk", "SigIgn", "SigCgt")
 
 
 def serve_probe(sock: socket.socket) -> None:
-    """A line of JSON, then one order: a status to exit with, ``raise``, ``abort``, ``return``, or ``start`` and one more."""
+    """A line of JSON, then an order: a status to exit with, raise, abort, return, or ``start`` and one more order."""
     told = facts(sock.fileno())  # before anything is sent: descriptors are counted
     sock.sendall(json.dumps(told).encode() + b"\n")
     order = sock.recv(64).decode()
