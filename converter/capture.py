@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from .errors import ConversionError
+from .functional import is_mutable, make_functional
 
 MAX_ROWS = 65536
 
@@ -87,7 +89,8 @@ def _export(step: nn.Module, example_rows: int) -> ExportedProgram:
     examples = tuple(torch.ones(example_rows, 1, dtype=torch.long, device=device) for _ in range(2))
     rows = torch.export.Dim("R", min=1, max=MAX_ROWS)
     try:
-        with _evaluation_mode(step), torch.no_grad():
+        # Passes of torch.export make modules that nobody runs: their Python code is not to be written and compiled.
+        with _evaluation_mode(step), torch.no_grad(), _use_lazy_graph_module(True):
             program = torch.export.export(
                 step,
                 examples,
@@ -95,17 +98,14 @@ def _export(step: nn.Module, example_rows: int) -> ExportedProgram:
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
-            if any(_is_mutable(n) for n in program.graph.nodes):
+            make_functional(program.graph)
+            if any(map(is_mutable, program.graph.nodes)):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", FutureWarning)  # of torch, about its own use of itself
                     program = program.run_decompositions({})  # makes it functional, decomposes nothing
     except RuntimeError as error:
         raise ConversionError(f"the decode step cannot be captured by torch.export: {error}") from error
     return program
-
-
-def _is_mutable(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _bind_weights(step: nn.Module, program: ExportedProgram) -> dict[fx.Node, Weight]:

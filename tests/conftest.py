@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from cuda_stand_in import ONE_GPU
@@ -11,6 +12,11 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("LAMINA_NIC_MODEL", "1")  # the transport nic-model opens
+
+# Workers that tests bring are found there. All tests have one path: another one means another warm process, 4 s of CPU.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parent / "e2e"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 # `make test` tries the same examples every time; `make properties` looks for new ones.
 settings.register_profile("fixed", derandomize=True)

@@ -29,6 +29,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .process import PromptEnd
+
 PASSED = 7  # descriptors of an order, at most
 MOST_ORDER = 16 << 20  # bytes of its JSON
 DEVICES = "/dev/nvidia"  # a CUDA context of a parent is of no use to its children
@@ -302,4 +304,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end = PromptEnd()
     main()
+    end.done = True

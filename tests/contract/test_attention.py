@@ -181,15 +181,12 @@ def fill(case: Case, tensors: list[tuple[Tensor, Tensor, Tensor]], other: float)
         tables.apply(StepPlan(step=1, ops=[], rows=rows))
         for row in rows:
             start, ids = tables.table(0, row.sequence)
-            for p in range(row.first, row.first + row.count):
-                block = ids[p // size - start]
-                mine = stored[row.sequence]
-                for to, of in (
-                    (store.k, mine.k),
-                    (store.v, mine.v),
-                    *zip(store.scales or (), mine.scales or (), strict=True),
-                ):
-                    to[block, :, p % size] = of[p]
+            first, mine = max(row.first, start * size), stored[row.sequence]  # what no window reaches has no block
+            at = torch.arange(first, row.first + row.count)
+            block = torch.tensor(ids)[at // size - start]
+            pairs = (store.k, mine.k), (store.v, mine.v), *zip(store.scales or (), mine.scales or (), strict=True)
+            for to, of in pairs:
+                to[block, :, at % size] = of[at]
     return tables, store
 
 
@@ -355,14 +352,15 @@ def test_heads_are_independent_bit_for_bit(
     store: torch.dtype | None,
 ) -> None:
     case = in_store(Case(STEP, operator(q_heads, kv_heads, dim, **spec), dtype), name, store)
-    whole = run(opened(name, case.dtype, store), case)
+    drawn = case.tensors()
+    whole = run(opened(name, case.dtype, store), case, drawn)
     for workers in (2, 4):
         each, parts = kv_heads // workers, []
         for start in range(0, kv_heads, each):
             group = q_heads // kv_heads
             tensors = [
                 (q[:, start * group : (start + each) * group], k[:, start : start + each], v[:, start : start + each])
-                for q, k, v in case.tensors()
+                for q, k, v in drawn
             ]
             parts.append(run(opened(name, case.dtype, store), case.heads(start, start + each), tensors))
         joined = (

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import MAX_LEN, Case, Family
 from tiny import llama
 from worker_processes import WARM, workers_of
 
@@ -41,6 +42,16 @@ def reference(llama_path: Path) -> Callable[[list[int], int], list[int]]:
         return tokens
 
     return generate
+
+
+@pytest.fixture(scope="session")
+def case(request: pytest.FixtureRequest) -> Case:
+    """A family of ``families.each_family``."""
+    from lamina.models.convert import convert_model
+
+    family: Family = request.param
+    model = family.build()
+    return family, model, convert_model(model, max_model_len=MAX_LEN)
 
 
 @pytest.fixture

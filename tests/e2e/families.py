@@ -10,8 +10,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+
+from lamina.converter import SlicedProgram
 
 VOCAB = 320
 FIRST_TOKEN = 3  # below: bos, eos, pad
@@ -69,6 +72,16 @@ def enlarge(model: nn.Module, sharpness: float, embeddings: float) -> None:
     for name, weight in model.named_parameters():
         if "embeddings_layernorm" in name:
             weight.mul_(embeddings)
+
+
+Case = tuple[Family, Any, SlicedProgram]  # and its model, cut
+
+
+def each_family(*names: str) -> pytest.MarkDecorator:
+    """A test of the fixture ``case`` for every family, or for these. One conversion serves the tests of all files."""
+    chosen = [f for f in FAMILIES if not names or f.name in names]
+    assert len(chosen) >= len(names)
+    return pytest.mark.parametrize("case", chosen, ids=[f.name for f in chosen], indirect=True, scope="session")
 
 
 def _is_transposed(name: str) -> bool:

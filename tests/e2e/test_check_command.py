@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -236,7 +235,6 @@ def test_what_cannot_be_run_is_refused(based: Check) -> None:
 def test_a_forgetful_worker_process_is_found(
     llama_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__), prepend=os.pathsep)
     monkeypatch.setitem(local.ROLES, "memory", ("forgetful", "serve_memory"))
     monkeypatch.setitem(sys.modules, "forgetful", memory)  # the base's worker, a thread of this process, is sound
     status, found, _ = check(llama_path, capsys, "--axis", "transport", "--max-tokens", "8")

@@ -15,14 +15,14 @@ from typing import Any, Protocol
 import msgspec
 import pytest
 import torch
-from families import FAMILIES, FIRST_TOKEN, MAX_LEN, VOCAB, Family
+from families import FAMILIES, FIRST_TOKEN, MAX_LEN, VOCAB, Case, Family, each_family
 from torch import Tensor
 
 import lamina.cli.check.agreement
 from lamina import LLM, SamplingParams
 from lamina.attention.spec import AttentionSpec
 from lamina.converter import SlicedProgram
-from lamina.models.convert import convert_model, layer_shapes
+from lamina.models.convert import layer_shapes
 from lamina.protocol.plan import LayerShape
 
 PROMPTS = (19, 1, 7, 30)  # tokens; some shorter, some longer than the windows
@@ -210,16 +210,7 @@ def controls(layers: list[LayerShape]) -> dict[str, list[LayerShape]]:
     return broken
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=lambda f: f.name)
-def case(request: pytest.FixtureRequest) -> tuple[Family, Any, SlicedProgram]:
-    family: Family = request.param
-    model = family.build()
-    return family, model, convert_model(model, max_model_len=MAX_LEN)
-
-
-Case = tuple[Family, Any, SlicedProgram]
-
-
+@each_family()
 def test_logits_are_those_of_transformers(case: Case) -> None:
     family, model, program = case
     layers = layer_shapes(program)
@@ -231,6 +222,7 @@ def test_logits_are_those_of_transformers(case: Case) -> None:
     assert outcome.margin > LEAST_MARGIN * outcome.error
 
 
+@each_family()
 def test_a_wrong_attention_is_noticed(case: Case) -> None:
     family, model, program = case
     layers = layer_shapes(program)
@@ -241,6 +233,7 @@ def test_a_wrong_attention_is_noticed(case: Case) -> None:
         assert outcome.error > RED * TOLERANCE, name
 
 
+@each_family()
 def test_lost_keys_and_values_are_noticed(case: Case) -> None:
     family, model, program = case
     memory = Memory(layer_shapes(program))

@@ -17,8 +17,9 @@ from lamina import LLM, SamplingParams
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parents[2]
+CHUNK = 256
 OPTIONS: dict[str, Any] = {
-    "memory_workers": 2, "kv_memory": "256MiB", "max_num_seqs": 4, "prefill_chunk": 256, "transport": "shm",
+    "memory_workers": 2, "kv_memory": "256MiB", "max_num_seqs": 4, "prefill_chunk": CHUNK, "transport": "shm",
     "compute_threads": 1, "memory_threads": 1,
 }  # fmt: skip
 PLAN = """
@@ -59,11 +60,11 @@ def peaks(model: Path, options: dict[str, Any]) -> dict[str, int]:
     ready, through prompts of full chunks beside sequences that decode.
     """
     rng = random.Random(1)
-    prompts = [[rng.randrange(2, 8192) for _ in range(1400)] for _ in range(4)]
+    prompts = [[rng.randrange(2, 8192) for _ in range(2 * CHUNK + 8)] for _ in range(4)]
     with LLM(str(model), **options) as llm:
         for pid in llm.pools.pids.values():
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # VmHWM begins anew; proc_pid_clear_refs(5)
-        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
+        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
         return {name: peak(pid) for name, pid in llm.pools.pids.items()}
 
 

@@ -4,54 +4,36 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from families import FAMILIES, Family
+from families import Case, each_family
 from split import MemoryWorkers, SplitRunner
 from test_families import LEAST_DISTINCT, LEAST_MARGIN, RED, SHORT, TOLERANCE, compare, decode
 
-from lamina.converter import SlicedProgram
 from lamina.fleet.launchers import local
-from lamina.models.convert import convert_model
 
-MAX_LEN = 256
 OVER_TCP = ("llama-gqa", "gpt2", "gpt-oss")
-Case = tuple[Family, Any, SlicedProgram]
 
 
-def families(*names: str) -> pytest.MarkDecorator:
-    chosen = [f for f in FAMILIES if not names or f.name in names]
-    assert len(chosen) >= len(names)
-    return pytest.mark.parametrize("case", chosen, ids=[f.name for f in chosen], indirect=True, scope="module")
-
-
-@pytest.fixture(scope="module")
-def case(request: pytest.FixtureRequest) -> Case:
-    family: Family = request.param
-    model = family.build()
-    return family, model, convert_model(model, max_model_len=MAX_LEN)
-
-
-@pytest.fixture(scope="module")
+# Of the session, as tests of two files that share a family's conversion run one after another.
+@pytest.fixture(scope="session")
 def over_shm() -> Iterator[MemoryWorkers]:
     workers = MemoryWorkers("shm", ["memory", "memory"])
     yield workers
     workers.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def over_tcp() -> Iterator[MemoryWorkers]:
     workers = MemoryWorkers("tcp", ["memory", "memory"])
     yield workers
     workers.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def one_forgets() -> Iterator[MemoryWorkers]:
     """Two memory workers, the second of which stores zeros."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.path.dirname(__file__), prepend=os.pathsep)
         patch.setitem(local.ROLES, "forgetful", ("forgetful", "serve_memory"))
         workers = MemoryWorkers("shm", ["memory", "forgetful"])
     yield workers
@@ -77,17 +59,17 @@ def check(case: Case, workers: MemoryWorkers) -> None:
     assert all(r > least for r in received), "each worker had its part"
 
 
-@families()
+@each_family()
 def test_two_memory_workers_over_shared_memory(case: Case, over_shm: MemoryWorkers) -> None:
     check(case, over_shm)
 
 
-@families(*OVER_TCP)
+@each_family(*OVER_TCP)
 def test_two_memory_workers_over_tcp(case: Case, over_tcp: MemoryWorkers) -> None:
     check(case, over_tcp)
 
 
-@families()
+@each_family()
 def test_kv_lost_on_one_worker_is_noticed(case: Case, one_forgets: MemoryWorkers) -> None:
     _, model, program = case
     with one_forgets.connect(program, num_workers=2) as pool:

@@ -151,6 +151,20 @@ def test_how_a_worker_ends_is_told_and_harms_nobody(order: str, status: int, sta
     assert start.pid == before
 
 
+@pytest.mark.parametrize("fresh", [False, True], ids=["forked", "fresh"])
+def test_a_worker_that_is_done_ends_without_taking_its_modules_apart(
+    fresh: bool, start: WarmStart, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its threads and exit functions have their turn, and what it has printed is not lost."""
+    probe = Probe(fresh=fresh)
+    probe.told()
+    probe.sock.sendall(b"return")
+    assert probe.sock.makefile("rb").read() == b"thread;exit function;"
+    assert probe.process.ended(SOON_S)
+    assert probe.process.status == 0
+    assert capfd.readouterr().out.endswith("an open line")
+
+
 def test_workers_outlive_the_warm_process_and_the_next_one_has_a_new_one(
     start: WarmStart, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import os
@@ -18,7 +19,7 @@ SIGNALS = ("SigBlk", "SigIgn", "SigCgt")
 
 
 def serve_probe(sock: socket.socket) -> None:
-    """One line of JSON, then one order: a status to exit with, ``raise``, ``abort``, or ``start`` and another one."""
+    """A line of JSON, then an order: a status to exit with, raise, abort, return, or ``start`` and one more order."""
     told = facts(sock.fileno())  # before anything is sent: descriptors are counted
     sock.sendall(json.dumps(told).encode() + b"\n")
     order = sock.recv(64).decode()
@@ -27,10 +28,35 @@ def serve_probe(sock: socket.socket) -> None:
         order = sock.recv(64).decode()
     if order == "raise":
         raise RuntimeError("as told")
+    if order == "return":
+        return leave_last_words(sock)
     if order == "abort":
         signal.signal(signal.SIGABRT, signal.SIG_DFL)
         os.abort()
-    sys.exit(int(order or 0))
+    return sys.exit(int(order or 0))
+
+
+class LastWord:
+    """Says a word when it is taken apart."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def __del__(self) -> None:
+        self._sock.sendall(b"torn down;")
+
+
+def leave_last_words(sock: socket.socket) -> None:
+    """Of all that may still speak when the worker has returned."""
+
+    def after_main() -> None:
+        threading.main_thread().join()
+        sock.sendall(b"thread;")
+
+    globals()["last_word"] = LastWord(sock)
+    atexit.register(sock.sendall, b"exit function;")
+    threading.Thread(target=after_main).start()
+    sys.stdout.write("an open line")
 
 
 def facts(control: int) -> dict[str, Any]:
