@@ -31,7 +31,7 @@ def make_functional(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if not is_mutable(node) or (plain := _functional(node.target)) is None:
             continue
-        source = node.args[0]
+        source: Any = node.args[0]
         before = [user for user in source.users if order[user] < order[node]]
         if _is_fresh(source) and all(map(_is_fresh, before)) and _gives_the_same(plain, node):
             node.target = plain
@@ -60,13 +60,14 @@ def _is_fresh(node: fx.Node) -> bool:
         return False
     if any(result.alias_info is not None for result in target._schema.returns):
         return False
-    name = target.name()
+    name: str = target.name()  # type: ignore[no-untyped-call]
     return target in _FRESH or not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
 
 
 def _gives_the_same(plain: torch._ops.OpOverload, node: fx.Node) -> bool:
     """Whether dtype and shape are those of the tensor written to: a promoted result would be rounded in place."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    values: Any = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = values
     with torch.no_grad():
         result, kept = plain(*args, **kwargs), args[0]
     return isinstance(result, Tensor) and (result.dtype, result.shape) == (kept.dtype, kept.shape)

@@ -103,7 +103,7 @@ def test_the_bits_are_those_of_hosts(
     ids=lambda o: " ".join(f"{k}={v}" for k, v in o.items()),
 )
 def test_tokens_are_those_of_hosts_where_slices_are_graphs(
-    options: dict[str, Any], where: Where, llama_path: Path, prompts: list[list[int]]
+    options: dict[str, Any], where: Where, llama_path: Path, prompts: list[list[int]], of_hosts: Hosts
 ) -> None:
     """As many rows as there are, in graphs of more, with messages as parts of them or between them; of ranks, whose
     graphs end where they meet, and of two batches.
