@@ -16,7 +16,7 @@ from .table import ROUND, TYPES, Instruction, Step, UnsupportedError, View, pack
 Rule = Callable[..., Any]  # of a Lowering, a node and its arguments: the view, or views, that the node gives
 
 
-class Slot(NamedTuple):
+class SlotShape(NamedTuple):
     """``numel``: elements of a row; of a weight, which has no rows, of all of it."""
 
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class Lowering:
         self._rules = rules
         self.placeholders = [n for n in unit.graph.nodes if n.op == "placeholder"]
         self._rows = rows_of(self.placeholders)
-        self.slots: list[Slot] = []
+        self.slots: list[SlotShape] = []
         self.instructions: list[Instruction] = []
         self.values: dict[fx.Node, Any] = {n: self._given(n.meta["val"]) for n in self.placeholders}
         for node in unit.graph.nodes:
@@ -92,7 +92,7 @@ class Lowering:
         if dtype not in TYPES:
             raise UnsupportedError(str(dtype))
         view = View(len(self.slots), dtype, 0, tuple(shape), packed(shape))
-        self.slots.append(Slot(dtype, view.numel, True))
+        self.slots.append(SlotShape(dtype, view.numel, True))
         return view
 
     def compute(self, node: fx.Node, steps: Sequence[Step], to: View | None = None) -> View:
@@ -138,7 +138,7 @@ class Lowering:
         shape = row_shape(value, self._rows) if with_rows else tuple(value.shape)
         strides = packed(shape) if with_rows else value.stride()
         view = View(len(self.slots), value.dtype, 0, shape, tuple(strides))
-        self.slots.append(Slot(value.dtype, view.numel, with_rows))
+        self.slots.append(SlotShape(value.dtype, view.numel, with_rows))
         return view
 
     def _result(self, node: fx.Node) -> View:
