@@ -18,6 +18,8 @@ from .store import Store
 class DeviceLayers:
     """See session.Layers. Does as HostLayers does, in its order; but the host waits for the device once in a round."""
 
+    at_once = False
+
     def __init__(self, wire: LayerWire, store: Store, meter: Meter) -> None:
         self.wire = wire
         self._store, self._meter = store, meter

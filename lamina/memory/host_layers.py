@@ -24,6 +24,8 @@ RESERVE_S = 60.0  # for a compute worker to take what it was sent before
 class HostLayers:
     """See session.Layers."""
 
+    at_once = True
+
     def __init__(
         self,
         channels: Sequence[Channel],
