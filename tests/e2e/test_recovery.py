@@ -120,6 +120,7 @@ def test_a_module_in_this_process_goes_on_without_its_memory_worker(prompts: lis
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES)
 def test_kills_at_random_moments(case: str, llama_path: Path, prompts: list[list[int]]) -> None:
     """In the midst of slices, messages, and of the recovery from another kill."""
