@@ -16,7 +16,7 @@ from .model import Letters
 from .scenario import Ask, Scenario, params_of, scenario
 from .wire import SimWire
 
-MOST_STEPS = 20_000
+MOST_STEPS = 2_000
 Completion = tuple[Any, ...]
 
 
