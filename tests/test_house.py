@@ -18,7 +18,7 @@ STOREYS = (
     ("cli",),  # lamina-launch
     ("server", "wrapped"),
     ("llm", "async_llm"),
-    ("front",),  # what both of them are made of
+    ("front", "sim"),  # what both of them are made of; the engine in a world of its own
     ("fleet",),  # who starts, meets and watches workers
     ("engine",),  # policy and the loop
     ("compute",),  # the compute worker and the prefill worker
@@ -50,7 +50,8 @@ HOUSES = {"lamina": STOREYS, "netstack": NETWORK_STOREYS}
 FACES = ("__init__", "__main__")
 POLICY = (
     "engine/scheduler.py", "engine/prefill.py", "engine/steps.py", "engine/sequence.py", "engine/pipeline.py",
-    "engine/tuner.py", "engine/draws.py", "sampling/settings.py", "protocol/tables.py", "protocol/layout.py",
+    "engine/tuner.py", "engine/draws.py", "engine/ledger.py", "engine/kept.py", "memory/written.py",
+    "sampling/settings.py", "protocol/tables.py", "protocol/block_counts.py", "protocol/layout.py",
     "protocol/partition.py", "protocol/codec.py", "protocol/placement.py", "protocol/declare.py", "protocol/options.py",
     "protocol/resolve.py", "request.py", "config.py", "cores.py", "fleet/hosts/placement.py",
 )  # fmt: skip

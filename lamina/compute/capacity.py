@@ -10,10 +10,10 @@ from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.stored import head_bytes, is_scaled
 from lamina.netstack import Geometry
+from lamina.protocol.block_counts import split_memory
 from lamina.protocol.codec import FP32_BYTES, Group, held_pieces, most_bytes, most_results
 from lamina.protocol.partition import PARTITIONS, Partition, stripe_of
 from lamina.protocol.plan import LayerShape
-from lamina.protocol.tables import split_memory
 
 SLOTS_OF_A_BATCH = 3  # PLAN, Q and KV are in flight together; one more slot so that the next PLAN need not wait
 LEAST_SLOT_BYTES = 1 << 20  # a PLAN or a Bind

@@ -174,7 +174,7 @@ class ComputeServer(ModelServer):
             if start.number:
                 bounds.append(links[-1].join(Join(view=meeting.view, number=start.number, layers=cut.layers)))
             else:
-                bounds.append(self._bind_next(links[-1], self._bind(meeting.view, worker, channel), bounds))
+                bounds.append(self._bind_next(links[-1], self._bind(meeting, worker, channel), bounds))
         opens = [partial(fabric.connect, at.url, replace(terms, peer=at.name)) for at in meeting.memory]
         path = self._layer_path(kernels=all(bound.direct for bound in bounds))
         wires = open_wires(opens, bounds, self.staging, start.deadlines.step_timeout_s, path)
@@ -209,8 +209,9 @@ class ComputeServer(ModelServer):
         except ValueError as e:
             raise ValueError(f"{self.role}: {e}, or --partition other than {self.start.topology.partition}") from e
 
-    def _bind(self, view: int, worker: int, channel: netstack.Channel) -> Bind:
-        start, cut, asked = self.start, self._cut, self.start.devices.kv_bytes()
+    def _bind(self, meeting: Connect, worker: int, channel: netstack.Channel) -> Bind:
+        start, cut = self.start, self._cut
+        asked = meeting.kv_bytes[worker] if meeting.kv_bytes else start.devices.kv_bytes()
         replicas, prefill_workers = start.topology.replicas, start.topology.prefill_workers
         wanted = partial(
             choose_kv_bytes,
@@ -223,7 +224,7 @@ class ComputeServer(ModelServer):
             block_size=start.kv.block_size,
         )
         return Bind(
-            view=view,
+            view=meeting.view,
             worker=worker,
             partition=cut.partition,
             layers=cut.layers,

@@ -22,9 +22,12 @@ from lamina.protocol.control import (
     AskClock,
     AskStats,
     AskTrace,
+    Broken,
     ComputeReady,
     Connect,
     ControlLink,
+    Halt,
+    Halted,
     LinkClosedError,
     Loaded,
     Progress,
@@ -46,7 +49,7 @@ from .capacity import partition_of
 from .links import RefusedError
 from .passes import passes
 
-MESSAGES = StartCompute | RunRound | Connect | AskStats | AskClock | AskTrace | Stop
+MESSAGES = StartCompute | RunRound | Connect | Halt | AskStats | AskClock | AskTrace | Stop
 
 
 class Worker(Protocol):
@@ -104,7 +107,8 @@ class ModelServer:
         self.counts = {"loads": 0.0, "connects": 0.0}
         self._worker: Worker | None = None
         self._in_view: ViewFabric | None = None
-        self._called = -1  # the view of the last Connect that has come
+        self._called = -1  # the newest view that the driver has named
+        self._broken = False  # a channel of the view has ended
         self.service = WorkerService(link, self._stats, lambda reason: self.fabric.close(), self.trace, heed=self._heed)
 
     def load(self) -> Loaded:
@@ -191,6 +195,7 @@ class ModelServer:
             eos_token_ids=list(cut.loaded.eos_token_ids),
             **together(bounds, lambda worker: worker * start.topology.tensor_parallel_size + start.rank)._asdict(),
             block_size=self.start.kv.block_size,
+            kv_bytes=[b.kv_bytes for b in bounds],
             summary={
                 **_summary(cut),
                 "attention": bounds[0].backend,
@@ -228,6 +233,7 @@ class ModelServer:
         self._let_go()
         self.clock.skip()
         self._in_view = fabric = ViewFabric(meeting.view, self.fabric)
+        self._broken = False
         if self._called_away:
             return
         self._worker, ready = self.connect(meeting, fabric)
@@ -242,8 +248,8 @@ class ModelServer:
             self._in_view.close()
 
     def _heed(self, message: object) -> None:
-        """Of a Connect: what is done under an older view may wait for peers that have gone on."""
-        if isinstance(message, Connect):
+        """Of a Connect, or a Halt: what is done under an older view may wait for peers that have gone on."""
+        if isinstance(message, Connect | Halt):
             self._called = message.view
             if self._in_view and self._called_away:
                 self._in_view.leave(f"view {self._in_view.view} is over: view {message.view} begins")
@@ -258,13 +264,21 @@ class ModelServer:
             try:
                 if not self._take_messages():
                     return
-                done = self._worker.turn() if self._worker and not self._called_away else None
-            except (ChannelError, ProtocolError, RefusedError):
+                done = self._worker.turn() if self._worker and not self._resting else None
+            except (ChannelError, ProtocolError, RefusedError) as error:
                 if not self._called_away:
-                    raise
+                    self._break(error)
                 continue
             if done is not None:
                 self.service.link.send(done)
+
+    def _break(self, error: Exception) -> None:
+        """A channel has ended: its other end knows why. Whatever else it is, this worker has failed."""
+        if not isinstance(error, ChannelError) or self._in_view is None or self.service.stopped.is_set():
+            raise error
+        self._broken = True
+        self._in_view.leave(f"{self.role}: {error}")
+        self.service.link.send(Broken(view=self._in_view.view, text=str(error)))
 
     def _take_messages(self) -> bool:
         """Those that have come; the next one where there is nothing to do. Whether to go on."""
@@ -273,7 +287,10 @@ class ModelServer:
             if isinstance(new, Connect):
                 if not self._told(partial(self._connect, new)):
                     return False
-            elif self._worker and not self._called_away:
+            elif isinstance(new, Halt):
+                self._let_go()
+                self.service.link.send(Halted(view=new.view))
+            elif self._worker and not self._resting:
                 if idle:
                     self.trace.add(Event.WAIT_STEP, start, new.steps[0].plan)
                     idle = False
@@ -282,7 +299,11 @@ class ModelServer:
 
     @property
     def _has_work(self) -> bool:
-        return self._worker is not None and self._worker.has_work and not self._called_away
+        return self._worker is not None and self._worker.has_work and not self._resting
+
+    @property
+    def _resting(self) -> bool:
+        return self._broken or self._called_away
 
     def _stats(self) -> dict[str, float]:
         return {**(self._worker.stats() if self._worker else {}), **self.counts}

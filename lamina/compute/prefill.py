@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from lamina.memory.store import Store
 from lamina.memory.write import Written
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.control import RunRound, StepDone
-from lamina.protocol.plan import Key, Kind, ProtocolError, StepPlan
+from lamina.protocol.plan import Keep, Key, Kind, ProtocolError, StepPlan
 from lamina.workers.staging import NOTHING
 
 from .links import MemoryLink, RefusedError
@@ -48,8 +48,10 @@ class OwnAttention:
         self._in_slices_s = 0.0  # of the attention
         self._past_s = 0.0  # sending, under older views
 
-    def connect(self, pool: Attention) -> None:
-        """K and V go on to ``pool`` from here on. The store stays."""
+    def connect(self, pool: Attention, keep: Sequence[Keep] | None = None) -> None:
+        """K and V go on to ``pool`` from here on. ``keep``: of the store; None = all."""
+        if keep is not None:
+            self._store.reconcile(keep)
         self._past_s, self._pool, self._step = self.sending_s, pool, None
 
     @property
@@ -138,9 +140,11 @@ class PrefillWorker:
         self._since = 0.0  # the oldest of them was computed, or its predecessor stored
         self.stored_wait_s = 0.0
 
-    def connect(self, links: list[MemoryLink], pool: Attention, view: int) -> None:
-        """Go on under ``view``, with ``pool`` over ``links``. Chunks of older views are dropped."""
-        self._attention.connect(pool)
+    def connect(self, links: list[MemoryLink], pool: Attention, view: int, keep: Sequence[Keep] | None = None) -> None:
+        """Go on under ``view``, with ``pool`` over ``links``. Chunks of older views are dropped. ``keep``: of the
+        store, see Connect.
+        """
+        self._attention.connect(pool, keep)
         self._worker.connect(self._attention, view)
         self._links, self._view = links, view
         self._computed.clear()

@@ -51,7 +51,7 @@ class PrefillServer(ModelServer):
         merging = attention.get("reference", CPU, cut.dtype)
         pool = MemoryPool(links, cut.partition, cut.layers, merging, self.staging)
         if self._serving is not None:
-            self._serving.connect(links, pool, meeting.view)
+            self._serving.connect(links, pool, meeting.view, meeting.keep)
             return self._serving, self.ready(cut, bounds, meeting.view)
         own = OwnAttention(self._store(cut, bounds[0].backend), pool, self.trace)
         self.clock.lap("bind_s")

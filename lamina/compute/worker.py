@@ -122,15 +122,15 @@ class ComputeWorker:
         return self._ranks.may_take(self._turns)
 
     def connect(self, pool: Attention, view: int, ring: Ring | None = None, ranks: Ranks | None = None) -> None:
-        """Go on under ``view`` with others to talk to. Turns of older views are dropped. The last tokens stay, and so
-        does what penalties count.
+        """Go on under ``view`` with others to talk to. Of older views nothing is left: no turns, no last tokens, and
+        nothing that penalties count.
         """
         before = self._waits()
         self._pool, self._ring, self._ranks, self._view = pool, ring or Stay(), ranks or Alone(), view
         self._past = dict.fromkeys(before, 0.0)
         now = self._waits()
         self._past = {name: seconds - now[name] for name, seconds in before.items()}
-        self._turns, self._due = [], {}
+        self._turns, self._due, self._last, self._histories = [], {}, {}, Histories()
 
     def submit(self, new: RunRound) -> None:
         """Queue the turns of a round that are this replica's; replica 0 announces its plans to the memory workers.

@@ -11,17 +11,19 @@ from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.control import ALL_BANNED, ComputeReady, Draw, Drawn, RunRound, RunStep, StepDone
 from lamina.protocol.groups import usable_blocks
 from lamina.protocol.options import EngineConfig
+from lamina.protocol.plan import Keep
 from lamina.protocol.tables import BlockTables
 from lamina.request import Blame, CompletionOutput, Logprob, RequestOutput, RequestTimes, SamplingParams
 
 from .draws import draw_of, scores_of
+from .kept import KeptKV
 from .prefill import Prefill
 from .scheduler import Scheduler
 from .sequence import Sequence
 from .steps import Round, ScheduledStep
 from .text import Pieces, TextStream
 from .tuner import Tuner
-from .wire import Clock, Wire
+from .wire import Clock, ViewChanged, Wire
 
 log = logging.getLogger(__name__)
 NOT_FINITE = "the largest logit is not a finite number: weights or activations are broken, or too large for --dtype"
@@ -146,6 +148,8 @@ class Engine:
         if steps:
             self._trace.add(Event.SCHEDULE, start, steps[0].plan)
         done = self._run(steps)
+        if isinstance(done, ViewChanged):
+            return self._change(done)
         start = self._trace.now()
         outputs = self._postprocess(done)
         if done is not None:
@@ -175,8 +179,15 @@ class Engine:
         """Take in the steps in flight and begin no others; returns the requests that got tokens. Raises WorkerError."""
         touched = dict[int, RequestOutput]()
         while self._steps:
-            touched |= {output.request_id: output for output in self._postprocess(self.wire.wait())}
+            done = self.wire.wait()
+            outputs = self._change(done) if isinstance(done, ViewChanged) else self._postprocess(done)
+            touched |= {output.request_id: output for output in outputs}
         return list(touched.values())
+
+    def look(self) -> list[RequestOutput]:
+        """Of an engine without work: whether its workers live. Raises WorkerError when one is lost for good."""
+        change = self.wire.look()
+        return [] if change is None else self._change(change)
 
     def resume(self, ready: ComputeReady) -> None:
         """Go on with workers that have met anew, and have kept their KV. Raises ValueError while steps are in flight,
@@ -187,6 +198,7 @@ class Engine:
         if (ready.num_blocks, ready.lanes) != (self.info.num_blocks, self.info.lanes):
             raise ValueError(f"memory workers had {self.info.num_blocks} KV blocks, and now have {ready.num_blocks}")
         self.scheduler.view = ready.view
+        self.scheduler.tell_anew()
 
     def close(self) -> None:
         """End the workers. Idempotent."""
@@ -202,7 +214,28 @@ class Engine:
         eos = [] if params.ignore_eos else self.info.eos_token_ids
         return frozenset([*eos, *(params.stop_token_ids or [])])
 
-    def _run(self, steps: list[ScheduledStep]) -> StepDone | None:
+    def _change(self, change: ViewChanged) -> list[RequestOutput]:
+        """Take in what was done, take back what was not, and go on under another view; the requests that got tokens."""
+        touched, now = dict[int, RequestOutput](), self._clock()
+        met: ComputeReady | ViewChanged = change
+        while isinstance(met, ViewChanged):
+            for done in met.done:
+                touched |= {output.request_id: output for output in self._postprocess(done)}
+            met = self.wire.resume(self._roll_back(met))
+        self.resume(met)
+        log.info("view %d: all sequences go on after %.3f s", met.view, self._clock() - now)
+        return list(touched.values())
+
+    def _roll_back(self, change: ViewChanged) -> list[Keep]:
+        for request in self._requests.values():
+            scores = request.output.prompt_logprobs
+            if scores is not None:
+                request.sequences[0].num_scored = len(scores) - 1
+        steps, self._steps = self._steps, {}
+        kept = KeptKV(self._ledger, self.info.holders, change.kept)
+        return self.scheduler.roll_back(steps.values(), kept.tokens)
+
+    def _run(self, steps: list[ScheduledStep]) -> StepDone | ViewChanged | None:
         """Send a round off; then wait for the next step that is done, unless another round can be queued first."""
         if steps:
             self.wire.submit(RunRound(round=self._next_round, steps=[self._prepare(s) for s in steps]))

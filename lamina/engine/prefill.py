@@ -73,6 +73,13 @@ class Prefill:
                 prompts.remove(sequence)
             sequence.prefill_worker = None
 
+    def roll_back(self) -> None:
+        """Nobody has a prompt any more, in flight or to come. Numbers of steps never go back."""
+        for worker in self._workers:
+            worker.prompts.clear()
+            worker.in_flight.clear()
+            worker.held = NOBODY
+
     def next_grant(self, sequence: Sequence) -> Grant | None:
         """For the next chunk of ``sequence``, if it is its turn."""
         if sequence.prefill_worker is None:

@@ -5,56 +5,19 @@ no clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
-from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place
-from lamina.protocol.plan import Free, New, Rows, SequenceOp, StepPlan
+from lamina.protocol.plan import Free, Keep, New, Rows, SequenceOp, StepPlan
 
+from .ledger import Ledger
 from .pipeline import route
 from .prefill import Prefill
 from .sequence import Sequence
 from .steps import Round, ScheduledStep
-
-Blocks = tuple[int, ...]  # by layer group
-
-
-class Ledger(Protocol):
-    """The memory workers' KV blocks as the engine knows them; protocol.tables.BlockTables is one. Counts are by layer
-    group.
-    """
-
-    lanes: tuple[Lanes, ...]  # group -> what it keeps
-
-    @property
-    def num_lanes(self) -> int:
-        """Of the partition: a sequence may begin in each."""
-        ...
-
-    @property
-    def free_blocks(self) -> Blocks:
-        """Blocks that nobody holds."""
-        ...
-
-    def most_blocks(self, place: Place, length: int, max_rows: int) -> list[int]:
-        """Blocks that a sequence at ``place``, of up to ``length`` tokens, takes at most, ``max_rows`` rows a step."""
-        ...
-
-    def blocks_needed(self, rows: Iterable[Rows]) -> Blocks:
-        """Blocks that ``rows`` take more than they give back."""
-        ...
-
-    def can_apply(self, plan: StepPlan) -> bool:
-        """Whether every memory worker can take the plan."""
-        ...
-
-    def apply(self, plan: StepPlan) -> None:
-        """Book the plan, exactly as the memory workers will."""
-        ...
 
 
 @dataclass
@@ -186,6 +149,37 @@ class Scheduler:
             return None
         self._in_flight.remove(mine)
         return mine
+
+    def roll_back(self, in_flight: Iterable[ScheduledStep], kept: Callable[[Keep], int]) -> list[Keep]:
+        """Take back the steps ``in_flight``, and whatever was to follow them. Returns what memory workers are to keep,
+        and no more; ``kept``: how much they have of what one sequence would keep. Who has nothing is computed anew,
+        oldest first. Numbers of rounds and sequences never go back. Between two rounds no ops and no chunks wait.
+        """
+        for step in in_flight:
+            for sequence, rows in zip(step.parts, step.plan.rows, strict=True):
+                if sequence.id == rows.sequence:
+                    sequence.num_scheduled = min(sequence.num_scheduled, rows.first)
+        self._in_flight = []
+        self._prefill.roll_back()
+        keep, waiting = list[Keep](), list(self._waiting)
+        for batch in self.batches:
+            for sequence in batch.running:
+                sequence.roll_back(kept(Keep(sequence.id, sequence.num_scheduled, sequence.place)))
+            batch.running = [s for s in batch.running if not s.finished]
+            waiting += [s for s in batch.running if not s.num_scheduled]
+            batch.running = [s for s in batch.running if s.num_scheduled]
+            keep += [Keep(s.id, s.num_scheduled, s.place) for s in batch.running]
+        for sequence in waiting:
+            sequence.roll_back(0)
+            sequence.restart()
+        self._waiting = deque(sorted(waiting, key=lambda s: (s.request_id, s.output.index)))
+        self._ledger.reconcile(keep)
+        return keep
+
+    def tell_anew(self) -> None:
+        """Compute workers count no tokens any more for penalties: the next draw of each sequence tells all."""
+        for sequence in (s for b in self.batches for s in b.running):
+            sequence.num_told = -1
 
     def _deal(self) -> None:
         """The longest sequences first, each to the batch whose attention reads least. No round is in flight, so no

@@ -71,6 +71,12 @@ class Sequence:
             self.output.finish_reason = reason
             self.output.stop_reason = stop_reason
 
+    def roll_back(self, kept: int) -> None:
+        """Forget all that is in flight; ``kept`` tokens of its KV are there. Behind prefill workers it begins anew."""
+        self.num_scheduled = 0 if self.prefill_worker is not None else min(self.num_scheduled, kept)
+        self.num_drawing = self.num_prefilling = 0
+        self.prefill_worker = None
+
     def restart(self) -> None:
         """Forget what was scheduled; everything that is known will be computed again under a new id."""
         self.id = -1

@@ -131,6 +131,10 @@ class Streams:
         """See ``Engine.settle``."""
         self._engine.settle()
 
+    def look(self) -> None:
+        """See ``Engine.look``, of an engine without work."""
+        self._engine.look()
+
     def take_all(self) -> list[Feed]:
         """The feeds of unfinished requests, for the caller to fail: none of them goes on."""
         feeds, self._feeds = list(self._feeds.values()), {}

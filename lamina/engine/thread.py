@@ -20,10 +20,6 @@ JOIN_S = 5.0  # for a step to end, once nobody wants it
 class Workers(Protocol):
     """What the thread needs of the pools."""
 
-    def check(self) -> None:
-        """Raises WorkerError where a worker is lost; waits for nobody."""
-        ...
-
     def close(self) -> None:
         """End the workers. Idempotent."""
         ...
@@ -114,7 +110,7 @@ class EngineThread:
             try:
                 return self._orders.get(timeout=IDLE_S)
             except queue.Empty:
-                self._workers.check()
+                self._streams.look()
         return None
 
     def _obey(self, order: _Errand) -> None:

@@ -4,13 +4,22 @@ own.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from lamina.protocol.control import ComputeReady, RunRound, StepDone
+from lamina.protocol.plan import Keep
 
 
 class WorkerError(RuntimeError):
     """A worker died, hung or failed; the text says which and how. The pools have been ended."""
+
+
+class ViewChanged(NamedTuple):
+    """Workers were lost, and the others are at rest: no step in flight will be done any more."""
+
+    done: Sequence[StepDone]  # that had been done before and were not handed out; of each batch in their order
+    kept: Sequence[Mapping[int, int]]  # memory worker -> sequence -> tokens whose K and V it has in all layers
 
 
 class Wire(Protocol):
@@ -25,16 +34,26 @@ class Wire(Protocol):
         ...
 
     def submit(self, new: RunRound) -> None:
-        """Queue a round. Raises WorkerError when a worker is lost."""
+        """Queue a round. Where a worker is lost, ``wait`` says so."""
         ...
 
     def prefill(self, worker: int, new: RunRound) -> None:
-        """Queue a chunk of a prompt for a prefill worker; a RunRound of one step. Raises WorkerError."""
+        """Queue a chunk of a prompt for a prefill worker; a RunRound of one step. Else as ``submit``."""
         ...
 
-    def wait(self) -> StepDone:
+    def wait(self) -> StepDone | ViewChanged:
         """The next step that is done, of compute or prefill workers; some must be in flight. Raises WorkerError when a
-        worker is lost.
+        worker is lost and cannot be replaced.
+        """
+        ...
+
+    def look(self) -> ViewChanged | None:
+        """Whether a worker has been lost, without a wait. Raises WorkerError as ``wait``."""
+        ...
+
+    def resume(self, keep: Sequence[Keep]) -> ComputeReady | ViewChanged:
+        """Behind ViewChanged: replace who was lost, and have all meet anew, with the KV of ``keep`` alone. Another
+        ViewChanged where others are lost meanwhile. Raises WorkerError where that cannot be.
         """
         ...
 

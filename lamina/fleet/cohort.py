@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -32,6 +32,7 @@ from lamina.protocol.control import (
 from lamina.protocol.declare import MEASURED
 from lamina.protocol.groups import Capacity, of_all_ranks
 from lamina.protocol.options import EngineConfig
+from lamina.protocol.plan import Keep
 
 from .launchers import Launcher, WorkerHandle, open_launcher
 from .launchers.local import ThreadWorker
@@ -65,8 +66,11 @@ class Cohort:
         self._compute_key = b""
         self._model: Any = None
         self._topology = config.topology  # with the memory workers' parts of the work, once they are measured
-        self._memory_urls: list[str] = []
-        self._loaded: list[Loaded] = []  # by compute worker
+        self._urls: dict[Member, str] = {}  # of memory workers
+        self._loaded: dict[Member, Loaded] = {}  # of compute and prefill workers
+        self._told_models = False  # whether these were told to load
+        self._started: dict[tuple[str, int], int] = {}  # role and index -> workers that have had them
+        self._kv_bytes: list[list[int]] = []  # rank -> of its memory workers, once they are known
         self.view = 0
 
     def start(self, model: Any) -> None:
@@ -79,20 +83,52 @@ class Cohort:
         for phase in (self._launch, self._open_memory, self._weigh, self._load):
             phase()
 
-    def connect(self) -> ComputeReady:
-        """Have all workers meet under a new view. No step may be in flight. Returns what compute workers say.
+    def connect(self, keep: Sequence[Keep] | None = None) -> ComputeReady:
+        """Have all workers meet under a new view. No step may be in flight. ``keep``: the KV that stays; None = all.
+        Returns what compute workers say.
 
         Raises LostError, and ValueError with what a user can put right.
         """
-        self.view += 1
-        self._members.enter(self.view)
+        self._members.enter(self.next_view())
         self._begin()
         readies: dict[str, ComputeReady] = {}
-        self._call_memory()
-        for phase in (self._connect_compute, self._connect_prefill):
-            phase(readies)
+        self._call_memory(keep)
+        self._connect_compute(readies)
+        self._connect_prefill(readies, None if keep is None else [])  # prompts under way begin anew
         check_alike(readies)
-        return self._together(list(readies.values())[: self._size])
+        ranks = list(readies.values())[: self._size]
+        self._kv_bytes = [ready.kv_bytes for ready in ranks]
+        return self._together(ranks)
+
+    def next_view(self) -> int:
+        """Its number; there is no way back."""
+        self.view += 1
+        return self.view
+
+    def may_replace(self, member: Member) -> bool:
+        """Whether another worker can be started in its place. A thread cannot: it might go on."""
+        launcher = self._launcher
+        return launcher is not None and launcher.restarts and not isinstance(member.handle, ThreadWorker)
+
+    def has_started(self, member: Member) -> bool:
+        """Whether it has answered its first message."""
+        return member in self._urls or member in self._loaded
+
+    def replace(self) -> None:
+        """Start others in the places of those that are lost, and fenced, and have them load. Again where it was broken
+        off. Raises as ``start``.
+        """
+        launcher = self._launcher
+        assert launcher is not None
+        self._begin()
+        self._on_progress = lambda stage, done, total: None  # who looked has gone on
+        for lost in [m for m in self._members if m in self._members.lost]:
+            self._urls.pop(lost, None)
+            self._loaded.pop(lost, None)
+            role, index = lost.handle.role, lost.handle.index
+            member = self._members.replace(lost, self._start_one(launcher, role, index))
+            self._tell_start(member)
+        self._await_starts()
 
     def close(self) -> None:
         """Give back what the launcher holds. Idempotent."""
@@ -119,14 +155,15 @@ class Cohort:
                 self._members.add(worker)
 
     def _start_one(self, launcher: Launcher, role: str, index: int) -> WorkerHandle:
+        self._started[role, index] = self._started.get((role, index), 0) + 1
         return launcher.start(role, index, self._threads(role, index))
 
     def _open_memory(self) -> None:
         """Memory workers listen."""
         for member in self._members.memory:
-            self._members.send(member, self._start_memory(member.handle))
+            self._tell_start(member)
         try:
-            self._memory_urls = [self._answer(member, MemoryReady).url for member in self._members.memory]
+            self._await_starts()
         except ValueError as e:
             named = self._config.launching.memory_addresses
             raise type(e)(f"--memory-addresses: {e}" if named else str(e)) from None
@@ -146,20 +183,34 @@ class Cohort:
 
     def _load(self) -> None:
         """Compute and prefill workers load the model, all at once."""
-        path = self._model if isinstance(self._model, str) else ""
         for member in self._members.compute + self._members.prefill:
-            self._members.send(member, self._start_compute(path, member.handle))
+            self._tell_start(member)
         self._on_progress("starting workers", 1, 1)
-        self._loaded = [self._answer(member, Loaded) for member in self._members.compute]
-        for member in self._members.prefill:
-            self._answer(member, Loaded)
+        self._told_models = True
+        self._await_starts()
 
-    def _call_memory(self) -> None:
+    def _tell_start(self, member: Member) -> None:
+        """Its first message."""
+        path, handle = self._model if isinstance(self._model, str) else "", member.handle
+        memory = handle.role == "memory"
+        self._members.send(member, self._start_memory(handle) if memory else self._start_compute(path, handle))
+
+    def _await_starts(self) -> None:
+        """The first answers of all that were told, and have not answered yet."""
+        for member in self._members.memory:
+            if member not in self._urls:
+                self._urls[member] = self._answer(member, MemoryReady).url
+        for member in self._members.compute + self._members.prefill if self._told_models else []:
+            if member not in self._loaded:
+                self._loaded[member] = self._answer(member, Loaded)
+
+    def _call_memory(self, keep: Sequence[Keep] | None) -> None:
         """Memory workers let go of whom they had, and wait for those that come now."""
         for member in self._members.memory:
             rank = member.handle.index % self._size
             joining = [self._name(m.handle) for m in self._members.compute[rank :: self._size] + self._members.prefill]
-            self._members.send(member, Connect(view=self.view, joining=joining))
+            left = None if keep is None else list(keep)
+            self._members.send(member, Connect(view=self.view, joining=joining, keep=left))
 
     def _connect_compute(self, readies: dict[str, ComputeReady]) -> None:
         """Ranks meet, replicas form their ring and come to the memory workers, one after the other."""
@@ -168,10 +219,10 @@ class Cohort:
         for member in self._members.compute:
             readies[member.label] = self._answer(member, ComputeReady)
 
-    def _connect_prefill(self, readies: dict[str, ComputeReady]) -> None:
+    def _connect_prefill(self, readies: dict[str, ComputeReady], keep: list[Keep] | None) -> None:
         """Prefill workers join behind the replicas, one after the other."""
         for member in self._members.prefill:
-            meeting = Connect(view=self.view, memory=self._memory_of(member.handle.index % self._size))
+            meeting = Connect(view=self.view, memory=self._memory_of(member.handle.index % self._size), keep=keep)
             self._members.send(member, meeting)
             readies[member.label] = self._answer(member, ComputeReady)
 
@@ -179,22 +230,24 @@ class Cohort:
         """Whom compute worker ``index`` meets: its replica's ranks, and the replicas before and behind it."""
         size, workers, addresses = self._size, len(self._members.compute), self._addresses
         rank, first = index % size, index - index % size
-        ranks = [addresses(i, self._loaded[i].rank_url) for i in range(first, first + size)] if size > 1 else []
+        loaded = [self._loaded[member] for member in self._members.compute]
+        ranks = [addresses(i, loaded[i].rank_url) for i in range(first, first + size)] if size > 1 else []
         behind, before = (index + size) % workers, (index - size) % workers
         ring = self._config.topology.replicas > 1
         return Connect(
             view=self.view,
             memory=self._memory_of(rank),
             ranks=ranks,
-            behind=addresses(behind, self._loaded[behind].ring_url) if ring else None,
+            behind=addresses(behind, loaded[behind].ring_url) if ring else None,
             before=addresses(before, "").name if ring else "",
+            kv_bytes=self._kv_bytes[rank] if self._kv_bytes else [],
         )
 
     def _addresses(self, index: int, url: str) -> Address:
         return Address(url, self._name(self._members.compute[index].handle))
 
     def _memory_of(self, rank: int) -> list[Address]:
-        there = [Address(u, self._name(m.handle)) for u, m in zip(self._memory_urls, self._members.memory, strict=True)]
+        there = [Address(self._urls[m], self._name(m.handle)) for m in self._members.memory]
         return self._topology.of_rank(there, rank)
 
     def _answer(self, member: Member, kind: Any) -> Any:
@@ -259,13 +312,18 @@ class Cohort:
         return 0 if handle.place else self._config.gpu_number(handle.role, handle.index)
 
     def _copies(self, handle: WorkerHandle) -> int:
-        """Of the weights on a worker's host, if it is the first one there that has them."""
+        """Of the weights on a worker's host, if it is the first one there that has them; behind a loss all others have
+        them already.
+        """
+        if self._kv_bytes:
+            return 0
         here = [m.handle for m in self._members.compute + self._members.prefill if m.handle.place == handle.place]
         return -(-len(here) // self._size) if here[0] is handle else 0
 
     def _name(self, handle: WorkerHandle) -> str:
-        """Which a worker proves to its peers."""
-        return f"{handle.role}-{handle.index}-{self._incarnation}"
+        """Which a worker proves to its peers: no other one has had it, nor will."""
+        before = self._started.get((handle.role, handle.index), 1) - 1
+        return f"{handle.role}-{handle.index}-{self._incarnation}" + f"-{before}" * bool(before)
 
     def _together(self, ranks: list[ComputeReady]) -> ComputeReady:
         """What all ranks of a replica have said, as one."""

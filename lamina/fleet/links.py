@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from lamina.protocol.control import (
+    Broken,
     ClockTime,
     ComputeReady,
     ControlLink,
     Failed,
+    Halted,
     Loaded,
     MemoryReady,
     Progress,
@@ -22,7 +24,10 @@ from lamina.protocol.control import (
 
 from .launchers import WorkerHandle
 
-FROM_WORKERS = MemoryReady | Loaded | ComputeReady | Progress | StepDone | Stats | ClockTime | Rate | Trace | Failed
+FROM_WORKERS = (
+    MemoryReady | Loaded | ComputeReady | Progress | StepDone | Stats | ClockTime | Rate | Trace
+    | Halted | Broken | Failed
+)  # fmt: skip
 
 
 class Link(Protocol):

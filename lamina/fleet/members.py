@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from lamina.engine.wire import Clock, WorkerError
-from lamina.protocol.control import Failed, LinkClosedError, LinkStalledError, Stop
+from lamina.protocol.control import Broken, Failed, LinkClosedError, LinkStalledError, Stop
 
 from .launchers import WorkerHandle
 from .links import ControlLinks, Link, Links
@@ -74,6 +74,7 @@ class Members:
         self._before_end, self._after_end = before_end, after_end
         self._links, self._clock = links or ControlLinks(), clock
         self.view = 0  # what is said of an older one is dropped
+        self._still_heard: tuple[type[Any], ...] = ()  # but of these kinds
         self.lost: dict[Member, LostError] = {}  # they are not listened to any more
         self.closed = False  # by ``end``
         self._ending = threading.RLock()  # one thread ends them; another may wait for a message meanwhile
@@ -105,9 +106,31 @@ class Members:
     def _of(self, role: str) -> list[Member]:
         return [m for m in self._members if m.handle.role == role]
 
-    def enter(self, view: int) -> None:
-        """Drop what was said under older views, and whatever of them still comes."""
-        self.view = view
+    def replace(self, lost: Member, handle: WorkerHandle) -> Member:
+        """Another worker was started in the place of one that is lost, and fenced. Raises WorkerError where all have
+        been ended meanwhile, and ends it, too.
+        """
+        new = Member(handle, self._links.open(handle))
+        with self._ending:
+            if self.closed:
+                self.fence(new)
+                raise WorkerError("the workers have been ended")
+            self._members[self._members.index(lost)] = new
+            del self.lost[lost]
+        return new
+
+    def fence(self, lost: Member) -> None:
+        """End one that is lost, by force: nothing that it does from here on reaches anybody."""
+        lost.link.close()
+        lost.handle.join(0.0)
+
+    def give_up(self, member: Member, why: LostError) -> None:
+        """It is lost, whatever it may still say."""
+        self.lost.setdefault(member, why)
+
+    def enter(self, view: int, still: tuple[type[Any], ...] = ()) -> None:
+        """Drop what was said under older views, and whatever of them still comes, but for the kinds ``still``."""
+        self.view, self._still_heard = view, still
         for member in self._members:
             member.inbox = deque(x for x in member.inbox if not self._is_old(x))
 
@@ -183,6 +206,14 @@ class Members:
             member.inbox.remove(message)
         return found
 
+    def said(self, kind: type[T]) -> list[T]:
+        """Every ``kind`` that has been read, also of those that are lost."""
+        found = list[T]()
+        for member in self._members:
+            found += [message for message in member.inbox if isinstance(message, kind)]
+            member.inbox = deque(message for message in member.inbox if not isinstance(message, kind))
+        return found
+
     def check(self) -> None:
         """Take in what has come, without a wait. Raises as ``wait_for`` where a worker is lost or has failed."""
         self._read(0.0)
@@ -199,7 +230,7 @@ class Members:
             member.inbox.append(message)
 
     def _is_old(self, message: Any) -> bool:
-        return getattr(message, "view", self.view) < self.view
+        return getattr(message, "view", self.view) < self.view and not isinstance(message, self._still_heard)
 
     def _ready(self, timeout_s: float) -> list[Member]:
         """Who has sent something. Raises WorkerError where another thread has ended the workers."""
@@ -217,7 +248,27 @@ class Members:
             raise self._gone(member) from None
         if isinstance(message, Failed):
             raise self._failed(member, message)
+        if isinstance(message, Broken) and not self._is_old(message):
+            raise self._broken(member, message)
         return message
+
+    def _broken(self, member: Member, message: Broken) -> Exception:
+        """One of its channels has ended: whoever was at the other end is lost. Where all live, it is itself: it has
+        nothing that cannot be had again.
+        """
+        others = {id(m.link): m for m in self._members if m is not member and m not in self.lost}
+        deadline = self._clock() + CAUSE_S
+        while (left := deadline - self._clock()) > 0.0:
+            for link in self._links.wait([m.link for m in others.values()], left):
+                other = others[id(link)]
+                try:
+                    said = link.recv(timeout_s=REST_S)
+                except LinkClosedError:
+                    return self._gone(other)
+                if isinstance(said, Failed):
+                    return self._failed(other, said)
+                self._take(other, said)
+        return self._lose(member, f"{member.name} has lost its way to others: {message.text}", ended=True)
 
     def _lose(self, member: Member, text: str, *, ended: bool = False) -> LostError:
         return self.lost.setdefault(member, LostError(text, [member], ended=ended))

@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lamina.engine.wire import Clock, WorkerError
+from lamina.engine.wire import Clock, ViewChanged, WorkerError
 from lamina.observe.collect import ROUND_TRIPS, Tracer
 from lamina.observe.trace import Event, Recorder
 from lamina.protocol.control import AskClock, AskStats, ClockTime, ComputeReady, RunRound, Stats, StepDone
 from lamina.protocol.options import EngineConfig
+from lamina.protocol.plan import Keep
 
 from .arrivals import Arrivals
 from .cohort import Cohort
 from .counters import Counters
 from .members import JOIN_AFTER_LOSS_S, JOIN_S, BadInputError, LostError, Members
+from .supervise import Supervisor
 
 STATS_S = 5.0
 GRACE_S = 1.0  # a worker that waits for another one in vain knows more than we do: let it speak first
@@ -39,9 +41,13 @@ class Pools:
         self._members = Members(self._gather, self._after_end, clock=clock)
         self.tracer = Tracer(config.launching.trace or os.environ.get("LAMINA_TRACE", ""))
         self._cohort = Cohort(config, self._members, on_progress, trace=self.tracer.on, clock=clock)
+        self._supervisor = Supervisor(config, self._members, self._cohort, clock)
+        self._loss: LostError | None = None  # that is to be made good
+        self.recovering = False  # whether one is being made good
+        self._meanwhile: Callable[[], None] = lambda: None
+        self._members.meanwhile = self._look_round
         self._batches = config.topology.most_batches
         self._lock = threading.Lock()  # one reader of the links at a time: run or stats
-        self._counters = Counters(self._members, clock)
         self._expect_nothing()
         try:
             with self._or_end():
@@ -64,6 +70,7 @@ class Pools:
         return self.ready
 
     def _expect_nothing(self) -> None:
+        self._counters = Counters(self._members, self._clock)
         self._arrivals = Arrivals()
         self._chunks = [0] * self._config.topology.prefill_workers  # in flight, by prefill worker
         self._since = [0.0 for _ in self._chunks]  # when the first of them began to be the next one that is done
@@ -80,6 +87,17 @@ class Pools:
             self._members.end(JOIN_S)
             raise
 
+    @contextmanager
+    def _or_note(self) -> Iterator[None]:
+        """Where a worker is lost that can be replaced, the next ``wait`` or ``look`` says so; else ``_or_end``."""
+        with self._or_end():
+            try:
+                yield
+            except LostError as loss:
+                if not self._supervisor.can_replace:
+                    raise
+                self._loss = self._loss or loss
+
     @property
     def pids(self) -> dict[str, int]:
         """Name of each worker -> its process."""
@@ -88,7 +106,7 @@ class Pools:
     def submit(self, new: RunRound) -> None:
         """See Wire."""
         self._arrivals.expect(new)
-        with self._or_end():
+        with self._or_note():
             for member in self._members.compute:
                 self._members.send(member, new)
 
@@ -97,20 +115,81 @@ class Pools:
         if not self._chunks[worker]:
             self._since[worker] = self._clock()
         self._chunks[worker] += 1
-        with self._or_end():
+        with self._or_note():
             self._members.send(self._members.prefill[worker], new)
 
-    def wait(self) -> StepDone:
+    def wait(self) -> StepDone | ViewChanged:
         """See Wire."""
         start = self.tracer.recorder.now()
-        with self._lock, self._or_end():
-            while (done := self._arrivals.take()) is None:
-                done = self._receive()
-                if done.batch >= self._batches:  # of a prefill worker, whose only link keeps the order
-                    break
-                self._arrivals.add(done)
-            self.tracer.recorder.add(Event.WAIT_DONE, start, done)
-            self._note(done)
+        done: StepDone | None = None
+        with self._lock:
+            if self._loss is None:
+                with self._or_note():
+                    done = self._next_done()
+                    self.tracer.recorder.add(Event.WAIT_DONE, start, done)
+            return self._halt() if done is None else done
+
+    def look(self) -> ViewChanged | None:
+        """See Wire."""
+        with self._lock:
+            if self._loss is None:
+                with self._or_note():
+                    self._members.check()
+            return None if self._loss is None else self._halt()
+
+    def resume(self, keep: Sequence[Keep]) -> ComputeReady | ViewChanged:
+        """See Wire."""
+        with self._lock, self._recovery():
+            with self._or_note():
+                ready = self._replaced(keep)
+                if (ready.num_blocks, ready.lanes) != (self.ready.num_blocks, self.ready.lanes):
+                    found, had = ready.num_blocks, self.ready.num_blocks
+                    raise LostError(f"memory workers have {found} KV blocks in place of {had} behind a loss", [])
+                self._read_clocks()
+                self._expect_nothing()
+                self.ready = ready
+            return self.ready if self._loss is None else self._halt()
+
+    def _replaced(self, keep: Sequence[Keep]) -> ComputeReady:
+        try:
+            return self._supervisor.resume(keep)
+        except (BadInputError, OSError) as error:  # of a place where all went well before
+            self._members.end(JOIN_AFTER_LOSS_S)
+            raise WorkerError(f"a lost worker could not be replaced: {error}") from error
+
+    def _halt(self) -> ViewChanged:
+        """What was done before a loss, and what is left of the KV."""
+        with self._or_end(), self._recovery():
+            loss, self._loss = self._loss, None
+            assert loss is not None
+            kept = self._supervisor.halt(loss)
+            found = list[StepDone]()
+            for done in self._members.said(StepDone):
+                if done.batch >= self._batches:
+                    found.append(done)
+                else:
+                    self._arrivals.add(done)
+            while (next_done := self._arrivals.take()) is not None:
+                found.append(next_done)
+            self._expect_nothing()
+        return ViewChanged(found, kept)
+
+    @contextmanager
+    def _recovery(self) -> Iterator[None]:
+        self.recovering = True
+        try:
+            self._meanwhile()  # whoever looks on is to know at once
+            yield
+        finally:
+            self.recovering = False
+
+    def _next_done(self) -> StepDone:
+        while (done := self._arrivals.take()) is None:
+            done = self._receive()
+            if done.batch >= self._batches:  # of a prefill worker, whose only link keeps the order
+                break
+            self._arrivals.add(done)
+        self._note(done)
         return done
 
     def _receive(self) -> StepDone:
@@ -137,35 +216,42 @@ class Pools:
             if late and not self._members.has_news(member):
                 raise self._members.late([member], f"for a chunk of a prompt (--step-timeout-s {limit:g})")
 
-    def check(self) -> None:
-        """Raises WorkerError where a worker has been lost; waits for nobody."""
-        with self._lock, self._or_end():
-            self._members.check()
-
     def stats(self) -> dict[str, dict[str, float]]:
-        """The counters of every worker, by the names of ``pids``."""
-        with self._lock, self._or_end():
+        """The counters of every worker, by the names of ``pids``; of one that is lost there are none."""
+        found = dict[str, dict[str, float]]()
+        with self._lock:
             for member in self._members:
-                self._members.send(member, AskStats())
-            found = {}
+                with self._or_note():
+                    self._members.send(member, AskStats())
             for member in self._members:
-                answer = self._members.wait_for([member], Stats, *self._counters_limit)
-                found[member.label] = answer.values
+                while member not in self._members.lost and member.label not in found:
+                    with self._or_note():
+                        answer = self._members.wait_for([member], Stats, *self._counters_limit)
+                        found[member.label] = answer.values
         return found
 
     def meanwhile(self, call: Callable[[], None]) -> None:
         """Have ``call`` called a few times a second while ``wait`` waits in silence."""
-        self._members.meanwhile = call
+        self._meanwhile = call
+
+    def _look_round(self) -> None:
+        if len(self._arrivals) or any(self._chunks) or self.recovering:  # else nobody owes anything
+            self._supervisor.look_round()
+        self._meanwhile()
 
     def ask_stats(self) -> None:
         """See Counters.ask; for the thread that calls ``wait``."""
-        with self._or_end():
-            self._counters.ask()
+        with self._or_note():
+            if self._loss is None and not self.recovering:
+                self._counters.ask()
 
     def take_stats(self) -> dict[str, dict[str, float]] | None:
         """See Counters.take."""
-        with self._or_end():
-            return self._counters.take(*self._counters_limit)
+        found = None
+        with self._or_note():
+            if self._loss is None and not self.recovering:
+                found = self._counters.take(*self._counters_limit)
+        return found
 
     @property
     def _counters_limit(self) -> tuple[float, str]:

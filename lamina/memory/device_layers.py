@@ -18,6 +18,8 @@ from .store import Store
 class DeviceLayers:
     """The Layers of a session whose messages kernels move, in the order of HostLayers. The host waits once a round."""
 
+    at_once = False
+
     def __init__(self, wire: LayerWire, store: Store, meter: Meter) -> None:
         self.wire = wire
         self._store, self._meter = store, meter

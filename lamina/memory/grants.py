@@ -142,6 +142,7 @@ class Grants:
         """Tell the prefill worker of what has come whole; of some grants this worker keeps nothing."""
         while inlet.deliveries and not inlet.deliveries[0].layers:
             done = inlet.deliveries.popleft()
+            done.finish()
             slot = inlet.channel.reserve(0, timeout_s=0.0)  # there is one: few grants are given at a time
             inlet.channel.put_signal(slot, Key(Kind.STORED, done.step, view=self._view).pack())
 
@@ -158,12 +159,16 @@ class _Delivery:
 
     def __init__(self, store: Store, grant: Grant) -> None:
         self.sequence, self.step = grant.sequence, grant.step
-        self._store = store
+        self._store, self._rows = store, grant.rows
         self._writes = Writes(store, layouts_of(store, [grant.rows]))
         self.layers = deque(x for x in range(len(store.layers)) if self.num_bytes(x))
 
     def num_bytes(self, layer: int) -> int:
         return self._writes.messages(layer).kv_bytes
+
+    def finish(self) -> None:
+        """All layers are there."""
+        self._store.written.done([self._rows])
 
     def write(self, layer: int, data: memoryview) -> None:
         self._writes.write(layer, self._writes.rows(layer, self._store.message(data)))

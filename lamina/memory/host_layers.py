@@ -24,6 +24,8 @@ RESERVE_S = 60.0  # for a compute worker to take what it was sent before
 class HostLayers:
     """The Layers of a session whose messages are in host memory."""
 
+    at_once = True
+
     def __init__(
         self,
         channels: Sequence[Channel],

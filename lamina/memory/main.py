@@ -22,6 +22,8 @@ from lamina.protocol.control import (
     AskTrace,
     Connect,
     ControlLink,
+    Halt,
+    Halted,
     LinkClosedError,
     MemoryReady,
     StartMemory,
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 def serve_memory(sock: socket.socket) -> None:
     """Serve one driver, over its control socket, until the link ends or says Stop."""
-    link = ControlLink(sock, StartMemory | Connect | AskStats | AskClock | AskRate | AskTrace | Stop)
+    link = ControlLink(sock, StartMemory | Connect | Halt | AskStats | AskClock | AskRate | AskTrace | Stop)
     try:
         start = link.recv()
     except LinkClosedError:
@@ -71,11 +73,14 @@ class MemoryServer:
                 worker = Background(self._loaded, "lamina-import").result()
                 self._set_threads()
                 door = ViewDoor(listener)
-                while isinstance(meeting := service.next(block=True), Connect):
+                while isinstance(order := service.next(block=True), Connect | Halt):
+                    if isinstance(order, Halt):
+                        service.link.send(Halted(view=order.view, kept=worker.kept()))
+                        continue
                     # The other end tells the driver why a channel ended; another Connect may come.
                     with suppress(ChannelError, ProtocolError):
                         worker.leave(self._called)
-                        worker.serve(door, meeting)
+                        worker.serve(door, order)
         except LinkClosedError:
             pass  # the driver is gone: so are we
         except Exception as e:
@@ -126,8 +131,8 @@ class MemoryServer:
             torch.set_num_threads(threads)
 
     def _heed(self, message: object) -> None:
-        """Of a Connect: the view that is served may wait for ever for peers that have gone on."""
-        if isinstance(message, Connect):
+        """Of a Connect, or a Halt: the view that is served may wait for ever for peers that have gone on."""
+        if isinstance(message, Connect | Halt):
             self._called = message.view
             if self._worker is not None:
                 self._worker.leave(message.view)

@@ -41,6 +41,8 @@ from .store import Store
 class Layers(Protocol):
     """The way of a layer's messages, for all steps of a view; and the work of a layer between them."""
 
+    at_once: bool  # whether ``run`` ends behind all of that; else ``settle`` does
+
     def run(self, step: Step, layer: int) -> None:
         """Take Q, K and V, attend, store, send O. Raises ChannelError, ProtocolError."""
         ...
@@ -131,10 +133,15 @@ class Session:
         """Serve rounds until a channel ends."""
         while True:
             steps = self._round()
-            for layer in range(len(self._store.layers)):
+            last = len(self._store.layers) - 1
+            for layer in range(last + 1):
                 for step in steps:
                     self._layers.run(step, layer)
+                    if layer == last and self._layers.at_once:
+                        self._store.written.done(step.plan.rows)
             self._layers.settle()
+            for step in [] if self._layers.at_once else steps:
+                self._store.written.done(step.plan.rows)
 
     def _round(self) -> list[Step]:
         """Begin the steps of the next round; those that have rows."""

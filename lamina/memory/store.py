@@ -19,6 +19,7 @@ from lamina.buffers import tensor_over
 from lamina.facts.room import free_bytes, too_little
 from lamina.kv.pool import LayerStore, allocate
 from lamina.kv.stored import head_bytes, stored_dtype
+from lamina.protocol.block_counts import split_memory
 from lamina.protocol.codec import Group, HeldPiece, held_pieces
 from lamina.protocol.layout import held_nodes, most_nodes
 from lamina.protocol.partition import Lanes
@@ -27,14 +28,17 @@ from lamina.protocol.plan import (
     Bind,
     Bound,
     Grant,
+    Keep,
     LayerShape,
     ProtocolError,
     Rows,
     StepPlan,
 )
-from lamina.protocol.tables import BlockTables, PlanError, split_memory
+from lamina.protocol.tables import BlockTables, PlanError
 from lamina.workers.devices import CPU, FREE_PART
 from lamina.workers.staging import NOTHING, open_staging
+
+from .written import Written
 
 RATE_BYTES = 256 << 20
 RATE_PASSES = 5
@@ -83,8 +87,15 @@ class Store:
         stripe_blocks = self.placement.stripe // bind.kv.block_size
         self.tables = BlockTables(windows, num_blocks, bind.kv.block_size, lanes, stripe_blocks)
         self.layers = [[StoredPiece(g, op, self._allocate(op, num_blocks[g])) for g, op in x] for x in numbered]
-        backend, stripe = name_of(self.backend), self.tables.stripe
-        self.bound = Bound(windows=windows, lanes=lanes, stripe=stripe, num_blocks=num_blocks, backend=backend)
+        self.written = Written()
+        self.bound = Bound(
+            windows=windows,
+            lanes=lanes,
+            stripe=self.tables.stripe,
+            num_blocks=num_blocks,
+            backend=name_of(self.backend),
+            kv_bytes=self._kv_bytes,
+        )
 
     def fits(self, bind: Bind) -> bool:
         """Whether the store is what ``bind`` asks for, whoever connects; how much memory it has was settled before."""
@@ -94,6 +105,15 @@ class Store:
         """Serve those whom ``bind`` names from now on; all sequences stay. ``bind`` must fit."""
         self.bind = bind
         self.tables.forget_plans()
+
+    def reconcile(self, keep: Sequence[Keep]) -> None:
+        """Hold the tokens of ``keep`` and nothing else. Raises PlanError where they are not here: nothing changes."""
+        had = self.written.report()
+        for each in keep:
+            if any(self.tables.held_of(each) or ()) and had.get(each.sequence, 0) < each.length:
+                raise PlanError(f"sequence {each.sequence}: {each.length} tokens are to be kept, and were not written")
+        self.tables.reconcile(keep)
+        self.written.reconcile(keep)
 
     def message(self, data: memoryview) -> Tensor:
         """Its bytes, flat, on the device. On the CPU they are shared, not copied."""
@@ -121,6 +141,7 @@ class Store:
             if row.place.moved:
                 self._check_moved(row)
         self.tables.apply(plan)
+        self.written.begin(plan)
 
     def _check_moved(self, row: Rows) -> None:
         """Raises PlanError where a sequence cannot lie so, or is in more pieces than the slots of O have room for."""

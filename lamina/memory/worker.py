@@ -7,14 +7,16 @@ view begins, it lets go of all channels. The sequences stay: a Bind of the same 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 
 from lamina.netstack import Channel, ChannelTimeout
 from lamina.observe.trace import OFF, Recorder
 from lamina.protocol.control import Connect
-from lamina.protocol.plan import Bind, ProtocolError
+from lamina.protocol.plan import Bind, Keep, ProtocolError
 from lamina.workers.devices import CPU, FREE_PART
 from lamina.workers.view import ViewDoor, ViewFabric, ViewListener
 
@@ -76,9 +78,8 @@ class MemoryWorker:
         try:
             listener = fabric.at(door)
             with torch.inference_mode():
-                session = Session(
-                    _first(listener), self._open_store, self._meter, self._trace, meeting.view, meeting.joining
-                )
+                open_store = partial(self._open_store, meeting.keep)
+                session = Session(_first(listener), open_store, self._meter, self._trace, meeting.view, meeting.joining)
                 while session.missing:
                     self._join(session, listener)
                 session.run()
@@ -104,18 +105,23 @@ class MemoryWorker:
         with suppress(ChannelTimeout):
             session.join(listener.accept(timeout_s=POLL_S))
 
-    def _open_store(self, bind: Bind) -> Store:
-        """The store that is there, with its sequences, where ``bind`` is of its shape. Else a new one in its place.
+    def kept(self) -> dict[int, int]:
+        """Sequence -> tokens that it has in all layers. For the thread that serves, between two views."""
+        return {} if self._store is None else self._store.written.report()
 
-        Raises as Store.
+    def _open_store(self, keep: Sequence[Keep] | None, bind: Bind) -> Store:
+        """The store that is there, with the sequences of ``keep``, where ``bind`` is of its shape. Else a new one in
+        its place. Raises as Store; PlanError where ``keep`` is not here.
         """
         if self._store is not None and self._store.fits(bind):
             self._store.renew(bind)
-            return self._store
-        check_bind(bind)  # before the sequences of the old one are given up
-        self._store = None  # both may not fit
-        self._store = Store(bind, self.device, self._share)
-        self._meter.add("stores", 1)
+        else:
+            check_bind(bind)  # before the sequences of the old one are given up
+            self._store = None  # both may not fit
+            self._store = Store(bind, self.device, self._share)
+            self._meter.add("stores", 1)
+        if keep is not None:
+            self._store.reconcile(keep)
         return self._store
 
 

@@ -20,7 +20,7 @@ from lamina.request import FILTERS
 
 from .options import BatchingOptions, Deadlines, DeviceOptions, KVOptions, ModelOptions, TopologyOptions
 from .partition import Lanes
-from .plan import StepPlan
+from .plan import Keep, StepPlan
 
 MAX_FRAME = 1 << 28
 VIEW_BITS = 16  # of a view, which is the epoch of all channels that are opened under it
@@ -143,6 +143,32 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
     ranks: list[Address] = []  # of a compute worker: all ranks of its replica, in order; empty: it is the only one
     behind: Address | None = None  # of a compute worker: the next replica; None: it is the only one
     before: str = ""  # the name of the replica before it
+    keep: list[Keep] | None = None  # of memory and prefill workers: the KV that stays, and no other; None: all of it
+    kv_bytes: list[int] = []  # of compute workers: what each of these memory workers has for KV; empty: none has yet
+
+
+class Halt(msgspec.Struct, frozen=True, kw_only=True, tag="halt"):
+    """Driver -> any worker: a worker is lost. Let go of all channels of views before ``view``, come to rest, and keep
+    what you have loaded and stored. Answered by Halted, behind whatever was said before; a Connect follows.
+    """
+
+    view: Annotated[int, msgspec.Meta(ge=0, lt=1 << VIEW_BITS)]
+
+
+class Halted(msgspec.Struct, frozen=True, kw_only=True, tag="halted"):
+    """Any worker -> driver: nothing of an older view will be done, or written, any more."""
+
+    view: int
+    kept: dict[int, int] = {}  # of a memory worker: sequence -> tokens whose K and V it has in all layers
+
+
+class Broken(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
+    """Compute or prefill worker -> driver: a channel of ``view`` has ended, and its other end knows better why. The
+    worker waits for a Halt, a Connect, or its end.
+    """
+
+    view: int
+    text: str
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
@@ -170,6 +196,7 @@ class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready
     num_blocks: list[list[int]]  # group -> blocks, by holder
     holders: list[list[int]]  # group -> memory workers
     block_size: int
+    kv_bytes: list[int] = []  # of each memory worker of this rank
     summary: dict[str, Any]  # of the program: slices, cut and message bytes, seconds of each stage
 
 

@@ -272,6 +272,12 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
         str, "over Ray: what a host of compute workers has, a resource, a type of GPU, or LABEL=VALUE"
     ] = "lamina_compute"
     memory_on: Annotated[str, "over Ray: the same for memory workers"] = "lamina_memory"
+    max_recoveries: Annotated[
+        int,
+        Meta(ge=0),
+        "losses of workers in ten minutes that are made good, with --launcher local: a new worker takes the place, and "
+        "all requests go on; one more, and the run ends. 0 = the first one ends it",
+    ] = 5
     trace: Annotated[str, "write a Perfetto/Chrome trace of the run to this file, at the end (or set LAMINA_TRACE)"] = (
         ""
     )

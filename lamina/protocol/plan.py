@@ -140,6 +140,14 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
 SequenceOp = New | Free | Truncate | Grant
 
 
+class Keep(msgspec.Struct, frozen=True, array_like=True):
+    """What is left of a sequence behind a change of the view: its first ``length`` tokens, which lie at ``place``."""
+
+    sequence: int
+    length: int
+    place: Place = FIRST
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Everything a memory worker must know of one pass of one batch over all slices (arXiv 2405.01814 section 4.3).
 
@@ -226,6 +234,7 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: list[int]  # group -> KV blocks
     backend: str = ""  # attention backend, by its name in the table
     direct: bool = False  # the device of this side can too, and a channel for it is due
+    kv_bytes: int = 0  # of its memory, for KV blocks
 
 
 class ProtocolError(Exception):

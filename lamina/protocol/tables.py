@@ -11,11 +11,13 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from .block_counts import blocks_of_one, num_lanes
 from .partition import Lanes
 from .placement import FIRST, Deal, Place, Placement
 from .plan import (
     Free,
     Grant,
+    Keep,
     New,
     Rows,
     SequenceOp,
@@ -34,54 +36,6 @@ class NoBlocksError(Exception):
     """Too few KV blocks for a plan. Nothing of the plan was applied."""
 
 
-def blocks_of_one(length: int, window: int, block_size: int, max_rows: int) -> int:
-    """The most blocks that one sequence of up to ``length`` tokens holds in a group, with ``max_rows`` rows a step.
-
-    A windowed group keeps what the queries of the last two steps can see, and those steps' own tokens.
-    """
-    whole = -(-length // block_size)
-    return min(whole, -(-(window + 2 * max_rows) // block_size) + 1) if window else whole
-
-
-def split_memory(
-    kv_bytes: int,
-    block_bytes: Sequence[int],
-    windows: Sequence[int],
-    lanes: Sequence[Lanes],
-    *,
-    stripe: int = 0,
-    block_size: int,
-    max_rows: int,
-    max_len: int,
-) -> list[int]:
-    """Blocks for every group out of ``kv_bytes``; ``block_bytes[g]`` is the size of one block in all layers of group g.
-
-    A group's store has one block more, the null block, which counts against ``kv_bytes`` too. Every group can hold one
-    sequence of ``max_len`` tokens. What is left is shared out for sequences of a quarter of that length, spread evenly
-    over the lanes: with longer ones the groups without a window run out first, with shorter ones the others.
-    Raises ValueError where ``kv_bytes`` cannot hold one sequence.
-    """
-
-    placement = Placement(_num_lanes(lanes), stripe)
-    places = [Place(lane) for lane in range(placement.num_lanes)]
-
-    def most(length: int) -> list[int]:
-        whole = -(-length // block_size)
-        kept = [max(Deal(x, placement).kept(place, whole) for place in places) for x in lanes]
-        return [min(n, blocks_of_one(length, w, block_size, max_rows)) for n, w in zip(kept, windows, strict=True)]
-
-    counts = most(max_len)
-    need = sum((n + 1) * b for n, b in zip(counts, block_bytes, strict=True))
-    if need > kv_bytes:
-        raise ValueError(
-            f"{kv_bytes} bytes of KV memory cannot hold one sequence of {max_len} tokens, which needs {need} bytes on "
-            f"each memory worker: raise --kv-memory or lower --max-model-len"
-        )
-    typical = [n * (1.0 if stripe else x.portion) for n, x in zip(most(-(-max_len // 4)), lanes, strict=True)]
-    more = (kv_bytes - need) / sum(n * b for n, b in zip(typical, block_bytes, strict=True))
-    return [n + int(t * more) for n, t in zip(counts, typical, strict=True)]
-
-
 @dataclass(frozen=True, slots=True)
 class _Extent:
     """What a sequence holds: of its blocks ``starts[g] .. ceil(length / block_size)`` those that group g keeps."""
@@ -90,14 +44,6 @@ class _Extent:
     first: int  # first position of its last rows: a replay of them must still find its window
     starts: tuple[int, ...]
     place: Place = FIRST
-
-
-def _num_lanes(lanes: Iterable[Lanes]) -> int:
-    """Of the partition, as far as it shows in some of its pieces."""
-    found = {len(x.pattern) for x in lanes} - {1} or {1}
-    if len(found) > 1:
-        raise ValueError(f"lanes of {' and '.join(map(str, sorted(found)))}")
-    return found.pop()
 
 
 class BlockTables:
@@ -127,7 +73,7 @@ class BlockTables:
         self.block_size = block_size
         self.lanes = tuple(lanes)
         self.stripe = stripe
-        self.placement = Placement(_num_lanes(lanes), stripe)
+        self.placement = Placement(num_lanes(lanes), stripe)
         self._deals = [Deal(x, self.placement) for x in lanes]
         self._windowed = any(windows)
         self._keeps_all = all(x.all for x in lanes)  # wherever it lies
@@ -203,6 +149,9 @@ class BlockTables:
         """
         changes = self._after(plan)
         self._last[plan.batch] = plan
+        self._change(changes)
+
+    def _change(self, changes: dict[int, _Extent | None]) -> None:
         other = [x for x in changes.items() if not self._holds_the_same(*x)]
         for sequence, extent in other:
             self._give_back(sequence, extent)
@@ -218,6 +167,31 @@ class BlockTables:
     def forget_plans(self) -> None:
         """No plan from here on is a replay of one before."""
         self._last.clear()
+
+    def held_of(self, keep: Keep) -> tuple[int, ...] | None:
+        """Blocks by group of what ``keep`` leaves of its sequence; None where some of them were given back."""
+        old, extent = self._sequences.get(keep.sequence), self._left(keep)
+        held = self._held(extent)
+        if not any(held):
+            return held
+        if old is None or old.place != extent.place or old.length < extent.length:
+            return None
+        gone = any(n and a > b for n, a, b in zip(held, old.starts, extent.starts, strict=True))
+        return None if gone else held
+
+    def reconcile(self, keep: Sequence[Keep]) -> None:
+        """Hold what ``keep`` says, and nothing else, whatever plans were applied last: everything, or nothing and an
+        exception. A sequence that is not there comes to be where none of its blocks are kept here. Raises PlanError.
+        """
+        changes: dict[int, _Extent | None] = dict.fromkeys(self._sequences)
+        for each in keep:
+            self._check_place(Rows(each.sequence, 0, 1, each.place))
+            if each.length < 1 or changes.get(each.sequence) is not None:
+                raise PlanError(f"sequence {each.sequence} is to be kept twice, or {each.length} tokens of it")
+            if self.held_of(each) is None:
+                raise PlanError(f"sequence {each.sequence}: the KV of its first {each.length} tokens is not here")
+            changes[each.sequence] = self._left(each)
+        self._change(changes)
 
     def check_integrity(self) -> None:
         """Every block is free or in one table, and every table is as long as its sequence, else RuntimeError."""
@@ -325,6 +299,11 @@ class BlockTables:
             return False
         same = old.starts == extent.starts and -(-old.length // size) == -(-extent.length // size)
         return same and (old.place is extent.place or old.place == extent.place)
+
+    def _left(self, keep: Keep) -> _Extent:
+        """As everybody has it who keeps so much: with the blocks that its next row can see."""
+        starts = (max(0, keep.length - w + 1) // self.block_size if w else 0 for w in self.windows)
+        return _Extent(keep.length, keep.length, tuple(starts), keep.place)
 
     def _empty(self) -> _Extent:
         return _Extent(0, 0, (0,) * len(self.windows))

@@ -23,7 +23,9 @@ def _service(request: Request) -> Service:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 while the engine makes progress, or is idle and all its workers answer; else 503 and why."""
+    """200 while the engine makes progress, or is idle and all its workers answer; else 503 and why: "recovering" where
+    a lost worker is being replaced, behind which all requests go on.
+    """
     illness = _service(request).illness
     if illness is None:
         return json_response({"status": "ok"})

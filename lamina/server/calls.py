@@ -23,6 +23,8 @@ from .request.unsupported import UnknownFields
 from .watch.gauges import EngineGauges
 from .watch.metrics import Metrics, PromptMeter
 
+RECOVERING = "recovering"  # a worker was lost and is being replaced; its requests go on behind that
+
 
 @dataclass
 class Service:
@@ -49,6 +51,8 @@ class Service:
             return "shutting down"
         if self.client.failure is not None:
             return self.client.failure
+        if self.client.state is not None and self.client.state.recovering:
+            return RECOVERING
         if self.client.silence_s > self.config.health_timeout_s:
             return f"the engine has made no progress for {self.client.silence_s:.1f} s"
         return None

@@ -66,7 +66,7 @@ def test_breaking_off_gives_the_blocks_back(llm: AsyncLLM) -> None:
 def test_the_tokens_are_those_of_transformers_and_a_killed_worker_wakes_all(
     llama_path: Path, prompts: list[list[int]], reference: Reference
 ) -> None:
-    llm = AsyncLLM(llama_path, memory_workers=2)
+    llm = AsyncLLM(llama_path, memory_workers=2, max_recoveries=0)
     pids = llm._front.pools.pids
 
     async def go() -> list[Any]:

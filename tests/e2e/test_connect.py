@@ -56,7 +56,9 @@ def counters(llm: LLM, role: str, name: str) -> list[float]:
 def test_workers_meet_anew_and_their_sequences_go_on(
     options: dict[str, Any], llama_path: Path, prompts: list[list[int]]
 ) -> None:
-    with LLM(str(llama_path), memory_workers=2, deterministic=True, prefill_chunk=32, **options) as llm:
+    with LLM(
+        str(llama_path), memory_workers=2, deterministic=True, prefill_chunk=32, max_recoveries=0, **options
+    ) as llm:
         wanted = run(llm, prompts, 0)
         pids, rows = llm.pools.pids, counters(llm, "memory", "rows")
         files = open_files(llm)

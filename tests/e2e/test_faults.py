@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_kill_of_a_worker_is_told_within_five_seconds(victim: str, options: dict[str, Any], llama_path: Path) -> None:
-    llm = LLM(str(llama_path), memory_workers=2, **options)
+    llm = LLM(str(llama_path), memory_workers=2, max_recoveries=0, **options)
     pids = llm.pools.pids
     stream = llm.stream([[5, 6, 7]], LONG)
     next(stream)
@@ -62,7 +62,7 @@ def test_a_stopped_worker_counts_as_hung_at_the_deadline(
     victim: str, options: dict[str, int], words: str, llama_path: Path
 ) -> None:
     """Also where the others go on: a second prompt comes when the prefill worker has stopped."""
-    llm = LLM(str(llama_path), memory_workers=1, step_timeout_s=1.0, **options)
+    llm = LLM(str(llama_path), memory_workers=1, step_timeout_s=1.0, max_recoveries=0, **options)
     pids = llm.pools.pids
     stream = llm.stream([[5, 6, 7]], LONG)
     next(stream)

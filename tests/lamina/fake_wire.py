@@ -76,7 +76,7 @@ class FakeWire:
     def stats(self) -> dict[str, dict[str, float]]:
         return {}
 
-    def check(self) -> None: ...
+    def look(self) -> None: ...
 
     def close(self) -> None:
         self.closed = True

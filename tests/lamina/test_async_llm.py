@@ -39,7 +39,7 @@ class Wire(FakeWire):
             raise self.broken
         return super().wait()
 
-    def check(self) -> None:
+    def look(self) -> None:
         if self.broken is not None:
             raise self.broken
 

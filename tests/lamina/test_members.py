@@ -13,9 +13,11 @@ import pytest
 
 from lamina.config import make_config
 from lamina.engine.wire import WorkerError
+from lamina.fleet.cohort import Cohort
 from lamina.fleet.counters import Counters
 from lamina.fleet.members import LostError, Member, Members
 from lamina.fleet.pools import Pools
+from lamina.fleet.supervise import Supervisor
 from lamina.protocol.control import AskStats, ControlLink, Failed, Stats, StepDone, Stop
 
 SOON_S = 5.0
@@ -119,6 +121,9 @@ def one_member(*handles: Ended) -> tuple[Pools, list[Member]]:
     pools._members, made = members(*handles)
     pools._config, pools._lock = make_config({"step_timeout_s": 60.0}), threading.Lock()
     pools._counters = Counters(pools._members)
+    cohort = Cohort(pools._config, pools._members, lambda stage, done, total: None)  # it has started nobody
+    pools._supervisor = Supervisor(pools._config, pools._members, cohort)
+    pools._loss, pools.recovering = None, False
     return pools, made
 
 
@@ -134,7 +139,7 @@ def one_member(*handles: Ended) -> tuple[Pools, list[Member]]:
 def test_the_pools_end_all_where_one_is_lost(words: tuple[Failed, ...], text: str, kind: type[Exception]) -> None:
     pools, _ = one_member(Ended("memory", *words), Stopped("compute"))
     with pytest.raises(kind, match=text) as told:
-        pools.check()
+        pools.look()
     assert type(told.value) is not LostError
     assert pools.closed
 

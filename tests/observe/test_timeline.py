@@ -155,7 +155,7 @@ def test_a_run_that_fails_leaves_its_trace(tmp_path: Path) -> None:
     from lamina.engine.wire import WorkerError
 
     path = tmp_path / "lost.json"
-    with LLM(str(MODEL), trace=str(path)) as llm:
+    with LLM(str(MODEL), trace=str(path), max_recoveries=0) as llm:
         stream = llm.stream("x = 1", SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True))
         next(stream)
         os.kill(llm.pools.pids["memory-1"], 9)

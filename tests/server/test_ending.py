@@ -59,7 +59,7 @@ def silence_s(http: httpx.Client) -> float:
 def test_ill_while_a_worker_hangs_and_ends_when_one_is_lost(tmp_path: Path) -> None:
     """Over a Unix socket, so that this is tried too."""
     place = tmp_path / "socket"
-    server = Running(tmp_path / "log", f"--uds={place}", "--health-timeout-s=2")
+    server = Running(tmp_path / "log", f"--uds={place}", "--health-timeout-s=2", "--max-recoveries=0")
     pids = server.descendants()
     try:
         assert len(pids) >= 4, "the engine, a compute worker, two memory workers"

@@ -39,6 +39,7 @@ class Workers:
         self.asked = 0
         self.stats: dict[str, dict[str, float]] | None = None
         self.called: Any = None
+        self.recovering = False
 
     def meanwhile(self, call: Any) -> None:
         self.called = call

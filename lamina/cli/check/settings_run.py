@@ -13,12 +13,13 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
 from lamina.config import changed, flat
-from lamina.engine.wire import Wire, WorkerError
+from lamina.engine.wire import ViewChanged, Wire, WorkerError
 from lamina.kv.stored import dequantise, is_scaled, quantise, stored_dtype
 from lamina.llm import LLM
 from lamina.models.load import load
 from lamina.protocol.control import ComputeReady, RunRound, StepDone
 from lamina.protocol.options import EngineConfig
+from lamina.protocol.plan import Keep
 from lamina.request import RequestOutput, SamplingParams
 
 from .agreement import ERROR_ALLOWED, Agreement, compare
@@ -146,8 +147,14 @@ class RecordedWire:
                 number = {r.sequence: self._arrived.setdefault(r.sequence, len(self._arrived)) for r in plan.rows}
                 self.plans.append((plan.batch, tuple((number[r.sequence], r.first, r.count) for r in plan.rows)))
 
-    def wait(self) -> StepDone:
+    def wait(self) -> StepDone | ViewChanged:
         return self._wire.wait()
+
+    def look(self) -> ViewChanged | None:
+        return self._wire.look()
+
+    def resume(self, keep: Sequence[Keep]) -> ComputeReady | ViewChanged:
+        return self._wire.resume(keep)
 
     def stats(self) -> dict[str, dict[str, float]]:
         return self._wire.stats()

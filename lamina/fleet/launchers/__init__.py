@@ -38,6 +38,11 @@ class WorkerHandle(Protocol):
         """How it ended, in words; None while it runs."""
         ...
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it stands still by a signal; False where that is not known. It never waits."""
+        ...
+
     def join(self, timeout_s: float) -> None:
         """Wait for its end; past the timeout end it by force. The control link has been closed before."""
         ...
@@ -47,6 +52,7 @@ class Launcher(Protocol):
     """Starts workers, each of them once."""
 
     key: bytes  # for the workers' start messages; empty = they have the cluster's key from elsewhere
+    restarts: bool  # whether another worker can be started in the place of one that is lost
 
     def share(self, role: str, index: int) -> int:
         """Threads for a worker that shares its host's cores with others of its role."""

@@ -90,6 +90,13 @@ class ProcessWorker:
     def fate(self) -> str | None:
         return in_words(self._process.status) if self._process.ended() else None
 
+    @property
+    def stopped(self) -> bool:
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        except OSError:
+            return False
+
     def join(self, timeout_s: float) -> None:
         if not self._process.ended(timeout_s):
             self._process.kill()
@@ -109,6 +116,8 @@ class ThreadWorker:
         self._thread = threading.Thread(target=serve, args=(theirs, *extra), name=f"lamina-{role}-{index}", daemon=True)
         self._thread.start()
 
+    stopped = False  # or nobody here could look
+
     def fate(self) -> str | None:
         return None if self._thread.is_alive() else "ended"
 
@@ -118,6 +127,8 @@ class ThreadWorker:
 
 class LocalLauncher:
     """All workers on this machine; they end by their control links alone."""
+
+    restarts = True
 
     def __init__(self, key: bytes, wanted: Mapping[str, int], on: Mapping[str, Sequence[cores.Cores]]) -> None:
         """``on``: the cores of each worker of a role; empty = any."""

@@ -50,6 +50,8 @@ class RayWorker:
         self._ray, self._warden, self._where = ray, warden, place.host.address
         self._end = warden.fate.remote()  # answered at its end
 
+    stopped = False  # nobody looks
+
     def fate(self) -> str | None:
         if self.sock.silent:
             return f"on {self._where} is lost: its host does not answer"
@@ -78,6 +80,7 @@ class RayWorker:
 class RayLauncher:
     """Wardens come up all at once, when it is made; ``start`` waits for one."""
 
+    restarts = False
     key = b""  # workers have it from their wardens
 
     def __init__(self, ray: Any, owned: bool, config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> None:

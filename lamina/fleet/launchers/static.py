@@ -42,6 +42,8 @@ class StaticWorker:
         self.sock = sock
         self._warden = warden
 
+    stopped = False  # nobody looks
+
     def fate(self) -> str | None:
         where = f"on {self._warden.came.host}"
         if self._warden.fate:
@@ -91,6 +93,7 @@ class Visitor:
 class StaticLauncher:
     """Listens and says what to run, when it is made; ``share`` and ``start`` wait until all workers have come."""
 
+    restarts = False
     key = b""  # workers have it from their own environment
 
     def __init__(self, config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> None:

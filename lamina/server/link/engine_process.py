@@ -124,7 +124,7 @@ class _Loop:
         self._by_id: dict[int, _Live] = {}
         self._stopped = False
         self._steps = 0
-        self._told = (False, 0)  # whether it was busy, and its steps, when the last State left
+        self._told = (False, 0, False)  # whether it was busy, its steps, and whether it recovered, in the last State
         self._counters: dict[str, dict[str, float]] = {}
         self._state_at = self._asked_at = 0.0
 
@@ -151,6 +151,7 @@ class _Loop:
                 self._outbox.put(Outputs(deltas))
         else:
             self._engine.settle()
+            self._engine.look()
 
     def _deltas(self, output: RequestOutput) -> list[Delta]:
         live = self._by_id.get(output.request_id)
@@ -210,9 +211,10 @@ class _Loop:
         """A State is due a few times a second while steps are done, at the end of work, and when all workers have
         answered and, while a step runs, one of them has gone on. No step waits for an answer.
         """
-        now, busy = time.monotonic(), self._engine.has_work
-        was_busy, steps = self._told
-        due = busy != was_busy or (self._steps > steps and now - self._state_at > STATE_S)
+        now, busy, recovering = time.monotonic(), self._engine.has_work, self._pools.recovering
+        was_busy, steps, was_recovering = self._told
+        due = (busy, recovering) != (was_busy, was_recovering)
+        due = due or ((self._steps > steps or recovering) and now - self._state_at > STATE_S)
         if (counters := self._pools.take_stats()) is not None:  # raises where a worker has not answered for long
             self._outbox.put(WorkerCounters(counters))
             due = due or not busy or moved(self._counters, counters)
@@ -221,7 +223,7 @@ class _Loop:
             self._asked_at = now
             self._pools.ask_stats()
         if due:
-            self._state_at, self._told = now, (busy, self._steps)
+            self._state_at, self._told = now, (busy, self._steps, recovering)
             self._outbox.put(self._state())
 
     def _state(self) -> State:
@@ -232,6 +234,7 @@ class _Loop:
             free_blocks=list(self._engine.free_blocks),
             preemptions=scheduler.num_preemptions,
             steps=self._steps,
+            recovering=self._pools.recovering,
         )
 
     def _ready(self) -> Ready:

@@ -91,6 +91,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     free_blocks: list[int]  # by group, of the holder with the fewest blocks
     preemptions: int
     steps: int
+    recovering: bool = (
+        False  # a worker was lost, and another one takes its place: the engine lives, and no step is done
+    )
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):

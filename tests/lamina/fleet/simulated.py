@@ -11,9 +11,11 @@ from typing import Any
 from lamina.fleet.links import Link
 from lamina.protocol.control import (
     AskRate,
+    Broken,
     ComputeReady,
     Connect,
-    Failed,
+    Halt,
+    Halted,
     LinkClosedError,
     Loaded,
     MemoryReady,
@@ -37,6 +39,7 @@ class World:
         self.moments = 0  # events so far
         self.before: Callable[[int], None] = lambda moment: None  # called with the number of each event, ahead of it
         self.workers: list[SimulatedWorker] = []
+        self.load_s = 1.0
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._random = random.Random(seed)
@@ -71,6 +74,7 @@ class World:
 
     # Launcher:
     key = b"k" * 32
+    restarts = True
 
     def share(self, role: str, index: int) -> int:
         return 1
@@ -128,9 +132,11 @@ class SimulatedWorker:
         self.inbox = deque[Any]()  # of the driver
         self.got: list[Any] = []
         self.ended = ""
-        self.silent = False
+        self.silent = self.stopped = False
         self.late_s = 0.0  # of its answer to the next Connect
         self.view = 0
+        self.kept = dict[int, int]()  # of a memory worker, once it is asked
+        self._loaded_at = 0.0  # before that it heeds nothing
         self._world = world
 
     @property
@@ -140,7 +146,9 @@ class SimulatedWorker:
     def fate(self) -> str | None:
         return self.ended or None
 
-    def join(self, timeout_s: float) -> None: ...
+    def join(self, timeout_s: float) -> None:
+        if not timeout_s:
+            self.kill()
 
     def kill(self) -> None:
         if not self.ended:
@@ -153,10 +161,9 @@ class SimulatedWorker:
                 self._world.later(other.miss, NOTICED_S)
 
     def miss(self) -> None:
-        """A channel has ended: it tells so, and goes. A memory worker waits for the next that come."""
+        """A channel has ended: it tells so, and waits. A memory worker waits for the next that come."""
         if not self.ended and self.role != "memory":
-            self.inbox.append(Failed(text=f"{self.role} worker: a peer is gone", by_peer=True))
-            self.end("exited with status 0")
+            self.inbox.append(Broken(view=self.view, text="a peer is gone"))
 
     def take(self, message: Any) -> None:
         if self.ended:
@@ -169,12 +176,16 @@ class SimulatedWorker:
                 self.say(Rate(read_bytes_s=1e9))
             case StartCompute():
                 self.say(Progress(stage="loading", done=1, total=2))
-                self.say(Loaded(ring_url=f"sim://{message.name}/ring"), 1.0)
+                self._loaded_at = self._world.now + self._world.load_s
+                self.say(Loaded(ring_url=f"sim://{message.name}/ring"), self._world.load_s)
             case Connect():
                 self.view = message.view
                 if self.role != "memory":
                     self.say(ready(message.view), self.late_s)
                 self.late_s = 0.0
+            case Halt():
+                kept = dict(self.kept) if self.role == "memory" else {}
+                self.say(Halted(view=message.view, kept=kept), max(0.0, self._loaded_at - self._world.now))
             case Stop():
                 self.end("exited with status 0")
 
@@ -190,5 +201,6 @@ def ready(view: int) -> ComputeReady:
     """Of a view; each has its own number of blocks."""
     return ComputeReady(
         view=view, vocab_size=97, num_layers=3, max_model_len=128, dtype="float32", eos_token_ids=[], windows=[0],
-        lanes=[Lanes()], stripe=0, num_blocks=[[10 * view]], holders=[[0]], block_size=4, summary={"attention": "sim"},
+        lanes=[Lanes()], stripe=0, num_blocks=[[10 * view]], holders=[[0]], block_size=4, kv_bytes=[100, 200],
+        summary={"attention": "sim"},
     )  # fmt: skip

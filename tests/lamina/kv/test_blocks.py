@@ -9,10 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from lamina.protocol.block_counts import blocks_of_one, split_memory
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place, Placement, Run
 from lamina.protocol.plan import (
     Free,
+    Keep,
     New,
     Rows,
     SequenceOp,
@@ -23,8 +25,6 @@ from lamina.protocol.tables import (
     BlockTables,
     NoBlocksError,
     PlanError,
-    blocks_of_one,
-    split_memory,
 )
 
 SIZE = 4
@@ -158,6 +158,60 @@ def test_blocks_needed_counts_what_comes_back_too() -> None:
         probe = copy.deepcopy(t)
         probe.apply(plan(*[New(5)] * (len(rows) - 1), *rows))
         assert probe.free_blocks == tuple(f - n for f, n in zip(free, needed, strict=True))
+
+
+def test_behind_a_loss_there_is_what_is_to_be_kept_and_nothing_else() -> None:
+    t = tables(blocks=10)
+    t.apply(plan(New(1), New(2), New(3), Rows(1, 0, 9), Rows(2, 0, 4), Rows(3, 0, 6)))
+    ids = list(t.table(0, 1)[1])
+    t.reconcile([Keep(1, 5), Keep(3, 6)])
+    assert (t.sequences, t.length(1), t.length(3)) == ([1, 3], 5, 6)
+    assert list(t.table(0, 1)[1]) == ids[:2], "what stays stays where it was"
+    assert t.free_blocks == (6,)
+    t.check_integrity()
+    t.apply(plan(Rows(1, 5, 4), step=1))
+    t.reconcile([])
+    assert (t.sequences, t.free_blocks) == ([], (10,))
+
+
+@pytest.mark.parametrize("keep", [[Keep(1, 10)], [Keep(4, 1)], [Keep(1, 5), Keep(1, 5)], [Keep(1, 0)]], ids=str)
+def test_what_is_not_there_cannot_be_kept(keep: list[Keep]) -> None:
+    t = tables()
+    t.apply(plan(New(1), Rows(1, 0, 9)))
+    before = copy.deepcopy((t._sequences, t._tables, t._free))
+    with pytest.raises(PlanError, match="sequence [14]"):
+        t.reconcile(keep)
+    assert (t._sequences, t._tables, t._free) == before, "nothing has changed"
+
+
+def test_nor_can_what_a_window_has_given_back() -> None:
+    """Of two steps on the way the older one is the first that can be done again."""
+    t = tables([6], blocks=20)
+    t.apply(plan(New(1), Rows(1, 0, 20)))
+    for step in range(1, 10):
+        t.apply(plan(Rows(1, 19 + step, 1), step=step))
+    assert t.held_of(Keep(1, 12)) is None
+    for length in (27, 28):
+        other = copy.deepcopy(t)
+        assert other.held_of(Keep(1, length)) is not None
+        other.reconcile([Keep(1, length)])
+        other.check_integrity()
+        other.apply(plan(Rows(1, length, 1), step=20))
+    lagging = tables([6], blocks=20)
+    lagging.apply(plan(New(1), Rows(1, 0, 27)))
+    t.reconcile([Keep(1, 27)])
+    lagging.reconcile([Keep(1, 27)])
+    assert t.table(0, 1)[0] == lagging.table(0, 1)[0], "all hold the same, however far they were"
+
+
+def test_a_sequence_that_lies_elsewhere_can_begin_here() -> None:
+    """So it is on a worker that is new, or has not seen the last plans."""
+    t = BlockTables([0], [10], SIZE, [Lanes((True, False))])
+    t.reconcile([Keep(7, 12, Place(1))])
+    assert (t.length(7), t.free_blocks) == (12, (10,))
+    t.apply(plan(Rows(7, 12, 1, Place(1))))
+    with pytest.raises(PlanError, match="sequence 8"):
+        t.reconcile([Keep(8, 12, Place(0))])
 
 
 def test_memory_is_split_for_full_sequences_first() -> None:

@@ -13,13 +13,16 @@ import pytest
 from lamina import netstack
 from lamina.compute.links import RefusedError
 from lamina.compute.model_server import ModelServer, serve
-from lamina.netstack import Channel, Geometry, PeerFault, Terms
+from lamina.netstack import Channel, ChannelError, Geometry, PeerFault, Terms
 from lamina.protocol.control import (
     AskStats,
+    Broken,
     ComputeReady,
     Connect,
     ControlLink,
     Failed,
+    Halt,
+    Halted,
     Loaded,
     RunRound,
     RunStep,
@@ -87,7 +90,7 @@ def driver() -> Iterator[SimpleNamespace]:
     ours, theirs = socket.socketpair()
     thread = threading.Thread(target=serve, args=(Server, theirs, None), daemon=True)
     thread.start()
-    link = ControlLink(ours, Loaded | ComputeReady | StepDone | Stats | Failed)
+    link = ControlLink(ours, Loaded | ComputeReady | StepDone | Stats | Failed | Broken | Halted)
     link.send(START)
     url, fabric = link.recv(WAIT_S).ring_url, netstack.open("loopback", key=KEY)
 
@@ -138,15 +141,43 @@ def test_of_a_step_whose_message_never_comes(driver: Any) -> None:
     assert (done.view, done.step) == (2, 2)
 
 
-def test_one_that_is_not_called_away_says_who_is_gone(driver: Any) -> None:
+def test_one_that_is_not_called_away_says_that_its_peer_is_gone_and_goes_on_when_it_is_told_to(driver: Any) -> None:
     driver.link.send(Connect(view=1))
     channel = driver.knock(1)
     view_of(driver)
     driver.link.send(a_round(1, 0))
     channel.close()
-    failed = driver.link.recv(WAIT_S)
-    assert isinstance(failed, Failed)
-    assert failed.by_peer
+    broken = driver.link.recv(WAIT_S)
+    assert isinstance(broken, Broken)
+    assert broken.view == 1
+    driver.link.send(a_round(1, 1))  # on its way when the driver heard of it
+    driver.link.send(Halt(view=2))
+    assert driver.link.recv(WAIT_S) == Halted(view=2)
+    again(driver, 3)
+
+
+def test_one_that_is_halted_in_a_step_comes_to_rest(driver: Any) -> None:
+    driver.link.send(Connect(view=1))
+    channel = driver.knock(1)
+    view_of(driver)
+    driver.link.send(a_round(1, 0))
+    driver.link.send(Halt(view=2))
+    assert driver.link.recv(WAIT_S) == Halted(view=2)
+    with pytest.raises(ChannelError):
+        channel.wait_signal(timeout_s=WAIT_S)
+    driver.link.send(a_round(1, 1))
+    again(driver, 3)
+
+
+def again(driver: Any, view: int) -> None:
+    """It meets others under another view, and serves steps of that one alone."""
+    driver.link.send(Connect(view=view))
+    channel = driver.knock(view)
+    assert view_of(driver) == view
+    driver.link.send(a_round(view, 7))
+    channel.put_signal(channel.reserve(0), b"")
+    done = driver.link.recv(WAIT_S)
+    assert (done.view, done.step) == (view, 7)
 
 
 def test_a_refusal_is_the_users(driver: Any) -> None:

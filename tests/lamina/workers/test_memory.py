@@ -151,9 +151,10 @@ def test_without_blocks_a_step_is_refused_and_the_next_one_works(pool: Pool, mes
 def test_windowed_groups_give_blocks_back(pool: Pool) -> None:
     """A sequence that is much longer than what the windowed group could hold."""
     layers = [shape(), shape(window=20)]
-    m = model(pool, layers=layers, kv_bytes=(33 + 6) * BLOCK, max_rows=16, block_size=16)
+    size = (33 + 6) * BLOCK
+    m = model(pool, layers=layers, kv_bytes=size, max_rows=16, block_size=16)
     assert m.peers[0].bound == Bound(
-        windows=[0, 20], lanes=[Lanes()] * 2, stripe=0, num_blocks=[32, 5], backend="reference"
+        windows=[0, 20], lanes=[Lanes()] * 2, stripe=0, num_blocks=[32, 5], backend="reference", kv_bytes=size
     )
     m.step(0, [New(1)], [Rows(1, 0, 16)])
     for first in range(16, 496, 16):

@@ -108,7 +108,7 @@ def under(view: int, new: RunRound) -> RunRound:
 
 
 def test_a_compute_worker_drops_rounds_and_turns_of_an_older_view() -> None:
-    """And goes on with the tokens that were drawn last."""
+    """And what was drawn last: the driver tells all tokens anew."""
     log, pool = list[Any](), FakePool()
     mine = worker(pool, log, view=1)
     mine.submit(under(1, make_round(0, [0], 1, 2, first=True)))
@@ -122,7 +122,8 @@ def test_a_compute_worker_drops_rounds_and_turns_of_an_older_view() -> None:
     mine.submit(under(1, make_round(2, [0], 1, 2, first=False)))
     assert not mine.has_work
     assert pool.announced == [(0, 0), (1, 0)]
-    mine.submit(under(2, make_round(3, [0], 1, 2, first=False)))
+    assert not mine._last
+    mine.submit(under(2, make_round(3, [0], 1, 2, first=True)))
     done = [mine.turn() for _ in range(3)][-1]
     assert done is not None
     assert (done.view, done.step) == (2, 3)
@@ -165,12 +166,12 @@ def test_a_prefill_worker_waits_anew_for_steps_of_the_new_view() -> None:
     inner: Any = FakeWorker(0)
     inner.connect = lambda own, view: connected.append(view)
     inner.left.append(StepDone(view=1, batch=1, step=4, drawn=[]))
-    own: Any = SimpleNamespace(connect=connected.append)
+    own: Any = SimpleNamespace(connect=lambda pool, keep: connected.extend([pool, keep]))
     old, new = FakeLink(0, now), FakeLink(0, now)
     mine = PrefillWorker(inner, own, [old], 1.0, lambda: now[0], view=1)  # type: ignore[list-item]
     assert mine.turn() is None
-    mine.connect([new], "pool", 2)  # type: ignore[arg-type,list-item]
-    assert connected == ["pool", 2]
+    mine.connect([new], "pool", 2, [])  # type: ignore[arg-type,list-item]
+    assert connected == ["pool", [], 2]
     assert not mine.has_work, "the chunk of the older view is dropped"
     inner.left.append(StepDone(view=2, batch=1, step=7, drawn=[]))
     new.keys += [Key(Kind.STORED, 4, view=1), Key(Kind.STORED, 7, view=2)]

@@ -1,0 +1,28 @@
+"""How much KV of a sequence is left behind a loss: a pure function of what memory workers have reported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from msgspec import structs
+
+from lamina.protocol.plan import Keep
+
+from .ledger import Ledger
+
+
+class KeptKV:
+    """Whoever holds a part of a sequence counts: what it has not in all layers is to be computed again."""
+
+    def __init__(self, ledger: Ledger, holders: Sequence[Sequence[int]], reports: Sequence[Mapping[int, int]]) -> None:
+        """``holders``: group -> memory workers; ``reports``: see ViewChanged, empty for those that were lost."""
+        self._ledger, self._holders, self._reports = ledger, holders, reports
+
+    def tokens(self, wanted: Keep) -> int:
+        """Of the tokens ``wanted``, so many can stay; 0 where a block that the next one needs was given back."""
+        held = self._ledger.held_of(wanted)
+        if held is None:
+            return 0
+        workers = {w for blocks, holders in zip(held, self._holders, strict=True) if blocks for w in holders}
+        length = min([wanted.length, *(self._reports[w].get(wanted.sequence, 0) for w in workers)])
+        return length if self._ledger.held_of(structs.replace(wanted, length=length)) is not None else 0

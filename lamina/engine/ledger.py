@@ -1,0 +1,54 @@
+"""The memory workers' KV blocks, as the scheduler sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from lamina.protocol.partition import Lanes
+from lamina.protocol.placement import Place
+from lamina.protocol.plan import Keep, Rows, StepPlan
+
+Blocks = tuple[int, ...]  # by layer group
+
+
+class Ledger(Protocol):
+    """The memory workers' KV blocks as the engine knows them; protocol.tables.BlockTables is one. Counts are by layer
+    group.
+    """
+
+    lanes: tuple[Lanes, ...]  # group -> what it keeps
+
+    @property
+    def num_lanes(self) -> int:
+        """Of the partition: a sequence may begin in each."""
+        ...
+
+    @property
+    def free_blocks(self) -> Blocks:
+        """Blocks that nobody holds."""
+        ...
+
+    def most_blocks(self, place: Place, length: int, max_rows: int) -> list[int]:
+        """Blocks that a sequence at ``place``, of up to ``length`` tokens, takes at most, ``max_rows`` rows a step."""
+        ...
+
+    def blocks_needed(self, rows: Iterable[Rows]) -> Blocks:
+        """Blocks that ``rows`` take more than they give back."""
+        ...
+
+    def can_apply(self, plan: StepPlan) -> bool:
+        """Whether every memory worker can take the plan."""
+        ...
+
+    def apply(self, plan: StepPlan) -> None:
+        """Book the plan, exactly as the memory workers will."""
+        ...
+
+    def held_of(self, keep: Keep) -> Blocks | None:
+        """Blocks of what ``keep`` leaves of its sequence; None where some of them were given back."""
+        ...
+
+    def reconcile(self, keep: Sequence[Keep]) -> None:
+        """Book that memory workers hold what ``keep`` says, and nothing else."""
+        ...

@@ -1,0 +1,43 @@
+"""How much of each sequence a memory worker has written in all layers: what it can vouch for behind a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lamina.protocol.plan import Free, Keep, New, Rows, StepPlan, Truncate
+
+
+class Written:
+    """Counts tokens from the first one on. A step that ended half way has changed nothing here."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, int] = {}  # by sequence
+
+    def begin(self, plan: StepPlan) -> None:
+        """A plan was applied: what its rows will write over counts no more."""
+        for op in plan.ops:
+            if isinstance(op, New):
+                self._tokens[op.sequence] = 0
+            elif isinstance(op, Free):
+                self._tokens.pop(op.sequence, None)
+            elif isinstance(op, Truncate):
+                self._lower(op.sequence, op.length)
+        for row in plan.rows:
+            self._lower(row.sequence, row.first)
+
+    def done(self, rows: Iterable[Rows]) -> None:
+        """They were written in all layers."""
+        for row in rows:
+            if self._tokens.get(row.sequence, -1) >= row.first:
+                self._tokens[row.sequence] = max(self._tokens[row.sequence], row.first + row.count)
+
+    def reconcile(self, keep: Iterable[Keep]) -> None:
+        """Of ``keep``, and of nothing else, there is so much."""
+        self._tokens = {each.sequence: each.length for each in keep}
+
+    def report(self) -> dict[int, int]:
+        """Tokens by sequence."""
+        return dict(self._tokens)
+
+    def _lower(self, sequence: int, tokens: int) -> None:
+        self._tokens[sequence] = min(self._tokens.get(sequence, 0), tokens)

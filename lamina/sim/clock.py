@@ -1,0 +1,33 @@
+"""A clock that moves only while somebody waits, and what will happen by it."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+
+class VirtualClock:
+    """Seconds. Of what is due at the same time, what was ordered first comes first."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def later(self, delay_s: float, work: Callable[[], None]) -> None:
+        """Have ``work`` done so much later."""
+        self._count += 1
+        heapq.heappush(self._due, (self.now + delay_s, self._count, work))
+
+    def advance(self, until: float = float("inf")) -> bool:
+        """To the next thing that happens, or to ``until``; whether anything has."""
+        if not self._due or self._due[0][0] > until:
+            self.now = max(self.now, until) if until < float("inf") else self.now
+            return False
+        due, _, work = heapq.heappop(self._due)
+        self.now = max(self.now, due)
+        work()
+        return True

@@ -1,0 +1,48 @@
+"""A model of integers. What is stored at a position depends on all that it saw: a wrong block shows ever after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from lamina.protocol.control import Draw, Drawn
+from lamina.sampling.history import Due
+
+VOCAB, EOS = 97, 96
+PRIME = 1_000_003
+ODDS = 13  # in one of so many draws the model ends the text
+
+
+def value(token: int, position: int, seen: int) -> int:
+    """Stored at ``position``; ``seen``: the sum over what its attention sees."""
+    return (token * 31 + (position + 1) * 1009 + seen * 7 + 13) % PRIME
+
+
+def drawn(draw: Draw, seen: int, due: Mapping[int, Due], pending: int | None) -> Drawn:
+    """A token; a pure function of what the row has seen, the draw's fields and the tokens that penalties count."""
+    if draw.known >= 0:
+        return Drawn(draw.sequence, draw.known, [(draw.known, -float(seen % 1000))])
+    number = seen + draw.seed % PRIME * (draw.index + 1)
+    if draw.adjust is not None:
+        found = due[draw.sequence]
+        counted = [*found.history.told[: found.told], *([] if pending is None else [pending])]
+        number += sum((i + 1) * (t + 1) for i, t in enumerate(counted)) * 3
+    token = EOS if number % ODDS == 0 else number % EOS
+    while token in draw.banned:
+        token = (token + 1) % EOS
+    logprobs = [(token, -float(number % 1000))] if draw.logprobs >= 0 else []
+    return Drawn(draw.sequence, token, logprobs)
+
+
+def letters(tokens: Iterable[int]) -> str:
+    """Its text."""
+    return "".join(chr(97 + t % 26) for t in tokens)
+
+
+class Letters:
+    """Its detokenizer; see engine.text.Pieces."""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        return letters(token_ids)
+
+    def finish(self) -> str:
+        return ""

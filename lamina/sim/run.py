@@ -1,0 +1,172 @@
+"""Plays scenarios, and checks what must hold whatever dies: the tokens, each once; blocks and ledger; progress."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pprint import pformat
+from typing import Any, NamedTuple
+
+from lamina.config import make_config
+from lamina.engine.engine import Engine
+from lamina.request import RequestOutput
+
+from .clock import VirtualClock
+from .model import Letters
+from .scenario import Ask, Scenario, params_of, scenario
+from .wire import SimWire
+
+MOST_STEPS = 2_000
+Completion = tuple[Any, ...]
+
+
+class Outcome(NamedTuple):
+    """``requests``: of each its completions, and the log-probabilities of its prompt."""
+
+    requests: list[tuple[Completion, ...]]
+    losses: int
+    preemptions: int
+
+
+class BrokenError(AssertionError):
+    """A scenario that does not hold; the text has it."""
+
+
+def check(of: Scenario) -> Outcome:
+    """Play ``of``, and the same without losses: nobody may see a difference. Raises BrokenError."""
+    try:
+        found, wanted = play(of), play(replace(of, faults=()))
+        for ask, mine, same in zip(of.asks, found.requests, wanted.requests, strict=True):
+            if ask.cancel_s is None:
+                assert mine == same, f"{mine} in place of {same}"
+    except Exception as error:
+        raise BrokenError(f"{type(error).__name__}: {error}\n{pformat(of)}") from error
+    return found
+
+
+def play(of: Scenario) -> Outcome:
+    """To the end. Raises AssertionError, and whatever goes wrong."""
+    return _Play(of).run()
+
+
+def smaller(of: Scenario) -> Scenario:
+    """A part of a broken scenario that is broken too: without requests and losses that are not needed for it."""
+    for name in ("faults", "asks"):
+        for one in getattr(of, name):
+            left: dict[str, Any] = {name: tuple(x for x in getattr(of, name) if x is not one)}
+            less = replace(of, **left)
+            try:
+                check(less)
+            except BrokenError:
+                return smaller(less)
+    return of
+
+
+class _Play:
+    def __init__(self, of: Scenario) -> None:
+        self._of, self._clock = of, VirtualClock()
+        self._wire = SimWire(of, self._clock)
+        self._engine = Engine(self._wire, make_config({**of.options, "transport": "shm"}), self._clock)
+        self._left = sorted(enumerate(of.asks), key=lambda x: (x[1].at_s, x[0]))
+        self._asked: dict[int, tuple[int, Ask]] = {}  # by request: its place, and what it is
+        self._outputs: dict[int, RequestOutput] = {}
+        self._seen: dict[tuple[int, int], tuple[list[int], str]] = {}
+        self._views = self._wire.view
+
+    def run(self) -> Outcome:
+        engine = self._engine
+        for _ in range(MOST_STEPS):
+            self._let_requests_come()
+            if not engine.has_work and not self._left:
+                break
+            self._take(engine.step())
+            self._check_view()
+            self._cancel()
+        else:
+            raise AssertionError("nothing comes to its end")
+        engine.settle()
+        self._check_end()
+        found: list[tuple[Completion, ...]] = [()] * len(self._of.asks)
+        for request, (place, _) in self._asked.items():
+            found[place] = _told(self._outputs.get(request))
+        return Outcome(found, self._wire.losses, engine.scheduler.num_preemptions)
+
+    def _let_requests_come(self) -> None:
+        engine, clock = self._engine, self._clock
+        if not engine.has_work and self._left:
+            clock.now = max(clock.now, self._left[0][1].at_s)
+            self._take(engine.look())
+            self._check_view()
+        while self._left and self._left[0][1].at_s <= clock.now:
+            place, ask = self._left.pop(0)
+            request = engine.add(list(ask.prompt), params_of(ask), make_pieces=Letters)
+            self._asked[request] = place, ask
+
+    def _cancel(self) -> None:
+        for request, (_, ask) in self._asked.items():
+            if ask.cancel_s is not None and self._clock.now >= ask.at_s + ask.cancel_s:
+                output = self._engine.cancel(request)
+                if output is not None:
+                    self._take([output])
+
+    def _take(self, outputs: list[RequestOutput]) -> None:
+        """What a reader has seen changes no more."""
+        for output in outputs:
+            self._outputs[output.request_id] = output
+            for one in output.outputs:
+                key = output.request_id, one.index
+                tokens, text = self._seen.get(key, ([], ""))
+                assert one.token_ids[: len(tokens)] == tokens, "tokens that were told are others now"
+                assert one.text.startswith(text), "text that was told is another one now"
+                self._seen[key] = list(one.token_ids), one.text
+
+    def _check_view(self) -> None:
+        if self._wire.view != self._views:
+            self._views = self._wire.view
+            self._check_rest()
+
+    def _check_rest(self) -> None:
+        """Behind a change of the view: everybody holds what the ledger says."""
+        ledger, holders = self._engine._ledger, self._of.layout.holders
+        ledger.check_integrity()
+        for worker in self._wire.memory:
+            worker.tables.check_integrity()
+            assert sorted(worker.tables.sequences) == sorted(ledger.sequences)
+            for sequence in ledger.sequences:
+                assert worker.tables.length(sequence) == ledger.length(sequence)
+            mine = [g for g, of in enumerate(holders) if worker.number in of]
+            for here, group in enumerate(mine):
+                for sequence in ledger.sequences:
+                    (start, ids), (first, same) = (
+                        t.table(g, sequence) for t, g in ((worker.tables, here), (ledger, group))
+                    )
+                    assert (start, len(ids)) == (first, len(same)), "the ledger has other blocks than a worker"
+
+    def _check_end(self) -> None:
+        assert not self._engine.has_work
+        self._check_rest()
+        assert not self._engine._ledger.sequences, "sequences are left"
+
+
+def _told(output: RequestOutput | None) -> tuple[Completion, ...]:
+    if output is None:
+        return ()
+    each = tuple((tuple(o.token_ids), o.text, o.finish_reason, o.stop_reason, str(o.logprobs)) for o in output.outputs)
+    return (*each, (str(output.prompt_logprobs),))
+
+
+def main(first: int = 0, count: int = 1000) -> None:
+    """Play ``count`` seeds. A broken one is made small, printed and raised."""
+    losses = preemptions = 0
+    for seed in range(first, first + count):
+        try:
+            outcome = check(scenario(seed))
+        except BrokenError:
+            check(smaller(scenario(seed)))
+            raise
+        losses, preemptions = losses + outcome.losses, preemptions + outcome.preemptions
+    sys.stdout.write(f"{count} scenarios from {first} on: {losses} losses, {preemptions} preemptions, nothing wrong\n")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

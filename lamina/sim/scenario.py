@@ -1,0 +1,125 @@
+"""What happens in a simulation, as data: a seed makes it, a failure prints it, and it can be played again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from lamina.protocol.partition import Lanes
+from lamina.request import SamplingParams
+
+from .model import EOS
+from .workers import Layout
+
+BLOCK = 4
+CHUNKS = 4, 6, 8
+MAX_LEN = 48
+STOPS = "ab", "q", "xyz"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request that comes at a time; ``cancel_s``: it is given up so much later."""
+
+    at_s: float
+    prompt: tuple[int, ...]
+    params: dict[str, Any]
+    cancel_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A worker that dies at a time. ``again``: while its loss is made good, who else does, one after the other."""
+
+    at_s: float
+    victim: tuple[str, int]
+    again: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``seed``: also of the simulated times. ``options``: of the engine. ``windows``: of its layer groups."""
+
+    seed: int
+    options: dict[str, Any]
+    partition: str
+    windows: tuple[int, ...]
+    num_blocks: int
+    asks: tuple[Ask, ...] = ()
+    faults: tuple[Fault, ...] = field(default=())
+
+    @property
+    def layout(self) -> Layout:
+        """Of the memory workers."""
+        workers = self.options["memory_workers"]
+        stripe = 2 if self.partition == "token" else 0
+        if self.partition == "head" or workers == 1:
+            lanes = [Lanes()] * len(self.windows)
+            return Layout(list(self.windows), lanes, [list(range(workers))] * len(lanes), 0, self.num_blocks, BLOCK)
+        parts = [Lanes(tuple(w == owner for w in range(workers))) for owner in range(workers)]
+        each = [(window, lanes, [owner]) for window in self.windows for owner, lanes in enumerate(parts)]
+        return Layout([w for w, _, _ in each], [x for _, x, _ in each], [h for _, _, h in each], stripe,
+                      self.num_blocks, BLOCK)  # fmt: skip
+
+
+def scenario(seed: int) -> Scenario:
+    """Of all kinds: topologies, prompts, parameters, memory enough and too little, losses, and losses meanwhile."""
+    rng = random.Random(seed)
+    batches = rng.choice((1, 1, 2, 3))
+    options = {
+        "memory_workers": rng.randint(1, 3),
+        "pipeline": batches,
+        "prefill_workers": rng.choice((0, 0, 1, 2)),
+        "prefill_chunk": rng.choice(CHUNKS),
+        "max_num_seqs": rng.randint(2, 6),
+        "deterministic": rng.random() < 0.3,
+        "seed": seed,
+    }
+    windows = rng.choice(((0,), (0,), (6,), (0, 5)))
+    tight = rng.random() < 0.4
+    num_blocks = -(-MAX_LEN // BLOCK) + (rng.randint(0, 3) if tight else 100)
+    asks = tuple(_ask(rng) for _ in range(rng.randint(1, 7)))
+    roles = [("compute", i) for i in range(max(1, batches - 1))]
+    roles += [("memory", i) for i in range(options["memory_workers"])]
+    roles += [("prefill", i) for i in range(options["prefill_workers"])]
+    faults = tuple(_fault(rng, roles) for _ in range(rng.choice((1, 1, 2, 3))))
+    partition = rng.choice(("head", "request", "token"))
+    return Scenario(seed, options, partition, windows, num_blocks, asks, tuple(sorted(faults, key=lambda f: f.at_s)))
+
+
+def _ask(rng: random.Random) -> Ask:
+    tokens = rng.randint(1, 24)
+    params: dict[str, Any] = {
+        "max_tokens": rng.randint(1, MAX_LEN - 24 - 1),
+        "n": rng.choice((1, 1, 1, 2)),
+        "temperature": 1.0,
+    }
+    extras: tuple[dict[str, Any], ...] = (
+        {"seed": rng.randrange(1 << 20)},
+        {"frequency_penalty": 0.5},
+        {"repetition_penalty": 1.1},
+        {"stop": [rng.choice(STOPS)]},
+        {"logprobs": 1},
+        {"prompt_logprobs": 0},
+        {"min_tokens": min(3, params["max_tokens"])},
+        {"ignore_eos": True},
+        {"stop_token_ids": [rng.randrange(EOS)]},
+    )
+    for extra in extras:
+        if rng.random() < 0.3:
+            params |= extra
+    cancel = rng.uniform(0.0, 0.3) if rng.random() < 0.1 else None
+    return Ask(
+        rng.choice((0.0, rng.uniform(0.0, 0.5))), tuple(rng.randrange(EOS) for _ in range(tokens)), params, cancel
+    )
+
+
+def _fault(rng: random.Random, roles: list[tuple[str, int]]) -> Fault:
+    again = tuple(rng.choice(roles) for _ in range(rng.choice((0, 0, 0, 1, 2))))
+    return Fault(rng.uniform(0.0, 0.5), rng.choice(roles), again)
+
+
+def params_of(ask: Ask) -> SamplingParams:
+    """Of a request."""
+    return SamplingParams(**ask.params)

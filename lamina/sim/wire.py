@@ -1,0 +1,362 @@
+"""The engine's wire to simulated workers: rounds take time, memory workers are up to a round apart, and some die."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lamina.engine.wire import ViewChanged
+from lamina.fleet.arrivals import Arrivals
+from lamina.protocol.control import ComputeReady, Drawn, RunRound, RunStep, StepDone
+from lamina.protocol.plan import Grant, Keep, New, Rows
+from lamina.sampling.history import Due, Histories
+
+from .clock import VirtualClock
+from .model import EOS, VOCAB, drawn, value
+from .scenario import MAX_LEN, Fault, Scenario
+from .workers import TORN, SimMemory, SimPrefill
+
+NOTICED_S = 0.01  # from a death to the driver's knowing it
+START_S = 1.0  # of a new worker
+Worker = tuple[str, int]
+
+
+@dataclass
+class _Passing:
+    """A step on its way."""
+
+    run: RunStep
+    due: list[dict[int, Due]]  # by replica
+    begun: set[int] = field(default_factory=set)  # memory workers that have applied the plan
+    written: set[int] = field(default_factory=set)
+    executed: bool = False
+
+
+@dataclass
+class _Chunk:
+    """A prefill worker's step on its way. ``values`` once it is computed."""
+
+    run: RunStep
+    worker: int
+    values: list[int] = field(default_factory=list)
+    drawn: list[Drawn] = field(default_factory=list)
+    stored: set[int] = field(default_factory=set)
+    granted: set[int] = field(default_factory=set)
+
+
+class SimWire:
+    """See engine.wire.Wire."""
+
+    def __init__(self, scenario: Scenario, clock: VirtualClock) -> None:
+        layout = scenario.layout
+        self.clock, self._layout = clock, layout
+        self._rng = random.Random(scenario.seed)
+        self._batches = scenario.options["pipeline"]
+        self._num_memory = scenario.options["memory_workers"]
+        self._replicas = max(1, self._batches - 1)
+        self.memory = [SimMemory(w, layout) for w in range(self._num_memory)]
+        self._num_prefill = scenario.options["prefill_workers"]
+        self.view = 1
+        self.ready = self._ready()
+        self.losses = 0
+        self._faults = deque(scenario.faults)
+        self._dead: set[Worker] = set()
+        self._noticed = False
+        self._again: deque[Worker] = deque()
+        self._ids: set[int] = set()  # of all sequences that there have been
+        self._numbers: dict[int, int] = {}  # batch -> its last step
+        self._begin_view()
+
+    def _begin_view(self) -> None:
+        self._prefills = [SimPrefill(self._layout) for _ in range(self._num_prefill)]
+        self._histories = [Histories() for _ in range(self._replicas)]
+        self._queues: list[deque[list[_Passing]]] = [deque() for _ in self.memory]  # of rounds, by memory worker
+        self._jobs: dict[int, deque[_Passing]] = {}  # batch -> its steps, not executed
+        self._last: dict[int, dict[int, int]] = {}  # batch -> sequence -> token
+        self._chunks: list[deque[_Chunk]] = [deque() for _ in range(self._num_prefill)]
+        self._grants: list[dict[tuple[int, int], Grant]] = [{} for _ in self.memory]  # by prefill worker and step
+        self._told: list[tuple[Worker, StepDone]] = []  # on their way to the driver
+        self._inbox: list[StepDone] = []
+        self._arrivals = Arrivals()
+
+    def _ready(self) -> ComputeReady:
+        layout = self._layout
+        return ComputeReady(
+            view=self.view, vocab_size=VOCAB, num_layers=3, max_model_len=MAX_LEN, dtype="float32",
+            eos_token_ids=[EOS], windows=layout.windows, lanes=layout.lanes, stripe=layout.stripe,
+            num_blocks=[[layout.num_blocks] * len(h) for h in layout.holders], holders=layout.holders,
+            block_size=layout.block_size, summary={},
+        )  # fmt: skip
+
+    # Wire:
+    def submit(self, new: RunRound) -> None:
+        new_ids = [op.sequence for step in new.steps for op in step.plan.ops if isinstance(op, New)]
+        assert not self._ids & set(new_ids), "a sequence of a number that there was"
+        self._ids |= set(new_ids)
+        assert all(step.plan.view == self.view for step in new.steps), "a plan of another view"
+        for step in new.steps:
+            assert step.plan.step > self._numbers.get(step.plan.batch, -1), "a step of a number that there was"
+            self._numbers[step.plan.batch] = step.plan.step
+        self._arrivals.expect(new)
+        jobs = [_Passing(s, [h.learn(s.plan.ops, s.draws) for h in self._histories]) for s in new.steps]
+        for job in jobs:
+            self._jobs.setdefault(job.run.plan.batch, deque()).append(job)
+        for number, queue in enumerate(self._queues):
+            queue.append(jobs)
+            if len(queue) == 1:
+                self._go_on(number)
+
+    def prefill(self, worker: int, new: RunRound) -> None:
+        (run,) = new.steps
+        assert run.plan.view == self.view, "a chunk of another view"
+        self._chunks[worker].append(_Chunk(run, worker))
+        self._compute_next(worker)
+
+    def wait(self) -> StepDone | ViewChanged:
+        while True:
+            if self._noticed:
+                return self._halt()
+            if (done := self._arrivals.take()) is not None:
+                return done
+            chunk = next((d for d in self._inbox if d.batch >= self._batches), None)
+            if chunk is not None:
+                self._inbox.remove(chunk)
+                return chunk
+            self._let_faults_come()
+            assert self.clock.advance(self._next_fault()) or self._faults, "nothing will ever happen any more"
+
+    def look(self) -> ViewChanged | None:
+        self._let_faults_come()
+        return self._halt() if self._dead else None
+
+    def resume(self, keep: Sequence[Keep]) -> ComputeReady | ViewChanged:
+        self.clock.now += START_S
+        self.view += 1
+        for kind, number in self._dead:
+            if kind == "memory":
+                self.memory[number] = SimMemory(number, self._layout)
+        self._dead.clear()
+        if self._again:
+            met = self._rng.randint(0, len(self.memory))
+            for worker in self.memory[:met]:
+                worker.reconcile(keep)
+            self._die(self._again.popleft())
+            return self._halt()
+        for worker in self.memory:
+            worker.reconcile(keep)
+        self._begin_view()
+        self.ready = self._ready()
+        return self.ready
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        return {}
+
+    def close(self) -> None: ...
+
+    # What happens:
+    def _next_fault(self) -> float:
+        return self._faults[0].at_s if self._faults else float("inf")
+
+    def _let_faults_come(self) -> None:
+        while self._faults and self._faults[0].at_s <= self.clock.now:
+            fault: Fault = self._faults.popleft()
+            self._again.extend(fault.again)
+            self._die(fault.victim)
+
+    def _die(self, victim: Worker) -> None:
+        self._dead.add(victim)
+        self.losses += 1
+        view = self.view
+
+        def notice() -> None:
+            self._noticed = self._noticed or (view == self.view and bool(self._dead))
+
+        self.clock.later(NOTICED_S, notice)
+
+    def _halt(self) -> ViewChanged:
+        """All that live come to rest, and say what they have."""
+        self._noticed = False
+        for who, done in self._told:
+            if who not in self._dead or self._rng.random() < 0.5:  # it may have been said before its end
+                self._hear(done)
+        self._told.clear()
+        found = []
+        while (done_step := self._arrivals.take()) is not None:
+            found.append(done_step)
+        found += [d for d in self._inbox if d.batch >= self._batches]
+        self._tear()
+        reports = [{} if ("memory", w.number) in self._dead else w.written.report() for w in self.memory]
+        self.view += 1  # what was to happen in the one before will not
+        self._begin_view()
+        return ViewChanged(found, reports)
+
+    def _tear(self) -> None:
+        """Steps that were executed are written to their end; of others a memory worker may have some layers."""
+        for number, queue in enumerate(self._queues):
+            worker = self.memory[number]
+            for jobs in queue:
+                if not all(number in job.begun for job in jobs):
+                    break
+                for job in jobs:
+                    if job.executed:
+                        worker.written.done(job.run.plan.rows)
+                    elif self._rng.random() < 0.5:
+                        for row in job.run.plan.rows:
+                            for position in range(row.first, row.first + row.count):
+                                worker.write(row.sequence, row.place, position, TORN)
+
+    def _later(self, work: object, *args: object) -> None:
+        view = self.view
+
+        def run() -> None:
+            if self.view == view:
+                work(*args)  # type: ignore[operator]
+
+        self.clock.later(self._rng.uniform(0.0005, 0.005), run)
+
+    def _lives(self, kind: str, number: int) -> bool:
+        return (kind, number) not in self._dead
+
+    def _go_on(self, number: int) -> None:
+        """Memory worker ``number`` takes its next round."""
+        if self._queues[number]:
+            self._later(self._begin, number, self._queues[number][0])
+
+    def _begin(self, number: int, jobs: list[_Passing]) -> None:
+        if not self._lives("memory", number):
+            return
+        worker = self.memory[number]
+        for job in jobs:
+            assert job.run.plan.view == self.view
+            for op in job.run.plan.ops:
+                if isinstance(op, Grant):
+                    self._grants[number][op.worker, op.step] = op
+            worker.begin(job.run.plan)
+            job.begun.add(number)
+            if not job.run.plan.rows:
+                job.written.add(number)
+        for job in jobs:
+            self._try_execute(job.run.plan.batch)
+        self._deliver(number)
+        self._if_round_is_over(number, jobs)
+
+    def _try_execute(self, batch: int) -> None:
+        """The oldest step of a batch, once all memory workers and its replicas are there."""
+        queue = self._jobs.get(batch)
+        if not queue or len(queue[0].begun) < len(self.memory) or any(kind == "compute" for kind, _ in self._dead):
+            return
+        job = queue.popleft()
+        job.executed = True
+        self._execute(job)
+        for number in range(len(self.memory)):
+            if number not in job.written:
+                self._later(self._write, number, job)
+        self._try_execute(batch)
+
+    def _execute(self, job: _Passing) -> None:
+        run, plan, at = job.run, job.run.plan, 0
+        last, ids, seen = self._last.get(plan.batch, {}), list[int](), list[int]()
+        for row in plan.rows:
+            tokens = [last[row.sequence] if t == -1 else t for t in run.tokens[at : at + row.count]]
+            at += row.count
+            ids += tokens
+            seen += self._attend(row, tokens)
+        due = job.due[plan.replica_of(3)]
+        found = [drawn(d, seen[d.row], due, ids[d.row] if d.pending else None) for d in run.draws]
+        if plan.rows:
+            drawn_now = zip(run.draws, found, strict=True)
+            self._last[plan.batch] = {d.sequence: x.token for d, x in drawn_now if d.known < 0}
+        self._tell(
+            ("compute", plan.replica_of(3)), StepDone(view=plan.view, batch=plan.batch, step=plan.step, drawn=found)
+        )
+
+    def _attend(self, row: Rows, tokens: list[int]) -> list[int]:
+        """What each row sees, itself included."""
+        found = []
+        for position, token in enumerate(tokens, row.first):
+            stored = value(token, position, self._total(row, position, position))
+            for worker in self.memory:
+                worker.write(row.sequence, row.place, position, stored)
+            found.append(self._total(row, position, position + 1))
+        return found
+
+    def _total(self, row: Rows, position: int, stop: int) -> int:
+        return sum(worker.total(row.sequence, row.place, position, stop) for worker in self.memory)
+
+    def _write(self, number: int, job: _Passing) -> None:
+        if self._lives("memory", number):
+            self.memory[number].written.done(job.run.plan.rows)
+            job.written.add(number)
+            self._if_round_is_over(number, self._queues[number][0])
+
+    def _if_round_is_over(self, number: int, jobs: list[_Passing]) -> None:
+        if self._queues[number] and self._queues[number][0] is jobs and all(number in j.written for j in jobs):
+            self._queues[number].popleft()
+            self._go_on(number)
+
+    def _tell(self, who: Worker, done: StepDone) -> None:
+        self._told.append((who, done))
+        self._later(self._arrive, who)
+
+    def _arrive(self, who: Worker) -> None:
+        """A link keeps the order."""
+        if self._lives(*who):
+            first = next(x for x in self._told if x[0] == who)
+            self._told.remove(first)
+            self._hear(first[1])
+
+    def _hear(self, done: StepDone) -> None:
+        if done.batch >= self._batches:
+            self._inbox.append(done)
+        else:
+            self._arrivals.add(done)
+
+    # Prefill workers:
+    def _compute_next(self, worker: int) -> None:
+        chunk = next((c for c in self._chunks[worker] if not c.values), None)
+        if chunk is not None:
+            self._later(self._compute, worker, chunk)
+
+    def _compute(self, worker: int, chunk: _Chunk) -> None:
+        if not self._lives("prefill", worker) or chunk.values:
+            return
+        (row,), at = chunk.run.plan.rows, self._prefills[worker]
+        at.begin(chunk.run.plan)
+        seen = []
+        for i, token in enumerate(chunk.run.tokens):
+            values, total = at.add(Rows(row.sequence, row.first + i, 1, row.place), [token])
+            chunk.values += values
+            seen.append(total)
+        due = Histories().learn(chunk.run.plan.ops, chunk.run.draws)
+        chunk.drawn = [drawn(d, seen[d.row], due, None) for d in chunk.run.draws]
+        for number in range(len(self.memory)):
+            self._deliver(number)
+        self._compute_next(worker)
+
+    def _deliver(self, number: int) -> None:
+        """What prefill workers have computed and memory worker ``number`` was told of, in its order."""
+        for worker, chunks in enumerate(self._chunks):
+            chunk = next((c for c in chunks if number not in c.stored), None)
+            if chunk is None or not chunk.values or (worker, chunk.run.plan.step) not in self._grants[number]:
+                continue
+            if number not in chunk.granted:
+                chunk.granted.add(number)
+                self._later(self._store, number, chunk)
+
+    def _store(self, number: int, chunk: _Chunk) -> None:
+        if not self._lives("memory", number):
+            return
+        grant, memory = self._grants[number][chunk.worker, chunk.run.plan.step], self.memory[number]
+        for position, stored in enumerate(chunk.values, grant.first):
+            memory.write(grant.sequence, grant.place, position, stored)
+        memory.written.done([grant.rows])
+        chunk.stored.add(number)
+        self._deliver(number)
+        while self._chunks[chunk.worker] and len(self._chunks[chunk.worker][0].stored) == len(self.memory):
+            over = self._chunks[chunk.worker].popleft()
+            plan = over.run.plan
+            self._tell(
+                ("prefill", chunk.worker), StepDone(view=plan.view, batch=plan.batch, step=plan.step, drawn=over.drawn)
+            )

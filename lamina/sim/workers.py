@@ -1,0 +1,129 @@
+"""Memory and prefill workers of the simulation: real block tables over blocks of integers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lamina.memory.written import Written
+from lamina.protocol.partition import Lanes
+from lamina.protocol.placement import Place
+from lamina.protocol.plan import Free, Keep, New, Rows, StepPlan
+from lamina.protocol.tables import BlockTables
+
+from .model import value
+
+TORN = -(10**9)  # stored by a step that ended half way
+
+
+class Layout(NamedTuple):
+    """The groups of all memory workers, and who holds them; see ComputeReady."""
+
+    windows: list[int]
+    lanes: list[Lanes]
+    holders: list[list[int]]
+    stripe: int  # in blocks
+    num_blocks: int
+    block_size: int
+
+    def weight(self, group: int, worker: int) -> int:
+        """Of what ``worker`` stores: those that share a group have heads of their own."""
+        return self.holders[group].index(worker) + 2
+
+    def tables(self, groups: Sequence[int]) -> BlockTables:
+        """Of some groups."""
+        windows, lanes = [self.windows[g] for g in groups], [self.lanes[g] for g in groups]
+        return BlockTables(windows, [self.num_blocks] * len(groups), self.block_size, lanes, self.stripe)
+
+
+class SimMemory:
+    """A memory worker. It is told positions, and finds them by its tables."""
+
+    def __init__(self, number: int, layout: Layout) -> None:
+        self.number = number
+        self.groups = [g for g, holders in enumerate(layout.holders) if number in holders]
+        self.tables = layout.tables(self.groups)
+        self.written = Written()
+        self._weights = [layout.weight(g, number) for g in self.groups]
+        self._size = layout.block_size
+        self._blocks = [[[0] * layout.block_size for _ in range(layout.num_blocks)] for _ in self.groups]
+
+    def begin(self, plan: StepPlan) -> None:
+        """Apply a plan; it must be one that can be."""
+        self.tables.apply(plan)
+        self.written.begin(plan)
+
+    def write(self, sequence: int, place: Place, position: int, stored: int) -> None:
+        """As far as it is kept here."""
+        for group in range(len(self.groups)):
+            if (block := self._block(group, sequence, place, position // self._size)) is not None:
+                block[position % self._size] = stored * self._weights[group]
+
+    def total(self, sequence: int, place: Place, position: int, stop: int) -> int:
+        """Of what a query at ``position`` sees below ``stop`` and is kept here."""
+        found = 0
+        for group, window in enumerate(self.tables.windows):
+            low = max(0, position - window + 1) if window else 0
+            for number in range(low // self._size, -(-stop // self._size)):
+                if (block := self._block(group, sequence, place, number)) is not None:
+                    start = number * self._size
+                    found += sum(block[max(0, low - start) : stop - start])
+        return found
+
+    def reconcile(self, keep: Sequence[Keep]) -> None:
+        """See BlockTables."""
+        had = self.written.report()
+        for each in keep:
+            held = self.tables.held_of(each)
+            assert held is not None, f"memory worker {self.number} has not {each}"
+            assert not any(held) or had.get(each.sequence, 0) >= each.length, f"{each} was never written"
+        self.tables.reconcile(keep)
+        self.written.reconcile(keep)
+
+    def _block(self, group: int, sequence: int, place: Place, number: int) -> list[int] | None:
+        tables = self.tables
+        lane = tables.placement.lane(place, number // tables.stripe if tables.stripe else 0)
+        if lane not in tables.lanes[group]:
+            return None
+        start, _ = tables.table(group, sequence)
+        if number < start:
+            raise AssertionError(f"memory worker {self.number} has given back block {number} of sequence {sequence}")
+        return self._blocks[group][tables.block_ids(group, sequence, number, number + 1)[0]]
+
+
+class SimPrefill:
+    """A prefill worker: the values of the prompts that it computes."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._stored: dict[int, list[int]] = {}
+
+    def begin(self, plan: StepPlan) -> None:
+        """Start and forget sequences."""
+        for op in plan.ops:
+            if isinstance(op, New):
+                assert op.sequence not in self._stored
+                self._stored[op.sequence] = []
+            elif isinstance(op, Free):
+                del self._stored[op.sequence]
+
+    def add(self, row: Rows, tokens: Sequence[int]) -> tuple[list[int], int]:
+        """The values of more rows, and what the last one sees."""
+        values, before = self._stored[row.sequence], row.first
+        assert len(values) == before, "a chunk before the one before it"
+        for position, token in enumerate(tokens, before):
+            values.append(value(token, position, self._total(values, row.place, position)))
+        return values[before:], self._total(values, row.place, len(values) - 1)
+
+    def _total(self, values: Sequence[int], place: Place, position: int) -> int:
+        """Of what a query there sees of ``values``, as all memory workers would have it."""
+        found, layout = 0, self._layout
+        period = max(len(x.pattern) for x in layout.lanes)
+        for group, (window, lanes) in enumerate(zip(layout.windows, layout.lanes, strict=True)):
+            low = max(0, position - window + 1) if window else 0
+            weight = sum(layout.weight(group, worker) for worker in layout.holders[group])
+            for at in range(low, len(values)):
+                number = at // layout.block_size
+                lane = (place.lane + number // layout.stripe) % period if layout.stripe else place.lane
+                found += values[at] * weight * (lane in lanes)
+        return found

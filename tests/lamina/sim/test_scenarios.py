@@ -1,0 +1,151 @@
+"""Whatever dies, at whatever moment: each request gets its tokens, once; and what would break that is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lamina.engine.engine import Engine
+from lamina.engine.kept import KeptKV
+from lamina.engine.prefill import Prefill
+from lamina.engine.scheduler import Scheduler
+from lamina.engine.sequence import Sequence
+from lamina.protocol.tables import BlockTables
+from lamina.sim.run import BrokenError, check, smaller
+from lamina.sim.scenario import scenario
+
+SEEDS, PARTS = 300, 6
+ENOUGH = 300  # seeds, of which one must be broken by a mistake
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_stream_goes_on(part: int) -> None:
+    losses = preemptions = 0
+    for seed in range(part, SEEDS, PARTS):
+        outcome = check(scenario(seed))
+        losses, preemptions = losses + outcome.losses, preemptions + outcome.preemptions
+    assert losses > SEEDS / PARTS
+    assert preemptions, "no memory was tight"
+
+
+def keeping(owner: type[Any], method: str, *fields: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """A mistake: what ``method`` puts right stays as it was."""
+
+    def make(monkeypatch: pytest.MonkeyPatch) -> None:
+        right = getattr(owner, method)
+
+        def wrong(self: Any, *args: Any) -> Any:
+            before = {name: getattr(self, name) for name in fields}
+            found = right(self, *args)
+            for name, had in before.items():
+                setattr(self, name, had)
+            return found
+
+        monkeypatch.setattr(owner, method, wrong)
+
+    return make
+
+
+def replacing(owner: type[Any], method: str, wrong: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda monkeypatch: monkeypatch.setattr(owner, method, wrong)
+
+
+def prefill_keeping(part: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """One thing that prefill workers have stays with them."""
+
+    def wrong(self: Prefill) -> None:
+        for worker in self._workers:
+            if part != "prompts":
+                worker.prompts.clear()
+            if part != "in_flight":
+                worker.in_flight.clear()
+            if part != "held":
+                worker.held = -1
+
+    return replacing(Prefill, "roll_back", wrong)
+
+
+def scores_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Engine._roll_back
+
+    def wrong(self: Engine, change: Any) -> Any:
+        before = [(s, s.num_scored) for r in self._requests.values() for s in r.sequences]
+        keep = right(self, change)
+        for sequence, count in before:
+            sequence.num_scored = count
+        return keep
+
+    monkeypatch.setattr(Engine, "_roll_back", wrong)
+
+
+def waiting_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was preempted, and whose last token was being drawn, goes on waiting for it."""
+    right = Scheduler.roll_back
+
+    def wrong(self: Scheduler, *args: Any) -> Any:
+        before = [(s, s.num_drawing) for s in self._waiting]
+        keep = right(self, *args)
+        for sequence, count in before:
+            sequence.num_drawing = count
+        return keep
+
+    monkeypatch.setattr(Scheduler, "roll_back", wrong)
+
+
+MISTAKES = {
+    "num_scheduled": replacing(
+        Scheduler, "roll_back", lambda self, steps, kept, right=Scheduler.roll_back: right(self, [], kept)
+    ),
+    "num_drawing": keeping(Sequence, "roll_back", "num_drawing"),
+    "num_prefilling": keeping(Sequence, "roll_back", "num_prefilling"),
+    "num_told": replacing(Scheduler, "tell_anew", lambda self: None),
+    "num_scored": scores_kept,
+    "of those that wait": waiting_kept,
+    "steps of the engine": keeping(Engine, "_roll_back", "_steps"),
+    "rounds in flight": keeping(Scheduler, "roll_back", "_in_flight"),
+    "numbers of rounds": replacing(
+        Scheduler,
+        "roll_back",
+        lambda self, *args, right=Scheduler.roll_back: (
+            setattr(self, "_next_round", max(0, self._next_round - 1)),
+            right(self, *args),
+        )[1],
+    ),
+    "numbers of sequences": replacing(
+        Scheduler,
+        "roll_back",
+        lambda self, *args, right=Scheduler.roll_back: (setattr(self, "_next_id", 0), right(self, *args))[1],
+    ),
+    "prompts": prefill_keeping("prompts"),
+    "chunks": prefill_keeping("in_flight"),
+    "what prefill workers hold": prefill_keeping("held"),
+    "the ledger": replacing(BlockTables, "reconcile", lambda self, keep: None),
+    "lost KV": replacing(KeptKV, "tokens", lambda self, wanted: wanted.length),
+    "KV behind a window": replacing(BlockTables, "_left", lambda self, keep: self._sequences[keep.sequence]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MISTAKES[mistake](monkeypatch)
+    assert any(breaks(scenario(seed)) for seed in range(ENOUGH))
+
+
+def test_a_broken_scenario_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be played again, and needs what is left of it."""
+    MISTAKES["num_drawing"](monkeypatch)
+    broken = next(s for s in map(scenario, range(ENOUGH)) if breaks(s) and len(s.asks) > 2)
+    small = smaller(broken)
+    assert len(small.asks) + len(small.faults) < len(broken.asks) + len(broken.faults)
+    with pytest.raises(BrokenError, match=rf"Scenario\(seed={broken.seed}"):
+        check(small)
+
+
+def breaks(of: Any) -> bool:
+    try:
+        check(of)
+    except BrokenError:
+        return True
+    return False

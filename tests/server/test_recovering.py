@@ -1,0 +1,73 @@
+"""A server loses workers: its streams stay open and get what they would have got, and /health says why it waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from running import Running, alive, eventually
+
+pytestmark = pytest.mark.timeout(300)
+BODY: dict[str, Any] = {
+    "prompt": "def f(", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0.8, "seed": 5,
+    "frequency_penalty": 0.3, "n": 2,
+}  # fmt: skip
+
+
+def texts(lines: list[str]) -> dict[int, str]:
+    """Of each choice, from the events of a stream."""
+    found: dict[int, str] = {}
+    for line in lines:
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
+    return found
+
+
+def test_streams_go_on_when_workers_die(tmp_path: Path) -> None:
+    server = Running(tmp_path / "log")
+    try:
+        with httpx.Client(base_url=server.url, timeout=120) as http:
+
+            def stream(victim: str) -> dict[int, str]:
+                lines = []
+                with http.stream("POST", "/v1/completions", json=BODY) as response:
+                    for line in response.iter_lines():
+                        lines.append(line)
+                        if victim and len(lines) == 40:
+                            os.kill(worker(server, victim), signal.SIGKILL)
+                            # A memory worker is there again before a busy machine has answered.
+                            assert victim == "memory" or eventually(lambda: health(http) == (503, "recovering"), 20)
+                assert lines[-2:] == ["data: [DONE]", ""]
+                return texts(lines)
+
+            wanted = stream("")
+            assert len(wanted) == 2
+            for victim in ("memory", "compute"):
+                assert stream(victim) == wanted
+                assert eventually(lambda: health(http) == (200, "ok"), 60)
+            # One that dies while nobody asks for anything:
+            os.kill(worker(server, "compute"), signal.SIGKILL)
+            assert eventually(lambda: health(http) == (503, "recovering"), 20)
+            assert eventually(lambda: health(http) == (200, "ok"), 60)
+            assert stream("") == wanted
+    finally:
+        pids = server.descendants()
+        server.kill()
+    assert eventually(lambda: not alive(pids), 30), alive(pids)
+
+
+def health(http: httpx.Client) -> tuple[int, str]:
+    answer = http.get("/health")
+    return answer.status_code, answer.json()["status"]
+
+
+def worker(server: Running, role: str) -> int:
+    """One of them."""
+    wanted = f"lamina.{role}.main:".encode()
+    return next(p for p in server.descendants() if wanted in Path(f"/proc/{p}/cmdline").read_bytes())
