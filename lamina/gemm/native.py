@@ -15,7 +15,7 @@ from ._native import Engine, usable
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Rows of bf16 up to which native is at least as fast as torch, by variant, where torch has a product of its own for it
-# (perf/README.md). The last two are for CPUs without bf16 instructions: others have a variant before them.
+# (perf/DIARY.md). The last two are for CPUs without bf16 instructions: others have a variant before them.
 MOST_ROWS = {"amx": 128, "avx512_bf16": 64, "avx512": 32, "avx2": 32}
 NO_LIMIT = (1 << 63) - 1
 
