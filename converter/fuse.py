@@ -54,12 +54,7 @@ def has_rows(node: fx.Node) -> bool:
 
 def _key(unit: fx.GraphModule) -> str:
     values = [n.meta["val"] for n in unit.graph.nodes if n.op == "placeholder"]
-    return f"{unit.code} {[(v.dtype, _sizes(v.shape), _sizes(v.stride())) for v in values]}"
-
-
-def _sizes(shape: Sequence[int | torch.SymInt]) -> list[int | bool]:
-    """``shape`` with True in place of each size that is the number of rows."""
-    return [isinstance(size, torch.SymInt) or size for size in shape]
+    return f"{unit.code} {[(v.dtype, [str(n) for n in (*v.shape, *v.stride())]) for v in values]}"
 
 
 class _Fusion(NamedTuple):

@@ -18,7 +18,15 @@ using namespace lamina::gemm;
 struct Engine {
   static constexpr const char* kLeast = "AVX2, FMA and F16C";
 
-  Engine(std::size_t threads, const Variant* v) : pool(threads), variant(v), scratch(threads) {}
+  Engine(std::size_t threads, const Variant* v) : pool(threads), variant(v), scratch(threads) {
+    calls = {this, [](void* e, const Problem& p, const void* x) { static_cast<Engine*>(e)->linear(p, x); },
+             [](void* e, Pool::Piece piece, void* job, std::size_t count) {
+               auto* const engine = static_cast<Engine*>(e);
+               std::lock_guard<std::mutex> turn(engine->mutex);
+               engine->pool.run(piece, job, count);
+             },
+             pool.size()};
+  }
 
   // Callers take turns: the buffers below are those of one call.
   void linear(Problem p, const void* x) {
@@ -38,7 +46,7 @@ struct Engine {
 
   std::mutex mutex;
   Pool pool;
-  Calls calls{};  // of this engine, once asked for
+  Calls calls{};
 
  private:
   struct Job {
@@ -100,15 +108,7 @@ PyObject* engine_linear(PyObject* self, PyObject* const* args, Py_ssize_t count)
 
 // What other native modules may do with an engine. The capsule does not keep it alive.
 PyObject* engine_calls(PyObject* self, PyObject*) {
-  Engine& engine = Object::engine_of(self);
-  engine.calls = {&engine, [](void* e, const Problem& p, const void* x) { static_cast<Engine*>(e)->linear(p, x); },
-                  [](void* e, Pool::Piece piece, void* job, std::size_t count) {
-                    auto* const engine = static_cast<Engine*>(e);
-                    std::lock_guard<std::mutex> turn(engine->mutex);
-                    engine->pool.run(piece, job, count);
-                  },
-                  engine.pool.size()};
-  return PyCapsule_New(&engine.calls, Calls::kName, nullptr);
+  return PyCapsule_New(&Object::engine_of(self).calls, Calls::kName, nullptr);
 }
 
 PyMethodDef engine_methods[] = {

@@ -38,7 +38,6 @@ struct Program {
   std::vector<std::int64_t> row_bytes;  // of each slot: those given, then those of the arena
   std::vector<std::int64_t> at;         // of each slot of the arena, for each row
   std::size_t given = 0;
-  std::int64_t work = 0;  // elements that a row touches, about
   Run run = nullptr;
   const gemm::Calls* calls = nullptr;
 };
@@ -77,6 +76,25 @@ Instruction read_instruction(Reader& in, std::int64_t slots) {
   return each;
 }
 
+// Whether all that an instruction touches of rows lies in them, and its linear layer has one type.
+bool fits(const Instruction& each, const std::vector<std::int64_t>& row_bytes) {
+  const auto last = [](std::int64_t size, std::int64_t step) { return static_cast<__int128>(size - 1) * step; };
+  for (const View& view : each.views) {
+    const std::int64_t room = row_bytes[view.slot];
+    if (each.kind == Kind::kLinear && (view.type == Type::kInt || view.type != each.views[0].type)) return false;
+    if (!room || each.kind == Kind::kLinear) continue;  // weights; rows of a linear layer have no steps
+    __int128 end = last(each.inner, view.inner) + 1;
+    for (std::size_t d = 0; d < kDims; ++d) end += last(each.sizes[d], view.outer[d]);
+    const __int128 bytes = view.type == Type::kFloat ? 4 : view.type == Type::kInt ? 8 : 2;
+    if (end * bytes + view.offset > room) return false;
+  }
+  const auto takes = [&](std::size_t i, __int128 elements) {
+    const __int128 bytes = each.views[0].type == Type::kFloat ? 4 : 2;
+    return each.views[i].offset + elements * each.sizes[kDims - 1] * bytes <= row_bytes[each.views[i].slot];
+  };
+  return each.kind != Kind::kLinear || (takes(0, each.inner) && takes(1, each.n));
+}
+
 void read(Program& program, Reader& in) {
   program.given = static_cast<std::size_t>(in.next(0, 1 << 16));
   const std::int64_t own = in.next(0, 1 << 16), slots = static_cast<std::int64_t>(program.given) + own;
@@ -85,8 +103,7 @@ void read(Program& program, Reader& in) {
   const std::int64_t count = in.next(0, 1 << 16);
   for (std::int64_t i = 0; i < count && !in.failed; ++i) {
     program.instructions.push_back(read_instruction(in, slots));
-    const Instruction& each = program.instructions.back();
-    if (each.kind != Kind::kLinear) program.work += each.sizes[0] * each.sizes[1] * each.sizes[2] * each.inner;
+    if (!in.failed && !fits(program.instructions.back(), program.row_bytes)) in.failed = true;
   }
   if (in.at != in.end) in.failed = true;
 }

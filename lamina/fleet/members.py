@@ -73,12 +73,13 @@ class Members:
         self._members: list[Member] = []
         self._before_end, self._after_end = before_end, after_end
         self._links, self._clock = links or ControlLinks(), clock
+        self._looked = clock()
         self.view = 0  # what is said of an older one is dropped
         self._still_heard: tuple[type[Any], ...] = ()  # but of these kinds
         self.lost: dict[Member, LostError] = {}  # they are not listened to any more
         self.closed = False  # by ``end``
         self._ending = threading.RLock()  # one thread ends them; another may wait for a message meanwhile
-        self.meanwhile: Callable[[], None] = lambda: None  # called a few times a second by whoever waits in silence
+        self.meanwhile: Callable[[], None] = lambda: None  # called a few times a second by whoever waits
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members)
@@ -174,6 +175,8 @@ class Members:
         Raises LostError when any worker is lost or fails meanwhile, BadInputError with what a user can put right.
         """
         deadline = self._clock() + timeout_s
+        if self._clock() - self._looked >= TICK_S:  # whoever answers must not hide that another one stands still
+            self._look()
         while True:
             for member in wanted:
                 for message in member.inbox:
@@ -187,7 +190,11 @@ class Members:
             if not self._read(min(left, TICK_S)):
                 if not left:
                     raise self.late(wanted, what)
-                self.meanwhile()
+                self._look()
+
+    def _look(self) -> None:
+        self._looked = self._clock()
+        self.meanwhile()
 
     def late(self, members: Sequence[Member], what: str) -> LostError:
         """For the caller to raise: ``members`` have not done ``what`` in time. They may do so yet."""
@@ -246,6 +253,8 @@ class Members:
             message = member.link.recv(timeout_s=REST_S)
         except LinkClosedError:
             raise self._gone(member) from None
+        except TimeoutError:
+            raise self._lose(member, f"{member.name} stands still in the midst of a message", ended=True) from None
         if isinstance(message, Failed):
             raise self._failed(member, message)
         if isinstance(message, Broken) and not self._is_old(message):
@@ -256,6 +265,8 @@ class Members:
         """One of its channels has ended: whoever was at the other end is lost. Where all live, it is itself: it has
         nothing that cannot be had again.
         """
+        if self.lost:  # whose channels ended with it
+            return next(iter(self.lost.values()))
         others = {id(m.link): m for m in self._members if m is not member and m not in self.lost}
         deadline = self._clock() + CAUSE_S
         while (left := deadline - self._clock()) > 0.0:

@@ -94,7 +94,8 @@ class Pools:
             try:
                 yield
             except LostError as loss:
-                if not self._supervisor.can_replace:
+                late = any(m not in self._members.lost for m in loss.members)  # who may answer yet
+                if late or not self._supervisor.can_replace:
                     raise
                 self._loss = self._loss or loss
 

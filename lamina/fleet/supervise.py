@@ -21,6 +21,7 @@ from .members import LostError, Member, Members
 
 log = logging.getLogger(__name__)
 RECENT_S = 600.0  # in which --max-recoveries counts
+STALE_S = 1.0  # behind which a look says nothing of the one before
 STOPPED_S = 2.0  # that a worker may stand still by a signal while it is waited for
 
 
@@ -33,12 +34,16 @@ class Supervisor:
         self._step_s, self._start_s = config.deadlines.step_timeout_s, config.deadlines.start_timeout_s
         self._losses: deque[float] = deque()  # when
         self._stopped: dict[Member, float] = {}  # since when
+        self._looked = 0.0  # when look_round was called
 
     def look_round(self) -> None:
-        """For whoever waits for workers in silence. Raises LostError where one of them has been stopped for STOPPED_S,
+        """For whoever waits for workers. Raises LostError where one of them has been stopped for STOPPED_S,
         and can be replaced; one that is only slow stays.
         """
         now, before = self._clock(), self._stopped
+        if now - self._looked > STALE_S:  # who stands still now may have run meanwhile
+            before = {}
+        self._looked = now
         stopped = [m for m in self._members if m not in self._members.lost and m.handle.stopped]
         self._stopped = {m: before.get(m, now) for m in stopped}
         for member, since in self._stopped.items():
@@ -80,6 +85,7 @@ class Supervisor:
                         self._members.send(member, Halt(view=view))
                 kept[left[0]] = self._rest_of(left[0], deadline)
             except LostError as another:
+                log.warning("behind that loss: %s", another)
                 for member in another.members:
                     self._members.give_up(member, LostError(str(another), [member], ended=True))
                 if not self.can_replace:

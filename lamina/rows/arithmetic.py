@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .lower import Lowering, Rule, name_of, no_options
-from .table import Instruction, Step, UnsupportedError, View
+from .table import ROUND, Instruction, Step, UnsupportedError, View
 
 UNARY = {
     "neg": "neg", "silu": "silu", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid", "cos": "cos", "sin": "sin",
@@ -33,11 +33,14 @@ def _binary(name: str) -> Callable[..., View]:
         no_options(node)
         if node.meta["val"].dtype == torch.int64:
             return _add_int(self, node, x, y)
+        _refuse_mixtures(node, x, y)
         shape = self.shape_of(node)
         if isinstance(x, fx.Node) and isinstance(y, fx.Node):
             steps = [self.load(x, shape), self.load(y, shape), Step(BINARY[name], 0, 1)]
         elif isinstance(x, fx.Node) and isinstance(y, int | float):
             op, value = ("add_to", -y) if name == "sub" else (WITH_NUMBER[name], y)
+            if op == "add_to":  # torch rounds it first
+                value = torch.tensor(value, dtype=node.meta["val"].dtype).item()
             steps = [self.load(x, shape), Step(op, 0, value=float(value))]
         else:
             raise UnsupportedError(f"{node.target} of numbers")
@@ -46,8 +49,16 @@ def _binary(name: str) -> Callable[..., View]:
     return rule
 
 
+def _refuse_mixtures(node: fx.Node, *operands: Any) -> None:
+    """Raises UnsupportedError for those that torch rounds to the dtype of the result first."""
+    given = [n.meta["val"] for n in operands if isinstance(n, fx.Node) and isinstance(n.meta.get("val"), Tensor)]
+    narrow = node.meta["val"].dtype in ROUND
+    if narrow and any(t.dtype == torch.int64 or (t.dim() == 0 and t.dtype == torch.float32) for t in given):
+        raise UnsupportedError(f"{node.target} of {[t.dtype for t in given]}")
+
+
 def _add_int(self: Lowering, node: fx.Node, x: Any, y: Any) -> View:
-    if name_of(node) not in ("add", "sub") or not isinstance(y, int) or self.is_static(node):
+    if name_of(node) not in ("add", "sub") or not isinstance(y, int) or abs(y) > 1 << 53 or self.is_static(node):
         raise UnsupportedError(f"{node.target} of integers")
     view, to = self.view(x), self.new(torch.int64, self.shape_of(node))
     value = y if name_of(node) == "add" else -y
@@ -58,7 +69,10 @@ def _add_int(self: Lowering, node: fx.Node, x: Any, y: Any) -> View:
 def _pow(self: Lowering, node: fx.Node, x: Any, exponent: Any) -> View:
     if exponent not in POWERS:
         raise UnsupportedError(f"a power of {exponent}")
-    return self.compute(node, [self.load(x, self.shape_of(node)), Step(POWERS[exponent], 0)])
+    load = self.load(x, self.shape_of(node))
+    if exponent == 3 and node.meta["val"].dtype == torch.bfloat16:  # which torch rounds twice
+        return self.compute(node, [load, Step("square", 0), Step("round_bf16", 1), Step("mul", 2, 0)])
+    return self.compute(node, [load, Step(POWERS[exponent], 0)])
 
 
 def _gelu(self: Lowering, node: fx.Node, x: Any) -> View:
@@ -118,13 +132,14 @@ def _matmul(self: Lowering, node: fx.Node, x: Any, w: Any) -> View:
 
 def _product(self: Lowering, node: fx.Node, x: Any, w: Any, weight: View, b: Any) -> View:
     dtype = node.meta["val"].dtype
-    if self.is_static(x) or weight.strides[-1] != 1 or weight.numel == 0 or weight.offset:
+    whole = len(weight.shape) == 2 and weight.strides[-1] == 1 and weight.numel and not weight.offset
+    if self.is_static(x) or not whole or weight.dtype != dtype:
         raise UnsupportedError("a product of rows")
     given = [x.meta["val"].dtype, w.meta["val"].dtype] + ([b.meta["val"].dtype] if b is not None else [])
     if any(d != dtype for d in given) or dtype == torch.int64:
         raise UnsupportedError("a product of several dtypes")
     bias = [self.weight(b)] if b is not None else []
-    if any(not v.is_contiguous or v.offset for v in bias):
+    if any(v.shape != weight.shape[:1] or not v.is_contiguous or v.offset or v.dtype != dtype for v in bias):
         raise UnsupportedError("a bias with gaps")
     packed_x, to = self.packed(self.view(x), dtype), self.new(dtype, self.shape_of(node))
     views = [packed_x, to, weight, *bias]

@@ -29,7 +29,7 @@ def _convert(self: Lowering, node: fx.Node, x: Any, *_: Any) -> View:
 
 def _reshape(self: Lowering, node: fx.Node, x: Any, *_: Any) -> View:
     view, static = self.view(x), self.is_static(node)
-    if static != self.is_static(x):
+    if static != self.is_static(x) or node.meta["val"].dtype != x.meta["val"].dtype:
         raise UnsupportedError("rows that come or go")
     shape = tuple(node.meta["val"].shape) if static else self.shape_of(node)
     if not view.is_contiguous:
@@ -107,6 +107,8 @@ def _split(self: Lowering, node: fx.Node, x: Any, sizes: Any, dim: int = 0) -> l
     n = self.view(x).shape[_dim(self, x, dim)]
     if name_of(node) == "chunk":
         sizes = -(-n // sizes)
+    if isinstance(sizes, int) and sizes < 1:
+        raise UnsupportedError("parts of nothing")
     each = list(sizes) if isinstance(sizes, list | tuple) else [min(sizes, n - at) for at in range(0, n, sizes)]
     return [_part(self, x, dim, sum(each[:i]), size) for i, size in enumerate(each)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,9 @@ from lamina.converter.capture import size_expression
 
 from .table import ROUND, TYPES, Instruction, Step, UnsupportedError, View, packed
 
+OVERLOADS = (
+    "default", "Tensor", "Tensor_Scalar", "Scalar", "int", "using_ints", "dim", "self_int", "dtype", "device", "sizes",
+)  # fmt: skip
 Rule = Callable[..., Any]  # of a Lowering, a node and its arguments: the view, or views, that the node gives
 
 
@@ -27,14 +31,19 @@ class SlotShape(NamedTuple):
 class Lowering:
     """Of one unit. ``slots``: those of placeholders first."""
 
-    def __init__(self, unit: fx.GraphModule, rules: Mapping[str, Rule]) -> None:
-        """``rules``: by operator. Raises UnsupportedError."""
+    def __init__(self, unit: fx.GraphModule, weights: int, rules: Mapping[str, Rule]) -> None:
+        """``weights``: how many of the placeholders, the first, lie as they do; ``rules``: by operator.
+
+        Raises UnsupportedError.
+        """
         self._rules = rules
         self.placeholders = [n for n in unit.graph.nodes if n.op == "placeholder"]
         self._rows = rows_of(self.placeholders)
         self.slots: list[SlotShape] = []
         self.instructions: list[Instruction] = []
-        self.values: dict[fx.Node, Any] = {n: self._given(n.meta["val"]) for n in self.placeholders}
+        self.values: dict[fx.Node, Any] = {}
+        for i, node in enumerate(self.placeholders):
+            self.values[node] = self._given(node.meta["val"], i < weights)
         for node in unit.graph.nodes:
             if node.op == "call_function":
                 self.lower(node)
@@ -53,13 +62,19 @@ class Lowering:
         if name == "sym_size":
             return
         rule = self._rules.get(name)
-        if rule is None:
+        if rule is None or any(isinstance(a, fx.Node) and not _is_value(a) for a in node.args):
             raise UnsupportedError(str(node.target))
+        try:
+            signature(rule).bind(self, node, *node.args)
+        except TypeError as e:
+            raise UnsupportedError(f"{node.target} with {len(node.args)} arguments") from e
         self.values[node] = rule(self, node, *node.args)
         if any(not view.numel for each in self.instructions[-1:] for view in each.views):
             raise UnsupportedError(f"{node.target} of nothing")
-        if isinstance(self.values[node], View) and self.values[node].shape != self.shape_of(node):
-            raise UnsupportedError(f"{node.target} with dimensions of rows that move")
+        if isinstance(found := self.values[node], View):
+            dtype = node.meta["val"].dtype
+            if found.shape != self.shape_of(node) or found.dtype != dtype != torch.float32:
+                raise UnsupportedError(f"{node.target} with dimensions of rows that move")
 
     def shape_of(self, node: fx.Node) -> tuple[int, ...]:
         """Of one row. Raises UnsupportedError where rows are no dimension 0."""
@@ -106,6 +121,8 @@ class Lowering:
 
     def walk(self, steps: Sequence[Step], dtype: torch.dtype, to: View) -> View:
         """``steps`` over all of ``to``, rounded to ``dtype``."""
+        if torch.int64 in (dtype, to.dtype):
+            raise UnsupportedError("integers that move")
         if not to.numel:
             return to
         found = list(steps)
@@ -131,12 +148,12 @@ class Lowering:
             raise UnsupportedError("integers out of order")
         return self.walk([Step("load", view=view)], dtype, self.new(dtype, view.shape))
 
-    def _given(self, value: Any) -> View:
+    def _given(self, value: Any, as_it_lies: bool) -> View:
         if not isinstance(value, Tensor) or value.dtype not in TYPES:
             raise UnsupportedError(f"is given {getattr(value, 'dtype', type(value).__name__)}")
         with_rows = any(isinstance(n, torch.SymInt) for n in value.shape)
         shape = row_shape(value, self._rows) if with_rows else tuple(value.shape)
-        strides = packed(shape) if with_rows else value.stride()
+        strides = value.stride() if as_it_lies and not with_rows else packed(shape)
         view = View(len(self.slots), value.dtype, 0, shape, tuple(strides))
         self.slots.append(SlotShape(value.dtype, view.numel, with_rows))
         return view
@@ -153,6 +170,12 @@ class Lowering:
                 raise UnsupportedError("integers handed on")
             found = self.walk([Step("load", view=found)], dtype, self.new(dtype, found.shape))
         return found
+
+
+def _is_value(node: fx.Node) -> bool:
+    """Whether it is a tensor, or several, and not a number that is known only when slices run."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) or (isinstance(value, list | tuple) and all(isinstance(v, Tensor) for v in value))
 
 
 def rows_of(placeholders: Sequence[fx.Node]) -> Any:
@@ -178,11 +201,10 @@ def row_shape(value: Tensor, rows: Any) -> tuple[int, ...]:
 
 
 def name_of(node: fx.Node) -> str:
-    """``linear`` for aten.linear.default, ``add`` for aten.add.Tensor."""
+    """``linear`` for aten.linear.default, ``add`` for aten.add.Tensor; all of it where no rule has such arguments."""
     packet = getattr(node.target, "overloadpacket", None)
-    return (
-        packet.__name__ if packet is not None and getattr(node.target, "namespace", "") == "aten" else str(node.target)
-    )
+    ours = getattr(node.target, "namespace", "") == "aten" and node.target._overloadname in OVERLOADS  # type: ignore[union-attr]
+    return str(packet.__name__) if packet is not None and ours else str(node.target)
 
 
 def no_options(node: fx.Node, *allowed: str) -> None:

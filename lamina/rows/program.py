@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,37 +18,39 @@ from . import arithmetic, layout
 from ._native import Program
 from .lower import Lowering, name_of
 from .merge import merged
-from .table import Instruction, UnsupportedError, encode
+from .table import Instruction, UnsupportedError, View, encode
 
-LINE = 64  # bytes
+LINE, MOST_SPARE = 64, 1 << 24  # bytes
 RULES = {**arithmetic.RULES, **layout.RULES}
 
 
 class _Product(NamedTuple):
-    """The linear layer that is instruction ``at``; x, w, b and y are slots, x and y with ``rows`` rows for each row."""
+    """The linear layer that is instruction ``at``; x and y are slots with ``rows`` rows for each row."""
 
     at: int
     x: int
     y: int
-    w: int
-    b: int | None
+    w: View
+    b: View | None
     rows: int
 
 
 class Arena:
-    """Memory for what lies between the instructions of a unit. One thread at a time uses it."""
+    """Memory for what lies between the instructions of a unit, under ``lock``: threads take turns."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._size = -1
+        self.address = 0
+        self.lock = threading.Lock()
 
     def reserve(self, size: int) -> None:
         """Have at least ``size`` bytes from a multiple of 64."""
         if size > self._size:
-            self._size = size + size // 2
-            memory = torch.empty(self._size + LINE, dtype=torch.uint8)
+            room = size + min(size // 2, MOST_SPARE)
+            memory = torch.empty(room + LINE, dtype=torch.uint8)
             self._memory = memory[-memory.data_ptr() % LINE :]
-            self.address = self._memory.data_ptr()
+            self.address, self._size = self._memory.data_ptr(), room
 
     def part(self, at: int, size: int) -> Tensor:
         """Bytes ``at`` .. ``at + size`` of those reserved."""
@@ -55,8 +58,9 @@ class Arena:
 
 
 class RowUnit:
-    """Instructions that do what a unit does. ``leads``: of the tensors that are no weights, the first with rows;
-    ``results``: shape of a row and dtype of each.
+    """Instructions that do what a unit does. ``given``: of each tensor that is no weight, whether it has rows, the
+    shape of one (else all of it) and the dtype; ``leads``: the first of them with rows; ``results``: shape of a row
+    and dtype.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class RowUnit:
 
         Raises UnsupportedError where no instructions do what the unit does.
         """
-        lowered = Lowering(unit, RULES)
+        lowered = Lowering(unit, weights, RULES)
         instructions = merged(lowered.instructions, {v.slot for v in lowered.results})
         order = [*range(len(lowered.placeholders)), *(v.slot for v in lowered.results)]
         given = len(order)
@@ -82,6 +86,8 @@ class RowUnit:
         self._products = [_product(i, each) for i, each in enumerate(instructions) if each.kind == "linear"]
         self._most_rows = min((backend.rows_of(self._dtypes[p.y]) // p.rows for p in self._products), default=None)
         self.results = [(v.shape, lowered.slots[v.slot].dtype) for v in lowered.results]
+        values = [lowered.values[n] for n in lowered.placeholders[weights:]]
+        self.given = [(slots[v.slot].with_rows, v.shape, v.dtype) for v in values]
         self.leads = next(i for i, s in enumerate(slots[weights:]) if s.with_rows)
         self.arena = arena
 
@@ -109,13 +115,13 @@ class RowUnit:
 
     def _multiply(self, product: _Product, rows: int, given: Sequence[Tensor]) -> None:
         """By torch, which has products for many rows."""
-        w = given[product.w]
-        w = w if w.stride(-1) != 1 else w.t()  # [inputs, outputs]
-        x, y = (self._tensor(s, rows, given).view(-1, n) for s, n in zip((product.x, product.y), w.shape, strict=True))
+        w = given[product.w.slot].as_strided(product.w.shape, product.w.strides)  # [outputs, inputs]
+        y, x = (self._tensor(s, rows, given).view(-1, n) for s, n in zip((product.y, product.x), w.shape, strict=True))
         if product.b is None:
-            torch.mm(x, w, out=y)
+            torch.mm(x, w.t(), out=y)
         else:
-            torch.addmm(given[product.b], x, w, out=y)
+            b = given[product.b.slot].as_strided(product.b.shape, product.b.strides)
+            torch.addmm(b, x, w.t(), out=y)
 
     def _tensor(self, slot: int, rows: int, given: Sequence[Tensor]) -> Tensor:
         if slot < len(given):
@@ -129,7 +135,7 @@ class _Bound:
 
     def __init__(self, unit: RowUnit, weights: Sequence[Tensor]) -> None:
         self._unit = unit
-        self._weights = tuple(weights)
+        self._weights = tuple(w.detach() for w in weights)  # a parameter may be given other memory
         self._addresses = [w.data_ptr() for w in weights]
 
     def call(self, *x: Tensor) -> tuple[Tensor, ...]:
@@ -137,10 +143,14 @@ class _Bound:
         unit = self._unit
         rows = x[unit.leads].shape[0]
         given = [t if t.is_contiguous() else t.contiguous() for t in x]
+        for t, (with_rows, shape, dtype) in zip(given, unit.given, strict=True):
+            if t.dtype != dtype or t.shape != ((rows, *shape) if with_rows else shape):
+                raise ValueError(f"rows of {tuple(t.shape)}, {t.dtype}, where a slice takes {shape}, {dtype}")
         made = [torch.empty((rows, *shape), dtype=dtype) for shape, dtype in unit.results]
         if rows:
             addresses = [*self._addresses, *(t.data_ptr() for t in given), *(t.data_ptr() for t in made)]
-            unit.run(rows, (*self._weights, *given, *made), addresses)
+            with unit.arena.lock:
+                unit.run(rows, (*self._weights, *given, *made), addresses)
         return tuple(made)
 
 
@@ -177,7 +187,7 @@ def _alone(node: fx.Node) -> None:
     )  # fmt: skip
     copy.meta["val"] = node.meta.get("val")
     graph.output(())
-    lowered = Lowering(fx.GraphModule(torch.nn.Module(), graph), RULES)
+    lowered = Lowering(fx.GraphModule(torch.nn.Module(), graph), len(copies), RULES)
     for each in lowered.instructions:
         encode(0, [], [], [each])
 
@@ -216,5 +226,5 @@ def _placed(instructions: Sequence[Instruction], given: int, row_bytes: Sequence
 
 
 def _product(at: int, each: Instruction) -> _Product:
-    x, y, w, *b = (v.slot for v in each.views)
-    return _Product(at, x, y, w, b[0] if b else None, each.views[0].numel // each.shape[-1])
+    x, y, w, *b = each.views
+    return _Product(at, x.slot, y.slot, w, b[0] if b else None, x.numel // each.shape[-1])

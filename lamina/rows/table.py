@@ -156,7 +156,9 @@ def _collapsed(each: Instruction, views: Sequence[View]) -> tuple[list[int], lis
     if each.kind not in ("elements", "add_int"):
         sizes.append(each.shape[-1])
         for i, (s, view) in enumerate(zip(steps, views, strict=True)):
-            s.append(view.strides[-1] if i != 0 or each.kind != "look_up" else 0)
+            # There, a row of elements has one: an id, a mean.
+            one = (each.kind, i) in (("look_up", 0), ("mean", 1)) or (each.kind == "mean" and each.steps and i == 0)
+            s.append(0 if one else view.strides[-1])
     if not sizes:
         sizes, steps = [1], [[1] for _ in views]
     if len(sizes) > DIMS:
