@@ -27,8 +27,11 @@ def check(model: str, config: EngineConfig) -> int:
     from lamina.workers import devices
 
     _check_names(config)
-    netstack.open(config.launching.scheme, key=cluster_key()).close()
-    elsewhere = config.launching.elsewhere  # weights and room are for its hosts to have
+    elsewhere = config.launching.elsewhere  # weights, room and the transport are for its hosts to have
+    if elsewhere:
+        netstack.check_scheme(config.launching.scheme)
+    else:
+        netstack.open(config.launching.scheme, key=cluster_key()).close()
     directory = find_checkpoint(model, trust_remote_code=config.model.trust_remote_code, weights=not elsewhere)
     found = read_config(directory, trust_remote_code=config.model.trust_remote_code)
     limit = check_model(config, _facts(found, max_model_len(found)))

@@ -92,15 +92,19 @@ class Streams:
         return self._engine.has_work
 
     def add(self, asked: list[Asked], feed: Feed) -> None:
-        """Queue requests; ``feed`` gets what they become. Raises ValueError for one that cannot be served, and then
-        none is queued.
+        """Queue requests; ``feed`` gets what they become. Raises ValueError for one that cannot be served, what a
+        tokenizer raises for one that it cannot show, and then none is queued.
         """
         for a in asked:
             self._engine.check(a.prompt, a.params)
-        for a in asked:
-            request_id = self._engine.add(a.prompt, a.params, text=a.text, make_pieces=a.make_pieces)
-            feed.ids.append(request_id)
-            self._feeds[request_id] = feed
+        try:
+            for a in asked:
+                request_id = self._engine.add(a.prompt, a.params, text=a.text, make_pieces=a.make_pieces)
+                feed.ids.append(request_id)
+                self._feeds[request_id] = feed
+        except BaseException:
+            self.drop(feed)
+            raise
 
     def step(self) -> list[Feed]:
         """``Engine.step``; the feeds that have got something. Raises WorkerError when a worker is lost."""

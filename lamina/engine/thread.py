@@ -118,7 +118,7 @@ class EngineThread:
         if order.asked is not None and not feed.dropped:
             try:
                 self._streams.add([order.asked], feed)
-            except ValueError as error:
+            except Exception as error:  # noqa: BLE001 - a tokenizer raises what it likes: of this request, not of all
                 feed.fail(error)
                 self._wake([feed])
         elif order.tell:

@@ -13,6 +13,7 @@ from fake_wire import FakeWire, continuation
 from test_streams import FULL, FakeFront, tokens
 
 from lamina import AsyncLLM, RequestOutput
+from lamina.engine.streams import Asked
 from lamina.engine.wire import WorkerError
 from lamina.protocol.control import RunRound, StepDone
 
@@ -67,6 +68,29 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AsyncLLM]]:
 
 async def last(llm: AsyncLLM, prompt: list[int], count: int, name: str | None = None) -> RequestOutput:
     return [output async for output in llm.generate(prompt, tokens(count), name)][-1]
+
+
+def test_a_tokenizer_that_fails_ends_its_own_request_alone(
+    make: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make()
+    ask = FakeFront.ask
+
+    def asks(front: FakeFront, prompt: Any, params: Any) -> Asked:
+        def fails() -> Any:
+            raise IndexError("piece id is out of range.")
+
+        asked = ask(front, prompt, params)
+        return Asked(prompt=asked.prompt, params=asked.params, make_pieces=fails) if prompt == [7] else asked
+
+    monkeypatch.setattr(FakeFront, "ask", asks)
+
+    async def both() -> RequestOutput:
+        with pytest.raises(IndexError, match=r"^piece id is out of range\.$"):
+            await last(llm, [7], 3)
+        return await last(llm, [1, 2], 3)
+
+    assert asyncio.run(both()).outputs[0].token_ids == continuation([1, 2], 3)
 
 
 def idle(llm: AsyncLLM) -> threading.Event:

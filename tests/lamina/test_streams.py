@@ -51,6 +51,20 @@ def test_streams_that_are_read_one_after_the_other_both_end(llm: LLM) -> None:
     assert all(o.finished for o in found.values())
 
 
+def test_none_is_queued_beside_one_that_a_tokenizer_cannot_show(llm: LLM) -> None:
+    def fails() -> Any:
+        raise IndexError("piece id is out of range.")
+
+    asked = [
+        Asked(prompt=[1, 2], params=tokens(9), make_pieces=Letters),
+        Asked(prompt=[3], params=tokens(9), make_pieces=fails),
+    ]
+    with pytest.raises(IndexError):
+        llm._front.streams.add(asked, Feed(2))
+    assert llm.engine.scheduler.num_waiting == 0
+    assert not llm.engine.has_work
+
+
 def test_a_stream_queues_its_requests_at_the_call(llm: LLM) -> None:
     stream = llm.stream([1, 2], tokens(9))
     assert llm.engine.scheduler.num_waiting == 1

@@ -51,7 +51,7 @@ def serve_engine(sock: socket.socket) -> None:
 
 def _serve(link: ControlLink, start: Start) -> None:
     config, _ = nearest(start.config)
-    here = netstack.open(config.launching.scheme, key=bytes(32)).in_process
+    here = netstack.in_process(config.launching.scheme)
     remote, limit_s = config.model.trust_remote_code, config.deadlines.start_timeout_s
     tokenizer = load_beside(start.tokenizer or start.model, trust_remote_code=remote, here=here, limit_s=limit_s)
 
