@@ -4,6 +4,8 @@
 
 #include <cstring>
 
+#include "bits.h"
+
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 namespace lamina::rows::avx2 {

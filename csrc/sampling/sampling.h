@@ -9,6 +9,8 @@
 #include <cstring>
 #include <limits>
 
+#include "bits.h"
+
 namespace lamina::sampling {
 
 constexpr std::size_t kBlock = 1024;  // tokens that a kernel takes at a time
@@ -31,18 +33,6 @@ struct Bf16 {
 struct Half {
   std::uint16_t bits;
 };
-
-inline float from_bits(std::uint32_t bits) {
-  float v;
-  std::memcpy(&v, &bits, sizeof v);
-  return v;
-}
-
-inline std::uint32_t to_bits(float v) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &v, sizeof bits);
-  return bits;
-}
 
 inline float to_float(float v) { return v; }
 inline float to_float(Bf16 v) { return from_bits(static_cast<std::uint32_t>(v.bits) << 16); }

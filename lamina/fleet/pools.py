@@ -232,7 +232,7 @@ class Pools:
         return found
 
     def meanwhile(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called a few times a second while ``wait`` waits in silence."""
+        """Have ``call`` called a few times a second while ``wait`` is called or waits."""
         self._meanwhile = call
 
     def _look_round(self) -> None:

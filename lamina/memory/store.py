@@ -38,7 +38,7 @@ from lamina.protocol.tables import BlockTables, PlanError
 from lamina.workers.devices import CPU, FREE_PART
 from lamina.workers.staging import NOTHING, open_staging
 
-from .written import Written
+from .written import WrittenTokens
 
 RATE_BYTES = 256 << 20
 RATE_PASSES = 5
@@ -87,7 +87,7 @@ class Store:
         stripe_blocks = self.placement.stripe // bind.kv.block_size
         self.tables = BlockTables(windows, num_blocks, bind.kv.block_size, lanes, stripe_blocks)
         self.layers = [[StoredPiece(g, op, self._allocate(op, num_blocks[g])) for g, op in x] for x in numbered]
-        self.written = Written()
+        self.written = WrittenTokens()
         self.bound = Bound(
             windows=windows,
             lanes=lanes,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from lamina.protocol.plan import Free, Keep, New, Rows, StepPlan, Truncate
 
 
-class Written:
+class WrittenTokens:
     """Counts tokens from the first one on. A step that ended half way has changed nothing here."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from .lower import Lowering, Rule, name_of, no_options
-from .table import ROUND, Instruction, Step, UnsupportedError, View
+from .table import ROUND, Instruction, Operation, UnsupportedError, View
 
 UNARY = {
     "neg": "neg", "silu": "silu", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid", "cos": "cos", "sin": "sin",
@@ -23,7 +23,7 @@ WITH_NUMBER = {"add": "add_to", "mul": "mul_by", "div": "div_by"}
 
 def _unary(op: str) -> Callable[..., View]:
     def rule(self: Lowering, node: fx.Node, x: Any) -> View:
-        return self.compute(node, [self.load(x, self.shape_of(node)), Step(op, 0)])
+        return self.compute(node, [self.load(x, self.shape_of(node)), Operation(op, 0)])
 
     return rule
 
@@ -36,12 +36,12 @@ def _binary(name: str) -> Callable[..., View]:
         _refuse_mixtures(node, x, y)
         shape = self.shape_of(node)
         if isinstance(x, fx.Node) and isinstance(y, fx.Node):
-            steps = [self.load(x, shape), self.load(y, shape), Step(BINARY[name], 0, 1)]
+            steps = [self.load(x, shape), self.load(y, shape), Operation(BINARY[name], 0, 1)]
         elif isinstance(x, fx.Node) and isinstance(y, int | float):
             op, value = ("add_to", -y) if name == "sub" else (WITH_NUMBER[name], y)
             if op == "add_to":  # torch rounds it first
                 value = torch.tensor(value, dtype=node.meta["val"].dtype).item()
-            steps = [self.load(x, shape), Step(op, 0, value=float(value))]
+            steps = [self.load(x, shape), Operation(op, 0, value=float(value))]
         else:
             raise UnsupportedError(f"{node.target} of numbers")
         return self.compute(node, steps)
@@ -71,14 +71,14 @@ def _pow(self: Lowering, node: fx.Node, x: Any, exponent: Any) -> View:
         raise UnsupportedError(f"a power of {exponent}")
     load = self.load(x, self.shape_of(node))
     if exponent == 3 and node.meta["val"].dtype == torch.bfloat16:  # which torch rounds twice
-        return self.compute(node, [load, Step("square", 0), Step("round_bf16", 1), Step("mul", 2, 0)])
-    return self.compute(node, [load, Step(POWERS[exponent], 0)])
+        return self.compute(node, [load, Operation("square", 0), Operation("round_bf16", 1), Operation("mul", 2, 0)])
+    return self.compute(node, [load, Operation(POWERS[exponent], 0)])
 
 
 def _gelu(self: Lowering, node: fx.Node, x: Any) -> View:
     no_options(node, "approximate")
     op = "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu"
-    return self.compute(node, [self.load(x, self.shape_of(node)), Step(op, 0)])
+    return self.compute(node, [self.load(x, self.shape_of(node)), Operation(op, 0)])
 
 
 def _clamp(self: Lowering, node: fx.Node, x: Any, low: Any = None, high: Any = None) -> View:
@@ -86,8 +86,8 @@ def _clamp(self: Lowering, node: fx.Node, x: Any, low: Any = None, high: Any = N
     if not all(v is None or isinstance(v, int | float) for v in (low, high)):
         raise UnsupportedError("clamp by tensors")
     steps = [self.load(x, self.shape_of(node))]
-    steps += [Step("max_to", len(steps) - 1, value=float(low))] if low is not None else []
-    steps += [Step("min_to", len(steps) - 1, value=float(high))] if high is not None else []
+    steps += [Operation("max_to", len(steps) - 1, value=float(low))] if low is not None else []
+    steps += [Operation("min_to", len(steps) - 1, value=float(high))] if high is not None else []
     return self.compute(node, steps)
 
 
@@ -107,7 +107,7 @@ def _layer_norm(
     self: Lowering, node: fx.Node, x: Any, shape: Any, w: Any = None, b: Any = None, eps: float = 1e-5, *_: Any
 ) -> View:
     view = self.view(x)
-    if len(shape) != 1 or w is None or x is None or self.is_static(x):
+    if len(shape) != 1 or w is None or self.is_static(x):
         raise UnsupportedError("a norm over several dimensions, or without weights")
     if view.dtype == torch.int64 or node.meta["val"].dtype != x.meta["val"].dtype:
         raise UnsupportedError("a norm of other than floats")

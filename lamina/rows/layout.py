@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from .lower import Lowering, Rule, name_of, no_options
-from .table import TYPES, Step, UnsupportedError, View, packed
+from .table import TYPES, Operation, UnsupportedError, View, packed
 
 
 def _convert(self: Lowering, node: fx.Node, x: Any, *_: Any) -> View:
@@ -24,7 +24,7 @@ def _convert(self: Lowering, node: fx.Node, x: Any, *_: Any) -> View:
         return view
     if dtype == torch.int64:
         raise UnsupportedError("integers of floats")
-    return self.compute(node, [Step("load", view=view)])
+    return self.compute(node, [Operation("load", view=view)])
 
 
 def _reshape(self: Lowering, node: fx.Node, x: Any, *_: Any) -> View:
@@ -35,7 +35,7 @@ def _reshape(self: Lowering, node: fx.Node, x: Any, *_: Any) -> View:
     if not view.is_contiguous:
         if static or view.dtype == torch.int64:
             raise UnsupportedError("a weight out of order")
-        view = self.walk([Step("load", view=view)], view.dtype, self.new(view.dtype, view.shape))
+        view = self.walk([Operation("load", view=view)], view.dtype, self.new(view.dtype, view.shape))
     return replace(view, shape=shape, strides=packed(shape))
 
 
@@ -136,7 +136,7 @@ def _cat(self: Lowering, node: fx.Node, parts: Any, dim: int = 0) -> View:
     for part in parts:
         view = _unsqueeze(self, node, part, dim) if stack else self.view(part)
         target = replace(to, offset=start * to.strides[at], shape=view.shape)
-        self.walk([Step("load", view=view)], dtype, target)
+        self.walk([Operation("load", view=view)], dtype, target)
         start += view.shape[at]
     return to
 
@@ -148,7 +148,7 @@ def _repeat_interleave(self: Lowering, node: fx.Node, x: Any, repeats: Any, dim:
     steps = (*view.strides[: at + 1], 0, *view.strides[at + 1 :])
     wide = replace(view, shape=(*view.shape[: at + 1], repeats, *view.shape[at + 1 :]), strides=steps)
     dtype = node.meta["val"].dtype
-    found = self.walk([Step("load", view=wide)], dtype, self.new(dtype, wide.shape))
+    found = self.walk([Operation("load", view=wide)], dtype, self.new(dtype, wide.shape))
     shape = self.shape_of(node)
     return replace(found, shape=shape, strides=packed(shape))
 

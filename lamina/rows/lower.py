@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from lamina.converter.capture import size_expression
 
-from .table import ROUND, TYPES, Instruction, Step, UnsupportedError, View, packed
+from .table import ROUND, TYPES, Instruction, Operation, UnsupportedError, View, packed
 
 OVERLOADS = (
     "default", "Tensor", "Tensor_Scalar", "Scalar", "int", "using_ints", "dim", "self_int", "dtype", "device", "sizes",
@@ -31,23 +31,23 @@ class SlotShape(NamedTuple):
 class Lowering:
     """Of one unit. ``slots``: those of placeholders first."""
 
-    def __init__(self, unit: fx.GraphModule, weights: int, rules: Mapping[str, Rule]) -> None:
+    def __init__(self, unit: fx.Graph, weights: int, rules: Mapping[str, Rule]) -> None:
         """``weights``: how many of the placeholders, the first, lie as they do; ``rules``: by operator.
 
         Raises UnsupportedError.
         """
         self._rules = rules
-        self.placeholders = [n for n in unit.graph.nodes if n.op == "placeholder"]
+        self.placeholders = [n for n in unit.nodes if n.op == "placeholder"]
         self._rows = rows_of(self.placeholders)
         self.slots: list[SlotShape] = []
         self.instructions: list[Instruction] = []
         self.values: dict[fx.Node, Any] = {}
         for i, node in enumerate(self.placeholders):
             self.values[node] = self._given(node.meta["val"], i < weights)
-        for node in unit.graph.nodes:
+        for node in unit.nodes:
             if node.op == "call_function":
                 self.lower(node)
-        (results,) = next(n for n in unit.graph.nodes if n.op == "output").args
+        (results,) = next(n for n in unit.nodes if n.op == "output").args
         self.results: list[View] = []
         for result in results:
             self.results.append(self._result(result))
@@ -110,16 +110,14 @@ class Lowering:
         self.slots.append(SlotShape(dtype, view.numel, True))
         return view
 
-    def compute(self, node: fx.Node, steps: Sequence[Step], to: View | None = None) -> View:
+    def compute(self, node: fx.Node, steps: Sequence[Operation]) -> View:
         """``steps`` over the elements of ``node``; the last one is its value. What comes of weights alone is
         computed for each row.
         """
         dtype = node.meta["val"].dtype
-        if dtype not in TYPES or dtype == torch.int64:
-            raise UnsupportedError(f"{node.target} of {dtype}")
-        return self.walk(steps, dtype, to or self.new(dtype, self.shape_of(node)))
+        return self.walk(steps, dtype, self.new(dtype, self.shape_of(node)))
 
-    def walk(self, steps: Sequence[Step], dtype: torch.dtype, to: View) -> View:
+    def walk(self, steps: Sequence[Operation], dtype: torch.dtype, to: View) -> View:
         """``steps`` over all of ``to``, rounded to ``dtype``."""
         if torch.int64 in (dtype, to.dtype):
             raise UnsupportedError("integers that move")
@@ -127,26 +125,24 @@ class Lowering:
             return to
         found = list(steps)
         if dtype in ROUND:
-            found.append(Step(ROUND[dtype], len(found) - 1))
-        found.append(Step("store", len(found) - 1, view=to))
+            found.append(Operation(ROUND[dtype], len(found) - 1))
+        found.append(Operation("store", len(found) - 1, view=to))
         self.instructions.append(Instruction("elements", to.shape, found))
         return to
 
-    def load(self, node: Any, shape: Sequence[int]) -> Step:
+    def load(self, node: Any, shape: Sequence[int]) -> Operation:
         """All of an operand, at the elements of ``shape``."""
         view = self.view(node)
         if not self.is_static(node) and len(view.shape) != len(shape):
             raise UnsupportedError("rows that do not line up")
-        return Step("load", view=view.broadcast(shape))
+        return Operation("load", view=view.broadcast(shape))
 
     def packed(self, view: View, dtype: torch.dtype) -> View:
         """The same elements as ``dtype`` without gaps, with nothing else in their slot."""
         slot = self.slots[view.slot]
         if view.is_contiguous and slot.dtype == dtype and slot.numel == view.numel:
             return view
-        if dtype == torch.int64:
-            raise UnsupportedError("integers out of order")
-        return self.walk([Step("load", view=view)], dtype, self.new(dtype, view.shape))
+        return self.walk([Operation("load", view=view)], dtype, self.new(dtype, view.shape))
 
     def _given(self, value: Any, as_it_lies: bool) -> View:
         if not isinstance(value, Tensor) or value.dtype not in TYPES:
@@ -166,9 +162,7 @@ class Lowering:
         found = self.packed(view, dtype)
         taken = {v.slot for v in self.results}
         if found.slot < len(self.placeholders) or found.slot in taken:
-            if dtype == torch.int64:
-                raise UnsupportedError("integers handed on")
-            found = self.walk([Step("load", view=found)], dtype, self.new(dtype, found.shape))
+            found = self.walk([Operation("load", view=found)], dtype, self.new(dtype, found.shape))
         return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from .table import ROUND, Instruction, Step, UnsupportedError, View, operands, registers_of
+from .table import ROUND, Instruction, Operation, UnsupportedError, View, operands, registers_of
 
 
 def merged(instructions: Sequence[Instruction], results: Collection[int]) -> list[Instruction]:
@@ -107,7 +107,7 @@ def _trim(each: Instruction, needed: Collection[int]) -> None:
         each.n = places[each.n]
 
 
-def _unrounded(step: Step, steps: Sequence[Step]) -> Step:
+def _unrounded(step: Operation, steps: Sequence[Operation]) -> Operation:
     """A store rounds by itself."""
     if step.op == "store" and step.view is not None and steps[step.a].op == ROUND.get(step.view.dtype):
         return step._replace(a=steps[step.a].a)

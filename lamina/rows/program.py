@@ -63,14 +63,12 @@ class RowUnit:
     and dtype.
     """
 
-    def __init__(
-        self, unit: fx.GraphModule, weights: int, backend: LinearBackend, arena: Arena, variant: str = ""
-    ) -> None:
+    def __init__(self, unit: fx.GraphModule, weights: int, backend: LinearBackend, arena: Arena) -> None:
         """``weights``: how many of the placeholders, the first, are some.
 
         Raises UnsupportedError where no instructions do what the unit does.
         """
-        lowered = Lowering(unit, weights, RULES)
+        lowered = Lowering(unit.graph, weights, RULES)
         instructions = merged(lowered.instructions, {v.slot for v in lowered.results})
         order = [*range(len(lowered.placeholders)), *(v.slot for v in lowered.results)]
         given = len(order)
@@ -81,7 +79,7 @@ class RowUnit:
         self._row_bytes = [s.numel * s.dtype.itemsize if s.with_rows else 0 for s in slots]
         self._places, self._row_arena = _placed(instructions, given, self._row_bytes)
         table = encode(given, self._row_bytes, self._places, instructions)
-        self._program = Program(backend.engine, table, variant)
+        self._program = Program(backend.engine, table, "")
         self._instructions = len(instructions)
         self._products = [_product(i, each) for i, each in enumerate(instructions) if each.kind == "linear"]
         self._most_rows = min((backend.rows_of(self._dtypes[p.y]) // p.rows for p in self._products), default=None)
@@ -187,7 +185,7 @@ def _alone(node: fx.Node) -> None:
     )  # fmt: skip
     copy.meta["val"] = node.meta.get("val")
     graph.output(())
-    lowered = Lowering(fx.GraphModule(torch.nn.Module(), graph), len(copies), RULES)
+    lowered = Lowering(graph, len(copies), RULES)
     for each in lowered.instructions:
         encode(0, [], [], [each])
 

@@ -68,7 +68,7 @@ def packed(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(steps))
 
 
-class Step(NamedTuple):
+class Operation(NamedTuple):
     """One operation on numbered chunks: ``a`` and ``b`` are steps of the same instruction, by their place in it."""
 
     op: str
@@ -86,7 +86,7 @@ class Instruction:
 
     kind: str
     shape: tuple[int, ...]
-    steps: list[Step] = field(default_factory=list)
+    steps: list[Operation] = field(default_factory=list)
     views: list[View] = field(default_factory=list)
     n: int = 0
     leading: int = 0
@@ -177,7 +177,7 @@ def _walked(each: Instruction, i: int, view: View) -> Sequence[int]:
     return view.strides[:-1]
 
 
-def registers_of(steps: Sequence[Step], result: int | None = None) -> list[int]:
+def registers_of(steps: Sequence[Operation], result: int | None = None) -> list[int]:
     """Of each step, the register that it writes (a store: that which it reads); that of ``result`` stays as it is.
 
     Raises UnsupportedError where they are too few.
@@ -204,7 +204,7 @@ def registers_of(steps: Sequence[Step], result: int | None = None) -> list[int]:
     return found
 
 
-def operands(step: Step) -> tuple[int, ...]:
+def operands(step: Operation) -> tuple[int, ...]:
     """The steps that it uses."""
     if step.op == "load":
         return ()

@@ -13,14 +13,14 @@ from lamina.request import RequestOutput
 
 from .clock import VirtualClock
 from .model import Letters
-from .scenario import Ask, Scenario, params_of, scenario
+from .scenario import Arriving, Scenario, params_of, scenario
 from .wire import SimWire
 
 MOST_STEPS = 2_000
 Completion = tuple[Any, ...]
 
 
-class Outcome(NamedTuple):
+class Played(NamedTuple):
     """``requests``: of each its completions, and the log-probabilities of its prompt."""
 
     requests: list[tuple[Completion, ...]]
@@ -32,7 +32,7 @@ class BrokenError(AssertionError):
     """A scenario that does not hold; the text has it."""
 
 
-def check(of: Scenario) -> Outcome:
+def check(of: Scenario) -> Played:
     """Play ``of``, and the same without losses: nobody may see a difference. Raises BrokenError."""
     try:
         found, wanted = play(of), play(replace(of, faults=()))
@@ -44,7 +44,7 @@ def check(of: Scenario) -> Outcome:
     return found
 
 
-def play(of: Scenario) -> Outcome:
+def play(of: Scenario) -> Played:
     """To the end. Raises AssertionError, and whatever goes wrong."""
     return _Play(of).run()
 
@@ -68,12 +68,12 @@ class _Play:
         self._wire = SimWire(of, self._clock)
         self._engine = Engine(self._wire, make_config({**of.options, "transport": "shm"}), self._clock)
         self._left = sorted(enumerate(of.asks), key=lambda x: (x[1].at_s, x[0]))
-        self._asked: dict[int, tuple[int, Ask]] = {}  # by request: its place, and what it is
+        self._asked: dict[int, tuple[int, Arriving]] = {}  # by request: its place, and what it is
         self._outputs: dict[int, RequestOutput] = {}
         self._seen: dict[tuple[int, int], tuple[list[int], str]] = {}
         self._views = self._wire.view
 
-    def run(self) -> Outcome:
+    def run(self) -> Played:
         engine = self._engine
         for _ in range(MOST_STEPS):
             self._let_requests_come()
@@ -89,7 +89,7 @@ class _Play:
         found: list[tuple[Completion, ...]] = [()] * len(self._of.asks)
         for request, (place, _) in self._asked.items():
             found[place] = _told(self._outputs.get(request))
-        return Outcome(found, self._wire.losses, engine.scheduler.num_preemptions)
+        return Played(found, self._wire.losses, engine.scheduler.num_preemptions)
 
     def _let_requests_come(self) -> None:
         engine, clock = self._engine, self._clock

@@ -10,7 +10,7 @@ from lamina.protocol.partition import Lanes
 from lamina.request import SamplingParams
 
 from .model import EOS
-from .workers import Layout
+from .workers import PoolShape
 
 BLOCK = 4
 CHUNKS = 4, 6, 8
@@ -19,7 +19,7 @@ STOPS = "ab", "q", "xyz"
 
 
 @dataclass(frozen=True)
-class Ask:
+class Arriving:
     """A request that comes at a time; ``cancel_s``: it is given up so much later."""
 
     at_s: float
@@ -46,20 +46,20 @@ class Scenario:
     partition: str
     windows: tuple[int, ...]
     num_blocks: int
-    asks: tuple[Ask, ...] = ()
+    asks: tuple[Arriving, ...] = ()
     faults: tuple[Fault, ...] = field(default=())
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> PoolShape:
         """Of the memory workers."""
         workers = self.options["memory_workers"]
         stripe = 2 if self.partition == "token" else 0
         if self.partition == "head" or workers == 1:
             lanes = [Lanes()] * len(self.windows)
-            return Layout(list(self.windows), lanes, [list(range(workers))] * len(lanes), 0, self.num_blocks, BLOCK)
+            return PoolShape(list(self.windows), lanes, [list(range(workers))] * len(lanes), 0, self.num_blocks, BLOCK)
         parts = [Lanes(tuple(w == owner for w in range(workers))) for owner in range(workers)]
         each = [(window, lanes, [owner]) for window in self.windows for owner, lanes in enumerate(parts)]
-        return Layout([w for w, _, _ in each], [x for _, x, _ in each], [h for _, _, h in each], stripe,
+        return PoolShape([w for w, _, _ in each], [x for _, x, _ in each], [h for _, _, h in each], stripe,
                       self.num_blocks, BLOCK)  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def scenario(seed: int) -> Scenario:
     return Scenario(seed, options, partition, windows, num_blocks, asks, tuple(sorted(faults, key=lambda f: f.at_s)))
 
 
-def _ask(rng: random.Random) -> Ask:
+def _ask(rng: random.Random) -> Arriving:
     tokens = rng.randint(1, 24)
     params: dict[str, Any] = {
         "max_tokens": rng.randint(1, MAX_LEN - 24 - 1),
@@ -110,7 +110,7 @@ def _ask(rng: random.Random) -> Ask:
         if rng.random() < 0.3:
             params |= extra
     cancel = rng.uniform(0.0, 0.3) if rng.random() < 0.1 else None
-    return Ask(
+    return Arriving(
         rng.choice((0.0, rng.uniform(0.0, 0.5))), tuple(rng.randrange(EOS) for _ in range(tokens)), params, cancel
     )
 
@@ -120,6 +120,6 @@ def _fault(rng: random.Random, roles: list[tuple[str, int]]) -> Fault:
     return Fault(rng.uniform(0.0, 0.5), rng.choice(roles), again)
 
 
-def params_of(ask: Ask) -> SamplingParams:
+def params_of(ask: Arriving) -> SamplingParams:
     """Of a request."""
     return SamplingParams(**ask.params)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lamina.memory.written import Written
+from lamina.memory.written import WrittenTokens
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import Free, Keep, New, Rows, StepPlan
@@ -16,7 +16,7 @@ from .model import value
 TORN = -(10**9)  # stored by a step that ended half way
 
 
-class Layout(NamedTuple):
+class PoolShape(NamedTuple):
     """The groups of all memory workers, and who holds them; see ComputeReady."""
 
     windows: list[int]
@@ -39,11 +39,11 @@ class Layout(NamedTuple):
 class SimMemory:
     """A memory worker. It is told positions, and finds them by its tables."""
 
-    def __init__(self, number: int, layout: Layout) -> None:
+    def __init__(self, number: int, layout: PoolShape) -> None:
         self.number = number
         self.groups = [g for g, holders in enumerate(layout.holders) if number in holders]
         self.tables = layout.tables(self.groups)
-        self.written = Written()
+        self.written = WrittenTokens()
         self._weights = [layout.weight(g, number) for g in self.groups]
         self._size = layout.block_size
         self._blocks = [[[0] * layout.block_size for _ in range(layout.num_blocks)] for _ in self.groups]
@@ -94,7 +94,7 @@ class SimMemory:
 class SimPrefill:
     """A prefill worker: the values of the prompts that it computes."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: PoolShape) -> None:
         self._layout = layout
         self._stored: dict[int, list[int]] = {}
 

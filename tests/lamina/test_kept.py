@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lamina.engine.kept import KeptKV
-from lamina.memory.written import Written
+from lamina.memory.written import WrittenTokens
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import Free, Grant, Keep, New, Rows, StepPlan, Truncate
@@ -18,7 +18,7 @@ def plan(*parts: New | Free | Truncate | Grant | Rows) -> StepPlan:
 
 
 def test_only_what_was_written_in_all_layers_counts() -> None:
-    w = Written()
+    w = WrittenTokens()
     first = plan(New(1), New(2), Rows(1, 0, 5))
     w.begin(first)
     assert w.report() == {1: 0, 2: 0}

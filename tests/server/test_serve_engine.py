@@ -128,6 +128,9 @@ class Pools(Workers):
     def wait(self) -> Any:
         return self.wire.wait()
 
+    def look(self) -> None:
+        self.wire.look()
+
     def close(self) -> None:
         self.closed = True
 
