@@ -40,6 +40,7 @@ setup(
             *sorted(glob("csrc/rows/*.cpp")),
             flags=["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
         ),
+        native("lamina.memory._native", *sorted(glob("csrc/step/*.cpp"))),
         native("lamina.sampling._native", *sorted(glob("csrc/sampling/*.cpp")), flags=["-ffp-contract=off"]),
         native("lamina.netstack.host._native", *sorted(glob("csrc/netstack/native*.cpp"))),
         native(

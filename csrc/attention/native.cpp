@@ -11,6 +11,7 @@
 #include <new>
 
 #include "attention.h"
+#include "attention/calls.h"
 #include "pool.h"
 
 namespace {
@@ -58,6 +59,7 @@ struct Engine {
 
 struct Kernels {
   PyObject_HEAD Engine* engine;
+  Calls calls;
 };
 
 struct State {
@@ -156,6 +158,17 @@ void attend(Engine& engine, Call call, const Tasks& tasks, int threads) {
                    [&](std::size_t i, std::size_t thread) { run(call, int64_t(i), engine.scratch[thread]); });
 }
 
+Prepared prepare(PyObject* kernels, PyObject* of, bool stored, const Operator& op, int threads) {
+  auto* state = static_cast<State*>(PyType_GetModuleState(Py_TYPE(kernels)));
+  if (Py_TYPE(of) != state->step) return PyErr_Format(PyExc_TypeError, "a step of attention is a Step"), Prepared{};
+  auto* step = reinterpret_cast<Step*>(of);
+  try {
+    return {&step->rows, &tasks_of(step, stored, op, threads)};
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory(), Prepared{};
+  }
+}
+
 PyObject* kernels_new(PyTypeObject* type, PyObject* args, PyObject*) {
   const char *name, *dtype, *stored = kStoredNames[kAsQueries];
   if (!PyArg_ParseTuple(args, "ss|s", &name, &dtype, &stored)) return nullptr;
@@ -175,6 +188,11 @@ PyObject* kernels_new(PyTypeObject* type, PyObject* args, PyObject*) {
   if (!self->engine) return Py_DECREF(self), PyErr_NoMemory();
   self->engine->variant = *variant, self->engine->dtype = Dtype(kind - kDtypeNames);
   self->engine->stored = Stored(kept - kStoredNames);
+  self->calls = {reinterpret_cast<PyObject*>(self), self->engine, prepare,
+                 [](void* engine, Call call, Prepared step, int threads) {
+                   call.rows = step.rows;
+                   attend(*static_cast<Engine*>(engine), call, *step.tasks, threads);
+                 }};
   return reinterpret_cast<PyObject*>(self);
 }
 
@@ -287,16 +305,19 @@ PyObject* kernels_close(PyObject* object, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+PyObject* kernels_calls(PyObject* object, PyObject*) {
+  return PyCapsule_New(&reinterpret_cast<Kernels*>(object)->calls, Calls::kName, nullptr);
+}
+
 template <class F>
 void* slot(F* function) {
   return reinterpret_cast<void*>(function);
 }
 
-PyMethodDef kernels_methods[] = {{"attend", kernels_attend, METH_VARARGS, nullptr},
-                                 {"merge", kernels_merge, METH_VARARGS, nullptr},
-                                 {"close", kernels_close, METH_VARARGS, nullptr},
-                                 {"read", kernels_read, METH_VARARGS, nullptr},
-                                 {nullptr, nullptr, 0, nullptr}};
+PyMethodDef kernels_methods[] = {
+    {"attend", kernels_attend, METH_VARARGS, nullptr}, {"merge", kernels_merge, METH_VARARGS, nullptr},
+    {"close", kernels_close, METH_VARARGS, nullptr},   {"read", kernels_read, METH_VARARGS, nullptr},
+    {"calls", kernels_calls, METH_NOARGS, nullptr},    {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot kernels_slots[] = {{Py_tp_new, slot(kernels_new)},
                                {Py_tp_dealloc, slot(kernels_dealloc)},

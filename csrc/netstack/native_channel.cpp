@@ -129,9 +129,10 @@ PyObject* channel_wait_signal(PyObject* object, PyObject* const* args, Py_ssize_
   double timeout_s = 0.0;
   if (!take_timeout(state, args, names, "wait_signal", &timeout_s)) return nullptr;
   const Call call(self);
-  if (!await(self, Role::receiver, timeout_s)) return nullptr;
-  Message message;
-  if (const Status status = self->engine->take(&message); status != Status::ready)
+  if (self->has_unread && !self->memory) return raise_over(self, Status::stopped, "wait_signal");
+  if (!self->has_unread && !await(self, Role::receiver, timeout_s)) return nullptr;
+  Message message = self->unread;
+  if (const Status status = self->has_unread ? Status::ready : self->engine->take(&message); status != Status::ready)
     return raise_over(self, status, "wait_signal");
   const char* tag = reinterpret_cast<char*>(message.tag);
   PyObject* arrival =
@@ -139,6 +140,7 @@ PyObject* channel_wait_signal(PyObject* object, PyObject* const* args, Py_ssize_
                      {PyLong_FromUnsignedLongLong(message.seqno), PyBytes_FromStringAndSize(tag, Py_ssize_t(kTagBytes)),
                       make_view(state, self->memory, message.data, message.length, true)});
   if (!arrival) return nullptr;
+  self->has_unread = false;
   self->arrived->push(arrival);
   ++self->messages_received;
   self->bytes_received += message.length;
@@ -147,7 +149,7 @@ PyObject* channel_wait_signal(PyObject* object, PyObject* const* args, Py_ssize_
 
 PyObject* channel_release(PyObject* object, PyObject* arrival) {
   Channel* self = of(object);
-  if (self->arrived->front() != arrival)
+  if (self->held || self->arrived->front() != arrival)
     return PyErr_Format(PyExc_ValueError, "%U: release takes each arrival once, in the order in which they came",
                         self->peer);
   const Call call(self);
@@ -169,6 +171,43 @@ PyObject* channel_close(PyObject* object, PyObject*) {
   Py_RETURN_NONE;
 }
 
+bool enter(PyObject* object) {
+  Channel* self = of(object);
+  if (self->granted->front() || self->arrived->front() || self->has_unread)
+    return PyErr_Format(PyExc_ValueError, "%U: a slot or an arrival is held", self->peer), false;
+  if (!self->memory) return raise_over(self, Status::stopped, "enter"), false;
+  ++self->calls;
+  self->held = 0;
+  return true;
+}
+
+void leave(PyObject* object, const Traffic& traffic, std::uint64_t held) {
+  Channel* self = of(object);
+  self->messages_sent += Number(traffic.messages_sent), self->bytes_sent += Number(traffic.bytes_sent);
+  self->messages_received += Number(traffic.messages_received);
+  self->bytes_received += Number(traffic.bytes_received);
+  self->wait_ns += traffic.wait_ns;
+  self->held = held;
+  --self->calls;
+  give_back(self);
+}
+
+void unread(PyObject* object, const Message& message) {
+  of(object)->unread = message;
+  of(object)->has_unread = true;
+}
+
+void raise_waited(PyObject* object, Role role, Status status, double waited_s) {
+  if (status == Status::pending)
+    raise_late(of(object), role, waited_s);
+  else
+    raise_over(of(object), status, role == Role::sender ? "reserve" : "wait_signal");
+}
+
+PyObject* channel_calls(PyObject* object, PyObject*) {
+  return PyCapsule_New(&of(object)->native, ChannelCalls::kName, nullptr);
+}
+
 PyObject* channel_stats(PyObject* object, void*) {
   const Channel* self = of(object);
   return PyObject_CallFunction(state_of(object)->stats, "KKKKd", self->messages_sent, self->bytes_sent,
@@ -187,6 +226,7 @@ PyMethodDef methods[] = {
     {"release", channel_release, METH_O, nullptr},
     {"abort", channel_abort, METH_O, nullptr},
     {"close", channel_close, METH_NOARGS, nullptr},
+    {"calls", channel_calls, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 PyMemberDef members[] = {
@@ -228,6 +268,7 @@ PyObject* make_channel(State* state, Engine* engine, PyObject* memory, PyObject*
   self->epoch = epoch;
   self->out = out;
   self->in = in;
+  self->native = {reinterpret_cast<PyObject*>(self), engine, out.slot_bytes, enter, leave, unread, raise_waited};
   self->granted = new (std::nothrow) Fifo(out.slots);
   self->arrived = new (std::nothrow) Fifo(in.slots);
   if (!self->granted || !self->arrived || !self->granted->usable() || !self->arrived->usable()) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "native.h"
+#include "netstack/calls.h"
 
 #include <memory>
 #include <new>
@@ -41,6 +42,10 @@ struct Channel {
   std::uint64_t wait_ns;
   int calls;  // in progress; the last one to leave a closed channel gives memory and descriptors back
   bool closed;
+  ChannelCalls native;  // for other native modules
+  std::uint64_t held;   // messages that one of those has taken, and not released
+  Message unread;       // one that it has taken for Python
+  bool has_unread;
 };
 
 inline Channel* of(PyObject* object) { return reinterpret_cast<Channel*>(object); }

@@ -6,6 +6,7 @@
 #include <new>
 #include <string>
 
+#include "reader.h"
 #include "rows/program.h"
 
 namespace {
@@ -14,24 +15,6 @@ using namespace lamina;
 using namespace lamina::rows;
 
 constexpr std::int64_t kElementsOfAPiece = 1 << 14;  // a thread is woken for no less
-
-// Reads the numbers that a table consists of. `failed` once they end too early or make no sense.
-struct Reader {
-  const std::int64_t* at;
-  const std::int64_t* end;
-  bool failed = false;
-
-  std::int64_t next(std::int64_t low = INT64_MIN, std::int64_t high = INT64_MAX) {
-    if (at == end || *at < low || *at > high) failed = true;
-    return failed ? 0 : *at++;
-  }
-  double real() {
-    const std::int64_t bits = next();
-    double value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-  }
-};
 
 struct Program {
   std::vector<Instruction> instructions;

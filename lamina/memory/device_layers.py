@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,14 +20,23 @@ from .store import Store
 class DeviceLayers:
     """The Layers of a session whose messages kernels move, in the order of HostLayers. The host waits once a round."""
 
-    at_once = False
-
     def __init__(self, wire: LayerWire, store: Store, meter: Meter) -> None:
         self.wire = wire
         self._store, self._meter = store, meter
         self._lines: dict[int, tuple[Step, Tensor]] = {}  # of every batch, its last step
 
-    def run(self, step: Step, layer: int) -> None:
+    def run(self, steps: Sequence[Step]) -> None:
+        """All layers of a round, one step after another in each. Raises ChannelError, ProtocolError."""
+        for layer in range(len(self._store.layers)):
+            for step in steps:
+                self._turn(step, layer)
+                self._meter.add("turns", 1)
+        with self._meter.time("wait_s"):
+            self.wire.settle()
+        for step in steps:
+            self._store.written.done(step.plan.rows)
+
+    def _turn(self, step: Step, layer: int) -> None:
         """Q in, attend the stored tokens; KV in, attend the new ones; O out, KV written: as soon as they are there."""
         messages, meter = step.messages(layer), self._meter
         with meter.time("attend_s"):  # of the host
@@ -33,11 +44,6 @@ class DeviceLayers:
         meter.add("bytes_received", messages.q_bytes + messages.kv_bytes)
         meter.add("bytes_sent", messages.o_bytes)
         meter.add("stored_bytes", step.stored_bytes(layer))
-
-    def settle(self) -> None:
-        """All of it has been done. Raises ChannelError, ProtocolError."""
-        with self._meter.time("wait_s"):
-            self.wire.settle()
 
     def refuse(self, reason: str) -> None:
         """Abort the channel: kernels of the compute worker wait for an O."""

@@ -64,6 +64,11 @@ class Grants:
             return IDLE_S
         return 0.0 if self._found else GAP_S
 
+    @property
+    def overdue_s(self) -> float:
+        """Until the prefill workers have waited too long for a look."""
+        return max(0.0, STARVED_S - (self._clock() - self._looked))
+
     def check(self, plan: StepPlan) -> None:
         """Raises PlanError where the plan touches a sequence whose K and V are still to come, ProtocolError where it
         grants what cannot be.
@@ -101,7 +106,7 @@ class Grants:
 
     def take_overdue(self) -> None:
         """``take``, if that was not done for STARVED_S."""
-        if self.open and self._clock() - self._looked >= STARVED_S:
+        if self.open and not self.overdue_s:
             self.take()
 
     def take(self) -> None:

@@ -24,8 +24,6 @@ RESERVE_S = 60.0  # for a compute worker to take what it was sent before
 class HostLayers:
     """The Layers of a session whose messages are in host memory."""
 
-    at_once = True
-
     def __init__(
         self,
         channels: Sequence[Channel],
@@ -39,7 +37,17 @@ class HostLayers:
         self._channels, self._inbox, self._store, self._grants = channels, inbox, store, grants
         self._meter, self._trace = meter, trace
 
-    def run(self, step: Step, layer: int) -> None:
+    def run(self, steps: Sequence[Step]) -> None:
+        """All layers of a round, one step after another in each."""
+        last = len(self._store.layers) - 1
+        for layer in range(last + 1):
+            for step in steps:
+                self._turn(step, layer)
+                self._meter.add("turns", 1)
+                if layer == last:
+                    self._store.written.done(step.plan.rows)
+
+    def _turn(self, step: Step, layer: int) -> None:
         """Q in, attend the stored tokens; KV in, attend the new ones; O out, then write KV, while the next slice runs.
 
         What came is released behind O: the inbox has room for the next Q and KV beside this one's.
@@ -72,9 +80,6 @@ class HostLayers:
         for arrival in (q_arrival, kv_arrival):
             if arrival:
                 source.release(arrival)
-
-    def settle(self) -> None:
-        """Nothing to do: the host has waited for every message."""
 
     def refuse(self, reason: str) -> None:
         """Nothing to do: the session sends the reason in place of the O that a compute worker waits for."""
@@ -112,6 +117,11 @@ class HostLayers:
             pass
         got = Key.unpack(arrival.tag)
         if got != key or arrival.data.nbytes != nbytes:
-            raise ProtocolError(f"{got} of {arrival.data.nbytes} bytes in place of {key} of {nbytes} bytes")
+            raise ProtocolError(wrong_message(arrival, key, nbytes))
         self._trace.add(Event.WAIT_Q if kind == Kind.Q else Event.WAIT_KV, start, step.plan, layer, 0, nbytes)
         return arrival
+
+
+def wrong_message(arrival: Arrival, key: Key, nbytes: int) -> str:
+    """A fault: ``arrival`` came where ``key`` was due."""
+    return f"{Key.unpack(arrival.tag)} of {arrival.data.nbytes} bytes in place of {key} of {nbytes} bytes"

@@ -34,6 +34,7 @@ from .grants import Grants
 from .host_layers import RESERVE_S, HostLayers
 from .inbox import RoundInbox
 from .meter import Meter
+from .native_layers import NativeLayers, can_be_native
 from .step import Step
 from .store import Store
 
@@ -41,14 +42,10 @@ from .store import Store
 class Layers(Protocol):
     """The way of a layer's messages, for all steps of a view; and the work of a layer between them."""
 
-    at_once: bool  # whether ``run`` ends behind all of that; else ``settle`` does
-
-    def run(self, step: Step, layer: int) -> None:
-        """Take Q, K and V, attend, store, send O. Raises ChannelError, ProtocolError."""
-        ...
-
-    def settle(self) -> None:
-        """Behind a round: raise what went wrong with messages that nobody has waited for."""
+    def run(self, steps: Sequence[Step]) -> None:
+        """All layers of a round: of each layer, in the order of ``steps``, take Q, K and V, attend, store, send O. The
+        store is told of rows that are written in all layers. Raises ChannelError, ProtocolError.
+        """
         ...
 
     def refuse(self, reason: str) -> None:
@@ -79,7 +76,7 @@ class Session:
         self._inbox = RoundInbox(self._channels, self._grants, meter, view)
         self._direct_due = False  # whether a channel for kernels is still to come
         self._store = self._bind(open_store)
-        self._layers: Layers = HostLayers(self._channels, self._inbox, self._store, self._grants, meter, trace)
+        self._device_layers: DeviceLayers | None = None
 
     @property
     def missing(self) -> int:
@@ -121,7 +118,9 @@ class Session:
         self._send(channel, Key(Kind.BOUND), encode(self._store.bound))
         self._direct_due = False
         if wait_s > 0:
-            self._layers = DeviceLayers(LayerWire(channel, self._store.staging, wait_s), self._store, self._meter)
+            self._device_layers = DeviceLayers(
+                LayerWire(channel, self._store.staging, wait_s), self._store, self._meter
+            )
 
     def check_idle(self) -> None:
         """Raises ChannelError when a replica was lost, ProtocolError if one sends before all have joined."""
@@ -130,20 +129,17 @@ class Session:
                 raise ProtocolError(f"{Key.unpack(channel.wait_signal(timeout_s=0.0).tag)} before all have joined")
 
     def run(self) -> None:
-        """Serve rounds until a channel ends."""
+        """Serve rounds until a channel ends. All have joined."""
+        layers = self._device_layers or self._host_layers()
         while True:
-            steps = self._round()
-            last = len(self._store.layers) - 1
-            for layer in range(last + 1):
-                for step in steps:
-                    self._layers.run(step, layer)
-                    if layer == last and self._layers.at_once:
-                        self._store.written.done(step.plan.rows)
-            self._layers.settle()
-            for step in [] if self._layers.at_once else steps:
-                self._store.written.done(step.plan.rows)
+            layers.run(self._round(layers))
 
-    def _round(self) -> list[Step]:
+    def _host_layers(self) -> Layers:
+        replicas = self._channels[: self._store.bind.replicas]
+        form = NativeLayers if can_be_native(self._store, replicas) else HostLayers
+        return form(replicas, self._inbox, self._store, self._grants, self._meter, self._trace)
+
+    def _round(self, layers: Layers) -> list[Step]:
         """Begin the steps of the next round; those that have rows."""
         steps, more = list[Step](), True
         while more:
@@ -153,13 +149,13 @@ class Session:
                     raise ProtocolError(f"{Key.unpack(arrival.tag)} in place of a plan")
             key, data = self._inbox.plans.popleft()
             start = self._trace.add(Event.WAIT_PLAN, start, key)
-            step, more = self._begin(key, data)
+            step, more = self._begin(key, data, layers)
             self._trace.add(Event.PLAN, start, key)
             if step is not None and step.plan.num_rows:
                 steps.append(step)
         return steps
 
-    def _begin(self, key: Key, data: bytes) -> tuple[Step | None, bool]:
+    def _begin(self, key: Key, data: bytes, layers: Layers) -> tuple[Step | None, bool]:
         """Apply a plan, or refuse it; and whether the round goes on behind it."""
         plan = None
         try:
@@ -179,7 +175,7 @@ class Session:
             reader = plan.replica_of(1) if plan else 0
             channel = self._channels[reader if 0 <= reader < len(self._channels) else 0]
             self._send(channel, key._replace(kind=Kind.REFUSED), str(e).encode())
-            self._layers.refuse(str(e))
+            layers.refuse(str(e))
             return None, plan is not None and plan.more
         self._inbox.refused.pop(key.batch, None)
         self._meter.add("steps", 1)
@@ -229,5 +225,5 @@ class Session:
     def _send(self, channel: Channel, key: Key, data: bytes) -> None:
         slot = channel.reserve(len(data), timeout_s=RESERVE_S)
         slot.data[:] = data
-        channel.put_signal(slot, key.pack())
         self._meter.add("bytes_sent", len(data))
+        channel.put_signal(slot, key.pack())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from lamina.protocol.layout import Layout
 from lamina.protocol.plan import Rows, StepPlan
 
 from .store import Store, StoredPiece
-from .write import Writes, Written, layouts_of
+from .write import Place, Writes, Written, layouts_of
 
 
 @dataclass
@@ -36,8 +36,17 @@ class Step:
         self._store = store
         layouts = layouts_of(store, plan.rows)
         self._writes = Writes(store, layouts)
-        self._groups = [_GroupStep(store, g, x) for g, x in enumerate(layouts)]
+        self.groups = [GroupStep(store, g, x) for g, x in enumerate(layouts)]
         self._stored_bytes: dict[int, int] = {}  # by layer, of those that are alike one
+
+    @property
+    def places(self) -> Sequence[tuple[Place, Place]]:
+        """Where K and V are stored, by group: those of whole sequences, and of the others."""
+        return self._writes.places
+
+    def prepared(self) -> list[Any]:
+        """What the backend has prepared, of each group: for whole sequences, nodes and new rows; or None."""
+        return [x.prepared for group in self.groups for x in (group.whole, group.nodes, group.new)]
 
     def messages(self, layer: int) -> Messages:
         """This worker's."""
@@ -91,11 +100,11 @@ class Step:
                 o = part_of(finals, *final_part)
                 backend.finish(op, group.whole.prepared, part.whole, whole, written.whole, o)
 
-    def _pieces(self, layer: int) -> Iterator[tuple[StoredPiece, _GroupStep]]:
+    def _pieces(self, layer: int) -> Iterator[tuple[StoredPiece, GroupStep]]:
         for piece in self._store.layers[layer]:
-            yield piece, self._groups[piece.group]
+            yield piece, self.groups[piece.group]
 
-    def _q(self, layer: int, data: Tensor) -> Iterator[tuple[StoredPiece, _GroupStep, tuple[Tensor, Tensor]]]:
+    def _q(self, layer: int, data: Tensor) -> Iterator[tuple[StoredPiece, GroupStep, tuple[Tensor, Tensor]]]:
         flat = data.view(self._store.dtype)
         for (piece, group), (whole, other) in zip(self._pieces(layer), self.messages(layer).q, strict=True):
             yield piece, group, (part_of(flat, *whole), part_of(flat, *other))
@@ -109,7 +118,7 @@ class _Attended(NamedTuple):
     prepared: Any
 
 
-class _GroupStep:
+class GroupStep:
     """What one group has of a step: index tensors."""
 
     def __init__(self, store: Store, group: int, found: Layout) -> None:

@@ -24,7 +24,7 @@ class Writes:
     def __init__(self, store: Store, layouts: Sequence[Layout]) -> None:
         self._store = store
         self._counts = tuple(map(counts, layouts))
-        self._groups = [(_place(store, g, x.whole), _place(store, g, x.kv)) for g, x in enumerate(layouts)]
+        self.places = [(_place(store, g, x.whole), _place(store, g, x.kv)) for g, x in enumerate(layouts)]
         self._messages: dict[int, Messages] = {}  # by layer, of those that are alike one
 
     def messages(self, layer: int) -> Messages:
@@ -48,7 +48,7 @@ class Writes:
     def write(self, layer: int, rows: list[Written]) -> None:
         """Store them at their positions."""
         for piece, both in zip(self._store.layers[layer], rows, strict=True):
-            for place, found in zip(self._groups[piece.group], both, strict=True):
+            for place, found in zip(self.places[piece.group], both, strict=True):
                 if place.at is not None:
                     self._store.backend.append(piece.kv, place.at, found.pick(place.kept))
 
@@ -68,7 +68,7 @@ def layouts_of(store: Store, rows: Sequence[Rows]) -> list[Layout]:
     ]
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Rows of a message's K and V, which of them are kept here (None = all) and where (None = nowhere)."""
 
     num_rows: int
@@ -76,7 +76,7 @@ class _Place(NamedTuple):
     at: WriteIndex | None
 
 
-def _place(store: Store, group: int, rows: list[Rows]) -> _Place:
+def _place(store: Store, group: int, rows: list[Rows]) -> Place:
     tables, count, here = store.tables, 0, list[int]()
     parts = list[Rows]()
     for row in rows:
@@ -85,7 +85,7 @@ def _place(store: Store, group: int, rows: list[Rows]) -> _Place:
             here += range(count + part.first - row.first, count + part.first - row.first + part.count)
         count += row.count
     if not parts:
-        return _Place(count, None, None)
+        return Place(count, None, None)
     at = write_index(tables, group, parts, store.device)
     whole = len(here) == count
-    return _Place(count, None if whole else torch.tensor(here, dtype=torch.int64, device=store.device), at)
+    return Place(count, None if whole else torch.tensor(here, dtype=torch.int64, device=store.device), at)

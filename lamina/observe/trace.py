@@ -119,10 +119,16 @@ class Recorder:
     def add(self, event: Event, start: float, at: Moment, layer: int = -1, peer: int = -1, value: int = 0) -> float:
         """Record what ran from ``start`` until now; returns now."""
         end = time.perf_counter()
+        self.put(event, start, end, at, layer, peer, value)
+        return end
+
+    def put(
+        self, event: Event, start: float, end: float, at: Moment, layer: int = -1, peer: int = -1, value: int = 0
+    ) -> None:
+        """Record what ran from ``start`` to ``end``."""
         offset = self._count % self._capacity * _RECORD.size
         _RECORD.pack_into(self._data, offset, event, layer, at.batch, peer, at.step, value, start, end)
         self._count += 1
-        return end
 
     def take(self) -> tuple[bytes, int]:
         """The records, oldest first, and the number of older ones that they have replaced."""
@@ -143,6 +149,11 @@ class Silent(Recorder):
 
     def add(self, event: Event, start: float, at: Moment, layer: int = -1, peer: int = -1, value: int = 0) -> float:
         return 0.0
+
+    def put(
+        self, event: Event, start: float, end: float, at: Moment, layer: int = -1, peer: int = -1, value: int = 0
+    ) -> None:
+        pass
 
 
 OFF = Silent()

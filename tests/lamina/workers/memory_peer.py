@@ -70,7 +70,7 @@ def bind(
         "partition": PARTITIONS[partition]([x.kv_heads for x in layers], weights),
         "layers": layers,
         "dtype": "float32",
-        "kv": KVOptions(**{"block_size": 16, "attention": "reference", **stored}),  # type: ignore[arg-type]
+        "kv": KVOptions(**{"block_size": 16, "attention": "native", **stored}),  # type: ignore[arg-type]
         "kv_bytes": 4 << 20,
         "max_rows": 64,
         "max_model_len": 512,
@@ -131,12 +131,12 @@ class Pool:
         """A new worker, bound."""
         return Peer(self.open(name, bind.view, names), bind)
 
-    def open(self, name: str = "", view: int = 0, names: Sequence[str] = ()) -> Channel:
+    def open(self, name: str = "", view: int = 0, names: Sequence[str] = (), inbound: Geometry = GEOMETRY) -> Channel:
         """The channel to a new worker, which serves ``view`` and lets ``names`` in."""
         self.workers.append(MemoryWorker())
         self.doors.append(ViewDoor(self.fabric.listen()))
         self.serve(-1, view, names)
-        return self.knock(-1, view, name)
+        return self.knock(-1, view, name, inbound)
 
     def serve(self, worker: int, view: int, names: Sequence[str] = ()) -> None:
         """Have a worker serve a view, on a thread of its own."""
@@ -151,16 +151,19 @@ class Pool:
         self.threads.append(threading.Thread(target=serve, daemon=True))
         self.threads[-1].start()
 
-    def knock(self, worker: int, view: int, name: str = "") -> Channel:
+    def knock(self, worker: int, view: int, name: str = "", inbound: Geometry = GEOMETRY) -> Channel:
         """A channel to a worker, of the epoch ``view``."""
         url = self.doors[worker].url
-        return self.fabric.connect(url, Terms(outbound=GEOMETRY, inbound=GEOMETRY, epoch=view, name=name))
+        return self.fabric.connect(url, Terms(outbound=GEOMETRY, inbound=inbound, epoch=view, name=name))
+
+
+SCHEMES = "loopback", "shm"  # whose channels are Python's and native: then so are the layers' loops
 
 
 @contextmanager
-def memory_pool() -> Iterator[Pool]:
+def memory_pool(scheme: str = "loopback") -> Iterator[Pool]:
     """Closed again, with all threads gone, at the end."""
-    pool = Pool()
+    pool = Pool(netstack.open(scheme, key=b"k" * 32))
     try:
         yield pool
     finally:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from memory_peer import LAYERS, WAIT_S, Model, Peer, Pool, RefusedError, bind, memory_pool, model, placed
+from memory_peer import LAYERS, SCHEMES, WAIT_S, Model, Peer, Pool, RefusedError, bind, memory_pool, model, placed
 
 from lamina.compute.links import MemoryLink
 from lamina.compute.memory_pool import MemoryPool
@@ -29,9 +29,9 @@ from lamina.protocol.plan import (
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    with memory_pool() as pool:
+@pytest.fixture(params=SCHEMES)
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    with memory_pool(request.param) as pool:
         yield pool
 
 

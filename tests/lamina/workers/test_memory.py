@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from memory_peer import WAIT_S, Pool, RefusedError, error, memory_pool, model, shape
+from memory_peer import SCHEMES, WAIT_S, Pool, RefusedError, error, memory_pool, model, shape
 from torch import Tensor
 
 from lamina.attention import BACKENDS
@@ -28,6 +28,12 @@ from lamina.protocol.plan import (
 @pytest.fixture
 def pool() -> Iterator[Pool]:
     with memory_pool() as pool:
+        yield pool
+
+
+@pytest.fixture(params=SCHEMES)
+def either(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    with memory_pool(request.param) as pool:
         yield pool
 
 
@@ -111,8 +117,8 @@ def test_a_windowed_sequence_alone_across_stripes(pool: Pool, backend: str) -> N
         assert equal(once.step(first, [], [Rows(1, first, 1)]), split.step(first, [], [Rows(1, first, 1)])), first
 
 
-def test_a_step_can_be_sent_again(pool: Pool) -> None:
-    m = model(pool)
+def test_a_step_can_be_sent_again(either: Pool) -> None:
+    m = model(either)
     for number, (ops, rows) in enumerate(STEPS):
         once = m.step(number, ops, rows)
         assert equal(m.step(number, ops, rows), once), number
@@ -126,8 +132,8 @@ BLOCK = 16 * 4 * (16 + 16) * 4  # bytes of one KV block of ``shape()`` in fp32
 
 
 @pytest.mark.parametrize("messages", ["none", "q", "q and kv"])
-def test_without_blocks_a_step_is_refused_and_the_next_one_works(pool: Pool, messages: str) -> None:
-    m = model(pool, layers=[shape()], kv_bytes=35 * BLOCK, max_rows=200)
+def test_without_blocks_a_step_is_refused_and_the_next_one_works(either: Pool, messages: str) -> None:
+    m = model(either, layers=[shape()], kv_bytes=35 * BLOCK, max_rows=200)
     (peer,) = m.peers
     assert peer.bound.num_blocks == [34]
     m.step(0, [New(1)], [Rows(1, 0, 200)])
@@ -145,16 +151,16 @@ def test_without_blocks_a_step_is_refused_and_the_next_one_works(pool: Pool, mes
     rows = [Rows(2, 0, 128), Rows(1, 400, 1)]
     (o,) = m.step(3, [New(2)], rows)
     assert error(o, m.oracle(rows, 0)) < 1e-5
-    assert pool.workers[0].stats()["refused"] == 1
+    assert either.workers[0].stats()["refused"] == 1
 
 
-def test_windowed_groups_give_blocks_back(pool: Pool) -> None:
+def test_windowed_groups_give_blocks_back(either: Pool) -> None:
     """A sequence that is much longer than what the windowed group could hold."""
     layers = [shape(), shape(window=20)]
     size = (33 + 6) * BLOCK
-    m = model(pool, layers=layers, kv_bytes=size, max_rows=16, block_size=16)
+    m = model(either, layers=layers, kv_bytes=size, max_rows=16, block_size=16)
     assert m.peers[0].bound == Bound(
-        windows=[0, 20], lanes=[Lanes()] * 2, stripe=0, num_blocks=[32, 5], backend="reference", kv_bytes=size
+        windows=[0, 20], lanes=[Lanes()] * 2, stripe=0, num_blocks=[32, 5], backend="native", kv_bytes=size
     )
     m.step(0, [New(1)], [Rows(1, 0, 16)])
     for first in range(16, 496, 16):
@@ -164,9 +170,9 @@ def test_windowed_groups_give_blocks_back(pool: Pool) -> None:
         assert error(o, m.oracle(rows, layer)) < 1e-5
 
 
-def test_a_nan_of_one_sequence_disturbs_no_other(pool: Pool) -> None:
-    m = model(pool)
-    clean = model(pool)
+def test_a_nan_of_one_sequence_disturbs_no_other(either: Pool) -> None:
+    m = model(either)
+    clean = model(either)
     rows = [Rows(1, 0, 20), Rows(2, 0, 5), Rows(3, 0, 33)]
     poisoned = m.token
 
@@ -189,14 +195,14 @@ def test_a_nan_of_one_sequence_disturbs_no_other(pool: Pool) -> None:
         assert torch.equal(o, want)
 
 
-def test_stats_count_steps_rows_and_bytes(pool: Pool) -> None:
-    m = model(pool, layers=[shape()])
-    before = pool.workers[0].stats()
+def test_stats_count_steps_rows_and_bytes(either: Pool) -> None:
+    m = model(either, layers=[shape()])
+    before = either.workers[0].stats()
     m.step(0, [New(1)], [Rows(1, 0, 5)])
     m.step(1, [], [Rows(1, 5, 1)])
     m.peers[0].channel.close()
-    pool.threads[0].join(WAIT_S)
-    after = pool.workers[0].stats()
+    either.threads[0].join(WAIT_S)
+    after = either.workers[0].stats()
     assert (after["steps"], after["rows"]) == (2, 6)
     assert after["bytes_sent"] - before["bytes_sent"] == 6 * 8 * 16 * 4
     plans = [StepPlan(step=0, ops=[New(1)], rows=[Rows(1, 0, 5)]), StepPlan(step=1, ops=[], rows=[Rows(1, 5, 1)])]

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from memory_peer import (
     LAYERS,
+    SCHEMES,
     WAIT_S,
     Model,
     Peer,
@@ -35,9 +36,9 @@ from lamina.protocol.plan import (
 )
 
 
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    with memory_pool() as pool:
+@pytest.fixture(params=SCHEMES)
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    with memory_pool(request.param) as pool:
         yield pool
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from memory_peer import LAYERS, WAIT_S, Peer, Pool, RefusedError, bind, memory_pool, model, shape
+from memory_peer import LAYERS, SCHEMES, WAIT_S, Peer, Pool, RefusedError, bind, memory_pool, model, shape
 from torch import Tensor
 
 from lamina.engine.pipeline import route
@@ -23,9 +23,9 @@ from lamina.protocol.plan import (
 )
 
 
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    with memory_pool() as pool:
+@pytest.fixture(params=SCHEMES)
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    with memory_pool(request.param) as pool:
         yield pool
 
 

@@ -1,0 +1,26 @@
+// How other native modules use the kernels of lamina.attention. Included behind Python.h.
+#pragma once
+
+#include "attention/attention.h"
+
+namespace lamina::attention {
+
+// A step's rows, and the tasks of one operator's attention over them.
+struct Prepared {
+  const Rows* rows;
+  const Tasks* tasks;
+};
+
+// What the capsule `kName` of Kernels points to. It lives as long as they do.
+struct Calls {
+  static constexpr const char* kName = "lamina.attention.calls";
+  PyObject* kernels;  // borrowed
+  void* engine;
+  // Of a `Step` of the module, which must outlive the result. Needs the GIL; null rows with an exception.
+  Prepared (*prepare)(PyObject* kernels, PyObject* step, bool stored, const Operator&, int threads);
+  // Without the GIL; calls take turns. Of `call` everything but rows, tasks and what belongs to them. Throws
+  // std::bad_alloc.
+  void (*attend)(void* engine, Call call, Prepared, int threads);
+};
+
+}  // namespace lamina::attention

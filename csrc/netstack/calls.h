@@ -1,0 +1,31 @@
+// How other native modules use a channel: its engine, without Python in between. Included behind Python.h.
+#pragma once
+
+#include "netstack/engine.h"
+
+namespace lamina {
+
+// What a user of the engine has sent and received, for the channel's statistics.
+struct Traffic {
+  std::uint64_t messages_sent, bytes_sent, messages_received, bytes_received, wait_ns;
+};
+
+// What the capsule `kName` of a channel points to. It lives as long as the channel. All functions need the GIL; between
+// `enter` and `leave` the engine is used without it, by the thread that makes the channel's other calls.
+struct ChannelCalls {
+  static constexpr const char* kName = "lamina.netstack.calls";
+  PyObject* channel;  // borrowed
+  Engine* engine;
+  std::uint64_t slot_bytes;  // of the longest message out
+  // Memory and descriptors stay until `leave`, whoever closes the channel. False with an exception where a slot or an
+  // arrival is held by Python.
+  bool (*enter)(PyObject* channel);
+  // `held`: messages that were taken, and are not released yet; until the next `enter` Python releases nothing.
+  void (*leave)(PyObject* channel, const Traffic&, std::uint64_t held);
+  // The next `wait_signal` returns this message, the last that was taken. Before `leave`.
+  void (*unread)(PyObject* channel, const Message&);
+  // Sets the exception for what a wait came to; pending: nothing came within `waited_s`.
+  void (*raise)(PyObject* channel, Role, Status, double waited_s);
+};
+
+}  // namespace lamina

@@ -1,0 +1,272 @@
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "step/loop.h"
+
+namespace lamina::step {
+namespace {
+
+constexpr std::uint64_t kReserveNs = 60'000'000'000;  // host_layers.RESERVE_S
+
+void write_rows(const Places& places, const char* rows, std::size_t heads, std::size_t head_bytes,
+                std::size_t block_size, char* blocks) {
+  for (std::size_t i = 0; i < places.rows.size(); ++i) {
+    const char* from = rows + std::size_t(places.rows[i]) * heads * head_bytes;
+    char* to =
+        blocks + (std::size_t(places.blocks[i]) * heads * block_size + std::size_t(places.offsets[i])) * head_bytes;
+    for (std::size_t h = 0; h < heads; ++h)
+      std::memcpy(to + h * block_size * head_bytes, from + h * head_bytes, head_bytes);
+  }
+}
+
+}  // namespace
+
+void Loop::begin(std::vector<const Step*> steps) {
+  steps_ = std::move(steps);
+  turn_ = 0, stage_ = Stage::kBegin, started_ = 0;
+}
+
+Loop::Stage Loop::behind(Stage stage) const {
+  switch (stage) {
+    case Stage::kBegin: return Stage::kTakeQ;
+    case Stage::kTakeQ: return store.overlap ? Stage::kStored : Stage::kTakeKV;
+    case Stage::kTakeKV: return store.overlap ? Stage::kReserve : Stage::kStored;
+    case Stage::kStored: return store.overlap ? Stage::kTakeKV : Stage::kReserve;
+    case Stage::kReserve: return Stage::kFinish;
+    case Stage::kFinish: return Stage::kPut;
+    case Stage::kPut: return Stage::kWrite;
+    case Stage::kWrite: break;
+  }
+  return Stage::kBegin;
+}
+
+Result Loop::run(std::uint64_t deadline, std::uint64_t overdue) {
+  for (std::size_t i = 0; i < links.size(); ++i)
+    if (links[i].calls->engine->stopped()) return {Outcome::kOver, i, Role::receiver, Status::stopped, {}};
+  const std::size_t turns = store.layers.size() * steps_.size();
+  while (turn_ < turns) {
+    const bool answers = form().bytes[kO] != 0;
+    Result result{Outcome::kDone};
+    std::uint64_t start = traces || stage_ >= Stage::kStored ? now_ns() : 0;
+    switch (stage_) {
+      case Stage::kBegin:
+        if (overdue && now_ns() >= overdue) return {Outcome::kPause};
+        break;
+      case Stage::kTakeQ:
+        if (form().bytes[kQ]) result = take(kQ, deadline, &q_);
+        break;
+      case Stage::kTakeKV:
+        if (form().bytes[kKV]) result = take(kKV, deadline, &kv_);
+        break;
+      case Stage::kStored:
+        attend_stored();
+        counts.attend_ns += now_ns() - start;
+        span(Event::kStored, &start);
+        break;
+      case Stage::kReserve:
+        if (answers) result = reserve(deadline);
+        if (result.outcome == Outcome::kDone && answers) span(Event::kReserve, &start);
+        break;
+      case Stage::kFinish:
+        if (answers) {
+          finish();
+          counts.attend_ns += now_ns() - start;
+          span(Event::kFresh, &start);
+        }
+        break;
+      case Stage::kPut:
+        if (answers) result = put();
+        if (result.outcome == Outcome::kDone && answers) span(Event::kSend, &start, form().bytes[kO]);
+        break;
+      case Stage::kWrite: {
+        write();
+        counts.write_ns += now_ns() - start;
+        span(Event::kWrite, &start);
+        Link& from = links[source()];
+        for (; from.held; --from.held) from.calls->engine->release();
+        ++turn_, ++counts.turns;
+        break;
+      }
+    }
+    if (result.outcome != Outcome::kDone) {
+      if (result.outcome == Outcome::kSentHalf) stage_ = Stage::kWrite;  // once it is resumed
+      return result;
+    }
+    stage_ = behind(stage_), started_ = 0;
+  }
+  return {Outcome::kDone};
+}
+
+Result Loop::take(Kind kind, std::uint64_t deadline, Message* message) {
+  const std::size_t at = source();
+  Link& link = links[at];
+  Engine* engine = link.calls->engine;
+  const auto over = [&](Status status) { return Result{Outcome::kOver, at, Role::receiver, status, {}}; };
+  Status status = engine->look(Role::receiver);
+  std::uint64_t start = traces ? now_ns() : 0;
+  if (!started_) started_ = start;
+  if (status == Status::pending) {
+    const std::uint64_t begun = now_ns();
+    status = engine->wait(Role::receiver, deadline);
+    const std::uint64_t waited = now_ns() - begun;
+    counts.wait_ns += waited, link.traffic.wait_ns += waited;
+  }
+  if (status == Status::pending) return {Outcome::kPause};
+  if (status != Status::ready) return over(status);
+  if (status = engine->take(message); status != Status::ready) return over(status);
+  auto tag = step().tags[kind];
+  const auto number = std::uint32_t(layer());
+  std::memcpy(tag.data() + kLayerAt, &number, sizeof number);
+  const std::size_t bytes = form().bytes[kind];
+  if (message->length != bytes || std::memcmp(message->tag, tag.data(), kKeyBytes))
+    return {Outcome::kOther, at, Role::receiver, status, *message};
+  ++link.held;
+  ++link.traffic.messages_received, link.traffic.bytes_received += bytes;
+  if (traces) span(kind == kQ ? Event::kWaitQ : Event::kWaitKV, &started_, bytes);
+  return {Outcome::kDone};
+}
+
+Result Loop::reserve(std::uint64_t deadline) {
+  const std::size_t at = reply();
+  Engine* engine = links[at].calls->engine;
+  Status status = engine->look(Role::sender);
+  if (status == Status::pending) {
+    const std::uint64_t now = now_ns();
+    if (!started_) started_ = now;
+    status = engine->wait(Role::sender, deadline);
+    links[at].traffic.wait_ns += now_ns() - now;
+    if (status == Status::pending && now - started_ < kReserveNs) return {Outcome::kPause};
+  }
+  if (status != Status::ready) return {Outcome::kOver, at, Role::sender, status, {}};
+  slot_ = engine->grant();
+  return {Outcome::kDone};
+}
+
+Result Loop::put() {
+  const std::size_t at = reply();
+  auto tag = step().tags[kO];
+  const auto number = std::uint32_t(layer());
+  std::memcpy(tag.data() + kLayerAt, &number, sizeof number);
+  std::uint64_t seqno = 0;
+  const Status status = links[at].calls->engine->publish(form().bytes[kO], tag.data(), kKeyBytes, nullptr, &seqno);
+  if (status == Status::pending) return {Outcome::kSentHalf, at, Role::sender, status, {}};
+  if (status != Status::ready) return {Outcome::kOver, at, Role::sender, status, {}};
+  sent(at);
+  return {Outcome::kDone};
+}
+
+Status Loop::resume(std::size_t at) {
+  const Status status = links[at].calls->engine->resume();
+  if (status == Status::ready) sent(at);
+  return status;
+}
+
+void Loop::sent(std::size_t at) {
+  ++links[at].traffic.messages_sent;
+  links[at].traffic.bytes_sent += form().bytes[kO];
+}
+
+void Loop::attend_stored() {
+  const Layer& layer = store.layers[this->layer()];
+  std::size_t size = 0;
+  const auto numbers = [](const Piece& piece, std::size_t rows) {
+    return rows * std::size_t(piece.op.q_heads) * std::size_t(piece.op.v_dim + 1);
+  };
+  for (const Piece& piece : layer.pieces) {
+    const GroupRows& rows = step().groups[piece.group];
+    size += numbers(piece, rows.whole + rows.nodes.size());
+  }
+  if (stored_.size() < size) stored_.resize(size);
+  float* to = stored_.data();
+  for (std::size_t i = 0; i < layer.pieces.size(); ++i) {
+    const Piece& piece = layer.pieces[i];
+    const PieceForm& of = form().pieces[i];
+    const GroupRows& rows = step().groups[piece.group];
+    const auto q_heads = std::size_t(piece.op.q_heads), row = q_heads * std::size_t(piece.op.qk_dim) * store.item;
+    const auto into = [&](attention::Prepared prepared, std::size_t count, const char* q) {
+      float* lse = to + count * q_heads * std::size_t(piece.op.v_dim);
+      attend(piece, prepared, true, q, piece.k, piece.v, to, lse, nullptr);
+      to += numbers(piece, count);
+    };
+    const char* q = reinterpret_cast<const char*>(q_.data);
+    if (rows.whole) into(of.whole_stored, rows.whole, q + of.parts.q);
+    if (!rows.nodes.empty()) into(of.nodes_stored, rows.nodes.size(), gather(q + of.parts.other_q, rows.nodes, row, 0));
+  }
+}
+
+void Loop::finish() {
+  const Layer& layer = store.layers[this->layer()];
+  const char *q = reinterpret_cast<const char*>(q_.data), *kv = reinterpret_cast<const char*>(kv_.data);
+  char* const partial = reinterpret_cast<char*>(slot_.data);
+  char* const final = partial + form().partial_bytes;
+  float* stored = stored_.data();
+  for (std::size_t i = 0; i < layer.pieces.size(); ++i) {
+    const Piece& piece = layer.pieces[i];
+    const PieceForm& of = form().pieces[i];
+    const GroupRows& rows = step().groups[piece.group];
+    const auto q_heads = std::size_t(piece.op.q_heads), kv_heads = std::size_t(piece.op.kv_heads);
+    const auto qk_dim = std::size_t(piece.op.qk_dim), v_dim = std::size_t(piece.op.v_dim);
+    float *const whole = stored, *const whole_lse = whole + rows.whole * q_heads * v_dim;
+    float* const nodes = whole_lse + rows.whole * q_heads;
+    const std::size_t count = rows.nodes.size(), numbers = count * q_heads * v_dim;
+    stored = nodes + numbers + count * q_heads;
+    float *const o = reinterpret_cast<float*>(partial + of.parts.o), *const lse = reinterpret_cast<float*>(
+                                                                         partial + of.parts.lse);
+    if (count) {
+      std::memcpy(o, nodes, numbers * sizeof(float));
+      std::memcpy(lse, nodes + numbers, count * q_heads * sizeof(float));
+    }
+    if (!rows.fresh.empty()) {
+      const char* fresh_q = gather(q + of.parts.other_q, rows.fresh, q_heads * qk_dim * store.item, 0);
+      const char* k = gather(kv + of.parts.other_k, rows.fresh_kv, kv_heads * qk_dim * store.item, 1);
+      const char* v = gather(kv + of.parts.other_v, rows.fresh_kv, kv_heads * v_dim * store.item, 2);
+      attend(piece, of.fresh, false, fresh_q, k, v, o + numbers, lse + count * q_heads, nullptr);
+    }
+    if (rows.whole)
+      attend(piece, of.whole_fresh, false, q + of.parts.q, kv + of.parts.k, kv + of.parts.v, whole, whole_lse,
+             final + of.parts.final);
+  }
+}
+
+void Loop::write() {
+  const Layer& layer = store.layers[this->layer()];
+  const char* kv = reinterpret_cast<const char*>(kv_.data);
+  const auto size = std::size_t(store.block_size);
+  for (std::size_t i = 0; i < layer.pieces.size(); ++i) {
+    const Piece& piece = layer.pieces[i];
+    const Parts& parts = form().pieces[i].parts;
+    const GroupRows& rows = step().groups[piece.group];
+    const auto heads = std::size_t(piece.op.kv_heads);
+    const std::size_t k = std::size_t(piece.op.qk_dim) * store.item, v = std::size_t(piece.op.v_dim) * store.item;
+    write_rows(rows.whole_places, kv + parts.k, heads, k, size, piece.k);
+    write_rows(rows.whole_places, kv + parts.v, heads, v, size, piece.v);
+    write_rows(rows.other_places, kv + parts.other_k, heads, k, size, piece.k);
+    write_rows(rows.other_places, kv + parts.other_v, heads, v, size, piece.v);
+  }
+}
+
+void Loop::attend(const Piece& piece, attention::Prepared prepared, bool stored, const char* q, const char* k,
+                  const char* v, float* o, float* lse, char* out) {
+  attention::Call call{};
+  call.op = &piece.op, call.stored = stored;
+  call.q = q, call.k = k, call.v = v;
+  call.o = o, call.lse = lse, call.out = out;
+  store.attention->attend(store.attention->engine, call, prepared, store.threads);
+}
+
+const char* Loop::gather(const char* from, const Numbers& rows, std::size_t row_bytes, std::size_t at) {
+  std::vector<char>& to = rows_[at];
+  if (to.size() < rows.size() * row_bytes) to.resize(rows.size() * row_bytes);
+  for (std::size_t i = 0; i < rows.size(); ++i)
+    std::memcpy(to.data() + i * row_bytes, from + std::size_t(rows[i]) * row_bytes, row_bytes);
+  return to.data();
+}
+
+void Loop::span(Event event, std::uint64_t* start, std::uint64_t bytes) {
+  if (!traces) return;
+  const std::uint64_t now = now_ns();
+  spans.push_back({event, turn_, *start, now, bytes});
+  *start = now;
+}
+
+}  // namespace lamina::step

@@ -1,0 +1,163 @@
+// A memory worker's round, layer by layer, without Python: the same order of messages and arithmetic as
+// lamina/memory/host_layers.py and step.py, whose words are used here.
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "attention/calls.h"
+#include "netstack/calls.h"
+
+namespace lamina::step {
+
+constexpr std::size_t kKeyBytes = 24;  // protocol.plan.Key
+constexpr std::size_t kLayerAt = 16;   // of the layer's number in it, 4 bytes
+
+enum Kind { kQ, kKV, kO, kKinds };
+
+// A piece of a layer and its blocks: k [blocks, kv_heads, block_size, qk_dim], v likewise.
+struct Piece {
+  attention::Operator op;
+  std::size_t group;
+  char *k, *v;
+};
+
+struct Layer {
+  std::vector<Piece> pieces;
+  std::size_t like;  // the first layer whose messages are of the same form
+};
+
+// The blocks of all layers, and what computes.
+struct Store {
+  const attention::Calls* attention;
+  int threads;
+  std::size_t item;  // bytes of a number on the wire, and stored
+  std::int64_t block_size;
+  bool overlap;  // attend stored tokens before K and V have come
+  std::vector<std::int64_t> num_blocks;  // by group
+  std::vector<Layer> layers;
+};
+
+// Where the tensors of a piece begin in a layer's messages, bytes; o and lse in front of O, final behind them.
+struct Parts {
+  std::size_t q, other_q, k, v, other_k, other_v, o, lse, final;
+};
+
+// What a piece needs of its group's rows: those of whole sequences and of the others, over stored and new tokens.
+struct PieceForm {
+  Parts parts;
+  attention::Prepared whole_stored, whole_fresh, nodes_stored, fresh;
+};
+
+// The messages of layers that are alike.
+struct Form {
+  bool there = false;
+  std::array<std::size_t, kKinds> bytes{};
+  std::size_t partial_bytes = 0;
+  std::vector<PieceForm> pieces;
+};
+
+using Numbers = std::vector<std::int64_t>;
+
+// Rows of K and V that stay here, and the block and offset of each.
+struct Places {
+  Numbers rows, blocks, offsets;
+};
+
+// What a group has of a step; see step._GroupStep and write._Place.
+struct GroupRows {
+  std::size_t whole = 0;  // rows of sequences that are whole here
+  Numbers nodes;          // rows of the others' Q for nodes of stored tokens
+  Numbers fresh, fresh_kv;  // and for tokens of the step, with the rows of K and V
+  Places whole_places, other_places;
+};
+
+struct Link {
+  const ChannelCalls* calls;
+  Traffic traffic{};
+  std::uint64_t held = 0;
+};
+
+struct Step {
+  std::vector<GroupRows> groups;
+  std::vector<Form> forms;  // by layer that others are like
+  std::vector<std::size_t> sources, replies;  // by layer: links
+  std::array<std::array<std::uint8_t, kTagBytes>, kKinds> tags{};  // of layer 0
+};
+
+enum class Event : std::int64_t { kWaitQ, kWaitKV, kStored, kReserve, kFresh, kSend, kWrite };
+
+struct Span {
+  Event event;
+  std::size_t turn;
+  std::uint64_t start, end, bytes;
+};
+
+struct Counts {
+  std::uint64_t attend_ns, write_ns, wait_ns, turns;
+};
+
+// done: the round is. pause: nothing has come in time, or it is time to look elsewhere. other: the last message is none
+// of this turn's. over: a link's wait came to `status`. sent_half: a put was interrupted.
+enum class Outcome { kDone, kPause, kOther, kOver, kSentHalf };
+
+struct Result {
+  Outcome outcome;
+  std::size_t link = 0;
+  Role role = Role::receiver;
+  Status status = Status::ready;
+  Message message{};
+};
+
+// One round: each layer has a turn for each step. Not safe for threads.
+class Loop {
+ public:
+  Store store;
+  std::vector<Link> links;
+  bool traces = false;
+  std::vector<Span> spans;
+  Counts counts{};
+
+  void begin(std::vector<const Step*> steps);
+  // Goes on where it was, until something unusual; waits at most until `deadline`, and where `overdue` is over, which
+  // is no time if 0, pauses before the next turn. Throws std::bad_alloc.
+  Result run(std::uint64_t deadline, std::uint64_t overdue);
+  // What the last run has sent half.
+  Status resume(std::size_t link);
+  std::size_t turn() const { return turn_; }
+  std::size_t num_steps() const { return steps_.size(); }
+  Kind waits_for() const { return stage_ == Stage::kTakeKV ? kKV : kQ; }
+
+ private:
+  enum class Stage { kBegin, kTakeQ, kTakeKV, kStored, kReserve, kFinish, kPut, kWrite };
+
+  const Step& step() const { return *steps_[turn_ % steps_.size()]; }
+  std::size_t layer() const { return turn_ / steps_.size(); }
+  const Form& form() const { return step().forms[store.layers[layer()].like]; }
+  std::size_t source() const { return step().sources[layer()]; }
+  std::size_t reply() const { return step().replies[layer()]; }
+  Stage behind(Stage) const;
+
+  Result take(Kind, std::uint64_t deadline, Message*);
+  Result reserve(std::uint64_t deadline);
+  Result put();
+  void sent(std::size_t link);
+  void attend_stored();
+  void finish();
+  void write();
+  void attend(const Piece&, attention::Prepared, bool stored, const char* q, const char* k, const char* v, float* o,
+              float* lse, char* out);
+  const char* gather(const char* from, const Numbers& rows, std::size_t row_bytes, std::size_t at);
+  void span(Event, std::uint64_t* start, std::uint64_t bytes = 0);
+
+  std::vector<const Step*> steps_;
+  std::size_t turn_ = 0;
+  Stage stage_ = Stage::kBegin;
+  Message q_{}, kv_{};
+  Grant slot_{};
+  std::uint64_t started_ = 0;  // waiting for what the turn waits for; 0: not yet
+  std::vector<float> stored_;  // what attention over stored tokens has found, o and lse of each piece
+  std::array<std::vector<char>, 3> rows_;  // of Q, K and V that were gathered
+};
+
+}  // namespace lamina::step

@@ -1,0 +1,33 @@
+class Step:
+    """A step of a Loop."""
+
+class Loop:
+    """A memory worker's round without Python: csrc/step/loop.h. One thread uses it.
+
+    ``kernels`` and ``channels``: what has ``calls()``, capsules of csrc/attention/calls.h and csrc/netstack/calls.h.
+    ``table``: 64-bit numbers, as ``native_layers`` writes them. Raises ValueError where they make no sense.
+    """
+
+    def __new__(cls, kernels: object, channels: tuple[object, ...], table: bytes, traces: bool) -> Loop: ...
+    def step(self, prepared: list[object], table: bytes, tags: bytes) -> Step:
+        """``prepared``: of each group, three Steps of the kernels or None; ``tags``: of Q, K and V, and O of layer 0,
+        24 bytes each. Raises ValueError where rows lie outside the messages.
+        """
+
+    def begin(self, steps: tuple[Step, ...]) -> None:
+        """The next round is theirs. They stay until the one behind it."""
+
+    def run(self, patience_s: float, overdue_s: float) -> int:
+        """Go on until the round is done (0), until nothing has come for ``patience_s`` or the next turn begins behind
+        ``overdue_s`` (< 0: never) (1), or until a message came that is not the one that is due (2): the channel's next
+        ``wait_signal`` has it. The GIL is released. Raises what the channels' own calls do.
+        """
+
+    def at(self) -> tuple[int, int]:
+        """The turn in the round, layer * steps + step; and whether K and V are due (1) or Q (0)."""
+
+    def counts(self) -> tuple[float, float, float, int]:
+        """Seconds of attention, of writing, of waiting; and turns; since the last call."""
+
+    def spans(self) -> bytes:
+        """Since the last call, of each span 64-bit numbers: event, turn, start and end in ns, bytes."""

@@ -1,0 +1,185 @@
+"""A round in one native call against the same round in Python, bit for bit; and how the call ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from memory_peer import WAIT_S, Model, Peer, Pool, bind, memory_pool, model, shape
+
+from lamina.attention.native import Native
+from lamina.memory._native import Loop
+from lamina.netstack import Geometry, PeerFault
+from lamina.protocol.plan import Free, Key, Kind, New, Rows, SequenceOp, StepPlan, Truncate
+
+LAYERS = [
+    shape(),
+    shape(window=40),
+    shape(8, 4, 16, 24, softcap=3.0),
+    shape(window=40, sinks=1),
+    shape(8, 2, alibi=1),
+    shape(6, 6, 40, 40),
+    shape(),
+]
+STEPS: list[tuple[list[SequenceOp], list[Rows]]] = [
+    ([New(1)], [Rows(1, 0, 100)]),
+    ([New(2)], [Rows(1, 100, 100), Rows(2, 0, 20)]),
+    ([], [Rows(2, 20, 115), Rows(1, 200, 60)]),
+    ([New(3)], [Rows(1, 260, 1), Rows(2, 135, 1), Rows(3, 0, 1)]),
+    ([], []),
+    ([], [Rows(3, 1, 1), Rows(1, 261, 120), Rows(2, 136, 1)]),
+    ([], [Rows(1, 381, 6), Rows(2, 137, 1), Rows(3, 2, 100)]),
+    ([Free(2)], [Rows(3, 102, 30), Rows(1, 387, 1)]),
+    ([Truncate(1, 387)], [Rows(1, 387, 1), Rows(3, 132, 1)]),
+    ([], [Rows(3, 133, 1), Rows(1, 388, 1)]),
+]
+SPREAD = [
+    ("head", [1.0]),
+    ("head", [0.7, 0.3]),
+    ("request", [2.0, 1.0]),
+    ("token", [1.0, 1.0]),
+    ("token", [2.0, 1.0, 1.0]),
+]
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def native(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    with memory_pool(request.param) as pool:
+        yield pool
+
+
+@pytest.fixture
+def plain() -> Iterator[Pool]:
+    with memory_pool() as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("partition", "weights"), SPREAD, ids=str)
+def test_bits_are_those_of_the_layers_in_python(
+    native: Pool, plain: Pool, partition: str, weights: list[float], dtype: str, overlap: bool
+) -> None:
+    options = {"partition": partition, "dtype": dtype, "overlap": overlap, "max_rows": 200}
+    found, wanted = (model(p, weights, LAYERS, **options) for p in (native, plain))  # type: ignore[arg-type]
+    for number, (ops, rows) in enumerate(STEPS):
+        for layer, (a, b) in enumerate(zip(found.step(number, ops, rows), wanted.step(number, ops, rows), strict=True)):
+            assert torch.equal(a, b), (number, layer)
+    for m, pool in ((found, native), (wanted, plain)):
+        for peer in m.peers:
+            peer.channel.close()
+        for thread in pool.threads:
+            thread.join(WAIT_S)
+    for pool, share in ((native, 1.0), (plain, 0.0)):
+        for worker in pool.workers:
+            stats = worker.stats()
+            assert stats["native_turns"] == share * stats["turns"]
+            assert stats["attend_s"] > 0
+    for name in ("rows", "stored_bytes", "bytes_sent", "bytes_received", "turns"):
+        a, b = ([worker.stats()[name] for worker in pool.workers] for pool in (native, plain))
+        assert a == b, name
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_numbers_that_are_rounded_to_8_bits_are_stored_in_python(native: Pool, kind: str) -> None:
+    m = model(native, layers=[shape()], kv_cache_dtype=kind)
+    m.step(0, [New(1)], [Rows(1, 0, 5)])
+    assert native.workers[0].stats()["native_turns"] == 0
+
+
+def test_several_steps_of_a_round(native: Pool, plain: Pool) -> None:
+    """Each layer of both, one after the other; between layers the next plans come."""
+    alone, peer = model(plain, layers=LAYERS), native.connect(bind(LAYERS))
+    for number in range(3):
+        rows = [[Rows(s, 5 * number, 5)] for s in (0, 1)]
+        ops: list[list[SequenceOp]] = [[New(0)], [New(1)]] if not number else [[], []]
+        wanted = [alone.step(2 * number + b, ops[b], rows[b]) for b in (0, 1)]
+        for b in (0, 1):
+            peer.plan(StepPlan(step=number, batch=b, ops=ops[b], rows=rows[b], more=b == 0))
+        for layer in range(len(LAYERS)):
+            if layer == 2:
+                peer.plan(StepPlan(step=100 + number, batch=2, ops=[], rows=[]))
+            for b in (0, 1):
+                q, k, v = alone.rows(rows[b], layer)
+                key = Key(Kind.Q, number, b, 0, layer)
+                peer.send_tensors(key, q)
+                peer.send_tensors(key._replace(kind=Kind.KV), k, v)
+                found = torch.frombuffer(bytearray(peer.receive(key._replace(kind=Kind.O))), dtype=torch.float32)
+                assert torch.equal(found.view(wanted[b][layer].shape), wanted[b][layer]), (number, layer, b)
+
+
+def begun(pool: Pool) -> tuple[Peer, Model]:
+    """A peer whose worker waits for the K and V of layer 1."""
+    m = model(pool, layers=LAYERS)
+    (peer,) = m.peers
+    peer.plan(StepPlan(step=0, ops=[New(1)], rows=[Rows(1, 0, 3)]))
+    q, k, v = m.rows([Rows(1, 0, 3)], 0)
+    peer.send_tensors(Key(Kind.Q, 0, 0, 0, 0), q)
+    peer.send_tensors(Key(Kind.KV, 0, 0, 0, 0), k, v)
+    peer.receive(Key(Kind.O, 0, 0, 0, 0))
+    peer.send_tensors(Key(Kind.Q, 0, 0, 0, 1), q)
+    return peer, m
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_a_peer_that_leaves_in_the_middle_of_a_turn_ends_the_session(native: Pool, end: str) -> None:
+    peer, _ = begun(native)
+    if end == "close":
+        peer.channel.close()
+    else:
+        peer.channel.abort("enough")
+    native.threads[0].join(WAIT_S)
+    assert not native.threads[0].is_alive()
+    (error,) = native.ends
+    assert isinstance(error, PeerFault)
+
+
+def test_a_worker_that_is_told_to_stop_while_it_waits_stops(native: Pool) -> None:
+    peer, _ = begun(native)
+    native.workers[0].abort("the driver says so")
+    native.threads[0].join(WAIT_S)
+    assert not native.threads[0].is_alive()
+    with pytest.raises(PeerFault):
+        peer.channel.wait_signal(timeout_s=WAIT_S)
+
+
+def test_a_message_out_of_place_in_the_middle_of_a_turn_is_named(native: Pool) -> None:
+    peer, _ = begun(native)
+    peer.send(Key(Kind.Q, 0, 0, 0, 1), bytes(1536))
+    with pytest.raises(PeerFault, match=r"of 1536 bytes in place of .*layer=1.* of 1536 bytes"):
+        peer.channel.wait_signal(timeout_s=WAIT_S)
+
+
+def test_answers_that_nobody_takes_are_waited_for(native: Pool) -> None:
+    """Its peer's inbox has one slot: the worker waits for it, and goes on."""
+    binding = bind(LAYERS)
+    peer = Peer(native.open(inbound=Geometry(slots=1, slot_bytes=1 << 20)), binding)
+    m = Model([peer], binding.partition, LAYERS, "float32")
+    rows = [Rows(1, 0, 3)]
+    peer.plan(StepPlan(step=0, ops=[New(1)], rows=rows))
+    keys = [Key(Kind.Q, 0, 0, 0, layer) for layer in range(len(LAYERS))]
+
+    def send() -> None:
+        for layer, key in enumerate(keys):
+            q, k, v = m.rows(rows, layer)
+            peer.send_tensors(key, q)
+            peer.send_tensors(key._replace(kind=Kind.KV), k, v)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    for layer, key in enumerate(keys):
+        data = torch.frombuffer(bytearray(peer.receive(key._replace(kind=Kind.O))), dtype=torch.float32)
+        wanted = m.oracle(rows, layer)
+        assert torch.allclose(data.view(wanted.shape).double(), wanted, atol=1e-4)
+    sender.join(WAIT_S)
+
+
+def test_tables_that_make_no_sense_are_refused() -> None:
+    kernels = Native(torch.float32).kernels
+    for table in (b"", b"\0" * 8, b"\xff" * 800, bytes(range(256))):
+        with pytest.raises(ValueError, match=r"^number \d+ of the table makes no sense$"):
+            Loop(kernels, (), table, False)
+    with pytest.raises(AttributeError):
+        Loop(object(), (), b"", False)
