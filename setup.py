@@ -40,7 +40,8 @@ setup(
             *sorted(glob("csrc/rows/*.cpp")),
             flags=["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
         ),
-        native("lamina.memory._native", *sorted(glob("csrc/step/*.cpp"))),
+        native("lamina.compute._native", *sorted(glob("csrc/compute/*.cpp"))),
+        native("lamina.memory._native", *sorted(glob("csrc/memory/*.cpp"))),
         native("lamina.sampling._native", *sorted(glob("csrc/sampling/*.cpp")), flags=["-ffp-contract=off"]),
         native("lamina.netstack.host._native", *sorted(glob("csrc/netstack/native*.cpp"))),
         native(

@@ -46,8 +46,8 @@ class MemoryLink:
         self.channel = channel
         self.worker = worker
         self.number = worker if number is None else number
-        self._timeout_s = timeout_s
-        self._trace = trace
+        self.timeout_s = timeout_s
+        self.trace = trace
 
     def bind(self, bind: Bind) -> Bound:
         """Raises RefusedError with the worker's reason."""
@@ -63,7 +63,7 @@ class MemoryLink:
 
     def _ask(self, key: Key, data: bytes) -> Bound:
         self.send(key, data)
-        arrival = self.channel.wait_signal(timeout_s=self._timeout_s)
+        arrival = self.channel.wait_signal(timeout_s=self.timeout_s)
         got, data = Key.unpack(arrival.tag), bytes(arrival.data)
         self.channel.release(arrival)
         if got.kind == Kind.REFUSED:
@@ -84,33 +84,33 @@ class MemoryLink:
 
     def send(self, key: Key, data: bytes) -> None:
         """Copy ``data`` into the peer's inbox."""
-        slot = self.channel.reserve(len(data), timeout_s=self._timeout_s)
+        slot = self.channel.reserve(len(data), timeout_s=self.timeout_s)
         slot.data[:] = data
         self.channel.put_signal(slot, key.pack())
 
     def send_plan(self, key: Key, data: bytes) -> None:
         """``send``, as part of a step."""
-        start = self._trace.now()
+        start = self.trace.now()
         self.send(key, data)
-        self._trace.add(Event.SEND_PLAN, start, key, -1, self.number, len(data))
+        self.trace.add(Event.SEND_PLAN, start, key, -1, self.number, len(data))
 
     def send_tensors(self, key: Key, nbytes: int, parts: Sequence[tuple[Tensor, Part]]) -> None:
         """Write tensors straight into the peer's inbox, to their parts of the message; they may be strided."""
-        start = self._trace.now()
-        slot = self.channel.reserve(nbytes, timeout_s=self._timeout_s)
-        self._trace.add(Event.RESERVE, start, key, key.layer, self.number)
+        start = self.trace.now()
+        slot = self.channel.reserve(nbytes, timeout_s=self.timeout_s)
+        self.trace.add(Event.RESERVE, start, key, key.layer, self.number)
         flat = tensor_over(slot.data, parts[0][0].dtype)
         for tensor, part in parts:
             part_of(flat, *part).copy_(tensor)
         self.channel.put_signal(slot, key.pack())
         event = Event.SEND_Q if key.kind == Kind.Q else Event.SEND_KV
-        self._trace.add(event, start, key, key.layer, self.number, nbytes)
+        self.trace.add(event, start, key, key.layer, self.number, nbytes)
 
     def receive(self, key: Key, take: Callable[[memoryview], None], nbytes: int) -> None:
         """Wait for the O that ``key`` names, and hand its bytes over. Raises RefusedError, ProtocolError."""
-        start = self._trace.now()
-        arrival = next_of_view(self.channel, key.view, self._timeout_s)
-        came = self._trace.add(Event.WAIT_O, start, key, key.layer, self.number)
+        start = self.trace.now()
+        arrival = next_of_view(self.channel, key.view, self.timeout_s)
+        came = self.trace.add(Event.WAIT_O, start, key, key.layer, self.number)
         try:
             got = Key.unpack(arrival.tag)
             if got.kind == Kind.REFUSED:
@@ -118,6 +118,6 @@ class MemoryLink:
             if got != key or arrival.data.nbytes != nbytes:
                 raise ProtocolError(f"memory worker {self.number}: {got} of {arrival.data.nbytes} B in place of {key}")
             take(arrival.data)
-            self._trace.add(Event.RECEIVE_O, came, key, key.layer, self.number, nbytes)
+            self.trace.add(Event.RECEIVE_O, came, key, key.layer, self.number, nbytes)
         finally:
             self.channel.release(arrival)

@@ -30,6 +30,7 @@ from .emulated import EmulatedProgram
 from .links import MemoryLink, RefusedError
 from .memory_pool import MemoryPool
 from .model_server import CutModel, ModelServer, serve
+from .native_pool import open_pool
 from .ranks import Together
 from .ring import RING, RingEnds
 from .staged import stage_collective, stage_ring
@@ -180,9 +181,10 @@ class ComputeServer(ModelServer):
         wires = open_wires(opens, bounds, self.staging, start.deadlines.step_timeout_s, path)
         if ring and start.number + 1 < start.topology.replicas:
             ring.pass_turn()
-        pool = MemoryPool(links, partition, cut.layers, self._merging(cut, bounds[0].backend), self.staging)
+        merging = self._merging(cut, bounds[0].backend)
         if path is LayerPath.HOST:
-            return pool, bounds
+            return open_pool(links, partition, cut.layers, merging, cut.dtype, self.staging), bounds
+        pool = MemoryPool(links, partition, cut.layers, merging, self.staging)
         return DirectAttention(pool, wires, partition, cut.layers, cut.dtype.itemsize, self.staging), bounds
 
     def _layer_path(self, *, kernels: bool) -> LayerPath:

@@ -48,19 +48,29 @@ class MemoryPool:
         groups = list[Group]()
         held = [held_pieces(layers, windows, partition, link.worker, groups) for link in links]
         pieces = list(zip(*held, strict=True)) if links else [()] * len(layers)
-        self._layers = [_Layer(*x, pieces.index(x[-1])) for x in zip(layers, specs, pieces, strict=True)]
+        self.layers = [PoolLayer(*x, pieces.index(x[-1])) for x in zip(layers, specs, pieces, strict=True)]
         self._backend, self._staging = backend, staging or HostStaging(CPU)
         self._groups, self._placement = groups, Placement(partition.num_lanes, partition.stripe * CHUNK_TOKENS)
-        self._steps: dict[int, _Step] = {}  # of every batch, its last one
+        self._steps: dict[int, PoolStep] = {}  # of every batch, its last one
         self.select(StepPlan(step=0, ops=[], rows=[]))
-        self.send_s = 0.0
-        self.wait_s = 0.0
+        self._send_s = 0.0
+        self._wait_s = 0.0
+
+    @property
+    def send_s(self) -> float:
+        """See Attention."""
+        return self._send_s
+
+    @property
+    def wait_s(self) -> float:
+        """See Attention."""
+        return self._wait_s
 
     def select(self, plan: StepPlan) -> None:
         """The messages that follow belong to this step."""
         step = self._steps.get(plan.batch)
         if step is None or step.plan is not plan:
-            step = self._steps[plan.batch] = _Step(plan, self._groups, self._placement)
+            step = self._steps[plan.batch] = PoolStep(plan, self._groups, self._placement)
         self._step = step
 
     def announce(self, plan: StepPlan) -> None:
@@ -73,17 +83,17 @@ class MemoryPool:
         """q [R, Hq, 1, D]: to each memory worker the query heads of its KV heads."""
         (q,) = self._staging.down(q)  # waits while the device computes it
         start, step = time.perf_counter(), self._step
-        for link, share in zip(self.links, step.shares(self._layers[layer], q.dtype), strict=True):
+        for link, share in zip(self.links, step.shares(self.layers[layer], q.dtype), strict=True):
             if share.q:
                 parts = [(pick(q[:, heads, 0], rows), part) for heads, rows, part in share.q]
                 link.send_tensors(step.key(Kind.Q, layer), share.messages.q_bytes, parts)
-        self.send_s += time.perf_counter() - start
+        self._send_s += time.perf_counter() - start
 
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
         """k [R, Hkv, 1, D], v [R, Hkv, 1, Dv]: to each memory worker its KV heads."""
         k, v = self._staging.down(k, v)
         start, step = time.perf_counter(), self._step
-        for link, share in zip(self.links, step.shares(self._layers[layer], k.dtype), strict=True):
+        for link, share in zip(self.links, step.shares(self.layers[layer], k.dtype), strict=True):
             if share.kv:
                 parts = [
                     (pick(x[:, heads, 0], rows), part)
@@ -91,27 +101,27 @@ class MemoryPool:
                     for x, part in zip((k, v), both, strict=True)
                 ]
                 link.send_tensors(step.key(Kind.KV, layer), share.messages.kv_bytes, parts)
-        self.send_s += time.perf_counter() - start
+        self._send_s += time.perf_counter() - start
 
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
         """Gather [R, 1, Hq, Dv] from all memory workers."""
-        start, step, of = time.perf_counter(), self._step, self._layers[layer]
+        start, step, of = time.perf_counter(), self._step, self.layers[layer]
         out = self._staging.empty(num_rows, of.num_q_heads, of.v_dim, dtype=dtype)
         cut = step.cut_heads(of)
-        parts = [Partial(*(torch.empty(*x.shape, *dim, dtype=FP32) for dim in ((of.v_dim,), ()))) for x in cut]
+        parts = [x.room(of.v_dim) for x in cut]
         for link, share in zip(self.links, step.shares(of, dtype), strict=True):
             if share.messages.o_bytes:
-                take = partial(_take, share, out, parts)
-                link.receive(step.key(Kind.O, layer), take, share.messages.o_bytes)
+                fill = partial(take, share, out, parts)
+                link.receive(step.key(Kind.O, layer), fill, share.messages.o_bytes)
         for each, merged in zip(cut, parts, strict=True):
             self._merge(of, each, merged, out)
-        self.wait_s += time.perf_counter() - start
+        self._wait_s += time.perf_counter() - start
         return self._staging.up(out.unsqueeze(1))
 
     def settle(self) -> None:
         """See Attention: every O was waited for."""
 
-    def _merge(self, of: _Layer, cut: _CutHeads, parts: Partial, out: Tensor) -> None:
+    def _merge(self, of: PoolLayer, cut: _CutHeads, parts: Partial, out: Tensor) -> None:
         """Fill in the rows that several memory workers have returned in parts."""
         for left, right in cut.levels:
             self._backend.merge(parts, left, right)
@@ -121,14 +131,14 @@ class MemoryPool:
         out[cut.rows, cut.heads] = closed
 
 
-class _Layer:
+class PoolLayer:
     """A layer, and who does what of it."""
 
     def __init__(
         self, shape: LayerShape, spec: AttentionSpec, pieces: tuple[tuple[HeldPiece, ...], ...], like: int
     ) -> None:
         """``pieces``: by link; ``like``: the first layer that has the same."""
-        self.num_q_heads, self.v_dim = shape.q_heads, shape.v_dim
+        self.shape, self.num_q_heads, self.v_dim = shape, shape.q_heads, shape.v_dim
         self.sinks = torch.frombuffer(bytearray(shape.sinks), dtype=FP32) if spec.sinks else None
         self.pieces, self.like = pieces, like
 
@@ -141,7 +151,7 @@ class _GroupRows(NamedTuple):
     kv: Index
 
 
-class _Share(NamedTuple):
+class PoolShare(NamedTuple):
     """A memory worker's share of a layer in a step. Of what has no rows there is nothing."""
 
     messages: Messages
@@ -161,22 +171,26 @@ class _CutHeads(NamedTuple):
     new: Tensor
     rows: Tensor
 
+    def room(self, v_dim: int) -> Partial:
+        """For the results of all workers."""
+        return Partial(torch.empty(*self.shape, v_dim, dtype=FP32), torch.empty(self.shape, dtype=FP32))
 
-class _Step:
+
+class PoolStep:
     """The step that messages belong to, and whose rows are whose."""
 
     def __init__(self, plan: StepPlan, groups: list[Group], placement: Placement) -> None:
         self.plan, self._groups, self._placement = plan, groups, placement
-        self._num_rows = plan.num_rows
+        self.num_rows = plan.num_rows
         self._layouts: dict[int, Layout] = {}
         self._rows: dict[int, _GroupRows] = {}
-        self._shares: dict[int, list[_Share]] = {}  # by layer, of those that are alike one
+        self._shares: dict[int, list[PoolShare]] = {}  # by layer, of those that are alike one
         self._cut: dict[int, list[_CutHeads]] = {}
 
     def key(self, kind: Kind, layer: int) -> Key:
         return Key.of(kind, self.plan, layer)
 
-    def shares(self, layer: _Layer, dtype: torch.dtype) -> list[_Share]:
+    def shares(self, layer: PoolLayer, dtype: torch.dtype) -> list[PoolShare]:
         """By link."""
         found = self._shares.get(layer.like)
         if found is None:
@@ -186,14 +200,14 @@ class _Step:
             self._shares[layer.like] = found
         return found
 
-    def cut_heads(self, layer: _Layer) -> list[_CutHeads]:
+    def cut_heads(self, layer: PoolLayer) -> list[_CutHeads]:
         found = self._cut.get(layer.like)
         if found is None:
             found = self._cut[layer.like] = [self._cut_heads(x) for x in self._cut_pieces(layer)]
         return found
 
-    def _share(self, layer: _Layer, pieces: tuple[HeldPiece, ...], x: Messages, starts: list[int]) -> _Share:
-        share, cut = _Share(x, [], [], [], []), [c.heads for c in self.cut_heads(layer)]
+    def _share(self, layer: PoolLayer, pieces: tuple[HeldPiece, ...], x: Messages, starts: list[int]) -> PoolShare:
+        share, cut = PoolShare(x, [], [], [], []), [c.heads for c in self.cut_heads(layer)]
         for piece, q, kv, (o, lse), final in zip(pieces, x.q, x.kv, x.partial, x.final, strict=True):
             rows, (q_heads, kv_heads) = self._group_rows(piece.group), _heads(piece)
             of_kv = (rows.whole, (kv[0], kv[1])), (rows.kv, (kv[2], kv[3]))
@@ -207,7 +221,7 @@ class _Step:
                 share.partial.append((index, slice(start, starts[index]), o, lse))
         return share
 
-    def _cut_pieces(self, layer: _Layer) -> Iterable[list[HeldPiece]]:
+    def _cut_pieces(self, layer: PoolLayer) -> Iterable[list[HeldPiece]]:
         """Pieces of the same heads of which something comes back in parts, each list in the order of links."""
         found: dict[int, list[HeldPiece]] = {}
         for piece in (p for pieces in layer.pieces for p in pieces):
@@ -235,7 +249,7 @@ class _Step:
         return self._layouts[group]
 
     def _index(self, rows: list[int]) -> Index:
-        return None if len(rows) == self._num_rows else _tensor(rows)
+        return None if len(rows) == self.num_rows else _tensor(rows)
 
 
 def _heads(piece: HeldPiece) -> tuple[slice, slice]:
@@ -248,7 +262,7 @@ def _tensor(numbers: list[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def _take(share: _Share, out: Tensor, parts: list[Partial], data: memoryview) -> None:
+def take(share: PoolShare, out: Tensor, parts: list[Partial], data: memoryview) -> None:
     """An O: partial results to ``parts``, by cut heads; final ones to ``out`` [R, Hq, Dv]."""
     cut = share.messages.partial_bytes
     if cut:

@@ -44,6 +44,8 @@ def passes(
     if backend.engine is not None:  # it looks for operators, which a bound linear layer is not
         found.append(Pass("bind rows", partial(rows.bind, backend=backend)))
     found.append(linear)
+    if backend.engine is not None:
+        found.append(Pass("chain units", rows.chain))
     if backend.own_threads:
         found.append(Pass("one thread for few rows", FewRows))
     return [*found, last]

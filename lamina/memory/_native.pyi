@@ -2,7 +2,7 @@ class Step:
     """A step of a Loop."""
 
 class Loop:
-    """A memory worker's round without Python: csrc/step/loop.h. One thread uses it.
+    """A memory worker's round without Python: csrc/memory/loop.h. One thread uses it.
 
     ``kernels`` and ``channels``: what has ``calls()``, capsules of csrc/attention/calls.h and csrc/netstack/calls.h.
     ``table``: 64-bit numbers, as ``native_layers`` writes them. Raises ValueError where they make no sense.

@@ -130,7 +130,7 @@ class NativeLayers:
 
 
 def _store_table(store: Store) -> bytes:
-    """What csrc/step/module.cpp reads as a Store."""
+    """What csrc/memory/module.cpp reads as a Store."""
     numbers = [torch.get_num_threads(), store.dtype.itemsize, store.tables.block_size, int(store.bind.kv.overlap)]
     numbers += [len(store.tables.num_blocks), *store.tables.num_blocks, len(store.layers)]
     for like, layer in zip(store.alike, store.layers, strict=True):
@@ -147,7 +147,7 @@ def _operator(op: Operator) -> list[int]:
 
 
 def _step_table(store: Store, step: Step) -> bytes:
-    """What csrc/step/module.cpp reads as a Step."""
+    """What csrc/memory/module.cpp reads as a Step."""
     numbers, item = array("q"), store.dtype.itemsize
     for group, places in zip(step.groups, step.places, strict=True):
         _add_group(numbers, group)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from lamina.converter import SlicedProgram
     from lamina.gemm import LinearBackend
 
+    from .chains import ChainedProgram
+
 
 log = logging.getLogger(__name__)
 
@@ -40,3 +42,10 @@ def bind(program: SlicedProgram, backend: LinearBackend) -> SlicedProgram:
             return None
 
     return fuse(program, takes, build)
+
+
+def chain(program: SlicedProgram) -> ChainedProgram:
+    """The program, whose rows are bound, with every slice that is nothing but units and sends as one call."""
+    from .chains import ChainedProgram
+
+    return ChainedProgram(program)

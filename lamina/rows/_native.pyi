@@ -11,3 +11,14 @@ class Program:
         """Instructions ``first`` .. ``last`` - 1 on ``rows`` rows; ``arena`` and ``given`` are addresses. Callers of
         one engine take turns. Raises IndexError where a row looks up what a table has not.
         """
+
+class Chain:
+    """Programs one after another, and sends between them, in one call: csrc/rows/chain.cpp."""
+
+    def __new__(cls, programs: tuple[Program, ...], table: bytes, /) -> Chain:
+        """``table``: 64-bit numbers, as lamina/rows/chains.py writes them. Raises ValueError for one that is none."""
+
+    def run(self, send: object | None, rows: int, arena: int, /, *outside: int) -> None:
+        """``send``: a capsule of csrc/rows/send.h, for chains that send; ``arena`` and ``outside`` are addresses, of
+        values given and then of results. Raises IndexError as Program, and what sends raise.
+        """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +36,18 @@ class _Product(NamedTuple):
     rows: int
 
 
+class Shape(NamedTuple):
+    """A tensor that a unit is given, or gives: of each row, or (``with_rows`` False) as a whole."""
+
+    with_rows: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 class Arena:
     """Memory for what lies between the instructions of a unit, under ``lock``: threads take turns."""
 
@@ -58,9 +71,8 @@ class Arena:
 
 
 class RowUnit:
-    """Instructions that do what a unit does. ``given``: of each tensor that is no weight, whether it has rows, the
-    shape of one (else all of it) and the dtype; ``leads``: the first of them with rows; ``results``: shape of a row
-    and dtype.
+    """Instructions that do what a unit does. ``given``: of each tensor that is no weight; ``leads``: the first of them
+    with rows.
     """
 
     def __init__(self, unit: fx.GraphModule, weights: int, backend: LinearBackend, arena: Arena) -> None:
@@ -77,39 +89,40 @@ class RowUnit:
         _renumber(instructions, {slot: n for n, slot in enumerate(order)})
         self._dtypes = [s.dtype for s in slots]
         self._row_bytes = [s.numel * s.dtype.itemsize if s.with_rows else 0 for s in slots]
-        self._places, self._row_arena = _placed(instructions, given, self._row_bytes)
+        self._places, self.row_arena = _placed(instructions, given, self._row_bytes)
         table = encode(given, self._row_bytes, self._places, instructions)
-        self._program = Program(backend.engine, table, "")
+        self.program = Program(backend.engine, table, "")
         self._instructions = len(instructions)
         self._products = [_product(i, each) for i, each in enumerate(instructions) if each.kind == "linear"]
-        self._most_rows = min((backend.rows_of(self._dtypes[p.y]) // p.rows for p in self._products), default=None)
-        self.results = [(v.shape, lowered.slots[v.slot].dtype) for v in lowered.results]
+        limits = (backend.rows_of(self._dtypes[p.y]) // p.rows for p in self._products)
+        self.most_rows = min(limits, default=sys.maxsize)  # in one native call
+        self.results = [Shape(True, v.shape, lowered.slots[v.slot].dtype) for v in lowered.results]
         values = [lowered.values[n] for n in lowered.placeholders[weights:]]
-        self.given = [(slots[v.slot].with_rows, v.shape, v.dtype) for v in values]
+        self.given = [Shape(slots[v.slot].with_rows, v.shape, v.dtype) for v in values]
         self.leads = next(i for i, s in enumerate(slots[weights:]) if s.with_rows)
         self.arena = arena
 
     def bind(self, weights: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
         """Of tensors of rows: the unit with these weights, which stay where they are."""
-        return _Bound(self, weights).call
+        return BoundUnit(self, weights).call
 
     def run(self, rows: int, given: Sequence[Tensor], addresses: Sequence[int]) -> None:
         """``given``: weights, tensors of rows without gaps, results. Raises IndexError where a row looks up what a
         table has not.
         """
-        self.arena.reserve(rows * self._row_arena)
+        self.arena.reserve(rows * self.row_arena)
         head = self.arena.address
-        if self._most_rows is None or rows <= self._most_rows:
-            self._program.run(rows, 0, self._instructions, head, *addresses)
+        if rows <= self.most_rows:
+            self.program.run(rows, 0, self._instructions, head, *addresses)
             return
         first = 0
         for product in self._products:
             if product.at > first:
-                self._program.run(rows, first, product.at, head, *addresses)
+                self.program.run(rows, first, product.at, head, *addresses)
             self._multiply(product, rows, given)
             first = product.at + 1
         if self._instructions > first:
-            self._program.run(rows, first, self._instructions, head, *addresses)
+            self.program.run(rows, first, self._instructions, head, *addresses)
 
     def _multiply(self, product: _Product, rows: int, given: Sequence[Tensor]) -> None:
         """By torch, which has products for many rows."""
@@ -128,13 +141,15 @@ class RowUnit:
         return self.arena.part(at, rows * self._row_bytes[slot]).view(self._dtypes[slot])
 
 
-class _Bound:
+class BoundUnit:
     """A unit and its weights."""
 
     def __init__(self, unit: RowUnit, weights: Sequence[Tensor]) -> None:
         self._unit = unit
-        self._weights = tuple(w.detach() for w in weights)  # a parameter may be given other memory
-        self._addresses = [w.data_ptr() for w in weights]
+        self.weights = tuple(w.detach() for w in weights)  # a parameter may be given other memory
+        self.addresses = [w.data_ptr() for w in weights]
+        self.program, self.given, self.results = unit.program, unit.given, unit.results
+        self.most_rows, self.row_arena = unit.most_rows, unit.row_arena
 
     def call(self, *x: Tensor) -> tuple[Tensor, ...]:
         """Raises IndexError where a row looks up what a table has not."""
@@ -144,11 +159,11 @@ class _Bound:
         for t, (with_rows, shape, dtype) in zip(given, unit.given, strict=True):
             if t.dtype != dtype or t.shape != ((rows, *shape) if with_rows else shape):
                 raise ValueError(f"rows of {tuple(t.shape)}, {t.dtype}, where a slice takes {shape}, {dtype}")
-        made = [torch.empty((rows, *shape), dtype=dtype) for shape, dtype in unit.results]
+        made = [torch.empty((rows, *shape), dtype=dtype) for _, shape, dtype in unit.results]
         if rows:
-            addresses = [*self._addresses, *(t.data_ptr() for t in given), *(t.data_ptr() for t in made)]
+            addresses = [*self.addresses, *(t.data_ptr() for t in given), *(t.data_ptr() for t in made)]
             with unit.arena.lock:
-                unit.run(rows, (*self._weights, *given, *made), addresses)
+                unit.run(rows, (*self.weights, *given, *made), addresses)
         return tuple(made)
 
 

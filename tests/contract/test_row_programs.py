@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from lamina import gemm, rows
 from lamina.converter import Slice, SlicedProgram
 from lamina.rows import program as row_program
-from lamina.rows._native import Program
+from lamina.rows._native import Chain, Program
+from lamina.rows.chains import ChainedSlice
 from lamina.rows.table import Instruction, Operation, UnsupportedError, View, encode, registers_of
 
 WIDE = 600  # more than a chunk
@@ -51,7 +52,8 @@ def exported(part: Part, x: tuple[Tensor, ...]) -> SlicedProgram:
 
 def bound(part: Part, x: tuple[Tensor, ...], threads: int = 1, left: int = 0) -> Callable[..., tuple[Tensor, ...]]:
     """``part`` on rows, with no more than ``left`` of torch's operators, besides views."""
-    found = rows.bind(exported(part, x), gemm.get("native", threads)).slices[0]
+    program = rows.bind(exported(part, x), gemm.get("native", threads))
+    found = program.slices[0]
     names = [str(n.target) for n in found.module.graph.nodes if n.op == "call_function" and "aten" in str(n.target)]
     assert len([n for n in names if "sym_size" not in n and "view" not in n]) <= left, names
     return found
@@ -119,6 +121,33 @@ def test_each_operator_gives_what_torch_gives(name: str, dtype: torch.dtype) -> 
         x = tuple(numbers((count, *t.shape[1:]), dtype, count + i) * 3 for i, t in enumerate(x))
         for found, wanted in zip(unit(*x), part(*x), strict=True):
             close(found, wanted)
+
+
+@pytest.mark.parametrize("name", [*ONE, *TWO])
+def test_a_chain_gives_the_bits_of_its_units(name: str) -> None:
+    dtype = torch.bfloat16
+    x: tuple[Tensor, ...] = (numbers((3, 1, WIDE), dtype),)
+    part = Part(ONE[name], []) if name in ONE else Part(TWO[name], [numbers((WIDE,), dtype, 9)])
+    if name in TWO:
+        x = (*x, numbers((3, 1, WIDE), dtype, 1))
+    program = rows.bind(exported(part, x), gemm.get("native", 2))
+    (chain,) = rows.chain(program).slices
+    assert isinstance(chain, ChainedSlice) or "run" not in program.slices[0].module.code
+    for count in SIZES:
+        x = tuple(numbers((count, *t.shape[1:]), dtype, count + i) for i, t in enumerate(x))
+        assert all(torch.equal(a, b) for a, b in zip(chain(*x), program.slices[0](*x), strict=True))
+
+
+def test_a_chain_passes_on_what_it_is_given_and_makes_what_is_wanted_twice_once() -> None:
+    part = Part(lambda w, x, y: (x, F.linear(x, w) * 2.0, y, x), [numbers((64, 64), torch.bfloat16)])
+    x = tuple(numbers((5, 1, 64), torch.bfloat16, i) for i in range(2))
+    program = rows.bind(exported(part, x), gemm.get("native", 2))
+    (chain,) = rows.chain(program).slices
+    for each in (x, tuple(torch.stack([t, t], -1)[..., 0] for t in x), tuple(t[:0] for t in x)):
+        found, wanted = chain(*each), program.slices[0](*each)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    many = tuple(numbers((500, 1, 64), torch.bfloat16, i) for i in range(2))  # more rows than one call takes
+    assert all(torch.equal(a, b) for a, b in zip(chain(*many), program.slices[0](*many), strict=True))
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "tanh", "sigmoid", "exp", "cos", "sin"])
@@ -416,6 +445,8 @@ def test_bad_tables_are_refused() -> None:
     for wrong in (table[:-8], table + b"\0" * 8, b"\xff" * len(table), b""):
         with pytest.raises(ValueError, match="of the table makes no sense$"):
             Program(engine, wrong, "")
+        with pytest.raises(ValueError, match="of the table makes no sense$"):
+            Chain((Program(engine, table, ""),), wrong)
     for at in range(0, len(table), 8):  # whatever number is wrong, nothing else breaks
         for value in (-1, 1 << 40):
             try:

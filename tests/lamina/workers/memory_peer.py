@@ -16,7 +16,7 @@ from lamina import netstack
 from lamina.attention import get
 from lamina.attention.spec import AttentionSpec
 from lamina.compute.links import MemoryLink
-from lamina.compute.memory_pool import MemoryPool
+from lamina.compute.native_pool import open_pool
 from lamina.memory.worker import MemoryWorker
 from lamina.netstack import Channel, ChannelError, Geometry, Terms
 from lamina.protocol.control import Connect
@@ -39,6 +39,7 @@ from lamina.protocol.plan import (
     decode_bound,
     encode,
 )
+from lamina.workers.staging import HostStaging
 from lamina.workers.view import ViewDoor
 
 WAIT_S = 90.0
@@ -189,7 +190,8 @@ class Model:
     def __init__(self, peers: list[Peer], partition: Partition, layers: list[LayerShape], dtype: str) -> None:
         self.peers, self.layers, self.dtype = peers, layers, DTYPES[dtype]
         links = [MemoryLink(p.channel, p.bind.worker, WAIT_S) for p in peers]
-        self.pool = MemoryPool(links, partition, layers, get(peers[0].bound.backend, torch.device("cpu"), self.dtype))
+        merging = get(peers[0].bound.backend, torch.device("cpu"), self.dtype)
+        self.pool = open_pool(links, partition, layers, merging, self.dtype, HostStaging(torch.device("cpu")))
 
     def token(self, sequence: int, position: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         x, g = self.layers[layer], torch.Generator().manual_seed(hash((sequence, position, layer)) % 2**31)

@@ -11,7 +11,8 @@ from lamina.compute.passes import passes
 
 OWN, TORCH = SimpleNamespace(own_threads=True, engine=object()), SimpleNamespace(own_threads=False, engine=None)
 GROUP, CAPTURE = SimpleNamespace(), SimpleNamespace()
-ROWS, LINEAR, FEW, LAST = "bind rows", "bind linear layers", "one thread for few rows", "emulate a device"
+ROWS, LINEAR, LAST = "bind rows", "bind linear layers", "emulate a device"
+CHAIN, FEW = "chain units", "one thread for few rows"
 
 
 @pytest.mark.parametrize(
@@ -19,8 +20,8 @@ ROWS, LINEAR, FEW, LAST = "bind rows", "bind linear layers", "one thread for few
     [
         (TORCH, {}, [LINEAR, LAST]),
         (TORCH, {"group": GROUP}, ["meet ranks", LINEAR, LAST]),
-        (OWN, {}, [ROWS, LINEAR, FEW, LAST]),
-        (OWN, {"group": GROUP}, ["meet ranks", ROWS, LINEAR, FEW, LAST]),
+        (OWN, {}, [ROWS, LINEAR, CHAIN, FEW, LAST]),
+        (OWN, {"group": GROUP}, ["meet ranks", ROWS, LINEAR, CHAIN, FEW, LAST]),
         (TORCH, {"capture": CAPTURE}, [LINEAR, "record graphs", LAST]),
         (OWN, {"capture": CAPTURE, "group": GROUP}, [LINEAR, "record graphs", LAST]),
     ],

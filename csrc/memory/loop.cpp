@@ -1,9 +1,9 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "step/loop.h"
+#include "memory/loop.h"
 
-namespace lamina::step {
+namespace lamina::memory_worker {
 namespace {
 
 constexpr std::uint64_t kReserveNs = 60'000'000'000;  // host_layers.RESERVE_S
@@ -269,4 +269,4 @@ void Loop::span(Event event, std::uint64_t* start, std::uint64_t bytes) {
   *start = now;
 }
 
-}  // namespace lamina::step
+}  // namespace lamina::memory_worker

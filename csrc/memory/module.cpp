@@ -5,13 +5,13 @@
 #include <algorithm>
 #include <new>
 
+#include "memory/loop.h"
 #include "reader.h"
-#include "step/loop.h"
 
 namespace {
 
 using namespace lamina;
-using namespace lamina::step;
+using namespace lamina::memory_worker;
 
 constexpr std::int64_t kMost = std::int64_t{1} << 40;  // of whatever is counted
 

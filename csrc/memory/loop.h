@@ -8,7 +8,7 @@
 #include "attention/calls.h"
 #include "netstack/calls.h"
 
-namespace lamina::step {
+namespace lamina::memory_worker {
 
 constexpr std::size_t kKeyBytes = 24;  // protocol.plan.Key
 constexpr std::size_t kLayerAt = 16;   // of the layer's number in it, 4 bytes
@@ -160,4 +160,4 @@ class Loop {
   std::array<std::vector<char>, 3> rows_;  // of Q, K and V that were gathered
 };
 
-}  // namespace lamina::step
+}  // namespace lamina::memory_worker

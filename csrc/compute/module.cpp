@@ -1,0 +1,277 @@
+// lamina.compute._native: the pool of pool.h as a Python object. lamina/compute/_native.pyi documents it.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <new>
+
+#include "compute/pool.h"
+#include "reader.h"
+
+namespace {
+
+using namespace lamina;
+using namespace lamina::compute;
+
+constexpr std::int64_t kMost = std::int64_t{1} << 40;  // of whatever is counted
+
+struct PoolObject {
+  PyObject_HEAD Pool* pool;
+  PyObject *channels, *step;  // kept
+  rows::Send send;
+};
+
+struct StepObject {
+  PyObject_HEAD Step* step;
+};
+
+struct State {
+  PyTypeObject *pool, *step;
+};
+
+PoolObject* object_of(PyObject* object) { return reinterpret_cast<PoolObject*>(object); }
+Pool& pool_of(PyObject* object) { return *object_of(object)->pool; }
+Pool& pool_of(void* self) { return *static_cast<Pool*>(self); }
+
+Reader reader(const Py_buffer& table) {
+  const auto* numbers = static_cast<const std::int64_t*>(table.buf);
+  return {numbers, numbers + table.len / 8};
+}
+
+PyObject* nonsense(const Reader& in, const Py_buffer& table) {
+  return PyErr_Format(PyExc_ValueError, "number %zd of the table makes no sense",
+                      Py_ssize_t(in.at - static_cast<const std::int64_t*>(table.buf)));
+}
+
+rows::Send sender(Pool* pool) {
+  return {pool,
+          [](void* self) {
+            if (pool_of(self).step) return pool_of(self).enter();
+            return PyErr_Format(PyExc_ValueError, "no step was selected"), false;
+          },
+          [](void* self) { return pool_of(self).leave(); },
+          [](void* self, std::size_t layer, std::int64_t rows, const char* q) {
+            return pool_of(self).send(kQ, layer, rows, &q);
+          },
+          [](void* self, std::size_t layer, std::int64_t rows, const char* k, const char* v) {
+            const char* const both[] = {k, v};
+            return pool_of(self).send(kKV, layer, rows, both);
+          }};
+}
+
+// Pool(channels, alike, timeout_s, traces)
+PyObject* pool_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject* channels;
+  Py_buffer alike;
+  double timeout_s;
+  int traces;
+  if (!PyArg_ParseTuple(args, "O!y*dp", &PyTuple_Type, &channels, &alike, &timeout_s, &traces)) return nullptr;
+  auto* self = reinterpret_cast<PoolObject*>(type->tp_alloc(type, 0));
+  bool good = self && (self->pool = new (std::nothrow) Pool);
+  if (self && !good) PyErr_NoMemory();
+  if (good) {
+    self->channels = Py_NewRef(channels);
+    self->send = sender(self->pool);
+    self->pool->timeout_ns = std::uint64_t(timeout_s * 1e9);
+    self->pool->traces = traces;
+    for (Py_ssize_t i = 0; good && i < PyTuple_GET_SIZE(channels); ++i) {
+      PyObject* const capsule = PyObject_CallMethod(PyTuple_GET_ITEM(channels, i), "calls", nullptr);
+      const auto* calls =
+          capsule ? static_cast<const ChannelCalls*>(PyCapsule_GetPointer(capsule, ChannelCalls::kName)) : nullptr;
+      Py_XDECREF(capsule);
+      good = calls;
+      self->pool->links.push_back({calls, {}});
+    }
+    Reader in = reader(alike);
+    for (std::int64_t i = 0; in.at != in.end && !in.failed; ++i)
+      self->pool->alike.push_back(std::size_t(in.next(0, i)));
+    if (good && in.failed) good = nonsense(in, alike);
+  }
+  PyBuffer_Release(&alike);
+  if (!good) Py_CLEAR(self);
+  return reinterpret_cast<PyObject*>(self);
+}
+
+void pool_dealloc(PyObject* object) {
+  PoolObject* self = object_of(object);
+  delete self->pool;
+  Py_XDECREF(self->channels);
+  Py_XDECREF(self->step);
+  PyTypeObject* type = Py_TYPE(object);
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+void read_copies(Kind kind, std::vector<Copy>& copies, std::size_t bytes, std::int64_t all, Reader& in) {
+  const std::int64_t tensors = kind == kQ ? 1 : kind == kKV ? 2 : 1 << 16;
+  const std::int64_t count = in.next(0, 1 << 16);
+  for (std::int64_t i = 0; i < count && !in.failed; ++i) {
+    Copy each{};
+    each.tensor = std::size_t(in.next(0, tensors - 1));
+    for (std::size_t* x : {&each.row_bytes, &each.offset, &each.width, &each.at}) *x = std::size_t(in.next(0, kMost));
+    each.all = in.next(0, 1);
+    if (!each.all) each.rows = in.list(0, kind == kO && each.tensor ? kMost : all - 1);  // others are partial
+    const auto rows = __int128(each.all ? all : std::int64_t(each.rows.size()));
+    if (each.offset + each.width > each.row_bytes || rows * each.width + each.at > bytes) in.failed = true;
+    copies.push_back(std::move(each));
+  }
+}
+
+// step(table, tags)
+PyObject* pool_step(PyObject* object, PyObject* args) {
+  const Pool& pool = pool_of(object);
+  Py_buffer table;
+  const char* tags;
+  Py_ssize_t tag_bytes;
+  if (!PyArg_ParseTuple(args, "y*y#", &table, &tags, &tag_bytes)) return nullptr;
+  auto* type = static_cast<State*>(PyType_GetModuleState(Py_TYPE(object)))->step;
+  auto* self = reinterpret_cast<StepObject*>(type->tp_alloc(type, 0));
+  bool good = self && (self->step = new (std::nothrow) Step);
+  if (self && !good) PyErr_NoMemory();
+  if (good) {
+    Step& step = *self->step;
+    Reader in = reader(table);
+    step.rows = in.next(0, kMost);
+    step.shares.resize(pool.alike.size());
+    const std::int64_t forms = in.next(0, std::int64_t(pool.alike.size()));
+    for (std::int64_t i = 0; i < forms && !in.failed; ++i) {
+      const auto like = std::size_t(in.next(0, std::int64_t(pool.alike.size()) - 1));
+      if (in.failed) break;
+      step.shares[like].resize(pool.links.size());
+      for (std::size_t l = 0; l < pool.links.size() && !in.failed; ++l) {
+        Share& share = step.shares[like][l];
+        for (std::size_t kind = 0; kind < kKinds; ++kind) {
+          share.bytes[kind] = std::size_t(in.next(0, kMost));
+          read_copies(Kind(kind), share.copies[kind], share.bytes[kind], step.rows, in);
+          if (kind != kO && share.bytes[kind] > pool.links[l].calls->slot_bytes) in.failed = true;
+        }
+      }
+    }
+    for (const std::size_t like : pool.alike)
+      if (step.shares[like].size() != pool.links.size()) in.failed = true;
+    if (in.at != in.end) in.failed = true;
+    if (in.failed) good = nonsense(in, table);
+    if (good && tag_bytes != kKinds * Py_ssize_t(kKeyBytes))
+      good = PyErr_Format(PyExc_ValueError, "tags of %zd bytes", tag_bytes);
+    for (std::size_t kind = 0; good && kind < kKinds; ++kind)
+      std::memcpy(step.tags[kind].data(), tags + kind * kKeyBytes, kKeyBytes);
+  }
+  PyBuffer_Release(&table);
+  if (!good) Py_CLEAR(self);
+  return reinterpret_cast<PyObject*>(self);
+}
+
+void step_dealloc(PyObject* object) {
+  delete reinterpret_cast<StepObject*>(object)->step;
+  PyTypeObject* type = Py_TYPE(object);
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+PyObject* pool_select(PyObject* object, PyObject* step) {
+  if (Py_TYPE(step) != static_cast<State*>(PyType_GetModuleState(Py_TYPE(object)))->step)
+    return PyErr_Format(PyExc_TypeError, "a step is one of the pool");
+  pool_of(object).step = reinterpret_cast<StepObject*>(step)->step;
+  Py_XSETREF(object_of(object)->step, Py_NewRef(step));
+  Py_RETURN_NONE;
+}
+
+PyObject* pool_send(PyObject* object, PyObject*) {
+  return PyCapsule_New(&object_of(object)->send, rows::Send::kName, nullptr);
+}
+
+// receive(layer, first, *tensors)
+PyObject* pool_receive(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+  Pool& pool = pool_of(object);
+  if (count < 2) return PyErr_Format(PyExc_TypeError, "receive takes (layer, first, *tensors)");
+  const Py_ssize_t layer = PyLong_AsSsize_t(args[0]), first = PyLong_AsSsize_t(args[1]);
+  if (PyErr_Occurred()) return nullptr;
+  if (!pool.step || layer < 0 || std::size_t(layer) >= pool.alike.size() || first < 0)
+    return PyErr_Format(PyExc_ValueError, "layer %zd of %zu", layer, pool.alike.size());
+  std::vector<char*> tensors;
+  for (Py_ssize_t i = 2; i < count; ++i) {
+    const unsigned long long at = PyLong_AsUnsignedLongLong(args[i]);
+    if (at == static_cast<unsigned long long>(-1) && PyErr_Occurred()) return nullptr;
+    tensors.push_back(reinterpret_cast<char*>(static_cast<std::uintptr_t>(at)));
+  }
+  for (const Share& share : pool.step->shares[pool.alike[std::size_t(layer)]])
+    for (const Copy& each : share.copies[kO])
+      if (each.tensor >= tensors.size()) return PyErr_Format(PyExc_ValueError, "%zu tensors", tensors.size());
+  if (!pool.enter()) return nullptr;
+  std::size_t came = 0;
+  Py_BEGIN_ALLOW_THREADS;
+  came = pool.receive(std::size_t(layer), std::size_t(first), tensors.data());
+  Py_END_ALLOW_THREADS;
+  if (!pool.leave()) return nullptr;
+  return PyLong_FromSize_t(came);
+}
+
+PyObject* pool_times(PyObject* object, PyObject*) {
+  const Pool& pool = pool_of(object);
+  return Py_BuildValue("dd", double(pool.send_ns) / 1e9, double(pool.wait_ns) / 1e9);
+}
+
+PyObject* pool_spans(PyObject* object, PyObject*) {
+  Pool& pool = pool_of(object);
+  static_assert(sizeof(Span) == 6 * sizeof(std::int64_t));
+  PyObject* bytes = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(pool.spans.data()),
+                                              Py_ssize_t(pool.spans.size() * sizeof(Span)));
+  pool.spans.clear();
+  return bytes;
+}
+
+template <class F>
+PyCFunction method(F* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef pool_methods[] = {{"step", pool_step, METH_VARARGS, nullptr},
+                              {"select", pool_select, METH_O, nullptr},
+                              {"send", pool_send, METH_NOARGS, nullptr},
+                              {"receive", method(pool_receive), METH_FASTCALL, nullptr},
+                              {"times", pool_times, METH_NOARGS, nullptr},
+                              {"spans", pool_spans, METH_NOARGS, nullptr},
+                              {nullptr, nullptr, 0, nullptr}};
+
+template <class F>
+void* slot(F* function) {
+  return reinterpret_cast<void*>(function);
+}
+
+PyType_Slot pool_slots[] = {
+    {Py_tp_new, slot(pool_new)}, {Py_tp_dealloc, slot(pool_dealloc)}, {Py_tp_methods, pool_methods}, {0, nullptr}};
+PyType_Slot step_slots[] = {{Py_tp_dealloc, slot(step_dealloc)}, {0, nullptr}};
+PyType_Spec pool_spec = {"lamina.compute._native.Pool", sizeof(PoolObject), 0, Py_TPFLAGS_DEFAULT, pool_slots};
+PyType_Spec step_spec = {"lamina.compute._native.Step", sizeof(StepObject), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, step_slots};
+
+int exec(PyObject* module) {
+  auto* state = static_cast<State*>(PyModule_GetState(module));
+  const auto add = [&](PyType_Spec* spec) {
+    auto* type = reinterpret_cast<PyTypeObject*>(PyType_FromModuleAndSpec(module, spec, nullptr));
+    if (type && PyModule_AddType(module, type)) Py_CLEAR(type);
+    return type;
+  };
+  return (state->pool = add(&pool_spec)) && (state->step = add(&step_spec)) ? 0 : -1;
+}
+
+int traverse(PyObject* module, visitproc visit, void* arg) {
+  auto* state = static_cast<State*>(PyModule_GetState(module));
+  Py_VISIT(state->pool);
+  Py_VISIT(state->step);
+  return 0;
+}
+
+int clear(PyObject* module) {
+  auto* state = static_cast<State*>(PyModule_GetState(module));
+  Py_CLEAR(state->pool);
+  Py_CLEAR(state->step);
+  return 0;
+}
+
+PyModuleDef_Slot slots[] = {{Py_mod_exec, slot(exec)}, {0, nullptr}};
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_native", nullptr, sizeof(State), nullptr, slots, traverse, clear, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__native() { return PyModuleDef_Init(&definition); }

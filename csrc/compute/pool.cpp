@@ -1,0 +1,167 @@
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "compute/pool.h"
+
+namespace lamina::compute {
+namespace {
+
+// To a message, or from it.
+template <bool to_message, class Byte>
+void copy(const Copy& each, std::int64_t rows, char* message, Byte* tensor) {
+  char* packed = message + each.at;
+  const std::int64_t count = each.all ? rows : std::int64_t(each.rows.size());
+  if (each.all && each.width == each.row_bytes) {
+    const std::size_t bytes = std::size_t(count) * each.width;
+    if constexpr (to_message)
+      std::memcpy(packed, tensor, bytes);
+    else
+      std::memcpy(tensor, packed, bytes);
+    return;
+  }
+  for (std::int64_t i = 0; i < count; ++i, packed += each.width) {
+    Byte* row = tensor + std::size_t(each.all ? i : each.rows[std::size_t(i)]) * each.row_bytes + each.offset;
+    if constexpr (to_message)
+      std::memcpy(packed, row, each.width);
+    else
+      std::memcpy(row, packed, each.width);
+  }
+}
+
+}  // namespace
+
+bool Pool::enter() {
+  failed_ = unread_ = false;
+  for (std::size_t i = 0; i < links.size(); ++i) {
+    if (links[i].calls->enter(links[i].calls->channel)) continue;
+    for (std::size_t j = 0; j < i; ++j) links[j].calls->leave(links[j].calls->channel, {}, 0);
+    return false;
+  }
+  return true;
+}
+
+bool Pool::leave() {
+  if (failed_ && failed_status_ != Status::ready) {
+    const ChannelCalls& calls = *links[failed_link_].calls;
+    calls.raise(calls.channel, failed_role_, failed_status_, double(timeout_ns) / 1e9);
+  }
+  if (unread_) links[failed_link_].calls->unread(links[failed_link_].calls->channel, message_);
+  for (Link& link : links) {
+    link.calls->leave(link.calls->channel, link.traffic, 0);
+    link.traffic = {};
+  }
+  return !failed_;
+}
+
+bool Pool::fail(std::size_t link, Role role, Status status) {
+  failed_ = true, failed_link_ = link, failed_role_ = role, failed_status_ = status;
+  return false;
+}
+
+// Whether a signal's handler has raised an exception.
+bool Pool::interrupted() {
+  const PyGILState_STATE state = PyGILState_Ensure();
+  const bool raised = PyErr_CheckSignals();
+  PyGILState_Release(state);
+  return raised;
+}
+
+bool Pool::ready(std::size_t link, Role role) {
+  Engine* engine = links[link].calls->engine;
+  Status status = engine->look(role);
+  if (status == Status::pending) {
+    const std::uint64_t start = now_ns(), deadline = start + timeout_ns;
+    std::uint64_t now = start;
+    do {
+      status = engine->wait(role, deadline);
+      now = now_ns();
+      if (status == Status::pending && interrupted()) return fail(link, role, Status::ready);
+    } while (status == Status::pending && now < deadline);
+    links[link].traffic.wait_ns += now - start;
+  }
+  return status == Status::ready || fail(link, role, status);
+}
+
+std::array<std::uint8_t, kTagBytes> Pool::tag(Kind kind, std::size_t layer) const {
+  auto tag = step->tags[kind];
+  const auto number = std::uint32_t(layer);
+  std::memcpy(tag.data() + kLayerAt, &number, sizeof number);
+  return tag;
+}
+
+bool Pool::send(Kind kind, std::size_t layer, std::int64_t rows, const char* const* tensors) {
+  if (layer >= alike.size() || rows != step->rows) {
+    const PyGILState_STATE state = PyGILState_Ensure();
+    PyErr_Format(PyExc_ValueError, "%lld rows for layer %zu of a step of %lld rows", (long long)rows, layer,
+                 (long long)step->rows);
+    PyGILState_Release(state);
+    return fail(0, Role::sender, Status::ready);
+  }
+  const std::uint64_t begun = now_ns();
+  const auto named = tag(kind, layer);
+  const auto& shares = step->shares[alike[layer]];
+  for (std::size_t i = 0; i < links.size(); ++i) {
+    const std::size_t bytes = shares[i].bytes[kind];
+    if (!bytes) continue;
+    std::uint64_t start = traces ? now_ns() : 0;
+    if (!ready(i, Role::sender)) return false;
+    Engine* engine = links[i].calls->engine;
+    const Grant slot = engine->grant();
+    span(Event::kReserve, layer, i, &start, 0);
+    for (const Copy& each : shares[i].copies[kind])
+      copy<true>(each, rows, reinterpret_cast<char*>(slot.data), tensors[each.tensor]);
+    std::uint64_t seqno = 0;
+    Status status = engine->publish(bytes, named.data(), kKeyBytes, nullptr, &seqno);
+    while (status == Status::pending) {
+      if (interrupted()) {
+        engine->give_up("a put was interrupted half-way");
+        return fail(i, Role::sender, Status::ready);
+      }
+      status = engine->resume();
+    }
+    if (status != Status::ready) return fail(i, Role::sender, status);
+    ++links[i].traffic.messages_sent, links[i].traffic.bytes_sent += bytes;
+    span(kind == kQ ? Event::kSendQ : Event::kSendKV, layer, i, &start, bytes);
+  }
+  send_ns += now_ns() - begun;
+  return true;
+}
+
+std::size_t Pool::receive(std::size_t layer, std::size_t first, char* const* tensors) {
+  const std::uint64_t begun = now_ns();
+  const auto named = tag(kO, layer);
+  const auto& shares = step->shares[alike[layer]];
+  std::size_t i = first;
+  for (; i < links.size(); ++i) {
+    const std::size_t bytes = shares[i].bytes[kO];
+    if (!bytes) continue;
+    Link& link = links[i];
+    std::uint64_t start = traces ? now_ns() : 0;
+    if (!ready(i, Role::receiver)) break;
+    if (const Status status = link.calls->engine->take(&message_); status != Status::ready) {
+      fail(i, Role::receiver, status);
+      break;
+    }
+    if (message_.length != bytes || std::memcmp(message_.tag, named.data(), kKeyBytes)) {
+      unread_ = true, failed_link_ = i;
+      break;
+    }
+    span(Event::kWaitO, layer, i, &start, 0);
+    for (const Copy& each : shares[i].copies[kO])
+      copy<false>(each, step->rows, reinterpret_cast<char*>(message_.data), tensors[each.tensor]);
+    link.calls->engine->release();
+    ++link.traffic.messages_received, link.traffic.bytes_received += bytes;
+    span(Event::kReceiveO, layer, i, &start, bytes);
+  }
+  wait_ns += now_ns() - begun;
+  return i;
+}
+
+void Pool::span(Event event, std::size_t layer, std::size_t link, std::uint64_t* start, std::uint64_t bytes) {
+  if (!traces) return;
+  const std::uint64_t now = now_ns();
+  spans.push_back({event, layer, link, *start, now, bytes});
+  *start = now;
+}
+
+}  // namespace lamina::compute

@@ -1,0 +1,85 @@
+// All memory workers as one, without Python: Q, K and V to their inboxes, O from them. The same messages as
+// lamina/compute/memory_pool.py, whose words are used here. Included behind Python.h.
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "netstack/calls.h"
+#include "rows/send.h"
+
+namespace lamina::compute {
+
+constexpr std::size_t kKeyBytes = 24;  // protocol.plan.Key
+constexpr std::size_t kLayerAt = 16;   // of the layer's number in it, 4 bytes
+
+enum Kind { kQ, kKV, kO, kKinds };
+
+// Rows of a tensor, `row_bytes` each, of which `width` bytes from `offset` on lie without gaps in a message, from `at`.
+struct Copy {
+  std::size_t tensor, row_bytes, offset, width, at;
+  bool all;
+  std::vector<std::int64_t> rows;  // where not all
+};
+
+// What one memory worker has of a layer: bytes of its messages, and what lies where. 0 bytes = no message.
+struct Share {
+  std::array<std::size_t, kKinds> bytes{};
+  std::array<std::vector<Copy>, kKinds> copies;
+};
+
+struct Step {
+  std::int64_t rows = 0;
+  std::vector<std::vector<Share>> shares;  // by layer that others are like, by link
+  std::array<std::array<std::uint8_t, kTagBytes>, kKinds> tags{};  // of layer 0
+};
+
+enum class Event : std::int64_t { kReserve, kSendQ, kSendKV, kWaitO, kReceiveO };
+
+struct Span {
+  Event event;
+  std::size_t layer, link;
+  std::uint64_t start, end, bytes;
+};
+
+// Not safe for threads.
+class Pool {
+ public:
+  struct Link {
+    const ChannelCalls* calls;
+    Traffic traffic{};
+  };
+
+  std::vector<Link> links;
+  std::vector<std::size_t> alike;  // layer -> the first one whose shares are of the same form
+  std::uint64_t timeout_ns = 0;
+  bool traces = false;
+  std::vector<Span> spans;
+  std::uint64_t send_ns = 0, wait_ns = 0;
+  const Step* step = nullptr;  // that messages belong to
+
+  // With the GIL: around calls of the others. `enter`: false with an exception; `leave`: false with an exception where
+  // one of them has failed.
+  bool enter();
+  bool leave();
+  // Without it. False where it failed. `tensors`: without gaps.
+  bool send(Kind kind, std::size_t layer, std::int64_t rows, const char* const* tensors);
+  // Takes O from link `first` on. The number of links where all have come; else that of the link whose message is not
+  // the one that is due, which the channel's next wait_signal has, or that failed.
+  std::size_t receive(std::size_t layer, std::size_t first, char* const* tensors);
+
+ private:
+  bool ready(std::size_t link, Role role);
+  bool fail(std::size_t link, Role role, Status status);
+  bool interrupted();
+  void span(Event event, std::size_t layer, std::size_t link, std::uint64_t* start, std::uint64_t bytes);
+  std::array<std::uint8_t, kTagBytes> tag(Kind kind, std::size_t layer) const;
+
+  bool failed_ = false, unread_ = false;
+  std::size_t failed_link_ = 0;
+  Role failed_role_ = Role::sender;
+  Status failed_status_ = Status::ready;  // ready: an exception is set
+  Message message_{};
+};
+
+}  // namespace lamina::compute

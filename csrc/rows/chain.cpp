@@ -1,0 +1,188 @@
+// A slice as one call: its units one after another, and what they send in between. See lamina/rows/chains.py.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <new>
+
+#include "rows/objects.h"
+#include "rows/send.h"
+
+namespace lamina::rows {
+namespace {
+
+enum class Part : std::int64_t { kRun, kQ, kKV };
+
+// kRun: `program` on `values`, first weights' addresses, then those given and those made. kQ: values[0]; kKV: both.
+struct Link {
+  Part part;
+  const Program* program = nullptr;
+  std::vector<char*> weights;
+  std::vector<std::size_t> values;
+  std::size_t layer = 0;
+};
+
+// Values: those given, those that are results, and those that lie in the arena, `at` bytes behind its beginning for each
+// row. Behind them, from `own`, lies what a program keeps there.
+struct Chain {
+  std::size_t outside = 0;  // given and results
+  std::vector<std::int64_t> at;
+  std::int64_t own = 0;
+  std::vector<Link> links;
+};
+
+struct ChainObject {
+  PyObject_HEAD Chain* chain;
+  PyObject* programs;  // kept
+};
+
+enum class End { kGood, kGaveUp, kLookUp };
+
+End run(const Chain& chain, const Send* send, std::int64_t rows, char* arena, char* const* outside) {
+  std::vector<Slot> slots;
+  const auto value = [&](std::size_t i) {
+    return i < chain.outside ? outside[i] : arena + chain.at[i - chain.outside] * rows;
+  };
+  for (const Link& link : chain.links) {
+    if (link.part != Part::kRun) {
+      const bool sent = link.part == Part::kQ
+                            ? send->q(send->self, link.layer, rows, value(link.values[0]))
+                            : send->kv(send->self, link.layer, rows, value(link.values[0]), value(link.values[1]));
+      if (!sent) return End::kGaveUp;
+      continue;
+    }
+    const Program& program = *link.program;
+    slots.clear();
+    for (char* weight : link.weights) slots.push_back({weight, 0});
+    for (const std::size_t i : link.values) slots.push_back({value(i), 0});
+    for (std::size_t i = program.given; i < program.row_bytes.size(); ++i)
+      slots.push_back({arena + (chain.own + program.at[i - program.given]) * rows, 0});
+    for (std::size_t i = 0; i < slots.size(); ++i) slots[i].row_bytes = program.row_bytes[i];
+    if (!execute(program, slots.data(), rows, 0, program.instructions.size())) return End::kLookUp;
+  }
+  return End::kGood;
+}
+
+void read_links(Chain& chain, Reader& in, const std::vector<const Program*>& programs) {
+  chain.outside = std::size_t(in.next(0, 1 << 16));
+  chain.own = in.next(0);
+  chain.at = in.list(0, INT64_MAX);
+  const auto values = std::int64_t(chain.outside + chain.at.size());
+  const std::int64_t links = in.next(0, 1 << 16);
+  for (std::int64_t i = 0; i < links && !in.failed; ++i) {
+    Link link;
+    link.part = Part(in.next(0, 2));
+    if (link.part == Part::kRun) {
+      const std::int64_t number = in.next(0, std::int64_t(programs.size()) - 1);
+      for (const std::int64_t address : in.list(INT64_MIN, INT64_MAX))
+        link.weights.push_back(reinterpret_cast<char*>(static_cast<std::uintptr_t>(address)));
+      if (!in.failed) link.program = programs[std::size_t(number)];
+    } else {
+      link.layer = std::size_t(in.next(0, 1 << 16));
+    }
+    for (const std::int64_t value : in.list(0, values - 1)) link.values.push_back(std::size_t(value));
+    const std::size_t wanted = link.part == Part::kQ ? 1 : 2;
+    if (link.program ? link.weights.size() + link.values.size() != link.program->given : link.values.size() != wanted)
+      in.failed = true;
+    chain.links.push_back(std::move(link));
+  }
+  if (in.at != in.end) in.failed = true;
+}
+
+// Chain(programs, table)
+PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject* programs;
+  Py_buffer table;
+  auto* program_type = static_cast<PyTypeObject**>(PyType_GetModuleState(type))[0];
+  if (!PyArg_ParseTuple(args, "O!y*", &PyTuple_Type, &programs, &table)) return nullptr;
+  std::vector<const Program*> known;
+  bool good = true;
+  for (Py_ssize_t i = 0; good && i < PyTuple_GET_SIZE(programs); ++i) {
+    PyObject* each = PyTuple_GET_ITEM(programs, i);
+    good = Py_TYPE(each) == program_type;
+    if (good)
+      known.push_back(reinterpret_cast<ProgramObject*>(each)->program);
+    else
+      PyErr_Format(PyExc_TypeError, "a chain is of Programs");
+  }
+  auto* self = good ? reinterpret_cast<ChainObject*>(type->tp_alloc(type, 0)) : nullptr;
+  if (self) {
+    self->programs = Py_NewRef(programs);
+    self->chain = new (std::nothrow) Chain;
+    const auto* numbers = static_cast<const std::int64_t*>(table.buf);
+    Reader in{numbers, numbers + table.len / 8};
+    if (self->chain) read_links(*self->chain, in, known);
+    if (!self->chain)
+      PyErr_NoMemory();
+    else if (in.failed)
+      PyErr_Format(PyExc_ValueError, "number %zd of the table makes no sense", Py_ssize_t(in.at - numbers));
+    if (!self->chain || in.failed) Py_CLEAR(self);
+  }
+  PyBuffer_Release(&table);
+  return reinterpret_cast<PyObject*>(self);
+}
+
+void dealloc(PyObject* object) {
+  auto* self = reinterpret_cast<ChainObject*>(object);
+  delete self->chain;
+  Py_XDECREF(self->programs);
+  PyTypeObject* type = Py_TYPE(object);
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+// run(send, rows, arena, *outside)
+PyObject* chain_run(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+  const Chain& chain = *reinterpret_cast<ChainObject*>(object)->chain;
+  if (count != Py_ssize_t(3 + chain.outside))
+    return PyErr_Format(PyExc_TypeError, "run takes %zu arguments, not %zd", 3 + chain.outside, count);
+  const Send* send = nullptr;
+  if (args[0] != Py_None && !(send = static_cast<const Send*>(PyCapsule_GetPointer(args[0], Send::kName))))
+    return nullptr;
+  for (const Link& link : chain.links)
+    if (!send && link.part != Part::kRun) return PyErr_Format(PyExc_ValueError, "a chain that sends, to nobody");
+  const long long rows = PyLong_AsLongLong(args[1]);
+  if (rows == -1 && PyErr_Occurred()) return nullptr;
+  if (rows < 1) return PyErr_Format(PyExc_ValueError, "%lld rows", rows);
+  std::vector<char*> addresses;
+  for (Py_ssize_t i = 2; i < count; ++i) {
+    const unsigned long long at = PyLong_AsUnsignedLongLong(args[i]);
+    if (at == static_cast<unsigned long long>(-1) && PyErr_Occurred()) return nullptr;
+    addresses.push_back(reinterpret_cast<char*>(static_cast<std::uintptr_t>(at)));
+  }
+  if (send && !send->begin(send->self)) return nullptr;
+  End end = End::kGood;
+  bool fits = true;
+  Py_BEGIN_ALLOW_THREADS;
+  try {
+    end = run(chain, send, rows, addresses[0], addresses.data() + 1);
+  } catch (const std::bad_alloc&) {
+    fits = false;
+  }
+  Py_END_ALLOW_THREADS;
+  if (send && !send->end(send->self)) return nullptr;
+  if (!fits) return PyErr_NoMemory();
+  if (end != End::kGood) return PyErr_Format(PyExc_IndexError, "a row looks up what the table has not");
+  Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {
+    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(chain_run)), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+int add_chain(PyObject* module, PyTypeObject* program_type) {
+  PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(make)},
+                         {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+                         {Py_tp_methods, methods},
+                         {0, nullptr}};
+  PyType_Spec spec = {"lamina.rows._native.Chain", sizeof(ChainObject), 0, Py_TPFLAGS_DEFAULT, slots};
+  static_cast<PyTypeObject**>(PyModule_GetState(module))[0] = program_type;
+  PyObject* type = PyType_FromModuleAndSpec(module, &spec, nullptr);
+  if (!type) return -1;
+  const int status = PyModule_AddObjectRef(module, "Chain", type);
+  Py_DECREF(type);
+  return status;
+}
+
+}  // namespace lamina::rows

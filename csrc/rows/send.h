@@ -1,0 +1,21 @@
+// Where a chain of rows programs hands Q, and K and V, while it runs.
+#pragma once
+
+#include <cstdint>
+
+namespace lamina::rows {
+
+// What the capsule `kName` of a sender points to.
+struct Send {
+  static constexpr const char* kName = "lamina.rows.send";
+  void* self;
+  // With the GIL, around the others. `begin`: false with an exception. `end`: false with an exception where one of the
+  // others has failed.
+  bool (*begin)(void* self);
+  bool (*end)(void* self);
+  // Without it: rows without gaps, [rows, heads, dims]. False: give up.
+  bool (*q)(void* self, std::size_t layer, std::int64_t rows, const char* q);
+  bool (*kv)(void* self, std::size_t layer, std::int64_t rows, const char* k, const char* v);
+};
+
+}  // namespace lamina::rows

@@ -1,0 +1,33 @@
+class Step:
+    """A step of a Pool."""
+
+class Pool:
+    """All memory workers as one, without Python: csrc/compute/pool.h. One thread uses it.
+
+    ``channels``: what has ``calls()``, capsules of csrc/netstack/calls.h. ``alike``: of each layer, the first one whose
+    shares are of the same form; int64. Sends and receives raise what the channels' own calls do, also where nothing
+    comes for ``timeout_s``.
+    """
+
+    def __new__(cls, channels: tuple[object, ...], alike: bytes, timeout_s: float, traces: bool) -> Pool: ...
+    def step(self, table: bytes, tags: bytes) -> Step:
+        """``table``: 64-bit numbers, as ``native_pool`` writes them; ``tags``: of Q, K and V, and O of layer 0, 24
+        bytes each. Raises ValueError where copies lie outside the messages.
+        """
+
+    def select(self, step: Step) -> None:
+        """The messages that follow belong to it."""
+
+    def send(self) -> object:
+        """A capsule of csrc/rows/send.h, which does not keep the pool."""
+
+    def receive(self, layer: int, first: int, /, *tensors: int) -> int:
+        """O of the links from ``first`` on, to the tensors at these addresses. The number of links where all have come;
+        else that of the link whose next ``wait_signal`` has another message than the one that is due.
+        """
+
+    def times(self) -> tuple[float, float]:
+        """Seconds of sending and of waiting, since the start."""
+
+    def spans(self) -> bytes:
+        """Since the last call, of each span 64-bit numbers: event, layer, link, start and end in ns, bytes."""
