@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import ssl
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+from running import certificate
 from sockets import FOREVER, GOOD, Later, answer, post, run, serving
 from test_flow import until
 
@@ -152,6 +155,28 @@ def test_a_small_answer_that_nobody_reads_has_that_deadline_too(stream: bool) ->
                 client.finish()
             await until(lambda: not place.connections)
             await until(lambda: client.cancelled == [0] or not stream)
+            writer.close()
+
+    run(work())
+
+
+def test_an_answer_over_tls_that_nobody_reads_goes_after_the_pause_between_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer of TLS does not tell that all of it is waiting: the connection seems to rest."""
+    monkeypatch.setattr("lamina.server.run.KEEP_ALIVE_S", 0.3)
+
+    async def work() -> None:
+        client = Later()
+        async with serving(client, slow_reader_timeout_s=0.5, **certificate(tmp_path)) as place:
+            context = ssl._create_unverified_context()
+            reader, writer = await place.connect(tls=context)
+            writer.write(post(GOOD))
+            await until(lambda: len(client.added) == 1)
+            writer.transport.pause_reading()
+            client.grow("x" * (1 << 22))
+            client.finish()
+            await until(lambda: not place.connections)
             writer.close()
 
     run(work())
