@@ -148,7 +148,7 @@ def test_a_small_answer_that_nobody_reads_has_that_deadline_too(stream: bool) ->
     async def work() -> None:
         client = Later()
         async with serving(client, slow_reader_timeout_s=0.5) as place:
-            reader, writer = await place.connect(post({**GOOD, "stream": stream}))
+            _, writer = await place.connect(post({**GOOD, "stream": stream}))
             await until(lambda: len(client.added) == 1)
             client.grow("x" * 40000)
             if not stream:
@@ -170,7 +170,7 @@ def test_an_answer_over_tls_that_nobody_reads_goes_after_the_pause_between_reque
         client = Later()
         async with serving(client, slow_reader_timeout_s=0.5, **certificate(tmp_path)) as place:
             context = ssl._create_unverified_context()
-            reader, writer = await place.connect(tls=context)
+            _, writer = await place.connect(tls=context)
             writer.write(post(GOOD))
             await until(lambda: len(client.added) == 1)
             writer.transport.pause_reading()
@@ -251,7 +251,7 @@ def test_many_requests_in_one_go_are_answered_in_order() -> None:
 
 @pytest.mark.parametrize("one", [GET, GET[:-2] + UPGRADE.encode() + b"\r\n"], ids=["plain", "offering"])
 def test_one_read_brings_no_more_requests_than_may_wait(one: bytes) -> None:
-    """Each costs the event loop time before anybody asks for its key. The first are answered, the next one is refused."""
+    """Each costs the event loop time before anybody asks for a key. The first are answered, the next one is refused."""
 
     async def work() -> None:
         async with serving() as place:
