@@ -10,6 +10,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from running import alive, eventually
 
 ADDRESS = "fd00::1"
 RAY = """
-import json, os, pathlib, signal, subprocess, sys
+import json, os, pathlib, signal, subprocess, sys, time
 words = sys.argv[1:]
 if "--with-child" in words:
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
@@ -35,7 +36,12 @@ report = {"words": words, "environment": dict(os.environ), "session": os.getsid(
 pathlib.Path(os.environ["REPORT"]).write_text(json.dumps(report))
 if "--wordless" not in words:
     print("x" * 400, "no luck" if "--end" in words else "Ray runtime started", file=sys.stderr, flush=True)
-if "--end" not in words:
+if "--slow" in words:
+    told, may_end = (pathlib.Path(os.environ["REPORT"] + word) for word in ("-told", "-may-end"))
+    signal.signal(signal.SIGTERM, lambda *_: told.touch())
+    while not may_end.exists():
+        time.sleep(0.01)
+elif "--end" not in words:
     signal.pause()
 """
 
@@ -153,6 +159,36 @@ def test_an_order_is_a_line_and_so_is_the_answer(
     said = capsys.readouterr().out
     assert json.loads(said.replace(str(node._folder(ADDRESS) / "log"), "LOG")) == answer
     assert said.count("\n") == 1
+
+
+def test_a_start_waits_for_an_end_that_is_under_way(tmp_path: Path) -> None:
+    """Else it would find what is about to go, or its own would be forgotten when the end is written down."""
+    old = node.up(order("--slow"))["pid"]
+    with ThreadPoolExecutor(3) as pool:
+        ends = [pool.submit(node.down, order())]
+        try:
+            assert eventually((tmp_path / "report-told").exists, 10.0)
+            ends.append(pool.submit(node.down, order()))
+            start = pool.submit(node.up, {**order(), "call": "two"})
+            assert not eventually(lambda: start.done() or ends[1].done(), 0.3)
+        finally:
+            (tmp_path / "report-may-end").touch()
+        assert [end.result(30.0) for end in ends] == [{"ended": True}] * 2
+        assert start.result(30.0)["fresh"]
+    assert not alive([old])
+    assert node._running(node._folder(ADDRESS)) == start.result()["pid"], "the second end is of the first call alone"
+
+
+def test_an_end_does_not_wait_for_a_start_that_is_under_way() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        start = pool.submit(node.up, order("--wordless", timeout_s=100.0))
+        assert eventually(lambda: node._running(node._folder(ADDRESS)) is not None, 10.0)
+        assert node.down({**order(), "call": "another"}) == {"ended": False}
+        assert not start.done()
+        assert node.down(order()) == {"ended": True}
+        with pytest.raises(node.NodeError, match="Ray did not start: an order to end it came before"):
+            start.result(30.0)
+    assert node._running(node._folder(ADDRESS)) is None
 
 
 def test_an_end_is_seen_while_it_is_waited_for() -> None:
