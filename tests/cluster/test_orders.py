@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import stat
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -32,6 +33,8 @@ if "--with-child" in words:
     print("child", child.pid, flush=True)
 if "--stubborn" in words:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if "--bytes" in words:
+    os.write(2, b"\\xff ")
 report = {"words": words, "environment": dict(os.environ), "session": os.getsid(0), "stdin": sys.stdin.read()}
 pathlib.Path(os.environ["REPORT"]).write_text(json.dumps(report))
 if "--wordless" not in words:
@@ -116,7 +119,52 @@ def test_who_does_not_heed_a_signal_is_killed_with_all_that_it_started(monkeypat
     child = int((node._folder(ADDRESS) / "log").read_text().split()[1])
     assert len(alive([pid, child])) == 2
     assert node.down(order()) == {"ended": True}
+    assert not (node._folder(ADDRESS) / "pid").exists()
     assert eventually(lambda: not alive([pid, child]), 10.0)
+
+
+def test_who_ends_before_the_signal_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(pid: int, number: int) -> None:
+        os.killpg(pid, signal.SIGKILL)
+        assert eventually(lambda: not node._birth(pid), 10.0)
+        raise ProcessLookupError
+
+    node.up(order())
+    with monkeypatch.context() as patch:
+        patch.setattr(node.os, "kill", late)
+        assert node.down(order()) == {"ended": True}
+    assert not (node._folder(ADDRESS) / "pid").exists()
+
+
+def test_a_start_needs_nothing_of_its_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a token's path nor what stands in stdin; what Ray says may be no text, and who asked be forgotten."""
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+    own, (there, here) = os.dup(0), os.pipe()
+    try:
+        os.dup2(there, 0)
+        os.write(here, b"an order")
+        os.close(here)
+        pid = node.up(order("--bytes"))["pid"]
+    finally:
+        os.dup2(own, 0)
+        for number in (own, there):
+            os.close(number)
+    assert json.loads((tmp_path / "report").read_text())["stdin"] == ""
+    (node._folder(ADDRESS) / "order").unlink()
+    assert node.up(order()) == {"pid": pid, "fresh": False, "arguments": []}
+
+
+def test_a_process_has_a_birth_while_it_runs_whatever_its_name(tmp_path: Path) -> None:
+    odd = tmp_path / "a) S (b"
+    odd.symlink_to(sys.executable)
+    with subprocess.Popen([odd, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        said = Path(f"/proc/{process.pid}/stat")
+        assert eventually(lambda: "(a) S (b)" in said.read_text(), 10.0)
+        assert node._birth(process.pid) == said.read_text().split("(a) S (b) ")[1].split()[19]
+        process.kill()
+        assert eventually(lambda: said.read_text().split("(a) S (b) ")[1][0] == "Z", 10.0)
+        assert node._birth(process.pid) == "", "its remains are not it"
+    assert node._birth(process.pid) == ""
 
 
 def test_the_head_says_what_ray_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
