@@ -71,7 +71,7 @@ def _by_hand(config: EngineConfig, places: dict[str, list[HostPlace]]) -> list[s
 
     driver = re.sub(r":0$", ":PORT", config.launching.driver_address)
     planned = places if config.launching.hosts else {}
-    made = commands(config, planned, config.topology.counts, driver)
+    made = commands(config, planned, config.topology.counts, driver, config.launching.driver_name or "NAME")
     return [instructions(made, config.deadlines.start_timeout_s)]
 
 

@@ -8,6 +8,7 @@ import re
 from lamina.fleet.hosts.cluster_file import is_here, look_up
 from lamina.fleet.launchers.static_warden import ANY, ROLES, ComingWorker, keep
 from lamina.netstack.contract.key import KEY_FILE, cluster_key
+from lamina.netstack.contract.terms import check_name
 
 WAIT_S = 600.0
 _WORKER = re.compile(rf"({'|'.join(ROLES)})(?:-(\d{{1,4}}))?")
@@ -17,6 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this sub-command."""
     parser.add_argument("worker", help=f"{', '.join(ROLES)}: any of these; or one of them by its number, as memory-0")
     parser.add_argument("--driver", required=True, help="where the driver is: HOST:PORT of its --driver-address")
+    parser.add_argument(
+        "--driver-name", required=True, help="the driver's name, which its printed command has, or its --driver-name"
+    )
     parser.add_argument(
         "--host",
         default="",
@@ -46,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"the driver asks for the cluster's key: name its file by {KEY_FILE}")
     index = ANY if found[2] is None else int(found[2])
     driver = host.removeprefix("[").removesuffix("]"), int(port)
+    check_name(args.driver_name)
     if args.dry_run:
         print(f"would come to the driver at {args.driver} for {args.worker}")
         return 0
-    return keep(ComingWorker(role=found[1], index=index, driver=driver, host=at), key, args.wait_s)
+    worker = ComingWorker(role=found[1], index=index, driver=driver, driver_name=args.driver_name, host=at)
+    return keep(worker, key, args.wait_s)

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from lamina.cores import Cores
 from lamina.netstack import HERE, beyond_host
+from lamina.netstack.contract.terms import NAME_BYTES
 
 from .declare import (
     MEASURED,
@@ -260,6 +261,11 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
     driver_address: Annotated[
         str, "with --launcher static: where workers come to this process, HOST:PORT; port 0 = any free one"
     ] = "127.0.0.1:0"
+    driver_name: Annotated[
+        str,
+        "with --launcher static: the name by which workers ask for this process, and for no other one of the same key; "
+        "empty = a new one at each start, which the printed commands have",
+    ] = ""
     hosts: Annotated[
         str,
         "with --launcher static: the YAML of the hosts that get workers, as for `lamina-launch cluster`; empty = "
@@ -291,6 +297,8 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
             ":" in host and not (host.startswith("[") and host.endswith("]"))
         ):
             raise ValueError(f"--driver-address must be HOST:PORT, such as 10.0.0.1:7000, not {self.driver_address!r}")
+        if (length := len(self.driver_name.encode())) > NAME_BYTES:
+            raise ValueError(f"--driver-name has at most {NAME_BYTES} bytes, not {length}: shorten it")
 
     @property
     def starter(self) -> str:

@@ -103,7 +103,7 @@ def _check_launcher(launching: LaunchOptions) -> None:
     starter, own = launching.starter, LaunchOptions()
     if starter == "ray" and not launching.ray_address:
         raise ValueError("--launcher ray needs --ray-address: auto, HOST:PORT, or the YAML of `lamina-launch cluster`")
-    belongs = {"ray": ("ray_address", "ray_wait_s"), "static": ("driver_address", "hosts")}
+    belongs = {"ray": ("ray_address", "ray_wait_s"), "static": ("driver_address", "driver_name", "hosts")}
     for owner, names in belongs.items():
         for name in names:
             if owner != starter and getattr(launching, name) != getattr(own, name):

@@ -159,7 +159,7 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
             else:
                 sock.setblocking(False)
                 sock.listen(config.backlog)
-                door = TlsDoor(crowd, sock, connection, config.ssl, own.header_timeout_s)
+                door = TlsDoor(crowd, sock, connection, config.ssl, own.header_timeout_s, own.slow_reader_timeout_s)
                 door.accepting.add_done_callback(_tell_failure)
                 self.servers.append(door)
         self.started = True

@@ -7,9 +7,11 @@ import json
 import os
 import signal
 import stat
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,18 +26,25 @@ from running import alive, eventually
 
 ADDRESS = "fd00::1"
 RAY = """
-import json, os, pathlib, signal, subprocess, sys
+import json, os, pathlib, signal, subprocess, sys, time
 words = sys.argv[1:]
 if "--with-child" in words:
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     print("child", child.pid, flush=True)
 if "--stubborn" in words:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if "--bytes" in words:
+    os.write(2, b"\\xff ")
 report = {"words": words, "environment": dict(os.environ), "session": os.getsid(0), "stdin": sys.stdin.read()}
 pathlib.Path(os.environ["REPORT"]).write_text(json.dumps(report))
 if "--wordless" not in words:
     print("x" * 400, "no luck" if "--end" in words else "Ray runtime started", file=sys.stderr, flush=True)
-if "--end" not in words:
+if "--slow" in words:
+    told, may_end = (pathlib.Path(os.environ["REPORT"] + word) for word in ("-told", "-may-end"))
+    signal.signal(signal.SIGTERM, lambda *_: told.touch())
+    while not may_end.exists():
+        time.sleep(0.01)
+elif "--end" not in words:
     signal.pause()
 """
 
@@ -110,7 +119,52 @@ def test_who_does_not_heed_a_signal_is_killed_with_all_that_it_started(monkeypat
     child = int((node._folder(ADDRESS) / "log").read_text().split()[1])
     assert len(alive([pid, child])) == 2
     assert node.down(order()) == {"ended": True}
+    assert not (node._folder(ADDRESS) / "pid").exists()
     assert eventually(lambda: not alive([pid, child]), 10.0)
+
+
+def test_who_ends_before_the_signal_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(pid: int, number: int) -> None:
+        os.killpg(pid, signal.SIGKILL)
+        assert eventually(lambda: not node._birth(pid), 10.0)
+        raise ProcessLookupError
+
+    node.up(order())
+    with monkeypatch.context() as patch:
+        patch.setattr(node.os, "kill", late)
+        assert node.down(order()) == {"ended": True}
+    assert not (node._folder(ADDRESS) / "pid").exists()
+
+
+def test_a_start_needs_nothing_of_its_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a token's path nor what stands in stdin; what Ray says may be no text, and who asked be forgotten."""
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+    own, (there, here) = os.dup(0), os.pipe()
+    try:
+        os.dup2(there, 0)
+        os.write(here, b"an order")
+        os.close(here)
+        pid = node.up(order("--bytes"))["pid"]
+    finally:
+        os.dup2(own, 0)
+        for number in (own, there):
+            os.close(number)
+    assert json.loads((tmp_path / "report").read_text())["stdin"] == ""
+    (node._folder(ADDRESS) / "order").unlink()
+    assert node.up(order()) == {"pid": pid, "fresh": False, "arguments": []}
+
+
+def test_a_process_has_a_birth_while_it_runs_whatever_its_name(tmp_path: Path) -> None:
+    odd = tmp_path / "a) S (b"
+    odd.symlink_to(sys.executable)
+    with subprocess.Popen([odd, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        said = Path(f"/proc/{process.pid}/stat")
+        assert eventually(lambda: "(a) S (b)" in said.read_text(), 10.0)
+        assert node._birth(process.pid) == said.read_text().split("(a) S (b) ")[1].split()[19]
+        process.kill()
+        assert eventually(lambda: said.read_text().split("(a) S (b) ")[1][0] == "Z", 10.0)
+        assert node._birth(process.pid) == "", "its remains are not it"
+    assert node._birth(process.pid) == ""
 
 
 def test_the_head_says_what_ray_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +207,36 @@ def test_an_order_is_a_line_and_so_is_the_answer(
     said = capsys.readouterr().out
     assert json.loads(said.replace(str(node._folder(ADDRESS) / "log"), "LOG")) == answer
     assert said.count("\n") == 1
+
+
+def test_a_start_waits_for_an_end_that_is_under_way(tmp_path: Path) -> None:
+    """Else it would find what is about to go, or its own would be forgotten when the end is written down."""
+    old = node.up(order("--slow"))["pid"]
+    with ThreadPoolExecutor(3) as pool:
+        ends = [pool.submit(node.down, order())]
+        try:
+            assert eventually((tmp_path / "report-told").exists, 10.0)
+            ends.append(pool.submit(node.down, order()))
+            start = pool.submit(node.up, {**order(), "call": "two"})
+            assert not eventually(lambda: start.done() or ends[1].done(), 0.3)
+        finally:
+            (tmp_path / "report-may-end").touch()
+        assert [end.result(30.0) for end in ends] == [{"ended": True}] * 2
+        assert start.result(30.0)["fresh"]
+    assert not alive([old])
+    assert node._running(node._folder(ADDRESS)) == start.result()["pid"], "the second end is of the first call alone"
+
+
+def test_an_end_does_not_wait_for_a_start_that_is_under_way() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        start = pool.submit(node.up, order("--wordless", timeout_s=100.0))
+        assert eventually(lambda: node._running(node._folder(ADDRESS)) is not None, 10.0)
+        assert node.down({**order(), "call": "another"}) == {"ended": False}
+        assert not start.done()
+        assert node.down(order()) == {"ended": True}
+        with pytest.raises(node.NodeError, match="Ray did not start: an order to end it came before"):
+            start.result(30.0)
+    assert node._running(node._folder(ADDRESS)) is None
 
 
 def test_an_end_is_seen_while_it_is_waited_for() -> None:

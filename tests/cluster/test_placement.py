@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.config import make_config
-from lamina.fleet.hosts.placement import RACK, Host, demand, names_type, on_gpu, place
+from lamina.fleet.hosts import placement
+from lamina.fleet.hosts.placement import RACK, Host, HostPlace, demand, names_type, on_gpu, place
 
 HOSTS = st.lists(
     st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from(["", "a", "b"])), min_size=1, max_size=6
@@ -141,3 +142,22 @@ def test_what_is_asked_of_hosts_that_are_not_there_yet(
     there = Host(name="h", address="10.0.0.1", resources=dict.fromkeys(takes, 1.0), labels=labels)
     (place_there,) = place([there], {"memory": (1, trait, "--memory-on")}, "pack", {"memory"} if gpu else ())["memory"]
     assert place_there.takes == takes
+
+
+def test_wishes_are_those_of_the_roles_that_are_wanted_compute_first() -> None:
+    config = make_config({"compute_on": "rack=a", "memory_on": "H20"})
+    assert list(placement.wishes(config, {"memory": 2, "prefill": 1, "compute": 3}).items()) == [
+        ("compute", (3, "rack=a", "--compute-on")),
+        ("prefill", (1, "rack=a", "--compute-on")),
+        ("memory", (2, "H20", "--memory-on")),
+    ]
+    assert placement.wishes(config, {"memory": 0, "compute": 1}) == {"compute": (1, "rack=a", "--compute-on")}
+
+
+def test_a_host_that_is_not_there_yet_has_what_is_asked_of_it_and_no_more() -> None:
+    typed = {"GPU": 1.0, "accelerator_type:H20": 1.0}
+    assert demand("H20", gpu=False, typed=True).host == Host(name="", address="", resources=typed)
+    labelled = demand("rack=a=b", gpu=True, typed=False)
+    assert labelled == HostPlace(
+        Host(name="", address="", resources={"GPU": 1.0}, labels={"rack": "a=b"}), {"GPU": 1.0}
+    )

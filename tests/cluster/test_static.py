@@ -28,7 +28,6 @@ from lamina.config import make_config
 from lamina.fleet.launchers.remote_worker import ControlListener, connect
 from lamina.fleet.launchers.static import StaticLauncher, open_launcher
 from lamina.fleet.launchers.static_warden import (
-    DRIVER,
     WARDEN,
     Began,
     Begin,
@@ -86,7 +85,8 @@ def launch(key_file: str) -> Iterator[Open]:
 def visit(launcher: StaticLauncher, role: str = "memory", **said: Any) -> ControlLink:
     """As the command of a worker does."""
     host, _, port = launcher.address.rpartition(":")
-    link = ControlLink(connect(host, int(port), KEY, SOON_S, name=WARDEN, peer=DRIVER), Begin | WorkerRefused | End)
+    sock = connect(host, int(port), KEY, SOON_S, name=WARDEN, peer=launcher.name)
+    link = ControlLink(sock, Begin | WorkerRefused | End)
     link.send(Came(**{"role": role, "host": "127.0.0.1", "cores": 4, "version": __version__, **said}))
     return link
 
@@ -130,7 +130,7 @@ def test_printed_commands_make_a_working_engine(key_file: str, known: Known, tmp
         while sum(" worker " in line for line in said) < 3:
             said.append(told.get(timeout=SOON_S))
         assert said[0] == f"# start 3 workers by hand within 600 s (--start-timeout-s); they need the file {key_file}\n"
-        assert re.sub(r":\d{4,5} ", ":PORT ", "".join(said[1:])) == (
+        assert re.sub(r":\d{4,5} --driver-name driver-[0-9a-f]{16} ", ":PORT ", "".join(said[1:])) == (
             "# on 127.0.0.2\n"
             f"env LAMINA_CLUSTER_KEY_FILE={key_file} lamina-launch worker compute-0 --driver 127.0.0.1:PORT --host "
             "127.0.0.2\n"
@@ -170,13 +170,13 @@ def test_a_dry_run_says_what_to_run(key_file: str, capsys: pytest.CaptureFixture
     for number in range(2):  # each has a GPU to itself
         assert said[at + 1 + number] == (
             f"env LAMINA_CLUSTER_KEY_FILE={key_file} CUDA_VISIBLE_DEVICES={number} lamina-launch worker "
-            f"memory-{number} --driver 10.20.0.1:7000 --host 10.20.0.2"
+            f"memory-{number} --driver 10.20.0.1:7000 --driver-name NAME --host 10.20.0.2"
         )
-    assert main(ask) == 0
+    assert main([*ask, "--driver-name", "the first"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert "# on any host that reaches this one" in said
     assert said[-1].startswith("would complete")
-    assert said[-2].endswith("lamina-launch worker memory-1 --driver 10.20.0.1:7000")
+    assert said[-2].endswith("lamina-launch worker memory-1 --driver 10.20.0.1:7000 --driver-name 'the first'")
 
 
 def test_who_does_not_come_is_named(launch: Open) -> None:
@@ -291,7 +291,7 @@ def test_strangers_stay_outside(launch: Open) -> None:
     launcher = launch()
     host, _, port = launcher.address.rpartition(":")
     with pytest.raises(HandshakeError, match="keys differ"):
-        connect(host, int(port), bytes(32), SOON_S, name=WARDEN, peer=DRIVER)
+        connect(host, int(port), bytes(32), SOON_S, name=WARDEN, peer=launcher.name)
     wait_until(lambda: launcher._refusal)
     too_late(launcher)
     with pytest.raises(OSError, match="the last one that came was refused: the connector's proof is wrong: the keys"):
@@ -302,7 +302,7 @@ def test_nonsense_from_a_key_holder_costs_one_link(launch: Open) -> None:
     launcher = launch()
     host, _, port = launcher.address.rpartition(":")
     for message in (Ended(fate="x"), Began(pid=1), WorkerRefused("x")):
-        link = ControlLink(connect(host, int(port), KEY, SOON_S, name=WARDEN, peer=DRIVER), Begin)
+        link = ControlLink(connect(host, int(port), KEY, SOON_S, name=WARDEN, peer=launcher.name), Begin)
         link.send(message)
         with pytest.raises(LinkClosedError):
             link.recv(SOON_S)
@@ -318,7 +318,7 @@ def test_without_a_key_there_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys
     said = capsys.readouterr().err
     assert "--launcher static: workers prove the cluster's key: put one in a file" in said
     assert said.count("\n") == 1
-    assert main(["worker", "memory", "--driver", "127.0.0.1:7000"]) == 2
+    assert main(["worker", "memory", "--driver", "127.0.0.1:7000", "--driver-name", "x"]) == 2
     assert "name its file by LAMINA_CLUSTER_KEY_FILE" in capsys.readouterr().err
 
 
@@ -337,7 +337,7 @@ def test_without_a_key_there_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys
 def test_flags_of_a_worker_that_make_no_sense(
     flags: list[str], words: str, key_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["worker", *flags]) == 2
+    assert main(["worker", *flags, "--driver-name", "x"]) == 2
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1
@@ -363,7 +363,7 @@ def test_a_worker_waits_for_its_driver_no_longer_than_it_is_told(
         sock.bind(("127.0.0.1", 0))  # nobody listens
         at = f"127.0.0.1:{sock.getsockname()[1]}"
         start = time.monotonic()
-        assert main(["worker", "memory", "--driver", at, "--wait-s", "0.5"]) == 2
+        assert main(["worker", "memory", "--driver", at, "--driver-name", "x", "--wait-s", "0.5"]) == 2
         assert 0.5 <= time.monotonic() - start < 10.0
     assert f"no driver at {at} within 0.5 s (--wait-s)" in capsys.readouterr().err
 
@@ -373,19 +373,48 @@ def test_a_worker_with_another_key_is_told_at_once(launch: Open, monkeypatch: py
     monkeypatch.delenv("LAMINA_CLUSTER_KEY_FILE")
     monkeypatch.setenv("LAMINA_CLUSTER_KEY", bytes(32).hex())
     done = subprocess.run(
-        [sys.executable, "-m", "lamina.cli.launch", "worker", "memory", "--driver", launcher.address],
+        [*command_of(launcher), "memory"],
         cwd=ROOT, capture_output=True, text=True, timeout=SOON_S, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "the keys differ: is the cluster's key here the driver's?" in done.stderr
+    assert "the keys differ: are the cluster's key and --driver-name here the driver's?" in done.stderr
+
+
+def command_of(launcher: StaticLauncher) -> list[str]:
+    at = ["--driver", launcher.address, "--driver-name", launcher.name]
+    return [sys.executable, "-m", "lamina.cli.launch", "worker", *at]
+
+
+def test_a_worker_serves_the_driver_of_its_command_alone(launch: Open, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever may change where its packets go could else hand it to another engine of the same key."""
+    own, other = launch(), launch()
+    assert main(["worker", "memory", "--driver", other.address, "--driver-name", own.name]) == 2
+    assert f"the listener is not the peer that we want, '{own.name}': are the cluster's key and --driver-name" in (
+        capsys.readouterr().err
+    )
+    assert not other._visitors
+    link = settle(own)
+    assert len(own._visitors) == 1
+    link.close()
+
+
+def test_a_driver_may_be_given_its_name(launch: Open) -> None:
+    """For workers that are started before it, or by a script."""
+    launcher = launch(driver_name="the first")
+    link = settle(launcher)
+    assert all("--driver-name 'the first'" in command.text for command in launcher.commands.values())
+    link.close()
+    with pytest.raises(ValueError, match="--driver-name has at most 64 bytes, not 65: shorten it"):
+        launch(driver_name="x" * 65)
 
 
 class Driver:
     """The other end of a command's link, without a launcher."""
 
     def __init__(self) -> None:
-        self.listener = ControlListener("127.0.0.1", KEY, DRIVER, "", links=4)
-        worker = ComingWorker(role="memory", index=3, driver=("127.0.0.1", self.listener.port))
+        self.listener = ControlListener("127.0.0.1", KEY, "the first", "", links=4)
+        at = "127.0.0.1", self.listener.port
+        worker = ComingWorker(role="memory", index=3, driver=at, driver_name="the first")
         self._pool = ThreadPoolExecutor(1)
         self.status = self._pool.submit(keep, worker, KEY, SOON_S)
         name, sock, keys = self.listener.accept_any(SOON_S)
@@ -449,8 +478,7 @@ def test_a_worker_is_ended_by_order_and_its_end_is_told(driver: Driver) -> None:
 def test_nothing_is_left_of_a_command_that_is_killed(how: signal.Signals, launch: Open) -> None:
     """Its worker goes with it, and the driver is told."""
     launcher = launch()
-    command = [sys.executable, "-m", "lamina.cli.launch", "worker", "--driver", launcher.address]
-    processes = [subprocess.Popen([*command, role], cwd=ROOT) for role in ("memory", "memory", "compute")]
+    processes = [subprocess.Popen([*command_of(launcher), role], cwd=ROOT) for role in ("memory", "memory", "compute")]
     try:
         handle = launcher.start("memory", 0, 1)
         theirs = [p for p in processes if str(handle.pid) in _children(p.pid)]
@@ -481,8 +509,9 @@ def _children(pid: int) -> list[str]:
 
 
 def test_all_options_of_it_are_flags(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
-    flags = ["--launcher", "static", "--driver-address", "10.0.0.1:7000", "--hosts", "h.yaml"]
+    flags = ["--launcher", "static", "--driver-address", "10.0.0.1:7000", "--driver-name", "d", "--hosts", "h.yaml"]
     assert main(["generate", "m", *flags, "--print-config"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert (printed["launcher"], printed["driver_address"], printed["hosts"]) == ("static", "10.0.0.1:7000", "h.yaml")
+    assert printed["driver_name"] == "d"
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]

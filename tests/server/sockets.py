@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -75,11 +76,14 @@ class Place:
     def connections(self) -> int:
         return len(self.server.server_state.connections)
 
-    async def connect(self, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def connect(
+        self, data: bytes = b"", tls: ssl.SSLContext | None = None
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(self.sock.getsockname())
-        reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 12)
+        name = None if tls is None else "localhost"
+        reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 12, ssl=tls, server_hostname=name)
         writer.write(data)
         return reader, writer
 

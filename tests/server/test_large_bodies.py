@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,11 +18,42 @@ from lamina.server.door.bodies import INLINE_BYTES
 from lamina.server.request import decoding
 
 SIZE = 8 << 20
+STRETCH_S = 0.02  # for which nobody else may be kept waiting, of the processor's time
 HEAD = b'{"prompt":"x","max_tokens":2,'
+USER = b'{"role":"user","content":""}'
 
 
 def filled(before: bytes, part: bytes, after: bytes) -> bytes:
     return before + part * ((SIZE - len(before) - len(after)) // len(part)) + after
+
+
+def just(count: int, before: bytes, part: bytes, after: bytes) -> bytes:
+    """``count`` parts: as many as are not refused by their number."""
+    return before + part * (count - 3) + after
+
+
+@contextmanager
+def calls_timed() -> Iterator[list[float]]:
+    """Seconds of the processor's time that each native call takes on the thread for bodies, which begins meanwhile: for
+    so long, no other thread has its turn. A call that comes back to Python lets others have theirs.
+    """
+    took, own = list[float](), threading.local()
+
+    def seen(frame: object, event: str, arg: object) -> None:
+        begun: list[float | None] = own.__dict__.setdefault("begun", [])
+        if event == "c_call":
+            begun.append(time.thread_time())
+        elif event.startswith("c_") and begun:
+            if (began := begun.pop()) is not None and threading.current_thread().name.startswith("lamina-bodies"):
+                took.append(time.thread_time() - began)
+        else:
+            begun[:] = [None] * len(begun)
+
+    threading.setprofile(seen)
+    try:
+        yield took
+    finally:
+        threading.setprofile(None)
 
 
 @pytest.mark.parametrize(
@@ -42,18 +74,31 @@ def filled(before: bytes, part: bytes, after: bytes) -> bytes:
         ("/v1/chat/completions", filled(b'{"messages":[', b'{"role":"user","content":""},', b"1]}")),
         ("/detokenize", filled(b'{"tokens":[', b"1,", b"1]}")),
         ("/tokenize", filled(b'{"prompt":"', b"a ", b'"}')),
+        ("/tokenize", filled(b'{"prompt":"', rb"\u00e9", b'"}')),
+        ("/v1/completions", filled(HEAD + b'"x":"', rb"\n", b'"}')),
+        ("/v1/completions", just(decoding.MAX_COMMAS, HEAD + b'"x":[', b"{},", b"1]}")),
+        ("/v1/completions", just(decoding.MAX_COMMAS, b'{"prompt":[', b"[1],", b"[1]]}")),
+        ("/v1/completions", just(decoding.MAX_TEXTS, b'{"prompt":[', b'"",', b'""]}')),
+        ("/v1/chat/completions", just(decoding.MAX_TEXTS // 4, b'{"messages":[', USER + b",", USER + b"]}")),
     ],
     ids=lambda x: x[:40].decode() if isinstance(x, bytes) else "",
 )
 def test_what_costs_more_than_it_is_worth_is_refused_cheaply(path: str, body: bytes) -> None:
-    """In seconds of this thread and the others, which do not depend on what else the machine does."""
-    service = make_service()
-    began = time.process_time()
-    response = ask("POST", path, service, content=body, headers=JSON)
-    spent = time.process_time() - began
-    assert response.status_code == 400
-    assert len(error_of(response)["message"]) < 300
-    assert spent < 0.25, "870,000 empty lists took 0.8 s"
+    """All of it on the event loop, and each stretch beside it, takes less than STRETCH_S, whatever else the machine
+    does: the least of five, as what is measured depends on caches. 870,000 empty lists took 0.8 s.
+    """
+    for _ in range(5):
+        service = make_service()
+        with calls_timed() as took:
+            began = time.thread_time()
+            response = ask("POST", path, service, content=body, headers=JSON)
+            here = time.thread_time() - began
+        assert response.status_code == 400
+        assert len(error_of(response)["message"]) < 300
+        if max(here, *took, 0.0) < STRETCH_S:
+            break
+    assert here < STRETCH_S
+    assert max(took, default=0.0) < STRETCH_S
 
 
 def test_long_bodies_are_decoded_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import ssl
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+from running import certificate
 from sockets import FOREVER, GOOD, Later, answer, post, run, serving
 from test_flow import until
+
+from lamina.server.door.connections import HEADERS, WAITING
 
 pytestmark = pytest.mark.timeout(60)
 GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -53,8 +58,30 @@ def test_a_head_that_is_too_large_is_refused_by_name() -> None:
             assert json.loads(text.rpartition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
             reader, writer = await place.connect()
             for _ in range(3):  # it is counted anew for each request
-                writer.write(GET[:-2] + b"X: y\r\n" * 5000 + b"\r\n")
+                writer.write(GET[:-2] + b"X: %b\r\n" % (b"y" * 145) * 200 + b"\r\n")
                 assert (await answer(reader))[0] == "HTTP/1.1 200 OK"
+
+    run(work())
+
+
+@pytest.mark.parametrize("trailers", [False, True])
+def test_headers_have_a_number_too(trailers: bool) -> None:
+    """The shortest ones cost far more time than their bytes say."""
+    before = b"POST /v1/completions HTTP/1.1\r\n" + CHUNKED + b"0\r\n" if trailers else GET[:-2]
+
+    async def work() -> None:
+        async with serving(body_timeout_s=FOREVER) as place:
+            most = HEADERS - before.count(b": ")
+            reader, writer = await place.connect(before + b"a:\r\n" * most + b"\r\n")
+            assert (await answer(reader))[0].startswith("HTTP/1.1 4" if trailers else "HTTP/1.1 200 OK")
+            writer.close()
+            reader, writer = await place.connect(before + b"a:\r\n" * (most + 1) + b"\r\n")
+            if trailers:  # the request has been begun: there is no place for another answer
+                assert await reader.read() == b""
+                return
+            status, body = await answer(reader)
+            assert status == "HTTP/1.1 431 Request Header Fields Too Large"
+            assert json.loads(body)["error"]["message"] == "a request may have 256 headers: send fewer"
 
     run(work())
 
@@ -103,11 +130,52 @@ def test_who_does_not_read_is_cut_off() -> None:
 
     async def work() -> None:
         async with serving(slow_reader_timeout_s=1.0) as place:
-            reader, writer = await place.connect(GET.replace(b"version", b"openapi.json") * 500)
+            reader, writer = await place.connect(GET.replace(b"version", b"openapi.json") * WAITING)
             for _ in range(13):  # slow, and alive
                 await asyncio.sleep(0.1)
                 await reader.read(1 << 14)
             assert place.connections == 1
+            await until(lambda: not place.connections)
+            writer.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_small_answer_that_nobody_reads_has_that_deadline_too(stream: bool) -> None:
+    """Fewer bytes than an event loop holds before it says so: they would stay, and their connection, for ever."""
+
+    async def work() -> None:
+        client = Later()
+        async with serving(client, slow_reader_timeout_s=0.5) as place:
+            _, writer = await place.connect(post({**GOOD, "stream": stream}))
+            await until(lambda: len(client.added) == 1)
+            client.grow("x" * 40000)
+            if not stream:
+                client.finish()
+            await until(lambda: not place.connections)
+            await until(lambda: client.cancelled == [0] or not stream)
+            writer.close()
+
+    run(work())
+
+
+def test_an_answer_over_tls_that_nobody_reads_goes_after_the_pause_between_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer of TLS does not tell that all of it is waiting: the connection seems to rest."""
+    monkeypatch.setattr("lamina.server.run.KEEP_ALIVE_S", 0.3)
+
+    async def work() -> None:
+        client = Later()
+        async with serving(client, slow_reader_timeout_s=0.5, **certificate(tmp_path)) as place:
+            context = ssl._create_unverified_context()
+            _, writer = await place.connect(tls=context)
+            writer.write(post(GOOD))
+            await until(lambda: len(client.added) == 1)
+            writer.transport.pause_reading()
+            client.grow("x" * (1 << 22))
+            client.finish()
             await until(lambda: not place.connections)
             writer.close()
 
@@ -176,6 +244,33 @@ def test_many_requests_in_one_go_are_answered_in_order() -> None:
             for _ in range(count):
                 assert json.loads((await answer(reader))[1])["usage"]["completion_tokens"] == 2
                 assert (await answer(reader))[1] == b'{"version":"0.1.0"}'
+            writer.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("one", [GET, GET[:-2] + UPGRADE.encode() + b"\r\n"], ids=["plain", "offering"])
+def test_one_read_brings_no_more_requests_than_may_wait(one: bytes) -> None:
+    """Each costs the event loop time before anybody asks for a key. The first are answered, the next one is refused."""
+
+    async def work() -> None:
+        async with serving() as place:
+            reader, writer = await place.connect()
+            await until(lambda: place.connections == 1)
+            (connection,) = place.server.server_state.connections
+            connection.data_received(one * 5000)
+            waiting = len(connection.pipeline)
+            connection.data_received(one * 5000)
+            assert len(connection.pipeline) == waiting == WAITING + 1
+            for _ in range(1 + WAITING):
+                assert (await answer(reader))[1] == b'{"version":"0.1.0"}'
+            status, body = await answer(reader)
+            assert status == "HTTP/1.1 429 Too Many Requests"
+            assert json.loads(body)["error"]["message"] == (
+                "256 requests of this connection wait already: read their answers first"
+            )
+            assert await reader.read() == b""
+            await until(lambda: not place.connections)
             writer.close()
 
     run(work())

@@ -22,6 +22,8 @@ from .ray_token import MODE, TOKEN, TOKEN_PATH, state_folder
 NICENESS = "RAY_worker_niceness"
 STARTED = "Ray runtime started"  # Ray's own word for it
 END_S = 20.0
+DOWN_S = 150.0  # for a start that is under way to give way
+STOP = "stop"  # a file beside the lock
 POLL_S = 0.1
 SHOWN = 300  # characters of Ray's log, in errors
 
@@ -47,19 +49,19 @@ def down(order: dict[str, Any]) -> dict[str, Any]:
     anything to end.
     """
     folder, call = _folder(order["address"]), order.get("call")
-    pid = _running(folder)
-    if pid is None or (call and _started_by(folder).get("call") != call):
+
+    def own() -> bool:
+        return not call or _started_by(folder).get("call") == call
+
+    if not folder.is_dir() or not own():
         return {"ended": False}
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)  # `ray start --block` then ends all that it started
-        deadline = time.monotonic() + END_S
-        while _running(folder) is not None:
-            if time.monotonic() > deadline:
-                os.killpg(pid, signal.SIGKILL)  # its own session
-                break
-            threading.Event().wait(POLL_S)
-    (folder / "pid").unlink(missing_ok=True)
-    return {"ended": True}
+    ran = _running(folder) is not None
+    (folder / STOP).touch()  # so that a start which is under way is no longer waited for
+    with _alone(folder, DOWN_S):
+        (folder / STOP).unlink(missing_ok=True)
+        if own():
+            ran = _end(folder) or ran
+    return {"ended": ran}
 
 
 def status(order: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +81,7 @@ ORDERS = {"up": up, "down": down, "status": status}
 
 @contextmanager
 def _alone(folder: Path, limit_s: float) -> Iterator[None]:
-    """While no other order starts something here."""
+    """While no other order starts or ends something here."""
     deadline = time.monotonic() + limit_s
     with (folder / "lock").open("w") as file:
         while True:
@@ -88,7 +90,7 @@ def _alone(folder: Path, limit_s: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise NodeError(f"another call has been starting Ray for {limit_s:g} s: see {folder}") from None
+                    raise NodeError(f"another call has been at Ray for {limit_s:g} s: see {folder}") from None
             threading.Event().wait(POLL_S)
         yield
 
@@ -99,6 +101,7 @@ def _start(folder: Path, order: dict[str, Any]) -> int:
     own = {MODE: "token", TOKEN: order["token"], "RAY_USAGE_STATS_ENABLED": "0", NICENESS: "0"}
     environment = {**os.environ, **own}
     environment.pop(TOKEN_PATH, None)
+    (folder / STOP).unlink(missing_ok=True)
     (folder / "order").write_text(json.dumps({name: order[name] for name in ("call", "arguments")}))
     log = folder / "log"
     with log.open("wb") as out:
@@ -113,11 +116,29 @@ def _start(folder: Path, order: dict[str, Any]) -> int:
     (folder / "pid").write_text(f"{process.pid} {_birth(process.pid)}")
     deadline = time.monotonic() + order["timeout_s"]
     while STARTED not in (said := log.read_text(errors="replace")):
-        if process.poll() is not None or time.monotonic() > deadline:
-            down({"address": order["address"]})
-            raise NodeError(f"Ray did not start: {' '.join(said.split())[-SHOWN:] or 'it says nothing'}; see {log}")
+        stopped = (folder / STOP).exists()
+        if stopped or process.poll() is not None or time.monotonic() > deadline:
+            _end(folder)
+            why = "an order to end it came before" if stopped else " ".join(said.split())[-SHOWN:] or "it says nothing"
+            raise NodeError(f"Ray did not start: {why}; see {log}")
         threading.Event().wait(POLL_S)
     return process.pid
+
+
+def _end(folder: Path) -> bool:
+    """Whether there was anything to end."""
+    pid = _running(folder)
+    if pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)  # `ray start --block` then ends all that it started
+            deadline = time.monotonic() + END_S
+            while _running(folder) is not None:
+                if time.monotonic() > deadline:
+                    os.killpg(pid, signal.SIGKILL)  # its own session
+                    break
+                threading.Event().wait(POLL_S)
+    (folder / "pid").unlink(missing_ok=True)
+    return pid is not None
 
 
 def _started_by(folder: Path) -> dict[str, Any]:

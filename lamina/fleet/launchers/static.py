@@ -24,7 +24,7 @@ from lamina.protocol.sealed import SealedSocket
 
 from .remote_worker import ControlListener, any_port, place_of
 from .static_commands import Who, commands, instructions, planned_places
-from .static_warden import ANY, DRIVER, Began, Begin, Came, End, Ended, WorkerRefused
+from .static_warden import ANY, Began, Begin, Came, End, Ended, WorkerRefused
 
 log = logging.getLogger(__name__)
 TURN_S = 1.0  # of the thread that listens, between looks
@@ -103,10 +103,11 @@ class StaticLauncher:
         self._planned = planned_places(config, self._wanted)
         host, _, port = config.launching.driver_address.rpartition(":")
         at = _own_ip(host.removeprefix("[").removesuffix("]"))
+        self.name = config.launching.driver_name or f"driver-{secrets.token_hex(8)}"
         links = 2 * sum(self._wanted.values()) + 16  # and some that will be turned away
-        self._listener = ControlListener(at, key, DRIVER, "", port=int(port), links=links)
+        self._listener = ControlListener(at, key, self.name, "", port=int(port), links=links)
         self.address = place_of(at, self._listener.port)
-        self.commands = commands(config, self._planned, self._wanted, self.address)
+        self.commands = commands(config, self._planned, self._wanted, self.address, self.name)
         self._visitors: dict[Who, Visitor] = {}
         self._control: dict[str, SealedSocket | None] = {}  # by the name that was given out
         self._changed = threading.Condition()

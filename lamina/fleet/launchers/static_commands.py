@@ -34,9 +34,9 @@ def planned_places(config: EngineConfig, wanted: Mapping[str, int]) -> dict[str,
 
 
 def commands(
-    config: EngineConfig, planned: Mapping[str, list[HostPlace]], wanted: Mapping[str, int], driver: str
+    config: EngineConfig, planned: Mapping[str, list[HostPlace]], wanted: Mapping[str, int], driver: str, name: str
 ) -> dict[Who, Command]:
-    """For each worker, of those that run on one host beside each other."""
+    """For each worker, of those that run on one host beside each other. ``driver``, ``name``: its place and name."""
     launching = config.launching
     python = read_cluster(launching.hosts).python if launching.hosts else ""
     program = [python, "-m", "lamina.cli.launch"] if python else ["lamina-launch"]
@@ -44,7 +44,7 @@ def commands(
     made, gpus = dict[Who, Command](), dict[str, int]()
     for role in sorted(wanted):
         for index in range(wanted[role]):
-            words, host = [*program, "worker", f"{role}-{index}", "--driver", driver], ""
+            words, host = [*program, "worker", f"{role}-{index}", "--driver", driver, "--driver-name", name], ""
             variables = list(file)
             if planned:
                 host = planned[role][index].host.address

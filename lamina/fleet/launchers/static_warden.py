@@ -26,7 +26,7 @@ from lamina.workers.process import ORPHAN_EXIT_S
 from .local import in_words, supervised
 from .remote_worker import place_of, reach
 
-DRIVER, WARDEN = "driver", "warden"  # the names of the link's ends
+WARDEN = "warden"  # the name of its end of the link; the driver has one of its own, which the command line says
 ANY = -1
 ROLES = ("compute", "memory", "prefill")
 REACH_S = 10.0
@@ -78,6 +78,7 @@ class ComingWorker(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     index: int = ANY  # the driver chooses
     driver: tuple[str, int]
+    driver_name: str  # which another driver of the same key has not
     host: str = ""  # IP of this host; "" = that by which the driver is reached
 
     @property
@@ -115,7 +116,7 @@ def _serve(link: ControlLink, order: Begin, worker: ComingWorker, key: bytes) ->
     if order.role != worker.role or not 1 <= order.threads <= MOST_THREADS:
         raise ValueError(f"the driver asks {worker.label} for {order.role}-{order.index}, threads {order.threads}")
     try:
-        sock, keys = reach(*worker.driver, key, REACH_S, name=order.name, peer=DRIVER)
+        sock, keys = reach(*worker.driver, key, REACH_S, name=order.name, peer=worker.driver_name)
     except ChannelError as error:
         raise OSError(f"no control link for {order.role}-{order.index}: {error}") from error
     with sock:
@@ -146,9 +147,9 @@ def _reach(worker: ComingWorker, key: bytes, wait_s: float) -> tuple[socket.sock
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            return reach(*worker.driver, key, min(REACH_S, wait_s), name=WARDEN, peer=DRIVER)
+            return reach(*worker.driver, key, min(REACH_S, wait_s), name=WARDEN, peer=worker.driver_name)
         except HandshakeError as error:
-            raise ValueError(f"{error}: is the cluster's key here the driver's?") from error
+            raise ValueError(f"{error}: are the cluster's key and --driver-name here the driver's?") from error
         except (OSError, ChannelTimeout) as error:
             if time.monotonic() > deadline:
                 raise OSError(

@@ -16,12 +16,14 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from lamina.server.errors import ApiError
+from lamina.server.errors import ApiError, error_response
 
 from .crowd import Crowd
 
 MAX_HEAD = 1 << 16  # bytes that bring no part of a body: a request's line and headers, what comes with chunks
+HEADERS = 256  # of a request, trailers among them
 AHEAD = 8  # requests that wait for the answer to another one before no more is read
+WAITING = 256  # of them, however many one read brings
 _OFFER = (b"upgrade", b"http2-settings")
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
         self._head = 0  # bytes since the last part of a body, or the last request
         self._partial = False  # whether some of a request has come, and not all
         self._offered = False  # whether this request offers another protocol
+        self._full = False  # whether more requests came than may wait; whatever follows is passed over
         self._running: RequestResponseCycle | None = None  # its answer; ``self.cycle``: that of the latest request
         self._late: asyncio.TimerHandle | None = None
         self._slow: asyncio.TimerHandle | None = None
@@ -56,6 +59,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=1, low=0)  # so that ``pause_writing`` tells of whatever is not read
         self._begin()
         if self._made is not None:
             self._made()  # first, so that one connection never counts twice
@@ -72,11 +76,16 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
+        if self._full:
+            return
         self._head += len(data)
         try:
             self._feed(data)
         except httptools.HttpParserError as e:
-            self.send_400_response(str(e) or "the request is malformed")
+            if isinstance(own := e.__context__, ApiError):
+                self._refuse(own)
+            elif not self._full:
+                self.send_400_response(str(e) or "the request is malformed")
             return
         if self._head > MAX_HEAD:
             text = f"headers may have {MAX_HEAD} bytes: send fewer"
@@ -131,6 +140,11 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
         if not self._busy:
             self._begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) == HEADERS:
+            raise ApiError(431, f"a request may have {HEADERS} headers: send fewer", code="headers_too_large")
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._end()
         if self.parser.should_upgrade():
@@ -141,6 +155,17 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
         super().on_headers_complete()
         if 0 < len(self.pipeline) < AHEAD:
             self.flow.resume_reading()  # who does not read does not hear that the client has left
+        if len(self.pipeline) > WAITING:
+            self._refuse_last()
+
+    def _refuse_last(self) -> None:
+        """Answer the latest request with a refusal once those before it are answered, and then close."""
+        text = f"{WAITING} requests of this connection wait already: read their answers first"
+        logger.warning("a connection will be closed: %s", text)
+        self.cycle.keep_alive = False
+        self.pipeline[0] = self.cycle, error_response(ApiError(429, text, code="too_many_at_once"))
+        self._full = True
+        raise ValueError(text)  # ends the parser
 
     def on_body(self, body: bytes) -> None:
         self._head = 0

@@ -62,13 +62,17 @@ class TlsDoor:
         make: Callable[[Handshake], Connection],
         context: ssl.SSLContext,
         limit_s: float,
+        rest_s: float,
     ) -> None:
-        """``sock`` listens; ``limit_s``: of a handshake."""
+        """``sock`` listens; ``limit_s``: of a handshake; ``rest_s``: for a client to read what a closed connection has
+        left for it.
+        """
         self._crowd = crowd
         self._sock = sock
         self._make = make
         self._context = context
         self._limit_s = limit_s
+        self._rest_s = rest_s
         self.accepting = asyncio.create_task(self._accept())
 
     def close(self) -> None:
@@ -97,5 +101,6 @@ class TlsDoor:
         loop = asyncio.get_running_loop()
         with suppress(OSError):  # the client went, spoke no TLS, or took too long
             await loop.connect_accepted_socket(
-                lambda: self._make(handshake), sock, ssl=self._context, ssl_handshake_timeout=self._limit_s
-            )
+                lambda: self._make(handshake), sock, ssl=self._context,
+                ssl_handshake_timeout=self._limit_s, ssl_shutdown_timeout=self._rest_s,
+            )  # fmt: skip

@@ -96,7 +96,7 @@ class Prompter:
             return ids
 
         try:
-            return Prompt(await self._run(chars + INLINE_CHARS, work), "")
+            return Prompt(await self._beside(work), "")
         except (ModelError, ValueError) as e:
             raise ApiError(400, str(e), param="messages", code="invalid_value") from e
 
@@ -140,6 +140,9 @@ class Prompter:
     async def _run(self, chars: int, work: Callable[[], T]) -> T:
         if chars <= INLINE_CHARS:
             return work()
+        return await self._beside(work)
+
+    async def _beside(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
