@@ -83,6 +83,17 @@ def _evaluation_mode(module: nn.Module) -> Iterator[None]:
             m.training = True
 
 
+@contextlib.contextmanager
+def _no_stack_traces() -> Iterator[None]:
+    """Nobody reads where in Python's code a node was made; finding it is an eighth of a capture."""
+    config: Any = fx.config
+    before, config.do_not_emit_stack_traces = config.do_not_emit_stack_traces, True
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = before
+
+
 def _export(step: nn.Module, example_rows: int) -> ExportedProgram:
     device = next((t.device for t in (*step.parameters(), *step.buffers())), torch.device("cpu"))
     # Two tensors, not one used twice: the exporter would merge the inputs.
@@ -90,7 +101,7 @@ def _export(step: nn.Module, example_rows: int) -> ExportedProgram:
     rows = torch.export.Dim("R", min=1, max=MAX_ROWS)
     try:
         # Passes of torch.export make modules that nobody runs: their Python code is not to be written and compiled.
-        with _evaluation_mode(step), torch.no_grad(), _use_lazy_graph_module(True):
+        with _evaluation_mode(step), torch.no_grad(), _use_lazy_graph_module(True), _no_stack_traces():
             program = torch.export.export(
                 step,
                 examples,
