@@ -124,8 +124,8 @@ def _bind_weights(step: nn.Module, program: ExportedProgram) -> dict[fx.Node, We
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     names |= signature.inputs_to_lifted_tensor_constants
     if signature.inputs_to_lifted_custom_objs:
-        found = sorted(signature.inputs_to_lifted_custom_objs.values())
-        raise ConversionError(f"the model keeps script objects, which have no place in a slice: {found}")
+        scripted = sorted(signature.inputs_to_lifted_custom_objs.values())
+        raise ConversionError(f"the model keeps script objects, which have no place in a slice: {scripted}")
     weights = {}
     for node in program.graph.nodes:
         if node.op == "placeholder" and (fqn := names.get(node.name)) is not None:
@@ -175,10 +175,10 @@ def _is_function(node: fx.Node) -> bool:
 def _check_count(calls: tuple[fx.Node, ...], cut_op: torch._ops.OpOverload, expect: int | None) -> None:
     if calls and expect in (None, len(calls)):
         return
-    found = ", ".join(module_path(c) or c.name for c in calls) or "none"
+    places = ", ".join(module_path(c) or c.name for c in calls) or "none"
     wanted = "at least 1" if expect is None else str(expect)
     raise ConversionError(
-        f"expected {wanted} {cut_op} operators, one per layer, but the captured step has {len(calls)} (in: {found}). "
+        f"expected {wanted} {cut_op} operators, one per layer, but the captured step has {len(calls)} (in: {places}). "
         "A layer without one (recurrent, linear attention) keeps state that no slice can carry."
     )
 
