@@ -83,6 +83,17 @@ def _evaluation_mode(module: nn.Module) -> Iterator[None]:
             m.training = True
 
 
+@contextlib.contextmanager
+def _no_stack_traces() -> Iterator[None]:
+    """Nobody reads where in Python's code a node was made; finding it is an eighth of a capture."""
+    config: Any = fx.config
+    before, config.do_not_emit_stack_traces = config.do_not_emit_stack_traces, True
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = before
+
+
 def _export(step: nn.Module, example_rows: int) -> ExportedProgram:
     device = next((t.device for t in (*step.parameters(), *step.buffers())), torch.device("cpu"))
     # Two tensors, not one used twice: the exporter would merge the inputs.
@@ -90,7 +101,7 @@ def _export(step: nn.Module, example_rows: int) -> ExportedProgram:
     rows = torch.export.Dim("R", min=1, max=MAX_ROWS)
     try:
         # Passes of torch.export make modules that nobody runs: their Python code is not to be written and compiled.
-        with _evaluation_mode(step), torch.no_grad(), _use_lazy_graph_module(True):
+        with _evaluation_mode(step), torch.no_grad(), _use_lazy_graph_module(True), _no_stack_traces():
             program = torch.export.export(
                 step,
                 examples,
@@ -113,8 +124,8 @@ def _bind_weights(step: nn.Module, program: ExportedProgram) -> dict[fx.Node, We
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     names |= signature.inputs_to_lifted_tensor_constants
     if signature.inputs_to_lifted_custom_objs:
-        found = sorted(signature.inputs_to_lifted_custom_objs.values())
-        raise ConversionError(f"the model keeps script objects, which have no place in a slice: {found}")
+        scripted = sorted(signature.inputs_to_lifted_custom_objs.values())
+        raise ConversionError(f"the model keeps script objects, which have no place in a slice: {scripted}")
     weights = {}
     for node in program.graph.nodes:
         if node.op == "placeholder" and (fqn := names.get(node.name)) is not None:
@@ -164,10 +175,10 @@ def _is_function(node: fx.Node) -> bool:
 def _check_count(calls: tuple[fx.Node, ...], cut_op: torch._ops.OpOverload, expect: int | None) -> None:
     if calls and expect in (None, len(calls)):
         return
-    found = ", ".join(module_path(c) or c.name for c in calls) or "none"
+    places = ", ".join(module_path(c) or c.name for c in calls) or "none"
     wanted = "at least 1" if expect is None else str(expect)
     raise ConversionError(
-        f"expected {wanted} {cut_op} operators, one per layer, but the captured step has {len(calls)} (in: {found}). "
+        f"expected {wanted} {cut_op} operators, one per layer, but the captured step has {len(calls)} (in: {places}). "
         "A layer without one (recurrent, linear attention) keeps state that no slice can carry."
     )
 

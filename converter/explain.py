@@ -71,15 +71,15 @@ def is_gemm(node: fx.Node) -> bool:
 
 def _matrices(node: fx.Node) -> list[fx.Node]:
     """Weights of two or more dimensions among the operands, directly or through operators that only see weights."""
-    found: list[fx.Node] = []
+    sources: list[fx.Node] = []
     stack = list(node.all_input_nodes)
     while stack:
         source = stack.pop()
         if source.op == "get_attr" and isinstance(source.meta.get("val"), Tensor):
-            found += [source] if source.meta["val"].dim() > 1 else []
+            sources += [source] if source.meta["val"].dim() > 1 else []
         elif source.op == "call_function" and _only_weights(source):
             stack += source.all_input_nodes
-    return found
+    return sources
 
 
 def _only_weights(node: fx.Node) -> bool:
@@ -123,7 +123,7 @@ def _q_first(sent_q: fx.Node, sent_kv: fx.Node) -> tuple[bool, str]:
 
 def _sources(node: Any) -> set[fx.Node]:
     """The nearest GEMMs above a node."""
-    found: set[fx.Node] = set()
+    sources: set[fx.Node] = set()
     stack, seen = [node], set()
     while stack:
         source = stack.pop()
@@ -131,10 +131,10 @@ def _sources(node: Any) -> set[fx.Node]:
             continue
         seen.add(source)
         if is_gemm(source):
-            found.add(source)
+            sources.add(source)
         else:
             stack += source.all_input_nodes
-    return found
+    return sources
 
 
 def _label(node: fx.Node) -> str:

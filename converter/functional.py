@@ -46,8 +46,8 @@ def _functional(target: Any) -> torch._ops.OpOverload | None:
         return None
     space, _, name = target._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, space), name.removesuffix("_"), None)
-    found: torch._ops.OpOverload | None = getattr(packet, target._overloadname, None)
-    return None if found is None or found._schema.is_mutable else found
+    overload: torch._ops.OpOverload | None = getattr(packet, target._overloadname, None)
+    return None if overload is None or overload._schema.is_mutable else overload
 
 
 def _is_fresh(node: fx.Node) -> bool:

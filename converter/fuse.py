@@ -32,10 +32,10 @@ def fuse(
     ``build`` is given a unit and the number of its weights, once for equal units. What it has none for stays, as do
     runs of nothing but views.
     """
-    found = [(part.module, cut) for part in program.slices for cut in _cuts(part.module, takes)]
+    places = [(part.module, cut) for part in program.slices for cut in _cuts(part.module, takes)]
     built: dict[str, Bind | None] = {}
     items: dict[fx.Node, fx.Node] = {}
-    for number, (module, cut) in enumerate(found):
+    for number, (module, cut) in enumerate(places):
         key = _key(cut.unit)
         if key not in built:
             built[key] = build(cut.unit, sum(n.op == "get_attr" for n in cut.given))

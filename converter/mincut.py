@@ -78,9 +78,9 @@ def _leading_to(goals: Set[N], edges: Collection[tuple[N, N]]) -> set[N]:
     producers: dict[N, list[N]] = {}
     for producer, consumer in edges:
         producers.setdefault(consumer, []).append(producer)
-    found, stack = set(goals), list(goals)
+    reached, stack = set(goals), list(goals)
     while stack:
-        new = [p for p in producers.get(stack.pop(), ()) if p not in found]
-        found.update(new)
+        new = [p for p in producers.get(stack.pop(), ()) if p not in reached]
+        reached.update(new)
         stack += new
-    return found
+    return reached

@@ -57,18 +57,18 @@ def layer_kinds(
 
 
 def _alike(a: nn.Module, b: nn.Module, indices: tuple[int, int]) -> bool:
-    mine, others = list(a.named_modules()), list(b.named_modules())
-    if [(n, type(m)) for n, m in mine] != [(n, type(m)) for n, m in others]:
+    own, others = list(a.named_modules()), list(b.named_modules())
+    if [(n, type(m)) for n, m in own] != [(n, type(m)) for n, m in others]:
         return False
-    return all(_same_attributes(m, o, indices) for (_, m), (_, o) in zip(mine, others, strict=True))
+    return all(_same_attributes(m, o, indices) for (_, m), (_, o) in zip(own, others, strict=True))
 
 
 def _same_attributes(a: nn.Module, b: nn.Module, indices: tuple[int, int]) -> bool:
     if [(n, t.shape, t.dtype) for n, t in _tensors(a)] != [(n, t.shape, t.dtype) for n, t in _tensors(b)]:
         return False
-    mine, others = _plain_attributes(a), _plain_attributes(b)
-    return mine.keys() == others.keys() and all(
-        v == others[k] or (type(v) is int and (v, others[k]) == indices) for k, v in mine.items()
+    own, others = _plain_attributes(a), _plain_attributes(b)
+    return own.keys() == others.keys() and all(
+        v == others[k] or (type(v) is int and (v, others[k]) == indices) for k, v in own.items()
     )
 
 

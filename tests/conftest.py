@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,11 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("LAMINA_NIC_MODEL", "1")  # the transport nic-model opens
+
+# Compiled modules are kept beside their sources, also where the environment says otherwise, as images of containers do:
+# else each of the hundreds of processes under test compiles Lamina anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Workers that tests bring are found there. All tests have one path: another one means another warm process, 4 s of CPU.
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -35,3 +42,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             for scheme in NEEDS.keys() & {v for v in item.callspec.params.values() if isinstance(v, str)}:
                 item.add_marker(NEEDS[scheme])
+
+
+def pytest_collection_finish() -> None:
+    """Full collections of garbage are rare and leave out torch, transformers and all tests: half a second each."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(700, 10, 50)

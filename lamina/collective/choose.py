@@ -78,8 +78,8 @@ def facts_of(device: torch.device) -> Facts:
 
 def gather(mesh: Mesh, own: Facts) -> list[Facts]:
     """Of all ranks, in their order. Raises ChannelError."""
-    mine = torch.frombuffer(bytearray(own.host + (own.gpu or _NO_GPU) + bytes([own.usable])), dtype=torch.uint8)
-    rows = [bytes(row.tolist()) for row in mesh.all_gather(mine, mesh.size).view(mesh.size, -1)]
+    facts = torch.frombuffer(bytearray(own.host + (own.gpu or _NO_GPU) + bytes([own.usable])), dtype=torch.uint8)
+    rows = [bytes(row.tolist()) for row in mesh.all_gather(facts, mesh.size).view(mesh.size, -1)]
     return [
         Facts(row[:DIGEST], gpu if (gpu := row[DIGEST : 2 * DIGEST]) != _NO_GPU else b"", row[-1] == 1) for row in rows
     ]

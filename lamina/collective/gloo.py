@@ -21,7 +21,7 @@ from .process_group import OfGroup, Opened, failed, open_group
 
 
 class Gloo(OfGroup):
-    """See lamina.collective.Collective."""
+    """One rank's end of a group that gloo carries."""
 
     def __init__(self, mesh: Mesh, opened: Opened, timeout_s: float) -> None:
         """``timeout_s``: of an operation, once all ranks are there."""
@@ -31,11 +31,11 @@ class Gloo(OfGroup):
 
     @property
     def wait_s(self) -> float:
-        """See Collective."""
+        """Seconds spent waiting for other ranks, over the mesh and in gloo."""
         return self._mesh.wait_s + self._wait_s
 
     def launched(self) -> None:
-        """See Collective. There are no such graphs."""
+        """Does nothing: no graph of a device holds calls of gloo."""
 
     def _do(self, start: Callable[[Any], Any], nbytes: int) -> None:
         self._mesh.meet(nbytes)
@@ -51,19 +51,19 @@ class Gloo(OfGroup):
 
 
 def lacks(device: torch.device) -> str:
-    """See lamina.collective.COLLECTIVES."""
+    """Why this torch cannot use gloo, whatever the device; "": it can."""
     if torch.distributed.is_available() and torch.distributed.is_gloo_available():
         return ""
     return f": torch {torch.__version__} was built without it: use --collective mesh, or another torch"
 
 
 def unfit(ranks: Sequence[Facts]) -> str:
-    """See lamina.collective.COLLECTIVES."""
+    """Nothing: any ranks can use gloo."""
     return ""
 
 
 def open_collective(mesh: Mesh, at: RankPlace) -> Gloo:
-    """See lamina.collective.COLLECTIVES."""
+    """One rank's end; all ranks open theirs together. They find each other over the mesh."""
 
     def make(store: Any) -> Any:
         kind: Any = torch._C._distributed_c10d.ProcessGroupGloo

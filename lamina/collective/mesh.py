@@ -32,7 +32,7 @@ _LOOK_S = 0.001  # at each rank in turn, for letters of any
 
 
 class Mesh:
-    """See lamina.collective.Collective. Tensors longer than a slot go in pieces."""
+    """One rank's end of a group that meets over channels. Tensors longer than a slot go in pieces."""
 
     recordable = False  # what is sent leaves from host memory
 
@@ -47,7 +47,7 @@ class Mesh:
         self._number = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See Collective. Raises ChannelError."""
+        """The sum of all ranks' ``x``, in the order of ranks. Raises ChannelError."""
         x = x.contiguous()
         out = torch.empty_like(x)
         pieces, results = x.view(-1), out.view(-1)
@@ -58,18 +58,18 @@ class Mesh:
         return out
 
     def all_gather(self, x: Tensor, size: int) -> Tensor:
-        """See Collective. Raises ChannelError."""
+        """All ranks' ``x`` side by side, in the order of ranks. Raises ChannelError."""
         x = x.contiguous()
-        found = x.new_empty(self.size, x.numel())
+        rows = x.new_empty(self.size, x.numel())
         for low, high in self._spans(x):
             parts, end = self._exchange(x.view(-1)[low:high])
-            for row, part in zip(found, parts, strict=True):
+            for row, part in zip(rows, parts, strict=True):
                 row[low:high] = part
             end()
-        return side_by_side(found, x.shape)
+        return side_by_side(rows, x.shape)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """See Collective. Raises ChannelError."""
+        """Rank 0's ``x``, a tensor of the host. Raises ChannelError."""
         x = x.contiguous()
         if self.rank == 0:
             for low, high in self._spans(x):
@@ -125,10 +125,10 @@ class Mesh:
         raise ChannelTimeout(f"rank {self.rank}: nothing of ranks {sorted(ranks)} within {timeout_s:g} s")
 
     def launched(self) -> None:
-        """See Collective. There are no such graphs."""
+        """Does nothing: no graph of a device holds calls of a mesh."""
 
     def close(self) -> None:
-        """See Collective."""
+        """Does nothing: the channels belong to their fabric."""
 
     def _spans(self, x: Tensor) -> Iterator[tuple[int, int]]:
         most = SLOT_BYTES // x.element_size()
@@ -183,17 +183,17 @@ def _nbytes(piece: Tensor) -> int:
 
 
 def lacks(device: torch.device) -> str:
-    """See lamina.collective.COLLECTIVES."""
+    """Nothing: a mesh carries tensors of every device."""
     return ""
 
 
 def unfit(ranks: Sequence[Facts]) -> str:
-    """See lamina.collective.COLLECTIVES."""
+    """Nothing: any ranks can use a mesh."""
     return ""
 
 
 def open_collective(mesh: Mesh, at: RankPlace) -> Mesh:
-    """See lamina.collective.COLLECTIVES."""
+    """The mesh itself."""
     return mesh
 
 

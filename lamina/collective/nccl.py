@@ -30,7 +30,7 @@ Mark = Callable[[], Callable[[], bool] | None]
 
 
 class Nccl(OfGroup):
-    """See lamina.collective.Collective. Tensors of another device than the ranks' go over the mesh."""
+    """One rank's end of a group that NCCL carries. Tensors of another device go over the mesh."""
 
     recordable = True
 
@@ -41,31 +41,31 @@ class Nccl(OfGroup):
         self._guard = Guard(mesh, self._abort, timeout_s)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See Collective. Raises ChannelError."""
+        """The sum of all ranks' ``x``, in the order of ranks. Raises ChannelError."""
         if x.device.type == self._device.type:
             return super().all_reduce(x)
         with self._guard.mesh() as mesh:
             return mesh.all_reduce(x)
 
     def all_gather(self, x: Tensor, size: int) -> Tensor:
-        """See Collective. Raises ChannelError."""
+        """All ranks' ``x`` side by side, in the order of ranks. Raises ChannelError."""
         if x.device.type == self._device.type:
             return super().all_gather(x, size)
         with self._guard.mesh() as mesh:
             return mesh.all_gather(x, size)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """See Collective. Raises ChannelError."""
+        """Rank 0's ``x``, a tensor of the host. Raises ChannelError."""
         with self._guard.mesh() as mesh:
             return mesh.broadcast(x)
 
     def launched(self) -> None:
-        """See Collective. Raises ChannelError."""
+        """The device was given a graph that holds calls of this rank: it has a deadline, too. Raises ChannelError."""
         self._guard.check()
         self._watch()
 
     def close(self) -> None:
-        """See Collective."""
+        """Ends the watch over the device, then the group. Idempotent."""
         self._guard.close()
         self._abort()
 
@@ -92,7 +92,7 @@ class Nccl(OfGroup):
 
 
 def lacks(device: torch.device) -> str:
-    """See lamina.collective.COLLECTIVES."""
+    """Why ranks on ``device`` cannot use NCCL; "": they can, as far as one of them knows."""
     if device.type != "cuda":
         return for_gpus(str(device))
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
@@ -101,17 +101,17 @@ def lacks(device: torch.device) -> str:
 
 
 def unfit(ranks: Sequence[Facts]) -> str:
-    """See lamina.collective.COLLECTIVES."""
+    """Why these ranks cannot use NCCL together; "": they can."""
     sharing = [[r for r, other in enumerate(ranks) if other.gpu == own.gpu] for own in ranks]
     if not all(own.gpu for own in ranks):
         return NO_GPU
-    if twice := next((found for found in sharing if len(found) > 1), None):
+    if twice := next((group for group in sharing if len(group) > 1), None):
         return f"ranks {' and '.join(map(str, twice))} have one GPU, and NCCL takes one for each"
     return "" if all(own.usable for own in ranks) else "not every rank's torch has NCCL"
 
 
 def open_collective(mesh: Mesh, at: RankPlace) -> Nccl:
-    """See lamina.collective.COLLECTIVES. Ranks of one host find each other over its loopback interface."""
+    """One rank's end. Ranks of one host find each other over its loopback interface."""
     if at.together:
         os.environ.setdefault(INTERFACE, "lo")
 

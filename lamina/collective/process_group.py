@@ -36,7 +36,7 @@ class Opened(NamedTuple):
 
 
 class OfGroup(ABC):
-    """See lamina.collective.Collective. A subclass says in ``_do`` how an operation of the group is waited for."""
+    """One rank's end of a process group of torch. A subclass says in ``_do`` how an operation is waited for."""
 
     recordable = False
 
@@ -47,11 +47,11 @@ class OfGroup(ABC):
 
     @property
     def wait_s(self) -> float:
-        """See Collective."""
+        """Seconds spent waiting for other ranks over the mesh."""
         return self._mesh.wait_s
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See Collective. Raises ChannelError."""
+        """The sum of all ranks' ``x``, in the order of ranks. Raises ChannelError."""
         x = x.contiguous()
         if not x.numel():
             return x.clone()
@@ -61,18 +61,18 @@ class OfGroup(ABC):
         return ordered_sum(self._gather(flat).unbind()).to(x.dtype).view(x.shape)
 
     def all_gather(self, x: Tensor, size: int) -> Tensor:
-        """See Collective. Raises ChannelError."""
+        """All ranks' ``x`` side by side, in the order of ranks. Raises ChannelError."""
         x = x.contiguous()
         if not x.numel():
             return x.new_empty(*x.shape[:-1], size * x.shape[-1])
         return side_by_side(self._gather(x.view(-1)), x.shape)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """See Collective. Raises ChannelError."""
+        """Rank 0's ``x``, a tensor of the host. Raises ChannelError."""
         return self._mesh.broadcast(x)
 
     def close(self) -> None:
-        """See Collective."""
+        """Lets the group go. Idempotent."""
         self._group = None  # its sockets and threads go with it
 
     @abstractmethod
@@ -83,20 +83,20 @@ class OfGroup(ABC):
 
     def _gather(self, flat: Tensor) -> Tensor:
         """[n] of each rank -> [ranks, n]."""
-        found = torch.empty(self.size * flat.nbytes, dtype=torch.uint8, device=flat.device)
-        mine = flat.view(torch.uint8)
-        self._do(lambda group: group._allgather_base(found, mine, _all_gather_options()), flat.nbytes)
-        return found.view(flat.dtype).view(self.size, -1)
+        gathered = torch.empty(self.size * flat.nbytes, dtype=torch.uint8, device=flat.device)
+        sent = flat.view(torch.uint8)
+        self._do(lambda group: group._allgather_base(gathered, sent, _all_gather_options()), flat.nbytes)
+        return gathered.view(flat.dtype).view(self.size, -1)
 
     def _two_shots(self, flat: Tensor) -> Tensor:
         """The sum of all ranks' ``flat`` [n]: each rank sums a share, padded to the same size."""
         share = -(-flat.numel() // self.size)
         padded = flat.new_zeros(self.size * share)
         padded[: flat.numel()] = flat
-        found, mine = torch.empty_like(padded), padded.view(torch.uint8)
-        theirs = found.view(torch.uint8)
-        self._do(lambda group: group.alltoall_base(theirs, mine, [], [], _all_to_all_options()), flat.nbytes)
-        total = ordered_sum(found.view(self.size, share).unbind()).to(flat.dtype)
+        received, sent = torch.empty_like(padded), padded.view(torch.uint8)
+        theirs = received.view(torch.uint8)
+        self._do(lambda group: group.alltoall_base(theirs, sent, [], [], _all_to_all_options()), flat.nbytes)
+        total = ordered_sum(received.view(self.size, share).unbind()).to(flat.dtype)
         return self._gather(total).view(-1)[: flat.numel()]
 
 

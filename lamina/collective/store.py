@@ -35,26 +35,26 @@ class MeshStore(Store):
         self._closed = False
 
     def set(self, key: str, value: str | bytes) -> None:
-        """See torch.distributed.Store. Raises ChannelError."""
+        """Tells all other ranks the value of a key. Raises ChannelError."""
         self._known[key] = data = value.encode() if isinstance(value, str) else bytes(value)
         if not self._closed:
             name = key.encode()
             self._mesh.tell(_KEY.pack(len(name)) + name + data)
 
     def get(self, key: str) -> bytes:
-        """See torch.distributed.Store. Raises ChannelError."""
+        """The value of a key, once a rank has told it. Raises ChannelError."""
         self.wait([key])
         return self._known[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """See torch.distributed.Store; all waits end at one deadline. Raises ChannelError."""
+        """Until all ``keys`` are told; all waits end at one deadline, not at ``timeout``. Raises ChannelError."""
         while missing := [key for key in keys if key not in self._known]:
             if self._closed or not self._open:
                 raise PeerFault(f"rank {self._mesh.rank}: no rank tells {missing[0]!r}, which a process group needs")
             self._hear()
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See torch.distributed.Store. Waits for nobody."""
+        """Whether all ``keys`` are told. Waits for nobody."""
         return all(key in self._known for key in keys)
 
     def close(self) -> None:

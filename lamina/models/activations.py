@@ -71,7 +71,7 @@ class _NoReceiver:
     """Takes what a slice sends, and does nothing with it."""
 
     def q(self, call: int, q: Tensor) -> None:
-        """See converter.Send."""
+        """Drops q [R, Hq, 1, D]."""
 
     def kv(self, call: int, k: Tensor, v: Tensor) -> None:
-        """See converter.Send."""
+        """Drops k [R, Hkv, 1, D] and v [R, Hkv, 1, Dv]."""

@@ -123,9 +123,9 @@ def check_one_dtype(directory: Path) -> None:
     """Raises ModelError where matrices are stored in several dtypes, so that "as stored" means nothing. Vectors may
     differ: many models keep norms and biases in fp32.
     """
-    found = {_FLOATS[w.dtype]: w.name for w in stored_weights(directory) if len(w.shape) > 1 and w.dtype in _FLOATS}
-    if len(found) > 1:
-        kinds = " and ".join(f"{dtype} ({name})" for dtype, name in sorted(found.items()))
+    named = {_FLOATS[w.dtype]: w.name for w in stored_weights(directory) if len(w.shape) > 1 and w.dtype in _FLOATS}
+    if len(named) > 1:
+        kinds = " and ".join(f"{dtype} ({name})" for dtype, name in sorted(named.items()))
         raise ModelError(f"{directory} mixes weights of {kinds}: say which one they are to have, with --dtype")
 
 
@@ -134,8 +134,8 @@ def stored_dtype(directory: Path) -> torch.dtype:
     from safetensors import safe_open
 
     with safe_open(weight_files(directory)[0], framework="pt") as file:
-        found: torch.dtype = file.get_slice(next(iter(file.keys())))[:1].dtype
-    return found
+        kind: torch.dtype = file.get_slice(next(iter(file.keys())))[:1].dtype
+    return kind
 
 
 def check_room(directory: Path, copies: int, free: int) -> None:

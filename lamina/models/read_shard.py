@@ -47,10 +47,10 @@ class CutSlice:
         shape = self._stored.get_shape()
         spans = self._cut.spans(self._part, shape[self._cut.dim])
         before = (slice(None),) * (len(shape) + self._cut.dim)
-        found = [self._stored[(*before, span)] for span in spans]
-        part = found[0].contiguous() if len(found) == 1 else torch.cat(found, self._cut.dim)
-        if part.data_ptr() != found[0].data_ptr():
-            for x in found:  # copied, and who else needs these pages has its own mapping
+        pieces = [self._stored[(*before, span)] for span in spans]
+        part = pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self._cut.dim)
+        if part.data_ptr() != pieces[0].data_ptr():
+            for x in pieces:  # copied, and who else needs these pages has its own mapping
                 drop_pages(x)
         return part
 

@@ -112,8 +112,8 @@ def _other_layers(model: nn.Module) -> str:
     """Names the first layer that its configuration does not call an attention layer, if there is one."""
     config: Any = model.config
     types = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
-    found = next(((i, t) for i, t in enumerate(types) if t not in _ATTENTION_TYPES), None)
-    return f" (layer {found[0]} is of type {found[1]})" if found else ""
+    unknown = next(((i, t) for i, t in enumerate(types) if t not in _ATTENTION_TYPES), None)
+    return f" (layer {unknown[0]} is of type {unknown[1]})" if unknown else ""
 
 
 class _FarAlong(TorchFunctionMode):
@@ -144,9 +144,9 @@ def _check_count(model: nn.Module, layers: list[RoutedLayer]) -> None:
                 f"layer {index} ({name}, {type(block).__name__}) has no softmax attention that can be routed to memory "
                 f"workers; its parts: {parts}"
             )
-    found = ", ".join(layer.name for layer in layers) or "none"
+    names = ", ".join(layer.name for layer in layers) or "none"
     raise UnsupportedModelError(
-        f"{type(model).__name__} has {expected} layers but {len(layers)} attentions that can be routed ({found})"
+        f"{type(model).__name__} has {expected} layers but {len(layers)} attentions that can be routed ({names})"
     )
 
 

@@ -294,14 +294,14 @@ class _Hook:
 
 def _configs(model: nn.Module) -> list[Any]:
     """Every configuration object in the model, each once."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     todo = [c for m in model.modules() if (c := getattr(m, "config", None)) is not None]
     while todo:
         config = todo.pop()
-        if id(config) not in found and hasattr(config, "_attn_implementation"):
-            found[id(config)] = config
+        if id(config) not in configs and hasattr(config, "_attn_implementation"):
+            configs[id(config)] = config
             todo += [v for k in config.sub_configs if (v := getattr(config, k, None)) is not None]
-    return list(found.values())
+    return list(configs.values())
 
 
 @contextlib.contextmanager

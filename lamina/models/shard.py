@@ -97,18 +97,18 @@ def _styles(model: nn.Module) -> dict[str, str]:
     hf: Any = model
     kind, plan = type(model).__name__, getattr(model, "_tp_plan", None) or {}
     names = [n for n, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False)) if n]
-    found = {n: plan[w] for n in names if (w := replace_layer_number_by_wildcard(n)) in plan}
-    if strange := next((n for n, style in found.items() if style not in STYLES), None):
+    planned = {n: plan[w] for n in names if (w := replace_layer_number_by_wildcard(n)) in plan}
+    if strange := next((n for n, style in planned.items() if style not in STYLES), None):
         raise UnsupportedModelError(
-            f"--tensor-parallel-size: {kind} is to have {strange} cut as {found[strange]!r}, which is not known here"
+            f"--tensor-parallel-size: {kind} is to have {strange} cut as {planned[strange]!r}, which is not known here"
         )
-    if len(set(found.values()) - {"colwise_gather_output", "embedding_rowwise"}) == 0:
+    if len(set(planned.values()) - {"colwise_gather_output", "embedding_rowwise"}) == 0:
         raise UnsupportedModelError(
             f"--tensor-parallel-size: {kind} has no plan in transformers for how its layers are cut: leave it at 1"
         )
     ends: dict[str, Any] = {"embedding_rowwise": hf.get_input_embeddings(), "colwise": hf.get_output_embeddings()}
     names_of = {id(m): n for n, m in model.named_modules()}
-    return {**found, **{names_of[id(module)]: style for style, module in ends.items()}}
+    return {**planned, **{names_of[id(module)]: style for style, module in ends.items()}}
 
 
 def _cut_of(name: str, ndim: int, styles: dict[str, str]) -> DealtDim | None:
@@ -193,8 +193,8 @@ def _reduced_lookup(module: Any, part: WeightPart) -> Forward:
     def forward(ids: Tensor) -> Tensor:
         own = ids - part.rank * count
         here = (own >= 0) & (own < count)
-        found = inner(own.clamp(0, count - 1)) * here.unsqueeze(-1)
-        return ALL_REDUCE_OP(found)  # type: ignore[no-any-return]
+        rows = inner(own.clamp(0, count - 1)) * here.unsqueeze(-1)
+        return ALL_REDUCE_OP(rows)  # type: ignore[no-any-return]
 
     return forward
 

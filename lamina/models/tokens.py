@@ -150,10 +150,10 @@ class Detokenizer:
 
 def find_stop(text: str, stops: Sequence[str], start: int = 0) -> tuple[int, str] | None:
     """The first stop string in ``text`` from ``start`` on: where it begins, and which; the longest of several there."""
-    found = [(at, -len(s), s) for s in stops if s and (at := text.find(s, start)) >= 0]
-    if not found:
+    hits = [(at, -len(s), s) for s in stops if s and (at := text.find(s, start)) >= 0]
+    if not hits:
         return None
-    at, _, stop = min(found)
+    at, _, stop = min(hits)
     return at, stop
 
 

@@ -63,10 +63,17 @@ class Sender:
         self.q, self.kv = history.q, history.kv_
 
 
+def spread(first: float, last: float, count: int) -> Tensor:
+    """As torch.linspace, which makes no meta tensors in a process that has loaded a model: transformers puts another
+    function in its place for that time, and torch.device keeps the functions that it found at its first use.
+    """
+    return first + (last - first) * torch.arange(count) / (count - 1)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, size))
+        self.weight = nn.Parameter(spread(0.5, 1.5, size))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
@@ -84,7 +91,7 @@ class Attention(nn.Module):
         else:
             self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden, w) for w in self.widths)
         self.o_proj = nn.Linear(self.heads * self.size, hidden)
-        self.register_buffer("frequencies", 1.0 / 100 ** torch.linspace(0, 1, self.size // 2)[None], persistent=False)
+        self.register_buffer("frequencies", 1.0 / 100 ** spread(0.0, 1.0, self.size // 2)[None], persistent=False)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not self.fused:

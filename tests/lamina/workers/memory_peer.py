@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -184,6 +185,14 @@ def placed(rows: Placed, partition: Partition) -> Placed:
     return replace(rows, place=Place(rows.sequence % partition.num_lanes))
 
 
+@lru_cache(1 << 14)
+def drawn(seed: int, sizes: tuple[tuple[int, int], ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of a token, which models that are compared draw in turn. Nobody writes to them."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(*size, generator=generator).to(dtype) for size in sizes)
+    return q, k, v
+
+
 class Model:
     """Sequences of random q, k, v in every layer, by token; runs steps on peers that share the heads."""
 
@@ -194,10 +203,9 @@ class Model:
         self.pool = open_pool(links, partition, layers, merging, self.dtype, HostStaging(torch.device("cpu")))
 
     def token(self, sequence: int, position: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        x, g = self.layers[layer], torch.Generator().manual_seed(hash((sequence, position, layer)) % 2**31)
+        x = self.layers[layer]
         sizes = (x.q_heads, x.qk_dim), (x.kv_heads, x.qk_dim), (x.kv_heads, x.v_dim)
-        q, k, v = (torch.randn(*s, generator=g).to(self.dtype) for s in sizes)
-        return q, k, v
+        return drawn(hash((sequence, position, layer)) % 2**31, sizes, self.dtype)
 
     def rows(self, rows: list[Rows], layer: int) -> tuple[Tensor, Tensor, Tensor]:
         tokens = [self.token(r.sequence, r.first + i, layer) for r in rows for i in range(r.count)]
