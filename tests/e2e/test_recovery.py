@@ -100,6 +100,14 @@ def test_one_that_is_stopped_is_replaced_long_before_the_deadline_of_a_step(llam
             assert [o.outputs[0].finish_reason for o in stream][-1] == "length"
             assert [worker for worker, pid in llm.pools.pids.items() if pid != pids[worker]] == [victim]
             assert gone(pids[victim])
+        # One that owes nothing may stand still for as long as it likes; it is lost once there is something to do.
+        idle = llm.pools.pids["memory-1"]
+        os.kill(idle, signal.SIGSTOP)
+        assert llm.engine.look() == []
+        assert llm.pools.pids["memory-1"] == idle
+        assert llm.generate([[5, 6, 7]], PARAMS[0])[0].outputs[0].finish_reason == "length"
+        assert llm.pools.pids["memory-1"] != idle
+        assert gone(idle)
 
 
 def test_one_loss_too_many_ends_the_run_and_names_it(llama_path: Path) -> None:
@@ -107,7 +115,9 @@ def test_one_loss_too_many_ends_the_run_and_names_it(llama_path: Path) -> None:
         wanted = run(llm, [[5, 6, 7]] * len(PARAMS), {})
         assert run(llm, [[5, 6, 7]] * len(PARAMS), {20: "memory-0"}) == wanted
         last = llm.pools.pids
-        with pytest.raises(WorkerError, match=r"^memory worker 0 \(pid \d+\) was killed by SIGKILL; its pool cannot"):
+        with pytest.raises(
+            WorkerError, match=r"^memory worker 0 \(pid \d+\) was killed by SIGKILL; .* --max-recoveries 1 "
+        ):
             run(llm, [[5, 6, 7]] * len(PARAMS), {20: "memory-0"})
         assert all(gone(pid) for pid in last.values())
 
