@@ -13,10 +13,11 @@ from lamina.engine.prefill import Prefill
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
 from lamina.protocol.tables import BlockTables
-from lamina.sim.run import BrokenError, check, smaller
+from lamina.sim.run import BrokenError, check, check_restart, smaller
 from lamina.sim.scenario import scenario
 
 SEEDS, PARTS = 300, 6
+RESTARTS = 120
 ENOUGH = 300  # seeds, of which one must be broken by a mistake
 
 
@@ -149,3 +150,12 @@ def breaks(of: Any) -> bool:
     except BrokenError:
         return True
     return False
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_another_engine_goes_on_where_one_has_died(part: int) -> None:
+    """With what readers have by then, at any moment: all get what they would have got."""
+    begun = 0
+    for seed in range(part, RESTARTS, PARTS):
+        begun += check_restart(scenario(seed))
+    assert begun > RESTARTS / PARTS / 2, "few had begun when it died"
