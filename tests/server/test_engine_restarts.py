@@ -15,7 +15,7 @@ from test_flow import until
 from lamina.config import make_config
 from lamina.protocol.control import ControlLink, Failed
 from lamina.request import SamplingParams, Told
-from lamina.server.link.client import EngineClient, EngineGoneError, ReplyFeed
+from lamina.server.link.client import JOIN_S, EngineClient, EngineGoneError, ReplyFeed
 from lamina.server.link.messages import Add, Cancel, Delta, Outputs, Start, Times, WorkerCounters
 from lamina.server.link.restarts import EngineRestarts
 
@@ -35,13 +35,13 @@ class Scripted:
     def __init__(self) -> None:
         self.sock, theirs = socket.socketpair()
         self.link = ControlLink(theirs, Add | Cancel)
-        self.joined = False
+        self.joins: list[float] = []  # how long it was waited for
 
     def fate(self) -> str | None:
         return "was killed by SIGKILL"
 
     def join(self, timeout_s: float) -> None:
-        self.joined = True
+        self.joins.append(timeout_s)
 
     def asked(self) -> Any:
         return self.link.recv(LIMIT_S)
@@ -115,7 +115,7 @@ def test_another_engine_is_told_all_that_readers_have() -> None:
         await until(lambda: client._live.keys() == {key, gone})
         first.link.close()
         second = await engines.next(client)
-        assert first.joined, "it is ended by force, whatever it does"
+        assert first.joins == [0.0], "it is ended by force, whatever it does"
         assert client.state is not None
         assert client.state.recovering
         client.cancel(gone)
@@ -178,6 +178,9 @@ def final(how: Callable[[Engines], None], words: str, **options: Any) -> None:
         with pytest.raises(EngineGoneError) as told:
             await asyncio.wait_for(feed.take(), LIMIT_S)
         assert words in str(told.value)
+        joins = list(engines.all[0].joins)
+        await client.close()
+        assert engines.all[0].joins == [*joins, JOIN_S], "it may still give back what it has"
 
     play(work, **options)
 
@@ -202,13 +205,22 @@ def test_so_is_one_in_whose_place_no_other_can_start() -> None:
     final(how, "was killed by SIGKILL; another engine cannot start: no more processes")
 
 
+def test_one_that_never_gets_ready_is_not_waited_for_for_ever() -> None:
+    async def work(client: EngineClient, engines: Engines) -> None:
+        engines.all[0].link.close()
+        await until(client.lost.is_set)
+        assert (client.failure or "").endswith("another engine took too long to start (--start-timeout-s 0.1)")
+
+    play(work, start_timeout_s=0.1)
+
+
 def test_its_workers_have_gone_before_another_one_takes_their_memory() -> None:
     async def work(client: EngineClient, engines: Engines) -> None:
         worker = await asyncio.create_subprocess_exec("sleep", "60")
         engines.all[0].link.send(WorkerCounters({}, [worker.pid]))
         await until(lambda: bool(client._workers))
         engines.all[0].link.close()
-        await until(lambda: engines.all[0].joined)
+        await until(lambda: bool(engines.all[0].joins))
         assert len(engines.all) == 1
         worker.kill()
         await worker.wait()

@@ -231,10 +231,13 @@ class EngineClient:
             self._writer.close()
             try:
                 self._handle = await restarts.begin(self._handle, self._workers)
-                await self._open(lambda progress: None)
+                async with asyncio.timeout(restarts.limit_s):
+                    await self._open(lambda progress: None)
             except EngineGoneError as e:  # it died, too
                 reason = str(e)
                 continue
+            except TimeoutError:
+                return f"{reason}; another engine took too long to start (--start-timeout-s {restarts.limit_s:g})"
             except (ValueError, OSError) as e:
                 return f"{reason}; another engine cannot start: {e}"
             restarts.end()

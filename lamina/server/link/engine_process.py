@@ -8,6 +8,7 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from lamina import netstack
@@ -73,7 +74,7 @@ def _serve(link: ControlLink, start: Start) -> None:
 class _Live:
     """A prompt in the engine, and how much of its completions the server has been told."""
 
-    def __init__(self, key: int, request_id: int, told: list[Told]) -> None:
+    def __init__(self, key: int, request_id: int, told: Sequence[Told] = ()) -> None:
         self.key = key
         self.request_id = request_id
         self._tokens = {x.index: len(x.tokens) for x in told}

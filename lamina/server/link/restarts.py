@@ -23,6 +23,7 @@ class EngineRestarts:
     """The right to another engine, as often as --max-recoveries says, and the seeds of requests that have none."""
 
     def __init__(self, start: Start, launch: Callable[[Start], WorkerHandle]) -> None:
+        self.limit_s = start.config.deadlines.start_timeout_s  # until it is ready
         self._start, self._launch = start, launch
         self._recoveries = Recoveries(start.config.launching.max_recoveries, time.monotonic)
         self._number = 0  # of the last engine
