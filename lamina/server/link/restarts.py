@@ -35,15 +35,13 @@ class EngineRestarts:
 
     @property
     def allowed(self) -> bool:
-        """Whether there may be another engine in the place of the last one. One whose workers are started by people, or
-        on other hosts, has none.
-        """
-        return not self._start.config.launching.elsewhere and self._recoveries.allow([self._number])
+        """Whether there may be another engine in the place of the last one. One whose workers people start has none."""
+        return not self._start.config.launching.by_hand and self._recoveries.allow([self._number])
 
     def last_words(self, reason: str) -> str:
         """About a server that ends by the loss of its engine."""
         most = self._recoveries.most
-        if self._start.config.launching.elsewhere or not most:
+        if self._start.config.launching.by_hand or not most:
             return reason
         return f"{reason}; --max-recoveries {most} allows no other one in ten minutes"
 
