@@ -18,10 +18,9 @@ from lamina.protocol.plan import Keep
 from .cohort import Cohort
 from .members import LostError, Member, Members
 from .recoveries import Recoveries
+from .standing import STOPPED_S, StandingStill
 
 log = logging.getLogger(__name__)
-STALE_S = 1.0  # behind which a look says nothing of the one before
-STOPPED_S = 2.0  # that a worker may stand still by a signal while it is waited for
 
 
 class Supervisor:
@@ -31,22 +30,16 @@ class Supervisor:
         self._members, self._cohort, self._clock = members, cohort, clock
         self._step_s, self._start_s = config.deadlines.step_timeout_s, config.deadlines.start_timeout_s
         self._recoveries = Recoveries(config.launching.max_recoveries, clock)
-        self._stopped: dict[Member, float] = {}  # since when
-        self._looked = 0.0  # when look_round was called
+        self._standing = StandingStill[Member](clock)
 
     def look_round(self, owing: Collection[Member]) -> None:
         """For whoever waits for ``owing``. Raises LostError where one of them has been stopped for STOPPED_S,
         and can be replaced; one that is only slow stays, and so does one that owes nothing.
         """
-        now, before = self._clock(), self._stopped
-        if now - self._looked > STALE_S:  # who stands still now may have run meanwhile
-            before = {}
-        self._looked = now
         stopped = [m for m in owing if m not in self._members.lost and m.handle.stopped]
-        self._stopped = {m: before.get(m, now) for m in stopped}
-        for member, since in self._stopped.items():
+        for member in self._standing.look(stopped):
             loss = LostError(f"{member.name} has been stopped for {STOPPED_S:g} s", [member], ended=True)
-            if now - since >= STOPPED_S and self.may_make_good(loss):
+            if self.may_make_good(loss):
                 self._members.give_up(member, loss)
                 raise loss
 

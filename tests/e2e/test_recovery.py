@@ -110,6 +110,21 @@ def test_one_that_is_stopped_is_replaced_long_before_the_deadline_of_a_step(llam
         assert gone(idle)
 
 
+@pytest.mark.slow
+def test_one_that_hangs_is_replaced_once_a_step_is_late(llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that nobody sees to be stopped is as one that hangs."""
+    monkeypatch.setattr("lamina.fleet.standing.STOPPED_S", 1e9)
+    options: dict[str, Any] = {"memory_workers": 2, "prefill_workers": 1, "step_timeout_s": 3.0, "max_recoveries": 100}
+    with LLM(str(llama_path), **options) as llm:
+        wanted = llm.generate([[5, 6, 7]] * 2, PARAMS[0])
+        for victim in ("compute-0", "memory-0", "prefill-0"):
+            pids = llm.pools.pids
+            os.kill(pids[victim], signal.SIGSTOP)
+            assert told(llm.generate([[5, 6, 7]] * 2, PARAMS[0])) == told(wanted)
+            assert llm.pools.pids[victim] != pids[victim]
+            assert gone(pids[victim])
+
+
 def test_one_loss_too_many_ends_the_run_and_names_it(llama_path: Path) -> None:
     with LLM(str(llama_path), memory_workers=1, max_recoveries=1) as llm:
         wanted = run(llm, [[5, 6, 7]] * len(PARAMS), {})

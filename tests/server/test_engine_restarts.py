@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from test_engine_link import READY, Quiet
 from test_flow import until
 
 from lamina.config import make_config
+from lamina.fleet.standing import STOPPED_S
 from lamina.protocol.control import ControlLink, Failed
 from lamina.request import SamplingParams, Told
 from lamina.server.link.client import JOIN_S, EngineClient, EngineGoneError, ReplyFeed
@@ -42,6 +44,8 @@ class Scripted:
 
     def join(self, timeout_s: float) -> None:
         self.joins.append(timeout_s)
+        if not timeout_s:
+            self.link.close()
 
     def asked(self) -> Any:
         return self.link.recv(LIMIT_S)
@@ -203,6 +207,22 @@ def test_so_is_one_in_whose_place_no_other_can_start() -> None:
         engines.all[0].link.close()
 
     final(how, "was killed by SIGKILL; another engine cannot start: no more processes")
+
+
+def test_one_that_is_stopped_is_replaced_once_something_is_asked_of_it() -> None:
+    async def work(client: EngineClient, engines: Engines) -> None:
+        first = engines.all[0]
+        first.stopped = True
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engines.next(client), STOPPED_S + 1.0)
+        key = client.add([7], SamplingParams(), ReplyFeed(), Quiet())
+        began = time.monotonic()
+        second = await engines.next(client)
+        assert time.monotonic() - began >= STOPPED_S
+        second.link.send(READY)
+        assert (await asyncio.to_thread(second.asked)).key == key
+
+    play(work)
 
 
 def test_one_that_never_gets_ready_is_not_waited_for_for_ever() -> None:

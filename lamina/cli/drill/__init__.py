@@ -26,6 +26,7 @@ FAULTS = {
     "kill-prefill": ("prefill", "SIGKILL"),
     "kill-engine": ("engine", "SIGKILL"),
     "stop": ("", "SIGSTOP"),
+    "stop-engine": ("engine", "SIGSTOP"),
 }
 FLAGS = ["--memory-workers", "2", "--prefill-workers", "1", "--dtype", "float32", "--deterministic"]
 BAD = "wrong", "lost", "twice"

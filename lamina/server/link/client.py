@@ -15,6 +15,7 @@ import msgspec
 from lamina.engine.wire import WorkerError
 from lamina.fleet.launchers import WorkerHandle
 from lamina.fleet.launchers.local import ProcessWorker
+from lamina.fleet.standing import STOPPED_S, StandingStill
 from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
 from lamina.request import Blame, SamplingParams
 
@@ -23,6 +24,7 @@ from .restarts import EngineRestarts, Hearing
 
 FROM_ENGINE = Ready | Progress | Outputs | State | WorkerCounters | Refused | Failed
 JOIN_S = 8.0
+WATCH_S = 0.25  # between looks whether the engine stands still
 _LENGTH = struct.Struct("<I")
 log = logging.getLogger(__name__)
 
@@ -117,7 +119,7 @@ class EngineClient:
         self._closing = False
         self._next_key = 0
         self._state_at = time.monotonic()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
     async def connect(
@@ -126,7 +128,7 @@ class EngineClient:
         """Wait until a launched engine is ready. Raises ValueError for bad input, EngineGoneError."""
         client = cls(handle, restarts)
         await client._open(on_progress)
-        client._task = asyncio.create_task(client._read())
+        client._tasks = [asyncio.create_task(client._read()), asyncio.create_task(client._watch())]
         return client
 
     async def _open(self, on_progress: Callable[[Progress], None]) -> None:
@@ -174,8 +176,8 @@ class EngineClient:
             self._send(Stop())
         # The link stays open until then: its end would tell the engine to hurry. One that still loads hears nothing.
         await asyncio.to_thread(self._handle.join, JOIN_S if self._is_ready or self.failure else 0.0)
-        if self._task is not None:
-            self._task.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._writer.close()
 
     def _send(self, message: msgspec.Struct) -> None:
@@ -202,6 +204,16 @@ class EngineClient:
         live, self._live = self._live, {}
         for each in live.values():
             each.feed.fail(EngineGoneError(reason))
+
+    async def _watch(self) -> None:
+        """An engine that is stopped while something is asked of it is as one that has died."""
+        standing = StandingStill[int](time.monotonic)
+        while self._restarts is not None and not self.lost.is_set():
+            await asyncio.sleep(WATCH_S)
+            owing = self._is_ready and self._live and self._restarts.allowed
+            if standing.look([self._handle.pid] if owing and self._handle.stopped else []):
+                log.warning("the engine process (pid %d) has been stopped for %g s", self._handle.pid, STOPPED_S)
+                await asyncio.to_thread(self._handle.join, 0.0)
 
     async def _listen(self) -> str | None:
         """To one engine, until it ends. Why there is no other one; None where there is."""
