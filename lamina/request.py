@@ -142,6 +142,17 @@ class CompletionOutput:
     blame: Blame | None = None  # of an error
 
 
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a reader has of a completion that an engine did not finish, so that another one can go on with it."""
+
+    index: int
+    tokens: list[int]
+    logprobs: list[list[tuple[int, float]]] | None = None  # as in CompletionOutput: token and log-probability
+    chars: int = 0  # of its text
+    ended: bool = False  # whether its reader knows how it has ended
+
+
 @dataclass
 class RequestTimes:
     """When things happened, in seconds of the engine's clock; only differences mean something."""

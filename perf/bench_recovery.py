@@ -60,19 +60,23 @@ def measure(llm: LLM, args: argparse.Namespace, start_s: float) -> dict[str, Any
     params = [params_of(i, args.tokens) for i in range(args.sequences)]
     wanted, _, took = stream(llm, prompts, params, "", 0.0)
     pauses: dict[str, list[float]] = {}
-    wrong = 0
+    wrong = late = 0
     for _ in range(args.kills):
         for victim in sorted(llm.pools.pids):
-            found, pause, _ = stream(llm, prompts, params, victim, rng.uniform(0.1, 0.8) * took)
+            pause = None
+            while pause is None:  # a kill behind the last token says nothing
+                found, pause, _ = stream(llm, prompts, params, victim, rng.uniform(0.1, 0.8) * took)
+                late += pause is None
+                wrong += sum(a != b for a, b in zip(found, wanted, strict=True))
             pauses.setdefault(victim.partition("-")[0], []).append(pause)
-            wrong += sum(a != b for a, b in zip(found, wanted, strict=True))
     for role, each in pauses.items():
         print(f"{role:8} {len(each):3} kills   pause {median(each):6.2f} s, at most {max(each):6.2f} s")
-    print(f"a start of all of them: {start_s:.2f} s; completions that were wrong: {wrong}")
+    print(f"a start of all of them: {start_s:.2f} s; completions that were wrong: {wrong}; kills too late: {late}")
     return {
         "pause_s": {role: spread(each) for role, each in pauses.items()},
         "longest_s": {role: max(each) for role, each in pauses.items()},
         "kills": {role: len(each) for role, each in pauses.items()},
+        "too_late": late,
         "start_s": start_s,
         "wrong": wrong,
         "cpu_pressure": cpu_pressure(),
@@ -91,27 +95,29 @@ def params_of(number: int, tokens: int) -> SamplingParams:
 
 def stream(
     llm: LLM, prompts: list[list[int]], params: list[SamplingParams], victim: str, after_s: float
-) -> tuple[list[list[int]], float, float]:
-    """The completions, the longest pause behind the kill of ``victim``, and how long it all took."""
+) -> tuple[list[list[int]], float | None, float]:
+    """The completions, the longest pause behind the kill of ``victim``, and how long it all took. No pause where nobody
+    was killed before the last token.
+    """
     killed = float("inf")
 
     def kill() -> None:
         nonlocal killed
-        killed = time.perf_counter()
         with suppress(ProcessLookupError):
             os.kill(llm.pools.pids[victim], signal.SIGKILL)
+            killed = time.perf_counter()
 
     timer = threading.Timer(after_s, kill)
     outputs: dict[int, Any] = {}
     begun = last = time.perf_counter()
-    pause = 0.0
+    pause: float | None = None
     if victim:
         timer.start()
     with llm.stream(prompts, params) as found:
         for output in found:
             now = time.perf_counter()
             if now > killed:
-                pause = max(pause, now - max(last, killed))
+                pause = max(pause or 0.0, now - max(last, killed))
             last = now
             outputs[output.request_id] = output.outputs[0].token_ids
         ids = found.request_ids

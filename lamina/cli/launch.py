@@ -26,6 +26,7 @@ COMMANDS = {
     "timeline": ("timeline", "say what kept each pool from working, from a trace of a run; draw it"),
     "bench": ("bench", "measure a server, an engine or a transport"),
     "check": ("check", "run a model in many settings and say which give the same tokens, or the same bits"),
+    "drill": ("drill", "hit processes of a server while streams are read, and compare each stream"),
     "doctor": ("doctor", "check what each transport needs of this machine, and say how to get it"),
     "explain": ("explain", "show how a model is cut: slices, bytes across each cut, messages, bandwidth"),
 }

@@ -168,17 +168,20 @@ class ComputeServer(ModelServer):
         outbound, inbound = geometries(cut.layers, partition, cut.dtype.itemsize, **rows)
         terms = netstack.Terms(outbound=outbound, inbound=inbound, name=start.name)
         links, bounds = list[MemoryLink](), list[Bound]()
-        for worker, there in enumerate(meeting.memory):
-            channel = fabric.connect(there.url, replace(terms, peer=there.name))
+        connects = [
+            partial(fabric.connect, at.url, replace(terms, peer=at.name), timeout_s=start.deadlines.start_timeout_s)
+            for at in meeting.memory
+        ]
+        for worker, connect in enumerate(connects):
+            channel = connect()
             number = worker * start.topology.tensor_parallel_size + start.rank
             links.append(MemoryLink(channel, worker, start.deadlines.step_timeout_s, self.trace, number))
             if start.number:
                 bounds.append(links[-1].join(Join(view=meeting.view, number=start.number, layers=cut.layers)))
             else:
                 bounds.append(self._bind_next(links[-1], self._bind(meeting, worker, channel), bounds))
-        opens = [partial(fabric.connect, at.url, replace(terms, peer=at.name)) for at in meeting.memory]
         path = self._layer_path(kernels=all(bound.direct for bound in bounds))
-        wires = open_wires(opens, bounds, self.staging, start.deadlines.step_timeout_s, path)
+        wires = open_wires(connects, bounds, self.staging, start.deadlines.step_timeout_s, path)
         if ring and start.number + 1 < start.topology.replicas:
             ring.pass_turn()
         merging = self._merging(cut, bounds[0].backend)

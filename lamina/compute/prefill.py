@@ -18,12 +18,13 @@ from lamina.buffers import part_of
 from lamina.memory.step import Step, Stored
 from lamina.memory.store import Store
 from lamina.memory.write import Written
+from lamina.netstack import ChannelTimeout
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.control import RunRound, StepDone
 from lamina.protocol.plan import Keep, Key, Kind, ProtocolError, StepPlan
 from lamina.workers.staging import NOTHING
 
-from .links import MemoryLink, RefusedError
+from .links import MemoryLink
 from .worker import Attention, ComputeWorker
 
 GLANCE_S = 0.002  # for news of memory workers, before the driver's are looked at again
@@ -203,7 +204,7 @@ class PrefillWorker:
 
     def _check(self, link: MemoryLink) -> None:
         if self._clock() - self._since > self._timeout_s and not self._worker.has_work:
-            raise RefusedError(f"memory worker {link.worker} did not store K and V in {self._timeout_s:g} s")
+            raise ChannelTimeout(f"memory worker {link.worker} did not store K and V in {self._timeout_s:g} s")
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -77,7 +77,8 @@ class PrefillServer(ModelServer):
         terms = Terms(outbound=outbound, inbound=inbound, name=start.name)
         join = Join(view=meeting.view, number=start.topology.replicas + start.number, layers=cut.layers)
         for worker, there in enumerate(meeting.memory):
-            channel = fabric.connect(there.url, replace(terms, peer=there.name))
+            limit_s = start.deadlines.start_timeout_s
+            channel = fabric.connect(there.url, replace(terms, peer=there.name), timeout_s=limit_s)
             links.append(MemoryLink(channel, worker, start.deadlines.step_timeout_s, self.trace))
             bounds.append(links[-1].join(join))
         return links, bounds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.control import ALL_BANNED, ComputeReady, Draw, Drawn, RunRound, RunStep, StepDone
@@ -13,7 +13,7 @@ from lamina.protocol.groups import usable_blocks
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.plan import Keep
 from lamina.protocol.tables import BlockTables
-from lamina.request import Blame, CompletionOutput, Logprob, RequestOutput, RequestTimes, SamplingParams
+from lamina.request import Blame, CompletionOutput, Logprob, RequestOutput, RequestTimes, SamplingParams, Told
 
 from .draws import draw_of, scores_of
 from .kept import KeptKV
@@ -104,8 +104,11 @@ class Engine:
         *,
         text: str | None = None,
         make_pieces: Callable[[], Pieces] | None = None,
+        told: Iterable[Told] = (),
     ) -> int:
-        """Queue a prompt; returns the request's id. Raises ValueError for a prompt that cannot be served."""
+        """Queue a prompt; returns the request's id. ``told``: of completions that another engine began; they go on
+        behind that, given the seed that they had. Raises ValueError for a prompt that cannot be served.
+        """
         self.check(prompt, params)
         request_id, self._next_request = self._next_request, self._next_request + 1
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
@@ -119,10 +122,25 @@ class Engine:
             TextStream(make_pieces(), params.stop_strings, include_stop=include) if make_pieces else None
             for _ in sequences
         ]
-        self._requests[request_id] = Request(output, sequences, texts)
+        self._requests[request_id] = request = Request(output, sequences, texts)
+        for one in told:
+            self._catch_up(request, one)
+        if output.finished:
+            del self._requests[request_id]
+            raise ValueError("all completions of this prompt have come to their ends: there is nothing to go on with")
         for sequence in sequences:
-            self.scheduler.add(sequence)
+            if not sequence.finished:
+                self.scheduler.add(sequence)
         return request_id
+
+    def _catch_up(self, request: Request, told: Told) -> None:
+        """Take the tokens of one completion as if they were drawn now. The prompt's scores were told with the first."""
+        sequence = request.sequences[told.index]
+        if told.index == 0 and told.tokens:
+            request.output.prompt_logprobs, sequence.num_scored = None, len(sequence.prompt) - 1
+        for token, logprobs in zip(told.tokens, told.logprobs or [[]] * len(told.tokens), strict=True):
+            sequence.num_drawing += 1
+            self._append(request, sequence, Drawn(sequence.id, token, logprobs))
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
         """Raises ValueError, in one line, for a prompt or parameters that cannot be served."""

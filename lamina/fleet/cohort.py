@@ -108,7 +108,7 @@ class Cohort:
     def may_replace(self, member: Member) -> bool:
         """Whether another worker can be started in its place. A thread cannot: it might go on."""
         launcher = self._launcher
-        return launcher is not None and launcher.restarts and not isinstance(member.handle, ThreadWorker)
+        return not (launcher is None or isinstance(member.handle, ThreadWorker)) and launcher.may_replace(member.handle)
 
     def has_started(self, member: Member) -> bool:
         """Whether it has answered its first message."""

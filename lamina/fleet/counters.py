@@ -28,7 +28,8 @@ class Counters:
     def take(self, limit_s: float, words: str) -> dict[str, dict[str, float]] | None:
         """The counters, once all workers have answered; None before that, and where nobody has asked.
 
-        Raises LostError where a worker is lost, or has not answered for ``limit_s``; ``words``: what it was for.
+        Raises LostError where a worker is lost, or has not answered for ``limit_s``; ``words``: what it was for. One
+        that was stopped answers once it goes on.
         """
         self._answers |= {m.label: s.values for m, s in self._members.arrived(Stats)}
         if self._asked_at is None:
@@ -37,6 +38,6 @@ class Counters:
         if not silent:
             self._asked_at = None
             return self._answers
-        if self._clock() - self._asked_at > limit_s:
-            raise self._members.late(silent, words)
+        if self._clock() - self._asked_at > limit_s and (late := [m for m in silent if not m.handle.stopped]):
+            raise self._members.late(late, words)
         return None

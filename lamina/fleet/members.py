@@ -165,7 +165,8 @@ class Members:
         try:
             member.link.send(message)
         except LinkStalledError:
-            raise self._lose(member, f"{member.name} stands still: it took no message for {TAKE_S:g} s") from None
+            text = f"{member.name} stands still: it took no message for {TAKE_S:g} s"
+            raise self._lose(member, text, ended=True) from None
         except LinkClosedError:
             raise self._gone(member) from None
 

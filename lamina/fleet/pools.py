@@ -19,7 +19,7 @@ from lamina.protocol.plan import Keep
 from .arrivals import Arrivals
 from .cohort import Cohort
 from .counters import Counters
-from .members import JOIN_AFTER_LOSS_S, JOIN_S, BadInputError, LostError, Members
+from .members import JOIN_AFTER_LOSS_S, JOIN_S, BadInputError, LostError, Member, Members
 from .supervise import Supervisor
 
 STATS_S = 5.0
@@ -81,21 +81,21 @@ class Pools:
         try:
             yield
         except LostError as e:
+            words = self._supervisor.last_words(e)
             self._members.end(JOIN_AFTER_LOSS_S)
-            raise WorkerError(f"{e}; its pool cannot go on and was ended: start again" if e.ended else str(e)) from None
+            raise WorkerError(words) from None
         except BadInputError:
             self._members.end(JOIN_S)
             raise
 
     @contextmanager
     def _or_note(self) -> Iterator[None]:
-        """Where a worker is lost that can be replaced, the next ``wait`` or ``look`` says so; else ``_or_end``."""
+        """Where a loss can be made good, the next ``wait`` or ``look`` says so; else ``_or_end``."""
         with self._or_end():
             try:
                 yield
             except LostError as loss:
-                late = any(m not in self._members.lost for m in loss.members)  # who may answer yet
-                if late or not self._supervisor.can_replace:
+                if not self._supervisor.may_make_good(loss):
                     raise
                 self._loss = self._loss or loss
 
@@ -141,22 +141,19 @@ class Pools:
     def resume(self, keep: Sequence[Keep]) -> ComputeReady | ViewChanged:
         """See Wire."""
         with self._lock, self._recovery():
-            with self._or_note():
-                ready = self._replaced(keep)
-                if (ready.num_blocks, ready.lanes) != (self.ready.num_blocks, self.ready.lanes):
-                    found, had = ready.num_blocks, self.ready.num_blocks
-                    raise LostError(f"memory workers have {found} KV blocks in place of {had} behind a loss", [])
-                self._read_clocks()
-                self._expect_nothing()
-                self.ready = ready
+            if self._loss is None:  # another one may have been noticed since
+                with self._or_note():
+                    self._go_on(keep)
             return self.ready if self._loss is None else self._halt()
 
-    def _replaced(self, keep: Sequence[Keep]) -> ComputeReady:
-        try:
-            return self._supervisor.resume(keep)
-        except (BadInputError, OSError) as error:  # of a place where all went well before
-            self._members.end(JOIN_AFTER_LOSS_S)
-            raise WorkerError(f"a lost worker could not be replaced: {error}") from error
+    def _go_on(self, keep: Sequence[Keep]) -> None:
+        ready = self._supervisor.resume(keep)
+        if (ready.num_blocks, ready.lanes) != (self.ready.num_blocks, self.ready.lanes):
+            found, had = ready.num_blocks, self.ready.num_blocks
+            raise LostError(f"memory workers have {found} KV blocks in place of {had} behind a loss", [])
+        self._read_clocks()
+        self._expect_nothing()
+        self.ready = ready
 
     def _halt(self) -> ViewChanged:
         """What was done before a loss, and what is left of the KV."""
@@ -181,6 +178,9 @@ class Pools:
         try:
             self._meanwhile()  # whoever looks on is to know at once
             yield
+        except (ValueError, OSError) as error:  # of a place where all went well before
+            self._members.end(JOIN_AFTER_LOSS_S)
+            raise WorkerError(f"a lost worker could not be replaced: {error}") from error
         finally:
             self.recovering = False
 
@@ -195,7 +195,7 @@ class Pools:
 
     def _receive(self) -> StepDone:
         limit, steps = self._config.deadlines.step_timeout_s, len(self._arrivals)
-        owing = [member for member, chunks in zip(self._members.prefill, self._chunks, strict=True) if chunks]
+        owing = self._prefilling
         what = "a step" if steps else "a chunk of a prompt"
         if steps or not owing:
             owing = self._members.compute + owing
@@ -219,26 +219,52 @@ class Pools:
 
     def stats(self) -> dict[str, dict[str, float]]:
         """The counters of every worker, by the names of ``pids``; of one that is lost there are none."""
-        found = dict[str, dict[str, float]]()
         with self._lock:
-            for member in self._members:
+            there = [m for m in self._members if m not in self._members.lost]
+            for member in there:
                 with self._or_note():
                     self._members.send(member, AskStats())
-            for member in self._members:
-                while member not in self._members.lost and member.label not in found:
-                    with self._or_note():
-                        answer = self._members.wait_for([member], Stats, *self._counters_limit)
-                        found[member.label] = answer.values
-        return found
+            found = {member.label: self._stats_of(member) for member in there}
+        return {label: values for label, values in found.items() if values is not None}
+
+    def _stats_of(self, member: Member) -> dict[str, float] | None:
+        """None where it is lost, or late, or was stopped while it owes nothing else."""
+        found = list[dict[str, float] | None]()
+        while not found and member not in self._members.lost:
+            with self._or_note():
+                found.append(self._answer_of(member))
+            if self._loss is not None and member in self._loss.members:
+                break
+        return found[0] if found else None
+
+    def _answer_of(self, member: Member) -> dict[str, float] | None:
+        try:
+            answer: Stats = self._members.wait_for([member], Stats, *self._counters_limit)
+        except LostError as loss:
+            if member not in loss.members or not member.handle.stopped:
+                raise
+            return None
+        return answer.values
 
     def meanwhile(self, call: Callable[[], None]) -> None:
         """Have ``call`` called a few times a second while ``wait`` is called or waits."""
         self._meanwhile = call
 
     def _look_round(self) -> None:
-        if len(self._arrivals) or any(self._chunks) or self.recovering:  # else nobody owes anything
-            self._supervisor.look_round()
+        self._supervisor.look_round(self._owing())
         self._meanwhile()
+
+    def _owing(self) -> list[Member]:
+        """Who has something to do. All others may stand still."""
+        if self.recovering:
+            return list(self._members)
+        steps = len(self._arrivals) > 0
+        computing = self._members.compute * steps + self._prefilling
+        return self._members.memory + computing if computing else []
+
+    @property
+    def _prefilling(self) -> list[Member]:
+        return [m for m, chunks in zip(self._members.prefill, self._chunks, strict=False) if chunks]  # or none yet
 
     def ask_stats(self) -> None:
         """See Counters.ask; for the thread that calls ``wait``."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from lamina.engine.wire import Clock
 from lamina.protocol.control import ComputeReady, Halt, Halted, StepDone
@@ -18,11 +17,10 @@ from lamina.protocol.plan import Keep
 
 from .cohort import Cohort
 from .members import LostError, Member, Members
+from .recoveries import Recoveries
+from .standing import STOPPED_S, StandingStill
 
 log = logging.getLogger(__name__)
-RECENT_S = 600.0  # in which --max-recoveries counts
-STALE_S = 1.0  # behind which a look says nothing of the one before
-STOPPED_S = 2.0  # that a worker may stand still by a signal while it is waited for
 
 
 class Supervisor:
@@ -30,50 +28,57 @@ class Supervisor:
 
     def __init__(self, config: EngineConfig, members: Members, cohort: Cohort, clock: Clock = time.monotonic) -> None:
         self._members, self._cohort, self._clock = members, cohort, clock
-        self._most = config.launching.max_recoveries
         self._step_s, self._start_s = config.deadlines.step_timeout_s, config.deadlines.start_timeout_s
-        self._losses: deque[float] = deque()  # when
-        self._stopped: dict[Member, float] = {}  # since when
-        self._looked = 0.0  # when look_round was called
+        self._recoveries = Recoveries(config.launching.max_recoveries, clock)
+        self._standing = StandingStill[Member](clock)
 
-    def look_round(self) -> None:
-        """For whoever waits for workers. Raises LostError where one of them has been stopped for STOPPED_S,
-        and can be replaced; one that is only slow stays.
+    def look_round(self, owing: Collection[Member]) -> None:
+        """For whoever waits for ``owing``. Raises LostError where one of them has been stopped for STOPPED_S,
+        and can be replaced; one that is only slow stays, and so does one that owes nothing.
         """
-        now, before = self._clock(), self._stopped
-        if now - self._looked > STALE_S:  # who stands still now may have run meanwhile
-            before = {}
-        self._looked = now
-        stopped = [m for m in self._members if m not in self._members.lost and m.handle.stopped]
-        self._stopped = {m: before.get(m, now) for m in stopped}
-        for member, since in self._stopped.items():
-            if now - since >= STOPPED_S and self._cohort.may_replace(member) and self._has_left:
-                loss = LostError(f"{member.name} has been stopped for {STOPPED_S:g} s", [member], ended=True)
+        stopped = [m for m in owing if m not in self._members.lost and m.handle.stopped]
+        for member in self._standing.look(stopped):
+            loss = LostError(f"{member.name} has been stopped for {STOPPED_S:g} s", [member], ended=True)
+            if self.may_make_good(loss):
                 self._members.give_up(member, loss)
                 raise loss
 
-    @property
-    def _has_left(self) -> bool:
-        """Whether one more loss can be made good now."""
-        while self._losses and self._losses[0] < self._clock() - RECENT_S:
-            self._losses.popleft()
-        return len(self._losses) < self._most
+    def may_make_good(self, loss: LostError) -> bool:
+        """Whether the run can go on behind ``loss``, and all others that have not been made good yet."""
+        return self._is_curable(loss) and self._recoveries.allow({*self._members.lost, *self._known(loss)})
 
-    @property
-    def can_replace(self) -> bool:
-        """Whether those that are lost can be replaced: processes that ended without a word, or can be ended; not one
-        that has failed and said why, and would again.
+    def last_words(self, loss: LostError) -> str:
+        """About a run that ends by ``loss``."""
+        if self._is_curable(loss) and self._recoveries.most:
+            limit = f", as --max-recoveries {self._recoveries.most} allows no more in ten minutes,"
+        elif loss.ended:
+            limit = ""
+        else:
+            return str(loss)
+        return f"{loss}; its pool cannot go on{limit} and was ended: start again"
+
+    def _is_curable(self, loss: LostError) -> bool:
+        """Whether all that are lost are processes that ended without a word, or can be ended; not one that has failed
+        and said why, and would again. One that is late is asked to come to rest, unless that is what it was asked.
         """
         lost = self._members.lost
-        ended = bool(lost) and all(loss.ended for loss in lost.values())
-        return ended and all(map(self._cohort.may_replace, lost)) and self._has_left
+        late = [m for m in loss.members if m not in lost and not loss.ended]
+        each = {*lost, *loss.members}
+        if not each or (late and self._recoveries.under_way):
+            return False
+        return all(x.ended for x in lost.values()) and all(map(self._cohort.may_replace, each))
+
+    @staticmethod
+    def _known(loss: LostError) -> Sequence[Member]:
+        """Who is lost by it for certain."""
+        return loss.members if loss.ended else ()
 
     def halt(self, loss: LostError) -> list[dict[int, int]]:
         """Fence who is lost, and bring the others to rest. Returns the KV that is left, by memory worker; see
         ViewChanged. What was said before may be taken by Members.said. Raises LostError where no more can be made good.
         """
-        log.warning("%s; another one takes its place, and all requests go on", loss)
-        self._losses.append(self._clock())
+        log.warning("%s; whoever is lost is replaced, and all requests go on", loss)
+        self._recoveries.count(self._members, self._members.lost)
         view, kept, asked = self._cohort.next_view(), dict[Member, dict[int, int]](), set[Member]()
         self._members.enter(view, still=(StepDone,))
         deadline = self._clock() + self._step_s
@@ -88,14 +93,17 @@ class Supervisor:
                 log.warning("behind that loss: %s", another)
                 for member in another.members:
                     self._members.give_up(member, LostError(str(another), [member], ended=True))
-                if not self.can_replace:
+                if not self.may_make_good(another):
                     raise
+                self._recoveries.count(self._members, self._members.lost)
         return [kept.get(member, {}) for member in self._members.memory]
 
     def resume(self, keep: Sequence[Keep]) -> ComputeReady:
         """Replace who is lost, and have all meet. Raises LostError, and ValueError with what a user can put right."""
         self._cohort.replace()
-        return self._cohort.connect(keep)
+        ready = self._cohort.connect(keep)
+        self._recoveries.end()
+        return ready
 
     def _left(self, kept: dict[Member, dict[int, int]]) -> list[Member]:
         """Who has not come to rest. Those that are lost are fenced."""

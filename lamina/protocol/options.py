@@ -281,8 +281,8 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
     max_recoveries: Annotated[
         int,
         Meta(ge=0),
-        "losses of workers in ten minutes that are made good, with --launcher local: a new worker takes the place, and "
-        "all requests go on; one more, and the run ends. 0 = the first one ends it",
+        "recoveries in ten minutes, with --launcher local or ray: whoever is lost is replaced, and all requests go on; "
+        "one more, and the run ends. 0 = the first loss ends it",
     ] = 5
     trace: Annotated[str, "write a Perfetto/Chrome trace of the run to this file, at the end (or set LAMINA_TRACE)"] = (
         ""
@@ -309,6 +309,11 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
     def elsewhere(self) -> bool:
         """Whether workers may be on other hosts."""
         return self.starter != "local"
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether people start the workers, each once."""
+        return self.starter == "static"
 
     @property
     def scheme(self) -> str:

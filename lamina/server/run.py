@@ -28,7 +28,9 @@ from .door.connections import Connection
 from .door.crowd import Crowd, room
 from .door.tls import Handshake, TlsDoor
 from .errors import ApiError
-from .link.client import EngineClient
+from .link.client import EngineClient, launch_engine
+from .link.messages import Start
+from .link.restarts import EngineRestarts
 from .request.prompts import Prompter
 from .request.template import read_template
 from .request.unsupported import UnknownFields
@@ -72,7 +74,8 @@ async def _serve(
     stages = _Stages()
     with _ended_by_signals(handle):
         loading = load_beside(source, trust_remote_code=remote, here=False, limit_s=limit_s)
-        client = await EngineClient.connect(handle, stages)
+        start = Start(model=model, tokenizer=config.tokenizer, config=engine_config)
+        client = await EngineClient.connect(handle, stages, EngineRestarts(start, launch_engine))
     stages.end()
     try:
         tokenizer = await asyncio.to_thread(loading.result, limit_s)

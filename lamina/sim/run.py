@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from dataclasses import replace
 from pprint import pformat
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 from lamina.config import make_config
 from lamina.engine.engine import Engine
-from lamina.request import RequestOutput
+from lamina.request import CompletionOutput, RequestOutput, Told
 
 from .clock import VirtualClock
 from .model import Letters
@@ -44,6 +45,39 @@ def check(of: Scenario) -> Played:
     return found
 
 
+def check_restart(of: Scenario) -> bool:
+    """Play a part of ``of``; then another engine goes on with what readers have by then. Whether some request had begun
+    by then. Raises BrokenError.
+    """
+    seeded, calm = with_seeds(of), _Play(replace(of, faults=()))
+    wanted = calm.run()
+    try:
+        before = _Play(seeded)
+        before.take_steps(random.Random(of.seed).randint(1, calm.steps))
+        after = _Play(replace(seeded, faults=()))
+        begun = after.go_on_from(before)
+        for ask, mine, same in zip(of.asks, after.run().requests, wanted.requests, strict=True):
+            if ask.cancel_s is None:
+                assert mine == same, f"{mine} in place of {same}"
+    except Exception as error:
+        raise BrokenError(f"{type(error).__name__}: {error}\n{pformat(of)}") from error
+    return begun
+
+
+def with_seeds(of: Scenario) -> Scenario:
+    """The same, with the seeds that an engine would draw, in the order of arrival."""
+    rng, asks = random.Random(of.options["seed"]), list(of.asks)
+    for place, ask in in_order(of):
+        if ask.params.get("seed") is None:
+            asks[place] = replace(ask, params={**ask.params, "seed": rng.getrandbits(62)})
+    return replace(of, asks=tuple(asks))
+
+
+def in_order(of: Scenario) -> list[tuple[int, Arriving]]:
+    """Requests with their places, as they arrive."""
+    return sorted(enumerate(of.asks), key=lambda x: (x[1].at_s, x[0]))
+
+
 def play(of: Scenario) -> Played:
     """To the end. Raises AssertionError, and whatever goes wrong."""
     return _Play(of).run()
@@ -67,29 +101,58 @@ class _Play:
         self._of, self._clock = of, VirtualClock()
         self._wire = SimWire(of, self._clock)
         self._engine = Engine(self._wire, make_config({**of.options, "transport": "shm"}), self._clock)
-        self._left = sorted(enumerate(of.asks), key=lambda x: (x[1].at_s, x[0]))
+        self._left = in_order(of)
         self._asked: dict[int, tuple[int, Arriving]] = {}  # by request: its place, and what it is
         self._outputs: dict[int, RequestOutput] = {}
         self._seen: dict[tuple[int, int], tuple[list[int], str]] = {}
         self._views = self._wire.view
+        self.steps = 0
+        self._ended: dict[int, RequestOutput] = {}  # by place: of an engine before this one
+        self._scores: dict[int, Any] = {}  # by request: of its prompt, told by an engine before this one
 
     def run(self) -> Played:
+        assert self.take_steps(MOST_STEPS), "nothing comes to its end"
         engine = self._engine
-        for _ in range(MOST_STEPS):
-            self._let_requests_come()
-            if not engine.has_work and not self._left:
-                break
-            self._take(engine.step())
-            self._check_view()
-            self._cancel()
-        else:
-            raise AssertionError("nothing comes to its end")
         engine.settle()
         self._check_end()
         found: list[tuple[Completion, ...]] = [()] * len(self._of.asks)
         for request, (place, _) in self._asked.items():
-            found[place] = _told(self._outputs.get(request))
+            output = self._outputs.get(request)
+            if output and request in self._scores:
+                output.prompt_logprobs = self._scores[request]
+            found[place] = _told(output)
+        for place, output in self._ended.items():
+            found[place] = _told(output)
         return Played(found, self._wire.losses, engine.scheduler.num_preemptions)
+
+    def take_steps(self, most: int) -> bool:
+        """So many at most; whether all has come to its end."""
+        for _ in range(most):
+            self._let_requests_come()
+            if not self._engine.has_work and not self._left:
+                return True
+            self._take(self._engine.step())
+            self.steps += 1
+            self._check_view()
+            self._cancel()
+        return False
+
+    def go_on_from(self, before: _Play) -> bool:
+        """With the requests of an engine that has died, as far as readers have them. Whether some had begun."""
+        self._left, begun = before._left, False
+        for request, (place, ask) in before._asked.items():
+            output = before._outputs.get(request)
+            if output is not None and output.finished:
+                self._ended[place] = output
+                continue
+            told = [_as_told(one) for one in output.outputs] if output else []
+            again = self._engine.add(list(ask.prompt), params_of(ask), make_pieces=Letters, told=told)
+            self._asked[again] = place, ask
+            if output and output.outputs[0].token_ids:
+                self._scores[again] = output.prompt_logprobs
+            self._seen |= {(again, i): seen for (r, i), seen in before._seen.items() if r == request}
+            begun = begun or any(one.tokens for one in told)
+        return begun
 
     def _let_requests_come(self) -> None:
         engine, clock = self._engine, self._clock
@@ -155,12 +218,18 @@ def _told(output: RequestOutput | None) -> tuple[Completion, ...]:
     return (*each, (str(output.prompt_logprobs),))
 
 
+def _as_told(of: CompletionOutput) -> Told:
+    pairs = None if of.logprobs is None else [[(x.token_id, x.logprob) for x in each] for each in of.logprobs]
+    return Told(index=of.index, tokens=list(of.token_ids), logprobs=pairs)
+
+
 def main(first: int = 0, count: int = 1000) -> None:
     """Play ``count`` seeds. A broken one is made small, printed and raised."""
     losses = preemptions = 0
     for seed in range(first, first + count):
         try:
             outcome = check(scenario(seed))
+            check_restart(scenario(seed))
         except BrokenError:
             check(smaller(scenario(seed)))
             raise

@@ -55,7 +55,7 @@ class ViewFabric:
         self._channels: list[Channel] = []
         self._over = ""
 
-    def connect(self, url: str, terms: Terms, *, timeout_s: float = 10.0) -> Channel:
+    def connect(self, url: str, terms: Terms, *, timeout_s: float) -> Channel:
         """As Fabric.connect, in this view's epoch."""
         if self._fabric is None:
             raise ValueError(f"{url}: this worker connects to nobody")

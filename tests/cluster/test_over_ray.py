@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -92,7 +93,7 @@ def test_prompts_on_a_worker_of_their_own(cluster: FakeCluster) -> None:
 
 @pytest.mark.parametrize("whom", ["worker", "warden"])
 def test_a_loss_is_told_within_five_seconds(cluster: FakeCluster, whom: str) -> None:
-    llm = LLM(MODEL, ray_address=cluster.address, **OPTIONS)
+    llm = LLM(MODEL, ray_address=cluster.address, max_recoveries=0, **OPTIONS)
     pids = llm.pools.pids
     stream = llm.stream(PROMPTS[:1], LONG)
     next(stream)
@@ -104,6 +105,56 @@ def test_a_loss_is_told_within_five_seconds(cluster: FakeCluster, whom: str) -> 
             pass
     assert time.monotonic() - start < 5.0
     assert eventually(lambda: all(gone(pid) for pid in pids.values()), 10.0)
+
+
+def test_a_worker_that_is_lost_is_replaced_on_its_host(cluster: FakeCluster) -> None:
+    """And one whose warden is; streams get what they would have got."""
+    with LLM(MODEL, ray_address=cluster.address, deterministic=True, **OPTIONS) as llm:
+        wanted = tokens(llm)
+        for victim in ("memory-1", "compute-0"):
+            for whom in ("worker", "warden"):
+                pids, outputs, hit = llm.pools.pids, {}, False
+                with llm.stream(PROMPTS, GREEDY) as stream:
+                    for output in stream:
+                        outputs[output.request_id] = output.outputs[0].token_ids
+                        if not hit:
+                            os.kill(pids[victim] if whom == "worker" else parent(pids[victim]), signal.SIGKILL)
+                            hit = True
+                    assert [outputs[i] for i in stream.request_ids] == wanted
+                assert [name for name, pid in llm.pools.pids.items() if pid != pids[name]] == [victim]
+        last = llm.pools.pids
+    assert eventually(lambda: all(gone(pid) for pid in last.values()), 10.0)
+
+
+def test_a_servers_engine_is_replaced_too(cluster: FakeCluster, tmp_path: Path) -> None:
+    """Its wardens go with it; another one finds room for its own."""
+    body = {"prompt": "def f(", "max_tokens": 120, "ignore_eos": True, "stream": True, "temperature": 0.8, "seed": 5}
+    flags = ("--ray-address", cluster.address, "--memory-workers", "2", "--placement", "spread", "--deterministic")
+    server = Running(tmp_path / "server", *flags, env=cluster.environment)
+
+    def told(http: httpx.Client, *, hit: bool) -> str:
+        lines: list[str] = []
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            for line in response.iter_lines():
+                lines.append(line)
+                if hit and len(lines) == 40:
+                    os.kill(engine_of(server), signal.SIGKILL)
+        assert "data: [DONE]" in lines
+        events = (json.loads(line[6:]) for line in lines if line.startswith("data: {"))
+        return "".join(choice["text"] for event in events for choice in event["choices"])
+
+    try:
+        with httpx.Client(base_url=server.url, timeout=120) as http:
+            wanted = told(http, hit=False)
+            assert told(http, hit=True) == wanted
+            assert eventually(lambda: http.get("/health").status_code == 200, 30)
+    finally:
+        server.kill()
+
+
+def engine_of(server: Running) -> int:
+    words = b"lamina.server.link.engine_process:"
+    return next(p for p in server.descendants() if words in Path(f"/proc/{p}/cmdline").read_bytes())
 
 
 DRIVER = """

@@ -11,6 +11,8 @@ import pytest
 
 from lamina import LLM, SamplingParams
 from lamina.engine.wire import WorkerError
+from lamina.netstack import Channel
+from lamina.workers.view import ViewFabric
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 # Penalties count on what workers were told before; log-probabilities show a wrong bit where a token would not.
@@ -92,3 +94,17 @@ def test_nothing_may_be_in_flight(llama_path: Path) -> None:
         llm.engine.resume(ready)
         while llm.engine.has_work:
             llm.engine.step()
+
+
+def test_a_peer_has_the_time_of_a_start_to_listen(llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A memory worker that has just been started imports for seconds before it does."""
+    limits: list[float | None] = []
+    right = ViewFabric.connect
+
+    def connect(self: ViewFabric, *args: Any, **limit: float) -> Channel:
+        limits.append(limit.get("timeout_s"))
+        return right(self, *args, **limit)
+
+    monkeypatch.setattr(ViewFabric, "connect", connect)
+    with LLM(str(llama_path), transport="loopback", prefill_workers=1, memory_workers=2, start_timeout_s=77.0):
+        assert limits == [77.0] * 4

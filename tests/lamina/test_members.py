@@ -28,6 +28,7 @@ class Ended:
 
     place = ""
     pid = 1
+    stopped = False
 
     def __init__(self, role: str, *words: Failed | StepDone) -> None:
         self.role, self.index = role, 0
@@ -208,7 +209,7 @@ def test_who_waits_in_silence_looks_round_and_still_has_a_deadline(monkeypatch: 
     monkeypatch.setattr("lamina.fleet.members.TICK_S", 0.01)
     with pytest.raises(LostError, match="took too long for a step"):
         pools.wait_for([member], StepDone, 0.1, "for a step")
-    assert len(calls) > 1
+    assert calls
     assert not pools.lost, "it may answer yet"
 
 

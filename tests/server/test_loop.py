@@ -9,6 +9,7 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lamina"))
 from fake_wire import EOS, VOCAB, FakeWire, Letters, continuation, make_engine
 
 from lamina.protocol.control import ControlLink, LinkBrokenError, LinkClosedError, Stop
-from lamina.request import Blame, SamplingParams
+from lamina.request import Blame, SamplingParams, Told
 from lamina.server.link import engine_process
 from lamina.server.link.client import FROM_ENGINE
 from lamina.server.link.engine_process import FROM_SERVER, _Loop
@@ -107,6 +108,27 @@ def test_deltas_add_up_to_each_completion_and_only_the_last_has_times(bench: Ben
         assert min(times.queue, times.prefill, times.decode) > 0, "by a clock that goes on at each look"
     assert not bench.loop._by_key
     assert not bench.loop._by_id
+
+
+@pytest.mark.parametrize("had", range(5))
+def test_what_a_reader_has_of_another_engine_is_not_told_again(had: int) -> None:
+    """The second completion has come to its end, and its reader knows."""
+    bench, tokens = Bench(), continuation(PROMPT, 5)
+    told = [Told(index=0, tokens=tokens[:had]), Told(index=1, tokens=tokens, ended=True)]
+    bench.loop._take(Add(7, PROMPT, replace(PARAMS, n=2), told))
+    deltas = bench.work()
+    assert {d.index for d in deltas} == {0}
+    assert [t for d in deltas for t in d.tokens] == tokens[had:]
+    assert [d.finish_reason for d in deltas] == [None] * (len(deltas) - 1) + ["length"]
+    assert deltas[-1].times is not None
+    assert not bench.loop._by_key
+
+
+def test_a_prompt_that_has_come_to_its_end_elsewhere_is_refused(bench: Bench) -> None:
+    bench.loop._take(Add(7, PROMPT, PARAMS, [Told(index=0, tokens=continuation(PROMPT, 5), ended=True)]))
+    (refused,) = bench.told()
+    assert (refused.key, refused.blame) == (7, Blame.SERVER)
+    assert not bench.engine.has_work
 
 
 def test_times_are_from_arrival_to_first_row_to_first_token_to_last() -> None:
@@ -311,7 +333,7 @@ def test_workers_are_asked_every_second_or_so_and_their_answers_are_told(bench: 
     bench.workers.stats = {"memory-0": {"steps": 1.0}}
     bench.loop._report()
     counters, state = bench.told()
-    assert counters == WorkerCounters({"memory-0": {"steps": 1.0}})
+    assert counters == WorkerCounters({"memory-0": {"steps": 1.0}}, [2, 1])
     assert isinstance(state, State), "idle, and all have answered"
     bench.workers.stats = {"memory-0": {"steps": 1.0}}
     bench.loop._report()

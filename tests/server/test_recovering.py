@@ -1,4 +1,5 @@
-"""A server loses workers: its streams stay open and get what they would have got, and /health says why it waits."""
+"""A server loses workers, and its engine: streams stay open and get what they would have got, and /health says why they
+wait."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def test_streams_go_on_when_workers_die(tmp_path: Path) -> None:
 
             wanted = stream("")
             assert len(wanted) == 2
-            for victim in ("memory", "compute"):
+            for victim in ("memory", "compute", "engine"):
                 assert stream(victim) == wanted
                 assert eventually(lambda: health(http) == (200, "ok"), 60)
             # One that dies while nobody asks for anything:
@@ -69,5 +70,6 @@ def health(http: httpx.Client) -> tuple[int, str]:
 
 def worker(server: Running, role: str) -> int:
     """One of them."""
-    wanted = f"lamina.{role}.main:".encode()
+    module = "server.link.engine_process" if role == "engine" else f"{role}.main"
+    wanted = f"lamina.{module}:".encode()
     return next(p for p in server.descendants() if wanted in Path(f"/proc/{p}/cmdline").read_bytes())

@@ -49,10 +49,9 @@ class WorkerHandle(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts workers, each of them once."""
+    """Starts workers, each of them once; again in the place of one that is lost."""
 
     key: bytes  # for the workers' start messages; empty = they have the cluster's key from elsewhere
-    restarts: bool  # whether another worker can be started in the place of one that is lost
 
     def share(self, role: str, index: int) -> int:
         """Threads for a worker that shares its host's cores with others of its role."""
@@ -60,6 +59,10 @@ class Launcher(Protocol):
 
     def start(self, role: str, index: int, threads: int = 0) -> WorkerHandle:
         """``threads`` of OpenMP; 0 = what the environment says, else all cores. Raises OSError, ValueError."""
+        ...
+
+    def may_replace(self, lost: WorkerHandle) -> bool:
+        """Whether another worker can be started in the place of ``lost``, once that has been ended."""
         ...
 
     def close(self) -> None: ...

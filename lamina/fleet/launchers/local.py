@@ -19,6 +19,7 @@ from lamina import cores
 from lamina.facts.room import check_kv_room, free_bytes
 from lamina.protocol.options import EngineConfig
 
+from . import WorkerHandle
 from .warm import START, NoForkError, WarmGoneError
 
 log = logging.getLogger(__name__)
@@ -128,8 +129,6 @@ class ThreadWorker:
 class LocalLauncher:
     """All workers on this machine; they end by their control links alone."""
 
-    restarts = True
-
     def __init__(self, key: bytes, wanted: Mapping[str, int], on: Mapping[str, Sequence[cores.Cores]]) -> None:
         """``on``: the cores of each worker of a role; empty = any."""
         self.key = key
@@ -140,6 +139,9 @@ class LocalLauncher:
 
     def start(self, role: str, index: int, threads: int = 0) -> ProcessWorker:
         return ProcessWorker(role, index, threads, self._on[role][index])
+
+    def may_replace(self, lost: WorkerHandle) -> bool:
+        return True
 
     def close(self) -> None: ...
 

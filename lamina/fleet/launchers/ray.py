@@ -28,6 +28,7 @@ from lamina.netstack import ChannelError
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.sealed import SealedSocket
 
+from . import WorkerHandle
 from .ray_warden import Warden
 from .remote_worker import any_port, connect
 
@@ -78,9 +79,10 @@ class RayWorker:
 
 
 class RayLauncher:
-    """Wardens come up all at once, when it is made; ``start`` waits for one."""
+    """Wardens come up all at once, when it is made; ``start`` waits for one. A worker in the place of a lost one gets a
+    warden of its own, in the same bundle, and so on the same host.
+    """
 
-    restarts = False
     key = b""  # workers have it from their wardens
 
     def __init__(self, ray: Any, owned: bool, config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> None:
@@ -88,12 +90,13 @@ class RayLauncher:
         self._limit_s = min(CALL_S, config.deadlines.start_timeout_s)
         self._incarnation = secrets.token_hex(8)  # part of the names on control links
         self._wardens: dict[tuple[str, int], Any] = {}
+        self._used: set[tuple[str, int]] = set()  # places whose wardens have had a worker
         self._group: Any = None
         try:
             self._group, self.places = reserve(ray, config, wanted, self._limit_s)
             check_kv_memory(self.places, config.devices.kv_bytes())
-            for number, (role, index, at) in enumerate(_each(self.places)):
-                self._wardens[role, index] = self._warden(at, number)
+            for role, index, _ in _each(self.places):
+                self._call_warden(role, index)
         except BaseException:
             self.close()
             raise
@@ -103,6 +106,14 @@ class RayLauncher:
         return max(1, at.cores // sum(p.host == at for p in self.places[role]))
 
     def start(self, role: str, index: int, threads: int = 0) -> RayWorker:
+        if (role, index) in self._used:
+            there = self.places[role][index].host
+            if there.name not in {host.name for host in hosts_of(self._ray, whole=True)}:
+                raise OSError(
+                    f"{there.address} has left the Ray cluster, and the place of {role} worker {index} is there"
+                )
+            self._call_warden(role, index)
+        self._used.add((role, index))
         at, warden = self.places[role][index], self._wardens[role, index]
         host, who = at.host.address, f"the warden of {role} worker {index} on {at.host.address}"
         name, driver = (f"{end}-{self._incarnation}" for end in (f"{role}-{index}", "driver"))
@@ -124,6 +135,10 @@ class RayLauncher:
             raise OSError(f"{who}: {started['error']}")
         return RayWorker(self._ray, warden, role, index, at, started["pid"], sock)
 
+    def may_replace(self, lost: WorkerHandle) -> bool:
+        """On its host; not where that has fallen silent."""
+        return isinstance(lost, RayWorker) and not lost.sock.silent
+
     def close(self) -> None:
         wardens, self._wardens = list(self._wardens.values()), {}
         if not self._ray.is_initialized():
@@ -136,12 +151,15 @@ class RayLauncher:
         if self._owned:
             self._ray.shutdown()
 
-    def _warden(self, at: HostPlace, number: int) -> Any:
-        """``number``: of its bundle in the group."""
+    def _call_warden(self, role: str, index: int) -> None:
+        """In the bundle of that place, in the stead of the one that was there."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        takes = dict(at.takes)
-        return (
+        if (role, index) in self._wardens:
+            self._ray.kill(self._wardens[role, index])  # Ray gives its bundle to nobody else before
+        takes = dict(self.places[role][index].takes)
+        number = next(n for n, (r, i, _) in enumerate(_each(self.places)) if (r, i) == (role, index))
+        self._wardens[role, index] = (
             self._ray.remote(Warden)
             .options(
                 num_cpus=takes.pop("CPU", 0.0),

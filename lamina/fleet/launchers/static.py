@@ -22,6 +22,7 @@ from lamina.protocol.control import ControlLink, LinkClosedError
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.sealed import SealedSocket
 
+from . import WorkerHandle
 from .remote_worker import ControlListener, any_port, place_of
 from .static_commands import Who, commands, instructions, planned_places
 from .static_warden import ANY, Began, Begin, Came, End, Ended, WorkerRefused
@@ -93,7 +94,6 @@ class Visitor:
 class StaticLauncher:
     """Listens and says what to run, when it is made; ``share`` and ``start`` wait until all workers have come."""
 
-    restarts = False
     key = b""  # workers have it from their own environment
 
     def __init__(self, config: EngineConfig, key: bytes, wanted: Mapping[str, int]) -> None:
@@ -142,6 +142,10 @@ class StaticLauncher:
         if not warden.began.wait(CALL_S if came else 0.0) or sock is None or not warden.pid:
             raise OSError(f"{who} did not start it: see what it says there")
         return StaticWorker(warden, role, index, sock)
+
+    def may_replace(self, lost: WorkerHandle) -> bool:
+        """Never: people start its workers."""
+        return False
 
     def close(self) -> None:
         with self._changed:

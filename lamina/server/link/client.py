@@ -8,20 +8,23 @@ import logging
 import struct
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from lamina.engine.wire import WorkerError
 from lamina.fleet.launchers import WorkerHandle
 from lamina.fleet.launchers.local import ProcessWorker
+from lamina.fleet.standing import STOPPED_S, StandingStill
 from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
 from lamina.request import Blame, SamplingParams
 
-from .messages import Add, Cancel, Delta, Outputs, Ready, Refused, Start, State, WorkerCounters
+from .messages import Cancel, Delta, Outputs, Ready, Refused, Start, State, WorkerCounters
+from .restarts import EngineRestarts, Hearing
 
 FROM_ENGINE = Ready | Progress | Outputs | State | WorkerCounters | Refused | Failed
 JOIN_S = 8.0
+WATCH_S = 0.25  # between looks whether the engine stands still
 _LENGTH = struct.Struct("<I")
 log = logging.getLogger(__name__)
 
@@ -87,37 +90,54 @@ def _add_up(held: Delta, new: Delta) -> None:
     held.times, held.blame = new.times, new.blame
 
 
+class _OpenPrompt(NamedTuple):
+    """A prompt in the engine, who reads its deltas, and what has been heard of them."""
+
+    feed: ReplyFeed
+    meter: DeltaWatch
+    hearing: Hearing
+
+
 class EngineClient:
     """All methods belong to the event loop's thread."""
 
-    def __init__(self, handle: WorkerHandle, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, handle: WorkerHandle, restarts: EngineRestarts | None) -> None:
+        """``restarts``: None = the first engine is the last one."""
         self.ready: Ready
         self.state: State | None = None
         self.counters: dict[str, dict[str, float]] = {}
         self.failure: str | None = None  # why the engine is gone
         self.lost = asyncio.Event()  # the same, to wait for; not set where ``close`` has ended it
-        self._handle = handle
-        self._reader = reader
-        self._writer = writer
+        self._handle, self._restarts = handle, restarts
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+        self._is_ready = False  # else what is asked meanwhile is told to the engine once it is
+        self._workers: set[int] = set()  # processes of the engine's workers
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FROM_ENGINE)
-        self._live: dict[int, tuple[ReplyFeed, DeltaWatch]] = {}
+        self._live: dict[int, _OpenPrompt] = {}
         self._closing = False
         self._next_key = 0
         self._state_at = time.monotonic()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def connect(cls, handle: WorkerHandle, on_progress: Callable[[Progress], None]) -> EngineClient:
+    async def connect(
+        cls, handle: WorkerHandle, on_progress: Callable[[Progress], None], restarts: EngineRestarts | None = None
+    ) -> EngineClient:
         """Wait until a launched engine is ready. Raises ValueError for bad input, EngineGoneError."""
-        client = cls(handle, *await asyncio.open_connection(sock=handle.sock))
+        client = cls(handle, restarts)
+        await client._open(on_progress)
+        client._tasks = [asyncio.create_task(client._read()), asyncio.create_task(client._watch())]
+        return client
+
+    async def _open(self, on_progress: Callable[[Progress], None]) -> None:
+        self._reader, self._writer = await asyncio.open_connection(sock=self._handle.sock)
         while True:
-            message = await client._receive()
+            message = await self._receive()
             if isinstance(message, Ready):
-                client.ready = message
-                client._state_at = time.monotonic()
-                client._task = asyncio.create_task(client._read())
-                return client
+                self.ready, self._state_at, self._is_ready = message, time.monotonic(), True
+                return
             if isinstance(message, Progress):
                 on_progress(message)
             elif isinstance(message, Failed):
@@ -133,13 +153,15 @@ class EngineClient:
         if self.failure is not None:
             raise EngineGoneError(self.failure)
         key, self._next_key = self._next_key, self._next_key + 1
-        self._live[key] = (feed, meter)
-        self._send(Add(key, prompt, params))
+        params = self._restarts.seeded(params) if self._restarts else params
+        self._live[key] = new = _OpenPrompt(feed, meter, Hearing(prompt, params))
+        if self._is_ready:
+            self._send(new.hearing.ask(key))
         return key
 
     def cancel(self, key: int) -> None:
         """Nobody wants it any more. Finished and unknown keys are ignored."""
-        if self._live.pop(key, None) is not None and self.failure is None:
+        if self._live.pop(key, None) is not None and self._is_ready:
             self._send(Cancel(key))
 
     def kill(self) -> None:
@@ -152,10 +174,10 @@ class EngineClient:
         self._closing = True
         with contextlib.suppress(OSError, RuntimeError):
             self._send(Stop())
-        # The link stays open until then: its end would tell the engine to hurry.
-        await asyncio.to_thread(self._handle.join, JOIN_S)
-        if self._task is not None:
-            self._task.cancel()
+        # The link stays open until then: its end would tell the engine to hurry. One that still loads hears nothing.
+        await asyncio.to_thread(self._handle.join, JOIN_S if self._is_ready or self.failure else 0.0)
+        for task in self._tasks:
+            task.cancel()
         self._writer.close()
 
     def _send(self, message: msgspec.Struct) -> None:
@@ -173,26 +195,69 @@ class EngineClient:
             raise EngineGoneError(f"the engine process (pid {self._handle.pid}) {fate}") from e
 
     async def _read(self) -> None:
-        reason = "the engine process ended"
-        try:
-            while True:
-                message = await self._receive()
-                if isinstance(message, Failed):
-                    reason = message.text
-                    break
-                self._handle_message(message)
-        except EngineGoneError as e:
-            reason = str(e)
-        except Exception as e:
-            log.exception("reading from the engine has failed")
-            reason = f"the server cannot read from its engine: {type(e).__name__}: {e}"
-        self.failure = reason
+        while (reason := await self._listen()) is None:
+            pass
+        self._is_ready, self.failure = False, reason
         if not self._closing:
             log.error("the engine is gone, requests get 503: %s", reason)
             self.lost.set()
         live, self._live = self._live, {}
-        for feed, _ in live.values():
-            feed.fail(EngineGoneError(reason))
+        for each in live.values():
+            each.feed.fail(EngineGoneError(reason))
+
+    async def _watch(self) -> None:
+        """An engine that is stopped while something is asked of it is as one that has died."""
+        standing = StandingStill[int](time.monotonic)
+        while self._restarts is not None and not self.lost.is_set():
+            await asyncio.sleep(WATCH_S)
+            owing = self._is_ready and self._live and self._restarts.allowed
+            if standing.look([self._handle.pid] if owing and self._handle.stopped else []):
+                log.warning("the engine process (pid %d) has been stopped for %g s", self._handle.pid, STOPPED_S)
+                await asyncio.to_thread(self._handle.join, 0.0)
+
+    async def _listen(self) -> str | None:
+        """To one engine, until it ends. Why there is no other one; None where there is."""
+        try:
+            while True:
+                message = await self._receive()
+                if isinstance(message, Failed):
+                    return message.text
+                self._handle_message(message)
+        except EngineGoneError as e:
+            return await self._restart(str(e))
+        except Exception as e:
+            log.exception("reading from the engine has failed")
+            return f"the server cannot read from its engine: {type(e).__name__}: {e}"
+
+    async def _restart(self, reason: str) -> str | None:
+        """Have another engine go on with all open prompts. Why that cannot be; None where it is so."""
+        restarts, self._is_ready = self._restarts, False
+        while restarts is not None and not self._closing:
+            if not restarts.allowed:
+                return restarts.last_words(reason)
+            log.warning("%s; another one takes its place, and all requests go on", reason)
+            nothing = State(
+                running=0, waiting=0, free_blocks=list(map(min, self.ready.num_blocks)), preemptions=0, steps=0
+            )
+            self.state = msgspec.structs.replace(self.state or nothing, recovering=True)
+            self._writer.close()
+            try:
+                self._handle = await restarts.begin(self._handle, self._workers)
+                async with asyncio.timeout(restarts.limit_s):
+                    await self._open(lambda progress: None)
+            except EngineGoneError as e:  # it died, too
+                reason = str(e)
+                continue
+            except TimeoutError:
+                return f"{reason}; another engine took too long to start (--start-timeout-s {restarts.limit_s:g})"
+            except (ValueError, OSError) as e:
+                return f"{reason}; another engine cannot start: {e}"
+            restarts.end()
+            self.state = msgspec.structs.replace(self.state, recovering=False)
+            for key, each in self._live.items():
+                self._send(each.hearing.ask(key))
+            return None
+        return reason
 
     def _handle_message(self, message: Any) -> None:
         if isinstance(message, Outputs):
@@ -202,17 +267,18 @@ class EngineClient:
         elif isinstance(message, State):
             self._state_at, self.state = time.monotonic(), message
         elif isinstance(message, WorkerCounters):
-            self.counters = message.workers
+            self.counters, self._workers = message.workers, set(message.pids)
         elif isinstance(message, Refused) and (found := self._live.pop(message.key, None)):
-            found[0].fail(PromptRefusedError(message.text, message.blame))
+            found.feed.fail(PromptRefusedError(message.text, message.blame))
 
     def _deliver(self, delta: Delta) -> None:
         if found := self._live.get(delta.key):
-            feed, meter = found
             if delta.times is not None:
                 del self._live[delta.key]
-            meter.grown(delta)
-            feed.push(delta)
+            elif self._restarts is not None:
+                found.hearing.take(delta)
+            found.meter.grown(delta)
+            found.feed.push(delta)
 
 
 def launch_engine(start: Start) -> WorkerHandle:

@@ -8,6 +8,7 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from lamina import netstack
@@ -17,7 +18,7 @@ from lamina.fleet.choose_transport import nearest
 from lamina.fleet.pools import Pools
 from lamina.models.tokens import load_beside
 from lamina.protocol.control import ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop
-from lamina.request import Blame, CompletionOutput, Logprob, RequestOutput
+from lamina.request import Blame, CompletionOutput, Logprob, RequestOutput, Told
 
 from .messages import Add, Cancel, Delta, Logprobs, Outputs, Ready, Refused, Start, State, Times, WorkerCounters
 
@@ -73,12 +74,12 @@ def _serve(link: ControlLink, start: Start) -> None:
 class _Live:
     """A prompt in the engine, and how much of its completions the server has been told."""
 
-    def __init__(self, key: int, request_id: int) -> None:
+    def __init__(self, key: int, request_id: int, told: Sequence[Told] = ()) -> None:
         self.key = key
         self.request_id = request_id
-        self._tokens: dict[int, int] = {}
-        self._chars: dict[int, int] = {}
-        self._ended: set[int] = set()
+        self._tokens = {x.index: len(x.tokens) for x in told}
+        self._chars = {x.index: x.chars for x in told}
+        self._ended = {x.index for x in told if x.ended}
 
     def deltas(self, output: RequestOutput) -> list[Delta]:
         found = [d for o in output.outputs if (d := self._delta(o))]
@@ -191,12 +192,12 @@ class _Loop:
             self._outbox.put(Refused(add.key, str(e), Blame.CLIENT))
             return
         try:
-            request_id = self._engine.add(add.prompt, add.params, make_pieces=self._pieces(add))
+            request_id = self._engine.add(add.prompt, add.params, make_pieces=self._pieces(add), told=add.told)
         except Exception as e:  # of one prompt; the others have done nothing
             log.exception("a prompt could not be added")
             self._outbox.put(Refused(add.key, f"the engine could not add the prompt: {e}", Blame.SERVER))
             return
-        live = _Live(add.key, request_id)
+        live = _Live(add.key, request_id, add.told)
         self._by_key[add.key] = self._by_id[request_id] = live
 
     def _pieces(self, add: Add) -> Any:
@@ -216,7 +217,7 @@ class _Loop:
         due = (busy, recovering) != (was_busy, was_recovering)
         due = due or ((self._steps > steps or recovering) and now - self._state_at > STATE_S)
         if (counters := self._pools.take_stats()) is not None:  # raises where a worker has not answered for long
-            self._outbox.put(WorkerCounters(counters))
+            self._outbox.put(WorkerCounters(counters, list(self._pools.pids.values())))
             due = due or not busy or moved(self._counters, counters)
             self._counters = counters
         if now - self._asked_at > COUNTERS_S:

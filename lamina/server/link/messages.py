@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from lamina.protocol.options import EngineConfig
-from lamina.request import Blame, SamplingParams
+from lamina.request import Blame, SamplingParams, Told
 
 Logprobs = list[tuple[int, float]]  # the token itself first, then the best alternatives
 
@@ -21,12 +21,13 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
 class Add(msgspec.Struct, frozen=True, tag="add"):
     """Server -> engine: complete a prompt. Answered by the deltas of its completions, or by Refused.
 
-    ``key`` is the server's name for it, never used twice.
+    ``key`` is the server's name for it, never used twice. ``told``: of its completions, by an engine that has died.
     """
 
     key: int
     prompt: list[int]
     params: SamplingParams
+    told: list[Told] = []
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -106,3 +107,4 @@ class WorkerCounters(msgspec.Struct, frozen=True, tag="counters"):
     """Engine -> server, every second or so: each worker's counters since its start, by its name."""
 
     workers: dict[str, dict[str, float]]
+    pids: list[int] = []  # of their processes

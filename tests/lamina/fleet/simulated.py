@@ -11,6 +11,7 @@ from typing import Any
 from lamina.fleet.links import Link
 from lamina.protocol.control import (
     AskRate,
+    AskStats,
     Broken,
     ComputeReady,
     Connect,
@@ -23,6 +24,7 @@ from lamina.protocol.control import (
     Rate,
     StartCompute,
     StartMemory,
+    Stats,
     Stop,
 )
 from lamina.protocol.options import EngineConfig
@@ -40,6 +42,7 @@ class World:
         self.before: Callable[[int], None] = lambda moment: None  # called with the number of each event, ahead of it
         self.workers: list[SimulatedWorker] = []
         self.load_s = 1.0
+        self.blocks = 0  # of each memory worker; 0 = as many as tell the view
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._random = random.Random(seed)
@@ -75,6 +78,9 @@ class World:
     # Launcher:
     key = b"k" * 32
     restarts = True
+
+    def may_replace(self, lost: Any) -> bool:
+        return self.restarts
 
     def share(self, role: str, index: int) -> int:
         return 1
@@ -172,6 +178,8 @@ class SimulatedWorker:
         match message:
             case StartMemory():
                 self.say(MemoryReady(url=f"sim://{message.name}"))
+            case AskStats():
+                self.say(Stats(values={"steps": 1.0}))
             case AskRate():
                 self.say(Rate(read_bytes_s=1e9))
             case StartCompute():
@@ -181,7 +189,7 @@ class SimulatedWorker:
             case Connect():
                 self.view = message.view
                 if self.role != "memory":
-                    self.say(ready(message.view), self.late_s)
+                    self.say(ready(message.view, self._world.blocks), self.late_s)
                 self.late_s = 0.0
             case Halt():
                 kept = dict(self.kept) if self.role == "memory" else {}
@@ -197,10 +205,10 @@ class SimulatedWorker:
         self._world.later(arrive, delay_s)
 
 
-def ready(view: int) -> ComputeReady:
-    """Of a view; each has its own number of blocks."""
+def ready(view: int, blocks: int = 0) -> ComputeReady:
+    """Of a view; each has its own number of ``blocks``, where none is named."""
     return ComputeReady(
         view=view, vocab_size=97, num_layers=3, max_model_len=128, dtype="float32", eos_token_ids=[], windows=[0],
-        lanes=[Lanes()], stripe=0, num_blocks=[[10 * view]], holders=[[0]], block_size=4, kv_bytes=[100, 200],
+        lanes=[Lanes()], stripe=0, num_blocks=[[blocks or 10 * view]], holders=[[0]], block_size=4, kv_bytes=[100, 200],
         summary={"attention": "sim"},
     )  # fmt: skip

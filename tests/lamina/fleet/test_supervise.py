@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -10,9 +11,13 @@ from simulated import SimulatedWorker, World
 from test_cohort import LIMIT_S, OPTIONS
 
 from lamina.config import make_config
+from lamina.engine.wire import ViewChanged, WorkerError
 from lamina.fleet.cohort import Cohort
 from lamina.fleet.members import LostError, Members
-from lamina.fleet.supervise import RECENT_S, Supervisor
+from lamina.fleet.pools import Pools
+from lamina.fleet.recoveries import RECENT_S
+from lamina.fleet.supervise import Supervisor
+from lamina.observe.collect import Tracer
 from lamina.protocol.control import ComputeReady, Connect, Failed, Halt, StartCompute, StartMemory, StepDone
 from lamina.protocol.plan import Keep
 
@@ -26,7 +31,8 @@ class Run:
 
     def __init__(self, seed: int = 0, **options: Any) -> None:
         told = {**OPTIONS, "transport": "shm", "start_timeout_s": LIMIT_S, "step_timeout_s": 5.0, **options}
-        self.world, config = World(seed), make_config(told)
+        self.world, self.config = World(seed), make_config(told)
+        config = self.config
         self.members = Members(lambda s: None, lambda: None, self.world, self.world.clock)
         self.cohort = Cohort(
             config, self.members, lambda *_: None, clock=self.world.clock, launch=self.world.launch
@@ -53,7 +59,7 @@ class Run:
         """As the pools do, however often it takes."""
         loss = self.loss()
         while True:
-            assert self.supervisor.can_replace, loss
+            assert self.supervisor.may_make_good(loss), loss
             kept = self.supervisor.halt(loss)
             try:
                 return kept, self.supervisor.resume(KEEP)
@@ -176,14 +182,14 @@ def test_one_that_does_not_come_to_rest_is_replaced_too() -> None:
 
 def test_one_that_is_stopped_is_lost_soon_and_one_that_is_slow_is_not() -> None:
     run = Run(step_timeout_s=60.0)
-    run.members.meanwhile = run.supervisor.look_round
+    run.members.meanwhile = lambda: run.supervisor.look_round(list(run.members))
     slow, stopped = run.worker(0), run.worker(1)
     slow.silent = stopped.silent = stopped.stopped = True
     began = run.world.now
     with pytest.raises(LostError, match=rf"^{re.escape(stopped.name)} has been stopped for 2 s$") as told:
         run.members.wait_for(run.members.compute, StepDone, 60.0, "for a step")
     assert run.world.now - began < 2.5
-    assert run.supervisor.can_replace
+    assert run.supervisor.may_make_good(told.value)
     slow.silent = False
     run.supervisor.halt(told.value)
     run.check(run.supervisor.resume(KEEP))
@@ -197,18 +203,18 @@ def test_one_that_was_stopped_and_goes_on_is_not_lost() -> None:
     for _ in range(10):
         for stopped in (True, True, False):
             worker.stopped = stopped
-            run.supervisor.look_round()
+            run.supervisor.look_round(list(run.members))
             run.world.now += 0.9
     run.world.now += 10.0
     worker.stopped = True
-    run.supervisor.look_round()
+    run.supervisor.look_round(list(run.members))
 
 
 def test_where_no_loss_can_be_made_good_one_that_is_stopped_is_waited_for() -> None:
     run = Run(max_recoveries=0)
     run.worker(0).stopped = True
     for _ in range(10):
-        run.supervisor.look_round()
+        run.supervisor.look_round(list(run.members))
         run.world.now += 1.0
 
 
@@ -228,25 +234,226 @@ def test_one_that_says_why_it_has_failed_is_not_replaced() -> None:
     run.worker(2).inbox.append(Failed(text="compute worker: RuntimeError: out of order"))
     loss = run.loss()
     assert str(loss) == "compute worker: RuntimeError: out of order"
-    assert not run.supervisor.can_replace
+    assert not run.supervisor.may_make_good(loss)
+    assert run.supervisor.last_words(loss) == str(loss)
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_so_many_losses_are_made_good_in_ten_minutes(most: int) -> None:
     run = Run(max_recoveries=most)
-    for _ in range(most):
-        run.now("memory", 0).kill()
+    for role in ("memory", "compute", "prefill")[:most]:
+        run.now(role, 0).kill()
         run.check(run.recover()[1])
-    run.now("memory", 0).kill()
+    run.now("memory", 1).kill()
     loss = run.loss()
-    assert not run.supervisor.can_replace
-    assert re.fullmatch(r"memory worker 0 \(pid \d+\) was killed by SIGKILL", str(loss))
+    assert not run.supervisor.may_make_good(loss)
+    limit = f", as --max-recoveries {most} allows no more in ten minutes," if most else ""
+    assert run.supervisor.last_words(loss) == f"{loss}; its pool cannot go on{limit} and was ended: start again"
+    assert re.fullmatch(r"memory worker 1 \(pid \d+\) was killed by SIGKILL", str(loss))
     run.world.now += RECENT_S + 1.0
-    assert run.supervisor.can_replace == bool(most)
+    assert run.supervisor.may_make_good(loss) == bool(most)
 
 
 def test_where_nobody_can_be_started_again_the_loss_is_final() -> None:
     run = Run()
     run.world.restarts = False
     run.worker(0).kill()
-    assert not run.supervisor.can_replace
+    loss = run.loss()
+    assert not run.supervisor.may_make_good(loss)
+    assert run.supervisor.last_words(loss) == f"{loss}; its pool cannot go on and was ended: start again"
+
+
+@pytest.mark.parametrize("second", [1, 2, 4])
+def test_two_that_die_count_as_one_whenever_the_second_is_noticed(second: int) -> None:
+    """Until all have met anew; also where that is the last recovery that may be."""
+    moment = 0
+    while True:
+        run = Run(max_recoveries=1)
+        began, victim = run.world.moments, run.worker(second)
+
+        def before(now: int, at: int = began + moment, victim: SimulatedWorker = victim) -> None:
+            if now == at:
+                victim.kill()
+
+        run.worker(0).kill()
+        run.world.before = before
+        _, ready = run.recover()
+        if not victim.ended or run.now(victim.role, victim.index) is victim:
+            break  # it died behind the last word
+        run.check(ready)
+        moment += 1
+    assert moment > 10
+    run.now("memory", 0).kill()
+    assert not run.supervisor.may_make_good(run.loss())
+
+
+def test_one_that_dies_whenever_it_starts_is_not_replaced_for_ever() -> None:
+    run = Run(max_recoveries=3)
+    seen = {id(w) for w in run.world.workers}
+
+    def before(now: int) -> None:
+        for worker in run.world.workers:
+            if id(worker) not in seen and worker.got:
+                worker.kill()
+
+    run.world.before = before
+    run.worker(0).kill()
+    with pytest.raises(AssertionError, match=r"memory worker 0 .* was killed by SIGKILL"):
+        run.recover()
+    assert len(run.world.workers) == NUM_WORKERS + 3
+
+
+def test_one_that_owes_nothing_may_stand_still() -> None:
+    """However long; and it has the whole time once it owes something."""
+    run = Run()
+    owing, idle = run.members.memory, run.members.prefill[0]
+    worker = run.now("prefill", 0)
+    worker.stopped = True
+    for _ in range(10):
+        run.supervisor.look_round(owing)
+        run.world.now += 0.9
+    for _ in range(3):
+        run.supervisor.look_round([*owing, idle])
+        run.world.now += 0.9
+    with pytest.raises(LostError, match=f"^{re.escape(worker.name)} has been stopped"):
+        run.supervisor.look_round([*owing, idle])
+
+
+@pytest.mark.parametrize("role", ["compute", "prefill"])
+def test_one_that_hangs_is_replaced_once_it_is_late(role: str) -> None:
+    """And one that was only slow stays."""
+    run = Run()
+    hung = run.now(role, 0)
+    hung.silent = True
+    (member,) = (m for m in run.members if m.handle is hung)
+    with pytest.raises(LostError, match="took too long for a step") as told:
+        run.members.wait_for([member, run.members.compute[1]], StepDone, 5.0, "for a step")
+    assert run.supervisor.may_make_good(told.value)
+    kept = run.supervisor.halt(told.value)
+    assert kept == [w.kept for w in run.world.workers[:2]]
+    run.check(run.supervisor.resume(KEEP))
+    assert hung.ended == "was killed by SIGKILL"
+    assert len(run.world.workers) == NUM_WORKERS + 1
+
+
+def test_a_replacement_that_takes_too_long_to_start_ends_the_run() -> None:
+    run = Run()
+    run.world.load_s = LIMIT_S + 1.0
+    run.now("compute", 0).kill()
+    run.supervisor.halt(run.loss())
+    with pytest.raises(LostError, match=r"took too long to start") as told:
+        run.supervisor.resume(KEEP)
+    assert not run.supervisor.may_make_good(told.value)
+
+
+def pools_of(run: Run) -> Pools:
+    """The pools of a fleet that runs."""
+    pools = Pools.__new__(Pools)
+    pools._members, pools._cohort, pools._supervisor = run.members, run.cohort, run.supervisor
+    pools._config, pools._clock, pools._lock = run.config, run.world.clock, threading.Lock()
+    pools._loss, pools.recovering, pools._meanwhile = None, False, lambda: None
+    pools._batches, pools.tracer, pools.ready = 3, Tracer(""), run.ready
+    pools._expect_nothing()
+    run.members.meanwhile = pools._look_round
+    run.world.blocks = 10
+    return pools
+
+
+def test_who_asks_for_counters_before_all_go_on_costs_no_other_recovery() -> None:
+    """Another thread may do so at any moment; a worker that is lost then is another matter."""
+    run = Run()
+    pools = pools_of(run)
+    run.worker(0).kill()
+    assert isinstance(pools.look(), ViewChanged)
+    assert sorted(pools.stats()) == ["compute-0", "compute-1", "memory-1", "prefill-0"]
+    ready = pools.resume(KEEP)
+    assert isinstance(ready, ComputeReady)
+    run.check(ready)
+    assert len(run.world.workers) == NUM_WORKERS + 1
+    run.now("memory", 0).kill()
+    assert isinstance(pools.look(), ViewChanged)
+    run.worker(1).kill()
+    assert sorted(pools.stats()) == ["compute-0", "compute-1", "prefill-0"]
+    again = pools.resume(KEEP)
+    assert isinstance(again, ViewChanged)
+    assert len(run.world.workers) == NUM_WORKERS + 1, "nobody meets before that one has been fenced"
+    assert again.kept == [{}, {}]
+    ready = pools.resume([])
+    assert isinstance(ready, ComputeReady)
+    run.check(ready)
+
+
+def test_one_that_was_stopped_while_idle_has_no_counters_and_is_no_loss() -> None:
+    run = Run()
+    pools = pools_of(run)
+    run.worker(0).stopped = run.worker(0).silent = True
+    assert sorted(pools.stats()) == ["compute-0", "compute-1", "memory-1", "prefill-0"]
+    pools.ask_stats()
+    run.world.pass_until(run.world.now + 100.0, lambda: False)
+    assert pools.take_stats() is None
+    assert pools.look() is None
+    assert not run.members.lost
+
+
+@pytest.mark.parametrize("how", ["asked beside", "asked"])
+def test_one_that_answers_nothing_while_idle_is_replaced(how: str) -> None:
+    """Its process is not stopped: it hangs, or its host is gone."""
+    run = Run()
+    pools = pools_of(run)
+    run.worker(0).silent = True
+    if how == "asked beside":
+        pools.ask_stats()
+        run.world.pass_until(run.world.now + 100.0, lambda: False)
+        assert pools.take_stats() is None
+    else:
+        assert sorted(pools.stats()) == ["compute-0", "compute-1", "memory-1", "prefill-0"]
+    change = pools.look()
+    assert isinstance(change, ViewChanged)
+    run.check(pools.resume([]))
+    assert run.worker(0).ended
+
+
+def test_one_that_is_stopped_while_others_are_replaced_is_found_soon() -> None:
+    """It owes an answer to whatever it is told."""
+    run = Run(step_timeout_s=60.0)
+    pools = pools_of(run)
+    idle = run.now("prefill", 0)
+    run.worker(0).kill()
+    change = pools.look()
+    assert isinstance(change, ViewChanged)
+    idle.stopped = idle.silent = True
+    began = run.world.now
+    change = pools.resume(KEEP)
+    assert isinstance(change, ViewChanged)
+    assert run.world.now - began < 4.0, "the start of a worker, and 2.5 s"
+    assert idle.ended
+    run.check(pools.resume(KEEP))
+
+
+@pytest.mark.parametrize("where", ["resume", "halt"])
+def test_a_replacement_that_cannot_start_ends_the_run_with_its_line(where: str) -> None:
+    """Also where it says so while another loss brings it to rest. No user asked for it: it is no ValueError."""
+    run = Run()
+    pools = pools_of(run)
+    first = run.now("compute", 0)
+    said = False
+
+    def before(now: int) -> None:
+        nonlocal said
+        new = run.now("compute", 0)
+        if new is first or not new.got or said:
+            return
+        if where == "halt" and not run.worker(0).ended:
+            run.worker(0).kill()
+        elif where == "resume" or any(isinstance(x, Halt) and x.view == 3 for x in run.worker(1).got):
+            said = True
+            new.inbox.append(Failed(text="--compute-device cuda: no GPU", user_error=True))
+
+    run.world.load_s = 20.0
+    run.world.before = before
+    first.kill()
+    assert isinstance(pools.look(), ViewChanged)
+    with pytest.raises(WorkerError, match="^a lost worker could not be replaced: --compute-device cuda: no GPU$"):
+        pools.resume(KEEP)
+    assert said
+    assert pools.closed

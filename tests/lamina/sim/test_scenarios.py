@@ -13,10 +13,11 @@ from lamina.engine.prefill import Prefill
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
 from lamina.protocol.tables import BlockTables
-from lamina.sim.run import BrokenError, check, smaller
+from lamina.sim.run import BrokenError, check, check_restart, smaller
 from lamina.sim.scenario import scenario
 
 SEEDS, PARTS = 300, 6
+RESTARTS = 120
 ENOUGH = 300  # seeds, of which one must be broken by a mistake
 
 
@@ -80,6 +81,38 @@ def scores_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "_roll_back", wrong)
 
 
+def told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was done before a loss is added once more."""
+    right = Engine._change
+
+    def wrong(self: Engine, change: Any) -> Any:
+        right_append = self._append
+
+        def twice(request: Any, sequence: Sequence, drawn: Any) -> None:
+            right_append(request, sequence, drawn)
+            sequence.output.token_ids.append(drawn.token)
+
+        self._append = twice  # type: ignore[method-assign]
+        try:
+            return right(self, change)
+        finally:
+            del self._append  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Engine, "_change", wrong)
+
+
+def old_view_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are of the view before."""
+    right = Engine.resume
+
+    def wrong(self: Engine, ready: Any) -> None:
+        view = self.scheduler.view
+        right(self, ready)
+        self.scheduler.view = view
+
+    monkeypatch.setattr(Engine, "resume", wrong)
+
+
 def waiting_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who was preempted, and whose last token was being drawn, goes on waiting for it."""
     right = Scheduler.roll_back
@@ -103,6 +136,9 @@ MISTAKES = {
     "num_told": replacing(Scheduler, "tell_anew", lambda self: None),
     "num_scored": scores_kept,
     "of those that wait": waiting_kept,
+    "a delta twice": told_twice,
+    "the view": old_view_kept,
+    "no truncation": keeping(Sequence, "roll_back", "num_scheduled"),
     "steps of the engine": keeping(Engine, "_roll_back", "_steps"),
     "rounds in flight": keeping(Scheduler, "roll_back", "_in_flight"),
     "numbers of rounds": replacing(
@@ -149,3 +185,12 @@ def breaks(of: Any) -> bool:
     except BrokenError:
         return True
     return False
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_another_engine_goes_on_where_one_has_died(part: int) -> None:
+    """With what readers have by then, at any moment: all get what they would have got."""
+    begun = 0
+    for seed in range(part, RESTARTS, PARTS):
+        begun += check_restart(scenario(seed))
+    assert begun > RESTARTS / PARTS / 2, "few had begun when it died"

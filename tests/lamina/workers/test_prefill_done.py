@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lamina.compute.links import RefusedError
 from lamina.compute.prefill import GLANCE_S, PrefillWorker
+from lamina.netstack import ChannelTimeout
 from lamina.protocol.control import StepDone
 from lamina.protocol.plan import Key, Kind, ProtocolError
 
@@ -92,5 +92,5 @@ def test_a_memory_worker_that_never_stores_is_named() -> None:
     first.keys.append(Key(Kind.STORED, 0))
     assert worker.turn() is None
     now[0] += 2.0
-    with pytest.raises(RefusedError, match="memory worker 1 did not store K and V in 1 s"):
+    with pytest.raises(ChannelTimeout, match="memory worker 1 did not store K and V in 1 s"):
         worker.turn()

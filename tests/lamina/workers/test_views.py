@@ -238,7 +238,7 @@ def test_a_view_that_is_over_waits_for_nobody(fabric: Fabric) -> None:
         with pytest.raises(ChannelAborted, match="view 1 is over: view 2 begins"):
             waiting.result()
         accepted = threads.submit(ViewFabric(1).accept, door, WAIT_S)
-        channel = view.connect(door.url, Terms(outbound=GEOMETRY, inbound=GEOMETRY))
+        channel = view.connect(door.url, Terms(outbound=GEOMETRY, inbound=GEOMETRY), timeout_s=WAIT_S)
         with pytest.raises(ChannelAborted):
             channel.reserve(0)
         assert accepted.result().epoch == 1

@@ -1,0 +1,124 @@
+"""The streams of a drill: requests of all kinds, what each was told, and whether that was right."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+TEXT = "def class return for in range import numpy self list of the value if else not None print sum max"
+NEAR = 0.01  # of log-probabilities: KV that is built again is computed in other shapes
+# Every kind of request has a seed where it draws: so it has one right answer.
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    {"temperature": 0.8, "seed": 1, "logprobs": 2},
+    {"temperature": 0.8, "seed": 2, "n": 2, "presence_penalty": 0.4},
+    {"temperature": 0.7, "seed": 3, "stop": ["return", "xyz"], "min_tokens": 8},
+    {"temperature": 1.0, "seed": 4, "top_p": 0.9, "ignore_eos": True},
+)
+
+
+@dataclass
+class StreamTold:
+    """What one stream has told: text, tokens with log-probabilities and the reason of the end, by choice."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    scores: dict[int, list[tuple[str, float]]] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    tokens: int = 0  # of all choices, by its own account
+    error: str = "it never began"
+    times: list[float] = field(default_factory=list)  # of its events
+
+    def pause_behind(self, moment: float) -> float | None:
+        """The longest, where it had not ended by then."""
+        times = [t for t in self.times if t > moment]
+        if not times:
+            return None
+        before = [moment, *times[:-1]]
+        return max(now - last for last, now in zip(before, times, strict=True))
+
+
+def verdict(found: StreamTold, wanted: StreamTold) -> str:
+    """right, wrong, lost or twice."""
+    if found.error:
+        return "lost"
+    if found.tokens != wanted.tokens:
+        return "lost" if found.tokens < wanted.tokens else "twice"
+    same = found.texts == wanted.texts and found.reasons == wanted.reasons and _near(found.scores, wanted.scores)
+    return "right" if same else "wrong"
+
+
+def _near(found: dict[int, list[tuple[str, float]]], wanted: dict[int, list[tuple[str, float]]]) -> bool:
+    if {i: [t for t, _ in x] for i, x in found.items()} != {i: [t for t, _ in x] for i, x in wanted.items()}:
+        return False
+    pairs = ((a, b) for i in found for (_, a), (_, b) in zip(found[i], wanted[i], strict=True))
+    return all(abs(a - b) <= NEAR for a, b in pairs)
+
+
+def bodies_of(count: int, tokens: int, rng: random.Random) -> list[dict[str, Any]]:
+    """Requests of all kinds, in turn."""
+    more = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": tokens}
+    words = TEXT.split()
+    prompts = [" ".join(rng.choices(words, k=rng.randint(2, 40))) for _ in range(count)]
+    return [{"prompt": prompt, **KINDS[i % len(KINDS)], **more} for i, prompt in enumerate(prompts)]
+
+
+def read_all(
+    url: str, bodies: Sequence[dict[str, Any]], timeout_s: float, hit: Callable[[], None] | None, after_s: float
+) -> list[StreamTold]:
+    """All at a time, each to its end; ``hit`` is called so much later."""
+    return asyncio.run(_read_all(url, bodies, timeout_s, hit, after_s))
+
+
+async def _read_all(
+    url: str, bodies: Sequence[dict[str, Any]], timeout_s: float, hit: Callable[[], None] | None, after_s: float
+) -> list[StreamTold]:
+    from lamina.cli.bench.client import open_client
+
+    async with open_client(url, "", timeout_s) as http, asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_read(http, body)) for body in bodies]
+        if hit is not None:
+            await asyncio.sleep(after_s)
+            hit()
+    return [task.result() for task in tasks]
+
+
+async def _read(http: Any, body: dict[str, Any]) -> StreamTold:
+    import aiohttp
+
+    from lamina.cli.bench.client import events
+
+    told = StreamTold()
+    try:
+        async with http.post("v1/completions", json=body) as response:
+            told.error = "" if response.status == 200 else f"status {response.status}"
+            async for data in events(response):
+                _take(told, data)
+    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
+        told.error = f"{type(error).__name__}: {error}"
+    if not told.error and len(told.reasons) != body.get("n", 1):
+        told.error = "it ended without a reason"
+    return told
+
+
+def _take(told: StreamTold, data: bytes) -> None:
+    import msgspec
+
+    chunk = msgspec.json.decode(data)
+    if "error" in chunk:
+        told.error = str(chunk["error"])
+    for choice in chunk.get("choices") or ():
+        told.times.append(time.perf_counter())
+        index, logprobs = choice["index"], choice.get("logprobs")
+        told.texts[index] = told.texts.get(index, "") + choice["text"]
+        if logprobs:
+            pairs = zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+            told.scores.setdefault(index, []).extend(pairs)
+        if choice.get("finish_reason"):
+            told.reasons[index] = choice["finish_reason"]
+    if usage := chunk.get("usage"):
+        told.tokens = usage["completion_tokens"]

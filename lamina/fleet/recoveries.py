@@ -1,0 +1,53 @@
+"""How many recoveries there may be, and what counts as one. Policy: no I/O.
+
+From a loss until all have met anew is one recovery, however many are lost meanwhile: so two that die at once count as
+one, whenever the second is noticed. A worker that came in that time and is lost, too, counts as one more: else one that
+dies whenever it starts would be replaced for ever.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Hashable, Iterable
+
+from lamina.engine.wire import Clock
+
+RECENT_S = 600.0  # in which --max-recoveries counts
+
+
+class Recoveries:
+    """Those of the last ``RECENT_S``, and the one that is under way."""
+
+    def __init__(self, most: int, clock: Clock) -> None:
+        self.most = most
+        self._clock = clock
+        self._begun: deque[float] = deque()  # when
+        self._first: frozenset[Hashable] = frozenset()  # who there was as the one under way began
+        self._counted: set[Hashable] = set()  # newcomers that were lost in it
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there is one now."""
+        return bool(self._first)
+
+    def allow(self, lost: Collection[Hashable]) -> bool:
+        """Whether there may be as many as ``lost`` takes; ``lost``: all that are lost now."""
+        while self._begun and self._begun[0] < self._clock() - RECENT_S:
+            self._begun.popleft()
+        return len(self._begun) + self._taken(lost) <= self.most
+
+    def count(self, everybody: Iterable[Hashable], lost: Collection[Hashable]) -> None:
+        """``lost`` of ``everybody`` are being replaced: that begins one, or goes on with the one under way."""
+        self._begun += [self._clock()] * self._taken(lost)
+        if self._first:
+            self._counted |= {*lost} - self._first
+        else:
+            self._first = frozenset(everybody)
+
+    def end(self) -> None:
+        """All have met anew."""
+        self._first = frozenset()
+        self._counted = set()
+
+    def _taken(self, lost: Collection[Hashable]) -> int:
+        return len({*lost} - self._first - self._counted) if self._first else 1

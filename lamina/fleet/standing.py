@@ -1,0 +1,31 @@
+"""Who has stood still for long enough to be given up. Policy: no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Generic, TypeVar
+
+from lamina.engine.wire import Clock
+
+STALE_S = 1.0  # behind which a look says nothing of the one before
+STOPPED_S = 2.0  # that a process may stand still by a signal while it is waited for
+
+Who = TypeVar("Who")
+
+
+class StandingStill(Generic[Who]):
+    """Looks a few times a second at who is stopped."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._since: dict[Who, float] = {}
+        self._looked = 0.0
+
+    def look(self, stopped: Collection[Who]) -> list[Who]:
+        """``stopped``: who stands still now, and is waited for. Those that have for STOPPED_S."""
+        now, before = self._clock(), self._since
+        if now - self._looked > STALE_S:  # who stands still now may have run meanwhile
+            before = {}
+        self._looked = now
+        self._since = {who: before.get(who, now) for who in stopped}
+        return [who for who, since in self._since.items() if now - since >= STOPPED_S]

@@ -1,0 +1,92 @@
+"""An engine that has died without a word, and the one that takes its place: how often, and with what prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lamina.fleet.launchers import WorkerHandle
+from lamina.fleet.recoveries import Recoveries
+from lamina.request import SamplingParams, Told
+
+from .messages import Add, Delta, Start
+
+GONE_S = 10.0  # for the workers of an engine to follow it
+LOOK_S = 0.02
+
+
+class EngineRestarts:
+    """The right to another engine, as often as --max-recoveries says, and the seeds of requests that have none."""
+
+    def __init__(self, start: Start, launch: Callable[[Start], WorkerHandle]) -> None:
+        self.limit_s = start.config.deadlines.start_timeout_s  # until it is ready
+        self._start, self._launch = start, launch
+        self._recoveries = Recoveries(start.config.launching.max_recoveries, time.monotonic)
+        self._number = 0  # of the last engine
+        self._seeds = random.Random(start.config.batching.seed)
+
+    def seeded(self, params: SamplingParams) -> SamplingParams:
+        """With the seed that the engine would draw: so another engine can go on where this one dies."""
+        return params if params.seed is not None else dataclasses.replace(params, seed=self._seeds.getrandbits(62))
+
+    @property
+    def allowed(self) -> bool:
+        """Whether there may be another engine in the place of the last one. One whose workers people start has none."""
+        return not self._start.config.launching.by_hand and self._recoveries.allow([self._number])
+
+    def last_words(self, reason: str) -> str:
+        """About a server that ends by the loss of its engine."""
+        most = self._recoveries.most
+        if self._start.config.launching.by_hand or not most:
+            return reason
+        return f"{reason}; --max-recoveries {most} allows no other one in ten minutes"
+
+    async def begin(self, lost: WorkerHandle, workers: set[int]) -> WorkerHandle:
+        """Another engine, which loads. ``workers``: processes of the lost one, which must have given back their memory.
+        Raises OSError.
+        """
+        self._recoveries.count([self._number], [self._number])
+        self._number += 1
+        await asyncio.to_thread(lost.join, 0.0)
+        deadline = time.monotonic() + GONE_S
+        while any(map(_lives, workers)) and time.monotonic() < deadline:
+            await asyncio.sleep(LOOK_S)
+        return await asyncio.to_thread(self._launch, self._start)
+
+    def end(self) -> None:
+        """It is ready."""
+        self._recoveries.end()
+
+
+class Hearing:
+    """What the server has heard of a prompt's completions."""
+
+    def __init__(self, prompt: list[int], params: SamplingParams) -> None:
+        self._prompt, self._params = prompt, params
+        self._told: dict[int, Told] = {}
+
+    def take(self, delta: Delta) -> None:
+        """A delta has come, whose lists are the reader's."""
+        had = self._told.get(delta.index, Told(index=delta.index, tokens=[]))
+        had.tokens.extend(delta.tokens)
+        logprobs = had.logprobs
+        if delta.logprobs is not None:
+            logprobs = [] if logprobs is None else logprobs
+            logprobs.extend(delta.logprobs)
+        ended, chars = delta.finish_reason is not None, had.chars + len(delta.text)
+        self._told[delta.index] = dataclasses.replace(had, logprobs=logprobs, chars=chars, ended=ended)
+
+    def ask(self, key: int) -> Add:
+        """For the prompt, and what is still to come of it."""
+        return Add(key, self._prompt, self._params, list(self._told.values()))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,249 @@
+"""The server's end of the link when its engine dies: another one is told what there was, and readers notice nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+from test_engine_link import READY, Quiet
+from test_flow import until
+
+from lamina.config import make_config
+from lamina.fleet.standing import STOPPED_S
+from lamina.protocol.control import ControlLink, Failed
+from lamina.request import SamplingParams, Told
+from lamina.server.link.client import JOIN_S, EngineClient, EngineGoneError, ReplyFeed
+from lamina.server.link.messages import Add, Cancel, Delta, Outputs, Start, Times, WorkerCounters
+from lamina.server.link.restarts import EngineRestarts
+
+LIMIT_S = 10.0
+TIMES = Times(0.1, 0.1, 0.1)
+
+
+def grown(key: int, index: int, tokens: list[int], text: str, scores: Any = None, **more: Any) -> Delta:
+    return Delta(key=key, index=index, tokens=tokens, text=text, logprobs=scores, **more)
+
+
+class Scripted:
+    """An engine that does as the test says; also its handle."""
+
+    role, index, pid, place, stopped = "engine", 0, 1, "", False
+
+    def __init__(self) -> None:
+        self.sock, theirs = socket.socketpair()
+        self.link = ControlLink(theirs, Add | Cancel)
+        self.joins: list[float] = []  # how long it was waited for
+
+    def fate(self) -> str | None:
+        return "was killed by SIGKILL"
+
+    def join(self, timeout_s: float) -> None:
+        self.joins.append(timeout_s)
+        if not timeout_s:
+            self.link.close()
+
+    def asked(self) -> Any:
+        return self.link.recv(LIMIT_S)
+
+    def say(self, *deltas: Delta) -> None:
+        self.link.send(Outputs(list(deltas)))
+
+
+class Engines:
+    """The first engine, and those that are launched in its place."""
+
+    def __init__(self, **options: Any) -> None:
+        self.all = [Scripted()]
+        self.all[0].link.send(READY)
+        config = make_config({"transport": "shm", **options})
+        self.restarts = EngineRestarts(Start(model="m", tokenizer="", config=config), self.launch)
+        self.refusal: Exception | None = None
+
+    def launch(self, start: Start) -> Scripted:
+        if self.refusal is not None:
+            raise self.refusal
+        self.all.append(Scripted())
+        return self.all[-1]
+
+    async def next(self, client: EngineClient) -> Scripted:
+        """Another engine, once it has been launched."""
+        number = len(self.all)
+        await until(lambda: len(self.all) > number or client.lost.is_set())
+        return self.all[-1]
+
+
+def play(work: Callable[[EngineClient, Engines], Awaitable[None]], **options: Any) -> None:
+    async def run() -> None:
+        engines = Engines(**options)
+        client = await EngineClient.connect(engines.all[0], lambda progress: None, engines.restarts)
+        try:
+            await asyncio.wait_for(work(client, engines), 3 * LIMIT_S)
+        finally:
+            await client.close()
+            for engine in engines.all:
+                engine.link.close()
+
+    asyncio.run(run())
+
+
+async def all_of(feed: ReplyFeed, wanted: int) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    while sum(map(len, found.values())) < wanted:
+        for delta in await asyncio.wait_for(feed.take(), LIMIT_S):
+            found.setdefault(delta.index, []).extend(delta.tokens)
+    return found
+
+
+def test_another_engine_is_told_all_that_readers_have() -> None:
+    async def work(client: EngineClient, engines: Engines) -> None:
+        first, feed, params = engines.all[0], ReplyFeed(), SamplingParams(n=2, logprobs=1, max_tokens=5)
+        key = client.add([7, 8], params, feed, Quiet())
+        gone = client.add([9], SamplingParams(seed=3), ReplyFeed(), Quiet())
+        ended = client.add([9], SamplingParams(), ReplyFeed(), Quiet())
+        asked = [first.asked() for _ in range(3)]
+        assert [a.told for a in asked] == [[], [], []]
+        assert asked[0].params.seed is not None, "what the engine would draw, another one would draw otherwise"
+        assert asked[0].params.seed != asked[2].params.seed
+        assert asked[1].params.seed == 3
+        first.say(
+            grown(key, 0, [4, 5], "ab", [[(4, -1.0), (6, -2.0)], [(5, -0.5)]]),
+            grown(key, 1, [6], "c", [[(6, -3.0)]], finish_reason="stop", stop_reason=6),
+            grown(ended, 0, [1], "x", finish_reason="length", times=TIMES),
+        )
+        first.say(grown(key, 0, [3], "d", [[(3, -0.25)]]))
+        await until(lambda: client._live.keys() == {key, gone})
+        first.link.close()
+        second = await engines.next(client)
+        assert first.joins == [0.0], "it is ended by force, whatever it does"
+        assert client.state is not None
+        assert client.state.recovering
+        client.cancel(gone)
+        late = client.add([2], SamplingParams(), ReplyFeed(), Quiet())
+        second.link.send(READY)
+        again, new = await asyncio.to_thread(second.asked), await asyncio.to_thread(second.asked)
+        scores = [[(4, -1.0), (6, -2.0)], [(5, -0.5)], [(3, -0.25)]]
+        assert msgspec.structs.replace(again, told=[]) == asked[0]
+        assert again.told == [
+            Told(index=0, tokens=[4, 5, 3], logprobs=scores, chars=3),
+            Told(index=1, tokens=[6], logprobs=[[(6, -3.0)]], chars=1, ended=True),
+        ]
+        assert (new.key, new.told) == (late, [])
+        assert not client.state.recovering
+        second.say(grown(key, 0, [2], "e", [[(2, -1.0)]], finish_reason="length", times=TIMES))
+        assert await all_of(feed, 5) == {0: [4, 5, 3, 2], 1: [6]}
+        assert client.failure is None
+
+    play(work)
+
+
+def test_one_too_many_ends_it_and_names_the_option() -> None:
+    async def work(client: EngineClient, engines: Engines) -> None:
+        for _ in range(2):
+            engine = engines.all[-1]
+            engine.link.close()
+            (await engines.next(client)).link.send(READY)
+            await until(lambda: client.state is not None and not client.state.recovering)
+        engines.all[-1].link.close()
+        await until(client.lost.is_set)
+        assert client.failure is not None
+        assert client.failure.endswith("was killed by SIGKILL; --max-recoveries 2 allows no other one in ten minutes")
+        assert len(engines.all) == 3
+
+    play(work, max_recoveries=2)
+
+
+def test_one_that_dies_whenever_it_starts_is_not_started_for_ever() -> None:
+    async def work(client: EngineClient, engines: Engines) -> None:
+        for _ in range(3):
+            engine = engines.all[-1]
+            engine.link.close()
+            await engines.next(client)
+        engines.all[-1].link.close()
+        await until(client.lost.is_set)
+        assert len(engines.all) == 4
+
+    play(work, max_recoveries=3)
+
+
+def final(how: Callable[[Engines], None], words: str, **options: Any) -> None:
+    async def work(client: EngineClient, engines: Engines) -> None:
+        feed = ReplyFeed()
+        client.add([7], SamplingParams(), feed, Quiet())
+        how(engines)
+        await until(client.lost.is_set)
+        assert client.failure is not None
+        assert words in client.failure
+        assert len(engines.all) == 1
+        with pytest.raises(EngineGoneError) as told:
+            await asyncio.wait_for(feed.take(), LIMIT_S)
+        assert words in str(told.value)
+        joins = list(engines.all[0].joins)
+        await client.close()
+        assert engines.all[0].joins == [*joins, JOIN_S], "it may still give back what it has"
+
+    play(work, **options)
+
+
+def test_an_engine_that_says_why_it_ends_is_the_last_one() -> None:
+    final(lambda engines: engines.all[0].link.send(Failed(text="memory worker 0: out of order")), "out of order")
+
+
+def test_so_is_one_whose_workers_others_start() -> None:
+    final(lambda engines: engines.all[0].link.close(), "was killed", launcher="static", transport="tcp")
+
+
+def test_so_is_one_that_may_not_recover() -> None:
+    final(lambda engines: engines.all[0].link.close(), "was killed", max_recoveries=0)
+
+
+def test_so_is_one_in_whose_place_no_other_can_start() -> None:
+    def how(engines: Engines) -> None:
+        engines.refusal = OSError("no more processes")
+        engines.all[0].link.close()
+
+    final(how, "was killed by SIGKILL; another engine cannot start: no more processes")
+
+
+def test_one_that_is_stopped_is_replaced_once_something_is_asked_of_it() -> None:
+    async def work(client: EngineClient, engines: Engines) -> None:
+        first = engines.all[0]
+        first.stopped = True
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engines.next(client), STOPPED_S + 1.0)
+        key = client.add([7], SamplingParams(), ReplyFeed(), Quiet())
+        began = time.monotonic()
+        second = await engines.next(client)
+        assert time.monotonic() - began >= STOPPED_S
+        second.link.send(READY)
+        assert (await asyncio.to_thread(second.asked)).key == key
+
+    play(work)
+
+
+def test_one_that_never_gets_ready_is_not_waited_for_for_ever() -> None:
+    async def work(client: EngineClient, engines: Engines) -> None:
+        engines.all[0].link.close()
+        await until(client.lost.is_set)
+        assert (client.failure or "").endswith("another engine took too long to start (--start-timeout-s 0.1)")
+
+    play(work, start_timeout_s=0.1)
+
+
+def test_its_workers_have_gone_before_another_one_takes_their_memory() -> None:
+    async def work(client: EngineClient, engines: Engines) -> None:
+        worker = await asyncio.create_subprocess_exec("sleep", "60")
+        engines.all[0].link.send(WorkerCounters({}, [worker.pid]))
+        await until(lambda: bool(client._workers))
+        engines.all[0].link.close()
+        await until(lambda: bool(engines.all[0].joins))
+        assert len(engines.all) == 1
+        worker.kill()
+        await worker.wait()
+        await until(lambda: len(engines.all) == 2)
+
+    play(work)
