@@ -5,14 +5,12 @@
 #include <new>
 
 #include "compute/pool.h"
-#include "reader.h"
+#include "tables.h"
 
 namespace {
 
 using namespace lamina;
 using namespace lamina::compute;
-
-constexpr std::int64_t kMost = std::int64_t{1} << 40;  // of whatever is counted
 
 struct PoolObject {
   PyObject_HEAD Pool* pool;
@@ -32,16 +30,6 @@ PoolObject* object_of(PyObject* object) { return reinterpret_cast<PoolObject*>(o
 Pool& pool_of(PyObject* object) { return *object_of(object)->pool; }
 Pool& pool_of(void* self) { return *static_cast<Pool*>(self); }
 
-Reader reader(const Py_buffer& table) {
-  const auto* numbers = static_cast<const std::int64_t*>(table.buf);
-  return {numbers, numbers + table.len / 8};
-}
-
-PyObject* nonsense(const Reader& in, const Py_buffer& table) {
-  return PyErr_Format(PyExc_ValueError, "number %zd of the table makes no sense",
-                      Py_ssize_t(in.at - static_cast<const std::int64_t*>(table.buf)));
-}
-
 rows::Send sender(Pool* pool) {
   return {pool,
           [](void* self) {
@@ -49,12 +37,11 @@ rows::Send sender(Pool* pool) {
             return PyErr_Format(PyExc_ValueError, "no step was selected"), false;
           },
           [](void* self) { return pool_of(self).leave(); },
-          [](void* self, std::size_t layer, std::int64_t rows, const char* q) {
-            return pool_of(self).send(kQ, layer, rows, &q);
+          [](void* self, std::size_t layer, std::int64_t rows, const char* const* q, const std::size_t* row_bytes) {
+            return pool_of(self).send(kQ, layer, rows, q, row_bytes);
           },
-          [](void* self, std::size_t layer, std::int64_t rows, const char* k, const char* v) {
-            const char* const both[] = {k, v};
-            return pool_of(self).send(kKV, layer, rows, both);
+          [](void* self, std::size_t layer, std::int64_t rows, const char* const* kv, const std::size_t* row_bytes) {
+            return pool_of(self).send(kKV, layer, rows, kv, row_bytes);
           }};
 }
 
@@ -71,13 +58,10 @@ PyObject* pool_new(PyTypeObject* type, PyObject* args, PyObject*) {
   if (good) {
     self->channels = Py_NewRef(channels);
     self->send = sender(self->pool);
-    self->pool->timeout_ns = std::uint64_t(timeout_s * 1e9);
+    self->pool->timeout_s = timeout_s;
     self->pool->traces = traces;
     for (Py_ssize_t i = 0; good && i < PyTuple_GET_SIZE(channels); ++i) {
-      PyObject* const capsule = PyObject_CallMethod(PyTuple_GET_ITEM(channels, i), "calls", nullptr);
-      const auto* calls =
-          capsule ? static_cast<const ChannelCalls*>(PyCapsule_GetPointer(capsule, ChannelCalls::kName)) : nullptr;
-      Py_XDECREF(capsule);
+      const auto* calls = calls_of<const ChannelCalls>(PyTuple_GET_ITEM(channels, i));
       good = calls;
       self->pool->links.push_back({calls, {}});
     }
@@ -101,7 +85,7 @@ void pool_dealloc(PyObject* object) {
   Py_DECREF(type);
 }
 
-void read_copies(Kind kind, std::vector<Copy>& copies, std::size_t bytes, std::int64_t all, Reader& in) {
+void read_copies(MessageKind kind, std::vector<Copy>& copies, std::size_t bytes, std::int64_t all, Reader& in) {
   const std::int64_t tensors = kind == kQ ? 1 : kind == kKV ? 2 : 1 << 16;
   const std::int64_t count = in.next(0, 1 << 16);
   for (std::int64_t i = 0; i < count && !in.failed; ++i) {
@@ -129,6 +113,7 @@ PyObject* pool_step(PyObject* object, PyObject* args) {
   if (self && !good) PyErr_NoMemory();
   if (good) {
     Step& step = *self->step;
+    step.pool = &pool;
     Reader in = reader(table);
     step.rows = in.next(0, kMost);
     step.shares.resize(pool.alike.size());
@@ -139,9 +124,9 @@ PyObject* pool_step(PyObject* object, PyObject* args) {
       step.shares[like].resize(pool.links.size());
       for (std::size_t l = 0; l < pool.links.size() && !in.failed; ++l) {
         Share& share = step.shares[like][l];
-        for (std::size_t kind = 0; kind < kKinds; ++kind) {
+        for (std::size_t kind = 0; kind < kMessageKinds; ++kind) {
           share.bytes[kind] = std::size_t(in.next(0, kMost));
-          read_copies(Kind(kind), share.copies[kind], share.bytes[kind], step.rows, in);
+          read_copies(MessageKind(kind), share.copies[kind], share.bytes[kind], step.rows, in);
           if (kind != kO && share.bytes[kind] > pool.links[l].calls->slot_bytes) in.failed = true;
         }
       }
@@ -150,10 +135,9 @@ PyObject* pool_step(PyObject* object, PyObject* args) {
       if (step.shares[like].size() != pool.links.size()) in.failed = true;
     if (in.at != in.end) in.failed = true;
     if (in.failed) good = nonsense(in, table);
-    if (good && tag_bytes != kKinds * Py_ssize_t(kKeyBytes))
+    if (good && tag_bytes != kMessageKinds * Py_ssize_t(kKeyBytes))
       good = PyErr_Format(PyExc_ValueError, "tags of %zd bytes", tag_bytes);
-    for (std::size_t kind = 0; good && kind < kKinds; ++kind)
-      std::memcpy(step.tags[kind].data(), tags + kind * kKeyBytes, kKeyBytes);
+    if (good) step.tags = LayerTags(tags);
   }
   PyBuffer_Release(&table);
   if (!good) Py_CLEAR(self);
@@ -170,7 +154,9 @@ void step_dealloc(PyObject* object) {
 PyObject* pool_select(PyObject* object, PyObject* step) {
   if (Py_TYPE(step) != static_cast<State*>(PyType_GetModuleState(Py_TYPE(object)))->step)
     return PyErr_Format(PyExc_TypeError, "a step is one of the pool");
-  pool_of(object).step = reinterpret_cast<StepObject*>(step)->step;
+  const Step* const chosen = reinterpret_cast<StepObject*>(step)->step;
+  if (chosen->pool != &pool_of(object)) return PyErr_Format(PyExc_ValueError, "a step of another pool");
+  pool_of(object).step = chosen;
   Py_XSETREF(object_of(object)->step, Py_NewRef(step));
   Py_RETURN_NONE;
 }
@@ -179,16 +165,19 @@ PyObject* pool_send(PyObject* object, PyObject*) {
   return PyCapsule_New(&object_of(object)->send, rows::Send::kName, nullptr);
 }
 
-// receive(layer, first, *tensors)
+// receive(rows, layer, first, *tensors)
 PyObject* pool_receive(PyObject* object, PyObject* const* args, Py_ssize_t count) {
   Pool& pool = pool_of(object);
-  if (count < 2) return PyErr_Format(PyExc_TypeError, "receive takes (layer, first, *tensors)");
-  const Py_ssize_t layer = PyLong_AsSsize_t(args[0]), first = PyLong_AsSsize_t(args[1]);
+  if (count < 3) return PyErr_Format(PyExc_TypeError, "receive takes (rows, layer, first, *tensors)");
+  const Py_ssize_t rows = PyLong_AsSsize_t(args[0]), layer = PyLong_AsSsize_t(args[1]),
+                   first = PyLong_AsSsize_t(args[2]);
   if (PyErr_Occurred()) return nullptr;
   if (!pool.step || layer < 0 || std::size_t(layer) >= pool.alike.size() || first < 0)
     return PyErr_Format(PyExc_ValueError, "layer %zd of %zu", layer, pool.alike.size());
+  if (rows != pool.step->rows)
+    return PyErr_Format(PyExc_ValueError, "%zd rows of a step of %lld", rows, (long long)pool.step->rows);
   std::vector<char*> tensors;
-  for (Py_ssize_t i = 2; i < count; ++i) {
+  for (Py_ssize_t i = 3; i < count; ++i) {
     const unsigned long long at = PyLong_AsUnsignedLongLong(args[i]);
     if (at == static_cast<unsigned long long>(-1) && PyErr_Occurred()) return nullptr;
     tensors.push_back(reinterpret_cast<char*>(static_cast<std::uintptr_t>(at)));
@@ -198,16 +187,22 @@ PyObject* pool_receive(PyObject* object, PyObject* const* args, Py_ssize_t count
       if (each.tensor >= tensors.size()) return PyErr_Format(PyExc_ValueError, "%zu tensors", tensors.size());
   if (!pool.enter()) return nullptr;
   std::size_t came = 0;
+  bool fits = true;
   Py_BEGIN_ALLOW_THREADS;
-  came = pool.receive(std::size_t(layer), std::size_t(first), tensors.data());
+  try {
+    came = pool.receive(std::size_t(layer), std::size_t(first), tensors.data());
+  } catch (const std::bad_alloc&) {
+    fits = false;
+  }
   Py_END_ALLOW_THREADS;
   if (!pool.leave()) return nullptr;
+  if (!fits) return PyErr_NoMemory();
   return PyLong_FromSize_t(came);
 }
 
-PyObject* pool_times(PyObject* object, PyObject*) {
+PyObject* pool_send_s(PyObject* object, PyObject*) {
   const Pool& pool = pool_of(object);
-  return Py_BuildValue("dd", double(pool.send_ns) / 1e9, double(pool.wait_ns) / 1e9);
+  return PyFloat_FromDouble(double(pool.send_ns) / 1e9);
 }
 
 PyObject* pool_spans(PyObject* object, PyObject*) {
@@ -228,14 +223,9 @@ PyMethodDef pool_methods[] = {{"step", pool_step, METH_VARARGS, nullptr},
                               {"select", pool_select, METH_O, nullptr},
                               {"send", pool_send, METH_NOARGS, nullptr},
                               {"receive", method(pool_receive), METH_FASTCALL, nullptr},
-                              {"times", pool_times, METH_NOARGS, nullptr},
+                              {"send_s", pool_send_s, METH_NOARGS, nullptr},
                               {"spans", pool_spans, METH_NOARGS, nullptr},
                               {nullptr, nullptr, 0, nullptr}};
-
-template <class F>
-void* slot(F* function) {
-  return reinterpret_cast<void*>(function);
-}
 
 PyType_Slot pool_slots[] = {
     {Py_tp_new, slot(pool_new)}, {Py_tp_dealloc, slot(pool_dealloc)}, {Py_tp_methods, pool_methods}, {0, nullptr}};

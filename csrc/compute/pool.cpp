@@ -43,7 +43,7 @@ bool Pool::enter() {
 bool Pool::leave() {
   if (failed_ && failed_status_ != Status::ready) {
     const ChannelCalls& calls = *links[failed_link_].calls;
-    calls.raise(calls.channel, failed_role_, failed_status_, double(timeout_ns) / 1e9);
+    calls.raise(calls.channel, failed_role_, failed_status_, failed_operation_, timeout_s);
   }
   if (unread_) links[failed_link_].calls->unread(links[failed_link_].calls->channel, message_);
   for (Link& link : links) {
@@ -53,9 +53,17 @@ bool Pool::leave() {
   return !failed_;
 }
 
-bool Pool::fail(std::size_t link, Role role, Status status) {
-  failed_ = true, failed_link_ = link, failed_role_ = role, failed_status_ = status;
+bool Pool::fail(std::size_t link, Role role, Status status, const char* operation) {
+  failed_ = true, failed_link_ = link, failed_role_ = role, failed_status_ = status, failed_operation_ = operation;
   return false;
+}
+
+bool Pool::refuse(const char* text, std::size_t layer, std::int64_t rows) {
+  const PyGILState_STATE state = PyGILState_Ensure();
+  PyErr_Format(PyExc_ValueError, "%lld rows for layer %zu of a step of %lld rows: %s", (long long)rows, layer,
+               (long long)step->rows, text);
+  PyGILState_Release(state);
+  return fail(0, Role::sender, Status::ready, "");
 }
 
 // Whether a signal's handler has raised an exception.
@@ -70,39 +78,29 @@ bool Pool::ready(std::size_t link, Role role) {
   Engine* engine = links[link].calls->engine;
   Status status = engine->look(role);
   if (status == Status::pending) {
-    const std::uint64_t start = now_ns(), deadline = start + timeout_ns;
+    const std::uint64_t start = now_ns(), deadline = deadline_in(timeout_s, start);
     std::uint64_t now = start;
     do {
       status = engine->wait(role, deadline);
       now = now_ns();
-      if (status == Status::pending && interrupted()) return fail(link, role, Status::ready);
+      if (status == Status::pending && interrupted()) return fail(link, role, Status::ready, "");
     } while (status == Status::pending && now < deadline);
     links[link].traffic.wait_ns += now - start;
   }
-  return status == Status::ready || fail(link, role, status);
+  return status == Status::ready || fail(link, role, status, role == Role::sender ? "reserve" : "wait_signal");
 }
 
-std::array<std::uint8_t, kTagBytes> Pool::tag(Kind kind, std::size_t layer) const {
-  auto tag = step->tags[kind];
-  const auto number = std::uint32_t(layer);
-  std::memcpy(tag.data() + kLayerAt, &number, sizeof number);
-  return tag;
-}
-
-bool Pool::send(Kind kind, std::size_t layer, std::int64_t rows, const char* const* tensors) {
-  if (layer >= alike.size() || rows != step->rows) {
-    const PyGILState_STATE state = PyGILState_Ensure();
-    PyErr_Format(PyExc_ValueError, "%lld rows for layer %zu of a step of %lld rows", (long long)rows, layer,
-                 (long long)step->rows);
-    PyGILState_Release(state);
-    return fail(0, Role::sender, Status::ready);
-  }
+bool Pool::send(MessageKind kind, std::size_t layer, std::int64_t rows, const char* const* tensors,
+                const std::size_t* row_bytes) {
+  if (layer >= alike.size() || rows != step->rows) return refuse("they are to be as many", layer, rows);
   const std::uint64_t begun = now_ns();
-  const auto named = tag(kind, layer);
+  const auto tag = step->tags.of(kind, layer);
   const auto& shares = step->shares[alike[layer]];
   for (std::size_t i = 0; i < links.size(); ++i) {
     const std::size_t bytes = shares[i].bytes[kind];
     if (!bytes) continue;
+    for (const Copy& each : shares[i].copies[kind])
+      if (each.row_bytes != row_bytes[each.tensor]) return refuse("they are of other bytes", layer, rows);
     std::uint64_t start = traces ? now_ns() : 0;
     if (!ready(i, Role::sender)) return false;
     Engine* engine = links[i].calls->engine;
@@ -111,15 +109,15 @@ bool Pool::send(Kind kind, std::size_t layer, std::int64_t rows, const char* con
     for (const Copy& each : shares[i].copies[kind])
       copy<true>(each, rows, reinterpret_cast<char*>(slot.data), tensors[each.tensor]);
     std::uint64_t seqno = 0;
-    Status status = engine->publish(bytes, named.data(), kKeyBytes, nullptr, &seqno);
+    Status status = engine->publish(bytes, tag.data(), kKeyBytes, nullptr, &seqno);
     while (status == Status::pending) {
       if (interrupted()) {
         engine->give_up("a put was interrupted half-way");
-        return fail(i, Role::sender, Status::ready);
+        return fail(i, Role::sender, Status::ready, "");
       }
       status = engine->resume();
     }
-    if (status != Status::ready) return fail(i, Role::sender, status);
+    if (status != Status::ready) return fail(i, Role::sender, status, "put_signal");
     ++links[i].traffic.messages_sent, links[i].traffic.bytes_sent += bytes;
     span(kind == kQ ? Event::kSendQ : Event::kSendKV, layer, i, &start, bytes);
   }
@@ -128,8 +126,7 @@ bool Pool::send(Kind kind, std::size_t layer, std::int64_t rows, const char* con
 }
 
 std::size_t Pool::receive(std::size_t layer, std::size_t first, char* const* tensors) {
-  const std::uint64_t begun = now_ns();
-  const auto named = tag(kO, layer);
+  const auto tag = step->tags.of(kO, layer);
   const auto& shares = step->shares[alike[layer]];
   std::size_t i = first;
   for (; i < links.size(); ++i) {
@@ -139,10 +136,10 @@ std::size_t Pool::receive(std::size_t layer, std::size_t first, char* const* ten
     std::uint64_t start = traces ? now_ns() : 0;
     if (!ready(i, Role::receiver)) break;
     if (const Status status = link.calls->engine->take(&message_); status != Status::ready) {
-      fail(i, Role::receiver, status);
+      fail(i, Role::receiver, status, "wait_signal");
       break;
     }
-    if (message_.length != bytes || std::memcmp(message_.tag, named.data(), kKeyBytes)) {
+    if (message_.length != bytes || std::memcmp(message_.tag, tag.data(), kKeyBytes)) {
       unread_ = true, failed_link_ = i;
       break;
     }
@@ -153,7 +150,6 @@ std::size_t Pool::receive(std::size_t layer, std::size_t first, char* const* ten
     ++link.traffic.messages_received, link.traffic.bytes_received += bytes;
     span(Event::kReceiveO, layer, i, &start, bytes);
   }
-  wait_ns += now_ns() - begun;
   return i;
 }
 

@@ -5,15 +5,11 @@
 #include <array>
 #include <vector>
 
+#include "layer_tags.h"
 #include "netstack/calls.h"
 #include "rows/send.h"
 
 namespace lamina::compute {
-
-constexpr std::size_t kKeyBytes = 24;  // protocol.plan.Key
-constexpr std::size_t kLayerAt = 16;   // of the layer's number in it, 4 bytes
-
-enum Kind { kQ, kKV, kO, kKinds };
 
 // Rows of a tensor, `row_bytes` each, of which `width` bytes from `offset` on lie without gaps in a message, from `at`.
 struct Copy {
@@ -24,14 +20,15 @@ struct Copy {
 
 // What one memory worker has of a layer: bytes of its messages, and what lies where. 0 bytes = no message.
 struct Share {
-  std::array<std::size_t, kKinds> bytes{};
-  std::array<std::vector<Copy>, kKinds> copies;
+  std::array<std::size_t, kMessageKinds> bytes{};
+  std::array<std::vector<Copy>, kMessageKinds> copies;
 };
 
 struct Step {
+  const void* pool = nullptr;  // that it was made for
   std::int64_t rows = 0;
   std::vector<std::vector<Share>> shares;  // by layer that others are like, by link
-  std::array<std::array<std::uint8_t, kTagBytes>, kKinds> tags{};  // of layer 0
+  LayerTags tags;
 };
 
 enum class Event : std::int64_t { kReserve, kSendQ, kSendKV, kWaitO, kReceiveO };
@@ -52,33 +49,35 @@ class Pool {
 
   std::vector<Link> links;
   std::vector<std::size_t> alike;  // layer -> the first one whose shares are of the same form
-  std::uint64_t timeout_ns = 0;
+  double timeout_s = 0;
   bool traces = false;
   std::vector<Span> spans;
-  std::uint64_t send_ns = 0, wait_ns = 0;
+  std::uint64_t send_ns = 0;
   const Step* step = nullptr;  // that messages belong to
 
   // With the GIL: around calls of the others. `enter`: false with an exception; `leave`: false with an exception where
   // one of them has failed.
   bool enter();
   bool leave();
-  // Without it. False where it failed. `tensors`: without gaps.
-  bool send(Kind kind, std::size_t layer, std::int64_t rows, const char* const* tensors);
+  // Without it. False where it failed. `tensors`: without gaps, `row_bytes` each row.
+  bool send(MessageKind kind, std::size_t layer, std::int64_t rows, const char* const* tensors,
+            const std::size_t* row_bytes);
   // Takes O from link `first` on. The number of links where all have come; else that of the link whose message is not
   // the one that is due, which the channel's next wait_signal has, or that failed.
   std::size_t receive(std::size_t layer, std::size_t first, char* const* tensors);
 
  private:
   bool ready(std::size_t link, Role role);
-  bool fail(std::size_t link, Role role, Status status);
+  bool fail(std::size_t link, Role role, Status status, const char* operation);
+  bool refuse(const char* text, std::size_t layer, std::int64_t rows);
   bool interrupted();
   void span(Event event, std::size_t layer, std::size_t link, std::uint64_t* start, std::uint64_t bytes);
-  std::array<std::uint8_t, kTagBytes> tag(Kind kind, std::size_t layer) const;
 
   bool failed_ = false, unread_ = false;
   std::size_t failed_link_ = 0;
   Role failed_role_ = Role::sender;
   Status failed_status_ = Status::ready;  // ready: an exception is set
+  const char* failed_operation_ = "";
   Message message_{};
 };
 

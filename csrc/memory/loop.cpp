@@ -6,8 +6,6 @@
 namespace lamina::memory_worker {
 namespace {
 
-constexpr std::uint64_t kReserveNs = 60'000'000'000;  // host_layers.RESERVE_S
-
 void write_rows(const Places& places, const char* rows, std::size_t heads, std::size_t head_bytes,
                 std::size_t block_size, char* blocks) {
   for (std::size_t i = 0; i < places.rows.size(); ++i) {
@@ -40,117 +38,114 @@ Loop::Stage Loop::behind(Stage stage) const {
   return Stage::kBegin;
 }
 
-Result Loop::run(std::uint64_t deadline, std::uint64_t overdue) {
+Result Loop::run(double patience_s, std::uint64_t overdue) {
+  patience_s_ = patience_s;
   for (std::size_t i = 0; i < links.size(); ++i)
-    if (links[i].calls->engine->stopped()) return {Outcome::kOver, i, Role::receiver, Status::stopped, {}};
+    if (links[i].calls->engine->stopped()) return {Outcome::kOver, i, Role::receiver, Status::stopped};
   const std::size_t turns = store.layers.size() * steps_.size();
   while (turn_ < turns) {
-    const bool answers = form().bytes[kO] != 0;
-    Result result{Outcome::kDone};
-    std::uint64_t start = traces || stage_ >= Stage::kStored ? now_ns() : 0;
-    switch (stage_) {
-      case Stage::kBegin:
-        if (overdue && now_ns() >= overdue) return {Outcome::kPause};
-        break;
-      case Stage::kTakeQ:
-        if (form().bytes[kQ]) result = take(kQ, deadline, &q_);
-        break;
-      case Stage::kTakeKV:
-        if (form().bytes[kKV]) result = take(kKV, deadline, &kv_);
-        break;
-      case Stage::kStored:
-        attend_stored();
-        counts.attend_ns += now_ns() - start;
-        span(Event::kStored, &start);
-        break;
-      case Stage::kReserve:
-        if (answers) result = reserve(deadline);
-        if (result.outcome == Outcome::kDone && answers) span(Event::kReserve, &start);
-        break;
-      case Stage::kFinish:
-        if (answers) {
-          finish();
-          counts.attend_ns += now_ns() - start;
-          span(Event::kFresh, &start);
-        }
-        break;
-      case Stage::kPut:
-        if (answers) result = put();
-        if (result.outcome == Outcome::kDone && answers) span(Event::kSend, &start, form().bytes[kO]);
-        break;
-      case Stage::kWrite: {
-        write();
-        counts.write_ns += now_ns() - start;
-        span(Event::kWrite, &start);
-        Link& from = links[source()];
-        for (; from.held; --from.held) from.calls->engine->release();
-        ++turn_, ++counts.turns;
-        break;
-      }
-    }
-    if (result.outcome != Outcome::kDone) {
-      if (result.outcome == Outcome::kSentHalf) stage_ = Stage::kWrite;  // once it is resumed
-      return result;
-    }
+    if (stage_ == Stage::kBegin && overdue && now_ns() >= overdue) return {Outcome::kPause};
+    const Result result = run_stage(traces || stage_ >= Stage::kStored ? now_ns() : 0);
+    if (result.outcome == Outcome::kSentHalf) stage_ = Stage::kWrite;  // once it is resumed
+    if (result.outcome != Outcome::kDone) return result;
+    if (stage_ == Stage::kWrite) ++turn_, ++counts.turns;
     stage_ = behind(stage_), started_ = 0;
   }
   return {Outcome::kDone};
 }
 
-Result Loop::take(Kind kind, std::uint64_t deadline, Message* message) {
+Result Loop::run_stage(std::uint64_t start) {
+  const bool answers = form().bytes[kO] != 0;
+  switch (stage_) {
+    case Stage::kBegin: break;
+    case Stage::kTakeQ:
+      if (form().bytes[kQ]) return take(kQ, &q_);
+      break;
+    case Stage::kTakeKV:
+      if (form().bytes[kKV]) return take(kKV, &kv_);
+      break;
+    case Stage::kStored:
+      attend_stored();
+      counts.attend_ns += now_ns() - start;
+      span(Event::kStored, &start);
+      break;
+    case Stage::kReserve:
+      if (answers) return reserve();
+      break;
+    case Stage::kFinish:
+      if (!answers) break;
+      finish();
+      counts.attend_ns += now_ns() - start;
+      span(Event::kFresh, &start);
+      break;
+    case Stage::kPut:
+      if (answers) return put();
+      break;
+    case Stage::kWrite: {
+      write();
+      counts.write_ns += now_ns() - start;
+      span(Event::kWrite, &start);
+      Link& from = links[source()];
+      for (; from.held; --from.held) from.calls->engine->release();
+      break;
+    }
+  }
+  return {Outcome::kDone};
+}
+
+Result Loop::take(MessageKind kind, Message* message) {
   const std::size_t at = source();
   Link& link = links[at];
   Engine* engine = link.calls->engine;
-  const auto over = [&](Status status) { return Result{Outcome::kOver, at, Role::receiver, status, {}}; };
+  const auto over = [&](Status status) { return Result{Outcome::kOver, at, Role::receiver, status}; };
   Status status = engine->look(Role::receiver);
   std::uint64_t start = traces ? now_ns() : 0;
   if (!started_) started_ = start;
   if (status == Status::pending) {
     const std::uint64_t begun = now_ns();
-    status = engine->wait(Role::receiver, deadline);
+    status = engine->wait(Role::receiver, deadline_in(patience_s_, begun));
     const std::uint64_t waited = now_ns() - begun;
     counts.wait_ns += waited, link.traffic.wait_ns += waited;
   }
   if (status == Status::pending) return {Outcome::kPause};
   if (status != Status::ready) return over(status);
   if (status = engine->take(message); status != Status::ready) return over(status);
-  auto tag = step().tags[kind];
-  const auto number = std::uint32_t(layer());
-  std::memcpy(tag.data() + kLayerAt, &number, sizeof number);
+  const auto tag = step().tags.of(kind, layer());
   const std::size_t bytes = form().bytes[kind];
   if (message->length != bytes || std::memcmp(message->tag, tag.data(), kKeyBytes))
-    return {Outcome::kOther, at, Role::receiver, status, *message};
+    return {Outcome::kOther, at, Role::receiver, status, "wait_signal", *message};
   ++link.held;
   ++link.traffic.messages_received, link.traffic.bytes_received += bytes;
   if (traces) span(kind == kQ ? Event::kWaitQ : Event::kWaitKV, &started_, bytes);
   return {Outcome::kDone};
 }
 
-Result Loop::reserve(std::uint64_t deadline) {
+Result Loop::reserve() {
   const std::size_t at = reply();
   Engine* engine = links[at].calls->engine;
+  const std::uint64_t now = now_ns();
+  if (!started_) started_ = now;
   Status status = engine->look(Role::sender);
   if (status == Status::pending) {
-    const std::uint64_t now = now_ns();
-    if (!started_) started_ = now;
-    status = engine->wait(Role::sender, deadline);
+    const double left_s = reserve_s - double(now - started_) / 1e9;
+    status = engine->wait(Role::sender, deadline_in(std::min(patience_s_, left_s), now));
     links[at].traffic.wait_ns += now_ns() - now;
-    if (status == Status::pending && now - started_ < kReserveNs) return {Outcome::kPause};
+    if (status == Status::pending && left_s > 0) return {Outcome::kPause};
   }
-  if (status != Status::ready) return {Outcome::kOver, at, Role::sender, status, {}};
+  if (status != Status::ready) return {Outcome::kOver, at, Role::sender, status, "reserve"};
   slot_ = engine->grant();
+  span(Event::kReserve, &started_);
   return {Outcome::kDone};
 }
 
 Result Loop::put() {
   const std::size_t at = reply();
-  auto tag = step().tags[kO];
-  const auto number = std::uint32_t(layer());
-  std::memcpy(tag.data() + kLayerAt, &number, sizeof number);
+  const auto tag = step().tags.of(kO, layer());
   std::uint64_t seqno = 0;
+  started_ = now_ns();
   const Status status = links[at].calls->engine->publish(form().bytes[kO], tag.data(), kKeyBytes, nullptr, &seqno);
-  if (status == Status::pending) return {Outcome::kSentHalf, at, Role::sender, status, {}};
-  if (status != Status::ready) return {Outcome::kOver, at, Role::sender, status, {}};
+  if (status == Status::pending) return {Outcome::kSentHalf, at, Role::sender, status, "put_signal"};
+  if (status != Status::ready) return {Outcome::kOver, at, Role::sender, status, "put_signal"};
   sent(at);
   return {Outcome::kDone};
 }
@@ -164,6 +159,7 @@ Status Loop::resume(std::size_t at) {
 void Loop::sent(std::size_t at) {
   ++links[at].traffic.messages_sent;
   links[at].traffic.bytes_sent += form().bytes[kO];
+  span(Event::kSend, &started_, form().bytes[kO]);
 }
 
 void Loop::attend_stored() {

@@ -6,14 +6,10 @@
 #include <vector>
 
 #include "attention/calls.h"
+#include "layer_tags.h"
 #include "netstack/calls.h"
 
 namespace lamina::memory_worker {
-
-constexpr std::size_t kKeyBytes = 24;  // protocol.plan.Key
-constexpr std::size_t kLayerAt = 16;   // of the layer's number in it, 4 bytes
-
-enum Kind { kQ, kKV, kO, kKinds };
 
 // A piece of a layer and its blocks: k [blocks, kv_heads, block_size, qk_dim], v likewise.
 struct Piece {
@@ -52,7 +48,7 @@ struct PieceForm {
 // The messages of layers that are alike.
 struct Form {
   bool there = false;
-  std::array<std::size_t, kKinds> bytes{};
+  std::array<std::size_t, kMessageKinds> bytes{};
   std::size_t partial_bytes = 0;
   std::vector<PieceForm> pieces;
 };
@@ -82,7 +78,7 @@ struct Step {
   std::vector<GroupRows> groups;
   std::vector<Form> forms;  // by layer that others are like
   std::vector<std::size_t> sources, replies;  // by layer: links
-  std::array<std::array<std::uint8_t, kTagBytes>, kKinds> tags{};  // of layer 0
+  LayerTags tags;
 };
 
 enum class Event : std::int64_t { kWaitQ, kWaitKV, kStored, kReserve, kFresh, kSend, kWrite };
@@ -106,6 +102,7 @@ struct Result {
   std::size_t link = 0;
   Role role = Role::receiver;
   Status status = Status::ready;
+  const char* operation = "wait_signal";  // of the contract
   Message message{};
 };
 
@@ -113,20 +110,21 @@ struct Result {
 class Loop {
  public:
   Store store;
-  std::vector<Link> links;
+  std::vector<Link> links;  // there is one
+  double reserve_s = 0;     // that a slot is waited for
   bool traces = false;
   std::vector<Span> spans;
   Counts counts{};
 
   void begin(std::vector<const Step*> steps);
-  // Goes on where it was, until something unusual; waits at most until `deadline`, and where `overdue` is over, which
-  // is no time if 0, pauses before the next turn. Throws std::bad_alloc.
-  Result run(std::uint64_t deadline, std::uint64_t overdue);
+  // Goes on where it was, until something unusual; each wait takes `patience_s` at most, and where `overdue` is over,
+  // which is no time if 0, it pauses before the next turn. Throws std::bad_alloc.
+  Result run(double patience_s, std::uint64_t overdue);
   // What the last run has sent half.
   Status resume(std::size_t link);
   std::size_t turn() const { return turn_; }
   std::size_t num_steps() const { return steps_.size(); }
-  Kind waits_for() const { return stage_ == Stage::kTakeKV ? kKV : kQ; }
+  MessageKind waits_for() const { return stage_ == Stage::kTakeKV ? kKV : kQ; }
 
  private:
   enum class Stage { kBegin, kTakeQ, kTakeKV, kStored, kReserve, kFinish, kPut, kWrite };
@@ -138,8 +136,9 @@ class Loop {
   std::size_t reply() const { return step().replies[layer()]; }
   Stage behind(Stage) const;
 
-  Result take(Kind, std::uint64_t deadline, Message*);
-  Result reserve(std::uint64_t deadline);
+  Result run_stage(std::uint64_t start);
+  Result take(MessageKind, Message*);
+  Result reserve();
   Result put();
   void sent(std::size_t link);
   void attend_stored();
@@ -155,6 +154,7 @@ class Loop {
   Stage stage_ = Stage::kBegin;
   Message q_{}, kv_{};
   Grant slot_{};
+  double patience_s_ = 0;
   std::uint64_t started_ = 0;  // waiting for what the turn waits for; 0: not yet
   std::vector<float> stored_;  // what attention over stored tokens has found, o and lse of each piece
   std::array<std::vector<char>, 3> rows_;  // of Q, K and V that were gathered

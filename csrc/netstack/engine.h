@@ -26,6 +26,11 @@ inline std::uint64_t now_ns(clockid_t clock = CLOCK_MONOTONIC) {
   return std::uint64_t(t.tv_sec) * 1'000'000'000 + std::uint64_t(t.tv_nsec);
 }
 
+// A moment so many seconds from now, for waits; 0 where there is to be none. Longer than 30 years is 30 years.
+inline std::uint64_t deadline_in(double seconds, std::uint64_t now) {
+  return seconds > 0 ? now + std::uint64_t(std::min(seconds, 1e9) * 1e9) : 0;
+}
+
 inline void relax() {
 #if defined(__x86_64__)
   _mm_pause();

@@ -150,8 +150,8 @@ class Link final : public Engine {
 
   template <class End>
   Status spin(End& end, std::uint64_t deadline_ns) {
-    if (spin_ns_ == 0 || !end.patience.spins()) return Status::pending;
     std::uint64_t now = now_ns();
+    if (spin_ns_ == 0 || deadline_ns <= now || !end.patience.spins()) return Status::pending;
     for (const std::uint64_t until = std::min(now + spin_ns_, deadline_ns); now < until; now = now_ns()) {
       for (int i = 0; i < 32; ++i) {
         const Status status = look(end, false);

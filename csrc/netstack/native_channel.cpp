@@ -197,11 +197,11 @@ void unread(PyObject* object, const Message& message) {
   of(object)->has_unread = true;
 }
 
-void raise_waited(PyObject* object, Role role, Status status, double waited_s) {
+void raise_waited(PyObject* object, Role role, Status status, const char* operation, double waited_s) {
   if (status == Status::pending)
     raise_late(of(object), role, waited_s);
   else
-    raise_over(of(object), status, role == Role::sender ? "reserve" : "wait_signal");
+    raise_over(of(object), status, operation);
 }
 
 PyObject* channel_calls(PyObject* object, PyObject*) {

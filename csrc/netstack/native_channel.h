@@ -127,7 +127,7 @@ inline bool await(Channel* self, Role role, double timeout_s) {
   Status status = engine->look(role);
   if (status == Status::pending) {
     const std::uint64_t start = now_ns();
-    const std::uint64_t deadline = timeout_s > 0 ? start + std::uint64_t(std::min(timeout_s, 1e9) * 1e9) : 0;
+    const std::uint64_t deadline = deadline_in(timeout_s, start);
     std::uint64_t now = start;
     do {
       Py_BEGIN_ALLOW_THREADS;

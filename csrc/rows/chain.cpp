@@ -19,6 +19,7 @@ struct Link {
   std::vector<char*> weights;
   std::vector<std::size_t> values;
   std::size_t layer = 0;
+  std::vector<std::size_t> row_bytes;  // of values that are sent
 };
 
 // Values: those given, those that are results, and those that lie in the arena, `at` bytes behind its beginning for each
@@ -44,9 +45,10 @@ End run(const Chain& chain, const Send* send, std::int64_t rows, char* arena, ch
   };
   for (const Link& link : chain.links) {
     if (link.part != Part::kRun) {
-      const bool sent = link.part == Part::kQ
-                            ? send->q(send->self, link.layer, rows, value(link.values[0]))
-                            : send->kv(send->self, link.layer, rows, value(link.values[0]), value(link.values[1]));
+      const char* tensors[2];
+      for (std::size_t i = 0; i < link.values.size(); ++i) tensors[i] = value(link.values[i]);
+      const auto call = link.part == Part::kQ ? send->q : send->kv;
+      const bool sent = call(send->self, link.layer, rows, tensors, link.row_bytes.data());
       if (!sent) return End::kGaveUp;
       continue;
     }
@@ -80,8 +82,11 @@ void read_links(Chain& chain, Reader& in, const std::vector<const Program*>& pro
       link.layer = std::size_t(in.next(0, 1 << 16));
     }
     for (const std::int64_t value : in.list(0, values - 1)) link.values.push_back(std::size_t(value));
+    if (link.part != Part::kRun)
+      for (const std::int64_t bytes : in.list(1, INT64_MAX)) link.row_bytes.push_back(std::size_t(bytes));
     const std::size_t wanted = link.part == Part::kQ ? 1 : 2;
-    if (link.program ? link.weights.size() + link.values.size() != link.program->given : link.values.size() != wanted)
+    if (link.program ? link.weights.size() + link.values.size() != link.program->given
+                     : link.values.size() != wanted || link.row_bytes.size() != wanted)
       in.failed = true;
     chain.links.push_back(std::move(link));
   }

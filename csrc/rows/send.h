@@ -13,9 +13,10 @@ struct Send {
   // others has failed.
   bool (*begin)(void* self);
   bool (*end)(void* self);
-  // Without it: rows without gaps, [rows, heads, dims]. False: give up.
-  bool (*q)(void* self, std::size_t layer, std::int64_t rows, const char* q);
-  bool (*kv)(void* self, std::size_t layer, std::int64_t rows, const char* k, const char* v);
+  // Without it: q; k and v. Rows without gaps, [rows, heads, dims], of so many bytes each. False: give up.
+  bool (*q)(void* self, std::size_t layer, std::int64_t rows, const char* const* tensors, const std::size_t* row_bytes);
+  bool (*kv)(void* self, std::size_t layer, std::int64_t rows, const char* const* tensors,
+             const std::size_t* row_bytes);
 };
 
 }  // namespace lamina::rows

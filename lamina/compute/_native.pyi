@@ -21,13 +21,14 @@ class Pool:
     def send(self) -> object:
         """A capsule of csrc/rows/send.h, which does not keep the pool."""
 
-    def receive(self, layer: int, first: int, /, *tensors: int) -> int:
-        """O of the links from ``first`` on, to the tensors at these addresses. The number of links where all have come;
-        else that of the link whose next ``wait_signal`` has another message than the one that is due.
+    def receive(self, rows: int, layer: int, first: int, /, *tensors: int) -> int:
+        """O of the links from ``first`` on, to the tensors at these addresses, of as many ``rows`` as the step. The
+        number of links where all have come; else that of the link whose next ``wait_signal`` has another message than
+        the one that is due.
         """
 
-    def times(self) -> tuple[float, float]:
-        """Seconds of sending and of waiting, since the start."""
+    def send_s(self) -> float:
+        """Seconds of sending, since the start."""
 
     def spans(self) -> bytes:
         """Since the last call, of each span 64-bit numbers: event, layer, link, start and end in ns, bytes."""

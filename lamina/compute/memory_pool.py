@@ -52,7 +52,7 @@ class MemoryPool:
         self._backend, self._staging = backend, staging or HostStaging(CPU)
         self._groups, self._placement = groups, Placement(partition.num_lanes, partition.stripe * CHUNK_TOKENS)
         self._steps: dict[int, PoolStep] = {}  # of every batch, its last one
-        self.select(StepPlan(step=0, ops=[], rows=[]))
+        self._step = PoolStep(StepPlan(step=0, ops=[], rows=[]), self._groups, self._placement)
         self._send_s = 0.0
         self._wait_s = 0.0
 

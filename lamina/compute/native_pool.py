@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lamina.attention import AttentionBackend
-from lamina.observe.trace import OFF, Event, Recorder
+from lamina.observe.trace import OFF, Event
 from lamina.protocol.codec import Part
 from lamina.protocol.partition import Partition
 from lamina.protocol.plan import Key, Kind, LayerShape, StepPlan
@@ -62,12 +62,10 @@ class NativePool(MemoryPool):
         dtype: torch.dtype,
     ) -> None:
         """As MemoryPool; ``dtype``: of all messages. There are links, with one timeout and channels that are native."""
-        self._trace: Recorder = OFF
-        self._dtype = dtype
         super().__init__(links, partition, layers, backend)
         alike = array("q", [layer.like for layer in self.layers]).tobytes()
         channels = tuple(link.channel for link in links)
-        self._trace = links[0].trace
+        self._trace, self.dtype = links[0].trace, dtype
         self._pool = Pool(channels, alike, links[0].timeout_s, self._trace is not OFF)
         self._native_steps: dict[int, tuple[PoolStep, NativeStep]] = {}  # of every batch, its last one
         self.native_send = self._pool.send()
@@ -75,7 +73,7 @@ class NativePool(MemoryPool):
     @property
     def send_s(self) -> float:
         """See Attention."""
-        return self._send_s + self._pool.times()[0]
+        return self._send_s + self._pool.send_s()
 
     def settle(self) -> None:
         """See Attention."""
@@ -91,15 +89,17 @@ class NativePool(MemoryPool):
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
         """See Attention."""
         start, step, of = time.perf_counter(), self._step, self.layers[layer]
+        if num_rows != step.num_rows or dtype != self.dtype:
+            raise ValueError(f"{num_rows} rows of {dtype} of a step of {step.num_rows} rows of {self.dtype}")
         out = torch.empty(num_rows, of.num_q_heads, of.v_dim, dtype=dtype)
         cut = step.cut_heads(of)
         parts = [x.room(of.v_dim) for x in cut]
         targets = [out.data_ptr(), *(x.data_ptr() for part in parts for x in part)]
-        came = self._pool.receive(layer, 0, *targets)
+        came = self._pool.receive(num_rows, layer, 0, *targets)
         while came < len(self.links):  # that link has another message, which it drops or raises
             share = step.shares(of, dtype)[came]
             self.links[came].receive(step.key(Kind.O, layer), partial(take, share, out, parts), share.messages.o_bytes)
-            came = self._pool.receive(layer, came + 1, *targets)
+            came = self._pool.receive(num_rows, layer, came + 1, *targets)
         for each, merged in zip(cut, parts, strict=True):
             self._merge(of, each, merged, out)
         self._wait_s += time.perf_counter() - start
@@ -110,7 +110,7 @@ class NativePool(MemoryPool):
         known = self._native_steps.get(plan.batch)
         if known is None or known[0] is not self._step:
             tags = b"".join(Key.of(kind, plan, 0).pack() for kind in KINDS)
-            step = self._pool.step(_step_table(self.layers, self._step, self._dtype), tags)
+            step = self._pool.step(_step_table(self.layers, self._step, self.dtype), tags)
             known = self._native_steps[plan.batch] = self._step, step
         return known[1]
 

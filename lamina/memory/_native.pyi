@@ -5,11 +5,14 @@ class Loop:
     """A memory worker's round without Python: csrc/memory/loop.h. One thread uses it.
 
     ``kernels`` and ``channels``: what has ``calls()``, capsules of csrc/attention/calls.h and csrc/netstack/calls.h.
+    ``reserve_s``: how long a slot is waited for.
     ``table``: 64-bit numbers, as ``native_layers`` writes them. Raises ValueError where they make no sense.
     """
 
-    def __new__(cls, kernels: object, channels: tuple[object, ...], table: bytes, traces: bool) -> Loop: ...
-    def step(self, prepared: list[object], table: bytes, tags: bytes) -> Step:
+    def __new__(
+        cls, kernels: object, channels: tuple[object, ...], table: bytes, reserve_s: float, traces: bool
+    ) -> Loop: ...
+    def step(self, prepared: tuple[object, ...], table: bytes, tags: bytes) -> Step:
         """``prepared``: of each group, three Steps of the kernels or None; ``tags``: of Q, K and V, and O of layer 0,
         24 bytes each. Raises ValueError where rows lie outside the messages.
         """

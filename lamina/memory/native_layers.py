@@ -1,7 +1,7 @@
 """The layers of a round in one native call, where channels and kernels are native: HostLayers without Python.
 
 The loop comes back for whatever is not a turn's next message: plans, grants, faults. It is held against HostLayers bit
-for bit (tests/contract/test_native_layers.py).
+for bit (tests/lamina/workers/test_native_layers.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lamina.protocol.plan import Key, Kind, ProtocolError
 from lamina.workers.devices import CPU
 
 from .grants import Grants
-from .host_layers import wrong_message
+from .host_layers import RESERVE_S, wrong_message
 from .inbox import RoundInbox
 from .meter import Meter
 from .step import GroupStep, Step
@@ -69,8 +69,9 @@ class NativeLayers:
         trace: Recorder,
     ) -> None:
         """``channels``: of all replicas, whose messages come by ``inbox``. Only where ``can_be_native``."""
+        self._channels = channels
         self._inbox, self._store, self._grants, self._meter, self._trace = inbox, store, grants, meter, trace
-        self._loop = Loop(_kernels(store.backend), tuple(channels), _store_table(store), trace is not OFF)
+        self._loop = Loop(_kernels(store.backend), tuple(channels), _store_table(store), RESERVE_S, trace is not OFF)
 
     def run(self, steps: Sequence[Step]) -> None:
         """All layers of a round."""
@@ -84,6 +85,7 @@ class NativeLayers:
                     self._take_other(steps)
         finally:
             turns = self._count(steps)
+            self._loop.begin(())  # which holds on to those steps, and they to it
             for step in steps[: max(0, turns - (layers - 1) * len(steps))]:
                 self._store.written.done(step.plan.rows)
 
@@ -102,7 +104,9 @@ class NativeLayers:
         """A message that is not the one that is due: one for the inbox, or a fault."""
         turn, has_q = self._loop.at()
         layer, step = turn // len(steps), steps[turn % len(steps)]
-        arrival = self._inbox.take(step.plan.replica_of(layer))
+        replica = step.plan.replica_of(layer)
+        # Between Q and KV nothing else can come.
+        arrival = self._inbox.receive(self._channels[replica]) if has_q else self._inbox.take(replica)
         if arrival is not None:
             kind, messages = (Kind.KV if has_q else Kind.Q), step.messages(layer)
             nbytes = messages.kv_bytes if has_q else messages.q_bytes

@@ -44,9 +44,9 @@ class Step:
         """Where K and V are stored, by group: those of whole sequences, and of the others."""
         return self._writes.places
 
-    def prepared(self) -> list[Any]:
+    def prepared(self) -> tuple[Any, ...]:
         """What the backend has prepared, of each group: for whole sequences, nodes and new rows; or None."""
-        return [x.prepared for group in self.groups for x in (group.whole, group.nodes, group.new)]
+        return tuple([x.prepared for group in self.groups for x in (group.whole, group.nodes, group.new)])
 
     def messages(self, layer: int) -> Messages:
         """This worker's."""

@@ -43,8 +43,8 @@ class MemoryWorker:
 
     def stats(self) -> dict[str, float]:
         """Since the start: attend_s, write_s, grant_s (writing what prefill workers send), wait_s, plan_s; steps, rows,
-        refused, dropped (messages of older views); stores (that were allocated), connects; stored_bytes that attention
-        read; payload bytes_received, bytes_sent.
+        turns (a step in a layer), native_turns of them, refused, dropped (messages of older views); stores (that were
+        allocated), connects; stored_bytes that attention read; payload bytes_received, bytes_sent.
 
         Safe from any thread.
         """

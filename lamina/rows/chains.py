@@ -40,17 +40,24 @@ class _Draft:
     made: int
     results: list[int]
 
+    def shape(self, value: int) -> Shape:
+        """Of one that a unit takes or makes."""
+        shape = (*self.given, *self.shapes)[value]
+        assert shape is not None
+        return shape
+
 
 class ChainedSlice:
     """Called as the slice that it stands for. Where the sends, the rows or the tensors are others than the chain takes,
-    the slice itself does it.
+    the slice itself does it. Threads take turns, also while a send waits.
     """
 
     def __init__(self, inner: Callable[..., tuple[Tensor, ...]], draft: _Draft, arena: Arena) -> None:
         self._inner, self._arena = inner, arena
         self._given, self._made = draft.given, draft.shapes[: draft.made]
         self._results = draft.results
-        self._sends = any(link.kind != RUN for link in draft.links)
+        sent = [link for link in draft.links if link.kind != RUN]
+        self._sends, self._sent = bool(sent), {draft.shape(v).dtype for link in sent for v in link.values}
         self._most_rows = min(unit.most_rows for unit in draft.units)
         programs = list(dict.fromkeys(unit.program for unit in draft.units))
         table, self._row_arena = _table(draft, programs)
@@ -61,10 +68,12 @@ class ChainedSlice:
         given, send = args[: len(self._given)], None
         if self._sends:
             send = getattr(args[-1], "native_send", None)
-            if send is None:
+            if send is None or self._sent != {args[-1].dtype}:
                 return self._inner(*args)
         rows = given[0].shape[0]
-        if not 0 < rows <= self._most_rows or not all(map(_fits, given, self._given)):
+        if not 0 < rows <= self._most_rows or not all(
+            _fits(x, shape, rows) for x, shape in zip(given, self._given, strict=True)
+        ):
             return self._inner(*args)
         outside = [*given, *(torch.empty((rows, *x.shape), dtype=x.dtype) for x in self._made)]
         arena = self._arena
@@ -74,8 +83,8 @@ class ChainedSlice:
         return tuple([outside[v] for v in self._results])
 
 
-def _fits(x: Tensor, shape: Shape | None) -> bool:
-    return shape is None or (x.shape[1:] == shape.shape and x.dtype == shape.dtype and x.is_contiguous())
+def _fits(x: Tensor, shape: Shape | None, rows: int) -> bool:
+    return shape is None or (x.shape == (rows, *shape.shape) and x.dtype == shape.dtype and x.is_contiguous())
 
 
 class ChainedProgram:
@@ -133,9 +142,11 @@ class _Reader:
             case "call_function" if node.target is operator.getitem and node.args[0] in self._runs:
                 number, _, items = self._runs[cast("fx.Node", node.args[0])]
                 item = cast("int", node.args[1])
+                if item in items:
+                    raise _OtherError
                 items[item] = node
                 self._shapes[node] = self._units[number].results[item]
-            case "call_function" if not node.users:
+            case "call_function" if node.target is torch.ops.aten.sym_size.int and not node.users:
                 pass  # the number of rows, which nothing asks for
             case "output":
                 self._results = [self._value(x) for x in cast("Sequence[Any]", node.args[0])]
@@ -168,6 +179,8 @@ class _Reader:
             return None
         made = [n for n in dict.fromkeys(self._results) if n not in self._given]
         others = [n for _, _, items in self._runs.values() for n in items.values() if n not in made]
+        if any(n not in self._shapes for kind, _, nodes in self._steps if kind != RUN for n in nodes):
+            return None
         given = [self._shapes.get(n) for n in self._given]  # None: no unit takes it
         shapes = [self._shapes[n] for n in (*made, *others)]
         numbers = {n: i for i, n in enumerate((*self._given, *made, *others))}
@@ -203,4 +216,6 @@ def _table(draft: _Draft, programs: Sequence[Program]) -> tuple[bytes, int]:
         else:
             numbers.extend((link.kind, link.what))
         numbers.extend((len(link.values), *link.values))
+        if link.kind != RUN:
+            numbers.extend((len(link.values), *(draft.shape(v).row_bytes for v in link.values)))
     return numbers.tobytes(), at + max(unit.row_arena for unit in draft.units)

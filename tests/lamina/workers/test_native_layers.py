@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -180,6 +182,32 @@ def test_tables_that_make_no_sense_are_refused() -> None:
     kernels = Native(torch.float32).kernels
     for table in (b"", b"\0" * 8, b"\xff" * 800, bytes(range(256))):
         with pytest.raises(ValueError, match=r"^number \d+ of the table makes no sense$"):
-            Loop(kernels, (), table, False)
+            Loop(kernels, (), table, 1.0, False)
     with pytest.raises(AttributeError):
-        Loop(object(), (), b"", False)
+        Loop(object(), (), b"", 1.0, False)
+
+
+def test_nothing_of_a_session_stays(native: Pool) -> None:
+    """Neither loops nor the channels and kernels that they keep."""
+
+    def loops() -> int:
+        gc.collect()
+        return sys.getrefcount(Loop)
+
+    counts = list[int]()
+    for _ in range(3):
+        m = model(native, layers=LAYERS)
+        m.step(0, [New(1)], [Rows(1, 0, 5)])
+        m.peers[0].channel.close()
+        native.threads[-1].join(WAIT_S)
+        native.workers.pop()
+        native.ends.clear()  # whose tracebacks hold the session
+        counts.append(loops())
+    assert counts[0] == counts[-1]
+
+
+def test_a_plan_in_the_middle_of_a_turn_is_a_fault(native: Pool) -> None:
+    peer, _ = begun(native)
+    peer.plan(StepPlan(step=1, ops=[], rows=[]))
+    with pytest.raises(PeerFault, match=r"in place of .*layer=1"):
+        peer.channel.wait_signal(timeout_s=WAIT_S)

@@ -240,7 +240,7 @@ def test_waits_have_an_end(connect: Connect, model: Model) -> None:
 
 def test_a_step_has_the_rows_of_its_plan(connect: Connect, model: Model) -> None:
     pool, _ = one(connect, model.layers)
-    with pytest.raises(ValueError, match="^2 rows for layer 0 of a step of 3 rows$"):
+    with pytest.raises(ValueError, match="^2 rows for layer 0 of a step of 3 rows: they are to be as many$"):
         model.chained[0](IDS[:2], IDS[:2], pool)
 
 
@@ -268,3 +268,35 @@ def test_this_side_may_stop_while_it_waits(connect: Connect) -> None:
     ends.near.close()
     with pytest.raises(ChannelAborted):
         pool.o(0, 3, torch.float32)
+
+
+def test_an_answer_has_the_rows_and_the_dtype_of_its_step(connect: Connect) -> None:
+    pool, ends = one(connect)
+    (data,) = answers(pool, PLAN, 0, torch.float32)
+    put(ends.far, Key.of(Kind.O, PLAN, 0), data)
+    for count, dtype in ((1, torch.float32), (4, torch.float32), (3, torch.float64)):
+        with pytest.raises(ValueError, match=f"^{count} rows of {dtype} of a step of 3 rows of torch.float32$"):
+            pool.o(0, count, dtype)
+    assert pool.o(0, 3, torch.float32).shape == (3, 1, 8, 16)
+
+
+def test_tensors_of_other_rows_are_no_chain(model: Model) -> None:
+    shapes = [(t.shape, t.dtype) for t in model.program.cuts[-1].tensors]
+    x = [torch.zeros((4, *shape), dtype=dtype) for shape, dtype in shapes]
+    o = torch.zeros((1, *model.program.calls[-1].out.shape), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="^rows of "):
+        model.chained[-1](*x, o)
+
+
+def test_a_long_wait_is_no_short_one(connect: Connect) -> None:
+    pool, ends = one(connect, timeout_s=1e12)
+    (data,) = answers(pool, PLAN, 0, torch.float32)
+    threading.Timer(0.05, put, [ends.far, Key.of(Kind.O, PLAN, 0), data]).start()
+    assert pool.o(0, 3, torch.float32).shape == (3, 1, 8, 16)
+
+
+def test_a_step_is_of_one_pool(connect: Connect) -> None:
+    one_pool, _ = one(connect)
+    other, _ = one(connect)
+    with pytest.raises(ValueError, match="^a step of another pool$"):
+        other._pool.select(one_pool._native())

@@ -1,0 +1,36 @@
+// The tags of a step's layer messages: protocol.plan.Key of layer 0, in which the layer's number is put.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+
+#include "netstack/engine.h"
+
+namespace lamina {
+
+constexpr std::size_t kKeyBytes = 24;  // of a Key
+constexpr std::size_t kLayerAt = 16;   // of the layer's number in it, 4 bytes
+
+enum MessageKind { kQ, kKV, kO, kMessageKinds };
+
+class LayerTags {
+ public:
+  LayerTags() = default;
+  // `keys`: of Q, K and V, and O, one behind the other.
+  explicit LayerTags(const char* keys) {
+    for (std::size_t kind = 0; kind < kMessageKinds; ++kind)
+      std::memcpy(tags_[kind].data(), keys + kind * kKeyBytes, kKeyBytes);
+  }
+  std::array<std::uint8_t, kTagBytes> of(MessageKind kind, std::size_t layer) const {
+    auto tag = tags_[kind];
+    const auto number = std::uint32_t(layer);
+    std::memcpy(tag.data() + kLayerAt, &number, sizeof number);
+    return tag;
+  }
+
+ private:
+  std::array<std::array<std::uint8_t, kTagBytes>, kMessageKinds> tags_{};
+};
+
+}  // namespace lamina

@@ -1,0 +1,163 @@
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "memory/step_tables.h"
+
+#include <algorithm>
+
+namespace lamina::memory_worker {
+
+void read_store(Store& store, Reader& in) {
+  store.threads = int(in.next(1, 1 << 10));
+  store.item = std::size_t(in.next(1, 8));
+  store.block_size = in.next(1, kMost);
+  store.overlap = in.next(0, 1);
+  store.num_blocks = in.list(0, kMost);
+  const std::int64_t layers = in.next(1, 1 << 16);
+  for (std::int64_t i = 0; i < layers && !in.failed; ++i) {
+    Layer layer{};
+    layer.like = std::size_t(in.next(0, i));
+    const std::int64_t pieces = in.next(0, 1 << 16);
+    for (std::int64_t j = 0; j < pieces && !in.failed; ++j) {
+      Piece piece{};
+      piece.group = std::size_t(in.next(0, std::int64_t(store.num_blocks.size()) - 1));
+      auto& op = piece.op;
+      for (std::int64_t* x : {&op.q_heads, &op.kv_heads, &op.qk_dim, &op.v_dim}) *x = in.next(1, 1 << 20);
+      op.window = in.next(0, kMost);
+      op.scale = float(in.real()), op.softcap = float(in.real());
+      op.sinks = pointer<float>(in.next()), op.slopes = pointer<float>(in.next());
+      piece.k = pointer<char>(in.next()), piece.v = pointer<char>(in.next());
+      if (!in.failed && op.q_heads % op.kv_heads) in.failed = true;
+      layer.pieces.push_back(piece);
+    }
+    if (!in.failed && store.layers.size() > layer.like && store.layers[layer.like].pieces.size() != layer.pieces.size())
+      in.failed = true;
+    store.layers.push_back(std::move(layer));
+  }
+  if (in.at != in.end) in.failed = true;
+}
+
+namespace {
+
+void read_places(Places& places, Reader& in, const Store& store, std::size_t group) {
+  places.rows = in.list(0, kMost);
+  places.blocks = in.list(0, store.num_blocks[group] - 1);
+  places.offsets = in.list(0, store.block_size - 1);
+  if (places.blocks.size() != places.rows.size() || places.offsets.size() != places.rows.size()) in.failed = true;
+}
+
+// Rows in a tensor, at most; what tensors begin behind.
+struct Bounds {
+  std::int64_t whole, other_q, other_kv;
+};
+
+// Whether the rows of each piece lie in the messages.
+bool fits(const Store& store, const Step& step, const std::vector<Bounds>& bounds) {
+  for (std::size_t i = 0; i < store.layers.size(); ++i) {
+    const Layer& layer = store.layers[i];
+    const Form& form = step.forms[layer.like];
+    if (!form.there || form.pieces.size() != layer.pieces.size()) return false;
+    for (std::size_t p = 0; p < layer.pieces.size(); ++p) {
+      const Piece& piece = layer.pieces[p];
+      const Parts& at = form.pieces[p].parts;
+      const Bounds& rows = bounds[piece.group];
+      const GroupRows& group = step.groups[piece.group];
+      const auto within = [](std::size_t start, std::int64_t count, std::int64_t numbers, std::size_t item,
+                             std::size_t end) {
+        return !count || __int128(count) * numbers * std::int64_t(item) + std::int64_t(start) <= std::int64_t(end);
+      };
+      const auto& op = piece.op;
+      const std::int64_t q = op.q_heads * op.qk_dim, k = op.kv_heads * op.qk_dim, v = op.kv_heads * op.v_dim;
+      const auto results = std::int64_t(group.nodes.size() + group.fresh.size());
+      const std::size_t item = store.item;
+      const bool all =
+          within(at.q, rows.whole, q, item, form.bytes[kQ]) &&
+          within(at.other_q, rows.other_q, q, item, form.bytes[kQ]) &&
+          within(at.k, rows.whole, k, item, form.bytes[kKV]) && within(at.v, rows.whole, v, item, form.bytes[kKV]) &&
+          within(at.other_k, rows.other_kv, k, item, form.bytes[kKV]) &&
+          within(at.other_v, rows.other_kv, v, item, form.bytes[kKV]) &&
+          within(at.o, results, op.q_heads * op.v_dim, sizeof(float), form.partial_bytes) &&
+          within(at.lse, results, op.q_heads, sizeof(float), form.partial_bytes) &&
+          within(form.partial_bytes + at.final, std::int64_t(group.whole), op.q_heads * op.v_dim, item, form.bytes[kO]);
+      if (!all) return false;
+    }
+  }
+  return true;
+}
+
+// One behind the largest of the numbers.
+std::int64_t behind(const Numbers& numbers) {
+  return numbers.empty() ? 0 : *std::max_element(numbers.begin(), numbers.end()) + 1;
+}
+
+}  // namespace
+
+void read_step(Step& step, Reader& in, const Loop& loop) {
+  const Store& store = loop.store;
+  std::vector<Bounds> bounds;
+  step.groups.resize(store.num_blocks.size());
+  for (std::size_t g = 0; g < step.groups.size() && !in.failed; ++g) {
+    GroupRows& rows = step.groups[g];
+    rows.whole = std::size_t(in.next(0, kMost));
+    rows.nodes = in.list(0, kMost), rows.fresh = in.list(0, kMost), rows.fresh_kv = in.list(0, kMost);
+    read_places(rows.whole_places, in, store, g), read_places(rows.other_places, in, store, g);
+    if (rows.fresh.size() != rows.fresh_kv.size()) in.failed = true;
+    bounds.push_back({std::max(std::int64_t(rows.whole), behind(rows.whole_places.rows)),
+                      std::max(behind(rows.nodes), behind(rows.fresh)),
+                      std::max(behind(rows.fresh_kv), behind(rows.other_places.rows))});
+  }
+  step.forms.resize(store.layers.size());
+  const std::int64_t forms = in.next(1, std::int64_t(step.forms.size()));
+  for (std::int64_t i = 0; i < forms && !in.failed; ++i) {
+    const auto like = std::size_t(in.next(0, std::int64_t(step.forms.size()) - 1));
+    if (in.failed) break;
+    Form& form = step.forms[like];
+    form.there = true;
+    for (auto& bytes : form.bytes) bytes = std::size_t(in.next(0, kMost));
+    form.partial_bytes = std::size_t(in.next(0, std::int64_t(form.bytes[kO])));
+    form.pieces.resize(store.layers[like].pieces.size());
+    for (PieceForm& piece : form.pieces) {
+      Parts& at = piece.parts;
+      for (std::size_t* x : {&at.q, &at.other_q, &at.k, &at.v, &at.other_k, &at.other_v, &at.o, &at.lse, &at.final})
+        *x = std::size_t(in.next(0, kMost));
+    }
+  }
+  for (auto* links : {&step.sources, &step.replies})
+    for (std::size_t i = 0; i < store.layers.size(); ++i)
+      links->push_back(std::size_t(in.next(0, std::int64_t(loop.links.size()) - 1)));
+  if (in.at != in.end) in.failed = true;
+  if (!in.failed && !fits(store, step, bounds)) in.failed = true;
+  for (std::size_t i = 0; i < store.layers.size() && !in.failed; ++i)
+    if (step.forms[store.layers[i].like].bytes[kO] > loop.links[step.replies[i]].calls->slot_bytes) in.failed = true;
+}
+
+// The tasks of each piece. `prepared`: of each group, whole, nodes and fresh, or None. False with an exception.
+bool prepare(Step& step, const Store& store, PyObject* prepared) {
+  if (PyTuple_GET_SIZE(prepared) != 3 * Py_ssize_t(step.groups.size()))
+    return PyErr_Format(PyExc_ValueError, "three steps of attention for each group"), false;
+  for (std::size_t i = 0; i < step.forms.size(); ++i) {
+    if (!step.forms[i].there) continue;
+    for (std::size_t p = 0; p < step.forms[i].pieces.size(); ++p) {
+      const Piece& piece = store.layers[i].pieces[p];
+      PieceForm& of = step.forms[i].pieces[p];
+      const GroupRows& rows = step.groups[piece.group];
+      const auto one = [&](Py_ssize_t which, std::size_t count, bool stored, attention::Prepared* to) {
+        if (!count) return true;
+        PyObject* const object = PyTuple_GET_ITEM(prepared, 3 * Py_ssize_t(piece.group) + which);
+        *to = store.attention->prepare(store.attention->kernels, object, stored, piece.op, store.threads);
+        if (!to->rows) return false;
+        std::int64_t all = 0;
+        for (std::int64_t s = 0; s < to->rows->sequences; ++s) all += to->rows->count[s];
+        if (all == std::int64_t(count)) return true;
+        return PyErr_Format(PyExc_ValueError, "%lld rows of attention where there are %zu", (long long)all, count),
+               false;
+      };
+      if (!one(0, rows.whole, true, &of.whole_stored) || !one(0, rows.whole, false, &of.whole_fresh) ||
+          !one(1, rows.nodes.size(), true, &of.nodes_stored) || !one(2, rows.fresh.size(), false, &of.fresh))
+        return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace lamina::memory_worker

@@ -1,0 +1,16 @@
+// What Python says of a store and of a step, read and checked. Behind Python.h.
+#pragma once
+
+#include "memory/loop.h"
+#include "tables.h"
+
+namespace lamina::memory_worker {
+
+// `in.failed` where the numbers are none of lamina/memory/native_layers.py.
+void read_store(Store& store, Reader& in);
+void read_step(Step& step, Reader& in, const Loop& loop);
+
+// The tasks of each piece. `prepared`: of each group, whole, nodes and fresh, or None. False with an exception.
+bool prepare(Step& step, const Store& store, PyObject* prepared);
+
+}  // namespace lamina::memory_worker

@@ -1,0 +1,54 @@
+// What native modules do alike with Python: tables that they read, and capsules of each other. Behind Python.h.
+#pragma once
+
+#include <cstring>
+#include <new>
+
+#include "reader.h"
+
+namespace lamina {
+
+constexpr std::int64_t kMost = std::int64_t{1} << 40;  // of whatever a table counts
+
+inline Reader reader(const Py_buffer& table) {
+  const auto* numbers = static_cast<const std::int64_t*>(table.buf);
+  return {numbers, numbers + table.len / 8};
+}
+
+// Sets the exception for a table at whose number `in` has failed. Returns null.
+inline PyObject* nonsense(const Reader& in, const Py_buffer& table) {
+  return PyErr_Format(PyExc_ValueError, "number %zd of the table makes no sense",
+                      Py_ssize_t(in.at - static_cast<const std::int64_t*>(table.buf)));
+}
+
+// What the capsule of `object.calls()` points to; null with an exception.
+template <class Calls>
+Calls* calls_of(PyObject* object) {
+  PyObject* const capsule = PyObject_CallMethod(object, "calls", nullptr);
+  auto* const calls = capsule ? static_cast<Calls*>(PyCapsule_GetPointer(capsule, Calls::kName)) : nullptr;
+  Py_XDECREF(capsule);
+  return calls;
+}
+
+// What `f` gives; false with an exception where memory is short.
+template <class F>
+bool or_no_memory(F f) {
+  try {
+    return f();
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+    return false;
+  }
+}
+
+template <class T>
+T* pointer(std::int64_t address) {
+  return reinterpret_cast<T*>(static_cast<std::uintptr_t>(address));
+}
+
+template <class F>
+void* slot(F* function) {
+  return reinterpret_cast<void*>(function);
+}
+
+}  // namespace lamina
