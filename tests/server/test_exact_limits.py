@@ -82,7 +82,8 @@ class _Writer:
 def test_the_engine_is_told_of_a_request_that_nobody_wants_any_more() -> None:
     async def work() -> list[Any]:
         writer: Any = _Writer()
-        client = EngineClient(SimpleNamespace(), asyncio.StreamReader(), writer)  # type: ignore[arg-type]
+        client = EngineClient(SimpleNamespace(), None)  # type: ignore[arg-type]
+        client._writer, client._is_ready = writer, True
         key = client.add([1, 2], SamplingParams(), ReplyFeed(), SimpleNamespace())  # type: ignore[arg-type]
         client.cancel(key)
         client.cancel(key)  # once is enough
