@@ -5,6 +5,7 @@
 #include <new>
 
 #include "reader.h"
+#include "spans.h"
 
 namespace lamina {
 
@@ -30,6 +31,15 @@ Calls* calls_of(PyObject* object) {
   return calls;
 }
 
+// The spans as bytes, which are taken away.
+inline PyObject* spans_of(Spans& spans) {
+  static_assert(sizeof(Span) == 6 * sizeof(std::int64_t));
+  PyObject* bytes = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(spans.all.data()),
+                                              Py_ssize_t(spans.all.size() * sizeof(Span)));
+  spans.all.clear();
+  return bytes;
+}
+
 // What `f` gives; false with an exception where memory is short.
 template <class F>
 bool or_no_memory(F f) {
@@ -44,11 +54,6 @@ bool or_no_memory(F f) {
 template <class T>
 T* pointer(std::int64_t address) {
   return reinterpret_cast<T*>(static_cast<std::uintptr_t>(address));
-}
-
-template <class F>
-void* slot(F* function) {
-  return reinterpret_cast<void*>(function);
 }
 
 }  // namespace lamina

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -42,10 +41,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             for scheme in NEEDS.keys() & {v for v in item.callspec.params.values() if isinstance(v, str)}:
                 item.add_marker(NEEDS[scheme])
-
-
-def pytest_collection_finish() -> None:
-    """Full collections of garbage are rare and leave out torch, transformers and all tests: half a second each."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(700, 10, 50)

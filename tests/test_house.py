@@ -33,7 +33,7 @@ STOREYS = (
     ("config",),
     ("protocol",),  # what processes tell each other
     ("prompts",),
-    ("background", "buffers", "cores", "emulate", "env", "progress", "request"),
+    ("background", "buffers", "cores", "emulate", "env", "processes", "progress", "request"),
     ("converter", "netstack"),
 )
 # The same of netstack, whose face hands names on.

@@ -12,6 +12,7 @@
 
 #include "attention.h"
 #include "attention/calls.h"
+#include "module_types.h"
 #include "pool.h"
 
 namespace {
@@ -62,15 +63,10 @@ struct Kernels {
   Calls calls;
 };
 
-struct State {
-  PyTypeObject *kernels, *step;
-};
-
-void free_object(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  type->tp_free(self);
-  Py_DECREF(type);
-}
+using lamina::free_object;
+using lamina::ModuleTypes;
+using lamina::slot;
+using Types = ModuleTypes<2>;  // kernels, step
 
 void step_dealloc(PyObject* object) {
   auto* self = reinterpret_cast<Step*>(object);
@@ -159,8 +155,8 @@ void attend(Engine& engine, Call call, const Tasks& tasks, int threads) {
 }
 
 Prepared prepare(PyObject* kernels, PyObject* of, bool stored, const Operator& op, int threads) {
-  auto* state = static_cast<State*>(PyType_GetModuleState(Py_TYPE(kernels)));
-  if (Py_TYPE(of) != state->step) return PyErr_Format(PyExc_TypeError, "a step of attention is a Step"), Prepared{};
+  if (Py_TYPE(of) != Types::of(Py_TYPE(kernels))[1])
+    return PyErr_Format(PyExc_TypeError, "a step of attention is a Step"), Prepared{};
   auto* step = reinterpret_cast<Step*>(of);
   try {
     return {&step->rows, &tasks_of(step, stored, op, threads)};
@@ -218,8 +214,8 @@ PyObject* kernels_attend(PyObject* object, PyObject* args) {
     return nullptr;
   if (engine.stored && !(k_scale && v_scale))
     return PyErr_Format(PyExc_ValueError, "k and v of '%s' without scales", kStoredNames[engine.stored]);
-  auto* state = static_cast<State*>(PyType_GetModuleState(Py_TYPE(object)));
-  if (Py_TYPE(of) != state->step) return PyErr_Format(PyExc_TypeError, "the first argument is a Step");
+  if (Py_TYPE(of) != Types::of(Py_TYPE(object))[1])
+    return PyErr_Format(PyExc_TypeError, "the first argument is a Step");
   if (q_heads < 1 || kv_heads < 1 || q_heads % kv_heads || qk_dim < 1 || v_dim < 1)
     return PyErr_Format(PyExc_ValueError, "attention of %lld query heads, %lld KV heads, %lld and %lld dims", q_heads,
                         kv_heads, qk_dim, v_dim);
@@ -309,11 +305,6 @@ PyObject* kernels_calls(PyObject* object, PyObject*) {
   return PyCapsule_New(&reinterpret_cast<Kernels*>(object)->calls, Calls::kName, nullptr);
 }
 
-template <class F>
-void* slot(F* function) {
-  return reinterpret_cast<void*>(function);
-}
-
 PyMethodDef kernels_methods[] = {
     {"attend", kernels_attend, METH_VARARGS, nullptr}, {"merge", kernels_merge, METH_VARARGS, nullptr},
     {"close", kernels_close, METH_VARARGS, nullptr},   {"read", kernels_read, METH_VARARGS, nullptr},
@@ -327,15 +318,8 @@ PyType_Slot step_slots[] = {{Py_tp_new, slot(step_new)}, {Py_tp_dealloc, slot(st
 PyType_Spec kernels_spec = {"lamina.attention._native.Kernels", sizeof(Kernels), 0, Py_TPFLAGS_DEFAULT, kernels_slots};
 PyType_Spec step_spec = {"lamina.attention._native.Step", sizeof(Step), 0, Py_TPFLAGS_DEFAULT, step_slots};
 
-PyTypeObject* add_type(PyObject* module, PyType_Spec* spec) {
-  auto* type = reinterpret_cast<PyTypeObject*>(PyType_FromModuleAndSpec(module, spec, nullptr));
-  if (type && PyModule_AddType(module, type)) Py_CLEAR(type);
-  return type;
-}
-
 int module_exec(PyObject* module) {
-  auto* state = static_cast<State*>(PyModule_GetState(module));
-  if (!(state->kernels = add_type(module, &kernels_spec)) || !(state->step = add_type(module, &step_spec))) return -1;
+  if (Types::add(module, {&kernels_spec, &step_spec})) return -1;
   PyObject* names = PyList_New(0);
   if (!names) return -1;
   for (const Variant* variant : kVariants) {
@@ -352,24 +336,8 @@ int module_exec(PyObject* module) {
   return failed;
 }
 
-int module_traverse(PyObject* module, visitproc visit, void* arg) {
-  auto* state = static_cast<State*>(PyModule_GetState(module));
-  Py_VISIT(state->kernels);
-  Py_VISIT(state->step);
-  return 0;
-}
-
-int module_clear(PyObject* module) {
-  auto* state = static_cast<State*>(PyModule_GetState(module));
-  Py_CLEAR(state->kernels);
-  Py_CLEAR(state->step);
-  return 0;
-}
-
 PyModuleDef_Slot module_slots[] = {{Py_mod_exec, slot(module_exec)}, {0, nullptr}};
-PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "_native",    "Attention of stored and new tokens on CPUs.",
-                                 sizeof(State),         nullptr,      module_slots,
-                                 module_traverse,       module_clear, nullptr};
+PyModuleDef module_definition = Types::definition("Attention of stored and new tokens on CPUs.", module_slots);
 
 }  // namespace
 

@@ -5,6 +5,7 @@
 #include <new>
 
 #include "compute/pool.h"
+#include "module_types.h"
 #include "tables.h"
 
 namespace {
@@ -22,9 +23,7 @@ struct StepObject {
   PyObject_HEAD Step* step;
 };
 
-struct State {
-  PyTypeObject *pool, *step;
-};
+using Types = ModuleTypes<2>;  // pool, step
 
 PoolObject* object_of(PyObject* object) { return reinterpret_cast<PoolObject*>(object); }
 Pool& pool_of(PyObject* object) { return *object_of(object)->pool; }
@@ -55,21 +54,21 @@ PyObject* pool_new(PyTypeObject* type, PyObject* args, PyObject*) {
   auto* self = reinterpret_cast<PoolObject*>(type->tp_alloc(type, 0));
   bool good = self && (self->pool = new (std::nothrow) Pool);
   if (self && !good) PyErr_NoMemory();
-  if (good) {
-    self->channels = Py_NewRef(channels);
-    self->send = sender(self->pool);
-    self->pool->timeout_s = timeout_s;
-    self->pool->traces = traces;
-    for (Py_ssize_t i = 0; good && i < PyTuple_GET_SIZE(channels); ++i) {
-      const auto* calls = calls_of<const ChannelCalls>(PyTuple_GET_ITEM(channels, i));
-      good = calls;
-      self->pool->links.push_back({calls, {}});
-    }
-    Reader in = reader(alike);
-    for (std::int64_t i = 0; in.at != in.end && !in.failed; ++i)
-      self->pool->alike.push_back(std::size_t(in.next(0, i)));
-    if (good && in.failed) good = nonsense(in, alike);
-  }
+  good = good && or_no_memory([&] {
+           Pool& pool = *self->pool;
+           self->channels = Py_NewRef(channels);
+           self->send = sender(&pool);
+           pool.timeout_s = timeout_s, pool.spans.on = traces;
+           for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(channels); ++i) {
+             const auto* calls = calls_of<const ChannelCalls>(PyTuple_GET_ITEM(channels, i));
+             if (!calls) return false;
+             pool.links.push_back({calls, {}});
+           }
+           Reader in = reader(alike);
+           for (std::int64_t i = 0; in.at != in.end && !in.failed; ++i)
+             pool.alike.push_back(std::size_t(in.next(0, i)));
+           return !in.failed || nonsense(in, alike);
+         });
   PyBuffer_Release(&alike);
   if (!good) Py_CLEAR(self);
   return reinterpret_cast<PyObject*>(self);
@@ -80,9 +79,7 @@ void pool_dealloc(PyObject* object) {
   delete self->pool;
   Py_XDECREF(self->channels);
   Py_XDECREF(self->step);
-  PyTypeObject* type = Py_TYPE(object);
-  type->tp_free(object);
-  Py_DECREF(type);
+  free_object(object);
 }
 
 void read_copies(MessageKind kind, std::vector<Copy>& copies, std::size_t bytes, std::int64_t all, Reader& in) {
@@ -100,45 +97,49 @@ void read_copies(MessageKind kind, std::vector<Copy>& copies, std::size_t bytes,
   }
 }
 
+void read_step(Step& step, Reader& in, const Pool& pool) {
+  const std::size_t layers = pool.alike.size();
+  step.pool = &pool;
+  step.rows = in.next(0, kMost);
+  step.shares.resize(layers);
+  const std::int64_t forms = in.next(0, std::int64_t(layers));
+  for (std::int64_t i = 0; i < forms; ++i) {
+    const auto like = std::size_t(in.next(0, std::int64_t(layers) - 1));
+    if (in.failed) return;
+    step.shares[like].resize(pool.links.size());
+    for (std::size_t l = 0; l < pool.links.size(); ++l) {
+      Share& share = step.shares[like][l];
+      for (const MessageKind kind : {kQ, kKV, kO}) {
+        share.bytes[kind] = std::size_t(in.next(0, kMost));
+        read_copies(kind, share.copies[kind], share.bytes[kind], step.rows, in);
+        if (kind != kO && share.bytes[kind] > pool.links[l].calls->slot_bytes) in.failed = true;
+      }
+    }
+  }
+  for (const std::size_t like : pool.alike)
+    if (step.shares[like].size() != pool.links.size()) in.failed = true;
+  if (in.at != in.end) in.failed = true;
+}
+
 // step(table, tags)
 PyObject* pool_step(PyObject* object, PyObject* args) {
-  const Pool& pool = pool_of(object);
   Py_buffer table;
   const char* tags;
   Py_ssize_t tag_bytes;
   if (!PyArg_ParseTuple(args, "y*y#", &table, &tags, &tag_bytes)) return nullptr;
-  auto* type = static_cast<State*>(PyType_GetModuleState(Py_TYPE(object)))->step;
+  auto* type = Types::of(Py_TYPE(object))[1];
   auto* self = reinterpret_cast<StepObject*>(type->tp_alloc(type, 0));
   bool good = self && (self->step = new (std::nothrow) Step);
   if (self && !good) PyErr_NoMemory();
-  if (good) {
-    Step& step = *self->step;
-    step.pool = &pool;
-    Reader in = reader(table);
-    step.rows = in.next(0, kMost);
-    step.shares.resize(pool.alike.size());
-    const std::int64_t forms = in.next(0, std::int64_t(pool.alike.size()));
-    for (std::int64_t i = 0; i < forms && !in.failed; ++i) {
-      const auto like = std::size_t(in.next(0, std::int64_t(pool.alike.size()) - 1));
-      if (in.failed) break;
-      step.shares[like].resize(pool.links.size());
-      for (std::size_t l = 0; l < pool.links.size() && !in.failed; ++l) {
-        Share& share = step.shares[like][l];
-        for (std::size_t kind = 0; kind < kMessageKinds; ++kind) {
-          share.bytes[kind] = std::size_t(in.next(0, kMost));
-          read_copies(MessageKind(kind), share.copies[kind], share.bytes[kind], step.rows, in);
-          if (kind != kO && share.bytes[kind] > pool.links[l].calls->slot_bytes) in.failed = true;
-        }
-      }
-    }
-    for (const std::size_t like : pool.alike)
-      if (step.shares[like].size() != pool.links.size()) in.failed = true;
-    if (in.at != in.end) in.failed = true;
-    if (in.failed) good = nonsense(in, table);
-    if (good && tag_bytes != kMessageKinds * Py_ssize_t(kKeyBytes))
-      good = PyErr_Format(PyExc_ValueError, "tags of %zd bytes", tag_bytes);
-    if (good) step.tags = LayerTags(tags);
-  }
+  good = good && or_no_memory([&] {
+           Reader in = reader(table);
+           read_step(*self->step, in, pool_of(object));
+           if (in.failed) return nonsense(in, table) != nullptr;
+           if (tag_bytes != kMessageKinds * Py_ssize_t(kKeyBytes))
+             return PyErr_Format(PyExc_ValueError, "tags of %zd bytes", tag_bytes) != nullptr;
+           self->step->tags = LayerTags(tags);
+           return true;
+         });
   PyBuffer_Release(&table);
   if (!good) Py_CLEAR(self);
   return reinterpret_cast<PyObject*>(self);
@@ -146,14 +147,11 @@ PyObject* pool_step(PyObject* object, PyObject* args) {
 
 void step_dealloc(PyObject* object) {
   delete reinterpret_cast<StepObject*>(object)->step;
-  PyTypeObject* type = Py_TYPE(object);
-  type->tp_free(object);
-  Py_DECREF(type);
+  free_object(object);
 }
 
 PyObject* pool_select(PyObject* object, PyObject* step) {
-  if (Py_TYPE(step) != static_cast<State*>(PyType_GetModuleState(Py_TYPE(object)))->step)
-    return PyErr_Format(PyExc_TypeError, "a step is one of the pool");
+  if (Py_TYPE(step) != Types::of(Py_TYPE(object))[1]) return PyErr_Format(PyExc_TypeError, "a step is one of the pool");
   const Step* const chosen = reinterpret_cast<StepObject*>(step)->step;
   if (chosen->pool != &pool_of(object)) return PyErr_Format(PyExc_ValueError, "a step of another pool");
   pool_of(object).step = chosen;
@@ -205,19 +203,7 @@ PyObject* pool_send_s(PyObject* object, PyObject*) {
   return PyFloat_FromDouble(double(pool.send_ns) / 1e9);
 }
 
-PyObject* pool_spans(PyObject* object, PyObject*) {
-  Pool& pool = pool_of(object);
-  static_assert(sizeof(Span) == 6 * sizeof(std::int64_t));
-  PyObject* bytes = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(pool.spans.data()),
-                                              Py_ssize_t(pool.spans.size() * sizeof(Span)));
-  pool.spans.clear();
-  return bytes;
-}
-
-template <class F>
-PyCFunction method(F* function) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
+PyObject* pool_spans(PyObject* object, PyObject*) { return spans_of(pool_of(object).spans); }
 
 PyMethodDef pool_methods[] = {{"step", pool_step, METH_VARARGS, nullptr},
                               {"select", pool_select, METH_O, nullptr},
@@ -231,36 +217,13 @@ PyType_Slot pool_slots[] = {
     {Py_tp_new, slot(pool_new)}, {Py_tp_dealloc, slot(pool_dealloc)}, {Py_tp_methods, pool_methods}, {0, nullptr}};
 PyType_Slot step_slots[] = {{Py_tp_dealloc, slot(step_dealloc)}, {0, nullptr}};
 PyType_Spec pool_spec = {"lamina.compute._native.Pool", sizeof(PoolObject), 0, Py_TPFLAGS_DEFAULT, pool_slots};
-PyType_Spec step_spec = {"lamina.compute._native.Step", sizeof(StepObject), 0,
+PyType_Spec step_spec = {"lamina.compute._native.StepMessages", sizeof(StepObject), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, step_slots};
 
-int exec(PyObject* module) {
-  auto* state = static_cast<State*>(PyModule_GetState(module));
-  const auto add = [&](PyType_Spec* spec) {
-    auto* type = reinterpret_cast<PyTypeObject*>(PyType_FromModuleAndSpec(module, spec, nullptr));
-    if (type && PyModule_AddType(module, type)) Py_CLEAR(type);
-    return type;
-  };
-  return (state->pool = add(&pool_spec)) && (state->step = add(&step_spec)) ? 0 : -1;
-}
-
-int traverse(PyObject* module, visitproc visit, void* arg) {
-  auto* state = static_cast<State*>(PyModule_GetState(module));
-  Py_VISIT(state->pool);
-  Py_VISIT(state->step);
-  return 0;
-}
-
-int clear(PyObject* module) {
-  auto* state = static_cast<State*>(PyModule_GetState(module));
-  Py_CLEAR(state->pool);
-  Py_CLEAR(state->step);
-  return 0;
-}
+int exec(PyObject* module) { return Types::add(module, {&pool_spec, &step_spec}); }
 
 PyModuleDef_Slot slots[] = {{Py_mod_exec, slot(exec)}, {0, nullptr}};
-PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_native", nullptr, sizeof(State), nullptr, slots, traverse, clear, nullptr};
+PyModuleDef definition = Types::definition("Messages of a compute worker.", slots);
 
 }  // namespace
 

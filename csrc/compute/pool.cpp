@@ -101,11 +101,11 @@ bool Pool::send(MessageKind kind, std::size_t layer, std::int64_t rows, const ch
     if (!bytes) continue;
     for (const Copy& each : shares[i].copies[kind])
       if (each.row_bytes != row_bytes[each.tensor]) return refuse("they are of other bytes", layer, rows);
-    std::uint64_t start = traces ? now_ns() : 0;
+    std::uint64_t start = spans.on ? now_ns() : 0;
     if (!ready(i, Role::sender)) return false;
     Engine* engine = links[i].calls->engine;
     const Grant slot = engine->grant();
-    span(Event::kReserve, layer, i, &start, 0);
+    spans.put(Event::kReserve, layer, i, &start, 0);
     for (const Copy& each : shares[i].copies[kind])
       copy<true>(each, rows, reinterpret_cast<char*>(slot.data), tensors[each.tensor]);
     std::uint64_t seqno = 0;
@@ -119,7 +119,7 @@ bool Pool::send(MessageKind kind, std::size_t layer, std::int64_t rows, const ch
     }
     if (status != Status::ready) return fail(i, Role::sender, status, "put_signal");
     ++links[i].traffic.messages_sent, links[i].traffic.bytes_sent += bytes;
-    span(kind == kQ ? Event::kSendQ : Event::kSendKV, layer, i, &start, bytes);
+    spans.put(kind == kQ ? Event::kSendQ : Event::kSendKV, layer, i, &start, bytes);
   }
   send_ns += now_ns() - begun;
   return true;
@@ -133,7 +133,7 @@ std::size_t Pool::receive(std::size_t layer, std::size_t first, char* const* ten
     const std::size_t bytes = shares[i].bytes[kO];
     if (!bytes) continue;
     Link& link = links[i];
-    std::uint64_t start = traces ? now_ns() : 0;
+    std::uint64_t start = spans.on ? now_ns() : 0;
     if (!ready(i, Role::receiver)) break;
     if (const Status status = link.calls->engine->take(&message_); status != Status::ready) {
       fail(i, Role::receiver, status, "wait_signal");
@@ -143,21 +143,14 @@ std::size_t Pool::receive(std::size_t layer, std::size_t first, char* const* ten
       unread_ = true, failed_link_ = i;
       break;
     }
-    span(Event::kWaitO, layer, i, &start, 0);
+    spans.put(Event::kWaitO, layer, i, &start, 0);
     for (const Copy& each : shares[i].copies[kO])
       copy<false>(each, step->rows, reinterpret_cast<char*>(message_.data), tensors[each.tensor]);
     link.calls->engine->release();
     ++link.traffic.messages_received, link.traffic.bytes_received += bytes;
-    span(Event::kReceiveO, layer, i, &start, bytes);
+    spans.put(Event::kReceiveO, layer, i, &start, bytes);
   }
   return i;
-}
-
-void Pool::span(Event event, std::size_t layer, std::size_t link, std::uint64_t* start, std::uint64_t bytes) {
-  if (!traces) return;
-  const std::uint64_t now = now_ns();
-  spans.push_back({event, layer, link, *start, now, bytes});
-  *start = now;
 }
 
 }  // namespace lamina::compute

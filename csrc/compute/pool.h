@@ -8,6 +8,7 @@
 #include "layer_tags.h"
 #include "netstack/calls.h"
 #include "rows/send.h"
+#include "spans.h"
 
 namespace lamina::compute {
 
@@ -33,12 +34,6 @@ struct Step {
 
 enum class Event : std::int64_t { kReserve, kSendQ, kSendKV, kWaitO, kReceiveO };
 
-struct Span {
-  Event event;
-  std::size_t layer, link;
-  std::uint64_t start, end, bytes;
-};
-
 // Not safe for threads.
 class Pool {
  public:
@@ -50,8 +45,7 @@ class Pool {
   std::vector<Link> links;
   std::vector<std::size_t> alike;  // layer -> the first one whose shares are of the same form
   double timeout_s = 0;
-  bool traces = false;
-  std::vector<Span> spans;
+  Spans spans;
   std::uint64_t send_ns = 0;
   const Step* step = nullptr;  // that messages belong to
 
@@ -71,7 +65,6 @@ class Pool {
   bool fail(std::size_t link, Role role, Status status, const char* operation);
   bool refuse(const char* text, std::size_t layer, std::int64_t rows);
   bool interrupted();
-  void span(Event event, std::size_t layer, std::size_t link, std::uint64_t* start, std::uint64_t bytes);
 
   bool failed_ = false, unread_ = false;
   std::size_t failed_link_ = 0;

@@ -45,7 +45,7 @@ Result Loop::run(double patience_s, std::uint64_t overdue) {
   const std::size_t turns = store.layers.size() * steps_.size();
   while (turn_ < turns) {
     if (stage_ == Stage::kBegin && overdue && now_ns() >= overdue) return {Outcome::kPause};
-    const Result result = run_stage(traces || stage_ >= Stage::kStored ? now_ns() : 0);
+    const Result result = run_stage(spans.on || stage_ >= Stage::kStored ? now_ns() : 0);
     if (result.outcome == Outcome::kSentHalf) stage_ = Stage::kWrite;  // once it is resumed
     if (result.outcome != Outcome::kDone) return result;
     if (stage_ == Stage::kWrite) ++turn_, ++counts.turns;
@@ -99,7 +99,7 @@ Result Loop::take(MessageKind kind, Message* message) {
   Engine* engine = link.calls->engine;
   const auto over = [&](Status status) { return Result{Outcome::kOver, at, Role::receiver, status}; };
   Status status = engine->look(Role::receiver);
-  std::uint64_t start = traces ? now_ns() : 0;
+  std::uint64_t start = spans.on ? now_ns() : 0;
   if (!started_) started_ = start;
   if (status == Status::pending) {
     const std::uint64_t begun = now_ns();
@@ -115,8 +115,8 @@ Result Loop::take(MessageKind kind, Message* message) {
   if (message->length != bytes || std::memcmp(message->tag, tag.data(), kKeyBytes))
     return {Outcome::kOther, at, Role::receiver, status, "wait_signal", *message};
   ++link.held;
-  ++link.traffic.messages_received, link.traffic.bytes_received += bytes;
-  if (traces) span(kind == kQ ? Event::kWaitQ : Event::kWaitKV, &started_, bytes);
+  ++link.traffic.messages_received, link.traffic.bytes_received += bytes, counts.received_bytes += bytes;
+  if (spans.on) span(kind == kQ ? Event::kWaitQ : Event::kWaitKV, &started_, bytes);
   return {Outcome::kDone};
 }
 
@@ -158,7 +158,7 @@ Status Loop::resume(std::size_t at) {
 
 void Loop::sent(std::size_t at) {
   ++links[at].traffic.messages_sent;
-  links[at].traffic.bytes_sent += form().bytes[kO];
+  links[at].traffic.bytes_sent += form().bytes[kO], counts.sent_bytes += form().bytes[kO];
   span(Event::kSend, &started_, form().bytes[kO]);
 }
 
@@ -259,10 +259,7 @@ const char* Loop::gather(const char* from, const Numbers& rows, std::size_t row_
 }
 
 void Loop::span(Event event, std::uint64_t* start, std::uint64_t bytes) {
-  if (!traces) return;
-  const std::uint64_t now = now_ns();
-  spans.push_back({event, turn_, *start, now, bytes});
-  *start = now;
+  spans.put(event, layer(), turn_ % steps_.size(), start, bytes);
 }
 
 }  // namespace lamina::memory_worker

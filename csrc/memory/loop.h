@@ -8,6 +8,7 @@
 #include "attention/calls.h"
 #include "layer_tags.h"
 #include "netstack/calls.h"
+#include "spans.h"
 
 namespace lamina::memory_worker {
 
@@ -83,14 +84,8 @@ struct Step {
 
 enum class Event : std::int64_t { kWaitQ, kWaitKV, kStored, kReserve, kFresh, kSend, kWrite };
 
-struct Span {
-  Event event;
-  std::size_t turn;
-  std::uint64_t start, end, bytes;
-};
-
 struct Counts {
-  std::uint64_t attend_ns, write_ns, wait_ns, turns;
+  std::uint64_t attend_ns, write_ns, wait_ns, turns, received_bytes, sent_bytes;
 };
 
 // done: the round is. pause: nothing has come in time, or it is time to look elsewhere. other: the last message is none
@@ -112,8 +107,7 @@ class Loop {
   Store store;
   std::vector<Link> links;  // there is one
   double reserve_s = 0;     // that a slot is waited for
-  bool traces = false;
-  std::vector<Span> spans;
+  Spans spans;
   Counts counts{};
 
   void begin(std::vector<const Step*> steps);

@@ -5,6 +5,7 @@
 #include <new>
 
 #include "memory/step_tables.h"
+#include "module_types.h"
 
 namespace {
 
@@ -21,9 +22,7 @@ struct StepObject {
   PyObject *prepared, *loop;
 };
 
-struct State {
-  PyTypeObject *loop, *step;
-};
+using Types = ModuleTypes<2>;  // loop, step
 
 LoopObject* loop_of(PyObject* object) { return reinterpret_cast<LoopObject*>(object); }
 StepObject* step_of(PyObject* object) { return reinterpret_cast<StepObject*>(object); }
@@ -41,7 +40,7 @@ PyObject* loop_new(PyTypeObject* type, PyObject* args, PyObject*) {
   good = good && or_no_memory([&] {
            Loop& loop = *self->loop;
            self->kernels = Py_NewRef(kernels), self->channels = Py_NewRef(channels);
-           loop.traces = traces, loop.reserve_s = reserve_s;
+           loop.spans.on = traces, loop.reserve_s = reserve_s;
            if (!(loop.store.attention = calls_of<const attention::Calls>(kernels))) return false;
            for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(channels); ++i) {
              const auto* calls = calls_of<const ChannelCalls>(PyTuple_GET_ITEM(channels, i));
@@ -62,9 +61,7 @@ void loop_dealloc(PyObject* object) {
   LoopObject* self = loop_of(object);
   delete self->loop;
   for (PyObject* each : {self->kernels, self->channels, self->steps}) Py_XDECREF(each);
-  PyTypeObject* type = Py_TYPE(object);
-  type->tp_free(object);
-  Py_DECREF(type);
+  free_object(object);
 }
 
 // step(prepared, table, tags)
@@ -75,7 +72,7 @@ PyObject* loop_step(PyObject* object, PyObject* args) {
   const char* tags;
   Py_ssize_t tag_bytes;
   if (!PyArg_ParseTuple(args, "O!y*y#", &PyTuple_Type, &prepared, &table, &tags, &tag_bytes)) return nullptr;
-  auto* type = static_cast<State*>(PyType_GetModuleState(Py_TYPE(object)))->step;
+  auto* type = Types::of(Py_TYPE(object))[1];
   auto* self = reinterpret_cast<StepObject*>(type->tp_alloc(type, 0));
   bool good = self && (self->step = new (std::nothrow) Step);
   if (self && !good) PyErr_NoMemory();
@@ -99,23 +96,25 @@ void step_dealloc(PyObject* object) {
   delete self->step;
   Py_XDECREF(self->prepared);
   Py_XDECREF(self->loop);
-  PyTypeObject* type = Py_TYPE(object);
-  type->tp_free(object);
-  Py_DECREF(type);
+  free_object(object);
 }
 
 PyObject* loop_begin(PyObject* object, PyObject* steps) {
   LoopObject* self = loop_of(object);
-  auto* type = static_cast<State*>(PyType_GetModuleState(Py_TYPE(object)))->step;
+  auto* type = Types::of(Py_TYPE(object))[1];
   if (!PyTuple_Check(steps)) return PyErr_Format(PyExc_TypeError, "steps are a tuple");
-  std::vector<const Step*> all;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps); ++i) {
-    PyObject* step = PyTuple_GET_ITEM(steps, i);
-    if (Py_TYPE(step) != type || step_of(step)->loop != object)
-      return PyErr_Format(PyExc_TypeError, "a step is one of this loop");
-    all.push_back(step_of(step)->step);
-  }
-  self->loop->begin(std::move(all));
+  const bool good = or_no_memory([&] {
+    std::vector<const Step*> all;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps); ++i) {
+      PyObject* step = PyTuple_GET_ITEM(steps, i);
+      if (Py_TYPE(step) != type || step_of(step)->loop != object)
+        return PyErr_Format(PyExc_TypeError, "a step is one of this loop") != nullptr;
+      all.push_back(step_of(step)->step);
+    }
+    self->loop->begin(std::move(all));
+    return true;
+  });
+  if (!good) return nullptr;
   Py_XSETREF(self->steps, Py_NewRef(steps));
   Py_RETURN_NONE;
 }
@@ -182,18 +181,13 @@ PyObject* loop_counts(PyObject* object, PyObject*) {
   Loop& loop = *loop_of(object)->loop;
   const Counts counts = loop.counts;
   loop.counts = {};
-  return Py_BuildValue("dddK", double(counts.attend_ns) / 1e9, double(counts.write_ns) / 1e9,
-                       double(counts.wait_ns) / 1e9, (unsigned long long)counts.turns);
+  const auto seconds = [](std::uint64_t ns) { return double(ns) / 1e9; };
+  using Number = unsigned long long;
+  return Py_BuildValue("KdddKK", Number(counts.turns), seconds(counts.attend_ns), seconds(counts.write_ns),
+                       seconds(counts.wait_ns), Number(counts.received_bytes), Number(counts.sent_bytes));
 }
 
-PyObject* loop_spans(PyObject* object, PyObject*) {
-  Loop& loop = *loop_of(object)->loop;
-  static_assert(sizeof(Span) == 5 * sizeof(std::int64_t));
-  PyObject* bytes = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(loop.spans.data()),
-                                              Py_ssize_t(loop.spans.size() * sizeof(Span)));
-  loop.spans.clear();
-  return bytes;
-}
+PyObject* loop_spans(PyObject* object, PyObject*) { return spans_of(loop_of(object)->loop->spans); }
 
 PyMethodDef loop_methods[] = {{"step", loop_step, METH_VARARGS, nullptr},
                               {"begin", loop_begin, METH_O, nullptr},
@@ -207,36 +201,13 @@ PyType_Slot loop_slots[] = {
     {Py_tp_new, slot(loop_new)}, {Py_tp_dealloc, slot(loop_dealloc)}, {Py_tp_methods, loop_methods}, {0, nullptr}};
 PyType_Slot step_slots[] = {{Py_tp_dealloc, slot(step_dealloc)}, {0, nullptr}};
 PyType_Spec loop_spec = {"lamina.memory._native.Loop", sizeof(LoopObject), 0, Py_TPFLAGS_DEFAULT, loop_slots};
-PyType_Spec step_spec = {"lamina.memory._native.Step", sizeof(StepObject), 0,
+PyType_Spec step_spec = {"lamina.memory._native.RoundStep", sizeof(StepObject), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, step_slots};
 
-int exec(PyObject* module) {
-  auto* state = static_cast<State*>(PyModule_GetState(module));
-  const auto add = [&](PyType_Spec* spec) {
-    auto* type = reinterpret_cast<PyTypeObject*>(PyType_FromModuleAndSpec(module, spec, nullptr));
-    if (type && PyModule_AddType(module, type)) Py_CLEAR(type);
-    return type;
-  };
-  return (state->loop = add(&loop_spec)) && (state->step = add(&step_spec)) ? 0 : -1;
-}
-
-int traverse(PyObject* module, visitproc visit, void* arg) {
-  auto* state = static_cast<State*>(PyModule_GetState(module));
-  Py_VISIT(state->loop);
-  Py_VISIT(state->step);
-  return 0;
-}
-
-int clear(PyObject* module) {
-  auto* state = static_cast<State*>(PyModule_GetState(module));
-  Py_CLEAR(state->loop);
-  Py_CLEAR(state->step);
-  return 0;
-}
+int exec(PyObject* module) { return Types::add(module, {&loop_spec, &step_spec}); }
 
 PyModuleDef_Slot slots[] = {{Py_mod_exec, slot(exec)}, {0, nullptr}};
-PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_native", nullptr, sizeof(State), nullptr, slots, traverse, clear, nullptr};
+PyModuleDef definition = Types::definition("Rounds of a memory worker.", slots);
 
 }  // namespace
 

@@ -9,6 +9,7 @@
 #include <Python.h>
 
 #include "engine.h"
+#include "module_types.h"
 
 namespace lamina {
 
@@ -34,12 +35,6 @@ using Number = unsigned long long;  // what the %llu of PyErr_Format and the K o
 template <class T>
 T* allocate(PyTypeObject* type) {
   return reinterpret_cast<T*>(type->tp_alloc(type, 0));
-}
-
-inline void free_object(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  type->tp_free(self);
-  Py_DECREF(type);
 }
 
 struct Shape {

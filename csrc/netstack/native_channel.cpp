@@ -214,11 +214,6 @@ PyObject* channel_stats(PyObject* object, void*) {
                                self->messages_received, self->bytes_received, double(self->wait_ns) / 1e9);
 }
 
-template <class F>
-PyCFunction method(F* function) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
-
 PyMethodDef methods[] = {
     {"reserve", method(channel_reserve), METH_FASTCALL | METH_KEYWORDS, nullptr},
     {"put_signal", method(channel_put_signal), METH_FASTCALL | METH_KEYWORDS, nullptr},

@@ -37,11 +37,6 @@ int view_getbuffer(PyObject* self, Py_buffer* buffer, int flags) {
   return PyBuffer_FillInfo(buffer, self, view->data, view->bytes, view->readonly, flags);
 }
 
-template <class F>
-void* slot(F* function) {
-  return reinterpret_cast<void*>(function);
-}
-
 PyType_Slot memory_slots[] = {{Py_tp_dealloc, slot(memory_dealloc)}, {0, nullptr}};
 PyType_Slot view_slots[] = {{Py_tp_dealloc, slot(view_dealloc)}, {Py_bf_getbuffer, slot(view_getbuffer)}, {0, nullptr}};
 constexpr unsigned kHidden = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION;

@@ -97,32 +97,26 @@ void read_links(Chain& chain, Reader& in, const std::vector<const Program*>& pro
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* programs;
   Py_buffer table;
-  auto* program_type = static_cast<PyTypeObject**>(PyType_GetModuleState(type))[0];
+  PyTypeObject* const program_type = Types::of(type)[0];
   if (!PyArg_ParseTuple(args, "O!y*", &PyTuple_Type, &programs, &table)) return nullptr;
-  std::vector<const Program*> known;
-  bool good = true;
-  for (Py_ssize_t i = 0; good && i < PyTuple_GET_SIZE(programs); ++i) {
-    PyObject* each = PyTuple_GET_ITEM(programs, i);
-    good = Py_TYPE(each) == program_type;
-    if (good)
-      known.push_back(reinterpret_cast<ProgramObject*>(each)->program);
-    else
-      PyErr_Format(PyExc_TypeError, "a chain is of Programs");
-  }
-  auto* self = good ? reinterpret_cast<ChainObject*>(type->tp_alloc(type, 0)) : nullptr;
-  if (self) {
-    self->programs = Py_NewRef(programs);
-    self->chain = new (std::nothrow) Chain;
-    const auto* numbers = static_cast<const std::int64_t*>(table.buf);
-    Reader in{numbers, numbers + table.len / 8};
-    if (self->chain) read_links(*self->chain, in, known);
-    if (!self->chain)
-      PyErr_NoMemory();
-    else if (in.failed)
-      PyErr_Format(PyExc_ValueError, "number %zd of the table makes no sense", Py_ssize_t(in.at - numbers));
-    if (!self->chain || in.failed) Py_CLEAR(self);
-  }
+  auto* self = reinterpret_cast<ChainObject*>(type->tp_alloc(type, 0));
+  bool good = self && (self->chain = new (std::nothrow) Chain);
+  if (self && !good) PyErr_NoMemory();
+  good = good && or_no_memory([&] {
+           std::vector<const Program*> known;
+           for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(programs); ++i) {
+             PyObject* each = PyTuple_GET_ITEM(programs, i);
+             if (Py_TYPE(each) != program_type)
+               return PyErr_Format(PyExc_TypeError, "a chain is of Programs") != nullptr;
+             known.push_back(reinterpret_cast<ProgramObject*>(each)->program);
+           }
+           self->programs = Py_NewRef(programs);
+           Reader in = reader(table);
+           read_links(*self->chain, in, known);
+           return !in.failed || nonsense(in, table);
+         });
   PyBuffer_Release(&table);
+  if (!good) Py_CLEAR(self);
   return reinterpret_cast<PyObject*>(self);
 }
 
@@ -130,9 +124,7 @@ void dealloc(PyObject* object) {
   auto* self = reinterpret_cast<ChainObject*>(object);
   delete self->chain;
   Py_XDECREF(self->programs);
-  PyTypeObject* type = Py_TYPE(object);
-  type->tp_free(object);
-  Py_DECREF(type);
+  free_object(object);
 }
 
 // run(send, rows, arena, *outside)
@@ -170,24 +162,12 @@ PyObject* chain_run(PyObject* object, PyObject* const* args, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-PyMethodDef methods[] = {
-    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(chain_run)), METH_FASTCALL, nullptr},
-    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef methods[] = {{"run", method(chain_run), METH_FASTCALL, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyType_Slot type_slots[] = {
+    {Py_tp_new, slot(make)}, {Py_tp_dealloc, slot(dealloc)}, {Py_tp_methods, methods}, {0, nullptr}};
 
 }  // namespace
 
-int add_chain(PyObject* module, PyTypeObject* program_type) {
-  PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(make)},
-                         {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
-                         {Py_tp_methods, methods},
-                         {0, nullptr}};
-  PyType_Spec spec = {"lamina.rows._native.Chain", sizeof(ChainObject), 0, Py_TPFLAGS_DEFAULT, slots};
-  static_cast<PyTypeObject**>(PyModule_GetState(module))[0] = program_type;
-  PyObject* type = PyType_FromModuleAndSpec(module, &spec, nullptr);
-  if (!type) return -1;
-  const int status = PyModule_AddObjectRef(module, "Chain", type);
-  Py_DECREF(type);
-  return status;
-}
+PyType_Spec chain_spec = {"lamina.rows._native.Chain", sizeof(ChainObject), 0, Py_TPFLAGS_DEFAULT, type_slots};
 
 }  // namespace lamina::rows

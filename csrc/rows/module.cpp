@@ -58,9 +58,7 @@ void dealloc(PyObject* object) {
   auto* const self = reinterpret_cast<ProgramObject*>(object);
   delete self->program;
   Py_XDECREF(self->engine);
-  PyTypeObject* type = Py_TYPE(object);
-  type->tp_free(object);
-  Py_DECREF(type);
+  free_object(object);
 }
 
 // run(rows, first, last, arena, *given)
@@ -108,35 +106,15 @@ PyObject* program_run(PyObject* object, PyObject* const* args, Py_ssize_t count)
   Py_RETURN_NONE;
 }
 
-PyMethodDef program_methods[] = {
-    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(program_run)), METH_FASTCALL, nullptr},
-    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef program_methods[] = {{"run", method(program_run), METH_FASTCALL, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyType_Slot program_slots[] = {
+    {Py_tp_new, slot(make)}, {Py_tp_dealloc, slot(dealloc)}, {Py_tp_methods, program_methods}, {0, nullptr}};
+PyType_Spec program_spec = {"lamina.rows._native.Program", sizeof(ProgramObject), 0, Py_TPFLAGS_DEFAULT, program_slots};
 
-// The one thing that the module keeps is the type of programs, which chains are made of.
-int exec(PyObject* module) {
-  PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(make)},
-                         {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
-                         {Py_tp_methods, program_methods},
-                         {0, nullptr}};
-  PyType_Spec spec = {"lamina.rows._native.Program", sizeof(ProgramObject), 0, Py_TPFLAGS_DEFAULT, slots};
-  PyObject* type = PyType_FromSpec(&spec);
-  if (!type || PyModule_AddObjectRef(module, "Program", type)) return Py_XDECREF(type), -1;
-  return add_chain(module, reinterpret_cast<PyTypeObject*>(type));
-}
+int exec(PyObject* module) { return Types::add(module, {&program_spec, &chain_spec}); }
 
-int traverse(PyObject* module, visitproc visit, void* arg) {
-  Py_VISIT(static_cast<PyObject**>(PyModule_GetState(module))[0]);
-  return 0;
-}
-
-int clear(PyObject* module) {
-  Py_CLEAR(static_cast<PyObject**>(PyModule_GetState(module))[0]);
-  return 0;
-}
-
-PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void*>(exec)}, {0, nullptr}};
-PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_native", nullptr, sizeof(PyObject*), nullptr, slots, traverse, clear, nullptr};
+PyModuleDef_Slot slots[] = {{Py_mod_exec, slot(exec)}, {0, nullptr}};
+PyModuleDef definition = Types::definition("Slices as tables of instructions.", slots);
 
 }  // namespace
 

@@ -1,7 +1,9 @@
 // What the Python objects of lamina.rows._native have in common. Included behind Python.h.
 #pragma once
 
+#include "module_types.h"
 #include "rows/table.h"
+#include "tables.h"
 
 namespace lamina::rows {
 
@@ -10,7 +12,8 @@ struct ProgramObject {
   PyObject* engine;  // kept for its threads
 };
 
-// Adds the type Chain. 0, or -1 with an exception.
-int add_chain(PyObject* module, PyTypeObject* program_type);
+using Types = ModuleTypes<2>;  // program, chain
+
+extern PyType_Spec chain_spec;
 
 }  // namespace lamina::rows

@@ -66,6 +66,11 @@ class AttentionBackend(Protocol):
        k, v after that.
     """
 
+    @property
+    def engine(self) -> object | None:
+        """For other native modules, which use its kernels, and what ``prepare`` gives; None where there is none."""
+        return None
+
     def prepare(self, rows: RowTable) -> Any:
         """What all layers of one group share in one step; passed to the other two."""
         ...

@@ -36,6 +36,10 @@ class Native(AttentionBackend):
         """``variant``: one of VARIANTS. Raises ValueError for one that this CPU does not run."""
         self.kernels = Kernels(variant, NAMES[dtype], STORED.get(store_dtype, ""))
 
+    @property
+    def engine(self) -> Kernels:
+        return self.kernels
+
     def prepare(self, rows: RowTable) -> Step:
         return Step(rows.row, rows.first, rows.count, rows.seen, rows.stop, rows.origin, rows.table, rows.block_size)
 

@@ -1,5 +1,5 @@
-class Step:
-    """A step of a Pool."""
+class StepMessages:
+    """The messages of a step, of one Pool."""
 
 class Pool:
     """All memory workers as one, without Python: csrc/compute/pool.h. One thread uses it.
@@ -10,12 +10,12 @@ class Pool:
     """
 
     def __new__(cls, channels: tuple[object, ...], alike: bytes, timeout_s: float, traces: bool) -> Pool: ...
-    def step(self, table: bytes, tags: bytes) -> Step:
+    def step(self, table: bytes, tags: bytes) -> StepMessages:
         """``table``: 64-bit numbers, as ``native_pool`` writes them; ``tags``: of Q, K and V, and O of layer 0, 24
         bytes each. Raises ValueError where copies lie outside the messages.
         """
 
-    def select(self, step: Step) -> None:
+    def select(self, step: StepMessages) -> None:
         """The messages that follow belong to it."""
 
     def send(self) -> object:
@@ -31,4 +31,4 @@ class Pool:
         """Seconds of sending, since the start."""
 
     def spans(self) -> bytes:
-        """Since the last call, of each span 64-bit numbers: event, layer, link, start and end in ns, bytes."""
+        """Since the last call; see lamina.observe.trace.native_spans. The number is that of a link."""

@@ -105,18 +105,26 @@ class MemoryPool:
 
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
         """Gather [R, 1, Hq, Dv] from all memory workers."""
-        start, step, of = time.perf_counter(), self._step, self.layers[layer]
+        start, of = time.perf_counter(), self.layers[layer]
         out = self._staging.empty(num_rows, of.num_q_heads, of.v_dim, dtype=dtype)
-        cut = step.cut_heads(of)
+        cut = self._step.cut_heads(of)
         parts = [x.room(of.v_dim) for x in cut]
-        for link, share in zip(self.links, step.shares(of, dtype), strict=True):
-            if share.messages.o_bytes:
-                fill = partial(take, share, out, parts)
-                link.receive(step.key(Kind.O, layer), fill, share.messages.o_bytes)
+        self._gather(layer, out, parts)
         for each, merged in zip(cut, parts, strict=True):
             self._merge(of, each, merged, out)
         self._wait_s += time.perf_counter() - start
         return self._staging.up(out.unsqueeze(1))
+
+    def _gather(self, layer: int, out: Tensor, parts: list[Partial]) -> None:
+        """Of each worker what is final to ``out`` [R, Hq, Dv], and what is partial to ``parts``, by cut heads."""
+        for link in range(len(self.links)):
+            self._receive(link, layer, out, parts)
+
+    def _receive(self, link: int, layer: int, out: Tensor, parts: list[Partial]) -> None:
+        share = self._step.shares(self.layers[layer], out.dtype)[link]
+        if share.messages.o_bytes:
+            fill = partial(_take, share, out, parts)
+            self.links[link].receive(self._step.key(Kind.O, layer), fill, share.messages.o_bytes)
 
     def settle(self) -> None:
         """See Attention: every O was waited for."""
@@ -262,7 +270,7 @@ def _tensor(numbers: list[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def take(share: PoolShare, out: Tensor, parts: list[Partial], data: memoryview) -> None:
+def _take(share: PoolShare, out: Tensor, parts: list[Partial], data: memoryview) -> None:
     """An O: partial results to ``parts``, by cut heads; final ones to ``out`` [R, Hq, Dv]."""
     cut = share.messages.partial_bytes
     if cut:

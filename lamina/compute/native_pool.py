@@ -5,35 +5,30 @@ The bytes are the same. What is not the O that is due is left to the links, whic
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Sequence
-from functools import partial
 from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lamina.attention import AttentionBackend
-from lamina.observe.trace import OFF, Event
-from lamina.protocol.codec import Part
+from lamina.attention.merge import Partial
+from lamina.observe.trace import OFF, Event, native_spans
+from lamina.protocol.codec import FP32_BYTES, Part
 from lamina.protocol.partition import Partition
 from lamina.protocol.plan import Key, Kind, LayerShape, StepPlan
 from lamina.workers.staging import Staging
 
 from .links import MemoryLink
-from .memory_pool import FP32, Index, MemoryPool, PoolLayer, PoolShare, PoolStep, take
+from .memory_pool import Index, MemoryPool, PoolLayer, PoolShare, PoolStep
 
 try:
-    from ._native import Pool
-    from ._native import Step as NativeStep
+    from ._native import Pool, StepMessages
 except ImportError:  # not built: MemoryPool does it
     Pool = None  # type: ignore[assignment,misc]
 
-KINDS = Kind.Q, Kind.KV, Kind.O
 EVENTS = Event.RESERVE, Event.SEND_Q, Event.SEND_KV, Event.WAIT_O, Event.RECEIVE_O
-SPAN = np.dtype([(name, np.int64) for name in ("event", "layer", "link", "start", "end", "value")])
 
 
 def open_pool(
@@ -45,7 +40,7 @@ def open_pool(
     staging: Staging,
 ) -> MemoryPool:
     """See MemoryPool; without Python where the channels and the tensors allow it. ``dtype``: of all messages."""
-    if Pool is None or not links or staging.apart or not all(hasattr(link.channel, "calls") for link in links):
+    if Pool is None or not links or staging.apart or any(link.channel.calls() is None for link in links):
         return MemoryPool(links, partition, layers, backend, staging)
     return NativePool(links, partition, layers, backend, dtype)
 
@@ -63,11 +58,13 @@ class NativePool(MemoryPool):
     ) -> None:
         """As MemoryPool; ``dtype``: of all messages. There are links, with one timeout and channels that are native."""
         super().__init__(links, partition, layers, backend)
+        self.dtype = dtype
+        self._forms = sorted({layer.like for layer in self.layers})  # the layers that others are like
         alike = array("q", [layer.like for layer in self.layers]).tobytes()
         channels = tuple(link.channel for link in links)
-        self._trace, self.dtype = links[0].trace, dtype
+        self._trace = links[0].trace
         self._pool = Pool(channels, alike, links[0].timeout_s, self._trace is not OFF)
-        self._native_steps: dict[int, tuple[PoolStep, NativeStep]] = {}  # of every batch, its last one
+        self._messages: dict[int, StepMessages] = {}  # of every batch, of its last step
         self.native_send = self._pool.send()
 
     @property
@@ -82,49 +79,31 @@ class NativePool(MemoryPool):
     def select(self, plan: StepPlan) -> None:
         """See Attention."""
         self._put_spans()  # of the step before
+        known = self._steps.get(plan.batch)
         super().select(plan)
-        if plan.num_rows:
-            self._pool.select(self._native())
+        if self._step is not known:
+            table = _step_table(self.layers, self._step, self._forms, self.dtype)
+            self._messages[plan.batch] = self._pool.step(table, Key.of_layer(plan))
+        self._pool.select(self._messages[plan.batch])
 
-    def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
-        """See Attention."""
-        start, step, of = time.perf_counter(), self._step, self.layers[layer]
-        if num_rows != step.num_rows or dtype != self.dtype:
-            raise ValueError(f"{num_rows} rows of {dtype} of a step of {step.num_rows} rows of {self.dtype}")
-        out = torch.empty(num_rows, of.num_q_heads, of.v_dim, dtype=dtype)
-        cut = step.cut_heads(of)
-        parts = [x.room(of.v_dim) for x in cut]
+    def _gather(self, layer: int, out: Tensor, parts: list[Partial]) -> None:
+        if len(out) != self._step.num_rows or out.dtype != self.dtype:
+            of = f"a step of {self._step.num_rows} rows of {self.dtype}"
+            raise ValueError(f"{len(out)} rows of {out.dtype} of {of}")
         targets = [out.data_ptr(), *(x.data_ptr() for part in parts for x in part)]
-        came = self._pool.receive(num_rows, layer, 0, *targets)
+        came = self._pool.receive(len(out), layer, 0, *targets)
         while came < len(self.links):  # that link has another message, which it drops or raises
-            share = step.shares(of, dtype)[came]
-            self.links[came].receive(step.key(Kind.O, layer), partial(take, share, out, parts), share.messages.o_bytes)
-            came = self._pool.receive(num_rows, layer, came + 1, *targets)
-        for each, merged in zip(cut, parts, strict=True):
-            self._merge(of, each, merged, out)
-        self._wait_s += time.perf_counter() - start
-        return out.unsqueeze(1)
-
-    def _native(self) -> NativeStep:
-        plan = self._step.plan
-        known = self._native_steps.get(plan.batch)
-        if known is None or known[0] is not self._step:
-            tags = b"".join(Key.of(kind, plan, 0).pack() for kind in KINDS)
-            step = self._pool.step(_step_table(self.layers, self._step, self.dtype), tags)
-            known = self._native_steps[plan.batch] = self._step, step
-        return known[1]
+            self._receive(came, layer, out, parts)
+            came = self._pool.receive(len(out), layer, came + 1, *targets)
 
     def _put_spans(self) -> None:
-        if self._trace is OFF:
-            return
-        for event, layer, link, start, end, value in np.frombuffer(self._pool.spans(), SPAN).tolist():
+        for event, layer, link, start, end, value in native_spans(self._pool.spans()):
             key = self._step.key(Kind.O, layer)
-            self._trace.put(EVENTS[event], start / 1e9, end / 1e9, key, layer, self.links[link].number, value)
+            self._trace.put(EVENTS[event], start, end, key, layer, self.links[link].number, value)
 
 
-def _step_table(layers: Sequence[PoolLayer], step: PoolStep, dtype: torch.dtype) -> bytes:
+def _step_table(layers: Sequence[PoolLayer], step: PoolStep, forms: Sequence[int], dtype: torch.dtype) -> bytes:
     """What csrc/compute/module.cpp reads as a Step."""
-    forms = sorted({layer.like for layer in layers})
     numbers = array("q", [step.num_rows, len(forms)])
     for like in forms:
         numbers.append(like)
@@ -147,8 +126,8 @@ def _add_share(numbers: array[int], layer: LayerShape, share: PoolShare, item: i
         _add_copy(numbers, 0, layer.q_heads, heads, rows, part, item, x.partial_bytes)
     for index, at, *results in share.partial:
         for tensor, part in enumerate(results):
-            width = prod(part.shape[1:]) * FP32.itemsize
-            numbers.extend((1 + 2 * index + tensor, width, 0, width, part.start * FP32.itemsize, 0))
+            width = prod(part.shape[1:]) * FP32_BYTES
+            numbers.extend((1 + 2 * index + tensor, width, 0, width, part.start * FP32_BYTES, 0))
             numbers.extend((at.stop - at.start, *range(at.start, at.stop)))
 
 

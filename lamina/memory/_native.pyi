@@ -1,4 +1,4 @@
-class Step:
+class RoundStep:
     """A step of a Loop."""
 
 class Loop:
@@ -12,12 +12,12 @@ class Loop:
     def __new__(
         cls, kernels: object, channels: tuple[object, ...], table: bytes, reserve_s: float, traces: bool
     ) -> Loop: ...
-    def step(self, prepared: tuple[object, ...], table: bytes, tags: bytes) -> Step:
+    def step(self, prepared: tuple[object, ...], table: bytes, tags: bytes) -> RoundStep:
         """``prepared``: of each group, three Steps of the kernels or None; ``tags``: of Q, K and V, and O of layer 0,
         24 bytes each. Raises ValueError where rows lie outside the messages.
         """
 
-    def begin(self, steps: tuple[Step, ...]) -> None:
+    def begin(self, steps: tuple[RoundStep, ...]) -> None:
         """The next round is theirs. They stay until the one behind it."""
 
     def run(self, patience_s: float, overdue_s: float) -> int:
@@ -29,8 +29,8 @@ class Loop:
     def at(self) -> tuple[int, int]:
         """The turn in the round, layer * steps + step; and whether K and V are due (1) or Q (0)."""
 
-    def counts(self) -> tuple[float, float, float, int]:
-        """Seconds of attention, of writing, of waiting; and turns; since the last call."""
+    def counts(self) -> tuple[int, float, float, float, int, int]:
+        """Turns, seconds of attention, of writing and of waiting, bytes received and sent since the last call."""
 
     def spans(self) -> bytes:
-        """Since the last call, of each span 64-bit numbers: event, turn, start and end in ns, bytes."""
+        """Since the last call; see lamina.observe.trace.native_spans. The number is that of a step in its round."""

@@ -17,7 +17,7 @@ from lamina.protocol.layout import Layout
 from lamina.protocol.plan import Rows, StepPlan
 
 from .store import Store, StoredPiece
-from .write import Place, Writes, Written, layouts_of
+from .write import WritePlace, Writes, Written, layouts_of
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Step:
         self._stored_bytes: dict[int, int] = {}  # by layer, of those that are alike one
 
     @property
-    def places(self) -> Sequence[tuple[Place, Place]]:
+    def places(self) -> Sequence[tuple[WritePlace, WritePlace]]:
         """Where K and V are stored, by group: those of whole sequences, and of the others."""
         return self._writes.places
 

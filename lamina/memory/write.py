@@ -68,7 +68,7 @@ def layouts_of(store: Store, rows: Sequence[Rows]) -> list[Layout]:
     ]
 
 
-class Place(NamedTuple):
+class WritePlace(NamedTuple):
     """Rows of a message's K and V, which of them are kept here (None = all) and where (None = nowhere)."""
 
     num_rows: int
@@ -76,7 +76,7 @@ class Place(NamedTuple):
     at: WriteIndex | None
 
 
-def _place(store: Store, group: int, rows: list[Rows]) -> Place:
+def _place(store: Store, group: int, rows: list[Rows]) -> WritePlace:
     tables, count, here = store.tables, 0, list[int]()
     parts = list[Rows]()
     for row in rows:
@@ -85,7 +85,7 @@ def _place(store: Store, group: int, rows: list[Rows]) -> Place:
             here += range(count + part.first - row.first, count + part.first - row.first + part.count)
         count += row.count
     if not parts:
-        return Place(count, None, None)
+        return WritePlace(count, None, None)
     at = write_index(tables, group, parts, store.device)
     whole = len(here) == count
-    return Place(count, None if whole else torch.tensor(here, dtype=torch.int64, device=store.device), at)
+    return WritePlace(count, None if whole else torch.tensor(here, dtype=torch.int64, device=store.device), at)

@@ -15,12 +15,13 @@ from __future__ import annotations
 import enum
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 ENGINE = "engine"  # the driver's device name; workers are "compute-0", "memory-1"
 CAPACITY = 1 << 18  # records of a process: 12 MiB, of which only the pages in use are ever touched
+_NATIVE = struct.Struct("=qqqqqq")
 _RECORD = struct.Struct("<BxxxiIiQQdd")  # event, layer, batch, peer, step, value, start, end
 
 
@@ -157,6 +158,14 @@ class Silent(Recorder):
 
 
 OFF = Silent()
+
+
+def native_spans(data: bytes) -> Iterator[tuple[int, int, int, float, float, int]]:
+    """Decode the spans of a native module (csrc/spans.h): the number of its event, layer, another number, start and end
+    in seconds, value.
+    """
+    for event, layer, number, start, end, value in _NATIVE.iter_unpack(data):
+        yield event, layer, number, start / 1e9, end / 1e9, value
 
 
 def recorder(on: bool) -> Recorder:

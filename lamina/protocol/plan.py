@@ -81,6 +81,11 @@ class Key(NamedTuple):
         return Key(kind, plan.step, plan.batch, plan.view, layer)
 
     @staticmethod
+    def of_layer(plan: StepPlan) -> bytes:
+        """Of Q, K and V, and O of layer 0, packed: what native modules make the keys of all layers from."""
+        return b"".join(Key.of(kind, plan, 0).pack() for kind in (Kind.Q, Kind.KV, Kind.O))
+
+    @staticmethod
     def unpack(tag: bytes) -> Key:
         """Inverse of ``pack``; bytes behind the first 24 are ignored."""
         step, batch, view, layer, kind = _KEY.unpack_from(tag)

@@ -36,7 +36,7 @@ class _Product(NamedTuple):
     rows: int
 
 
-class Shape(NamedTuple):
+class UnitTensor(NamedTuple):
     """A tensor that a unit is given, or gives: of each row, or (``with_rows`` False) as a whole."""
 
     with_rows: bool
@@ -96,9 +96,9 @@ class RowUnit:
         self._products = [_product(i, each) for i, each in enumerate(instructions) if each.kind == "linear"]
         limits = (backend.rows_of(self._dtypes[p.y]) // p.rows for p in self._products)
         self.most_rows = min(limits, default=sys.maxsize)  # in one native call
-        self.results = [Shape(True, v.shape, lowered.slots[v.slot].dtype) for v in lowered.results]
+        self.results = [UnitTensor(True, v.shape, lowered.slots[v.slot].dtype) for v in lowered.results]
         values = [lowered.values[n] for n in lowered.placeholders[weights:]]
-        self.given = [Shape(slots[v.slot].with_rows, v.shape, v.dtype) for v in values]
+        self.given = [UnitTensor(slots[v.slot].with_rows, v.shape, v.dtype) for v in values]
         self.leads = next(i for i, s in enumerate(slots[weights:]) if s.with_rows)
         self.arena = arena
 

@@ -37,6 +37,10 @@ class BaseChannel(ABC):
         self._granted: deque[Slot] = deque()
         self._arrived: deque[Arrival] = deque()
 
+    def calls(self) -> object | None:
+        """See Channel."""
+        return None
+
     def reserve(self, nbytes: int, *, timeout_s: float = 0.0) -> Slot:
         if not 0 <= nbytes <= self.outbound.slot_bytes:
             raise ValueError(f"{self.peer}: a message has 0..{self.outbound.slot_bytes} bytes, not {nbytes}")

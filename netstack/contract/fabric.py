@@ -148,6 +148,12 @@ class Channel(Protocol):
         """Give everything back: memory, sockets, descriptors. Idempotent. Views handed out die with it."""
         ...
 
+    def calls(self) -> object | None:
+        """A capsule of csrc/netstack/calls.h, by which other native modules use the channel without keeping it.
+        None where the channel is not native.
+        """
+        ...
+
 
 class DeviceSide(Protocol):
     """A channel as kernels of one GPU use it. Each call puts a kernel on ``stream``, a handle of CUDA's, or, while that

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from lamina.fleet.hosts import node
+from lamina.processes import birth_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
 from running import alive, eventually
@@ -126,7 +127,7 @@ def test_who_does_not_heed_a_signal_is_killed_with_all_that_it_started(monkeypat
 def test_who_ends_before_the_signal_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(pid: int, number: int) -> None:
         os.killpg(pid, signal.SIGKILL)
-        assert eventually(lambda: not node._birth(pid), 10.0)
+        assert eventually(lambda: not birth_of(pid), 10.0)
         raise ProcessLookupError
 
     node.up(order())
@@ -160,11 +161,11 @@ def test_a_process_has_a_birth_while_it_runs_whatever_its_name(tmp_path: Path) -
     with subprocess.Popen([odd, "-c", "input()"], stdin=subprocess.PIPE) as process:
         said = Path(f"/proc/{process.pid}/stat")
         assert eventually(lambda: "(a) S (b)" in said.read_text(), 10.0)
-        assert node._birth(process.pid) == said.read_text().split("(a) S (b) ")[1].split()[19]
+        assert birth_of(process.pid) == said.read_text().split("(a) S (b) ")[1].split()[19]
         process.kill()
         assert eventually(lambda: said.read_text().split("(a) S (b) ")[1][0] == "Z", 10.0)
-        assert node._birth(process.pid) == "", "its remains are not it"
-    assert node._birth(process.pid) == ""
+        assert birth_of(process.pid) == "", "its remains are not it"
+    assert birth_of(process.pid) == ""
 
 
 def test_the_head_says_what_ray_has_free(monkeypatch: pytest.MonkeyPatch) -> None:

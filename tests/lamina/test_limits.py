@@ -14,6 +14,7 @@ from scheduled import make
 
 from lamina.engine.scheduler import Scheduler
 from lamina.fleet.hosts import node
+from lamina.processes import birth_of
 from lamina.protocol import control
 from lamina.protocol.control import ControlLink, LinkClosedError, Stop
 from lamina.protocol.tables import BlockTables
@@ -66,7 +67,7 @@ def test_a_process_that_got_the_number_of_one_of_ours_is_left_alone(
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as stranger:
         folder = node._folder("10.0.0.1:6379")
         folder.mkdir(parents=True)
-        birth = node._birth(stranger.pid)
+        birth = birth_of(stranger.pid)
         (folder / "pid").write_text(f"{stranger.pid} {int(birth) - 1}")
         assert node.down({"address": "10.0.0.1:6379"}) == {"ended": False}
         assert node.status({"address": "10.0.0.1:6379", "token": "", "head": ""}) == {"pid": 0}

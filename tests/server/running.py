@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import IO
 
+from lamina.processes import lives
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "examples/tiny_lm/model"
 START_S = 240.0
@@ -81,15 +83,7 @@ class Running:
 
 def alive(pids: list[int]) -> list[int]:
     """Those of ``pids`` that run; zombies, which only wait to be reaped, do not."""
-    found = []
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between open and read
-            continue
-        if state != "Z":
-            found.append(pid)
-    return found
+    return [pid for pid in pids if lives(pid)]
 
 
 def eventually(condition: object, timeout_s: float) -> bool:

@@ -8,6 +8,7 @@
 #include <memory>
 #include <thread>
 
+#include "module_types.h"
 #include "netstack/device_module.h"
 #include "netstack/nic_model/end.h"
 
@@ -310,11 +311,6 @@ PyMethodDef endpoint_methods[] = {
     {"syndrome", endpoint_syndrome, METH_NOARGS, nullptr},    {"ring", endpoint_ring, METH_O, nullptr},
     {"abort", endpoint_abort, METH_NOARGS, nullptr},          {nullptr, nullptr, 0, nullptr},
 };
-
-template <class F>
-void* slot(F* function) {
-  return reinterpret_cast<void*>(function);
-}
 
 PyType_Slot endpoint_slots[] = {{Py_tp_dealloc, slot(endpoint_dealloc)},
                                 {Py_tp_new, slot(endpoint_new)},

@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from lamina.processes import lives
+
 MODULES = {
     "compute": "lamina.compute.main",
     "memory": "lamina.memory.main",
@@ -101,7 +103,7 @@ class Target:
             self._server.kill()
             self._server.wait()
         deadline = time.perf_counter() + END_S
-        while (left := [pid for pid in pids if _lives(pid)]) and time.perf_counter() < deadline:
+        while (left := [pid for pid in pids if lives(pid)]) and time.perf_counter() < deadline:
             time.sleep(LOOK_S)
         return len(left)
 
@@ -138,10 +140,3 @@ class Target:
                 found += children
                 parents += children
         return found
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

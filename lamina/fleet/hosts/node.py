@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from lamina.processes import birth_of
+
 from .ray_token import MODE, TOKEN, TOKEN_PATH, state_folder
 
 NICENESS = "RAY_worker_niceness"
@@ -113,7 +115,7 @@ def _start(folder: Path, order: dict[str, Any]) -> int:
             stderr=out,
             start_new_session=True,
         )
-    (folder / "pid").write_text(f"{process.pid} {_birth(process.pid)}")
+    (folder / "pid").write_text(f"{process.pid} {birth_of(process.pid)}")
     deadline = time.monotonic() + order["timeout_s"]
     while STARTED not in (said := log.read_text(errors="replace")):
         stopped = (folder / STOP).exists()
@@ -160,16 +162,7 @@ def _running(folder: Path) -> int | None:
         pid, birth = (folder / "pid").read_text().split()
     except (OSError, ValueError):
         return None
-    return int(pid) if birth == _birth(int(pid)) else None
-
-
-def _birth(pid: int) -> str:
-    """When a process started, in clock ticks since boot (proc(5)); "" where there is none, or only its remains."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return ""
-    return "" if fields[0] == "Z" else fields[19]
+    return int(pid) if birth == birth_of(int(pid)) else None
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from lamina import cores
 from lamina.facts.room import check_kv_room, free_bytes
+from lamina.processes import is_stopped
 from lamina.protocol.options import EngineConfig
 
 from . import WorkerHandle
@@ -93,10 +94,7 @@ class ProcessWorker:
 
     @property
     def stopped(self) -> bool:
-        try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-        except OSError:
-            return False
+        return is_stopped(self.pid)
 
     def join(self, timeout_s: float) -> None:
         if not self._process.ended(timeout_s):

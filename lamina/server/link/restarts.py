@@ -7,10 +7,10 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from lamina.fleet.launchers import WorkerHandle
 from lamina.fleet.recoveries import Recoveries
+from lamina.processes import lives
 from lamina.request import SamplingParams, Told
 
 from .messages import Add, Delta, Start
@@ -53,7 +53,7 @@ class EngineRestarts:
         self._number += 1
         await asyncio.to_thread(lost.join, 0.0)
         deadline = time.monotonic() + GONE_S
-        while any(map(_lives, workers)) and time.monotonic() < deadline:
+        while any(map(lives, workers)) and time.monotonic() < deadline:
             await asyncio.sleep(LOOK_S)
         return await asyncio.to_thread(self._launch, self._start)
 
@@ -83,10 +83,3 @@ class Hearing:
     def ask(self, key: int) -> Add:
         """For the prompt, and what is still to come of it."""
         return Add(key, self._prompt, self._params, list(self._told.values()))
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -21,6 +21,7 @@ from lamina.converter import SlicedProgram
 from lamina.models.convert import convert_model, layer_shapes
 from lamina.models.load import load
 from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, Geometry, NoResource, PeerFault, Terms
+from lamina.netstack.contract.fabric import TAG_BYTES
 from lamina.protocol.partition import PARTITIONS, Partition
 from lamina.protocol.plan import Key, Kind, LayerShape, New, ProtocolError, Rows, StepPlan
 from lamina.rows.chains import ChainedSlice
@@ -98,17 +99,18 @@ def pools(
     return made, ends
 
 
+END = b"end".ljust(TAG_BYTES, b"\0")  # a tag of no message
+
+
 def come(ends: list[Ends]) -> list[tuple[bytes, bytes]]:
-    """What every worker is sent."""
+    """What every worker has been sent."""
     found = []
     for each in ends:
-        while True:
-            try:
-                arrival = each.far.wait_signal(timeout_s=0.2)
-            except ChannelTimeout:
-                break
+        each.near.put_signal(each.near.reserve(0, timeout_s=WAIT_S), END)
+        while (arrival := each.far.wait_signal(timeout_s=WAIT_S)).tag != END:
             found.append((arrival.tag, bytes(arrival.data)))
             each.far.release(arrival)
+        each.far.release(arrival)
     return found
 
 
@@ -246,18 +248,9 @@ def test_a_step_has_the_rows_of_its_plan(connect: Connect, model: Model) -> None
 
 def test_a_worker_that_leaves_while_it_is_waited_for(connect: Connect) -> None:
     pool, ends = one(connect)
-    waiting = threading.Event()
-
-    def leave() -> None:
-        waiting.wait(WAIT_S)
-        ends.far.close()
-
-    thread = threading.Thread(target=leave)
-    thread.start()
-    waiting.set()
+    threading.Timer(0.05, ends.far.close).start()
     with pytest.raises(PeerFault):
         pool.o(0, 3, torch.float32)
-    thread.join(WAIT_S)
 
 
 def test_this_side_may_stop_while_it_waits(connect: Connect) -> None:
@@ -299,4 +292,11 @@ def test_a_step_is_of_one_pool(connect: Connect) -> None:
     one_pool, _ = one(connect)
     other, _ = one(connect)
     with pytest.raises(ValueError, match="^a step of another pool$"):
-        other._pool.select(one_pool._native())
+        other._pool.select(one_pool._messages[PLAN.batch])
+
+
+def test_a_step_of_no_rows_sends_and_awaits_nothing(connect: Connect) -> None:
+    pool, ends = one(connect)
+    pool.select(StepPlan(step=5, ops=[], rows=[]))
+    assert pool.o(0, 0, torch.float32).shape == (0, 1, 8, 16)
+    assert come([ends]) == []

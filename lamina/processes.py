@@ -1,0 +1,29 @@
+"""What the kernel says of other processes of this host (proc(5))."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def fields_of(pid: int) -> list[str]:
+    """The fields of a process's ``stat`` behind its name, the state first; none where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def lives(pid: int) -> bool:
+    """Whether it runs, or stands still; not one that has ended and waits for its parent."""
+    return fields_of(pid)[:1] not in ([], ["Z"])
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether it stands still by a signal, or by a debugger."""
+    return fields_of(pid)[:1] in (["T"], ["t"])
+
+
+def birth_of(pid: int) -> str:
+    """When it started, in clock ticks since boot; "" where it does not live."""
+    fields = fields_of(pid)
+    return "" if fields[:1] in ([], ["Z"]) else fields[19]
