@@ -81,12 +81,12 @@ class NativeLayers(HostLayers):
         """A message that is not the one that is due: one for the inbox, or a fault."""
         turn, has_q = self._loop.at()
         layer, step = turn // len(steps), steps[turn % len(steps)]
-        replica = step.plan.replica_of(layer)
+        replica, messages = step.plan.replica_of(layer), step.messages(layer)
         # Between Q and KV nothing else can come.
-        arrival = self._inbox.receive(self._channels[replica]) if has_q else self._inbox.take(replica)
+        held = has_q and messages.q_bytes > 0
+        arrival = self._inbox.receive(self._channels[replica]) if held else self._inbox.take(replica)
         if arrival is not None:
-            kind, messages = (Kind.KV if has_q else Kind.Q), step.messages(layer)
-            nbytes = messages.kv_bytes if has_q else messages.q_bytes
+            kind, nbytes = (Kind.KV, messages.kv_bytes) if has_q else (Kind.Q, messages.q_bytes)
             raise ProtocolError(wrong_message(arrival, Key.of(kind, step.plan, layer), nbytes))
 
     def _count(self, steps: Sequence[Step]) -> int:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from memory_peer import WAIT_S, Model, Peer, Pool, bind, memory_pool, model, shape
+from memory_peer import WAIT_S, Model, Peer, Pool, bind, memory_pool, model, placed, shape
+from torch import Tensor
 
 from lamina.attention.native import Native
 from lamina.memory._native import Loop
@@ -82,6 +83,33 @@ def test_bits_are_those_of_the_layers_in_python(
     for name in ("rows", "stored_bytes", "bytes_sent", "bytes_received", "turns"):
         a, b = ([worker.stats()[name] for worker in pool.workers] for pool in (native, plain))
         assert a == b, name
+
+
+def run_ahead(m: Model) -> Iterator[Tensor]:
+    """O of all layers and STEPS; in the middle of each step the plan of the next one comes."""
+    partition, layers = m.peers[0].bind.partition, len(m.layers)
+    plans = [
+        StepPlan(step=n, ops=ops, rows=[placed(r, partition) for r in rows]) for n, (ops, rows) in enumerate(STEPS)
+    ]
+    m.pool.announce(plans[0])
+    for plan, then in zip(plans, [*plans[1:], None], strict=True):
+        m.pool.select(plan)
+        for layer in range(layers):
+            if then is not None and layer == (plan.step % layers if plan.rows else layers - 1):
+                m.pool.announce(then)
+            if plan.rows:
+                q, k, v = (x.unsqueeze(2) for x in m.rows(plan.rows, layer))
+                m.pool.q(layer, q)
+                m.pool.kv(layer, k, v)
+                yield m.pool.o(layer, len(q), m.dtype)
+
+
+@pytest.mark.parametrize(("partition", "weights"), SPREAD, ids=str)
+def test_a_plan_may_come_before_any_layer(native: Pool, plain: Pool, partition: str, weights: list[float]) -> None:
+    """Also before K and V of a layer whose Q a worker does not need."""
+    found, wanted = (model(p, weights, LAYERS, partition=partition, max_rows=200) for p in (native, plain))
+    for number, (a, b) in enumerate(zip(run_ahead(found), run_ahead(wanted), strict=True)):
+        assert torch.equal(a, b), number
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
