@@ -99,6 +99,12 @@ class LLM:
         self._check_open()
         return self.pools.stats()
 
+    def reset_prefix_cache(self) -> None:
+        """Find no KV of finished requests any more: prompts are computed whole until others have left theirs."""
+        self._check_open()
+        with _Use(self):
+            self.engine.reset_prefix_cache()
+
     def close(self) -> None:
         """End the workers and give everything back. Idempotent."""
         self._finalizer()

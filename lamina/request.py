@@ -184,6 +184,7 @@ class RequestOutput:
     prompt_logprobs: list[list[Logprob] | None] | None = (
         None  # per token of the prompt, as in CompletionOutput; None first
     )
+    num_cached_tokens: int | None = None  # of the prompt, whose KV an earlier request had left; None: not begun
 
     @property
     def finished(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -18,6 +19,7 @@ from lamina.request import Blame, CompletionOutput, Logprob, RequestOutput, Requ
 from .draws import draw_of, scores_of
 from .kept import KeptKV
 from .prefill import Prefill
+from .prefixes import Prefixes
 from .scheduler import Scheduler
 from .sequence import Sequence
 from .steps import Round, ScheduledStep
@@ -37,6 +39,13 @@ class Request:
         self.output = output
         self.sequences = sequences
         self.texts = texts
+
+    def begin(self, sequence: Sequence, now: float) -> None:
+        """The first rows of a sequence are on their way."""
+        output = self.output
+        output.times.scheduled_s = output.times.scheduled_s or now
+        if output.num_cached_tokens is None:
+            output.num_cached_tokens = min(sequence.num_cached, len(sequence.prompt))
 
     def end(self, sequence: Sequence, reason: str, why: str | None = None) -> None:
         """A sequence ends that is not finished: not by its last token. Its text ends with all that was held back."""
@@ -79,6 +88,7 @@ class Engine:
             prefill=Prefill(
                 config.topology.prefill_workers, config.batching.prefill_chunk, config.topology.most_batches
             ),
+            prefixes=_prefixes(config, self._ledger),
             view=info.view,
         )
         self._steps: dict[tuple[int, int], ScheduledStep] = {}  # in flight, by batch and step
@@ -94,8 +104,10 @@ class Engine:
 
     @property
     def free_blocks(self) -> tuple[int, ...]:
-        """KV blocks of each layer group that sequences can still have, by the ledger."""
-        return self._ledger.free_blocks
+        """KV blocks of each layer group that sequences can still have, by the ledger: what finished ones have left
+        gives way.
+        """
+        return self.scheduler.free_blocks
 
     def add(
         self,
@@ -218,6 +230,10 @@ class Engine:
         self.scheduler.view = ready.view
         self.scheduler.tell_anew()
 
+    def reset_prefix_cache(self) -> None:
+        """Find no KV of finished requests any more; its blocks are free with the next step."""
+        self.scheduler.forget_prefixes()
+
     def close(self) -> None:
         """End the workers. Idempotent."""
         self.wire.close()
@@ -270,8 +286,8 @@ class Engine:
         ends, row, now = {}, 0, self._clock()
         scores: list[Draw] = []
         for sequence, rows in zip(step.parts, step.plan.rows, strict=True):
-            if sequence.num_scheduled == rows.count and (request := self._requests.get(sequence.request_id)):
-                request.output.times.scheduled_s = request.output.times.scheduled_s or now
+            if rows.first == sequence.num_cached and (request := self._requests.get(sequence.request_id)):
+                request.begin(sequence, now)
             found = scores_of(sequence, rows.first, rows.count, row)
             scores += found
             step.scores += [sequence] * len(found)
@@ -328,6 +344,13 @@ class Engine:
             output.logprobs.append([Logprob(*pair) for pair in drawn.logprobs])
         if text is not None:
             _extend(text, sequence, drawn.token)
+
+
+def _prefixes(config: EngineConfig, ledger: BlockTables) -> Prefixes:
+    """In whole blocks. Where bits count, a prefix ends where a fresh prompt would have been cut."""
+    batching, fixed = config.batching, config.model.deterministic
+    page = math.lcm(ledger.block_size, batching.prefill_chunk if fixed else 1)
+    return Prefixes(ledger, page if batching.enable_prefix_caching else 0, prompts_only=fixed)
 
 
 def _seed_of(seed: int, index: int) -> int:

@@ -18,6 +18,7 @@ class Ledger(Protocol):
     """
 
     lanes: tuple[Lanes, ...]  # group -> what it keeps
+    num_blocks: tuple[int, ...]  # group -> KV blocks
 
     @property
     def num_lanes(self) -> int:
@@ -35,6 +36,14 @@ class Ledger(Protocol):
 
     def blocks_needed(self, rows: Iterable[Rows]) -> Blocks:
         """Blocks that ``rows`` take more than they give back."""
+        ...
+
+    def blocks_of(self, sequences: Iterable[int]) -> Blocks:
+        """Blocks that some of ``sequences`` hold."""
+        ...
+
+    def own_blocks(self, sequence: int) -> Blocks:
+        """Blocks that ``sequence`` holds alone."""
         ...
 
     def can_apply(self, plan: StepPlan) -> bool:

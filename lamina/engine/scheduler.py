@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from lamina.protocol.placement import Place
-from lamina.protocol.plan import Free, Keep, New, Rows, SequenceOp, StepPlan
+from lamina.protocol.plan import Free, Keep, SequenceOp, StepPlan
 
-from .ledger import Ledger
+from .ledger import Blocks, Ledger
 from .pipeline import route
 from .prefill import Prefill
+from .prefixes import Hit, Prefixes
+from .room import Room, less, rows_of
 from .sequence import Sequence
 from .steps import Round, ScheduledStep
 
@@ -59,30 +61,32 @@ class Scheduler:
         num_layers: int = 1,
         num_replicas: int = 0,
         prefill: Prefill | None = None,
+        prefixes: Prefixes | None = None,
         view: int = 0,
     ) -> None:
         """``aligned``: cut prompts at multiples of ``prefill_chunk`` only, whatever else is in the step.
         ``num_layers``: attention operators, over which the steps rotate. ``num_replicas``: 0 = as many as the batches
-        need. ``prefill``: who computes the prompts; None = the batches do. ``view``: of the plans, until another one
-        is set.
+        need. ``prefill``: who computes the prompts; None = the batches do. ``prefixes``: what is kept of finished
+        sequences; None = nothing. ``view``: of the plans, until another one is set.
         """
         self.view = view
         self._ledger = ledger
         self._max_num_seqs = max_num_seqs
         self._prefill_chunk = prefill_chunk
         self._aligned = aligned
-        self._max_rows = max_num_seqs + prefill_chunk
+        self._room = Room(ledger, max_num_seqs + prefill_chunk)
         self._waiting: deque[Sequence] = deque()
         self.batches = [Batch(i) for i in range(num_batches)]
         self._num_layers = num_layers
         self._num_replicas = num_replicas
         self._prefill = prefill or Prefill(0, prefill_chunk, num_batches)
+        self._prefixes = prefixes or Prefixes(ledger, 0)
         self._chunks: list[ScheduledStep] = []  # for prefill workers, not taken yet
+        self._ops: list[SequenceOp] = []  # for the next plan
         self._num_batches = num_batches  # from the next round on
         self._in_flight: list[Round] = []
         self._next_round = 0  # also the number of its steps, so that all batches rotate in one phase
         self._next_id = 0
-        self._places = [Place(lane) for lane in range(ledger.num_lanes)]  # where sequences may begin
         self.num_preemptions = 0
 
     @property
@@ -92,7 +96,27 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return sum(len(b.running) for b in self.batches)
+        return len(self._running)
+
+    @property
+    def _running(self) -> list[Sequence]:
+        return [s for b in self.batches for s in b.running]
+
+    @property
+    def free_blocks(self) -> Blocks:
+        """KV blocks that sequences can still have: those that are free, or held by what is retained alone."""
+        held = self._ledger.blocks_of(s.id for s in self._running)
+        return tuple(total - n for total, n in zip(self._ledger.num_blocks, held, strict=True))
+
+    @property
+    def num_retained(self) -> int:
+        """Finished sequences whose KV is kept for others."""
+        return self._prefixes.num_retained
+
+    @property
+    def prefix_tokens(self) -> tuple[int, int]:
+        """Tokens of all sequences that were admitted, and those of them whose KV was there."""
+        return self._prefixes.num_queried, self._prefixes.num_hit
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
@@ -116,6 +140,9 @@ class Scheduler:
                 return []
             self._deal()
         self.forget_finished()
+        self._prefixes.begin_round()
+        self.batches[0].ops += self._ops
+        self._ops = []
         for batch in self.batches:
             self._drop_finished(batch)
         self._admit()
@@ -161,6 +188,7 @@ class Scheduler:
                     sequence.num_scheduled = min(sequence.num_scheduled, rows.first)
         self._in_flight = []
         self._prefill.roll_back()
+        self._prefixes.forget_all()  # memory workers do so too
         keep, waiting = list[Keep](), list(self._waiting)
         for batch in self.batches:
             for sequence in batch.running:
@@ -176,16 +204,20 @@ class Scheduler:
         self._ledger.reconcile(keep)
         return keep
 
+    def forget_prefixes(self) -> None:
+        """Give up what is retained, with the next plan."""
+        self._ops += self._prefixes.forget_all()
+
     def tell_anew(self) -> None:
         """Compute workers count no tokens any more for penalties: the next draw of each sequence tells all."""
-        for sequence in (s for b in self.batches for s in b.running):
+        for sequence in self._running:
             sequence.num_told = -1
 
     def _deal(self) -> None:
         """The longest sequences first, each to the batch whose attention reads least. No round is in flight, so no
         batch has operations left, and those that decode know all their tokens; prefill workers go on meanwhile.
         """
-        running = [s for b in self.batches for s in b.running]
+        running = self._running
         self.batches = [Batch(i) for i in range(self._num_batches)]
         for sequence in sorted(running, key=lambda s: -s.num_promised):
             min(self.batches, key=lambda b: (b.load, len(b.running))).running.append(sequence)
@@ -208,7 +240,7 @@ class Scheduler:
         ended = [s for s in batch.running if s.finished and not s.num_prefilling]
         for sequence in ended:
             self._prefill.drop(sequence)
-            batch.ops.append(Free(sequence.id))
+            batch.ops += self._prefixes.end(sequence)
         batch.running = [s for s in batch.running if s not in ended]
 
     def _wanted(self, batch: Batch) -> dict[Sequence, int]:
@@ -218,7 +250,7 @@ class Scheduler:
         for sequence in batch.running:
             if sequence.wants_rows:
                 prefilling = sequence.num_promised - sequence.num_scheduled > 1
-                count = self._count(sequence, budget) if prefilling else 1
+                count = self._count(sequence, budget, sequence.num_scheduled) if prefilling else 1
                 if prefilling:
                     budget -= count
                 if count:
@@ -233,12 +265,17 @@ class Scheduler:
         return picked
 
     def _make_room(self, batch: Batch, picked: dict[Sequence, int]) -> None:
-        """Preempt the newest sequence whose blocks help; while its K and V are on their way, another waits."""
-        needed, free = self._ledger.blocks_needed(self._rows(picked)), self._ledger.free_blocks
+        """Give up what is retained; else preempt the newest sequence whose blocks help. While K and V of that one are
+        on their way, another waits.
+        """
+        if (freed := self._prefixes.evict()) is not None:
+            batch.ops.append(freed)
+            return
+        needed, free = self._ledger.blocks_needed(rows_of(picked)), self._ledger.free_blocks
         short = [n > f for n, f in zip(needed, free, strict=True)]
 
         def helps(sequence: Sequence) -> bool:
-            held = self._blocks_of(sequence.place, sequence.num_scheduled)
+            held = self._room.blocks_of(sequence.place, sequence.num_scheduled)
             return any(n > 0 for n, missing in zip(held, short, strict=True) if missing)
 
         victim = next((s for s in reversed(batch.running) if helps(s)), batch.running[-1])
@@ -263,42 +300,49 @@ class Scheduler:
             return
         wanted = [self._wanted(b) for b in self.batches]
         budgets = [self._prefill_chunk - sum(c for c in w.values() if c > 1) for w in wanted]
-        loads, left = [b.load for b in self.batches], self._left({s: c for w in wanted for s, c in w.items()})
+        loads = [b.load for b in self.batches]
+        left = self._room.left(self._running, {s: c for w in wanted for s, c in w.items()})
         while self._waiting and self.num_running < self._max_num_seqs:
             sequence = self._waiting[0]
             elsewhere = self._prefill.wants(sequence)
-            counts = [self._count(sequence, budget) for budget in budgets]
+            hit = self._prefixes.match(sequence)
+            counts = [self._count(sequence, budget, hit.length if hit else 0) for budget in budgets]
             able = [i for i, count in enumerate(counts) if count > 0]
             if not able or sequence.num_drawing or (elsewhere and not self._prefill.has_room):
                 return  # a preempted one whose last token is still being drawn waits
             to = min(able, key=loads.__getitem__)
-            place = self._place(self.batches[to], sequence, left)
+            if hit is not None and min(less(left, self._room.missing(sequence, hit))) < 0:
+                hit = None
+            place = hit.place if hit else self._room.place(sequence, left, self.batches[to].running, self._running)
             if place is None:
+                self._evict_for(sequence, left)
                 return
-            left = _less(left, self._blocks_of(place, sequence.num_promised))
+            blocks = self._room.missing(sequence, hit) if hit else self._room.blocks_of(place, sequence.num_promised)
+            left = less(left, blocks)
             loads[to] += sequence.num_promised
-            self._join(self.batches[to], self._waiting.popleft(), place)
+            self._join(self.batches[to], self._waiting.popleft(), place, hit)
             if elsewhere:
                 self._prefill.add(sequence)
             else:
-                budgets[to] -= counts[to]
+                budgets[to] -= self._count(sequence, budgets[to], sequence.num_scheduled)
 
-    def _join(self, batch: Batch, sequence: Sequence, place: Place) -> None:
+    def _join(self, batch: Batch, sequence: Sequence, place: Place, hit: Hit | None) -> None:
         sequence.id, sequence.place = self._next_id, place
+        sequence.num_scheduled = sequence.num_cached = hit.length if hit else 0
         self._next_id += 1
-        batch.ops.append(New(sequence.id))
+        batch.ops.append(self._prefixes.start(sequence, hit))
         batch.running.append(sequence)
 
-    def _left(self, wanted: dict[Sequence, int]) -> list[int]:
-        """Free blocks less those of the rows ``wanted`` in this round, and of what running prefills will still take."""
-        needed = self._ledger.blocks_needed(self._rows(wanted))
-        left = _less(list(self._ledger.free_blocks), list(needed))
-        for sequence in (s for b in self.batches for s in b.running):
-            missing = sequence.num_promised - sequence.num_scheduled - wanted.get(sequence, 0)
-            if missing > 0 and (sequence.wants_rows or sequence.prefill_worker is not None):
-                whole, there = (self._blocks_of(sequence.place, sequence.num_promised - n) for n in (0, missing))
-                left = [n - a + b for n, a, b in zip(left, whole, there, strict=True)]
-        return left
+    def _evict_for(self, sequence: Sequence, left: list[int]) -> None:
+        """Give up retained sequences, if a waiting one then finds blocks; they count from the next round on. Where some
+        run, what these leave must suffice: else it waits for them, and nothing is given up in vain.
+        """
+        running = self._running
+        if running and self._room.place(sequence, self._room.beside(running), [], running) is None:
+            return
+        while self._room.place(sequence, left, [], running) is None and (freed := self._prefixes.evict()) is not None:
+            left = [n + own for n, own in zip(left, self._ledger.own_blocks(freed.sequence), strict=True)]
+            self.batches[0].ops.append(freed)
 
     def _grant(self, batch: Batch, picked: dict[Sequence, int]) -> None:
         """Let prefill workers go on with sequences of ``batch``, as far as there are blocks beside those of
@@ -312,41 +356,15 @@ class Scheduler:
                     return
                 self._chunks.append(self._prefill.begin(sequence, grant, self.view))
 
-    def _place(self, batch: Batch, sequence: Sequence, left: list[int]) -> Place | None:
-        """Where a new sequence of ``batch`` begins, of the lanes with ``left`` blocks enough: so that what each group
-        keeps of the batch, and then of all batches, comes closest to what it is meant to keep.
+    def _count(self, sequence: Sequence, budget: int, scheduled: int) -> int:
+        """Prompt tokens of ``sequence``, of which so many are scheduled, in this step: at most ``budget``; 0 = none
+        yet.
         """
-        places = {x: self._blocks_of(x, sequence.num_promised) for x in self._places}
-        places = {x: blocks for x, blocks in places.items() if min(_less(left, blocks)) >= 0}
-        if len(places) < 2:
-            return next(iter(places), None)
-        kept = self._kept([batch])
-        of_all = self._kept(self.batches)
-
-        def unevenness(blocks: list[int], more: list[int]) -> float:
-            parts = zip(blocks, more, self._ledger.lanes, strict=True)
-            return sum(float((n + m) ** 2) / g.portion for n, m, g in parts)
-
-        return min(places, key=lambda x: (unevenness(kept, places[x]), unevenness(of_all, places[x])))
-
-    def _kept(self, batches: list[Batch]) -> list[int]:
-        """Blocks of all sequences of ``batches``, by group."""
-        each = [self._blocks_of(s.place, s.num_promised) for b in batches for s in b.running]
-        return [sum(n) for n in zip(*each, strict=True)] if each else [0] * len(self._ledger.lanes)
-
-    def _count(self, sequence: Sequence, budget: int) -> int:
-        """Prompt tokens of ``sequence`` in this step, at most ``budget``; 0 = none yet."""
-        missing = sequence.num_promised - sequence.num_scheduled
+        missing = sequence.num_promised - scheduled
         if not self._aligned:
             return min(missing, budget)
-        piece = min(missing, self._prefill_chunk - sequence.num_scheduled % self._prefill_chunk)
+        piece = min(missing, self._prefill_chunk - scheduled % self._prefill_chunk)
         return piece if piece <= budget else 0
-
-    def _blocks_of(self, place: Place, length: int) -> list[int]:
-        return self._ledger.most_blocks(place, length, self._max_rows)
-
-    def _rows(self, picked: dict[Sequence, int]) -> list[Rows]:
-        return [Rows(s.id, s.num_scheduled, count, s.place) for s, count in picked.items()]
 
     def _plan(self, batch: Batch, picked: dict[Sequence, int]) -> StepPlan:
         source, reply_to = route(batch.index, self._next_round, self._num_layers, len(self.batches), self._num_replicas)
@@ -355,7 +373,7 @@ class Scheduler:
             batch=batch.index,
             step=self._next_round,
             ops=batch.ops,
-            rows=self._rows(picked),
+            rows=rows_of(picked),
             source=source,
             reply_to=reply_to,
         )
@@ -368,7 +386,3 @@ class Scheduler:
         for sequence in draws:
             sequence.num_drawing += 1
         return step
-
-
-def _less(blocks: list[int], taken: list[int]) -> list[int]:
-    return [b - t for b, t in zip(blocks, taken, strict=True)]

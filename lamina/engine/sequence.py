@@ -25,6 +25,7 @@ class Sequence:
     id: int = -1  # set by the scheduler on admission, as the next one
     place: Place = FIRST  # of its KV on the memory workers
     num_scheduled: int = 0  # positions whose KV is stored or on its way
+    num_cached: int = 0  # of these, those whose KV was there when it was admitted
     num_drawing: int = 0  # tokens being drawn by steps in flight
     prefill_worker: int | None = None  # that computes its prompt; it has no rows of its own before that is done
     num_prefilling: int = 0  # chunks there whose K and V are not stored yet
@@ -73,12 +74,13 @@ class Sequence:
 
     def roll_back(self, kept: int) -> None:
         """Forget all that is in flight; ``kept`` tokens of its KV are there. Behind prefill workers it begins anew."""
-        self.num_scheduled = 0 if self.prefill_worker is not None else min(self.num_scheduled, kept)
+        whole = self.prefill_worker is None and kept >= self.num_cached  # others may hold the blocks that it began with
+        self.num_scheduled = min(self.num_scheduled, kept) if whole else 0
         self.num_drawing = self.num_prefilling = 0
         self.prefill_worker = None
 
     def restart(self) -> None:
         """Forget what was scheduled; everything that is known will be computed again under a new id."""
         self.id = -1
-        self.num_scheduled = 0
+        self.num_scheduled = self.num_cached = 0
         self.num_told = -1

@@ -17,6 +17,7 @@ from lamina.netstack import Channel, ChannelTimeout
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.plan import (
     GRANTS_AHEAD,
+    Fork,
     Free,
     Grant,
     Key,
@@ -85,6 +86,8 @@ class Grants:
                     )
             elif isinstance(op, Free | Truncate) and op.sequence in waiting:
                 raise PlanError(f"sequence {op.sequence} is freed or truncated while its K and V are still to come")
+            elif isinstance(op, Fork) and op.source in waiting:
+                raise PlanError(f"sequence {op.source} is forked while its K and V are still to come")
         for row in plan.rows:
             if row.sequence in waiting:
                 raise PlanError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lamina.protocol.plan import Free, Keep, New, Rows, StepPlan, Truncate
+from lamina.protocol.plan import Fork, Free, Keep, New, Rows, StepPlan, Truncate
 
 
 class WrittenTokens:
@@ -18,6 +18,8 @@ class WrittenTokens:
         for op in plan.ops:
             if isinstance(op, New):
                 self._tokens[op.sequence] = 0
+            elif isinstance(op, Fork):
+                self._tokens[op.sequence] = min(self._tokens.get(op.source, 0), op.length)
             elif isinstance(op, Free):
                 self._tokens.pop(op.sequence, None)
             elif isinstance(op, Truncate):

@@ -92,6 +92,10 @@ class BatchingOptions(Options, frozen=True, kw_only=True):
     prefill_chunk: Annotated[
         int, Meta(ge=1), "prompt tokens in a step at most; other requests decode between chunks"
     ] = 512
+    enable_prefix_caching: Annotated[
+        bool,
+        "keep the KV of finished requests while nobody needs its blocks, for prompts that begin with the same tokens",
+    ] = False
     seed: Annotated[int, Meta(ge=0), "where requests without a seed get theirs from"] = 0
 
     @property

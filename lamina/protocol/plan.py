@@ -40,7 +40,7 @@ from .options import KVOptions
 from .partition import Lanes, Partition
 from .placement import FIRST, Place
 
-VERSION = 4
+VERSION = 5
 # Of a sequence, whose K and V are still to come: behind a window, a third may give blocks back that the first fills.
 GRANTS_AHEAD = 2
 
@@ -124,6 +124,16 @@ class Truncate(msgspec.Struct, frozen=True, array_like=True, tag="truncate"):
     length: int
 
 
+class Fork(msgspec.Struct, frozen=True, array_like=True, tag="fork"):
+    """Start a sequence that has the first ``length`` tokens of ``source``, and lies where that does. They share the
+    blocks of these tokens, which are whole, and which nobody writes from now on. ``source`` was in the plans before.
+    """
+
+    sequence: int
+    source: int
+    length: int
+
+
 class Grant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
     """Hold blocks as Rows do, for K and V that prefill worker ``worker`` sends as its step ``step``. Until they are
     stored, the sequence must have no rows and must not be freed or truncated.
@@ -142,7 +152,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
         return Rows(self.sequence, self.first, self.count, self.place)
 
 
-SequenceOp = New | Free | Truncate | Grant
+SequenceOp = New | Fork | Free | Truncate | Grant
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True):

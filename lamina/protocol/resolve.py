@@ -28,6 +28,7 @@ def check_together(config: EngineConfig) -> None:
     _check_addresses(config)
     _check_weights(config)
     _check_ranks(config)
+    _check_prefixes(config)
     _check_devices(config)
 
 
@@ -137,6 +138,13 @@ def _check_weights(config: EngineConfig) -> None:
     weights, workers = config.topology.weights, config.topology.memory_workers
     if len(weights) != workers:
         raise ValueError(f"--memory-weights names {len(weights)} weights for --memory-workers {workers}")
+
+
+def _check_prefixes(config: EngineConfig) -> None:
+    if config.batching.enable_prefix_caching and config.topology.prefill_workers:
+        raise ValueError(
+            "--enable-prefix-caching: prefill workers compute whole prompts: leave it out, or --prefill-workers"
+        )
 
 
 def _check_ranks(config: EngineConfig) -> None:

@@ -8,22 +8,15 @@ and shares tables.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from .block_counts import blocks_of_one, num_lanes
+from .block_counts import num_lanes
+from .block_pool import BlockPool
+from .extents import Extent, Extents
 from .partition import Lanes
-from .placement import FIRST, Deal, Place, Placement
-from .plan import (
-    Free,
-    Grant,
-    Keep,
-    New,
-    Rows,
-    SequenceOp,
-    StepPlan,
-    Truncate,
-)
+from .placement import Place, Placement
+from .plan import Fork, Free, Grant, Keep, New, Rows, SequenceOp, StepPlan, Truncate
 
 NOT_HERE = -1  # a block that is to be taken
 
@@ -34,16 +27,6 @@ class PlanError(ValueError):
 
 class NoBlocksError(Exception):
     """Too few KV blocks for a plan. Nothing of the plan was applied."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Extent:
-    """What a sequence holds: of its blocks ``starts[g] .. ceil(length / block_size)`` those that group g keeps."""
-
-    length: int  # tokens up to the end of its last rows
-    first: int  # first position of its last rows: a replay of them must still find its window
-    starts: tuple[int, ...]
-    place: Place = FIRST
 
 
 class BlockTables:
@@ -74,18 +57,18 @@ class BlockTables:
         self.lanes = tuple(lanes)
         self.stripe = stripe
         self.placement = Placement(num_lanes(lanes), stripe)
-        self._deals = [Deal(x, self.placement) for x in lanes]
+        self._extents = Extents(self.windows, block_size, self.lanes, self.placement)
         self._windowed = any(windows)
         self._keeps_all = all(x.all for x in lanes)  # wherever it lies
-        self._sequences: dict[int, _Extent] = {}
+        self._sequences: dict[int, Extent] = {}
         self._last: dict[int, StepPlan] = {}  # batch -> its last plan
         self._tables: list[dict[int, array[int]]] = [{} for _ in windows]
-        self._free = [array("q", range(n - 1, -1, -1)) for n in num_blocks]  # the last one is handed out next
+        self._pools = [BlockPool(n) for n in num_blocks]
 
     @property
     def free_blocks(self) -> tuple[int, ...]:
         """Blocks that nobody holds, by group."""
-        return tuple(len(free) for free in self._free)
+        return tuple(pool.num_free for pool in self._pools)
 
     @property
     def num_lanes(self) -> int:
@@ -107,18 +90,12 @@ class BlockTables:
 
     def block_ids(self, group: int, sequence: int, low: int, high: int) -> array[int]:
         """The ids of blocks ``low .. high`` of the sequence, counted from its token 0, which are all kept."""
-        start, ids = self.table(group, sequence)
-        deal, place = self._deals[group], self._sequences[sequence].place
-        at = deal.kept(place, low) - deal.kept(place, start)
-        return ids[at : at + high - low]
+        at = self._extents.index(group, self._extent(self._sequences, sequence), low)
+        return self._tables[group][sequence][at : at + high - low]
 
     def most_blocks(self, place: Place, length: int, max_rows: int) -> list[int]:
         """The most blocks by group that one sequence at ``place``, of up to ``length`` tokens, holds."""
-        whole = -(-length // self.block_size)
-        return [
-            min(self._deals[g].kept(place, whole), blocks_of_one(length, w, self.block_size, max_rows))
-            for g, w in enumerate(self.windows)
-        ]
+        return self._extents.most(place, length, max_rows)
 
     def blocks_needed(self, rows: Iterable[Rows]) -> tuple[int, ...]:
         """Blocks by group that ``rows`` take more than they give back. A sequence that is not there starts empty.
@@ -127,11 +104,22 @@ class BlockTables:
         """
         change = [0] * len(self.windows)
         for row in rows:
-            old = self._sequences.get(row.sequence, self._empty())
-            before, after = (self._held(e) for e in (old, self._advance(old, row)))
-            for g in range(len(change)):
-                change[g] += after[g] - before[g]
+            old = self._sequences.get(row.sequence, self._extents.empty)
+            after = self._advance(old, row)
+            if not self._holds_the_same(row.sequence, after):
+                self._add(change, self._taken(row.sequence, old, after))
         return tuple(change)
+
+    def blocks_of(self, sequences: Iterable[int]) -> tuple[int, ...]:
+        """Blocks by group that some of ``sequences`` hold; those that do not exist hold none."""
+        known = [s for s in sequences if s in self._sequences]
+        return tuple(len({b for s in known for b in tables[s]}) for tables in self._tables)
+
+    def own_blocks(self, sequence: int) -> tuple[int, ...]:
+        """Blocks by group that ``sequence`` holds alone: so many are free once it is freed. Raises PlanError."""
+        self._extent(self._sequences, sequence)
+        each = zip(self._pools, self._tables, strict=True)
+        return tuple(sum(pool.holders(b) == 1 for b in tables[sequence]) for pool, tables in each)
 
     def can_apply(self, plan: StepPlan) -> bool:
         """Whether there are blocks enough for ``plan``. Raises PlanError where blocks would not help."""
@@ -147,11 +135,13 @@ class BlockTables:
         The last plan of a batch may come again (a replay): it changes nothing more. The rows of the one before it may
         too, under a number of their own. Raises NoBlocksError, PlanError.
         """
-        changes = self._after(plan)
+        changes, forks = self._after(plan)
         self._last[plan.batch] = plan
+        for fork in forks:
+            self._share(fork)
         self._change(changes)
 
-    def _change(self, changes: dict[int, _Extent | None]) -> None:
+    def _change(self, changes: dict[int, Extent | None]) -> None:
         other = [x for x in changes.items() if not self._holds_the_same(*x)]
         for sequence, extent in other:
             self._give_back(sequence, extent)
@@ -170,8 +160,8 @@ class BlockTables:
 
     def held_of(self, keep: Keep) -> tuple[int, ...] | None:
         """Blocks by group of what ``keep`` leaves of its sequence; None where some of them were given back."""
-        old, extent = self._sequences.get(keep.sequence), self._left(keep)
-        held = self._held(extent)
+        old, extent = self._sequences.get(keep.sequence), self._extents.left(keep)
+        held = self._extents.held(extent)
         if not any(held):
             return held
         if old is None or old.place != extent.place or old.length < extent.length:
@@ -183,64 +173,106 @@ class BlockTables:
         """Hold what ``keep`` says, and nothing else, whatever plans were applied last: everything, or nothing and an
         exception. A sequence that is not there comes to be where none of its blocks are kept here. Raises PlanError.
         """
-        changes: dict[int, _Extent | None] = dict.fromkeys(self._sequences)
+        changes: dict[int, Extent | None] = dict.fromkeys(self._sequences)
         for each in keep:
             self._check_place(Rows(each.sequence, 0, 1, each.place))
             if each.length < 1 or changes.get(each.sequence) is not None:
                 raise PlanError(f"sequence {each.sequence} is to be kept twice, or {each.length} tokens of it")
             if self.held_of(each) is None:
                 raise PlanError(f"sequence {each.sequence}: the KV of its first {each.length} tokens is not here")
-            changes[each.sequence] = self._left(each)
+            changes[each.sequence] = self._extents.left(each)
         self._change(changes)
 
     def check_integrity(self) -> None:
-        """Every block is free or in one table, and every table is as long as its sequence, else RuntimeError."""
-        for g, tables in enumerate(self._tables):
-            owned = [b for table in tables.values() for b in table] + list(self._free[g])
-            if sorted(owned) != list(range(self.num_blocks[g])):
-                raise RuntimeError(f"layer group {g}: a KV block was lost or is owned twice")
+        """Every block is free or in tables, and every table is as long as its sequence, else RuntimeError."""
+        for g, (pool, tables) in enumerate(zip(self._pools, self._tables, strict=True)):
+            pool.check(b for table in tables.values() for b in table)
             for sequence, extent in self._sequences.items():
-                if len(tables[sequence]) != self._held(extent)[g]:
+                if len(tables[sequence]) != self._extents.held(extent)[g]:
                     raise RuntimeError(f"layer group {g}: sequence {sequence} holds {len(tables[sequence])} blocks")
             if tables.keys() != self._sequences.keys():
                 raise RuntimeError(f"layer group {g}: a table without a sequence")
 
-    def _after(self, plan: StepPlan) -> dict[int, _Extent | None]:
-        """The extents that ``plan`` changes (None = gone from now on), or an exception; touches nothing."""
-        changes: dict[int, _Extent | None] = {}
+    def _after(self, plan: StepPlan) -> tuple[dict[int, Extent | None], list[Fork]]:
+        """The extents that ``plan`` changes (None = gone from now on) and its forks, or an exception; touches nothing.
+
+        Of blocks with several holders that ``plan`` gives back none counts as free.
+        """
+        changes: dict[int, Extent | None] = {}
         last = self._last.get(plan.batch)
         if last and (last.step, last.ops, last.rows) == (plan.step, plan.ops, plan.rows):
-            return changes
+            return changes, []
         for op in plan.ops:
             changes[op.sequence] = self._operate(changes, op)
+        shared = {s: op.length for op in plan.ops if isinstance(op, Fork) for s in (op.sequence, op.source)}
         seen: set[int] = set()
         for row in plan.rows:
             if row.sequence in seen:
                 raise PlanError(f"sequence {row.sequence} is twice in step {plan.step}")
             seen.add(row.sequence)
             changes[row.sequence] = self._advance(self._extent(changes, row.sequence), row)
+            if row.first < shared.get(row.sequence, 0) or self._is_shared(row.sequence, row.first):
+                raise PlanError(f"sequence {row.sequence}: others hold the block of position {row.first}")
         changes = {s: e for s, e in changes.items() if e is not None or s in self._sequences}
-        left = list(self.free_blocks)
+        forks = [op for op in plan.ops if isinstance(op, Fork) and op.sequence in changes]
+        self._check_room(plan.step, changes, forks)
+        return changes, forks
+
+    def _check_room(self, step: int, changes: Mapping[int, Extent | None], forks: Sequence[Fork]) -> None:
+        """Raises NoBlocksError where the blocks do not suffice for ``changes``."""
+        need, shared = [0] * len(self.windows), [set[int]() for _ in self.windows]
+        forked = {fork.sequence: fork for fork in forks}
+        for fork in forks:
+            for group, ids in enumerate(shared):
+                ids.update(self._blocks_shared(group, fork))
         for sequence, extent in changes.items():
-            if self._holds_the_same(sequence, extent):
-                continue
-            before, after = (self._held(e) for e in (self._sequences.get(sequence), extent))
-            for g in range(len(left)):
-                left[g] += before[g] - after[g]
-        for g, blocks in enumerate(left):
-            if blocks < 0:
+            if extent is not None and sequence in forked:
+                self._add(need, self._extents.behind(extent, forked[sequence].length))
+            elif not self._holds_the_same(sequence, extent):
+                self._add(need, self._taken(sequence, self._sequences.get(sequence), extent, shared))
+        for g, (blocks, pool) in enumerate(zip(need, self._pools, strict=True)):
+            if blocks > pool.num_free:
                 raise NoBlocksError(
-                    f"step {plan.step} needs {-blocks} KV blocks of {self.block_size} tokens more than the "
+                    f"step {step} needs {blocks - pool.num_free} KV blocks of {self.block_size} tokens more than the "
                     f"{self.num_blocks[g]} of layer group {g} (window {self.windows[g]})"
                 )
-        return changes
 
-    def _operate(self, changes: dict[int, _Extent | None], op: SequenceOp) -> _Extent | None:
+    def _taken(
+        self, sequence: int, old: Extent | None, extent: Extent | None, shared: Sequence[Collection[int]] = ()
+    ) -> tuple[int, ...]:
+        """Blocks by group that ``sequence`` takes from the free ones, less those that it makes free. ``shared``: by
+        group, with whoever has them besides.
+        """
+        taken = [b - a for a, b in zip(self._extents.held(old), self._extents.held(extent), strict=True)]
+        if sequence in self._sequences and (any(shared) or any(pool.shares for pool in self._pools)):
+            for g, pool in enumerate(self._pools):
+                gone, _ = self._split(g, sequence, extent)
+                taken[g] += sum(pool.holders(b) > 1 or (b in shared[g] if shared else False) for b in gone)
+        return tuple(taken)
+
+    def _is_shared(self, sequence: int, position: int) -> bool:
+        """Whether another sequence holds the block of ``position`` too."""
+        if sequence not in self._sequences or not any(pool.shares for pool in self._pools):
+            return False
+        old, number = self._sequences[sequence], position // self.block_size
+        for g, pool in enumerate(self._pools):
+            ids, (low, high) = self._tables[g][sequence], (self._extents.index(g, old, n) for n in (number, number + 1))
+            if 0 <= low < high <= len(ids) and pool.holders(ids[low]) > 1:
+                return True
+        return False
+
+    def _operate(self, changes: dict[int, Extent | None], op: SequenceOp) -> Extent | None:
         match op:
             case New():
                 if changes.get(op.sequence, self._sequences.get(op.sequence)) is not None:
                     raise PlanError(f"new sequence {op.sequence} exists already")
-                return self._empty()
+                return self._extents.empty
+            case Fork():
+                if op.sequence in self._sequences or changes.get(op.sequence) is not None:
+                    raise PlanError(f"new sequence {op.sequence} exists already")
+                if self._extent(changes, op.source).length < op.length:
+                    raise PlanError(f"cannot fork {op.length} tokens of sequence {op.source}: it has fewer")
+                return self._forked(op)
             case Free():
                 self._extent(changes, op.sequence)
                 return None
@@ -248,11 +280,11 @@ class BlockTables:
                 extent = self._extent(changes, op.sequence)
                 if not 0 <= op.length <= extent.length:
                     raise PlanError(f"cannot truncate sequence {op.sequence} of {extent.length} tokens to {op.length}")
-                return replace(extent, length=op.length) if op.length else self._empty()
+                return replace(extent, length=op.length) if op.length else self._extents.empty
             case Grant():
                 return self._advance(self._extent(changes, op.sequence), op.rows)
 
-    def _advance(self, extent: _Extent, row: Rows) -> _Extent:
+    def _advance(self, extent: Extent, row: Rows) -> Extent:
         """The extent once ``row`` is planned: blocks that neither it nor the rows before it can see are given back."""
         if row.count < 1 or row.first < 0:
             raise PlanError(f"sequence {row.sequence}: {row.count} rows from position {row.first}")
@@ -264,9 +296,9 @@ class BlockTables:
         if row.place != place:
             self._check_place(row)
             place = row.place
-        return _Extent(row.first + row.count, row.first, starts, place)
+        return Extent(row.first + row.count, row.first, starts, place)
 
-    def _starts(self, extent: _Extent, row: Rows) -> tuple[int, ...]:
+    def _starts(self, extent: Extent, row: Rows) -> tuple[int, ...]:
         """The first block that is kept from ``row`` on, by group."""
         starts = []
         for window, start in zip(self.windows, extent.starts, strict=True):
@@ -286,13 +318,13 @@ class BlockTables:
             except ValueError as e:
                 raise PlanError(f"sequence {row.sequence}: {e}") from None
 
-    def _extent(self, changes: dict[int, _Extent | None] | dict[int, _Extent], sequence: int) -> _Extent:
+    def _extent(self, changes: dict[int, Extent | None] | dict[int, Extent], sequence: int) -> Extent:
         extent = changes[sequence] if sequence in changes else self._sequences.get(sequence)
         if extent is None:
             raise PlanError(f"sequence {sequence} does not exist")
         return extent
 
-    def _holds_the_same(self, sequence: int, extent: _Extent | None) -> bool:
+    def _holds_the_same(self, sequence: int, extent: Extent | None) -> bool:
         """Whether no block changes hands: so it is for most tokens of a sequence that decodes."""
         old, size = self._sequences.get(sequence), self.block_size
         if old is None or extent is None:
@@ -300,68 +332,68 @@ class BlockTables:
         same = old.starts == extent.starts and -(-old.length // size) == -(-extent.length // size)
         return same and (old.place is extent.place or old.place == extent.place)
 
-    def _left(self, keep: Keep) -> _Extent:
-        """As everybody has it who keeps so much: with the blocks that its next row can see."""
-        starts = (max(0, keep.length - w + 1) // self.block_size if w else 0 for w in self.windows)
-        return _Extent(keep.length, keep.length, tuple(starts), keep.place)
+    def _forked(self, fork: Fork) -> Extent:
+        """Of the sequence that ``fork`` starts. Raises PlanError where its source has not what it takes."""
+        source = self._extent(self._sequences, fork.source)
+        if fork.length < 1 or fork.length % self.block_size:
+            raise PlanError(f"a fork of {fork.length} tokens: it takes whole blocks of {self.block_size}")
+        kept = Keep(fork.source, fork.length, source.place)
+        if self.held_of(kept) is None:
+            raise PlanError(f"cannot fork {fork.length} tokens of sequence {fork.source}: their KV is not here")
+        return self._extents.left(kept)
 
-    def _empty(self) -> _Extent:
-        return _Extent(0, 0, (0,) * len(self.windows))
+    def _blocks_shared(self, group: int, fork: Fork) -> array[int]:
+        """The blocks that both will hold."""
+        extent, source = self._forked(fork), self._sequences[fork.source]
+        numbers = extent.starts[group], fork.length // self.block_size
+        low, high = (self._extents.index(group, source, n) for n in numbers)
+        return self._tables[group][fork.source][low:high]
 
-    def _held(self, extent: _Extent | None) -> tuple[int, ...]:
-        if extent is None:
-            return (0,) * len(self.windows)
-        stop = -(-extent.length // self.block_size)
-        return tuple(
-            deal.kept(extent.place, stop) - deal.kept(extent.place, min(start, stop))
-            for deal, start in zip(self._deals, extent.starts, strict=True)
-        )
+    def _share(self, fork: Fork) -> None:
+        """Start the sequence: it holds what it shares."""
+        extent = self._forked(fork)
+        for g, (pool, tables) in enumerate(zip(self._pools, self._tables, strict=True)):
+            ids = self._blocks_shared(g, fork)
+            tables[fork.sequence] = ids
+            pool.share(ids)
+        self._sequences[fork.sequence] = extent
 
-    def _give_back(self, sequence: int, extent: _Extent | None) -> None:
+    def _give_back(self, sequence: int, extent: Extent | None) -> None:
         """Free what ``sequence`` holds outside ``extent``."""
-        old = self._sequences.get(sequence)
-        if old is None:
+        if sequence not in self._sequences:
             return
-        for g, tables in enumerate(self._tables):
-            ids = tables[sequence]
-            if extent is None or extent.starts[g] < old.starts[g]:  # gone, or a new one of the same id
-                drop, keep = len(ids), 0
-            elif extent.place != old.place:
-                self._leave(g, ids, old, extent)
-                continue
-            else:
-                deal = self._deals[g]
-                left = deal.kept(old.place, extent.starts[g]) - deal.kept(old.place, old.starts[g])
-                drop, keep = min(len(ids), left), self._held(extent)[g]
-            self._free[g].extend(reversed(ids[:drop]))
-            del ids[:drop]
-            self._free[g].extend(reversed(ids[keep:]))
-            del ids[keep:]
+        for g, (pool, tables) in enumerate(zip(self._pools, self._tables, strict=True)):
+            gone, stay = self._split(g, sequence, extent)
+            pool.give_back(reversed(gone))
+            tables[sequence] = stay
             if extent is None:
                 del tables[sequence]
 
-    def _leave(self, group: int, ids: array[int], old: _Extent, extent: _Extent) -> None:
-        """Free those of a sequence's blocks that its new place has elsewhere; NOT_HERE for those that are to come."""
-        here = dict(zip(self._numbers(group, old), ids, strict=True))
-        numbers = self._numbers(group, extent)
-        gone = here.keys() - set(numbers)
-        self._free[group].extend(here[n] for n in sorted(gone, reverse=True))
-        ids[:] = array("q", (here.get(n, NOT_HERE) for n in numbers))
+    def _split(self, group: int, sequence: int, extent: Extent | None) -> tuple[array[int], array[int]]:
+        """The blocks that ``sequence`` gives back for ``extent``, and those that stay: NOT_HERE for those to come."""
+        old, ids = self._sequences[sequence], self._tables[group][sequence]
+        if extent is None or extent.starts[group] < old.starts[group]:  # gone, or a new one of the same id
+            return ids, array("q")
+        if extent.place != old.place:
+            here = dict(zip(self._extents.numbers(group, old), ids, strict=True))
+            numbers = self._extents.numbers(group, extent)
+            gone = array("q", (here[n] for n in sorted(here.keys() - set(numbers))))
+            return gone, array("q", (here.get(n, NOT_HERE) for n in numbers))
+        low = self._extents.index(group, old, extent.starts[group])
+        high = low + self._extents.held(extent)[group]
+        return ids[:low] + ids[high:], ids[low:high]
 
-    def _numbers(self, group: int, extent: _Extent) -> list[int]:
-        """The blocks of a sequence that a group keeps, counted from its token 0."""
-        numbers = range(extent.starts[group], -(-extent.length // self.block_size))
-        if not self.stripe:
-            return list(numbers) if extent.place.lane in self.lanes[group] else []
-        lanes, lane_of = self.lanes[group], self.placement.lane
-        return [n for n in numbers if lane_of(extent.place, n // self.stripe) in lanes]
-
-    def _take(self, sequence: int, extent: _Extent) -> None:
+    def _take(self, sequence: int, extent: Extent) -> None:
         """Fill the tables of ``sequence`` up to ``extent``; the blocks are there."""
         old = self._sequences.get(sequence)
-        for g, tables in enumerate(self._tables):
-            ids, free = tables.setdefault(sequence, array("q")), self._free[g]
+        for g, (pool, tables) in enumerate(zip(self._pools, self._tables, strict=True)):
+            ids = tables.setdefault(sequence, array("q"))
             if old is not None and old.place != extent.place:
-                ids[:] = array("q", (free.pop() if x == NOT_HERE else x for x in ids))
-            for _ in range(self._held(extent)[g] - len(ids)):
-                ids.append(free.pop())
+                ids[:] = array("q", (pool.take() if x == NOT_HERE else x for x in ids))
+            for _ in range(self._extents.held(extent)[g] - len(ids)):
+                ids.append(pool.take())
+
+    @staticmethod
+    def _add(counts: list[int], more: Iterable[int]) -> None:
+        for g, n in enumerate(more):
+            counts[g] += n

@@ -85,6 +85,7 @@ class Call:
         self.params = params
         self.only_prompt = only_prompt
         self.completion_tokens = 0
+        self.cached_tokens = 0  # of the prompts
         self._service = service
         self._feed = ReplyFeed()
         self._open = len(prompts) * params.n
@@ -113,10 +114,11 @@ class Call:
         return sum(len(p.ids) for p in self.prompts)
 
     @property
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Tokens so far."""
         prompt, new = self.prompt_tokens, self.completion_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        details = {"prompt_tokens_details": {"cached_tokens": self.cached_tokens}} if self.cached_tokens else {}
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, **details}
 
     async def batches(self, keep_alive_s: float = 0.0) -> AsyncIterator[list[tuple[int, Delta]]]:
         """What has come since the last batch; an empty one after ``keep_alive_s`` of silence. Raises ApiError."""
@@ -135,6 +137,7 @@ class Call:
 
     def _book(self, delta: Delta) -> Delta:
         self.completion_tokens += 0 if self.only_prompt else len(delta.tokens)
+        self.cached_tokens += delta.cached or 0
         if delta.key in self._waiting:
             self._waiting.discard(delta.key)
             self._ticket.started(len(self.prompts[self._numbers[delta.key]].ids))

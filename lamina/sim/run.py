@@ -208,7 +208,9 @@ class _Play:
     def _check_end(self) -> None:
         assert not self._engine.has_work
         self._check_rest()
-        assert not self._engine._ledger.sequences, "sequences are left"
+        engine = self._engine
+        assert len(engine._ledger.sequences) == engine.scheduler.num_retained, "sequences are left"
+        assert engine.free_blocks == engine._ledger.num_blocks
 
 
 def _told(output: RequestOutput | None) -> tuple[Completion, ...]:

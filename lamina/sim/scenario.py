@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lamina.protocol.partition import Lanes
@@ -79,7 +79,8 @@ def scenario(seed: int) -> Scenario:
     windows = rng.choice(((0,), (0,), (6,), (0, 5)))
     tight = rng.random() < 0.4
     num_blocks = -(-MAX_LEN // BLOCK) + (rng.randint(0, 3) if tight else 100)
-    asks = tuple(_ask(rng) for _ in range(rng.randint(1, 7)))
+    asks = _alike(seed, tuple(_ask(rng) for _ in range(rng.randint(1, 7))))
+    options["enable_prefix_caching"] = seed % 3 == 0 and not options["prefill_workers"]
     roles = [("compute", i) for i in range(max(1, batches - 1))]
     roles += [("memory", i) for i in range(options["memory_workers"])]
     roles += [("prefill", i) for i in range(options["prefill_workers"])]
@@ -113,6 +114,15 @@ def _ask(rng: random.Random) -> Arriving:
     return Arriving(
         rng.choice((0.0, rng.uniform(0.0, 0.5))), tuple(rng.randrange(EOS) for _ in range(tokens)), params, cancel
     )
+
+
+def _alike(seed: int, asks: tuple[Arriving, ...]) -> tuple[Arriving, ...]:
+    """Some prompts begin like the one before them."""
+    rng, found = random.Random(~seed), list[Arriving]()
+    for ask in asks:
+        before = found[-1].prompt if found and rng.random() < 0.6 else ()
+        found.append(replace(ask, prompt=(*before[: rng.randint(4, 24)], *ask.prompt)[:24]))
+    return tuple(found)
 
 
 def _fault(rng: random.Random, roles: list[tuple[str, int]]) -> Fault:

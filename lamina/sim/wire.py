@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from lamina.engine.wire import ViewChanged
 from lamina.fleet.arrivals import Arrivals
 from lamina.protocol.control import ComputeReady, Drawn, RunRound, RunStep, StepDone
-from lamina.protocol.plan import Grant, Keep, New, Rows
+from lamina.protocol.plan import Fork, Grant, Keep, New, Rows
 from lamina.sampling.history import Due, Histories
 
 from .clock import VirtualClock
@@ -92,7 +92,7 @@ class SimWire:
 
     # Wire:
     def submit(self, new: RunRound) -> None:
-        new_ids = [op.sequence for step in new.steps for op in step.plan.ops if isinstance(op, New)]
+        new_ids = [op.sequence for step in new.steps for op in step.plan.ops if isinstance(op, New | Fork)]
         assert not self._ids & set(new_ids), "a sequence of a number that there was"
         self._ids |= set(new_ids)
         assert all(step.plan.view == self.view for step in new.steps), "a plan of another view"

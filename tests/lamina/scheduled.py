@@ -6,12 +6,13 @@ import random
 from collections import deque
 
 from lamina.engine.prefill import Prefill
+from lamina.engine.prefixes import Prefixes
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
 from lamina.engine.steps import ScheduledStep
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place
-from lamina.protocol.plan import Free, Grant, New, StepPlan
+from lamina.protocol.plan import Fork, Free, Grant, New, StepPlan
 from lamina.protocol.tables import BlockTables
 from lamina.request import CompletionOutput, SamplingParams
 
@@ -32,6 +33,10 @@ def begin(plan: StepPlan, stored: dict[int, list[int]]) -> None:
         if isinstance(op, New):
             assert op.sequence not in stored
             stored[op.sequence] = []
+        elif isinstance(op, Fork):
+            assert op.sequence not in stored
+            stored[op.sequence] = stored[op.source][: op.length]
+            assert len(stored[op.sequence]) == op.length
         elif isinstance(op, Free):
             del stored[op.sequence]
 
@@ -132,16 +137,24 @@ def drive(
     cancels: random.Random | None = None,
     prefill_workers: int = 0,
     window: int = 0,
+    page: int = 0,
 ) -> Scheduler:
     """Run to the end. Rounds are served in order; the driver hears of several batches' steps in any order.
 
-    ``regroups``: deal anew now and then; ``cancels``: end a sequence now and then.
+    ``regroups``: deal anew now and then; ``cancels``: end a sequence now and then. ``page``: of retained sequences.
     """
     windows = [window] * len(lanes)
     ledger, tables = (BlockTables(windows, [blocks] * len(lanes), block_size, lanes, stripe) for _ in range(2))
     chunk = MAX_ROWS - 4
     prefill = Prefill(prefill_workers, chunk, 4)
-    scheduler = Scheduler(ledger, max_num_seqs=4, prefill_chunk=chunk, num_batches=num_batches, prefill=prefill)
+    scheduler = Scheduler(
+        ledger,
+        max_num_seqs=4,
+        prefill_chunk=chunk,
+        num_batches=num_batches,
+        prefill=prefill,
+        prefixes=Prefixes(ledger, page),
+    )
     most = max(len(s.prompt) + (s.params.max_tokens or 0) for s in sequences)
     prefills = [
         FakePrefill(BlockTables([window], [-(-most // block_size)], block_size)) for _ in range(prefill_workers)
@@ -184,6 +197,10 @@ def drive(
         if not busy and not queue and all(s.finished for s in sequences):
             break
     assert all(s.finished for s in sequences), "stuck"
+    scheduler.forget_prefixes()
+    for step in scheduler.schedule():
+        pool.run(step)
+    tables.check_integrity()
     assert not pool.stored, "sequences left on the memory workers"
     assert ledger.free_blocks == (blocks,) * len(lanes)
     return scheduler

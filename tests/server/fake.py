@@ -44,6 +44,7 @@ class FakeClient:
         self.lost = asyncio.Event()
         self.silence_s = 0.0
         self.hold = False
+        self.cached: int | None = None  # tokens of each prompt
         self.added: list[tuple[list[int], SamplingParams]] = []
         self.cancelled: list[int] = []
 
@@ -61,7 +62,8 @@ class FakeClient:
 
     def _deltas(self, key: int, index: int, params: SamplingParams, *, last: bool) -> list[Delta]:
         logprobs = None if params.logprobs is None else [[(WORD, -0.5), *[(WORD + 1, -1.0)] * params.logprobs]]
-        first = Delta(key=key, index=index, tokens=[WORD], text="ab", logprobs=logprobs)
+        cached = self.cached if index == 0 else None
+        first = Delta(key=key, index=index, tokens=[WORD], text="ab", logprobs=logprobs, cached=cached)
         times = Times(0.001, 0.002, 0.003) if last else None
         end = Delta(key=key, index=index, tokens=[WORD], text="cd", logprobs=logprobs and list(logprobs),
                     finish_reason="length", times=times)  # fmt: skip

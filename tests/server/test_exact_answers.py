@@ -71,6 +71,18 @@ def test_a_stream_to_the_byte() -> None:
     assert b"".join(p["body"] for p in parts) == events(*wanted)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_whose_kv_was_there_are_counted(stream: bool) -> None:
+    client = FakeClient()
+    client.cached = 2
+    fields = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    body = {"prompt": [[5, 6, 7], [5, 6, 8]], "max_tokens": 2, "n": 2, **fields}
+    text = ask("POST", "/v1/completions", make_service(client), json=body).text
+    found = json.loads(text.split("data: ")[-2] if stream else text)["usage"]
+    counts = {"prompt_tokens": 6, "completion_tokens": 8, "total_tokens": 14}
+    assert found == {**counts, "prompt_tokens_details": {"cached_tokens": 4}}
+
+
 @pytest.mark.parametrize("always", [None, False, True])
 def test_usage_is_told_at_the_end_and_where_asked_for_with_every_chunk(always: bool | None) -> None:
     options = {"include_usage": True, **({} if always is None else {"continuous_usage_stats": always})}

@@ -17,7 +17,7 @@ from lamina.protocol.control import Progress
 from lamina.server.app import layered, make_app
 from lamina.server.errors import ApiError
 from lamina.server.link.client import ReplyFeed
-from lamina.server.link.messages import Delta
+from lamina.server.link.messages import Delta, State
 from lamina.server.run import HttpServer, _Stages
 
 BODY = {"prompt": [5, 6, 7], "max_tokens": 2}
@@ -192,18 +192,22 @@ def test_what_a_slow_reader_takes_late_adds_up(parts: list[tuple[int, str, bool]
 
 def test_metrics_are_shown_under_both_names_and_only_if_they_exist() -> None:
     client = FakeClient()
+    client.state = State(
+        running=1, waiting=2, free_blocks=[48], preemptions=3, steps=10, prefix_queries=9, prefix_hits=4
+    )
     service = make_service(client, metrics_compat="vllm")
     ask("POST", "/v1/completions", service, json={**BODY, "n": 2})
     text = ask("GET", "/metrics", service).text
     for prefix in ("lamina:", "vllm:"):
         for line in ("num_requests_waiting{L} 2.0", "kv_cache_usage_perc{L} 0.25", "prompt_tokens_total{L} 3.0",
                      "generation_tokens_total{L} 4.0", "e2e_request_latency_seconds_count{L} 1.0",
-                     "request_queue_time_seconds_sum{L} 0.001"):  # fmt: skip
+                     "request_queue_time_seconds_sum{L} 0.001", "prefix_cache_queries_total{L} 9.0",
+                     "prefix_cache_hits_total{L} 4.0"):  # fmt: skip
             assert prefix + line.replace("{L}", '{engine="0",model_name="tiny"}') in text
     assert 'lamina:layer_bytes_total{engine="0",kind="q",model_name="tiny"} 20480.0' in text
     assert 'lamina:hop_latency_seconds_count{engine="0",model_name="tiny"} 40.0' in text
     assert "vllm:hop_latency" not in text
-    assert "prefix_cache" not in text
+    assert "spec_decode" not in text
     assert "_created" not in text
     client.state, client.counters = None, {}
     bare = ask("GET", "/metrics", make_service(client)).text

@@ -169,20 +169,28 @@ def output(*texts: str, **changes: Any) -> Any:
         for i, text in enumerate(texts)
     ]  # fmt: skip
     times = SimpleNamespace(arrival_s=1.0, scheduled_s=3.0, first_token_s=7.0, last_token_s=15.0)
-    given = {"outputs": outputs, "finished": False, "times": times, "prompt_logprobs": None, **changes}
-    return SimpleNamespace(**given)
+    given = {
+        "outputs": outputs,
+        "finished": False,
+        "times": times,
+        "prompt_logprobs": None,
+        "num_cached_tokens": 0,
+        **changes,
+    }
+    return SimpleNamespace(**{**given, **changes})
 
 
 def test_what_a_delta_says() -> None:
     live = engine_process._Live(7, 1)
     scored = [None, [SimpleNamespace(token_id=5, logprob=-1.0)]]
-    (first, other) = live.deltas(output("ab", "x", prompt_logprobs=scored))
+    (first, other) = live.deltas(output("ab", "x", prompt_logprobs=scored, num_cached_tokens=32))
     assert first == Delta(
-        key=7, index=0, tokens=[97, 98], text="ab", logprobs=[[(3, -0.5)]] * 2, prompt_logprobs=[None, [(5, -1.0)]]
-    )
+        key=7, index=0, tokens=[97, 98], text="ab", logprobs=[[(3, -0.5)]] * 2,
+        prompt_logprobs=[None, [(5, -1.0)]], cached=32,
+    )  # fmt: skip
     assert other == Delta(key=7, index=1, tokens=[120], text="x", logprobs=[[(3, -0.5)]])
-    (second,) = live.deltas(output("abc", "x", prompt_logprobs=scored))
-    assert second == Delta(key=7, index=0, tokens=[99], text="c", logprobs=[[(3, -0.5)]]), "scores of the prompt once"
+    (second,) = live.deltas(output("abc", "x", prompt_logprobs=scored, num_cached_tokens=32))
+    assert second == Delta(key=7, index=0, tokens=[99], text="c", logprobs=[[(3, -0.5)]]), "what is of the prompt once"
     last = output("abc", "xy", finished=True)
     for one, (reason, why, blame) in zip(
         last.outputs, [("stop", 5, None), ("error", "why", Blame.CLIENT)], strict=True

@@ -71,6 +71,7 @@ def quick(attention: Sequence[str]) -> list[Setting]:
         Setting("batch mates", Exactness.BITWISE, FIXED, FIXED.options, alone=True),
         _fixed("pipeline", pipeline=3),
         _fixed("prefill workers", prefill_workers=1),
+        *_cached(),
         RANKS,
         _ranks(transport="shm", memory_workers=4),
         _ranks(pipeline=3),
@@ -96,6 +97,8 @@ def whole(attention: Sequence[str], gemm: Sequence[str], transports: Sequence[st
         Setting("batch mates", Exactness.BITWISE, FIXED, FIXED.options, alone=True),
         *(_fixed("pipeline", pipeline=n) for n in (2, 3)),
         *(_fixed("prefill workers", prefill_workers=n) for n in (1, 2)),
+        *_cached(),
+        *(s for o in splits for s in _cached(**o, pipeline=2)),
         *(_fixed("prefill workers", **o, prefill_workers=1, pipeline=2) for o in splits),
         Setting("prefill workers", Exactness.TOKEN_EQUAL, BASE, {"prefill_workers": 1}),
         RANKS,
@@ -136,6 +139,13 @@ def _bits(axis: str, **options: Any) -> Setting:
 
 def _fixed(axis: str, **options: Any) -> Setting:
     return Setting(axis, Exactness.BITWISE, FIXED, {**options, **FIXED.options})
+
+
+def _cached(**options: Any) -> tuple[Setting, Setting]:
+    """All prompts, and once more in the same engine: then they begin with what the first ones have left."""
+    found = {**options, **FIXED.options, "enable_prefix_caching": True}
+    settings = (Setting("prefix cache", Exactness.BITWISE, FIXED, found, alone=alone) for alone in (False, True))
+    return next(settings), next(settings)
 
 
 def _ranks(**options: Any) -> Setting:

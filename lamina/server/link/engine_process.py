@@ -85,8 +85,10 @@ class _Live:
         found = [d for o in output.outputs if (d := self._delta(o))]
         if output.finished and found:
             found[-1].times = _times(output)
-        if found and output.prompt_logprobs is not None and found[0].index == 0 and self._first(found[0]):
-            found[0].prompt_logprobs = [None if x is None else _pairs(x) for x in output.prompt_logprobs]
+        if found and found[0].index == 0 and self._first(found[0]):
+            found[0].cached = output.num_cached_tokens
+            if output.prompt_logprobs is not None:
+                found[0].prompt_logprobs = [None if x is None else _pairs(x) for x in output.prompt_logprobs]
         return found
 
     def _first(self, delta: Delta) -> bool:
@@ -229,11 +231,14 @@ class _Loop:
 
     def _state(self) -> State:
         scheduler = self._engine.scheduler
+        queries, hits = scheduler.prefix_tokens
         return State(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             free_blocks=list(self._engine.free_blocks),
             preemptions=scheduler.num_preemptions,
+            prefix_queries=queries,
+            prefix_hits=hits,
             steps=self._steps,
             recovering=self._pools.recovering,
         )

@@ -78,6 +78,7 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: list[Logprobs | None] | None = None  # with the first delta of completion 0
+    cached: int | None = None  # tokens of the prompt whose KV was there; with the first delta of completion 0
     times: Times | None = None  # with the last delta of the whole prompt
     blame: Blame | None = None  # where it has ended with an error, whose text is ``stop_reason``
 
@@ -92,6 +93,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     free_blocks: list[int]  # by group, of the holder with the fewest blocks
     preemptions: int
     steps: int
+    prefix_queries: int = 0  # tokens of all completions that were admitted
+    prefix_hits: int = 0  # of them, those whose KV was there
     recovering: bool = (
         False  # a worker was lost, and another one takes its place: the engine lives, and no step is done
     )

@@ -39,6 +39,13 @@ class EngineGauges(Collector):
         preempted = self._counter("num_preemptions", "completions whose KV was freed for others")
         preempted.add_metric(self._values, state.preemptions)
         yield preempted
+        for name, text, value in (
+            ("prefix_cache_queries", "tokens of completions that were admitted", state.prefix_queries),
+            ("prefix_cache_hits", "of them, those whose KV an earlier request had left", state.prefix_hits),
+        ):
+            family = self._counter(name, text)
+            family.add_metric(self._values, value)
+            yield family
         steps = self._counter("engine_steps", "steps that were finished")
         steps.add_metric(self._values, state.steps)
         yield steps

@@ -97,6 +97,7 @@ SHARED = frozenset(
     PREFIX + name
     for name in (
         "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions", "cache_config",
+        "prefix_cache_queries", "prefix_cache_hits",
         "request_success", "admission_rejections", *_HISTOGRAMS, *_COUNTERS,
     )
 )  # fmt: skip

@@ -13,6 +13,7 @@ from lamina.protocol.block_counts import blocks_of_one, split_memory
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place, Placement, Run
 from lamina.protocol.plan import (
+    Fork,
     Free,
     Keep,
     New,
@@ -178,10 +179,10 @@ def test_behind_a_loss_there_is_what_is_to_be_kept_and_nothing_else() -> None:
 def test_what_is_not_there_cannot_be_kept(keep: list[Keep]) -> None:
     t = tables()
     t.apply(plan(New(1), Rows(1, 0, 9)))
-    before = copy.deepcopy((t._sequences, t._tables, t._free))
+    before = snapshot(t)
     with pytest.raises(PlanError, match="sequence [14]"):
         t.reconcile(keep)
-    assert (t._sequences, t._tables, t._free) == before, "nothing has changed"
+    assert snapshot(t) == before, "nothing has changed"
 
 
 def test_nor_can_what_a_window_has_given_back() -> None:
@@ -202,6 +203,84 @@ def test_nor_can_what_a_window_has_given_back() -> None:
     t.reconcile([Keep(1, 27)])
     lagging.reconcile([Keep(1, 27)])
     assert t.table(0, 1)[0] == lagging.table(0, 1)[0], "all hold the same, however far they were"
+
+
+def test_a_fork_shares_whole_blocks_and_takes_none() -> None:
+    t = tables()
+    t.apply(plan(New(1), Rows(1, 0, 11)))
+    assert t.free_blocks == (7,)
+    t.apply(plan(Fork(2, 1, 8), Rows(2, 8, 5), step=1))
+    assert t.free_blocks == (5,), "for 5 tokens behind the 8"
+    assert t.table(0, 2)[1][:2] == t.table(0, 1)[1][:2]
+    assert (t.own_blocks(1), t.own_blocks(2)) == ((1,), (2,))
+    t.apply(plan(Free(1), step=2))
+    assert t.free_blocks == (6,), "what the fork holds stays"
+    assert (t.length(2), t.own_blocks(2)) == (13, (4,))
+    t.apply(plan(Free(2), step=3))
+    assert t.free_blocks == (10,)
+    t.check_integrity()
+
+
+def test_a_fork_and_the_end_of_its_source_may_be_one_plan() -> None:
+    t = tables(blocks=4)
+    t.apply(plan(New(1), Rows(1, 0, 16)))
+    ends = plan(Fork(2, 1, 12), Free(1), step=1)
+    t.apply(ends)
+    t.apply(ends)  # which changes nothing
+    assert (t.sequences, t.free_blocks) == ([2], (1,))
+    assert not t.can_apply(plan(Rows(2, 12, 5), step=2)), "shared blocks were never free"
+    t.apply(plan(Rows(2, 12, 4), step=2))
+    t.check_integrity()
+
+
+def test_blocks_of_several_holders_do_not_count_as_free_before_they_are() -> None:
+    t = tables(blocks=4)
+    t.apply(plan(New(1), Rows(1, 0, 12)))
+    t.apply(plan(Fork(2, 1, 12), step=1))
+    assert not t.can_apply(plan(Free(1), New(3), Rows(3, 0, 8), step=2))
+    t.apply(plan(Free(1), New(3), Rows(3, 0, 4), step=2))
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ([Fork(3, 1, 6)], "whole blocks of 4"),
+        ([Fork(3, 1, 0)], "whole blocks of 4"),
+        ([Fork(3, 1, 12)], "it has fewer"),
+        ([Fork(3, 4, 4)], "sequence 4 does not exist"),
+        ([Fork(2, 1, 4)], "exists already"),
+        ([New(3), Fork(3, 1, 4)], "exists already"),
+        ([New(3), Rows(3, 0, 8), Fork(4, 3, 4)], "it has fewer"),
+        ([Free(1), Fork(3, 1, 4)], "sequence 1 does not exist"),
+        ([Truncate(1, 4), Fork(3, 1, 8)], "it has fewer"),
+        ([Fork(3, 1, 8), Rows(3, 7, 2)], "others hold the block of position 7"),
+        ([Fork(3, 1, 8), Rows(1, 7, 2)], "others hold the block of position 7"),
+        ([Rows(1, 3, 1)], "others hold the block of position 3"),
+        ([Rows(2, 2, 4)], "others hold the block of position 2"),
+        ([Truncate(2, 0), Rows(2, 0, 1)], "others hold the block of position 0"),
+    ],
+    ids=str,
+)
+def test_forks_that_cannot_be_are_refused(parts: list[SequenceOp | Rows], why: str) -> None:
+    t = tables(blocks=20)
+    t.apply(plan(New(1), Rows(1, 0, 11)))
+    t.apply(plan(Fork(2, 1, 4), Rows(2, 4, 1), step=1))
+    before = snapshot(t)
+    with pytest.raises(PlanError, match=why):
+        t.apply(plan(*parts, step=2))
+    assert snapshot(t) == before
+
+
+def test_a_fork_finds_its_window_or_is_refused() -> None:
+    t = tables([0, 6], blocks=20)
+    t.apply(plan(New(1), Rows(1, 0, 20)))
+    t.apply(plan(Rows(1, 20, 4), step=1))
+    t.apply(plan(Rows(1, 24, 4), step=2))
+    with pytest.raises(PlanError, match="their KV is not here"):
+        t.apply(plan(Fork(2, 1, 8), step=3))
+    t.apply(plan(Fork(2, 1, 24), Rows(2, 24, 1), step=3))
+    assert t.table(1, 2)[0] == (24 - 6 + 1) // SIZE
+    t.check_integrity()
 
 
 def test_a_sequence_that_lies_elsewhere_can_begin_here() -> None:
@@ -254,14 +333,16 @@ class Machine(RuleBasedStateMachine):
     def step(self, data: st.DataObject) -> None:
         lengths, ops, rows = dict(self.lengths), list[SequenceOp](), list[Rows]()
         places = dict(self.places)
-        for sequence in list(lengths):
+        source = self.fork(data, lengths, places, ops, rows)
+        for sequence in self.lengths:
             action = data.draw(st.sampled_from(["grow", "grow", "grow", "free", "truncate", "rest"]))
             if action == "free":
                 ops.append(Free(sequence))
                 del lengths[sequence]
                 continue
             if action == "truncate":
-                lengths[sequence] = data.draw(st.sampled_from([0, lengths[sequence]]))
+                shared = sequence == source or self.tables._is_shared(sequence, 0)
+                lengths[sequence] = data.draw(st.sampled_from([0, lengths[sequence]][shared:]))
                 ops.append(Truncate(sequence, lengths[sequence]))
             if action in ("grow", "truncate"):
                 if data.draw(st.sampled_from([True, False, False, False])):
@@ -280,7 +361,7 @@ class Machine(RuleBasedStateMachine):
             assert snapshot(self.tables) == before
             return
         assert fits
-        self.next_id += 1
+        self.next_id += 2
         self.places = places
         self.lengths = lengths | {r.sequence: r.first + r.count for r in rows}
         if rows and data.draw(st.booleans()):
@@ -289,6 +370,27 @@ class Machine(RuleBasedStateMachine):
             assert {s: self.tables.length(s) for s in self.tables.sequences} == self.lengths
             if not ops:
                 assert snapshot(self.tables)[0] == after[0]  # type: ignore[index]
+
+    def fork(
+        self,
+        data: st.DataObject,
+        lengths: dict[int, int],
+        places: dict[int, Place],
+        ops: list[SequenceOp],
+        rows: list[Rows],
+    ) -> int | None:
+        """Perhaps fork a sequence, and let the new one grow; returns the source."""
+        if not lengths or not data.draw(st.booleans()):
+            return None
+        source, new = data.draw(st.sampled_from(sorted(lengths))), self.next_id + 1
+        length = data.draw(st.integers(0, lengths[source] // SIZE)) * SIZE
+        if not length or self.tables.held_of(Keep(source, length, places[source])) is None:
+            return None
+        ops.append(Fork(new, source, length))
+        lengths[new], places[new] = length, places[source]
+        if data.draw(st.booleans()):
+            rows.append(Rows(new, length, data.draw(st.integers(1, MAX_ROWS)), places[new]))
+        return source
 
     @invariant()
     def nothing_is_lost_or_owned_twice(self) -> None:

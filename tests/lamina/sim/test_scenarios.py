@@ -10,8 +10,10 @@ import pytest
 from lamina.engine.engine import Engine
 from lamina.engine.kept import KeptKV
 from lamina.engine.prefill import Prefill
+from lamina.engine.prefixes import Prefixes
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
+from lamina.protocol.block_pool import BlockPool
 from lamina.protocol.tables import BlockTables
 from lamina.sim.run import BrokenError, check, check_restart, smaller
 from lamina.sim.scenario import scenario
@@ -159,7 +161,11 @@ MISTAKES = {
     "what prefill workers hold": prefill_keeping("held"),
     "the ledger": replacing(BlockTables, "reconcile", lambda self, keep: None),
     "lost KV": replacing(KeptKV, "tokens", lambda self, wanted: wanted.length),
-    "KV behind a window": replacing(BlockTables, "_left", lambda self, keep: self._sequences[keep.sequence]),
+    "KV behind a window": replacing(
+        BlockTables, "held_of", lambda self, keep: self._extents.held(self._sequences.get(keep.sequence))
+    ),
+    "retained KV": replacing(Prefixes, "forget_all", lambda self: []),
+    "shared blocks": replacing(BlockPool, "share", lambda self, blocks: None),
 }
 
 

@@ -28,6 +28,7 @@ from lamina.protocol.placement import Place
 from lamina.protocol.plan import (
     Bind,
     Bound,
+    Fork,
     Grant,
     Join,
     Key,
@@ -198,11 +199,15 @@ class Model:
 
     def __init__(self, peers: list[Peer], partition: Partition, layers: list[LayerShape], dtype: str) -> None:
         self.peers, self.layers, self.dtype = peers, layers, DTYPES[dtype]
+        self.forks: dict[int, Fork] = {}  # by the sequence that they start
         links = [MemoryLink(p.channel, p.bind.worker, WAIT_S) for p in peers]
         merging = get(peers[0].bound.backend, torch.device("cpu"), self.dtype)
         self.pool = open_pool(links, partition, layers, merging, self.dtype, HostStaging(torch.device("cpu")))
 
     def token(self, sequence: int, position: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        fork = self.forks.get(sequence)
+        if fork is not None and position < fork.length:
+            return self.token(fork.source, position, layer)
         x = self.layers[layer]
         sizes = (x.q_heads, x.qk_dim), (x.kv_heads, x.qk_dim), (x.kv_heads, x.v_dim)
         return drawn(hash((sequence, position, layer)) % 2**31, sizes, self.dtype)
@@ -217,6 +222,7 @@ class Model:
         partition = self.peers[0].bind.partition
         rows = [placed(r, partition) for r in rows]
         ops = [placed(op, partition) if isinstance(op, Grant) else op for op in ops]
+        self.forks |= {op.sequence: op for op in ops if isinstance(op, Fork)}
         plan, out = StepPlan(step=step, ops=ops, rows=rows, view=view), []
         self.pool.announce(plan)
         self.pool.select(plan)

@@ -1,0 +1,77 @@
+"""How many KV blocks sequences take, and where new ones fit. Pure policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from lamina.protocol.placement import Place
+from lamina.protocol.plan import Rows
+
+from .ledger import Ledger
+from .prefixes import Hit
+from .sequence import Sequence
+
+
+class Room:
+    """The ledger's blocks, by layer group, as sequences will take them: what is promised counts as taken."""
+
+    def __init__(self, ledger: Ledger, max_rows: int) -> None:
+        """``max_rows``: of a step."""
+        self._ledger = ledger
+        self._max_rows = max_rows
+        self._places = [Place(lane) for lane in range(ledger.num_lanes)]  # where sequences may begin
+
+    def blocks_of(self, place: Place, length: int) -> list[int]:
+        """That a sequence at ``place``, of ``length`` tokens, takes at most."""
+        return self._ledger.most_blocks(place, length, self._max_rows)
+
+    def missing(self, sequence: Sequence, hit: Hit) -> list[int]:
+        """Blocks that a sequence takes beside those of the hit that it begins with."""
+        return [max(0, n) for n in less(self.blocks_of(hit.place, sequence.num_promised), list(hit.blocks))]
+
+    def held(self, sequences: Iterable[Sequence]) -> list[int]:
+        """Blocks of all ``sequences``, by group."""
+        each = [self.blocks_of(s.place, s.num_promised) for s in sequences]
+        return [sum(n) for n in zip(*each, strict=True)] if each else [0] * len(self._ledger.lanes)
+
+    def beside(self, running: Iterable[Sequence]) -> list[int]:
+        """All blocks less those of ``running``: what is free once nothing is retained."""
+        return less(list(self._ledger.num_blocks), self.held(running))
+
+    def left(self, running: Iterable[Sequence], wanted: Mapping[Sequence, int]) -> list[int]:
+        """Free blocks less those of the rows ``wanted`` in this round, and of what running prefills will still take."""
+        left = less(list(self._ledger.free_blocks), list(self._ledger.blocks_needed(rows_of(wanted))))
+        for sequence in running:
+            missing = sequence.num_promised - sequence.num_scheduled - wanted.get(sequence, 0)
+            if missing > 0 and (sequence.wants_rows or sequence.prefill_worker is not None):
+                whole, there = (self.blocks_of(sequence.place, sequence.num_promised - n) for n in (0, missing))
+                left = [n - a + b for n, a, b in zip(left, whole, there, strict=True)]
+        return left
+
+    def place(
+        self, sequence: Sequence, left: list[int], beside: Iterable[Sequence], running: Iterable[Sequence]
+    ) -> Place | None:
+        """Where a new sequence begins, of the lanes with ``left`` blocks enough: so that what each group keeps of those
+        ``beside`` it, in its batch, and then of all that are ``running``, comes closest to what it is meant to keep.
+        """
+        places = {x: self.blocks_of(x, sequence.num_promised) for x in self._places}
+        places = {x: blocks for x, blocks in places.items() if min(less(left, blocks)) >= 0}
+        if len(places) < 2:
+            return next(iter(places), None)
+        held, of_all = self.held(beside), self.held(running)
+
+        def unevenness(blocks: list[int], more: list[int]) -> float:
+            parts = zip(blocks, more, self._ledger.lanes, strict=True)
+            return sum(float((n + m) ** 2) / g.portion for n, m, g in parts)
+
+        return min(places, key=lambda x: (unevenness(held, places[x]), unevenness(of_all, places[x])))
+
+
+def rows_of(picked: Mapping[Sequence, int]) -> list[Rows]:
+    """The next rows of each sequence, so many."""
+    return [Rows(s.id, s.num_scheduled, count, s.place) for s, count in picked.items()]
+
+
+def less(blocks: list[int], taken: list[int]) -> list[int]:
+    """By group."""
+    return [b - t for b, t in zip(blocks, taken, strict=True)]

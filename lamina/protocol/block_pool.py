@@ -1,0 +1,59 @@
+"""The KV blocks of one layer group: which are free, and how many sequences hold each of the others."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+
+ONCE = 1
+
+
+class BlockPool:
+    """Blocks ``0 .. num_blocks``. A block is free again once nobody holds it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._free = array("q", range(num_blocks - 1, -1, -1))  # the last one is handed out next
+        self._holders: dict[int, int] = {}  # of blocks that several sequences hold
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def shares(self) -> bool:
+        """Whether some block has several holders."""
+        return bool(self._holders)
+
+    def take(self) -> int:
+        """A block for one holder. Raises IndexError where none is free."""
+        return self._free.pop()
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more sequence holds each of ``blocks``."""
+        for block in blocks:
+            self._holders[block] = self.holders(block) + 1
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        """One holder less for each of ``blocks``. Of those that become free the last one is handed out next."""
+        for block in blocks:
+            left = self.holders(block) - 1
+            if not left:
+                self._free.append(block)
+            elif left == ONCE:
+                del self._holders[block]
+            else:
+                self._holders[block] = left
+
+    def holders(self, block: int) -> int:
+        """Of a block that is not free."""
+        return self._holders.get(block, ONCE)
+
+    def check(self, held: Iterable[int]) -> None:
+        """Raises RuntimeError unless the tables, which name the blocks ``held``, and this agree."""
+        named = Counter(held)
+        if sorted([*self._free, *named]) != list(range(self._num_blocks)):
+            raise RuntimeError("a KV block was lost, or is free and held")
+        if any(self.holders(block) != n for block, n in named.items()) or not self._holders.keys() <= named.keys():
+            raise RuntimeError("a KV block has other holders than the tables that name it")

@@ -1,0 +1,72 @@
+"""What a sequence holds, in numbers: windows, lanes and lengths to counts of KV blocks, by layer group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .block_counts import blocks_of_one
+from .partition import Lanes
+from .placement import FIRST, Deal, Place, Placement
+from .plan import Keep
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Of its blocks ``starts[g] .. ceil(length / block_size)`` a sequence holds those that group g keeps."""
+
+    length: int  # tokens up to the end of its last rows
+    first: int  # first position of its last rows: a replay of them must still find its window
+    starts: tuple[int, ...]
+    place: Place = FIRST
+
+
+class Extents:
+    """The arithmetic of extents where group g keeps what lies in ``lanes[g]``, and sees ``windows[g]`` tokens."""
+
+    def __init__(self, windows: Sequence[int], block_size: int, lanes: Sequence[Lanes], placement: Placement) -> None:
+        self._windows, self._block_size = windows, block_size
+        self._lanes, self._placement = lanes, placement
+        self._deals = [Deal(x, placement) for x in lanes]
+        self.empty = Extent(0, 0, (0,) * len(windows))
+
+    def left(self, keep: Keep) -> Extent:
+        """As everybody has it who keeps so much: with the blocks that its next row can see."""
+        starts = (max(0, keep.length - w + 1) // self._block_size if w else 0 for w in self._windows)
+        return Extent(keep.length, keep.length, tuple(starts), keep.place)
+
+    def held(self, extent: Extent | None) -> tuple[int, ...]:
+        """Blocks."""
+        if extent is None:
+            return (0,) * len(self._windows)
+        stop = -(-extent.length // self._block_size)
+        return tuple(
+            deal.kept(extent.place, stop) - deal.kept(extent.place, min(start, stop))
+            for deal, start in zip(self._deals, extent.starts, strict=True)
+        )
+
+    def behind(self, extent: Extent, length: int) -> list[int]:
+        """Blocks behind the first ``length`` tokens, which are whole blocks."""
+        low, high = length // self._block_size, -(-extent.length // self._block_size)
+        return [deal.kept(extent.place, high) - deal.kept(extent.place, low) for deal in self._deals]
+
+    def most(self, place: Place, length: int, max_rows: int) -> list[int]:
+        """The most blocks that a sequence of up to ``length`` tokens holds."""
+        whole = -(-length // self._block_size)
+        return [
+            min(deal.kept(place, whole), blocks_of_one(length, window, self._block_size, max_rows))
+            for deal, window in zip(self._deals, self._windows, strict=True)
+        ]
+
+    def index(self, group: int, extent: Extent, number: int) -> int:
+        """Of the block ``number`` of a sequence, counted from its token 0, in the table of what ``group`` keeps."""
+        deal = self._deals[group]
+        return deal.kept(extent.place, number) - deal.kept(extent.place, extent.starts[group])
+
+    def numbers(self, group: int, extent: Extent) -> list[int]:
+        """The blocks of a sequence that a group keeps, counted from its token 0."""
+        numbers, stripe = range(extent.starts[group], -(-extent.length // self._block_size)), self._placement.stripe
+        if not stripe:
+            return list(numbers) if extent.place.lane in self._lanes[group] else []
+        lanes, lane_of = self._lanes[group], self._placement.lane
+        return [n for n in numbers if lane_of(extent.place, n // stripe) in lanes]

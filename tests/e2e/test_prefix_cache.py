@@ -1,0 +1,104 @@
+"""Prompts that begin like earlier ones: the same tokens, with --deterministic the same bits, nothing computed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lamina import LLM, RequestOutput, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("no_child_left")
+Reference = Callable[[list[int], int], list[int]]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
+BEGINNING = [(7 * i + 3) % 90 + 5 for i in range(150)]
+
+
+def asked(number: int, length: int = 150) -> list[int]:
+    return BEGINNING[:length] + [(number * 31 + i) % 90 + 5 for i in range(20)]
+
+
+def rows(llm: LLM) -> float:
+    """Tokens of all steps until now."""
+    return llm.stats()["memory-0"]["rows"]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"transport": "shm", "memory_workers": 2},
+    {"transport": "loopback", "memory_workers": 3, "partition": "token"},
+    {"transport": "loopback", "memory_workers": 2, "partition": "request", "pipeline": 3},
+]
+
+
+@pytest.fixture(scope="module", params=OPTIONS, ids=str)
+def llm(request: pytest.FixtureRequest, llama_path: Path) -> Iterator[LLM]:
+    options = {"dtype": "float32", "prefill_chunk": 64, "enable_prefix_caching": True, **request.param}
+    with LLM(str(llama_path), **options) as llm:
+        yield llm
+
+
+def test_what_is_known_is_not_computed_again(llm: LLM, reference: Reference) -> None:
+    llm.reset_prefix_cache()
+    counts, outputs = [rows(llm)], list[RequestOutput]()
+    for number in range(3):
+        outputs += llm.generate([asked(number)], PARAMS)
+        counts.append(rows(llm))
+    assert [o.num_cached_tokens for o in outputs] == [0, 128, 128], "four whole blocks of 32"
+    first, *others = (b - a for a, b in pairwise(counts))
+    assert all(n <= first - 128 + 2 for n in others), "a row more or less behind the end"
+    for number, output in enumerate(outputs):
+        assert output.outputs[0].token_ids == reference(asked(number), 12)
+
+
+def test_a_conversation_goes_on_behind_its_answer(llm: LLM, reference: Reference) -> None:
+    llm.reset_prefix_cache()
+    turn = asked(5)
+    for cached in (0, 160, 192):  # 170, 202 and 234 tokens, and 11 whose KV the answer has left
+        (output,) = llm.generate([turn], PARAMS)
+        assert output.num_cached_tokens == cached
+        assert output.outputs[0].token_ids == reference(turn, 12)
+        turn = [*turn, *output.outputs[0].token_ids, *range(20, 40)]
+
+
+def test_requests_that_begin_alike_at_once(llm: LLM, reference: Reference) -> None:
+    llm.reset_prefix_cache()
+    llm.generate([asked(0)], PARAMS)
+    prompts = [asked(n, length) for n, length in enumerate((150, 100, 64, 33, 32, 5))]
+    outputs = llm.generate(prompts, PARAMS)
+    assert [o.num_cached_tokens for o in outputs] == [160, 96, 64, 32, 32, 0]
+    assert [o.outputs[0].token_ids for o in outputs] == [reference(p, 12) for p in prompts]
+
+
+def test_nothing_is_found_behind_a_reset(llm: LLM) -> None:
+    llm.generate([asked(0)], PARAMS)
+    llm.reset_prefix_cache()
+    (output,) = llm.generate([asked(0)], PARAMS)
+    assert output.num_cached_tokens == 0
+
+
+def test_scores_of_a_prompt_are_all_computed(llm: LLM) -> None:
+    first, second = (llm.generate([asked(9)], SamplingParams(max_tokens=1, prompt_logprobs=1))[0] for _ in range(2))
+    assert second.num_cached_tokens == 0
+    assert second.prompt_logprobs is not None
+    assert len(second.prompt_logprobs) == 170
+    assert first.prompt_logprobs is not None
+
+
+def test_bits_are_those_of_a_fresh_prompt(llama_path: Path) -> None:
+    """Under --deterministic, where reuse ends at a multiple of the prefill chunk, and takes no completions."""
+    found = []
+    options = {"transport": "loopback", "dtype": "bfloat16", "prefill_chunk": 48, "deterministic": True}
+    for caches in (False, True):
+        with LLM(str(llama_path), enable_prefix_caching=caches, **options) as llm:
+            outputs = [llm.generate([asked(n)], PARAMS)[0] for n in range(3)]
+        found.append([o.outputs[0].logprobs for o in outputs])
+        assert [o.num_cached_tokens for o in outputs] == ([0, 96, 96] if caches else [0, 0, 0])
+    assert found[0] == found[1]
+
+
+def test_prefill_workers_have_no_part_in_it(llama_path: Path) -> None:
+    with pytest.raises(ValueError, match="^--enable-prefix-caching: .* leave it out, or --prefill-workers$"):
+        LLM(str(llama_path), enable_prefix_caching=True, prefill_workers=1)

@@ -1,0 +1,182 @@
+"""Sequences that are kept for the tokens that they begin with: found, forked, given up; tokens are as without."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from scheduled import check_tokens, drive, make
+
+from lamina.engine.prefixes import Hit, Prefixes
+from lamina.engine.sequence import Sequence
+from lamina.protocol.partition import Lanes
+from lamina.protocol.placement import FIRST
+from lamina.protocol.plan import Fork, Free, Keep, New, Rows, StepPlan
+from lamina.protocol.tables import BlockTables
+from lamina.request import CompletionOutput, SamplingParams
+
+SIZE = 4
+
+
+class Desk:
+    """Prefixes over a ledger, and sequences that come and go at once."""
+
+    def __init__(self, blocks: int = 40, windows: tuple[int, ...] = (0,), *, prompts_only: bool = False) -> None:
+        self.ledger = BlockTables(windows, [blocks] * len(windows), SIZE)
+        self.prefixes = Prefixes(self.ledger, SIZE, prompts_only=prompts_only)
+        self.step = 0
+
+    def waiting(self, tokens: list[int], number: int = -1, **params: int) -> Sequence:
+        found = Sequence(0, SamplingParams(**params), 0, tokens, CompletionOutput(0), 100, frozenset())
+        found.id = number
+        return found
+
+    def serve(self, number: int, prompt: list[int], more: tuple[int, ...] = (), reason: str = "stop") -> Hit | None:
+        """Start a sequence, compute all of it but the last token, and end it."""
+        sequence = self.waiting(prompt, number)
+        hit = self.prefixes.match(sequence)
+        op = self.prefixes.start(sequence, hit)
+        sequence.tokens += more
+        sequence.num_scheduled = len(sequence.tokens) - 1
+        first = hit.length if hit else 0
+        rows = [Rows(number, first, sequence.num_scheduled - first)] if sequence.num_scheduled > first else []
+        self.apply(op, rows=rows)
+        self.prefixes.begin_round()
+        sequence.finish(reason)
+        self.apply(*self.prefixes.end(sequence))
+        return hit
+
+    def apply(self, *ops: Fork | Free | New, rows: list[Rows] | None = None) -> None:
+        self.ledger.apply(StepPlan(step=self.step, ops=list(ops), rows=rows or []))
+        self.step += 1
+        self.ledger.check_integrity()
+
+
+def tokens(*runs: tuple[int, int]) -> list[int]:
+    return [100 * name + i for name, count in runs for i in range(count)]
+
+
+def test_the_longest_known_beginning_is_found_in_whole_pages() -> None:
+    desk = Desk()
+    assert desk.serve(1, tokens((1, 11))) is None
+    assert desk.serve(2, tokens((1, 6), (2, 20))) == Hit(1, 4, FIRST, (1,))
+    found = desk.prefixes.match(desk.waiting(tokens((1, 6), (2, 11), (3, 9))))
+    assert found == Hit(2, 16, FIRST, (4,)), "6 + 11 tokens are four pages"
+    assert desk.prefixes.match(desk.waiting(tokens((2, 20)))) is None, "a page counts behind the same pages only"
+
+
+@pytest.mark.parametrize(("length", "pages"), [(9, 2), (8, 1), (5, 1), (4, 0)])
+def test_a_row_is_left_to_draw_behind(length: int, pages: int) -> None:
+    desk = Desk()
+    desk.serve(1, tokens((1, 30)))
+    hit = desk.prefixes.match(desk.waiting(tokens((1, length))))
+    assert (hit.length if hit else 0) == pages * SIZE
+
+
+def test_completions_are_prefixes_too_unless_prompts_alone_are_meant() -> None:
+    for prompts_only, length in ((False, 16), (True, 8)):
+        desk = Desk(prompts_only=prompts_only)
+        desk.serve(1, tokens((1, 10)), tuple(tokens((2, 10))))
+        hit = desk.prefixes.match(desk.waiting(tokens((1, 10), (2, 10), (3, 1))))
+        assert hit is not None
+        assert hit.length == length
+
+
+def test_tokens_whose_kv_was_never_computed_are_no_prefix() -> None:
+    """The last one of a completion."""
+    desk = Desk()
+    desk.serve(1, tokens((1, 8)))
+    hit = desk.prefixes.match(desk.waiting(tokens((1, 20))))
+    assert hit is not None
+    assert hit.length == 4
+
+
+def test_scores_of_a_prompt_need_its_rows() -> None:
+    desk = Desk()
+    desk.serve(1, tokens((1, 30)))
+    assert desk.prefixes.match(desk.waiting(tokens((1, 30)), prompt_logprobs=1)) is None
+
+
+def test_a_longer_one_takes_the_place_of_its_beginning() -> None:
+    """A conversation holds its blocks once."""
+    desk = Desk()
+    desk.serve(1, tokens((1, 9)))
+    desk.serve(2, tokens((1, 9), (2, 8)))
+    assert (desk.prefixes.num_retained, desk.ledger.sequences) == (1, [2])
+    desk.serve(3, tokens((1, 9), (3, 8)))
+    assert desk.prefixes.num_retained == 2
+    desk.serve(4, tokens((1, 9), (3, 8)))
+    assert desk.ledger.sequences == [2, 3], "all its pages were known"
+
+
+def test_what_went_wrong_is_not_kept() -> None:
+    desk = Desk()
+    desk.serve(1, tokens((1, 30)), reason="error")
+    assert (desk.prefixes.num_retained, desk.ledger.sequences) == (0, [])
+
+
+def test_the_least_recently_used_one_goes_first() -> None:
+    desk = Desk()
+    for number in (1, 2, 3):
+        desk.serve(number, tokens((number, 9)))
+    desk.serve(4, tokens((1, 8), (4, 1)))  # has all its pages from 1
+    assert [desk.prefixes.evict() for _ in range(4)] == [Free(2), Free(3), Free(1), None]
+    assert desk.prefixes.match(desk.waiting(tokens((1, 9)))) is None
+
+
+def test_a_source_stays_until_its_fork_is_planned() -> None:
+    desk = Desk()
+    desk.serve(1, tokens((1, 9)))
+    sequence = desk.waiting(tokens((1, 9)), 2)
+    hit = desk.prefixes.match(sequence)
+    assert desk.prefixes.start(sequence, hit) == Fork(2, 1, 8)
+    assert desk.prefixes.evict() is None
+    desk.prefixes.begin_round()
+    assert desk.prefixes.evict() == Free(1)
+
+
+def test_a_window_that_is_gone_is_no_prefix() -> None:
+    desk = Desk(windows=(0, 6))
+    sequence = desk.waiting(tokens((1, 33)), 1)
+    desk.apply(desk.prefixes.start(sequence, None), rows=[Rows(1, 0, 16)])
+    desk.apply(rows=[Rows(1, 16, 16)])
+    desk.apply(rows=[Rows(1, 32, 1)])
+    sequence.num_scheduled = 33
+    sequence.finish("stop")
+    desk.apply(*desk.prefixes.end(sequence))
+    assert desk.prefixes.match(desk.waiting(tokens((1, 13)))) is None
+    hit = desk.prefixes.match(desk.waiting(tokens((1, 40))))
+    assert hit is not None
+    assert hit.length == 32
+    assert hit.blocks == desk.ledger.held_of(Keep(1, 32))
+
+
+def family(order: random.Random, count: int) -> list[Sequence]:
+    """Prompts that begin with one another's tokens."""
+    known = [tokens((500 + name, 40)) for name in range(3)]
+    found = []
+    for number in range(count):
+        prompt = order.choice(known)[: order.randint(5, 40)] + [1000 * number + i for i in range(order.randint(1, 12))]
+        sequence = make(number, 0, order.randint(1, 8))
+        sequence.prompt[:], sequence.tokens[:] = prompt, prompt
+        sequence.max_len += len(prompt)
+        known.append(prompt)
+        found.append(sequence)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tokens_are_as_without(seed: int) -> None:
+    order = random.Random(seed)
+    sequences = family(order, 30)
+    options = [
+        {},
+        {"num_batches": 3},
+        {"lanes": (Lanes((True, False)), Lanes((False, True))), "num_batches": 2},
+        {"lanes": (Lanes((True, False)), Lanes((False, True))), "stripe": 2},
+        {"window": 7},
+        {"num_batches": 3, "regroups": order, "cancels": order},
+    ][seed % 6]
+    scheduler = drive(sequences, blocks=order.choice([24, 40, 200]), arrivals=order, page=4, **options)  # type: ignore[arg-type]
+    check_tokens(sequences)
+    assert scheduler.prefix_tokens[1] > 0 or "window" in options
