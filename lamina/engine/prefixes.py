@@ -1,16 +1,17 @@
-"""KV that outlives its request: which sequences are kept for the tokens that they begin with. Pure policy: no torch, no
-I/O, no clock.
+"""KV that serves more than one request: which sequences begin with which tokens. Pure policy: no torch, no I/O, no
+clock.
 
-A *retained* sequence has no more rows. A new sequence that begins with the same tokens is forked from it, in whole
-pages: both hold the blocks, and nothing is computed or moved. What is retained gives its blocks back as soon as others
-need them, the least recently used first.
+A sequence that begins with the tokens of another one is forked from it, in whole pages: both hold the blocks, and
+nothing is computed or moved. The other one may still run, or it is *retained*: it has no more rows, and gives its
+blocks back as soon as others need them, the least recently used first.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from lamina.protocol.placement import Place
@@ -20,10 +21,11 @@ from .ledger import Blocks, Ledger
 from .sequence import Sequence
 
 Page = tuple[int, ...]  # tokens
+MOST_TRIED = 8  # sequences of one beginning, of which each may have given back what a window has passed
 
 
 class Hit(NamedTuple):
-    """The first ``length`` tokens of a new sequence are those of the retained sequence ``source``."""
+    """The first ``length`` tokens of a new sequence are those of ``source``."""
 
     source: int
     length: int
@@ -36,17 +38,17 @@ class _Node:
     """Sequences that begin with the pages on the way here."""
 
     next: dict[Page, _Node] = field(default_factory=dict)
-    through: dict[int, None] = field(default_factory=dict)  # the retained ones, in the order in which they came
-    last: int | None = None  # the one that has no more pages
+    through: dict[int, None] = field(default_factory=dict)  # in the order in which they came
+    last: int | None = None  # a retained one that has no more pages
 
 
-class _Retained(NamedTuple):
+class _Known(NamedTuple):
+    sequence: Sequence
     pages: list[Page]
-    place: Place
 
 
 class Prefixes:
-    """The retained sequences, by their pages. Whoever is asked for ops puts them into the next plan of some batch."""
+    """Sequences by their pages. Ops are for the next round: forks for its first plan, before whatever else it does."""
 
     def __init__(self, ledger: Ledger, page: int, *, prompts_only: bool = False) -> None:
         """``page``: tokens, a multiple of the block size; 0 = nothing is retained. ``prompts_only``: completions are
@@ -56,8 +58,8 @@ class Prefixes:
         self._page = page
         self._prompts_only = prompts_only
         self._root = _Node()
-        self._retained: OrderedDict[int, _Retained] = OrderedDict()  # the least recently used first
-        self._pinned = set[int]()  # forked in this round, in the plan of some batch
+        self._known: dict[int, _Known] = {}  # those that run, with their prompts, and those that are retained
+        self._retained: OrderedDict[int, None] = OrderedDict()  # the least recently used first
         self.num_queried = 0  # tokens of admitted sequences
         self.num_hit = 0  # of them, in forks
 
@@ -65,35 +67,41 @@ class Prefixes:
     def num_retained(self) -> int:
         return len(self._retained)
 
-    def begin_round(self) -> None:
-        """All plans of the round before are applied."""
-        self._pinned.clear()
-
     def match(self, sequence: Sequence) -> Hit | None:
         """The most that a waiting sequence can begin with. Its last token is never part of it: a row has to draw."""
-        if not self._page or sequence.params.prompt_logprobs is not None:
-            return None
-        found, length = None, 0
-        for node in self._way(list(self._pages(sequence.tokens, len(sequence.tokens) - 1))):
-            found, length = next(reversed(node.through)), length + self._page
-        if found is None:
-            return None
-        place = self._retained[found].place
-        blocks = self._ledger.held_of(Keep(found, length, place))
-        return None if blocks is None else Hit(found, length, place, blocks)
+        nodes = list(self._shared(sequence))
+        for pages in range(len(nodes), 0, -1):
+            length = pages * self._page
+            for number in islice(reversed(nodes[pages - 1].through), MOST_TRIED):
+                place = self._known[number].sequence.place
+                blocks = self._ledger.held_of(Keep(number, length, place)) if self._has(number, length) else None
+                if blocks is not None:
+                    return Hit(number, length, place, blocks)
+        return None
+
+    def is_coming(self, sequence: Sequence, hit: Hit | None) -> bool:
+        """Whether a running sequence is about to have more of what a waiting one begins with."""
+        nodes = list(self._shared(sequence))
+        length = len(nodes) * self._page
+        if length <= (hit.length if hit else 0):
+            return False
+        return any(not self._has(n, length) and not self._known[n].sequence.finished for n in nodes[-1].through)
 
     def start(self, sequence: Sequence, hit: Hit | None) -> SequenceOp:
         """The op that starts an admitted sequence, which has its id and place."""
         self.num_queried += sequence.num_promised
+        if self._page:
+            self._add(sequence, list(self._pages(sequence.tokens, len(sequence.prompt))))
         if hit is None:
             return New(sequence.id)
         self.num_hit += hit.length
-        self._retained.move_to_end(hit.source)
-        self._pinned.add(hit.source)
+        if hit.source in self._retained:
+            self._retained.move_to_end(hit.source)
         return Fork(sequence.id, hit.source, hit.length)
 
     def end(self, sequence: Sequence) -> list[SequenceOp]:
         """Retain a finished sequence, in place of those whose pages it has too; or free it."""
+        self.drop(sequence)
         limit = len(sequence.prompt) if self._prompts_only else len(sequence.tokens)
         pages = list(self._pages(sequence.tokens, min(sequence.num_scheduled, limit))) if self._page else []
         way = list(self._way(pages))
@@ -103,32 +111,47 @@ class Prefixes:
         freed = [node.last for node in way if node.last is not None]
         for number in freed:
             self._forget(number)
-        self._retained[sequence.id] = _Retained(pages, sequence.place)
-        self._add(sequence.id, pages)
+        self._retained[sequence.id] = None
+        self._add(sequence, pages).last = sequence.id
         return [Free(number) for number in freed]
 
+    def drop(self, sequence: Sequence) -> None:
+        """A running sequence has no KV any more."""
+        if sequence.id in self._known:
+            self._forget(sequence.id)
+
     def evict(self) -> Free | None:
-        """Give up the least recently used one; None where there is none that may go in this round."""
-        number = next((n for n in self._retained if n not in self._pinned), None)
-        if number is None:
+        """Give up the least recently used one, if there is one."""
+        if not self._retained:
             return None
+        number = next(iter(self._retained))
         self._forget(number)
         return Free(number)
 
     def forget_all(self) -> list[SequenceOp]:
-        """Give up all. Between two rounds."""
+        """Give up all."""
         ops: list[SequenceOp] = [Free(number) for number in self._retained]
         self._retained.clear()
+        self._known.clear()
         self._root = _Node()
-        self._pinned.clear()
         return ops
+
+    def _shared(self, sequence: Sequence) -> Iterator[_Node]:
+        """The nodes that a waiting sequence may begin with."""
+        if not self._page or sequence.params.prompt_logprobs is not None:
+            return iter(())
+        return self._way(self._pages(sequence.tokens, len(sequence.tokens) - 1))
+
+    def _has(self, number: int, length: int) -> bool:
+        """Whether KV of so many tokens is there once the plans of this round come."""
+        return number in self._retained or self._known[number].sequence.num_scheduled >= length
 
     def _pages(self, tokens: list[int], stop: int) -> Iterator[Page]:
         """Those that are whole in the first ``stop`` tokens."""
         for at in range(self._page, stop + 1, self._page):
             yield tuple(tokens[at - self._page : at])
 
-    def _way(self, pages: list[Page]) -> Iterator[_Node]:
+    def _way(self, pages: Iterable[Page]) -> Iterator[_Node]:
         """The nodes of ``pages``, as far as there are some."""
         node = self._root
         for page in pages:
@@ -138,20 +161,24 @@ class Prefixes:
             yield found
             node = found
 
-    def _add(self, number: int, pages: list[Page]) -> None:
+    def _add(self, sequence: Sequence, pages: list[Page]) -> _Node:
+        """Put it into the tree; returns its last node."""
+        self._known[sequence.id] = _Known(sequence, pages)
         node = self._root
         for page in pages:
             node = node.next.setdefault(page, _Node())
-            node.through[number] = None
-        node.last = number
+            node.through[sequence.id] = None
+        return node
 
     def _forget(self, number: int) -> None:
         node = self._root
-        for page in self._retained.pop(number).pages:
+        self._retained.pop(number, None)
+        for page in self._known.pop(number).pages:
             child = node.next[page]
             del child.through[number]
             if not child.through:  # nobody goes this way
                 del node.next[page]
                 return
             node = child
-        node.last = None
+        if node.last == number:
+            node.last = None

@@ -140,7 +140,6 @@ class Scheduler:
                 return []
             self._deal()
         self.forget_finished()
-        self._prefixes.begin_round()
         self.batches[0].ops += self._ops
         self._ops = []
         for batch in self.batches:
@@ -286,6 +285,7 @@ class Scheduler:
         batch.ops.append(Free(victim.id))
         picked.pop(victim, None)
         self._prefill.drop(victim)
+        self._prefixes.drop(victim)
         victim.restart()
         self._waiting.appendleft(victim)
         self.num_preemptions += 1
@@ -306,6 +306,8 @@ class Scheduler:
             sequence = self._waiting[0]
             elsewhere = self._prefill.wants(sequence)
             hit = self._prefixes.match(sequence)
+            if self._prefixes.is_coming(sequence, hit):
+                return
             counts = [self._count(sequence, budget, hit.length if hit else 0) for budget in budgets]
             able = [i for i, count in enumerate(counts) if count > 0]
             if not able or sequence.num_drawing or (elsewhere and not self._prefill.has_room):
@@ -330,7 +332,8 @@ class Scheduler:
         sequence.id, sequence.place = self._next_id, place
         sequence.num_scheduled = sequence.num_cached = hit.length if hit else 0
         self._next_id += 1
-        batch.ops.append(self._prefixes.start(sequence, hit))
+        op = self._prefixes.start(sequence, hit)
+        (self.batches[0] if hit else batch).ops.append(op)  # before its source may go, in the plan of another batch
         batch.running.append(sequence)
 
     def _evict_for(self, sequence: Sequence, left: list[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,23 @@ def test_requests_that_begin_alike_at_once(llm: LLM, reference: Reference) -> No
     outputs = llm.generate(prompts, PARAMS)
     assert [o.num_cached_tokens for o in outputs] == [160, 96, 64, 32, 32, 0]
     assert [o.outputs[0].token_ids for o in outputs] == [reference(p, 12) for p in prompts]
+
+
+def test_completions_of_one_prompt_compute_it_once(llm: LLM, reference: Reference) -> None:
+    llm.reset_prefix_cache()
+    before = rows(llm)
+    (output,) = llm.generate([asked(3)], replace(PARAMS, n=4))
+    assert [o.token_ids for o in output.outputs] == [reference(asked(3), 12)] * 4
+    assert rows(llm) - before <= 170 + 3 * (170 - 160) + 4 * (12 + 1)
+
+
+def test_prompts_that_begin_alike_wait_for_the_first_of_them(llm: LLM, reference: Reference) -> None:
+    llm.reset_prefix_cache()
+    before, prompts = rows(llm), [asked(n) for n in range(40, 46)]
+    outputs = llm.generate(prompts, PARAMS)
+    assert [o.outputs[0].token_ids for o in outputs] == [reference(p, 12) for p in prompts]
+    assert sorted(o.num_cached_tokens or 0 for o in outputs) == [0, *[128] * 5]
+    assert rows(llm) - before <= 170 + 5 * (170 - 128) + 6 * (12 + 1)
 
 
 def test_nothing_is_found_behind_a_reset(llm: LLM) -> None:

@@ -41,7 +41,6 @@ class Desk:
         first = hit.length if hit else 0
         rows = [Rows(number, first, sequence.num_scheduled - first)] if sequence.num_scheduled > first else []
         self.apply(op, rows=rows)
-        self.prefixes.begin_round()
         sequence.finish(reason)
         self.apply(*self.prefixes.end(sequence))
         return hit
@@ -124,15 +123,35 @@ def test_the_least_recently_used_one_goes_first() -> None:
     assert desk.prefixes.match(desk.waiting(tokens((1, 9)))) is None
 
 
-def test_a_source_stays_until_its_fork_is_planned() -> None:
+def test_a_running_one_is_found_as_far_as_it_was_scheduled() -> None:
     desk = Desk()
-    desk.serve(1, tokens((1, 9)))
-    sequence = desk.waiting(tokens((1, 9)), 2)
-    hit = desk.prefixes.match(sequence)
-    assert desk.prefixes.start(sequence, hit) == Fork(2, 1, 8)
-    assert desk.prefixes.evict() is None
-    desk.prefixes.begin_round()
-    assert desk.prefixes.evict() == Free(1)
+    source, other = desk.waiting(tokens((1, 20)), 1), desk.waiting(tokens((1, 13), (2, 5)))
+    desk.apply(desk.prefixes.start(source, None), rows=[Rows(1, 0, 9)])
+    assert desk.prefixes.match(other) is None
+    assert desk.prefixes.is_coming(other, None)
+    source.num_scheduled = 9
+    hit = desk.prefixes.match(other)
+    assert hit == Hit(1, 8, FIRST, (2,))
+    assert desk.prefixes.is_coming(other, hit), "a third page"
+    source.num_scheduled = 12
+    desk.apply(rows=[Rows(1, 9, 3)])
+    assert desk.prefixes.match(other) == Hit(1, 12, FIRST, (3,))
+    assert not desk.prefixes.is_coming(other, desk.prefixes.match(other))
+    assert desk.prefixes.evict() is None, "it runs"
+    desk.prefixes.drop(source)
+    assert desk.prefixes.match(other) is None
+    assert not desk.prefixes.is_coming(other, None)
+
+
+def test_nobody_waits_for_what_a_window_has_passed() -> None:
+    desk = Desk(windows=(6,))
+    source, other = desk.waiting(tokens((1, 30)), 1), desk.waiting(tokens((1, 13), (2, 5)))
+    desk.apply(desk.prefixes.start(source, None), rows=[Rows(1, 0, 12)])
+    for first, count in ((12, 8), (20, 8), (28, 1)):
+        desk.apply(rows=[Rows(1, first, count)])
+    source.num_scheduled = 29
+    assert desk.prefixes.match(other) is None
+    assert not desk.prefixes.is_coming(other, None)
 
 
 def test_a_window_that_is_gone_is_no_prefix() -> None:
