@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,11 @@ sys.dont_write_bytecode = False
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parent / "e2e"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
+
+# Captures are kept for one run of the tests, by all of its processes: each model is traced anew by every run.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["LAMINA_CACHE"] = tempfile.mkdtemp(prefix="lamina-cache-")
+    atexit.register(shutil.rmtree, os.environ["LAMINA_CACHE"], ignore_errors=True)
 
 # `make test` tries the same examples every time; `make properties` looks for new ones.
 settings.register_profile("fixed", derandomize=True)
