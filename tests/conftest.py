@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -49,3 +50,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             for scheme in NEEDS.keys() & {v for v in item.callspec.params.values() if isinstance(v, str)}:
                 item.add_marker(NEEDS[scheme])
+
+
+def pytest_collection_finish() -> None:
+    """Full collections of garbage leave out torch, transformers and all tests: half a second each, often a dozen."""
+    gc.collect()
+    gc.freeze()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import MAX_LEN, Case, Family
+from families import FAMILIES, MAX_LEN, Case, Family
 from tiny import llama
 from worker_processes import WARM, workers_of
 
@@ -17,6 +17,14 @@ from worker_processes import WARM, workers_of
 def llama_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama")
     llama().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def gemma2_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Windows shorter than a chunk, a soft cap."""
+    path = tmp_path_factory.mktemp("gemma2")
+    next(f for f in FAMILIES if f.name == "gemma2").build().save_pretrained(path)
     return path
 
 
