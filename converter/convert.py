@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from .capture import capture
+from . import portable
+from .capture import Capture, capture
 from .emit import Emitter, StaticValues, describe_call, describe_cut
 from .fused import split_fused_projections
 from .graph import RowGraph
@@ -15,6 +18,16 @@ from .plan import plan_cuts
 from .reorder import schedule_slices
 from .rows import check_rows_by_rule, check_rows_by_running
 from .slices import SlicedProgram
+
+log = logging.getLogger(__name__)
+
+
+class Kept(Protocol):
+    """Where a capture is kept for the next conversion of the same module."""
+
+    def read(self) -> str | None: ...
+
+    def write(self, text: str, /) -> None: ...
 
 
 def convert(
@@ -27,6 +40,7 @@ def convert(
     check_rows: bool = True,
     max_positions: int = 64,
     example_rows: int = 3,
+    kept: Kept | None = None,
 ) -> SlicedProgram:
     """Cut a model at every ``cut_op`` into slices that carry as few bytes past attention as possible.
 
@@ -40,12 +54,16 @@ def convert(
     split_fused: compute Q apart from K and V where one GEMM over contiguous parts makes all three.
     check_rows: show that no row's result depends on other rows, by rule and by running at positions from 0 to
         ``max_positions`` - 1, which must be positions that the model can take.
+    kept: the place of the capture of just this module, traced so before or to be traced now.
 
     Raises ConversionError, naming the operator and its module, for whatever would not compute the same thing.
     """
     timings: dict[str, float] = {}
     clock = _StageTicks(timings)
-    captured = capture(step, cut_op, expect=expect, example_rows=example_rows)
+    captured = _read(kept, step, cut_op, expect)
+    if captured is None:
+        captured = capture(step, cut_op, expect=expect, example_rows=example_rows)
+        _write(kept, captured, step)
     clock.done("capture")
     if split_fused:
         split_fused_projections(captured)
@@ -65,6 +83,28 @@ def convert(
         rows = "numeric" if check_rows_by_running(slices, calls, max_positions) else "static"
         clock.done("check rows")
     return SlicedProgram(slices, calls, described, hoist, rows, timings=timings)
+
+
+def _read(kept: Kept | None, step: nn.Module, cut_op: torch._ops.OpOverload, expect: int | None) -> Capture | None:
+    """None where there is none, or none that goes with this module."""
+    text = kept.read() if kept else None
+    if text is None:
+        return None
+    try:
+        captured = portable.read(text, step)
+    except portable.NotPortableError as error:
+        log.info("the model is captured anew, as a kept capture cannot be used: %s", error)
+        return None
+    known = {n for n in captured.graph.nodes if n.target is cut_op} == set(captured.calls)
+    return captured if known and expect in (None, len(captured.calls)) else None
+
+
+def _write(kept: Kept | None, captured: Capture, step: nn.Module) -> None:
+    if kept:
+        try:
+            kept.write(portable.write(captured, step))
+        except portable.NotPortableError as error:
+            log.info("the capture is not kept: %s", error)
 
 
 class _StageTicks:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,6 +28,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parent / "e2e"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
+# Captures are kept for one run of the tests, by all of its processes: each model is traced anew by every run.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["LAMINA_CACHE"] = tempfile.mkdtemp(prefix="lamina-cache-")
+    atexit.register(shutil.rmtree, os.environ["LAMINA_CACHE"], ignore_errors=True)
+
 # `make test` tries the same examples every time; `make properties` looks for new ones.
 settings.register_profile("fixed", derandomize=True)
 settings.register_profile("search", print_blob=True)
@@ -41,3 +50,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             for scheme in NEEDS.keys() & {v for v in item.callspec.params.values() if isinstance(v, str)}:
                 item.add_marker(NEEDS[scheme])
+
+
+def pytest_collection_finish() -> None:
+    """Full collections of garbage leave out torch, transformers and all tests: half a second each, often a dozen."""
+    gc.collect()
+    gc.freeze()

@@ -7,24 +7,35 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from compiled import made_by
 
 ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
 SECONDS = 100.0
 
 
-def build(tmp_path: Path, source: Path, *flags: str, headers: Path = ROOT / "csrc") -> Path:
-    """``source``, which includes from ``headers``. Skips without a compiler, or without a sanitizer of ``flags``."""
+def build(tmp_path: Path, source: Path, *flags: str, headers: Path = CSRC) -> Path:
+    """``source``, which includes from ``headers``; where they are Lamina's own, the program is kept under build/.
+
+    Skips without a compiler, or without a sanitizer of ``flags``.
+    """
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    program = tmp_path / source.stem
     command = [compiler, "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-pthread", f"-I{headers}", *flags]
-    command += [str(source), "-ldl", "-o", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
-    if done.returncode and "cannot find -l" in done.stderr:
-        pytest.skip(f"needs the sanitizer's runtime: {done.stderr.strip().splitlines()[-2]}")
-    assert done.returncode == 0, done.stderr
-    return program
+    command += [str(source), "-ldl"]
+    if headers == CSRC:
+        folder, said, status = made_by(command, "-o", f"{{}}/{source.stem}")
+    else:
+        tmp_path.mkdir(exist_ok=True)
+        done = subprocess.run(
+            [*command, "-o", str(tmp_path / source.stem)], capture_output=True, text=True, check=False, timeout=SECONDS
+        )
+        folder, said, status = tmp_path, done.stderr, done.returncode
+    if status and "cannot find -l" in said:
+        pytest.skip(f"needs the sanitizer's runtime: {said.strip().splitlines()[-2]}")
+    assert status == 0, said
+    return folder / source.stem
 
 
 def run(program: Path, *arguments: str) -> str:

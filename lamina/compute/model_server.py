@@ -159,7 +159,11 @@ class ModelServer:
         self.clock.lap("load_s")
         self._progress("cutting the model", 0, 1)
         program = convert_model(
-            loaded.model, max_model_len=max_len, deterministic=start.model.deterministic, part=loaded.part
+            loaded.model,
+            max_model_len=max_len,
+            deterministic=start.model.deterministic,
+            part=loaded.part,
+            keep=loaded.path is not None and not start.model.trust_remote_code,
         )
         self._progress("cutting the model", 1, 1)
         self.clock.lap("convert_s")

@@ -10,6 +10,7 @@ from lamina.attention.spec import AttentionSpec
 from lamina.converter import ConversionError, CutCall, SlicedProgram, convert
 from lamina.protocol.plan import LayerShape
 
+from .captures import capture_file
 from .errors import UnsupportedModelError
 from .load import ONE_AT_A_TIME
 from .refuse import check_config, check_layers
@@ -24,13 +25,15 @@ def convert_model(
     check_rows: bool = True,
     deterministic: bool = False,
     part: WeightPart = WHOLE,
+    keep: bool = False,
 ) -> SlicedProgram:
     """Cut ``model`` at its attention layers. Weights are bound, not copied; the model is left as it was found.
 
     ``max_model_len``: tokens of a text at most; a model whose attention or rotary embedding changes with longer texts
     is served up to there. ``hoist``, ``check_rows``: see lamina.converter.convert. ``deterministic``: experts take
     each row by itself, so that it does not matter which rows run beside it; slower. ``part``: which one the model's
-    weights are. On the meta device the result is a plan.
+    weights are. ``keep``: read the capture of an earlier start, else leave one for later starts; for a model that
+    packages and a configuration have made, and nobody has changed since. On the meta device the result is a plan.
 
     Raises UnsupportedModelError, naming the layer and the reason, for a model that would not give the same tokens.
     """
@@ -38,6 +41,7 @@ def convert_model(
         raise ValueError(f"--max-model-len must be at least 1, not {max_model_len}")
     check_config(model)
     experts = "batched_mm" if deterministic else "grouped_mm"
+    kept = capture_file(model, max_model_len=max_model_len, experts=experts, part=part) if keep else None
     with ONE_AT_A_TIME, routed(model, max_model_len=max_model_len, experts=experts, part=part) as router:
         layers = check_layers(model, router, max_model_len)
         try:
@@ -48,6 +52,7 @@ def convert_model(
                 hoist=hoist,
                 check_rows=check_rows,
                 max_positions=max_model_len,
+                kept=kept,
             )
         except ConversionError as error:
             raise UnsupportedModelError(f"{type(model).__name__} cannot be cut: {error}") from error

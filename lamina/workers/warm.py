@@ -290,10 +290,12 @@ def main() -> None:
     fcntl.fcntl(life_line, fcntl.F_SETFL, flags | os.O_ASYNC)
     if select.select([life_line], [], [], 0)[0]:
         return
+    gc.disable()  # imports leave hardly any garbage: to look for it again and again is a sixth of their time
     lacks = load(args.modules)
     fcntl.fcntl(life_line, fcntl.F_SETFL, flags)
     gc.collect()
     gc.freeze()  # a collection would copy the pages of all that is imported, in every worker
+    gc.enable()
     order = WarmProcess(door, life_line, lacks).serve()
     if order is not None:
         arguments = become(order, head)

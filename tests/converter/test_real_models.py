@@ -39,7 +39,7 @@ def build(family: str, hoist: bool = False) -> tuple[nn.Module, SlicedProgram]:
     for parameter in model.parameters():
         if parameter.dim() > 1:  # larger than the default, so that attention is sharp and errors show
             nn.init.normal_(parameter, std=0.2)
-    return model, convert_model(model, max_model_len=64, hoist=hoist)
+    return model, convert_model(model, max_model_len=64, hoist=hoist, keep=True)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])

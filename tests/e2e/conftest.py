@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import MAX_LEN, Case, Family
+from families import FAMILIES, MAX_LEN, Case, Family
 from tiny import llama
 from worker_processes import WARM, workers_of
 
@@ -17,6 +17,14 @@ from worker_processes import WARM, workers_of
 def llama_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama")
     llama().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def gemma2_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Windows shorter than a chunk, a soft cap."""
+    path = tmp_path_factory.mktemp("gemma2")
+    next(f for f in FAMILIES if f.name == "gemma2").build().save_pretrained(path)
     return path
 
 
@@ -45,13 +53,29 @@ def reference(llama_path: Path) -> Callable[[list[int], int], list[int]]:
 
 
 @pytest.fixture(scope="session")
-def case(request: pytest.FixtureRequest) -> Case:
+def cases() -> dict[str, Case]:
+    """Those that were made, by the name of their family."""
+    return {}
+
+
+@pytest.fixture(scope="session")
+def captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder where ``case`` keeps what it captures, which is what nobody else has captured."""
+    return tmp_path_factory.mktemp("captures")
+
+
+@pytest.fixture(scope="session")
+def case(request: pytest.FixtureRequest, cases: dict[str, Case], captures: Path) -> Case:
     """A family of ``families.each_family``."""
     from lamina.models.convert import convert_model
 
     family: Family = request.param
-    model = family.build()
-    return family, model, convert_model(model, max_model_len=MAX_LEN)
+    if family.name not in cases:
+        model = family.build()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LAMINA_CACHE", str(captures))
+            cases[family.name] = family, model, convert_model(model, max_model_len=MAX_LEN, keep=True)
+    return cases[family.name]
 
 
 @pytest.fixture

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from tiny import llama
 
 from lamina import LLM
 from lamina.compute.model_server import ModelServer
@@ -27,7 +27,7 @@ OTHER: dict[str, Any] = {
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_the_one_that_differs_is_named(
-    options: dict[str, Any], role: str, number: int, label: str, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], role: str, number: int, label: str, llama_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert set(OTHER) == set(OF_THE_MODEL)
     name, ready = "", ModelServer.ready
@@ -40,4 +40,4 @@ def test_the_one_that_differs_is_named(
     monkeypatch.setattr(ModelServer, "ready", changed)
     for name in OTHER:
         with pytest.raises(ValueError, match=f"^{label} has another model than compute-0: {name} is .* every host"):
-            LLM(llama(), transport="loopback", **options)
+            LLM(str(llama_path), transport="loopback", **options)

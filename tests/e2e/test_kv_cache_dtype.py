@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from families import FAMILIES
 
 from lamina import LLM, SamplingParams
 
@@ -17,36 +17,37 @@ SPREADS: list[dict[str, Any]] = [
     {"memory_workers": 2, "partition": "request", "pipeline": 2},
     {"memory_workers": 2, "prefill_workers": 1},
 ]
-(GEMMA2,) = (f for f in FAMILIES if f.name == "gemma2")  # windows shorter than a chunk, a soft cap
 
 
-def answers(**options: Any) -> list[Any]:
-    with LLM(GEMMA2.build(), transport="loopback", prefill_chunk=16, deterministic=True, **options) as llm:
+def answers(model: Path, **options: Any) -> list[Any]:
+    with LLM(str(model), transport="loopback", prefill_chunk=16, deterministic=True, **options) as llm:
         outputs = llm.generate(PROMPTS, SCORED)
     return [(o.prompt_logprobs, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
 
 
 @pytest.fixture(scope="module")
-def whole() -> list[Any]:
-    return answers(kv_cache_dtype="int8")
+def whole(gemma2_path: Path) -> list[Any]:
+    return answers(gemma2_path, kv_cache_dtype="int8")
 
 
 @pytest.mark.parametrize("spread", SPREADS, ids=str)
-def test_the_bits_do_not_depend_on_how_the_work_is_spread(whole: list[Any], spread: dict[str, Any]) -> None:
-    assert answers(kv_cache_dtype="int8", **spread) == whole
+def test_the_bits_do_not_depend_on_how_the_work_is_spread(
+    whole: list[Any], spread: dict[str, Any], gemma2_path: Path
+) -> None:
+    assert answers(gemma2_path, kv_cache_dtype="int8", **spread) == whole
 
 
-def test_they_are_others_than_without(whole: list[Any]) -> None:
-    assert answers(kv_cache_dtype="fp8") != whole
+def test_they_are_others_than_without(whole: list[Any], gemma2_path: Path) -> None:
+    assert answers(gemma2_path, kv_cache_dtype="fp8") != whole
 
 
-def test_a_wrong_name_is_refused() -> None:
+def test_a_wrong_name_is_refused(gemma2_path: Path) -> None:
     with pytest.raises(ValueError, match="--kv-cache-dtype must be one of auto, int8, fp8, not 'fp4'"):
-        LLM(GEMMA2.build(), kv_cache_dtype="fp4")
+        LLM(str(gemma2_path), kv_cache_dtype="fp4")
 
 
-def test_a_backend_without_kernels_is_refused_by_name() -> None:
+def test_a_backend_without_kernels_is_refused_by_name(gemma2_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"--kv-cache-dtype int8: attention backend 'flashinfer' .* use --attention native"
     ):
-        LLM(GEMMA2.build(), transport="loopback", kv_cache_dtype="int8", attention="flashinfer")
+        LLM(str(gemma2_path), transport="loopback", kv_cache_dtype="int8", attention="flashinfer")

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import FAMILIES
 
 from lamina import LLM, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SCORED = SamplingParams(temperature=0.7, seed=1, max_tokens=12, logprobs=2, prompt_logprobs=0, ignore_eos=True)
-(GEMMA2,) = (f for f in FAMILIES if f.name == "gemma2")  # windows shorter than a chunk, a soft cap
 
 
 def test_tokens_are_those_of_transformers(
@@ -34,13 +32,13 @@ def test_tokens_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
-def test_the_bits_are_those_of_the_compute_worker(pipeline: int) -> None:
+def test_the_bits_are_those_of_the_compute_worker(pipeline: int, gemma2_path: Path) -> None:
     """A model with windows, in chunks; prompts' log-probabilities and sampled tokens too."""
     prompts = [[3 + (5 * i + j) % 300 for j in range(n)] for i, n in enumerate((60, 9, 1, 33))]
     found: list[Any] = []
     for prefill_workers in (0, 1, 2):
         with LLM(
-            GEMMA2.build(),
+            str(gemma2_path),
             transport="loopback",
             memory_workers=2,
             prefill_chunk=16,

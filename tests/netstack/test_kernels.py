@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from compiled import made_by
 
 from lamina.netstack.cuda.driver import FLAGS, NVRTC_SIGNATURES, THREADS, compiled, load, nvrtc_names
 
@@ -20,16 +20,12 @@ NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc: install the CUDA toolkit")
 
 
-def nvcc(architecture: int, folder: Path) -> tuple[Path, str]:
+def nvcc(architecture: int) -> tuple[Path, str]:
     """(the machine code, the PTX that it was assembled from)."""
     flags = [f"-arch=sm_{architecture}", *FLAGS, "-Werror", "all-warnings", f"-I{CSRC}", "--keep"]
-    output = folder / "out.cubin"
-    done = subprocess.run(
-        [str(NVCC), *flags, "--keep-dir", str(folder), "-cubin", str(SOURCE), "-o", str(output)],
-        capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return output, (folder / "kernels.ptx").read_text()
+    made = made_by([str(NVCC), *flags, "-cubin", str(SOURCE)], "--keep-dir", "{}", "-o", "{}/out.cubin")
+    assert made.status == 0, made.said
+    return made.folder / "out.cubin", (made.folder / "kernels.ptx").read_text()
 
 
 def kernels(ptx: str) -> dict[str, str]:
@@ -40,8 +36,8 @@ def kernels(ptx: str) -> dict[str, str]:
 
 @needs_nvcc
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_kernels_assemble_and_order_memory(architecture: int, tmp_path: Path) -> None:
-    code, ptx = nvcc(architecture, tmp_path)
+def test_kernels_assemble_and_order_memory(architecture: int) -> None:
+    code, ptx = nvcc(architecture)
     assert code.stat().st_size > 0
     bodies = kernels(ptx)
     names = ("send", "send_two", "receive", "receive_due", "reserve", "put", "take", "release")
@@ -69,9 +65,9 @@ def test_kernels_assemble_and_order_memory(architecture: int, tmp_path: Path) ->
 
 
 @needs_nvcc
-def test_a_copy_has_64_kib_on_their_way(tmp_path: Path) -> None:
+def test_a_copy_has_64_kib_on_their_way() -> None:
     """Loads of a thread come one behind the other, and only then the stores that wait for them."""
-    _, ptx = nvcc(90, tmp_path)
+    _, ptx = nvcc(90)
     bodies = kernels(ptx)
     assert {int(n) for n in re.findall(r"\.maxntid (\d+)", ptx)} == {THREADS}, "registers for as many as are launched"
     for name in ("lamina_memory_send", "lamina_memory_send_two", "lamina_memory_receive_due", "lamina_mlx5_send"):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import mlx5_mutants
 import pytest
+from compiled import made_by
 from mlx5_mutants import CSRC, MODEL, Mutant, Proof
 
 MUTANTS = mlx5_mutants.mutants()
@@ -26,13 +27,13 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Proof:
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def program() -> Path:
     """The proof program as it is, with warnings as errors."""
-    path = tmp_path_factory.mktemp("prove") / "prove"
     sources = [str(MODEL / "prove.cpp"), str(MODEL / "nic.cpp")]
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}"]
-    subprocess.run(["g++", *flags, *sources, "-o", str(path)], check=True, timeout=110)
-    return path
+    made = made_by(["g++", *flags, *sources], "-o", "{}/prove")
+    assert made.status == 0, made.said
+    return made.folder / "prove"
 
 
 def prove(program: Path, posts: int, seed: int) -> str:

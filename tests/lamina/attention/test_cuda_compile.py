@@ -7,11 +7,11 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from compiled import made_by
 
 from lamina.attention.cuda_geometry import Variant, choose
 from lamina.attention.cuda_kernels import SOURCES, options, source
@@ -35,13 +35,13 @@ def variants() -> list[Variant]:
     return [x for x in dict.fromkeys(bf16 + fp16 + plain) if x not in QUICK]
 
 
-def nvcc(variant: Variant, architecture: int, output: Path) -> str:
-    """Compile to what the suffix of ``output`` says; what the compiler prints."""
+def nvcc(variant: Variant, architecture: int, name: str) -> tuple[Path, str]:
+    """Compile to what the suffix of ``name`` says: the file, and what the compiler prints."""
     flags = [f"-arch=sm_{architecture}", *options(variant), "-Werror", "all-warnings", "-Xptxas", "-v"]
-    command = [str(NVCC), *flags, f"-{output.suffix[1:]}", str(SOURCES / "kernels.cu"), "-o", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+    command = [str(NVCC), *flags, f"-{Path(name).suffix[1:]}", str(SOURCES / "kernels.cu")]
+    made = made_by(command, "-o", f"{{}}/{name}")
+    assert made.status == 0, made.said
+    return made.folder / name, made.said
 
 
 def bodies(ptx: str) -> dict[str, str]:
@@ -53,8 +53,8 @@ def bodies(ptx: str) -> dict[str, str]:
 @needs_nvcc
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("variant", QUICK, ids=str)
-def test_kernels_assemble_and_nothing_spills(variant: Variant, architecture: int, tmp_path: Path) -> None:
-    said = nvcc(variant, architecture, tmp_path / "kernels.cubin")
+def test_kernels_assemble_and_nothing_spills(variant: Variant, architecture: int) -> None:
+    _, said = nvcc(variant, architecture, "kernels.cubin")
     spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
     assert spilled == [("0", "0")] * len(NAMES)
 
@@ -63,22 +63,22 @@ def test_kernels_assemble_and_nothing_spills(variant: Variant, architecture: int
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("variant", variants(), ids=str)
-def test_nothing_spills_in_any_variant(variant: Variant, architecture: int, tmp_path: Path) -> None:
-    test_kernels_assemble_and_nothing_spills(variant, architecture, tmp_path)
+def test_nothing_spills_in_any_variant(variant: Variant, architecture: int) -> None:
+    test_kernels_assemble_and_nothing_spills(variant, architecture)
 
 
 @needs_nvcc
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", OTHERS)
 @pytest.mark.parametrize("variant", QUICK, ids=str)
-def test_nothing_spills_on_other_gpus(variant: Variant, architecture: int, tmp_path: Path) -> None:
-    test_kernels_assemble_and_nothing_spills(variant, architecture, tmp_path)
+def test_nothing_spills_on_other_gpus(variant: Variant, architecture: int) -> None:
+    test_kernels_assemble_and_nothing_spills(variant, architecture)
 
 
 @needs_nvcc
-def test_instructions(tmp_path: Path) -> None:
-    nvcc(USUAL, 90, tmp_path / "kernels.ptx")
-    found = bodies((tmp_path / "kernels.ptx").read_text())
+def test_instructions() -> None:
+    ptx, _ = nvcc(USUAL, 90, "kernels.ptx")
+    found = bodies(ptx.read_text())
     assert set(found) == set(NAMES)
     attend = found["attend"]
     assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in attend

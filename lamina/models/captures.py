@@ -1,0 +1,121 @@
+"""Captures that are kept from one start to the next: tracing a model is most of the time until an engine can serve.
+
+A capture follows from code, configuration, and the shapes of weights; never from their values. All of it is in the
+name of its file, in the folder of LAMINA_CACHE. Whatever cannot be read is captured again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+VARIABLE = "LAMINA_CACHE"
+MOST_FILES = 128  # of the folder; those that have not been used for the longest time go
+LARGEST = 64 << 20  # bytes of a file
+OTHERS_WRITE = 0o022
+
+
+class CaptureFile:
+    """One capture's place. Neither reading nor writing fails: what is not there is made again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> str | None:
+        """None where there is none that nobody but this user may have written."""
+        with contextlib.suppress(OSError, ValueError), self._path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid == os.geteuid() and not status.st_mode & OTHERS_WRITE and status.st_size <= LARGEST:
+                text = file.read().decode()
+                os.utime(self._path)
+                return text
+        return None
+
+    def write(self, text: str) -> None:
+        """Whole or not at all, also where several processes do so at once."""
+        folder = self._path.parent
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=folder, prefix="new-", delete=False) as file:
+                file.write(text)
+            os.replace(file.name, self._path)
+            files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
+            for old in files[: max(0, len(files) - MOST_FILES)]:
+                old.unlink(missing_ok=True)
+
+
+def capture_file(model: nn.Module, **facts: object) -> CaptureFile | None:
+    """The place of the capture of ``model``, which code of installed packages has made by its configuration; None where
+    none are kept. ``facts``: whatever else tracing depends on.
+    """
+    if (folder := cache_folder()) is None:
+        return None
+    import transformers
+
+    told = {
+        "versions": [torch.__version__, transformers.__version__, platform.python_version()],
+        "code": [_own_code(), *_code_of(model)],
+        "config": _configuration(model),
+        "tensors": _tensors(model),
+        "facts": {name: str(value) for name, value in facts.items()},
+    }
+    name = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    return CaptureFile(folder / f"{name}.json")
+
+
+def cache_folder() -> Path | None:
+    """What LAMINA_CACHE says, where it is set; empty = none."""
+    given = os.environ.get(VARIABLE)
+    if given is None:
+        given = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lamina")
+    return Path(given) / "captures" if os.path.isabs(given) else None
+
+
+def _configuration(model: Any) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    told.pop("_name_or_path", None)
+    return told
+
+
+def _tensors(model: nn.Module) -> list[list[str]]:
+    """Names, and which of them are one tensor; shapes, strides, dtypes, devices."""
+    first: dict[int, str] = {}
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return [
+        [name, first.setdefault(id(t), name), str(tuple(t.shape)), str(t.stride()), str(t.dtype), str(t.device)]
+        for name, t in named
+    ]
+
+
+def _code_of(model: nn.Module) -> list[str]:
+    """Of the classes of its modules: their names, and their files' contents. Of torch its version says enough."""
+    classes = {type(m) for m in model.modules()}
+    files = {sys.modules[c.__module__].__file__ for c in classes if not c.__module__.startswith("torch.")}
+    names = sorted(f"{c.__module__}.{c.__qualname__}" for c in classes)
+    return [*names, *(_digest(Path(file)) for file in sorted(filter(None, files)))]
+
+
+@cache
+def _own_code() -> str:
+    """Of what routes, captures and writes."""
+    lamina = Path(__file__).resolve().parents[1]
+    files = [path for room in ("models", "converter", "attention") for path in sorted((lamina / room).glob("*.py"))]
+    return hashlib.sha256("".join(map(_digest, files)).encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,182 @@
+"""Captures that are kept: whose they are, who may have written them, and when none are kept."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from lamina.models import captures
+from lamina.models.captures import CaptureFile, cache_folder, capture_file
+from lamina.models.convert import convert_model
+from lamina.models.route import WeightPart
+
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LAMINA_CACHE", str(tmp_path))
+    return tmp_path / "captures"
+
+
+def llama(**options: Any) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**{**SHAPE, **options})).eval()
+
+
+def place(model: nn.Module, **facts: object) -> Path:
+    found = capture_file(model, **facts)
+    assert found is not None
+    return found._path
+
+
+def test_a_model_of_the_same_configuration_finds_the_capture(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    first = convert_model(llama(), max_model_len=64, keep=True)
+    assert len(list(folder.iterdir())) == 1
+    monkeypatch.setattr(sys.modules["lamina.converter.convert"], "capture", None)  # nothing is traced again
+    model = llama()  # of other weights
+    again = convert_model(model, max_model_len=64, keep=True)
+    assert [s.code for s in again] != []
+    assert [list(s.weights) for s in again] == [list(s.weights) for s in first]
+    assert again.slices[0].weights["model.model.embed_tokens.weight"] is model.model.embed_tokens.weight
+
+
+def test_nothing_is_kept_unless_it_is_asked_for(folder: Path) -> None:
+    convert_model(llama(), max_model_len=64)
+    assert not folder.exists()
+
+
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "layers": lambda: llama(num_hidden_layers=2),
+    "a number of the configuration": lambda: llama(rms_norm_eps=1e-5),
+    "tied weights": lambda: llama(tie_word_embeddings=True),
+    "dtype": lambda: llama().to(torch.bfloat16),
+    "device": lambda: llama().to("meta"),
+    "class": lambda: MistralForCausalLM(MistralConfig(**SHAPE)).eval(),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_model_has_another_place(other: str) -> None:
+    assert place(OTHERS[other]()) != place(llama())
+    assert place(llama()) == place(llama())
+
+
+def test_what_else_tracing_depends_on_is_in_the_name() -> None:
+    model = llama()
+    facts: list[dict[str, object]] = [
+        {"max_model_len": 64}, {"max_model_len": 65}, {"experts": "batched_mm"}, {"experts": "grouped_mm"},
+        {"part": WeightPart()}, {"part": WeightPart(0, 2, ((4, 2),))}, {"part": WeightPart(1, 2, ((4, 2),))},
+    ]  # fmt: skip
+    assert len({place(model, **each) for each in facts}) == len(facts)
+
+
+def test_code_that_differs_is_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Lamina, of a module's class, and the versions of packages."""
+    known = place(model := llama())
+    digest = captures._digest
+    for name in ("convert.py", "modeling_llama.py"):
+        with monkeypatch.context() as patch:
+            captures._own_code.cache_clear()
+            patch.setattr(captures, "_digest", lambda path, name=name: digest(path) + "*" * (path.name == name))
+            assert place(model) != known
+    captures._own_code.cache_clear()
+    assert place(model) == known
+    monkeypatch.setattr("transformers.__version__", "0")
+    assert place(model) != known
+
+
+def test_convert_asks_with_all_that_it_was_told(folder: Path) -> None:
+    for options in ({}, {"deterministic": True}):
+        convert_model(llama(), max_model_len=64, keep=True, **options)
+    convert_model(llama(), max_model_len=32, keep=True)
+    assert len(list(folder.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ({"LAMINA_CACHE": ""}, None),
+        ({"LAMINA_CACHE": "here"}, None),
+        ({"LAMINA_CACHE": "/a/b", "XDG_CACHE_HOME": "/c"}, "/a/b/captures"),
+        ({"XDG_CACHE_HOME": "/c"}, "/c/lamina/captures"),
+        ({"HOME": "/h"}, "/h/.cache/lamina/captures"),
+    ],
+)
+def test_where_captures_are_kept(told: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LAMINA_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert cache_folder() == (Path(found) if found else None)
+    assert (capture_file(llama()) is None) == (found is None)
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_what_others_may_have_written_is_not_read(mode: int, tmp_path: Path) -> None:
+    file = CaptureFile(tmp_path / "a.json")
+    file.write("{}")
+    assert file.read() == "{}"
+    (tmp_path / "a.json").chmod(mode)
+    assert file.read() is None
+
+
+def test_what_another_user_owns_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = CaptureFile(tmp_path / "a.json")
+    file.write("{}")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert file.read() is None
+
+
+def test_a_file_without_text_or_without_end_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b"\xff\xfe")
+    assert CaptureFile(path).read() is None
+    monkeypatch.setattr(captures, "LARGEST", 3)
+    path.write_text("{  }")
+    assert CaptureFile(path).read() is None
+    assert CaptureFile(tmp_path / "no").read() is None
+
+
+def test_a_folder_that_cannot_be_made_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    CaptureFile(tmp_path / "file" / "folder" / "a.json").write("{}")
+    assert CaptureFile(tmp_path / "file" / "folder" / "a.json").read() is None
+
+
+def test_nobody_else_can_read_or_write_the_folder(folder: Path) -> None:
+    CaptureFile(folder / "a.json").write("{}")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "a.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_those_used_last_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captures, "MOST_FILES", 3)
+    for number in range(3):
+        CaptureFile(folder / f"{number}.json").write("{}")
+        os.utime(folder / f"{number}.json", (number, number))
+    CaptureFile(folder / "0.json").read()
+    CaptureFile(folder / "3.json").write("{}")
+    assert sorted(path.name for path in folder.iterdir()) == ["0.json", "2.json", "3.json"]
+
+
+def test_writers_at_once_leave_a_whole_file(folder: Path) -> None:
+    texts = [str(number) * 100_000 for number in range(4)]
+    threads = [threading.Thread(target=CaptureFile(folder / "a.json").write, args=(text,)) for text in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert CaptureFile(folder / "a.json").read() in texts
+    assert [path.name for path in folder.iterdir()] == ["a.json"]
