@@ -54,7 +54,8 @@ GROUPS = {
     "engine": Group(
         ("lamina/engine/scheduler.py", "lamina/engine/sequence.py", "lamina/engine/draws.py"),
         ("tests/lamina/test_scheduler.py", "tests/lamina/test_scheduler_exact.py", "tests/lamina/test_sequence.py",
-         "tests/lamina/test_draws.py", "tests/lamina/test_engine.py", "tests/lamina/test_limits.py"),
+         "tests/lamina/test_draws.py", "tests/lamina/test_engine.py", "tests/lamina/test_limits.py",
+         "tests/lamina/test_roll_back.py"),
     ),
     "sampling": Group(
         ("lamina/sampling/sampler.py", "lamina/sampling/history.py", "lamina/sampling/settings.py"),
