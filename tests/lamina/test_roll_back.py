@@ -152,6 +152,20 @@ def test_what_is_there_in_part_is_kept_in_part() -> None:
     assert rows(scheduler.schedule()) == [[Rows(0, 8, 8)]]
 
 
+def test_aligned_pieces_end_at_multiples_of_a_chunk_wherever_they_begin() -> None:
+    scheduler = Scheduler(BlockTables([0], [BLOCKS], BLOCK), max_num_seqs=9, prefill_chunk=8, aligned=True)
+    add(scheduler, make(0, 24, 20))
+    for first in (0, 8):
+        steps = scheduler.schedule()
+        assert rows(steps) == [[Rows(0, first, 8)]]
+        serve(scheduler, steps)
+    scheduler.roll_back([], Kept(of_0=5))
+    for first, count in ((5, 3), (8, 8), (16, 8)):
+        steps = scheduler.schedule()
+        assert rows(steps) == [[Rows(0, first, count)]]
+        serve(scheduler, steps)
+
+
 def test_who_keeps_a_single_token_goes_on() -> None:
     scheduler, _ = begin()
     sequence = make(0, 4, 20)
