@@ -4,6 +4,8 @@ Each runs in a process of its own, with its own native modules, over shm with 1 
 --write appends it to perf/results/bench_versions.jsonl.
 
     python perf/bench_versions.py --before ../lamina-before --batch 8 --prompt 512 --write
+
+With --temperature both sample, by the same parameters and seeds.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from child import Child, Fields, serve
-from common import cpu_pressure, record, spread
+from common import add_sampling, cpu_pressure, record, sampling_of, spread
 
 HERE = Path(__file__).resolve().parents[1]
 TURN_STEPS = 8
@@ -57,15 +59,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens decoded by each version")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    add_sampling(parser)
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
+    sampling = sampling_of(args)
     settings = {k: v for k, v in vars(args).items() if k not in ("before", "write")}
     with tempfile.TemporaryDirectory() as folder:
         from reference_model import make
 
         model = make(Path(folder) / "model", args.dtype)
         file = Path(folder) / "settings.json"
-        file.write_text(json.dumps(settings | {"model": str(model)}))
+        file.write_text(json.dumps(settings | {"model": str(model), "sampling": sampling}))
         print(record("bench_versions", settings, measure(args, file), write=args.write))
 
 
@@ -124,7 +128,7 @@ def _begin(file: str) -> Callable[[Fields], Fields]:
     total = settings["tokens"] + 2 * TURN_STEPS + settings["tokens"] // TURN_STEPS
     options = {"dtype": settings["dtype"], "transport": "shm", "memory_workers": 1}
     threads = {"compute_threads": threads, "memory_threads": threads}
-    player = Lamina(Path(settings["model"]), prompts, total, **options, **threads)
+    player = Lamina(Path(settings["model"]), prompts, total, settings["sampling"], **options, **threads)
     paths = [str(Path(lamina.__file__).resolve()), *_modules(player.llm.pools.pids.values())]
     facts = {"lamina": paths, "gemm": usable()[0]}
 

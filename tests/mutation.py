@@ -54,7 +54,8 @@ GROUPS = {
     "engine": Group(
         ("lamina/engine/scheduler.py", "lamina/engine/sequence.py", "lamina/engine/draws.py"),
         ("tests/lamina/test_scheduler.py", "tests/lamina/test_scheduler_exact.py", "tests/lamina/test_sequence.py",
-         "tests/lamina/test_draws.py", "tests/lamina/test_engine.py", "tests/lamina/test_limits.py"),
+         "tests/lamina/test_draws.py", "tests/lamina/test_engine.py", "tests/lamina/test_limits.py",
+         "tests/lamina/test_roll_back.py"),
     ),
     "sampling": Group(
         ("lamina/sampling/sampler.py", "lamina/sampling/history.py", "lamina/sampling/settings.py"),
@@ -65,7 +66,8 @@ GROUPS = {
         ("lamina/server/link/engine_process.py", "lamina/server/link/client.py", "lamina/server/calls.py",
          "lamina/server/answer/answers.py", "lamina/server/admission.py"),
         ("tests/server/test_link_client.py", "tests/server/test_flow.py", "tests/server/test_exact_limits.py",
-         "tests/server/test_loop.py", "tests/server/test_exact_answers.py", "tests/server/test_serve_engine.py"),
+         "tests/server/test_loop.py", "tests/server/test_exact_answers.py", "tests/server/test_serve_engine.py",
+         "tests/server/test_engine_restarts.py"),
     ),
     "fleet": Group(
         ("lamina/fleet/hosts/node.py", "lamina/fleet/launchers/__init__.py", "lamina/fleet/hosts/placement.py"),

@@ -12,6 +12,7 @@ namespace {
 
 struct Vec {
   static constexpr std::size_t kWidth = 8;
+  static constexpr std::size_t kTogether = 2;
   using F = __m256;
   using I = __m256i;
   using M = __m256;
@@ -47,20 +48,24 @@ struct Vec {
   static F add(F a, F b) { return _mm256_add_ps(a, b); }
   static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
-  static I add(I a, I b) { return _mm256_add_epi32(a, b); }
-  static I sub(I a, I b) { return _mm256_sub_epi32(a, b); }
-  static I shift_right(I a) { return _mm256_srai_epi32(a, kLevelBits); }
-  template <int kBy>
-  static I shift_left(I a) {
-    return _mm256_slli_epi32(a, kBy);
+  using Level = I;
+  using Whole = I;
+  static Level level(F steps) { return _mm256_cvtps_epi32(steps); }
+  static Whole whole(Level level) {
+    return _mm256_srai_epi32(_mm256_add_epi32(level, all(1 << (kLevelBits - 1))), kLevelBits);
   }
-  static I round(F v) { return _mm256_cvtps_epi32(v); }
-  static F to_float(I v) { return _mm256_cvtepi32_ps(v); }
-  static F as_float(I v) { return _mm256_castsi256_ps(v); }
+  static F rest(Level level, Whole whole) {
+    return mul(_mm256_cvtepi32_ps(_mm256_sub_epi32(level, _mm256_slli_epi32(whole, kLevelBits))), all(0x1p-24f));
+  }
+  static F doubled(F power, Whole whole) {
+    const I two = _mm256_slli_epi32(_mm256_add_epi32(whole, all(127 + kMassBits)), 23);
+    return mul(power, _mm256_castsi256_ps(two));
+  }
+  static M reaches(Level level, int cut) {
+    const I least = all(cut);
+    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_cmpgt_epi32(level, least), _mm256_cmpeq_epi32(level, least)));
+  }
   static M at_least(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
-  static M at_least(I a, I b) {
-    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_cmpgt_epi32(a, b), _mm256_cmpeq_epi32(a, b)));
-  }
   static M both(M a, M b) { return _mm256_and_ps(a, b); }
   static M either(M a, M b) { return _mm256_or_ps(a, b); }
   static M none() { return _mm256_setzero_ps(); }

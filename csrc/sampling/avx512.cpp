@@ -14,6 +14,7 @@ namespace {
 
 struct Vec {
   static constexpr std::size_t kWidth = 16;
+  static constexpr std::size_t kTogether = 8;
   using F = __m512;
   using I = __m512i;
   using M = __mmask16;
@@ -37,23 +38,23 @@ struct Vec {
     _mm512_storeu_si512(p + 8, _mm512_cvtps_epi64(_mm512_extractf32x8_ps(v, 1)));
   }
   static F all(float v) { return _mm512_set1_ps(v); }
-  static I all(int v) { return _mm512_set1_epi32(v); }
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
   static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
-  static I add(I a, I b) { return _mm512_add_epi32(a, b); }
-  static I sub(I a, I b) { return _mm512_sub_epi32(a, b); }
-  static I shift_right(I a) { return _mm512_srai_epi32(a, kLevelBits); }
-  template <int kBy>
-  static I shift_left(I a) {
-    return _mm512_slli_epi32(a, kBy);
+  // Levels are exact in fp32: they are fp32 numbers that were rounded to integers. So are their sums with a half.
+  using Level = F;
+  using Whole = F;
+  static Level level(F steps) { return _mm512_roundscale_ps(steps, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static Whole whole(Level level) {
+    return _mm512_roundscale_ps(add(mul(level, all(0x1p-24f)), all(0.5f)), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   }
-  static I round(F v) { return _mm512_cvtps_epi32(v); }
-  static F to_float(I v) { return _mm512_cvtepi32_ps(v); }
-  static F as_float(I v) { return _mm512_castsi512_ps(v); }
+  static F rest(Level level, Whole whole) { return sub(mul(level, all(0x1p-24f)), whole); }
+  static F doubled(F power, Whole whole) { return _mm512_scalef_ps(power, add(whole, all(1.0f * kMassBits))); }
+  static M reaches(Level level, int cut) {
+    return _mm512_cmpge_epi32_mask(_mm512_cvtps_epi32(level), _mm512_set1_epi32(cut));
+  }
   static M at_least(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
-  static M at_least(I a, I b) { return _mm512_cmpge_epi32_mask(a, b); }
   static M both(M a, M b) { return _kand_mask16(a, b); }
   static M either(M a, M b) { return _kor_mask16(a, b); }
   static M none() { return 0; }

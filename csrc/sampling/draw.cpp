@@ -4,6 +4,7 @@
 #include <cmath>
 #include <functional>
 #include <type_traits>
+#include <utility>
 
 #include "sampling/random.h"
 
@@ -250,12 +251,12 @@ class Row {
     for (std::uint32_t i = 0; i < kRun; ++i) {
       const std::uint32_t bin = kUp ? first + i : first + kRun - 1 - i;
       if (!s_.counts[bin]) continue;
-      Bin found{0.0f, 0.0f, s_.counts[bin], s_.bin_masses[bin]};
+      Bin found{0.0f, 0.0f, s_.counts[bin], 0};
       bounds(bin, &found.low, &found.high);
+      if constexpr (std::is_same_v<T, float>) found.mass = std::exchange(s_.bin_masses[bin], 0);
       s_.bins.push_back(found);
       taken += s_.counts[bin];
       s_.counts[bin] = 0;
-      s_.bin_masses[bin] = 0;
     }
     return taken;
   }

@@ -52,7 +52,7 @@ struct Scratch {
   std::vector<Entry> entries;
   std::vector<Bin> bins;
   std::vector<std::uint32_t> counts = std::vector<std::uint32_t>(1 << 16);     // zeros between two rows
-  std::vector<std::int64_t> bin_masses = std::vector<std::int64_t>(1 << 16);  // likewise
+  std::vector<std::int64_t> bin_masses = std::vector<std::int64_t>(1 << 16);  // likewise; of fp32 alone
 };
 
 // x: ``size`` logits of ``type``. Throws std::bad_alloc.

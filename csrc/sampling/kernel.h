@@ -1,18 +1,39 @@
 // The passes over a block. Included once for each instruction set, inside a namespace that defines Vec: vectors F of
-// kWidth floats and I of as many 32-bit integers, masks M, and Sum, an exact sum of masses.
+// kWidth floats and I of as many 32-bit integers, masks M, and Sum, an exact sum of masses. Level is the type that has
+// levels as whole numbers, Whole their doublings; each is F or I, whichever the instruction set takes sooner.
 
-// Masses of a vector, as floats that are still to be rounded to integers.
-inline Vec::F masses(Vec::F x, const Scale& s, Vec::F floor) {
+// Does ``step(i)`` for each vector of a group. Vectors go step by step, side by side: one of them alone is a chain of
+// operations that wait for each other.
+template <class Step>
+inline void each(Step step) {
+  for (std::size_t i = 0; i < Vec::kTogether; ++i) step(i);
+}
+
+// Replaces the logits of a group by their masses, as floats that are still to be rounded to integers. With kAll none is
+// left out.
+template <bool kAll>
+inline void weigh(Vec::F* x, const Scale& s, Vec::F floor) {
   using V = Vec;
-  const V::F steps = V::mul(V::sub(x, V::all(s.best)), V::all(s.factor));
-  const V::I level = V::round(V::max(steps, V::all(static_cast<float>(kLowest))));
-  const V::I whole = V::shift_right(V::add(level, V::all(1 << (kLevelBits - 1))));
-  const V::F r = V::mul(V::to_float(V::sub(level, V::template shift_left<kLevelBits>(whole))), V::all(0x1p-24f));
-  V::F power = V::all(kPower[4]);
-  for (int i = 3; i >= 0; --i) power = V::add(V::mul(power, r), V::all(kPower[i]));
-  power = V::add(V::mul(power, r), V::all(1.0f));
-  const V::F two = V::as_float(V::template shift_left<23>(V::add(whole, V::all(127 + kMassBits))));
-  return V::keep(V::both(V::at_least(x, floor), V::at_least(level, V::all(s.cut))), V::mul(power, two));
+  V::Level level[V::kTogether];
+  V::Whole whole[V::kTogether];
+  V::F r[V::kTogether], power[V::kTogether];
+  each([&](std::size_t i) { r[i] = V::mul(V::sub(x[i], V::all(s.best)), V::all(s.factor)); });
+  each([&](std::size_t i) { level[i] = V::level(V::max(r[i], V::all(static_cast<float>(kLowest)))); });
+  each([&](std::size_t i) { whole[i] = V::whole(level[i]); });
+  each([&](std::size_t i) { r[i] = V::rest(level[i], whole[i]); });
+  each([&](std::size_t i) { power[i] = V::add(V::mul(V::all(kPower[4]), r[i]), V::all(kPower[3])); });
+  each([&](std::size_t i) { power[i] = V::add(V::mul(power[i], r[i]), V::all(kPower[2])); });
+  each([&](std::size_t i) { power[i] = V::add(V::mul(power[i], r[i]), V::all(kPower[1])); });
+  each([&](std::size_t i) { power[i] = V::add(V::mul(power[i], r[i]), V::all(kPower[0])); });
+  each([&](std::size_t i) { power[i] = V::doubled(V::add(V::mul(power[i], r[i]), V::all(1.0f)), whole[i]); });
+  each([&](std::size_t i) {
+    x[i] = kAll ? power[i] : V::keep(V::both(V::at_least(x[i], floor), V::reaches(level[i], s.cut)), power[i]);
+  });
+}
+
+// Whether nothing is left out: a mass at the lowest level is 0 in any case.
+inline bool takes_all(const Scale& scale, float floor) {
+  return scale.cut == kLowest && floor == -std::numeric_limits<float>::infinity();
 }
 
 template <class T>
@@ -32,20 +53,42 @@ bool scan(const void* data, float* maxima) {
   return Vec::bits(odd) != 0;
 }
 
+constexpr std::size_t kGroup = Vec::kTogether * Vec::kWidth;
+
+// Gives ``take`` each vector of masses and the place of its first one in the block.
+template <bool kAll, class T, class Take>
+inline void each_mass(const T* x, const Scale& scale, float floor, Take take) {
+  const Vec::F least = Vec::all(floor);
+  for (std::size_t at = 0; at < kBlock; at += kGroup) {
+    Vec::F group[Vec::kTogether];
+    each([&](std::size_t i) { group[i] = Vec::load(x + at + i * Vec::kWidth); });
+    weigh<kAll>(group, scale, least);
+    each([&](std::size_t i) { take(group[i], at + i * Vec::kWidth); });
+  }
+}
+
+template <bool kAll, class T>
+std::int64_t sum_of(const T* x, const Scale& scale, float floor) {
+  Vec::Sum total;
+  each_mass<kAll>(x, scale, floor, [&](Vec::F masses, std::size_t) { total.add(masses); });
+  return total.value();
+}
+
 template <class T>
 std::int64_t sum(const void* data, const Scale& scale, float floor) {
   const T* x = static_cast<const T*>(data);
-  const Vec::F least = Vec::all(floor);
-  Vec::Sum total;
-  for (std::size_t i = 0; i < kBlock; i += Vec::kWidth) total.add(masses(Vec::load(x + i), scale, least));
-  return total.value();
+  return takes_all(scale, floor) ? sum_of<true>(x, scale, floor) : sum_of<false>(x, scale, floor);
+}
+
+template <bool kAll, class T>
+void fill_with(const T* x, const Scale& scale, float floor, std::int64_t* out) {
+  each_mass<kAll>(x, scale, floor, [&](Vec::F masses, std::size_t at) { Vec::store(out + at, masses); });
 }
 
 template <class T>
 void fill(const void* data, const Scale& scale, float floor, std::int64_t* out) {
   const T* x = static_cast<const T*>(data);
-  const Vec::F least = Vec::all(floor);
-  for (std::size_t i = 0; i < kBlock; i += Vec::kWidth) Vec::store(out + i, masses(Vec::load(x + i), scale, least));
+  takes_all(scale, floor) ? fill_with<true>(x, scale, floor, out) : fill_with<false>(x, scale, floor, out);
 }
 
 template <class T>

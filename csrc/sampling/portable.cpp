@@ -7,6 +7,7 @@ namespace {
 
 struct Vec {
   static constexpr std::size_t kWidth = 1;
+  static constexpr std::size_t kTogether = 1;
   using F = float;
   using I = std::int32_t;
   using M = bool;
@@ -21,23 +22,20 @@ struct Vec {
   }
   static void store(std::int64_t* p, F v) { *p = std::llrint(v); }
   static F all(float v) { return v; }
-  static I all(int v) { return v; }
   static F mul(F a, F b) { return a * b; }
   static F add(F a, F b) { return a + b; }
   static F sub(F a, F b) { return a - b; }
   static F max(F a, F b) { return a > b ? a : b; }
-  static I add(I a, I b) { return a + b; }
-  static I sub(I a, I b) { return a - b; }
-  static I shift_right(I a) { return a >> kLevelBits; }
-  template <int kBy>
-  static I shift_left(I a) {
-    return static_cast<I>(static_cast<std::uint32_t>(a) << kBy);
+  using Level = I;
+  using Whole = I;
+  static Level level(F steps) { return static_cast<I>(std::llrint(steps)); }
+  static Whole whole(Level level) { return (level + (1 << (kLevelBits - 1))) >> kLevelBits; }
+  static F rest(Level level, Whole whole) { return static_cast<F>(level - whole * (1 << kLevelBits)) * 0x1p-24f; }
+  static F doubled(F power, Whole whole) {
+    return power * from_bits(static_cast<std::uint32_t>(whole + 127 + kMassBits) << 23);
   }
-  static I round(F v) { return static_cast<I>(std::llrint(v)); }
-  static F to_float(I v) { return static_cast<float>(v); }
-  static F as_float(I v) { return from_bits(static_cast<std::uint32_t>(v)); }
+  static M reaches(Level level, int cut) { return level >= cut; }
   static M at_least(F a, F b) { return a >= b; }
-  static M at_least(I a, I b) { return a >= b; }
   static M both(M a, M b) { return a && b; }
   static M either(M a, M b) { return a || b; }
   static M none() { return false; }

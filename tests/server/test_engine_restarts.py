@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -18,7 +20,7 @@ from lamina.fleet.standing import STOPPED_S
 from lamina.protocol.control import ControlLink, Failed
 from lamina.request import SamplingParams, Told
 from lamina.server.link.client import JOIN_S, EngineClient, EngineGoneError, ReplyFeed
-from lamina.server.link.messages import Add, Cancel, Delta, Outputs, Start, Times, WorkerCounters
+from lamina.server.link.messages import Add, Cancel, Delta, Outputs, Start, State, Times, WorkerCounters
 from lamina.server.link.restarts import EngineRestarts
 
 LIMIT_S = 10.0
@@ -139,6 +141,42 @@ def test_another_engine_is_told_all_that_readers_have() -> None:
         assert client.failure is None
 
     play(work)
+
+
+READY_TWICE = msgspec.structs.replace(READY, num_blocks=[[5, 3], [4, 9]])
+STATE = State(running=1, waiting=2, free_blocks=[3], preemptions=4, steps=5)
+
+
+@pytest.mark.parametrize("before", [None, STATE])
+def test_what_is_known_while_another_one_starts(before: State | None, caplog: pytest.LogCaptureFixture) -> None:
+    """The last state, or that nothing runs and all blocks are free. The old link is shut."""
+    logging.getLogger("lamina").propagate = True
+
+    async def work(client: EngineClient, engines: Engines) -> None:
+        first = engines.all[0]
+        client.ready = READY_TWICE
+        if before is not None:
+            first.link.send(before)
+            await until(lambda: client.state == before)
+        old = client._writer
+        with contextlib.suppress(OSError):
+            first.sock.shutdown(socket.SHUT_RD)
+        second = await engines.next(client)
+        known = before or State(running=0, waiting=0, free_blocks=[3, 4], preemptions=0, steps=0)
+        assert client.state == msgspec.structs.replace(known, recovering=True)
+        assert old.is_closing()
+        key = client.add([7], SamplingParams(), ReplyFeed(), Quiet())
+        client.cancel(key)
+        second.link.send(READY)
+        await until(lambda: client.state == known)
+        again = client.add([8], SamplingParams(), ReplyFeed(), Quiet())
+        assert (await asyncio.to_thread(second.asked)).key == again, "nobody heard of the one that was cancelled"
+        assert client.silence_s < LIMIT_S
+
+    play(work)
+    assert [r.getMessage() for r in caplog.records if r.name == "lamina.server.link.client"] == [
+        "the engine process (pid 1) was killed by SIGKILL; another one takes its place, and all requests go on"
+    ]
 
 
 def test_one_too_many_ends_it_and_names_the_option() -> None:

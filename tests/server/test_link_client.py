@@ -107,6 +107,37 @@ def test_what_a_slow_reader_has_not_taken_is_added_up() -> None:
     asyncio.run(work())
 
 
+def test_an_end_without_log_probabilities_leaves_those_that_were_held() -> None:
+    feed = ReplyFeed()
+    for index, (first, last) in enumerate(([[[(1, -0.5)]], None], [None, [[(1, -0.5)]]])):
+        feed.push(delta(7, index, logprobs=first))
+        feed.push(delta(7, index, tokens=[], text="", logprobs=last, finish_reason="abort"))
+
+    async def work() -> None:
+        assert [d.logprobs for d in await feed.take()] == [[[(1, -0.5)]], None]
+
+    asyncio.run(work())
+
+
+def test_an_end_is_waited_for_a_second_and_looked_at_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept, (ours, theirs) = [100.0], list[float](), socket.socketpair()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    class Clock:
+        monotonic = staticmethod(lambda: now[0])
+
+    Clock.sleep = staticmethod(sleep)  # type: ignore[attr-defined]
+    monkeypatch.setattr(module, "time", Clock)
+    assert module._fate(Handle(ours, None)) == "closed its link"  # type: ignore[arg-type]
+    assert sum(slept) == pytest.approx(1.0, abs=0.05)
+    assert max(slept) < 0.1
+    ours.close()
+    theirs.close()
+
+
 def test_a_start_is_followed_and_its_failure_told() -> None:
     async def work(bench: Bench) -> None:
         heard = list[Progress]()
