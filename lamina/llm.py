@@ -7,8 +7,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+from .engine.lockstep import Lockstep
 from .engine.streams import Feed
 from .front import Front
 from .models.tokens import apply_chat_template
@@ -94,6 +96,15 @@ class LLM:
         conversations = conversation_list(messages)
         return self.generate([apply_chat_template(self.tokenizer, c) for c in conversations], sampling_params)
 
+    def lockstep(self, prompts: Sequence[list[int]], max_tokens: int) -> Lockstep:
+        """Token ids whose continuations the caller chooses, a token of each at a time, by the logits of all.
+
+        Raises ValueError for prompts that cannot be served, also all together.
+        """
+        self._check_open()
+        use = partial(_Use, self)
+        return Lockstep(self.engine, prompts, max_tokens, step=self._step, settle=self._settle, use=use)
+
     def stats(self) -> dict[str, dict[str, float]]:
         """Counters of every worker since its start: seconds by activity, steps, rows, bytes. Keys like "memory-0"."""
         self._check_open()
@@ -129,10 +140,17 @@ class LLM:
         """What has grown; None at the end."""
         with _Use(self):
             while (output := feed.take()) is None and feed.unfinished:
-                self._check_open()
-                self._cancel_dropped()
-                self._advance(self._front.streams.step)
+                self._step()
         return output
+
+    def _step(self) -> None:
+        self._check_open()
+        self._cancel_dropped()
+        self._advance(self._front.streams.step)
+
+    def _settle(self) -> None:
+        if not self.pools.closed:
+            self._advance(self._front.streams.settle)
 
     def _drop(self, feed: Feed) -> None:
         with _Use(self):
@@ -149,8 +167,7 @@ class LLM:
         try:
             if self._dropped:
                 self._cancel_dropped()
-                if not self.pools.closed:
-                    self._advance(self._front.streams.settle)
+                self._settle()
         finally:
             self._using.release()
 
