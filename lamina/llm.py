@@ -38,7 +38,8 @@ class LLM:
     def __init__(self, model: Any, *, tokenizer: Any = None, progress: bool = False, **options: Any) -> None:
         """``tokenizer``: a Hugging Face tokenizer, a path, or None for the model's own (a module has none).
 
-        ``progress``: show a bar on stderr while workers start and load.
+        ``progress``: show a bar on stderr while workers start and load. ``generation_config``: where defaults of
+        sampling come from: "auto" = the model's generation_config.json, "none", or a directory that has one.
         """
         self._front = Front(model, tokenizer, progress, options)
         self.pools, self.engine = self._front.pools, self._front.engine
@@ -55,6 +56,10 @@ class LLM:
         """``tokenizer``, by vLLM's name."""
         return self._front.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Of prompts that come with none: what the model's generation_config.json says, by the rule of vLLM."""
+        return self._front.default_params()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -63,7 +68,8 @@ class LLM:
         """Complete all prompts (text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}); results in their
         order, each finished.
 
-        One SamplingParams serves all prompts, a list gives each its own. Ctrl-C ends the workers.
+        One SamplingParams serves all prompts, a list gives each its own; None: ``get_default_sampling_params``. Ctrl-C
+        ends the workers.
         """
         with self._stream(prompts, sampling_params, finished_only=True) as stream:
             finished = {output.request_id: output for output in stream}
@@ -129,7 +135,8 @@ class LLM:
     ) -> Stream:
         self._check_open()
         batch = prompt_list(prompts)
-        each = params_list(len(batch), sampling_params)
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        each = params_list(len(batch), given)
         asked = [self._front.ask(p, params) for p, params in zip(batch, each, strict=True)]
         feed = Feed(len(asked), finished_only=finished_only)
         with _Use(self):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from lamina.request import SamplingParams
 from lamina.server.config import ServerConfig
@@ -11,6 +14,7 @@ from lamina.server.link.messages import Ready
 
 from .protocol import ChatRequest, CompletionRequest, Sampling
 
+_NONE: Mapping[str, Any] = MappingProxyType({})
 PARAMS = frozenset(f.name for f in dataclasses.fields(SamplingParams))
 # Fields that go to SamplingParams under their own names where they are given.
 _PLAIN = (
@@ -19,32 +23,39 @@ _PLAIN = (
 )  # fmt: skip
 
 
-def completion_params(request: CompletionRequest, config: ServerConfig, ready: Ready) -> SamplingParams:
-    """Raises ApiError. ``max_tokens`` 0, for scoring a prompt, becomes 1: the caller drops that token."""
+def completion_params(
+    request: CompletionRequest, config: ServerConfig, ready: Ready, defaults: Mapping[str, Any] = _NONE
+) -> SamplingParams:
+    """Raises ApiError. ``max_tokens`` 0, for scoring a prompt, becomes 1: the caller drops that token. ``defaults``: by
+    the names of SamplingParams, for what the request does not say; its max_tokens is a limit for all.
+    """
     n = request.n or 1
     if request.best_of not in (None, n):
         raise ApiError(400, f"best_of must equal n, not {request.best_of}", param="best_of", code="unsupported_value")
     if request.max_tokens == 0 and not request.echo:
         raise ApiError(400, "max_tokens must be at least 1 without echo", param="max_tokens", code="invalid_value")
     limit = 16 if request.max_tokens is None else max(1, request.max_tokens)
-    return _params(request, config, ready, limit, request.logprobs, "logprobs", echo=bool(request.echo))
+    return _params(request, config, ready, defaults, limit, request.logprobs, "logprobs", echo=bool(request.echo))
 
 
-def chat_params(request: ChatRequest, config: ServerConfig, ready: Ready) -> SamplingParams:
-    """Raises ApiError. ``max_tokens`` None: up to the context's end."""
+def chat_params(
+    request: ChatRequest, config: ServerConfig, ready: Ready, defaults: Mapping[str, Any] = _NONE
+) -> SamplingParams:
+    """Raises ApiError. ``max_tokens`` None: up to the context's end. ``defaults``: as of ``completion_params``."""
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     if request.max_completion_tokens is None and request.max_tokens == 0:
         raise ApiError(400, "max_tokens must be at least 1", param="max_tokens", code="invalid_value")
     limit = request.max_completion_tokens or request.max_tokens
     count = (request.top_logprobs or 0) if request.logprobs else None
-    return _params(request, config, ready, limit, count, "top_logprobs", echo=False)
+    return _params(request, config, ready, defaults, limit, count, "top_logprobs", echo=False)
 
 
 def _params(
     request: Sampling,
     config: ServerConfig,
     ready: Ready,
+    defaults: Mapping[str, Any],
     max_tokens: int | None,
     logprobs: int | None,
     logprobs_name: str,
@@ -52,7 +63,9 @@ def _params(
     echo: bool,
 ) -> SamplingParams:
     _check_limits(request, config, logprobs, logprobs_name)
-    given = {name: value for name in _PLAIN if (value := getattr(request, name)) is not None}
+    given = {**defaults, **{name: value for name in _PLAIN if (value := getattr(request, name)) is not None}}
+    if (most := given.pop("max_tokens", None)) is not None:
+        max_tokens = most if max_tokens is None else min(most, max_tokens)
     if request.seed is not None:
         given["seed"] = request.seed % (1 << 63)
     if request.top_p is not None:
