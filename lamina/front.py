@@ -52,11 +52,14 @@ class Front:
 
     def ask(self, prompt: str | list[int], params: SamplingParams) -> Asked:
         """A prompt as the engine takes it. Raises ValueError for one that is no tokens and cannot become some."""
+        params = params.clone()  # the caller may set other values for the next request
         ids = self._encode(prompt)
+        if params.truncate_prompt_tokens is not None:
+            ids = ids[-params.truncate_prompt_tokens :]
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer: pass tokenizer= or use stop_token_ids")
         make_pieces = None
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and params.detokenize:
             tokenizer, skip = self.tokenizer, params.skip_special_tokens
             make_pieces = lambda: Detokenizer(tokenizer, ids, skip_special_tokens=skip)  # noqa: E731
         text = prompt if isinstance(prompt, str) else None

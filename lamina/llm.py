@@ -14,6 +14,7 @@ from .engine.lockstep import Lockstep
 from .engine.streams import Feed
 from .front import Front
 from .models.tokens import apply_chat_template
+from .progress import counting_bar
 from .prompts import Prompt, conversation_list, params_list, prompt_list
 from .request import RequestOutput, SamplingParams
 
@@ -64,15 +65,23 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
         """Complete all prompts (text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}); results in their
         order, each finished.
 
         One SamplingParams serves all prompts, a list gives each its own; None: ``get_default_sampling_params``. Ctrl-C
-        ends the workers.
+        ends the workers. ``use_tqdm``: a bar of finished prompts on stderr, where that is a terminal; or what makes
+        the bar, called as tqdm.
         """
-        with self._stream(prompts, sampling_params, finished_only=True) as stream:
-            finished = {output.request_id: output for output in stream}
+        with (
+            self._stream(prompts, sampling_params, finished_only=True) as stream,
+            counting_bar(use_tqdm, len(stream.request_ids), "Processed prompts") as count,
+        ):
+            finished = {}
+            for output in stream:
+                finished[output.request_id] = output
+                count()
         return [finished[request_id] for request_id in stream.request_ids]
 
     def stream(
@@ -92,6 +101,7 @@ class LLM:
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several: lists of {"role": ..., "content": ...}, put into the model's own template.
 
@@ -100,7 +110,8 @@ class LLM:
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer: pass tokenizer=")
         conversations = conversation_list(messages)
-        return self.generate([apply_chat_template(self.tokenizer, c) for c in conversations], sampling_params)
+        prompts = [apply_chat_template(self.tokenizer, c) for c in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
 
     def lockstep(self, prompts: Sequence[list[int]], max_tokens: int) -> Lockstep:
         """Token ids whose continuations the caller chooses, a token of each at a time, by the logits of all.

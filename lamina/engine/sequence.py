@@ -64,7 +64,7 @@ class Sequence:
         self.tokens.append(token)
         self.num_drawing -= 1
         if token in self.stop_tokens and self.num_outputs > self.params.min_tokens:
-            self.finish("stop", token)
+            self.finish("stop", token if token in (self.params.stop_token_ids or []) else None)
         elif len(self.tokens) >= self.max_len:
             self.finish("length")
 
