@@ -9,7 +9,7 @@ from typing import Any
 
 from lamina.request import SamplingParams
 from lamina.server.config import ServerConfig
-from lamina.server.errors import ApiError, bad_value
+from lamina.server.errors import ApiError, bad_value, overflow
 from lamina.server.link.messages import Ready
 
 from .protocol import ChatRequest, CompletionRequest, Sampling
@@ -81,10 +81,7 @@ def _params(
     except ValueError as e:
         raise bad_value(str(e), PARAMS) from e
     if max_tokens is not None and max_tokens >= ready.max_model_len:
-        raise ApiError(
-            400, f"max_tokens {max_tokens} exceeds the context of {ready.max_model_len} tokens", param="max_tokens",
-            code="context_length_exceeded",
-        )  # fmt: skip
+        raise overflow(ready.max_model_len, f"{max_tokens} new tokens were asked for", "max_tokens")
     if params.min_tokens >= ready.max_model_len:
         raise ApiError(400, f"min_tokens {params.min_tokens} exceeds the context", param="min_tokens")
     if any(not 0 <= t < ready.vocab_size for t in params.stop_token_ids or []):
@@ -113,11 +110,11 @@ def _logit_bias(request: Sampling, ready: Ready) -> dict[int, float] | None:
     """Keys are token ids, in JSON of necessity as strings."""
     if not request.logit_bias:
         return None
-    try:
-        bias = {int(k): v for k, v in request.logit_bias.items() if k.isascii() and k.isdigit() and len(k) < 12}
-    except ValueError:
-        bias = {}
-    if len(bias) != len(request.logit_bias) or any(t >= ready.vocab_size for t in bias):
-        text = f"logit_bias must have token ids below {ready.vocab_size} as its keys"
-        raise ApiError(400, text, param="logit_bias", code="invalid_value")
+    for key in request.logit_bias:
+        if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < ready.vocab_size):
+            text = f"logit_bias has the key {key[:64]!r}: keys must be token ids below {ready.vocab_size}"
+            raise ApiError(400, text, param="logit_bias", code="invalid_value")
+    bias = {int(key): value for key, value in request.logit_bias.items()}
+    if len(bias) != len(request.logit_bias):
+        raise ApiError(400, "logit_bias has a token id twice", param="logit_bias", code="invalid_value")
     return bias
