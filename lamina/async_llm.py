@@ -63,7 +63,7 @@ class AsyncLLM:
         prompts = prompt_list(prompt)
         if len(prompts) != 1:
             raise ValueError(f"generate takes one prompt, not {len(prompts)}: call it for each, they run together")
-        params = SamplingParams() if sampling_params is None else sampling_params
+        params = self._front.default_params() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
         feed = self._register(request_id)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from . import netstack
@@ -12,6 +14,7 @@ from .engine.streams import Asked, Streams
 from .fleet.choose_transport import nearest
 from .fleet.pools import Pools
 from .models.checkpoint import peek_config
+from .models.defaults import AUTO, sampling_defaults
 from .models.tokens import Detokenizer, load_beside, token_ids
 from .progress import progress_bar
 from .request import SamplingParams
@@ -20,7 +23,10 @@ from .request import SamplingParams
 class Front:
     """What ``LLM`` describes, started. Raises what it says."""
 
+    _defaults: Mapping[str, Any] = MappingProxyType({})  # of SamplingParams
+
     def __init__(self, model: Any, tokenizer: Any, progress: bool, options: dict[str, Any]) -> None:
+        generation_config = options.pop("generation_config", AUTO)
         config, _ = nearest(make_config(options))
         model = _checked_model(model)
         if isinstance(model, str):
@@ -33,19 +39,27 @@ class Front:
             self.pools = Pools(model, config, on_progress)
             try:
                 self.tokenizer = loading.result(limit_s)
+                self._defaults = sampling_defaults(model, generation_config, trust_remote_code=remote)
             except BaseException:
                 self.pools.close()
                 raise
             self.engine = Engine(self.pools, config, trace=self.pools.tracer.recorder)
         self.streams = Streams(self.engine)
 
+    def default_params(self) -> SamplingParams:
+        """Of prompts that come with none."""
+        return SamplingParams(**self._defaults)
+
     def ask(self, prompt: str | list[int], params: SamplingParams) -> Asked:
         """A prompt as the engine takes it. Raises ValueError for one that is no tokens and cannot become some."""
+        params = params.clone()  # the caller may set other values for the next request
         ids = self._encode(prompt)
+        if params.truncate_prompt_tokens is not None:
+            ids = ids[-params.truncate_prompt_tokens :]
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer: pass tokenizer= or use stop_token_ids")
         make_pieces = None
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and params.detokenize:
             tokenizer, skip = self.tokenizer, params.skip_special_tokens
             make_pieces = lambda: Detokenizer(tokenizer, ids, skip_special_tokens=skip)  # noqa: E731
         text = prompt if isinstance(prompt, str) else None

@@ -7,11 +7,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+from .engine.lockstep import Lockstep
 from .engine.streams import Feed
 from .front import Front
 from .models.tokens import apply_chat_template
+from .progress import counting_bar
 from .prompts import Prompt, conversation_list, params_list, prompt_list
 from .request import RequestOutput, SamplingParams
 
@@ -36,7 +39,8 @@ class LLM:
     def __init__(self, model: Any, *, tokenizer: Any = None, progress: bool = False, **options: Any) -> None:
         """``tokenizer``: a Hugging Face tokenizer, a path, or None for the model's own (a module has none).
 
-        ``progress``: show a bar on stderr while workers start and load.
+        ``progress``: show a bar on stderr while workers start and load. ``generation_config``: where defaults of
+        sampling come from: "auto" = the model's generation_config.json, "none", or a directory that has one.
         """
         self._front = Front(model, tokenizer, progress, options)
         self.pools, self.engine = self._front.pools, self._front.engine
@@ -53,18 +57,31 @@ class LLM:
         """``tokenizer``, by vLLM's name."""
         return self._front.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Of prompts that come with none: what the model's generation_config.json says, by the rule of vLLM."""
+        return self._front.default_params()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
         """Complete all prompts (text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}); results in their
         order, each finished.
 
-        One SamplingParams serves all prompts, a list gives each its own. Ctrl-C ends the workers.
+        One SamplingParams serves all prompts, a list gives each its own; None: ``get_default_sampling_params``. Ctrl-C
+        ends the workers. ``use_tqdm``: a bar of finished prompts on stderr, where that is a terminal; or what makes
+        the bar, called as tqdm.
         """
-        with self._stream(prompts, sampling_params, finished_only=True) as stream:
-            finished = {output.request_id: output for output in stream}
+        with (
+            self._stream(prompts, sampling_params, finished_only=True) as stream,
+            counting_bar(use_tqdm, len(stream.request_ids), "Processed prompts") as count,
+        ):
+            finished = {}
+            for output in stream:
+                finished[output.request_id] = output
+                count()
         return [finished[request_id] for request_id in stream.request_ids]
 
     def stream(
@@ -84,6 +101,7 @@ class LLM:
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several: lists of {"role": ..., "content": ...}, put into the model's own template.
 
@@ -92,7 +110,17 @@ class LLM:
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer: pass tokenizer=")
         conversations = conversation_list(messages)
-        return self.generate([apply_chat_template(self.tokenizer, c) for c in conversations], sampling_params)
+        prompts = [apply_chat_template(self.tokenizer, c) for c in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def lockstep(self, prompts: Sequence[list[int]], max_tokens: int) -> Lockstep:
+        """Token ids whose continuations the caller chooses, a token of each at a time, by the logits of all.
+
+        Raises ValueError for prompts that cannot be served, also all together.
+        """
+        self._check_open()
+        use = partial(_Use, self)
+        return Lockstep(self.engine, prompts, max_tokens, step=self._step, settle=self._settle, use=use)
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Counters of every worker since its start: seconds by activity, steps, rows, bytes. Keys like "memory-0"."""
@@ -124,7 +152,8 @@ class LLM:
     ) -> Stream:
         self._check_open()
         batch = prompt_list(prompts)
-        each = params_list(len(batch), sampling_params)
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        each = params_list(len(batch), given)
         asked = [self._front.ask(p, params) for p, params in zip(batch, each, strict=True)]
         feed = Feed(len(asked), finished_only=finished_only)
         with _Use(self):
@@ -135,10 +164,17 @@ class LLM:
         """What has grown; None at the end."""
         with _Use(self):
             while (output := feed.take()) is None and feed.unfinished:
-                self._check_open()
-                self._cancel_dropped()
-                self._advance(self._front.streams.step)
+                self._step()
         return output
+
+    def _step(self) -> None:
+        self._check_open()
+        self._cancel_dropped()
+        self._advance(self._front.streams.step)
+
+    def _settle(self) -> None:
+        if not self.pools.closed:
+            self._advance(self._front.streams.settle)
 
     def _drop(self, feed: Feed) -> None:
         with _Use(self):
@@ -155,8 +191,7 @@ class LLM:
         try:
             if self._dropped:
                 self._cancel_dropped()
-                if not self.pools.closed:
-                    self._advance(self._front.streams.settle)
+                self._settle()
         finally:
             self._using.release()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,3 +39,18 @@ def progress_bar(enabled: bool) -> Iterator[OnProgress]:
     finally:
         for bar in bars.values():
             bar.close()
+
+
+@contextlib.contextmanager
+def counting_bar(wanted: bool | Callable[..., Any], total: int, text: str) -> Iterator[Callable[[], object]]:
+    """A bar of ``total`` things; gives what counts one. ``wanted``: True = on a terminal; or what makes the bar, called
+    as tqdm is.
+    """
+    if wanted is False or (wanted is True and not sys.stderr.isatty()):
+        yield lambda: None
+        return
+    from tqdm import tqdm
+
+    make = tqdm if isinstance(wanted, bool) else wanted
+    with contextlib.closing(make(total=total, desc=text, dynamic_ncols=True)) as bar:
+        yield bar.update

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 FILTERS = ("min_p", "top_k", "top_p")  # in vLLM's order
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SamplingParams:
-    """How to generate. The names and defaults are the ones that vLLM users know.
+    """How to generate. The names and defaults are the ones that vLLM users know. A request takes a ``clone`` of what it
+    is given: fields may be set between requests, and are checked as each one begins.
 
     A token is a pure function of the logits, these parameters, the tokens so far, ``seed`` and the index of the output
     token: it does not depend on batch mates or on which worker samples. The logits are changed in this order:
@@ -41,10 +43,12 @@ class SamplingParams:
     include_stop_str_in_output: bool = False  # whether the returned text ends with the stop string
     stop_token_ids: list[int] | None = field(default_factory=list)
     ignore_eos: bool = False
-    seed: int | None = None  # None = the engine draws one
+    seed: int | None = None  # None or -1 = the engine draws one
     logprobs: int | None = None  # alternatives reported for each token
     prompt_logprobs: int | None = None  # alternatives reported for each token of the prompt but the first
     skip_special_tokens: bool = True  # in the text
+    detokenize: bool = True  # False: no text, only tokens
+    truncate_prompt_tokens: int | None = None  # keep so many of the prompt's last tokens; None = all
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -75,20 +79,27 @@ class SamplingParams:
         _check(0.0 <= self.min_p <= 1.0, f"min_p must lie in 0..1, not {self.min_p}")
         for token, bias in (self.logit_bias or {}).items():
             _check(-100.0 <= bias <= 100.0, f"logit_bias of token {token} must lie in -100..100, not {bias}")
+        _check(
+            self.truncate_prompt_tokens is None or self.truncate_prompt_tokens >= 1,
+            f"truncate_prompt_tokens must be at least 1, not {self.truncate_prompt_tokens}",
+        )
+        _check(self.detokenize or not self.stop_strings, "stop strings need text: leave out detokenize=False, or stop")
         _check(self.seed is None or 0 <= self.seed < 1 << 63, f"seed must lie in 0..2**63-1, not {self.seed}")
 
     def _check_order(self) -> None:
         order = self.filter_order
         if not isinstance(order, list | tuple) or sorted(map(str, order)) != sorted(FILTERS):
             raise ValueError(f"filter_order must have each of {', '.join(FILTERS)} once, not {order!r}")
-        object.__setattr__(self, "filter_order", tuple(order))
+        self.filter_order = tuple(order)
 
     def _normalise(self) -> None:
         """Plain Python numbers of what numpy and others pass; None for a list means none."""
-        put = object.__setattr__  # frozen, but not yet handed out
+        put = setattr
+        if self.seed == -1:
+            self.seed = None
         for name in _FLOATS:
             put(self, name, _number(float, getattr(self, name), name))
-        for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs"):
+        for name in ("n", "top_k", "min_tokens", *_OPTIONAL):
             value = getattr(self, name)
             if value is not None or name in ("n", "top_k", "min_tokens"):
                 put(self, name, _number(operator.index, value, name))
@@ -101,6 +112,10 @@ class SamplingParams:
             name = "logit_bias"
             put(self, name, {_number(operator.index, t, name): _number(float, b, name) for t, b in bias})
         put(self, "stop_token_ids", [_number(operator.index, t, "stop_token_ids") for t in self.stop_token_ids or []])
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares nothing that can change. Raises ValueError for a field that was set to a bad value."""
+        return replace(self)
 
     @property
     def adjusts_logits(self) -> bool:
@@ -141,6 +156,15 @@ class CompletionOutput:
     logprobs: list[list[Logprob]] | None = None  # per token: the chosen one first, then the best alternatives
     blame: Blame | None = None  # of an error
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum over the chosen tokens; None where no ``logprobs`` were asked for."""
+        return None if self.logprobs is None else sum(entry[0].logprob for entry in self.logprobs)
+
+    def finished(self) -> bool:
+        """Whether it grows no more."""
+        return self.finish_reason is not None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
@@ -162,6 +186,31 @@ class RequestTimes:
     first_token_s: float | None = None
     last_token_s: float | None = None
     finished_s: float | None = None
+
+    @property
+    def arrival_time(self) -> float:
+        """``arrival_s``, by vLLM's name; so the next ones."""
+        return self.arrival_s
+
+    @property
+    def first_scheduled_time(self) -> float | None:
+        """``scheduled_s``."""
+        return self.scheduled_s
+
+    @property
+    def first_token_time(self) -> float | None:
+        """``first_token_s``."""
+        return self.first_token_s
+
+    @property
+    def last_token_time(self) -> float | None:
+        """``last_token_s``."""
+        return self.last_token_s
+
+    @property
+    def finished_time(self) -> float | None:
+        """``finished_s``."""
+        return self.finished_s
 
     def mark(self, now_s: float, *, finished: bool) -> None:
         """A token has come."""
@@ -185,6 +234,11 @@ class RequestOutput:
         None  # per token of the prompt, as in CompletionOutput; None first
     )
     num_cached_tokens: int | None = None  # of the prompt, whose KV an earlier request had left; None: not begun
+
+    @property
+    def metrics(self) -> RequestTimes:
+        """``times``, by vLLM's name."""
+        return self.times
 
     @property
     def finished(self) -> bool:

@@ -142,7 +142,7 @@ class Few(NamedTuple):
         """None: they need it all. ``width``: of one rank's logits."""
         best, named = 1, 0
         for draw in draws:
-            if draw.known < 0 and draw.temperature > 0.0 and (not draw.top_k or _shares_all(draw)):
+            if draw.whole or (draw.known < 0 and draw.temperature > 0.0 and (not draw.top_k or _shares_all(draw))):
                 return None
             names = _named(draw, seen)
             # Penalties may put as many others in the place of the best as they name.

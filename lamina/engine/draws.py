@@ -27,6 +27,7 @@ def draw_of(sequence: Sequence, row: int, *, apart: bool = False) -> Draw:
         order=params.filter_order,
         adjust=_adjust(sequence, apart=apart) if params.adjusts_logits else None,
         pending=sequence.num_drawing > 1,
+        whole=sequence.held,
     )
 
 

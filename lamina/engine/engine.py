@@ -39,6 +39,7 @@ class Request:
         self.output = output
         self.sequences = sequences
         self.texts = texts
+        self.logits = b""  # of a held one that waits, see Drawn
 
     def begin(self, sequence: Sequence, now: float) -> None:
         """The first rows of a sequence are on their way."""
@@ -93,6 +94,7 @@ class Engine:
         )
         self._steps: dict[tuple[int, int], ScheduledStep] = {}  # in flight, by batch and step
         self._next_round = 0
+        self.idle = False  # whether the last pass of the loop found nothing to do: what is left waits for its caller
         self._requests: dict[int, Request] = {}
         self._next_request = 0
         self._seeds = random.Random(config.batching.seed)
@@ -117,14 +119,17 @@ class Engine:
         text: str | None = None,
         make_pieces: Callable[[], Pieces] | None = None,
         told: Iterable[Told] = (),
+        held: bool = False,
     ) -> int:
         """Queue a prompt; returns the request's id. ``told``: of completions that another engine began; they go on
-        behind that, given the seed that they had. Raises ValueError for a prompt that cannot be served.
+        behind that, given the seed that they had. ``held``: its tokens are chosen by ``choose``, not drawn; it has one
+        completion. Raises ValueError for a prompt that cannot be served.
         """
         self.check(prompt, params)
         request_id, self._next_request = self._next_request, self._next_request + 1
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         sequences = [self._sequence(request_id, prompt, params, _seed_of(seed, i), i) for i in range(params.n)]
+        sequences[0].held = held
         outputs = [s.output for s in sequences]
         output = RequestOutput(request_id, text, list(prompt), outputs, RequestTimes(self._clock()))
         if params.prompt_logprobs is not None:
@@ -175,6 +180,7 @@ class Engine:
         """One pass of the loop; returns the requests that got tokens. Raises WorkerError when a worker is lost."""
         start = self._trace.now()
         steps = self.scheduler.schedule()
+        self.idle = not steps and not self._steps
         if steps:
             self._trace.add(Event.SCHEDULE, start, steps[0].plan)
         done = self._run(steps)
@@ -185,6 +191,21 @@ class Engine:
         if done is not None:
             self._trace.add(Event.POSTPROCESS, start, done)
         return outputs
+
+    def logits_of(self, request_id: int) -> bytes:
+        """Of a held request, behind its last token: see Drawn. Empty until they have come."""
+        request = self._requests[request_id]
+        return request.logits if request.sequences[0].waits else b""
+
+    def choose(self, request_id: int, token: int) -> None:
+        """The next token of a held request whose logits have come. Raises ValueError for one that is no token."""
+        if not 0 <= token < self.info.vocab_size:
+            raise ValueError(f"token id {token} is outside the vocabulary of {self.info.vocab_size} tokens")
+        request = self._requests[request_id]
+        request.sequences[0].choose(token)
+        request.output.outputs[0].token_ids.append(token)
+        if request.output.finished:
+            del self._requests[request_id]
 
     def cancel(self, request_id: int) -> RequestOutput | None:
         """End a request; its KV is freed with the next step. What became of it; None for unknown and finished ids."""
@@ -330,6 +351,10 @@ class Engine:
 
     def _append(self, request: Request, sequence: Sequence, drawn: Drawn) -> None:
         output, text = sequence.output, request.texts[sequence.output.index]
+        if sequence.held:
+            request.logits = drawn.logits
+            sequence.wait()
+            return
         if drawn.token < 0:
             banned = drawn.token == ALL_BANNED
             why = BANNED.format(sequence.params.min_tokens) if banned else NOT_FINITE

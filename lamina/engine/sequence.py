@@ -32,6 +32,8 @@ class Sequence:
     num_scored: int = 0  # tokens of the prompt whose log-probabilities are known or on their way, less the first
     num_told: int = -1  # tokens of the completion that all compute workers count, under this id; -1: they know nothing
     finished: bool = False
+    held: bool = False  # its tokens are chosen elsewhere, by ``choose``; else workers draw them
+    waits: bool = False  # a held one whose logits are known, behind its last token, and no token yet
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,8 +50,10 @@ class Sequence:
 
     @property
     def wants_rows(self) -> bool:
-        """False while a prefill worker has it, and once the last token that it may have is known or being drawn."""
-        ended = self.finished or self.num_promised >= self.max_len
+        """False while a prefill worker has it, once the last token that it may have is known or being drawn, and
+        where its next token is not drawn but chosen, until it is.
+        """
+        ended = self.finished or self.num_promised >= self.max_len or (self.held and self.num_drawing > 0)
         return not ended and self.prefill_worker is None and self.num_scheduled < self.num_promised
 
     def token_at(self, position: int) -> int:
@@ -61,9 +65,20 @@ class Sequence:
         self.tokens.append(token)
         self.num_drawing -= 1
         if token in self.stop_tokens and self.num_outputs > self.params.min_tokens:
-            self.finish("stop", token)
+            self.finish("stop", token if token in (self.params.stop_token_ids or []) else None)
         elif len(self.tokens) >= self.max_len:
             self.finish("length")
+
+    def wait(self) -> None:
+        """A held one's logits have come: the next token is to be chosen."""
+        self.num_drawing -= 1
+        self.waits = True
+
+    def choose(self, token: int) -> None:
+        """The next token of a held one that waits."""
+        self.waits = False
+        self.num_drawing += 1
+        self.append(token)
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """Idempotent: the first reason stays."""
@@ -74,6 +89,7 @@ class Sequence:
 
     def roll_back(self, kept: int) -> None:
         """Forget all that is in flight; ``kept`` tokens of its KV are there. Behind prefill workers it begins anew."""
+        self._want_logits_again()
         whole = self.prefill_worker is None and kept >= self.num_cached  # others may hold the blocks that it began with
         self.num_scheduled = min(self.num_scheduled, kept) if whole else 0
         self.num_drawing = self.num_prefilling = 0
@@ -81,6 +97,13 @@ class Sequence:
 
     def restart(self) -> None:
         """Forget what was scheduled; everything that is known will be computed again under a new id."""
+        self._want_logits_again()
         self.id = -1
         self.num_scheduled = self.num_cached = 0
         self.num_told = -1
+
+    def _want_logits_again(self) -> None:
+        """Behind the last token: nobody has chosen by the old ones."""
+        if self.waits:
+            self.num_scheduled = min(self.num_scheduled, len(self.tokens) - 1)
+            self.waits = False

@@ -71,7 +71,7 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def _raw_config(directory: Path, trust_remote_code: bool) -> dict[str, Any]:
-    raw = _read_json(directory / "config.json", f"{directory} is no model directory: it has no config.json")
+    raw = read_json(directory / "config.json", f"{directory} is no model directory: it has no config.json")
     if "auto_map" in raw and not trust_remote_code:
         raise ModelError(
             f"{directory} brings its own code (auto_map in config.json), which is not run unless you ask: pass "
@@ -173,14 +173,15 @@ def weight_files(directory: Path) -> list[Path]:
     """Its safetensors files, whether they are there or not. Raises ModelError."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        shards = _read_json(index, "").get("weight_map", {})
+        shards = read_json(index, "").get("weight_map", {})
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
             raise ModelError(f"{index} has no weight_map from weights to files: fetch it again")
         return sorted({directory / name for name in shards.values()})
     return sorted(directory.glob("*.safetensors"))
 
 
-def _read_json(file: Path, absent: str) -> dict[str, Any]:
+def read_json(file: Path, absent: str) -> dict[str, Any]:
+    """The object in a file. Raises ModelError: ``absent`` where there is none."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -237,6 +237,7 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     pending: bool = False  # the sequence's last token is being drawn by the step before: penalties count it too
     known: int = -1  # a token of the prompt, behind this row: only its log-probability is wanted
     order: tuple[str, ...] = FILTERS  # of the filters: top_p counts what those before it have left
+    whole: bool = False  # nothing is drawn: the driver wants all logits of the row
 
 
 class RunStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,11 +265,13 @@ ALL_BANNED = -2
 class Drawn(msgspec.Struct, frozen=True, array_like=True):
     """One sampled token; NO_TOKEN where the largest logit is no finite number, ALL_BANNED where the draw bans every
     token whose logit is one. ``logprobs``: (token, log-probability), the chosen one first, then the best alternatives.
+    ``logits``: of a whole draw, whose token says nothing: fp32, by token, little-endian.
     """
 
     sequence: int
     token: int
     logprobs: list[tuple[int, float]] = []
+    logits: bytes = b""
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step-done"):

@@ -32,16 +32,17 @@ class Sampler:
     def draw(
         self, logits: Tensor, draws: list[Draw], seen: Mapping[int, Seen] = _NOTHING, lse: Tensor | None = None
     ) -> list[Drawn]:
-        """One token for each row; NO_TOKEN where the largest logit is NaN or infinite, ALL_BANNED where it is finite
-        and bans leave none that is. logits [len(draws), V], any float dtype; ``seen``: what the draws with an Adjust
-        count, by sequence. ``lse``: of each row, the logarithm of the sum of all, where ``logits`` do not show all.
+        """One token for each row, or its logits where a draw wants them whole; NO_TOKEN where the largest logit is NaN
+        or infinite, ALL_BANNED where it is finite and bans leave none that is. logits [len(draws), V], any float dtype;
+        ``seen``: what the draws with an Adjust count, by sequence. ``lse``: of each row, the logarithm of the sum of
+        all, where ``logits`` do not show all.
 
         Penalties, bias and bans first, in fp32; then see lamina.sampling. Greedy takes the first rank. Raises
         ValueError for parameters out of range.
         """
-        tokens = [d.known for d in draws]
-        plain = [i for i, d in enumerate(draws) if d.known < 0 and not d.banned and d.adjust is None]
-        changed = [i for i, d in enumerate(draws) if d.known < 0 and (d.banned or d.adjust is not None)]
+        tokens = [0 if d.whole else d.known for d in draws]
+        plain = [i for i, d in enumerate(draws) if tokens[i] < 0 and not d.banned and d.adjust is None]
+        changed = [i for i, d in enumerate(draws) if tokens[i] < 0 and (d.banned or d.adjust is not None)]
         if plain:
             asks = [_ask(i, draws[i]) for i in plain]
             for i, token in zip(plain, self._of(logits).draw(logits, asks), strict=True):
@@ -54,7 +55,9 @@ class Sampler:
             for at, (i, token) in enumerate(zip(changed, self._of(scores).draw(scores, asks), strict=True)):
                 tokens[i] = _why(scores[at], logits[i]) if token < 0 else token
         return [
-            Drawn(d.sequence, t, _logprobs(logits[i], d.logprobs, t, None if lse is None else lse[i]))
+            _whole(d, logits[i])
+            if d.whole
+            else Drawn(d.sequence, t, _logprobs(logits[i], d.logprobs, t, None if lse is None else lse[i]))
             for i, (d, t) in enumerate(zip(draws, tokens, strict=True))
         ]
 
@@ -74,6 +77,10 @@ def _open_native(threads: int) -> Backend | None:
         log.info("sampling with torch: %s", e)
         return None
     return Native(threads)
+
+
+def _whole(draw: Draw, logits: Tensor) -> Drawn:
+    return Drawn(draw.sequence, 0, logits=logits.float().contiguous().cpu().numpy().astype("<f4").tobytes())
 
 
 def _ask(row: int, draw: Draw) -> Ask:

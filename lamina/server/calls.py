@@ -40,6 +40,7 @@ class Service:
     gauges: EngineGauges
     admission: Admission
     fields: UnknownFields
+    defaults: dict[str, Any] = field(default_factory=dict)  # of SamplingParams, as the model's own files have them
     decoder: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lamina-bodies"))
     calls: set[Call] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))

@@ -25,6 +25,9 @@ class ServerConfig:
     uds: str = option("", "Unix socket to listen on instead of host and port")
     served_model_name: str = option("", "names that clients may use for the model, by comma; empty = MODEL as given")
     tokenizer: str = option("", "a path or hub id; empty = the model's own")
+    generation_config: str = option(
+        "auto", "sampling of requests that do not say: auto = the model's generation_config.json, none, or a directory"
+    )
     api_key: str = option("", "keys, by comma, one of which every request but /health must bear; better LAMINA_API_KEY")
     ssl_keyfile: str = option("", "private key for TLS, a PEM file")
     ssl_certfile: str = option("", "certificate for TLS, a PEM file")

@@ -32,6 +32,14 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def overflow(limit: int, asked: str, param: str) -> ApiError:
+    """The answer to more than ``limit`` tokens. Clients fall back on another model by its first words."""
+    text = (
+        f"This model's maximum context length is {limit} tokens. However, {asked}. Please reduce the length of {param}."
+    )
+    return ApiError(400, text, param=param, code="context_length_exceeded")
+
+
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
     """The HTTP answer of an error, with ``headers`` besides its own."""
     headers = dict(headers or {})

@@ -32,9 +32,9 @@ async def completions(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await parse(CompletionRequest, request)
     name = service.check_model(body.model)
-    params = completion_params(body, service.config, service.client.ready)
+    params = completion_params(body, service.config, service.client.ready, service.defaults)
     parts = split_prompts(body.prompt, service.config.max_prompts)
-    max_tokens = 16 if body.max_tokens is None else body.max_tokens
+    max_tokens = 0 if body.max_tokens == 0 else params.max_tokens
     special = body.add_special_tokens is not False
     with _room(service, len(parts) * params.n) as ticket:
         prompts = await service.prompter.completions(parts, max_tokens, special=special)
@@ -49,7 +49,7 @@ async def chat(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await parse(ChatRequest, request)
     name = service.check_model(body.model)
-    params = chat_params(body, service.config, service.client.ready)
+    params = chat_params(body, service.config, service.client.ready, service.defaults)
     variables = service.prompter.variables(body)
     with _room(service, params.n) as ticket:
         prompt = await service.prompter.chat(

@@ -10,11 +10,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 import uvloop
 
 from lamina.fleet.launchers import WorkerHandle
+from lamina.models.defaults import FILE, sampling_defaults
 from lamina.models.tokens import load_beside
 from lamina.protocol.control import Progress
 from lamina.protocol.options import EngineConfig
@@ -81,16 +83,26 @@ async def _serve(
         tokenizer = await asyncio.to_thread(loading.result, limit_s)
         if tokenizer is None:
             raise ValueError(f"{model} has no tokenizer: give --tokenizer")
+        defaults = sampling_defaults(model, config.generation_config, trust_remote_code=remote)
+        if defaults:
+            told = ", ".join(f"{name} {value}" for name, value in defaults.items())
+            logger.info("sampling where a request does not say, of %s: %s (--generation-config)", FILE, told)
         if config.chat_template:
             tokenizer.chat_template = read_template(config.chat_template)
-        await HttpServer(_service(model, config, engine_config, client, tokenizer), on_ready).run(sock)
+        service = _service(model, config, engine_config, client, tokenizer, defaults)
+        await HttpServer(service, on_ready).run(sock)
         return 1 if client.failure is not None else 0
     finally:
         await client.close()
 
 
 def _service(
-    model: str, config: ServerConfig, engine_config: EngineConfig, client: EngineClient, tokenizer: object
+    model: str,
+    config: ServerConfig,
+    engine_config: EngineConfig,
+    client: EngineClient,
+    tokenizer: object,
+    defaults: dict[str, Any],
 ) -> Service:
     names = config.names(model)
     metrics = Metrics(names[0])
@@ -106,6 +118,7 @@ def _service(
         metrics=metrics,
         gauges=gauges,
         fields=UnknownFields(allowed=config.allow_unknown_fields),
+        defaults=defaults,
         admission=Admission(
             engine_config.batching.max_num_seqs,
             config.max_num_queued_reqs,

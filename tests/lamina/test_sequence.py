@@ -30,7 +30,7 @@ def test_a_stop_token_counts_once_there_are_enough(min_tokens: int, ends_at: int
     one = sequence(min_tokens=min_tokens, max_len=100)
     while not one.finished:
         one.append(STOP)
-    assert (one.num_outputs, one.output.finish_reason, one.output.stop_reason) == (ends_at, "stop", STOP)
+    assert (one.num_outputs, one.output.finish_reason, one.output.stop_reason) == (ends_at, "stop", None)
 
 
 def test_its_length_ends_it_and_a_stop_token_at_the_end_is_a_stop() -> None:
@@ -41,7 +41,15 @@ def test_its_length_ends_it_and_a_stop_token_at_the_end_is_a_stop() -> None:
             one.append(token)
         assert one.finished
     assert (by_length.output.finish_reason, by_length.output.stop_reason) == ("length", None)
-    assert (by_stop.output.finish_reason, by_stop.output.stop_reason) == ("stop", STOP)
+    assert (by_stop.output.finish_reason, by_stop.output.stop_reason) == ("stop", None)
+
+
+def test_a_stop_token_that_the_request_names_is_the_reason_an_end_token_is_none() -> None:
+    for named, reason in (([STOP], STOP), ([OTHER], None)):
+        one = sequence()
+        one.params.stop_token_ids = named
+        one.append(STOP)
+        assert (one.output.finish_reason, one.output.stop_reason) == ("stop", reason)
 
 
 def test_the_first_reason_stays() -> None:

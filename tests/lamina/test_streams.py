@@ -218,3 +218,10 @@ def test_a_feed_takes_turns_and_raises_last(llm: LLM) -> None:
                 feed.take()
         else:
             assert feed.take() is None, "what is finished stays good, whatever ends the engine"
+
+
+def test_prompts_that_come_alone_are_sampled_as_the_model_says(llm: LLM) -> None:
+    llm._front._defaults = {"max_tokens": 3, "temperature": 0.5}
+    assert llm.get_default_sampling_params() == SamplingParams(max_tokens=3, temperature=0.5)
+    assert len(llm.generate([[1, 2]])[0].outputs[0].token_ids) == 3
+    assert len(llm.generate([[1, 2]], SamplingParams(max_tokens=5))[0].outputs[0].token_ids) == 5

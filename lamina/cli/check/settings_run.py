@@ -82,7 +82,9 @@ class Check:
         wire.clear()
         prompts = list(self._prompts) or random_prompts(llm, self._params)
         outputs = [
-            o for batch in ([[p] for p in prompts] if alone else [prompts]) for o in llm.generate(batch, self._params)
+            o
+            for batch in ([[p] for p in prompts] if alone else [prompts])
+            for o in llm.generate(batch, self._params, use_tqdm=False)
         ]
         stats = llm.stats()
         config = llm.engine.config

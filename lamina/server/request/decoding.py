@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from lamina.server.errors import ApiError
+from lamina.server.errors import ApiError, overflow
 
 MAX_TEXTS = 1 << 14  # in a body, keys included
 MAX_COMMAS = 1 << 20  # in a body: more take the scan longer than 20 ms
@@ -103,8 +103,7 @@ def ids(name: str, raw: bytes | msgspec.Raw, max_len: int) -> list[int]:
     data = bytes(raw)
     count = data.count(b",") + 1
     if count > max_len:
-        text = f"the context has {max_len} tokens; {name} has {count}"
-        raise ApiError(400, text, param=name, code="context_length_exceeded")
+        raise overflow(max_len, f"{name} has {count} tokens", name)
     return _ids(data)
 
 

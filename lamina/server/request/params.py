@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from lamina.request import SamplingParams
 from lamina.server.config import ServerConfig
-from lamina.server.errors import ApiError, bad_value
+from lamina.server.errors import ApiError, bad_value, overflow
 from lamina.server.link.messages import Ready
 
 from .protocol import ChatRequest, CompletionRequest, Sampling
 
+_NONE: Mapping[str, Any] = MappingProxyType({})
 PARAMS = frozenset(f.name for f in dataclasses.fields(SamplingParams))
 # Fields that go to SamplingParams under their own names where they are given.
 _PLAIN = (
@@ -19,32 +23,39 @@ _PLAIN = (
 )  # fmt: skip
 
 
-def completion_params(request: CompletionRequest, config: ServerConfig, ready: Ready) -> SamplingParams:
-    """Raises ApiError. ``max_tokens`` 0, for scoring a prompt, becomes 1: the caller drops that token."""
+def completion_params(
+    request: CompletionRequest, config: ServerConfig, ready: Ready, defaults: Mapping[str, Any] = _NONE
+) -> SamplingParams:
+    """Raises ApiError. ``max_tokens`` 0, for scoring a prompt, becomes 1: the caller drops that token. ``defaults``: by
+    the names of SamplingParams, for what the request does not say; its max_tokens is a limit for all.
+    """
     n = request.n or 1
     if request.best_of not in (None, n):
         raise ApiError(400, f"best_of must equal n, not {request.best_of}", param="best_of", code="unsupported_value")
     if request.max_tokens == 0 and not request.echo:
         raise ApiError(400, "max_tokens must be at least 1 without echo", param="max_tokens", code="invalid_value")
     limit = 16 if request.max_tokens is None else max(1, request.max_tokens)
-    return _params(request, config, ready, limit, request.logprobs, "logprobs", echo=bool(request.echo))
+    return _params(request, config, ready, defaults, limit, request.logprobs, "logprobs", echo=bool(request.echo))
 
 
-def chat_params(request: ChatRequest, config: ServerConfig, ready: Ready) -> SamplingParams:
-    """Raises ApiError. ``max_tokens`` None: up to the context's end."""
+def chat_params(
+    request: ChatRequest, config: ServerConfig, ready: Ready, defaults: Mapping[str, Any] = _NONE
+) -> SamplingParams:
+    """Raises ApiError. ``max_tokens`` None: up to the context's end. ``defaults``: as of ``completion_params``."""
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     if request.max_completion_tokens is None and request.max_tokens == 0:
         raise ApiError(400, "max_tokens must be at least 1", param="max_tokens", code="invalid_value")
     limit = request.max_completion_tokens or request.max_tokens
     count = (request.top_logprobs or 0) if request.logprobs else None
-    return _params(request, config, ready, limit, count, "top_logprobs", echo=False)
+    return _params(request, config, ready, defaults, limit, count, "top_logprobs", echo=False)
 
 
 def _params(
     request: Sampling,
     config: ServerConfig,
     ready: Ready,
+    defaults: Mapping[str, Any],
     max_tokens: int | None,
     logprobs: int | None,
     logprobs_name: str,
@@ -52,7 +63,9 @@ def _params(
     echo: bool,
 ) -> SamplingParams:
     _check_limits(request, config, logprobs, logprobs_name)
-    given = {name: value for name in _PLAIN if (value := getattr(request, name)) is not None}
+    given = {**defaults, **{name: value for name in _PLAIN if (value := getattr(request, name)) is not None}}
+    if (most := given.pop("max_tokens", None)) is not None:
+        max_tokens = most if max_tokens is None else min(most, max_tokens)
     if request.seed is not None:
         given["seed"] = request.seed % (1 << 63)
     if request.top_p is not None:
@@ -68,10 +81,7 @@ def _params(
     except ValueError as e:
         raise bad_value(str(e), PARAMS) from e
     if max_tokens is not None and max_tokens >= ready.max_model_len:
-        raise ApiError(
-            400, f"max_tokens {max_tokens} exceeds the context of {ready.max_model_len} tokens", param="max_tokens",
-            code="context_length_exceeded",
-        )  # fmt: skip
+        raise overflow(ready.max_model_len, f"{max_tokens} new tokens were asked for", "max_tokens")
     if params.min_tokens >= ready.max_model_len:
         raise ApiError(400, f"min_tokens {params.min_tokens} exceeds the context", param="min_tokens")
     if any(not 0 <= t < ready.vocab_size for t in params.stop_token_ids or []):
@@ -100,11 +110,11 @@ def _logit_bias(request: Sampling, ready: Ready) -> dict[int, float] | None:
     """Keys are token ids, in JSON of necessity as strings."""
     if not request.logit_bias:
         return None
-    try:
-        bias = {int(k): v for k, v in request.logit_bias.items() if k.isascii() and k.isdigit() and len(k) < 12}
-    except ValueError:
-        bias = {}
-    if len(bias) != len(request.logit_bias) or any(t >= ready.vocab_size for t in bias):
-        text = f"logit_bias must have token ids below {ready.vocab_size} as its keys"
-        raise ApiError(400, text, param="logit_bias", code="invalid_value")
+    for key in request.logit_bias:
+        if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < ready.vocab_size):
+            text = f"logit_bias has the key {key[:64]!r}: keys must be token ids below {ready.vocab_size}"
+            raise ApiError(400, text, param="logit_bias", code="invalid_value")
+    bias = {int(key): value for key, value in request.logit_bias.items()}
+    if len(bias) != len(request.logit_bias):
+        raise ApiError(400, "logit_bias has a token id twice", param="logit_bias", code="invalid_value")
     return bias

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from lamina.models.errors import ModelError
 from lamina.models.tokens import apply_chat_template, token_ids
-from lamina.server.errors import ApiError
+from lamina.server.errors import ApiError, overflow
 from lamina.server.link.messages import Ready
 
 from .protocol import ChatRequest, Message, TokenizeRequest
@@ -116,9 +116,8 @@ class Prompter:
         if not ids:
             raise ApiError(400, f"{param} is empty: it needs at least one token", param=param, code="invalid_value")
         if len(ids) + (max_tokens or 1) > limit:
-            asked = "" if max_tokens is None else f" and {max_tokens} new ones"
-            text = f"the context has {limit} tokens; asked for were {len(ids)} tokens of {param}{asked}"
-            raise ApiError(400, text, param=param, code="context_length_exceeded")
+            new = "" if max_tokens is None else f" and {max_tokens} new tokens were asked for"
+            raise overflow(limit, f"{param} has {len(ids)} tokens{new}", param)
         self._check_ids(ids, param)
 
     def _check_ids(self, ids: list[int], param: str) -> None:
@@ -128,8 +127,7 @@ class Prompter:
 
     def _check_chars(self, chars: int, param: str) -> None:
         if chars > self._max_chars:
-            text = f"the context has {self._ready.max_model_len} tokens; {chars} characters of {param} cannot fit"
-            raise ApiError(400, text, param=param, code="context_length_exceeded")
+            raise overflow(self._ready.max_model_len, f"{param} has {chars} characters, which cannot fit", param)
 
     def _prompt(self, part: str | list[int], *, special: bool) -> Prompt:
         if isinstance(part, str):

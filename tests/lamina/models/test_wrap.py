@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import lamina
+from lamina.protocol.control import NO_TOKEN, Drawn
 
 VOCAB = 96
 
@@ -95,6 +98,32 @@ def test_prompts_padded_without_a_mask(model: Any, wrapped: Any, batch: dict[str
     assert torch.equal(wrapped.generate(max_new_tokens=6), model.generate(max_new_tokens=6))
 
 
+def test_guidance_takes_sequences_of_its_own_on_the_workers(
+    model: Any, wrapped: Any, batch: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"max_new_tokens": 5, "guidance_scale": 1.8, "negative_prompt_ids": batch["input_ids"][:, -1:]}
+    expected = model.generate(**batch, **options)
+    rows = wrapped.llm.stats()["compute-0"]["rows"]
+
+    @functools.wraps(model.forward)
+    def not_here(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("attention in this process")
+
+    monkeypatch.setattr(model, "forward", not_here)
+    assert torch.equal(wrapped.generate(**batch, **options), expected)
+    assert wrapped.llm.stats()["compute-0"]["rows"] == rows + 9 + 4 + 1 + 3 + 2 * 3 * 4
+    monkeypatch.undo()
+    assert not torch.equal(expected, model.generate(**batch, max_new_tokens=5)), "it changes something"
+
+
+def test_no_bar_is_shown(
+    wrapped: Any, batch: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    wrapped.generate(**batch, max_new_tokens=2)
+    assert capsys.readouterr().err == ""
+
+
 def test_settings_come_from_call_then_config_then_model(
     model: Any, wrapped: Any, batch: dict[str, torch.Tensor]
 ) -> None:
@@ -142,26 +171,33 @@ def test_streamers_get_the_prompt_and_every_token(wrapped: Any, batch: dict[str,
     out = wrapped.generate(ids, max_new_tokens=5, streamer=streamer)
     assert streamer.put_values == [ids[0].tolist(), *([t] for t in out[0, 9:].tolist())]
     assert streamer.ended
-    with pytest.raises(ValueError, match="one sequence"):
-        wrapped.generate(**batch, max_new_tokens=5, streamer=Streamer())
+    several = Streamer()
+    out = wrapped.generate(**batch, max_new_tokens=5, streamer=several)
+    assert several.put_values == [batch["input_ids"].flatten().tolist(), *out[:, 9:].T.tolist()]
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"num_beams": 4}, "num_beams=4: pass num_beams=1"),
-        ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size=3: pass no_repeat_ngram_size=0"),
-        ({"logits_processor": [1]}, "does not take logits_processor"),
-        ({"position_ids": torch.ones(3, 9)}, "does not take position_ids"),
-        ({"num_return_sequences": 2}, "do_sample=True"),
-        ({"max_length": 9}, "no room"),
-        ({"max_new_tokens": 120}, "exceed the longest text of 128 tokens"),
-        ({"stop_strings": ["x"]}, "stop_strings"),
+        ({"generation_config": GenerationConfig(num_beams=4)}, "num_beams=4: pass num_beams=1"),
+        ({"past_key_values": ()}, "does not take past_key_values here: the KV cache lies on the memory workers"),
+        ({"inputs_embeds": torch.ones(3, 9, 32)}, "does not take inputs_embeds here: .* pass input_ids"),
+        ({"custom_generate": print}, "does not take custom_generate here"),
+        ({"assistant_model": 1}, "does not take assistant_model here: leave it out"),
+        ({"synced_gpus": True}, "does not take synced_gpus here: .* leave it out"),
+        ({"token_healing": True}, r"token_healing here: pass split.model.heal_tokens\(input_ids, tokenizer\)"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens here: leave it out"),
+        ({"cache_implementation": "paged"}, 'cache_implementation="paged": leave it out'),
+        ({"cache_implementation": "offloaded"}, 'cache_implementation="offloaded": leave it out'),
+        ({"cache_implementation": "quantized"}, 'cache_implementation="quantized": pass kv_cache_dtype="int8"'),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions here: .* leave it out"),
+        ({"position_ids": torch.ones(3, 9)}, "position_ids must count the tokens of each prompt from 0"),
+        ({"max_new_tokens": 120}, "exceed the longest text of 128 tokens: lower max_new_tokens"),
         ({"attention_mask": torch.ones(3, 8)}, "does not fit"),
         ({"attention_mask": torch.tensor([[1] * 8 + [0]] * 3)}, "padding_side='left'"),
         ({"attention_mask": torch.tensor([[1, 0] * 4 + [1]] * 3)}, "padding_side='left'"),
-        ({"input_ids": torch.ones(3)}, r"\[batch, length\]"),
-        ({"eos_token_id": [4, VOCAB]}, f"eos_token_id {VOCAB} is outside the vocabulary of {VOCAB} tokens"),
+        ({"input_ids": torch.ones(3, 9)}, r"\[batch, length\]"),
         ({"input_ids": torch.full((1, 2), VOCAB), "attention_mask": None}, "outside the vocabulary"),
     ],
 )
@@ -203,3 +239,40 @@ def test_filters_leave_what_transformers_leaves(model: Any, wrapped: Any) -> Non
     drawn = wrapped.generate(ids, **options, **filters)[:, -1]
     assert set(drawn.tolist()) == left("top_k", "top_p", "min_p")
     assert left("min_p", "top_k", "top_p") < left("top_k", "top_p", "min_p"), "the control"
+
+
+def test_a_wrapped_model_bears_the_name_of_the_model_and_says_what_it_is(model: Any, wrapped: Any) -> None:
+    assert type(wrapped).__name__ == "LlamaForCausalLM"
+    with pytest.raises(AttributeError, match="no 'resize_token_embeddings': it may be one of split.model"):
+        wrapped.resize_token_embeddings(5)
+    with pytest.raises(ValueError, match=r"stays where it is, on cpu in torch.float32: .* model.to\(torch.float16\)"):
+        wrapped.to(torch.float16)
+    with pytest.raises(ValueError, match="call split.generate"):
+        wrapped(torch.tensor([[1]]))
+    with pytest.raises(AttributeError, match="past_key_values is not here: the KV cache lies on the memory workers"):
+        _ = wrapped.generate(torch.tensor([[5]]), max_new_tokens=1, return_dict_in_generate=True).past_key_values
+    with pytest.raises(ValueError, match=r"has no generate to wrap: use lamina.LLM\(model\)"):
+        lamina.wrap(torch.nn.Linear(2, 2))
+
+
+def test_logits_that_are_no_numbers_end_the_call_and_say_so(wrapped: Any) -> None:
+    """They are told by the worker that draws; the text so far is not taken for a whole one."""
+    output = wrapped.llm.engine._append
+
+    def fail(request: Any, sequence: Any, drawn: Any) -> None:
+        output(request, sequence, Drawn(drawn.sequence, NO_TOKEN if sequence.num_outputs == 2 else drawn.token))
+
+    wrapped.llm.engine._append = fail
+    try:
+        with pytest.raises(ValueError, match="generate ended early: the largest logit is not a finite number"):
+            wrapped.generate(torch.tensor([[5, 9]]), max_new_tokens=6)
+    finally:
+        del wrapped.llm.engine._append
+    assert wrapped.generate(torch.tensor([[5, 9]]), max_new_tokens=6).shape == (1, 8)
+
+
+def test_rows_beyond_what_decodes_at_once_are_refused_where_they_must_go_on_together(wrapped: Any) -> None:
+    ids = torch.full((65, 1), 5)
+    assert wrapped.generate(ids, max_new_tokens=2).shape == (65, 3)
+    with pytest.raises(ValueError, match="65 rows cannot go on together, at most 64 .* max_num_seqs=65"):
+        wrapped.generate(ids, max_new_tokens=2, no_repeat_ngram_size=2)

@@ -1,0 +1,74 @@
+"""Sequences that go on together, a token at a time, each of which their caller chooses by the logits of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from lamina.request import SamplingParams
+
+from .engine import Engine
+
+
+class Lockstep:
+    """A context manager: its end forgets the sequences. No step is begun before every sequence has its token, so this
+    takes longer than drawing does: nothing is queued behind a running step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        *,
+        step: Callable[[], object],
+        settle: Callable[[], object],
+        use: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """``max_tokens``: that each sequence may have behind its prompt. ``step``: a pass of the engine's loop;
+        ``settle``: as the engine's. ``use``: entered for as long as the engine is touched. Raises ValueError for
+        prompts that cannot be served.
+        """
+        self._engine, self._step, self._settle, self._use = engine, step, settle, use
+        self._ids: list[int] = []
+        most = engine.config.batching.max_num_seqs
+        if len(prompts) > most:
+            raise ValueError(
+                f"{len(prompts)} rows cannot go on together, at most {most} decode at once: pass fewer of them, or "
+                f"start with max_num_seqs={len(prompts)}"
+            )
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        with self._use():
+            for prompt in prompts:
+                engine.check(prompt, params)
+            self._ids = [engine.add(prompt, params, held=True) for prompt in prompts]
+
+    def logits(self) -> list[bytes]:
+        """Of every sequence behind its last token, fp32 by token, little-endian, once they have come.
+
+        Raises ValueError where the sequences have no room together, WorkerError where a worker is lost.
+        """
+        with self._use():
+            while not all(found := [self._engine.logits_of(i) for i in self._ids]):
+                self._step()
+                if self._engine.idle:
+                    raise ValueError(
+                        f"{len(self._ids)} rows have no room for their KV together: pass fewer of them, or shorter "
+                        f"ones, or give the memory workers more (kv_memory)"
+                    )
+            return found
+
+    def choose(self, tokens: Sequence[int]) -> None:
+        """The next token of every sequence, behind ``logits``. Raises ValueError for one that is no token."""
+        with self._use():
+            for request_id, token in zip(self._ids, tokens, strict=True):
+                self._engine.choose(request_id, token)
+
+    def __enter__(self) -> Lockstep:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with self._use():
+            for request_id in self._ids:
+                self._engine.cancel(request_id)
+            self._settle()

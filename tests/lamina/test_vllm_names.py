@@ -1,0 +1,108 @@
+"""What scripts for vLLM read and set, by its names."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, ClassVar
+
+import pytest
+from fake_wire import FakeWire, continuation
+from test_streams import FakeFront
+
+from lamina import LLM, SamplingParams
+from lamina.front import Front
+from lamina.request import CompletionOutput, Logprob, RequestOutput, RequestTimes
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> LLM:
+    monkeypatch.setattr("lamina.llm.Front", FakeFront)
+    return LLM(FakeWire())
+
+
+def test_parameters_can_be_set_and_are_checked_as_a_request_begins() -> None:
+    front = FakeFront(FakeWire(), None, False, {})
+    params = SamplingParams(max_tokens=3, stop_token_ids=[4], logit_bias={1: 2.0})
+    asked = Front.ask(front, [1, 2], params)
+    params.max_tokens, params.temperature = 5, 0.5
+    assert params.stop_token_ids is not None
+    params.stop_token_ids.append(9)
+    assert (asked.params.max_tokens, asked.params.temperature, asked.params.stop_token_ids) == (3, 1.0, [4])
+    again = Front.ask(front, [1, 2], params)
+    assert (again.params.max_tokens, again.params.temperature, again.params.stop_token_ids) == (5, 0.5, [4, 9])
+    params.top_p = 7.0
+    with pytest.raises(ValueError, match=r"top_p must lie in \(0, 1\], not 7.0"):
+        Front.ask(front, [1, 2], params)
+
+
+def test_a_clone_shares_nothing() -> None:
+    params = SamplingParams(stop=["a"], stop_token_ids=[4], logit_bias={1: 2.0}, seed=-1)
+    clone = params.clone()
+    assert clone == params
+    assert clone.seed is None
+    assert clone.stop is not params.stop
+    assert clone.stop_token_ids is not params.stop_token_ids
+    assert clone.logit_bias is not params.logit_bias
+
+
+def test_the_end_of_a_long_prompt_is_kept_and_tokens_need_no_text() -> None:
+    tokenizer: Any = object()
+    front = FakeFront(FakeWire(), tokenizer, False, {})
+    prompt = [5, 6, 7, 8]
+    assert Front.ask(front, prompt, SamplingParams(truncate_prompt_tokens=3)).prompt == [6, 7, 8]
+    assert Front.ask(front, prompt, SamplingParams(truncate_prompt_tokens=9)).prompt == prompt
+    assert Front.ask(front, prompt, SamplingParams()).make_pieces is not None
+    assert Front.ask(front, prompt, SamplingParams(detokenize=False)).make_pieces is None
+    with pytest.raises(ValueError, match="truncate_prompt_tokens must be at least 1, not 0"):
+        SamplingParams(truncate_prompt_tokens=0)
+    with pytest.raises(ValueError, match="stop strings need text: leave out detokenize=False"):
+        SamplingParams(detokenize=False, stop="x")
+
+
+def test_outputs_have_their_names() -> None:
+    one = CompletionOutput(0, token_ids=[3, 4], logprobs=[[Logprob(3, -0.5), Logprob(9, -0.1)], [Logprob(4, -0.25)]])
+    assert one.cumulative_logprob == -0.75
+    assert not one.finished()
+    ended = CompletionOutput(0, finish_reason="stop")
+    assert ended.finished()
+    assert ended.cumulative_logprob is None
+    times = RequestTimes(1.0, 2.0, 3.0, 4.0, 5.0)
+    found = RequestOutput(1, None, [1], [one], times).metrics
+    names = ("arrival_time", "first_scheduled_time", "first_token_time", "last_token_time", "finished_time")
+    assert [getattr(found, name) for name in names] == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+class Bar:
+    made: ClassVar[list[Bar]] = []
+
+    def __init__(self, **options: Any) -> None:
+        self.options, self.count, self.closed = options, 0, False
+        self.made.append(self)
+
+    def update(self) -> None:
+        self.count += 1
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_bar_counts_prompts_that_are_done(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, params = [[1, 2], [3], [4, 5]], SamplingParams(max_tokens=3)
+    expected = [continuation(p, 3) for p in prompts]
+    assert [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=Bar)] == expected
+    (bar,) = Bar.made
+    assert (bar.options["total"], bar.count, bar.closed) == (3, 3, True)
+    llm.generate(prompts, params)
+    assert capsys.readouterr().err == "", "no terminal"
+
+
+def test_a_terminal_gets_a_bar_unless_it_is_not_wanted(
+    llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    llm.generate([[1, 2], [3]], SamplingParams(max_tokens=3))
+    shown = capsys.readouterr().err
+    assert "Processed prompts: 100%" in shown
+    assert "2/2" in shown
+    llm.generate([[1, 2]], SamplingParams(max_tokens=3), use_tqdm=False)
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,50 @@
+"""Words by which clients decide what to do next, as OpenAI's and vLLM's servers say them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake import make_service
+from test_layers import ask, error_of
+
+CONTEXT = "This model's maximum context length is 256 tokens. However, "
+# Of LiteLLM, in lower case: with one of them it falls back on a model with a longer context.
+SIGNS = ("this model's maximum context length is", "model's maximum context limit", "exceed context limit")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (
+            "completions",
+            {"prompt": [5] * 250, "max_tokens": 7},
+            "prompt has 250 tokens and 7 new tokens were asked for. ",
+        ),
+        ("completions", {"prompt": [5] * 300}, "prompt has 300 tokens. "),
+        ("completions", {"prompt": "x" * 100_000}, "prompt has 100000 characters, which cannot fit. "),
+        ("completions", {"prompt": "x", "max_tokens": 256}, "256 new tokens were asked for. "),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a b " * 200}]}, "messages has "),
+    ],
+)
+def test_what_is_too_long_is_told_in_the_words_that_clients_look_for(path: str, body: Any, words: str) -> None:
+    error = error_of(ask("POST", f"/v1/{path}", make_service(), json=body))
+    assert error["message"].startswith(CONTEXT + words)
+    assert "Please reduce the length of" in error["message"]
+    assert any(sign in error["message"].lower() for sign in SIGNS)
+    assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("key", ["x", "2048", "-1", "1.5", "٣", "9" * 70])
+def test_a_bad_key_of_logit_bias_is_named(key: str) -> None:
+    body = {"prompt": "x", "logit_bias": {"5": 1, key: 1}}
+    error = error_of(ask("POST", "/v1/completions", make_service(), json=body))
+    assert error["message"] == f"logit_bias has the key {key[:64]!r}: keys must be token ids below 2048"
+    assert error["param"] == "logit_bias"
+
+
+def test_a_token_that_logit_bias_has_twice_is_refused() -> None:
+    error = error_of(
+        ask("POST", "/v1/completions", make_service(), json={"prompt": "x", "logit_bias": {"5": 1, "05": 2}})
+    )
+    assert error["message"] == "logit_bias has a token id twice"

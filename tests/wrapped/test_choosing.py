@@ -1,0 +1,30 @@
+"""Whoever runs a row, its caller can choose the token: the best one each time is greedy decoding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lamina import LLM, SamplingParams
+
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model"
+PROMPTS = [[320, 480] * 10, [7, 8], [9]]
+
+
+@pytest.mark.parametrize("options", [{"prefill_workers": 1}, {"tensor_parallel_size": 2}, {"pipeline": 2}])
+def test_the_best_token_each_time_is_greedy(options: dict[str, Any]) -> None:
+    with LLM(str(MODEL), dtype="float32", transport="loopback", memory_workers=2, max_model_len=64, **options) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+        expected = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)]
+        chosen: list[list[int]] = []
+        with llm.lockstep(PROMPTS, 6) as rows:
+            for _ in range(5):
+                chosen.append([int(np.frombuffer(row, dtype="<f4").argmax()) for row in rows.logits()])
+                rows.choose(chosen[-1])
+        assert [list(each) for each in zip(*chosen, strict=True)] == expected
+        assert len(set(map(tuple, expected))) == 3
+        again = llm.generate(PROMPTS, params)
+        assert [o.outputs[0].token_ids for o in again] == expected, "rows that are dropped leave nothing behind"

@@ -1,0 +1,37 @@
+"""docs/wrap.md says of every feature of ``generate`` what a wrapped model does with it; here all of them are tried."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from desk import ACCEPTED, ALONE, BOTH, DIFFERENT, SAME, Draws, Tried, classify
+from table import BEGIN, PAGE, all_tried, written
+
+
+@pytest.mark.timeout(240)
+def test_the_table_is_true() -> None:
+    found = all_tried()
+    each = {f"{group}: {name}": outcome for group, calls in found.items() for name, outcome in calls.items()}
+    assert [(name, here) for name, (outcome, here) in each.items() if outcome in (ACCEPTED, DIFFERENT)] == []
+    for name, (outcome, here) in each.items():
+        if outcome == ALONE:
+            assert isinstance(here.error, ValueError | AttributeError), name
+            assert "\n" not in str(here.error), name
+    page = PAGE.read_text()
+    assert written(found) == page[page.index(BEGIN) :], "run python tests/wrapped/table.py, and read what has changed"
+
+
+def test_a_difference_would_show() -> None:
+    here, there = Tried(torch.tensor([[1, 2]])), Tried(torch.tensor([[1, 3]]))
+    error = Tried(error=ValueError("no"))
+    assert classify(here, here) == SAME
+    assert classify(here, there) == DIFFERENT
+    assert classify(error, here) == ACCEPTED
+    assert classify(here, error) == ALONE
+    assert classify(error, error) == BOTH
+    assert classify(Tried(None), here) == DIFFERENT
+    assert classify(Tried(torch.ones(2)), Tried(torch.ones(2) + 1e-2)) == DIFFERENT
+    assert classify(Tried(torch.ones(2)), Tried(torch.ones(2) + 1e-5)) == SAME
+    drawn = torch.arange(150) % 3
+    assert classify(Tried(Draws(drawn)), Tried(Draws(drawn.flip(0)))) == SAME
+    assert classify(Tried(Draws(drawn)), Tried(Draws(drawn * 2))) == DIFFERENT
