@@ -2,10 +2,13 @@
 
 Sequences decode on real processes; at random moments one worker after the other is killed. The pause is the longest
 time between two outputs behind a kill; a start of the same workers is measured beside it, as a new process takes most
-of the pause. Every completion is compared with that of a run without a kill. Prints a table and JSON lines; --write
-appends those to perf/results/bench_recovery.jsonl.
+of the pause. Every completion is compared with that of a run without a kill: how many have other tokens, and how far
+log-probabilities lie apart up to the first one. Beside that, the error of the undisturbed run to the same tokens in
+float32: what half precision rounds in any case. Prints a table and JSON lines; --write appends those to
+perf/results/bench_recovery.jsonl.
 
     python perf/bench_recovery.py examples/tiny_lm/model --write
+    python perf/bench_recovery.py examples/tiny_lm/model --dtype bfloat16 --no-deterministic --write
 """
 
 from __future__ import annotations
@@ -18,11 +21,20 @@ import threading
 import time
 from contextlib import suppress
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from common import cpu_pressure, record, spread
 
 from lamina import LLM, SamplingParams
+from lamina.request import CompletionOutput
+
+
+class Parting(NamedTuple):
+    """How a completion differs from that of the undisturbed run."""
+
+    parts: bool  # some token is another one
+    greedy: bool
+    apart: float  # the largest difference of a log-probability up to there
 
 
 def main() -> None:
@@ -36,6 +48,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=192, help="of a completion")
     parser.add_argument("--kills", type=int, default=5, help="of each kind of worker")
     parser.add_argument("--transport", default="shm")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
@@ -44,43 +58,86 @@ def main() -> None:
         "prefill_workers": args.prefill_workers,
         "pipeline": args.pipeline,
         "transport": args.transport,
-        "deterministic": True,
     }
     begun = time.perf_counter()
-    with LLM(args.model, max_recoveries=10**6, **options) as llm:
-        results = measure(llm, args, time.perf_counter() - begun)
+    with LLM(args.model, max_recoveries=10**6, dtype=args.dtype, deterministic=args.deterministic, **options) as llm:
+        results, wanted = measure(llm, args, time.perf_counter() - begun)
+    prompts = prompts_of(args, results["vocabulary"])
+    if args.dtype != "float32":
+        results["rounding"] = rounding(args.model, prompts, wanted, options)
+        print(f"{args.dtype} errs by {results['rounding']:.2g} where nobody is killed")
     print(record("bench_recovery", vars(args), results, write=args.write))
 
 
-def measure(llm: LLM, args: argparse.Namespace, start_s: float) -> dict[str, Any]:
-    """Pauses by kind of worker, and completions that are not what they should be."""
+def prompts_of(args: argparse.Namespace, vocabulary: int) -> list[list[int]]:
+    """Random tokens, always the same."""
     rng = random.Random(args.seed)
-    vocabulary = llm.engine.info.vocab_size
-    prompts = [[rng.randrange(vocabulary) for _ in range(args.prompt)] for _ in range(args.sequences)]
+    return [[rng.randrange(vocabulary) for _ in range(args.prompt)] for _ in range(args.sequences)]
+
+
+def measure(llm: LLM, args: argparse.Namespace, start_s: float) -> tuple[dict[str, Any], list[CompletionOutput]]:
+    """Pauses by kind of worker, and how completions differ from the undisturbed ones, which are returned, too."""
+    rng = random.Random(args.seed)
+    prompts = prompts_of(args, llm.engine.info.vocab_size)
     params = [params_of(i, args.tokens) for i in range(args.sequences)]
     wanted, _, took = stream(llm, prompts, params, "", 0.0)
     pauses: dict[str, list[float]] = {}
-    wrong = late = 0
+    partings: dict[str, list[Parting]] = {}
+    late = 0
     for _ in range(args.kills):
         for victim in sorted(llm.pools.pids):
-            pause = None
+            role, pause = victim.partition("-")[0], None
             while pause is None:  # a kill behind the last token says nothing
                 found, pause, _ = stream(llm, prompts, params, victim, rng.uniform(0.1, 0.8) * took)
                 late += pause is None
-                wrong += sum(a != b for a, b in zip(found, wanted, strict=True))
-            pauses.setdefault(victim.partition("-")[0], []).append(pause)
+                partings.setdefault(role, []).extend(map(parting, found, wanted, params))
+            pauses.setdefault(role, []).append(pause)
     for role, each in pauses.items():
-        print(f"{role:8} {len(each):3} kills   pause {median(each):6.2f} s, at most {max(each):6.2f} s")
-    print(f"a start of all of them: {start_s:.2f} s; completions that were wrong: {wrong}; kills too late: {late}")
-    return {
+        other, far = partings[role], max(p.apart for p in partings[role])
+        greedy = sum(p.parts and p.greedy for p in other)
+        print(f"{role:8} {len(each):3} kills   pause {median(each):6.2f} s, at most {max(each):6.2f} s   ", end="")
+        print(f"{sum(p.parts for p in other)} of {len(other)} with other tokens, {greedy} of them greedy; ", end="")
+        print(f"log-probabilities up to there differ by {far:.2g}")
+    print(f"a start of all of them: {start_s:.2f} s; kills too late: {late}")
+    results = {
         "pause_s": {role: spread(each) for role, each in pauses.items()},
         "longest_s": {role: max(each) for role, each in pauses.items()},
         "kills": {role: len(each) for role, each in pauses.items()},
         "too_late": late,
         "start_s": start_s,
-        "wrong": wrong,
+        "completions": {role: len(each) for role, each in partings.items()},
+        "other_tokens": {role: sum(p.parts for p in each) for role, each in partings.items()},
+        "other_tokens_greedy": {role: sum(p.parts and p.greedy for p in each) for role, each in partings.items()},
+        "apart": {role: max(p.apart for p in each) for role, each in partings.items()},
+        "vocabulary": llm.engine.info.vocab_size,
         "cpu_pressure": cpu_pressure(),
     }
+    return results, wanted
+
+
+def parting(found: CompletionOutput, wanted: CompletionOutput, params: SamplingParams) -> Parting:
+    """How ``found`` differs from ``wanted``."""
+    pairs = zip(found.token_ids, wanted.token_ids, strict=True)
+    alike = next((i for i, (a, b) in enumerate(pairs) if a != b), len(wanted.token_ids))
+    apart = (abs(a - b) for a, b in zip(chosen(found)[:alike], chosen(wanted)[:alike], strict=True))
+    return Parting(alike < len(wanted.token_ids), params.temperature == 0.0, max(apart, default=0.0))
+
+
+def chosen(completion: CompletionOutput) -> list[float]:
+    """The log-probabilities of its tokens."""
+    return [each[0].logprob for each in completion.logprobs or []]
+
+
+def rounding(model: str, prompts: list[list[int]], wanted: list[CompletionOutput], options: dict[str, Any]) -> float:
+    """The largest difference of a log-probability of ``wanted`` to the same tokens in float32."""
+    texts = [prompt + one.token_ids for prompt, one in zip(prompts, wanted, strict=True)]
+    with LLM(model, dtype="float32", **options) as llm:
+        scored = llm.generate(texts, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+    worst = 0.0
+    for output, prompt, one in zip(scored, prompts, wanted, strict=True):
+        exact = [each[0].logprob for each in (output.prompt_logprobs or [])[len(prompt) :] if each]
+        worst = max(worst, *(abs(a - b) for a, b in zip(exact, chosen(one), strict=True)))
+    return worst
 
 
 def params_of(number: int, tokens: int) -> SamplingParams:
@@ -88,14 +145,14 @@ def params_of(number: int, tokens: int) -> SamplingParams:
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.8, "frequency_penalty": 0.3},
-        {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "logprobs": 1},
+        {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1},
     ]
-    return SamplingParams(max_tokens=tokens, ignore_eos=True, seed=number, **kinds[number % len(kinds)])
+    return SamplingParams(max_tokens=tokens, ignore_eos=True, seed=number, logprobs=0, **kinds[number % len(kinds)])
 
 
 def stream(
     llm: LLM, prompts: list[list[int]], params: list[SamplingParams], victim: str, after_s: float
-) -> tuple[list[list[int]], float | None, float]:
+) -> tuple[list[CompletionOutput], float | None, float]:
     """The completions, the longest pause behind the kill of ``victim``, and how long it all took. No pause where nobody
     was killed before the last token.
     """
@@ -119,7 +176,7 @@ def stream(
             if now > killed:
                 pause = max(pause or 0.0, now - max(last, killed))
             last = now
-            outputs[output.request_id] = output.outputs[0].token_ids
+            outputs[output.request_id] = output.outputs[0]
         ids = found.request_ids
     timer.cancel()
     return [outputs[i] for i in ids], pause, time.perf_counter() - begun

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lamina.background import Background
 from lamina.models.checkpoint import peek_config
@@ -22,6 +22,9 @@ from lamina.server.request.template import read_template
 
 from .flags import add_engine_flags, engine_config, print_config
 from .preflight import check, would_start
+
+if TYPE_CHECKING:
+    from lamina.server.journal.journal import Journal
 
 NEEDS = ("fastapi", "prometheus_client", "uvicorn")
 _TYPES = {"int": int, "float": float, "str": str}
@@ -72,17 +75,32 @@ def _serve(model: str, config: ServerConfig, engine: Any) -> int:
     from lamina.server.link.messages import Start
 
     peek_config(model, trust_remote_code=engine.model.trust_remote_code)
-    with listener(config) as sock:
+    with _journal(model, config) as journal, listener(config) as sock:
         url = _url(config, sock)
         START.begin(environment(0))
         importing = Background(_run_server, "lamina-import")  # beside the warm process
         handle = launch_engine(Start(model=model, tokenizer=config.tokenizer, config=engine))
         try:
             run_server = importing.result()
-            return run_server(model, config, engine, handle, sock, lambda: _say_ready(model, config, url))
+            return run_server(model, config, engine, handle, sock, lambda: _say_ready(model, config, url), journal)
         finally:
             handle.sock.close()
             handle.join(1.0)
+
+
+@contextmanager
+def _journal(model: str, config: ServerConfig) -> Iterator[Journal | None]:
+    """Opened before anything is started: what is wrong with it is said at once."""
+    if not config.journal:
+        yield None
+        return
+    from lamina.server.journal.journal import Journal
+
+    journal = Journal(config.journal, model, config.journal_bytes)
+    try:
+        yield journal
+    finally:
+        journal.close()
 
 
 def _run_server() -> Callable[..., int]:

@@ -78,6 +78,11 @@ class Admission:
         self.completions += completions
         return Ticket(self, completions)
 
+    def enter_again(self, completions: int) -> Ticket:
+        """Room for what was accepted by an earlier server: it is not refused now."""
+        self.completions += completions
+        return Ticket(self, completions)
+
     def check_tokens(self, tokens: int) -> None:
         """Whether prompts of so many tokens may wait. Raises ApiError 429."""
         if self._max_tokens and self.tokens and self.tokens + tokens > self._max_tokens:

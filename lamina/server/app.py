@@ -18,6 +18,7 @@ from .door.early_refusal import EarlyRefusal
 from .door.heads import Heads
 from .door.hosts import Hosts
 from .errors import ApiError, error_response
+from .journal import fetch
 from .watch import page
 from .watch.observe import Observe
 
@@ -53,7 +54,8 @@ def layered(app: FastAPI, service: Service) -> ASGIApp:
 
 
 def _routers(service: Service) -> list[APIRouter]:
-    return [generate.router, about.router, *([page.router] if service.config.page else [])]
+    journal = [fetch.router] if service.journal is not None else []
+    return [generate.router, about.router, *journal, *([page.router] if service.config.page else [])]
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -15,6 +15,8 @@ from .admission import Admission, Ticket
 from .answer.logprobs import TokenTexts
 from .config import ServerConfig
 from .errors import ApiError, engine_error
+from .journal.entry import Entry
+from .journal.journal import Journal
 from .link.client import EngineClient, EngineGoneError, PromptRefusedError, ReplyFeed
 from .link.messages import Delta
 from .request.params import PARAMS
@@ -41,6 +43,7 @@ class Service:
     admission: Admission
     fields: UnknownFields
     defaults: dict[str, Any] = field(default_factory=dict)  # of SamplingParams, as the model's own files have them
+    journal: Journal | None = None
     decoder: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lamina-bodies"))
     calls: set[Call] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -78,16 +81,19 @@ class Call:
         arrival_s: float,
         *,
         only_prompt: bool = False,
+        entry: Entry | None = None,
     ) -> None:
         """``ticket``: for all completions, which the call closes; ``only_prompt``: the one token that is drawn all the
-        same is not wanted. Raises ApiError where there is no room for so many tokens, and where there is no engine.
+        same is not wanted; ``entry``: of the journal, where there is one. Raises ApiError where there is no room for so
+        many tokens, and where there is no engine.
         """
         self.prompts = prompts
         self.params = params
         self.only_prompt = only_prompt
         self.completion_tokens = 0
         self.cached_tokens = 0  # of the prompts
-        self._service = service
+        self._service, self._entry = service, entry
+        self._carried = False  # to the next server of the journal
         self._feed = ReplyFeed()
         self._open = len(prompts) * params.n
         self._waiting: set[int] = set()  # keys without a first token
@@ -106,7 +112,11 @@ class Call:
 
     def _add_all(self) -> None:
         for number, (prompt, meter) in enumerate(zip(self.prompts, self.meters, strict=True)):
-            key = self._service.client.add(prompt.ids, self.params, self._feed, meter)
+            entry, client = self._entry, self._service.client
+            if entry is None:
+                key = client.add(prompt.ids, self.params, self._feed, meter)
+            else:
+                key = client.add(prompt.ids, entry.params_of(number), self._feed, meter, key=entry.keys[number])
             self._numbers[key] = number
             self._waiting.add(key)
 
@@ -133,6 +143,7 @@ class Call:
             except PromptRefusedError as e:
                 raise engine_error(str(e), e.blame, PARAMS) from e
             except EngineGoneError as e:
+                self._carried = True
                 raise ApiError(503, f"the engine is gone: {e}", code="engine_gone", retry_after_s=5) from e
             yield [(self._numbers[d.key], self._book(d)) for d in deltas]
 
@@ -150,7 +161,8 @@ class Call:
         return delta
 
     def abort(self, error: ApiError) -> None:
-        """End it from outside: its reader gets ``error``."""
+        """End it from outside: its reader gets ``error``. A journal keeps it for its next server."""
+        self._carried = True
         self._feed.fail(error)
         self._cancel()
 
@@ -161,6 +173,8 @@ class Call:
             if self._open:
                 self._service.metrics.success("abort")
             self._cancel()
+            if self._entry is not None and self._service.journal is not None and not self._carried:
+                self._service.journal.drop(self._entry.accepted.id)
             self._ticket.close()
 
     def _cancel(self) -> None:

@@ -55,6 +55,8 @@ class ServerConfig:
     health_timeout_s: float = option(
         4.0, "seconds without progress of a step, or without an answer of an idle worker, to be ill"
     )
+    journal: str = option("", "directory where accepted requests are kept, so that the next server finishes them")
+    journal_size: str = option("64MiB", "size of --journal, about; answers go with the oldest half")
     page: bool = option(True, "a page at / to chat and to watch both pools; with API keys browsers cannot load it")
     metrics_compat: str = option("", "'vllm' shows metrics under the names of vLLM too")
     log_json: bool = option(False, "log lines as JSON")
@@ -85,11 +87,17 @@ class ServerConfig:
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ValueError("--ssl-keyfile and --ssl-certfile belong together: give both")
         parse_size(self.max_body, "--max-body")
+        parse_size(self.journal_size, "--journal-size")
 
     @property
     def max_body_bytes(self) -> int:
         """``max_body`` in bytes."""
         return parse_size(self.max_body, "--max-body")
+
+    @property
+    def journal_bytes(self) -> int:
+        """``journal_size`` in bytes."""
+        return parse_size(self.journal_size, "--journal-size")
 
     @property
     def api_keys(self) -> list[str]:

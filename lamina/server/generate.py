@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from lamina.request import SamplingParams
-
 from .admission import Ticket
 from .answer.answers import EventStream, whole
-from .answer.shapes import FINGERPRINT, ChatShape, CompletionShape, Shape
+from .answer.heads import head_of, new_request
+from .answer.shapes import ChatShape, CompletionShape, Shape
 from .calls import Call, Service
 from .door.bodies import described, parse
+from .errors import ApiError
+from .journal.entry import Entry
+from .journal.records import Accepted, KeptPrompt
 from .request.params import chat_params, completion_params
 from .request.prompts import Prompt, split_prompts
 from .request.protocol import ChatRequest, CompletionRequest, Sampling
 
+JOURNAL_RETRY_S = 5
 router = APIRouter()
 _ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 
@@ -36,10 +38,11 @@ async def completions(request: Request) -> Response:
     parts = split_prompts(body.prompt, service.config.max_prompts)
     max_tokens = 0 if body.max_tokens == 0 else params.max_tokens
     special = body.add_special_tokens is not False
+    asked = new_request("cmpl", name, params, echo=bool(body.echo), only_prompt=body.max_tokens == 0)
     with _room(service, len(parts) * params.n) as ticket:
         prompts = await service.prompter.completions(parts, max_tokens, special=special)
-        call = _call(request, prompts, params, ticket, only_prompt=body.max_tokens == 0)
-    shape = CompletionShape(call, service.texts, _head("cmpl", name), echo=bool(body.echo))
+        call = await _call(request, asked, prompts, ticket)
+    shape = CompletionShape(call, service.texts, head_of(asked), echo=asked.echo)
     return await _answer(request, body, call, shape)
 
 
@@ -51,12 +54,13 @@ async def chat(request: Request) -> Response:
     name = service.check_model(body.model)
     params = chat_params(body, service.config, service.client.ready, service.defaults)
     variables = service.prompter.variables(body)
+    asked = new_request("chatcmpl", name, params)
     with _room(service, params.n) as ticket:
         prompt = await service.prompter.chat(
             body.messages, params.max_tokens, variables, special=bool(body.add_special_tokens)
         )
-        call = _call(request, [prompt], params, ticket)
-    return await _answer(request, body, call, ChatShape(call, service.texts, _head("chatcmpl", name)))
+        call = await _call(request, asked, [prompt], ticket)
+    return await _answer(request, body, call, ChatShape(call, service.texts, head_of(asked)))
 
 
 @contextmanager
@@ -70,13 +74,31 @@ def _room(service: Service, completions: int) -> Iterator[Ticket]:
         raise
 
 
-def _call(
-    request: Request, prompts: list[Prompt], params: SamplingParams, ticket: Ticket, *, only_prompt: bool = False
-) -> Call:
+async def _call(request: Request, asked: Accepted, prompts: list[Prompt], ticket: Ticket) -> Call:
     service: Service = request.app.state.service
-    call = Call(service, prompts, params, ticket, request.state.arrival_s, only_prompt=only_prompt)
+    entry = await _journaled(service, asked, prompts)
+    try:
+        arrival_s, only_prompt = request.state.arrival_s, asked.only_prompt
+        call = Call(service, prompts, asked.params, ticket, arrival_s, only_prompt=only_prompt, entry=entry)
+    except BaseException:
+        if service.journal is not None:
+            service.journal.drop(asked.id)
+        raise
     request.state.call = call
     return call
+
+
+async def _journaled(service: Service, asked: Accepted, prompts: list[Prompt]) -> Entry | None:
+    """The request in the journal, where there is one; on the disk when this returns."""
+    if (journal := service.journal) is None:
+        return None
+    keys, seed = journal.take_keys(len(prompts)), service.client.seeded
+    kept = [KeptPrompt(k, p.ids, p.text, seed(asked.params).seed or 0) for k, p in zip(keys, prompts, strict=True)]
+    try:
+        return await journal.accept(msgspec.structs.replace(asked, prompts=kept))
+    except OSError as e:
+        text = f"the server's journal cannot be written: {e.strerror}"
+        raise ApiError(503, text, code="journal_unwritable", retry_after_s=JOURNAL_RETRY_S) from e
 
 
 async def _answer(request: Request, body: Sampling, call: Call, shape: Shape) -> Response:
@@ -84,13 +106,3 @@ async def _answer(request: Request, body: Sampling, call: Call, shape: Shape) ->
         return await whole(request, call, shape)
     alive_s = request.app.state.service.config.sse_keep_alive_s
     return EventStream(call, shape, body.stream_options, alive_s=alive_s)
-
-
-def _head(prefix: str, model: str) -> dict[str, Any]:
-    return {
-        "id": f"{prefix}-{secrets.token_hex(16)}",
-        "object": "",
-        "created": int(time.time()),
-        "model": model,
-        "system_fingerprint": FINGERPRINT,
-    }

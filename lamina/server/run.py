@@ -30,6 +30,8 @@ from .door.connections import Connection
 from .door.crowd import Crowd, room
 from .door.tls import Handshake, TlsDoor
 from .errors import ApiError
+from .journal.journal import Journal
+from .journal.resume import finish_all
 from .link.client import EngineClient, launch_engine
 from .link.messages import Start
 from .link.restarts import EngineRestarts
@@ -56,11 +58,12 @@ def run(
     handle: WorkerHandle,
     sock: socket.socket,
     on_ready: Callable[[], None],
+    journal: Journal | None,
 ) -> int:
     """Serve until a signal, or until the engine is lost. The exit status: 0, or 1 where it was lost."""
     set_up_logging(as_json=config.log_json)
     logger.info("starting %s", model)
-    return uvloop.run(_serve(model, config, engine_config, handle, sock, on_ready))
+    return uvloop.run(_serve(model, config, engine_config, handle, sock, on_ready, journal))
 
 
 async def _serve(
@@ -70,6 +73,7 @@ async def _serve(
     handle: WorkerHandle,
     sock: socket.socket,
     on_ready: Callable[[], None],
+    journal: Journal | None,
 ) -> int:
     source = config.tokenizer or model
     remote, limit_s = engine_config.model.trust_remote_code, engine_config.deadlines.start_timeout_s
@@ -77,7 +81,7 @@ async def _serve(
     with _ended_by_signals(handle):
         loading = load_beside(source, trust_remote_code=remote, here=False, limit_s=limit_s)
         start = Start(model=model, tokenizer=config.tokenizer, config=engine_config)
-        client = await EngineClient.connect(handle, stages, EngineRestarts(start, launch_engine))
+        client = await EngineClient.connect(handle, stages, EngineRestarts(start, launch_engine), journal)
     stages.end()
     try:
         tokenizer = await asyncio.to_thread(loading.result, limit_s)
@@ -90,6 +94,7 @@ async def _serve(
         if config.chat_template:
             tokenizer.chat_template = read_template(config.chat_template)
         service = _service(model, config, engine_config, client, tokenizer, defaults)
+        service.journal = journal
         await HttpServer(service, on_ready).run(sock)
         return 1 if client.failure is not None else 0
     finally:
@@ -184,6 +189,8 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
     async def run(self, sock: socket.socket) -> None:
         """Serve on ``sock`` until ended."""
         beside = [asyncio.create_task(report_forever(self._service)), asyncio.create_task(self._end_with_engine())]
+        if (journal := self._service.journal) is not None:
+            beside.append(asyncio.create_task(finish_all(self._service, journal, journal.unfinished())))
         for task in beside:
             task.add_done_callback(_tell_failure)
         try:
@@ -224,8 +231,9 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
             self.should_exit = True
 
     def _abort(self) -> None:
+        later = "; the next server of its journal finishes this request" if self._service.journal else ""
         for call in list(self._service.calls):
-            call.abort(ApiError(503, "the server is shutting down", code="shutting_down"))
+            call.abort(ApiError(503, f"the server is shutting down{later}", code="shutting_down"))
 
 
 def _tell_failure(task: asyncio.Task[None]) -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from lamina import __version__
-from lamina.server.calls import Call
+from lamina.request import SamplingParams
 from lamina.server.link.messages import Delta, Logprobs
+from lamina.server.request.prompts import Prompt
 
 from .logprobs import CompletionLogprobs, TokenTexts, chat_logprobs, joined
 
-FINGERPRINT = f"lamina-{__version__}"
+
+class AskedFor(Protocol):
+    """What an answer is the answer to: a Call, or a journal's Entry."""
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    only_prompt: bool
 
 
 class Shape(Protocol):
@@ -36,7 +42,7 @@ class Shape(Protocol):
 class CompletionShape:
     """/v1/completions."""
 
-    def __init__(self, call: Call, texts: TokenTexts, head: dict[str, Any], *, echo: bool) -> None:
+    def __init__(self, call: AskedFor, texts: TokenTexts, head: dict[str, Any], *, echo: bool) -> None:
         self._call = call
         self._texts = texts
         self._head = head
@@ -98,7 +104,7 @@ class CompletionShape:
 class ChatShape:
     """/v1/chat/completions."""
 
-    def __init__(self, call: Call, texts: TokenTexts, head: dict[str, Any]) -> None:
+    def __init__(self, call: AskedFor, texts: TokenTexts, head: dict[str, Any]) -> None:
         self._call = call
         self._texts = texts
         self._head = head

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -19,7 +19,7 @@ from lamina.fleet.standing import STOPPED_S, StandingStill
 from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
 from lamina.request import Blame, SamplingParams
 
-from .messages import Cancel, Delta, Outputs, Ready, Refused, Start, State, WorkerCounters
+from .messages import Cancel, Delta, Outputs, Ready, Refused, Start, State, WorkerCounters, add_up
 from .restarts import EngineRestarts, Hearing
 
 FROM_ENGINE = Ready | Progress | Outputs | State | WorkerCounters | Refused | Failed
@@ -47,6 +47,12 @@ class DeltaWatch(Protocol):
     def grown(self, delta: Delta) -> None: ...
 
 
+class DeltaRecords(Protocol):
+    """Keeps what a step has brought, before readers get it."""
+
+    def grown(self, deltas: Sequence[Delta]) -> None: ...
+
+
 class ReplyFeed:
     """Deltas of one or more prompts that their reader has not taken yet: at most one for each completion, added up, so
     that a slow reader holds its own tokens and nothing more.
@@ -61,7 +67,7 @@ class ReplyFeed:
         """A delta has come."""
         held = self._waiting.setdefault((delta.key, delta.index), delta)
         if held is not delta:
-            _add_up(held, delta)
+            add_up(held, delta)
         self._arrived.set()
 
     def fail(self, error: Exception) -> None:
@@ -81,15 +87,6 @@ class ReplyFeed:
         return found
 
 
-def _add_up(held: Delta, new: Delta) -> None:
-    held.tokens += new.tokens
-    held.text += new.text
-    if held.logprobs is not None and new.logprobs is not None:
-        held.logprobs += new.logprobs
-    held.finish_reason, held.stop_reason = new.finish_reason, new.stop_reason
-    held.times, held.blame = new.times, new.blame
-
-
 class _OpenPrompt(NamedTuple):
     """A prompt in the engine, who reads its deltas, and what has been heard of them."""
 
@@ -101,14 +98,16 @@ class _OpenPrompt(NamedTuple):
 class EngineClient:
     """All methods belong to the event loop's thread."""
 
-    def __init__(self, handle: WorkerHandle, restarts: EngineRestarts | None) -> None:
-        """``restarts``: None = the first engine is the last one."""
+    def __init__(
+        self, handle: WorkerHandle, restarts: EngineRestarts | None, records: DeltaRecords | None = None
+    ) -> None:
+        """``restarts``: None = the first engine is the last one. ``records``: gets all deltas first."""
         self.ready: Ready
         self.state: State | None = None
         self.counters: dict[str, dict[str, float]] = {}
         self.failure: str | None = None  # why the engine is gone
         self.lost = asyncio.Event()  # the same, to wait for; not set where ``close`` has ended it
-        self._handle, self._restarts = handle, restarts
+        self._handle, self._restarts, self._records = handle, restarts, records
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
         self._is_ready = False  # else what is asked meanwhile is told to the engine once it is
@@ -123,10 +122,14 @@ class EngineClient:
 
     @classmethod
     async def connect(
-        cls, handle: WorkerHandle, on_progress: Callable[[Progress], None], restarts: EngineRestarts | None = None
+        cls,
+        handle: WorkerHandle,
+        on_progress: Callable[[Progress], None],
+        restarts: EngineRestarts | None = None,
+        records: DeltaRecords | None = None,
     ) -> EngineClient:
         """Wait until a launched engine is ready. Raises ValueError for bad input, EngineGoneError."""
-        client = cls(handle, restarts)
+        client = cls(handle, restarts, records)
         await client._open(on_progress)
         client._tasks = [asyncio.create_task(client._read()), asyncio.create_task(client._watch())]
         return client
@@ -148,13 +151,31 @@ class EngineClient:
         """Seconds since the engine last made progress, or was idle with all workers answering."""
         return time.monotonic() - self._state_at
 
-    def add(self, prompt: list[int], params: SamplingParams, feed: ReplyFeed, meter: DeltaWatch) -> int:
-        """Queue a prompt; its deltas go to ``feed`` under the key returned. Raises EngineGoneError."""
+    def seeded(self, params: SamplingParams) -> SamplingParams:
+        """With a seed, where there may be another engine."""
+        return self._restarts.seeded(params) if self._restarts else params
+
+    def add(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        feed: ReplyFeed,
+        meter: DeltaWatch,
+        *,
+        key: int | None = None,
+        heard: Sequence[Delta] = (),
+    ) -> int:
+        """Queue a prompt; its deltas go to ``feed`` under the key returned. ``key``: None = one of this client's own,
+        and then never one from elsewhere. ``heard``: of its completions, from another server's engine. Raises
+        EngineGoneError.
+        """
         if self.failure is not None:
             raise EngineGoneError(self.failure)
-        key, self._next_key = self._next_key, self._next_key + 1
-        params = self._restarts.seeded(params) if self._restarts else params
-        self._live[key] = new = _OpenPrompt(feed, meter, Hearing(prompt, params))
+        if key is None:
+            key, self._next_key = self._next_key, self._next_key + 1
+        self._live[key] = new = _OpenPrompt(feed, meter, Hearing(prompt, self.seeded(params)))
+        for delta in heard:
+            new.hearing.take(delta)
         if self._is_ready:
             self._send(new.hearing.ask(key))
         return key
@@ -262,6 +283,8 @@ class EngineClient:
     def _handle_message(self, message: Any) -> None:
         if isinstance(message, Outputs):
             self._state_at = time.monotonic()
+            if self._records is not None:
+                self._records.grown(message.deltas)
             for delta in message.deltas:
                 self._deliver(delta)
         elif isinstance(message, State):

@@ -83,6 +83,16 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True):
     blame: Blame | None = None  # where it has ended with an error, whose text is ``stop_reason``
 
 
+def add_up(held: Delta, new: Delta) -> None:
+    """``held`` grows by what has come behind it."""
+    held.tokens += new.tokens
+    held.text += new.text
+    if held.logprobs is not None and new.logprobs is not None:
+        held.logprobs += new.logprobs
+    held.finish_reason, held.stop_reason = new.finish_reason, new.stop_reason
+    held.times, held.blame = new.times, new.blame
+
+
 class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     """Engine -> server, a few times a second: sent only when a step was done, or when all workers have answered and the
     engine is idle or one of them has gone on. So its age tells whether the engine lives.

@@ -1,0 +1,45 @@
+"""What is known of an answer before it begins: its id, its kind, and what was asked."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any, Literal
+
+from lamina import __version__
+from lamina.request import SamplingParams
+from lamina.server.journal.records import Accepted
+
+FINGERPRINT = f"lamina-{__version__}"
+
+
+def new_request(
+    kind: Literal["cmpl", "chatcmpl"],
+    model: str,
+    params: SamplingParams,
+    *,
+    echo: bool = False,
+    only_prompt: bool = False,
+) -> Accepted:
+    """A request that has come now, without its prompts. ``model``: as its client calls it."""
+    return Accepted(
+        id=f"{kind}-{secrets.token_hex(16)}",
+        kind=kind,
+        model=model,
+        created=int(time.time()),
+        params=params,
+        prompts=[],
+        echo=echo,
+        only_prompt=only_prompt,
+    )
+
+
+def head_of(asked: Accepted) -> dict[str, Any]:
+    """Of the answer and its chunks; ``object`` is its shape's to fill."""
+    return {
+        "id": asked.id,
+        "object": "",
+        "created": asked.created,
+        "model": asked.model,
+        "system_fingerprint": FINGERPRINT,
+    }

@@ -1,0 +1,1 @@
+"""Accepted requests on disk: they live longer than the server's process."""

@@ -1,0 +1,88 @@
+"""One request of a journal, and its answer as far as it has come."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+
+from lamina.request import SamplingParams
+from lamina.server.link.messages import Delta, add_up
+from lamina.server.request.prompts import Prompt
+
+from .records import Accepted, Unanswerable
+
+
+class Entry:
+    """``accepted``: what was asked. ``has_gap``: a part of its answer could not be written, so none behind it is."""
+
+    def __init__(self, accepted: Accepted) -> None:
+        self.accepted = accepted
+        self.refusal: Unanswerable | None = None
+        self.has_gap = False
+        self.ended_in = -1  # number of the segment
+        self.params = accepted.params
+        self.only_prompt = accepted.only_prompt
+        self.prompts = [Prompt(p.ids, p.text) for p in accepted.prompts]
+        self._numbers = {p.key: number for number, p in enumerate(accepted.prompts)}
+        self._grown: dict[tuple[int, int], Delta] = {}  # by key and index, added up
+
+    @property
+    def keys(self) -> list[int]:
+        """Of its prompts."""
+        return list(self._numbers)
+
+    def number(self, key: int) -> int:
+        """Which prompt that is."""
+        return self._numbers[key]
+
+    def params_of(self, number: int) -> SamplingParams:
+        """Those of a prompt, with its seed."""
+        return dataclasses.replace(self.params, seed=self.accepted.prompts[number].seed)
+
+    @property
+    def deltas(self) -> list[Delta]:
+        """What has come, one for each completion that has begun."""
+        return list(self._grown.values())
+
+    def heard_of(self, key: int) -> list[Delta]:
+        """The same, of one prompt."""
+        return [delta for delta in self._grown.values() if delta.key == key]
+
+    def open_of(self, key: int) -> int:
+        """Completions of a prompt that have not come to their end."""
+        return self.params.n - sum(d.finish_reason is not None for d in self.heard_of(key))
+
+    @property
+    def failed(self) -> Delta | None:
+        """A completion that the engine gave up: the whole answer is its error."""
+        return next((d for d in self._grown.values() if d.finish_reason == "error"), None)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is to come."""
+        left = self.refusal is None and self.failed is None
+        return not (left and any(self.open_of(key) for key in self._numbers))
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Tokens so far."""
+        prompt = sum(len(p.ids) for p in self.prompts)
+        new = 0 if self.only_prompt else sum(len(d.tokens) for d in self._grown.values())
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+    def grow(self, delta: Delta, segment: int) -> None:
+        """A delta has come, whose lists are the reader's."""
+        held = self._grown.get((delta.key, delta.index))
+        if held is None:
+            own = None if delta.logprobs is None else [*delta.logprobs]
+            held = msgspec.structs.replace(delta, tokens=[*delta.tokens], logprobs=own)
+            self._grown[delta.key, delta.index] = held
+        else:
+            add_up(held, delta)
+        if delta.finish_reason is not None and self.ended:
+            self.ended_in = segment
+
+    def refuse(self, record: Unanswerable, segment: int) -> None:
+        """It cannot be finished."""
+        self.refusal, self.ended_in = record, segment

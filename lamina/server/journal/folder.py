@@ -1,0 +1,88 @@
+"""The directory of a journal: whose it is, that nobody else reads it, and that one server at a time has it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+_ENDS = 1 << 16  # bytes at each end of a file of weights that are part of its model's digest
+_LOCK = "lock"
+_NAME = "segment-{:08d}"
+
+
+class Folder:
+    """Held until ``close``, or until the process ends."""
+
+    def __init__(self, path: str) -> None:
+        """Made where it is not there. Raises ValueError: it is another's, readable by others, or in use."""
+        self.path = Path(path).expanduser()
+        with suppress(FileExistsError):
+            try:
+                self.path.mkdir(mode=0o700)
+            except (FileNotFoundError, NotADirectoryError, PermissionError) as e:
+                raise ValueError(f"--journal {path}: {e.strerror}") from None
+        _check_private(self.path, self.path, 0o700, stat.S_ISDIR)
+        lock = self.path / _LOCK
+        self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ValueError(
+                f"--journal {path}: another server has it open; give each a directory of its own"
+            ) from None
+
+    def segments(self) -> list[tuple[int, Path]]:
+        """Numbers and files, the oldest first. Raises ValueError where others may read one."""
+        found = sorted(self.path.glob("segment-[0-9]*"))
+        for each in found:
+            _check_private(self.path, each, 0o600, stat.S_ISREG)
+        return [(int(each.name.partition("-")[2]), each) for each in found]
+
+    def path_of(self, number: int) -> Path:
+        """Where segment ``number`` is, or would be."""
+        return self.path / _NAME.format(number)
+
+    def sync(self) -> None:
+        """Behind it, which files there are outlives the host. Raises OSError."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Let another server have it. Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _check_private(folder: Path, path: Path, mode: int, is_kind: object) -> None:
+    found = path.lstat()
+    if not is_kind(found.st_mode):  # type: ignore[operator]
+        raise ValueError(f"--journal {folder}: {path} is not what a journal has there: name another directory")
+    if found.st_uid != os.geteuid():
+        raise ValueError(f"--journal {folder}: {path} is another user's: name a directory of your own")
+    if found.st_mode & 0o077:
+        text = f"others may read {path} (mode {stat.S_IMODE(found.st_mode):o}), and prompts stand there"
+        raise ValueError(f"--journal {folder}: {text}: chmod {mode:o} {path}")
+
+
+def model_digest(model: str) -> str:
+    """Of the files of a model's directory: names, sizes, and both ends of each. Of a hub id: of its name."""
+    root, found = Path(model).expanduser(), sha256()
+    files = sorted(p for p in root.iterdir() if p.suffix in (".json", ".safetensors")) if root.is_dir() else []
+    found.update(b"" if files else model.encode())
+    for path in files:
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            found.update(file.read(_ENDS))
+            file.seek(max(0, size - _ENDS))
+            found.update(file.read(_ENDS))
+    return found.hexdigest()

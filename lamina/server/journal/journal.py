@@ -1,0 +1,233 @@
+"""Accepted requests and what has come of them, on disk before anybody is told.
+
+**Kept when.** A request is on the disk itself (fdatasync) before it is begun; requests that come at once share one
+wait. What a step has brought is written before readers get it, and not waited for: it outlives the process, and a host
+that loses its power loses the last of it, which is then computed again.
+
+**Kept how long.** Records go to the newest segment. At half of --journal-size another one begins with the requests
+under way, and all but the one before are removed: so answers stay for as long as a segment or two take to fill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lamina.server.link.messages import Delta
+
+from .entry import Entry
+from .folder import Folder, model_digest
+from .records import FORMAT, Accepted, Dropped, Grown, Heading, Unanswerable
+from .segment import Contents, Segment, damaged, framed
+
+log = logging.getLogger(__name__)
+
+
+class Journal:
+    """Its methods belong to one thread, the event loop's."""
+
+    def __init__(self, path: str, model: str, size: int) -> None:
+        """Open or begin it. ``size``: bytes that it may take, about. Raises ValueError for one that is not this
+        server's to have, or is damaged: nothing has been changed then. Raises OSError.
+        """
+        self._entries: dict[str, Entry] = {}
+        self._by_key: dict[int, Entry] = {}
+        self._next_key = 0
+        self._half = max(1, size // 2)
+        self._heading = Heading(format=FORMAT, model=model, digest=model_digest(model))
+        self._folder = Folder(path)
+        self._path, self._written, self._synced = path, 0, 0
+        self._syncing: asyncio.Future[None] | None = None
+        self._full = False  # the last write has failed
+        self._begun_with = 0  # bytes of the segment's opening
+        try:
+            self._number, self._segment = self._open()
+        except BaseException:
+            self._folder.close()
+            raise
+
+    def _open(self) -> tuple[int, Segment]:
+        found, size = self._folder.segments(), 0
+        for place, (number, path) in enumerate(found):
+            contents = Contents(path)
+            last = place == len(found) - 1
+            if contents.torn and not last:
+                raise damaged(path, contents.end)
+            for at, record in enumerate(contents.records):
+                self._replay(record, first=at == 0, number=number)
+            if contents.torn:
+                log.warning("--journal: the last %d bytes of %s were not written whole: left out", contents.torn, path)
+            size = contents.end
+        number = found[-1][0] if found else 0
+        segment = Segment(self._folder.path_of(number), size)
+        if not size:
+            segment.append(self._opening())
+            segment.sync()
+            self._folder.sync()
+        return number, segment
+
+    def _replay(self, record: Any, *, first: bool, number: int) -> None:
+        if first or isinstance(record, Heading):
+            self._check(record)
+        elif isinstance(record, Accepted):
+            self._enter(Entry(record))
+        elif isinstance(record, Grown):
+            self._grow(record.deltas, number)
+        elif isinstance(record, Dropped):
+            self._forget(record.id)
+        elif isinstance(record, Unanswerable) and (entry := self._entries.get(record.id)):
+            entry.refuse(record, number)
+
+    def _check(self, heading: Any) -> None:
+        if not isinstance(heading, Heading) or heading.format != FORMAT:
+            text = "was written by another version of Lamina: finish it there, or name another directory"
+            raise ValueError(f"--journal {self._path} {text}")
+        if heading.digest != self._heading.digest:
+            text = f"is of another model ({heading.model}): serve that one, or name another directory"
+            raise ValueError(f"--journal {self._path} {text}")
+
+    def unfinished(self) -> list[Entry]:
+        """Requests that an earlier server has left, the oldest first."""
+        return [entry for entry in self._entries.values() if not entry.ended]
+
+    def find(self, answer_id: str) -> Entry | None:
+        """The request whose answer has that id."""
+        return self._entries.get(answer_id)
+
+    def take_keys(self, count: int) -> list[int]:
+        """Names for so many prompts, which the engine of no server of this journal has heard."""
+        first, self._next_key = self._next_key, self._next_key + count
+        return list(range(first, self._next_key))
+
+    async def accept(self, record: Accepted) -> Entry:
+        """A request that is about to begin; on the disk when this returns. Raises OSError: then it is not there."""
+        self._append(record)
+        entry = Entry(record)
+        self._enter(entry)
+        try:
+            await self._sync()
+        except OSError:
+            self.drop(record.id)
+            raise
+        return entry
+
+    def grown(self, deltas: Sequence[Delta]) -> None:
+        """What a step has brought, of these requests or of others."""
+        own = [d for d in deltas if d.key in self._by_key]
+        gaps = [d for d in own if self._by_key[d.key].has_gap]
+        if own and not self._try(Grown([d for d in own if d not in gaps] if gaps else own)):
+            gaps = own
+        self._grow(own, self._number)
+        for delta in gaps:
+            if entry := self._by_key.get(delta.key):
+                entry.has_gap = True
+        self._turn_over()
+
+    def drop(self, answer_id: str) -> None:
+        """Nobody wants it any more. One that has ended stays, and unknown ones are ignored."""
+        entry = self._entries.get(answer_id)
+        if entry is not None and not entry.ended:
+            self._try(Dropped(answer_id))
+            self._forget(answer_id)
+
+    def refuse(self, record: Unanswerable) -> None:
+        """It cannot be finished."""
+        self._try(record)
+        self._entries[record.id].refuse(record, self._number)
+
+    def close(self) -> None:
+        """Another server may have it. Idempotent."""
+        self._segment.close()
+        self._folder.close()
+
+    def _enter(self, entry: Entry) -> None:
+        self._entries[entry.accepted.id] = entry
+        for prompt in entry.accepted.prompts:
+            self._by_key[prompt.key] = entry
+            self._next_key = max(self._next_key, prompt.key + 1)
+
+    def _grow(self, deltas: Iterable[Delta], number: int) -> None:
+        for delta in deltas:
+            if entry := self._by_key.get(delta.key):
+                entry.grow(delta, number)
+
+    def _forget(self, answer_id: str) -> None:
+        if entry := self._entries.pop(answer_id, None):
+            for prompt in entry.accepted.prompts:
+                self._by_key.pop(prompt.key, None)
+
+    def _append(self, record: Any) -> None:
+        data = framed(record)
+        self._segment.append(data)
+        self._written += len(data)
+
+    def _try(self, record: Any) -> bool:
+        """Append it where that can be; whether it could. What is under way goes on without."""
+        try:
+            self._append(record)
+        except OSError as e:
+            if not self._full:
+                text = "what is under way goes on, and would be begun again from what stands there"
+                log.error("--journal %s cannot be written (%s): %s", self._path, e.strerror, text)
+            self._full = True
+            return False
+        self._full = False
+        return True
+
+    async def _sync(self) -> None:
+        """Wait until all that has been written is on the disk; one wait at a time, for all that came before it."""
+        wanted = self._written
+        while self._synced < wanted:
+            if self._syncing is None:
+                self._syncing = asyncio.ensure_future(self._sync_once(self._written))
+            await asyncio.shield(self._syncing)
+
+    async def _sync_once(self, written: int) -> None:
+        try:
+            await asyncio.to_thread(self._segment.sync)
+            self._synced = max(self._synced, written)
+        finally:
+            self._syncing = None
+
+    def _opening(self) -> bytes:
+        """What a segment begins with: all that is needed to go on without those before."""
+        parts = [framed(self._heading)]
+        for entry in self.unfinished():
+            parts.append(framed(entry.accepted))
+            if deltas := entry.deltas:
+                parts.append(framed(Grown(deltas)))
+        return b"".join(parts)
+
+    def _turn_over(self) -> None:
+        """Begin another segment where this one is full, and there is no wait for this one."""
+        if self._segment.size < max(self._half, 2 * self._begun_with) or self._syncing is not None:
+            return
+        number = self._number + 1
+        path = self._folder.path_of(number)
+        try:
+            self._segment.sync()
+            new = Segment(path, 0)
+        except OSError as e:
+            log.error("--journal %s: no other segment can be begun (%s)", self._path, e.strerror)
+            return
+        try:
+            new.append(self._opening())
+            new.sync()
+            self._folder.sync()
+        except OSError as e:
+            new.close()
+            path.unlink(missing_ok=True)
+            log.error("--journal %s: no other segment can be begun (%s)", self._path, e.strerror)
+            return
+        self._segment.close()
+        before, self._number, self._segment = self._number, number, new
+        self._begun_with, self._synced = new.size, self._written
+        for entry in list(self._entries.values()):
+            entry.has_gap = False
+            if entry.ended and entry.ended_in < before:
+                self._forget(entry.accepted.id)
+        for old, path in self._folder.segments():
+            if old < before:
+                path.unlink()

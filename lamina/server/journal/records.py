@@ -1,0 +1,68 @@
+"""What stands in a journal. Records only follow each other; none is ever changed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from lamina.request import SamplingParams
+from lamina.server.link.messages import Delta
+
+FORMAT = 1  # raised where a server of the version before could not read it
+
+
+class Heading(msgspec.Struct, frozen=True, kw_only=True, tag="heading"):
+    """The first record of each segment: whose journal this is."""
+
+    format: int
+    model: str  # MODEL as it was given
+    digest: str  # of the model's files; see model_digest
+
+
+class KeptPrompt(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt of a request. ``key``: the engine's name for it, never used twice in a journal."""
+
+    key: int
+    ids: list[int]
+    text: str
+    seed: int  # of its completions, also where its client gave none
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
+    """A request that will be answered. One that is there already begins anew: so a segment begins with what is under
+    way.
+    """
+
+    id: str  # of its answer
+    kind: Literal["cmpl", "chatcmpl"]
+    model: str  # as its client called it
+    created: int  # seconds since 1970
+    params: SamplingParams
+    prompts: list[KeptPrompt]
+    echo: bool = False
+    only_prompt: bool = False
+
+
+class Grown(msgspec.Struct, frozen=True, tag="grown"):
+    """What one step has brought, before a reader is told."""
+
+    deltas: list[Delta]
+
+
+class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
+    """Nobody wants that answer: its client has left, or was refused."""
+
+    id: str
+
+
+class Unanswerable(msgspec.Struct, frozen=True, kw_only=True, tag="unanswerable"):
+    """A request that cannot be finished, and what its client is to be told."""
+
+    id: str
+    status: int
+    message: str
+    code: str
+
+
+RECORDS = Heading | Accepted | Grown | Dropped | Unanswerable

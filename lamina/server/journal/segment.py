@@ -1,0 +1,100 @@
+"""One file of a journal: records behind each other, each with its length and checksums."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .records import RECORDS
+
+_HEAD = struct.Struct("<III")  # bytes of the record, checksum of that number, checksum of the record
+_NUMBER = struct.Struct("<I")
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(RECORDS).decode
+
+
+def framed(record: msgspec.Struct) -> bytes:
+    """A record as it stands in a file."""
+    data = _encode(record)
+    return _HEAD.pack(len(data), zlib.crc32(_NUMBER.pack(len(data))), zlib.crc32(data)) + data
+
+
+class Contents:
+    """What a file has: its records, and where the last whole one ends."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ValueError where it is damaged before its end, OSError."""
+        data = path.read_bytes()
+        self.records: list[Any] = []
+        self.end = 0
+        for record, end in _records(path, data):
+            self.records.append(record)
+            self.end = end
+        self.torn = len(data) - self.end  # bytes of a record that was not written whole
+
+
+def _records(path: Path, data: bytes) -> Iterator[tuple[Any, int]]:
+    at = 0
+    while at + _HEAD.size <= len(data):
+        length, own, sum_ = _HEAD.unpack_from(data, at)
+        begin, end = at + _HEAD.size, at + _HEAD.size + length
+        if zlib.crc32(_NUMBER.pack(length)) != own:
+            if any(data[at:]):  # a host that lost its power leaves zeros
+                raise damaged(path, at)
+            return
+        if end > len(data):
+            return
+        if zlib.crc32(data[begin:end]) != sum_:
+            if end < len(data):
+                raise damaged(path, at)
+            return
+        try:
+            yield _decode(data[begin:end]), end
+        except msgspec.DecodeError:
+            raise damaged(path, at) from None
+        at = end
+
+
+def damaged(path: Path, at: int) -> ValueError:
+    """The error where a file cannot be read on from byte ``at``."""
+    return ValueError(f"--journal: {path} is damaged at byte {at}, not at its end: move it away, or restore it")
+
+
+class Segment:
+    """A file that grows. What was not written whole is taken back."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        """``size``: bytes of it that count; the rest is cut off. Raises OSError."""
+        self.path = path
+        self.size = size
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        os.ftruncate(self._fd, size)
+        os.lseek(self._fd, size, os.SEEK_SET)
+
+    def append(self, data: bytes) -> None:
+        """All of ``data``, or nothing. Raises OSError."""
+        done = 0
+        try:
+            while done < len(data):
+                done += os.write(self._fd, memoryview(data)[done:])
+        except OSError:
+            os.ftruncate(self._fd, self.size)
+            os.lseek(self._fd, self.size, os.SEEK_SET)
+            raise
+        self.size += len(data)
+
+    def sync(self) -> None:
+        """Behind it, what was written outlives the host. Raises OSError."""
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

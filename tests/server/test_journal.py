@@ -1,0 +1,269 @@
+"""Accepted requests outlive the server: on disk whole or not at all, and in nobody else's hands."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from running import MODEL, ROOT
+
+from lamina.request import SamplingParams
+from lamina.server.answer.heads import new_request
+from lamina.server.journal.entry import Entry
+from lamina.server.journal.folder import model_digest
+from lamina.server.journal.journal import Journal
+from lamina.server.journal.records import Accepted, KeptPrompt, Unanswerable
+from lamina.server.link.messages import Delta
+
+PATH = str(ROOT / MODEL)
+SIZE = 1 << 20
+
+
+def opened(path: Path, size: int = SIZE, model: str = PATH) -> Journal:
+    return Journal(str(path), model, size)
+
+
+def request(journal: Journal, prompts: int = 1, n: int = 1) -> Accepted:
+    kept = [KeptPrompt(key, [5, 6, key], "text", 40 + key) for key in journal.take_keys(prompts)]
+    asked = new_request("cmpl", "tiny", SamplingParams(n=n, temperature=0.5, stop=["x"], logit_bias={3: 1.0}))
+    return Accepted(**{f: getattr(asked, f) for f in asked.__struct_fields__ if f != "prompts"}, prompts=kept)
+
+
+def accepted(journal: Journal, prompts: int = 1, n: int = 1) -> Entry:
+    return asyncio.run(journal.accept(request(journal, prompts, n)))
+
+
+def delta(key: int, token: int, index: int = 0, end: str | None = None) -> Delta:
+    return Delta(key=key, index=index, tokens=[token], text=f"<{token}>", logprobs=[[(token, -0.5)]], finish_reason=end)
+
+
+def shown(journal: Journal) -> list[tuple[str, bool, list[tuple[int, int, list[int], str]]]]:
+    entries = journal._entries.values()
+    return [(e.accepted.id, e.ended, [(d.key, d.index, [*d.tokens], d.text) for d in e.deltas]) for e in entries]
+
+
+def test_what_was_accepted_and_has_grown_is_there_for_the_next_server(tmp_path: Path) -> None:
+    journal = opened(tmp_path / "j")
+    first, second, gone = accepted(journal, prompts=2, n=2), accepted(journal), accepted(journal)
+    journal.grown([delta(0, 7), delta(1, 8, index=1), delta(2, 9, end="stop")])
+    journal.grown([delta(0, 10), delta(77, 1)])  # of nobody here
+    journal.drop(gone.accepted.id)
+    journal.drop(second.accepted.id)  # has ended: its reader leaving changes nothing
+    was = shown(journal)
+    assert [(ended, deltas) for _, ended, deltas in was] == [
+        (False, [(0, 0, [7, 10], "<7><10>"), (1, 1, [8], "<8>")]),
+        (True, [(2, 0, [9], "<9>")]),
+    ]
+    journal.close()
+    again = opened(tmp_path / "j")
+    assert shown(again) == was
+    (left,) = again.unfinished()
+    assert left.accepted == first.accepted
+    assert left.params_of(1).seed == 41
+    assert [left.open_of(key) for key in left.keys] == [2, 2]
+    assert again.find(second.accepted.id) is not None
+    assert again.take_keys(1) == [4]  # the one that was dropped counts, too
+    again.refuse(Unanswerable(id=first.accepted.id, status=400, message="too long", code="invalid_value"))
+    again.close()
+    last = opened(tmp_path / "j")
+    assert not last.unfinished()
+    last.close()
+
+
+def test_what_a_reader_does_with_a_delta_does_not_change_the_journal(tmp_path: Path) -> None:
+    journal = opened(tmp_path / "j")
+    entry = accepted(journal)
+    given = delta(0, 7)
+    journal.grown([given])
+    given.tokens.append(99)
+    assert given.logprobs is not None
+    given.logprobs.append([(99, 0.0)])
+    assert entry.deltas[0].tokens == [7]
+    assert entry.deltas[0].logprobs == [[(7, -0.5)]]
+    journal.close()
+
+
+def test_a_tail_that_was_not_written_whole_is_left_out_wherever_it_was_cut(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = opened(tmp_path / "j")
+    file = tmp_path / "j" / "segment-00000000"
+    accepted(journal)
+    journal.grown([delta(0, 7)])
+    whole, before = file.stat().st_size, shown(journal)
+    journal.grown([delta(0, 8)])
+    journal.close()
+    data = file.read_bytes()
+    tails = [data[whole:][:cut] for cut in (1, 11, 12, 20)] + [data[whole:-1], bytes(100)]
+    for tail in tails:
+        file.write_bytes(data[:whole] + tail)
+        caplog.clear()
+        again = opened(tmp_path / "j")
+        assert shown(again) == before
+        assert f"the last {len(tail)} bytes" in caplog.text
+        again.grown([delta(0, 9)])
+        again.close()
+        last = opened(tmp_path / "j")
+        assert shown(last)[0][2] == [(0, 0, [7, 9], "<7><9>")]
+        last.close()
+    file.write_bytes(data[:5])  # not even the heading
+    again = opened(tmp_path / "j")
+    assert shown(again) == []
+    again.close()
+
+
+def test_damage_in_the_midst_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+    journal = opened(tmp_path / "j")
+    accepted(journal)
+    journal.grown([delta(0, 7)])
+    journal.close()
+    file = tmp_path / "j" / "segment-00000000"
+    data = file.read_bytes()
+    for at in (0, 2, 14, 40, len(data) // 2):
+        bad = bytearray(data)
+        bad[at] ^= 0x20
+        file.write_bytes(bad)
+        with pytest.raises(ValueError, match=r"^--journal: .*segment-00000000 is damaged at byte \d+, not at its end"):
+            opened(tmp_path / "j")
+        assert file.read_bytes() == bad
+    file.write_bytes(data)
+    opened(tmp_path / "j").close()
+
+
+def test_another_models_another_versions_and_anothers_journal_are_refused(tmp_path: Path) -> None:
+    opened(tmp_path / "j").close()
+    before = (tmp_path / "j" / "segment-00000000").read_bytes()
+    with pytest.raises(ValueError, match=r"^--journal .*/j is of another model \(.*tiny_lm/model\): serve that one"):
+        opened(tmp_path / "j", model="org/other")
+    assert (tmp_path / "j" / "segment-00000000").read_bytes() == before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lamina.server.journal.journal.FORMAT", 2)
+        with pytest.raises(ValueError, match="was written by another version of Lamina"):
+            opened(tmp_path / "j")
+    held = opened(tmp_path / "j")
+    with pytest.raises(ValueError, match=r"^--journal .*/j: another server has it open; give each"):
+        opened(tmp_path / "j")
+    held.close()
+    opened(tmp_path / "j").close()
+
+
+def test_a_model_is_known_by_its_files_and_not_by_its_path(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(200_000) + b"x")
+    assert model_digest(str(tmp_path / "a")) == model_digest(str(tmp_path / "b"))
+    (tmp_path / "b" / "model.safetensors").write_bytes(bytes(200_000) + b"y")
+    assert model_digest(str(tmp_path / "a")) != model_digest(str(tmp_path / "b"))
+    assert model_digest("org/a") != model_digest("org/b")
+
+
+def test_what_others_may_read_is_refused(tmp_path: Path) -> None:
+    place = tmp_path / "j"
+    opened(place).close()
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(p.stat().st_mode) for p in place.iterdir()} == {0o600}
+    for path, mode, good in ((place, 0o750, 700), (place / "segment-00000000", 0o604, 600)):
+        was = path.stat().st_mode
+        path.chmod(mode)
+        with pytest.raises(ValueError, match=rf"others may read .* \(mode {mode:o}\).*: chmod {good} "):
+            opened(place)
+        path.chmod(was)
+    opened(place).close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is not what a journal has there"):
+        opened(tmp_path / "file")
+    with pytest.raises(ValueError, match=r"^--journal .*: No such file or directory"):
+        opened(tmp_path / "no" / "j")
+    (tmp_path / "link").symlink_to(place)
+    with pytest.raises(ValueError, match="is not what a journal has there"):
+        opened(tmp_path / "link")
+
+
+@contextmanager
+def no_room_behind(path: Path, more: int) -> Iterator[None]:
+    """Files may not grow to more than so many bytes above the size of ``path``: writes end midway, then fail."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_without_room_a_request_is_not_accepted_and_the_journal_stays_as_it_was(tmp_path: Path) -> None:
+    journal, file = opened(tmp_path / "j"), tmp_path / "j" / "segment-00000000"
+    accepted(journal)
+    before, was = file.read_bytes(), shown(journal)
+    with no_room_behind(file, 20):
+        try:
+            error = None
+            accepted(journal)
+        except OSError as e:
+            error = e
+    assert error is not None
+    assert file.read_bytes() == before
+    assert shown(journal) == was
+    accepted(journal)
+    journal.close()
+    again = opened(tmp_path / "j")
+    assert len(again.unfinished()) == 2
+    again.close()
+
+
+def test_without_room_what_is_under_way_goes_on_and_leaves_no_gap(tmp_path: Path) -> None:
+    journal, file = opened(tmp_path / "j"), tmp_path / "j" / "segment-00000000"
+    accepted(journal), accepted(journal)
+    journal.grown([delta(0, 7)])
+    with no_room_behind(file, 8):
+        journal.grown([delta(0, 8)])
+    journal.grown([delta(0, 9), delta(1, 5)])  # there is room again: of the first one a token is missing
+    assert [d.tokens for e in journal.unfinished() for d in e.deltas] == [[7, 8, 9], [5]]
+    journal.close()
+    again = opened(tmp_path / "j")
+    assert [d.tokens for e in again.unfinished() for d in e.deltas] == [[7], [5]]
+    again.close()
+
+
+def test_a_full_segment_is_followed_by_another_and_the_oldest_goes(tmp_path: Path) -> None:
+    journal = opened(tmp_path / "j", size=4000)
+    stays = accepted(journal)
+    journal.grown([delta(0, 7)])
+    ended = []
+    while journal._number < 3:
+        entry = accepted(journal)
+        ended.append(entry.accepted.id)
+        journal.grown([delta(entry.keys[0], 8, end="stop")])
+        assert os.listdir(tmp_path / "j").__len__() <= 4  # the lock, two segments, and one that begins
+    was = shown(journal)
+    assert journal.find(ended[0]) is None
+    assert journal.find(ended[-1]) is not None
+    assert sorted(p.name for p in (tmp_path / "j").iterdir()) == ["lock", "segment-00000002", "segment-00000003"]
+    journal.close()
+    again = opened(tmp_path / "j", size=4000)
+    assert sorted(shown(again)) == sorted(was)
+    assert [e.accepted for e in again.unfinished()] == [stays.accepted]
+    again.close()
+
+
+def test_requests_that_come_at_once_wait_for_the_disk_together(tmp_path: Path) -> None:
+    journal = opened(tmp_path / "j")
+    syncs, sync = [], journal._segment.sync
+
+    def counted() -> None:
+        syncs.append(journal._written)
+        sync()
+
+    async def many() -> None:
+        await asyncio.gather(*(journal.accept(request(journal)) for _ in range(50)))
+
+    journal._segment.sync = counted  # type: ignore[method-assign]
+    asyncio.run(many())
+    assert syncs[-1] == journal._written
+    assert len(syncs) <= 2
+    journal.close()

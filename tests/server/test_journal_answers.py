@@ -1,0 +1,251 @@
+"""Answers of a journal over HTTP: of this server, of one that was killed in the midst of its streams, or of none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake import FakeClient, http_of, make_service
+from running import MODEL, ROOT, Running, alive, eventually
+
+from lamina.request import Blame, SamplingParams
+from lamina.server.calls import Service
+from lamina.server.errors import ApiError
+from lamina.server.journal.journal import Journal
+from lamina.server.journal.resume import finish_all
+from lamina.server.link.client import DeltaWatch, EngineGoneError, PromptRefusedError, ReplyFeed
+from lamina.server.link.messages import Delta
+
+BODY: dict[str, Any] = {"prompt": ["def f(", "import"], "n": 2, "max_tokens": 5, "logprobs": 1, "echo": True}
+
+
+class KeptClient(FakeClient):
+    """Tells the journal first, as the real one does. ``error``: what becomes of each prompt instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.journal: Journal
+        self.error: Exception | None = None
+        self.keys: list[int] = []
+
+    def seeded(self, params: SamplingParams) -> SamplingParams:
+        return params
+
+    def add(  # type: ignore[override]
+        self, prompt: list[int], params: SamplingParams, feed: ReplyFeed, meter: DeltaWatch, *, key: int,
+        heard: list[Delta] | None = None,
+    ) -> int:  # fmt: skip
+        self.keys.append(key)
+        self.added.append((prompt, params))
+        if self.error is not None:
+            feed.fail(self.error)
+        for index in range(0 if self.hold or self.error else params.n):
+            for delta in self._deltas(key, index, params, last=index == params.n - 1):
+                self.journal.grown([delta])
+                feed.push(delta)
+        return key
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    made = next_server(tmp_path)
+    yield made
+    assert made.journal is not None
+    made.journal.close()
+
+
+def next_server(folder: Path) -> Service:
+    """On the journal in ``folder``."""
+    client = KeptClient()
+    service = make_service(client, journal=str(folder / "j"))
+    service.journal = client.journal = Journal(service.config.journal, str(ROOT / MODEL), service.config.journal_bytes)
+    return service
+
+
+def ask(service: Service, method: str, path: str, body: Any = None) -> httpx.Response:
+    async def send() -> httpx.Response:
+        async with http_of(service) as http:
+            return await http.request(method, path, json=body)
+
+    return asyncio.run(send())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", BODY),
+        ("/v1/completions", {**BODY, "max_tokens": 0}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 1}),
+    ],
+)
+def test_an_answer_is_had_again_by_its_id(service: Service, path: str, body: dict[str, Any]) -> None:
+    first = ask(service, "POST", path, body)
+    assert first.status_code == 200, first.text
+    again = ask(service, "GET", f"{path}/{first.json()['id']}")
+    assert (again.status_code, again.json()) == (200, first.json())
+    other = "/v1/completions" if "chat" in path else "/v1/chat/completions"
+    for wrong in (f"{other}/{first.json()['id']}", f"{path}/cmpl-0"):
+        assert ask(service, "GET", wrong).json()["error"]["code"] == "not_found"
+
+
+def test_without_a_journal_there_is_no_such_route() -> None:
+    answer = ask(make_service(), "GET", "/v1/completions/cmpl-0")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (404, "there is no such route")
+
+
+def test_the_answer_is_behind_the_key_of_the_server(service: Service) -> None:
+    locked = make_service(service.client, api_key="secret")
+    locked.journal = service.journal
+    assert ask(locked, "GET", "/v1/completions/cmpl-0").status_code == 401
+
+
+def left_behind(service: Service, error: ApiError | None) -> str:
+    """A stream that is under way; then its server ends with ``error``, or its client leaves. The id."""
+
+    async def send() -> str:
+        assert isinstance(service.client, KeptClient)
+        assert service.journal is not None
+        service.client.hold = True
+        async with http_of(service) as http:
+            task = asyncio.create_task(http.post("/v1/completions", json={**BODY, "stream": True}))
+            while not service.calls:
+                await asyncio.sleep(0)
+            (entry,) = service.journal.unfinished()
+            under_way = await http.get(f"/v1/completions/{entry.accepted.id}")
+            assert (under_way.status_code, under_way.json()["status"]) == (202, "in_progress")
+            assert under_way.headers["retry-after"] == "1"
+            service.journal.grown(
+                [Delta(key=entry.keys[0], index=1, tokens=[300], text="xy", logprobs=[[(300, -1.0)]])]
+            )
+            for call in list(service.calls):
+                call.abort(error) if error else call.close()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return entry.accepted.id
+
+    return asyncio.run(send())
+
+
+def test_what_a_server_leaves_is_finished_by_the_next_one(service: Service, tmp_path: Path) -> None:
+    answer_id = left_behind(service, ApiError(503, "the server is shutting down"))
+    assert service.journal is not None
+    service.journal.close()
+    second = next_server(tmp_path)
+    assert second.journal is not None
+    assert isinstance(second.client, KeptClient)
+    asyncio.run(finish_all(second, second.journal, second.journal.unfinished()))
+    answer = ask(second, "GET", f"/v1/completions/{answer_id}").json()
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["choices"][1]["text"].endswith("xyabcd")
+    assert answer["usage"]["completion_tokens"] == 9
+    assert second.client.keys == [0, 1]
+    assert len({params.seed for _, params in second.client.added}) >= 1
+    assert second.admission.completions == 0
+    second.journal.close()
+
+
+def test_what_its_client_has_left_is_not_finished(service: Service) -> None:
+    answer_id = left_behind(service, None)
+    assert service.journal is not None
+    assert not service.journal.unfinished()
+    assert ask(service, "GET", f"/v1/completions/{answer_id}").status_code == 404
+
+
+def test_what_cannot_be_finished_is_said(service: Service, tmp_path: Path) -> None:
+    answer_id = left_behind(service, ApiError(503, "the server is shutting down"))
+    assert service.journal is not None
+    service.journal.close()
+    gone = next_server(tmp_path)
+    assert gone.journal is not None
+    assert isinstance(gone.client, KeptClient)
+    gone.client.error = EngineGoneError("it died")  # stays for the next one
+    asyncio.run(finish_all(gone, gone.journal, gone.journal.unfinished()))
+    assert len(gone.journal.unfinished()) == 1
+    gone.client.error = PromptRefusedError("max_tokens does not fit", Blame.CLIENT)
+    asyncio.run(finish_all(gone, gone.journal, gone.journal.unfinished()))
+    assert not gone.journal.unfinished()
+    assert gone.admission.completions == 0
+    gone.journal.close()
+    last = next_server(tmp_path)
+    answer = ask(last, "GET", f"/v1/completions/{answer_id}")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "max_tokens does not fit")
+    assert last.journal is not None
+    last.journal.close()
+
+
+STREAMS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    {"temperature": 0.8, "seed": 2, "n": 2, "presence_penalty": 0.4, "logprobs": 1},
+    {"temperature": 0.7, "seed": 3, "stop": ["qqq"], "min_tokens": 8},
+    {"temperature": 1.0},  # no seed: it is finished as it began
+)
+
+
+@pytest.mark.timeout(300)
+def test_streams_of_a_server_that_is_killed_are_finished_by_the_next_one(tmp_path: Path) -> None:
+    more = {"prompt": "def f(", "max_tokens": 150, "ignore_eos": True}
+    flags = ("--dtype=float32", "--journal", str(tmp_path / "j"), "--api-key=k", "--journal-size=1MiB")
+    server = Running(tmp_path / "log", *flags)
+    heard: list[tuple[str, dict[int, str]]] = []
+
+    async def read(http: httpx.AsyncClient, body: dict[str, Any]) -> None:
+        texts: dict[int, str] = {}
+        async with http.stream("POST", "/v1/completions", json={**body, **more, "stream": True}) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    chunk = json.loads(line[6:])
+                    if not texts:
+                        heard.append((chunk["id"], texts))
+                    for choice in chunk["choices"]:
+                        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+                if len(heard) == len(STREAMS) and all(len(t) > 15 for _, each in heard for t in each.values()):
+                    os.kill(server.process.pid, signal.SIGKILL)
+
+    async def read_all() -> list[BaseException | None]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120, headers=KEY) as http:
+            return await asyncio.gather(*(read(http, body) for body in STREAMS), return_exceptions=True)
+
+    try:
+        assert all(isinstance(end, httpx.HTTPError) for end in asyncio.run(read_all()))
+        pids = server.descendants() if server.process.poll() is None else []
+    finally:
+        server.kill()
+    server = Running(tmp_path / "log2", *flags)
+    try:
+        with httpx.Client(base_url=server.url, timeout=120, headers=KEY) as http:
+
+            def whole(answer_id: str) -> dict[str, Any]:
+                answer = http.get(f"/v1/completions/{answer_id}")
+                assert answer.status_code in (200, 202), answer.text
+                return answer.json() if answer.status_code == 200 else {}
+
+            assert eventually(lambda: all(whole(i) for i, _ in heard), 120), (tmp_path / "log2").read_text()
+            assert http.get(f"/v1/completions/{heard[0][0]}", headers={"authorization": ""}).status_code == 401
+            wanted = [http.post("/v1/completions", json={**body, **more}).json() for body in STREAMS]
+            for answer_id, texts in heard:
+                told = whole(answer_id)["choices"]
+                assert [c["text"][: len(texts[c["index"]])] for c in told] == [texts[c["index"]] for c in told]
+                assert {c["finish_reason"] for c in told} <= {"length", "stop"}
+            answers = [whole(i) for i, _ in heard]
+            for want in wanted[:3]:
+                assert any(
+                    [(c["text"], c["finish_reason"]) for c in want["choices"]]
+                    == [(c["text"], c["finish_reason"]) for c in answer["choices"]]
+                    and want["usage"] == answer["usage"]
+                    for answer in answers
+                )
+            assert "4 requests of an earlier server are being finished" in (tmp_path / "log2").read_text()
+    finally:
+        pids += server.descendants()
+        server.kill()
+    assert eventually(lambda: not alive(pids), 30), alive(pids)
+
+
+KEY = {"authorization": "Bearer k"}
