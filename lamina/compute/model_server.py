@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from msgspec import structs
 
 from lamina import gemm, netstack
 from lamina.collective import Collective
@@ -240,6 +241,8 @@ class ModelServer:
         self._broken = False
         if self._called_away:
             return
+        if meeting.number is not None:  # a spare learns its place as it takes it
+            self.start = structs.replace(self.start, number=meeting.number)
         self._worker, ready = self.connect(meeting, fabric)
         self.counts["connects"] += 1
         self.service.link.send(ready)

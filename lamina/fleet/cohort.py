@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from lamina.protocol.control import (
     AskRate,
     ComputeReady,
     Connect,
+    LinkClosedError,
     Loaded,
     MemoryReady,
     Progress,
@@ -38,6 +40,7 @@ from .launchers import Launcher, WorkerHandle, open_launcher
 from .launchers.local import ThreadWorker
 from .members import Member, Members
 from .same_model import check_alike
+from .spares import Spares
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +72,9 @@ class Cohort:
         self._urls: dict[Member, str] = {}  # of memory workers
         self._loaded: dict[Member, Loaded] = {}  # of compute and prefill workers
         self._told_models = False  # whether these were told to load
-        self._started: dict[tuple[str, int], int] = {}  # role and index -> workers that have had them
+        self._started: dict[tuple[str, int], int] = {}  # role and index -> workers that were started for them
+        self._names: dict[WorkerHandle, str] = {}  # which they prove to their peers
+        self._spares = Spares(members, config.launching.spares, self._start_spare)
         self._kv_bytes: list[list[int]] = []  # rank -> of its memory workers, once they are known
         self.view = 0
 
@@ -78,6 +83,8 @@ class Cohort:
 
         Raises LostError, and ValueError with what a user can put right.
         """
+        if self._config.launching.spare_compute and not isinstance(model, str):
+            raise ValueError("--spare-compute: the compute worker of a torch.nn.Module is a thread of this process")
         self._model = model
         self._begin()
         for phase in (self._launch, self._open_memory, self._weigh, self._load):
@@ -125,15 +132,34 @@ class Cohort:
         for lost in [m for m in self._members if m in self._members.lost]:
             self._urls.pop(lost, None)
             self._loaded.pop(lost, None)
+            self._names.pop(lost.handle, None)
             role, index = lost.handle.role, lost.handle.index
-            member = self._members.replace(lost, self._start_one(launcher, role, index))
+            if (spare := self._spares.take(role, index, self._size)) is not None:
+                self._members.replace(lost, spare)
+                continue
+            member = self._members.prepare(self._start_one(launcher, role, index))
+            self._members.replace(lost, member)
             self._tell_start(member)
         self._await_starts()
 
+    def fill_spares(self) -> None:
+        """Start the spares that there should be, and are not; nothing waits for them. Raises OSError, ValueError."""
+        self._spares.fill()
+
     def close(self) -> None:
-        """Give back what the launcher holds. Idempotent."""
+        """End the spares, and give back what the launcher holds. Idempotent."""
+        self._spares.close()
         if self._launcher is not None:
             self._launcher.close()
+
+    def _start_spare(self, role: str, number: int) -> Member:
+        """As if for one of the places that there are: which one it takes is told as it meets the others."""
+        assert self._launcher is not None
+        places = self._config.topology.counts[role]
+        spare = self._members.prepare(self._start_one(self._launcher, role, number % places))
+        with suppress(LinkClosedError):  # its end is noticed as it is to take a place
+            spare.link.send(self._first_message(spare))
+        return spare
 
     def _begin(self) -> None:
         self._deadline = self._clock() + self._config.deadlines.start_timeout_s
@@ -155,8 +181,11 @@ class Cohort:
                 self._members.add(worker)
 
     def _start_one(self, launcher: Launcher, role: str, index: int) -> WorkerHandle:
-        self._started[role, index] = self._started.get((role, index), 0) + 1
-        return launcher.start(role, index, self._threads(role, index))
+        before = self._started.get((role, index), 0)
+        self._started[role, index] = before + 1
+        handle = launcher.start(role, index, self._threads(role, index))
+        self._names[handle] = f"{role}-{index}-{self._incarnation}" + f"-{before}" * bool(before)
+        return handle
 
     def _open_memory(self) -> None:
         """Memory workers listen."""
@@ -190,10 +219,11 @@ class Cohort:
         self._await_starts()
 
     def _tell_start(self, member: Member) -> None:
-        """Its first message."""
+        self._members.send(member, self._first_message(member))
+
+    def _first_message(self, member: Member) -> StartMemory | StartCompute:
         path, handle = self._model if isinstance(self._model, str) else "", member.handle
-        memory = handle.role == "memory"
-        self._members.send(member, self._start_memory(handle) if memory else self._start_compute(path, handle))
+        return self._start_memory(handle) if handle.role == "memory" else self._start_compute(path, handle)
 
     def _await_starts(self) -> None:
         """The first answers of all that were told, and have not answered yet."""
@@ -236,6 +266,7 @@ class Cohort:
         ring = self._config.topology.replicas > 1
         return Connect(
             view=self.view,
+            number=index // size,
             memory=self._memory_of(rank),
             ranks=ranks,
             behind=addresses(behind, loaded[behind].ring_url) if ring else None,
@@ -322,8 +353,7 @@ class Cohort:
 
     def _name(self, handle: WorkerHandle) -> str:
         """Which a worker proves to its peers: no other one has had it, nor will."""
-        before = self._started.get((handle.role, handle.index), 1) - 1
-        return f"{handle.role}-{handle.index}-{self._incarnation}" + f"-{before}" * bool(before)
+        return self._names.get(handle, f"{handle.role}-{handle.index}-{self._incarnation}")
 
     def _together(self, ranks: list[ComputeReady]) -> ComputeReady:
         """What all ranks of a replica have said, as one."""

@@ -86,8 +86,12 @@ class Members:
 
     def add(self, handle: WorkerHandle) -> Member:
         """A worker that was started."""
-        self._members.append(Member(handle, self._links.open(handle)))
+        self._members.append(self.prepare(handle))
         return self._members[-1]
+
+    def prepare(self, handle: WorkerHandle) -> Member:
+        """A worker that was started and is none of these yet: nobody listens to it."""
+        return Member(handle, self._links.open(handle))
 
     @property
     def memory(self) -> list[Member]:
@@ -107,18 +111,16 @@ class Members:
     def _of(self, role: str) -> list[Member]:
         return [m for m in self._members if m.handle.role == role]
 
-    def replace(self, lost: Member, handle: WorkerHandle) -> Member:
-        """Another worker was started in the place of one that is lost, and fenced. Raises WorkerError where all have
-        been ended meanwhile, and ends it, too.
+    def replace(self, lost: Member, new: Member) -> None:
+        """Another worker takes the place of one that is lost, and fenced. Raises WorkerError where all have been ended
+        meanwhile, and ends it, too.
         """
-        new = Member(handle, self._links.open(handle))
         with self._ending:
             if self.closed:
                 self.fence(new)
                 raise WorkerError("the workers have been ended")
             self._members[self._members.index(lost)] = new
             del self.lost[lost]
-        return new
 
     def fence(self, lost: Member) -> None:
         """End one that is lost, by force: nothing that it does from here on reaches anybody."""

@@ -54,6 +54,7 @@ class Pools:
                 self._cohort.start(model)
                 self.ready = self._cohort.connect()
                 self._read_clocks()
+                self._cohort.fill_spares()
         except BaseException:
             self.close()
             raise

@@ -103,6 +103,10 @@ class Supervisor:
         self._cohort.replace()
         ready = self._cohort.connect(keep)
         self._recoveries.end()
+        try:
+            self._cohort.fill_spares()
+        except (OSError, ValueError) as error:
+            log.warning("there are fewer spares than asked for: %s", error)
         return ready
 
     def _left(self, kept: dict[Member, dict[int, int]]) -> list[Member]:

@@ -139,6 +139,7 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
 
     view: Annotated[int, msgspec.Meta(ge=0, lt=1 << VIEW_BITS)]
     joining: list[str] = []  # of a memory worker: the names of all that come, by number; empty: they have none
+    number: int | None = None  # of a compute worker: its replica's; None: as it was started for
     memory: list[Address] = []  # of others: the memory workers of its rank
     ranks: list[Address] = []  # of a compute worker: all ranks of its replica, in order; empty: it is the only one
     behind: Address | None = None  # of a compute worker: the next replica; None: it is the only one

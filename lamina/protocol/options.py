@@ -288,6 +288,13 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
         "recoveries in ten minutes, with --launcher local or ray: whoever is lost is replaced, and all requests go on; "
         "one more, and the run ends. 0 = the first loss ends it",
     ] = 5
+    spare_compute: Annotated[
+        int,
+        Meta(ge=0),
+        "with --launcher local, on CPUs: compute workers that are loaded and wait to take the place of a lost one; a "
+        "multiple of --tensor-parallel-size",
+    ] = 0
+    spare_memory: Annotated[int, Meta(ge=0), "the same of memory workers"] = 0
     trace: Annotated[str, "write a Perfetto/Chrome trace of the run to this file, at the end (or set LAMINA_TRACE)"] = (
         ""
     )
@@ -308,6 +315,11 @@ class LaunchOptions(Options, frozen=True, kw_only=True):
     def starter(self) -> str:
         """Who starts the workers, by its name in fleet.launcher.LAUNCHERS."""
         return self.launcher if self.launcher != "auto" else "ray" if self.ray_address else "local"
+
+    @property
+    def spares(self) -> dict[str, int]:
+        """Workers of each role that wait to take the place of a lost one."""
+        return {"compute": self.spare_compute, "memory": self.spare_memory}
 
     @property
     def elsewhere(self) -> bool:

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Collection
 from typing import NamedTuple
 
-from lamina.netstack import beyond_host, check_scheme
+from lamina.netstack import beyond_host, check_scheme, in_process
 
 from .declare import flag
 from .options import EngineConfig, LaunchOptions
@@ -30,6 +30,7 @@ def check_together(config: EngineConfig) -> None:
     _check_ranks(config)
     _check_prefixes(config)
     _check_devices(config)
+    _check_spares(config)
 
 
 def check_names(config: EngineConfig, attention: Collection[str], gemm: Collection[str]) -> None:
@@ -132,6 +133,27 @@ def _check_addresses(config: EngineConfig) -> None:
     if config.devices.cores:
         theirs = "over --ray-address Ray gives workers theirs" if over_ray else "start workers elsewhere under taskset"
         raise ValueError(f"--cores are of this machine: {theirs}")
+
+
+def _check_spares(config: EngineConfig) -> None:
+    launching, size = config.launching, config.topology.tensor_parallel_size
+    devices = {"compute": config.devices.compute_device, "memory": config.devices.memory_device}
+    for role, count in launching.spares.items():
+        name = flag(f"spare_{role}")
+        if not count:
+            continue
+        if launching.starter != "local":
+            raise ValueError(f"{name} is for --launcher local: over {launching.starter} a new worker takes the place")
+        if in_process(launching.scheme):
+            raise ValueError(f"{name}: with --transport {launching.transport} no worker is replaced: use shm")
+        if devices[role] != "cpu":
+            raise ValueError(f"{name} is for workers on CPUs, and --{role}-device is {devices[role]}: leave it out")
+        if config.devices.cores:
+            raise ValueError(f"{name} cannot go with --cores: a spare has no cores before it takes a place")
+        if role == "compute" and count % size:
+            raise ValueError(
+                f"--spare-compute {count} must be a multiple of --tensor-parallel-size {size}: each rank needs its own"
+            )
 
 
 def _check_weights(config: EngineConfig) -> None:

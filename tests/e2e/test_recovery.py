@@ -63,7 +63,7 @@ def run(llm: LLM, prompts: list[list[int]], kill: dict[int, str]) -> list[Any]:
 
 
 CASES = {
-    "by head": ({}, ["compute-0", "memory-1"]),
+    "by head, spares": ({"spare_compute": 1, "spare_memory": 1}, ["compute-0", "memory-1"]),
     "by token, a ring": ({"partition": "token", "pipeline": 3}, ["compute-1", "memory-0", "compute-0"]),
     "by request, prefill, tcp": (
         {"partition": "request", "prefill_workers": 1, "transport": "tcp"},
@@ -80,10 +80,12 @@ def test_every_request_goes_on(case: str, llama_path: Path, prompts: list[list[i
     with LLM(str(llama_path), memory_workers=2, prefill_chunk=32, deterministic=True, **options) as llm:
         wanted = run(llm, prompts, {})
         pids = llm.pools.pids
+        spares = [member.handle.pid for member in llm.pools._cohort._spares]
         found = run(llm, prompts, {20 + 30 * i: victim for i, victim in enumerate(victims)})
         assert found == wanted
         for worker, pid in llm.pools.pids.items():
             assert (pid != pids[worker]) == (worker in victims)
+            assert (pid in spares) == (worker in victims and bool(spares))
         assert all(gone(pids[victim]) for victim in victims)
         assert run(llm, prompts, {}) == wanted
         last = llm.pools.pids

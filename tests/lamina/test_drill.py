@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lamina.cli.drill.streams import StreamTold, verdict
+from lamina.cli.drill.cut import cut
+from lamina.cli.drill.streams import KINDS, StreamTold, has_one_answer, verdict
 from lamina.cli.launch import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +44,39 @@ def test_what_a_stream_was_told_is_judged(found: StreamTold, word: str) -> None:
     assert verdict(found, TOLD) == word
 
 
+def test_of_a_stream_without_a_seed_the_length_is_judged() -> None:
+    other = replace(TOLD, texts={0: "xyz", 1: "uv"}, scores={0: [("x", -0.1), ("yz", -3.0)]})
+    assert verdict(other, TOLD) == "wrong"
+    assert verdict(other, TOLD, exactly=False) == "right"
+    assert verdict(replace(other, scores={0: [("x", -0.1)]}), TOLD, exactly=False) == "wrong"
+    assert verdict(replace(other, tokens=4), TOLD, exactly=False) == "lost"
+    assert verdict(replace(other, tokens=6), TOLD, exactly=False) == "twice"
+    assert verdict(replace(other, error="gone"), TOLD, exactly=False) == "lost"
+    assert [has_one_answer(kind) for kind in KINDS] == [True] * 6 + [False]
+
+
+PEER = """
+import socket, sys
+with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as end:
+    print("here", flush=True)
+    print(end.recv(1), flush=True)
+"""
+
+
+def test_a_connection_of_two_that_live_is_cut() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        command = [sys.executable, "-c", PEER, str(door.getsockname()[1])]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as peer:
+            end, _ = door.accept()
+            assert peer.stdout is not None
+            assert peer.stdout.readline() == "here\n"
+            assert not cut(peer.pid, peer.pid)
+            assert cut(peer.pid, os.getpid())
+            assert peer.stdout.readline() == "b''\n"
+            assert end.recv(1) == b""
+            end.close()
+
+
 def test_a_pause_is_of_what_came_behind_the_hit() -> None:
     assert [TOLD.pause_behind(t) for t in (0.0, 1.5, 2.5, 5.0)] == [3.0, 3.0, 2.5, None]
 
@@ -49,6 +85,7 @@ def test_a_pause_is_of_what_came_behind_the_hit() -> None:
     ("argv", "words"),
     [
         (["--faults", "kill-all"], "--faults: there is no 'kill-all'; there are kill-compute"),
+        (["--faults", "partition"], "--faults partition cuts a TCP connection: give --flags with --transport tcp"),
         (["--count", "0"], "--count must be at least 1"),
         (["--streams", "0"], "--streams must be at least 1"),
     ],

@@ -110,3 +110,24 @@ def test_the_old_number_of_replicas_names_the_new_one(capsys: pytest.CaptureFixt
     for given in (["--compute-workers", "3"], ["--compute-workers=3"], ["--compute-workers"]):
         assert main(["generate", "m", "--prompt", "x", *given]) == 2
         assert capsys.readouterr().err == f"lamina-launch generate: {line}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"spare_compute": 1, "tensor_parallel_size": 2, "memory_workers": 2},
+            "--spare-compute 1 must be a multiple of",
+        ),
+        ({"spare_memory": 1, "launcher": "static"}, "--spare-memory is for --launcher local"),
+        (
+            {"spare_memory": 1, "transport": "loopback"},
+            "--spare-memory: with --transport loopback no worker is replaced",
+        ),
+        ({"spare_memory": 1, "cores": "0"}, "--spare-memory cannot go with --cores"),
+        ({"spare_compute": 1, "compute_device": "cuda"}, "--spare-compute is for workers on CPUs"),
+    ],
+)
+def test_spares_where_there_can_be_none_are_refused_by_name(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=f"^{words}"):
+        make_config(options)

@@ -19,7 +19,7 @@ from lamina.cli.words import counted
 if TYPE_CHECKING:
     from .target import Target
 
-# name -> (role, signal)
+# name -> (role, signal, or CUT: it loses a connection to a memory worker)
 FAULTS = {
     "kill-compute": ("compute", "SIGKILL"),
     "kill-memory": ("memory", "SIGKILL"),
@@ -27,7 +27,9 @@ FAULTS = {
     "kill-engine": ("engine", "SIGKILL"),
     "stop": ("", "SIGSTOP"),
     "stop-engine": ("engine", "SIGSTOP"),
+    "partition": ("compute", "CUT"),
 }
+USUAL = [name for name in FAULTS if name != "partition"]  # which needs TCP
 FLAGS = ["--memory-workers", "2", "--prefill-workers", "1", "--dtype", "float32", "--deterministic"]
 BAD = "wrong", "lost", "twice"
 TRIES = 5  # to hit somebody before the last token
@@ -47,7 +49,7 @@ class Blow(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this sub-command."""
     parser.add_argument("model", help="a directory or a hub id")
-    parser.add_argument("--faults", default=",".join(FAULTS), help="what happens, in turn (default: %(default)s)")
+    parser.add_argument("--faults", default=",".join(USUAL), help="what happens, in turn (default: %(default)s)")
     parser.add_argument("--count", type=int, default=20, help="hits (default: %(default)s)")
     parser.add_argument("--streams", type=int, default=32, help="read at a time (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=96, help="of a completion, at most (default: %(default)s)")
@@ -68,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, not {getattr(args, name)}")
     flags = shlex.split(args.flags)
-    if not _limited(flags):
+    if "partition" in faults and not _has(flags, "--transport", "tcp"):
+        raise ValueError("--faults partition cuts a TCP connection: give --flags with --transport tcp")
+    if not _has(flags, "--max-recoveries"):
         flags += ["--max-recoveries", "1000000"]
     if args.dry_run:
         print(f"would serve {args.model} with {' '.join(flags)}")
@@ -85,16 +89,22 @@ def run(args: argparse.Namespace) -> int:
     return _report(args, blows, calm, left)
 
 
-def _limited(flags: Sequence[str]) -> bool:
-    return any(flag.split("=")[0] == "--max-recoveries" for flag in flags)
+def _has(flags: Sequence[str], name: str, value: str = "") -> bool:
+    """Whether ``name`` is among them, of that value where one is given."""
+    words = [word for flag in flags for word in flag.split("=", 1)]
+    return any(a == name and value in ("", b) for a, b in zip(words, [*words[1:], ""], strict=True))
 
 
 def _hit(target: Target, args: argparse.Namespace, faults: Sequence[str]) -> tuple[list[Blow], Counter[str]]:
     """All hits; and how another run without one compares with the first: what is not the same there says nothing."""
-    from .streams import bodies_of, read_all, verdict
+    from .streams import bodies_of, has_one_answer, read_all, verdict
 
     rng = random.Random(args.seed)
     bodies = bodies_of(args.streams, args.tokens, rng)
+
+    def judged(told: Sequence[Any]) -> Counter[str]:
+        each = zip(told, wanted, bodies, strict=True)
+        return Counter(verdict(found, same, exactly=has_one_answer(body)) for found, same, body in each)
 
     def read(hit: Any = None, after_s: float = 0.0) -> list[Any]:
         return read_all(target.url, bodies, args.timeout_s, hit, after_s)
@@ -103,7 +113,7 @@ def _hit(target: Target, args: argparse.Namespace, faults: Sequence[str]) -> tup
     began = time.perf_counter()
     wanted = read()
     took = time.perf_counter() - began
-    calm = Counter(verdict(found, same) for found, same in zip(read(), wanted, strict=True))
+    calm = judged(read())
     blows: list[Blow] = []
     for number in range(args.count):
         role, how = FAULTS[fault := faults[number % len(faults)]]
@@ -111,7 +121,7 @@ def _hit(target: Target, args: argparse.Namespace, faults: Sequence[str]) -> tup
             victim = target.victim(role, rng)
             told = read(lambda: target.strike(victim, how), rng.uniform(0.1, 0.7) * took)  # noqa: B023 - called now
             pauses = [x for one in told if (x := one.pause_behind(target.struck_at)) is not None]
-            verdicts = Counter(verdict(found, same) for found, same in zip(told, wanted, strict=True))
+            verdicts = judged(told)
             if pauses or any(verdicts[name] for name in BAD):
                 break
         else:

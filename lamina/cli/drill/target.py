@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 from lamina.processes import lives
 
+from .cut import cut
+
 MODULES = {
     "compute": "lamina.compute.main",
     "memory": "lamina.memory.main",
@@ -66,6 +68,10 @@ class Target:
             self.end()
             raise
 
+    def pids(self) -> list[int]:
+        """Of all its processes."""
+        return [self._server.pid, *self._descendants()]
+
     def victim(self, role: str, rng: random.Random) -> Victim:
         """A process of ``role``; "" = any worker. Raises ValueError where there is none."""
         found = [v for v in self._processes() if v.role == role or (not role and v.role != "engine")]
@@ -74,9 +80,17 @@ class Target:
         return rng.choice(found)
 
     def strike(self, victim: Victim, how: str) -> None:
-        """Send it the signal of that name."""
-        with suppress(ProcessLookupError):
-            os.kill(victim.pid, signal.Signals[how])
+        """Send it the signal of that name; CUT: end a connection of it to a memory worker, or of another of its role
+        where it has none, as a spare. Raises OSError.
+        """
+        if how == "CUT":
+            found = self._processes()
+            ends = [victim.pid, *(v.pid for v in found if v.role == victim.role)]
+            if not any(cut(end, v.pid) for end in ends for v in found if v.role == "memory"):
+                raise OSError(f"no {victim.role} worker has a TCP connection to a memory worker")
+        else:
+            with suppress(ProcessLookupError):
+                os.kill(victim.pid, signal.Signals[how])
         self.struck_at = time.perf_counter()
 
     def noticed_s(self) -> float | None:

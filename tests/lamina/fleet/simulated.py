@@ -210,5 +210,5 @@ def ready(view: int, blocks: int = 0) -> ComputeReady:
     return ComputeReady(
         view=view, vocab_size=97, num_layers=3, max_model_len=128, dtype="float32", eos_token_ids=[], windows=[0],
         lanes=[Lanes()], stripe=0, num_blocks=[[blocks or 10 * view]], holders=[[0]], block_size=4, kv_bytes=[100, 200],
-        summary={"attention": "sim"},
+        summary={"attention": "sim", "heads": [(8, 4)], "weight_bytes": 1, "collective": "sim"},
     )  # fmt: skip

@@ -109,6 +109,59 @@ def test_another_takes_its_place_and_the_others_keep_what_they_have(victim: int)
         assert worker.got[-1].kv_bytes == [100, 200], "a new memory worker is to have as much as the one before"
 
 
+@pytest.mark.parametrize("victim", range(NUM_WORKERS))
+def test_a_spare_takes_the_place_and_a_new_one_is_started_behind_it(victim: int) -> None:
+    run = Run(spare_compute=2, spare_memory=1)
+    run.cohort.fill_spares()
+    run.world.pass_until(run.world.now + 10.0, lambda: False)  # they load
+    spares, lost, now = run.world.workers[NUM_WORKERS:], run.worker(victim), run.world.now
+    assert [w.role for w in spares] == ["compute", "compute", "memory"]
+    assert len({w.got[0].name for w in run.world.workers}) == NUM_WORKERS + 3
+    lost.kill()
+    _, ready = run.recover()
+    run.check(ready)
+    new = run.now(lost.role, lost.index)
+    if lost.role == "prefill":
+        assert new not in spares
+        return
+    assert new in spares
+    assert run.world.now - now < 1.0, "it had loaded before"
+    assert [type(x) for x in new.got] == [type(lost.got[0]), Connect]
+    assert new.got[-1].number == (lost.index if lost.role == "compute" else None)
+    meetings = [x for w in run.world.workers for x in w.got if isinstance(x, Connect) and x.view == ready.view]
+    assert any(f"{new.got[0].name}'" in str(meeting) for meeting in meetings)
+    assert not any(f"{lost.got[0].name}'" in str(meeting) for meeting in meetings)
+    others = run.world.workers[NUM_WORKERS + 3 :]
+    assert [w.role for w in others] == [lost.role], "the spare has a successor, which loads meanwhile"
+    assert [type(x) for x in others[0].got[:1]] in ([], [type(lost.got[0])])
+
+
+def test_spares_go_to_ranks_of_their_own_and_dead_ones_nowhere() -> None:
+    run = Run(
+        pipeline=1, prefill_workers=0, tensor_parallel_size=2, memory_workers=2, spare_compute=2, memory_weights=""
+    )
+    run.cohort.fill_spares()
+    run.world.pass_until(run.world.now + 10.0, lambda: False)
+    spares, lost = run.world.workers[4:], run.now("compute", 1)
+    assert [w.got[0].rank for w in spares] == [0, 1]
+    lost.kill()
+    run.recover()
+    assert run.now("compute", 1) is spares[1]
+    again = run.world.workers[-1]
+    assert again.got == [] or again.got[0].rank == 1
+    run.world.pass_until(run.world.now + 10.0, lambda: False)
+    again.kill()  # a spare that has died meanwhile: nobody is lost by it
+    run.members.check()
+    assert not run.members.lost
+    run.now("compute", 1).kill()
+    run.recover()
+    assert run.now("compute", 1) not in (again, *spares)
+    links = [m.link for m in run.cohort._spares]
+    run.cohort.close()
+    assert len(links) == 2
+    assert all(link.closed for link in links)  # type: ignore[attr-defined]
+
+
 def test_what_was_done_before_counts_and_what_is_said_later_does_not() -> None:
     run = Run()
     done = StepDone(view=run.ready.view, batch=0, step=3, drawn=[])

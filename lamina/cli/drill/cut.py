@@ -1,0 +1,51 @@
+"""Cut the way between two processes that live: one of their TCP connections ends under both of them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+_PIDFD_GETFD = 438  # of Linux, for all processors; Python has no call for it
+_ESTABLISHED = "01"
+
+
+def cut(one: int, other: int) -> bool:
+    """End a TCP connection between two processes of this host. Whether there was one. Raises OSError where this process
+    may not touch theirs.
+    """
+    theirs = {(far, near) for _, near, far in _connections(other)}
+    for fd, near, far in _connections(one):
+        if (near, far) in theirs:
+            _shut(one, fd)
+            return True
+    return False
+
+
+def _connections(pid: int) -> list[tuple[int, str, str]]:
+    """Descriptor, own address and the peer's, as the kernel prints them."""
+    lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    lines += Path(f"/proc/{pid}/net/tcp6").read_text().splitlines()[1:]
+    known = {f[9]: (f[1], f[2]) for line in lines if (f := line.split())[3] == _ESTABLISHED}
+    found = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):  # it has been closed meanwhile
+            kind, _, inode = os.readlink(f"/proc/{pid}/fd/{fd}").partition(":[")
+            if kind == "socket" and (ends := known.get(inode.rstrip("]"))):
+                found.append((int(fd), *ends))
+    return found
+
+
+def _shut(pid: int, fd: int) -> None:
+    handle = os.pidfd_open(pid)
+    try:
+        own = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, handle, fd, 0)
+    finally:
+        os.close(handle)
+    if own < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"cannot cut a connection of process {pid}: {os.strerror(error)}")
+    with socket.socket(fileno=own) as connection, suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,53 @@
+"""Workers that are started and loaded, and have met nobody: one of them takes the place of a worker that is lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+from .members import Member, Members
+
+log = logging.getLogger(__name__)
+END_S = 2.0  # for all of them to end with their links
+
+
+class Spares:
+    """So many of each role, the ranks of a replica in turn. Nobody listens to them until they are taken."""
+
+    def __init__(self, members: Members, counts: dict[str, int], start: Callable[[str, int], Member]) -> None:
+        """``start``: a worker of a role, as if for the place with that number."""
+        self._members, self._counts, self._start = members, counts, start
+        self._there: dict[tuple[str, int], Member] = {}  # role and number among the spares
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._there.values())
+
+    def fill(self) -> None:
+        """Start those that there should be; they load while others work. Raises OSError, ValueError."""
+        for role, count in self._counts.items():
+            for number in range(count):
+                if (role, number) not in self._there:
+                    self._there[role, number] = self._start(role, number)
+
+    def take(self, role: str, index: int, ranks: int) -> Member | None:
+        """One for place ``index``, which it has from now on; None where there is none that lives. ``ranks``: of a
+        compute worker's replica; it has the weights of its own rank alone.
+        """
+        for (kind, number), member in list(self._there.items()):
+            if kind == role and (role != "compute" or number % ranks == index % ranks):
+                del self._there[kind, number]
+                if member.handle.fate() is None and not member.handle.stopped:
+                    log.info("a spare takes the place of %s worker %d (pid %d)", role, index, member.handle.pid)
+                    member.handle.index = index
+                    return member
+                log.warning("the spare %s cannot take a place: %s", member.name, member.handle.fate() or "stopped")
+                self._members.fence(member)
+        return None
+
+    def close(self) -> None:
+        """End them. Idempotent."""
+        there, self._there = list(self._there.values()), {}
+        for member in there:
+            member.link.close()
+        for member in there:
+            member.handle.join(END_S)
