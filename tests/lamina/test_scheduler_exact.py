@@ -114,6 +114,7 @@ class Ledger:
         self.held = held  # lane of a place -> blocks of a sequence there
         self.needed = [0, 0]
         self.applied: list[StepPlan] = []
+        self.rows_of_a_step = set[int]()  # that it was told of
         self.refuses = 0  # so many plans in a row
 
     @property
@@ -125,6 +126,7 @@ class Ledger:
         return tuple(self.free)
 
     def most_blocks(self, place: Place, length: int, max_rows: int) -> list[int]:
+        self.rows_of_a_step.add(max_rows)
         return self.held[place.lane] if length else [0] * len(self.free)
 
     def blocks_needed(self, rows: Iterable[Rows]) -> tuple[int, ...]:
@@ -273,3 +275,19 @@ def test_what_is_known_of_a_round_that_is_done() -> None:
     found = scheduler.complete(empty)
     assert found is not None
     assert (found.rows, found.steady) == (0, False), "nothing was done in it"
+
+
+def test_a_step_has_a_row_of_each_sequence_and_a_chunk_at_most() -> None:
+    ledger = Ledger([99, 99], {0: [1, 0]})
+    running(ledger, [0])
+    assert ledger.rows_of_a_step == {9 + 99}
+
+
+def test_without_more_words_plans_are_of_view_0_and_of_one_layer() -> None:
+    scheduler = Scheduler(tables(99), max_num_seqs=9, prefill_chunk=9, num_batches=3)
+    for i in range(3):
+        scheduler.add(make(i, 4, 20))
+    plans = [step.plan for step in scheduler.schedule()]
+    assert [plan.view for plan in plans] == [0] * 3
+    assert [(plan.source, plan.reply_to) for plan in plans] == [route(batch, 0, 1, 3, 0) for batch in range(3)]
+    assert all(Scheduler(tables(9), max_num_seqs=9, prefill_chunk=9, view=view).view == view for view in (0, 5))
