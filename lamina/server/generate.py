@@ -15,6 +15,7 @@ from lamina.request import SamplingParams
 
 from .admission import Ticket
 from .answer.answers import EventStream, whole
+from .answer.logprobs import TokenNumbers, TokenTexts
 from .answer.shapes import FINGERPRINT, ChatShape, CompletionShape, Shape
 from .calls import Call, Service
 from .door.bodies import described, parse
@@ -39,7 +40,7 @@ async def completions(request: Request) -> Response:
     with _room(service, len(parts) * params.n) as ticket:
         prompts = await service.prompter.completions(parts, max_tokens, special=special)
         call = _call(request, prompts, params, ticket, only_prompt=body.max_tokens == 0)
-    shape = CompletionShape(call, service.texts, _head("cmpl", name), echo=bool(body.echo))
+    shape = CompletionShape(call, _texts(service, body), _head("cmpl", name), echo=bool(body.echo))
     return await _answer(request, body, call, shape)
 
 
@@ -56,7 +57,12 @@ async def chat(request: Request) -> Response:
             body.messages, params.max_tokens, variables, special=bool(body.add_special_tokens)
         )
         call = _call(request, [prompt], params, ticket)
-    return await _answer(request, body, call, ChatShape(call, service.texts, _head("chatcmpl", name)))
+    return await _answer(request, body, call, ChatShape(call, _texts(service, body), _head("chatcmpl", name)))
+
+
+def _texts(service: Service, body: Sampling) -> TokenTexts:
+    """By which tokens are named in log-probabilities."""
+    return TokenNumbers(service.texts.tokenizer) if body.return_tokens_as_token_ids else service.texts
 
 
 @contextmanager
