@@ -102,15 +102,26 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several: lists of {"role": ..., "content": ...}, put into the model's own template.
+        ``continue_final_message``: go on with the last message, with ``add_generation_prompt`` False.
+        ``chat_template_kwargs``: variables of the template.
 
         Raises ValueError for a model without a chat template and for messages that the template refuses.
         """
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer: pass tokenizer=")
         conversations = conversation_list(messages)
-        prompts = [apply_chat_template(self.tokenizer, c) for c in conversations]
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt=False: pass that, too")
+        options = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
+        if continue_final_message:
+            options["continue_final_message"] = True
+        prompts = [apply_chat_template(self.tokenizer, c, **options) for c in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def lockstep(self, prompts: Sequence[list[int]], max_tokens: int) -> Lockstep:

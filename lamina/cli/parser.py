@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
+
+from .pasted import instead, translated
 
 
 class Parser(argparse.ArgumentParser):
@@ -15,10 +18,13 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Nothing stays unknown."""
-        found, unknown = super().parse_known_args(args, namespace)
+        known = self._option_string_actions
+        found, unknown = super().parse_known_args(translated(sys.argv[1:] if args is None else args, known), namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
-            near = get_close_matches(flag, self._option_string_actions, n=1) if flag.startswith("--") else []
+            if way_out := instead(flag):
+                self.error(f"{flag} is not here: {way_out}")
+            near = get_close_matches(flag, known, n=1) if flag.startswith("--") else []
             self.error(f"unknown argument {flag}" + (f" (did you mean {near[0]}?)" if near else ""))
         return found, unknown
 

@@ -168,6 +168,7 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 
 def apply_chat_template(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
     """Token ids of a conversation, up to where the assistant speaks next. ``messages``: {"role", "content"} each.
+    ``options``: of the tokenizer's method of that name, such as add_generation_prompt=False.
 
     Raises ModelError where the model has no chat template, ValueError where the template refuses the messages.
     """
@@ -177,7 +178,7 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[dict[str, Any]], **op
         raise ModelError("this model has no chat template: use text prompts, or set tokenizer.chat_template")
     try:
         encoded = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=True, **options
+            list(messages), tokenize=True, return_dict=True, **{"add_generation_prompt": True} | options
         )
     except (jinja2.TemplateError, TypeError, KeyError) as error:
         raise ValueError(f"the chat template refuses these messages: {one_line(error)}") from error

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from .admission import Ticket
 from .answer.answers import EventStream, whole
 from .answer.heads import head_of, new_request
+from .answer.logprobs import TokenNumbers, TokenTexts
 from .answer.shapes import ChatShape, CompletionShape, Shape
 from .calls import Call, Service
 from .door.bodies import described, parse
@@ -42,7 +43,7 @@ async def completions(request: Request) -> Response:
     with _room(service, len(parts) * params.n) as ticket:
         prompts = await service.prompter.completions(parts, max_tokens, special=special)
         call = await _call(request, asked, prompts, ticket)
-    shape = CompletionShape(call, service.texts, head_of(asked), echo=asked.echo)
+    shape = CompletionShape(call, _texts(service, body), head_of(asked), echo=asked.echo)
     return await _answer(request, body, call, shape)
 
 
@@ -60,7 +61,12 @@ async def chat(request: Request) -> Response:
             body.messages, params.max_tokens, variables, special=bool(body.add_special_tokens)
         )
         call = await _call(request, asked, [prompt], ticket)
-    return await _answer(request, body, call, ChatShape(call, service.texts, head_of(asked)))
+    return await _answer(request, body, call, ChatShape(call, _texts(service, body), head_of(asked)))
+
+
+def _texts(service: Service, body: Sampling) -> TokenTexts:
+    """By which tokens are named in log-probabilities."""
+    return TokenNumbers(service.texts.tokenizer) if body.return_tokens_as_token_ids else service.texts
 
 
 @contextmanager

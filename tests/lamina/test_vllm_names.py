@@ -106,3 +106,23 @@ def test_a_terminal_gets_a_bar_unless_it_is_not_wanted(
     assert "2/2" in shown
     llm.generate([[1, 2]], SamplingParams(max_tokens=3), use_tqdm=False)
     assert capsys.readouterr().err == ""
+
+
+def test_a_chat_may_go_on_with_its_last_message(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+
+    def template(tokenizer: Any, messages: Any, **options: Any) -> list[int]:
+        told.append(options)
+        return [1, 2]
+
+    monkeypatch.setattr("lamina.llm.apply_chat_template", template)
+    llm._front.tokenizer = object()
+    talk, params = [{"role": "assistant", "content": "I"}], SamplingParams(max_tokens=1)
+    llm.chat(talk, params)
+    llm.chat(talk, params, add_generation_prompt=False, continue_final_message=True, chat_template_kwargs={"a": 1})
+    assert told == [
+        {"add_generation_prompt": True},
+        {"a": 1, "add_generation_prompt": False, "continue_final_message": True},
+    ]
+    with pytest.raises(ValueError, match="continue_final_message needs add_generation_prompt=False"):
+        llm.chat(talk, params, continue_final_message=True)

@@ -95,6 +95,18 @@ def test_usage_is_told_at_the_end_and_where_asked_for_with_every_chunk(always: b
     assert b"usage" not in b"".join(p["body"] for p in parts)
 
 
+def test_usage_of_a_conversation_starts_at_no_token() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    talk = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": True, "n": 2}
+    response = ask("POST", "/v1/chat/completions", make_service(), json={**talk, "stream_options": options})
+    found = [json.loads(e.removeprefix("data: ")) for e in response.text.split("\n\n")[:-2]]
+    usages = [chunk["usage"] for chunk in found]
+    assert [u["completion_tokens"] for u in usages[:2]] == [0, 0]
+    assert found[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all(u["total_tokens"] == u["prompt_tokens"] + u["completion_tokens"] for u in usages)
+    assert usages[-1]["completion_tokens"] == 4
+
+
 def test_a_conversation_is_opened_once_and_tokens_add_up() -> None:
     client = Later()
     service = make_service(client)

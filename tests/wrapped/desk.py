@@ -15,7 +15,7 @@ from transformers import (
     StoppingCriteria,
 )
 
-NEW = 6
+NEW = 5
 PROMPT = "def __init__(self):\n"
 
 

@@ -63,7 +63,7 @@ def written(found: Found) -> str:
 
 
 def _list(names: Iterable[str]) -> str:
-    return ", ".join(map(_cell, names))
+    return "; ".join(map(_cell, names))  # they have commas of their own
 
 
 def _cell(text: str) -> str:

@@ -91,16 +91,21 @@ class EventStream(Response):
         opening = self._shape.opening()  # leaves with the first token: clients take its time for that one's
         try:
             async for batch in self._call.batches(self._alive_s):
-                choices = [self._shape.choice(*one) for one in batch]
-                if choices:
-                    choices, opening = [*opening, *choices], []
-                yield b"".join(self._event(head, c) for c in choices) or KEEP_ALIVE
+                events = [self._event(head, self._shape.choice(*one)) for one in batch]
+                if events:
+                    events = [*(self._event(head, c, begun=False) for c in opening), *events]
+                    opening = []
+                yield b"".join(events) or KEEP_ALIVE
             if self._usage:
                 yield b"data: %b\n\n" % _encode({**head, "choices": [], "usage": self._call.usage})
         except ApiError as e:
             yield b"data: %b\n\n" % _encode(e.body)
         yield DONE
 
-    def _event(self, head: dict[str, Any], choice: dict[str, Any]) -> bytes:
-        usage = {"usage": self._call.usage if self._usage_always else None} if self._usage else {}
+    def _event(self, head: dict[str, Any], choice: dict[str, Any], *, begun: bool = True) -> bytes:
+        """``begun``: whether a token has come, as far as its reader knows."""
+        so_far = self._call.usage
+        if not begun:
+            so_far = {**so_far, "completion_tokens": 0, "total_tokens": so_far["prompt_tokens"]}
+        usage = {"usage": so_far if self._usage_always else None} if self._usage else {}
         return b"data: %b\n\n" % _encode({**head, "choices": [choice], **usage})

@@ -50,6 +50,14 @@ class TokenTexts:
         return "bytes:" + "".join(f"\\x{b:02x}" for b in raw), raw
 
 
+class TokenNumbers(TokenTexts):
+    """``token_id:5`` in place of a token's text, as vLLM has it: no two tokens have one text."""
+
+    def _find(self, token: int) -> tuple[str, list[int]]:
+        text = f"token_id:{token}"
+        return text, list(text.encode())
+
+
 def chat_logprobs(texts: TokenTexts, entries: Sequence[Logprobs]) -> dict[str, Any]:
     """Of chat completions: one item for each token."""
     return {"content": [{**_item(texts, e[0]), "top_logprobs": [_item(texts, x) for x in e[1:]]} for e in entries]}

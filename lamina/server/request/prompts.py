@@ -73,7 +73,7 @@ class Prompter:
         elif effort not in (None, "none"):
             text = f"{param} is not supported: the model's chat template does not take it; leave it out"
             raise ApiError(400, text, param=param, code="unsupported_value")
-        return found
+        return found | _turn(body)
 
     async def chat(
         self, messages: list[Message], max_tokens: int | None, variables: dict[str, Any], *, special: bool = False
@@ -88,9 +88,8 @@ class Prompter:
         def work() -> list[int]:
             ids = apply_chat_template(self.tokenizer, plain, **variables)
             if special:
-                text = str(self.tokenizer.apply_chat_template(
-                    plain, add_generation_prompt=True, tokenize=False, **variables
-                ))  # fmt: skip
+                options = {"add_generation_prompt": True} | variables
+                text = str(self.tokenizer.apply_chat_template(plain, tokenize=False, **options))
                 ids = token_ids(self.tokenizer, text, add_special_tokens=True)
             self.check(ids, max_tokens, "messages")
             return ids
@@ -163,6 +162,17 @@ def split_prompts(value: Any, max_prompts: int) -> list[str | list[int]]:
 
 def _is_ids(value: list[Any]) -> bool:
     return type(value[0]) is int  # then all are: lists have been decoded by type
+
+
+def _turn(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """Who speaks behind the messages. Raises ApiError."""
+    goes_on, begins = bool(body.continue_final_message), body.add_generation_prompt
+    if goes_on and begins:
+        text = "continue_final_message and add_generation_prompt cannot both be true: leave out one"
+        raise ApiError(400, text, param="continue_final_message", code="invalid_value")
+    if goes_on:
+        return {"continue_final_message": True, "add_generation_prompt": False}
+    return {} if begins is None else {"add_generation_prompt": begins}
 
 
 def _plain(message: Message) -> dict[str, Any]:

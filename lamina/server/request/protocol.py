@@ -53,6 +53,7 @@ class Sampling(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None  # default: with a text, not with a conversation, whose template has them
 
 
@@ -81,6 +82,8 @@ class ChatRequest(Sampling):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Int | None = Field(None, ge=1)
+    add_generation_prompt: bool | None = None  # default: yes, unless the final message is to go on
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     generation_config: Any = None  # as generation_config.py has it
@@ -94,6 +97,8 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     add_special_tokens: bool | None = None

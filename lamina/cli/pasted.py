@@ -1,0 +1,48 @@
+"""Flags of vLLM that people paste: by what name the same thing goes here, or what to use where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+# They do the same thing. A flag takes the place of a flag alone; what follows it stays.
+_SAME = {
+    "--enforce-eager": "--no-cuda-graphs",
+    "--disable-log-requests": "--no-log-requests",
+    "--no-enable-log-requests": "--no-log-requests",
+    "--enable-log-requests": "--log-requests",
+    "-tp": "--tensor-parallel-size",
+}
+_VALUES = {("--dtype", "half"): "float16", ("--dtype", "float"): "float32"}
+# They are refused.
+_INSTEAD = {
+    "--gpu-memory-utilization": "--kv-memory SIZE says what each memory worker keeps for KV",
+    "--max-num-batched-tokens": "--prefill-chunk says how many tokens of prompts a step takes",
+    "--revision": "give the directory of that revision as MODEL (hf download MODEL --revision REVISION)",
+    "--root-path": "let the proxy strip the path that it adds",
+    "--enable-force-include-usage": 'a request asks for it: "stream_options": {"include_usage": true}',
+    "--enable-prompt-tokens-details": "no prompt is cached, so there is nothing to tell: leave it out",
+    "--return-tokens-as-token-ids": 'a request asks for it: "return_tokens_as_token_ids": true',
+    "--swap-space": "preempted sequences are computed again: leave it out",
+    "--max-seq-len-to-capture": "leave it out, or switch graphs off by --no-cuda-graphs",
+    "--enable-prefix-caching": "no prefix is kept: leave it out",
+    "--pipeline-parallel-size": "--pipeline n rotates n batches over n - 1 replicas; layers are not shared out",
+}
+
+
+def translated(args: Sequence[str], known: Collection[str]) -> list[str]:
+    """``args`` with flags and values by the names that they have here; ``known``: the flags that there are."""
+    out = list[str]()
+    for arg in args:
+        flag, equals, value = arg.partition("=")
+        here = _SAME.get(flag, flag)
+        if here in known and flag not in known:
+            arg = here + equals + value
+        if equals and (here, value) in _VALUES:
+            arg = f"{here}={_VALUES[here, value]}"
+        out.append(_VALUES.get((out[-1] if out else "", arg), arg))
+    return out
+
+
+def instead(flag: str) -> str:
+    """What to use where there is no such flag; empty: nobody knows."""
+    return _INSTEAD.get(flag, "")
