@@ -15,7 +15,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from lamina.protocol.placement import Place
-from lamina.protocol.plan import Fork, Free, Keep, New, SequenceOp
+from lamina.protocol.plan import Fork, Free, Keep, New, SequenceOp, Truncate
 
 from .ledger import Blocks, Ledger
 from .sequence import Sequence
@@ -113,18 +113,20 @@ class Prefixes:
             self._forget(number)
         self._retained[sequence.id] = None
         self._add(sequence, pages).last = sequence.id
-        return [Free(number) for number in freed]
+        return [Truncate(sequence.id, len(pages) * self._page), *(Free(number) for number in freed)]
 
     def drop(self, sequence: Sequence) -> None:
         """A running sequence has no KV any more."""
         if sequence.id in self._known:
             self._forget(sequence.id)
 
-    def evict(self) -> Free | None:
-        """Give up the least recently used one, if there is one."""
-        if not self._retained:
-            return None
-        number = next(iter(self._retained))
+    @property
+    def oldest(self) -> list[int]:
+        """The retained sequences, the least recently used first."""
+        return list(self._retained)
+
+    def evict(self, number: int) -> Free:
+        """Give up a retained sequence."""
         self._forget(number)
         return Free(number)
 

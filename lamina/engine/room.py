@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import Rows
@@ -10,6 +11,14 @@ from lamina.protocol.plan import Rows
 from .ledger import Ledger
 from .prefixes import Hit
 from .sequence import Sequence
+
+
+class Start(NamedTuple):
+    """Where a new sequence begins. ``blocks``: that it takes besides those of the hit, by layer group."""
+
+    place: Place
+    blocks: list[int]
+    hit: Hit | None
 
 
 class Room:
@@ -25,18 +34,27 @@ class Room:
         """That a sequence at ``place``, of ``length`` tokens, takes at most."""
         return self._ledger.most_blocks(place, length, self._max_rows)
 
-    def missing(self, sequence: Sequence, hit: Hit) -> list[int]:
-        """Blocks that a sequence takes beside those of the hit that it begins with."""
-        return [max(0, n) for n in less(self.blocks_of(hit.place, sequence.num_promised), list(hit.blocks))]
+    def start(
+        self,
+        sequence: Sequence,
+        hit: Hit | None,
+        left: list[int],
+        beside: Iterable[Sequence],
+        running: Iterable[Sequence],
+    ) -> Start | None:
+        """Of a new sequence that begins with ``hit``, if there is one, in ``left`` blocks; see ``place``."""
+        place = hit.place if hit else self.place(sequence, left, beside, running)
+        if place is None:
+            return None
+        blocks = self.blocks_of(place, sequence.num_promised)
+        if hit is not None:
+            blocks = [max(0, n) for n in less(blocks, list(hit.blocks))]
+        return Start(place, blocks, hit) if min(less(left, blocks)) >= 0 else None
 
     def held(self, sequences: Iterable[Sequence]) -> list[int]:
         """Blocks of all ``sequences``, by group."""
         each = [self.blocks_of(s.place, s.num_promised) for s in sequences]
         return [sum(n) for n in zip(*each, strict=True)] if each else [0] * len(self._ledger.lanes)
-
-    def beside(self, running: Iterable[Sequence]) -> list[int]:
-        """All blocks less those of ``running``: what is free once nothing is retained."""
-        return less(list(self._ledger.num_blocks), self.held(running))
 
     def left(self, running: Iterable[Sequence], wanted: Mapping[Sequence, int]) -> list[int]:
         """Free blocks less those of the rows ``wanted`` in this round, and of what running prefills will still take."""

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from lamina.protocol.placement import Place
-from lamina.protocol.plan import Free, Keep, SequenceOp, StepPlan
+from lamina.protocol.plan import Free, Keep, SequenceOp, StepPlan, Truncate
 
 from .ledger import Blocks, Ledger
 from .pipeline import route
 from .prefill import Prefill
 from .prefixes import Hit, Prefixes
-from .room import Room, less, rows_of
+from .room import Room, Start, less, rows_of
 from .sequence import Sequence
 from .steps import Round, ScheduledStep
 
@@ -80,7 +79,7 @@ class Scheduler:
         self._num_layers = num_layers
         self._num_replicas = num_replicas
         self._prefill = prefill or Prefill(0, prefill_chunk, num_batches)
-        self._prefixes = prefixes or Prefixes(ledger, 0)
+        self.prefixes = prefixes or Prefixes(ledger, 0)
         self._chunks: list[ScheduledStep] = []  # for prefill workers, not taken yet
         self._ops: list[SequenceOp] = []  # for the next plan
         self._num_batches = num_batches  # from the next round on
@@ -105,18 +104,10 @@ class Scheduler:
     @property
     def free_blocks(self) -> Blocks:
         """KV blocks that sequences can still have: those that are free, or held by what is retained alone."""
+        if not self.prefixes.num_retained:
+            return self._ledger.free_blocks
         held = self._ledger.blocks_of(s.id for s in self._running)
         return tuple(total - n for total, n in zip(self._ledger.num_blocks, held, strict=True))
-
-    @property
-    def num_retained(self) -> int:
-        """Finished sequences whose KV is kept for others."""
-        return self._prefixes.num_retained
-
-    @property
-    def prefix_tokens(self) -> tuple[int, int]:
-        """Tokens of all sequences that were admitted, and those of them whose KV was there."""
-        return self._prefixes.num_queried, self._prefixes.num_hit
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
@@ -187,7 +178,8 @@ class Scheduler:
                     sequence.num_scheduled = min(sequence.num_scheduled, rows.first)
         self._in_flight = []
         self._prefill.roll_back()
-        self._prefixes.forget_all()  # memory workers do so too
+        self.prefixes.forget_all()  # memory workers do so too
+        self._ops = []
         keep, waiting = list[Keep](), list(self._waiting)
         for batch in self.batches:
             for sequence in batch.running:
@@ -205,7 +197,7 @@ class Scheduler:
 
     def forget_prefixes(self) -> None:
         """Give up what is retained, with the next plan."""
-        self._ops += self._prefixes.forget_all()
+        self._ops += self.prefixes.forget_all()
 
     def tell_anew(self) -> None:
         """Compute workers count no tokens any more for penalties: the next draw of each sequence tells all."""
@@ -239,7 +231,8 @@ class Scheduler:
         ended = [s for s in batch.running if s.finished and not s.num_prefilling]
         for sequence in ended:
             self._prefill.drop(sequence)
-            batch.ops += self._prefixes.end(sequence)
+            for op in self.prefixes.end(sequence):  # a retained one may be evicted by the first plan
+                (self.batches[0] if isinstance(op, Truncate) else batch).ops.append(op)
         batch.running = [s for s in batch.running if s not in ended]
 
     def _wanted(self, batch: Batch) -> dict[Sequence, int]:
@@ -267,16 +260,19 @@ class Scheduler:
         """Give up what is retained; else preempt the newest sequence whose blocks help. While K and V of that one are
         on their way, another waits.
         """
-        if (freed := self._prefixes.evict()) is not None:
-            batch.ops.append(freed)
-            return
         needed, free = self._ledger.blocks_needed(rows_of(picked)), self._ledger.free_blocks
         short = [n > f for n, f in zip(needed, free, strict=True)]
 
-        def helps(sequence: Sequence) -> bool:
-            held = self._room.blocks_of(sequence.place, sequence.num_scheduled)
-            return any(n > 0 for n, missing in zip(held, short, strict=True) if missing)
+        def relieves(blocks: Iterable[int]) -> bool:
+            return any(n > 0 for n, missing in zip(blocks, short, strict=True) if missing)
 
+        def helps(sequence: Sequence) -> bool:
+            return relieves(self._room.blocks_of(sequence.place, sequence.num_scheduled))
+
+        if oldest := self.prefixes.oldest:
+            number = next((n for n in oldest if relieves(self._ledger.own_blocks(n))), oldest[0])
+            batch.ops.append(self.prefixes.evict(number))
+            return
         victim = next((s for s in reversed(batch.running) if helps(s)), batch.running[-1])
         if victim.num_prefilling:
             picked.popitem()
@@ -285,7 +281,7 @@ class Scheduler:
         batch.ops.append(Free(victim.id))
         picked.pop(victim, None)
         self._prefill.drop(victim)
-        self._prefixes.drop(victim)
+        self.prefixes.drop(victim)
         victim.restart()
         self._waiting.appendleft(victim)
         self.num_preemptions += 1
@@ -293,8 +289,8 @@ class Scheduler:
     def _admit(self) -> None:
         """Deal waiting sequences to the batches while there is room for all of their known tokens; the first that does
         not fit holds up those behind it, so that nobody starves. Each goes to the batch that reads least, of those
-        whose next chunk has room for tokens of it: so all chunks are filled. Blocks freed by this round's plans count
-        from the next round on.
+        whose next chunk has room for tokens of it: so all chunks are filled. Blocks of sequences that have ended or
+        were preempted count from the next round on.
         """
         if not self._waiting:
             return
@@ -305,47 +301,54 @@ class Scheduler:
         while self._waiting and self.num_running < self._max_num_seqs:
             sequence = self._waiting[0]
             elsewhere = self._prefill.wants(sequence)
-            hit = self._prefixes.match(sequence)
-            if self._prefixes.is_coming(sequence, hit):
+            hit = self.prefixes.match(sequence)
+            if self.prefixes.is_coming(sequence, hit):
                 return
             counts = [self._count(sequence, budget, hit.length if hit else 0) for budget in budgets]
             able = [i for i, count in enumerate(counts) if count > 0]
             if not able or sequence.num_drawing or (elsewhere and not self._prefill.has_room):
                 return  # a preempted one whose last token is still being drawn waits
             to = min(able, key=loads.__getitem__)
-            if hit is not None and min(less(left, self._room.missing(sequence, hit))) < 0:
-                hit = None
-            place = hit.place if hit else self._room.place(sequence, left, self.batches[to].running, self._running)
-            if place is None:
-                self._evict_for(sequence, left)
+            start, left = self._make_way(self.batches[to], sequence, hit, left)
+            if start is None and hit is not None:
+                start, left = self._make_way(self.batches[to], sequence, None, left)
+            if start is None:
                 return
-            blocks = self._room.missing(sequence, hit) if hit else self._room.blocks_of(place, sequence.num_promised)
-            left = less(left, blocks)
+            left = less(left, start.blocks)
             loads[to] += sequence.num_promised
-            self._join(self.batches[to], self._waiting.popleft(), place, hit)
+            self._join(self.batches[to], self._waiting.popleft(), start)
             if elsewhere:
                 self._prefill.add(sequence)
             else:
                 budgets[to] -= self._count(sequence, budgets[to], sequence.num_scheduled)
 
-    def _join(self, batch: Batch, sequence: Sequence, place: Place, hit: Hit | None) -> None:
-        sequence.id, sequence.place = self._next_id, place
-        sequence.num_scheduled = sequence.num_cached = hit.length if hit else 0
+    def _join(self, batch: Batch, sequence: Sequence, start: Start) -> None:
+        sequence.id, sequence.place = self._next_id, start.place
+        sequence.num_scheduled = sequence.num_cached = start.hit.length if start.hit else 0
         self._next_id += 1
-        op = self._prefixes.start(sequence, hit)
-        (self.batches[0] if hit else batch).ops.append(op)  # before its source may go, in the plan of another batch
+        op = self.prefixes.start(sequence, start.hit)
+        (self.batches[0] if start.hit else batch).ops.append(op)  # before its source may go, in another batch's plan
         batch.running.append(sequence)
 
-    def _evict_for(self, sequence: Sequence, left: list[int]) -> None:
-        """Give up retained sequences, if a waiting one then finds blocks; they count from the next round on. Where some
-        run, what these leave must suffice: else it waits for them, and nothing is given up in vain.
+    def _make_way(
+        self, batch: Batch, sequence: Sequence, hit: Hit | None, left: list[int]
+    ) -> tuple[Start | None, list[int]]:
+        """Where a waiting sequence of ``batch`` can begin, and the blocks left before it does. Retained ones give way,
+        the least recently used first, if they suffice; so all do where nothing runs, since what they share counts as
+        free in the next round only. The source of its hit stays.
         """
-        running = self._running
-        if running and self._room.place(sequence, self._room.beside(running), [], running) is None:
-            return
-        while self._room.place(sequence, left, [], running) is None and (freed := self._prefixes.evict()) is not None:
-            left = [n + own for n, own in zip(left, self._ledger.own_blocks(freed.sequence), strict=True)]
-            self.batches[0].ops.append(freed)
+        running, gone, more = self._running, list[int](), left
+        oldest = (n for n in self.prefixes.oldest if hit is None or n != hit.source)
+        while (start := self._room.start(sequence, hit, more, batch.running, running)) is None:
+            number = next(oldest, None)
+            if number is None:
+                break
+            more = [n + own for n, own in zip(more, self._ledger.own_blocks(number), strict=True)]
+            gone.append(number)
+        if start is None and (running or hit is not None):
+            return None, left
+        self.batches[0].ops += [self.prefixes.evict(number) for number in gone]
+        return start, more
 
     def _grant(self, batch: Batch, picked: dict[Sequence, int]) -> None:
         """Let prefill workers go on with sequences of ``batch``, as far as there are blocks beside those of

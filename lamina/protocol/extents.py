@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from .block_counts import blocks_of_one
 from .partition import Lanes
 from .placement import FIRST, Deal, Place, Placement
-from .plan import Keep
+from .plan import Keep, Rows
+
+
+class PlanError(ValueError):
+    """A plan that does not fit the sequences as they are: an unknown id, a gap, a position that was given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,8 @@ class Extents:
         self._windows, self._block_size = windows, block_size
         self._lanes, self._placement = lanes, placement
         self._deals = [Deal(x, placement) for x in lanes]
+        self._windowed = any(windows)
+        self._keeps_all = all(x.all for x in lanes)  # wherever it lies
         self.empty = Extent(0, 0, (0,) * len(windows))
 
     def left(self, keep: Keep) -> Extent:
@@ -70,3 +76,38 @@ class Extents:
             return list(numbers) if extent.place.lane in self._lanes[group] else []
         lanes, lane_of = self._lanes[group], self._placement.lane
         return [n for n in numbers if lane_of(extent.place, n // stripe) in lanes]
+
+    def advance(self, extent: Extent, row: Rows) -> Extent:
+        """The extent once ``row`` is planned: blocks that neither it nor the rows before it can see are given back."""
+        if row.count < 1 or row.first < 0:
+            raise PlanError(f"sequence {row.sequence}: {row.count} rows from position {row.first}")
+        if row.first > extent.length:
+            raise PlanError(f"sequence {row.sequence} has {extent.length} tokens, its rows start at {row.first}")
+        starts, place = extent.starts, extent.place
+        if self._windowed:
+            starts = self._starts(extent, row)
+        if row.place != place:
+            self.check_place(row)
+            place = row.place
+        return Extent(row.first + row.count, row.first, starts, place)
+
+    def _starts(self, extent: Extent, row: Rows) -> tuple[int, ...]:
+        """The first block that is kept from ``row`` on, by group."""
+        starts = []
+        for window, start in zip(self._windows, extent.starts, strict=True):
+            if start * self._block_size > max(0, row.first - window + 1):
+                raise PlanError(
+                    f"sequence {row.sequence}: position {row.first} sees tokens before {start * self._block_size}, "
+                    f"whose blocks were given back (window {window}): free it and build it again"
+                )
+            unseen = min(extent.first, row.first) - window + 1 if window else 0
+            starts.append(max(start, unseen // self._block_size))
+        return tuple(starts)
+
+    def check_place(self, row: Rows) -> None:
+        """Raises PlanError where a sequence cannot lie so."""
+        if not self._keeps_all:
+            try:
+                self._placement.check(row.place)
+            except ValueError as e:
+                raise PlanError(f"sequence {row.sequence}: {e}") from None

@@ -14,15 +14,12 @@ from dataclasses import replace
 from .block_counts import num_lanes
 from .block_pool import BlockPool
 from .extents import Extent, Extents
+from .extents import PlanError as PlanError
 from .partition import Lanes
 from .placement import Place, Placement
 from .plan import Fork, Free, Grant, Keep, New, Rows, SequenceOp, StepPlan, Truncate
 
 NOT_HERE = -1  # a block that is to be taken
-
-
-class PlanError(ValueError):
-    """A plan that does not fit the sequences as they are: an unknown id, a gap, a position that was given back."""
 
 
 class NoBlocksError(Exception):
@@ -58,8 +55,6 @@ class BlockTables:
         self.stripe = stripe
         self.placement = Placement(num_lanes(lanes), stripe)
         self._extents = Extents(self.windows, block_size, self.lanes, self.placement)
-        self._windowed = any(windows)
-        self._keeps_all = all(x.all for x in lanes)  # wherever it lies
         self._sequences: dict[int, Extent] = {}
         self._last: dict[int, StepPlan] = {}  # batch -> its last plan
         self._tables: list[dict[int, array[int]]] = [{} for _ in windows]
@@ -98,14 +93,16 @@ class BlockTables:
         return self._extents.most(place, length, max_rows)
 
     def blocks_needed(self, rows: Iterable[Rows]) -> tuple[int, ...]:
-        """Blocks by group that ``rows`` take more than they give back. A sequence that is not there starts empty.
+        """Blocks by group that ``rows`` take more than they give back. Of a sequence that is not there yet, whatever is
+        before its rows will be there.
 
         Raises PlanError.
         """
         change = [0] * len(self.windows)
         for row in rows:
-            old = self._sequences.get(row.sequence, self._extents.empty)
-            after = self._advance(old, row)
+            coming = self._extents.left(Keep(row.sequence, row.first, row.place)) if row.first else self._extents.empty
+            old = self._sequences.get(row.sequence, coming)
+            after = self._extents.advance(old, row)
             if not self._holds_the_same(row.sequence, after):
                 self._add(change, self._taken(row.sequence, old, after))
         return tuple(change)
@@ -175,7 +172,7 @@ class BlockTables:
         """
         changes: dict[int, Extent | None] = dict.fromkeys(self._sequences)
         for each in keep:
-            self._check_place(Rows(each.sequence, 0, 1, each.place))
+            self._extents.check_place(Rows(each.sequence, 0, 1, each.place))
             if each.length < 1 or changes.get(each.sequence) is not None:
                 raise PlanError(f"sequence {each.sequence} is to be kept twice, or {each.length} tokens of it")
             if self.held_of(each) is None:
@@ -202,17 +199,26 @@ class BlockTables:
         last = self._last.get(plan.batch)
         if last and (last.step, last.ops, last.rows) == (plan.step, plan.ops, plan.rows):
             return changes, []
+        shared, forked = dict[int, int](), set[int]()  # sequence -> tokens that others come to hold
         for op in plan.ops:
+            if op.sequence in forked and not isinstance(op, Free):
+                raise PlanError(f"sequence {op.sequence} is forked in step {plan.step}: it may have rows, and no {op}")
             changes[op.sequence] = self._operate(changes, op)
-        shared = {s: op.length for op in plan.ops if isinstance(op, Fork) for s in (op.sequence, op.source)}
+            if isinstance(op, Fork):
+                forked.add(op.sequence)
+                shared |= dict.fromkeys((op.sequence, op.source), op.length)
+            elif isinstance(op, Grant):
+                self._check_alone(op.rows, shared)
         seen: set[int] = set()
         for row in plan.rows:
             if row.sequence in seen:
                 raise PlanError(f"sequence {row.sequence} is twice in step {plan.step}")
             seen.add(row.sequence)
-            changes[row.sequence] = self._advance(self._extent(changes, row.sequence), row)
-            if row.first < shared.get(row.sequence, 0) or self._is_shared(row.sequence, row.first):
-                raise PlanError(f"sequence {row.sequence}: others hold the block of position {row.first}")
+            before = self._extent(changes, row.sequence)
+            if row.sequence in forked and row.place != before.place:
+                raise PlanError(f"sequence {row.sequence} is forked in step {plan.step}: it lies where its source does")
+            changes[row.sequence] = self._extents.advance(before, row)
+            self._check_alone(row, shared)
         changes = {s: e for s, e in changes.items() if e is not None or s in self._sequences}
         forks = [op for op in plan.ops if isinstance(op, Fork) and op.sequence in changes]
         self._check_room(plan.step, changes, forks)
@@ -250,16 +256,19 @@ class BlockTables:
                 taken[g] += sum(pool.holders(b) > 1 or (b in shared[g] if shared else False) for b in gone)
         return tuple(taken)
 
-    def _is_shared(self, sequence: int, position: int) -> bool:
-        """Whether another sequence holds the block of ``position`` too."""
-        if sequence not in self._sequences or not any(pool.shares for pool in self._pools):
-            return False
-        old, number = self._sequences[sequence], position // self.block_size
-        for g, pool in enumerate(self._pools):
-            ids, (low, high) = self._tables[g][sequence], (self._extents.index(g, old, n) for n in (number, number + 1))
-            if 0 <= low < high <= len(ids) and pool.holders(ids[low]) > 1:
-                return True
-        return False
+    def _check_alone(self, row: Rows, shared: Mapping[int, int]) -> None:
+        """Raises PlanError where others hold blocks from that of the row's position on. ``shared``: tokens of sequences
+        that the same plan forks.
+        """
+        known = self._sequences.get(row.sequence)
+        alone = row.first >= shared.get(row.sequence, 0)
+        if alone and known is not None and any(pool.shares for pool in self._pools):
+            number = max(row.first // self.block_size, 0)
+            for g, pool in enumerate(self._pools):
+                first = max(0, self._extents.index(g, known, number))
+                alone = alone and all(pool.holders(b) == 1 for b in self._tables[g][row.sequence][first:])
+        if not alone:
+            raise PlanError(f"sequence {row.sequence}: others hold blocks from that of position {row.first} on")
 
     def _operate(self, changes: dict[int, Extent | None], op: SequenceOp) -> Extent | None:
         match op:
@@ -282,41 +291,7 @@ class BlockTables:
                     raise PlanError(f"cannot truncate sequence {op.sequence} of {extent.length} tokens to {op.length}")
                 return replace(extent, length=op.length) if op.length else self._extents.empty
             case Grant():
-                return self._advance(self._extent(changes, op.sequence), op.rows)
-
-    def _advance(self, extent: Extent, row: Rows) -> Extent:
-        """The extent once ``row`` is planned: blocks that neither it nor the rows before it can see are given back."""
-        if row.count < 1 or row.first < 0:
-            raise PlanError(f"sequence {row.sequence}: {row.count} rows from position {row.first}")
-        if row.first > extent.length:
-            raise PlanError(f"sequence {row.sequence} has {extent.length} tokens, its rows start at {row.first}")
-        starts, place = extent.starts, extent.place
-        if self._windowed:
-            starts = self._starts(extent, row)
-        if row.place != place:
-            self._check_place(row)
-            place = row.place
-        return Extent(row.first + row.count, row.first, starts, place)
-
-    def _starts(self, extent: Extent, row: Rows) -> tuple[int, ...]:
-        """The first block that is kept from ``row`` on, by group."""
-        starts = []
-        for window, start in zip(self.windows, extent.starts, strict=True):
-            if start * self.block_size > max(0, row.first - window + 1):
-                raise PlanError(
-                    f"sequence {row.sequence}: position {row.first} sees tokens before {start * self.block_size}, "
-                    f"whose blocks were given back (window {window}): free it and build it again"
-                )
-            unseen = min(extent.first, row.first) - window + 1 if window else 0
-            starts.append(max(start, unseen // self.block_size))
-        return tuple(starts)
-
-    def _check_place(self, row: Rows) -> None:
-        if not self._keeps_all:
-            try:
-                self.placement.check(row.place)
-            except ValueError as e:
-                raise PlanError(f"sequence {row.sequence}: {e}") from None
+                return self._extents.advance(self._extent(changes, op.sequence), op.rows)
 
     def _extent(self, changes: dict[int, Extent | None] | dict[int, Extent], sequence: int) -> Extent:
         extent = changes[sequence] if sequence in changes else self._sequences.get(sequence)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lamina.protocol.control import Draw, Penalties
-from lamina.protocol.plan import Free, SequenceOp
+from lamina.protocol.plan import Free, SequenceOp, Truncate
 
 MOST_ID = (1 << 31) - 1  # of a token
 
@@ -84,7 +84,7 @@ class Histories:
         Raises ValueError for a draw that builds on tokens that were not told here.
         """
         for op in ops:
-            if isinstance(op, Free):
+            if isinstance(op, Free | Truncate):  # truncated: it draws no more
                 self._of.pop(op.sequence, None)
         return {d.sequence: self._due(d) for d in draws if d.adjust is not None}
 

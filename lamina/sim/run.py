@@ -209,7 +209,7 @@ class _Play:
         assert not self._engine.has_work
         self._check_rest()
         engine = self._engine
-        assert len(engine._ledger.sequences) == engine.scheduler.num_retained, "sequences are left"
+        assert len(engine._ledger.sequences) == engine.scheduler.prefixes.num_retained, "sequences are left"
         assert engine.free_blocks == engine._ledger.num_blocks
 
 

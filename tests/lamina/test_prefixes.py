@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from scheduled import check_tokens, drive, make
+from scheduled import FakePool, check_tokens, drive, make, take
 
 from lamina.engine.prefixes import Hit, Prefixes
+from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import FIRST
@@ -119,7 +120,8 @@ def test_the_least_recently_used_one_goes_first() -> None:
     for number in (1, 2, 3):
         desk.serve(number, tokens((number, 9)))
     desk.serve(4, tokens((1, 8), (4, 1)))  # has all its pages from 1
-    assert [desk.prefixes.evict() for _ in range(4)] == [Free(2), Free(3), Free(1), None]
+    assert desk.prefixes.oldest == [2, 3, 1]
+    assert [desk.prefixes.evict(number) for number in (2, 3, 1)] == [Free(2), Free(3), Free(1)]
     assert desk.prefixes.match(desk.waiting(tokens((1, 9)))) is None
 
 
@@ -137,7 +139,7 @@ def test_a_running_one_is_found_as_far_as_it_was_scheduled() -> None:
     desk.apply(rows=[Rows(1, 9, 3)])
     assert desk.prefixes.match(other) == Hit(1, 12, FIRST, (3,))
     assert not desk.prefixes.is_coming(other, desk.prefixes.match(other))
-    assert desk.prefixes.evict() is None, "it runs"
+    assert desk.prefixes.oldest == [], "it runs"
     desk.prefixes.drop(source)
     assert desk.prefixes.match(other) is None
     assert not desk.prefixes.is_coming(other, None)
@@ -170,6 +172,82 @@ def test_a_window_that_is_gone_is_no_prefix() -> None:
     assert hit.blocks == desk.ledger.held_of(Keep(1, 32))
 
 
+class House:
+    """A scheduler and a pool that serves its rounds at once."""
+
+    def __init__(self, blocks: int) -> None:
+        self.ledger, tables = (BlockTables([0], [blocks], SIZE) for _ in range(2))
+        self.pool = FakePool(tables)
+        self.scheduler = Scheduler(
+            self.ledger, max_num_seqs=16, prefill_chunk=256, prefixes=Prefixes(self.ledger, SIZE)
+        )
+        self.number = 0
+
+    def ask(self, prompt: list[int], outputs: int) -> Sequence:
+        """Queue a request."""
+        self.number += 1
+        sequence = make(self.number, 0, outputs)
+        sequence.prompt[:], sequence.tokens[:] = prompt, prompt
+        sequence.max_len += len(prompt)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def serve(self) -> list[tuple[int, int]]:
+        """Rounds until nobody asks for more: those that run in each, and its rows."""
+        found = []
+        while steps := self.scheduler.schedule():
+            found.append((self.scheduler.num_running, sum(step.plan.num_rows for step in steps)))
+            for step in steps:
+                self.pool.run(step)
+                take(step, dict(self.pool.drawn[step.plan.batch]))
+                self.scheduler.complete(step)
+        self.pool.tables.check_integrity()
+        return found
+
+
+def test_what_is_retained_gives_way_at_once() -> None:
+    """To as many as have room, in the round in which they come."""
+    house = House(64)
+    for number in range(40):
+        house.ask(tokens((number, 7)), 2)
+        house.serve()
+    assert house.scheduler.prefixes.num_retained == 32, "all blocks"
+    asked = [house.ask(tokens((100 + number, 11)), 12) for number in range(16)]
+    rounds = house.serve()
+    assert rounds[0][0] == 16, "3 blocks of 64 each"
+    check_tokens(asked)
+
+
+@pytest.mark.parametrize("others", [0, 4, 9])
+def test_what_begins_alike_shares_however_full_the_pool_is(others: int) -> None:
+    """Of 30 blocks 20 are the beginning of all; whatever else is retained gives way, though it was used later."""
+    house = House(30)
+    beginning = tokens((500, 80))
+    house.ask([*beginning, 1], 2)
+    house.serve()
+    for number in range(others):
+        house.ask(tokens((number, 5)), 2)
+        house.serve()
+    asked = [house.ask([*beginning, 10 + number], 8) for number in range(4)]
+    rounds = house.serve()
+    assert rounds[0][0] == 4, "each takes a block besides"
+    assert sum(rows for _, rows in rounds) <= 4 * (8 + 1)
+    check_tokens(asked)
+
+
+def test_a_reset_is_forgotten_where_workers_meet_anew() -> None:
+    house = House(20)
+    house.ask(tokens((1, 9)), 2)
+    house.serve()
+    house.scheduler.forget_prefixes()
+    assert house.scheduler.roll_back([], lambda keep: keep.length) == []
+    house.pool.tables.reconcile([])
+    house.pool.stored.clear()
+    again = house.ask(tokens((1, 9)), 2)
+    house.serve()
+    check_tokens([again])
+
+
 def family(order: random.Random, count: int) -> list[Sequence]:
     """Prompts that begin with one another's tokens."""
     known = [tokens((500 + name, 40)) for name in range(3)]
@@ -198,4 +276,4 @@ def test_tokens_are_as_without(seed: int) -> None:
     ][seed % 6]
     scheduler = drive(sequences, blocks=order.choice([24, 40, 200]), arrivals=order, page=4, **options)  # type: ignore[arg-type]
     check_tokens(sequences)
-    assert scheduler.prefix_tokens[1] > 0 or "window" in options
+    assert scheduler.prefixes.num_hit > 0 or "window" in options

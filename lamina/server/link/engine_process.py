@@ -231,14 +231,13 @@ class _Loop:
 
     def _state(self) -> State:
         scheduler = self._engine.scheduler
-        queries, hits = scheduler.prefix_tokens
         return State(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             free_blocks=list(self._engine.free_blocks),
             preemptions=scheduler.num_preemptions,
-            prefix_queries=queries,
-            prefix_hits=hits,
+            prefix_queries=scheduler.prefixes.num_queried,
+            prefix_hits=scheduler.prefixes.num_hit,
             steps=self._steps,
             recovering=self._pools.recovering,
         )

@@ -15,6 +15,7 @@ from lamina.protocol.placement import Place, Placement, Run
 from lamina.protocol.plan import (
     Fork,
     Free,
+    Grant,
     Keep,
     New,
     Rows,
@@ -253,11 +254,18 @@ def test_blocks_of_several_holders_do_not_count_as_free_before_they_are() -> Non
         ([New(3), Rows(3, 0, 8), Fork(4, 3, 4)], "it has fewer"),
         ([Free(1), Fork(3, 1, 4)], "sequence 1 does not exist"),
         ([Truncate(1, 4), Fork(3, 1, 8)], "it has fewer"),
-        ([Fork(3, 1, 8), Rows(3, 7, 2)], "others hold the block of position 7"),
-        ([Fork(3, 1, 8), Rows(1, 7, 2)], "others hold the block of position 7"),
-        ([Rows(1, 3, 1)], "others hold the block of position 3"),
-        ([Rows(2, 2, 4)], "others hold the block of position 2"),
-        ([Truncate(2, 0), Rows(2, 0, 1)], "others hold the block of position 0"),
+        ([Fork(3, 1, 8), Rows(3, 7, 2)], "others hold blocks from that of position 7 on"),
+        ([Fork(3, 1, 8), Rows(1, 7, 2)], "others hold blocks from that of position 7 on"),
+        ([Rows(1, 3, 1)], "others hold blocks from that of position 3 on"),
+        ([Rows(2, 2, 4)], "others hold blocks from that of position 2 on"),
+        ([Truncate(2, 0), Rows(2, 0, 1)], "others hold blocks from that of position 0 on"),
+        ([Fork(3, 1, 8), Truncate(3, 0), New(4), Rows(4, 0, 16)], "sequence 3 is forked in step 2: it may have rows"),
+        ([Fork(3, 1, 8), Free(3), New(3)], "sequence 3 is forked in step 2: it may have rows"),
+        ([Fork(3, 1, 8), Free(3), Fork(3, 1, 4)], "sequence 3 is forked in step 2: it may have rows"),
+        ([Fork(3, 1, 8), Rows(3, 8, 1, Place(1))], "it lies where its source does"),
+        ([Fork(3, 1, 8), Grant(3, 0, 4, 0, 0)], "sequence 3 is forked in step 2: it may have rows"),
+        ([Fork(3, 1, 8), Grant(1, 4, 4, 0, 0)], "others hold blocks from that of position 4 on"),
+        ([Grant(1, 0, 4, 0, 0)], "others hold blocks from that of position 0 on"),
     ],
     ids=str,
 )
@@ -341,7 +349,9 @@ class Machine(RuleBasedStateMachine):
                 del lengths[sequence]
                 continue
             if action == "truncate":
-                shared = sequence == source or self.tables._is_shared(sequence, 0)
+                shared = sequence == source or self.tables.own_blocks(sequence) != tuple(
+                    len(self.tables.table(g, sequence)[1]) for g in range(len(WINDOWS))
+                )
                 lengths[sequence] = data.draw(st.sampled_from([0, lengths[sequence]][shared:]))
                 ops.append(Truncate(sequence, lengths[sequence]))
             if action in ("grow", "truncate"):
