@@ -31,15 +31,16 @@ class Front:
         model = _checked_model(model)
         if isinstance(model, str):
             peek_config(model, trust_remote_code=config.model.trust_remote_code)
+        remote = config.model.trust_remote_code
+        self._defaults = sampling_defaults(model, generation_config, trust_remote_code=remote)
         with progress_bar(progress) as on_progress:
             source = model if tokenizer is None else tokenizer
             here = not isinstance(model, str) or netstack.in_process(config.launching.scheme)
-            remote, limit_s = config.model.trust_remote_code, config.deadlines.start_timeout_s
+            limit_s = config.deadlines.start_timeout_s
             loading = load_beside(source, trust_remote_code=remote, here=here, limit_s=limit_s)
             self.pools = Pools(model, config, on_progress)
             try:
                 self.tokenizer = loading.result(limit_s)
-                self._defaults = sampling_defaults(model, generation_config, trust_remote_code=remote)
             except BaseException:
                 self.pools.close()
                 raise

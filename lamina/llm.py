@@ -176,6 +176,11 @@ class LLM:
         with _Use(self):
             while (output := feed.take()) is None and feed.unfinished:
                 self._step()
+                if self.engine.idle and feed.unfinished:
+                    raise ValueError(
+                        "a request has no room beside rows whose tokens are being chosen: go on with those first, or "
+                        "start with more max_num_seqs or kv_memory"
+                    )
         return output
 
     def _step(self) -> None:

@@ -46,7 +46,7 @@ def counting_bar(wanted: bool | Callable[..., Any], total: int, text: str) -> It
     """A bar of ``total`` things; gives what counts one. ``wanted``: True = on a terminal; or what makes the bar, called
     as tqdm is.
     """
-    if wanted is False or (wanted is True and not sys.stderr.isatty()):
+    if not wanted or (wanted is True and not sys.stderr.isatty()):
         yield lambda: None
         return
     from tqdm import tqdm

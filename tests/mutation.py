@@ -52,10 +52,13 @@ class Group:
 
 GROUPS = {
     "engine": Group(
-        ("lamina/engine/scheduler.py", "lamina/engine/sequence.py", "lamina/engine/draws.py"),
+        (
+            "lamina/engine/scheduler.py", "lamina/engine/room.py", "lamina/engine/prefixes.py",
+            "lamina/engine/sequence.py", "lamina/engine/draws.py",
+        ),
         ("tests/lamina/test_scheduler.py", "tests/lamina/test_scheduler_exact.py", "tests/lamina/test_sequence.py",
          "tests/lamina/test_draws.py", "tests/lamina/test_engine.py", "tests/lamina/test_limits.py",
-         "tests/lamina/test_roll_back.py"),
+         "tests/lamina/test_roll_back.py", "tests/lamina/test_prefixes.py"),
     ),
     "sampling": Group(
         ("lamina/sampling/sampler.py", "lamina/sampling/history.py", "lamina/sampling/settings.py"),

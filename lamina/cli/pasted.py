@@ -20,11 +20,10 @@ _INSTEAD = {
     "--revision": "give the directory of that revision as MODEL (hf download MODEL --revision REVISION)",
     "--root-path": "let the proxy strip the path that it adds",
     "--enable-force-include-usage": 'a request asks for it: "stream_options": {"include_usage": true}',
-    "--enable-prompt-tokens-details": "no prompt is cached, so there is nothing to tell: leave it out",
+    "--enable-prompt-tokens-details": "usage has them wherever some were cached: leave it out",
     "--return-tokens-as-token-ids": 'a request asks for it: "return_tokens_as_token_ids": true',
     "--swap-space": "preempted sequences are computed again: leave it out",
     "--max-seq-len-to-capture": "leave it out, or switch graphs off by --no-cuda-graphs",
-    "--enable-prefix-caching": "no prefix is kept: leave it out",
     "--pipeline-parallel-size": "--pipeline n rotates n batches over n - 1 replicas; layers are not shared out",
 }
 

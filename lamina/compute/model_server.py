@@ -141,6 +141,7 @@ class ModelServer:
 
     def cut(self) -> CutModel:
         """Load the model and cut it at its attention operators. Raises ModelError, ValueError."""
+        from lamina.models.captures import may_be_kept
         from lamina.models.convert import convert_model, layer_shapes
         from lamina.models.load import load
 
@@ -159,12 +160,13 @@ class ModelServer:
         max_len = sequence_limit(start.model.max_model_len, loaded.max_model_len)
         self.clock.lap("load_s")
         self._progress("cutting the model", 0, 1)
+        here = netstack.in_process(start.scheme)
         program = convert_model(
             loaded.model,
             max_model_len=max_len,
             deterministic=start.model.deterministic,
             part=loaded.part,
-            keep=loaded.path is not None and not start.model.trust_remote_code,
+            keep=loaded.path is not None and not start.model.trust_remote_code and may_be_kept(in_process=here),
         )
         self._progress("cutting the model", 1, 1)
         self.clock.lap("convert_s")
@@ -316,7 +318,8 @@ class ModelServer:
         return {**(self._worker.stats() if self._worker else {}), **self.counts}
 
     def _progress(self, stage: str, done: int, total: int) -> None:
-        self.service.link.send(Progress(stage=stage, done=done, total=total))
+        if self.start.progress:
+            self.service.link.send(Progress(stage=stage, done=done, total=total))
 
 
 def serve(server: type[ModelServer], sock: socket.socket, module: Any) -> None:

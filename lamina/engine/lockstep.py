@@ -41,6 +41,11 @@ class Lockstep:
         with self._use():
             for prompt in prompts:
                 engine.check(prompt, params)
+                if len(prompt) + max_tokens > engine.info.max_model_len:
+                    raise ValueError(
+                        f"{len(prompt)} tokens of a prompt, or of a negative prompt, and {max_tokens} new ones exceed "
+                        f"{engine.info.max_model_len}: shorten them, or start with a larger max_model_len"
+                    )
             self._ids = [engine.add(prompt, params, held=True) for prompt in prompts]
 
     def logits(self) -> list[bytes]:
@@ -53,8 +58,8 @@ class Lockstep:
                 self._step()
                 if self._engine.idle:
                     raise ValueError(
-                        f"{len(self._ids)} rows have no room for their KV together: pass fewer of them, or shorter "
-                        f"ones, or give the memory workers more (kv_memory)"
+                        f"{len(self._ids)} rows have no room together: pass fewer of them, or shorter ones, or start "
+                        "with more kv_memory or max_num_seqs (guidance_scale takes two for each row)"
                     )
             return found
 

@@ -34,6 +34,7 @@ class Sequence:
     finished: bool = False
     held: bool = False  # its tokens are chosen elsewhere, by ``choose``; else workers draw them
     waits: bool = False  # a held one whose logits are known, behind its last token, and no token yet
+    outdated: bool = False  # the logits on their way are those behind the token before the last
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,11 +73,11 @@ class Sequence:
     def wait(self) -> None:
         """A held one's logits have come: the next token is to be chosen."""
         self.num_drawing -= 1
-        self.waits = True
+        self.waits, self.outdated = not self.outdated, False
 
     def choose(self, token: int) -> None:
         """The next token of a held one that waits."""
-        self.waits = False
+        self.waits, self.outdated = False, self.num_drawing > 0
         self.num_drawing += 1
         self.append(token)
 
@@ -93,6 +94,7 @@ class Sequence:
         whole = self.prefill_worker is None and kept >= self.num_cached  # others may hold the blocks that it began with
         self.num_scheduled = min(self.num_scheduled, kept) if whole else 0
         self.num_drawing = self.num_prefilling = 0
+        self.outdated = False
         self.prefill_worker = None
 
     def restart(self) -> None:

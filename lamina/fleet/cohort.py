@@ -157,8 +157,11 @@ class Cohort:
         assert self._launcher is not None
         places = self._config.topology.counts[role]
         spare = self._members.prepare(self._start_one(self._launcher, role, number % places))
+        first = self._first_message(spare)
+        if isinstance(first, StartCompute):  # nobody listens: it must not wait until somebody does
+            first = msgspec.structs.replace(first, progress=False)
         with suppress(LinkClosedError):  # its end is noticed as it is to take a place
-            spare.link.send(self._first_message(spare))
+            spare.link.send(first)
         return spare
 
     def _begin(self) -> None:

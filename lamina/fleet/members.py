@@ -78,7 +78,7 @@ class Members:
         self._still_heard: tuple[type[Any], ...] = ()  # but of these kinds
         self.lost: dict[Member, LostError] = {}  # they are not listened to any more
         self.closed = False  # by ``end``
-        self._ending = threading.RLock()  # one thread ends them; another may wait for a message meanwhile
+        self.ending = threading.RLock()  # one thread ends them; another may wait for a message meanwhile
         self.meanwhile: Callable[[], None] = lambda: None  # called a few times a second by whoever waits
 
     def __iter__(self) -> Iterator[Member]:
@@ -115,7 +115,7 @@ class Members:
         """Another worker takes the place of one that is lost, and fenced. Raises WorkerError where all have been ended
         meanwhile, and ends it, too.
         """
-        with self._ending:
+        with self.ending:
             if self.closed:
                 self.fence(new)
                 raise WorkerError("the workers have been ended")
@@ -139,7 +139,7 @@ class Members:
 
     def end(self, join_s: float) -> None:
         """End all workers: ask, wait for so long, then by force. Idempotent."""
-        with self._ending:
+        with self.ending:
             if not self.closed:
                 self._end(join_s)
 

@@ -26,8 +26,14 @@ class Spares:
         """Start those that there should be; they load while others work. Raises OSError, ValueError."""
         for role, count in self._counts.items():
             for number in range(count):
-                if (role, number) not in self._there:
-                    self._there[role, number] = self._start(role, number)
+                if (role, number) in self._there:
+                    continue
+                spare = self._start(role, number)
+                with self._members.ending:
+                    if self._members.closed:  # by another thread, which does not know of it
+                        self._members.fence(spare)
+                        return
+                    self._there[role, number] = spare
 
     def take(self, role: str, index: int, ranks: int) -> Member | None:
         """One for place ``index``, which it has from now on; None where there is none that lives. ``ranks``: of a

@@ -11,8 +11,11 @@ import hashlib
 import json
 import os
 import platform
+import re
+import stat
 import sys
 import tempfile
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,9 +24,12 @@ import torch
 from torch import nn
 
 VARIABLE = "LAMINA_CACHE"
+PACKAGES = {"torch", "transformers", "lamina"}
 MOST_FILES = 128  # of the folder; those that have not been used for the longest time go
 LARGEST = 64 << 20  # bytes of a file
 OTHERS_WRITE = 0o022
+_OWN_NAME = re.compile(r"[0-9a-f]{64}\.json|new-\w{8}")
+_IMPORTED_S = time.time()  # of code that is as old as this module, or older
 
 
 class CaptureFile:
@@ -34,44 +40,75 @@ class CaptureFile:
 
     def read(self) -> str | None:
         """None where there is none that nobody but this user may have written."""
-        with contextlib.suppress(OSError, ValueError), self._path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_uid == os.geteuid() and not status.st_mode & OTHERS_WRITE and status.st_size <= LARGEST:
+        with contextlib.suppress(OSError, ValueError), open(self._path, "rb", opener=_plainly) as file:
+            own = all(map(_is_own, (os.stat(self._path.parent), status := os.fstat(file.fileno()))))
+            if own and stat.S_ISREG(status.st_mode) and status.st_size <= LARGEST:
                 text = file.read().decode()
-                os.utime(self._path)
+                with contextlib.suppress(OSError):  # a file system that is read only
+                    os.utime(self._path)
                 return text
         return None
 
     def write(self, text: str) -> None:
         """Whole or not at all, also where several processes do so at once."""
         folder = self._path.parent
+        if len(text) > LARGEST:
+            return
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=folder, prefix="new-", delete=False) as file:
-                file.write(text)
-            os.replace(file.name, self._path)
-            files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
+                try:
+                    file.write(text)
+                    file.close()
+                    os.replace(file.name, self._path)
+                except OSError:
+                    os.unlink(file.name)
+                    raise
+            own = (path for path in folder.iterdir() if _OWN_NAME.fullmatch(path.name))
+            files = sorted(own, key=lambda path: path.stat().st_mtime)
             for old in files[: max(0, len(files) - MOST_FILES)]:
                 old.unlink(missing_ok=True)
 
 
+def _plainly(path: str, flags: int) -> int:
+    """Open it where it is no link, and wait for nobody."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _is_own(status: os.stat_result) -> bool:
+    """Whether nobody but this user may have written it."""
+    return status.st_uid == os.geteuid() and not status.st_mode & OTHERS_WRITE
+
+
 def capture_file(model: nn.Module, **facts: object) -> CaptureFile | None:
-    """The place of the capture of ``model``, which code of installed packages has made by its configuration; None where
-    none are kept. ``facts``: whatever else tracing depends on.
+    """The place of the capture of ``model``, which code of PACKAGES has made by its configuration; None where none are
+    kept. ``facts``: whatever else tracing depends on.
     """
     if (folder := cache_folder()) is None:
         return None
+    if {type(m).__module__.partition(".")[0] for m in model.modules()} - PACKAGES:
+        return None
     import transformers
 
-    told = {
-        "versions": [torch.__version__, transformers.__version__, platform.python_version()],
-        "code": [_own_code(), *_code_of(model)],
-        "config": _configuration(model),
-        "tensors": _tensors(model),
-        "facts": {name: str(value) for name, value in facts.items()},
-    }
+    try:
+        told = {
+            "versions": [torch.__version__, transformers.__version__, platform.python_version()],
+            "code": [_own_code(), *_code_of(model)],
+            "config": _configuration(model),
+            "tensors": _tensors(model),
+            "facts": {name: str(value) for name, value in facts.items()},
+        }
+    except OSError:  # code that cannot be read, or is not what runs here
+        return None
     name = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
     return CaptureFile(folder / f"{name}.json")
+
+
+def may_be_kept(*, in_process: bool) -> bool:
+    """Whether what is captured here follows from files. A caller's own process may have changed code in memory: there
+    LAMINA_CACHE has to be set.
+    """
+    return not in_process or VARIABLE in os.environ
 
 
 def cache_folder() -> Path | None:
@@ -111,11 +148,18 @@ def _code_of(model: nn.Module) -> list[str]:
 
 @cache
 def _own_code() -> str:
-    """Of what routes, captures and writes."""
+    """Of what routes, captures and writes. Raises OSError."""
     lamina = Path(__file__).resolve().parents[1]
-    files = [path for room in ("models", "converter", "attention") for path in sorted((lamina / room).glob("*.py"))]
+    files = [
+        path
+        for room in ("models", "converter", "attention", "collective")
+        for path in sorted((lamina / room).glob("*.py"))
+    ]
     return hashlib.sha256("".join(map(_digest, files)).encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:
+    """Raises OSError for code that has changed since this process read it."""
+    if path.stat().st_ctime > _IMPORTED_S:
+        raise OSError(f"{path} is newer than this process")
     return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -114,6 +114,7 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     name: str  # which it proves to other workers
     key: bytes  # empty: the worker's environment has it
     trace: bool  # record spans
+    progress: bool = True  # somebody listens to it
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):

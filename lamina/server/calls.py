@@ -12,11 +12,12 @@ from typing import Any
 from lamina.request import SamplingParams
 
 from .admission import Admission, Ticket
-from .answer.logprobs import TokenTexts
+from .answer.logprobs import TokenNumbers, TokenTexts
 from .config import ServerConfig
 from .errors import ApiError, engine_error
 from .journal.entry import Entry
 from .journal.journal import Journal
+from .journal.records import Accepted
 from .link.client import EngineClient, EngineGoneError, PromptRefusedError, ReplyFeed
 from .link.messages import Delta
 from .request.params import PARAMS
@@ -47,6 +48,10 @@ class Service:
     decoder: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lamina-bodies"))
     calls: set[Call] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def texts_of(self, asked: Accepted) -> TokenTexts:
+        """By which tokens are named in its log-probabilities."""
+        return TokenNumbers(self.texts.tokenizer) if asked.tokens_as_ids else self.texts
 
     @property
     def illness(self) -> str | None:

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from .admission import Ticket
 from .answer.answers import EventStream, whole
 from .answer.heads import head_of, new_request
-from .answer.logprobs import TokenNumbers, TokenTexts
 from .answer.shapes import ChatShape, CompletionShape, Shape
 from .calls import Call, Service
 from .door.bodies import described, parse
@@ -39,11 +38,12 @@ async def completions(request: Request) -> Response:
     parts = split_prompts(body.prompt, service.config.max_prompts)
     max_tokens = 0 if body.max_tokens == 0 else params.max_tokens
     special = body.add_special_tokens is not False
-    asked = new_request("cmpl", name, params, echo=bool(body.echo), only_prompt=body.max_tokens == 0)
+    only_prompt, by_number = body.max_tokens == 0, bool(body.return_tokens_as_token_ids)
+    asked = new_request("cmpl", name, params, echo=bool(body.echo), only_prompt=only_prompt, tokens_as_ids=by_number)
     with _room(service, len(parts) * params.n) as ticket:
         prompts = await service.prompter.completions(parts, max_tokens, special=special)
         call = await _call(request, asked, prompts, ticket)
-    shape = CompletionShape(call, _texts(service, body), head_of(asked), echo=asked.echo)
+    shape = CompletionShape(call, service.texts_of(asked), head_of(asked), echo=asked.echo)
     return await _answer(request, body, call, shape)
 
 
@@ -55,18 +55,12 @@ async def chat(request: Request) -> Response:
     name = service.check_model(body.model)
     params = chat_params(body, service.config, service.client.ready, service.defaults)
     variables = service.prompter.variables(body)
-    asked = new_request("chatcmpl", name, params)
+    asked = new_request("chatcmpl", name, params, tokens_as_ids=bool(body.return_tokens_as_token_ids))
     with _room(service, params.n) as ticket:
-        prompt = await service.prompter.chat(
-            body.messages, params.max_tokens, variables, special=bool(body.add_special_tokens)
-        )
+        most = params.max_tokens if body.max_completion_tokens or body.max_tokens else None  # a default gives way
+        prompt = await service.prompter.chat(body.messages, most, variables, special=bool(body.add_special_tokens))
         call = await _call(request, asked, [prompt], ticket)
-    return await _answer(request, body, call, ChatShape(call, _texts(service, body), head_of(asked)))
-
-
-def _texts(service: Service, body: Sampling) -> TokenTexts:
-    """By which tokens are named in log-probabilities."""
-    return TokenNumbers(service.texts.tokenizer) if body.return_tokens_as_token_ids else service.texts
+    return await _answer(request, body, call, ChatShape(call, service.texts_of(asked), head_of(asked)))
 
 
 @contextmanager

@@ -77,6 +77,7 @@ async def _serve(
 ) -> int:
     source = config.tokenizer or model
     remote, limit_s = engine_config.model.trust_remote_code, engine_config.deadlines.start_timeout_s
+    defaults = sampling_defaults(model, config.generation_config, trust_remote_code=remote)
     stages = _Stages()
     with _ended_by_signals(handle):
         loading = load_beside(source, trust_remote_code=remote, here=False, limit_s=limit_s)
@@ -87,7 +88,6 @@ async def _serve(
         tokenizer = await asyncio.to_thread(loading.result, limit_s)
         if tokenizer is None:
             raise ValueError(f"{model} has no tokenizer: give --tokenizer")
-        defaults = sampling_defaults(model, config.generation_config, trust_remote_code=remote)
         if defaults:
             told = ", ".join(f"{name} {value}" for name, value in defaults.items())
             logger.info("sampling where a request does not say, of %s: %s (--generation-config)", FILE, told)

@@ -31,12 +31,16 @@ class Chosen(NamedTuple):
     logits: tuple[Tensor, ...] | None
 
 
-def choose(llm: LLM, call: Prepared) -> Chosen:
-    """Go on until all rows have ended. Raises what a processor or a criterion raises; other calls are not touched."""
+def choose(llm: LLM, call: Prepared, own: tuple[object, ...]) -> Chosen:
+    """Go on until all rows have ended. ``own``: the model, by all its names. Raises what a processor or a criterion
+    raises; other calls are not touched.
+    """
     with ExitStack() as stack:
         rows = stack.enter_context(llm.lockstep(call.prompts, call.most))
         for processor in call.processors:
-            if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+            guides = isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+            if guides and any(processor.model is one for one in own):
+                stack.callback(setattr, processor, "model", processor.model)
                 processor.model = _Beside(llm, call, stack)
         return _loop(rows, call)
 

@@ -44,7 +44,7 @@ def wrap(model: nn.Module, **options: Any) -> WrappedModel:
         raise ValueError(f"{type(model).__name__} has no generate to wrap: use lamina.LLM(model)")
     # Libraries decide by the name of a model's class.
     named = type(type(model).__name__, (WrappedModel,), {"__doc__": WrappedModel.__doc__})
-    wrapped: WrappedModel = named(model, LLM(model, **options))
+    wrapped: WrappedModel = named(model, LLM(model, **{"generation_config": "none", **options}))
     return wrapped
 
 
@@ -161,12 +161,12 @@ class WrappedModel:
             return self._decode(call)
 
         with self._turn:
-            return self.model.generate(**arguments, custom_generate=decode)
+            return self.model.generate(**{**arguments, "custom_generate": decode})
 
     def _decode(self, call: Prepared) -> Any:
         params = drawn(call)
         if params is None:
-            ids, scores, logits = choose(self.llm, call)
+            ids, scores, logits = choose(self.llm, call, (self, self.model))
         else:
             ids, scores, logits = assembled(call, self._draw(call, params)), None, None
         if call.streamer is not None:

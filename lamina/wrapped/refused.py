@@ -92,6 +92,15 @@ def _checked_mask(ids: Tensor, prepared: Tensor | None, arguments: dict[str, Any
             "attention_mask must be 0 on the left and 1 from there on: pad with tokenizer.padding_side='left'"
         )
     counted = mask.long().cumsum(-1) - 1
-    if positions is not None and not bool(((positions == counted) | (mask == 0)).all()):
+    if positions is not None and not _counts(positions, counted, mask):
         raise ValueError(f"position_ids must count the tokens of each prompt from 0: leave them out, {_OWN}")
     return mask
+
+
+def _counts(positions: Tensor, counted: Tensor, mask: Tensor) -> bool:
+    """Whether ``positions``, of each prompt or of each of its completions, are ``counted`` where the mask is 1."""
+    rows = len(positions) if positions.dim() == 2 else 0
+    if not rows or positions.shape[1] != counted.shape[1] or len(counted) % rows:
+        return False
+    each = positions.repeat_interleave(len(counted) // rows, dim=0)
+    return bool(((each == counted) | (mask == 0)).all())

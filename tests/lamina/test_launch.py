@@ -56,7 +56,7 @@ def test_every_command_helps(command: str, capsys: pytest.CaptureFixture[str]) -
         (["generate", "m", "--prompt", "x", "--n", "0"], "--n must be at least 1"),
         (["generate", "m", "--prompt", "x", "--max-tokens", "0"], "--max-tokens must be at least 1"),
         (["generate", "m", "--prompt", "x", "--min-tokens", "99"], "--min-tokens 99 exceeds --max-tokens 64"),
-        (["generate", "m", "--prompt", "x", "--sampling-seed", "-1"], "generate: --sampling-seed must lie in 0.."),
+        (["generate", "m", "--prompt", "x", "--sampling-seed", "-2"], "generate: --sampling-seed must lie in 0.."),
         (["generate", "m", "--prompt", "x", "--stop", ""], "generate: --stop must not contain an empty string"),
         (["generate", MODEL, "--prompt", "x", "--transport", "shmm"], "--transport: unknown transport 'shmm'"),
         (["generate", "m", "--prompt", "x", "--logprobs", "2"], "--logprobs needs --json"),

@@ -88,7 +88,7 @@ def test_others_go_on_meanwhile_and_draw_their_own_tokens() -> None:
 def test_rows_that_have_no_room_together_are_refused_and_leave_none() -> None:
     engine = make_engine(WireOfLogits(num_blocks=10), max_num_seqs=4)
     with (
-        pytest.raises(ValueError, match="4 rows have no room for their KV together: pass fewer"),
+        pytest.raises(ValueError, match="4 rows have no room together: pass fewer"),
         hold(engine, PROMPTS) as rows,
     ):
         choose_best(rows, 12)

@@ -94,3 +94,20 @@ def test_a_restart_keeps_what_is_known_and_forgets_what_was_scheduled() -> None:
     one.restart()
     assert (one.id, one.num_scheduled, one.num_told) == (-1, 0, -1)
     assert (one.tokens, one.num_scored) == ([1, 2, 3, OTHER], 1)
+
+
+def test_logits_that_come_behind_a_choice_are_of_the_token_before() -> None:
+    """A held one that is computed again may be chosen for while its row is on the way: nobody may see these logits."""
+    one = sequence(held=True, max_len=100)
+    one.num_scheduled, one.num_drawing = 3, 1
+    one.wait()
+    assert one.waits
+    one.roll_back(3)
+    assert (one.waits, one.num_scheduled) == (False, 2)
+    one.num_scheduled, one.num_drawing = 3, 1
+    one.choose(OTHER)
+    one.wait()
+    assert not one.waits, "behind the prompt, where the token behind it is chosen"
+    one.num_scheduled, one.num_drawing = 4, 1
+    one.wait()
+    assert one.waits

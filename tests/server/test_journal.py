@@ -251,6 +251,21 @@ def test_a_full_segment_is_followed_by_another_and_the_oldest_goes(tmp_path: Pat
     again.close()
 
 
+def test_files_that_are_no_segments_and_old_ones_that_cannot_go_end_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = opened(tmp_path / "j", size=4000)
+    (tmp_path / "j" / "segment-00000000.bak").write_bytes(b"moved away")
+    (tmp_path / "j" / "segment-00000000").chmod(0o640)
+    while journal._number < 2:
+        entry = accepted(journal)
+        journal.grown([delta(entry.keys[0], 8, end="stop")])
+    assert "old segments stay" in caplog.text
+    (tmp_path / "j" / "segment-00000000").chmod(0o600)
+    journal.close()
+    opened(tmp_path / "j", size=4000).close()
+
+
 def test_requests_that_come_at_once_wait_for_the_disk_together(tmp_path: Path) -> None:
     journal = opened(tmp_path / "j")
     syncs, sync = [], journal._segment.sync

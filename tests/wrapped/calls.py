@@ -31,7 +31,7 @@ def batched(**settings: Any) -> Call:
 def drawn(**settings: Any) -> Call:
     def call(m: Any, d: Desk) -> Draws:
         settings.setdefault("max_new_tokens", 1)
-        return Draws(d.one(m, do_sample=True, num_return_sequences=150, **settings)[:, d.ids.shape[1]])
+        return Draws(d.one(m, do_sample=True, num_return_sequences=2000, **settings)[:, d.ids.shape[1]])
 
     return call
 

@@ -28,7 +28,7 @@ class Draws:
     def far_from(self, other: Draws) -> bool:
         """Whether some share of them differs by more than chance does."""
         counts = [torch.bincount(d.tokens, minlength=2048) / len(d.tokens) for d in (self, other)]
-        return bool((counts[0] - counts[1]).abs().sum() / 2 > 0.2)
+        return bool((counts[0] - counts[1]).abs().sum() / 2 > 0.08)
 
 
 @dataclass

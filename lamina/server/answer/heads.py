@@ -20,6 +20,7 @@ def new_request(
     *,
     echo: bool = False,
     only_prompt: bool = False,
+    tokens_as_ids: bool = False,
 ) -> Accepted:
     """A request that has come now, without its prompts. ``model``: as its client calls it."""
     return Accepted(
@@ -31,6 +32,7 @@ def new_request(
         prompts=[],
         echo=echo,
         only_prompt=only_prompt,
+        tokens_as_ids=tokens_as_ids,
     )
 
 

@@ -46,8 +46,8 @@ def _answer(service: Service, answer_id: str, kind: str) -> Response:
 def _shape(service: Service, entry: Entry) -> Shape:
     asked, head = entry.accepted, head_of(entry.accepted)
     if asked.kind == "chatcmpl":
-        return ChatShape(entry, service.texts, head)
-    return CompletionShape(entry, service.texts, head, echo=asked.echo)
+        return ChatShape(entry, service.texts_of(asked), head)
+    return CompletionShape(entry, service.texts_of(asked), head, echo=asked.echo)
 
 
 def _whole(shape: Shape, entry: Entry) -> dict[str, object]:

@@ -38,7 +38,7 @@ class Folder:
 
     def segments(self) -> list[tuple[int, Path]]:
         """Numbers and files, the oldest first. Raises ValueError where others may read one."""
-        found = sorted(self.path.glob("segment-[0-9]*"))
+        found = sorted(path for path in self.path.glob("segment-*") if path.name.partition("-")[2].isdecimal())
         for each in found:
             _check_private(self.path, each, 0o600, stat.S_ISREG)
         return [(int(each.name.partition("-")[2]), each) for each in found]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from .entry import Entry
 from .folder import Folder, model_digest
 from .records import FORMAT, Accepted, Dropped, Grown, Heading, Unanswerable
 from .segment import Contents, Segment, damaged, framed
+
+RETRY_S = 10.0  # to begin another segment
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,7 @@ class Journal:
         self._heading = Heading(format=FORMAT, model=model, digest=model_digest(model))
         self._folder = Folder(path)
         self._path, self._written, self._synced = path, 0, 0
+        self._next_try = 0.0  # of another segment
         self._syncing: asyncio.Future[None] | None = None
         self._full = False  # the last write has failed
         self._begun_with = 0  # bytes of the segment's opening
@@ -190,6 +194,7 @@ class Journal:
             self._synced = max(self._synced, written)
         finally:
             self._syncing = None
+        self._turn_over()  # where requests keep coming, somebody waits nearly always
 
     def _opening(self) -> bytes:
         """What a segment begins with: all that is needed to go on without those before."""
@@ -202,8 +207,10 @@ class Journal:
 
     def _turn_over(self) -> None:
         """Begin another segment where this one is full, and there is no wait for this one."""
-        if self._segment.size < max(self._half, 2 * self._begun_with) or self._syncing is not None:
+        full = self._segment.size >= max(self._half, 2 * self._begun_with)
+        if not full or self._syncing is not None or time.monotonic() < self._next_try:
             return
+        self._next_try = time.monotonic() + RETRY_S  # where the disk is full
         number = self._number + 1
         path = self._folder.path_of(number)
         try:
@@ -222,12 +229,16 @@ class Journal:
             log.error("--journal %s: no other segment can be begun (%s)", self._path, e.strerror)
             return
         self._segment.close()
+        self._next_try = 0.0
         before, self._number, self._segment = self._number, number, new
         self._begun_with, self._synced = new.size, self._written
         for entry in list(self._entries.values()):
             entry.has_gap = False
             if entry.ended and entry.ended_in < before:
                 self._forget(entry.accepted.id)
-        for old, path in self._folder.segments():
-            if old < before:
-                path.unlink()
+        try:
+            for old, path in self._folder.segments():
+                if old < before:
+                    path.unlink(missing_ok=True)
+        except (OSError, ValueError) as e:
+            log.error("--journal %s: old segments stay (%s)", self._path, e)

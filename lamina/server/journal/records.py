@@ -42,6 +42,7 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
     prompts: list[KeptPrompt]
     echo: bool = False
     only_prompt: bool = False
+    tokens_as_ids: bool = False  # log-probabilities name tokens by their numbers
 
 
 class Grown(msgspec.Struct, frozen=True, tag="grown"):

@@ -63,6 +63,7 @@ def _params(
     echo: bool,
 ) -> SamplingParams:
     _check_limits(request, config, logprobs, logprobs_name)
+    asked = max_tokens is not None
     given = {**defaults, **{name: value for name in _PLAIN if (value := getattr(request, name)) is not None}}
     if (most := given.pop("max_tokens", None)) is not None:
         max_tokens = most if max_tokens is None else min(most, max_tokens)
@@ -80,7 +81,7 @@ def _params(
         )
     except ValueError as e:
         raise bad_value(str(e), PARAMS) from e
-    if max_tokens is not None and max_tokens >= ready.max_model_len:
+    if asked and max_tokens is not None and max_tokens >= ready.max_model_len:
         raise overflow(ready.max_model_len, f"{max_tokens} new tokens were asked for", "max_tokens")
     if params.min_tokens >= ready.max_model_len:
         raise ApiError(400, f"min_tokens {params.min_tokens} exceeds the context", param="min_tokens")

@@ -161,14 +161,18 @@ def test_nobody_else_can_read_or_write_the_folder(folder: Path) -> None:
     assert (folder / "a.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_those_used_last_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_used_last_stay_and_what_others_have_there_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captures, "MOST_FILES", 3)
-    for number in range(3):
-        CaptureFile(folder / f"{number}.json").write("{}")
-        os.utime(folder / f"{number}.json", (number, number))
-    CaptureFile(folder / "0.json").read()
-    CaptureFile(folder / "3.json").write("{}")
-    assert sorted(path.name for path in folder.iterdir()) == ["0.json", "2.json", "3.json"]
+    files = [folder / f"{number:064x}.json" for number in range(4)]
+    for number, path in enumerate(files[:3]):
+        CaptureFile(path).write("{}")
+        os.utime(path, (number, number))
+    others = folder / "notes.json"
+    others.write_text("mine")
+    os.utime(others, (0, 0))
+    CaptureFile(files[0]).read()
+    CaptureFile(files[3]).write("{}")
+    assert sorted(folder.iterdir()) == [files[0], files[2], files[3], others]
 
 
 def test_writers_at_once_leave_a_whole_file(folder: Path) -> None:
