@@ -14,14 +14,12 @@ import argparse
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from child import Child, Fields, serve
+from child import Child
 from common import cpu_pressure, record, spread
 from decode_peer import ENVIRONMENT
 from reference_model import make
@@ -76,7 +74,8 @@ class Peer:
     """vLLM, in an environment and a process of its own."""
 
     def __init__(self, python: str, path: Path, length: int) -> None:
-        self._child = Child(python, __file__, ["--as-peer", str(path), str(length)], None, **ENVIRONMENT["vllm"])
+        script = str(Path(__file__).with_name("prefix_peer.py"))
+        self._child = Child(python, script, [str(path), str(length)], None, **ENVIRONMENT["vllm"])
 
     def first_s(self, prompt: list[int]) -> float:
         """Seconds until a prompt's first token."""
@@ -85,26 +84,6 @@ class Peer:
     def close(self) -> None:
         """End the process."""
         self._child.close()
-
-
-def be_peer(path: str, length: int) -> None:
-    """The other side of ``Peer``: vLLM with prefix caching, as it is by default."""
-
-    def begin() -> Callable[[Fields], Fields]:
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"
-        import vllm  # type: ignore[import-not-found]
-
-        llm = vllm.LLM(path, dtype="bfloat16", skip_tokenizer_init=True, max_model_len=length + 8)
-        params = vllm.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-
-        def answer(fields: Fields) -> Fields:
-            start = time.perf_counter()
-            llm.generate({"prompt_token_ids": fields["prompt"]}, params, use_tqdm=False)
-            return {"seconds": time.perf_counter() - start}
-
-        return answer
-
-    serve(begin)
 
 
 def main() -> None:
@@ -171,7 +150,4 @@ def words(draw: random.Random, count: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--as-peer"]:
-        be_peer(sys.argv[2], int(sys.argv[3]))
-    else:
-        main()
+    main()
