@@ -94,24 +94,23 @@ class SamplingParams:
 
     def _normalise(self) -> None:
         """Plain Python numbers of what numpy and others pass; None for a list means none."""
-        put = setattr
         if self.seed == -1:
             self.seed = None
         for name in _FLOATS:
-            put(self, name, _number(float, getattr(self, name), name))
+            setattr(self, name, _number(float, getattr(self, name), name))
         for name in ("n", "top_k", "min_tokens", *_OPTIONAL):
             value = getattr(self, name)
             if value is not None or name in ("n", "top_k", "min_tokens"):
-                put(self, name, _number(operator.index, value, name))
+                setattr(self, name, _number(operator.index, value, name))
         texts = [self.stop] if isinstance(self.stop, str | None) else self.stop
         if not isinstance(texts, list | tuple) or not all(isinstance(t, str | None) for t in texts):
             raise ValueError(f"stop must be text or a list of texts, not {self.stop!r}")
-        put(self, "stop", self.stop if isinstance(self.stop, str) else list(self.stop or []))
+        self.stop = self.stop if isinstance(self.stop, str) else list(self.stop or [])
         if self.logit_bias is not None:
             bias = self.logit_bias.items()
             name = "logit_bias"
-            put(self, name, {_number(operator.index, t, name): _number(float, b, name) for t, b in bias})
-        put(self, "stop_token_ids", [_number(operator.index, t, "stop_token_ids") for t in self.stop_token_ids or []])
+            setattr(self, name, {_number(operator.index, t, name): _number(float, b, name) for t, b in bias})
+        self.stop_token_ids = [_number(operator.index, t, "stop_token_ids") for t in self.stop_token_ids or []]
 
     def clone(self) -> SamplingParams:
         """A copy that shares nothing that can change. Raises ValueError for a field that was set to a bad value."""

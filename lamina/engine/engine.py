@@ -195,7 +195,7 @@ class Engine:
     def logits_of(self, request_id: int) -> bytes:
         """Of a held request, behind its last token: see Drawn. Empty until they have come."""
         request = self._requests[request_id]
-        return request.logits if request.sequences[0].waits else b""
+        return request.logits if request.sequences[0].awaits_choice else b""
 
     def choose(self, request_id: int, token: int) -> None:
         """The next token of a held request whose logits have come. Raises ValueError for one that is no token."""

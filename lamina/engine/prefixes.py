@@ -34,10 +34,10 @@ class Hit(NamedTuple):
 
 
 @dataclass
-class _Node:
-    """Sequences that begin with the pages on the way here."""
+class Beginning:
+    """Pages, of which the last leads here, and the sequences that begin with them."""
 
-    next: dict[Page, _Node] = field(default_factory=dict)
+    next: dict[Page, Beginning] = field(default_factory=dict)
     through: dict[int, None] = field(default_factory=dict)  # in the order in which they came
     last: int | None = None  # a retained one that has no more pages
 
@@ -57,7 +57,7 @@ class Prefixes:
         self._ledger = ledger
         self._page = page
         self._prompts_only = prompts_only
-        self._root = _Node()
+        self._root = Beginning()
         self._known: dict[int, _Known] = {}  # those that run, with their prompts, and those that are retained
         self._retained: OrderedDict[int, None] = OrderedDict()  # the least recently used first
         self.num_queried = 0  # tokens of admitted sequences
@@ -67,25 +67,31 @@ class Prefixes:
     def num_retained(self) -> int:
         return len(self._retained)
 
-    def match(self, sequence: Sequence) -> Hit | None:
-        """The most that a waiting sequence can begin with. Its last token is never part of it: a row has to draw."""
-        nodes = list(self._shared(sequence))
-        for pages in range(len(nodes), 0, -1):
+    def beginnings(self, sequence: Sequence) -> list[Beginning]:
+        """All that a waiting sequence may begin with, one page, two, and so on. Its last token is in none of them: a
+        row has to draw.
+        """
+        if not self._page or sequence.params.prompt_logprobs is not None:
+            return []
+        return list(self._way(self._pages(sequence.tokens, len(sequence.tokens) - 1)))
+
+    def match(self, beginnings: list[Beginning]) -> Hit | None:
+        """The most of ``beginnings`` whose KV is there."""
+        for pages in range(len(beginnings), 0, -1):
             length = pages * self._page
-            for number in islice(reversed(nodes[pages - 1].through), MOST_TRIED):
+            for number in islice(reversed(beginnings[pages - 1].through), MOST_TRIED):
                 place = self._known[number].sequence.place
                 blocks = self._ledger.held_of(Keep(number, length, place)) if self._has(number, length) else None
                 if blocks is not None:
                     return Hit(number, length, place, blocks)
         return None
 
-    def is_coming(self, sequence: Sequence, hit: Hit | None) -> bool:
-        """Whether a running sequence is about to have more of what a waiting one begins with."""
-        nodes = list(self._shared(sequence))
-        length = len(nodes) * self._page
+    def is_coming(self, beginnings: list[Beginning], hit: Hit | None) -> bool:
+        """Whether a running sequence is about to have more of ``beginnings``."""
+        length = len(beginnings) * self._page
         if length <= (hit.length if hit else 0):
             return False
-        return any(not self._has(n, length) and not self._known[n].sequence.finished for n in nodes[-1].through)
+        return any(not self._has(n, length) and not self._known[n].sequence.finished for n in beginnings[-1].through)
 
     def start(self, sequence: Sequence, hit: Hit | None) -> SequenceOp:
         """The op that starts an admitted sequence, which has its id and place."""
@@ -135,14 +141,8 @@ class Prefixes:
         ops: list[SequenceOp] = [Free(number) for number in self._retained]
         self._retained.clear()
         self._known.clear()
-        self._root = _Node()
+        self._root = Beginning()
         return ops
-
-    def _shared(self, sequence: Sequence) -> Iterator[_Node]:
-        """The nodes that a waiting sequence may begin with."""
-        if not self._page or sequence.params.prompt_logprobs is not None:
-            return iter(())
-        return self._way(self._pages(sequence.tokens, len(sequence.tokens) - 1))
 
     def _has(self, number: int, length: int) -> bool:
         """Whether KV of so many tokens is there once the plans of this round come."""
@@ -153,7 +153,7 @@ class Prefixes:
         for at in range(self._page, stop + 1, self._page):
             yield tuple(tokens[at - self._page : at])
 
-    def _way(self, pages: Iterable[Page]) -> Iterator[_Node]:
+    def _way(self, pages: Iterable[Page]) -> Iterator[Beginning]:
         """The nodes of ``pages``, as far as there are some."""
         node = self._root
         for page in pages:
@@ -163,12 +163,12 @@ class Prefixes:
             yield found
             node = found
 
-    def _add(self, sequence: Sequence, pages: list[Page]) -> _Node:
+    def _add(self, sequence: Sequence, pages: list[Page]) -> Beginning:
         """Put it into the tree; returns its last node."""
         self._known[sequence.id] = _Known(sequence, pages)
         node = self._root
         for page in pages:
-            node = node.next.setdefault(page, _Node())
+            node = node.next.setdefault(page, Beginning())
             node.through[sequence.id] = None
         return node
 

@@ -13,8 +13,8 @@ from .prefixes import Hit
 from .sequence import Sequence
 
 
-class Start(NamedTuple):
-    """Where a new sequence begins. ``blocks``: that it takes besides those of the hit, by layer group."""
+class Fit(NamedTuple):
+    """Where a new sequence finds room. ``blocks``: that it takes besides those of the hit, by layer group."""
 
     place: Place
     blocks: list[int]
@@ -34,14 +34,14 @@ class Room:
         """That a sequence at ``place``, of ``length`` tokens, takes at most."""
         return self._ledger.most_blocks(place, length, self._max_rows)
 
-    def start(
+    def fit(
         self,
         sequence: Sequence,
         hit: Hit | None,
         left: list[int],
         beside: Iterable[Sequence],
         running: Iterable[Sequence],
-    ) -> Start | None:
+    ) -> Fit | None:
         """Of a new sequence that begins with ``hit``, if there is one, in ``left`` blocks; see ``place``."""
         place = hit.place if hit else self.place(sequence, left, beside, running)
         if place is None:
@@ -49,7 +49,7 @@ class Room:
         blocks = self.blocks_of(place, sequence.num_promised)
         if hit is not None:
             blocks = [max(0, n) for n in less(blocks, list(hit.blocks))]
-        return Start(place, blocks, hit) if min(less(left, blocks)) >= 0 else None
+        return Fit(place, blocks, hit) if min(less(left, blocks)) >= 0 else None
 
     def held(self, sequences: Iterable[Sequence]) -> list[int]:
         """Blocks of all ``sequences``, by group."""

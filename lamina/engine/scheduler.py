@@ -16,7 +16,7 @@ from .ledger import Blocks, Ledger
 from .pipeline import route
 from .prefill import Prefill
 from .prefixes import Hit, Prefixes
-from .room import Room, Start, less, rows_of
+from .room import Fit, Room, less, rows_of
 from .sequence import Sequence
 from .steps import Round, ScheduledStep
 
@@ -301,54 +301,55 @@ class Scheduler:
         while self._waiting and self.num_running < self._max_num_seqs:
             sequence = self._waiting[0]
             elsewhere = self._prefill.wants(sequence)
-            hit = self.prefixes.match(sequence)
-            if self.prefixes.is_coming(sequence, hit):
+            beginnings = self.prefixes.beginnings(sequence)
+            hit = self.prefixes.match(beginnings)
+            if self.prefixes.is_coming(beginnings, hit):
                 return
             counts = [self._count(sequence, budget, hit.length if hit else 0) for budget in budgets]
             able = [i for i, count in enumerate(counts) if count > 0]
             if not able or sequence.num_drawing or (elsewhere and not self._prefill.has_room):
                 return  # a preempted one whose last token is still being drawn waits
             to = min(able, key=loads.__getitem__)
-            start, left = self._make_way(self.batches[to], sequence, hit, left)
-            if start is None and hit is not None:
-                start, left = self._make_way(self.batches[to], sequence, None, left)
-            if start is None:
+            fit, left = self._make_way(self.batches[to], sequence, hit, left)
+            if fit is None and hit is not None:
+                fit, left = self._make_way(self.batches[to], sequence, None, left)
+            if fit is None:
                 return
-            left = less(left, start.blocks)
+            left = less(left, fit.blocks)
             loads[to] += sequence.num_promised
-            self._join(self.batches[to], self._waiting.popleft(), start)
+            self._join(self.batches[to], self._waiting.popleft(), fit)
             if elsewhere:
                 self._prefill.add(sequence)
             else:
                 budgets[to] -= self._count(sequence, budgets[to], sequence.num_scheduled)
 
-    def _join(self, batch: Batch, sequence: Sequence, start: Start) -> None:
-        sequence.id, sequence.place = self._next_id, start.place
-        sequence.num_scheduled = sequence.num_cached = start.hit.length if start.hit else 0
+    def _join(self, batch: Batch, sequence: Sequence, fit: Fit) -> None:
+        sequence.id, sequence.place = self._next_id, fit.place
+        sequence.num_scheduled = sequence.num_cached = fit.hit.length if fit.hit else 0
         self._next_id += 1
-        op = self.prefixes.start(sequence, start.hit)
-        (self.batches[0] if start.hit else batch).ops.append(op)  # before its source may go, in another batch's plan
+        op = self.prefixes.start(sequence, fit.hit)
+        (self.batches[0] if fit.hit else batch).ops.append(op)  # before its source may go, in another batch's plan
         batch.running.append(sequence)
 
     def _make_way(
         self, batch: Batch, sequence: Sequence, hit: Hit | None, left: list[int]
-    ) -> tuple[Start | None, list[int]]:
+    ) -> tuple[Fit | None, list[int]]:
         """Where a waiting sequence of ``batch`` can begin, and the blocks left before it does. Retained ones give way,
         the least recently used first, if they suffice; so all do where nothing runs, since what they share counts as
         free in the next round only. The source of its hit stays.
         """
         running, gone, more = self._running, list[int](), left
         oldest = (n for n in self.prefixes.oldest if hit is None or n != hit.source)
-        while (start := self._room.start(sequence, hit, more, batch.running, running)) is None:
+        while (fit := self._room.fit(sequence, hit, more, batch.running, running)) is None:
             number = next(oldest, None)
             if number is None:
                 break
             more = [n + own for n, own in zip(more, self._ledger.own_blocks(number), strict=True)]
             gone.append(number)
-        if start is None and (running or hit is not None):
+        if fit is None and (running or hit is not None):
             return None, left
         self.batches[0].ops += [self.prefixes.evict(number) for number in gone]
-        return start, more
+        return fit, more
 
     def _grant(self, batch: Batch, picked: dict[Sequence, int]) -> None:
         """Let prefill workers go on with sequences of ``batch``, as far as there are blocks beside those of

@@ -33,7 +33,7 @@ class Sequence:
     num_told: int = -1  # tokens of the completion that all compute workers count, under this id; -1: they know nothing
     finished: bool = False
     held: bool = False  # its tokens are chosen elsewhere, by ``choose``; else workers draw them
-    waits: bool = False  # a held one whose logits are known, behind its last token, and no token yet
+    awaits_choice: bool = False  # a held one whose logits are known, behind its last token, and no token yet
     outdated: bool = False  # the logits on their way are those behind the token before the last
     tokens: list[int] = field(init=False)
 
@@ -73,11 +73,11 @@ class Sequence:
     def wait(self) -> None:
         """A held one's logits have come: the next token is to be chosen."""
         self.num_drawing -= 1
-        self.waits, self.outdated = not self.outdated, False
+        self.awaits_choice, self.outdated = not self.outdated, False
 
     def choose(self, token: int) -> None:
         """The next token of a held one that waits."""
-        self.waits, self.outdated = False, self.num_drawing > 0
+        self.awaits_choice, self.outdated = False, self.num_drawing > 0
         self.num_drawing += 1
         self.append(token)
 
@@ -106,6 +106,6 @@ class Sequence:
 
     def _want_logits_again(self) -> None:
         """Behind the last token: nobody has chosen by the old ones."""
-        if self.waits:
+        if self.awaits_choice:
             self.num_scheduled = min(self.num_scheduled, len(self.tokens) - 1)
-            self.waits = False
+            self.awaits_choice = False

@@ -41,7 +41,8 @@ class CaptureFile:
     def read(self) -> str | None:
         """None where there is none that nobody but this user may have written."""
         with contextlib.suppress(OSError, ValueError), open(self._path, "rb", opener=_plainly) as file:
-            own = all(map(_is_own, (os.stat(self._path.parent), status := os.fstat(file.fileno()))))
+            status = os.fstat(file.fileno())
+            own = _is_own(status) and _is_own(os.stat(self._path.parent))
             if own and stat.S_ISREG(status.st_mode) and status.st_size <= LARGEST:
                 text = file.read().decode()
                 with contextlib.suppress(OSError):  # a file system that is read only

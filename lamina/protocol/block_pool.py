@@ -6,8 +6,6 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable
 
-ONCE = 1
-
 
 class BlockPool:
     """Blocks ``0 .. num_blocks``. A block is free again once nobody holds it."""
@@ -41,14 +39,14 @@ class BlockPool:
             left = self.holders(block) - 1
             if not left:
                 self._free.append(block)
-            elif left == ONCE:
+            elif left == 1:
                 del self._holders[block]
             else:
                 self._holders[block] = left
 
     def holders(self, block: int) -> int:
         """Of a block that is not free."""
-        return self._holders.get(block, ONCE)
+        return self._holders.get(block, 1)
 
     def check(self, held: Iterable[int]) -> None:
         """Raises RuntimeError unless the tables, which name the blocks ``held``, and this agree."""

@@ -12,6 +12,7 @@ from typing import Any
 from lamina.request import SamplingParams
 
 from .admission import Admission, Ticket
+from .answer.heads import usage_of
 from .answer.logprobs import TokenNumbers, TokenTexts
 from .config import ServerConfig
 from .errors import ApiError, engine_error
@@ -132,9 +133,7 @@ class Call:
     @property
     def usage(self) -> dict[str, Any]:
         """Tokens so far."""
-        prompt, new = self.prompt_tokens, self.completion_tokens
-        details = {"prompt_tokens_details": {"cached_tokens": self.cached_tokens}} if self.cached_tokens else {}
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, **details}
+        return usage_of(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
 
     async def batches(self, keep_alive_s: float = 0.0) -> AsyncIterator[list[tuple[int, Delta]]]:
         """What has come since the last batch; an empty one after ``keep_alive_s`` of silence. Raises ApiError."""

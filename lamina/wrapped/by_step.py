@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from lamina.engine.lockstep import Lockstep
 from lamina.llm import LLM
 
-from .call import Prepared
+from .call import PreparedCall
 
 
 class Chosen(NamedTuple):
@@ -31,7 +31,7 @@ class Chosen(NamedTuple):
     logits: tuple[Tensor, ...] | None
 
 
-def choose(llm: LLM, call: Prepared, own: tuple[object, ...]) -> Chosen:
+def choose(llm: LLM, call: PreparedCall, own: tuple[object, ...]) -> Chosen:
     """Go on until all rows have ended. ``own``: the model, by all its names. Raises what a processor or a criterion
     raises; other calls are not touched.
     """
@@ -45,7 +45,7 @@ def choose(llm: LLM, call: Prepared, own: tuple[object, ...]) -> Chosen:
         return _loop(rows, call)
 
 
-def _loop(rows: Lockstep, call: Prepared) -> Chosen:
+def _loop(rows: Lockstep, call: PreparedCall) -> Chosen:
     config, ids = call.config, call.ids
     asked = config.return_dict_in_generate
     scores: tuple[Tensor, ...] | None = () if asked and config.output_scores else None
@@ -82,7 +82,7 @@ def _tensor(rows: list[bytes]) -> Tensor:
 class _Beside:
     """Takes the place of the model for a processor that asks it for the logits of other prompts, a step at a time."""
 
-    def __init__(self, llm: LLM, call: Prepared, stack: ExitStack) -> None:
+    def __init__(self, llm: LLM, call: PreparedCall, stack: ExitStack) -> None:
         self._llm, self._call, self._stack = llm, call, stack
 
     def __call__(

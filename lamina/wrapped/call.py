@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCall:
     """A row is a prompt, as often as its continuations are wanted.
 
     ``ids`` [rows, length]; ``mask`` the same, 1 where a token counts, on the right of each row. ``limit``: tokens of a

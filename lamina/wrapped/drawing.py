@@ -22,10 +22,10 @@ from transformers import (
 
 from lamina.request import FILTERS, SamplingParams
 
-from .call import Prepared
+from .call import PreparedCall
 
 
-def _repetition(processor: Any, call: Prepared) -> dict[str, Any] | None:
+def _repetition(processor: Any, call: PreparedCall) -> dict[str, Any] | None:
     """The tokens of a prompt count without their padding, here; there too, unless the processor says otherwise."""
     padding: Tensor = call.mask.logical_not().sum(1)
     ignored = processor.prompt_ignore_length
@@ -34,7 +34,7 @@ def _repetition(processor: Any, call: Prepared) -> dict[str, Any] | None:
 
 
 # In the order in which workers do the same; the fields of SamplingParams that say it, or None where they cannot.
-_STAGES: list[dict[type, Callable[[Any, Prepared], dict[str, Any] | None]]] = [
+_STAGES: list[dict[type, Callable[[Any, PreparedCall], dict[str, Any] | None]]] = [
     {RepetitionPenaltyLogitsProcessor: _repetition},
     {
         MinLengthLogitsProcessor: lambda p, call: {"min_tokens": max(0, p.min_length - call.length)},
@@ -52,7 +52,7 @@ _FIELDS = {TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p", MinPLogitsWarpe
 _CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 
 
-def drawn(call: Prepared) -> list[SamplingParams] | None:
+def drawn(call: PreparedCall) -> list[SamplingParams] | None:
     """One for each row, with seeds of torch's generator; None where workers cannot draw the call's tokens."""
     several = call.streamer is not None and len(call.ids) > 1
     if call.own_hooks or call.wants_logits or several or any(type(c) not in _CRITERIA for c in call.criteria):
@@ -66,7 +66,7 @@ def drawn(call: Prepared) -> list[SamplingParams] | None:
     return [SamplingParams(**fields, seed=seed) for seed in seeds]
 
 
-def _fields(call: Prepared) -> dict[str, Any] | None:
+def _fields(call: PreparedCall) -> dict[str, Any] | None:
     stage, order = 0, list[str]()
     fields: dict[str, Any] = {"min_tokens": 0}
     for processor in call.processors:
@@ -86,7 +86,7 @@ def _fields(call: Prepared) -> dict[str, Any] | None:
     }
 
 
-def assembled(call: Prepared, completions: list[list[int]]) -> Tensor:
+def assembled(call: PreparedCall, completions: list[list[int]]) -> Tensor:
     """[rows, length + the longest]: prompts as given, completions, padding."""
     longest = max(map(len, completions))
     new = torch.tensor([c + [call.pad] * (longest - len(c)) for c in completions], device=call.ids.device)

@@ -13,7 +13,7 @@ from transformers import StopStringCriteria
 from lamina.llm import LLM
 
 from .by_step import choose
-from .call import Prepared
+from .call import PreparedCall
 from .drawing import assembled, drawn
 from .output import SplitOutput
 from .refused import check_arguments, check_prepared, setting
@@ -154,7 +154,7 @@ class WrappedModel:
         ) -> Any:
             mask = check_prepared(generation_config, inputs, input_ids, arguments)
             info = self.llm.engine.info
-            call = Prepared(
+            call = PreparedCall(
                 input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer,
                 info.max_model_len, info.vocab_size, own_hooks,
             )  # fmt: skip
@@ -163,7 +163,7 @@ class WrappedModel:
         with self._turn:
             return self.model.generate(**{**arguments, "custom_generate": decode})
 
-    def _decode(self, call: Prepared) -> Any:
+    def _decode(self, call: PreparedCall) -> Any:
         params = drawn(call)
         if params is None:
             ids, scores, logits = choose(self.llm, call, (self, self.model))
@@ -175,7 +175,7 @@ class WrappedModel:
             return SplitOutput(sequences=ids, scores=scores, logits=logits)
         return ids
 
-    def _draw(self, call: Prepared, params: list[Any]) -> list[list[int]]:
+    def _draw(self, call: PreparedCall, params: list[Any]) -> list[list[int]]:
         if call.streamer is None:
             completions = [r.outputs[0] for r in self.llm.generate(call.prompts, params, use_tqdm=False)]
         else:
@@ -184,7 +184,7 @@ class WrappedModel:
             raise ValueError(f"generate ended early: {failed.stop_reason}")
         return [c.token_ids for c in completions]
 
-    def _stream(self, call: Prepared, params: list[Any]) -> Any:
+    def _stream(self, call: PreparedCall, params: list[Any]) -> Any:
         done, output = 0, None
         for output in self.llm.stream(call.prompts, params):
             tokens = output.outputs[0].token_ids

@@ -32,10 +32,16 @@ class Desk:
         found.id = number
         return found
 
+    def match(self, sequence: Sequence) -> Hit | None:
+        return self.prefixes.match(self.prefixes.beginnings(sequence))
+
+    def is_coming(self, sequence: Sequence, hit: Hit | None) -> bool:
+        return self.prefixes.is_coming(self.prefixes.beginnings(sequence), hit)
+
     def serve(self, number: int, prompt: list[int], more: tuple[int, ...] = (), reason: str = "stop") -> Hit | None:
         """Start a sequence, compute all of it but the last token, and end it."""
         sequence = self.waiting(prompt, number)
-        hit = self.prefixes.match(sequence)
+        hit = self.match(sequence)
         op = self.prefixes.start(sequence, hit)
         sequence.tokens += more
         sequence.num_scheduled = len(sequence.tokens) - 1
@@ -60,16 +66,16 @@ def test_the_longest_known_beginning_is_found_in_whole_pages() -> None:
     desk = Desk()
     assert desk.serve(1, tokens((1, 11))) is None
     assert desk.serve(2, tokens((1, 6), (2, 20))) == Hit(1, 4, FIRST, (1,))
-    found = desk.prefixes.match(desk.waiting(tokens((1, 6), (2, 11), (3, 9))))
+    found = desk.match(desk.waiting(tokens((1, 6), (2, 11), (3, 9))))
     assert found == Hit(2, 16, FIRST, (4,)), "6 + 11 tokens are four pages"
-    assert desk.prefixes.match(desk.waiting(tokens((2, 20)))) is None, "a page counts behind the same pages only"
+    assert desk.match(desk.waiting(tokens((2, 20)))) is None, "a page counts behind the same pages only"
 
 
 @pytest.mark.parametrize(("length", "pages"), [(9, 2), (8, 1), (5, 1), (4, 0)])
 def test_a_row_is_left_to_draw_behind(length: int, pages: int) -> None:
     desk = Desk()
     desk.serve(1, tokens((1, 30)))
-    hit = desk.prefixes.match(desk.waiting(tokens((1, length))))
+    hit = desk.match(desk.waiting(tokens((1, length))))
     assert (hit.length if hit else 0) == pages * SIZE
 
 
@@ -77,7 +83,7 @@ def test_completions_are_prefixes_too_unless_prompts_alone_are_meant() -> None:
     for prompts_only, length in ((False, 16), (True, 8)):
         desk = Desk(prompts_only=prompts_only)
         desk.serve(1, tokens((1, 10)), tuple(tokens((2, 10))))
-        hit = desk.prefixes.match(desk.waiting(tokens((1, 10), (2, 10), (3, 1))))
+        hit = desk.match(desk.waiting(tokens((1, 10), (2, 10), (3, 1))))
         assert hit is not None
         assert hit.length == length
 
@@ -86,7 +92,7 @@ def test_tokens_whose_kv_was_never_computed_are_no_prefix() -> None:
     """The last one of a completion."""
     desk = Desk()
     desk.serve(1, tokens((1, 8)))
-    hit = desk.prefixes.match(desk.waiting(tokens((1, 20))))
+    hit = desk.match(desk.waiting(tokens((1, 20))))
     assert hit is not None
     assert hit.length == 4
 
@@ -94,7 +100,7 @@ def test_tokens_whose_kv_was_never_computed_are_no_prefix() -> None:
 def test_scores_of_a_prompt_need_its_rows() -> None:
     desk = Desk()
     desk.serve(1, tokens((1, 30)))
-    assert desk.prefixes.match(desk.waiting(tokens((1, 30)), prompt_logprobs=1)) is None
+    assert desk.match(desk.waiting(tokens((1, 30)), prompt_logprobs=1)) is None
 
 
 def test_a_longer_one_takes_the_place_of_its_beginning() -> None:
@@ -122,27 +128,27 @@ def test_the_least_recently_used_one_goes_first() -> None:
     desk.serve(4, tokens((1, 8), (4, 1)))  # has all its pages from 1
     assert desk.prefixes.oldest == [2, 3, 1]
     assert [desk.prefixes.evict(number) for number in (2, 3, 1)] == [Free(2), Free(3), Free(1)]
-    assert desk.prefixes.match(desk.waiting(tokens((1, 9)))) is None
+    assert desk.match(desk.waiting(tokens((1, 9)))) is None
 
 
 def test_a_running_one_is_found_as_far_as_it_was_scheduled() -> None:
     desk = Desk()
     source, other = desk.waiting(tokens((1, 20)), 1), desk.waiting(tokens((1, 13), (2, 5)))
     desk.apply(desk.prefixes.start(source, None), rows=[Rows(1, 0, 9)])
-    assert desk.prefixes.match(other) is None
-    assert desk.prefixes.is_coming(other, None)
+    assert desk.match(other) is None
+    assert desk.is_coming(other, None)
     source.num_scheduled = 9
-    hit = desk.prefixes.match(other)
+    hit = desk.match(other)
     assert hit == Hit(1, 8, FIRST, (2,))
-    assert desk.prefixes.is_coming(other, hit), "a third page"
+    assert desk.is_coming(other, hit), "a third page"
     source.num_scheduled = 12
     desk.apply(rows=[Rows(1, 9, 3)])
-    assert desk.prefixes.match(other) == Hit(1, 12, FIRST, (3,))
-    assert not desk.prefixes.is_coming(other, desk.prefixes.match(other))
+    assert desk.match(other) == Hit(1, 12, FIRST, (3,))
+    assert not desk.is_coming(other, desk.match(other))
     assert desk.prefixes.oldest == [], "it runs"
     desk.prefixes.drop(source)
-    assert desk.prefixes.match(other) is None
-    assert not desk.prefixes.is_coming(other, None)
+    assert desk.match(other) is None
+    assert not desk.is_coming(other, None)
 
 
 def test_nobody_waits_for_what_a_window_has_passed() -> None:
@@ -152,8 +158,8 @@ def test_nobody_waits_for_what_a_window_has_passed() -> None:
     for first, count in ((12, 8), (20, 8), (28, 1)):
         desk.apply(rows=[Rows(1, first, count)])
     source.num_scheduled = 29
-    assert desk.prefixes.match(other) is None
-    assert not desk.prefixes.is_coming(other, None)
+    assert desk.match(other) is None
+    assert not desk.is_coming(other, None)
 
 
 def test_a_window_that_is_gone_is_no_prefix() -> None:
@@ -165,8 +171,8 @@ def test_a_window_that_is_gone_is_no_prefix() -> None:
     sequence.num_scheduled = 33
     sequence.finish("stop")
     desk.apply(*desk.prefixes.end(sequence))
-    assert desk.prefixes.match(desk.waiting(tokens((1, 13)))) is None
-    hit = desk.prefixes.match(desk.waiting(tokens((1, 40))))
+    assert desk.match(desk.waiting(tokens((1, 13)))) is None
+    hit = desk.match(desk.waiting(tokens((1, 40))))
     assert hit is not None
     assert hit.length == 32
     assert hit.blocks == desk.ledger.held_of(Keep(1, 32))

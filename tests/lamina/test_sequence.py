@@ -101,13 +101,13 @@ def test_logits_that_come_behind_a_choice_are_of_the_token_before() -> None:
     one = sequence(held=True, max_len=100)
     one.num_scheduled, one.num_drawing = 3, 1
     one.wait()
-    assert one.waits
+    assert one.awaits_choice
     one.roll_back(3)
-    assert (one.waits, one.num_scheduled) == (False, 2)
+    assert (one.awaits_choice, one.num_scheduled) == (False, 2)
     one.num_scheduled, one.num_drawing = 3, 1
     one.choose(OTHER)
     one.wait()
-    assert not one.waits, "behind the prompt, where the token behind it is chosen"
+    assert not one.awaits_choice, "behind the prompt, where the token behind it is chosen"
     one.num_scheduled, one.num_drawing = 4, 1
     one.wait()
-    assert one.waits
+    assert one.awaits_choice

@@ -133,22 +133,29 @@ def left_behind(service: Service, error: ApiError | None) -> str:
     return asyncio.run(send())
 
 
-def test_what_a_server_leaves_is_finished_by_the_next_one(service: Service, tmp_path: Path) -> None:
+def handed_over(service: Service, folder: Path) -> tuple[str, Service, Journal, KeptClient]:
+    """The id of an answer that ``service`` has left, and the server that comes next."""
     answer_id = left_behind(service, ApiError(503, "the server is shutting down"))
     assert service.journal is not None
     service.journal.close()
-    second = next_server(tmp_path)
-    assert second.journal is not None
-    assert isinstance(second.client, KeptClient)
-    asyncio.run(finish_all(second, second.journal, second.journal.unfinished()))
+    then = next_server(folder)
+    assert then.journal is not None
+    assert isinstance(then.client, KeptClient)
+    return answer_id, then, then.journal, then.client
+
+
+def test_what_a_server_leaves_is_finished_by_the_next_one(service: Service, tmp_path: Path) -> None:
+    answer_id, second, journal, client = handed_over(service, tmp_path)
+    (entry,) = journal.unfinished()
+    asyncio.run(finish_all(second, journal, [entry]))
     answer = ask(second, "GET", f"/v1/completions/{answer_id}").json()
     assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
     assert answer["choices"][1]["text"].endswith("xyabcd")
     assert answer["usage"]["completion_tokens"] == 9
-    assert second.client.keys == [0, 1]
-    assert len({params.seed for _, params in second.client.added}) >= 1
+    assert client.keys == [0, 1]
+    assert [params.seed for _, params in client.added] == [prompt.seed for prompt in entry.accepted.prompts]
     assert second.admission.completions == 0
-    second.journal.close()
+    journal.close()
 
 
 def test_what_its_client_has_left_is_not_finished(service: Service) -> None:
@@ -159,20 +166,15 @@ def test_what_its_client_has_left_is_not_finished(service: Service) -> None:
 
 
 def test_what_cannot_be_finished_is_said(service: Service, tmp_path: Path) -> None:
-    answer_id = left_behind(service, ApiError(503, "the server is shutting down"))
-    assert service.journal is not None
-    service.journal.close()
-    gone = next_server(tmp_path)
-    assert gone.journal is not None
-    assert isinstance(gone.client, KeptClient)
-    gone.client.error = EngineGoneError("it died")  # stays for the next one
-    asyncio.run(finish_all(gone, gone.journal, gone.journal.unfinished()))
-    assert len(gone.journal.unfinished()) == 1
-    gone.client.error = PromptRefusedError("max_tokens does not fit", Blame.CLIENT)
-    asyncio.run(finish_all(gone, gone.journal, gone.journal.unfinished()))
-    assert not gone.journal.unfinished()
+    answer_id, gone, journal, client = handed_over(service, tmp_path)
+    client.error = EngineGoneError("it died")  # stays for the next one
+    asyncio.run(finish_all(gone, journal, journal.unfinished()))
+    assert len(journal.unfinished()) == 1
+    client.error = PromptRefusedError("max_tokens does not fit", Blame.CLIENT)
+    asyncio.run(finish_all(gone, journal, journal.unfinished()))
+    assert not journal.unfinished()
     assert gone.admission.completions == 0
-    gone.journal.close()
+    journal.close()
     last = next_server(tmp_path)
     answer = ask(last, "GET", f"/v1/completions/{answer_id}")
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "max_tokens does not fit")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from desk import NEW, PROMPT, After, Call, Desk, Draws, Plus, Sink
+from desk import DRAWS, NEW, PROMPT, After, Call, Desk, Draws, Plus, Sink
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -31,7 +31,7 @@ def batched(**settings: Any) -> Call:
 def drawn(**settings: Any) -> Call:
     def call(m: Any, d: Desk) -> Draws:
         settings.setdefault("max_new_tokens", 1)
-        return Draws(d.one(m, do_sample=True, num_return_sequences=2000, **settings)[:, d.ids.shape[1]])
+        return Draws(d.one(m, do_sample=True, num_return_sequences=DRAWS, **settings)[:, d.ids.shape[1]])
 
     return call
 

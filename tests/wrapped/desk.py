@@ -19,6 +19,9 @@ NEW = 5
 PROMPT = "def __init__(self):\n"
 
 
+DRAWS = 2000  # of which a share of 0.16 that is another is seen, and chance does not look like one
+
+
 class Draws:
     """First tokens that were drawn many times from the same logits."""
 

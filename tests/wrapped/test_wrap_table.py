@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from desk import ACCEPTED, ALONE, BOTH, DIFFERENT, SAME, Draws, Tried, classify
+from desk import ACCEPTED, ALONE, BOTH, DIFFERENT, DRAWS, SAME, Draws, Tried, classify
 from table import BEGIN, PAGE, all_tried, written
 
 
@@ -32,6 +32,13 @@ def test_a_difference_would_show() -> None:
     assert classify(Tried(None), here) == DIFFERENT
     assert classify(Tried(torch.ones(2)), Tried(torch.ones(2) + 1e-2)) == DIFFERENT
     assert classify(Tried(torch.ones(2)), Tried(torch.ones(2) + 1e-5)) == SAME
-    drawn = torch.arange(150) % 3
-    assert classify(Tried(Draws(drawn)), Tried(Draws(drawn.flip(0)))) == SAME
-    assert classify(Tried(Draws(drawn)), Tried(Draws(drawn * 2))) == DIFFERENT
+
+
+def test_a_filter_that_is_not_obeyed_would_show() -> None:
+    """As min_p of the table, which drops 0.16 of what is drawn."""
+    torch.manual_seed(0)
+    whole = torch.cat([torch.tensor([0.5, 0.2, 0.14]), torch.full((80,), 0.002)])
+    kept = torch.where(whole > 0.1, whole, 0)
+    one, other, filtered = (Tried(Draws(p.multinomial(DRAWS, replacement=True))) for p in (whole, whole, kept))
+    assert classify(one, other) == SAME
+    assert classify(one, filtered) == DIFFERENT

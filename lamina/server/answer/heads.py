@@ -36,6 +36,13 @@ def new_request(
     )
 
 
+def usage_of(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    """Tokens, as OpenAI counts them. ``cached``: of the prompt, whose KV was there."""
+    details = {"prompt_tokens_details": {"cached_tokens": cached}} if cached else {}
+    total = prompt + completion
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total, **details}
+
+
 def head_of(asked: Accepted) -> dict[str, Any]:
     """Of the answer and its chunks; ``object`` is its shape's to fill."""
     return {

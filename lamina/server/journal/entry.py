@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import msgspec
 
 from lamina.request import SamplingParams
+from lamina.server.answer.heads import usage_of
 from lamina.server.link.messages import Delta, add_up
 from lamina.server.request.prompts import Prompt
 
@@ -65,11 +67,10 @@ class Entry:
         return not (left and any(self.open_of(key) for key in self._numbers))
 
     @property
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Tokens so far."""
-        prompt = sum(len(p.ids) for p in self.prompts)
-        new = 0 if self.only_prompt else sum(len(d.tokens) for d in self._grown.values())
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        prompt, cached = sum(len(p.ids) for p in self.prompts), sum(d.cached or 0 for d in self.deltas)
+        return usage_of(prompt, 0 if self.only_prompt else sum(len(d.tokens) for d in self.deltas), cached)
 
     def grow(self, delta: Delta, segment: int) -> None:
         """A delta has come, whose lists are the reader's."""

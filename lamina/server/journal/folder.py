@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -62,9 +63,9 @@ class Folder:
             self._lock = -1
 
 
-def _check_private(folder: Path, path: Path, mode: int, is_kind: object) -> None:
+def _check_private(folder: Path, path: Path, mode: int, is_kind: Callable[[int], bool]) -> None:
     found = path.lstat()
-    if not is_kind(found.st_mode):  # type: ignore[operator]
+    if not is_kind(found.st_mode):
         raise ValueError(f"--journal {folder}: {path} is not what a journal has there: name another directory")
     if found.st_uid != os.geteuid():
         raise ValueError(f"--journal {folder}: {path} is another user's: name a directory of your own")

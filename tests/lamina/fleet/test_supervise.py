@@ -116,6 +116,7 @@ def test_a_spare_takes_the_place_and_a_new_one_is_started_behind_it(victim: int)
     run.world.pass_until(run.world.now + 10.0, lambda: False)  # they load
     spares, lost, now = run.world.workers[NUM_WORKERS:], run.worker(victim), run.world.now
     assert [w.role for w in spares] == ["compute", "compute", "memory"]
+    assert not any(w.got[0].progress for w in spares[:2]), "nobody listens: they would wait for a reader"
     assert len({w.got[0].name for w in run.world.workers}) == NUM_WORKERS + 3
     lost.kill()
     _, ready = run.recover()

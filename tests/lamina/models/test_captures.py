@@ -132,6 +132,42 @@ def test_what_others_may_have_written_is_not_read(mode: int, tmp_path: Path) -> 
     assert file.read() is None
 
 
+def test_a_link_a_pipe_and_a_folder_that_others_may_change_are_not_read(tmp_path: Path) -> None:
+    real, link, pipe = (tmp_path / name for name in ("a.json", "b.json", "c.json"))
+    CaptureFile(real).write("{}")
+    link.symlink_to(real)
+    os.mkfifo(pipe)
+    assert CaptureFile(real).read() == "{}"
+    assert CaptureFile(link).read() is None
+    assert CaptureFile(pipe).read() is None, "nor waited for"
+    tmp_path.chmod(0o777)
+    assert CaptureFile(real).read() is None
+
+
+def test_code_that_has_changed_since_it_was_read_and_code_of_others_keep_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = llama()
+    assert capture_file(model) is not None
+    model.extra = type("Extra", (torch.nn.Module,), {"__module__": "somebody"})()
+    assert capture_file(model) is None
+    captures._own_code.cache_clear()
+    monkeypatch.setattr(captures, "_IMPORTED_S", 0.0)
+    assert capture_file(llama()) is None
+
+
+@pytest.mark.parametrize(
+    ("folder", "in_process", "kept"), [("/a", True, True), (None, True, False), (None, False, True)]
+)
+def test_a_callers_own_process_keeps_captures_where_it_says_so(
+    folder: str | None, in_process: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LAMINA_CACHE", raising=False)
+    if folder:
+        monkeypatch.setenv("LAMINA_CACHE", folder)
+    assert captures.may_be_kept(in_process=in_process) == kept
+
+
 def test_what_another_user_owns_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = CaptureFile(tmp_path / "a.json")
     file.write("{}")
