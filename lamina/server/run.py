@@ -198,6 +198,7 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc] # untyped for mypy
         finally:
             for task in beside:
                 task.cancel()
+            await asyncio.wait(beside)
 
     async def _end_with_engine(self) -> None:
         """Whoever supervises this server starts it again: it says what happened, then ends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import stat
@@ -15,10 +16,11 @@ from running import MODEL, ROOT
 
 from lamina.request import SamplingParams
 from lamina.server.answer.heads import new_request
+from lamina.server.journal import journal as journal_module
 from lamina.server.journal.entry import Entry
 from lamina.server.journal.folder import model_digest
 from lamina.server.journal.journal import Journal
-from lamina.server.journal.records import Accepted, KeptPrompt, Unanswerable
+from lamina.server.journal.records import FORMAT, Accepted, KeptPrompt, Unanswerable
 from lamina.server.link.messages import Delta
 
 PATH = str(ROOT / MODEL)
@@ -118,6 +120,69 @@ def test_a_tail_that_was_not_written_whole_is_left_out_wherever_it_was_cut(
     again.close()
 
 
+def test_holes_behind_the_last_wait_for_the_disk_are_a_tail_and_not_damage(tmp_path: Path) -> None:
+    journal = opened(tmp_path / "j")
+    accepted(journal)
+    file = tmp_path / "j" / "segment-00000000"
+    synced, before = file.stat().st_size, shown(journal)
+    for token in range(400):
+        journal.grown([delta(0, token)])
+    journal.close()
+    whole = file.read_bytes()
+    for hole in (synced, synced + 1, synced + 1000):
+        data = bytearray(whole)
+        data[hole : hole + 4096] = bytes(4096)  # a page that had not been written, before pages that had
+        file.write_bytes(data)
+        again = opened(tmp_path / "j")
+        if hole < synced + 2:
+            assert shown(again) == before
+        else:
+            ((_, _, tokens, _),) = shown(again)[0][2]
+            assert 0 < len(tokens) < 400
+            assert tokens == [*range(len(tokens))]
+        again.close()
+    data = bytearray(whole)
+    data[synced - 60] ^= 1  # what a wait has covered
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match="is damaged at byte"):
+        opened(tmp_path / "j")
+
+
+def test_after_a_failed_wait_for_the_disk_another_segment_has_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = opened(tmp_path / "j")
+    first, ended = accepted(journal), accepted(journal)
+    journal.grown([delta(0, 7), delta(1, 8, end="stop")])
+    before, fails = shown(journal), [True]
+
+    def sync(fd: int) -> None:
+        if fails:
+            raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", sync)
+        for _ in range(2):  # the second time nothing is even written
+            with pytest.raises(OSError, match="."):
+                accepted(journal)
+            assert shown(journal) == before
+        fails.clear()
+        with pytest.raises(OSError, match="its disk has failed"):
+            accepted(journal)
+        patched.setattr(journal_module, "RETRY_S", 0.0)
+        journal._next_try = 0.0
+        last = accepted(journal)
+    assert [path.name for _, path in journal._folder.segments()] == ["segment-00000001"]
+    journal.grown([delta(0, 9)])
+    was = shown(journal)
+    journal.close()
+    again = opened(tmp_path / "j")
+    assert shown(again) == was
+    assert [e.accepted.id for e in again.unfinished()] == [first.accepted.id, last.accepted.id]
+    assert again.find(ended.accepted.id) is not None
+    again.close()
+
+
 def test_damage_in_the_midst_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
     journal = opened(tmp_path / "j")
     accepted(journal)
@@ -143,7 +208,7 @@ def test_another_models_another_versions_and_anothers_journal_are_refused(tmp_pa
         opened(tmp_path / "j", model="org/other")
     assert (tmp_path / "j" / "segment-00000000").read_bytes() == before
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lamina.server.journal.journal.FORMAT", 2)
+        patch.setattr("lamina.server.journal.journal.FORMAT", FORMAT + 1)
         with pytest.raises(ValueError, match="was written by another version of Lamina"):
             opened(tmp_path / "j")
     held = opened(tmp_path / "j")

@@ -19,6 +19,7 @@ from lamina.request import Blame, SamplingParams
 from lamina.server.calls import Service
 from lamina.server.errors import ApiError
 from lamina.server.journal.journal import Journal
+from lamina.server.journal.records import Accepted, KeptPrompt
 from lamina.server.journal.resume import finish_all
 from lamina.server.link.client import DeltaWatch, EngineGoneError, PromptRefusedError, ReplyFeed
 from lamina.server.link.messages import Delta
@@ -27,13 +28,17 @@ BODY: dict[str, Any] = {"prompt": ["def f(", "import"], "n": 2, "max_tokens": 5,
 
 
 class KeptClient(FakeClient):
-    """Tells the journal first, as the real one does. ``error``: what becomes of each prompt instead."""
+    """Tells the journal first, as the real one does. ``error``: what becomes of each prompt instead. A prompt
+    ``hangs_at`` is never answered.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.journal: Journal
         self.error: Exception | None = None
         self.keys: list[int] = []
+        self.hangs_at: int | None = None  # a key
+        self.hanging: int | None = None  # the same, once it has come
 
     def seeded(self, params: SamplingParams) -> SamplingParams:
         return params
@@ -46,7 +51,9 @@ class KeptClient(FakeClient):
         self.added.append((prompt, params))
         if self.error is not None:
             feed.fail(self.error)
-        for index in range(0 if self.hold or self.error else params.n):
+        if key == self.hangs_at:
+            self.hanging = key
+        for index in range(0 if self.hold or self.error or key == self.hanging else params.n):
             for delta in self._deltas(key, index, params, last=index == params.n - 1):
                 self.journal.grown([delta])
                 feed.push(delta)
@@ -179,6 +186,62 @@ def test_what_cannot_be_finished_is_said(service: Service, tmp_path: Path) -> No
     answer = ask(last, "GET", f"/v1/completions/{answer_id}")
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "max_tokens does not fit")
     assert last.journal is not None
+    last.journal.close()
+
+
+def test_a_request_that_ends_each_server_is_given_up_and_no_other_with_it(service: Service, tmp_path: Path) -> None:
+    assert service.journal is not None
+    kept = [KeptPrompt(key, [5, 6], "text", 40) for key in service.journal.take_keys(4)]
+    fields = {"kind": "cmpl", "model": "tiny", "created": 1, "params": SamplingParams(max_tokens=2)}
+    for prompt in kept:
+        asyncio.run(service.journal.accept(Accepted(id=f"cmpl-{prompt.key}", prompts=[prompt], **fields)))
+    poison, begun = kept[1].key, list[list[int]]()
+
+    async def live(then: Service, journal: Journal, client: KeptClient) -> None:
+        """A server to the end of its list, or until it is killed."""
+        task = asyncio.create_task(finish_all(then, journal, journal.unfinished()))
+        while not task.done() and client.hanging is None:
+            await asyncio.sleep(0)
+        journal.close()  # nothing that comes behind it is written
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    service.journal.close()
+    for _ in range(9):
+        then = next_server(tmp_path)
+        assert then.journal is not None
+        assert isinstance(then.client, KeptClient)
+        if not then.journal.unfinished():
+            break
+        then.client.hangs_at, then.client.hold = poison, not begun
+        asyncio.run(live(then, then.journal, then.client))
+        begun.append(then.client.keys)
+    assert begun == [[0, 1, 2, 3], [0, 1], [1], [2, 3]]
+    for prompt in kept:
+        answer = ask(then, "GET", f"/v1/completions/cmpl-{prompt.key}")
+        assert answer.status_code == (500 if prompt.key == poison else 200)
+    assert "3 servers have ended while they computed this request" in ask(then, "GET", "/v1/completions/cmpl-1").text
+    then.journal.close()
+
+
+def test_servers_that_end_in_order_are_not_counted(service: Service, tmp_path: Path) -> None:
+    _, then, journal, client = handed_over(service, tmp_path)
+    client.hold = True
+
+    async def end_in_order() -> None:
+        task = asyncio.create_task(finish_all(then, journal, journal.unfinished()))
+        while not client.keys:
+            await asyncio.sleep(0)
+        (entry,) = journal.unfinished()
+        assert entry.times_begun == 1
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(end_in_order())
+    journal.close()
+    last = next_server(tmp_path)
+    assert last.journal is not None
+    assert [entry.times_begun for entry in last.journal.unfinished()] == [0]
     last.journal.close()
 
 

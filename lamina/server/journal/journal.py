@@ -4,6 +4,9 @@
 wait. What a step has brought is written before readers get it, and not waited for: it outlives the process, and a host
 that loses its power loses the last of it, which is then computed again.
 
+**A disk that fails.** After a wait that failed nobody knows which bytes are there. So the next request begins another
+segment first, with all that is known.
+
 **Kept how long.** Records go to the newest segment. At half of --journal-size another one begins with the requests
 under way, and all but the one before are removed: so answers stay for as long as a segment or two take to fill.
 """
@@ -11,16 +14,18 @@ under way, and all but the one before are removed: so answers stay for as long a
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from lamina.server.link.messages import Delta
 
 from .entry import Entry
 from .folder import Folder, model_digest
-from .records import FORMAT, Accepted, Dropped, Grown, Heading, Unanswerable
+from .records import FORMAT, Accepted, Begun, Dropped, Grown, Heading, Synced, Unanswerable
 from .segment import Contents, Segment, damaged, framed
 
 RETRY_S = 10.0  # to begin another segment
@@ -45,6 +50,7 @@ class Journal:
         self._next_try = 0.0  # of another segment
         self._syncing: asyncio.Future[None] | None = None
         self._full = False  # the last write has failed
+        self._unsure = False  # the last wait for the disk has failed
         self._begun_with = 0  # bytes of the segment's opening
         try:
             self._number, self._segment = self._open()
@@ -67,9 +73,7 @@ class Journal:
         number = found[-1][0] if found else 0
         segment = Segment(self._folder.path_of(number), size)
         if not size:
-            segment.append(self._opening())
-            segment.sync()
-            self._folder.sync()
+            self._begin(segment, self.unfinished())
         return number, segment
 
     def _replay(self, record: Any, *, first: bool, number: int) -> None:
@@ -83,6 +87,10 @@ class Journal:
             self._forget(record.id)
         elif isinstance(record, Unanswerable) and (entry := self._entries.get(record.id)):
             entry.refuse(record, number)
+        elif isinstance(record, Begun):
+            for answer_id, count in record.counts.items():
+                if entry := self._entries.get(answer_id):
+                    entry.times_begun = count
 
     def _check(self, heading: Any) -> None:
         if not isinstance(heading, Heading) or heading.format != FORMAT:
@@ -107,6 +115,8 @@ class Journal:
 
     async def accept(self, record: Accepted) -> Entry:
         """A request that is about to begin; on the disk when this returns. Raises OSError: then it is not there."""
+        if self._unsure and not self._replace():
+            raise OSError(errno.EIO, "its disk has failed")
         self._append(record)
         entry = Entry(record)
         self._enter(entry)
@@ -135,6 +145,16 @@ class Journal:
         if entry is not None and not entry.ended:
             self._try(Dropped(answer_id))
             self._forget(answer_id)
+
+    def begin_again(self, entry: Entry) -> None:
+        """This server computes what an earlier one has left."""
+        entry.times_begun += 1
+        self._try(Begun({entry.accepted.id: entry.times_begun}))
+
+    def put_off(self, entry: Entry) -> None:
+        """The same, which this server leaves to the next one: it ends in order."""
+        entry.times_begun -= 1
+        self._try(Begun({entry.accepted.id: entry.times_begun}))
 
     def refuse(self, record: Unanswerable) -> None:
         """It cannot be finished."""
@@ -189,53 +209,81 @@ class Journal:
             await asyncio.shield(self._syncing)
 
     async def _sync_once(self, written: int) -> None:
+        size = self._segment.size
         try:
             await asyncio.to_thread(self._segment.sync)
             self._synced = max(self._synced, written)
+        except OSError:
+            self._unsure = True
+            raise
         finally:
             self._syncing = None
+        with suppress(OSError):  # without it a hole behind counts as a tail, no more
+            self._segment.append(framed(Synced(size)))
         self._turn_over()  # where requests keep coming, somebody waits nearly always
 
-    def _opening(self) -> bytes:
-        """What a segment begins with: all that is needed to go on without those before."""
+    def _begin(self, segment: Segment, entries: Iterable[Entry]) -> None:
+        """Write what a segment begins with: all that is needed to go on without those before. Raises OSError."""
         parts = [framed(self._heading)]
-        for entry in self.unfinished():
+        for entry in entries:
             parts.append(framed(entry.accepted))
             if deltas := entry.deltas:
                 parts.append(framed(Grown(deltas)))
-        return b"".join(parts)
+            if entry.refusal is not None:
+                parts.append(framed(entry.refusal))
+            if entry.times_begun:
+                parts.append(framed(Begun({entry.accepted.id: entry.times_begun})))
+        segment.append(b"".join(parts))
+        segment.sync()
+        self._folder.sync()
+        segment.append(framed(Synced(segment.size)))
 
     def _turn_over(self) -> None:
         """Begin another segment where this one is full, and there is no wait for this one."""
         full = self._segment.size >= max(self._half, 2 * self._begun_with)
-        if not full or self._syncing is not None or time.monotonic() < self._next_try:
-            return
+        if full and self._syncing is None and not self._unsure:
+            self._replace()
+
+    def _replace(self) -> bool:
+        """Begin another segment, with the requests under way; with all, where nobody knows about this one. Whether it
+        could.
+        """
+        if time.monotonic() < self._next_try:
+            return False
         self._next_try = time.monotonic() + RETRY_S  # where the disk is full
-        number = self._number + 1
-        path = self._folder.path_of(number)
+        number, before = self._number + 1, self._number
+        path, carried = self._folder.path_of(number), list(self._entries.values())
         try:
-            self._segment.sync()
+            if not self._unsure:
+                self._segment.sync()
+                carried = self.unfinished()
             new = Segment(path, 0)
+            try:
+                self._begin(new, carried)
+            except OSError:
+                new.close()
+                path.unlink(missing_ok=True)
+                raise
         except OSError as e:
             log.error("--journal %s: no other segment can be begun (%s)", self._path, e.strerror)
-            return
-        try:
-            new.append(self._opening())
-            new.sync()
-            self._folder.sync()
-        except OSError as e:
-            new.close()
-            path.unlink(missing_ok=True)
-            log.error("--journal %s: no other segment can be begun (%s)", self._path, e.strerror)
-            return
+            return False
         self._segment.close()
         self._next_try = 0.0
-        before, self._number, self._segment = self._number, number, new
+        self._number, self._segment = number, new
         self._begun_with, self._synced = new.size, self._written
-        for entry in list(self._entries.values()):
+        for entry in carried:
             entry.has_gap = False
+            if entry.ended:
+                entry.ended_in = number
+        for entry in list(self._entries.values()):
             if entry.ended and entry.ended_in < before:
                 self._forget(entry.accepted.id)
+        self._remove(number if self._unsure else before)
+        self._unsure = False
+        return True
+
+    def _remove(self, before: int) -> None:
+        """The segments before that one."""
         try:
             for old, path in self._folder.segments():
                 if old < before:

@@ -9,7 +9,7 @@ import msgspec
 from lamina.request import SamplingParams
 from lamina.server.link.messages import Delta
 
-FORMAT = 1  # raised where a server of the version before could not read it
+FORMAT = 2  # raised where a server of the version before could not read it
 
 
 class Heading(msgspec.Struct, frozen=True, kw_only=True, tag="heading"):
@@ -66,4 +66,16 @@ class Unanswerable(msgspec.Struct, frozen=True, kw_only=True, tag="unanswerable"
     code: str
 
 
-RECORDS = Heading | Accepted | Grown | Dropped | Unanswerable
+class Begun(msgspec.Struct, frozen=True, tag="begun"):
+    """How many servers, by the id of an answer, have begun it again and have not come to their end in order."""
+
+    counts: dict[str, int]
+
+
+class Synced(msgspec.Struct, frozen=True, tag="synced"):
+    """The first ``size`` bytes of this file are on the disk itself, so a hole in them is damage."""
+
+    size: int
+
+
+RECORDS = Heading | Accepted | Grown | Dropped | Unanswerable | Begun | Synced

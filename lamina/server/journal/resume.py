@@ -16,19 +16,52 @@ from .entry import Entry
 from .journal import Journal
 from .records import Unanswerable
 
+MOST_BEGUN = 3  # servers that one request may take with it, beside the one that accepted it
+
 log = logging.getLogger(__name__)
 
 
 async def finish_all(service: Service, journal: Journal, left: Sequence[Entry]) -> None:
-    """To the end of the last of ``left``. What the engine does not finish stays for the next server."""
+    """To the end of the last of ``left``. What the engine does not finish stays for the next server.
+
+    One of them may be what ended the server before. So all are begun together once; those that are left again are
+    begun one after another, until it is known which.
+    """
     if left:
         log.info("--journal: %d requests of an earlier server are being finished", len(left))
-        ends = await asyncio.gather(*(_finish(service, journal, entry) for entry in left))
+        together, alone = [e for e in left if not e.times_begun], [e for e in left if e.times_begun]
+        ends = await asyncio.gather(*(_finish(service, journal, entry) for entry in together))
+        ends += [await _finish(service, journal, entry) for entry in alone]
         log.info("--journal: %d of these %d requests are finished", sum(ends), len(left))
 
 
 async def _finish(service: Service, journal: Journal, entry: Entry) -> bool:
     """Whether its answer is whole now."""
+    if entry.times_begun >= MOST_BEGUN:
+        text = f"{MOST_BEGUN} servers have ended while they computed this request again"
+        return _refuse(journal, entry, 500, text, "server_error")
+    if service.client.failure is not None:
+        return False
+    journal.begin_again(entry)
+    try:
+        return await _compute(service, entry)
+    except PromptRefusedError as e:
+        return _refuse(journal, entry, 400 if e.blame is Blame.CLIENT else 500, str(e), "invalid_value")
+    except EngineGoneError:
+        return False
+    except asyncio.CancelledError:
+        journal.put_off(entry)
+        raise
+
+
+def _refuse(journal: Journal, entry: Entry, status: int, message: str, code: str) -> bool:
+    log.error("--journal: %s cannot be finished: %s", entry.accepted.id, message)
+    journal.refuse(Unanswerable(id=entry.accepted.id, status=status, message=message, code=code))
+    return False
+
+
+async def _compute(service: Service, entry: Entry) -> bool:
+    """To the end of the answer. Raises PromptRefusedError, EngineGoneError."""
     feed, client = ReplyFeed(), service.client
     ticket = service.admission.enter_again(sum(map(entry.open_of, entry.keys)))
     try:
@@ -42,13 +75,6 @@ async def _finish(service: Service, journal: Journal, entry: Entry) -> bool:
                 if delta.finish_reason is not None:
                     ticket.finished()
         return entry.failed is None
-    except PromptRefusedError as e:
-        log.error("--journal: %s cannot be finished: %s", entry.accepted.id, e)
-        status = 400 if e.blame is Blame.CLIENT else 500
-        journal.refuse(Unanswerable(id=entry.accepted.id, status=status, message=str(e), code="invalid_value"))
-        return False
-    except EngineGoneError:
-        return False
     finally:
         for key in entry.keys:
             client.cancel(key)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from .records import RECORDS
+from .records import RECORDS, Synced
 
 _HEAD = struct.Struct("<III")  # bytes of the record, checksum of that number, checksum of the record
 _NUMBER = struct.Struct("<I")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(RECORDS).decode
+_SYNCED = _encode(Synced(0))[:-1]  # what each such record begins with
 
 
 def framed(record: msgspec.Struct) -> bytes:
@@ -26,39 +26,47 @@ def framed(record: msgspec.Struct) -> bytes:
 
 
 class Contents:
-    """What a file has: its records, and where the last whole one ends."""
+    """What a file has: its records, and where the last whole one ends.
+
+    A host that loses its power may leave holes in what was not on the disk yet, with whole records behind them.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises ValueError where it is damaged before its end, OSError."""
         data = path.read_bytes()
         self.records: list[Any] = []
         self.end = 0
-        for record, end in _records(path, data):
+        while (found := _record(data, self.end)) is not None:
+            record, self.end = found
             self.records.append(record)
-            self.end = end
-        self.torn = len(data) - self.end  # bytes of a record that was not written whole
+        self.torn = len(data) - self.end  # bytes behind a record that was not written whole
+        if self.torn and _synced(data, self.end) > self.end:
+            raise damaged(path, self.end)
 
 
-def _records(path: Path, data: bytes) -> Iterator[tuple[Any, int]]:
-    at = 0
-    while at + _HEAD.size <= len(data):
-        length, own, sum_ = _HEAD.unpack_from(data, at)
-        begin, end = at + _HEAD.size, at + _HEAD.size + length
-        if zlib.crc32(_NUMBER.pack(length)) != own:
-            if any(data[at:]):  # a host that lost its power leaves zeros
-                raise damaged(path, at)
-            return
-        if end > len(data):
-            return
-        if zlib.crc32(data[begin:end]) != sum_:
-            if end < len(data):
-                raise damaged(path, at)
-            return
-        try:
-            yield _decode(data[begin:end]), end
-        except msgspec.DecodeError:
-            raise damaged(path, at) from None
-        at = end
+def _record(data: bytes, at: int) -> tuple[Any, int] | None:
+    """The record at a place, and where it ends; None where none is whole there."""
+    if at + _HEAD.size > len(data):
+        return None
+    length, own, sum_ = _HEAD.unpack_from(data, at)
+    begin, end = at + _HEAD.size, at + _HEAD.size + length
+    if zlib.crc32(_NUMBER.pack(length)) != own or end > len(data) or zlib.crc32(data[begin:end]) != sum_:
+        return None
+    try:
+        return _decode(data[begin:end]), end
+    except msgspec.DecodeError:
+        return None
+
+
+def _synced(data: bytes, at: int) -> int:
+    """Bytes that were on the disk, by the records behind a place that cannot be read."""
+    most, at = 0, data.find(_SYNCED, at)
+    while at >= 0:
+        found = _record(data, at - _HEAD.size)
+        if found is not None and isinstance(found[0], Synced):
+            most = max(most, found[0].size)
+        at = data.find(_SYNCED, at + 1)
+    return most
 
 
 def damaged(path: Path, at: int) -> ValueError:
