@@ -3,8 +3,13 @@
 
 #include "memory/loop.h"
 
+#include "memory/rounding.h"
+
 namespace lamina::memory_worker {
 namespace {
+
+const char* bytes_of(const float* numbers) { return reinterpret_cast<const char*>(numbers); }
+char* bytes_of(float* numbers) { return reinterpret_cast<char*>(numbers); }
 
 void write_rows(const Places& places, const char* rows, std::size_t heads, std::size_t head_bytes,
                 std::size_t block_size, char* blocks) {
@@ -62,7 +67,9 @@ Result Loop::run_stage(std::uint64_t start) {
       if (form().bytes[kQ]) return take(kQ, &q_);
       break;
     case Stage::kTakeKV:
-      if (form().bytes[kKV]) return take(kKV, &kv_);
+      if (form().bytes[kKV])
+        if (const Result result = take(kKV, &kv_); result.outcome != Outcome::kDone) return result;
+      lay_out_new();
       break;
     case Stage::kStored:
       attend_stored();
@@ -181,7 +188,7 @@ void Loop::attend_stored() {
     const auto q_heads = std::size_t(piece.op.q_heads), row = q_heads * std::size_t(piece.op.qk_dim) * store.item;
     const auto into = [&](attention::Prepared prepared, std::size_t count, const char* q) {
       float* lse = to + count * q_heads * std::size_t(piece.op.v_dim);
-      attend(piece, prepared, true, q, piece.k, piece.v, to, lse, nullptr);
+      attend(piece, prepared, true, q, {piece.k, piece.v, piece.k_scale, piece.v_scale}, to, lse, nullptr);
       to += numbers(piece, count);
     };
     const char* q = reinterpret_cast<const char*>(q_.data);
@@ -190,9 +197,46 @@ void Loop::attend_stored() {
   }
 }
 
+// Where the new rows lie; those of 8 bits are rounded, each for itself.
+void Loop::lay_out_new() {
+  const Layer& layer = store.layers[this->layer()];
+  const char* kv = reinterpret_cast<const char*>(kv_.data);
+  new_.assign(layer.pieces.size(), {});
+  std::size_t numbers = 0, scales = 0;
+  const auto each = [&](auto use) {
+    for (std::size_t i = 0; i < layer.pieces.size(); ++i) {
+      const Piece& piece = layer.pieces[i];
+      const Parts& parts = form().pieces[i].parts;
+      const GroupRows& rows = step().groups[piece.group];
+      use(piece.op, new_[i][0], kv + parts.k, kv + parts.v, rows.whole_kv);
+      use(piece.op, new_[i][1], kv + parts.other_k, kv + parts.other_v, rows.other_kv);
+    }
+  };
+  if (store.stored == attention::kAsQueries) {
+    each([](const auto&, NewRows& to, const char* k, const char* v, std::size_t) { to = {k, v, nullptr, nullptr}; });
+    return;
+  }
+  each([&](const auto& op, NewRows&, const char*, const char*, std::size_t rows) {
+    numbers += rows * std::size_t(op.kv_heads * (op.qk_dim + op.v_dim)), scales += 2 * rows * std::size_t(op.kv_heads);
+  });
+  if (rounded_.size() < numbers) rounded_.resize(numbers);
+  if (scales_.size() < scales) scales_.resize(scales);
+  char* number = rounded_.data();
+  float* scale = scales_.data();
+  each([&](const auto& op, NewRows& to, const char* k, const char* v, std::size_t rows) {
+    const std::size_t count = rows * std::size_t(op.kv_heads);
+    const auto round = [&](const char* from, std::int64_t dim) {
+      round_rows(store.wire, store.stored, from, count, std::size_t(dim), number, scale);
+      number += count * std::size_t(dim), scale += count;
+    };
+    to.k = number, to.k_scale = scale, round(k, op.qk_dim);
+    to.v = number, to.v_scale = scale, round(v, op.v_dim);
+  });
+}
+
 void Loop::finish() {
   const Layer& layer = store.layers[this->layer()];
-  const char *q = reinterpret_cast<const char*>(q_.data), *kv = reinterpret_cast<const char*>(kv_.data);
+  const char* q = reinterpret_cast<const char*>(q_.data);
   char* const partial = reinterpret_cast<char*>(slot_.data);
   char* const final = partial + form().partial_bytes;
   float* stored = stored_.data();
@@ -214,40 +258,52 @@ void Loop::finish() {
     }
     if (!rows.fresh.empty()) {
       const char* fresh_q = gather(q + of.parts.other_q, rows.fresh, q_heads * qk_dim * store.item, 0);
-      const char* k = gather(kv + of.parts.other_k, rows.fresh_kv, kv_heads * qk_dim * store.item, 1);
-      const char* v = gather(kv + of.parts.other_v, rows.fresh_kv, kv_heads * v_dim * store.item, 2);
-      attend(piece, of.fresh, false, fresh_q, k, v, o + numbers, lse + count * q_heads, nullptr);
+      const NewRows& from = new_[i][1];
+      NewRows to{gather(from.k, rows.fresh_kv, kv_heads * qk_dim * store.stored_item, 1),
+                 gather(from.v, rows.fresh_kv, kv_heads * v_dim * store.stored_item, 2), nullptr, nullptr};
+      if (from.k_scale) {
+        to.k_scale = gather(from.k_scale, rows.fresh_kv, kv_heads, 3);
+        to.v_scale = gather(from.v_scale, rows.fresh_kv, kv_heads, 4);
+      }
+      attend(piece, of.fresh, false, fresh_q, to, o + numbers, lse + count * q_heads, nullptr);
     }
     if (rows.whole)
-      attend(piece, of.whole_fresh, false, q + of.parts.q, kv + of.parts.k, kv + of.parts.v, whole, whole_lse,
-             final + of.parts.final);
+      attend(piece, of.whole_fresh, false, q + of.parts.q, new_[i][0], whole, whole_lse, final + of.parts.final);
   }
 }
 
 void Loop::write() {
   const Layer& layer = store.layers[this->layer()];
-  const char* kv = reinterpret_cast<const char*>(kv_.data);
   const auto size = std::size_t(store.block_size);
   for (std::size_t i = 0; i < layer.pieces.size(); ++i) {
     const Piece& piece = layer.pieces[i];
-    const Parts& parts = form().pieces[i].parts;
     const GroupRows& rows = step().groups[piece.group];
     const auto heads = std::size_t(piece.op.kv_heads);
-    const std::size_t k = std::size_t(piece.op.qk_dim) * store.item, v = std::size_t(piece.op.v_dim) * store.item;
-    write_rows(rows.whole_places, kv + parts.k, heads, k, size, piece.k);
-    write_rows(rows.whole_places, kv + parts.v, heads, v, size, piece.v);
-    write_rows(rows.other_places, kv + parts.other_k, heads, k, size, piece.k);
-    write_rows(rows.other_places, kv + parts.other_v, heads, v, size, piece.v);
+    const std::size_t k = std::size_t(piece.op.qk_dim) * store.stored_item;
+    const std::size_t v = std::size_t(piece.op.v_dim) * store.stored_item;
+    const auto one = [&](const Places& places, const NewRows& from) {
+      write_rows(places, from.k, heads, k, size, piece.k);
+      write_rows(places, from.v, heads, v, size, piece.v);
+      if (!from.k_scale) return;
+      write_rows(places, bytes_of(from.k_scale), heads, sizeof(float), size, bytes_of(piece.k_scale));
+      write_rows(places, bytes_of(from.v_scale), heads, sizeof(float), size, bytes_of(piece.v_scale));
+    };
+    one(rows.whole_places, new_[i][0]), one(rows.other_places, new_[i][1]);
   }
 }
 
-void Loop::attend(const Piece& piece, attention::Prepared prepared, bool stored, const char* q, const char* k,
-                  const char* v, float* o, float* lse, char* out) {
+void Loop::attend(const Piece& piece, attention::Prepared prepared, bool stored, const char* q, const NewRows& kv,
+                  float* o, float* lse, char* out) {
   attention::Call call{};
   call.op = &piece.op, call.stored = stored;
-  call.q = q, call.k = k, call.v = v;
+  call.q = q, call.k = kv.k, call.v = kv.v;
+  call.k_scale = kv.k_scale, call.v_scale = kv.v_scale;
   call.o = o, call.lse = lse, call.out = out;
   store.attention->attend(store.attention->engine, call, prepared, store.threads);
+}
+
+const float* Loop::gather(const float* from, const Numbers& rows, std::size_t row, std::size_t at) {
+  return reinterpret_cast<const float*>(gather(bytes_of(from), rows, row * sizeof(float), at));
 }
 
 const char* Loop::gather(const char* from, const Numbers& rows, std::size_t row_bytes, std::size_t at) {

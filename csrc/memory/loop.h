@@ -12,11 +12,13 @@
 
 namespace lamina::memory_worker {
 
-// A piece of a layer and its blocks: k [blocks, kv_heads, block_size, qk_dim], v likewise.
+// A piece of a layer and its blocks: k [blocks, kv_heads, block_size, qk_dim], v likewise; scales [blocks, kv_heads,
+// block_size] where these are of 8 bits.
 struct Piece {
   attention::Operator op;
   std::size_t group;
   char *k, *v;
+  float *k_scale, *v_scale;
 };
 
 struct Layer {
@@ -28,7 +30,9 @@ struct Layer {
 struct Store {
   const attention::Calls* attention;
   int threads;
-  std::size_t item;  // bytes of a number on the wire, and stored
+  attention::Dtype wire;  // of numbers in messages
+  attention::Stored stored;
+  std::size_t item, stored_item;  // bytes of a number on the wire, and stored
   std::int64_t block_size;
   bool overlap;  // attend stored tokens before K and V have come
   std::vector<std::int64_t> num_blocks;  // by group
@@ -67,6 +71,13 @@ struct GroupRows {
   Numbers nodes;          // rows of the others' Q for nodes of stored tokens
   Numbers fresh, fresh_kv;  // and for tokens of the step, with the rows of K and V
   Places whole_places, other_places;
+  std::size_t whole_kv = 0, other_kv = 0;  // rows of K and V that are used
+};
+
+// K and V of a piece's new rows as they are stored: [rows, kv_heads, dim], scales [rows, kv_heads].
+struct NewRows {
+  const char *k, *v;
+  const float *k_scale, *v_scale;
 };
 
 struct Link {
@@ -138,9 +149,11 @@ class Loop {
   void attend_stored();
   void finish();
   void write();
-  void attend(const Piece&, attention::Prepared, bool stored, const char* q, const char* k, const char* v, float* o,
-              float* lse, char* out);
+  void lay_out_new();
+  void attend(const Piece&, attention::Prepared, bool stored, const char* q, const NewRows& kv, float* o, float* lse,
+              char* out);
   const char* gather(const char* from, const Numbers& rows, std::size_t row_bytes, std::size_t at);
+  const float* gather(const float* from, const Numbers& rows, std::size_t row, std::size_t at);
   void span(Event, std::uint64_t* start, std::uint64_t bytes = 0);
 
   std::vector<const Step*> steps_;
@@ -151,7 +164,10 @@ class Loop {
   double patience_s_ = 0;
   std::uint64_t started_ = 0;  // waiting for what the turn waits for; 0: not yet
   std::vector<float> stored_;  // what attention over stored tokens has found, o and lse of each piece
-  std::array<std::vector<char>, 3> rows_;  // of Q, K and V that were gathered
+  std::vector<std::array<NewRows, 2>> new_;  // by piece, of whole sequences and of the others
+  std::vector<char> rounded_;  // numbers of new_, where they are not the message's
+  std::vector<float> scales_;
+  std::array<std::vector<char>, 5> rows_;  // of Q, K, V and scales that were gathered
 };
 
 }  // namespace lamina::memory_worker

@@ -9,7 +9,10 @@ namespace lamina::memory_worker {
 
 void read_store(Store& store, Reader& in) {
   store.threads = int(in.next(1, 1 << 10));
-  store.item = std::size_t(in.next(1, 8));
+  store.wire = attention::Dtype(in.next(0, attention::kDtypes - 1));
+  store.stored = attention::Stored(in.next(0, attention::kStored - 1));
+  store.item = store.wire == attention::kFloat32 ? 4 : 2;
+  store.stored_item = store.stored == attention::kAsQueries ? store.item : 1;
   store.block_size = in.next(1, kMost);
   store.overlap = in.next(0, 1);
   store.num_blocks = in.list(0, kMost);
@@ -27,6 +30,9 @@ void read_store(Store& store, Reader& in) {
       op.scale = float(in.real()), op.softcap = float(in.real());
       op.sinks = pointer<float>(in.next()), op.slopes = pointer<float>(in.next());
       piece.k = pointer<char>(in.next()), piece.v = pointer<char>(in.next());
+      piece.k_scale = pointer<float>(in.next()), piece.v_scale = pointer<float>(in.next());
+      const bool scaled = store.stored != attention::kAsQueries;
+      if (!in.failed && (!piece.k_scale == scaled || !piece.v_scale == scaled)) in.failed = true;
       if (!in.failed && op.q_heads % op.kv_heads) in.failed = true;
       layer.pieces.push_back(piece);
     }
@@ -46,13 +52,8 @@ void read_places(Places& places, Reader& in, const Store& store, std::size_t gro
   if (places.blocks.size() != places.rows.size() || places.offsets.size() != places.rows.size()) in.failed = true;
 }
 
-// Rows in a tensor, at most; what tensors begin behind.
-struct Bounds {
-  std::int64_t whole, other_q, other_kv;
-};
-
 // Whether the rows of each piece lie in the messages.
-bool fits(const Store& store, const Step& step, const std::vector<Bounds>& bounds) {
+bool fits(const Store& store, const Step& step, const std::vector<std::int64_t>& other_q) {
   for (std::size_t i = 0; i < store.layers.size(); ++i) {
     const Layer& layer = store.layers[i];
     const Form& form = step.forms[layer.like];
@@ -60,7 +61,6 @@ bool fits(const Store& store, const Step& step, const std::vector<Bounds>& bound
     for (std::size_t p = 0; p < layer.pieces.size(); ++p) {
       const Piece& piece = layer.pieces[p];
       const Parts& at = form.pieces[p].parts;
-      const Bounds& rows = bounds[piece.group];
       const GroupRows& group = step.groups[piece.group];
       const auto within = [](std::size_t start, std::int64_t count, std::int64_t numbers, std::size_t item,
                              std::size_t end) {
@@ -69,13 +69,14 @@ bool fits(const Store& store, const Step& step, const std::vector<Bounds>& bound
       const auto& op = piece.op;
       const std::int64_t q = op.q_heads * op.qk_dim, k = op.kv_heads * op.qk_dim, v = op.kv_heads * op.v_dim;
       const auto results = std::int64_t(group.nodes.size() + group.fresh.size());
+      const auto whole = std::int64_t(group.whole_kv), other_kv = std::int64_t(group.other_kv);
       const std::size_t item = store.item;
       const bool all =
-          within(at.q, rows.whole, q, item, form.bytes[kQ]) &&
-          within(at.other_q, rows.other_q, q, item, form.bytes[kQ]) &&
-          within(at.k, rows.whole, k, item, form.bytes[kKV]) && within(at.v, rows.whole, v, item, form.bytes[kKV]) &&
-          within(at.other_k, rows.other_kv, k, item, form.bytes[kKV]) &&
-          within(at.other_v, rows.other_kv, v, item, form.bytes[kKV]) &&
+          within(at.q, whole, q, item, form.bytes[kQ]) &&
+          within(at.other_q, other_q[piece.group], q, item, form.bytes[kQ]) &&
+          within(at.k, whole, k, item, form.bytes[kKV]) && within(at.v, whole, v, item, form.bytes[kKV]) &&
+          within(at.other_k, other_kv, k, item, form.bytes[kKV]) &&
+          within(at.other_v, other_kv, v, item, form.bytes[kKV]) &&
           within(at.o, results, op.q_heads * op.v_dim, sizeof(float), form.partial_bytes) &&
           within(at.lse, results, op.q_heads, sizeof(float), form.partial_bytes) &&
           within(form.partial_bytes + at.final, std::int64_t(group.whole), op.q_heads * op.v_dim, item, form.bytes[kO]);
@@ -94,7 +95,7 @@ std::int64_t behind(const Numbers& numbers) {
 
 void read_step(Step& step, Reader& in, const Loop& loop) {
   const Store& store = loop.store;
-  std::vector<Bounds> bounds;
+  Numbers other_q;  // by group, rows of Q of sequences that are not whole
   step.groups.resize(store.num_blocks.size());
   for (std::size_t g = 0; g < step.groups.size() && !in.failed; ++g) {
     GroupRows& rows = step.groups[g];
@@ -102,9 +103,9 @@ void read_step(Step& step, Reader& in, const Loop& loop) {
     rows.nodes = in.list(0, kMost), rows.fresh = in.list(0, kMost), rows.fresh_kv = in.list(0, kMost);
     read_places(rows.whole_places, in, store, g), read_places(rows.other_places, in, store, g);
     if (rows.fresh.size() != rows.fresh_kv.size()) in.failed = true;
-    bounds.push_back({std::max(std::int64_t(rows.whole), behind(rows.whole_places.rows)),
-                      std::max(behind(rows.nodes), behind(rows.fresh)),
-                      std::max(behind(rows.fresh_kv), behind(rows.other_places.rows))});
+    rows.whole_kv = std::size_t(std::max(std::int64_t(rows.whole), behind(rows.whole_places.rows)));
+    rows.other_kv = std::size_t(std::max(behind(rows.fresh_kv), behind(rows.other_places.rows)));
+    other_q.push_back(std::max(behind(rows.nodes), behind(rows.fresh)));
   }
   step.forms.resize(store.layers.size());
   const std::int64_t forms = in.next(1, std::int64_t(step.forms.size()));
@@ -126,7 +127,7 @@ void read_step(Step& step, Reader& in, const Loop& loop) {
     for (std::size_t i = 0; i < store.layers.size(); ++i)
       links->push_back(std::size_t(in.next(0, std::int64_t(loop.links.size()) - 1)));
   if (in.at != in.end) in.failed = true;
-  if (!in.failed && !fits(store, step, bounds)) in.failed = true;
+  if (!in.failed && !fits(store, step, other_q)) in.failed = true;
   for (std::size_t i = 0; i < store.layers.size() && !in.failed; ++i)
     if (step.forms[store.layers[i].like].bytes[kO] > loop.links[step.replies[i]].calls->slot_bytes) in.failed = true;
 }

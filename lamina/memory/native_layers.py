@@ -13,8 +13,10 @@ from itertools import chain
 from struct import pack, unpack
 
 import torch
+from torch import Tensor
 
 from lamina.attention import Operator
+from lamina.kv.stored import is_scaled
 from lamina.netstack import Channel
 from lamina.observe.trace import OFF, Event, native_spans
 from lamina.protocol.codec import FP32_BYTES
@@ -32,6 +34,8 @@ except ImportError:  # not built: HostLayers does it
 
 DONE, PAUSE = 0, 1  # what a run comes to
 COUNTS = "turns", "attend_s", "write_s", "wait_s", "bytes_received", "bytes_sent"
+WIRE = torch.float32, torch.bfloat16, torch.float16  # attention::Dtype
+STORED = None, torch.int8, torch.float8_e4m3fn  # attention::Stored; first: as on the wire
 EVENTS = Event.WAIT_Q, Event.WAIT_KV, Event.STORED, Event.RESERVE, Event.NEW, Event.SEND_O, Event.WRITE
 
 
@@ -39,7 +43,6 @@ def can_be_native(store: Store, channels: Sequence[Channel]) -> bool:
     """Whether a loop can serve ``store``, with messages on ``channels``."""
     return (
         Loop is not None
-        and store.kv_dtype == store.dtype  # the loop stores what comes, as it comes
         and store.backend.engine is not None
         and all(channel.calls() is not None for channel in channels)
     )
@@ -106,19 +109,26 @@ class NativeLayers(HostLayers):
 
 def _store_table(store: Store) -> bytes:
     """What csrc/memory/step_tables.cpp reads as a Store."""
-    numbers = [torch.get_num_threads(), store.dtype.itemsize, store.tables.block_size, int(store.bind.kv.overlap)]
+    stored = STORED.index(store.kv_dtype) if is_scaled(store.kv_dtype) else 0
+    numbers = [torch.get_num_threads(), WIRE.index(store.dtype), stored]
+    numbers += [store.tables.block_size, int(store.bind.kv.overlap)]
     numbers += [len(store.tables.num_blocks), *store.tables.num_blocks, len(store.layers)]
     for like, layer in zip(store.alike, store.layers, strict=True):
         numbers += [like, len(layer)]
         for piece in layer:
-            numbers += [piece.group, *_operator(piece.operator), piece.kv.k.data_ptr(), piece.kv.v.data_ptr()]
+            blocks = piece.kv.k, piece.kv.v, *(piece.kv.scales or (None, None))
+            numbers += [piece.group, *_operator(piece.operator), *map(_address, blocks)]
     return array("q", numbers).tobytes()
 
 
 def _operator(op: Operator) -> list[int]:
     scale, softcap = unpack("=qq", pack("=dd", op.spec.scale, op.spec.softcap))
-    static = (0 if x is None else x.data_ptr() for x in (op.sinks, op.slopes))
+    static = map(_address, (op.sinks, op.slopes))
     return [op.q_heads, op.kv_heads, op.qk_dim, op.v_dim, op.spec.window, scale, softcap, *static]
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def _step_table(store: Store, step: Step, forms: Sequence[int]) -> bytes:

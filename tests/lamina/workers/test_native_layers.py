@@ -71,10 +71,7 @@ def test_bits_are_those_of_the_layers_in_python(
         for layer, (a, b) in enumerate(zip(found.step(number, ops, rows), wanted.step(number, ops, rows), strict=True)):
             assert torch.equal(a, b), (number, layer)
     for m, pool in ((found, native), (wanted, plain)):
-        for peer in m.peers:
-            peer.channel.close()
-        for thread in pool.threads:
-            thread.join(WAIT_S)
+        end(m, pool)
     for pool, share in ((native, 1.0), (plain, 0.0)):
         for worker in pool.workers:
             stats = worker.stats()
@@ -113,10 +110,77 @@ def test_a_plan_may_come_before_any_layer(native: Pool, plain: Pool, partition: 
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_numbers_that_are_rounded_to_8_bits_are_stored_in_python(native: Pool, kind: str) -> None:
-    m = model(native, layers=[shape()], kv_cache_dtype=kind)
-    m.step(0, [New(1)], [Rows(1, 0, 5)])
-    assert native.workers[0].stats()["native_turns"] == 0
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("partition", "weights"), [SPREAD[1], SPREAD[4]], ids=str)
+def test_numbers_of_8_bits_are_rounded_as_in_python(
+    native: Pool, plain: Pool, kind: str, dtype: str, partition: str, weights: list[float]
+) -> None:
+    options = {"partition": partition, "dtype": dtype, "kv_cache_dtype": kind, "max_rows": 200}
+    found, wanted = (model(p, weights, LAYERS, **options) for p in (native, plain))  # type: ignore[arg-type]
+    for number, (ops, rows) in enumerate(STEPS):
+        for layer, (a, b) in enumerate(zip(found.step(number, ops, rows), wanted.step(number, ops, rows), strict=True)):
+            assert torch.equal(a, b), (number, layer)
+    for m, pool in ((found, native), (wanted, plain)):
+        end(m, pool)
+    for a, b in zip(stored(native), stored(plain), strict=True):
+        assert same(a, b)
+    assert native.workers[0].stats()["native_turns"] == len(LAYERS) * sum(bool(rows) for _, rows in STEPS)
+
+
+# Of each dtype: zeros, the smallest numbers, the largest, none, and those that lie in the middle of two of 8 bits.
+EDGES = [
+    [0.0, -0.0],
+    [1e-45, -1e-45, 6e-8, 3e-8],
+    [1.2e-38, -1e-40, 5e-41],
+    [3e38, -3e38, 65504.0, 1.0],
+    [float("inf"), 1.0, -1.0],
+    [float("nan"), 1.0],
+    [127.0, *(x + 0.5 for x in range(-20, 20))],
+    [448.0, *((8 + x + 0.5) * 2.0**e for x in range(8) for e in range(-9, 5)), *(x * 2.0**-10 for x in range(20))],
+]
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_numbers_at_the_edges_are_rounded_as_in_python(native: Pool, plain: Pool, kind: str, dtype: str) -> None:
+    dim = max(map(len, EDGES))  # more than are rounded at once
+    layers = [shape(1, 1, dim, 24)]
+    for pool in (native, plain):
+        m = model(pool, layers=layers, dtype=dtype, kv_cache_dtype=kind)
+        k = torch.tensor([[*(row * dim)[:dim]] for row in EDGES]).to(m.dtype)[:, None, None]
+        rows = [placed(Rows(1, 0, len(k)), m.peers[0].bind.partition)]
+        plan = StepPlan(step=0, ops=[New(1)], rows=rows)
+        m.pool.announce(plan)
+        m.pool.select(plan)
+        m.pool.q(0, torch.ones_like(k))
+        m.pool.kv(0, k, k[..., -24:].contiguous())
+        m.pool.o(0, len(k), m.dtype)
+        end(m, pool)
+    for a, b in zip(stored(native), stored(plain), strict=True):
+        assert same(a, b)
+
+
+def end(m: Model, pool: Pool) -> None:
+    for peer in m.peers:
+        peer.channel.close()
+    for thread in pool.threads:
+        thread.join(WAIT_S)
+
+
+def stored(pool: Pool) -> list[Tensor]:
+    """All K, V and scales, the numbers as bytes."""
+    found = list[Tensor]()
+    for worker in pool.workers:
+        assert worker._store is not None
+        for piece in (piece for layer in worker._store.layers for piece in layer):
+            assert piece.kv.scales is not None
+            found += [piece.kv.k.view(torch.uint8), piece.kv.v.view(torch.uint8), *piece.kv.scales]
+    return found
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, but that one NaN is as good as another."""
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def test_several_steps_of_a_round(native: Pool, plain: Pool) -> None:
