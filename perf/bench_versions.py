@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens decoded by each version")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "int8", "fp8"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add_sampling(parser)
     parser.add_argument("--write", action="store_true", help="append to perf/results")
@@ -127,6 +128,7 @@ def _begin(file: str) -> Callable[[Fields], Fields]:
     prompts = torch.randint(1, 32000, (batch, settings["prompt"]), generator=generator).tolist()
     total = settings["tokens"] + 2 * TURN_STEPS + settings["tokens"] // TURN_STEPS
     options = {"dtype": settings["dtype"], "transport": "shm", "memory_workers": 1}
+    options["kv_cache_dtype"] = settings["kv_cache_dtype"]
     threads = {"compute_threads": threads, "memory_threads": threads}
     player = Lamina(Path(settings["model"]), prompts, total, settings["sampling"], **options, **threads)
     paths = [str(Path(lamina.__file__).resolve()), *_modules(player.llm.pools.pids.values())]
