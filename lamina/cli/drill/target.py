@@ -114,24 +114,24 @@ class Target:
         """Send it the signal of that name; CUT: end a connection of it to a memory worker. At a moment of a kind it
         ends by itself, or by the signal where that has not come for TRIP_S. Returns the kind. Raises OSError.
         """
-        kind = ANY
         if how == "CUT":
             if not any(cut(victim.pid, v.pid) for v in self._processes() if v.role == "memory"):
                 raise OSError(f"{victim.name} has no TCP connection to a memory worker")
         elif self._trips(victim, moment):
-            kind = moment.kind
+            return moment.kind
         else:
             with suppress(ProcessLookupError):
                 os.kill(victim.pid, signal.Signals[how])
         self.struck_at = time.perf_counter()
-        return kind
+        return ANY
 
     def _trips(self, victim: Victim, moment: Moment) -> bool:
         if moment.event is None:
             return False
         deadline = time.perf_counter() + TRIP_S
         self._tripwire.set(victim.pid, moment.event, moment.times)
-        while not self._tripwire.tripped and time.perf_counter() < deadline:
+        while not self._tripwire.tripped and (now := time.perf_counter()) < deadline:
+            self.struck_at = now  # or later: the log may tell of it before the next look
             time.sleep(TRIP_LOOK_S)
         return self._tripwire.loosen()
 
