@@ -1,6 +1,8 @@
 // What a native loop has done and when, for lamina.observe.trace.
 #pragma once
 
+#include <unistd.h>
+#include <csignal>
 #include <cstdint>
 #include <vector>
 
@@ -8,15 +10,26 @@
 
 namespace lamina {
 
-// Of a layer; `number`: of a step in its round, or of a link.
+// Of a layer; `event`: as lamina.observe.trace has them; `number`: of a step in its round, or of a link.
 struct Span {
   std::int64_t event, layer, number;
   std::uint64_t start, end, bytes;
 };
 
+// Of lamina.observe.tripwire, in memory that is shared with whoever sets it: process `pid` ends by force at the event
+// that makes `left` 0.
+struct Tripwire {
+  volatile std::int64_t pid, event, left;
+
+  void touch(std::int64_t what) {
+    if (left > 0 && event == what && pid == getpid() && --left == 0) kill(getpid(), SIGKILL);
+  }
+};
+
 class Spans {
  public:
   bool on = false;
+  Tripwire* tripwire = nullptr;
 
   // What ran from `start`, which becomes now.
   template <class Event>
@@ -25,6 +38,7 @@ class Spans {
     const std::uint64_t now = now_ns();
     all.push_back({std::int64_t(event), std::int64_t(layer), std::int64_t(number), *start, now, bytes});
     *start = now;
+    if (tripwire) tripwire->touch(std::int64_t(event));
   }
 
   std::vector<Span> all;

@@ -31,6 +31,18 @@ Calls* calls_of(PyObject* object) {
   return calls;
 }
 
+// `traces`: None = no spans; else a buffer, empty or a Tripwire, which the caller keeps. False with an exception.
+inline bool open_spans(Spans& spans, PyObject* traces) {
+  if (traces == Py_None) return true;
+  Py_buffer view;
+  if (PyObject_GetBuffer(traces, &view, PyBUF_SIMPLE)) return false;
+  const bool good = !view.len || (view.len == sizeof(Tripwire) && !view.readonly);
+  if (view.len && good) spans.tripwire = static_cast<Tripwire*>(view.buf);
+  PyBuffer_Release(&view);
+  spans.on = true;
+  return good || PyErr_Format(PyExc_ValueError, "%zd bytes are no tripwire", view.len);
+}
+
 // The spans as bytes, which are taken away.
 inline PyObject* spans_of(Spans& spans) {
   static_assert(sizeof(Span) == 6 * sizeof(std::int64_t));

@@ -24,6 +24,7 @@ VARIABLES = {
     "LAMINA_LIBCRYPTO": "OpenSSL's libcrypto, which encrypts what leaves a host, where it is not found by its name",
     "LAMINA_LIBNVRTC": "the library that compiles CUDA kernels, where it is not found by its name",
     "LAMINA_CACHE": "folder of captures kept from one start to the next; empty: none; default: ~/.cache/lamina",
+    "LAMINA_TRIPWIRE": "set by `drill` for its server: the file by which it ends a worker at a message of a kind",
     "LAMINA_BENCH_LIFE_LINE": "set by `bench` for the servers that it starts: a descriptor that ends with it",
 }
 

@@ -15,7 +15,7 @@ using namespace lamina::compute;
 
 struct PoolObject {
   PyObject_HEAD Pool* pool;
-  PyObject *channels, *step;  // kept
+  PyObject *channels, *step, *traces;  // kept
   rows::Send send;
 };
 
@@ -49,8 +49,8 @@ PyObject* pool_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* channels;
   Py_buffer alike;
   double timeout_s;
-  int traces;
-  if (!PyArg_ParseTuple(args, "O!y*dp", &PyTuple_Type, &channels, &alike, &timeout_s, &traces)) return nullptr;
+  PyObject* traces;
+  if (!PyArg_ParseTuple(args, "O!y*dO", &PyTuple_Type, &channels, &alike, &timeout_s, &traces)) return nullptr;
   auto* self = reinterpret_cast<PoolObject*>(type->tp_alloc(type, 0));
   bool good = self && (self->pool = new (std::nothrow) Pool);
   if (self && !good) PyErr_NoMemory();
@@ -58,7 +58,9 @@ PyObject* pool_new(PyTypeObject* type, PyObject* args, PyObject*) {
            Pool& pool = *self->pool;
            self->channels = Py_NewRef(channels);
            self->send = sender(&pool);
-           pool.timeout_s = timeout_s, pool.spans.on = traces;
+           self->traces = Py_NewRef(traces);
+           pool.timeout_s = timeout_s;
+           if (!open_spans(pool.spans, traces)) return false;
            for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(channels); ++i) {
              const auto* calls = calls_of<const ChannelCalls>(PyTuple_GET_ITEM(channels, i));
              if (!calls) return false;
@@ -77,8 +79,7 @@ PyObject* pool_new(PyTypeObject* type, PyObject* args, PyObject*) {
 void pool_dealloc(PyObject* object) {
   PoolObject* self = object_of(object);
   delete self->pool;
-  Py_XDECREF(self->channels);
-  Py_XDECREF(self->step);
+  for (PyObject* each : {self->channels, self->step, self->traces}) Py_XDECREF(each);
   free_object(object);
 }
 

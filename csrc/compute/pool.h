@@ -32,7 +32,7 @@ struct Step {
   LayerTags tags;
 };
 
-enum class Event : std::int64_t { kReserve, kSendQ, kSendKV, kWaitO, kReceiveO };
+enum class Event : std::int64_t { kReserve = 30, kSendQ = 13, kSendKV, kWaitO, kReceiveO };
 
 // Not safe for threads.
 class Pool {

@@ -93,7 +93,7 @@ struct Step {
   LayerTags tags;
 };
 
-enum class Event : std::int64_t { kWaitQ, kWaitKV, kStored, kReserve, kFresh, kSend, kWrite };
+enum class Event : std::int64_t { kWaitQ = 22, kWaitKV, kStored, kWrite, kFresh, kSend, kReserve = 30 };
 
 struct Counts {
   std::uint64_t attend_ns, write_ns, wait_ns, turns, received_bytes, sent_bytes;

@@ -14,7 +14,7 @@ using namespace lamina::memory_worker;
 
 struct LoopObject {
   PyObject_HEAD Loop* loop;
-  PyObject *kernels, *channels, *steps;  // kept, as the loop refers to them
+  PyObject *kernels, *channels, *steps, *traces;  // kept, as the loop refers to them
 };
 
 struct StepObject {
@@ -31,8 +31,8 @@ PyObject* loop_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *kernels, *channels;
   Py_buffer table;
   double reserve_s;
-  int traces;
-  if (!PyArg_ParseTuple(args, "OO!y*dp", &kernels, &PyTuple_Type, &channels, &table, &reserve_s, &traces))
+  PyObject* traces;
+  if (!PyArg_ParseTuple(args, "OO!y*dO", &kernels, &PyTuple_Type, &channels, &table, &reserve_s, &traces))
     return nullptr;
   auto* self = reinterpret_cast<LoopObject*>(type->tp_alloc(type, 0));
   bool good = self && (self->loop = new (std::nothrow) Loop);
@@ -40,7 +40,9 @@ PyObject* loop_new(PyTypeObject* type, PyObject* args, PyObject*) {
   good = good && or_no_memory([&] {
            Loop& loop = *self->loop;
            self->kernels = Py_NewRef(kernels), self->channels = Py_NewRef(channels);
-           loop.spans.on = traces, loop.reserve_s = reserve_s;
+           self->traces = Py_NewRef(traces);
+           loop.reserve_s = reserve_s;
+           if (!open_spans(loop.spans, traces)) return false;
            if (!(loop.store.attention = calls_of<const attention::Calls>(kernels))) return false;
            for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(channels); ++i) {
              const auto* calls = calls_of<const ChannelCalls>(PyTuple_GET_ITEM(channels, i));
@@ -60,7 +62,7 @@ PyObject* loop_new(PyTypeObject* type, PyObject* args, PyObject*) {
 void loop_dealloc(PyObject* object) {
   LoopObject* self = loop_of(object);
   delete self->loop;
-  for (PyObject* each : {self->kernels, self->channels, self->steps}) Py_XDECREF(each);
+  for (PyObject* each : {self->kernels, self->channels, self->steps, self->traces}) Py_XDECREF(each);
   free_object(object);
 }
 

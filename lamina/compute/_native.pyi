@@ -6,10 +6,10 @@ class Pool:
 
     ``channels``: what has ``calls()``, capsules of csrc/netstack/calls.h. ``alike``: of each layer, the first one whose
     shares are of the same form; int64. Sends and receives raise what the channels' own calls do, also where nothing
-    comes for ``timeout_s``.
+    comes for ``timeout_s``. ``traces``: see Recorder.native.
     """
 
-    def __new__(cls, channels: tuple[object, ...], alike: bytes, timeout_s: float, traces: bool) -> Pool: ...
+    def __new__(cls, channels: tuple[object, ...], alike: bytes, timeout_s: float, traces: object) -> Pool: ...
     def step(self, table: bytes, tags: bytes) -> StepMessages:
         """``table``: 64-bit numbers, as ``native_pool`` writes them; ``tags``: of Q, K and V, and O of layer 0, 24
         bytes each. Raises ValueError where copies lie outside the messages.

@@ -18,7 +18,8 @@ from lamina.collective import Collective
 from lamina.env import cluster_key
 from lamina.gemm import LinearBackend
 from lamina.netstack import ChannelError
-from lamina.observe.trace import Event, recorder
+from lamina.observe.trace import Event
+from lamina.observe.tripwire import recorder
 from lamina.protocol.control import (
     AskClock,
     AskStats,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lamina.attention import AttentionBackend
 from lamina.attention.merge import Partial
-from lamina.observe.trace import OFF, Event, native_spans
+from lamina.observe.trace import Event, native_spans
 from lamina.protocol.codec import FP32_BYTES, Part
 from lamina.protocol.partition import Partition
 from lamina.protocol.plan import Key, Kind, LayerShape, StepPlan
@@ -27,8 +27,6 @@ try:
     from ._native import Pool, StepMessages
 except ImportError:  # not built: MemoryPool does it
     Pool = None  # type: ignore[assignment,misc]
-
-EVENTS = Event.RESERVE, Event.SEND_Q, Event.SEND_KV, Event.WAIT_O, Event.RECEIVE_O
 
 
 def open_pool(
@@ -63,7 +61,7 @@ class NativePool(MemoryPool):
         alike = array("q", [layer.like for layer in self.layers]).tobytes()
         channels = tuple(link.channel for link in links)
         self._trace = links[0].trace
-        self._pool = Pool(channels, alike, links[0].timeout_s, self._trace is not OFF)
+        self._pool = Pool(channels, alike, links[0].timeout_s, self._trace.native)
         self._messages: dict[int, StepMessages] = {}  # of every batch, of its last step
         self.native_send = self._pool.send()
 
@@ -99,7 +97,7 @@ class NativePool(MemoryPool):
     def _put_spans(self) -> None:
         for event, layer, link, start, end, value in native_spans(self._pool.spans()):
             key = self._step.key(Kind.O, layer)
-            self._trace.put(EVENTS[event], start, end, key, layer, self.links[link].number, value)
+            self._trace.put(Event(event), start, end, key, layer, self.links[link].number, value)
 
 
 def _step_table(layers: Sequence[PoolLayer], step: PoolStep, forms: Sequence[int], dtype: torch.dtype) -> bytes:

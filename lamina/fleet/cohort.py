@@ -105,6 +105,7 @@ class Cohort:
         check_alike(readies)
         ranks = list(readies.values())[: self._size]
         self._kv_bytes = [ready.kv_bytes for ready in ranks]
+        log.info("view %d: %s", self.view, ", ".join(f"{m.label} is pid {m.handle.pid}" for m in self._members))
         return self._together(ranks)
 
     def next_view(self) -> int:

@@ -6,11 +6,12 @@ class Loop:
 
     ``kernels`` and ``channels``: what has ``calls()``, capsules of csrc/attention/calls.h and csrc/netstack/calls.h.
     ``reserve_s``: how long a slot is waited for.
+    ``traces``: see Recorder.native.
     ``table``: 64-bit numbers, as ``native_layers`` writes them. Raises ValueError where they make no sense.
     """
 
     def __new__(
-        cls, kernels: object, channels: tuple[object, ...], table: bytes, reserve_s: float, traces: bool
+        cls, kernels: object, channels: tuple[object, ...], table: bytes, reserve_s: float, traces: object
     ) -> Loop: ...
     def step(self, prepared: tuple[object, ...], table: bytes, tags: bytes) -> RoundStep:
         """``prepared``: of each group, three Steps of the kernels or None; ``tags``: of Q, K and V, and O of layer 0,

@@ -14,7 +14,7 @@ from lamina import netstack
 from lamina.background import Background
 from lamina.env import cluster_key
 from lamina.netstack import ChannelError, Listener, Reception
-from lamina.observe.trace import recorder
+from lamina.observe.tripwire import recorder
 from lamina.protocol.control import (
     AskClock,
     AskRate,

@@ -18,7 +18,7 @@ from torch import Tensor
 from lamina.attention import Operator
 from lamina.kv.stored import is_scaled
 from lamina.netstack import Channel
-from lamina.observe.trace import OFF, Event, native_spans
+from lamina.observe.trace import Event, native_spans
 from lamina.protocol.codec import FP32_BYTES
 from lamina.protocol.plan import Key, Kind, ProtocolError
 
@@ -36,7 +36,6 @@ DONE, PAUSE = 0, 1  # what a run comes to
 COUNTS = "turns", "attend_s", "write_s", "wait_s", "bytes_received", "bytes_sent"
 WIRE = torch.float32, torch.bfloat16, torch.float16  # attention::Dtype
 STORED = None, torch.int8, torch.float8_e4m3fn  # attention::Stored; first: as on the wire
-EVENTS = Event.WAIT_Q, Event.WAIT_KV, Event.STORED, Event.RESERVE, Event.NEW, Event.SEND_O, Event.WRITE
 
 
 def can_be_native(store: Store, channels: Sequence[Channel]) -> bool:
@@ -69,8 +68,8 @@ class NativeLayers(HostLayers):
 
     @cached_property
     def _loop(self) -> Loop:
-        traces = self._trace is not OFF
-        return Loop(self._store.backend.engine, tuple(self._channels), _store_table(self._store), RESERVE_S, traces)
+        engine, table = self._store.backend.engine, _store_table(self._store)
+        return Loop(engine, tuple(self._channels), table, RESERVE_S, self._trace.native)
 
     @cached_property
     def _forms(self) -> list[int]:
@@ -103,7 +102,7 @@ class NativeLayers(HostLayers):
             layers = range(-(-(turns - number) // len(steps)))
             self._meter.add("stored_bytes", sum(map(step.stored_bytes, layers)))
         for event, layer, number, start, end, value in native_spans(self._loop.spans()):
-            self._trace.put(EVENTS[event], start, end, steps[number].plan, layer, 0 if value else -1, value)
+            self._trace.put(Event(event), start, end, steps[number].plan, layer, 0 if value else -1, value)
         return turns
 
 

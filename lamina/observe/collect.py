@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from lamina.protocol.control import AskTrace, LinkClosedError, Trace
 
 from .perfetto import write
-from .trace import ENGINE, ClockOffset, Event, Recorder, Recording, Span, recorder, spans
+from .trace import ENGINE, OFF, ClockOffset, Event, Recorder, Recording, Span, spans
 
 ROUND_TRIPS = 16
 
@@ -38,7 +38,7 @@ class Tracer:
     def __init__(self, path: str) -> None:
         """Raises ValueError where the file could not be written later."""
         self.path = path
-        self.recorder = recorder(bool(path))
+        self.recorder = Recorder() if path else OFF
         self._clocks: dict[str, ClockOffset] = {}
         self._spans: list[Span] = []
         self._dropped: dict[str, int] = {}

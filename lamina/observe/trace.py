@@ -131,6 +131,11 @@ class Recorder:
         _RECORD.pack_into(self._data, offset, event, layer, at.batch, peer, at.step, value, start, end)
         self._count += 1
 
+    @property
+    def native(self) -> object:
+        """What native modules are told: None = record no spans; else a buffer, empty or a Tripwire's."""
+        return b""
+
     def take(self) -> tuple[bytes, int]:
         """The records, oldest first, and the number of older ones that they have replaced."""
         count, size = self._count, _RECORD.size
@@ -147,6 +152,10 @@ class Silent(Recorder):
         super().__init__(0)
 
     now = staticmethod(lambda: 0.0)
+
+    @property
+    def native(self) -> object:
+        return None
 
     def add(self, event: Event, start: float, at: Moment, layer: int = -1, peer: int = -1, value: int = 0) -> float:
         return 0.0
@@ -166,11 +175,6 @@ def native_spans(data: bytes) -> Iterator[tuple[int, int, int, float, float, int
     """
     for event, layer, number, start, end, value in _NATIVE.iter_unpack(data):
         yield event, layer, number, start / 1e9, end / 1e9, value
-
-
-def recorder(on: bool) -> Recorder:
-    """A Recorder, or OFF."""
-    return Recorder() if on else OFF
 
 
 def spans(device: str, records: bytes, offset_s: float = 0.0) -> Iterable[Span]:

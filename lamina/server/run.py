@@ -81,7 +81,7 @@ async def _serve(
     stages = _Stages()
     with _ended_by_signals(handle):
         loading = load_beside(source, trust_remote_code=remote, here=False, limit_s=limit_s)
-        start = Start(model=model, tokenizer=config.tokenizer, config=engine_config)
+        start = Start(model=model, tokenizer=config.tokenizer, config=engine_config, log_json=config.log_json)
         client = await EngineClient.connect(handle, stages, EngineRestarts(start, launch_engine), journal)
     stages.end()
     try:

@@ -18,6 +18,8 @@ from tiny import llama
 from lamina import LLM, SamplingParams
 from lamina.cli.check.settings_run import ReferenceModel
 from lamina.engine.wire import WorkerError
+from lamina.observe.trace import Event
+from lamina.observe.tripwire import TRIPWIRE, Tripwire
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 TOKENS = 40
@@ -212,3 +214,21 @@ def test_one_that_dies_while_nobody_asks_for_anything_is_replaced_too(llama_path
         os.kill(llm.pools.pids["compute-0"], signal.SIGKILL)
         assert llm.generate([[5, 6, 7]], PARAMS[0])[0].outputs[0].token_ids == wanted
         assert not set(llm.pools.pids.values()) & {first["memory-0"], first["compute-0"]}
+
+
+AT = [("memory-0", Event.WAIT_Q), ("memory-1", Event.SEND_O), ("compute-0", Event.SEND_KV), ("compute-0", Event.WAIT_O)]
+
+
+def test_between_two_messages_of_a_layer(
+    llama_path: Path, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = Tripwire(tmp_path / "wire")
+    monkeypatch.setenv(TRIPWIRE, str(tmp_path / "wire"))
+    with LLM(str(llama_path), memory_workers=2, prefill_chunk=32, deterministic=True) as llm:
+        wanted = run(llm, prompts, {})
+        for victim, event in AT:
+            pids = llm.pools.pids
+            wire.set(pids[victim], event, 25)
+            assert run(llm, prompts, {}) == wanted
+            assert wire.tripped, f"{victim} has not come to {event.name}"
+            assert [worker for worker, pid in llm.pools.pids.items() if pid != pids[worker]] == [victim]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import random
 import re
 import socket
 import subprocess
@@ -14,8 +16,14 @@ from pathlib import Path
 import pytest
 
 from lamina.cli.drill.cut import cut
-from lamina.cli.drill.streams import KINDS, StreamTold, has_one_answer, verdict
+from lamina.cli.drill.moments import ANY, KINDS, Moments
+from lamina.cli.drill.streams import KINDS as STREAMS
+from lamina.cli.drill.streams import StreamTold, has_one_answer, seeds_of, verdict
+from lamina.cli.drill.target import places_of
 from lamina.cli.launch import main
+from lamina.request import SamplingParams
+from lamina.server.journal.journal import Journal
+from lamina.server.journal.records import Accepted, KeptPrompt
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "examples/tiny_lm/model"
@@ -52,7 +60,41 @@ def test_of_a_stream_without_a_seed_the_length_is_judged() -> None:
     assert verdict(replace(other, tokens=4), TOLD, exactly=False) == "lost"
     assert verdict(replace(other, tokens=6), TOLD, exactly=False) == "twice"
     assert verdict(replace(other, error="gone"), TOLD, exactly=False) == "lost"
-    assert [has_one_answer(kind) for kind in KINDS] == [True] * 6 + [False]
+    assert [has_one_answer(kind) for kind in STREAMS] == [True] * 6 + [False]
+
+
+@pytest.mark.parametrize(("grants", "missing"), [(True, set()), (False, {"grant"})])
+def test_each_kind_of_message_has_its_turn(grants: bool, missing: set[str]) -> None:
+    moments = Moments(random.Random(0), grants=grants)
+    found = {role: [moments.next(role) for _ in range(6)] for role in ("compute", "memory", "prefill")}
+    each = {role: {moment.kind for moment in of} for role, of in found.items()}
+    assert each["compute"] | each["memory"] == {ANY, *KINDS} - missing
+    assert each["prefill"] == {ANY, "grant", "control"} - missing
+    assert len({m.times for of in found.values() for m in of}) > 3
+    assert moments.next("engine").event is None
+
+
+def test_a_worker_has_the_place_that_the_last_meeting_gave_it() -> None:
+    lines = [
+        "INFO view 1: memory-0 is pid 7, compute-0 is pid 8\n",
+        "WARNING compute worker 0 (pid 8) was killed\n",
+        "INFO view 3: memory-0 is pid 7, compute-0 is pid 19\n",
+        "INFO view 3: all sequences go on after 0.1 s\n",
+    ]
+    assert places_of(lines) == {7: "memory-0", 19: "compute-0"}
+    assert places_of([]) == {}
+
+
+def test_the_journal_knows_the_seed_of_a_stream_that_has_none(tmp_path: Path) -> None:
+    async def write() -> None:
+        journal = Journal(str(tmp_path / "journal"), MODEL, 1 << 20)
+        prompts = [KeptPrompt(0, [5, 6], "ab", 1234)]
+        asked = {"kind": "cmpl", "model": "m", "created": 1, "params": SamplingParams(), "prompts": prompts}
+        await journal.accept(Accepted(id="cmpl-1", **asked))
+        journal.close()
+
+    asyncio.run(write())
+    assert seeds_of(tmp_path / "journal") == {"cmpl-1": 1234}
 
 
 PEER = """
@@ -88,6 +130,7 @@ def test_a_pause_is_of_what_came_behind_the_hit() -> None:
         (["--faults", "partition"], "--faults partition cuts a TCP connection: give --flags with --transport tcp"),
         (["--count", "0"], "--count must be at least 1"),
         (["--streams", "0"], "--streams must be at least 1"),
+        (["--flags", "--journal x"], "--flags: the drill's server has a journal of the drill's own: leave"),
     ],
 )
 def test_bad_input_is_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,6 +154,21 @@ def test_a_server_passes_it() -> None:
     for row in found["faults"].values():
         assert (row["right"], row["wrong"], row["lost"], row["twice"]) == (32, 0, 0, 0)
     assert found["faults"]["stop"]["noticed_s"][0] > 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_workers_are_killed_at_each_kind_of_message_and_spares_when_asked() -> None:
+    flags = "--memory-workers 2 --prefill-workers 1 --spare-memory 2 --dtype float32 --deterministic"
+    faults = "kill-compute,kill-memory,kill-prefill,kill-spare"
+    status, out = drill("--count", "24", "--streams", "14", "--faults", faults, "--json", "--flags", flags)
+    found = json.loads(out)
+    assert (status, found["hits"], found["left"]) == (0, 24, 0), out
+    assert not {ANY, *KINDS} - set(found["kinds"]), out
+    for fault, row in found["faults"].items():
+        role = fault.removeprefix("kill-")
+        assert {place.partition("-")[0] for place in row["victims"]} == {role}
+        assert sum(row["victims"].values()) == row["hits"]
 
 
 @pytest.mark.slow

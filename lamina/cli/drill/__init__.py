@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lamina.cli.words import counted
 
 if TYPE_CHECKING:
-    from .target import Target
+    from .streams import StreamTold
+    from .target import Target, Victim
 
 # name -> (role, signal, or CUT: it loses a connection to a memory worker)
 FAULTS = {
@@ -28,8 +29,9 @@ FAULTS = {
     "stop": ("", "SIGSTOP"),
     "stop-engine": ("engine", "SIGSTOP"),
     "partition": ("compute", "CUT"),
+    "kill-spare": ("spare", "SIGKILL"),
 }
-USUAL = [name for name in FAULTS if name != "partition"]  # which needs TCP
+USUAL = [name for name in FAULTS if name not in ("partition", "kill-spare")]  # which need TCP, and a spare
 FLAGS = ["--memory-workers", "2", "--prefill-workers", "1", "--dtype", "float32", "--deterministic"]
 BAD = "wrong", "lost", "twice"
 TRIES = 5  # to hit somebody before the last token
@@ -40,7 +42,8 @@ class Blow(NamedTuple):
     """One hit that came in time, and what the streams were told: how many of each verdict."""
 
     fault: str
-    victim: str
+    victim: Victim
+    kind: str  # of the message at which it came
     noticed_s: float | None  # until the log said so
     pause_s: float  # the longest of a stream behind it
     verdicts: Counter[str]
@@ -74,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--faults partition cuts a TCP connection: give --flags with --transport tcp")
     if not _has(flags, "--max-recoveries"):
         flags += ["--max-recoveries", "1000000"]
+    if _has(flags, "--journal"):
+        raise ValueError("--flags: the drill's server has a journal of the drill's own: leave --journal out")
     if args.dry_run:
         print(f"would serve {args.model} with {' '.join(flags)}")
         print(f"would read {counted(args.streams, 'stream')} at a time, and hit {counted(args.count, 'time')}:")
@@ -81,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from .target import Target
 
-    target = Target(args.model, flags)
+    target = Target(args.model, flags, journal=True)
     try:
         blows, calm = _hit(target, args, faults)
     finally:
@@ -95,39 +100,72 @@ def _has(flags: Sequence[str], name: str, value: str = "") -> bool:
     return any(a == name and value in ("", b) for a, b in zip(words, [*words[1:], ""], strict=True))
 
 
-def _hit(target: Target, args: argparse.Namespace, faults: Sequence[str]) -> tuple[list[Blow], Counter[str]]:
-    """All hits; and how another run without one compares with the first: what is not the same there says nothing."""
-    from .streams import bodies_of, has_one_answer, read_all, verdict
+class _Drill:
+    """One server, and the same requests again and again."""
 
-    rng = random.Random(args.seed)
-    bodies = bodies_of(args.streams, args.tokens, rng)
+    def __init__(self, target: Target, args: argparse.Namespace) -> None:
+        from .moments import Moments
+        from .streams import bodies_of
 
-    def judged(told: Sequence[Any]) -> Counter[str]:
-        each = zip(told, wanted, bodies, strict=True)
-        return Counter(verdict(found, same, exactly=has_one_answer(body)) for found, same, body in each)
+        self._target, self._args = target, args
+        self._rng = random.Random(args.seed)
+        self._bodies = bodies_of(args.streams, args.tokens, self._rng)
+        self._moments = Moments(self._rng, grants=target.has_prefill)
+        self._wanted: list[StreamTold] = []
+        self._took = 0.0
 
-    def read(hit: Any = None, after_s: float = 0.0) -> list[Any]:
-        return read_all(target.url, bodies, args.timeout_s, hit, after_s)
+    def calm(self) -> Counter[str]:
+        """Two runs without a hit: how the second compares with the first; what is not the same there says nothing."""
+        self._read(self._bodies)  # the first requests of a server are slower
+        began = time.perf_counter()
+        self._wanted = self._read(self._bodies)
+        self._took = time.perf_counter() - began
+        return self._judged(self._read(self._bodies), well=True)
 
-    read()  # the first requests of a server are slower
-    began = time.perf_counter()
-    wanted = read()
-    took = time.perf_counter() - began
-    calm = judged(read())
-    blows: list[Blow] = []
-    for number in range(args.count):
-        role, how = FAULTS[fault := faults[number % len(faults)]]
+    def hit(self, fault: str) -> tuple[Blow, bool]:
+        """One hit, and whether the server is well behind it. Raises ValueError."""
+        target, rng, (role, how) = self._target, self._rng, FAULTS[fault]
+        moment = self._moments.next(role if how == "SIGKILL" else "")
         for _ in range(TRIES):
-            victim = target.victim(role, rng)
-            told = read(lambda: target.strike(victim, how), rng.uniform(0.1, 0.7) * took)  # noqa: B023 - called now
+            victim, kinds = target.victim(role, rng), list[str]()
+            after_s = 0.0 if moment.early else rng.uniform(0.1, 0.7) * self._took
+            told = self._read(self._bodies, lambda v=victim, k=kinds: k.append(target.strike(v, how, moment)), after_s)
             pauses = [x for one in told if (x := one.pause_behind(target.struck_at)) is not None]
-            verdicts = judged(told)
-            if pauses or any(verdicts[name] for name in BAD):
+            if pauses or any(one.error for one in told):
                 break
         else:
-            raise ValueError(f"--tokens {args.tokens}: {TRIES} times all streams had ended before {fault}: give more")
+            tokens = self._args.tokens
+            raise ValueError(f"--tokens {tokens}: {TRIES} times all streams had ended before {fault}: give more")
         well = target.is_well(WELL_S)
-        blows.append(Blow(fault, victim.name, target.noticed_s(), max(pauses, default=0.0), verdicts))
+        noticed, pause = target.noticed_s(), max(pauses, default=0.0)
+        return Blow(fault, victim, kinds[0], noticed, pause, self._judged(told, well=well)), well
+
+    def _read(self, bodies: Sequence[dict[str, Any]], hit: Any = None, after_s: float = 0.0) -> list[StreamTold]:
+        from .streams import read_all
+
+        return read_all(self._target.url, bodies, self._args.timeout_s, hit, after_s)
+
+    def _judged(self, told: Sequence[StreamTold], *, well: bool) -> Counter[str]:
+        """Where the server is well, streams without a seed are asked for again, with the seed that they were given."""
+        from .streams import has_one_answer, seeds_of, verdict
+
+        wanted, known = dict(enumerate(self._wanted)), {i for i, b in enumerate(self._bodies) if has_one_answer(b)}
+        if well:
+            seeds = seeds_of(self._target.journal)
+            again = [i for i, one in enumerate(told) if i not in known and one.id in seeds]
+            bodies = [{**self._bodies[i], "seed": seeds[told[i].id]} for i in again]
+            wanted.update(zip(again, self._read(bodies), strict=True))
+            known.update(again)
+        return Counter(verdict(one, wanted[i], exactly=i in known) for i, one in enumerate(told))
+
+
+def _hit(target: Target, args: argparse.Namespace, faults: Sequence[str]) -> tuple[list[Blow], Counter[str]]:
+    """All hits; and how another run without one compares with the first."""
+    drill = _Drill(target, args)
+    calm, blows = drill.calm(), list[Blow]()
+    for number in range(args.count):
+        blow, well = drill.hit(faults[number % len(faults)])
+        blows.append(blow)
         if not well:
             break  # the server is gone: what is left would only say so again
     return blows, calm
@@ -138,7 +176,15 @@ def _report(args: argparse.Namespace, blows: Sequence[Blow], calm: Counter[str],
     harmed = sum(row[name] for row in rows.values() for name in BAD)
     bad = bool(harmed or left or len(blows) < args.count)
     if args.json:
-        found = {"faults": rows, "hits": len(blows), "left": left, "calm": dict(calm), "streams": args.streams}
+        kinds = Counter(b.kind for b in blows)
+        found = {
+            "kinds": dict(sorted(kinds.items())),
+            "faults": rows,
+            "hits": len(blows),
+            "left": left,
+            "calm": dict(calm),
+            "streams": args.streams,
+        }
         print(json.dumps(found))
         return int(bad)
     head = f"{'right':>7} {'wrong':>6} {'lost':>5} {'twice':>6}"
@@ -147,10 +193,11 @@ def _report(args: argparse.Namespace, blows: Sequence[Blow], calm: Counter[str],
         times = (_span(row["noticed_s"]), _span(row["pause_s"]))
         counts = f"{row['right']:7} {row['wrong']:6} {row['lost']:5} {row['twice']:6}"
         print(f"{fault:14} {row['hits']:5} {times[0]:>20} {times[1]:>20} {counts}")
+        print(f"{'':14} of {_counts(row['victims'])}; at {_counts(row['kinds'])}")
     if other := args.streams - calm["right"]:
         print(f"nobody was hit, and yet {other} of {args.streams} streams were not the same again")
     if len(blows) < args.count:
-        print(f"the server did not recover from hit {len(blows)}, of {blows[-1].victim}")
+        print(f"the server did not recover from hit {len(blows)}, of {blows[-1].victim.name}")
     processes = counted(left, "process", "processes")
     print(f"{counted(len(blows), 'hit')}, {counted(harmed, 'stream')} harmed, {processes} left")
     return int(bad)
@@ -162,9 +209,15 @@ def _row(blows: Sequence[Blow]) -> dict[str, Any]:
         "hits": len(blows),
         "noticed_s": [round(b.noticed_s, 3) for b in blows if b.noticed_s is not None],
         "pause_s": [round(b.pause_s, 3) for b in blows],
+        "victims": dict(sorted(Counter(b.victim.place for b in blows).items())),
+        "kinds": dict(sorted(Counter(b.kind for b in blows).items())),
         **{name: verdicts[name] for name in ("right", *BAD)},
     }
 
 
 def _span(seconds: Sequence[float]) -> str:
     return f"{median(seconds):.2f} to {max(seconds):.2f} s" if seconds else "-"
+
+
+def _counts(of: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in of.items())

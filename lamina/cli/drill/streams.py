@@ -7,11 +7,12 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 TEXT = "def class return for in range import numpy self list of the value if else not None print sum max"
 NEAR = 0.01  # of log-probabilities: KV that is built again is computed in other shapes
-# All but the last have a seed where they draw: so each has one right answer, and of the last its length is known.
+# All but the last have a seed where they draw: so each has one right answer; of the last the journal knows the seed.
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
@@ -33,6 +34,7 @@ class StreamTold:
     tokens: int = 0  # of all choices, by its own account
     error: str = "it never began"
     times: list[float] = field(default_factory=list)  # of its events
+    id: str = ""  # of its answer
 
     def pause_behind(self, moment: float) -> float | None:
         """The longest, where it had not ended by then."""
@@ -41,6 +43,15 @@ class StreamTold:
             return None
         before = [moment, *times[:-1]]
         return max(now - last for last, now in zip(before, times, strict=True))
+
+
+def seeds_of(journal: Path) -> dict[str, int]:
+    """Of all requests of a server with that --journal, by the ids of their answers: also where a client gave none."""
+    from lamina.server.journal.records import Accepted
+    from lamina.server.journal.segment import Contents
+
+    records = [r for path in sorted(journal.glob("segment-*")) for r in Contents(path).records]
+    return {r.id: r.prompts[0].seed for r in records if isinstance(r, Accepted)}
 
 
 def has_one_answer(body: dict[str, Any]) -> bool:
@@ -79,23 +90,30 @@ def bodies_of(count: int, tokens: int, rng: random.Random) -> list[dict[str, Any
 
 
 def read_all(
-    url: str, bodies: Sequence[dict[str, Any]], timeout_s: float, hit: Callable[[], None] | None, after_s: float
+    url: str, bodies: Sequence[dict[str, Any]], timeout_s: float, hit: Callable[[], object] | None, after_s: float
 ) -> list[StreamTold]:
-    """All at a time, each to its end; ``hit`` is called so much later."""
-    return asyncio.run(_read_all(url, bodies, timeout_s, hit, after_s))
+    """All at a time, each to its end; ``hit`` is called so much later. Raises what it does."""
+    try:
+        return asyncio.run(_read_all(url, bodies, timeout_s, hit, after_s))
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
 
 
 async def _read_all(
-    url: str, bodies: Sequence[dict[str, Any]], timeout_s: float, hit: Callable[[], None] | None, after_s: float
+    url: str, bodies: Sequence[dict[str, Any]], timeout_s: float, hit: Callable[[], object] | None, after_s: float
 ) -> list[StreamTold]:
     from lamina.cli.bench.client import open_client
 
     async with open_client(url, "", timeout_s) as http, asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_read(http, body)) for body in bodies]
         if hit is not None:
-            await asyncio.sleep(after_s)
-            hit()
+            group.create_task(_call(hit, after_s))
+        tasks = [group.create_task(_read(http, body)) for body in bodies]
     return [task.result() for task in tasks]
+
+
+async def _call(hit: Callable[[], object], after_s: float) -> None:
+    await asyncio.sleep(after_s)
+    await asyncio.to_thread(hit)  # which may wait for its moment
 
 
 async def _read(http: Any, body: dict[str, Any]) -> StreamTold:
@@ -120,6 +138,7 @@ def _take(told: StreamTold, data: bytes) -> None:
     import msgspec
 
     chunk = msgspec.json.decode(data)
+    told.id = chunk.get("id", told.id)
     if "error" in chunk:
         told.error = str(chunk["error"])
     for choice in chunk.get("choices") or ():

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from lamina.observe.tripwire import TRIPWIRE, Tripwire
 from lamina.processes import lives
 
 from .cut import cut
+from .moments import ANY, Moment
 
 MODULES = {
     "compute": "lamina.compute.main",
@@ -27,28 +33,48 @@ MODULES = {
     "engine": "lamina.server.link.engine_process",
 }
 NOTICED = "all requests go on"  # words of the log
+SPARE = "spare"  # the role of workers that have no place
+_MET = re.compile(r"view \d+: .* is pid \d+")  # a line of the log, when workers have met
+_PLACE = re.compile(r"([a-z]+-\d+) is pid (\d+)")
 START_S, END_S = 600.0, 60.0
 LOOK_S = 0.05
+JOURNAL_SIZE = "8MiB"  # which all streams of a hit fit in
+TRIP_S = 3.0  # for a message of the kind to come
+TRIP_LOOK_S = 0.002
+
+
+ANY_TIME = Moment(ANY)
 
 
 class Victim(NamedTuple):
-    """A process of the server."""
+    """A process of the server. ``place``: such as memory-1, engine or spare."""
 
     role: str
     pid: int
+    place: str
 
     @property
     def name(self) -> str:
-        return f"{self.role}{'' if self.role == 'engine' else ' worker'} (pid {self.pid})"
+        return f"{self.place} (pid {self.pid})"
+
+
+def places_of(log: Sequence[str]) -> dict[int, str]:
+    """Of the workers that have met last, by their processes."""
+    met = (line for line in reversed(log) if _MET.search(line))
+    return {int(pid): place for place, pid in _PLACE.findall(next(met, ""))}
 
 
 class Target:
     """A server in processes of its own. What it logs goes on to stderr."""
 
-    def __init__(self, model: str, flags: list[str]) -> None:
-        """Raises OSError where it does not start."""
+    def __init__(self, model: str, flags: list[str], *, journal: bool = False) -> None:
+        """``journal``: whether it keeps one, at ``journal``. Raises OSError where it does not start."""
         self.struck_at = 0.0
+        self.has_prefill = False
         self._log: list[tuple[float, str]] = []
+        self._folder = Path(tempfile.mkdtemp(prefix="lamina-drill-"))
+        self._tripwire = Tripwire(self._folder / "tripwire")
+        self.journal = self._folder / "journal"
         command = [
             sys.executable,
             "-m",
@@ -58,12 +84,17 @@ class Target:
             "--port",
             "0",
             "--no-log-requests",
+            *(["--journal", str(self.journal), "--journal-size", JOURNAL_SIZE] if journal else []),
             *flags,
         ]
-        self._server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        environment = {**os.environ, TRIPWIRE: str(self._folder / "tripwire")}
+        self._server = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
         threading.Thread(target=self._read_log, name="lamina-log", daemon=True).start()
         try:
             self.url = self._await_url()
+            self.has_prefill = any(v.role == "prefill" for v in self._processes())
         except BaseException:
             self.end()
             raise
@@ -73,25 +104,36 @@ class Target:
         return [self._server.pid, *self._descendants()]
 
     def victim(self, role: str, rng: random.Random) -> Victim:
-        """A process of ``role``; "" = any worker. Raises ValueError where there is none."""
-        found = [v for v in self._processes() if v.role == role or (not role and v.role != "engine")]
+        """A process of ``role``; "" = any worker that has a place. Raises ValueError where there is none."""
+        found = [v for v in self._processes() if v.role == role or (not role and v.role not in ("engine", SPARE))]
         if not found:
             raise ValueError(f"--faults: the server has no {role} worker: its flags say how many")
         return rng.choice(found)
 
-    def strike(self, victim: Victim, how: str) -> None:
-        """Send it the signal of that name; CUT: end a connection of it to a memory worker, or of another of its role
-        where it has none, as a spare. Raises OSError.
+    def strike(self, victim: Victim, how: str, moment: Moment = ANY_TIME) -> str:
+        """Send it the signal of that name; CUT: end a connection of it to a memory worker. At a moment of a kind it
+        ends by itself, or by the signal where that has not come for TRIP_S. Returns the kind. Raises OSError.
         """
         if how == "CUT":
-            found = self._processes()
-            ends = [victim.pid, *(v.pid for v in found if v.role == victim.role)]
-            if not any(cut(end, v.pid) for end in ends for v in found if v.role == "memory"):
-                raise OSError(f"no {victim.role} worker has a TCP connection to a memory worker")
+            if not any(cut(victim.pid, v.pid) for v in self._processes() if v.role == "memory"):
+                raise OSError(f"{victim.name} has no TCP connection to a memory worker")
+        elif self._trips(victim, moment):
+            return moment.kind
         else:
             with suppress(ProcessLookupError):
                 os.kill(victim.pid, signal.Signals[how])
         self.struck_at = time.perf_counter()
+        return ANY
+
+    def _trips(self, victim: Victim, moment: Moment) -> bool:
+        if moment.event is None:
+            return False
+        deadline = time.perf_counter() + TRIP_S
+        self._tripwire.set(victim.pid, moment.event, moment.times)
+        while not self._tripwire.tripped and (now := time.perf_counter()) < deadline:
+            self.struck_at = now  # or later: the log may tell of it before the next look
+            time.sleep(TRIP_LOOK_S)
+        return self._tripwire.loosen()
 
     def noticed_s(self) -> float | None:
         """From the last strike until the log said so."""
@@ -119,6 +161,7 @@ class Target:
         deadline = time.perf_counter() + END_S
         while (left := [pid for pid in pids if lives(pid)]) and time.perf_counter() < deadline:
             time.sleep(LOOK_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
         return len(left)
 
     def _await_url(self) -> str:
@@ -138,11 +181,13 @@ class Target:
             sys.stderr.write(line)
 
     def _processes(self) -> list[Victim]:
-        found = []
+        places, found = places_of([line for _, line in list(self._log)]), []
         for pid in self._descendants():
             with suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_text()
-                found += [Victim(role, pid) for role, module in MODULES.items() if f"{module}:" in command]
+                for role in (role for role, module in MODULES.items() if f"{module}:" in command):
+                    place = role if role == "engine" else places.get(pid, SPARE)
+                    found.append(Victim(SPARE if place == SPARE else role, pid, place))
         return found
 
     def _descendants(self) -> list[int]:

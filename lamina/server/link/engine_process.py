@@ -36,6 +36,7 @@ def serve_engine(sock: socket.socket) -> None:
     try:
         start = link.recv()
         if isinstance(start, Start):
+            _log(start)
             _serve(link, start)
     except LinkClosedError:
         pass  # the server is gone: so are we
@@ -48,6 +49,13 @@ def serve_engine(sock: socket.socket) -> None:
         raise
     finally:
         link.close()
+
+
+def _log(start: Start) -> None:
+    """What becomes of workers, to stderr, as the server's own lines."""
+    if not start.log_json:
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+        logging.getLogger("lamina.fleet").setLevel(logging.INFO)
 
 
 def _serve(link: ControlLink, start: Start) -> None:

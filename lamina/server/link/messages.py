@@ -16,6 +16,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     model: str
     tokenizer: str  # a path or hub id; "" = the model's own
     config: EngineConfig
+    log_json: bool = False  # of the server: then the engine says no more than it must, as its lines are text
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):

@@ -274,9 +274,12 @@ def test_tables_that_make_no_sense_are_refused() -> None:
     kernels = Native(torch.float32).kernels
     for table in (b"", b"\0" * 8, b"\xff" * 800, bytes(range(256))):
         with pytest.raises(ValueError, match=r"^number \d+ of the table makes no sense$"):
-            Loop(kernels, (), table, 1.0, False)
+            Loop(kernels, (), table, 1.0, None)
     with pytest.raises(AttributeError):
-        Loop(object(), (), b"", 1.0, False)
+        Loop(object(), (), b"", 1.0, None)
+    for traces, error in ((False, TypeError), (b"123", ValueError), (bytes(24), ValueError)):
+        with pytest.raises(error):
+            Loop(kernels, (), b"", 1.0, traces)
 
 
 def test_nothing_of_a_session_stays(native: Pool) -> None:

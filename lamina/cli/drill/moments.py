@@ -1,0 +1,66 @@
+"""When a worker is killed: at any time, or as it sends or gets a message of a kind; each role has its kinds in turn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import cycle, islice
+from typing import NamedTuple
+
+from lamina.observe.trace import Event
+
+ANY = "any time"
+KINDS = "plan", "Q", "KV", "O", "grant", "control"
+
+
+class Moment(NamedTuple):
+    """Of a hit. ``event``: None = whenever; ``times``: it comes so often first; ``early``: before the first request is
+    sent, as it is over soon.
+    """
+
+    kind: str
+    event: Event | None = None
+    times: int = 1
+    early: bool = False
+
+
+# role -> kind, event of that worker, most times. A grant is the K and V of a prefill worker; a control message is the
+# round that a worker with nothing to do waits for.
+_OF: dict[str, tuple[tuple[str, Event, int], ...]] = {
+    "compute": (
+        ("plan", Event.SEND_PLAN, 20),
+        ("Q", Event.SEND_Q, 100),
+        ("KV", Event.SEND_KV, 100),
+        ("O", Event.WAIT_O, 100),
+        ("control", Event.WAIT_STEP, 1),
+    ),
+    "memory": (
+        ("plan", Event.PLAN, 20),
+        ("Q", Event.WAIT_Q, 100),
+        ("KV", Event.WAIT_KV, 100),
+        ("O", Event.SEND_O, 100),
+        ("grant", Event.GRANT, 10),
+    ),
+    "prefill": (("grant", Event.SEND_KV, 10), ("control", Event.WAIT_STEP, 1)),
+}
+_EARLY = "grant", "control"
+
+
+class Moments:
+    """One after the other, for each role."""
+
+    def __init__(self, rng: random.Random, *, grants: bool) -> None:
+        """``grants``: whether there are prefill workers."""
+        self._rng = rng
+        self._of = {role: self._turns(role, grants) for role in _OF}
+
+    def next(self, role: str) -> Moment:
+        """Of a kill in ``role``; whenever, for those that have no messages of layers."""
+        return next(self._of[role]) if role in self._of else Moment(ANY)
+
+    def _turns(self, role: str, grants: bool) -> Iterator[Moment]:
+        kinds = [x for x in _OF[role] if grants or x[0] != "grant"]
+        first = self._rng.randrange(len(kinds) + 1)
+        for kind in islice(cycle([(ANY, None, 1), *kinds]), first, None):
+            name, event, most = kind
+            yield Moment(name, event, self._rng.randint(1, most), name in _EARLY)

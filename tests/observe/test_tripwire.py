@@ -1,0 +1,66 @@
+"""A process ends at the event that somebody else has named, and at no other one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lamina.observe.trace import OFF, Event, Recorder
+from lamina.observe.tripwire import TRIPWIRE, Tripwire, recorder
+
+CHILD = """
+import os, sys
+from lamina.observe.trace import Event
+from lamina.observe.tripwire import recorder
+from lamina.protocol.plan import Key, Kind
+trace, key = recorder(False), Key(Kind.Q)
+print(os.getpid(), flush=True)
+for line in sys.stdin:
+    event = Event(int(line))
+    trace.add(event, 0.0, key)
+    trace.put(event, 0.0, 0.0, key)
+    print(event.name, flush=True)
+"""
+
+
+def said(child: subprocess.Popen[str], event: Event) -> str:
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write(f"{event:d}\n")
+    child.stdin.flush()
+    return child.stdout.readline().strip()
+
+
+def test_a_process_ends_at_the_event_that_is_named(tmp_path: Path) -> None:
+    wire = Tripwire(tmp_path / "wire")
+    assert not wire.tripped
+    command, env = [sys.executable, "-c", CHILD], {**os.environ, TRIPWIRE: str(tmp_path / "wire")}
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=env) as child:
+        assert child.stdout is not None
+        pid = int(child.stdout.readline())
+        wire.set(os.getpid(), Event.SEND_Q, 1)
+        assert said(child, Event.SEND_Q) == "SEND_Q"  # it is another's
+        wire.set(pid, Event.SEND_Q, 1)
+        assert not wire.loosen()
+        assert said(child, Event.SEND_Q) == "SEND_Q"
+        wire.set(pid, Event.SEND_KV, 2)
+        assert said(child, Event.SEND_Q) == "SEND_Q"
+        assert said(child, Event.SEND_KV) == "SEND_KV"
+        assert not wire.tripped
+        assert said(child, Event.SEND_KV) == ""
+        assert child.wait() == -signal.SIGKILL
+    assert wire.tripped
+    assert wire.loosen()
+    assert not wire.tripped
+
+
+def test_there_is_none_unless_the_environment_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TRIPWIRE, raising=False)
+    assert recorder(False) is OFF
+    assert type(recorder(True)) is Recorder
+    assert (OFF.native, Recorder(1).native) == (None, b"")
