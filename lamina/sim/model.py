@@ -20,7 +20,7 @@ def value(token: int, position: int, seen: int) -> int:
 def drawn(draw: Draw, seen: int, due: Mapping[int, Due], pending: int | None) -> Drawn:
     """A token; a pure function of what the row has seen, the draw's fields and the tokens that penalties count."""
     if draw.known >= 0:
-        return Drawn(draw.sequence, draw.known, [(draw.known, -float(seen % 1000))])
+        return Drawn(draw.sequence, draw.known, [(draw.known, -float(seen % 1000), 1 + seen % 7)])
     number = seen + draw.seed % PRIME * (draw.index + 1)
     if draw.adjust is not None:
         found = due[draw.sequence]
@@ -29,7 +29,7 @@ def drawn(draw: Draw, seen: int, due: Mapping[int, Due], pending: int | None) ->
     token = EOS if number % ODDS == 0 else number % EOS
     while token in draw.banned:
         token = (token + 1) % EOS
-    logprobs = [(token, -float(number % 1000))] if draw.logprobs >= 0 else []
+    logprobs = [(token, -float(number % 1000), 1 + number % 7)] if draw.logprobs >= 0 else []
     return Drawn(draw.sequence, token, logprobs)
 
 

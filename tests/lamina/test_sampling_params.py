@@ -76,14 +76,14 @@ def test_a_known_token_is_reported_and_not_drawn() -> None:
     (drawn,) = sample(LOGITS[None], [draw(known=3, logprobs=2)])
     wanted = torch.log_softmax(LOGITS.double(), -1)
     assert drawn.token == 3
-    assert [i for i, _ in drawn.logprobs] == [3, 0, 5]
-    assert all(abs(value - float(wanted[i])) < 1e-6 for i, value in drawn.logprobs)
+    assert [(i, rank) for i, _, rank in drawn.logprobs] == [(3, 5), (0, 1), (5, 2)]
+    assert all(abs(value - float(wanted[i])) < 1e-6 for i, value, _ in drawn.logprobs)
 
 
 @pytest.mark.parametrize(
     "bad", [{"min_p": 1.5}, {"presence_penalty": 3}, {"repetition_penalty": 0}, {"repetition_penalty": 5e-324},
             {"repetition_penalty": 1e300}, {"logit_bias": {1: 101}},
-            {"logit_bias": {"x": 1}}, {"prompt_logprobs": 21}, {"frequency_penalty": float("nan")}]
+            {"logit_bias": {"x": 1}}, {"prompt_logprobs": -2}, {"frequency_penalty": float("nan")}]
 )  # fmt: skip
 def test_bad_values_are_named(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
@@ -132,9 +132,12 @@ def test_prompt_logprobs_equal_transformers(llm: LLM) -> None:
         assert found[0] is None
         for position, entry in enumerate(found[1:]):
             assert entry is not None
-            assert entry[0].token_id == ids[position + 1]
-            assert len(entry) == 4
-            assert all(abs(e.logprob - float(wanted[position, e.token_id])) < 1e-4 for e in entry)
+            order = wanted[position].argsort(descending=True).tolist()
+            assert list(entry) == list(dict.fromkeys([ids[position + 1], *order[:3]]))
+            for token, scored in entry.items():
+                assert abs(scored.logprob - float(wanted[position, token])) < 1e-4
+                assert scored.rank == order.index(token) + 1
+                assert scored.decoded_token == tokenizer.decode([token])
 
 
 @pytest.fixture(params=["one replica", "two replicas", "prefill worker"])

@@ -91,7 +91,8 @@ def test_few_logits_give_the_same_token_and_log_probabilities(draw: Draw, seed: 
     known, lse = Alike(list(logits.split(WIDTH // size, -1))).gathered(few, [draw], seen)
     (wanted,), (found,) = sample(logits, [draw], seen), sample(known, [draw], seen, lse)
     assert found.token == wanted.token
-    assert [v for _, v in found.logprobs] == pytest.approx([v for _, v in wanted.logprobs], abs=1e-4)
+    assert [v for _, v, _ in found.logprobs] == pytest.approx([v for _, v, _ in wanted.logprobs], abs=1e-4)
+    assert [(t, rank) for t, _, rank in found.logprobs[1:]] == [(t, rank) for t, _, rank in wanted.logprobs[1:]]
 
 
 def plain(**options: Any) -> Draw:
