@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
+from enum import Enum
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -72,5 +73,7 @@ def check_served(given: Mapping[str, Any], known: Collection[str]) -> None:
             near = get_close_matches(name, known, n=1)
             raise ValueError(f"{name} is no sampling parameter{f': did you mean {near[0]}?' if near else ''}")
         neutral, instead = _UNSERVED[name]
-        if value is not None and not any(type(value) is type(n) and value == n for n in neutral):
-            raise ValueError(f"{name}={value!r} is not served here: {instead}")
+        plain = value.value if isinstance(value, Enum) else value
+        if value is not None and not any(type(plain) is type(n) and plain == n for n in neutral):
+            shown = " ".join(repr(value).split())
+            raise ValueError(f"{name}={shown[:80]} is not served here: {instead}")
