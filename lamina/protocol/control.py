@@ -287,6 +287,7 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step-done"):
     batch: int
     step: int
     drawn: list[Drawn]
+    more: bool = False  # of the step's tokens follow, in messages of their own; see step_parts
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
