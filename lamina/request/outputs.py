@@ -18,13 +18,13 @@ class Logprob:
     """
 
     logprob: float
-    rank: int
+    rank: int | None = None
     decoded_token: str | None = None
 
 
 def scored(entry: dict[int, Logprob], count: int) -> list[Score]:
     """The token that stands there, then the ``count`` best, among which it may be again; -1 = all."""
-    scores = [(token, x.logprob, x.rank) for token, x in entry.items()]
+    scores = [(token, x.logprob, x.rank or 0) for token, x in entry.items()]
     best = sorted((s for s in scores if count < 0 or s[2] <= count), key=lambda s: s[2])
     return [*scores[:1], *best]
 

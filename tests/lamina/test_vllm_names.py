@@ -65,6 +65,7 @@ def test_outputs_have_their_names() -> None:
     )
     assert one.cumulative_logprob == -0.75
     assert not one.finished()
+    assert (Logprob(-0.5).rank, Logprob(-0.5, 2, "x")) == (None, Logprob(logprob=-0.5, rank=2, decoded_token="x"))
     ended = CompletionOutput(0, finish_reason="stop")
     assert ended.finished()
     assert ended.cumulative_logprob is None
