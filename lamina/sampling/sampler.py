@@ -71,7 +71,7 @@ class Sampler:
         count = min(count, values.numel())
         ids = self.best(logits[None], count)[0] if count else torch.empty(0, dtype=torch.int64, device=logits.device)
         best = ids.tolist()
-        rank = best.index(token) + 1 if token in best else 1 + int(before(scores, token, scores[token]))
+        rank = best.index(token) + 1 if token in best else _place(scores, token)
         found = zip(best, values[ids].tolist(), range(1, count + 1), strict=True)
         return [(token, float(values[token]), rank), *found]
 
@@ -82,6 +82,13 @@ class Sampler:
     def _of(self, logits: Tensor) -> Backend:
         native = self._native is not None and logits.is_cpu and logits.dtype in _NATIVE_TYPES
         return self._native if native and self._native is not None else self._plain
+
+
+def _place(scores: Tensor, token: int) -> int:
+    """From 1, as ``before`` counts; without its ids, which take as long as all else."""
+    value = scores[token]
+    above, equal = torch.count_nonzero(scores > value), torch.count_nonzero(scores[:token] == value)
+    return 1 + int(above + equal)
 
 
 def before(scores: Tensor, token: Tensor | int, value: Tensor) -> Tensor:
