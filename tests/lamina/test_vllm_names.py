@@ -10,7 +10,7 @@ from fake_wire import FakeWire, continuation
 from test_streams import FakeFront
 
 from lamina import LLM, SamplingParams
-from lamina.front import Front
+from lamina.front import Front, named
 from lamina.request import CompletionOutput, Logprob, RequestOutput, RequestTimes
 
 
@@ -53,16 +53,19 @@ def test_the_end_of_a_long_prompt_is_kept_and_tokens_need_no_text() -> None:
     assert Front.ask(front, prompt, SamplingParams(truncate_prompt_tokens=9)).prompt == prompt
     assert Front.ask(front, prompt, SamplingParams()).make_pieces is not None
     assert Front.ask(front, prompt, SamplingParams(detokenize=False)).make_pieces is None
-    with pytest.raises(ValueError, match="truncate_prompt_tokens must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="truncate_prompt_tokens must be at least 1, or -1 for as many as fit, not 0"):
         SamplingParams(truncate_prompt_tokens=0)
     with pytest.raises(ValueError, match="stop strings need text: leave out detokenize=False"):
         SamplingParams(detokenize=False, stop="x")
 
 
 def test_outputs_have_their_names() -> None:
-    one = CompletionOutput(0, token_ids=[3, 4], logprobs=[[Logprob(3, -0.5), Logprob(9, -0.1)], [Logprob(4, -0.25)]])
+    one = CompletionOutput(
+        0, token_ids=[3, 4], logprobs=[{3: Logprob(-0.5, 4), 9: Logprob(-0.1, 1)}, {4: Logprob(-0.25, 1)}]
+    )
     assert one.cumulative_logprob == -0.75
     assert not one.finished()
+    assert (Logprob(-0.5).rank, Logprob(-0.5, 2, "x")) == (None, Logprob(logprob=-0.5, rank=2, decoded_token="x"))
     ended = CompletionOutput(0, finish_reason="stop")
     assert ended.finished()
     assert ended.cumulative_logprob is None
@@ -126,3 +129,43 @@ def test_a_chat_may_go_on_with_its_last_message(llm: LLM, monkeypatch: pytest.Mo
     ]
     with pytest.raises(ValueError, match="continue_final_message needs add_generation_prompt=False"):
         llm.chat(talk, params, continue_final_message=True)
+
+
+@pytest.mark.parametrize("priority", [None, 1, [0, 2], (3, 1)])
+def test_a_priority_changes_nothing(llm: LLM, priority: Any) -> None:
+    found = llm.generate([[1, 2], [3]], SamplingParams(max_tokens=3), priority=priority)
+    assert [o.outputs[0].token_ids for o in found] == [continuation([1, 2], 3), continuation([3], 3)]
+
+
+@pytest.mark.parametrize(
+    ("priority", "words"),
+    [
+        ([0], "1 priorities for 2 prompts: pass one number, or one for each"),
+        ([], "0 priorities for 2 prompts: pass one number, or one for each"),
+        ("high", "priority must be a whole number, or a list with one for each prompt, not 'high'"),
+        ([0, 0.5], "priority must be a whole number, or a list with one for each prompt, not [0, 0.5]"),
+    ],
+)
+def test_a_priority_that_is_none_is_refused(llm: LLM, priority: Any, words: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        llm.generate([[1, 2], [3]], SamplingParams(max_tokens=3), priority=priority)
+    assert str(refused.value) == words
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize(("given", "meant"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
+def test_a_dtype_may_have_their_name(given: str, meant: str) -> None:
+    assert named({"dtype": given, "pipeline": 2}) == {"dtype": meant, "pipeline": 2}
+    assert named({}) == {}
+
+
+def test_refusals_have_the_words_that_their_clients_look_for(llm: LLM) -> None:
+    params, limit = SamplingParams(max_tokens=3), llm.engine.info.max_model_len
+    for prompt, words in (
+        ([1] * limit, f"this model's maximum context length is {limit} tokens"),
+        ([97], "token id 97 is out of vocabulary: it has 97 tokens"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            llm.generate([prompt], params)
+    with pytest.raises(ValueError, match="the decoder prompt cannot be empty: it needs at least one token"):
+        llm.engine.check([], params)
