@@ -54,6 +54,7 @@ class Sampling(Strict):
     stream_options: StreamOptions | None = None
     user: str | None = None
     return_tokens_as_token_ids: bool | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     add_special_tokens: bool | None = None  # default: with a text, not with a conversation, whose template has them
 
 

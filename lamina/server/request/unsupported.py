@@ -83,7 +83,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # Fields without an effect on an answer: of a client's bookkeeping, or of a cache that is not there.
 QUIET = frozenset(
     {"metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
-     "cache_salt", "safety_identifier"}
+     "safety_identifier"}
 )  # fmt: skip
 # The same of the objects within.
 STREAM_OPTIONS: dict[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}
