@@ -33,7 +33,7 @@ def opened(path: Path, size: int = SIZE, model: str = PATH) -> Journal:
 def request(journal: Journal, prompts: int = 1, n: int = 1) -> Accepted:
     kept = [KeptPrompt(key, [5, 6, key], "text", 40 + key) for key in journal.take_keys(prompts)]
     params = SamplingParams(n=n, temperature=0.5, stop=["x"], logit_bias={3: 1.0})
-    asked = new_request("cmpl", "tiny", params, Sampling(), b"")
+    asked = new_request("cmpl", "tiny", params, Sampling.model_validate({}), b"")
     return Accepted(**{f: getattr(asked, f) for f in asked.__struct_fields__ if f != "prompts"}, prompts=kept)
 
 

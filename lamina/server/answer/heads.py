@@ -35,6 +35,7 @@ def new_request(
         echo=echo,
         only_prompt=only_prompt,
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        token_ids=bool(body.return_token_ids),
         salt=salt,
     )
 
