@@ -26,9 +26,9 @@ class Scoring(FakeClient):
     def _deltas(self, key: int, index: int, params: SamplingParams, *, last: bool) -> list[Delta]:
         deltas = super()._deltas(key, index, params, last=last)
         if params.prompt_logprobs is not None and index == 0:
-            best = [(40 + i, -0.1 * (i + 1)) for i in range(params.prompt_logprobs)]
+            best = [(40 + i, -0.1 * (i + 1), i + 1) for i in range(params.prompt_logprobs)]
             prompt = self.added[key][0]
-            deltas[0].prompt_logprobs = [None, *([(token, -7.0), *best] for token in prompt[1:])]
+            deltas[0].prompt_logprobs = [None, *([(token, -7.0, 99), *best] for token in prompt[1:])]
         return deltas
 
 
@@ -89,7 +89,7 @@ def test_without_a_word_there_are_none(asked: bool | None) -> None:
 
 
 def test_scores_of_prompts_have_vllms_form() -> None:
-    wanted = {"6": {"logprob": -7.0, "rank": None, "decoded_token": "!"},
+    wanted = {"6": {"logprob": -7.0, "rank": 99, "decoded_token": "!"},
               "40": {"logprob": -0.1, "rank": 1, "decoded_token": "C"},
               "41": {"logprob": -0.2, "rank": 2, "decoded_token": "D"}}  # fmt: skip
     texts = make_service().texts
@@ -187,7 +187,7 @@ def test_alternatives_come_in_vllms_order() -> None:
 
     class Drawing(FakeClient):
         def _deltas(self, key: int, index: int, params: SamplingParams, *, last: bool) -> list[Delta]:
-            entries = [[(9, -2.0), (8, -1.0), (9, -2.0)], [(7, -3.0), (8, -1.0), (9, -2.0)]]
+            entries = [[(9, -2.0, 2), (8, -1.0, 1), (9, -2.0, 2)], [(7, -3.0, 3), (8, -1.0, 1), (9, -2.0, 2)]]
             return [Delta(key=key, index=0, tokens=[9, 7], text="ab", logprobs=entries, finish_reason="length")]  # type: ignore[arg-type]
 
     fields = {"return_tokens_as_token_ids": True}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lamina.models.tokens import Detokenizer
+from lamina.request import Score
 from lamina.server.link.messages import Logprobs
 
 LEAST = -9999.0  # in place of minus infinity, which JSON does not have
@@ -77,10 +78,9 @@ def prompt_scores(texts: TokenTexts, entries: Sequence[Logprobs | None]) -> list
 
 
 def _ranked(texts: TokenTexts, entry: Logprobs) -> dict[str, Any]:
-    ranks = {token: place for place, (token, _) in enumerate(entry[1:], 1)}
     return {
-        str(token): {"logprob": max(value, LEAST), "rank": ranks.get(token), "decoded_token": texts(token)[0]}
-        for token, value in _distinct(entry)
+        str(token): {"logprob": max(value, LEAST), "rank": rank, "decoded_token": texts(token)[0]}
+        for token, value, rank in _distinct(entry)
     }
 
 
@@ -89,9 +89,9 @@ def _distinct(entry: Logprobs) -> Logprobs:
     return [entry[0], *(x for x in entry[1:] if x[0] != entry[0][0])]
 
 
-def _item(texts: TokenTexts, pair: tuple[int, float]) -> dict[str, Any]:
-    text, raw = texts(pair[0])
-    return {"token": text, "logprob": max(pair[1], LEAST), "bytes": raw}
+def _item(texts: TokenTexts, score: Score) -> dict[str, Any]:
+    text, raw = texts(score[0])
+    return {"token": text, "logprob": max(score[1], LEAST), "bytes": raw}
 
 
 class CompletionLogprobs:
@@ -118,7 +118,7 @@ class CompletionLogprobs:
 
     def _top(self, entry: Logprobs) -> dict[str, float]:
         top: dict[str, float] = {}
-        for token, value in entry:
+        for token, value, _ in entry:
             top.setdefault(self._texts(token)[0], max(value, LEAST))
         return top
 
