@@ -26,6 +26,7 @@ class Asked:
     text: str | None = None
     make_pieces: Callable[[], Pieces] | None = None
     spell: Spell | None = None
+    salt: bytes = b""
 
 
 class Feed:
@@ -100,7 +101,9 @@ class Streams:
             self._engine.check(a.prompt, a.params)
         try:
             for a in asked:
-                request_id = self._engine.add(a.prompt, a.params, text=a.text, make_pieces=a.make_pieces, spell=a.spell)
+                request_id = self._engine.add(
+                    a.prompt, a.params, text=a.text, make_pieces=a.make_pieces, spell=a.spell, salt=a.salt
+                )
                 feed.ids.append(request_id)
                 self._feeds[request_id] = feed
         except BaseException:
@@ -131,6 +134,10 @@ class Streams:
         for request_id in feed.ids:
             if self._feeds.pop(request_id, None) is not None and (output := self._engine.cancel(request_id)):
                 feed.push(output)
+
+    def reset_prefix_cache(self) -> None:
+        """See ``Engine.reset_prefix_cache``."""
+        self._engine.reset_prefix_cache()
 
     def settle(self) -> None:
         """See ``Engine.settle``."""

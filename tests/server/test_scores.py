@@ -35,6 +35,38 @@ def test_echoed_prompts_are_scored(http: httpx.Client) -> None:
         assert choice["text"].startswith(token, offset)
 
 
+def test_prompt_logprobs_have_the_ranks_of_all_tokens(http: httpx.Client) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / MODEL)
+    ids = tokenizer(TEXT)["input_ids"]
+    body = {"prompt": [ids], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 2}
+    first, *entries = http.post("/v1/completions", json=body).json()["choices"][0]["prompt_logprobs"]
+    assert first is None
+    for at, (entry, wanted) in enumerate(zip(entries, reference(ids), strict=False)):
+        token = ids[at + 1]
+        assert next(iter(entry)) == str(token)
+        found = entry[str(token)]
+        assert abs(found["logprob"] - float(wanted[token])) < 1e-4
+        better = int((wanted > wanted[token] + 1e-5).sum())
+        equal = int(((wanted - wanted[token]).abs() <= 1e-5).sum())
+        assert better < found["rank"] <= better + equal
+        assert {e["rank"] for e in entry.values()} >= {1, 2}
+        assert len(entry) == (2 if found["rank"] <= 2 else 3)
+
+
+def test_forbidden_tokens_are_not_chosen(http: httpx.Client) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / MODEL)
+    body = {"prompt": "def f(", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+    def chosen(**fields: object) -> list[int]:
+        answer = http.post("/v1/completions", json={**body, **fields}).json()
+        return list(answer["choices"][0]["token_ids"])
+
+    plain = chosen()
+    word = tokenizer.decode(plain[:1])
+    assert plain[0] not in chosen(bad_words=[word])
+    assert set(chosen(allowed_token_ids=[7, 9])) <= {7, 9}
+
+
 def test_nothing_but_the_prompt(http: httpx.Client) -> None:
     body = {"prompt": TEXT, "max_tokens": 0, "logprobs": 0, "echo": True}
     answer = http.post("/v1/completions", json=body).json()

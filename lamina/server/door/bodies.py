@@ -37,9 +37,12 @@ async def parse(model: type[M], request: Request) -> M:
 def _parse(model: type[M], body: bytes, service: Service) -> M:
     config = service.config
     given: dict[str, Any] = {}
-    for name, raw in decoding.split(body, config.max_nesting).items():
+    fields = decoding.split(body, config.max_nesting)
+    is_cut = "truncate_prompt_tokens" in model.model_fields and fields.get("truncate_prompt_tokens", _NULL) != _NULL
+    limit = decoding.MAX_COMMAS if is_cut else service.client.ready.max_model_len
+    for name, raw in fields.items():
         if name in model.model_fields:
-            given[name] = _value(name, raw, service)
+            given[name] = _value(name, raw, config, limit)
         elif name in UNSUPPORTED:
             small = len(bytes(raw)) <= NEUTRAL_BYTES
             check_neutral(name, decoding.small(name, raw, config.max_nesting) if small else ..., UNSUPPORTED[name])
@@ -56,8 +59,8 @@ def _parse(model: type[M], body: bytes, service: Service) -> M:
         raise ApiError(400, f"{where or 'body'}: {first['msg']}", param=where or None, code="invalid_value") from e
 
 
-def _value(name: str, raw: msgspec.Raw, service: Service) -> Any:
-    config, limit = service.config, service.client.ready.max_model_len
+def _value(name: str, raw: msgspec.Raw, config: ServerConfig, limit: int) -> Any:
+    """``limit``: token ids of a prompt."""
     if raw == _NULL:
         return None
     if name == "prompt":
@@ -82,23 +85,6 @@ def _check_inner(given: dict[str, Any], service: Service) -> None:
         for part in content if isinstance(content, list) else ():
             if part["type"] == "text":  # others are refused by their type
                 check(part, ("type", "text"), PART, "messages.content.")
-
-
-def described(model: type[BaseModel]) -> dict[str, Any]:
-    """The body of a route for /openapi.json."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    definitions = schema.pop("$defs", {})
-    return {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(schema, definitions)}}}
-    }
-
-
-def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
-    if isinstance(schema, dict):
-        if "$ref" in schema:
-            return _inlined(definitions[schema["$ref"].rsplit("/", 1)[1]], definitions)
-        return {k: _inlined(v, definitions) for k, v in schema.items()}
-    return [_inlined(x, definitions) for x in schema] if isinstance(schema, list) else schema
 
 
 class BodyLimits:
@@ -128,7 +114,8 @@ class BodyLimits:
         if headers.get(b"content-encoding", b"identity") != b"identity":
             raise ApiError(415, "Content-Encoding is not supported", code="unsupported_encoding")
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        if kind != b"application/json":
+        nothing = b"transfer-encoding" not in headers and headers.get(b"content-length", b"0") == b"0"
+        if kind != b"application/json" and not (nothing and not kind):
             raise ApiError(415, "Content-Type must be application/json", code="unsupported_media_type")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._max_bytes:

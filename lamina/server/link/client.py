@@ -19,7 +19,7 @@ from lamina.fleet.standing import STOPPED_S, StandingStill
 from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
 from lamina.request import Blame, SamplingParams
 
-from .messages import Cancel, Delta, Outputs, Ready, Refused, Start, State, WorkerCounters, add_up
+from .messages import Cancel, Delta, Outputs, Ready, Refused, Reset, Start, State, WorkerCounters, add_up
 from .restarts import EngineRestarts, Hearing
 
 FROM_ENGINE = Ready | Progress | Outputs | State | WorkerCounters | Refused | Failed
@@ -164,16 +164,17 @@ class EngineClient:
         *,
         key: int | None = None,
         heard: Sequence[Delta] = (),
+        salt: bytes = b"",
     ) -> int:
         """Queue a prompt; its deltas go to ``feed`` under the key returned. ``key``: None = one of this client's own,
-        and then never one from elsewhere. ``heard``: of its completions, from another server's engine. Raises
-        EngineGoneError.
+        and then never one from elsewhere. ``heard``: of its completions, from another server's engine. ``salt``: it
+        shares KV with prompts of the same salt only. Raises EngineGoneError.
         """
         if self.failure is not None:
             raise EngineGoneError(self.failure)
         if key is None:
             key, self._next_key = self._next_key, self._next_key + 1
-        self._live[key] = new = _OpenPrompt(feed, meter, Hearing(prompt, self.seeded(params)))
+        self._live[key] = new = _OpenPrompt(feed, meter, Hearing(prompt, self.seeded(params), salt))
         for delta in heard:
             new.hearing.take(delta)
         if self._is_ready:
@@ -184,6 +185,11 @@ class EngineClient:
         """Nobody wants it any more. Finished and unknown keys are ignored."""
         if self._live.pop(key, None) is not None and self._is_ready:
             self._send(Cancel(key))
+
+    def reset_prefix_cache(self) -> None:
+        """Prompts that are added behind this find no KV of those before."""
+        if self._is_ready:  # else the next engine has none
+            self._send(Reset())
 
     def kill(self) -> None:
         """End the engine by force, now; its workers end when its links do. ``close`` then has nothing to wait for."""

@@ -20,12 +20,12 @@ from lamina.models.tokens import load_beside
 from lamina.protocol.control import ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop
 from lamina.request import Blame, CompletionOutput, Logprob, RequestOutput, scored
 
-from .messages import Add, Cancel, Delta, Outputs, Ready, Refused, Start, State, Times, WorkerCounters
+from .messages import Add, Cancel, Delta, Outputs, Ready, Refused, Reset, Start, State, Times, WorkerCounters
 
 log = logging.getLogger(__name__)
-FROM_SERVER = Start | Add | Cancel | Stop
+FROM_SERVER = Start | Add | Cancel | Reset | Stop
 IDLE_S = 1.0  # how long an idle engine waits for a message before it looks at its workers
-STATE_S = 0.2
+STATE_S = 0.05
 WAITS = ("wait_s", "carry_s", "stored_wait_s")  # counters that grow while a worker waits for others
 COUNTERS_S = 0.9  # how often all workers are asked for their counters, and so whether they live
 
@@ -191,6 +191,8 @@ class _Loop:
             if live := self._by_key.get(message.key):
                 self._forget(live)
                 self._engine.cancel(live.request_id)
+        elif isinstance(message, Reset):
+            self._engine.reset_prefix_cache()
         elif isinstance(message, Exception):
             raise RuntimeError(f"its link to the server has failed: {message}") from message
         else:
@@ -203,7 +205,8 @@ class _Loop:
             self._outbox.put(Refused(add.key, str(e), Blame.CLIENT))
             return
         try:
-            request_id = self._engine.add(add.prompt, add.params, make_pieces=self._pieces(add), told=add.told)
+            pieces = self._pieces(add)
+            request_id = self._engine.add(add.prompt, add.params, make_pieces=pieces, told=add.told, salt=add.salt)
         except Exception as e:  # of one prompt; the others have done nothing
             log.exception("a prompt could not be added")
             self._outbox.put(Refused(add.key, f"the engine could not add the prompt: {e}", Blame.SERVER))

@@ -23,18 +23,24 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     """Server -> engine: complete a prompt. Answered by the deltas of its completions, or by Refused.
 
     ``key`` is the server's name for it, never used twice. ``told``: of its completions, by an engine that has died.
+    ``salt``: it shares KV with prompts of the same salt only.
     """
 
     key: int
     prompt: list[int]
     params: SamplingParams
     told: list[Told] = []
+    salt: bytes = b""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     """Server -> engine: nobody wants that any more. Not answered; a delta may still be under way."""
 
     key: int
+
+
+class Reset(msgspec.Struct, frozen=True, tag="reset"):
+    """Server -> engine: prompts behind this find no KV of those before. Not answered."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
