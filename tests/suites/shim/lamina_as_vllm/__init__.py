@@ -1,0 +1,1 @@
+"""What vLLM's own tests use besides a server and an LLM, over Lamina."""
