@@ -15,18 +15,23 @@ from .fleet.choose_transport import nearest
 from .fleet.pools import Pools
 from .models.checkpoint import peek_config
 from .models.defaults import AUTO, sampling_defaults
-from .models.tokens import Detokenizer, load_beside, token_ids
+from .models.tokens import Detokenizer, Speller, bad_words_ids, load_beside, token_ids
 from .progress import progress_bar
 from .request import SamplingParams
+
+MAX_LOGPROBS = 20  # where an LLM is not given another limit, as vLLM has it
 
 
 class Front:
     """What ``LLM`` describes, started. Raises what it says."""
 
     _defaults: Mapping[str, Any] = MappingProxyType({})  # of SamplingParams
+    _max_logprobs = MAX_LOGPROBS
+    _speller: Speller | None = None
 
     def __init__(self, model: Any, tokenizer: Any, progress: bool, options: dict[str, Any]) -> None:
         generation_config = options.pop("generation_config", AUTO)
+        self._max_logprobs = _checked_limit(options.pop("max_logprobs", MAX_LOGPROBS))
         config, _ = nearest(make_config(options))
         model = _checked_model(model)
         if isinstance(model, str):
@@ -55,16 +60,33 @@ class Front:
         """A prompt as the engine takes it. Raises ValueError for one that is no tokens and cannot become some."""
         params = params.clone()  # the caller may set other values for the next request
         ids = self._encode(prompt)
+        self._check_logprobs(params)
+        if params.bad_words and self.tokenizer is not None:
+            params.bad_words_token_ids = bad_words_ids(self.tokenizer, params.bad_words)
         if params.truncate_prompt_tokens is not None:
-            ids = ids[-params.truncate_prompt_tokens :]
+            ids = ids[-self._kept(params) :]
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer: pass tokenizer= or use stop_token_ids")
-        make_pieces = None
+        make_pieces, spell = None, None
         if self.tokenizer is not None and params.detokenize:
             tokenizer, skip = self.tokenizer, params.skip_special_tokens
             make_pieces = lambda: Detokenizer(tokenizer, ids, skip_special_tokens=skip)  # noqa: E731
+            self._speller = spell = self._speller or Speller(tokenizer)
         text = prompt if isinstance(prompt, str) else None
-        return Asked(prompt=ids, params=params, text=text, make_pieces=make_pieces)
+        return Asked(prompt=ids, params=params, text=text, make_pieces=make_pieces, spell=spell)
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        most = self._max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and most >= 0 and not 0 <= count <= most:
+                wanted = "-1, the whole vocabulary" if count == -1 else count
+                raise ValueError(f"{name} must be at most {most}, not {wanted}: start with max_logprobs={count}")
+
+    def _kept(self, params: SamplingParams) -> int:
+        """How many of a prompt's last tokens."""
+        kept = params.truncate_prompt_tokens or 0
+        return kept if kept > 0 else max(1, self.engine.info.max_model_len - (params.max_tokens or 1))
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
@@ -72,6 +94,12 @@ class Front:
         if self.tokenizer is None:
             raise ValueError("text prompts need a tokenizer: pass tokenizer= or prompts as token ids")
         return token_ids(self.tokenizer, prompt)
+
+
+def _checked_limit(count: Any) -> int:
+    if type(count) is not int or count < -1:
+        raise ValueError(f"max_logprobs must be at least 0, or -1 for the whole vocabulary, not {count!r}")
+    return count
 
 
 def _checked_model(model: Any) -> Any:

@@ -41,6 +41,7 @@ class LLM:
 
         ``progress``: show a bar on stderr while workers start and load. ``generation_config``: where defaults of
         sampling come from: "auto" = the model's generation_config.json, "none", or a directory that has one.
+        ``max_logprobs``: the most that a request may ask for, 20 where it is not given; -1 = the whole vocabulary.
         """
         self._front = Front(model, tokenizer, progress, options)
         self.pools, self.engine = self._front.pools, self._front.engine

@@ -41,7 +41,7 @@ def bits_per_byte(llm: LLM, tokenizer: Any, text: str, window: int) -> float:
         done = start + len(pieces[-1])
     outputs = llm.generate(pieces, SamplingParams(max_tokens=1, prompt_logprobs=0))
     losses = [
-        -entry[0].logprob
+        -next(iter(entry.values())).logprob
         for output, first in zip(outputs, counted, strict=True)
         for entry in (output.prompt_logprobs or [])[first:]
         if entry

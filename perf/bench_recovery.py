@@ -125,7 +125,7 @@ def parting(found: CompletionOutput, wanted: CompletionOutput, params: SamplingP
 
 def chosen(completion: CompletionOutput) -> list[float]:
     """The log-probabilities of its tokens."""
-    return [each[0].logprob for each in completion.logprobs or []]
+    return [next(iter(each.values())).logprob for each in completion.logprobs or []]
 
 
 def rounding(model: str, prompts: list[list[int]], wanted: list[CompletionOutput], options: dict[str, Any]) -> float:
@@ -135,7 +135,7 @@ def rounding(model: str, prompts: list[list[int]], wanted: list[CompletionOutput
         scored = llm.generate(texts, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
     worst = 0.0
     for output, prompt, one in zip(scored, prompts, wanted, strict=True):
-        exact = [each[0].logprob for each in (output.prompt_logprobs or [])[len(prompt) :] if each]
+        exact = [next(iter(each.values())).logprob for each in (output.prompt_logprobs or [])[len(prompt) :] if each]
         worst = max(worst, *(abs(a - b) for a, b in zip(exact, chosen(one), strict=True)))
     return worst
 

@@ -53,8 +53,8 @@ POLICY = (
     "engine/tuner.py", "engine/draws.py", "engine/ledger.py", "engine/kept.py", "memory/written.py",
     "sampling/settings.py", "protocol/tables.py", "protocol/block_counts.py", "protocol/layout.py",
     "protocol/partition.py", "protocol/codec.py", "protocol/placement.py", "protocol/declare.py", "protocol/options.py",
-    "protocol/resolve.py", "request.py", "config.py", "cores.py", "fleet/hosts/placement.py",
-    "fleet/recoveries.py", "fleet/standing.py",
+    "protocol/resolve.py", "request/params.py", "request/unserved.py", "request/outputs.py", "config.py", "cores.py",
+    "fleet/hosts/placement.py", "fleet/recoveries.py", "fleet/standing.py",
 )  # fmt: skip
 
 

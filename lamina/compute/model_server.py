@@ -41,6 +41,7 @@ from lamina.protocol.groups import together
 from lamina.protocol.partition import Partition
 from lamina.protocol.plan import Bound, LayerShape, ProtocolError
 from lamina.protocol.resolve import sequence_limit
+from lamina.protocol.step_parts import parted
 from lamina.workers.devices import CPU, gpu_of, linear, pick
 from lamina.workers.service import WorkerService
 from lamina.workers.staging import Staging, open_staging
@@ -279,7 +280,8 @@ class ModelServer:
                     self._break(error)
                 continue
             if done is not None:
-                self.service.link.send(done)
+                for part in parted(done):
+                    self.service.link.send(part)
 
     def _break(self, error: Exception) -> None:
         """A channel has ended: its other end knows why. Whatever else it is, this worker has failed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from lamina.collective import Collective
 from lamina.protocol.control import Draw, Drawn, RunStep
 from lamina.sampling.history import Seen
-from lamina.sampling.sampler import Sampler
+from lamina.sampling.sampler import Sampler, before
 
 _NOTHING: Mapping[int, Seen] = MappingProxyType({})
 
@@ -128,7 +128,27 @@ class Together:
         drawn = self._sampler.draw(whole, draws, seen, lse) if self.leads else []
         tokens = torch.tensor([d.token for d in drawn]) if self.leads else torch.empty(len(draws), dtype=torch.int64)
         told = group.broadcast(tokens).tolist()
+        if few is not None and any(draw.logprobs >= 0 for draw in draws):
+            places = self._places(logits.float(), whole, told)
+            drawn = _ranked(drawn, places) if self.leads else []
         return drawn or [Drawn(d.sequence, token) for d, token in zip(draws, told, strict=True)]
+
+    def _places(self, raw: Tensor, known: Tensor, tokens: list[int]) -> list[int]:
+        """Of ``tokens`` among all, from 1. ``raw`` [n, width] fp32: this rank's logits; ``known`` [n, vocabulary]."""
+        group, width = self._collective, raw.shape[1]
+        chosen = torch.tensor(tokens).clamp_min(0)[:, None]
+        values = known.gather(1, chosen.to(known.device))
+        mine = before(raw, (chosen - group.rank * width).to(raw.device), values.to(raw.device))
+        everywhere = group.all_gather(mine.float()[:, None].contiguous(), group.size)  # exact below 2^24
+        return [int(count) + 1 for count in everywhere.sum(1).tolist()]
+
+
+def _ranked(drawn: list[Drawn], places: list[int]) -> list[Drawn]:
+    """With the place of each token that was drawn."""
+    return [
+        Drawn(d.sequence, d.token, [(*d.logprobs[0][:2], place), *d.logprobs[1:]]) if d.logprobs else d
+        for d, place in zip(drawn, places, strict=True)
+    ]
 
 
 class Few(NamedTuple):
@@ -142,11 +162,13 @@ class Few(NamedTuple):
         """None: they need it all. ``width``: of one rank's logits."""
         best, named = 1, 0
         for draw in draws:
-            if draw.whole or (draw.known < 0 and draw.temperature > 0.0 and (not draw.top_k or _shares_all(draw))):
+            of_few = draw.known >= 0 or draw.temperature == 0.0 or _of_allowed(draw, seen)
+            if draw.whole or not (of_few or (draw.top_k and not _shares_all(draw))):
                 return None
             names = _named(draw, seen)
             # Penalties may put as many others in the place of the best as they name.
-            best = max(best, draw.top_k + len(names) + 1, draw.logprobs)
+            others = 1 if _of_allowed(draw, seen) else draw.top_k + len(names) + 1
+            best = max(best, others, draw.logprobs)
             named = max(named, len(names))
         return Few(best, named) if best + named < width / 2 else None
 
@@ -181,5 +203,12 @@ def _named(draw: Draw, seen: Mapping[int, Seen]) -> list[int]:
     found = {*draw.banned, *([draw.known] if draw.known >= 0 else [])}
     if draw.adjust is not None:
         mine = seen[draw.sequence]
-        found |= {*mine.penalties.bias, *mine.tokens.tolist()}
+        if mine.allowed is not None:
+            return cast("list[int]", mine.allowed.tolist())
+        found |= {*mine.penalties.bias, *mine.tokens.tolist(), *mine.forbidden}
     return sorted(found)
+
+
+def _of_allowed(draw: Draw, seen: Mapping[int, Seen]) -> bool:
+    """Whether it looks at some tokens alone, all of which are named."""
+    return draw.adjust is not None and seen[draw.sequence].allowed is not None

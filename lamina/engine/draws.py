@@ -21,7 +21,7 @@ def draw_of(sequence: Sequence, row: int, *, apart: bool = False) -> Draw:
         top_p=params.top_p,
         seed=sequence.seed,
         index=index,
-        logprobs=-1 if params.logprobs is None else params.logprobs,
+        logprobs=-1 if params.logprobs is None else _alternatives(params.logprobs),
         banned=sorted(sequence.stop_tokens) if index < params.min_tokens else [],
         min_p=params.min_p,
         order=params.filter_order,
@@ -50,11 +50,16 @@ def scores_of(sequence: Sequence, first: int, count: int, row: int) -> list[Draw
             top_p=1.0,
             seed=0,
             index=0,
-            logprobs=wanted,
+            logprobs=_alternatives(wanted),
             known=sequence.prompt[position + 1],
         )
         for position in range(start, stop)
     ]
+
+
+def _alternatives(count: int) -> int:
+    """Of a draw; a worker has no more than its vocabulary."""
+    return (1 << 31) - 1 if count == -1 else count
 
 
 def _adjust(sequence: Sequence, *, apart: bool) -> Adjust:
@@ -73,4 +78,6 @@ def _penalties(sequence: Sequence) -> Penalties:
         repetition=params.repetition_penalty,
         bias=params.logit_bias or {},
         prompt=sorted(set(sequence.prompt)) if params.repetition_penalty != 1.0 else [],
+        bad_words=params.bad_words_token_ids or [],
+        allowed=params.allowed_token_ids or [],
     )

@@ -14,8 +14,9 @@ from lamina.protocol.groups import usable_blocks
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.plan import Keep
 from lamina.protocol.tables import BlockTables
-from lamina.request import Blame, CompletionOutput, Logprob, RequestOutput, RequestTimes, SamplingParams, Told
+from lamina.request import Blame, CompletionOutput, RequestOutput, RequestTimes, SamplingParams, Told
 
+from .checks import NOT_FINITE, check_ids, why_banned
 from .draws import draw_of, scores_of
 from .kept import KeptKV
 from .prefill import Prefill
@@ -23,20 +24,21 @@ from .prefixes import Prefixes
 from .scheduler import Scheduler
 from .sequence import Sequence
 from .steps import Round, ScheduledStep
-from .text import Pieces, TextStream
+from .text import OPEN_BYTES, Pieces, Spell, TextStream, spelled
 from .tuner import Tuner
 from .wire import Clock, ViewChanged, Wire
 
 log = logging.getLogger(__name__)
-NOT_FINITE = "the largest logit is not a finite number: weights or activations are broken, or too large for --dtype"
-BANNED = "min_tokens {} bans the stop tokens so far, and the model gives no other token: lower it, or name fewer stops"
 
 
 class Request:
     """A RequestOutput under way, with its sequences and, where there is a tokenizer, their texts."""
 
-    def __init__(self, output: RequestOutput, sequences: list[Sequence], texts: list[TextStream | None]) -> None:
+    def __init__(
+        self, output: RequestOutput, sequences: list[Sequence], texts: list[TextStream | None], spell: Spell | None
+    ) -> None:
         self.output = output
+        self.spell = spell
         self.sequences = sequences
         self.texts = texts
         self.logits = b""  # of a held one that waits, see Drawn
@@ -59,8 +61,9 @@ class Request:
 
     def add_score(self, drawn: Drawn) -> None:
         """The log-probability of the prompt's next token has come."""
-        if self.output.prompt_logprobs is not None:
-            self.output.prompt_logprobs.append([Logprob(*pair) for pair in drawn.logprobs])
+        scores, prompt = self.output.prompt_logprobs, self.output.prompt_token_ids
+        if scores is not None:
+            scores.append(spelled(drawn.logprobs, prompt[max(0, len(scores) - OPEN_BYTES) : len(scores)], self.spell))
 
 
 class Engine:
@@ -120,10 +123,11 @@ class Engine:
         make_pieces: Callable[[], Pieces] | None = None,
         told: Iterable[Told] = (),
         held: bool = False,
+        spell: Spell | None = None,
     ) -> int:
         """Queue a prompt; returns the request's id. ``told``: of completions that another engine began; they go on
         behind that, given the seed that they had. ``held``: its tokens are chosen by ``choose``, not drawn; it has one
-        completion. Raises ValueError for a prompt that cannot be served.
+        completion. ``spell``: for logprobs. Raises ValueError for a prompt that cannot be served.
         """
         self.check(prompt, params)
         request_id, self._next_request = self._next_request, self._next_request + 1
@@ -139,7 +143,7 @@ class Engine:
             TextStream(make_pieces(), params.stop_strings, include_stop=include) if make_pieces else None
             for _ in sequences
         ]
-        self._requests[request_id] = request = Request(output, sequences, texts)
+        self._requests[request_id] = request = Request(output, sequences, texts, spell)
         for one in told:
             self._catch_up(request, one)
         if output.finished:
@@ -166,10 +170,7 @@ class Engine:
             raise ValueError("the prompt is empty: it needs at least one token")
         if len(prompt) >= limit:
             raise ValueError(f"the prompt has {len(prompt)} tokens; at most {limit - 1} fit (--max-model-len {limit})")
-        ids = (*prompt, *(params.stop_token_ids or []), *(params.logit_bias or {}))
-        bad = next((t for t in ids if not 0 <= t < vocab), None)
-        if bad is not None:
-            raise ValueError(f"token id {bad} is outside the vocabulary of {vocab} tokens")
+        check_ids(prompt, params, vocab)
         if params.min_tokens and self._stops(params).issuperset(range(vocab)):
             raise ValueError(
                 f"min_tokens {params.min_tokens} bans the stop tokens until then, and stop_token_ids with the end "
@@ -357,7 +358,7 @@ class Engine:
             return
         if drawn.token < 0:
             banned = drawn.token == ALL_BANNED
-            why = BANNED.format(sequence.params.min_tokens) if banned else NOT_FINITE
+            why = why_banned(sequence.params) if banned else NOT_FINITE
             output.blame = Blame.CLIENT if banned else Blame.SERVER
             sequence.num_drawing -= 1
             request.end(sequence, "error", why)
@@ -366,7 +367,7 @@ class Engine:
         sequence.append(drawn.token)
         output.token_ids.append(drawn.token)
         if output.logprobs is not None:
-            output.logprobs.append([Logprob(*pair) for pair in drawn.logprobs])
+            output.logprobs.append(spelled(drawn.logprobs, sequence.tokens[-1 - OPEN_BYTES : -1], request.spell))
         if text is not None:
             _extend(text, sequence, drawn.token)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from lamina.request import CompletionOutput, RequestOutput, SamplingParams
 
 from .engine import Engine
-from .text import Pieces
+from .text import Pieces, Spell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,7 @@ class Asked:
     params: SamplingParams
     text: str | None = None
     make_pieces: Callable[[], Pieces] | None = None
+    spell: Spell | None = None
 
 
 class Feed:
@@ -99,7 +100,7 @@ class Streams:
             self._engine.check(a.prompt, a.params)
         try:
             for a in asked:
-                request_id = self._engine.add(a.prompt, a.params, text=a.text, make_pieces=a.make_pieces)
+                request_id = self._engine.add(a.prompt, a.params, text=a.text, make_pieces=a.make_pieces, spell=a.spell)
                 feed.ids.append(request_id)
                 self._feeds[request_id] = feed
         except BaseException:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from lamina.models.tokens import OPEN_BYTES as OPEN_BYTES
 from lamina.models.tokens import find_stop, held_back
+from lamina.request import Logprob, Score
+
+Spell = Callable[[int, Sequence[int]], str]  # the text of a token behind others
 
 
 class Pieces(Protocol):
@@ -18,6 +22,11 @@ class Pieces(Protocol):
     def finish(self) -> str:
         """What was held back."""
         ...
+
+
+def spelled(scores: list[Score], before: Sequence[int], spell: Spell | None) -> dict[int, Logprob]:
+    """By token. Without ``spell`` they have no texts."""
+    return {t: Logprob(value, rank, None if spell is None else spell(t, before)) for t, value, rank in scores}
 
 
 class TextStream:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from lamina.engine.wire import Clock, WorkerError
-from lamina.protocol.control import Broken, Failed, LinkClosedError, LinkStalledError, Stop
+from lamina.protocol.control import Broken, Failed, LinkClosedError, LinkStalledError, StepDone, Stop
+from lamina.protocol.step_parts import StepParts
 
 from .launchers import WorkerHandle
 from .links import ControlLinks, Link, Links
@@ -49,6 +50,7 @@ class Member:
         self.handle, self.link = handle, link
         self.link.limit_sends(TAKE_S)
         self.inbox: deque[Any] = deque()  # messages that came while another one was awaited
+        self.parts = StepParts()
 
     @property
     def label(self) -> str:
@@ -237,7 +239,9 @@ class Members:
 
     def _take(self, member: Member, message: Any) -> None:
         if not self._is_old(message):
-            member.inbox.append(message)
+            whole = member.parts.add(message) if isinstance(message, StepDone) else message
+            if whole is not None:
+                member.inbox.append(whole)
 
     def _is_old(self, message: Any) -> bool:
         return getattr(message, "view", self.view) < self.view and not isinstance(message, self._still_heard)

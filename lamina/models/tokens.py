@@ -15,7 +15,7 @@ from .checkpoint import find_checkpoint, one_line
 from .errors import ModelError
 
 _CONTEXT = 8  # tokens kept for the text of the next one, at most
-_OPEN_BYTES = 3  # of a UTF-8 character whose last byte is missing, at most; a token has at least one byte
+OPEN_BYTES = 3  # of a UTF-8 character whose last byte is missing, at most; a token has at least one byte
 _REPLACEMENT = "\ufffd"
 
 
@@ -106,7 +106,7 @@ class Detokenizer:
         for count in range(len(self._pending), 0, -1):
             text = self._text(count)
             # What looks like a broken character may be one whose last bytes are still to come.
-            if not text.endswith(_REPLACEMENT) or len(self._pending) - count >= _OPEN_BYTES:
+            if not text.endswith(_REPLACEMENT) or len(self._pending) - count >= OPEN_BYTES:
                 return self._take(count, text)
         return ""
 
@@ -130,14 +130,14 @@ class Detokenizer:
 
     def _open_tail(self, prompt: list[int]) -> int:
         """How many tokens at the end of a prompt begin a character that the completion has to finish."""
-        for size in range(min(_OPEN_BYTES, len(prompt)) + 1):
+        for size in range(min(OPEN_BYTES, len(prompt)) + 1):
             if not self._decode(prompt[: len(prompt) - size]).endswith(_REPLACEMENT):
                 return size
         return 0
 
     def _last_characters(self, prompt: list[int]) -> list[int]:
         """The end of the prompt, from where a character begins."""
-        for count in range(_CONTEXT, _CONTEXT + _OPEN_BYTES):
+        for count in range(_CONTEXT, _CONTEXT + OPEN_BYTES):
             if not self._decode(prompt[-count:]).startswith(_REPLACEMENT):
                 return prompt[-count:]
         return prompt[-_CONTEXT:]
@@ -146,6 +146,46 @@ class Detokenizer:
         return str(
             self._tokenizer.decode(token_ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
         )
+
+
+class Speller:
+    """The texts of single tokens, remembered."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._alone: dict[int, str] = {}
+
+    def __call__(self, token: int, before: Sequence[int]) -> str:
+        """``before``: the tokens that it follows. Empty for a part of a character that is not its end."""
+        if token not in self._alone:
+            self._alone[token] = self._decode([token])
+        if not self._alone[token].endswith(_REPLACEMENT):
+            return self._alone[token]
+        for count in range(1, min(OPEN_BYTES, len(before)) + 1):
+            context = list(before[len(before) - count :])
+            start, both = self._decode(context).rstrip(_REPLACEMENT), self._decode([*context, token])
+            if both.startswith(start) and not both.endswith(_REPLACEMENT):
+                return both[len(start) :]
+        return ""
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def bad_words_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
+    """The tokens of each word at the beginning of a text and, where they differ in their first alone, behind a space.
+
+    Raises ValueError for a word that has none.
+    """
+    found: list[list[int]] = []
+    for word in words:
+        plain, spaced = (token_ids(tokenizer, space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
+        if not plain:
+            raise ValueError(f"bad_words has {word!r}, which the tokenizer makes no token of: leave it out")
+        found.append(plain)
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            found.append(spaced)
+    return found
 
 
 def find_stop(text: str, stops: Sequence[str], start: int = 0) -> tuple[int, str] | None:

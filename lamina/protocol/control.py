@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from lamina.request import FILTERS
+from lamina.request import FILTERS, Score
 
 from .options import BatchingOptions, Deadlines, DeviceOptions, KVOptions, ModelOptions, TopologyOptions
 from .partition import Lanes
@@ -203,13 +203,15 @@ class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready
 
 
 class Penalties(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Of a sequence's logits; and bias, and the tokens of the prompt that count."""
+    """Of a sequence's logits; bias; the tokens of the prompt that count; tokens that are forbidden."""
 
     presence: float
     frequency: float
     repetition: float
     bias: dict[int, float]
     prompt: list[int]  # distinct tokens of the prompt, where the repetition penalty wants them
+    bad_words: list[list[int]] = []  # the last token of each is forbidden where the completion ends with the others
+    allowed: list[int] = []  # all others are forbidden; empty: none
 
 
 class Adjust(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -266,13 +268,13 @@ ALL_BANNED = -2
 
 class Drawn(msgspec.Struct, frozen=True, array_like=True):
     """One sampled token; NO_TOKEN where the largest logit is no finite number, ALL_BANNED where the draw bans every
-    token whose logit is one. ``logprobs``: (token, log-probability), the chosen one first, then the best alternatives.
+    token whose logit is one. ``logprobs``: of the chosen one first, then of the best, among which it may be again.
     ``logits``: of a whole draw, whose token says nothing: fp32, by token, little-endian.
     """
 
     sequence: int
     token: int
-    logprobs: list[tuple[int, float]] = []
+    logprobs: list[Score] = []
     logits: bytes = b""
 
 
@@ -285,6 +287,7 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step-done"):
     batch: int
     step: int
     drawn: list[Drawn]
+    more: bool = False  # of the step's tokens follow, in messages of their own; see step_parts
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

@@ -1,4 +1,4 @@
-"""What a compute worker knows of the tokens that penalties count, sequence by sequence.
+"""What a compute worker knows of the tokens that penalties and bad words count, sequence by sequence.
 
 Every worker that draws is told of them by every draw of a sequence, also of those that another replica makes: the first
 one tells all, each later one the tokens since. The driver keeps the truth. It tells all again where it may have told
@@ -8,7 +8,8 @@ nothing: under a new id, as behind a preemption, and to prefill workers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,32 @@ class Seen(NamedTuple):
     counts: dict[int, int]  # token -> how often the completion has it
     tokens: Tensor  # int64, distinct, of prompt and completion; of the completion alone where the prompt is not needed
     most: int  # the largest id of a token, also of those with a bias
+    forbidden: Sequence[int] = ()  # they would complete a bad word
+    allowed: Tensor | None = None  # int64; no others may be chosen. None: all
+
+
+class BadWords:
+    """Runs of tokens that a completion must not have."""
+
+    def __init__(self, words: Iterable[list[int]]) -> None:
+        """Raises ValueError for an empty one."""
+        self._always: list[int] = []
+        self._behind: dict[int, list[tuple[list[int], int]]] = {}  # by the last token but one: those before, the last
+        self.longest = 0
+        for word in words:
+            if not word:
+                raise ValueError("penalties have a bad word without tokens")
+            *before, last = word
+            self.longest = max(self.longest, len(word))
+            if before:
+                self._behind.setdefault(before[-1], []).append((before, last))
+            else:
+                self._always.append(last)
+
+    def completed(self, end: list[int]) -> list[int]:
+        """The tokens that would complete one behind a completion's last tokens ``end``, of which ``longest`` do."""
+        behind = self._behind.get(end[-1], ()) if end else ()
+        return [*self._always, *(last for before, last in behind if end[-len(before) :] == before)]
 
 
 class History:
@@ -40,7 +67,10 @@ class History:
         self._counted = 0  # of ``told``
         self._prompt = frozenset(penalties.prompt)
         self._ids = torch.tensor(penalties.prompt, dtype=torch.int64)
-        self._most = _largest((*penalties.prompt, *penalties.bias))
+        self._words = BadWords(penalties.bad_words)
+        self._allowed = torch.tensor(sorted({*penalties.allowed}), dtype=torch.int64) if penalties.allowed else None
+        named = (*penalties.prompt, *penalties.bias, *penalties.allowed, *chain.from_iterable(penalties.bad_words))
+        self._most = _largest(named)
 
     def tell(self, tokens: list[int]) -> None:
         """More of the completion. Raises ValueError for ids that are none."""
@@ -59,7 +89,9 @@ class History:
             counts[pending] += 1
         more = torch.tensor([t for t in counts if t not in self._prompt], dtype=torch.int64)
         most = max(self._most, -1 if pending is None else pending)
-        return Seen(self._penalties, counts, torch.cat([self._ids, more]), most)
+        end = self.told[max(0, count - self._words.longest) : count] + ([] if pending is None else [pending])
+        forbidden = self._words.completed(end)
+        return Seen(self._penalties, counts, torch.cat([self._ids, more]), most, forbidden, self._allowed)
 
 
 class Due(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lamina.protocol.control import ALL_BANNED, NO_TOKEN, Draw, Drawn
+from lamina.request import Score
 
 from . import Ask, Backend
 from .history import Seen
@@ -37,7 +38,7 @@ class Sampler:
         ``seen``: what the draws with an Adjust count, by sequence. ``lse``: of each row, the logarithm of the sum of
         all, where ``logits`` do not show all.
 
-        Penalties, bias and bans first, in fp32; then see lamina.sampling. Greedy takes the first rank. Raises
+        Bias, penalties and bans first, in fp32; then see lamina.sampling. Greedy takes the first rank. Raises
         ValueError for parameters out of range.
         """
         tokens = [0 if d.whole else d.known for d in draws]
@@ -57,9 +58,22 @@ class Sampler:
         return [
             _whole(d, logits[i])
             if d.whole
-            else Drawn(d.sequence, t, _logprobs(logits[i], d.logprobs, t, None if lse is None else lse[i]))
+            else Drawn(d.sequence, t, self._scores(logits[i], d.logprobs, t, None if lse is None else lse[i]))
             for i, (d, t) in enumerate(zip(draws, tokens, strict=True))
         ]
+
+    def _scores(self, logits: Tensor, count: int, token: int, lse: Tensor | None) -> list[Score]:
+        """Of ``token``, then of the ``count`` best; before anything was changed."""
+        if count < 0 or token < 0:
+            return []
+        scores = logits.float()
+        values = torch.log_softmax(scores, -1) if lse is None else scores - lse
+        count = min(count, values.numel())
+        ids = self.best(logits[None], count)[0] if count else torch.empty(0, dtype=torch.int64, device=logits.device)
+        best = ids.tolist()
+        rank = best.index(token) + 1 if token in best else 1 + int(before(scores, token, scores[token]))
+        found = zip(best, values[ids].tolist(), range(1, count + 1), strict=True)
+        return [(token, float(values[token]), rank), *found]
 
     def best(self, logits: Tensor, count: int) -> Tensor:
         """See Backend."""
@@ -68,6 +82,12 @@ class Sampler:
     def _of(self, logits: Tensor) -> Backend:
         native = self._native is not None and logits.is_cpu and logits.dtype in _NATIVE_TYPES
         return self._native if native and self._native is not None else self._plain
+
+
+def before(scores: Tensor, token: Tensor | int, value: Tensor) -> Tensor:
+    """How many of ``scores`` [..., V], fp32, rank before ``token``, which has ``value``: int64 [...]."""
+    ids = torch.arange(scores.shape[-1], device=scores.device)
+    return ((scores > value) | ((scores == value) & (ids < token))).sum(-1)
 
 
 def _open_native(threads: int) -> Backend | None:
@@ -92,7 +112,13 @@ def _ask(row: int, draw: Draw) -> Ask:
 
 def _change(row: Tensor, draw: Draw, seen: Mapping[int, Seen]) -> None:
     if draw.adjust is not None:
-        _penalise(row, seen[draw.sequence])
+        mine = seen[draw.sequence]
+        _penalise(row, mine)
+        if mine.allowed is not None:
+            allowed = mine.allowed.to(row.device)
+            row.copy_(torch.full_like(row, float("-inf")).index_copy_(0, allowed, row[allowed]))
+        if mine.forbidden:
+            row[list(mine.forbidden)] = float("-inf")
     if draw.banned:
         if not 0 <= min(draw.banned) <= max(draw.banned) < len(row):
             raise ValueError(f"a draw of sequence {draw.sequence} bans a token beyond the {len(row)} that there are")
@@ -109,6 +135,8 @@ def _penalise(row: Tensor, seen: Seen) -> None:
     penalties, tokens = seen.penalties, seen.tokens
     if seen.most >= len(row):
         raise ValueError(f"penalties name the token {seen.most}, there are {len(row)}")
+    if penalties.bias:
+        _add(row, list(penalties.bias), row.new_tensor(list(penalties.bias.values())))
     if penalties.repetition != 1.0:
         tokens = seen.tokens.to(row.device)
         old = row.gather(0, tokens)
@@ -116,20 +144,8 @@ def _penalise(row: Tensor, seen: Seen) -> None:
     if seen.counts and (penalties.presence or penalties.frequency):
         counts = row.new_tensor(list(seen.counts.values()))
         _add(row, list(seen.counts), -(penalties.presence + penalties.frequency * counts))
-    if penalties.bias:
-        _add(row, list(penalties.bias), row.new_tensor(list(penalties.bias.values())))
 
 
 def _add(row: Tensor, tokens: list[int], values: Tensor) -> None:
     """``tokens`` are distinct, so that no order of additions shows."""
     row.scatter_add_(0, torch.tensor(tokens, device=row.device), values)
-
-
-def _logprobs(logits: Tensor, count: int, token: int, lse: Tensor | None) -> list[tuple[int, float]]:
-    """Of ``token``, then of the ``count`` best; before anything was changed."""
-    if count < 0 or token < 0:
-        return []
-    scores = logits.float()
-    values = torch.log_softmax(scores, -1) if lse is None else scores - lse
-    best, ids = values.topk(min(count, values.numel()))
-    return [(token, float(values[token])), *zip(ids.tolist(), best.tolist(), strict=True)]

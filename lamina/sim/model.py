@@ -20,16 +20,21 @@ def value(token: int, position: int, seen: int) -> int:
 def drawn(draw: Draw, seen: int, due: Mapping[int, Due], pending: int | None) -> Drawn:
     """A token; a pure function of what the row has seen, the draw's fields and the tokens that penalties count."""
     if draw.known >= 0:
-        return Drawn(draw.sequence, draw.known, [(draw.known, -float(seen % 1000))])
+        return Drawn(draw.sequence, draw.known, [(draw.known, -float(seen % 1000), 1 + seen % 7)])
     number = seen + draw.seed % PRIME * (draw.index + 1)
+    forbidden = set(draw.banned)
     if draw.adjust is not None:
         found = due[draw.sequence]
+        mine = found.history.seen(found.told, pending)
+        forbidden |= {*mine.forbidden} | (
+            {*range(EOS)} - {*mine.allowed.tolist()} if mine.allowed is not None else set()
+        )
         counted = [*found.history.told[: found.told], *([] if pending is None else [pending])]
         number += sum((i + 1) * (t + 1) for i, t in enumerate(counted)) * 3
     token = EOS if number % ODDS == 0 else number % EOS
-    while token in draw.banned:
+    while token in forbidden:
         token = (token + 1) % EOS
-    logprobs = [(token, -float(number % 1000))] if draw.logprobs >= 0 else []
+    logprobs = [(token, -float(number % 1000), 1 + number % 7)] if draw.logprobs >= 0 else []
     return Drawn(draw.sequence, token, logprobs)
 
 

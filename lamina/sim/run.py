@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from lamina.config import make_config
 from lamina.engine.engine import Engine
-from lamina.request import CompletionOutput, RequestOutput, Told
+from lamina.request import CompletionOutput, RequestOutput, Told, scored
 
 from .clock import VirtualClock
 from .model import Letters
@@ -221,8 +221,8 @@ def _told(output: RequestOutput | None) -> tuple[Completion, ...]:
 
 
 def _as_told(of: CompletionOutput) -> Told:
-    pairs = None if of.logprobs is None else [[(x.token_id, x.logprob) for x in each] for each in of.logprobs]
-    return Told(index=of.index, tokens=list(of.token_ids), logprobs=pairs)
+    scores = None if of.logprobs is None else [scored(each, 0) for each in of.logprobs]
+    return Told(index=of.index, tokens=list(of.token_ids), logprobs=scores)
 
 
 def main(first: int = 0, count: int = 1000) -> None:

@@ -110,10 +110,20 @@ def _ask(rng: random.Random) -> Arriving:
     for extra in extras:
         if rng.random() < 0.3:
             params |= extra
+    params |= _forbidden(random.Random(repr(params)))
     cancel = rng.uniform(0.0, 0.3) if rng.random() < 0.1 else None
     return Arriving(
         rng.choice((0.0, rng.uniform(0.0, 0.5))), tuple(rng.randrange(EOS) for _ in range(tokens)), params, cancel
     )
+
+
+def _forbidden(rng: random.Random) -> dict[str, Any]:
+    """Bad words, many of which a completion would have, and allowed tokens, more than they forbid."""
+    if rng.random() < 0.7:
+        return {}
+    words = [[rng.randrange(EOS), rng.randrange(EOS)] for _ in range(900)] + [[rng.randrange(EOS)] for _ in range(9)]
+    allowed = rng.sample(range(EOS), 60) if rng.random() < 0.5 else None
+    return {"bad_words_token_ids": words, "allowed_token_ids": allowed}
 
 
 def _alike(seed: int, asks: tuple[Arriving, ...]) -> tuple[Arriving, ...]:

@@ -31,7 +31,7 @@ def completion(model: Any, prompt: list[int], noise: float = 0.0, swap_at: int |
         tokens[swap_at] = (tokens[swap_at] + 1) % 320
     with torch.no_grad():
         values = torch.log_softmax(model(torch.tensor([prompt + tokens])).logits[0], -1)
-    logprobs = [[Logprob(t, float(values[len(prompt) - 1 + i, t]) + noise)] for i, t in enumerate(tokens)]
+    logprobs = [{t: Logprob(float(values[len(prompt) - 1 + i, t]) + noise, 1)} for i, t in enumerate(tokens)]
     return RequestOutput(
         0, None, prompt, [CompletionOutput(0, "", tokens, "length", None, logprobs)], RequestTimes(0.0)
     )
@@ -86,6 +86,7 @@ def test_error_of_each_dtype_is_bounded(
             logits = rounded(torch.tensor([output.prompt_token_ids + tokens])).logits[0]
             values = torch.log_softmax(logits, -1)[len(output.prompt_token_ids) - 1 :]
             for row, entry in zip(values, output.outputs[0].logprobs or [], strict=False):
-                error = max(error, abs(float(row[entry[0].token_id]) - entry[0].logprob))
+                token, first = next(iter(entry.items()))
+                error = max(error, abs(float(row[token]) - first.logprob))
     assert error < bound
     assert error > 0.0

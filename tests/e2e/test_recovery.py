@@ -33,12 +33,16 @@ PARAMS = [
 PLACES = 4
 
 
+def _first(entry: dict[int, Any]) -> float:
+    return float(next(iter(entry.values())).logprob)
+
+
 def told(outputs: list[Any]) -> list[Any]:
     found = []
     for output in outputs:
-        scores = [None if x is None else round(x[0].logprob, PLACES) for x in output.prompt_logprobs or []]
+        scores = [None if x is None else round(_first(x), PLACES) for x in output.prompt_logprobs or []]
         for one in output.outputs:
-            probs = [round(x[0].logprob, PLACES) for x in one.logprobs or []]
+            probs = [round(_first(x), PLACES) for x in one.logprobs or []]
             found.append((one.token_ids, one.finish_reason, one.stop_reason, probs, scores))
     return found
 

@@ -47,6 +47,7 @@ def changed(*told: Any) -> list[float]:
         ({"frequency": 0.5}, [2.0, -2.5, 0.0, -1.0, 4.0, 0.5]),
         ({"presence": 0.5, "frequency": 0.25}, [2.0, -2.75, 0.0, -1.0, 4.0, 0.5]),
         ({"repetition": 2.0, "prompt": PROMPT}, [1.0, -4.0, 0.5, -1.0, 4.0, 0.5]),
+        ({"repetition": 2.0, "prompt": PROMPT, "bias": {2: 5.0, 1: 1.0, 0: -3.0}}, [-2.0, -2.0, 3.0, -1.0, 4.0, 0.5]),
         ({"repetition": 2.0, "prompt": PROMPT, "frequency": 0.5}, [1.0, -4.5, -0.5, -1.0, 4.0, 0.5]),
         ({"bias": {2: 5.0, 5: -1.0}}, [2.0, -2.0, 6.0, -1.0, 4.0, -0.5]),
         ({"bias": {2: 5.0}, "presence": -0.5}, [2.0, -1.5, 6.5, -1.0, 4.0, 0.5]),
@@ -131,19 +132,19 @@ def test_log_probabilities_are_of_the_raw_logits(one: Sampler) -> None:
     for banned, token in (((), 4), ((4,), 0)):
         (found,) = one.draw(torch.tensor([ROW]), [draw(banned=banned, logprobs=2)])
         assert found.sequence == 3
-        assert [t for t, _ in found.logprobs] == [token, 4, 0]
-        assert [p for _, p in found.logprobs] == pytest.approx([exact[token], exact[4], exact[0]])
+        assert [(t, rank) for t, _, rank in found.logprobs] == [(token, 1 + (token == 0)), (4, 1), (0, 2)]
+        assert [p for _, p, _ in found.logprobs] == pytest.approx([exact[token], exact[4], exact[0]])
     for count, told in ((-1, 0), (0, 1), (VOCAB, VOCAB + 1), (VOCAB + 9, VOCAB + 1)):
         (found,) = one.draw(torch.tensor([ROW]), [draw(logprobs=count)])
         assert len(found.logprobs) == told
     (known,) = one.draw(torch.tensor([ROW]), [draw(known=0, logprobs=0)])
-    assert known.logprobs == [(0, pytest.approx(exact[0]))]
+    assert known.logprobs == [(0, pytest.approx(exact[0]), 2)]
 
 
 def test_where_not_all_logits_are_shown_their_sum_is_given(one: Sampler) -> None:
     rows = torch.tensor([ROW, ROW])
     found = one.draw(rows, [draw(logprobs=1), draw(logprobs=1)], lse=torch.tensor([5.0, 7.0]))
-    assert [d.logprobs for d in found] == [[(4, -1.0)] * 2, [(4, -3.0)] * 2]
+    assert [d.logprobs for d in found] == [[(4, -1.0, 1)] * 2, [(4, -3.0, 1)] * 2]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ ROUNDED = Setting("dtype", Exactness.BOUNDED, None, {"dtype": "bfloat16"})
 
 def completion(tokens: list[int], values: list[float] | None = None) -> CompletionOutput:
     values = values or [-0.5] * len(tokens)
-    logprobs = [[Logprob(t, v), Logprob(t + 100, v - 1.0)] for t, v in zip(tokens, values, strict=True)]
+    logprobs = [{t: Logprob(v, 1), t + 100: Logprob(v - 1.0, 2)} for t, v in zip(tokens, values, strict=True)]
     return CompletionOutput(0, "", tokens, "length", None, logprobs)
 
 

@@ -87,7 +87,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     (got,) = sample(LOGITS[None], [draw(temperature=0.3, logprobs=2)])
     wanted = torch.log_softmax(LOGITS.double(), -1)
     assert abs(got.logprobs[0][1] - float(wanted[got.token])) < 1e-5
-    assert [t for t, _ in got.logprobs[1:]] == [0, 5]
+    assert [(t, rank) for t, _, rank in got.logprobs[1:]] == [(0, 1), (5, 2)]
 
 
 @settings(max_examples=25, deadline=None)

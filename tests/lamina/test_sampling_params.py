@@ -76,14 +76,14 @@ def test_a_known_token_is_reported_and_not_drawn() -> None:
     (drawn,) = sample(LOGITS[None], [draw(known=3, logprobs=2)])
     wanted = torch.log_softmax(LOGITS.double(), -1)
     assert drawn.token == 3
-    assert [i for i, _ in drawn.logprobs] == [3, 0, 5]
-    assert all(abs(value - float(wanted[i])) < 1e-6 for i, value in drawn.logprobs)
+    assert [(i, rank) for i, _, rank in drawn.logprobs] == [(3, 5), (0, 1), (5, 2)]
+    assert all(abs(value - float(wanted[i])) < 1e-6 for i, value, _ in drawn.logprobs)
 
 
 @pytest.mark.parametrize(
     "bad", [{"min_p": 1.5}, {"presence_penalty": 3}, {"repetition_penalty": 0}, {"repetition_penalty": 5e-324},
             {"repetition_penalty": 1e300}, {"logit_bias": {1: 101}},
-            {"logit_bias": {"x": 1}}, {"prompt_logprobs": 21}, {"frequency_penalty": float("nan")}]
+            {"logit_bias": {"x": 1}}, {"prompt_logprobs": -2}, {"frequency_penalty": float("nan")}]
 )  # fmt: skip
 def test_bad_values_are_named(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
@@ -132,9 +132,12 @@ def test_prompt_logprobs_equal_transformers(llm: LLM) -> None:
         assert found[0] is None
         for position, entry in enumerate(found[1:]):
             assert entry is not None
-            assert entry[0].token_id == ids[position + 1]
-            assert len(entry) == 4
-            assert all(abs(e.logprob - float(wanted[position, e.token_id])) < 1e-4 for e in entry)
+            order = wanted[position].argsort(descending=True).tolist()
+            assert list(entry) == list(dict.fromkeys([ids[position + 1], *order[:3]]))
+            for token, scored in entry.items():
+                assert abs(scored.logprob - float(wanted[position, token])) < 1e-4
+                assert scored.rank == order.index(token) + 1
+                assert scored.decoded_token == tokenizer.decode([token])
 
 
 @pytest.fixture(params=["one replica", "two replicas", "prefill worker"])
@@ -154,24 +157,91 @@ def test_penalties_through_the_pools(any_llm: LLM) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     prompt = tokenizer("import os\n")["input_ids"]
+    bias = {**dict.fromkeys(prompt, 4.0), 5: 3.0}
     params = SamplingParams(
         max_tokens=24, temperature=0.0, ignore_eos=True, presence_penalty=1.5, frequency_penalty=0.7,
-        repetition_penalty=1.1, logit_bias={5: 3.0},
+        repetition_penalty=1.4, logit_bias=bias,
     )  # fmt: skip
     tokens: list[int] = []
     for _ in range(24):
         with torch.no_grad():
             row = model(torch.tensor([prompt + tokens])).logits[0, -1].double()
+        for biased, value in bias.items():
+            row[biased] += value
         for seen in {*prompt, *tokens}:
-            row[seen] = row[seen] / 1.1 if row[seen] > 0 else row[seen] * 1.1
+            row[seen] = row[seen] / 1.4 if row[seen] > 0 else row[seen] * 1.4
         for seen in set(tokens):
             row[seen] -= 1.5 + 0.7 * tokens.count(seen)
-        row[5] += 3.0
         tokens.append(int(row.argmax()))
     (output,) = llm.generate([prompt], params)
     assert output.outputs[0].token_ids == tokens
     (plain,) = llm.generate([prompt], SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
     assert plain.outputs[0].token_ids != tokens, "the control"
+
+
+def test_forbidden_tokens_through_the_pools(any_llm: LLM) -> None:
+    """Against a loop over the whole model, greedy: words are matched with the token in flight, too."""
+    llm = any_llm
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    prompt, count = tokenizer("import os\n")["input_ids"], 16
+    greedy: dict[str, Any] = {"max_tokens": count, "temperature": 0.0, "ignore_eos": True}
+    plain = llm.generate([prompt], SamplingParams(**greedy))[0].outputs[0].token_ids
+    words = [plain[1:3], plain[4:7], plain[9:10]]
+    allowed = sorted({*plain, *range(40, 140)})
+    tokens: list[int] = []
+    for _ in range(count):
+        with torch.no_grad():
+            row = model(torch.tensor([prompt + tokens])).logits[0, -1].double()
+        banned = [t for t in range(len(row)) if t not in allowed or any([*tokens, t][-len(w) :] == w for w in words)]
+        row[banned] = -math.inf
+        tokens.append(int(row.argmax()))
+    asked = SamplingParams(**greedy, bad_words_token_ids=words, allowed_token_ids=allowed, logprobs=0)
+    (output,) = llm.generate([prompt], asked)
+    assert output.outputs[0].token_ids == tokens
+    assert any(entry[t].rank > 1 for t, entry in zip(tokens, output.outputs[0].logprobs or [], strict=True))
+    asked.bad_words_token_ids = words[:1]
+    others = llm.generate([prompt], asked)[0].outputs[0].token_ids
+    assert plain != tokens != others != plain, "the control"
+
+
+def test_bad_words_are_not_in_the_text(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    plain = llm.generate("class Stack:", params)[0].outputs[0]
+    word = llm.tokenizer.decode(plain.token_ids[3:5])
+    params.bad_words = [word]
+    (without,) = llm.generate("class Stack:", params)[0].outputs
+    assert word in plain.text
+    assert word not in without.text
+
+
+def test_all_log_probabilities_are_told_by_rank(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0.0, logprobs=-1, prompt_logprobs=-1)
+    with pytest.raises(ValueError, match="logprobs must be at most 20, not -1"):
+        llm.generate("class A", params)
+    llm._front._max_logprobs = -1
+    try:
+        (output,) = llm.generate("class A", params)
+    finally:
+        llm._front._max_logprobs = 20
+    vocabulary = llm.engine.info.vocab_size
+    for entry in [*(output.outputs[0].logprobs or []), *(output.prompt_logprobs or [])[1:]]:
+        assert entry is not None
+        assert sorted(x.rank for x in entry.values()) == list(range(1, vocabulary + 1))
+        assert math.isclose(sum(math.exp(x.logprob) for x in entry.values()), 1.0, rel_tol=1e-4)
+        values = [x.logprob for x in sorted(entry.values(), key=lambda x: x.rank)]
+        assert values == sorted(values, reverse=True)
+    chosen = [entry[t] for t, entry in zip(output.outputs[0].token_ids, output.outputs[0].logprobs or [], strict=True)]
+    assert [x.rank for x in chosen] == [1, 1]
+    assert output.outputs[0].cumulative_logprob == pytest.approx(sum(x.logprob for x in chosen))
+    assert "".join(str(x.decoded_token) for x in chosen) == output.outputs[0].text
+
+
+def test_nothing_that_is_allowed_is_left(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0.0, allowed_token_ids=[7], bad_words_token_ids=[[7]])
+    (output,) = llm.generate("class A", params)
+    assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("error", [])
+    assert str(output.outputs[0].stop_reason).startswith("allowed_token_ids and bad_words forbid every token")
 
 
 def test_stop_string_may_be_part_of_the_text(llm: LLM) -> None:

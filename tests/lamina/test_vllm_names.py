@@ -53,14 +53,16 @@ def test_the_end_of_a_long_prompt_is_kept_and_tokens_need_no_text() -> None:
     assert Front.ask(front, prompt, SamplingParams(truncate_prompt_tokens=9)).prompt == prompt
     assert Front.ask(front, prompt, SamplingParams()).make_pieces is not None
     assert Front.ask(front, prompt, SamplingParams(detokenize=False)).make_pieces is None
-    with pytest.raises(ValueError, match="truncate_prompt_tokens must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="truncate_prompt_tokens must be at least 1, or -1 for as many as fit, not 0"):
         SamplingParams(truncate_prompt_tokens=0)
     with pytest.raises(ValueError, match="stop strings need text: leave out detokenize=False"):
         SamplingParams(detokenize=False, stop="x")
 
 
 def test_outputs_have_their_names() -> None:
-    one = CompletionOutput(0, token_ids=[3, 4], logprobs=[[Logprob(3, -0.5), Logprob(9, -0.1)], [Logprob(4, -0.25)]])
+    one = CompletionOutput(
+        0, token_ids=[3, 4], logprobs=[{3: Logprob(-0.5, 4), 9: Logprob(-0.1, 1)}, {4: Logprob(-0.25, 1)}]
+    )
     assert one.cumulative_logprob == -0.75
     assert not one.finished()
     ended = CompletionOutput(0, finish_reason="stop")

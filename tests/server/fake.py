@@ -61,7 +61,7 @@ class FakeClient:
         self.cancelled.append(key)
 
     def _deltas(self, key: int, index: int, params: SamplingParams, *, last: bool) -> list[Delta]:
-        logprobs = None if params.logprobs is None else [[(WORD, -0.5), *[(WORD + 1, -1.0)] * params.logprobs]]
+        logprobs = None if params.logprobs is None else [[(WORD, -0.5, 1), *[(WORD + 1, -1.0, 1)] * params.logprobs]]
         cached = self.cached if index == 0 else None
         first = Delta(key=key, index=index, tokens=[WORD], text="ab", logprobs=logprobs, cached=cached)
         times = Times(0.001, 0.002, 0.003) if last else None

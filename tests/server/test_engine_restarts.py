@@ -113,11 +113,11 @@ def test_another_engine_is_told_all_that_readers_have() -> None:
         assert asked[0].params.seed != asked[2].params.seed
         assert asked[1].params.seed == 3
         first.say(
-            grown(key, 0, [4, 5], "ab", [[(4, -1.0), (6, -2.0)], [(5, -0.5)]]),
-            grown(key, 1, [6], "c", [[(6, -3.0)]], finish_reason="stop", stop_reason=6),
+            grown(key, 0, [4, 5], "ab", [[(4, -1.0, 1), (6, -2.0, 1)], [(5, -0.5, 1)]]),
+            grown(key, 1, [6], "c", [[(6, -3.0, 1)]], finish_reason="stop", stop_reason=6),
             grown(ended, 0, [1], "x", finish_reason="length", times=TIMES),
         )
-        first.say(grown(key, 0, [3], "d", [[(3, -0.25)]]))
+        first.say(grown(key, 0, [3], "d", [[(3, -0.25, 1)]]))
         await until(lambda: client._live.keys() == {key, gone})
         first.link.close()
         second = await engines.next(client)
@@ -128,15 +128,15 @@ def test_another_engine_is_told_all_that_readers_have() -> None:
         late = client.add([2], SamplingParams(), ReplyFeed(), Quiet())
         second.link.send(READY)
         again, new = await asyncio.to_thread(second.asked), await asyncio.to_thread(second.asked)
-        scores = [[(4, -1.0), (6, -2.0)], [(5, -0.5)], [(3, -0.25)]]
+        scores = [[(4, -1.0, 1), (6, -2.0, 1)], [(5, -0.5, 1)], [(3, -0.25, 1)]]
         assert msgspec.structs.replace(again, told=[]) == asked[0]
         assert again.told == [
             Told(index=0, tokens=[4, 5, 3], logprobs=scores, chars=3),
-            Told(index=1, tokens=[6], logprobs=[[(6, -3.0)]], chars=1, ended=True),
+            Told(index=1, tokens=[6], logprobs=[[(6, -3.0, 1)]], chars=1, ended=True),
         ]
         assert (new.key, new.told) == (late, [])
         assert not client.state.recovering
-        second.say(grown(key, 0, [2], "e", [[(2, -1.0)]], finish_reason="length", times=TIMES))
+        second.say(grown(key, 0, [2], "e", [[(2, -1.0, 1)]], finish_reason="length", times=TIMES))
         assert await all_of(feed, 5) == {0: [4, 5, 3, 2], 1: [6]}
         assert client.failure is None
 

@@ -175,7 +175,7 @@ def test_what_a_slow_reader_takes_late_adds_up(parts: list[tuple[int, str, bool]
     async def work() -> dict[int, tuple[str, list[int]]]:
         feed, got = ReplyFeed(), dict[int, tuple[str, list[int]]]()
         for number, (index, text, take) in enumerate(parts):
-            feed.push(Delta(key=0, index=index, tokens=[number], text=text, logprobs=[[(number, -1.0)]]))
+            feed.push(Delta(key=0, index=index, tokens=[number], text=text, logprobs=[[(number, -1.0, 1)]]))
             if take or number == len(parts) - 1:
                 for d in await feed.take():
                     before = got.get(d.index, ("", []))

@@ -40,7 +40,9 @@ def accepted(journal: Journal, prompts: int = 1, n: int = 1) -> Entry:
 
 
 def delta(key: int, token: int, index: int = 0, end: str | None = None) -> Delta:
-    return Delta(key=key, index=index, tokens=[token], text=f"<{token}>", logprobs=[[(token, -0.5)]], finish_reason=end)
+    return Delta(
+        key=key, index=index, tokens=[token], text=f"<{token}>", logprobs=[[(token, -0.5, 1)]], finish_reason=end
+    )
 
 
 def shown(journal: Journal) -> list[tuple[str, bool, list[tuple[int, int, list[int], str]]]]:
@@ -83,9 +85,9 @@ def test_what_a_reader_does_with_a_delta_does_not_change_the_journal(tmp_path: P
     journal.grown([given])
     given.tokens.append(99)
     assert given.logprobs is not None
-    given.logprobs.append([(99, 0.0)])
+    given.logprobs.append([(99, 0.0, 1)])
     assert entry.deltas[0].tokens == [7]
-    assert entry.deltas[0].logprobs == [[(7, -0.5)]]
+    assert entry.deltas[0].logprobs == [[(7, -0.5, 1)]]
     journal.close()
 
 
@@ -143,7 +145,7 @@ def test_another_models_another_versions_and_anothers_journal_are_refused(tmp_pa
         opened(tmp_path / "j", model="org/other")
     assert (tmp_path / "j" / "segment-00000000").read_bytes() == before
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lamina.server.journal.journal.FORMAT", 2)
+        patch.setattr("lamina.server.journal.journal.FORMAT", 1)
         with pytest.raises(ValueError, match="was written by another version of Lamina"):
             opened(tmp_path / "j")
     held = opened(tmp_path / "j")

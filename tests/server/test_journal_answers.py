@@ -122,7 +122,7 @@ def left_behind(service: Service, error: ApiError | None) -> str:
             assert (under_way.status_code, under_way.json()["status"]) == (202, "in_progress")
             assert under_way.headers["retry-after"] == "1"
             service.journal.grown(
-                [Delta(key=entry.keys[0], index=1, tokens=[300], text="xy", logprobs=[[(300, -1.0)]])]
+                [Delta(key=entry.keys[0], index=1, tokens=[300], text="xy", logprobs=[[(300, -1.0, 1)]])]
             )
             for call in list(service.calls):
                 call.abort(error) if error else call.close()

@@ -109,12 +109,12 @@ def test_what_a_slow_reader_has_not_taken_is_added_up() -> None:
 
 def test_an_end_without_log_probabilities_leaves_those_that_were_held() -> None:
     feed = ReplyFeed()
-    for index, (first, last) in enumerate(([[[(1, -0.5)]], None], [None, [[(1, -0.5)]]])):
+    for index, (first, last) in enumerate(([[[(1, -0.5, 1)]], None], [None, [[(1, -0.5, 1)]]])):
         feed.push(delta(7, index, logprobs=first))
         feed.push(delta(7, index, tokens=[], text="", logprobs=last, finish_reason="abort"))
 
     async def work() -> None:
-        assert [d.logprobs for d in await feed.take()] == [[[(1, -0.5)]], None]
+        assert [d.logprobs for d in await feed.take()] == [[[(1, -0.5, 1)]], None]
 
     asyncio.run(work())
 

@@ -20,13 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lamina"))
 from fake_wire import EOS, VOCAB, FakeWire, Letters, continuation, make_engine
 
 from lamina.protocol.control import ControlLink, LinkBrokenError, LinkClosedError, Stop
-from lamina.request import Blame, SamplingParams, Told
+from lamina.request import Blame, Logprob, SamplingParams, Told
 from lamina.server.link import engine_process
 from lamina.server.link.client import FROM_ENGINE
 from lamina.server.link.engine_process import FROM_SERVER, _Loop
 from lamina.server.link.messages import Add, Cancel, Delta, Outputs, Ready, Refused, State, Times, WorkerCounters
 
 PROMPT = [1, 2, 3]
+ADD = Add(7, PROMPT, SamplingParams(logprobs=0, prompt_logprobs=0))
 PARAMS = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 SOON_S = 20.0
 
@@ -162,9 +163,9 @@ def test_text_and_log_probabilities_come_in_pieces_too(monkeypatch: pytest.Monke
 
 def output(*texts: str, **changes: Any) -> Any:
     """Of an engine, with a token for each letter of each completion."""
-    logprob = SimpleNamespace(token_id=3, logprob=-0.5)
+    entry = {3: Logprob(-0.5, 1)}
     outputs = [
-        SimpleNamespace(index=i, token_ids=list(map(ord, text)), text=text, logprobs=[[logprob]] * len(text),
+        SimpleNamespace(index=i, token_ids=list(map(ord, text)), text=text, logprobs=[entry] * len(text),
                         finish_reason=None, stop_reason=None, blame=None)
         for i, text in enumerate(texts)
     ]  # fmt: skip
@@ -181,16 +182,18 @@ def output(*texts: str, **changes: Any) -> Any:
 
 
 def test_what_a_delta_says() -> None:
-    live = engine_process._Live(7, 1)
-    scored = [None, [SimpleNamespace(token_id=5, logprob=-1.0)]]
+    live = engine_process._Live(ADD, 1)
+    scored = [None, {5: Logprob(-1.0, 1)}]
     (first, other) = live.deltas(output("ab", "x", prompt_logprobs=scored, num_cached_tokens=32))
     assert first == Delta(
-        key=7, index=0, tokens=[97, 98], text="ab", logprobs=[[(3, -0.5)]] * 2,
-        prompt_logprobs=[None, [(5, -1.0)]], cached=32,
+        key=7, index=0, tokens=[97, 98], text="ab", logprobs=[[(3, -0.5, 1)]] * 2,
+        prompt_logprobs=[None, [(5, -1.0, 1)]], cached=32,
     )  # fmt: skip
-    assert other == Delta(key=7, index=1, tokens=[120], text="x", logprobs=[[(3, -0.5)]])
+    assert other == Delta(key=7, index=1, tokens=[120], text="x", logprobs=[[(3, -0.5, 1)]])
     (second,) = live.deltas(output("abc", "x", prompt_logprobs=scored, num_cached_tokens=32))
-    assert second == Delta(key=7, index=0, tokens=[99], text="c", logprobs=[[(3, -0.5)]]), "what is of the prompt once"
+    assert second == Delta(key=7, index=0, tokens=[99], text="c", logprobs=[[(3, -0.5, 1)]]), (
+        "what is of the prompt once"
+    )
     last = output("abc", "xy", finished=True)
     for one, (reason, why, blame) in zip(
         last.outputs, [("stop", 5, None), ("error", "why", Blame.CLIENT)], strict=True
@@ -204,12 +207,12 @@ def test_what_a_delta_says() -> None:
 
 
 def test_the_scores_of_a_prompt_wait_for_its_first_completion() -> None:
-    live = engine_process._Live(7, 1)
-    scored = [None, [SimpleNamespace(token_id=5, logprob=-1.0)]]
+    live = engine_process._Live(ADD, 1)
+    scored = [None, {5: Logprob(-1.0, 1)}]
     (second,) = live.deltas(output("", "x", prompt_logprobs=scored))
     assert (second.index, second.prompt_logprobs) == (1, None)
     (first,) = live.deltas(output("a", "x", prompt_logprobs=scored))
-    assert (first.index, first.prompt_logprobs) == (0, [None, [(5, -1.0)]])
+    assert (first.index, first.prompt_logprobs) == (0, [None, [(5, -1.0, 1)]])
 
 
 def test_a_cancelled_prompt_is_ended_and_nothing_more_is_told_of_it(bench: Bench) -> None:

@@ -77,6 +77,6 @@ def _compare_one(
     chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     gaps += [float(g) for g in logits.max(-1).values - chosen if not g <= 0]  # NaN is a gap that nothing excuses
     expected = chosen - torch.logsumexp(logits, -1)
-    for value, entry in zip(expected.tolist(), logprobs, strict=True):
-        error = abs(value - entry[0].logprob)
+    for token, value, entry in zip(tokens, expected.tolist(), logprobs, strict=True):
+        error = abs(value - entry[token].logprob)
         result.logit_error = max(result.logit_error, math.inf if math.isnan(error) else error)

@@ -125,8 +125,7 @@ def compare(run: Sequence[CompletionOutput], like: Sequence[CompletionOutput]) -
             at = (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
             first = prompt, next(at, same)
         for entry, entry_like in zip(ours[: same + 1], theirs[: same + 1], strict=False):
-            values = {p.token_id: p.logprob for p in entry_like}
-            gaps = (abs(p.logprob - values[p.token_id]) for p in entry if p.token_id in values)
+            gaps = (abs(x.logprob - entry_like[token].logprob) for token, x in entry.items() if token in entry_like)
             worst = max([worst, *(math.inf if math.isnan(gap) else gap for gap in gaps)])
     return Difference(equal_tokens, equal_prompts, worst, first)
 

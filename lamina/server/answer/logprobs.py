@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lamina.models.tokens import Detokenizer
+from lamina.request import Score
 from lamina.server.link.messages import Logprobs
 
 LEAST = -9999.0  # in place of minus infinity, which JSON does not have
@@ -63,9 +64,9 @@ def chat_logprobs(texts: TokenTexts, entries: Sequence[Logprobs]) -> dict[str, A
     return {"content": [{**_item(texts, e[0]), "top_logprobs": [_item(texts, x) for x in e[1:]]} for e in entries]}
 
 
-def _item(texts: TokenTexts, pair: tuple[int, float]) -> dict[str, Any]:
-    text, raw = texts(pair[0])
-    return {"token": text, "logprob": max(pair[1], LEAST), "bytes": raw}
+def _item(texts: TokenTexts, score: Score) -> dict[str, Any]:
+    text, raw = texts(score[0])
+    return {"token": text, "logprob": max(score[1], LEAST), "bytes": raw}
 
 
 class CompletionLogprobs:
@@ -92,7 +93,7 @@ class CompletionLogprobs:
 
     def _top(self, entry: Logprobs) -> dict[str, float]:
         top: dict[str, float] = {}
-        for token, value in [*entry[1:], entry[0]]:
+        for token, value, _ in [*entry[1:], entry[0]]:
             top.setdefault(self._texts(token)[0], max(value, LEAST))
         return top
 

@@ -9,7 +9,7 @@ import msgspec
 from lamina.request import SamplingParams
 from lamina.server.link.messages import Delta
 
-FORMAT = 1  # raised where a server of the version before could not read it
+FORMAT = 2  # raised where a server of the version before could not read it
 
 
 class Heading(msgspec.Struct, frozen=True, kw_only=True, tag="heading"):

@@ -18,9 +18,9 @@ from lamina.fleet.choose_transport import nearest
 from lamina.fleet.pools import Pools
 from lamina.models.tokens import load_beside
 from lamina.protocol.control import ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop
-from lamina.request import Blame, CompletionOutput, Logprob, RequestOutput, Told
+from lamina.request import Blame, CompletionOutput, Logprob, RequestOutput, scored
 
-from .messages import Add, Cancel, Delta, Logprobs, Outputs, Ready, Refused, Start, State, Times, WorkerCounters
+from .messages import Add, Cancel, Delta, Outputs, Ready, Refused, Start, State, Times, WorkerCounters
 
 log = logging.getLogger(__name__)
 FROM_SERVER = Start | Add | Cancel | Stop
@@ -74,9 +74,10 @@ def _serve(link: ControlLink, start: Start) -> None:
 class _Live:
     """A prompt in the engine, and how much of its completions the server has been told."""
 
-    def __init__(self, key: int, request_id: int, told: Sequence[Told] = ()) -> None:
-        self.key = key
+    def __init__(self, add: Add, request_id: int) -> None:
+        self.key = add.key
         self.request_id = request_id
+        self._params, told = add.params, add.told
         self._tokens = {x.index: len(x.tokens) for x in told}
         self._chars = {x.index: x.chars for x in told}
         self._ended = {x.index for x in told if x.ended}
@@ -88,7 +89,7 @@ class _Live:
         if found and found[0].index == 0 and self._first(found[0]):
             found[0].cached = output.num_cached_tokens
             if output.prompt_logprobs is not None:
-                found[0].prompt_logprobs = [None if x is None else _pairs(x) for x in output.prompt_logprobs]
+                found[0].prompt_logprobs = _scores(output.prompt_logprobs, self._params.prompt_logprobs)
         return found
 
     def _first(self, delta: Delta) -> bool:
@@ -106,7 +107,7 @@ class _Live:
             index=i,
             tokens=output.token_ids[had:],
             text=output.text[shown:],
-            logprobs=None if output.logprobs is None else [_pairs(x) for x in output.logprobs[had:]],
+            logprobs=None if output.logprobs is None else _scores(output.logprobs[had:], self._params.logprobs),
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
             blame=output.blame,
@@ -199,7 +200,7 @@ class _Loop:
             log.exception("a prompt could not be added")
             self._outbox.put(Refused(add.key, f"the engine could not add the prompt: {e}", Blame.SERVER))
             return
-        live = _Live(add.key, request_id, add.told)
+        live = _Live(add, request_id)
         self._by_key[add.key] = self._by_id[request_id] = live
 
     def _pieces(self, add: Add) -> Any:
@@ -297,8 +298,8 @@ def _times(output: RequestOutput) -> Times:
     return Times(scheduled - t.arrival_s, first - scheduled, (t.last_token_s or first) - first)
 
 
-def _pairs(entry: list[Logprob]) -> Logprobs:
-    return [(x.token_id, x.logprob) for x in entry]
+def _scores(entries: Sequence[dict[int, Logprob] | None], count: int | None) -> list[Any]:
+    return [None if entry is None else scored(entry, count or 0) for entry in entries]
 
 
 def _tell(link: ControlLink, message: Failed) -> None:

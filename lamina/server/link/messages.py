@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from lamina.protocol.options import EngineConfig
-from lamina.request import Blame, SamplingParams, Told
+from lamina.request import Blame, SamplingParams, Score, Told
 
-Logprobs = list[tuple[int, float]]  # the token itself first, then the best alternatives
+Logprobs = list[Score]  # the token itself first, then the best, among which it may be again
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):

@@ -91,7 +91,8 @@ def test_few_logits_give_the_same_token_and_log_probabilities(draw: Draw, seed: 
     known, lse = Alike(list(logits.split(WIDTH // size, -1))).gathered(few, [draw], seen)
     (wanted,), (found,) = sample(logits, [draw], seen), sample(known, [draw], seen, lse)
     assert found.token == wanted.token
-    assert [v for _, v in found.logprobs] == pytest.approx([v for _, v in wanted.logprobs], abs=1e-4)
+    assert [v for _, v, _ in found.logprobs] == pytest.approx([v for _, v, _ in wanted.logprobs], abs=1e-4)
+    assert [(t, rank) for t, _, rank in found.logprobs[1:]] == [(t, rank) for t, _, rank in wanted.logprobs[1:]]
 
 
 def plain(**options: Any) -> Draw:
@@ -149,6 +150,29 @@ def test_all_ranks_are_told_the_token(draw: Draw) -> None:
     wanted = sample(logits, both)
     for found in on_all(4, work):
         assert [d.token for d in found] == [d.token for d in wanted]
+
+
+def test_all_ranks_together_know_the_place_of_a_token() -> None:
+    """Also of one that is far from the best of its rank, and among equals."""
+    logits = (torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1)) * 4).round() / 4
+    bias = Adjust(
+        since=0, tokens=[], start=Penalties(presence=0.0, frequency=0.0, repetition=1.0, bias={9: 90.0}, prompt=[])
+    )
+    asked = [plain(logprobs=1, known=7), plain(logprobs=2), plain(logprobs=0, adjust=bias), plain(adjust=bias),
+             plain(logprobs=0, banned=list(range(4)))]  # fmt: skip
+    seen = seen_of(Histories().learn([], asked[2:3]), {})
+    assert Few.of(asked, WIDTH // 4, seen) is not None
+
+    def work(mesh: Mesh) -> list[Drawn]:
+        return Together(mesh, 1).draw(logits.chunk(4, -1)[mesh.rank], asked, seen)
+
+    wanted = sample(logits, asked, seen)
+    found = on_all(4, work)[0]
+    assert [[(t, r) for t, _, r in d.logprobs] for d in found] == [[(t, r) for t, _, r in d.logprobs] for d in wanted]
+    for row, known in zip(logits.tolist(), wanted, strict=True):
+        order = sorted(range(WIDTH), key=lambda i: (-row[i], i))
+        assert all(order[r - 1] == t for t, _, r in known.logprobs)
+    assert [bool(d.logprobs) for d in found] == [True, True, True, False, True]
 
 
 def test_turns_are_taken_in_the_order_of_rank_0_whenever_rounds_come() -> None:

@@ -1,0 +1,43 @@
+"""Which tokens a request may name, and why it gets none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+
+from lamina.request import SamplingParams
+
+NOT_FINITE = "the largest logit is not a finite number: weights or activations are broken, or too large for --dtype"
+
+
+def check_ids(prompt: list[int], params: SamplingParams, vocabulary: int) -> None:
+    """Raises ValueError, in one line, for a token that there is not, and for bad words that nobody has made tokens."""
+    if params.bad_words and params.bad_words_token_ids is None:
+        raise ValueError("bad_words need a tokenizer: pass tokenizer=, or name their tokens in bad_words_token_ids")
+    named: dict[str, Iterable[int]] = {
+        "the prompt": prompt,
+        "stop_token_ids": params.stop_token_ids or (),
+        "logit_bias": params.logit_bias or (),
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "bad_words": chain.from_iterable(params.bad_words_token_ids or ()),
+    }
+    for name, ids in named.items():
+        bad = next((t for t in ids if not 0 <= t < vocabulary), None)
+        if bad is not None:
+            raise ValueError(f"{name}: token id {bad} is outside the vocabulary of {vocabulary} tokens")
+
+
+def why_banned(params: SamplingParams) -> str:
+    """Of a completion that has no token left that it may have."""
+    forbids = {
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": params.bad_words_token_ids,
+        "min_tokens": params.min_tokens,
+    }
+    given = [name for name, value in forbids.items() if value]
+    if given == ["min_tokens"]:
+        return (
+            f"min_tokens {params.min_tokens} bans the stop tokens so far, and the model gives no other token: lower "
+            f"it, or name fewer stops"
+        )
+    return f"{' and '.join(given)} forbid every token that the model gives: allow more tokens, or forbid fewer"

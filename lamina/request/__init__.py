@@ -1,0 +1,14 @@
+"""The nouns of a generation: what a user asks for and what comes back. No torch here."""
+
+from __future__ import annotations
+
+from .outputs import Blame as Blame
+from .outputs import CompletionOutput as CompletionOutput
+from .outputs import Logprob as Logprob
+from .outputs import RequestOutput as RequestOutput
+from .outputs import RequestTimes as RequestTimes
+from .outputs import Score as Score
+from .outputs import Told as Told
+from .outputs import scored as scored
+from .params import FILTERS as FILTERS
+from .params import SamplingParams as SamplingParams

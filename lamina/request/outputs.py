@@ -1,0 +1,137 @@
+"""What comes back of a generation. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+Score = tuple[int, float, int]  # a token, its log-probability before temperature and filters, and its rank
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Of one token: its log-probability before penalties, temperature and filters.
+
+    ``rank``: 1 = the likeliest of all; of equals the lower token id comes first. ``decoded_token``: its text behind the
+    tokens before it, "" for a part of a character; None without a tokenizer, and with detokenize=False.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+def scored(entry: dict[int, Logprob], count: int) -> list[Score]:
+    """The token that stands there, then the ``count`` best, among which it may be again; -1 = all."""
+    scores = [(token, x.logprob, x.rank) for token, x in entry.items()]
+    best = sorted((s for s in scores if count < 0 or s[2] <= count), key=lambda s: s[2])
+    return [*scores[:1], *best]
+
+
+class Blame(StrEnum):
+    """Who can put an error right."""
+
+    CLIENT = "client"  # with other parameters
+    SERVER = "server"
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of a prompt so far. ``finish_reason``: None while it runs; "stop", "length", "abort", "error"."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None  # the token id or string that stopped it, or the error
+    logprobs: list[dict[int, Logprob]] | None = None  # per token: itself first, then the best by their rank
+    blame: Blame | None = None  # of an error
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum over the chosen tokens; None where no ``logprobs`` were asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=False))
+
+    def finished(self) -> bool:
+        """Whether it grows no more."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a reader has of a completion that an engine did not finish, so that another one can go on with it."""
+
+    index: int
+    tokens: list[int]
+    logprobs: list[list[Score]] | None = None  # of each token: itself first, then the best
+    chars: int = 0  # of its text
+    ended: bool = False  # whether its reader knows how it has ended
+
+
+@dataclass
+class RequestTimes:
+    """When things happened, in seconds of the engine's clock; only differences mean something."""
+
+    arrival_s: float
+    scheduled_s: float | None = None  # when its first row went to the workers
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished_s: float | None = None
+
+    @property
+    def arrival_time(self) -> float:
+        """``arrival_s``, by vLLM's name; so the next ones."""
+        return self.arrival_s
+
+    @property
+    def first_scheduled_time(self) -> float | None:
+        """``scheduled_s``."""
+        return self.scheduled_s
+
+    @property
+    def first_token_time(self) -> float | None:
+        """``first_token_s``."""
+        return self.first_token_s
+
+    @property
+    def last_token_time(self) -> float | None:
+        """``last_token_s``."""
+        return self.last_token_s
+
+    @property
+    def finished_time(self) -> float | None:
+        """``finished_s``."""
+        return self.finished_s
+
+    def mark(self, now_s: float, *, finished: bool) -> None:
+        """A token has come."""
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        self.last_token_s = now_s
+        if finished:
+            self.finished_s = now_s
+
+
+@dataclass
+class RequestOutput:
+    """All completions of one prompt."""
+
+    request_id: Any  # the engine's number, an int; of AsyncLLM, the text that its caller gave
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    times: RequestTimes
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # likewise, per token of the prompt; None first
+    num_cached_tokens: int | None = None  # of the prompt, whose KV an earlier request had left; None: not begun
+
+    @property
+    def metrics(self) -> RequestTimes:
+        """``times``, by vLLM's name."""
+        return self.times
+
+    @property
+    def finished(self) -> bool:
+        return all(o.finish_reason is not None for o in self.outputs)
