@@ -25,6 +25,7 @@ from lamina.server.journal.journal import Journal
 from lamina.server.journal.records import Accepted, KeptPrompt
 from lamina.server.journal.segment import framed
 from lamina.server.link.messages import Delta
+from lamina.server.request.protocol import Sampling
 
 
 def main() -> None:
@@ -61,7 +62,7 @@ def show(found: dict[str, float]) -> str:
 def request(journal: Journal, tokens: int) -> Accepted:
     """With a prompt of so many tokens, of 4 characters each."""
     (key,) = journal.take_keys(1)
-    asked = new_request("chatcmpl", "tiny", SamplingParams(max_tokens=64))
+    asked = new_request("chatcmpl", "tiny", SamplingParams(max_tokens=64), Sampling.model_validate({}), b"")
     prompt = KeptPrompt(key, list(range(1000, 1000 + tokens)), "word" * tokens, 1)
     return msgspec.structs.replace(asked, prompts=[prompt])
 

@@ -124,16 +124,19 @@ class Engine:
         told: Iterable[Told] = (),
         held: bool = False,
         spell: Spell | None = None,
+        salt: bytes = b"",
     ) -> int:
         """Queue a prompt; returns the request's id. ``told``: of completions that another engine began; they go on
         behind that, given the seed that they had. ``held``: its tokens are chosen by ``choose``, not drawn; it has one
-        completion. ``spell``: for logprobs. Raises ValueError for a prompt that cannot be served.
+        completion. ``spell``: for logprobs. ``salt``: it shares KV with requests of the same salt only. Raises
+        ValueError for a prompt that cannot be served.
         """
         self.check(prompt, params)
         request_id, self._next_request = self._next_request, self._next_request + 1
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         sequences = [self._sequence(request_id, prompt, params, _seed_of(seed, i), i) for i in range(params.n)]
-        sequences[0].held = held
+        for sequence in sequences:
+            sequence.held, sequence.salt = held, salt
         outputs = [s.output for s in sequences]
         output = RequestOutput(request_id, text, list(prompt), outputs, RequestTimes(self._clock()))
         if params.prompt_logprobs is not None:

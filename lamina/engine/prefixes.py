@@ -3,7 +3,8 @@ clock.
 
 A sequence that begins with the tokens of another one is forked from it, in whole pages: both hold the blocks, and
 nothing is computed or moved. The other one may still run, or it is *retained*: it has no more rows, and gives its
-blocks back as soon as others need them, the least recently used first.
+blocks back as soon as others need them, the least recently used first. Sequences of different salts have nothing in
+common, whatever their tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Prefixes:
         self._ledger = ledger
         self._page = page
         self._prompts_only = prompts_only
-        self._root = Beginning()
+        self._roots: dict[bytes, Beginning] = {}  # by salt; one that leads nowhere is not there
         self._known: dict[int, _Known] = {}  # those that run, with their prompts, and those that are retained
         self._retained: OrderedDict[int, None] = OrderedDict()  # the least recently used first
         self.num_queried = 0  # tokens of admitted sequences
@@ -73,7 +74,7 @@ class Prefixes:
         """
         if not self._page or sequence.params.prompt_logprobs is not None:
             return []
-        return list(self._way(self._pages(sequence.tokens, len(sequence.tokens) - 1)))
+        return list(self._way(sequence.salt, self._pages(sequence.tokens, len(sequence.tokens) - 1)))
 
     def match(self, beginnings: list[Beginning]) -> Hit | None:
         """The most of ``beginnings`` whose KV is there."""
@@ -110,7 +111,7 @@ class Prefixes:
         self.drop(sequence)
         limit = len(sequence.prompt) if self._prompts_only else len(sequence.tokens)
         pages = list(self._pages(sequence.tokens, min(sequence.num_scheduled, limit))) if self._page else []
-        way = list(self._way(pages))
+        way = list(self._way(sequence.salt, pages))
         known = len(way) == len(pages)  # another one has all of them, and perhaps more
         if known or sequence.output.finish_reason == "error":
             return [Free(sequence.id)]
@@ -141,7 +142,7 @@ class Prefixes:
         ops: list[SequenceOp] = [Free(number) for number in self._retained]
         self._retained.clear()
         self._known.clear()
-        self._root = Beginning()
+        self._roots.clear()
         return ops
 
     def _has(self, number: int, length: int) -> bool:
@@ -153,9 +154,9 @@ class Prefixes:
         for at in range(self._page, stop + 1, self._page):
             yield tuple(tokens[at - self._page : at])
 
-    def _way(self, pages: Iterable[Page]) -> Iterator[Beginning]:
-        """The nodes of ``pages``, as far as there are some."""
-        node = self._root
+    def _way(self, salt: bytes, pages: Iterable[Page]) -> Iterator[Beginning]:
+        """The nodes of ``pages`` below the root of ``salt``, as far as there are some."""
+        node = self._roots.get(salt, Beginning())
         for page in pages:
             found = node.next.get(page)
             if found is None:
@@ -166,20 +167,27 @@ class Prefixes:
     def _add(self, sequence: Sequence, pages: list[Page]) -> Beginning:
         """Put it into the tree; returns its last node."""
         self._known[sequence.id] = _Known(sequence, pages)
-        node = self._root
+        if not pages:
+            return Beginning()
+        node = self._roots.setdefault(sequence.salt, Beginning())
         for page in pages:
             node = node.next.setdefault(page, Beginning())
             node.through[sequence.id] = None
         return node
 
     def _forget(self, number: int) -> None:
-        node = self._root
         self._retained.pop(number, None)
-        for page in self._known.pop(number).pages:
+        sequence, pages = self._known.pop(number)
+        if not pages:
+            return
+        root = node = self._roots[sequence.salt]
+        for page in pages:
             child = node.next[page]
             del child.through[number]
             if not child.through:  # nobody goes this way
                 del node.next[page]
+                if not root.next:
+                    del self._roots[sequence.salt]
                 return
             node = child
         if node.last == number:

@@ -22,6 +22,7 @@ class Sequence:
     output: CompletionOutput  # filled by the engine as tokens arrive
     max_len: int  # tokens, prompt included, at which it ends
     stop_tokens: frozenset[int]
+    salt: bytes = b""  # it shares KV with sequences of the same salt only
     id: int = -1  # set by the scheduler on admission, as the next one
     place: Place = FIRST  # of its KV on the memory workers
     num_scheduled: int = 0  # positions whose KV is stored or on its way

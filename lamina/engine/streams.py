@@ -26,6 +26,7 @@ class Asked:
     text: str | None = None
     make_pieces: Callable[[], Pieces] | None = None
     spell: Spell | None = None
+    salt: bytes = b""
 
 
 class Feed:
@@ -100,7 +101,9 @@ class Streams:
             self._engine.check(a.prompt, a.params)
         try:
             for a in asked:
-                request_id = self._engine.add(a.prompt, a.params, text=a.text, make_pieces=a.make_pieces, spell=a.spell)
+                request_id = self._engine.add(
+                    a.prompt, a.params, text=a.text, make_pieces=a.make_pieces, spell=a.spell, salt=a.salt
+                )
                 feed.ids.append(request_id)
                 self._feeds[request_id] = feed
         except BaseException:

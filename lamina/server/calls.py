@@ -24,6 +24,7 @@ from .link.messages import Delta
 from .request.params import PARAMS
 from .request.prompts import Prompt, Prompter
 from .request.unsupported import UnknownFields
+from .tenants import Tenants
 from .watch.gauges import EngineGauges
 from .watch.metrics import Metrics, PromptMeter
 
@@ -46,6 +47,7 @@ class Service:
     fields: UnknownFields
     defaults: dict[str, Any] = field(default_factory=dict)  # of SamplingParams, as the model's own files have them
     journal: Journal | None = None
+    tenants: Tenants = field(default_factory=Tenants)
     decoder: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lamina-bodies"))
     calls: set[Call] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -87,18 +89,19 @@ class Call:
         arrival_s: float,
         *,
         only_prompt: bool = False,
+        salt: bytes = b"",
         entry: Entry | None = None,
     ) -> None:
         """``ticket``: for all completions, which the call closes; ``only_prompt``: the one token that is drawn all the
-        same is not wanted; ``entry``: of the journal, where there is one. Raises ApiError where there is no room for so
-        many tokens, and where there is no engine.
+        same is not wanted; ``salt``: see Tenants; ``entry``: of the journal, where there is one. Raises ApiError where
+        there is no room for so many tokens, and where there is no engine.
         """
         self.prompts = prompts
         self.params = params
         self.only_prompt = only_prompt
         self.completion_tokens = 0
         self.cached_tokens = 0  # of the prompts
-        self._service, self._entry = service, entry
+        self._service, self._entry, self._salt = service, entry, salt
         self._carried = False  # to the next server of the journal
         self._feed = ReplyFeed()
         self._open = len(prompts) * params.n
@@ -120,9 +123,10 @@ class Call:
         for number, (prompt, meter) in enumerate(zip(self.prompts, self.meters, strict=True)):
             entry, client = self._entry, self._service.client
             if entry is None:
-                key = client.add(prompt.ids, self.params, self._feed, meter)
+                key = client.add(prompt.ids, self.params, self._feed, meter, salt=self._salt)
             else:
-                key = client.add(prompt.ids, entry.params_of(number), self._feed, meter, key=entry.keys[number])
+                params, known = entry.params_of(number), entry.keys[number]
+                key = client.add(prompt.ids, params, self._feed, meter, key=known, salt=self._salt)
             self._numbers[key] = number
             self._waiting.add(key)
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from .admission import Ticket
 from .answer.answers import EventStream, whole
-from .answer.heads import head_of, new_request
+from .answer.heads import new_request
 from .answer.shapes import ChatShape, CompletionShape, Shape
 from .calls import Call, Service
 from .door.bodies import described, parse
@@ -38,13 +38,13 @@ async def completions(request: Request) -> Response:
     parts = split_prompts(body.prompt, service.config.max_prompts)
     max_tokens = 0 if body.max_tokens == 0 else params.max_tokens
     special = body.add_special_tokens is not False
-    only_prompt, by_number = body.max_tokens == 0, bool(body.return_tokens_as_token_ids)
-    asked = new_request("cmpl", name, params, echo=bool(body.echo), only_prompt=only_prompt, tokens_as_ids=by_number)
+    salt, only_prompt = _salt(request, body), body.max_tokens == 0
+    asked = new_request("cmpl", name, params, body, salt, echo=bool(body.echo), only_prompt=only_prompt)
     with _room(service, len(parts) * params.n) as ticket:
-        prompts = await service.prompter.completions(parts, max_tokens, special=special)
+        cut = service.prompter.cut(body, max_tokens)
+        prompts = await service.prompter.completions(parts, max_tokens, special=special, cut=cut)
         call = await _call(request, asked, prompts, ticket)
-    shape = CompletionShape(call, service.texts_of(asked), head_of(asked), echo=asked.echo)
-    return await _answer(request, body, call, shape)
+    return await _answer(request, body, call, CompletionShape(call, service.texts_of(asked), asked))
 
 
 @router.post("/v1/chat/completions", openapi_extra=described(ChatRequest), responses=_ANSWERS)
@@ -55,12 +55,18 @@ async def chat(request: Request) -> Response:
     name = service.check_model(body.model)
     params = chat_params(body, service.config, service.client.ready, service.defaults)
     variables = service.prompter.variables(body)
-    asked = new_request("chatcmpl", name, params, tokens_as_ids=bool(body.return_tokens_as_token_ids))
+    asked = new_request("chatcmpl", name, params, body, _salt(request, body))
     with _room(service, params.n) as ticket:
         most = params.max_tokens if body.max_completion_tokens or body.max_tokens else None  # a default gives way
-        prompt = await service.prompter.chat(body.messages, most, variables, special=bool(body.add_special_tokens))
+        special, cut = bool(body.add_special_tokens), service.prompter.cut(body, most)
+        prompt = await service.prompter.chat(body.messages, most, variables, special=special, cut=cut)
         call = await _call(request, asked, [prompt], ticket)
-    return await _answer(request, body, call, ChatShape(call, service.texts_of(asked), head_of(asked)))
+    return await _answer(request, body, call, ChatShape(call, service.texts_of(asked), asked))
+
+
+def _salt(request: Request, body: Sampling) -> bytes:
+    service: Service = request.app.state.service
+    return service.tenants.salt(request.state.key_id, body.cache_salt)
 
 
 @contextmanager
@@ -79,7 +85,9 @@ async def _call(request: Request, asked: Accepted, prompts: list[Prompt], ticket
     entry = await _journaled(service, asked, prompts)
     try:
         arrival_s, only_prompt = request.state.arrival_s, asked.only_prompt
-        call = Call(service, prompts, asked.params, ticket, arrival_s, only_prompt=only_prompt, entry=entry)
+        call = Call(
+            service, prompts, asked.params, ticket, arrival_s, only_prompt=only_prompt, salt=asked.salt, entry=entry
+        )
     except BaseException:
         if service.journal is not None:
             service.journal.drop(asked.id)

@@ -139,3 +139,16 @@ def test_a_text_ends_at_the_models_length() -> None:
 def test_bad_prompts(prompt: list[int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make_engine().add(prompt, SamplingParams())
+
+
+def test_requests_share_kv_within_a_salt_only() -> None:
+    """Whatever number of completions they have."""
+    engine, prompt = make_engine(max_num_seqs=4, enable_prefix_caching=True), [5] * 30
+    found = []
+    for salt, n in ((b"a", 1), (b"b", 2), (b"a", 2), (b"b", 1), (b"", 1)):
+        request = engine.add(prompt, SamplingParams(max_tokens=3, n=n), salt=salt)
+        output = run(engine)[request]
+        assert [o.token_ids for o in output.outputs] == [continuation(prompt, 3)] * n
+        found.append(output.num_cached_tokens)
+    assert found == [0, 0, 28, 28, 0]
+    assert engine.scheduler.prefixes.num_hit == 4 * 28, "all sequences but the first of each salt"

@@ -27,8 +27,8 @@ class Desk:
         self.prefixes = Prefixes(self.ledger, SIZE, prompts_only=prompts_only)
         self.step = 0
 
-    def waiting(self, tokens: list[int], number: int = -1, **params: int) -> Sequence:
-        found = Sequence(0, SamplingParams(**params), 0, tokens, CompletionOutput(0), 100, frozenset())
+    def waiting(self, tokens: list[int], number: int = -1, salt: bytes = b"", **params: int) -> Sequence:
+        found = Sequence(0, SamplingParams(**params), 0, tokens, CompletionOutput(0), 100, frozenset(), salt)
         found.id = number
         return found
 
@@ -38,9 +38,11 @@ class Desk:
     def is_coming(self, sequence: Sequence, hit: Hit | None) -> bool:
         return self.prefixes.is_coming(self.prefixes.beginnings(sequence), hit)
 
-    def serve(self, number: int, prompt: list[int], more: tuple[int, ...] = (), reason: str = "stop") -> Hit | None:
+    def serve(
+        self, number: int, prompt: list[int], more: tuple[int, ...] = (), reason: str = "stop", salt: bytes = b""
+    ) -> Hit | None:
         """Start a sequence, compute all of it but the last token, and end it."""
-        sequence = self.waiting(prompt, number)
+        sequence = self.waiting(prompt, number, salt)
         hit = self.match(sequence)
         op = self.prefixes.start(sequence, hit)
         sequence.tokens += more
@@ -69,6 +71,40 @@ def test_the_longest_known_beginning_is_found_in_whole_pages() -> None:
     found = desk.match(desk.waiting(tokens((1, 6), (2, 11), (3, 9))))
     assert found == Hit(2, 16, FIRST, (4,)), "6 + 11 tokens are four pages"
     assert desk.match(desk.waiting(tokens((2, 20)))) is None, "a page counts behind the same pages only"
+
+
+def test_another_salt_finds_nothing_and_the_same_one_finds_all() -> None:
+    desk = Desk()
+    desk.serve(1, tokens((1, 9)), salt=b"a")
+    assert desk.serve(2, tokens((1, 9)), salt=b"b") is None
+    assert desk.serve(3, tokens((1, 9))) is None, "none is another one, too"
+    assert desk.ledger.sequences == [1, 2, 3], "each holds blocks of its own"
+    for number, salt in ((1, b"a"), (2, b"b"), (3, b"")):
+        assert desk.match(desk.waiting(tokens((1, 9)), salt=salt)) == Hit(number, 8, FIRST, (2,))
+
+
+def test_nobody_waits_for_another_salt() -> None:
+    """Its time would tell of it."""
+    desk = Desk()
+    source = desk.waiting(tokens((1, 20)), 1, b"a")
+    desk.apply(desk.prefixes.start(source, None), rows=[Rows(1, 0, 9)])
+    assert desk.is_coming(desk.waiting(tokens((1, 13)), salt=b"a"), None)
+    assert not desk.is_coming(desk.waiting(tokens((1, 13)), salt=b"b"), None)
+
+
+def test_salts_that_nobody_has_any_more_take_no_memory() -> None:
+    desk = Desk()
+    for number in range(5):
+        desk.serve(number, tokens((1, 9)), salt=bytes([number]))
+        desk.serve(10 + number, tokens((1, 3)), salt=bytes([10 + number]))  # not a page
+    assert len(desk.prefixes._roots) == 5
+    for number in desk.prefixes.oldest:
+        desk.apply(desk.prefixes.evict(number))
+    assert not desk.prefixes._roots
+    desk.serve(30, tokens((1, 9)), salt=b"a")
+    desk.apply(*desk.prefixes.forget_all())
+    assert not desk.prefixes._roots
+    assert desk.serve(31, tokens((1, 9)), salt=b"a") is None
 
 
 @pytest.mark.parametrize(("length", "pages"), [(9, 2), (8, 1), (5, 1), (4, 0)])

@@ -46,11 +46,15 @@ class FakeClient:
         self.hold = False
         self.cached: int | None = None  # tokens of each prompt
         self.added: list[tuple[list[int], SamplingParams]] = []
+        self.salts: list[bytes] = []  # of what was added
         self.cancelled: list[int] = []
 
-    def add(self, prompt: list[int], params: SamplingParams, feed: ReplyFeed, meter: DeltaWatch) -> int:
+    def add(
+        self, prompt: list[int], params: SamplingParams, feed: ReplyFeed, meter: DeltaWatch, *, salt: bytes = b""
+    ) -> int:
         key = len(self.added)
         self.added.append((prompt, params))
+        self.salts.append(salt)
         for index in range(0 if self.hold else params.n):
             for delta in self._deltas(key, index, params, last=index == params.n - 1):
                 meter.grown(delta)

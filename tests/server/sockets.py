@@ -37,7 +37,7 @@ class Later(FakeClient):
         super().__init__()
         self._held: list[tuple[int, SamplingParams, ReplyFeed, DeltaWatch]] = []
 
-    def add(self, prompt: list[int], params: SamplingParams, feed: ReplyFeed, meter: DeltaWatch) -> int:
+    def add(self, prompt: list[int], params: SamplingParams, feed: ReplyFeed, meter: DeltaWatch, **_: Any) -> int:
         key = len(self.added)
         self.added.append((prompt, params))
         self._held.append((key, params, feed, meter))

@@ -31,6 +31,11 @@ def choice(index: int, text: str, **more: Any) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None, **more}
 
 
+def whole_choice(index: int, text: str, **more: Any) -> dict[str, Any]:
+    """It says what it could have and has not."""
+    return {**choice(index, text, **more), "prompt_logprobs": None, "prompt_token_ids": None, "token_ids": None}
+
+
 def events(*found: dict[str, Any]) -> bytes:
     """As they should lie on the wire."""
     return b"".join(f"data: {json.dumps(x, separators=(',', ':'))}\n\n".encode() for x in found) + b"data: [DONE]\n\n"
@@ -141,7 +146,7 @@ async def _chat(service: Service) -> httpx.Response:
 def test_a_whole_answer() -> None:
     found = ask("POST", "/v1/completions", json={**BODY, "prompt": [[5, 6], [7]], "n": 2}).json()
     assert {**found, "id": "", "created": 0} == {
-        **HEAD, "choices": [choice(i, "abcd", finish_reason="length") for i in range(4)],
+        **HEAD, "choices": [whole_choice(i, "abcd", finish_reason="length") for i in range(4)],
         "usage": {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11},
     }  # fmt: skip
     talk = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -150,7 +155,10 @@ def test_a_whole_answer() -> None:
 
 def test_a_prompt_alone_has_no_completion() -> None:
     found = ask("POST", "/v1/completions", json={"prompt": "x y", "max_tokens": 0, "echo": True}).json()
-    assert (found["choices"], found["usage"]["completion_tokens"]) == ([choice(0, "x y", finish_reason="length")], 0)
+    assert (found["choices"], found["usage"]["completion_tokens"]) == (
+        [whole_choice(0, "x y", finish_reason="length")],
+        0,
+    )
 
 
 def test_who_leaves_before_a_whole_answer_gets_a_status_for_the_log() -> None:

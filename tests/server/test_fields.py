@@ -48,7 +48,7 @@ def refused(path: str, body: dict[str, Any], service: Any = None) -> dict[str, A
         (COMPLETIONS, "typical_p", 0.5, "or send 1"),
         (COMPLETIONS, "length_penalty", 2, "or send 1"),
         (COMPLETIONS, "num_beams", 4, "or send 1"),
-        (COMPLETIONS, "return_token_ids", True, "or send False"),
+        (COMPLETIONS, "return_hidden_states", True, "or send False"),
         (CHAT, "tools", [{"type": "function", "function": {"name": "f" * 300}}], "tools is not supported"),
         (CHAT, "reasoning_effort", "high", "the model's chat template does not take it"),
         (CHAT, "lora_path", "x", "lora_path is not supported"),

@@ -20,6 +20,7 @@ from lamina.server.journal.folder import model_digest
 from lamina.server.journal.journal import Journal
 from lamina.server.journal.records import Accepted, KeptPrompt, Unanswerable
 from lamina.server.link.messages import Delta
+from lamina.server.request.protocol import Sampling
 
 PATH = str(ROOT / MODEL)
 SIZE = 1 << 20
@@ -31,7 +32,8 @@ def opened(path: Path, size: int = SIZE, model: str = PATH) -> Journal:
 
 def request(journal: Journal, prompts: int = 1, n: int = 1) -> Accepted:
     kept = [KeptPrompt(key, [5, 6, key], "text", 40 + key) for key in journal.take_keys(prompts)]
-    asked = new_request("cmpl", "tiny", SamplingParams(n=n, temperature=0.5, stop=["x"], logit_bias={3: 1.0}))
+    params = SamplingParams(n=n, temperature=0.5, stop=["x"], logit_bias={3: 1.0})
+    asked = new_request("cmpl", "tiny", params, Sampling.model_validate({}), b"")
     return Accepted(**{f: getattr(asked, f) for f in asked.__struct_fields__ if f != "prompts"}, prompts=kept)
 
 

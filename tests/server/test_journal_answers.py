@@ -23,7 +23,8 @@ from lamina.server.journal.resume import finish_all
 from lamina.server.link.client import DeltaWatch, EngineGoneError, PromptRefusedError, ReplyFeed
 from lamina.server.link.messages import Delta
 
-BODY: dict[str, Any] = {"prompt": ["def f(", "import"], "n": 2, "max_tokens": 5, "logprobs": 1, "echo": True}
+BODY: dict[str, Any] = {"prompt": ["def f(", "import"], "n": 2, "max_tokens": 5, "logprobs": 1, "echo": True,
+                        "cache_salt": "mine"}  # fmt: skip
 
 
 class KeptClient(FakeClient):
@@ -40,9 +41,10 @@ class KeptClient(FakeClient):
 
     def add(  # type: ignore[override]
         self, prompt: list[int], params: SamplingParams, feed: ReplyFeed, meter: DeltaWatch, *, key: int,
-        heard: list[Delta] | None = None,
+        heard: list[Delta] | None = None, salt: bytes = b"",
     ) -> int:  # fmt: skip
         self.keys.append(key)
+        self.salts.append(salt)
         self.added.append((prompt, params))
         if self.error is not None:
             feed.fail(self.error)
@@ -153,6 +155,8 @@ def test_what_a_server_leaves_is_finished_by_the_next_one(service: Service, tmp_
     assert answer["choices"][1]["text"].endswith("xyabcd")
     assert answer["usage"]["completion_tokens"] == 9
     assert client.keys == [0, 1]
+    assert isinstance(service.client, KeptClient)
+    assert client.salts == service.client.salts != [b"", b""], "whoever shared their KV then may do so now"
     assert [params.seed for _, params in client.added] == [prompt.seed for prompt in entry.accepted.prompts]
     assert second.admission.completions == 0
     journal.close()

@@ -141,7 +141,7 @@ def test_cors_only_where_asked_for() -> None:
 
 def test_a_failure_is_an_envelope_and_goes_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(FakeClient):
-        def add(self, *args: Any) -> int:
+        def add(self, *args: Any, **options: Any) -> int:
             raise KeyError("secret")
 
     logging.getLogger("lamina").propagate = True

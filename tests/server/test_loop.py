@@ -111,6 +111,14 @@ def test_deltas_add_up_to_each_completion_and_only_the_last_has_times(bench: Ben
     assert not bench.loop._by_id
 
 
+def test_prompts_share_kv_within_a_salt_only() -> None:
+    bench, found = Bench(enable_prefix_caching=True), []
+    for key, salt in enumerate((b"a", b"b", b"a")):
+        bench.loop._take(Add(key, [5] * 30, PARAMS, salt=salt))
+        found.append(next(d.cached for d in bench.work()))
+    assert found == [0, 0, 28]
+
+
 @pytest.mark.parametrize("had", range(5))
 def test_what_a_reader_has_of_another_engine_is_not_told_again(had: int) -> None:
     """The second completion has come to its end, and its reader knows."""

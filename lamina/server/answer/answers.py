@@ -91,9 +91,9 @@ class EventStream(Response):
         opening = self._shape.opening()  # leaves with the first token: clients take its time for that one's
         try:
             async for batch in self._call.batches(self._alive_s):
-                events = [self._event(head, self._shape.choice(*one)) for one in batch]
+                events = [self._event(head, {"choices": [self._shape.choice(*one)]}) for one in batch]
                 if events:
-                    events = [*(self._event(head, c, begun=False) for c in opening), *events]
+                    events = [*(self._event(head, chunk, begun=False) for chunk in opening), *events]
                     opening = []
                 yield b"".join(events) or KEEP_ALIVE
             if self._usage:
@@ -102,10 +102,10 @@ class EventStream(Response):
             yield b"data: %b\n\n" % _encode(e.body)
         yield DONE
 
-    def _event(self, head: dict[str, Any], choice: dict[str, Any], *, begun: bool = True) -> bytes:
+    def _event(self, head: dict[str, Any], chunk: dict[str, Any], *, begun: bool = True) -> bytes:
         """``begun``: whether a token has come, as far as its reader knows."""
         so_far = self._call.usage
         if not begun:
             so_far = {**so_far, "completion_tokens": 0, "total_tokens": so_far["prompt_tokens"]}
         usage = {"usage": so_far if self._usage_always else None} if self._usage else {}
-        return b"data: %b\n\n" % _encode({**head, "choices": [choice], **usage})
+        return b"data: %b\n\n" % _encode({**head, **chunk, **usage})

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from lamina import __version__
 from lamina.request import SamplingParams
 from lamina.server.journal.records import Accepted
+from lamina.server.request.protocol import Sampling
 
 FINGERPRINT = f"lamina-{__version__}"
 
@@ -17,12 +18,13 @@ def new_request(
     kind: Literal["cmpl", "chatcmpl"],
     model: str,
     params: SamplingParams,
+    body: Sampling,
+    salt: bytes,
     *,
     echo: bool = False,
     only_prompt: bool = False,
-    tokens_as_ids: bool = False,
 ) -> Accepted:
-    """A request that has come now, without its prompts. ``model``: as its client calls it."""
+    """A request that has come now, without its prompts. ``model``: as its client calls it. ``salt``: see Tenants."""
     return Accepted(
         id=f"{kind}-{secrets.token_hex(16)}",
         kind=kind,
@@ -32,7 +34,9 @@ def new_request(
         prompts=[],
         echo=echo,
         only_prompt=only_prompt,
-        tokens_as_ids=tokens_as_ids,
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        token_ids=bool(body.return_token_ids),
+        salt=salt,
     )
 
 

@@ -60,8 +60,33 @@ class TokenNumbers(TokenTexts):
 
 
 def chat_logprobs(texts: TokenTexts, entries: Sequence[Logprobs]) -> dict[str, Any]:
-    """Of chat completions: one item for each token."""
-    return {"content": [{**_item(texts, e[0]), "top_logprobs": [_item(texts, x) for x in e[1:]]} for e in entries]}
+    """Of chat completions: one item for each token. Among the alternatives the token itself comes first, as in vLLM:
+    where it is none of the best, the last of them gives way to it.
+    """
+    found = []
+    for entry in entries:
+        top = _distinct(entry)[: len(entry) - 1]
+        found.append({**_item(texts, entry[0]), "top_logprobs": [_item(texts, x) for x in top]})
+    return {"content": found}
+
+
+def prompt_scores(texts: TokenTexts, entries: Sequence[Logprobs | None]) -> list[dict[str, Any] | None]:
+    """``prompt_logprobs`` as vLLM has them: for each token of the prompt token id -> log-probability, rank and text;
+    itself first, then the best.
+    """
+    return [None if entry is None else _ranked(texts, entry) for entry in entries]
+
+
+def _ranked(texts: TokenTexts, entry: Logprobs) -> dict[str, Any]:
+    return {
+        str(token): {"logprob": max(value, LEAST), "rank": rank, "decoded_token": texts(token)[0]}
+        for token, value, rank in _distinct(entry)
+    }
+
+
+def _distinct(entry: Logprobs) -> Logprobs:
+    """The token itself, then the best but for it."""
+    return [entry[0], *(x for x in entry[1:] if x[0] != entry[0][0])]
 
 
 def _item(texts: TokenTexts, score: Score) -> dict[str, Any]:
@@ -93,7 +118,7 @@ class CompletionLogprobs:
 
     def _top(self, entry: Logprobs) -> dict[str, float]:
         top: dict[str, float] = {}
-        for token, value, _ in [*entry[1:], entry[0]]:
+        for token, value, _ in entry:
             top.setdefault(self._texts(token)[0], max(value, LEAST))
         return top
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from lamina.request import SamplingParams
+from lamina.server.journal.records import Accepted
 from lamina.server.link.messages import Delta, Logprobs
 from lamina.server.request.prompts import Prompt
 
-from .logprobs import CompletionLogprobs, TokenTexts, chat_logprobs, joined
+from .heads import head_of
+from .logprobs import CompletionLogprobs, TokenTexts, chat_logprobs, joined, prompt_scores
 
 
 class AskedFor(Protocol):
@@ -27,7 +29,7 @@ class Shape(Protocol):
         ...
 
     def opening(self) -> list[dict[str, Any]]:
-        """Choices of the chunks before the first delta."""
+        """The chunks before the first delta, less their heads."""
         ...
 
     def choice(self, number: int, delta: Delta) -> dict[str, Any]:
@@ -42,11 +44,12 @@ class Shape(Protocol):
 class CompletionShape:
     """/v1/completions."""
 
-    def __init__(self, call: AskedFor, texts: TokenTexts, head: dict[str, Any], *, echo: bool) -> None:
+    def __init__(self, call: AskedFor, texts: TokenTexts, asked: Accepted) -> None:
         self._call = call
         self._texts = texts
-        self._head = head
-        self._echo = echo
+        self._head = head_of(asked)
+        self._echo = asked.echo
+        self._ids = asked.token_ids
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._prompt_entries: dict[int, list[Logprobs | None]] = {}
         self._begun: set[int] = set()
@@ -66,20 +69,34 @@ class CompletionShape:
             tokens, text, entries = [], "", [] if entries is not None else None
         if first and self._echo:
             text = self._prompt_text(number) + text
+        if delta.prompt_logprobs is not None:
+            self._prompt_entries[number] = delta.prompt_logprobs
         logprobs = None if entries is None else self._block(number, index, delta, tokens, entries, first=first)
         reason = "length" if self._call.only_prompt and delta.finish_reason else delta.finish_reason
+        ids: dict[str, Any] = {"token_ids": tokens} if self._ids else {}
+        if first and self._ids:
+            ids["prompt_token_ids"] = self._call.prompts[number].ids
         return {
             "index": index,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": reason,
             "stop_reason": delta.stop_reason,
+            **ids,
         }
 
     def whole(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
         text = "".join(p["text"] for p in parts)
         blocks = [p["logprobs"] for p in parts if p["logprobs"] is not None]
-        return {**parts[-1], "text": text, "logprobs": joined(blocks) if blocks else None}
+        entries = self._prompt_entries.get(parts[0]["index"] // self._call.params.n)
+        return {
+            **parts[-1],
+            "text": text,
+            "logprobs": joined(blocks) if blocks else None,
+            "prompt_logprobs": None if entries is None else prompt_scores(self._texts, entries),
+            "prompt_token_ids": parts[0].get("prompt_token_ids"),
+            "token_ids": [t for p in parts for t in p["token_ids"]] if self._ids else None,
+        }
 
     def _prompt_text(self, number: int) -> str:
         prompt, skip = self._call.prompts[number], self._call.params.skip_special_tokens
@@ -90,8 +107,6 @@ class CompletionShape:
     ) -> dict[str, Any]:
         ids, skip = self._call.prompts[number].ids, self._call.params.skip_special_tokens
         blocks = []
-        if delta.prompt_logprobs is not None:
-            self._prompt_entries[number] = delta.prompt_logprobs
         if first:
             start = len(self._prompt_text(number)) if self._echo else 0
             self._logprobs[index] = CompletionLogprobs(self._texts, ids, start, skip_special_tokens=skip)
@@ -104,27 +119,38 @@ class CompletionShape:
 class ChatShape:
     """/v1/chat/completions."""
 
-    def __init__(self, call: AskedFor, texts: TokenTexts, head: dict[str, Any]) -> None:
+    def __init__(self, call: AskedFor, texts: TokenTexts, asked: Accepted) -> None:
         self._call = call
         self._texts = texts
-        self._head = head
+        self._head = head_of(asked)
+        self._ids = asked.token_ids
+        self._entries: list[Logprobs | None] | None = None  # of the prompt
 
     def head(self, *, stream: bool) -> dict[str, Any]:
-        return {**self._head, "object": "chat.completion.chunk" if stream else "chat.completion"}
+        if stream:
+            return {**self._head, "object": "chat.completion.chunk"}
+        scores = None if self._entries is None else prompt_scores(self._texts, self._entries)
+        ids = self._call.prompts[0].ids if self._ids else None
+        return {**self._head, "object": "chat.completion", "prompt_logprobs": scores, "prompt_token_ids": ids}
 
     def opening(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
+        ids = {"prompt_token_ids": self._call.prompts[0].ids} if self._ids else {}
         return [
-            {"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(self._call.params.n)
+            {"choices": [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}], **ids}
+            for i in range(self._call.params.n)
         ]
 
     def choice(self, number: int, delta: Delta) -> dict[str, Any]:
+        if delta.prompt_logprobs is not None:
+            self._entries = delta.prompt_logprobs
         return {
             "index": delta.index,
             "delta": {"content": delta.text} if delta.text or not delta.finish_reason else {},
             "logprobs": None if delta.logprobs is None else chat_logprobs(self._texts, delta.logprobs),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
+            **({"token_ids": delta.tokens} if self._ids else {}),
         }
 
     def whole(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -133,4 +159,9 @@ class ChatShape:
         given = parts[-1]["logprobs"] is not None
         choice = {k: v for k, v in parts[-1].items() if k != "delta"}
         message = {"role": "assistant", "content": content, "refusal": None}
-        return {**choice, "message": message, "logprobs": {"content": items, "refusal": None} if given else None}
+        return {
+            **choice,
+            "message": message,
+            "logprobs": {"content": items, "refusal": None} if given else None,
+            "token_ids": [t for p in parts for t in p["token_ids"]] if self._ids else None,
+        }

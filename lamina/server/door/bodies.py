@@ -37,9 +37,12 @@ async def parse(model: type[M], request: Request) -> M:
 def _parse(model: type[M], body: bytes, service: Service) -> M:
     config = service.config
     given: dict[str, Any] = {}
-    for name, raw in decoding.split(body, config.max_nesting).items():
+    fields = decoding.split(body, config.max_nesting)
+    is_cut = "truncate_prompt_tokens" in model.model_fields and fields.get("truncate_prompt_tokens", _NULL) != _NULL
+    limit = decoding.MAX_COMMAS if is_cut else service.client.ready.max_model_len
+    for name, raw in fields.items():
         if name in model.model_fields:
-            given[name] = _value(name, raw, service)
+            given[name] = _value(name, raw, config, limit)
         elif name in UNSUPPORTED:
             small = len(bytes(raw)) <= NEUTRAL_BYTES
             check_neutral(name, decoding.small(name, raw, config.max_nesting) if small else ..., UNSUPPORTED[name])
@@ -56,8 +59,8 @@ def _parse(model: type[M], body: bytes, service: Service) -> M:
         raise ApiError(400, f"{where or 'body'}: {first['msg']}", param=where or None, code="invalid_value") from e
 
 
-def _value(name: str, raw: msgspec.Raw, service: Service) -> Any:
-    config, limit = service.config, service.client.ready.max_model_len
+def _value(name: str, raw: msgspec.Raw, config: ServerConfig, limit: int) -> Any:
+    """``limit``: token ids of a prompt."""
     if raw == _NULL:
         return None
     if name == "prompt":

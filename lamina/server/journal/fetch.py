@@ -5,7 +5,6 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from lamina.server.answer.heads import head_of
 from lamina.server.answer.shapes import ChatShape, CompletionShape, Shape
 from lamina.server.calls import Service
 from lamina.server.errors import ApiError, engine_error, json_response
@@ -44,10 +43,8 @@ def _answer(service: Service, answer_id: str, kind: str) -> Response:
 
 
 def _shape(service: Service, entry: Entry) -> Shape:
-    asked, head = entry.accepted, head_of(entry.accepted)
-    if asked.kind == "chatcmpl":
-        return ChatShape(entry, service.texts_of(asked), head)
-    return CompletionShape(entry, service.texts_of(asked), head, echo=asked.echo)
+    asked = entry.accepted
+    return (ChatShape if asked.kind == "chatcmpl" else CompletionShape)(entry, service.texts_of(asked), asked)
 
 
 def _whole(shape: Shape, entry: Entry) -> dict[str, object]:

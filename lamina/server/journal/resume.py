@@ -36,7 +36,7 @@ async def _finish(service: Service, journal: Journal, entry: Entry) -> bool:
             if entry.open_of(key):
                 ids, params = entry.prompts[number].ids, entry.params_of(number)
                 meter = PromptMeter(service.metrics, time.monotonic(), len(ids), params)
-                client.add(ids, params, feed, meter, key=key, heard=entry.heard_of(key))
+                client.add(ids, params, feed, meter, key=key, heard=entry.heard_of(key), salt=entry.accepted.salt)
         while not entry.ended:
             for delta in await feed.take():
                 if delta.finish_reason is not None:

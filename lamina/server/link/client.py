@@ -164,16 +164,17 @@ class EngineClient:
         *,
         key: int | None = None,
         heard: Sequence[Delta] = (),
+        salt: bytes = b"",
     ) -> int:
         """Queue a prompt; its deltas go to ``feed`` under the key returned. ``key``: None = one of this client's own,
-        and then never one from elsewhere. ``heard``: of its completions, from another server's engine. Raises
-        EngineGoneError.
+        and then never one from elsewhere. ``heard``: of its completions, from another server's engine. ``salt``: it
+        shares KV with prompts of the same salt only. Raises EngineGoneError.
         """
         if self.failure is not None:
             raise EngineGoneError(self.failure)
         if key is None:
             key, self._next_key = self._next_key, self._next_key + 1
-        self._live[key] = new = _OpenPrompt(feed, meter, Hearing(prompt, self.seeded(params)))
+        self._live[key] = new = _OpenPrompt(feed, meter, Hearing(prompt, self.seeded(params), salt))
         for delta in heard:
             new.hearing.take(delta)
         if self._is_ready:

@@ -195,7 +195,8 @@ class _Loop:
             self._outbox.put(Refused(add.key, str(e), Blame.CLIENT))
             return
         try:
-            request_id = self._engine.add(add.prompt, add.params, make_pieces=self._pieces(add), told=add.told)
+            pieces = self._pieces(add)
+            request_id = self._engine.add(add.prompt, add.params, make_pieces=pieces, told=add.told, salt=add.salt)
         except Exception as e:  # of one prompt; the others have done nothing
             log.exception("a prompt could not be added")
             self._outbox.put(Refused(add.key, f"the engine could not add the prompt: {e}", Blame.SERVER))

@@ -22,12 +22,14 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     """Server -> engine: complete a prompt. Answered by the deltas of its completions, or by Refused.
 
     ``key`` is the server's name for it, never used twice. ``told``: of its completions, by an engine that has died.
+    ``salt``: it shares KV with prompts of the same salt only.
     """
 
     key: int
     prompt: list[int]
     params: SamplingParams
     told: list[Told] = []
+    salt: bytes = b""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -65,8 +65,8 @@ class EngineRestarts:
 class Hearing:
     """What the server has heard of a prompt's completions."""
 
-    def __init__(self, prompt: list[int], params: SamplingParams) -> None:
-        self._prompt, self._params = prompt, params
+    def __init__(self, prompt: list[int], params: SamplingParams, salt: bytes = b"") -> None:
+        self._prompt, self._params, self._salt = prompt, params, salt
         self._told: dict[int, Told] = {}
 
     def take(self, delta: Delta) -> None:
@@ -82,4 +82,4 @@ class Hearing:
 
     def ask(self, key: int) -> Add:
         """For the prompt, and what is still to come of it."""
-        return Add(key, self._prompt, self._params, list(self._told.values()))
+        return Add(key, self._prompt, self._params, list(self._told.values()), self._salt)

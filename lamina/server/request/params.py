@@ -76,7 +76,7 @@ def _params(
             **given,
             max_tokens=max_tokens,
             logprobs=logprobs,
-            prompt_logprobs=logprobs if echo else None,
+            prompt_logprobs=logprobs if echo and request.prompt_logprobs is None else request.prompt_logprobs,
             logit_bias=_logit_bias(request, ready),
         )
     except ValueError as e:
@@ -93,9 +93,13 @@ def _params(
 def _check_limits(request: Sampling, config: ServerConfig, logprobs: int | None, logprobs_name: str) -> None:
     if (request.n or 1) > config.max_n:
         raise ApiError(400, f"n must be at most {config.max_n}, not {request.n}", param="n", code="invalid_value")
-    if (logprobs or 0) > config.max_logprobs:
-        text = f"{logprobs_name} must be at most {config.max_logprobs}, not {logprobs}"
-        raise ApiError(400, text, param=logprobs_name, code="invalid_value")
+    for name, count in ((logprobs_name, logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+        if (count or 0) > config.max_logprobs:
+            text = f"{name} must be at most {config.max_logprobs}, not {count}"
+            raise ApiError(400, text, param=name, code="invalid_value")
+    if request.prompt_logprobs and request.stream:
+        text = "prompt_logprobs is not available with stream: true: leave out one"
+        raise ApiError(400, text, param="prompt_logprobs", code="invalid_value")
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options", code="invalid_value")
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []

@@ -14,7 +14,7 @@ from lamina.models.tokens import apply_chat_template, token_ids
 from lamina.server.errors import ApiError, overflow
 from lamina.server.link.messages import Ready
 
-from .protocol import ChatRequest, Message, TokenizeRequest
+from .protocol import ChatRequest, Message, Sampling, TokenizeRequest
 from .template import RESERVED, variables_of
 
 T = TypeVar("T")
@@ -27,6 +27,18 @@ class Prompt:
 
     ids: list[int]
     text: str
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is left of a longer prompt: so many tokens, its last ones or, with ``begins``, its first ones."""
+
+    tokens: int
+    begins: bool = False
+
+    def of(self, ids: list[int]) -> list[int]:
+        """What is left of ``ids``."""
+        return ids[: self.tokens] if self.begins else ids[-self.tokens :]
 
 
 class Prompter:
@@ -44,13 +56,27 @@ class Prompter:
             with suppress(ValueError):  # whoever uses it is told
                 self._known = variables_of(template)
 
+    def cut(self, body: Sampling, max_tokens: int | None) -> Cut | None:
+        """What a request leaves of prompts that are longer; None: all. Raises ApiError."""
+        asked, limit, param = body.truncate_prompt_tokens, self._ready.max_model_len, "truncate_prompt_tokens"
+        if asked is None:
+            return None
+        if asked == 0:
+            text = f"{param} must be at least 1, or -1 for as many as fit, not 0"
+            raise ApiError(400, text, param=param, code="invalid_value")
+        if asked > limit:
+            text = f"{param} {asked} exceeds the context of {limit} tokens: lower it, or send -1 for as many as fit"
+            raise ApiError(400, text, param=param, code="invalid_value")
+        most = limit - (max_tokens or 1)
+        return Cut(most if asked == -1 else asked, begins=body.truncation_side == "right")
+
     async def completions(
-        self, parts: list[str | list[int]], max_tokens: int | None, *, special: bool = True
+        self, parts: list[str | list[int]], max_tokens: int | None, *, special: bool = True, cut: Cut | None = None
     ) -> list[Prompt]:
         """All prompts of a completion request; ``special``: texts get the tokenizer's own tokens. Raises ApiError."""
 
         def work() -> list[Prompt]:
-            prompts = [self._prompt(p, special=special) for p in parts]
+            prompts = [_shortened(self._prompt(p, special=special), cut) for p in parts]
             for prompt in prompts:
                 self.check(prompt.ids, max_tokens, "prompt")
             return prompts
@@ -76,7 +102,13 @@ class Prompter:
         return found | _turn(body)
 
     async def chat(
-        self, messages: list[Message], max_tokens: int | None, variables: dict[str, Any], *, special: bool = False
+        self,
+        messages: list[Message],
+        max_tokens: int | None,
+        variables: dict[str, Any],
+        *,
+        special: bool = False,
+        cut: Cut | None = None,
     ) -> Prompt:
         """A conversation in the model's template, whose ``variables`` are set; ``special``: it gets the tokenizer's own
         tokens, too. Raises ApiError.
@@ -91,6 +123,7 @@ class Prompter:
                 options = {"add_generation_prompt": True} | variables
                 text = str(self.tokenizer.apply_chat_template(plain, tokenize=False, **options))
                 ids = token_ids(self.tokenizer, text, add_special_tokens=True)
+            ids = ids if cut is None else cut.of(ids)
             self.check(ids, max_tokens, "messages")
             return ids
 
@@ -158,6 +191,12 @@ def split_prompts(value: Any, max_prompts: int) -> list[str | list[int]]:
     raise ApiError(
         400, "prompt must be a string, strings, token ids, or lists of token ids", param="prompt", code="invalid_value"
     )
+
+
+def _shortened(prompt: Prompt, cut: Cut | None) -> Prompt:
+    if cut is None or len(prompt.ids) <= cut.tokens:
+        return prompt
+    return Prompt(cut.of(prompt.ids), "")
 
 
 def _is_ids(value: list[Any]) -> bool:

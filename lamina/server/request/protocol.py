@@ -54,6 +54,11 @@ class Sampling(Strict):
     stream_options: StreamOptions | None = None
     user: str | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    prompt_logprobs: Int | None = Field(None, ge=0)
+    truncate_prompt_tokens: Int | None = Field(None, ge=-1)
+    truncation_side: Literal["left", "right"] | None = None  # which end goes; default: left
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     add_special_tokens: bool | None = None  # default: with a text, not with a conversation, whose template has them
 
 

@@ -47,13 +47,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tfs": (1,),
     "no_repeat_ngram_size": (0,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
     "spaces_between_special_tokens": (True,),
-    "return_token_ids": (False,),
     "return_token_strs": (False,),
     "return_hidden_states": (False,),
     "priority": (0,),
@@ -83,7 +80,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # Fields without an effect on an answer: of a client's bookkeeping, or of a cache that is not there.
 QUIET = frozenset(
     {"metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
-     "cache_salt", "safety_identifier"}
+     "safety_identifier"}
 )  # fmt: skip
 # The same of the objects within.
 STREAM_OPTIONS: dict[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}

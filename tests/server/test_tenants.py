@@ -1,0 +1,87 @@
+"""Who shares KV with whom: API keys, and the cache_salt of a body."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fake import FakeClient, make_service
+from running import Running
+from test_layers import ask, error_of
+
+from lamina.server.calls import Service
+from lamina.server.tenants import Tenants
+
+TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+TEXT: dict[str, Any] = {"prompt": "hi", "max_tokens": 2}
+ROUTES = (("/v1/completions", TEXT), ("/v1/chat/completions", TALK))
+
+
+def salts(service: Service, *asked: tuple[str, str | None]) -> list[bytes]:
+    """What the engine is told of requests by (key, cache_salt), the same by either route."""
+    client = service.client
+    assert isinstance(client, FakeClient)
+    for path, body in ROUTES:
+        for key, salt in asked:
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            response = ask("POST", path, service, json={**body, "cache_salt": salt}, headers=headers)
+            assert response.status_code == 200
+    one, other = client.salts[: len(asked)], client.salts[len(asked) :]
+    assert one == other
+    return one
+
+
+def test_a_server_without_keys_is_one_tenant_that_its_clients_may_divide() -> None:
+    none, mine, again, other = salts(make_service(), ("", None), ("", "mine"), ("", "mine"), ("", "other"))
+    assert none == b""
+    assert mine == again
+    assert len({none, mine, other}) == 3
+    assert len(mine) == len(other) == 32
+
+
+def test_each_key_is_a_tenant_of_its_own_and_a_salt_divides_it() -> None:
+    asked = [("one", None), ("one", "x"), ("two", None), ("two", "x")]
+    found = salts(make_service(api_key="one,two"), *asked, *asked)
+    assert found[:4] == found[4:]
+    assert len({*found, b""}) == 5, "nobody is of the tenant of a server without keys"
+
+
+def test_no_salt_leads_to_another_tenant() -> None:
+    """Also where a client knows the id of another one's key, or tries how the parts are put together."""
+    tenants, ids = Tenants(), (bytes(32), b"\x01" * 32)
+    texts = [None, "", "x", "\x01x", bytes(32).decode(), ("\x01" * 32), "\x20" + "\x01" * 32, "\ud800", "\x00"]
+    found = [tenants.salt(key_id, text) for key_id in (*ids, b"") for text in texts]
+    assert len(set(found)) == len(found)
+    assert Tenants().salt(ids[0], "x") != tenants.salt(ids[0], "x"), "nobody knows the secret of another server"
+
+
+@pytest.mark.parametrize("bad", ["", "x" * 1025, 5, ["x"]])
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_a_salt_is_text_of_1_to_1024_characters(path: str, body: dict[str, Any], bad: Any) -> None:
+    response = ask("POST", path, json={**body, "cache_salt": bad})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "cache_salt"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    flags = ("--dtype=float32", "--enable-prefix-caching", "--block-size=16")
+    running = Running(tmp_path_factory.mktemp("server") / "log", *flags, env={"LAMINA_API_KEY": "one,two"})
+    yield running
+    running.kill()
+
+
+@pytest.mark.timeout(300)
+def test_the_same_tenant_hits_and_another_misses(server: Running) -> None:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+
+        def cached(key: str, salt: str | None = None) -> int:
+            body = {"prompt": [9] * 40, "max_tokens": 2, "cache_salt": salt}
+            answer = http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+            return int(answer.json()["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0))
+
+        asked: list[tuple[str, str | None]] = [("one", None), ("two", None), ("one", "x"), ("two", "x")]
+        assert [cached(*each) for each in asked] == [0, 0, 0, 0]
+        assert [cached(*each) for each in asked] == [32, 32, 32, 32]
