@@ -1,10 +1,10 @@
 """A suite's list: which files are run, and the differences that are known, each under its reason.
 
-    run tests/entrypoints/openai/completion/test_completion.py     a file of the suite
-    passes 40                                                      at least so many pass
-    [reason]                                                       why the tests below it fail here
-    tests/entrypoints/openai/completion/test_completion.py::test_lora*      * is any text
-    [!reason]                                                      why the tests below it say nothing of Lamina: they are not run
+    run tests/test_completion.py             a file of the suite
+    passes 40                                at least so many pass
+    [reason]                                 why the tests below it fail here
+    tests/test_completion.py::test_lora*     * is any text
+    [!reason]                                why the tests below it say nothing of Lamina: they are not run
 
 Lines that begin with # are comments.
 """

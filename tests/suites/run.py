@@ -62,7 +62,9 @@ def _run(files: list[str], known: Known, report: Path) -> None:
 
 def _told(name: str, verdict: Verdict) -> str:
     known, new = sum(verdict.differs.values()), len(verdict.new)
-    lines = [f"{name}: {verdict.passed + known + new} apply; {verdict.passed} passed, {known} differ as known, {new} anew"]
+    lines = [
+        f"{name}: {verdict.passed + known + new} apply; {verdict.passed} passed, {known} differ as known, {new} anew"
+    ]
     lines += [f"{count:5}  {reason}" for reason, count in verdict.differs.most_common()]
     lines += [f"{count:5}  not of Lamina: {cause}" for cause, count in verdict.skipped.most_common()]
     lines += [f"  NEW  {ran.test}: {ran.cause}" for ran in verdict.new]

@@ -57,19 +57,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
     _write(item.config, {"test": item.nodeid, "outcome": report.outcome, "when": report.when, "cause": cause})
 
 
-def pytest_collectreport(report: pytest.CollectReport) -> None:
-    if report.failed and _config is not None:
-        said = [line for line in str(report.longrepr).splitlines() if line.startswith("E  ")]
-        entry = {"test": report.nodeid, "outcome": "failed", "when": "collect", "cause": " ".join(said)[:WORDS]}
-        _write(_config, entry)
-
-
-_config: pytest.Config | None = None
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    global _config
-    _config = config
+@pytest.hookimpl(hookwrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, None]:
+    outcome = yield
+    report = outcome.get_result()
+    if report.failed:
+        said = " ".join(str(report.longrepr).split())[-WORDS:]
+        _write(collector.config, {"test": report.nodeid, "outcome": "failed", "when": "collect", "cause": said})
 
 
 def _write(config: pytest.Config, entry: dict[str, Any]) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from typing import Any
 
-import socket
+from transformers import AutoConfig, AutoTokenizer
 
 import lamina
 from lamina import request
-from transformers import AutoConfig, AutoTokenizer
 
 from .models import made
 from .offline import LLM

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import lamina
@@ -11,12 +12,15 @@ from .models import made
 
 BACKENDS = {"FLASH_ATTN": "native", "TRITON_ATTN": "numba", "FLEX_ATTENTION": "reference"}
 RENAMED = {"max_num_batched_tokens": "prefill_chunk"}
+DTYPES = {"half": "float16", "float": "float32"}
+TRAINED = 2048  # tokens of the shipped model
 # They say how vLLM computes, or what a test is not about.
 MEANINGLESS = frozenset({
-    "enforce_eager", "gpu_memory_utilization", "disable_log_stats", "runner", "convert", "tokenizer_mode", "kernel_config",
+    "enforce_eager", "gpu_memory_utilization", "disable_log_stats", "runner", "convert", "tokenizer_mode",
+    "kernel_config", "long_prefill_token_threshold", "max_num_partial_prefills",
     "compilation_config", "enable_chunked_prefill", "swap_space", "async_scheduling", "disable_custom_all_reduce",
-    "kv_cache_memory_bytes", "num_gpu_blocks_override", "skip_tokenizer_init_", "tensor_parallel_size", "block_size",
-    "distributed_executor_backend", "load_format", "disable_cascade_attn", "max_logprobs_",
+    "kv_cache_memory_bytes", "num_gpu_blocks_override", "tensor_parallel_size", "block_size", "load_format",
+    "distributed_executor_backend", "disable_cascade_attn", "disable_hybrid_kv_cache_manager",
 })  # fmt: skip
 
 
@@ -25,10 +29,19 @@ class LLM(lamina.LLM):
         backend = (options.pop("attention_config", None) or {}).get("backend") or options.pop("attention_backend", None)
         kept = {RENAMED.get(k, k): v for k, v in options.items() if k not in MEANINGLESS and v is not None}
         if backend:
-            kept["attention"] = BACKENDS[backend]
+            kept["attention"] = BACKENDS.get(backend, "auto")
         if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
             kept["deterministic"] = True
+        kept["dtype"] = DTYPES.get(kept.get("dtype", "auto"), kept.get("dtype", "auto"))
+        kept.setdefault("max_model_len", TRAINED)
+        self._caches = bool(kept.get("enable_prefix_caching", True))
         super().__init__(made(model), tokenizer=made(tokenizer) if tokenizer else None, **kept)
+
+    @property
+    def llm_engine(self) -> Any:
+        """Of vLLM's engine: whether prefixes are cached."""
+        cache = SimpleNamespace(enable_prefix_caching=self._caches)
+        return SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache))
 
     def __del__(self) -> None:
         self.close()

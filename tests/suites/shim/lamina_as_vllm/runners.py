@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lamina import SamplingParams
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lamina import SamplingParams
 
 from .models import made
 from .offline import LLM
@@ -46,7 +47,11 @@ class VllmRunner:
         return [(ids[0], texts[0]) for ids, texts in done]
 
     def generate_w_logprobs(
-        self, prompts: Sequence[Any], sampling_params: SamplingParams, include_prompt_token_ids: bool = False, **more: Any
+        self,
+        prompts: Sequence[Any],
+        sampling_params: SamplingParams,
+        include_prompt_token_ids: bool = False,
+        **more: Any,
     ) -> list[tuple[Any, ...]]:
         found = []
         for done in self._ask(prompts, sampling_params, more):
@@ -67,7 +72,9 @@ class VllmRunner:
         return self.generate_w_logprobs(prompts, params, **more)
 
     def _ask(self, prompts: Sequence[Any], params: Any, more: dict[str, Any]) -> Any:
-        asked = [p if isinstance(p, dict) else {"prompt" if isinstance(p, str) else "prompt_token_ids": p} for p in prompts]
+        asked = [
+            p if isinstance(p, dict) else {"prompt" if isinstance(p, str) else "prompt_token_ids": p} for p in prompts
+        ]
         return self.llm.generate(asked, sampling_params=params, **{k: v for k, v in more.items() if v is not None})
 
 
@@ -87,7 +94,8 @@ class HfRunner:
 
     def get_inputs(self, prompts: Sequence[Any], **more: Any) -> list[Any]:
         return [
-            self.tokenizer(p, return_tensors="pt") if isinstance(p, str) else {"input_ids": torch.tensor([p])} for p in prompts
+            self.tokenizer(p, return_tensors="pt") if isinstance(p, str) else {"input_ids": torch.tensor([p])}
+            for p in prompts
         ]
 
     def generate_greedy(self, prompts: Sequence[Any], max_tokens: int, **more: Any) -> list[tuple[list[int], str]]:
@@ -97,7 +105,9 @@ class HfRunner:
             found.append((ids.tolist(), self.tokenizer.decode(ids, skip_special_tokens=True)))
         return found
 
-    def generate_greedy_logprobs(self, prompts: Sequence[Any], max_tokens: int, **more: Any) -> list[list[torch.Tensor]]:
+    def generate_greedy_logprobs(
+        self, prompts: Sequence[Any], max_tokens: int, **more: Any
+    ) -> list[list[torch.Tensor]]:
         """Of each prompt: first [prompt tokens, vocabulary], then [1, vocabulary] of each new token."""
         found = []
         for inputs in self.get_inputs(prompts):

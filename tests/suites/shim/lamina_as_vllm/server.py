@@ -1,4 +1,4 @@
-"""``RemoteOpenAIServer`` over ``lamina-launch serve``. Servers of the same flags are one, and a few stay for later tests."""
+"""``RemoteOpenAIServer`` over ``lamina-launch serve``. Servers of the same flags are one; a few stay on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import IO, Any
 import pytest
 
 from .models import made
-from .offline import BACKENDS
+from .offline import BACKENDS, TRAINED
 
 START_S, STOP_S, KEPT = 120.0, 30.0, 2
 VALUED, LIST, ALONE = 1, 2, 0
@@ -130,15 +130,18 @@ class RemoteOpenAIServer:
 
     def __init__(
         self, model: str, vllm_serve_args: list[str], *, env_dict: dict[str, str] | None = None, seed: int | None = 0,
-        auto_port: bool = True, max_wait_seconds: float | None = None, override_hf_configs: dict[str, Any] | None = None,
+        auto_port: bool = True, max_wait_seconds: float | None = None,
+        override_hf_configs: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         args = flags_here(vllm_serve_args)
         self.uds = args[args.index("--uds") + 1] if "--uds" in args else None
         if "--served-model-name" not in args:
             args += ["--served-model-name", model]
+        if not any(a.startswith("--max-model-len") for a in args):
+            args += ["--max-model-len", str(TRAINED)]
         if auto_port and not self.uds:
             args += ["--port", "0"]
-        env = {k: v for k, v in (env_dict or {}).items()}
+        env = {**(env_dict or {})}
         if "VLLM_API_KEY" in env:
             env["LAMINA_API_KEY"] = env["VLLM_API_KEY"]
         if env.pop("VLLM_BATCH_INVARIANT", os.environ.get("VLLM_BATCH_INVARIANT")) == "1":

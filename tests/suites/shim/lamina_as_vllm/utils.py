@@ -15,7 +15,7 @@ from .server import RemoteOpenAIServer
 VLLM_PATH = Path(os.environ["LAMINA_SUITES"]) / "vllm"
 ROCM_EXTRA_ARGS: list[str] = []
 ROCM_ENV_OVERRIDES: dict[str, str] = {}
-__all__ = ["RemoteOpenAIServer", "VLLM_PATH"]
+__all__ = ["VLLM_PATH", "RemoteOpenAIServer"]
 
 
 def _as_it_is(*args: Any, **options: Any) -> Any:

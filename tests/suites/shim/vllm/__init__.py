@@ -1,4 +1,4 @@
-"""The names of vLLM that its tests import, over Lamina; any other name is a stand-in that skips the test which uses it."""
+"""The names of vLLM that its tests import, over Lamina; any other is a stand-in that skips its test."""
 
 from __future__ import annotations
 
