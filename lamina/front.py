@@ -19,6 +19,7 @@ from .models.tokens import Detokenizer, Speller, bad_words_ids, load_beside, tok
 from .progress import progress_bar
 from .request import SamplingParams
 
+_DTYPES = {"half": "float16", "float": "float32"}  # vLLM's names
 MAX_LOGPROBS = 20  # where an LLM is not given another limit, as vLLM has it
 
 
@@ -32,7 +33,7 @@ class Front:
     def __init__(self, model: Any, tokenizer: Any, progress: bool, options: dict[str, Any]) -> None:
         generation_config = options.pop("generation_config", AUTO)
         self._max_logprobs = _checked_limit(options.pop("max_logprobs", MAX_LOGPROBS))
-        config, _ = nearest(make_config(options))
+        config, _ = nearest(make_config(named(options)))
         model = _checked_model(model)
         if isinstance(model, str):
             peek_config(model, trust_remote_code=config.model.trust_remote_code)
@@ -94,6 +95,12 @@ class Front:
         if self.tokenizer is None:
             raise ValueError("text prompts need a tokenizer: pass tokenizer= or prompts as token ids")
         return token_ids(self.tokenizer, prompt)
+
+
+def named(options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` by our names for the values that have another one in vLLM."""
+    dtype = options.get("dtype")
+    return {**options, "dtype": _DTYPES[dtype]} if isinstance(dtype, str) and dtype in _DTYPES else {**options}
 
 
 def _checked_limit(count: Any) -> int:

@@ -15,7 +15,7 @@ from .engine.streams import Feed
 from .front import Front
 from .models.tokens import apply_chat_template
 from .progress import counting_bar
-from .prompts import Prompt, conversation_list, params_list, prompt_list
+from .prompts import Prompt, check_priority, conversation_list, params_list, prompt_list
 from .request import RequestOutput, SamplingParams
 
 Conversation = Sequence[dict[str, Any]]
@@ -67,16 +67,20 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts (text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}); results in their
         order, each finished.
 
         One SamplingParams serves all prompts, a list gives each its own; None: ``get_default_sampling_params``. Ctrl-C
         ends the workers. ``use_tqdm``: a bar of finished prompts on stderr, where that is a terminal; or what makes
-        the bar, called as tqdm.
+        the bar, called as tqdm. ``priority`` changes nothing, as with vLLM's default scheduling.
         """
+        batch = prompt_list(prompts)
+        check_priority(len(batch), priority)
         with (
-            self._stream(prompts, sampling_params, finished_only=True) as stream,
+            self._stream(batch, sampling_params, finished_only=True) as stream,
             counting_bar(use_tqdm, len(stream.request_ids), "Processed prompts") as count,
         ):
             finished = {}
@@ -96,7 +100,7 @@ class LLM:
         The requests are queued by this call. While another iterator is read they go on, too; who looks late gets one
         output with all that has grown. Closing the iterator, or dropping it, cancels what is unfinished.
         """
-        return self._stream(prompts, sampling_params, finished_only=False)
+        return self._stream(prompt_list(prompts), sampling_params, finished_only=False)
 
     def chat(
         self,
@@ -107,6 +111,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several: lists of {"role": ..., "content": ...}, put into the model's own template.
         ``continue_final_message``: go on with the last message, with ``add_generation_prompt`` False.
@@ -123,7 +128,7 @@ class LLM:
         if continue_final_message:
             options["continue_final_message"] = True
         prompts = [apply_chat_template(self.tokenizer, c, **options) for c in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
 
     def lockstep(self, prompts: Sequence[list[int]], max_tokens: int) -> Lockstep:
         """Token ids whose continuations the caller chooses, a token of each at a time, by the logits of all.
@@ -157,13 +162,12 @@ class LLM:
 
     def _stream(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        batch: list[str | list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         finished_only: bool,
     ) -> Stream:
         self._check_open()
-        batch = prompt_list(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = params_list(len(batch), given)
         asked = [self._front.ask(p, params) for p, params in zip(batch, each, strict=True)]

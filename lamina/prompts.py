@@ -34,6 +34,15 @@ def params_list(count: int, params: Any) -> list[SamplingParams]:
     return list(params)
 
 
+def check_priority(count: int, priority: Any) -> None:
+    """Raises ValueError for what is neither None, a whole number, nor one for each of ``count`` prompts."""
+    each = [] if priority is None else priority if isinstance(priority, list | tuple) else [priority]
+    if not all(isinstance(p, int) for p in each):
+        raise ValueError(f"priority must be a whole number, or a list with one for each prompt, not {priority!r}")
+    if isinstance(priority, list | tuple) and len(priority) != count:
+        raise ValueError(f"{len(priority)} priorities for {count} prompts: pass one number, or one for each")
+
+
 def conversation_list(messages: Any) -> list[list[dict[str, Any]]]:
     """One conversation or several, as a list. Raises ValueError for anything else."""
     if _is_conversation(messages):

@@ -24,7 +24,12 @@ def check_ids(prompt: list[int], params: SamplingParams, vocabulary: int) -> Non
     for name, ids in named.items():
         bad = next((t for t in ids if not 0 <= t < vocabulary), None)
         if bad is not None:
-            raise ValueError(f"{name}: token id {bad} is outside the vocabulary of {vocabulary} tokens")
+            raise ValueError(f"{name}: token id {bad} is out of vocabulary: it has {vocabulary} tokens")
+
+
+def context(limit: int) -> str:
+    """In the words by which clients know that a prompt is too long."""
+    return f"this model's maximum context length is {limit} tokens (--max-model-len)"
 
 
 def why_banned(params: SamplingParams) -> str:

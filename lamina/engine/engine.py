@@ -16,7 +16,7 @@ from lamina.protocol.plan import Keep
 from lamina.protocol.tables import BlockTables
 from lamina.request import Blame, CompletionOutput, RequestOutput, RequestTimes, SamplingParams, Told
 
-from .checks import NOT_FINITE, check_ids, why_banned
+from .checks import NOT_FINITE, check_ids, context, why_banned
 from .draws import draw_of, scores_of
 from .kept import KeptKV
 from .prefill import Prefill
@@ -170,9 +170,9 @@ class Engine:
         """Raises ValueError, in one line, for a prompt or parameters that cannot be served."""
         limit, vocab = self.info.max_model_len, self.info.vocab_size
         if not prompt:
-            raise ValueError("the prompt is empty: it needs at least one token")
+            raise ValueError("the decoder prompt cannot be empty: it needs at least one token")
         if len(prompt) >= limit:
-            raise ValueError(f"the prompt has {len(prompt)} tokens; at most {limit - 1} fit (--max-model-len {limit})")
+            raise ValueError(f"the prompt has {len(prompt)} tokens; at most {limit - 1} fit: {context(limit)}")
         check_ids(prompt, params, vocab)
         if params.min_tokens and self._stops(params).issuperset(range(vocab)):
             raise ValueError(
@@ -204,7 +204,7 @@ class Engine:
     def choose(self, request_id: int, token: int) -> None:
         """The next token of a held request whose logits have come. Raises ValueError for one that is no token."""
         if not 0 <= token < self.info.vocab_size:
-            raise ValueError(f"token id {token} is outside the vocabulary of {self.info.vocab_size} tokens")
+            raise ValueError(f"token id {token} is out of vocabulary: it has {self.info.vocab_size} tokens")
         request = self._requests[request_id]
         request.sequences[0].choose(token)
         request.output.outputs[0].token_ids.append(token)

@@ -131,7 +131,7 @@ def test_a_token_that_is_none_is_refused() -> None:
     with hold(engine, PROMPTS[:1]) as rows:
         rows.logits()
         for bad in (-1, VOCAB):
-            with pytest.raises(ValueError, match=f"token id {bad} is outside the vocabulary of {VOCAB} tokens"):
+            with pytest.raises(ValueError, match=f"token id {bad} is out of vocabulary: it has {VOCAB} tokens"):
                 rows.choose([bad])
         assert choose_best(rows, 2) == [continuation(PROMPTS[0], 2)]
 

@@ -10,7 +10,7 @@ from fake_wire import FakeWire, continuation
 from test_streams import FakeFront
 
 from lamina import LLM, SamplingParams
-from lamina.front import Front
+from lamina.front import Front, named
 from lamina.request import CompletionOutput, Logprob, RequestOutput, RequestTimes
 
 
@@ -128,3 +128,43 @@ def test_a_chat_may_go_on_with_its_last_message(llm: LLM, monkeypatch: pytest.Mo
     ]
     with pytest.raises(ValueError, match="continue_final_message needs add_generation_prompt=False"):
         llm.chat(talk, params, continue_final_message=True)
+
+
+@pytest.mark.parametrize("priority", [None, 1, [0, 2], (3, 1)])
+def test_a_priority_changes_nothing(llm: LLM, priority: Any) -> None:
+    found = llm.generate([[1, 2], [3]], SamplingParams(max_tokens=3), priority=priority)
+    assert [o.outputs[0].token_ids for o in found] == [continuation([1, 2], 3), continuation([3], 3)]
+
+
+@pytest.mark.parametrize(
+    ("priority", "words"),
+    [
+        ([0], "1 priorities for 2 prompts: pass one number, or one for each"),
+        ([], "0 priorities for 2 prompts: pass one number, or one for each"),
+        ("high", "priority must be a whole number, or a list with one for each prompt, not 'high'"),
+        ([0, 0.5], "priority must be a whole number, or a list with one for each prompt, not [0, 0.5]"),
+    ],
+)
+def test_a_priority_that_is_none_is_refused(llm: LLM, priority: Any, words: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        llm.generate([[1, 2], [3]], SamplingParams(max_tokens=3), priority=priority)
+    assert str(refused.value) == words
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize(("given", "meant"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
+def test_a_dtype_may_have_their_name(given: str, meant: str) -> None:
+    assert named({"dtype": given, "pipeline": 2}) == {"dtype": meant, "pipeline": 2}
+    assert named({}) == {}
+
+
+def test_refusals_have_the_words_that_their_clients_look_for(llm: LLM) -> None:
+    params, limit = SamplingParams(max_tokens=3), llm.engine.info.max_model_len
+    for prompt, words in (
+        ([1] * limit, f"this model's maximum context length is {limit} tokens"),
+        ([97], "token id 97 is out of vocabulary: it has 97 tokens"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            llm.generate([prompt], params)
+    with pytest.raises(ValueError, match="the decoder prompt cannot be empty: it needs at least one token"):
+        llm.engine.check([], params)

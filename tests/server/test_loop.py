@@ -238,7 +238,7 @@ def test_a_cancelled_prompt_is_ended_and_nothing_more_is_told_of_it(bench: Bench
 
 @pytest.mark.parametrize(
     ("prompt", "params", "words"),
-    [([], PARAMS, "the prompt is empty"), ([VOCAB], PARAMS, f"token id {VOCAB} is outside the vocabulary")],
+    [([], PARAMS, "the decoder prompt cannot be empty"), ([VOCAB], PARAMS, f"token id {VOCAB} is out of vocabulary")],
 )
 def test_who_is_to_blame_for_a_prompt_that_cannot_be_served(
     bench: Bench, prompt: list[int], params: SamplingParams, words: str

@@ -198,7 +198,7 @@ def test_streamers_get_the_prompt_and_every_token(wrapped: Any, batch: dict[str,
         ({"attention_mask": torch.tensor([[1] * 8 + [0]] * 3)}, "padding_side='left'"),
         ({"attention_mask": torch.tensor([[1, 0] * 4 + [1]] * 3)}, "padding_side='left'"),
         ({"input_ids": torch.ones(3, 9)}, r"\[batch, length\]"),
-        ({"input_ids": torch.full((1, 2), VOCAB), "attention_mask": None}, "outside the vocabulary"),
+        ({"input_ids": torch.full((1, 2), VOCAB), "attention_mask": None}, "out of vocabulary"),
     ],
 )
 def test_what_cannot_be_obeyed_is_refused(

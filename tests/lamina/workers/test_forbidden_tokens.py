@@ -180,10 +180,10 @@ def test_the_whole_vocabulary_is_as_many_as_there_are() -> None:
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ({"stop_token_ids": [97]}, "stop_token_ids: token id 97 is outside the vocabulary of 97 tokens"),
-        ({"logit_bias": {-1: 1.0}}, "logit_bias: token id -1 is outside the vocabulary of 97 tokens"),
-        ({"allowed_token_ids": [0, 98]}, "allowed_token_ids: token id 98 is outside the vocabulary of 97 tokens"),
-        ({"bad_words_token_ids": [[0], [1, 97]]}, "bad_words: token id 97 is outside the vocabulary of 97 tokens"),
+        ({"stop_token_ids": [97]}, "stop_token_ids: token id 97 is out of vocabulary: it has 97 tokens"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias: token id -1 is out of vocabulary: it has 97 tokens"),
+        ({"allowed_token_ids": [0, 98]}, "allowed_token_ids: token id 98 is out of vocabulary: it has 97 tokens"),
+        ({"bad_words_token_ids": [[0], [1, 97]]}, "bad_words: token id 97 is out of vocabulary: it has 97 tokens"),
         ({"bad_words": ["x"]}, "bad_words need a tokenizer: pass tokenizer=, or name their"),
     ],
 )  # fmt: skip
@@ -193,7 +193,7 @@ def test_tokens_that_there_are_not_are_named(params: dict[str, Any], words: str)
     with pytest.raises(ValueError) as refused:
         check_ids([1], SamplingParams(**params), 97)
     assert str(refused.value).startswith(words)
-    with pytest.raises(ValueError, match="the prompt: token id 97 is outside the vocabulary of 97 tokens"):
+    with pytest.raises(ValueError, match="the prompt: token id 97 is out of vocabulary: it has 97 tokens"):
         check_ids([97], fine, 97)
 
 
