@@ -1,1 +1,0 @@
-"""What vLLM's own tests use besides a server and an LLM, over Lamina."""
