@@ -90,6 +90,12 @@ class AsyncLLM:
         """The Hugging Face tokenizer, or None."""
         return self._front.tokenizer
 
+    async def reset_prefix_cache(self) -> bool:
+        """Find no KV of earlier requests any more; requests that come behind this are computed whole. Always True."""
+        self._check()
+        self._engine.reset_prefix_cache()
+        return True
+
     @property
     def is_running(self) -> bool:
         """Whether it takes requests."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 
 # They do the same thing. A flag takes the place of a flag alone; what follows it stays.
@@ -13,15 +14,19 @@ _SAME = {
     "-tp": "--tensor-parallel-size",
 }
 _VALUES = {("--dtype", "half"): "float16", ("--dtype", "float"): "float32"}
+# They mean nothing here, and are taken with a line that says so.
+_NOTHING = {
+    "--enable-prompt-tokens-details": "usage has them wherever some were cached",
+    "--enable-server-load-tracking": "GET /load always counts",
+    "--enable-request-id-headers": "every answer bears X-Request-Id",
+    "--enable-chunked-prefill": "prompts are always computed in chunks, of --prefill-chunk tokens",
+    "--disable-uvicorn-access-log": "there is none; --no-log-requests leaves out a line for every request",
+}
 # They are refused.
 _INSTEAD = {
     "--gpu-memory-utilization": "--kv-memory SIZE says what each memory worker keeps for KV",
     "--max-num-batched-tokens": "--prefill-chunk says how many tokens of prompts a step takes",
     "--revision": "give the directory of that revision as MODEL (hf download MODEL --revision REVISION)",
-    "--root-path": "let the proxy strip the path that it adds",
-    "--enable-force-include-usage": 'a request asks for it: "stream_options": {"include_usage": true}',
-    "--enable-prompt-tokens-details": "usage has them wherever some were cached: leave it out",
-    "--return-tokens-as-token-ids": 'a request asks for it: "return_tokens_as_token_ids": true',
     "--swap-space": "preempted sequences are computed again: leave it out",
     "--max-seq-len-to-capture": "leave it out, or switch graphs off by --no-cuda-graphs",
     "--pipeline-parallel-size": "--pipeline n rotates n batches over n - 1 replicas; layers are not shared out",
@@ -29,10 +34,15 @@ _INSTEAD = {
 
 
 def translated(args: Sequence[str], known: Collection[str]) -> list[str]:
-    """``args`` with flags and values by the names that they have here; ``known``: the flags that there are."""
+    """``args`` with flags and values by the names that they have here, less those that mean nothing here, of which a
+    line on stderr tells; ``known``: the flags that there are.
+    """
     out = list[str]()
     for arg in args:
         flag, equals, value = arg.partition("=")
+        if arg in _NOTHING and arg not in known:
+            print(f"{arg} is left out: {_NOTHING[arg]}", file=sys.stderr)
+            continue
         here = _SAME.get(flag, flag)
         if here in known and flag not in known:
             arg = here + equals + value

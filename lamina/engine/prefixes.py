@@ -113,7 +113,7 @@ class Prefixes:
         pages = list(self._pages(sequence.tokens, min(sequence.num_scheduled, limit))) if self._page else []
         way = list(self._way(sequence.salt, pages))
         known = len(way) == len(pages)  # another one has all of them, and perhaps more
-        if known or sequence.output.finish_reason == "error":
+        if known or sequence.outlived or sequence.output.finish_reason == "error":
             return [Free(sequence.id)]
         freed = [node.last for node in way if node.last is not None]
         for number in freed:

@@ -196,8 +196,10 @@ class Scheduler:
         return keep
 
     def forget_prefixes(self) -> None:
-        """Give up what is retained, with the next plan."""
+        """Give up what is retained, with the next plan. What runs leaves nothing."""
         self._ops += self.prefixes.forget_all()
+        for sequence in self._running:
+            sequence.outlived = True
 
     def tell_anew(self) -> None:
         """Compute workers count no tokens any more for penalties: the next draw of each sequence tells all."""

@@ -29,6 +29,7 @@ class Sequence:
     num_cached: int = 0  # of these, those whose KV was there when it was admitted
     num_drawing: int = 0  # tokens being drawn by steps in flight
     prefill_worker: int | None = None  # that computes its prompt; it has no rows of its own before that is done
+    outlived: bool = False  # a reset of what prompts find: its KV is for nobody else
     num_prefilling: int = 0  # chunks there whose K and V are not stored yet
     num_scored: int = 0  # tokens of the prompt whose log-probabilities are known or on their way, less the first
     num_told: int = -1  # tokens of the completion that all compute workers count, under this id; -1: they know nothing

@@ -135,6 +135,10 @@ class Streams:
             if self._feeds.pop(request_id, None) is not None and (output := self._engine.cancel(request_id)):
                 feed.push(output)
 
+    def reset_prefix_cache(self) -> None:
+        """See ``Engine.reset_prefix_cache``."""
+        self._engine.reset_prefix_cache()
+
     def settle(self) -> None:
         """See ``Engine.settle``."""
         self._engine.settle()

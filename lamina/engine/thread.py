@@ -26,9 +26,11 @@ class Workers(Protocol):
 
 
 class _Errand(NamedTuple):
-    """``asked`` None: no more of ``feed``, whose reader has gone or, with ``tell``, gets what there is."""
+    """``asked`` None: no more of ``feed``, whose reader has gone or, with ``tell``, gets what there is. ``feed`` None:
+    kept prefixes are forgotten.
+    """
 
-    feed: Feed
+    feed: Feed | None
     asked: Asked | None = None
     tell: bool = False
 
@@ -69,6 +71,10 @@ class EngineThread:
         """See ``Streams.abort``. Behind ``add``."""
         self._order(_Errand(feed, tell=True))
 
+    def reset_prefix_cache(self) -> None:
+        """See ``Engine.reset_prefix_cache``: before whatever is added behind this call."""
+        self._order(_Errand(None))
+
     def stop(self) -> None:
         """End the engine and its workers; every reader is told. Idempotent."""
         self._stopping = True
@@ -84,7 +90,7 @@ class EngineThread:
             if self._open:
                 self._orders.put(order)
                 return
-        self._tell_end([order.feed])
+        self._tell_end([order.feed] if order.feed is not None else [])
 
     def _run(self) -> None:
         try:
@@ -115,7 +121,9 @@ class EngineThread:
 
     def _obey(self, order: _Errand) -> None:
         feed = order.feed
-        if order.asked is not None and not feed.dropped:
+        if feed is None:
+            self._streams.reset_prefix_cache()
+        elif order.asked is not None and not feed.dropped:
             try:
                 self._streams.add([order.asked], feed)
             except Exception as error:  # noqa: BLE001 - a tokenizer raises what it likes: of this request, not of all
@@ -135,7 +143,7 @@ class EngineThread:
                 self._open = False
             left = self._streams.take_all()
             while not self._orders.empty():
-                if (order := self._orders.get()) is not None:
+                if (order := self._orders.get()) is not None and order.feed is not None:
                     left.append(order.feed)
             self._tell_end(left)
 

@@ -9,8 +9,9 @@ from starlette.responses import PlainTextResponse, Response
 from lamina import __version__
 
 from .calls import Service
-from .door.bodies import described, parse
+from .door.bodies import parse
 from .errors import ApiError, json_response
+from .openapi import answers, described
 from .request.protocol import DetokenizeRequest, TokenizeRequest
 
 router = APIRouter()
@@ -21,7 +22,7 @@ def _service(request: Request) -> Service:
     return service
 
 
-@router.get("/health")
+@router.get("/health", responses=answers(503))
 async def health(request: Request) -> Response:
     """200 while the engine makes progress, or is idle and all its workers answer; else 503 and why: "recovering" where
     a lost worker is being replaced, behind which all requests go on.
@@ -32,13 +33,13 @@ async def health(request: Request) -> Response:
     return json_response({"status": illness}, 503, {"Retry-After": "5"})
 
 
-@router.get("/version")
+@router.get("/version", responses=answers())
 async def version() -> Response:
     """The version of Lamina."""
     return json_response({"version": __version__})
 
 
-@router.get("/load")
+@router.get("/load", responses=answers())
 async def load(request: Request) -> Response:
     """Completions under way: ``server_load`` here, ``running`` and ``waiting`` by the engine's last word."""
     service = _service(request)
@@ -53,7 +54,7 @@ async def load(request: Request) -> Response:
     )
 
 
-@router.get("/metrics", response_class=PlainTextResponse)
+@router.get("/metrics", response_class=PlainTextResponse, responses=answers(kinds=("text/plain",)))
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     service = _service(request)
@@ -61,43 +62,45 @@ async def metrics(request: Request) -> Response:
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses=answers())
 async def models(request: Request) -> Response:
     """All names of the one model."""
     service = _service(request)
     return json_response({"object": "list", "data": [_card(service, name) for name in service.names]})
 
 
-@router.get("/v1/models/{model:path}")
+@router.get("/v1/models/{model:path}", responses=answers(404))
 async def model(request: Request, model: str) -> Response:
     """One name of the model."""
     service = _service(request)
     return json_response(_card(service, service.check_model(model)))
 
 
-@router.post("/load_model")
+@router.post("/load_model", responses=answers(408, 413, 415, kinds=("text/event-stream",)))
 async def load_model() -> Response:
     """What `transformers chat` asks before anything else: the model is there, as the one event of a stream."""
     return Response('data: {"status": "ready", "cached": true}\n\n', media_type="text/event-stream")
 
 
-@router.post("/tokenize", openapi_extra=described(TokenizeRequest))
+@router.post("/tokenize", openapi_extra=described(TokenizeRequest), responses=answers(body=True))
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt or of a conversation."""
     service, body = _service(request), await parse(TokenizeRequest, request)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
+    prompter, special = service.prompter, body.add_special_tokens
     if body.messages is not None:
-        variables = service.prompter.variables(body)
-        ids = (await service.prompter.chat(body.messages, None, variables, special=bool(body.add_special_tokens))).ids
+        variables = prompter.variables(body)
+        ids = (await prompter.chat(body.messages, None, variables, special=bool(special), counts=True)).ids
     else:
-        ids = await service.prompter.encode(body.prompt or "", special=body.add_special_tokens is not False)
+        ids = await prompter.encode(body.prompt or "", special=special is not False)
+    names = prompter.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
     limit = service.client.ready.max_model_len
-    return json_response({"tokens": ids, "count": len(ids), "max_model_len": limit})
+    return json_response({"tokens": ids, "count": len(ids), "max_model_len": limit, "token_strs": names})
 
 
-@router.post("/detokenize", openapi_extra=described(DetokenizeRequest))
+@router.post("/detokenize", openapi_extra=described(DetokenizeRequest), responses=answers(body=True))
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     service, body = _service(request), await parse(DetokenizeRequest, request)

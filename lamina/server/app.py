@@ -10,13 +10,14 @@ from starlette.types import ASGIApp
 
 from lamina import __version__
 
-from . import about, generate
+from . import about, extra, generate
 from .calls import Service
 from .door.auth import Auth
 from .door.bodies import BodyLimits
 from .door.early_refusal import EarlyRefusal
 from .door.heads import Heads
 from .door.hosts import Hosts
+from .door.root_path import RootPath
 from .errors import ApiError, error_response
 from .journal import fetch
 from .watch import page
@@ -25,7 +26,9 @@ from .watch.observe import Observe
 
 def make_app(service: Service) -> FastAPI:
     """The routes alone."""
-    app = FastAPI(title="Lamina", version=__version__, docs_url=None, redoc_url=None)
+    root = service.config.root_path
+    servers = [{"url": root}] if root else None
+    app = FastAPI(title="Lamina", version=__version__, docs_url=None, redoc_url=None, servers=servers)
     app.state.service = service
     for router in _routers(service):
         app.include_router(router)
@@ -50,12 +53,19 @@ def layered(app: FastAPI, service: Service) -> ASGIApp:
     if not config.api_keys and not config.uds:  # no browser has the key, or gets at a Unix socket
         inner = Hosts(inner, config)
     routes = [route for router in _routers(service) for route in router.routes]
-    return Observe(inner, service.metrics, routes, log_requests=config.log_requests)
+    seen = Observe(inner, service.metrics, routes, log_requests=config.log_requests)
+    return RootPath(seen, config.root_path) if config.root_path else seen
 
 
 def _routers(service: Service) -> list[APIRouter]:
-    journal = [fetch.router] if service.journal is not None else []
-    return [generate.router, about.router, *journal, *([page.router] if service.config.page else [])]
+    config = service.config
+    optional = [
+        (fetch.router, service.journal is not None),
+        (extra.tokenizer_info, config.enable_tokenizer_info_endpoint),
+        (extra.development, config.server_dev_mode),
+        (page.router, config.page),
+    ]
+    return [generate.router, about.router, *(router for router, wanted in optional if wanted)]
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -39,9 +39,16 @@ class ServerConfig:
     max_nesting: int = option(64, "depth of a request's JSON")
     max_prompts: int = option(256, "prompts in a request")
     max_n: int = option(16, "completions of a prompt (n)")
-    max_logprobs: int = option(20, "alternatives of a token (logprobs, top_logprobs), 20 at most")
+    max_logprobs: int = option(
+        20, "alternatives of a token (logprobs, top_logprobs, prompt_logprobs); -1 = up to the whole vocabulary"
+    )
     max_stop: int = option(16, "stop strings of a request")
     max_stop_chars: int = option(256, "characters of a stop string")
+    enable_force_include_usage: bool = option(False, "streams end with usage, whether a request asks for it or not")
+    return_tokens_as_token_ids: bool = option(False, "log-probabilities call a token token_id:5 by default")
+    enable_tokenizer_info_endpoint: bool = option(False, "GET /tokenizer_info: the tokenizer's configuration")
+    server_dev_mode: bool = option(False, "POST /reset_prefix_cache, for whoever may use this server")
+    root_path: str = option("", "path that a proxy puts before the server's own, such as /llm")
     allow_unknown_fields: bool = option(False, "ignore fields of a body that the server does not know; else status 400")
     chat_template: str = option("", "a file with a chat template (Jinja) in place of the model's own")
     max_logit_bias: int = option(300, "tokens in logit_bias")
@@ -66,8 +73,9 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            if isinstance(value, int | float) and value < 0:
-                raise ValueError(f"{flag(f.name)} must be at least 0, not {value}")
+            least = -1 if f.name == "max_logprobs" else 0
+            if isinstance(value, int | float) and value < least:
+                raise ValueError(f"{flag(f.name)} must be at least {least}, not {value}")
         for name in (
             "max_nesting",
             "max_prompts",
@@ -80,8 +88,8 @@ class ServerConfig:
                 raise ValueError(f"{flag(name)} must be positive, not {getattr(self, name)}")
         if self.port > 65535:
             raise ValueError(f"--port must lie in 0..65535, not {self.port}")
-        if self.max_logprobs > 20:
-            raise ValueError(f"--max-logprobs must be at most 20, not {self.max_logprobs}")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError(f"--root-path must begin with / and not end with it, such as /llm, not {self.root_path!r}")
         if self.metrics_compat not in ("", "vllm"):
             raise ValueError(f"--metrics-compat must be vllm or empty, not {self.metrics_compat!r}")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -15,17 +14,19 @@ from .answer.answers import EventStream, whole
 from .answer.heads import new_request
 from .answer.shapes import ChatShape, CompletionShape, Shape
 from .calls import Call, Service
-from .door.bodies import described, parse
+from .config import ServerConfig
+from .door.bodies import parse
 from .errors import ApiError
 from .journal.entry import Entry
 from .journal.records import Accepted, KeptPrompt
+from .openapi import answers, described
 from .request.params import chat_params, completion_params
 from .request.prompts import Prompt, split_prompts
-from .request.protocol import ChatRequest, CompletionRequest, Sampling
+from .request.protocol import ChatRequest, CompletionRequest, Sampling, StreamOptions
 
 JOURNAL_RETRY_S = 5
 router = APIRouter()
-_ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+_ANSWERS = answers(429, 503, kinds=("application/json", "text/event-stream"), body=True)
 
 
 @router.post("/v1/completions", openapi_extra=described(CompletionRequest), responses=_ANSWERS)
@@ -39,10 +40,12 @@ async def completions(request: Request) -> Response:
     max_tokens = 0 if body.max_tokens == 0 else params.max_tokens
     special = body.add_special_tokens is not False
     salt, only_prompt = _salt(request, body), body.max_tokens == 0
-    asked = new_request("cmpl", name, params, body, salt, echo=bool(body.echo), only_prompt=only_prompt)
+    echo, by_number = bool(body.echo), service.config.return_tokens_as_token_ids
+    asked = new_request("cmpl", name, params, body, salt, tokens_as_ids=by_number, echo=echo, only_prompt=only_prompt)
     with _room(service, len(parts) * params.n) as ticket:
         cut = service.prompter.cut(body, max_tokens)
         prompts = await service.prompter.completions(parts, max_tokens, special=special, cut=cut)
+        await service.prompter.forbid(params)
         call = await _call(request, asked, prompts, ticket)
     return await _answer(request, body, call, CompletionShape(call, service.texts_of(asked), asked))
 
@@ -55,11 +58,13 @@ async def chat(request: Request) -> Response:
     name = service.check_model(body.model)
     params = chat_params(body, service.config, service.client.ready, service.defaults)
     variables = service.prompter.variables(body)
-    asked = new_request("chatcmpl", name, params, body, _salt(request, body))
+    salt, by_number = _salt(request, body), service.config.return_tokens_as_token_ids
+    asked = new_request("chatcmpl", name, params, body, salt, tokens_as_ids=by_number)
     with _room(service, params.n) as ticket:
         most = params.max_tokens if body.max_completion_tokens or body.max_tokens else None  # a default gives way
         special, cut = bool(body.add_special_tokens), service.prompter.cut(body, most)
         prompt = await service.prompter.chat(body.messages, most, variables, special=special, cut=cut)
+        await service.prompter.forbid(params)
         call = await _call(request, asked, [prompt], ticket)
     return await _answer(request, body, call, ChatShape(call, service.texts_of(asked), asked))
 
@@ -112,5 +117,9 @@ async def _journaled(service: Service, asked: Accepted, prompts: list[Prompt]) -
 async def _answer(request: Request, body: Sampling, call: Call, shape: Shape) -> Response:
     if not body.stream:
         return await whole(request, call, shape)
-    alive_s = request.app.state.service.config.sse_keep_alive_s
-    return EventStream(call, shape, body.stream_options, alive_s=alive_s)
+    config: ServerConfig = request.app.state.service.config
+    options = body.stream_options
+    if config.enable_force_include_usage:
+        always = bool(options and options.continuous_usage_stats)
+        options = StreamOptions(include_usage=True, continuous_usage_stats=always)
+    return EventStream(call, shape, options, alive_s=config.sse_keep_alive_s)

@@ -46,7 +46,21 @@ try:
     litellm.completion(model="openai/tiny", **{**ask, "temperature": 5.0})
 except litellm.BadRequestError as e:
     refused = str(e)
-print(json.dumps({"texts": texts, "usage": whole.usage.completion_tokens, "refused": refused}))
+too_long = [{"role": "user", "content": "class " * 20000}]
+overflows = []
+for name in ("hosted_vllm/tiny", "openai/tiny"):
+    for fields in ({"messages": too_long}, {"max_tokens": 1000000}):
+        try:
+            litellm.completion(model=name, **{**ask, **fields})
+        except litellm.ContextWindowExceededError:
+            overflows.append(name)
+small = {"model": "openai/tiny", "api_base": url, "api_key": "none", "max_tokens": 12}
+large = {"model": "openai/large", "api_key": "none", "mock_response": "a larger model"}
+models = [{"model_name": "small", "litellm_params": small}, {"model_name": "large", "litellm_params": large}]
+router = litellm.Router(model_list=models, context_window_fallbacks=[{"small": ["large"]}], num_retries=0)
+fallback = router.completion(model="small", messages=too_long).choices[0].message.content
+print(json.dumps({"texts": texts, "usage": whole.usage.completion_tokens, "refused": refused,
+                  "overflows": overflows, "fallback": fallback}))
 """
 
 OVERFLOW = """
@@ -138,6 +152,8 @@ def test_litellm(server: Running, text: str, environment: Environment, run: Run)
     found = json.loads(run(python, "-c", LITELLM, f"{server.url}/v1", QUESTION, **flags).splitlines()[-1])
     assert found["texts"] == [text] * 5
     assert "temperature" in found["refused"]
+    assert found["overflows"] == ["hosted_vllm/tiny"] * 2 + ["openai/tiny"] * 2
+    assert found["fallback"] == "a larger model", "its own check of the context has fired"
 
 
 @pytest.mark.client("litellm")

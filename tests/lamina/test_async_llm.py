@@ -356,3 +356,34 @@ def test_a_worker_that_is_lost_while_nothing_is_decoded_is_noticed(
     wire.broken = WorkerError("memory worker 0 (pid 7) was killed by SIGKILL")
     llm._engine._thread.join(LIMIT_S)
     assert llm.errored
+
+
+def test_behind_a_reset_nothing_is_found(make: Callable[..., AsyncLLM]) -> None:
+    """Also of what runs while it comes."""
+
+    async def work() -> None:
+        wire = Wire()
+        llm = make(wire, enable_prefix_caching=True)
+
+        async def cached() -> int | None:
+            outputs = [output async for output in llm.generate([5] * 30, tokens(3))]
+            return outputs[-1].num_cached_tokens
+
+        assert [await cached(), await cached()] == [0, 28]
+        assert await llm.reset_prefix_cache()
+        assert [await cached(), await cached()] == [0, 28]
+        gate = wire.gate = threading.Semaphore(1)
+        runs = llm.generate([5] * 30, tokens(9))
+        await anext(runs)
+        assert await llm.reset_prefix_cache()
+        for _ in range(40):
+            gate.release()
+        assert [output async for output in runs]
+        wire.gate = None
+        gate.release()
+        assert await cached() == 0
+        llm.shutdown()
+        with pytest.raises(ValueError, match="closed"):
+            await llm.reset_prefix_cache()
+
+    asyncio.run(asyncio.wait_for(work(), LIMIT_S))

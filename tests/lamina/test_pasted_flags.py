@@ -37,8 +37,6 @@ def test_they_do_the_same_thing_where_it_exists(
         (["--gpu-memory-utilization=0.9"], "--gpu-memory-utilization is not here: --kv-memory SIZE says"),
         (["--max-num-batched-tokens", "8192"], "--max-num-batched-tokens is not here: --prefill-chunk says"),
         (["--revision", "main"], "--revision is not here: give the directory"),
-        (["--root-path", "/x"], "--root-path is not here: let the proxy"),
-        (["--return-tokens-as-token-ids"], "a request asks for it"),
     ],
 )
 def test_others_are_refused_with_what_to_use(capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:
@@ -48,3 +46,14 @@ def test_others_are_refused_with_what_to_use(capsys: pytest.CaptureFixture[str],
     assert ended.value.code == 2
     assert words in said
     assert len(said.splitlines()) == 1
+
+
+def test_some_mean_nothing_here_and_are_taken_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--enable-prompt-tokens-details", "--enable-request-id-headers", "--enable-force-include-usage"]
+    assert main([*SERVE, *flags, "--served-model-name", "x"]) == 0
+    out, said = capsys.readouterr()
+    assert json.loads(out)["enable_force_include_usage"] is True, "there is that flag"
+    assert said.splitlines() == [
+        "--enable-prompt-tokens-details is left out: usage has them wherever some were cached",
+        "--enable-request-id-headers is left out: every answer bears X-Request-Id",
+    ]

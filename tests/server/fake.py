@@ -48,6 +48,7 @@ class FakeClient:
         self.added: list[tuple[list[int], SamplingParams]] = []
         self.salts: list[bytes] = []  # of what was added
         self.cancelled: list[int] = []
+        self.resets = 0
 
     def add(
         self, prompt: list[int], params: SamplingParams, feed: ReplyFeed, meter: DeltaWatch, *, salt: bytes = b""
@@ -60,6 +61,9 @@ class FakeClient:
                 meter.grown(delta)
                 feed.push(delta)
         return key
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
 
     def cancel(self, key: int) -> None:
         self.cancelled.append(key)

@@ -195,6 +195,7 @@ def test_metrics_are_shown_under_both_names_and_only_if_they_exist() -> None:
     client.state = State(
         running=1, waiting=2, free_blocks=[48], preemptions=3, steps=10, prefix_queries=9, prefix_hits=4
     )
+    client.cached = 1
     service = make_service(client, metrics_compat="vllm")
     ask("POST", "/v1/completions", service, json={**BODY, "n": 2})
     text = ask("GET", "/metrics", service).text
@@ -202,8 +203,15 @@ def test_metrics_are_shown_under_both_names_and_only_if_they_exist() -> None:
         for line in ("num_requests_waiting{L} 2.0", "kv_cache_usage_perc{L} 0.25", "prompt_tokens_total{L} 3.0",
                      "generation_tokens_total{L} 4.0", "e2e_request_latency_seconds_count{L} 1.0",
                      "request_queue_time_seconds_sum{L} 0.001", "prefix_cache_queries_total{L} 9.0",
-                     "prefix_cache_hits_total{L} 4.0"):  # fmt: skip
+                     "prefix_cache_hits_total{L} 4.0", "prompt_tokens_cached_total{L} 1.0",
+                     "request_max_num_generation_tokens_sum{L} 2.0",
+                     "request_prefill_kv_computed_tokens_sum{L} 2.0"):  # fmt: skip
             assert prefix + line.replace("{L}", '{engine="0",model_name="tiny"}') in text
+        named = '{engine="0",model_name="tiny",'
+        for line in ('num_requests_waiting_by_reason{L}reason="capacity"} 2.0',
+                     'prompt_tokens_by_source_total{L}source="local_compute"} 2.0',
+                     'prompt_tokens_by_source_total{L}source="local_cache_hit"} 1.0'):  # fmt: skip
+            assert prefix + line.replace("{L}", named) in text
     assert 'lamina:layer_bytes_total{engine="0",kind="q",model_name="tiny"} 20480.0' in text
     assert 'lamina:hop_latency_seconds_count{engine="0",model_name="tiny"} 40.0' in text
     assert "vllm:hop_latency" not in text

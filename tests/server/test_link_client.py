@@ -20,7 +20,7 @@ from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, St
 from lamina.request import Blame, SamplingParams
 from lamina.server.link import client as module
 from lamina.server.link.client import EngineClient, EngineGoneError, PromptRefusedError, ReplyFeed
-from lamina.server.link.messages import Add, Cancel, Delta, Outputs, Refused, State, Times, WorkerCounters
+from lamina.server.link.messages import Add, Cancel, Delta, Outputs, Refused, Reset, State, Times, WorkerCounters
 
 SOON_S = 20.0
 PARAMS = SamplingParams(max_tokens=3)
@@ -55,7 +55,7 @@ class Meter:
 class Bench:
     def __init__(self, *fates: str | None) -> None:
         ours, self.theirs = socket.socketpair()
-        self.engine = ControlLink(self.theirs, Add | Cancel | Stop)
+        self.engine = ControlLink(self.theirs, Add | Cancel | Reset | Stop)
         self.handle = Handle(ours, *fates)
         self.client: EngineClient
 
@@ -188,6 +188,8 @@ def test_prompts_are_added_cancelled_refused_and_ended_by_their_keys() -> None:
         assert not meters[3].seen
         client.cancel(0)
         client.cancel(3)
+        client.reset_prefix_cache()
+        assert await asyncio.to_thread(bench.engine.recv, SOON_S) == Reset()
         client.add([4], PARAMS, ReplyFeed(), Quiet())
         assert await asyncio.to_thread(bench.engine.recv, SOON_S) == Add(4, [4], PARAMS)
 

@@ -67,7 +67,7 @@ def test_a_salt_is_text_of_1_to_1024_characters(path: str, body: dict[str, Any],
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    flags = ("--dtype=float32", "--enable-prefix-caching", "--block-size=16")
+    flags = ("--dtype=float32", "--enable-prefix-caching", "--block-size=16", "--server-dev-mode")
     running = Running(tmp_path_factory.mktemp("server") / "log", *flags, env={"LAMINA_API_KEY": "one,two"})
     yield running
     running.kill()
@@ -85,3 +85,7 @@ def test_the_same_tenant_hits_and_another_misses(server: Running) -> None:
         asked: list[tuple[str, str | None]] = [("one", None), ("two", None), ("one", "x"), ("two", "x")]
         assert [cached(*each) for each in asked] == [0, 0, 0, 0]
         assert [cached(*each) for each in asked] == [32, 32, 32, 32]
+        reset = http.post("/reset_prefix_cache", headers={"authorization": "Bearer one"})
+        assert reset.json() == {"success": True}
+        assert [cached(*each) for each in asked] == [0, 0, 0, 0]
+        assert http.post("/reset_prefix_cache").status_code == 401

@@ -198,3 +198,14 @@ def test_alternatives_come_in_vllms_order() -> None:
     (choice,) = answer(COMPLETIONS, {**TEXT, "logprobs": 2, **fields}, make_service(Drawing()))["choices"]
     named = [["token_id:9", "token_id:8"], ["token_id:7", "token_id:8", "token_id:9"]]
     assert [list(x) for x in choice["logprobs"]["top_logprobs"]] == named
+
+
+def test_an_echo_of_token_ids_has_its_special_tokens() -> None:
+    service = make_service(Scoring())
+    tokenizer = service.prompter.tokenizer
+    ids = [3, *tokenizer("def f", add_special_tokens=False)["input_ids"]]
+    assert tokenizer.decode(ids) != tokenizer.decode(ids, skip_special_tokens=True), "the first one is special"
+    (choice,) = answer(COMPLETIONS, {"prompt": ids, "max_tokens": 2, "echo": True, "logprobs": 0}, service)["choices"]
+    assert choice["text"] == tokenizer.decode(ids) + "abcd"
+    offsets, names = choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"]
+    assert offsets[: len(ids) + 1] == [len("".join(names[:n])) for n in range(len(ids) + 1)]

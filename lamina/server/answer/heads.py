@@ -21,10 +21,13 @@ def new_request(
     body: Sampling,
     salt: bytes,
     *,
+    tokens_as_ids: bool = False,
     echo: bool = False,
     only_prompt: bool = False,
 ) -> Accepted:
-    """A request that has come now, without its prompts. ``model``: as its client calls it. ``salt``: see Tenants."""
+    """A request that has come now, without its prompts. ``model``: as its client calls it. ``salt``: see Tenants.
+    ``tokens_as_ids``: where the request does not say.
+    """
     return Accepted(
         id=f"{kind}-{secrets.token_hex(16)}",
         kind=kind,
@@ -34,7 +37,7 @@ def new_request(
         prompts=[],
         echo=echo,
         only_prompt=only_prompt,
-        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        tokens_as_ids=tokens_as_ids if body.return_tokens_as_token_ids is None else body.return_tokens_as_token_ids,
         token_ids=bool(body.return_token_ids),
         salt=salt,
     )

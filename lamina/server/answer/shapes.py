@@ -99,8 +99,9 @@ class CompletionShape:
         }
 
     def _prompt_text(self, number: int) -> str:
-        prompt, skip = self._call.prompts[number], self._call.params.skip_special_tokens
-        return prompt.text or str(self._texts.tokenizer.decode(prompt.ids, skip_special_tokens=skip))
+        """With special tokens, which a text as its client wrote it has too."""
+        prompt = self._call.prompts[number]
+        return prompt.text or str(self._texts.tokenizer.decode(prompt.ids))
 
     def _block(
         self, number: int, index: int, delta: Delta, tokens: list[int], entries: list[Logprobs], *, first: bool
@@ -111,7 +112,7 @@ class CompletionShape:
             start = len(self._prompt_text(number)) if self._echo else 0
             self._logprobs[index] = CompletionLogprobs(self._texts, ids, start, skip_special_tokens=skip)
             if self._echo:
-                prompt = CompletionLogprobs(self._texts, [], 0, skip_special_tokens=skip)
+                prompt = CompletionLogprobs(self._texts, [], 0, skip_special_tokens=False)
                 blocks.append(prompt.block(ids, self._prompt_entries.get(number, [None] * len(ids))))
         return joined([*blocks, self._logprobs[index].block(tokens, entries)])
 

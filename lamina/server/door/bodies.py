@@ -87,23 +87,6 @@ def _check_inner(given: dict[str, Any], service: Service) -> None:
                 check(part, ("type", "text"), PART, "messages.content.")
 
 
-def described(model: type[BaseModel]) -> dict[str, Any]:
-    """The body of a route for /openapi.json."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    definitions = schema.pop("$defs", {})
-    return {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(schema, definitions)}}}
-    }
-
-
-def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
-    if isinstance(schema, dict):
-        if "$ref" in schema:
-            return _inlined(definitions[schema["$ref"].rsplit("/", 1)[1]], definitions)
-        return {k: _inlined(v, definitions) for k, v in schema.items()}
-    return [_inlined(x, definitions) for x in schema] if isinstance(schema, list) else schema
-
-
 class BodyLimits:
     """Reads the body of every POST, bounded in size and time. Its bytes go to ``state["body"]``."""
 
@@ -131,7 +114,8 @@ class BodyLimits:
         if headers.get(b"content-encoding", b"identity") != b"identity":
             raise ApiError(415, "Content-Encoding is not supported", code="unsupported_encoding")
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        if kind != b"application/json":
+        nothing = b"transfer-encoding" not in headers and headers.get(b"content-length", b"0") == b"0"
+        if kind != b"application/json" and not (nothing and not kind):
             raise ApiError(415, "Content-Type must be application/json", code="unsupported_media_type")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._max_bytes:

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from lamina.server.answer.shapes import ChatShape, CompletionShape, Shape
 from lamina.server.calls import Service
 from lamina.server.errors import ApiError, engine_error, json_response
+from lamina.server.openapi import answers
 from lamina.server.request.params import PARAMS
 
 from .entry import Entry
@@ -16,13 +17,13 @@ router = APIRouter()
 RETRY_AFTER_S = 1
 
 
-@router.get("/v1/completions/{answer_id}")
+@router.get("/v1/completions/{answer_id}", responses=answers(202, 400, 404, 503))
 async def completion(request: Request, answer_id: str) -> Response:
     """A completion by the id of its answer: whole, or 202 while it is under way."""
     return _answer(request.app.state.service, answer_id, "cmpl")
 
 
-@router.get("/v1/chat/completions/{answer_id}")
+@router.get("/v1/chat/completions/{answer_id}", responses=answers(202, 400, 404, 503))
 async def chat_completion(request: Request, answer_id: str) -> Response:
     """The same of a conversation."""
     return _answer(request.app.state.service, answer_id, "chatcmpl")

@@ -19,7 +19,7 @@ from lamina.fleet.standing import STOPPED_S, StandingStill
 from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
 from lamina.request import Blame, SamplingParams
 
-from .messages import Cancel, Delta, Outputs, Ready, Refused, Start, State, WorkerCounters, add_up
+from .messages import Cancel, Delta, Outputs, Ready, Refused, Reset, Start, State, WorkerCounters, add_up
 from .restarts import EngineRestarts, Hearing
 
 FROM_ENGINE = Ready | Progress | Outputs | State | WorkerCounters | Refused | Failed
@@ -185,6 +185,11 @@ class EngineClient:
         """Nobody wants it any more. Finished and unknown keys are ignored."""
         if self._live.pop(key, None) is not None and self._is_ready:
             self._send(Cancel(key))
+
+    def reset_prefix_cache(self) -> None:
+        """Prompts that are added behind this find no KV of those before."""
+        if self._is_ready:  # else the next engine has none
+            self._send(Reset())
 
     def kill(self) -> None:
         """End the engine by force, now; its workers end when its links do. ``close`` then has nothing to wait for."""

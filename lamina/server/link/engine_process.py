@@ -20,12 +20,12 @@ from lamina.models.tokens import load_beside
 from lamina.protocol.control import ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop
 from lamina.request import Blame, CompletionOutput, Logprob, RequestOutput, scored
 
-from .messages import Add, Cancel, Delta, Outputs, Ready, Refused, Start, State, Times, WorkerCounters
+from .messages import Add, Cancel, Delta, Outputs, Ready, Refused, Reset, Start, State, Times, WorkerCounters
 
 log = logging.getLogger(__name__)
-FROM_SERVER = Start | Add | Cancel | Stop
+FROM_SERVER = Start | Add | Cancel | Reset | Stop
 IDLE_S = 1.0  # how long an idle engine waits for a message before it looks at its workers
-STATE_S = 0.2
+STATE_S = 0.05
 WAITS = ("wait_s", "carry_s", "stored_wait_s")  # counters that grow while a worker waits for others
 COUNTERS_S = 0.9  # how often all workers are asked for their counters, and so whether they live
 
@@ -183,6 +183,8 @@ class _Loop:
             if live := self._by_key.get(message.key):
                 self._forget(live)
                 self._engine.cancel(live.request_id)
+        elif isinstance(message, Reset):
+            self._engine.reset_prefix_cache()
         elif isinstance(message, Exception):
             raise RuntimeError(f"its link to the server has failed: {message}") from message
         else:

@@ -38,6 +38,10 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     key: int
 
 
+class Reset(msgspec.Struct, frozen=True, tag="reset"):
+    """Server -> engine: prompts behind this find no KV of those before. Not answered."""
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Engine -> server: both pools are up."""
 

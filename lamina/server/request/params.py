@@ -16,10 +16,12 @@ from .protocol import ChatRequest, CompletionRequest, Sampling
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 PARAMS = frozenset(f.name for f in dataclasses.fields(SamplingParams))
+MOST_NAMED = 8  # wrong keys, in one error
 # Fields that go to SamplingParams under their own names where they are given.
 _PLAIN = (
     "temperature", "top_k", "min_p", "n", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
-    "skip_special_tokens", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "skip_special_tokens", "ignore_eos", "allowed_token_ids", "bad_words", "presence_penalty", "frequency_penalty",
+    "repetition_penalty",
 )  # fmt: skip
 
 
@@ -62,7 +64,8 @@ def _params(
     *,
     echo: bool,
 ) -> SamplingParams:
-    _check_limits(request, config, logprobs, logprobs_name)
+    _check_limits(request, config)
+    _check_scores(request, config, ready, {logprobs_name: logprobs, "prompt_logprobs": request.prompt_logprobs})
     asked = max_tokens is not None
     given = {**defaults, **{name: value for name in _PLAIN if (value := getattr(request, name)) is not None}}
     if (most := given.pop("max_tokens", None)) is not None:
@@ -85,40 +88,55 @@ def _params(
         raise overflow(ready.max_model_len, f"{max_tokens} new tokens were asked for", "max_tokens")
     if params.min_tokens >= ready.max_model_len:
         raise ApiError(400, f"min_tokens {params.min_tokens} exceeds the context", param="min_tokens")
-    if any(not 0 <= t < ready.vocab_size for t in params.stop_token_ids or []):
-        raise ApiError(400, "stop_token_ids must lie in the vocabulary", param="stop_token_ids", code="invalid_value")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        bad = next((t for t in getattr(params, name) or [] if not 0 <= t < ready.vocab_size), None)
+        if bad is not None:
+            text = f"{name} must lie in the vocabulary: {bad} is out of vocabulary, 0..{ready.vocab_size - 1}"
+            raise ApiError(400, text, param=name, code="invalid_value")
     return params
 
 
-def _check_limits(request: Sampling, config: ServerConfig, logprobs: int | None, logprobs_name: str) -> None:
-    if (request.n or 1) > config.max_n:
-        raise ApiError(400, f"n must be at most {config.max_n}, not {request.n}", param="n", code="invalid_value")
-    for name, count in ((logprobs_name, logprobs), ("prompt_logprobs", request.prompt_logprobs)):
-        if (count or 0) > config.max_logprobs:
-            text = f"{name} must be at most {config.max_logprobs}, not {count}"
+def _check_scores(request: Sampling, config: ServerConfig, ready: Ready, counts: Mapping[str, int | None]) -> None:
+    """``counts``: alternatives, by their field; -1 = the whole vocabulary."""
+    for name, count in counts.items():
+        asked = ready.vocab_size if count == -1 else count or 0
+        if 0 <= config.max_logprobs < asked:
+            every = " (-1, the whole vocabulary)" if count == -1 else ""
+            text = f"{name} must be at most {config.max_logprobs}, not {asked}{every}"
             raise ApiError(400, text, param=name, code="invalid_value")
     if request.prompt_logprobs and request.stream:
         text = "prompt_logprobs is not available with stream: true: leave out one"
         raise ApiError(400, text, param="prompt_logprobs", code="invalid_value")
+
+
+def _check_limits(request: Sampling, config: ServerConfig) -> None:
+    if (request.n or 1) > config.max_n:
+        raise ApiError(400, f"n must be at most {config.max_n}, not {request.n}", param="n", code="invalid_value")
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options", code="invalid_value")
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(stops) > config.max_stop or any(len(s) > config.max_stop_chars for s in stops):
         text = f"stop must be at most {config.max_stop} strings of at most {config.max_stop_chars} characters"
         raise ApiError(400, text, param="stop", code="invalid_value")
-    for name in ("logit_bias", "stop_token_ids"):
+    if any(len(word) > config.max_stop_chars for word in request.bad_words or []):
+        text = f"bad_words must have at most {config.max_stop_chars} characters each"
+        raise ApiError(400, text, param="bad_words", code="invalid_value")
+    for name in ("logit_bias", "stop_token_ids", "bad_words"):
         if len(getattr(request, name) or ()) > config.max_logit_bias:
-            raise ApiError(400, f"{name} must be at most {config.max_logit_bias} tokens", param=name)
+            what = "words" if name == "bad_words" else "tokens"
+            raise ApiError(400, f"{name} must be at most {config.max_logit_bias} {what}", param=name)
 
 
 def _logit_bias(request: Sampling, ready: Ready) -> dict[int, float] | None:
     """Keys are token ids, in JSON of necessity as strings."""
     if not request.logit_bias:
         return None
-    for key in request.logit_bias:
-        if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < ready.vocab_size):
-            text = f"logit_bias has the key {key[:64]!r}: keys must be token ids below {ready.vocab_size}"
-            raise ApiError(400, text, param="logit_bias", code="invalid_value")
+    vocab = ready.vocab_size
+    bad = [k for k in request.logit_bias if not (k.isascii() and k.isdigit() and len(k) < 12 and int(k) < vocab)]
+    if bad:
+        named = ", ".join(repr(key[:64]) for key in bad[:MOST_NAMED])
+        text = f"logit_bias has the key{'s' if len(bad) > 1 else ''} {named}: keys must be token ids below {vocab}"
+        raise ApiError(400, text, param="logit_bias", code="invalid_value")
     bias = {int(key): value for key, value in request.logit_bias.items()}
     if len(bias) != len(request.logit_bias):
         raise ApiError(400, "logit_bias has a token id twice", param="logit_bias", code="invalid_value")

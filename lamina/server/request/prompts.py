@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lamina.models.errors import ModelError
-from lamina.models.tokens import apply_chat_template, token_ids
+from lamina.models.tokens import apply_chat_template, bad_words_ids, token_ids
+from lamina.request import SamplingParams
 from lamina.server.errors import ApiError, overflow
 from lamina.server.link.messages import Ready
 
@@ -109,9 +110,10 @@ class Prompter:
         *,
         special: bool = False,
         cut: Cut | None = None,
+        counts: bool = False,
     ) -> Prompt:
         """A conversation in the model's template, whose ``variables`` are set; ``special``: it gets the tokenizer's own
-        tokens, too. Raises ApiError.
+        tokens, too; ``counts``: it may be longer than what can be served. Raises ApiError.
         """
         plain = [_plain(m) for m in messages]
         chars = sum(len(m["content"]) for m in plain)
@@ -124,13 +126,24 @@ class Prompter:
                 text = str(self.tokenizer.apply_chat_template(plain, tokenize=False, **options))
                 ids = token_ids(self.tokenizer, text, add_special_tokens=True)
             ids = ids if cut is None else cut.of(ids)
-            self.check(ids, max_tokens, "messages")
+            if not counts:
+                self.check(ids, max_tokens, "messages")
             return ids
 
         try:
             return Prompt(await self._beside(work), "")
         except (ModelError, ValueError) as e:
             raise ApiError(400, str(e), param="messages", code="invalid_value") from e
+
+    async def forbid(self, params: SamplingParams) -> None:
+        """Fill in the tokens of the ``bad_words`` in ``params``. Raises ApiError."""
+        words = params.bad_words
+        if not words:
+            return
+        try:
+            params.bad_words_token_ids = await self._beside(lambda: bad_words_ids(self.tokenizer, words))
+        except ValueError as e:
+            raise ApiError(400, str(e), param="bad_words", code="invalid_value") from e
 
     async def encode(self, text: str, *, special: bool) -> list[int]:
         """Token ids of a text. Raises ApiError where it cannot fit."""
@@ -155,7 +168,9 @@ class Prompter:
     def _check_ids(self, ids: list[int], param: str) -> None:
         vocab = self._ready.vocab_size
         if ids and not (min(ids) >= 0 and max(ids) < vocab):
-            raise ApiError(400, f"{param}: token ids must lie in 0..{vocab - 1}", param=param, code="invalid_value")
+            bad = next(t for t in ids if not 0 <= t < vocab)
+            text = f"{param}: token id {bad} is out of vocabulary: token ids must lie in 0..{vocab - 1}"
+            raise ApiError(400, text, param=param, code="invalid_value")
 
     def _check_chars(self, chars: int, param: str) -> None:
         if chars > self._max_chars:

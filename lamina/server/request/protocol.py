@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 
 def _whole(value: Any) -> Any:
@@ -18,6 +18,13 @@ def _false_is_none(value: Any) -> Any:
 
 
 Int = Annotated[int, BeforeValidator(_whole)]
+
+
+_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT: dict[str, Any] = {"type": "string"}
+FORMS_OF_PROMPTS: dict[str, Any] = {
+    "anyOf": [_TEXT, _IDS, *({"type": "array", "items": form, "minItems": 1} for form in (_TEXT, _IDS))]
+}
 
 
 class Strict(BaseModel):
@@ -45,17 +52,19 @@ class Sampling(Strict):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
-    seed: Int | None = None
+    seed: Int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[Int] | None = Field(None, min_length=1)
+    bad_words: list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
-    prompt_logprobs: Int | None = Field(None, ge=0)
+    prompt_logprobs: Int | None = Field(None, ge=-1)  # -1 = the whole vocabulary
     truncate_prompt_tokens: Int | None = Field(None, ge=-1)
     truncation_side: Literal["left", "right"] | None = None  # which end goes; default: left
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
@@ -65,9 +74,10 @@ class Sampling(Strict):
 class CompletionRequest(Sampling):
     """POST /v1/completions. ``prompt``: a string, strings, token ids, or lists of token ids."""
 
-    prompt: Any = None  # checked by prompts.py: a union over long lists is slow and its errors are unreadable
+    # Checked by prompts.py: a union over long lists is slow and its errors are unreadable.
+    prompt: Annotated[Any, WithJsonSchema(FORMS_OF_PROMPTS)] = None
     echo: bool | None = None
-    logprobs: Annotated[Int | None, Field(ge=0), BeforeValidator(_false_is_none)] = None
+    logprobs: Annotated[Int | None, Field(ge=-1), BeforeValidator(_false_is_none)] = None
     best_of: Int | None = Field(None, ge=0, le=128)
 
 
@@ -93,7 +103,7 @@ class ChatRequest(Sampling):
     reasoning_effort: str | None = None
     generation_config: Any = None  # as generation_config.py has it
     logprobs: bool | None = None
-    top_logprobs: Int | None = Field(None, ge=0)
+    top_logprobs: Int | None = Field(None, ge=-1)
 
 
 class TokenizeRequest(Strict):
@@ -107,6 +117,7 @@ class TokenizeRequest(Strict):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Strict):

@@ -35,6 +35,10 @@ class EngineGauges(Collector):
             return
         yield self._gauge("num_requests_running", "completions that decode or whose prompt is computed", state.running)
         yield self._gauge("num_requests_waiting", "completions that wait for room", state.waiting)
+        reasons = self._gauge_of("num_requests_waiting_by_reason", "completions that wait, by what for", "reason")
+        reasons.add_metric([*self._values, "capacity"], state.waiting)  # nothing else defers one
+        reasons.add_metric([*self._values, "deferred"], 0)
+        yield reasons
         yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 0 to 1, of the fullest layer group", self.kv_usage)
         preempted = self._counter("num_preemptions", "completions whose KV was freed for others")
         preempted.add_metric(self._values, state.preemptions)

@@ -34,10 +34,17 @@ _HISTOGRAMS = {
     "request_inference_time_seconds": ("from the first row to the last token", _SECONDS),
     "request_prompt_tokens": ("tokens of a prompt", _TOKENS),
     "request_generation_tokens": ("tokens of all completions of a prompt", _TOKENS),
+    "request_max_num_generation_tokens": ("tokens of the longest completion of a prompt", _TOKENS),
+    "request_prefill_kv_computed_tokens": ("tokens of a prompt whose KV was not there", _TOKENS),
     "request_params_n": ("n as asked for", _COUNTS),
     "request_params_max_tokens": ("max_tokens as asked for", _TOKENS),
 }
-_COUNTERS = {"prompt_tokens": "tokens of prompts", "generation_tokens": "tokens generated"}
+_COUNTERS = {
+    "prompt_tokens": "tokens of prompts",
+    "generation_tokens": "tokens generated",
+    "prompt_tokens_cached": "tokens of prompts whose KV was there",
+}
+COMPUTED, FOUND = "local_compute", "local_cache_hit"  # where the KV of a prompt's tokens comes from, in vLLM's words
 
 
 class Metrics:
@@ -59,6 +66,12 @@ class Metrics:
             PREFIX + "request_success", "prompts that were finished", (*_LABELS, "finished_reason"),
             registry=self.registry,
         )  # fmt: skip
+        self._sources = Counter(
+            PREFIX + "prompt_tokens_by_source", "tokens of prompts by where their KV comes from", (*_LABELS, "source"),
+            registry=self.registry,
+        )  # fmt: skip
+        for source in (COMPUTED, FOUND):
+            self._sources.labels(**self.labels, source=source)
         self._rejections = Counter(
             PREFIX + "admission_rejections", "requests refused for load", (*_LABELS, "reason"), registry=self.registry
         )
@@ -69,9 +82,16 @@ class Metrics:
         )  # fmt: skip
 
     def count(self, name: str, tokens: int) -> None:
-        """``tokens`` more of "prompt_tokens" or "generation_tokens"."""
+        """``tokens`` more of a counter."""
         self.totals[name] += tokens
         self._counts[name].inc(tokens)
+
+    def begun(self, tokens: int, cached: int) -> None:
+        """A prompt of so many tokens has its first token; ``cached``: those whose KV was there."""
+        self.count("prompt_tokens_cached", cached)
+        self.seconds["request_prefill_kv_computed_tokens"].observe(tokens - cached)
+        for source, number in ((COMPUTED, tokens - cached), (FOUND, cached)):
+            self._sources.labels(**self.labels, source=source).inc(number)
 
     def success(self, reason: str) -> None:
         """A prompt is finished: "stop", "length" or "abort"."""
@@ -97,7 +117,7 @@ SHARED = frozenset(
     PREFIX + name
     for name in (
         "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions", "cache_config",
-        "prefix_cache_queries", "prefix_cache_hits",
+        "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens_by_source", "num_requests_waiting_by_reason",
         "request_success", "admission_rejections", *_HISTOGRAMS, *_COUNTERS,
     )
 )  # fmt: skip
@@ -131,7 +151,7 @@ class PromptMeter:
         self._prompt_tokens = prompt_tokens
         self._params = params
         self._last_s: dict[int, float] = {}
-        self._reasons: dict[int, str] = {}
+        self._lengths: dict[int, int] = {}  # of its completions
         self.tokens = 0
         self.first_s: float | None = None
         metrics.count("prompt_tokens", prompt_tokens)
@@ -146,6 +166,9 @@ class PromptMeter:
             seconds["inter_token_latency_seconds"].observe(now - self._last_s[delta.index])
         self._last_s[delta.index] = now
         self.tokens += len(delta.tokens)
+        self._lengths[delta.index] = self._lengths.get(delta.index, 0) + len(delta.tokens)
+        if delta.cached is not None:
+            self._metrics.begun(self._prompt_tokens, delta.cached)
         self._metrics.count("generation_tokens", len(delta.tokens))
         if delta.times is not None:
             self._finish(delta, now)
@@ -162,6 +185,7 @@ class PromptMeter:
         seconds["request_inference_time_seconds"].observe(times.prefill + times.decode)
         seconds["request_prompt_tokens"].observe(self._prompt_tokens)
         seconds["request_generation_tokens"].observe(self.tokens)
+        seconds["request_max_num_generation_tokens"].observe(max(self._lengths.values()))
         seconds["request_params_n"].observe(params.n)
         if params.max_tokens is not None:
             seconds["request_params_max_tokens"].observe(params.max_tokens)

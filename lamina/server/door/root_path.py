@@ -1,0 +1,22 @@
+"""The path that a proxy puts before the server's own."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+class RootPath:
+    """Takes it off, so that all behind it know their own paths alone. A path without it goes on as it is."""
+
+    def __init__(self, app: ASGIApp, root: str) -> None:
+        """``root``: such as /llm."""
+        self._app = app
+        self._root = root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(f"{self._root}/"):
+            raw = scope.get("raw_path") or b""
+            scope = {**scope, "path": scope["path"][len(self._root) :]}
+            if raw.startswith(self._root.encode()):
+                scope["raw_path"] = raw[len(self._root.encode()) :]
+        await self._app(scope, receive, send)

@@ -1,0 +1,69 @@
+"""What /openapi.json says of bodies and answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+Answers = dict[int | str, dict[str, Any]]
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_WHY = {
+    202: "it is under way: ask again after Retry-After",
+    400: "the request is wrong: param names its field",
+    401: "an API key is needed",
+    403: "a foreign host or origin",
+    404: "there is no such thing",
+    408: "the body did not arrive in time",
+    413: "the body is too large",
+    415: "the body is no JSON, or encoded",
+    429: "too many requests wait: again after Retry-After",
+    500: "the server failed",
+    503: "the server shuts down, or the engine is not there",
+}
+_ANY = (401, 403, 500)  # of any route
+_WITH_BODY = (400, 404, 408, 413, 415)
+
+
+def answers(*statuses: int, kinds: tuple[str, ...] = ("application/json",), body: bool = False) -> Answers:
+    """The answers of a route: 200 in one of ``kinds``, ``statuses``, those of any route and, with ``body``, those of
+    routes that read one.
+    """
+    found: Answers = {200: {"description": "all is well", "content": {kind: {} for kind in kinds}}}
+    for status in sorted({*_ANY, *statuses, *(_WITH_BODY if body else ())}):
+        schema = {"schema": _ERROR} if status >= 400 else {}
+        found[status] = {"description": _WHY[status], "content": {"application/json": schema}}
+    return found
+
+
+def described(model: type[BaseModel]) -> dict[str, Any]:
+    """The body of a route."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    definitions = schema.pop("$defs", {})
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(schema, definitions)}}}
+    }
+
+
+def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
+    if isinstance(schema, dict):
+        if "$ref" in schema:
+            return _inlined(definitions[schema["$ref"].rsplit("/", 1)[1]], definitions)
+        return {k: _inlined(v, definitions) for k, v in schema.items()}
+    return [_inlined(x, definitions) for x in schema] if isinstance(schema, list) else schema
