@@ -6,6 +6,8 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+from transformers import AutoConfig
+
 import lamina
 
 from .models import made
@@ -35,13 +37,15 @@ class LLM(lamina.LLM):
         kept["dtype"] = DTYPES.get(kept.get("dtype", "auto"), kept.get("dtype", "auto"))
         kept.setdefault("max_model_len", TRAINED)
         self._caches = bool(kept.get("enable_prefix_caching", True))
+        self._vocabulary = int(AutoConfig.from_pretrained(made(model)).vocab_size)
         super().__init__(made(model), tokenizer=made(tokenizer) if tokenizer else None, **kept)
 
     @property
     def llm_engine(self) -> Any:
-        """Of vLLM's engine: whether prefixes are cached."""
+        """Of vLLM's engine: whether prefixes are cached, and how many tokens there are."""
         cache = SimpleNamespace(enable_prefix_caching=self._caches)
-        return SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache))
+        model = SimpleNamespace(get_vocab_size=lambda: self._vocabulary)
+        return SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache, model_config=model), model_config=model)
 
     def __del__(self) -> None:
         self.close()
