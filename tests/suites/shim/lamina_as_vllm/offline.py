@@ -42,10 +42,12 @@ class LLM(lamina.LLM):
 
     @property
     def llm_engine(self) -> Any:
-        """Of vLLM's engine: whether prefixes are cached, and how many tokens there are."""
+        """Of vLLM's engine: whether prefixes are cached, how many tokens there are, whether it is idle."""
         cache = SimpleNamespace(enable_prefix_caching=self._caches)
         model = SimpleNamespace(get_vocab_size=lambda: self._vocabulary)
-        return SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache, model_config=model), model_config=model)
+        config = SimpleNamespace(cache_config=cache, model_config=model)
+        unfinished = lambda: int(not self.engine.idle)  # noqa: E731
+        return SimpleNamespace(vllm_config=config, model_config=model, get_num_unfinished_requests=unfinished)
 
     def __del__(self) -> None:
         self.close()
