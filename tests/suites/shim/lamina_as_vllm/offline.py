@@ -23,6 +23,7 @@ MEANINGLESS = frozenset({
     "compilation_config", "enable_chunked_prefill", "swap_space", "async_scheduling", "disable_custom_all_reduce",
     "kv_cache_memory_bytes", "num_gpu_blocks_override", "tensor_parallel_size", "block_size", "load_format",
     "distributed_executor_backend", "disable_cascade_attn", "disable_hybrid_kv_cache_manager",
+    "enable_prompt_embeds",
 })  # fmt: skip
 
 
