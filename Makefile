@@ -94,3 +94,8 @@ mutation: $(READY)
 .PHONY: test-clients
 test-clients: $(READY)
 	$(BIN)/python -m pytest -m slow tests/clients
+
+# The suites of others, run on Lamina: downloads below build/suites, and minutes. SUITES: some of them.
+.PHONY: test-suites
+test-suites: $(READY)
+	$(BIN)/python tests/suites/run.py $(SUITES)

@@ -63,6 +63,25 @@ print(json.dumps({"texts": texts, "usage": whole.usage.completion_tokens, "refus
                   "overflows": overflows, "fallback": fallback}))
 """
 
+OVERFLOW = """
+import json, sys, litellm
+short, long, prompt = sys.argv[1:]
+ask = dict(messages=[{"role": "user", "content": prompt}], temperature=0, max_tokens=12)
+try:
+    litellm.completion(model="openai/tiny", api_base=short, api_key="none", **ask)
+    refused = ""
+except litellm.ContextWindowExceededError as e:
+    refused = str(e)
+names = {"short": short, "long": long}
+router = litellm.Router(
+    model_list=[{"model_name": n, "litellm_params": {"model": "openai/tiny", "api_base": u, "api_key": "none"}}
+                for n, u in names.items()],
+    context_window_fallbacks=[{"short": ["long"]}], num_retries=0)
+answer = router.completion(model="short", **ask)
+print(json.dumps({"refused": refused, "text": answer.choices[0].message.content,
+                  "prompt_tokens": answer.usage.prompt_tokens}))
+"""
+
 OPENAI = """
 import json, sys
 from openai import OpenAI
@@ -135,6 +154,25 @@ def test_litellm(server: Running, text: str, environment: Environment, run: Run)
     assert "temperature" in found["refused"]
     assert found["overflows"] == ["hosted_vllm/tiny"] * 2 + ["openai/tiny"] * 2
     assert found["fallback"] == "a larger model", "its own check of the context has fired"
+
+
+@pytest.mark.client("litellm")
+def test_litellm_goes_on_where_a_prompt_fits(
+    server: Running, environment: Environment, run: Run, tmp_path: Path
+) -> None:
+    """Its own check of the words of a refusal: a prompt too long for one server is asked of the next."""
+    python = environment("litellm", "litellm") / "python"
+    flags = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    length = 64
+    short = Running(tmp_path / "short", "--dtype=float32", "--served-model-name=tiny", f"--max-model-len={length}")
+    try:
+        urls = (f"{short.url}/v1", f"{server.url}/v1")
+        found = json.loads(run(python, "-c", OVERFLOW, *urls, QUESTION * 40, **flags).splitlines()[-1])
+    finally:
+        short.kill()
+    assert f"maximum context length is {length} tokens" in found["refused"]
+    assert found["prompt_tokens"] > length
+    assert found["text"]
 
 
 @pytest.mark.client("llm")

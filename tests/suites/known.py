@@ -1,0 +1,121 @@
+"""A suite's list: which files are run, and the differences that are known, each under its reason.
+
+    run tests/test_completion.py             a file of the suite
+    passes 40                                at least so many pass
+    [reason]                                 why the tests below it fail here
+    tests/test_completion.py::test_lora*     * is any text
+    [!reason]                                why the tests below it say nothing of Lamina: they are not run
+
+Lines that begin with # are comments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What became of one test: ``outcome`` is passed, failed or skipped; ``cause`` is one line."""
+
+    test: str
+    outcome: str
+    cause: str = ""
+
+
+@dataclass
+class Known:
+    """A list, read."""
+
+    files: list[str] = field(default_factory=list)
+    passes: int = 0
+    differs: dict[str, str] = field(default_factory=dict)  # pattern -> reason
+    silent: dict[str, str] = field(default_factory=dict)  # the same, of tests that are not run
+
+    def reason(self, test: str) -> str:
+        """Why ``test`` may fail; empty: nothing is known."""
+        return next((why for pattern, why in self.differs.items() if matches(pattern, test)), "")
+
+    def left_out(self, test: str) -> bool:
+        """Whether ``test`` is not run."""
+        return any(matches(pattern, test) for pattern in self.silent)
+
+
+@dataclass
+class Verdict:
+    """A run beside its list."""
+
+    passed: int = 0
+    differs: Counter[str] = field(default_factory=Counter)  # by reason
+    skipped: Counter[str] = field(default_factory=Counter)  # by cause
+    new: list[Ran] = field(default_factory=list)  # failed, and no reason is known
+    mended: list[str] = field(default_factory=list)  # patterns all of whose tests passed
+    missing: int = 0  # fewer passed than the list says
+
+    @property
+    def red(self) -> bool:
+        """Whether somebody has to look."""
+        return bool(self.new or self.missing)
+
+
+def read(path: Path) -> Known:
+    """The list in ``path``. Raises ValueError for a line that says nothing."""
+    known, into, reason = Known(), None, ""
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        word, _, rest = line.partition(" ")
+        if line.startswith("[") and line.endswith("]"):
+            into = known.silent if line.startswith("[!") else known.differs
+            reason = line.strip("[!]")
+        elif word == "run" and rest:
+            known.files.append(rest)
+        elif word == "passes" and rest.isdecimal():
+            known.passes = int(rest)
+        elif into is not None:
+            into[line] = reason
+        else:
+            raise ValueError(f"{path}:{number}: a test stands under no [reason]: {line}")
+    return known
+
+
+def matches(pattern: str, test: str) -> bool:
+    """Whether ``pattern``, whose ``*`` is any text, is ``test``."""
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), test) is not None
+
+
+def once(lines: Iterable[Ran]) -> list[Ran]:
+    """One entry for each test, its worst: a test may pass and its end fail."""
+    order = ("passed", "skipped", "failed")
+    found = dict[str, Ran]()
+    for ran in lines:
+        before = found.get(ran.test)
+        if before is None or order.index(ran.outcome) > order.index(before.outcome):
+            found[ran.test] = ran
+    return list(found.values())
+
+
+def judge(known: Known, ran: Iterable[Ran], *, whole: bool = True) -> Verdict:
+    """``whole``: all files of the list were run, so that their passes can be counted."""
+    verdict = Verdict()
+    ran = once(ran)
+    for one in ran:
+        if one.outcome == "passed":
+            verdict.passed += 1
+        elif one.outcome == "skipped":
+            verdict.skipped[one.cause.removeprefix("Skipped: ")] += 1
+        elif reason := known.reason(one.test):
+            verdict.differs[reason] += 1
+        else:
+            verdict.new.append(one)
+    for pattern in known.differs:
+        outcomes = {one.outcome for one in ran if matches(pattern, one.test)}
+        if outcomes == {"passed"}:
+            verdict.mended.append(pattern)
+    verdict.missing = max(0, known.passes - verdict.passed) if whole else 0
+    return verdict
