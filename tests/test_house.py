@@ -54,7 +54,7 @@ POLICY = (
     "sampling/settings.py", "protocol/tables.py", "protocol/block_counts.py", "protocol/layout.py",
     "protocol/partition.py", "protocol/codec.py", "protocol/placement.py", "protocol/declare.py", "protocol/options.py",
     "protocol/resolve.py", "request.py", "config.py", "cores.py", "fleet/hosts/placement.py",
-    "fleet/recoveries.py", "fleet/standing.py",
+    "fleet/recoveries.py", "fleet/standing.py", "kv/keys.py", "kv/pages.py", "kv/victims.py",
 )  # fmt: skip
 
 
