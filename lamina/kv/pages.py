@@ -65,3 +65,7 @@ class Page(NamedTuple):
     tokens: int  # 1 .. PAGE
     tenant: bytes  # TENANT_BYTES, whose data key encrypts it
     recipe: Recipe
+
+    def is_same(self, other: Page) -> bool:
+        """Whether both are one page, be it that its K and V were computed in two ways."""
+        return self._replace(recipe=other.recipe) == other

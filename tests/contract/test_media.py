@@ -124,6 +124,14 @@ def test_another_page_under_a_key(medium: Medium, other: dict[str, Any]) -> None
     assert [held.page for held in medium.pages()] == [page(1)]
 
 
+def test_another_recipe_begins_the_page_anew(medium: Medium) -> None:
+    put(medium, page(1))
+    other, atom = page(1, recipe=RECIPE._replace(chunk=512)), Atom(0, 0)
+    put(medium, other, {atom: b"n" * ATOM})
+    assert [(held.page, held.atoms) for held in medium.pages()] == [(other, {atom})]
+    assert filled(medium, other.key, {atom: b"n" * ATOM}) == {atom: b"n" * ATOM}
+
+
 def test_misuse(medium: Medium) -> None:
     with pytest.raises(ValueError, match="at least one atom"):
         medium.write(page(1), {})
@@ -140,7 +148,7 @@ def test_a_buffer_is_the_callers_again(medium: Medium) -> None:
     assert filled(medium, page(1).key, {Atom(0, 0): bytes(ATOM)}) == {Atom(0, 0): b"a" * ATOM}
 
 
-@pytest.mark.parametrize("size", [ATOM, 64 << 10])
+@pytest.mark.parametrize("size", [4 << 10, 64 << 10])
 def test_the_least_recently_used_goes_first(opener: Opener, size: int) -> None:
     medium = opener(policy="lru")
     data = {Atom(0, 0): bytes(size)}
@@ -257,5 +265,5 @@ def test_beside_a_dict(opener: Opener) -> None:
 
 
 def test_an_unknown_medium() -> None:
-    with pytest.raises(ValueError, match="one of host"):
+    with pytest.raises(ValueError, match="one of host, file"):
         open_medium("tape", MediumPlace(SIZE))

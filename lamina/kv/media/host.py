@@ -55,15 +55,15 @@ class Host:
         new = {atom: (bytes(data), zlib.crc32(data)) for atom, data in atoms.items()}
         with self._lock:
             shelf = self._open().get(page.key)
-            if shelf is not None and shelf.page[:4] != page[:4]:
+            if shelf is not None and not page.is_same(shelf.page):
                 raise ValueError("another page has this key")
-            old = shelf.atoms if shelf is not None else {}
-            more = sum(len(data) - len(old.get(atom, (b"", 0))[0]) for atom, (data, _) in new.items())
+            kept = {} if shelf is None or shelf.page != page else shelf.atoms
+            more = sum(len(data) for data, _ in (kept | new).values()) - (shelf.nbytes if shelf is not None else 0)
             if self._taken + more > self._size:
                 raise NoRoomError(f"no room for {more} bytes: {self._taken} of {self._size} are taken")
             if shelf is None:
                 shelf = self._open()[page.key] = _Shelf(page, self._clock + 1)
-            shelf.atoms.update(new)
+            shelf.page, shelf.atoms = page, kept | new
             self._taken += more
             self._use(shelf)
 
