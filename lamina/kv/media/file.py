@@ -62,6 +62,8 @@ class File:
                 finally:
                     self._segments.refresh()
                 if not self._segments.make_room(nbytes):
+                    given += self._segments.rebuild(nbytes)
+                if not self._segments.make_room(nbytes):
                     raise NoRoomError(f"no room for {nbytes} bytes in the segments that this worker writes")
             return given
 

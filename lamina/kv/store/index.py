@@ -248,23 +248,29 @@ class Index:
         rows = self._rows("SELECT segment, at, size FROM records WHERE segment = ? ORDER BY at", segment)
         return [Extent(*row) for row in rows]  # type: ignore[arg-type]
 
-    def add_segment(self, size: int, limit: int) -> tuple[int, int] | None:
-        """A number for a segment of at most ``size`` bytes, and its size; all of them have ``limit`` at most. None:
-        there are as many.
+    def add_segment(self, least: int, most: int, limit: int) -> tuple[int, int] | None:
+        """A number for a segment of ``least`` to ``most`` bytes, and its size; all of them have ``limit`` at most.
+
+        None: there is too little left of it.
         """
         with self._change():
             (taken,) = self._db.execute("SELECT coalesce(sum(size), 0) FROM segments").fetchone()
-            size = min(size, limit - taken)
-            if size <= 0:
+            size = min(most, limit - taken)
+            if size < least:
                 return None
             number = self._db.execute("INSERT INTO segments (size) VALUES (?)", (size,)).lastrowid
             return (int(number), size) if number is not None else None
 
-    def drop_segments(self, numbers: Iterable[int]) -> None:
-        """And the records there, and pages of which nothing is left."""
+    def drop_segments(self, numbers: Iterable[int]) -> list[bytes]:
+        """And all pages that have a record there; returns their keys."""
+        given: list[bytes] = []
         with self._change():
-            self._db.executemany("DELETE FROM segments WHERE id = ?", [(number,) for number in numbers])
-            self._db.execute("DELETE FROM pages WHERE id NOT IN (SELECT page FROM records)")
+            for number in numbers:
+                query = "id IN (SELECT page FROM records WHERE segment = ?)"
+                given += [row[0] for row in self._db.execute(f"SELECT key FROM pages WHERE {query}", (number,))]
+                self._db.execute(f"DELETE FROM pages WHERE {query}", (number,))
+                self._db.execute("DELETE FROM segments WHERE id = ?", (number,))
+        return given
 
     def segments_by_use(self) -> list[int]:
         """That with the least recently used pages first."""

@@ -15,11 +15,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from .folder import SEGMENT, Folder
+from .folder import DRAFT, SEGMENT, Folder
 from .index import Extent, Index
 
 BLOCK = 4096  # a multiple of the blocks of every disk
-SEGMENT_BYTES = 256 << 20
+SEGMENT_BYTES = 256 << 20  # of a segment at most, if no record is larger than a part of it
+_MOST_SEGMENTS = 32  # about: so small that workers, however many write next time, can share them out
+_RECORDS = 4  # of a segment, at least
 _SPARE_BUFFERS = 4
 
 
@@ -82,7 +84,8 @@ class Segments:
                 lost.append(number)
                 left -= known[number]
         self._index.drop_segments(lost)
-        for name in files - {_name(number) for number in known.keys() - set(lost)}:
+        drafts = {name for name in self._folder.names() if name.startswith(DRAFT)}
+        for name in drafts | files - {_name(number) for number in known.keys() - set(lost)}:
             self._folder.remove(name)
 
     def claim(self) -> None:
@@ -105,6 +108,24 @@ class Segments:
         if found is not None:
             self._pending.add(found)
         return found
+
+    def rebuild(self, nbytes: int) -> list[bytes]:
+        """Give up own segments, and the pages there, so that one for so many bytes can be made. Returns their keys.
+
+        Raises OSError.
+        """
+        left, gone = self.share - sum(self._own.values()), []
+        for number in self._own.keys() - {extent.segment for extent in self._pending}:
+            if left >= padded(nbytes):
+                break
+            gone.append(number)
+            left += self._own[number]
+        keys = self._index.drop_segments(gone)
+        for number in gone:
+            os.ftruncate(self._file(number)[0], 0)  # others have it open
+            self._folder.remove(_name(number))
+            del self._own[number], self._free[number]
+        return keys
 
     def settle(self, extent: Extent) -> None:
         """It is in the index, or is free again."""
@@ -187,7 +208,8 @@ class Segments:
         left = self.share - sum(self._own.values())
         if left < size:
             return False
-        added = self._index.add_segment(min(max(SEGMENT_BYTES, size), left), self._size)
+        usual = min(SEGMENT_BYTES, padded(self._size // _MOST_SEGMENTS))
+        added = self._index.add_segment(size, min(max(usual, _RECORDS * size), left), self._size)
         if added is None:
             return False
         number, taken = added
@@ -197,12 +219,14 @@ class Segments:
                 os.posix_fallocate(fd, 0, taken)
             finally:
                 os.close(fd)
-        except OSError:
+        except OSError as e:
             self._folder.remove(_name(number))
             self._index.drop_segments([number])
+            if e.errno == errno.ENOSPC and self._own:
+                return False  # it makes do with those that it has
             raise
         self._try_own(number, taken)
-        return taken >= size
+        return True
 
     def _try_own(self, number: int, size: int) -> None:
         fd, _ = self._file(number)
