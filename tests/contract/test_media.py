@@ -265,5 +265,5 @@ def test_beside_a_dict(opener: Opener) -> None:
 
 
 def test_an_unknown_medium() -> None:
-    with pytest.raises(ValueError, match="one of host, file"):
+    with pytest.raises(ValueError, match="one of host, file, emulated"):
         open_medium("tape", MediumPlace(SIZE))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lamina.kv.victims import Policy
 
 # name -> module of this package with a function ``open_medium(place)``; imported when first used
-MEDIA: dict[str, str] = {"host": "host", "file": "file"}
+MEDIA: dict[str, str] = {"host": "host", "file": "file", "emulated": "emulated"}
 
 Bytes = bytes | bytearray | memoryview
 

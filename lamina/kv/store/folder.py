@@ -141,12 +141,15 @@ class Folder:
             raise ValueError(f"{self.name}: {text}, and KV tells prompts: chmod {mode:o} {path}")
 
 
-def store_secret(folder: Folder, key_file: str = "") -> bytes:
-    """SECRET_BYTES that keys of pages and of data hang on: those of ``key_file``, or else those in the directory, made
-    where there are none. Raises ValueError.
+def store_secret(folder: Folder, key_file: str = "", *, make: bool = True) -> bytes:
+    """SECRET_BYTES that keys of pages and of data hang on: those of ``key_file``, or else those in the directory,
+    which ``make`` makes where there are none. Raises ValueError.
     """
     if not key_file:
-        text = folder.read(SECRET) or folder.create(SECRET, secrets.token_hex(SECRET_BYTES).encode() + b"\n")
+        text = folder.read(SECRET)
+        if text is None and not make:
+            raise ValueError(f"{folder.name}: its secret is not there: name its file by --kv-key-file")
+        text = text or folder.create(SECRET, secrets.token_hex(SECRET_BYTES).encode() + b"\n")
         return _decoded(text, f"{folder.name}: {folder.path / SECRET}")
     path = Path(key_file).expanduser()
     name = f"--kv-key-file {key_file}"

@@ -229,15 +229,23 @@ class Index:
         for page in sorted(found, key=lambda page: rank(found[page][0])):
             yield page, *found[page]
 
-    def entries(self, identity: bytes | None = None) -> list[Entry]:
-        """All pages, or those of one identity, the most recently used last."""
+    def entries(self, identity: bytes | None = None, tenant: bytes | None = None) -> list[Entry]:
+        """Pages, all or those of one identity or tenant; the most recently used last."""
         with self._change():  # what this worker used counts
             records: dict[int, list[Record]] = {}
             for page, *row in self._db.execute(f"SELECT page, {_RECORD} FROM records ORDER BY id"):
                 records.setdefault(page, []).append(_record(row))
-            which = ("WHERE identity = ?", (identity,)) if identity is not None else ("", ())
-            rows = self._db.execute(f"SELECT id, {_PAGE} FROM pages {which[0]} ORDER BY used", which[1])
+            query = f"SELECT id, {_PAGE} FROM pages WHERE coalesce(identity = ?, 1) AND coalesce(tenant = ?, 1)"
+            rows = self._db.execute(f"{query} ORDER BY used", (identity, tenant))
             return [Entry(_page(row[1:]), records[row[0]]) for row in rows if row[0] in records]
+
+    def counts(self) -> list[tuple[bytes, bytes, int, int]]:
+        """Identity, tenant, pages and bytes on disk."""
+        query = (
+            "SELECT p.identity, p.tenant, count(DISTINCT p.id), sum(r.size)"
+            " FROM pages p JOIN records r ON r.page = p.id GROUP BY p.identity, p.tenant ORDER BY p.identity, p.tenant"
+        )
+        return self._rows(query)  # type: ignore[return-value]
 
     def segments(self) -> dict[int, int]:
         """Sizes by number."""

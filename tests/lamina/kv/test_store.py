@@ -442,7 +442,8 @@ given = medium.reserve(100_000)
 medium.write(page(255), large)
 there = [held.page.number for held in medium.pages()]
 print(20 < number < 80, len(given) > 0, there == [*range(len(given), number), 255])
-print(all(has(medium, page(n), {{Atom(0, 0): bytes([n]) * 100_000}}) for n in there[:-1]), has(medium, page(255), large))
+small = (has(medium, page(n), {{Atom(0, 0): bytes([n]) * 100_000}}) for n in there[:-1])
+print(all(small), has(medium, page(255), large))
 other = File(MediumPlace(64 << 20, b"i" * 32, directory={path!r} + "/kv", secret=SECRET, server="one"))
 try:
     other.reserve(100_000)
