@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,16 @@ def test_what_lies_there(opener: Opener, path: Path, encrypt: bool) -> None:
     assert any(data[:20] in file.read_bytes() for file in path.iterdir()) != encrypt
 
 
+def test_equal_atoms_and_records_lie_there_as_different_bytes(opener: Opener, path: Path) -> None:
+    """A stream of AES-GCM that is used twice tells both of what it hides."""
+    medium = opener()
+    for _ in range(2):
+        medium.write(page(1), {Atom(0, 0): bytes(4096), Atom(1, 0): bytes(4096), Atom(0, 1): bytes(4096)})
+    data = segment_of(path).read_bytes()
+    blocks = {data[at : at + 4096] for at in range(0, 6 * 4096, 4096)}
+    assert len(blocks) == 6
+
+
 def test_directories_that_are_refused(opener: Opener, path: Path, tmp_path: Path) -> None:
     path.mkdir(0o750)
     path.chmod(0o750)
@@ -428,6 +439,7 @@ def test_a_file_system_without_direct_access(opener: Opener, monkeypatch: pytest
 
 FULL = """
 import sys
+import threading
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_store import Atom, MediumPlace, NoRoomError, SECRET, has, page, File
@@ -463,3 +475,32 @@ def test_a_full_disk(tmp_path: Path) -> None:
     )
     said = ["True True True", "True True", "the KV store: No space left on device", ""]
     assert run.stdout.split("\n") == said, run.stderr
+
+
+def test_reads_while_another_worker_takes_the_space(opener: Opener) -> None:
+    """A page that goes while it is read is not there; nobody calls it damaged."""
+    writer, reader = opener(), opener(workers=2)
+    wrong: list[str] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            for number in range(3):
+                try:
+                    has(reader, page(number), {Atom(0, 0): bytes([number]) * 200_000})
+                except AssertionError:
+                    wrong.append("other bytes")
+                try:
+                    reader.read(page(number).key, {Atom(0, 0): bytearray(200_000)})
+                except AtomLostError as e:
+                    wrong.extend([str(e)] if "damaged" in str(e) else [])
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for turn in range(150):
+        writer.reserve(200_000)
+        writer.write(page(turn % 3), {Atom(0, 0): bytes([turn % 3]) * 200_000})
+        writer.drop([page((turn + 1) % 3).key])
+    done.set()
+    thread.join(60)
+    assert not wrong
