@@ -17,6 +17,7 @@ import pytest
 from lamina.kv.keys import tenant_tag
 from lamina.kv.media import AtomLostError, MediumError, MediumPlace, NoRoomError
 from lamina.kv.media.file import File
+from lamina.kv.media.host import Host
 from lamina.kv.pages import PAGE, Atom, Page, Recipe
 from lamina.kv.store.folder import Folder, store_secret
 from lamina.kv.store.seal import destroy_data_key
@@ -504,3 +505,20 @@ def test_reads_while_another_worker_takes_the_space(opener: Opener) -> None:
     done.set()
     thread.join(60)
     assert not wrong
+
+
+def test_behind_a_record_lies_nothing_of_another_one(opener: Opener, path: Path) -> None:
+    medium = opener(encrypt=False)
+    medium.write(page(1), {Atom(0, 0): b"p" * 8192})
+    medium.write(page(2), {Atom(0, 0): b"q"})
+    assert segment_of(path).read_bytes()[8192:12_288] == b"q" + bytes(4095)
+
+
+def test_a_flipped_bit_in_the_hosts_memory() -> None:
+    medium = Host(MediumPlace(SIZE))
+    medium.write(page(), ATOMS)
+    assert medium._lying is not None
+    copies, atom = medium._lying[page().key].atoms, Atom(0, 0)
+    copies[atom] = copies[atom]._replace(data=bytes([copies[atom].data[0] ^ 1]) + copies[atom].data[1:])
+    with pytest.raises(AtomLostError, match="damaged: layer 0, head 0"):
+        medium.read(page().key, {atom: bytearray(3000)})
