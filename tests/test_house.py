@@ -54,7 +54,8 @@ POLICY = (
     "sampling/settings.py", "protocol/tables.py", "protocol/block_counts.py", "protocol/layout.py",
     "protocol/partition.py", "protocol/codec.py", "protocol/placement.py", "protocol/declare.py", "protocol/options.py",
     "protocol/resolve.py", "request/params.py", "request/unserved.py", "request/outputs.py", "config.py", "cores.py",
-    "fleet/hosts/placement.py", "fleet/recoveries.py", "fleet/standing.py",
+    "fleet/hosts/placement.py", "fleet/recoveries.py", "fleet/standing.py", "kv/keys.py", "kv/pages.py",
+    "kv/victims.py",
 )  # fmt: skip
 
 

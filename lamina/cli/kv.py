@@ -1,0 +1,94 @@
+"""``lamina-launch kv stat|verify|purge DIR``: a directory of stored KV, from outside."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from lamina.facts.report import size, table
+
+if TYPE_CHECKING:
+    from lamina.kv.store.folder import Folder
+
+
+ACTIONS = {
+    "stat": "say what is stored, pages and bytes of each model and tenant",
+    "verify": "read everything, exit status 1 where something is damaged",
+    "purge": "remove everything, and the keys that it is encrypted with",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this sub-command."""
+    parser.add_argument("action", choices=ACTIONS, help="; ".join(f"{k}: {v}" for k, v in ACTIONS.items()))
+    parser.add_argument("dir", metavar="DIR", help="the directory of --kv-store-dir")
+    parser.add_argument("--json", action="store_true", help="stat: print it as JSON")
+    parser.add_argument(
+        "--tenant", metavar="NAME", help='purge: of this tenant only; "" is the one of a server without API keys'
+    )
+    parser.add_argument("--kv-key-file", default="", metavar="FILE", help="the store's secret, if it is not in DIR")
+    parser.add_argument("--dry-run", action="store_true", help="say what is stored, change and read nothing, and exit")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status: 0, or 1 where something is damaged. Raises ValueError, OSError."""
+    from lamina.kv.store.folder import Folder
+
+    if args.tenant is not None and args.action != "purge":
+        raise ValueError(f"--tenant goes with purge, not with {args.action}")
+    with closing(Folder(args.dir, "kv", make=False)) as folder:
+        if args.action == "stat" or args.dry_run:
+            return _stat(folder, as_json=args.json)
+        return _verify(folder, args) if args.action == "verify" else _purge(folder, args)
+
+
+def _stat(folder: Folder, *, as_json: bool) -> int:
+    from lamina.kv.store.upkeep import summary_of
+
+    found = summary_of(folder)
+    names = [(part.identity.hex()[:16], part.tenant.hex(), part.pages) for part in found.parts]
+    if as_json:
+        rows = [
+            {"model": model, "tenant": tenant, "pages": pages, "bytes": part.nbytes}
+            for (model, tenant, pages), part in zip(names, found.parts, strict=True)
+        ]
+        text = json.dumps({"segments": found.segments, "bytes": found.nbytes, "stored": rows}, indent=2)
+    else:
+        cells = [
+            [model, tenant, str(pages), size(part.nbytes)]
+            for (model, tenant, pages), part in zip(names, found.parts, strict=True)
+        ]
+        lines = table([["model", "tenant", "pages", "on disk"], *cells], left=(0, 1))
+        text = "\n".join([*lines, f"{found.segments} segments, {size(found.nbytes)}"])
+    print(text)
+    return 0
+
+
+def _verify(folder: Folder, args: argparse.Namespace) -> int:
+    from lamina.kv.store.folder import store_secret
+    from lamina.kv.store.upkeep import Damage, verify
+
+    whole = damaged = 0
+    for found in verify(folder, store_secret(folder, args.kv_key_file, make=False)):
+        if isinstance(found, Damage):
+            damaged += 1
+            print(f"page {found.page.key.hex()[:16]}: {len(found.atoms)} atoms are damaged, the first: {found.why}")
+        else:
+            whole += 1
+    print(f"{whole} pages are whole, {damaged} are damaged")
+    return int(damaged > 0)
+
+
+def _purge(folder: Folder, args: argparse.Namespace) -> int:
+    from lamina.kv.store.folder import store_secret
+    from lamina.kv.store.upkeep import purge, purge_tenant
+
+    if args.tenant is None:
+        purge(folder)
+        print("purged: the store is empty, and its keys are gone")
+    else:
+        pages = purge_tenant(folder, store_secret(folder, args.kv_key_file, make=False), args.tenant)
+        print(f"purged {pages} pages of tenant {args.tenant!r}, and its key")
+    return 0

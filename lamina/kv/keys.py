@@ -1,0 +1,86 @@
+"""Keys of pages: a key stands for all tokens up to the page's end, the model that has seen them, and their tenant.
+
+    key(page n) = SHA-256(tag, key(page n - 1), n, tokens of page n)
+    key(page -1) = root = HMAC-SHA256(store secret; tag, identity, tenant, salt)
+
+Each field goes in with its length before it, so that no two lists of fields are the same bytes. Who lacks the secret
+cannot tell from a key which tokens it stands for, nor try tokens out. Numbers are little-endian, of 8 bytes; tokens of
+4.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from typing import NamedTuple
+
+import numpy as np
+
+from .pages import PAGE, TENANT_BYTES
+
+SECRET_BYTES = 32
+_LENGTH_BYTES = 8
+
+
+class Identity(NamedTuple):
+    """All that K and V depend on beside tokens: pages of one identity mean the same to every engine that has it."""
+
+    weights: str  # the fingerprint of the checkpoint's weights
+    layers: tuple[str, ...]  # the shape and the attention's settings of each layer
+    rope: str  # the parameters of its positions
+    wire_dtype: str
+    kv_dtype: str
+
+    def digest(self) -> bytes:
+        """32 bytes."""
+        texts = (self.weights, self.rope, self.wire_dtype, self.kv_dtype, *self.layers)
+        return sha256(_joined(b"lamina kv identity 1", *(text.encode() for text in texts))).digest()
+
+
+def tenant_tag(secret: bytes, tenant: str) -> bytes:
+    """What a store calls ``tenant``: TENANT_BYTES that tell nobody its name. "" is the one of a server without keys."""
+    return _hmac(secret, b"lamina kv tenant 1", tenant.encode())[:TENANT_BYTES]
+
+
+def root_key(secret: bytes, identity: bytes, tenant: bytes, salt: bytes = b"") -> bytes:
+    """The parent of the first pages of ``tenant``, a tag. ``salt``: divides its pages further; requests with another
+    one share nothing. 32 bytes. Raises ValueError for a secret or a tag of the wrong length.
+    """
+    if len(tenant) != TENANT_BYTES:
+        raise ValueError(f"a tenant's tag has {TENANT_BYTES} bytes, not {len(tenant)}")
+    return _hmac(secret, b"lamina kv root 1", identity, tenant, salt)
+
+
+def page_key(parent: bytes, number: int, tokens: Sequence[int]) -> bytes:
+    """Of page ``number`` with ``tokens``, 1 .. PAGE of them, behind the page of key ``parent``. 32 bytes. Raises
+    ValueError; OverflowError for a token that is not of 32 bits.
+    """
+    if not 1 <= len(tokens) <= PAGE:
+        raise ValueError(f"a page has 1 to {PAGE} tokens, not {len(tokens)}")
+    words = np.array(tokens, "<u4").tobytes()
+    return sha256(_joined(b"lamina kv page 1", parent, number.to_bytes(8, "little"), words)).digest()
+
+
+def page_keys(root: bytes, tokens: Sequence[int], *, partial: bool = False) -> Iterator[bytes]:
+    """Of the whole pages of ``tokens``, the first one first; ``partial``: of what is left behind them, too."""
+    parent = root
+    stop = len(tokens) if partial else len(tokens) // PAGE * PAGE
+    for at in range(0, stop, PAGE):
+        parent = page_key(parent, at // PAGE, tokens[at : at + PAGE])
+        yield parent
+
+
+def data_key_wrapper(secret: bytes) -> bytes:
+    """The key that tenants' data keys are encrypted with where they lie. 32 bytes."""
+    return _hmac(secret, b"lamina kv data keys 1")
+
+
+def _hmac(secret: bytes, *fields: bytes) -> bytes:
+    if len(secret) != SECRET_BYTES:
+        raise ValueError(f"the store's secret has {SECRET_BYTES} bytes, not {len(secret)}")
+    return hmac.digest(secret, _joined(*fields), "sha256")
+
+
+def _joined(*fields: bytes) -> bytes:
+    return b"".join(part for field in fields for part in (len(field).to_bytes(_LENGTH_BYTES, "little"), field))

@@ -1,0 +1,118 @@
+"""Where pages lie beside the pool: a seam, and the table of its entries.
+
+Contract, the same for every entry (tests/contract/test_media.py):
+
+- A page is known by its key. Its atoms come in any number of writes, by any number of workers: each writes those that
+  it holds. An atom that is written twice is there once, as it was written last.
+- A write is all or nothing, for all atoms that it is given: also where the process is killed half way. Before ``write``
+  returns nobody reads them, behind it everybody does who has the medium open, and ``pages`` has them.
+- A read fills buffers with the bytes that were written, or raises AtomLostError; then the buffers hold anything. Bytes
+  are checked: damage, a missing part or another atom's bytes in their place are an AtomLostError, never a wrong answer.
+  A page with a damaged atom stays until its reader drops it.
+- The medium holds at most its size. ``reserve`` gives up pages for what is to come, the worst first by the policy that
+  the medium was opened with; ``write`` gives up none.
+- Any thread calls, several at once. A call blocks for as long as the disk takes, and so belongs on an I/O thread. A
+  buffer is the caller's again behind the call.
+- Behind ``close`` every call raises MediumError, ``close`` itself does nothing.
+- Errors of the system (EIO, ENOSPC) are MediumError. Behind one the medium still works, as far as the system does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from lamina.kv.pages import Atom, Page
+
+if TYPE_CHECKING:
+    from lamina.kv.victims import Policy
+
+# name -> module of this package with a function ``open_medium(place)``; imported when first used
+MEDIA: dict[str, str] = {"host": "host", "file": "file", "emulated": "emulated"}
+
+Bytes = bytes | bytearray | memoryview
+
+
+class MediumError(Exception):
+    """The medium failed, and says how; whatever was asked for has not happened."""
+
+
+class AtomLostError(MediumError):
+    """An atom is not there, or is not as it was written."""
+
+
+class NoRoomError(MediumError):
+    """There is no room for a write, and no page that may be given up for it."""
+
+
+class Held(NamedTuple):
+    """A page, and what the medium has of it."""
+
+    page: Page
+    atoms: frozenset[Atom]
+    nbytes: int  # that it takes
+
+
+class MediumPlace(NamedTuple):
+    """How to open a medium.
+
+    ``size``: bytes for all workers of this server on this host, which are ``workers``; each has the same part of it.
+    ``policy``: who is given up first. ``identity``: pages of another one are not listed and not read, but may be given
+    up. What follows is the file medium's: ``secret`` is the store's (lamina.kv.keys), and ``server`` names the server
+    whose workers share ``directory``; no other one may open it meanwhile. ``ttl_s``: pages that nobody read or wrote
+    for so long are dropped; 0 = none. ``encrypt``: atoms lie there encrypted, by a key of their tenant.
+    """
+
+    size: int
+    identity: bytes = b""
+    workers: int = 1
+    policy: Policy = "lru"
+    directory: str = ""
+    secret: bytes = b""
+    server: str = ""
+    ttl_s: float = 0.0
+    encrypt: bool = True
+
+
+class Medium(Protocol):
+    """One worker's end of a tier."""
+
+    def reserve(self, nbytes: int) -> list[bytes]:
+        """Make room for one write of ``nbytes`` of atoms; returns the keys of the pages that were given up, of which
+        no atom is left. The room holds until the next ``reserve`` or ``write`` of this worker. Raises NoRoomError,
+        MediumError.
+        """
+        ...
+
+    def write(self, page: Page, atoms: Mapping[Atom, Bytes]) -> None:
+        """Add ``atoms`` to ``page``, which is made where it is not there. Raises NoRoomError, MediumError; ValueError
+        where there is no atom, or where the page is there with another number, tenant or count of tokens.
+        """
+        ...
+
+    def read(self, key: bytes, into: Mapping[Atom, bytearray | memoryview]) -> None:
+        """Fill each buffer with its atom of the page: writable, contiguous and of the atom's length. It is a use of
+        the page. Raises AtomLostError, MediumError; ValueError for a buffer of another length.
+        """
+        ...
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Give up pages, all atoms of all workers; those that are not there are none. Raises MediumError."""
+        ...
+
+    def pages(self) -> list[Held]:
+        """What is there, of this identity; the most recently used last. Raises MediumError."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it has. What a file medium keeps stays, and the next one finds it."""
+        ...
+
+
+def open_medium(name: str, place: MediumPlace) -> Medium:
+    """Entry ``name`` of the table. Raises ValueError, with one line: an unknown name, or a place that cannot be had."""
+    if name not in MEDIA:
+        raise ValueError(f"a medium is one of {', '.join(MEDIA)}, not {name!r}")
+    medium: Medium = import_module(f"{__name__}.{MEDIA[name]}").open_medium(place)
+    return medium

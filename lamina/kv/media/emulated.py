@@ -1,0 +1,105 @@
+"""Host memory behind a script of delays and faults, for tests of whoever uses a medium.
+
+The script is JSON in the variable LAMINA_EMULATE_MEDIUM, a list of what happens to which calls:
+
+    [{"call": "read", "after": 2, "times": 1, "fault": "lost"}, {"call": "write", "delay_s": 0.01}]
+
+The first line makes the third read raise AtomLostError, the second one makes all writes take longer. Faults: ``lost``
+AtomLostError, ``full`` NoRoomError, ``broken`` MediumError, and ``flip``, which a medium must never do: a read returns
+a wrong bit as if it were right.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import msgspec
+
+from lamina.kv.media import AtomLostError, Bytes, Held, MediumError, MediumPlace, NoRoomError
+from lamina.kv.media.host import Host
+from lamina.kv.pages import Atom, Page
+
+VARIABLE = "LAMINA_EMULATE_MEDIUM"
+_ERRORS = {"lost": AtomLostError, "full": NoRoomError, "broken": MediumError}
+
+
+class Happening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What happens to calls ``after`` .. ``after + times`` of one kind, by their numbers in this worker."""
+
+    call: Literal["reserve", "write", "read", "drop", "pages"]
+    after: int = 0
+    times: int | None = None  # None = to all from there on
+    delay_s: float = 0.0
+    fault: Literal["", "lost", "full", "broken", "flip"] = ""
+
+    def meets(self, call: str, number: int) -> bool:
+        """Whether it happens to call ``number`` of a kind."""
+        return call == self.call and 0 <= number - self.after < (number + 1 if self.times is None else self.times)
+
+
+class Emulated:
+    """Beside what the script says, host memory."""
+
+    def __init__(self, place: MediumPlace, script: list[Happening]) -> None:
+        self._inner = Host(place)
+        self._script = script
+        self._lock = threading.Lock()
+        self._calls: Counter[str] = Counter()
+
+    def reserve(self, nbytes: int) -> list[bytes]:
+        """See Medium."""
+        self._happen("reserve")
+        return self._inner.reserve(nbytes)
+
+    def write(self, page: Page, atoms: Mapping[Atom, Bytes]) -> None:
+        """See Medium."""
+        self._happen("write")
+        self._inner.write(page, atoms)
+
+    def read(self, key: bytes, into: Mapping[Atom, bytearray | memoryview]) -> None:
+        """See Medium."""
+        flip = self._happen("read")
+        self._inner.read(key, into)
+        if flip and into:
+            memoryview(next(iter(into.values()))).cast("B")[0] ^= 1
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """See Medium."""
+        self._happen("drop")
+        self._inner.drop(keys)
+
+    def pages(self) -> list[Held]:
+        """See Medium."""
+        self._happen("pages")
+        return self._inner.pages()
+
+    def close(self) -> None:
+        """See Medium."""
+        self._inner.close()
+
+    def _happen(self, call: str) -> bool:
+        """Delay and raise as the script says; returns whether a bit is to be flipped."""
+        with self._lock:
+            number = self._calls[call]
+            self._calls[call] += 1
+        met = [each for each in self._script if each.meets(call, number)]
+        if delay_s := sum(each.delay_s for each in met):
+            time.sleep(delay_s)
+        faults = [each.fault for each in met if each.fault]
+        if faults and faults[0] in _ERRORS:
+            raise _ERRORS[faults[0]](f"{VARIABLE}: {call} {number} is {faults[0]}")
+        return bool(faults)
+
+
+def open_medium(place: MediumPlace) -> Emulated:
+    """An empty one. Raises ValueError, also for a script that cannot be read."""
+    try:
+        script = msgspec.json.decode(os.environ.get(VARIABLE) or "[]", type=list[Happening])
+    except msgspec.MsgspecError as e:
+        raise ValueError(f"{VARIABLE}: {e}") from None
+    return Emulated(place, script)

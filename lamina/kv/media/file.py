@@ -1,0 +1,177 @@
+"""Pages in files of a directory, which all workers of one server on this host share (lamina.kv.store)."""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+from lamina.kv.media import AtomLostError, Bytes, Held, MediumError, MediumPlace, NoRoomError
+from lamina.kv.pages import Atom, Page
+from lamina.kv.store.folder import Folder, store_secret
+from lamina.kv.store.index import Entry, Extent, Index
+from lamina.kv.store.records import Records
+from lamina.kv.store.seal import DataKeys, SealBrokenError
+from lamina.kv.store.segments import Segments
+from lamina.kv.victims import rank_of
+
+_TRIES = 3  # of a read whose records were replaced meanwhile
+_SPARE_PART = 64  # of a worker's share that becomes free at once, at least: each time all of its pages are ranked
+_CLOSE_S = 60.0
+
+
+class File:
+    """One worker's end of the store."""
+
+    def __init__(self, place: MediumPlace) -> None:
+        self._identity = place.identity
+        self._encrypt = place.encrypt
+        self._ttl_s = place.ttl_s
+        self._rank = rank_of(place.policy)
+        self._writing = threading.Lock()  # free space has one keeper
+        self._quiet = threading.Condition()
+        self._num_calls = 0
+        self._closed = False
+        with ExitStack() as undo:
+            folder = Folder(place.directory)
+            undo.callback(folder.close)
+            first = folder.lock(place.server)
+            keys = DataKeys(folder, place.secret or store_secret(folder))
+            self._index = Index(folder)
+            undo.callback(self._index.close)
+            self._segments = Segments(folder, self._index, place.size, place.workers)
+            undo.callback(self._segments.close)
+            if first:
+                self._segments.recover()
+                folder.share(place.server)
+            self._segments.claim()
+            self._records = Records(self._segments, keys)
+            self._undo = undo.pop_all()
+
+    def reserve(self, nbytes: int) -> list[bytes]:
+        """See Medium."""
+        with self._call(), self._writing:
+            given = self._drop_old()
+            if nbytes > self._segments.share:
+                raise NoRoomError(f"{nbytes} bytes are more than this worker's part of it, {self._segments.share}")
+            if not self._segments.make_room(nbytes):
+                try:
+                    given += self._index.free(self._segments.own, self._enough(nbytes), self._rank)
+                finally:
+                    self._segments.refresh()
+                if not self._segments.make_room(nbytes):
+                    given += self._segments.rebuild(nbytes)
+                if not self._segments.make_room(nbytes):
+                    raise NoRoomError(f"no room for {nbytes} bytes in the segments that this worker writes")
+            return given
+
+    def write(self, page: Page, atoms: Mapping[Atom, Bytes]) -> None:
+        """See Medium."""
+        if not atoms:
+            raise ValueError("a write has at least one atom")
+        views = {atom: memoryview(data).cast("B") for atom, data in atoms.items()}
+        nbytes = sum(view.nbytes for view in views.values())
+        with self._call():
+            with self._writing:
+                extent = self._segments.take(nbytes)
+            if extent is None:
+                raise NoRoomError(f"no room for {nbytes} bytes")
+            try:
+                self._index.add(self._identity, page, self._records.put(page, extent, views, encrypt=self._encrypt))
+            finally:
+                with self._writing:
+                    self._segments.settle(extent)
+
+    def read(self, key: bytes, into: Mapping[Atom, bytearray | memoryview]) -> None:
+        """See Medium."""
+        views = {atom: memoryview(buffer).cast("B") for atom, buffer in into.items()}
+        with self._call():
+            entry = self._index.look_up(self._identity, key)
+            for _ in range(_TRIES):
+                try:
+                    self._fill(entry, views)
+                except SealBrokenError as e:
+                    before, entry = entry, self._index.look_up(self._identity, key)
+                    if entry == before:
+                        raise AtomLostError(f"an atom is damaged: {e}") from None
+                else:
+                    self._index.touch(self._identity, key)
+                    return
+            raise AtomLostError("the page is replaced again and again")
+
+    def _fill(self, entry: Entry | None, views: Mapping[Atom, memoryview]) -> None:
+        """Raises SealBrokenError, AtomLostError, OSError."""
+        newest = {atom: record for record in (entry.records if entry else []) for atom in record.atoms}
+        if entry is None or not views.keys() <= newest.keys():
+            raise AtomLostError("no such atom is here")
+        for atom, view in views.items():
+            if view.nbytes != (nbytes := newest[atom].atoms[atom].nbytes):
+                raise ValueError(f"an atom of {nbytes} bytes, and a buffer of {view.nbytes}")
+        for record in entry.records:
+            self._records.get(entry.page, record, {a: view for a, view in views.items() if newest[a] is record})
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """See Medium."""
+        with self._call():
+            self._index.drop(self._identity, keys)
+
+    def pages(self) -> list[Held]:
+        """See Medium."""
+        with self._call():
+            self._drop_old()
+            return [
+                Held(
+                    entry.page,
+                    frozenset().union(*(record.atoms for record in entry.records)),
+                    sum(record.extent.size for record in entry.records),
+                )
+                for entry in self._index.entries(self._identity)
+            ]
+
+    def close(self) -> None:
+        """See Medium. Waits for calls of other threads."""
+        with self._quiet:
+            self._closed = True
+            if not self._quiet.wait_for(lambda: not self._num_calls, _CLOSE_S):
+                return  # a disk that does not answer: the files stay open until the process ends
+        self._undo.close()
+
+    def _drop_old(self) -> list[bytes]:
+        return self._index.drop_old(self._ttl_s) if self._ttl_s else []
+
+    def _enough(self, nbytes: int) -> Callable[[Extent], bool]:
+        """Whether the extents that it was told of are enough."""
+        freed = 0
+
+        def enough(extent: Extent) -> bool:
+            nonlocal freed
+            self._segments.freed(extent)
+            freed += extent.size
+            return freed * _SPARE_PART >= self._segments.share and self._segments.has_room(nbytes)
+
+        return enough
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        with self._quiet:
+            if self._closed:
+                raise MediumError("the medium is closed")
+            self._num_calls += 1
+        try:
+            yield
+        except OSError as e:
+            kind = NoRoomError if e.errno in (errno.ENOSPC, errno.EDQUOT) else MediumError
+            raise kind(f"the KV store: {e.strerror}") from e
+        except sqlite3.Error as e:
+            raise MediumError(f"the KV store's index: {e}") from e
+        finally:
+            with self._quiet:
+                self._num_calls -= 1
+                self._quiet.notify_all()
+
+
+def open_medium(place: MediumPlace) -> File:
+    """Open the store, made where there is none. Raises ValueError."""
+    return File(place)

@@ -1,0 +1,112 @@
+"""Pages in the host's memory, of one process. A checksum (CRC-32) of each atom is kept beside it."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from lamina.kv.media import AtomLostError, Bytes, Held, MediumError, MediumPlace, NoRoomError
+from lamina.kv.pages import Atom, Page
+from lamina.kv.victims import Tier
+
+
+class _Copy(NamedTuple):
+    data: bytes
+    crc: int
+
+
+class _Lying(NamedTuple):
+    page: Page
+    atoms: dict[Atom, _Copy]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(copy.data) for copy in self.atoms.values())
+
+
+class Host:
+    """A worker's part of the size is all that it takes, without what Python adds."""
+
+    def __init__(self, place: MediumPlace) -> None:
+        self._size = place.size // place.workers
+        self._lock = threading.Lock()
+        self._lying: dict[bytes, _Lying] | None = {}  # the most recently used last
+        self._tier = Tier(place.policy, self._size)
+
+    def reserve(self, nbytes: int) -> list[bytes]:
+        """See Medium."""
+        with self._lock:
+            lying = self._open()
+            if nbytes > self._size:
+                raise NoRoomError(f"{nbytes} bytes are more than this worker's part of it, {self._size}")
+            given = self._tier.evict(room=nbytes)
+            for key in given:
+                del lying[key]
+            return given
+
+    def write(self, page: Page, atoms: Mapping[Atom, Bytes]) -> None:
+        """See Medium."""
+        if not atoms:
+            raise ValueError("a write has at least one atom")
+        new = {atom: _Copy(bytes(data), zlib.crc32(data)) for atom, data in atoms.items()}
+        with self._lock:
+            old = self._open().get(page.key)
+            if old is not None and not page.is_same(old.page):
+                raise ValueError("another page has this key")
+            lying = _Lying(page, (old.atoms if old is not None and old.page == page else {}) | new)
+            more = lying.nbytes - (old.nbytes if old is not None else 0)
+            if self._tier.nbytes + more > self._size:
+                raise NoRoomError(f"no room for {more} bytes: {self._tier.nbytes} of {self._size} are taken")
+            self._use(lying)
+
+    def read(self, key: bytes, into: Mapping[Atom, bytearray | memoryview]) -> None:
+        """See Medium."""
+        views = {atom: memoryview(buffer).cast("B") for atom, buffer in into.items()}
+        with self._lock:
+            lying = self._open().get(key)
+            if lying is None or not into.keys() <= lying.atoms.keys():
+                raise AtomLostError("no such atom is here")
+            self._use(lying)
+        for atom, view in views.items():
+            if view.nbytes != len(lying.atoms[atom].data):
+                raise ValueError(f"an atom of {len(lying.atoms[atom].data)} bytes, and a buffer of {view.nbytes}")
+        for atom, view in views.items():
+            view[:] = lying.atoms[atom].data
+            if zlib.crc32(view) != lying.atoms[atom].crc:
+                raise AtomLostError(f"an atom is damaged: layer {atom.layer}, head {atom.head}")
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """See Medium."""
+        with self._lock:
+            lying = self._open()
+            for key in keys:
+                lying.pop(key, None)
+                self._tier.forget(key)
+
+    def pages(self) -> list[Held]:
+        """See Medium."""
+        with self._lock:
+            return [Held(each.page, frozenset(each.atoms), each.nbytes) for each in self._open().values()]
+
+    def close(self) -> None:
+        """See Medium."""
+        with self._lock:
+            self._lying = None
+
+    def _open(self) -> dict[bytes, _Lying]:
+        if self._lying is None:
+            raise MediumError("the medium is closed")
+        return self._lying
+
+    def _use(self, lying: _Lying) -> None:
+        known = self._open()
+        known.pop(lying.page.key, None)
+        known[lying.page.key] = lying
+        self._tier.use(lying.page.key, lying.page.number, lying.nbytes)
+
+
+def open_medium(place: MediumPlace) -> Host:
+    """An empty one. Raises ValueError."""
+    return Host(place)

@@ -1,0 +1,71 @@
+"""Pages and atoms: the units in which K and V leave a memory worker's pool and come back to it.
+
+A *page* is PAGE tokens of a sequence at absolute positions, from a multiple of PAGE on; the last one may be partial. An
+*atom* is the K and V of one page, one layer and one KV head, as they are stored, in rows by token, whatever the block
+size of the pool, the partition or the number of memory workers:
+
+    K         [tokens, D]     in the store's dtype
+    V         [tokens, Dv]
+    K scales  [tokens] fp32   where the store has 8 bits
+    V scales  [tokens] fp32
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+PAGE = 128  # tokens, a multiple of every block size
+SCALE_BYTES = 4
+TENANT_BYTES = 16
+
+
+class Atom(NamedTuple):
+    """Names one atom of a page. ``head``: a KV head of the whole model's layer, not of a rank's part."""
+
+    layer: int
+    head: int
+
+
+class AtomForm(NamedTuple):
+    """Bytes of one token's part of the atoms of one layer. ``scale``: of its fp32 scale of K, and of V; 0 = none."""
+
+    k: int
+    v: int
+    scale: int = 0
+
+    def nbytes(self, tokens: int) -> int:
+        """Of an atom of ``tokens`` tokens."""
+        return tokens * (self.k + self.v + 2 * self.scale)
+
+    def parts(self, atom: memoryview, tokens: int) -> tuple[memoryview, memoryview, memoryview, memoryview]:
+        """K, V, K scales and V scales of ``atom``, bytes, no copies. Raises ValueError for a wrong length."""
+        if atom.nbytes != self.nbytes(tokens):
+            raise ValueError(f"an atom of {tokens} tokens has {self.nbytes(tokens)} bytes, not {atom.nbytes}")
+        flat, found, at = atom.cast("B"), [], 0
+        for each in (self.k, self.v, self.scale, self.scale):
+            found.append(flat[at : at + tokens * each])
+            at += tokens * each
+        return found[0], found[1], found[2], found[3]
+
+
+class Recipe(NamedTuple):
+    """How the K and V of a page were computed: KV of one recipe is equal bit for bit, of two perhaps not."""
+
+    source: str  # "prompt" or "decode"
+    chunk: int = 0  # tokens of the prompt's chunks
+    build: str = ""  # of the kernels
+    ranks: int = 1  # of tensor parallelism
+
+
+class Page(NamedTuple):
+    """Names a page, and says what it is."""
+
+    key: bytes  # lamina.kv.keys
+    number: int  # its first token's position is PAGE * number
+    tokens: int  # 1 .. PAGE
+    tenant: bytes  # TENANT_BYTES, whose data key encrypts it
+    recipe: Recipe
+
+    def is_same(self, other: Page) -> bool:
+        """Whether both are one page, be it that its K and V were computed in two ways."""
+        return self._replace(recipe=other.recipe) == other

@@ -1,0 +1,88 @@
+"""Records: some atoms of one page as they lie in a segment, one behind the other, sealed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from secrets import token_bytes
+from typing import NamedTuple
+
+from lamina.kv.pages import Atom, Page
+
+from .index import Extent, Record, Sealed
+from .seal import SALT_BYTES, TAG_BYTES, DataKeys, Seal, SealBrokenError
+from .segments import BLOCK, Buffers, Segments, padded
+
+_GAP = 64 << 10  # bytes between two atoms that are read rather than left out
+
+
+class _Lying(NamedTuple):
+    """An atom at ``at`` of its record."""
+
+    at: int
+    atom: Atom
+    sealed: Sealed
+
+    @property
+    def stop(self) -> int:
+        return self.at + self.sealed.nbytes
+
+
+class Records:
+    """Writes records into extents, and reads atoms of them. Any thread does."""
+
+    def __init__(self, segments: Segments, keys: DataKeys) -> None:
+        self._segments = segments
+        self._keys = keys
+        self._buffers = Buffers()
+
+    def put(self, page: Page, extent: Extent, atoms: Mapping[Atom, memoryview], *, encrypt: bool) -> Record:
+        """Fill an extent, which is long enough. Raises OSError."""
+        salt, at, sealed = token_bytes(SALT_BYTES), 0, {}
+        seal = Seal(self._keys.make(page.tenant), salt, page, encrypt=encrypt)
+        with self._buffers.lend(extent.size + TAG_BYTES) as memory:
+            # By head: whatever heads a worker reads lie side by side.
+            for atom in sorted(atoms, key=lambda atom: (atom.head, atom.layer)):
+                data = atoms[atom]
+                tag = seal.close(atom, data, memory[at : at + data.nbytes + TAG_BYTES])
+                sealed[atom] = Sealed(data.nbytes, tag)
+                at += data.nbytes
+            memory[at : extent.size] = bytes(extent.size - at)
+            self._segments.write(extent, memory)
+        return Record(extent, encrypt, salt, sealed)
+
+    def get(self, page: Page, record: Record, into: Mapping[Atom, memoryview]) -> None:
+        """Fill buffers, each as long as its atom of ``record``. Raises SealBrokenError, OSError."""
+        key = self._keys.get(page.tenant)
+        if key is None:
+            raise SealBrokenError("the tenant's data key is gone")
+        seal = Seal(key, record.salt, page, encrypt=record.encrypted)
+        for run in _runs(record, into):
+            start = run[0].at // BLOCK * BLOCK
+            part = Extent(record.extent.segment, record.extent.at + start, padded(run[-1].stop - start))
+            with self._buffers.lend(part.size + TAG_BYTES) as memory:
+                if not self._segments.read(part, memory):
+                    raise SealBrokenError(f"segment {part.segment} ends too early")
+                for at, atom, sealed in run:
+                    stop = at - start + sealed.nbytes + TAG_BYTES
+                    seal.open(atom, memory[at - start : stop], sealed.tag, into[atom])
+
+    def wipe(self, record: Record) -> None:
+        """Overwrite it with zeros. Raises OSError."""
+        with self._buffers.lend(record.extent.size) as memory:
+            memory[: record.extent.size] = bytes(record.extent.size)
+            self._segments.write(record.extent, memory)
+
+
+def _runs(record: Record, atoms: Mapping[Atom, memoryview]) -> Iterator[list[_Lying]]:
+    """The atoms that are wanted, by place; those that one read brings together."""
+    run: list[_Lying] = []
+    at = 0
+    for atom, sealed in record.atoms.items():
+        if atom in atoms:
+            if run and at - run[-1].stop > _GAP:
+                yield run
+                run = []
+            run.append(_Lying(at, atom, sealed))
+        at += sealed.nbytes
+    if run:
+        yield run

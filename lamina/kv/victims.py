@@ -1,0 +1,123 @@
+"""Who is given up first where a tier is full. Pure policy: no torch, no I/O, no clock.
+
+lru        the page that was used the longest ago
+fifo       the one that came first
+lfu        the one that was used the fewest times, of those the least recently
+length     the one furthest from its sequence's beginning, of those the least recently: beginnings are shared
+scheduler  one that no waiting request needs, the least recently used first; then those of the request that waits
+           behind all others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from heapq import heapify, heappop, heappush
+from itertools import takewhile
+from typing import Literal, NamedTuple, get_args
+
+Policy = Literal["scheduler", "lru", "fifo", "lfu", "length"]
+POLICIES: tuple[str, ...] = get_args(Policy)
+
+
+class Use(NamedTuple):
+    """What is known of a page. ``came`` and ``used`` are counts of a clock that each page's use moves on."""
+
+    key: bytes
+    number: int  # of the page in its sequence
+    nbytes: int
+    came: int
+    used: int
+    uses: int = 1
+    turn: int | None = None  # of the first waiting request that needs it; None = no one does
+
+
+Rank = tuple[int, ...]
+_STALE = 4  # entries of a heap for each page, of which one counts
+_RANKS: dict[Policy, Callable[[Use], Rank]] = {
+    "scheduler": lambda use: (0, use.used) if use.turn is None else (1, -use.turn, use.used),
+    "lru": lambda use: (use.used,),
+    "fifo": lambda use: (use.came,),
+    "lfu": lambda use: (use.uses, use.used),
+    "length": lambda use: (-use.number, use.used),
+}
+
+
+def rank_of(policy: Policy) -> Callable[[Use], Rank]:
+    """The page of the lowest rank goes first. Raises ValueError for a name that is none."""
+    if policy not in _RANKS:
+        raise ValueError(f"--kv-eviction-policy must be one of {', '.join(POLICIES)}, not {policy!r}")
+    return _RANKS[policy]
+
+
+class Tier:
+    """What a tier has, and who goes next, for whoever decides about it: a page's use moves its clock on by one.
+
+    The way to use a prefix: ``match`` it, ``use`` its pages from the last one to the first, then ``evict``. So of one
+    prefix the last page is the first that the clock makes old, and a page never goes before those that need it.
+    """
+
+    def __init__(self, policy: Policy, size: int) -> None:
+        """``size``: bytes. Raises ValueError."""
+        self._rank = rank_of(policy)
+        self._size = size
+        self._uses: dict[bytes, Use] = {}
+        self._order: list[tuple[Rank, bytes]] = []  # a heap; an entry counts if its page still has this rank
+        self._turns: dict[bytes, int] = {}
+        self._clock = 0
+        self.nbytes = 0
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._uses
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+    def match(self, keys: Iterable[bytes]) -> int:
+        """How many of a prefix's pages are here, up to the first that is not."""
+        return sum(1 for _ in takewhile(self._uses.__contains__, keys))
+
+    def use(self, key: bytes, number: int, nbytes: int) -> None:
+        """Of page ``number`` of its sequence; it comes if it is not here, or gets another size."""
+        self._clock += 1
+        old = self._uses.get(key)
+        came, uses = (old.came, old.uses + 1) if old is not None else (self._clock, 1)
+        self.nbytes += nbytes - (old.nbytes if old is not None else 0)
+        self._put(Use(key, number, nbytes, came, self._clock, uses, self._turns.get(key)))
+
+    def wait(self, turns: Mapping[bytes, int]) -> None:
+        """The pages that waiting requests need, and of each the turn of the first one; in place of those told before.
+        Only the policy ``scheduler`` asks.
+        """
+        changed, self._turns = self._turns.keys() | turns.keys(), dict(turns)
+        for key in changed & self._uses.keys():
+            self._put(self._uses[key]._replace(turn=turns.get(key)))
+
+    def forget(self, key: bytes) -> None:
+        """It is not here any more, if it was."""
+        use = self._uses.pop(key, None)
+        self.nbytes -= use.nbytes if use is not None else 0
+
+    def evict(self, pinned: Container[bytes] = (), *, room: int = 0) -> list[bytes]:
+        """Forget pages, the worst first, until the rest and ``room`` bytes have its size; ``pinned`` ones stay. Returns
+        their keys.
+        """
+        given, stay = [], []
+        while self.nbytes + room > self._size and self._order:
+            rank, key = heappop(self._order)
+            if key not in self._uses or self._rank(self._uses[key]) != rank:
+                continue
+            if key in pinned:
+                stay.append((rank, key))
+            else:
+                given.append(key)
+                self.forget(key)
+        for entry in stay:
+            heappush(self._order, entry)
+        return given
+
+    def _put(self, use: Use) -> None:
+        self._uses[use.key] = use
+        heappush(self._order, (self._rank(use), use.key))
+        if len(self._order) > _STALE * len(self._uses) + _STALE:  # most of them do not count any more
+            self._order = [(self._rank(use), key) for key, use in self._uses.items()]
+            heapify(self._order)

@@ -1,0 +1,269 @@
+"""The contract of lamina.kv.media, run over every entry of the table."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from lamina.kv.media import MEDIA, AtomLostError, Held, Medium, MediumError, MediumPlace, NoRoomError, open_medium
+from lamina.kv.pages import PAGE, Atom, Page, Recipe
+
+TENANT = b"t" * 16
+RECIPE = Recipe("prompt", 256, "build", 1)
+SIZE = 1 << 20
+ATOM = 1000  # bytes
+HEADS = {Atom(layer, head): bytes([layer * 16 + head]) * ATOM for layer in range(3) for head in range(2)}
+Opener = Callable[..., Medium]
+
+
+def page(number: int, tokens: int = PAGE, **more: Any) -> Page:
+    return Page(**{"key": bytes([number]) * 32, "number": number, "tokens": tokens, "tenant": TENANT,
+                   "recipe": RECIPE} | more)  # fmt: skip
+
+
+def filled(medium: Medium, key: bytes, atoms: Mapping[Atom, bytes]) -> dict[Atom, bytes]:
+    """What the medium has of these atoms."""
+    into = {atom: bytearray(len(data)) for atom, data in atoms.items()}
+    medium.read(key, into)
+    return {atom: bytes(data) for atom, data in into.items()}
+
+
+@pytest.fixture(params=MEDIA)
+def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
+    """Opens the medium, each call another worker of one server; all are closed."""
+    opened: list[Medium] = []
+
+    def open_one(**more: Any) -> Medium:
+        place = MediumPlace(SIZE, b"i" * 32, directory=str(tmp_path / "kv"), secret=b"s" * 32, server="one")
+        opened.append(open_medium(request.param, place._replace(**more)))
+        return opened[-1]
+
+    yield open_one
+    for medium in opened:
+        medium.close()
+
+
+@pytest.fixture
+def medium(opener: Opener) -> Medium:
+    return opener()
+
+
+def put(medium: Medium, what: Page, atoms: Mapping[Atom, bytes] = HEADS) -> list[bytes]:
+    given = medium.reserve(sum(map(len, atoms.values())))
+    medium.write(what, atoms)
+    return given
+
+
+def fill(medium: Medium, nbytes: int) -> int:
+    """Write pages of one atom for as long as there is room; returns how many."""
+    for number in itertools.count():
+        try:
+            medium.write(page(number % 250, key=number.to_bytes(32, "big")), {Atom(0, 0): bytes(nbytes)})
+        except NoRoomError:
+            return number
+    raise AssertionError
+
+
+def test_bytes_come_back(medium: Medium) -> None:
+    put(medium, page(1))
+    assert filled(medium, page(1).key, HEADS) == HEADS
+    some = dict(list(HEADS.items())[2:4])
+    assert filled(medium, page(1).key, some) == some
+
+
+def test_a_page_is_there_as_far_as_it_was_written(medium: Medium) -> None:
+    first, second = dict(list(HEADS.items())[:4]), dict(list(HEADS.items())[4:])
+    put(medium, page(1), first)
+    assert medium.pages() == [Held(page(1), frozenset(first), medium.pages()[0].nbytes)]
+    with pytest.raises(AtomLostError):
+        filled(medium, page(1).key, HEADS)
+    put(medium, page(1), second)
+    assert [held.atoms for held in medium.pages()] == [frozenset(HEADS)]
+    assert filled(medium, page(1).key, HEADS) == HEADS
+
+
+def test_what_is_written_last_is_there(medium: Medium) -> None:
+    put(medium, page(1))
+    atom = Atom(0, 0)
+    put(medium, page(1), {atom: b"n" * ATOM})
+    assert filled(medium, page(1).key, HEADS) == HEADS | {atom: b"n" * ATOM}
+
+
+def test_pages_that_are_not_there(medium: Medium) -> None:
+    with pytest.raises(AtomLostError):
+        filled(medium, page(1).key, HEADS)
+    medium.drop([page(1).key])
+    put(medium, page(1))
+    put(medium, page(2))
+    medium.drop([page(1).key, page(1).key])
+    with pytest.raises(AtomLostError):
+        filled(medium, page(1).key, HEADS)
+    assert filled(medium, page(2).key, HEADS) == HEADS
+    assert [held.page for held in medium.pages()] == [page(2)]
+
+
+def test_a_partial_page_and_its_recipe(medium: Medium) -> None:
+    last = page(3, 17, recipe=Recipe("decode", 0, "another", 2))
+    put(medium, last, {Atom(0, 0): b"x"})
+    assert [held.page for held in medium.pages()] == [last]
+
+
+@pytest.mark.parametrize("other", [{"number": 2}, {"tokens": 5}, {"tenant": b"u" * 16}])
+def test_another_page_under_a_key(medium: Medium, other: dict[str, Any]) -> None:
+    put(medium, page(1))
+    with pytest.raises(ValueError, match="another page"):
+        medium.write(page(1)._replace(**other), HEADS)
+    assert [held.page for held in medium.pages()] == [page(1)]
+
+
+def test_another_recipe_begins_the_page_anew(medium: Medium) -> None:
+    put(medium, page(1))
+    other, atom = page(1, recipe=RECIPE._replace(chunk=512)), Atom(0, 0)
+    put(medium, other, {atom: b"n" * ATOM})
+    assert [(held.page, held.atoms) for held in medium.pages()] == [(other, {atom})]
+    assert filled(medium, other.key, {atom: b"n" * ATOM}) == {atom: b"n" * ATOM}
+
+
+def test_misuse(medium: Medium) -> None:
+    with pytest.raises(ValueError, match="at least one atom"):
+        medium.write(page(1), {})
+    put(medium, page(1))
+    with pytest.raises(ValueError, match=f"{ATOM - 1}"):
+        medium.read(page(1).key, {Atom(0, 0): bytearray(ATOM - 1)})
+
+
+def test_a_buffer_is_the_callers_again(medium: Medium) -> None:
+    data = bytearray(b"a" * ATOM)
+    medium.reserve(ATOM)
+    medium.write(page(1), {Atom(0, 0): data})
+    data[:] = b"b" * ATOM
+    assert filled(medium, page(1).key, {Atom(0, 0): bytes(ATOM)}) == {Atom(0, 0): b"a" * ATOM}
+
+
+@pytest.mark.parametrize("size", [4 << 10, 64 << 10])
+def test_the_least_recently_used_goes_first(opener: Opener, size: int) -> None:
+    medium = opener(policy="lru")
+    data = {Atom(0, 0): bytes(size)}
+    last, given = 0, []
+    while not given:
+        last += 1
+        given = put(medium, page(last % 250, key=last.to_bytes(32, "big")), data)
+        filled(medium, (1).to_bytes(32, "big"), data)
+    there = [held.page.key for held in medium.pages()]
+    assert given[0] == (2).to_bytes(32, "big")
+    assert (1).to_bytes(32, "big") in there
+    assert not set(given) & set(there)
+    assert sum(held.nbytes for held in medium.pages()) <= SIZE
+    assert last * size > SIZE // 2, "most of the size is used"
+
+
+def test_no_room(opener: Opener) -> None:
+    medium = opener(workers=2)
+    with pytest.raises(NoRoomError):
+        medium.reserve(SIZE // 2 + 1)
+    count = fill(medium, 100_000)
+    assert 3 <= count <= 5
+    assert len(medium.pages()) == count, "a write gives up no page"
+
+
+def test_behind_close(medium: Medium) -> None:
+    put(medium, page(1))
+    medium.close()
+    medium.close()
+    for call in (
+        lambda: medium.reserve(1), lambda: medium.write(page(2), HEADS), lambda: filled(medium, page(1).key, HEADS),
+        lambda: medium.drop([page(1).key]), medium.pages,
+    ):  # fmt: skip
+        with pytest.raises(MediumError, match="closed"):
+            call()
+
+
+def test_many_threads(medium: Medium) -> None:
+    wrong: list[object] = []
+
+    def work(first: int) -> None:
+        try:
+            for number in range(first, first + 10):
+                atoms = {atom: bytes([number]) * ATOM for atom in HEADS}
+                medium.write(page(number), atoms)
+                if filled(medium, page(number).key, atoms) != atoms:
+                    wrong.append(number)
+                if number % 2:
+                    medium.drop([page(number).key])
+        except MediumError as e:
+            wrong.append(e)
+
+    threads = [threading.Thread(target=work, args=(at * 10,)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    assert {held.page.number for held in medium.pages()} == set(range(0, 40, 2))
+
+
+class Beside(RuleBasedStateMachine):
+    """A medium beside a dict of what was written."""
+
+    open_one: Opener
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.medium = self.open_one()
+        self.medium.drop([held.page.key for held in self.medium.pages()])
+        self.known: dict[bytes, dict[Atom, bytes]] = {}
+
+    pages = st.integers(0, 5)
+    atoms = st.dictionaries(
+        st.builds(Atom, st.integers(0, 2), st.integers(0, 2)), st.binary(min_size=1, max_size=3), min_size=1
+    )
+
+    @rule(number=pages, atoms=atoms, copies=st.integers(1, 40_000))
+    def write(self, number: int, atoms: dict[Atom, bytes], copies: int) -> None:
+        data = {atom: each * copies for atom, each in atoms.items()}
+        for key in self.medium.reserve(sum(map(len, data.values()))):
+            del self.known[key]
+        self.medium.write(page(number), data)
+        self.known.setdefault(page(number).key, {}).update(data)
+
+    @precondition(lambda self: self.known)
+    @rule(choice=st.data())
+    def read(self, choice: st.DataObject) -> None:
+        key = choice.draw(st.sampled_from(sorted(self.known)))
+        some = choice.draw(st.sets(st.sampled_from(sorted(self.known[key]))))
+        atoms = {atom: self.known[key][atom] for atom in some}
+        assert filled(self.medium, key, atoms) == atoms
+
+    @rule(numbers=st.lists(pages))
+    def drop(self, numbers: list[int]) -> None:
+        self.medium.drop([page(number).key for number in numbers])
+        for number in numbers:
+            self.known.pop(page(number).key, None)
+
+    @invariant()
+    def the_same(self) -> None:
+        held = self.medium.pages()
+        assert {each.page.key: each.atoms for each in held} == {k: frozenset(v) for k, v in self.known.items()}
+        assert sum(each.nbytes for each in held) <= SIZE
+
+    def teardown(self) -> None:
+        self.medium.close()
+
+
+@pytest.mark.hypothesis
+def test_beside_a_dict(opener: Opener) -> None:
+    machine = type("BesideADict", (Beside,), {"open_one": staticmethod(opener)})
+    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=20, deadline=None))
+
+
+def test_an_unknown_medium() -> None:
+    with pytest.raises(ValueError, match="one of host, file, emulated"):
+        open_medium("tape", MediumPlace(SIZE))

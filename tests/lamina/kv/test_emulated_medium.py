@@ -1,0 +1,64 @@
+"""The emulated medium does what its script says, to the calls that it names."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lamina.kv.media import AtomLostError, Medium, MediumError, MediumPlace, NoRoomError, open_medium
+from lamina.kv.media.emulated import VARIABLE
+from lamina.kv.pages import PAGE, Atom, Page, Recipe
+
+WHAT = Page(b"k" * 32, 0, PAGE, b"t" * 16, Recipe("prompt"))
+
+
+@pytest.fixture
+def opener(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Medium]:
+    def open_one(*script: dict[str, Any]) -> Medium:
+        monkeypatch.setenv(VARIABLE, json.dumps(script))
+        return open_medium("emulated", MediumPlace(1000))
+
+    return open_one
+
+
+def get(medium: Medium) -> bytes:
+    into = {Atom(0, 0): bytearray(4)}
+    medium.read(WHAT.key, into)
+    return bytes(into[Atom(0, 0)])
+
+
+def test_faults_of_some_calls(opener: Callable[..., Medium]) -> None:
+    medium = opener(
+        {"call": "read", "after": 1, "times": 2, "fault": "lost"}, {"call": "read", "after": 4, "fault": "flip"},
+        {"call": "drop", "fault": "broken"}, {"call": "reserve", "after": 1, "fault": "full"},
+    )  # fmt: skip
+    medium.reserve(4)
+    medium.write(WHAT, {Atom(0, 0): b"data"})
+    assert get(medium) == b"data"
+    for _ in range(2):
+        with pytest.raises(AtomLostError, match=f"{VARIABLE}: read [12] is lost"):
+            get(medium)
+    assert [get(medium) for _ in range(3)] == [b"data", b"eata", b"eata"]
+    with pytest.raises(MediumError, match="drop 0 is broken"):
+        medium.drop([WHAT.key])
+    with pytest.raises(NoRoomError, match="reserve 1 is full"):
+        medium.reserve(4)
+    assert len(medium.pages()) == 1
+
+
+def test_delays(opener: Callable[..., Medium]) -> None:
+    medium = opener({"call": "pages", "delay_s": 0.02}, {"call": "pages", "after": 1, "delay_s": 0.03})
+    for least in (0.02, 0.05):
+        start = time.perf_counter()
+        medium.pages()
+        assert time.perf_counter() - start >= least
+
+
+@pytest.mark.parametrize("script", [{"call": "erase"}, {"call": "read", "fault": "fire"}, {"call": "read", "often": 3}])
+def test_a_script_that_cannot_be_read(opener: Callable[..., Medium], script: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=VARIABLE):
+        opener(script)
