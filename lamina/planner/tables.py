@@ -48,10 +48,6 @@ class PriceBook:
             )
         return self.hours[device.name]
 
-    def times(self, device: Device, factor: float) -> PriceBook:
-        """The same, but one device that many times as dear."""
-        return replace(self, hours={**self.hours, device.name: self.hours[device.name] * factor})
-
 
 @dataclass(frozen=True)
 class Link:

@@ -6,7 +6,6 @@ import csv
 import gzip
 import json
 import math
-import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -16,7 +15,6 @@ from typing import NamedTuple
 _AZURE = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 _MOONCAKE = {"timestamp", "input_length", "output_length", "hash_ids"}
 _HASHED = 512  # tokens of a block of hash_ids
-TICK_S = 3.0  # of Mooncake's arrivals
 
 
 class TracedRequest(NamedTuple):
@@ -72,12 +70,6 @@ class RequestTrace:
     def first(self, count: int) -> RequestTrace:
         """Its beginning."""
         return replace(self, requests=self.requests[:count])
-
-    def jittered(self, seed: int, tick_s: float = TICK_S) -> RequestTrace:
-        """Arrivals spread within their ticks: those of Mooncake come in bursts that their clock has made."""
-        rng = random.Random(seed)
-        moved = sorted(r._replace(at_s=r.at_s + rng.uniform(0, tick_s)) for r in self.requests)
-        return replace(self, requests=tuple(moved))
 
 
 def read_trace(path: str) -> RequestTrace:
