@@ -18,6 +18,7 @@ STOREYS = (
     ("cli",),  # lamina-launch
     ("server", "wrapped"),
     ("llm", "async_llm"),
+    ("planner",),  # what to buy
     ("front", "sim"),  # what both of them are made of; the engine in a world of its own
     ("fleet",),  # who starts, meets and watches workers
     ("engine",),  # policy and the loop

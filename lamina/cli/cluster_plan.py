@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -88,17 +87,13 @@ def planned_hosts(address: str) -> list[Host]:
 def _sizes(model: str, config: EngineConfig) -> tuple[int, int]:
     """Bytes of a rank's weights, and of a token's stored K and V in all layers; from the configuration alone."""
     from lamina.kv.stored import head_bytes, stored_dtype
+    from lamina.planner.capture import plan_cuts
 
-    from .explain import plan
-
-    program = plan(
-        argparse.Namespace(
-            model=model,
-            dtype=config.model.dtype,
-            trust_remote_code=config.model.trust_remote_code,
-            hoist=False,
-            tensor_parallel_size=config.topology.tensor_parallel_size,
-        )
+    program = plan_cuts(
+        model,
+        dtype=config.model.dtype,
+        trust_remote_code=config.model.trust_remote_code,
+        ranks=config.topology.tensor_parallel_size,
     ).program
     shapes = [(call.k.shape[0], call.k.shape[-1], call.v.shape[-1], call.k.dtype) for call in program.calls]
     token = sum(h * head_bytes(k, v, stored_dtype(config.kv.kv_cache_dtype, dtype)) for h, k, v, dtype in shapes)

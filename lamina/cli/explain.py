@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import json
-import shutil
 import sys
-import tempfile
-from collections.abc import Hashable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lamina.config import OPTIONS
 from lamina.facts.hardware import DEVICES, Device, device
 from lamina.facts.report import estimate_text, explain_text
-from lamina.facts.roofline import AttentionWork, Estimate, GemmWork, estimate
+from lamina.facts.roofline import Estimate, estimate
 
 if TYPE_CHECKING:
     from torch import nn
 
     from lamina.converter import SlicedProgram
-    from lamina.models.shard import Shard
-
-
-class DevicePlan(NamedTuple):
-    """A model without weights, cut. ``shard``: of the rank that it is a part for, if there are several."""
-
-    model: nn.Module
-    program: SlicedProgram
-    shard: Shard | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,18 +66,15 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.dry_run:
         return _dry_run(args)
-    model, program = plan(args)[:2] if args.no_weights else _convert(args)
-    from lamina.converter.explain import facts_of, to_dot, to_json
+    model, program = _planned(args) if args.no_weights else _convert(args)
+    from lamina.converter.explain import to_dot, to_json
+    from lamina.planner.capture import attention_work, gemm_work
 
     facts = {"model": args.model, **_describe(model, args.tensor_parallel_size), **to_json(program)}
     modelled = None
     if devices is not None:
-        gemms = [
-            GemmWork(weight_bytes=g.weight_bytes, itemsize=g.itemsize, flops_per_token=g.flops_per_token)
-            for f in facts_of(program)
-            for g in f.gemms
-        ]
-        modelled = estimate(gemms, _attention(program, args.kv_cache_dtype), program.weight_bytes, **vars(devices))
+        layers = attention_work(program, args.kv_cache_dtype)
+        modelled = estimate(gemm_work(program), layers, program.weight_bytes, **vars(devices))
     if args.dot:
         Path(args.dot).write_text(to_dot(program))
     _print(args, facts, modelled, devices)
@@ -147,23 +130,6 @@ def _describe(model: nn.Module, ranks: int) -> dict[str, str]:
     return {"architecture": type(model).__name__ + part, "dtype": "/".join(sorted(dtypes))}
 
 
-def _attention(program: SlicedProgram, kv_cache_dtype: str) -> list[AttentionWork]:
-    """Messages carry K and V in the model's dtype, whatever they are stored as."""
-    from lamina.attention.spec import AttentionSpec
-    from lamina.kv.stored import head_bytes, stored_dtype
-
-    return [
-        AttentionWork(
-            kv_bytes=call.k.shape[0]
-            * head_bytes(call.k.shape[-1], call.v.shape[-1], stored_dtype(kv_cache_dtype, call.k.dtype)),
-            flops=2 * call.q.shape[0] * (call.q.shape[-1] + call.v.shape[-1]),
-            window=AttentionSpec.decode(call.rest[1]).window,
-            message_bytes=call.q_bytes + call.kv_bytes + call.out_bytes,
-        )
-        for call in program.calls
-    ]
-
-
 def _convert(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
     from lamina.models.convert import convert_model
     from lamina.models.load import load
@@ -174,78 +140,26 @@ def _convert(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
     return loaded.model, convert_model(loaded.model, max_model_len=limit, hoist=args.hoist, part=loaded.part)
 
 
-def plan(args: argparse.Namespace) -> DevicePlan:
-    """``args``: model, dtype, trust_remote_code, hoist, tensor_parallel_size. Without weights: a few layers are
-    captured and the rest stamped if that is provably the same, else all are captured.
-    """
-    from lamina.converter import ConversionError
-    from lamina.converter.stamp import layer_stack, stamp
-    from lamina.models.convert import convert_model
-    from lamina.models.load import from_config, max_model_len
-    from lamina.models.refuse import num_layers
-    from lamina.models.shard import plan_shard
+def _planned(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
+    from lamina.planner.capture import plan_cuts
 
-    config = _read_config(args)
-    limit = max_model_len(config)
-    model = from_config(config, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
-    if args.tensor_parallel_size > 1:
-        shard = plan_shard(model, 0, args.tensor_parallel_size, limit)
-        shard.shrink(model)
-        shard.join(model)
-        program = convert_model(model, max_model_len=limit, hoist=args.hoist, part=shard.part)
-        return DevicePlan(model, program, shard)
-
-    def shallow(few: int) -> tuple[SlicedProgram, Sequence[nn.Module], Sequence[Hashable]]:
-        less = _with_layers(config, num_layers(model), few)
-        small = from_config(less, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
-        program = convert_model(small, max_model_len=limit, hoist=args.hoist)
-        return program, layer_stack(small, few)[1], _layer_entries(less, few)
-
-    total, stamped = num_layers(model), None
-    with suppress(ConversionError):  # where layers are in no list, all of them are captured
-        name, layers = layer_stack(model, total)
-        stamped = stamp(shallow, layers, _layer_entries(config, total), f"model.{name}")
-    return DevicePlan(model, stamped or convert_model(model, max_model_len=limit, hoist=args.hoist), None)
-
-
-def _read_config(args: argparse.Namespace) -> Any:
-    from lamina.models.checkpoint import find_checkpoint, read_config
-
-    path, trust = Path(args.model).expanduser(), args.trust_remote_code
-    if not path.is_file():
-        directory = find_checkpoint(args.model, trust_remote_code=trust, weights=False)
-        return read_config(directory, trust_remote_code=trust)
-    with tempfile.TemporaryDirectory() as directory_of_one:
-        shutil.copyfile(path, Path(directory_of_one) / "config.json")
-        return read_config(Path(directory_of_one), trust_remote_code=trust)
-
-
-def _layer_lists(config: Any, num_layers: int) -> dict[str, list[Any]]:
-    """The configuration's entries that have one value for each layer."""
-    text = config.get_text_config(decoder=True)
-    return {k: v for k, v in vars(text).items() if isinstance(v, list) and len(v) == num_layers}
-
-
-def _layer_entries(config: Any, num_layers: int) -> list[Hashable]:
-    lists = _layer_lists(config, num_layers)
-    return [json.dumps({k: v[i] for k, v in lists.items()}, default=str) for i in range(num_layers)]
-
-
-def _with_layers(config: Any, num_layers: int, few: int) -> Any:
-    """The configuration with its first ``few`` layers."""
-    less = copy.deepcopy(config)
-    text = less.get_text_config(decoder=True)
-    text.num_hidden_layers = few
-    for key, values in _layer_lists(config, num_layers).items():
-        setattr(text, key, values[:few])
-    return less
+    plan = plan_cuts(
+        args.model,
+        dtype=args.dtype,
+        trust_remote_code=args.trust_remote_code,
+        hoist=args.hoist,
+        ranks=args.tensor_parallel_size,
+    )
+    return plan.model, plan.program
 
 
 def _dry_run(args: argparse.Namespace) -> int:
     from lamina.models.checkpoint import check_weights, find_checkpoint, read_config
 
     if args.no_weights:
-        config = _read_config(args)
+        from lamina.planner.capture import configuration
+
+        config = configuration(args.model, trust_remote_code=args.trust_remote_code)
     else:
         directory = find_checkpoint(args.model, trust_remote_code=args.trust_remote_code)
         config = read_config(directory, trust_remote_code=args.trust_remote_code)

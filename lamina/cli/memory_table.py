@@ -8,7 +8,6 @@ they import.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -106,21 +105,17 @@ def _facts(model: str, config: EngineConfig) -> _RankFacts:
     from lamina.models.convert import layer_shapes
     from lamina.models.load import max_model_len, weights_dtype
     from lamina.models.read_shard import weight_bytes
-
-    from .explain import plan
+    from lamina.planner.capture import plan_cuts
 
     trust = config.model.trust_remote_code
     directory = find_checkpoint(model, trust_remote_code=trust)
     settings: Any = read_config(directory, trust_remote_code=trust)
     dtype = weights_dtype(directory, settings, config.model.dtype)
-    planned = plan(
-        argparse.Namespace(
-            model=model,
-            dtype=str(dtype).removeprefix("torch."),
-            trust_remote_code=trust,
-            hoist=False,
-            tensor_parallel_size=config.topology.tensor_parallel_size,
-        )
+    planned = plan_cuts(
+        model,
+        dtype=str(dtype).removeprefix("torch."),
+        trust_remote_code=trust,
+        ranks=config.topology.tensor_parallel_size,
     )
     layers = layer_shapes(planned.program)
     weights = config.topology.of_rank(config.topology.weights, 0)

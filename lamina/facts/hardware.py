@@ -1,11 +1,18 @@
-"""Devices that a plan can name, with where their numbers come from."""
+"""Devices that a plan can name, with where their numbers come from: ``data/devices.toml``, and files like it."""
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
-_PAPER = "arXiv 2405.01814, table 1"
-_AICONFIGURATOR = "systems/{}.yaml of ai-dynamo/aiconfigurator"
+from lamina.protocol.declare import parse_size
+
+_RATES = ("tflops", "bandwidth")
+_WORDS = ("title", "memory", "source")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,60 +20,78 @@ class Device:
     """One accelerator: peak rates of its data sheet, which no program reaches.
 
     tflops: dense bf16, in 10^12 FLOP/s. memory_gb, bandwidth_gbs, network_gbs: 10^9 bytes (per second); ``network_gbs``
-    is one direction of its own network card, None where none was stated. price_per_hour: US dollars, None if unknown.
+    is one direction of its own network card, None where none was stated. ``memory``: as the source writes it.
     """
 
     name: str
     title: str
     tflops: float
+    memory: str
     memory_gb: float
     bandwidth_gbs: float
     network_gbs: float | None
-    price_per_hour: float | None
     source: str
 
 
-_DEVICES = (
-    Device(
-        name="h100", title="NVIDIA H100 SXM 80 GB", tflops=989, memory_gb=80, bandwidth_gbs=3350, network_gbs=50,
-        price_per_hour=11.06, source=_PAPER,
-    ),
-    Device(
-        name="h20", title="NVIDIA H20 96 GB", tflops=148, memory_gb=96, bandwidth_gbs=4000, network_gbs=50,
-        price_per_hour=4.63, source=f"{_PAPER} (price estimated there from the system's)",
-    ),
-    Device(
-        name="tpu-v6e", title="Google TPU v6e", tflops=918, memory_gb=32, bandwidth_gbs=1640, network_gbs=25,
-        price_per_hour=2.70, source=_PAPER,
-    ),
-    Device(
-        name="a100", title="NVIDIA A100 SXM 80 GB", tflops=312, memory_gb=80, bandwidth_gbs=2039, network_gbs=25,
-        price_per_hour=None, source=_AICONFIGURATOR.format("a100_sxm"),
-    ),
-    Device(
-        name="h200", title="NVIDIA H200 SXM 141 GB", tflops=989, memory_gb=141, bandwidth_gbs=4800, network_gbs=50,
-        price_per_hour=None, source=_AICONFIGURATOR.format("h200_sxm"),
-    ),
-    Device(
-        name="b200", title="NVIDIA B200 SXM 180 GiB", tflops=2250, memory_gb=193.3, bandwidth_gbs=7700, network_gbs=100,
-        price_per_hour=None, source=_AICONFIGURATOR.format("b200_sxm"),
-    ),
-    Device(
-        name="l40s", title="NVIDIA L40S 48 GB", tflops=362, memory_gb=48.3, bandwidth_gbs=864, network_gbs=None,
-        price_per_hour=None, source=_AICONFIGURATOR.format("l40s"),
-    ),
-    Device(
-        name="l4", title="NVIDIA L4 24 GB", tflops=121, memory_gb=24, bandwidth_gbs=300, network_gbs=None,
-        price_per_hour=None, source="NVIDIA L4 data sheet; half of its 242 TFLOPS, which are with sparsity",
-    ),
-)  # fmt: skip
-
-DEVICES = {d.name: d for d in _DEVICES}
+def read_devices(path: Path) -> dict[str, Device]:
+    """By name. Raises ValueError, in one line that names the file and the entry, for what is no table of devices."""
+    return {name.lower(): _device(name.lower(), entry, path) for name, entry in entries(path)}
 
 
-def device(name: str, flag: str) -> Device:
+def entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The tables of a TOML file, by name. Raises ValueError that names the file."""
+    try:
+        found = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no TOML file: {error}") from None
+    for name, entry in found.items():
+        if not isinstance(entry, dict):
+            raise ValueError(f"{path}: {name} stands outside of a table such as [{name}]")
+        yield name, entry
+
+
+def checked(entry: Mapping[str, Any], known: Mapping[str, type], optional: Mapping[str, type], where: str) -> None:
+    """Raises ValueError, behind ``where``, unless ``entry`` has the fields ``known`` and no others than these and the
+    ``optional`` ones. Numbers are positive, and no field is empty.
+    """
+    for field in known.keys() - entry.keys():
+        raise ValueError(f"{where}: {field} is missing")
+    for field, value in entry.items():
+        kind = {**known, **optional}.get(field)
+        if kind is None:
+            raise ValueError(f"{where}: {field} is not one of {', '.join([*known, *optional])}")
+        accepted = isinstance(value, int | float) and not isinstance(value, bool) if kind is float else True
+        if not accepted or (kind is str and not isinstance(value, str)):
+            raise ValueError(f"{where}: {field} must be a {'number' if kind is float else 'text'}, not {value!r}")
+        if not value or (kind is float and not 0 < value < float("inf")):
+            raise ValueError(f"{where}: {field} must be {'above 0' if kind is float else 'a text'}, not {value!r}")
+
+
+def _device(name: str, entry: dict[str, Any], path: Path) -> Device:
+    where = f"{path}: [{name}]"
+    checked(entry, {**dict.fromkeys(_WORDS, str), **dict.fromkeys(_RATES, float)}, {"network": float}, where)
+    memory = entry["memory"].strip()
+    if memory.rstrip("Bb") == memory:
+        raise ValueError(f"{where}: memory {memory} has no unit: write GB (10^9 bytes) or GiB (2^30)")
+    network = entry.get("network")
+    return Device(
+        name=name,
+        title=entry["title"],
+        tflops=float(entry["tflops"]),
+        memory=memory,
+        memory_gb=parse_size(memory, f"{where}: memory") / 1e9,
+        bandwidth_gbs=float(entry["bandwidth"]),
+        network_gbs=None if network is None else float(network),
+        source=entry["source"],
+    )
+
+
+DEVICES: Mapping[str, Device] = MappingProxyType(read_devices(Path(__file__).parent / "data" / "devices.toml"))
+
+
+def device(name: str, flag: str, known: Mapping[str, Device] = DEVICES) -> Device:
     """The device of that name, in any case. Raises ValueError that names ``flag`` and what there is."""
-    found = DEVICES.get(name.lower())
+    found = known.get(name.lower())
     if found is None:
-        raise ValueError(f"{flag} {name} is not one of {', '.join(DEVICES)}")
+        raise ValueError(f"{flag} {name} is not one of {', '.join(known)}")
     return found

@@ -1,0 +1,165 @@
+"""``lamina-launch plan MODEL``: which devices to buy for a trace of requests, and whether to split at all."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lamina.facts.hardware import DEVICES, Device, device, read_devices
+
+if TYPE_CHECKING:
+    from lamina.planner.deployment import Stock
+    from lamina.planner.rank import Planner
+    from lamina.planner.traces import RequestTrace
+
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+MOST_DEVICES = 64  # of a kind: so many deployments are ranked in seconds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this sub-command."""
+    parser.add_argument(
+        "model", help="a directory, a hub id or a configuration file; or llama-33b, llama-65b, llama3-70b"
+    )
+    parser.add_argument(
+        "--trace", required=True, metavar="FILE", help="requests: Azure's CSV or Mooncake's JSON lines, or .gz"
+    )
+    parser.add_argument(
+        "--devices",
+        required=True,
+        metavar="NAME:N,...",
+        help=f"what can be had, such as h100:8,h20:16: {', '.join(DEVICES)}",
+    )
+    parser.add_argument("--prices", default="paper", metavar="BOOK", help="paper, or a TOML file of your own (paper)")
+    parser.add_argument("--slo-tbt", default="", metavar="TIME", help="mean time between two tokens, at most: 100ms")
+    parser.add_argument(
+        "--link", default="400Gbps", metavar="RATE", help="of a network card: 400Gbps, 50GB/s, 400Gbps:nccl (400Gbps)"
+    )
+    parser.add_argument(
+        "--baseline",
+        default="ideal",
+        metavar="NAME",
+        help="homogeneous engines: ideal, or calibrated, as slow as the paper's seem (ideal)",
+    )
+    parser.add_argument(
+        "--gigabyte", default="GiB", metavar="UNIT", help="what GB is on sheets of memory: GiB or GB (GiB)"
+    )
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=0, metavar="N", help="sequences at once; 0 = as many as fit (0)"
+    )
+    parser.add_argument(
+        "--device-file", metavar="FILE", help="more devices, or others of a name, as in lamina/facts/data"
+    )
+    parser.add_argument(
+        "--operators", metavar="FILE", help="operators that you have measured, as in lamina/planner/data"
+    )
+    parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that ships with the model")
+    parser.add_argument("--rows", type=int, default=5, metavar="N", help="deployments to show (5)")
+    parser.add_argument(
+        "--simulate",
+        type=int,
+        default=0,
+        metavar="N",
+        help="play N requests on the rows shown, by the engine's own scheduler (0)",
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be planned, and exit")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0; raises ValueError for bad input."""
+    from lamina.planner.deployment import deployments
+    from lamina.planner.played import play, played_text
+    from lamina.planner.verdict import best_reachable, decide
+    from lamina.planner.words import plan_json, plan_text
+
+    for name in ("rows", "max_num_seqs", "simulate"):
+        if getattr(args, name) < (name == "rows"):
+            raise ValueError(
+                f"--{name.replace('_', '-')} must be at least {int(name == 'rows')}, not {getattr(args, name)}"
+            )
+    stock = _stock(args)
+    planner, trace = _planner(args, stock), _trace(args.trace)
+    asked = list(deployments(stock, planner.costs.model))
+    if args.dry_run:
+        print(f"would rank {len(asked)} deployments of {args.model} on {len(trace.requests)} requests")
+        return 0
+    ranking = planner.rank(asked, trace)
+    if not ranking.points:
+        raise ValueError(
+            f"--slo-tbt {args.slo_tbt or 'is not given'}: nothing can be ranked; {best_reachable(ranking)}"
+        )
+    verdict = decide(planner, ranking, trace)
+    played = play(planner, ranking, args.rows, args.simulate) if args.simulate else []
+    if args.json:
+        told = {**plan_json(planner, ranking, verdict, args.rows), "simulated": [p.told() for p in played]}
+        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+    else:
+        sys.stdout.write(plan_text(planner, ranking, verdict, args.rows) + played_text(played))
+    return 0
+
+
+def _planner(args: argparse.Namespace, stock: Mapping[str, Stock]) -> Planner:
+    from lamina.planner import tables
+    from lamina.planner.cost import CostModel
+    from lamina.planner.deployment import UNITS, DeviceMemory
+    from lamina.planner.model_facts import model_facts
+    from lamina.planner.operators import OperatorTables
+    from lamina.planner.rank import Planner
+
+    if args.gigabyte not in UNITS:
+        raise ValueError(f"--gigabyte {args.gigabyte} is not one of {', '.join(UNITS)}")
+    constants, prices = tables.constants(), tables.price_book(args.prices)
+    for each in stock.values():
+        prices.hour(each.device)
+    link, baseline, slo = tables.link(args.link), tables.baseline(args.baseline), _seconds(args.slo_tbt)
+    operators = OperatorTables([Path(args.operators)] if args.operators else [])
+    facts = model_facts(args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+    costs = CostModel(facts, constants, link, baseline, operators)
+    return Planner(costs, DeviceMemory(constants, args.gigabyte), prices, slo, args.max_num_seqs)
+
+
+def _trace(path: str) -> RequestTrace:
+    from lamina.planner.traces import read_trace
+
+    return read_trace(path)
+
+
+def _stock(args: argparse.Namespace) -> dict[str, Stock]:
+    from lamina.planner.deployment import Stock
+
+    known: dict[str, Device] = dict(DEVICES)
+    if args.device_file:
+        known |= read_devices(Path(args.device_file))
+    found: dict[str, Stock] = {}
+    for pair in args.devices.split(","):
+        name, _, count = pair.strip().partition(":")
+        if not count.isdecimal() or not 1 <= int(count) <= MOST_DEVICES:
+            raise ValueError(
+                f"--devices {pair.strip()!r} is not a name and a number up to {MOST_DEVICES}, such as h100:8"
+            )
+        try:
+            each = device(name, "--devices", known)
+        except ValueError as error:
+            raise ValueError(f"{error}; --device-file FILE adds others") from None
+        if each.name in found:
+            raise ValueError(f"--devices has {each.name} twice: add up the numbers")
+        found[each.name] = Stock(each, int(count))
+    return found
+
+
+def _seconds(text: str) -> float:
+    if not text:
+        return 0.0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text.strip())
+    value = float(found[1]) * _SECONDS[found[2]] if found else 0.0
+    if not 0 < value < math.inf:
+        raise ValueError(f"--slo-tbt {text} is not a time above 0 with its unit, such as 100ms")
+    return value

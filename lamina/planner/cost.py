@@ -1,0 +1,218 @@
+"""What a round of steps costs. Operators by their measured tables where there are some, else by the roofline at the
+share of peak that programs reach; each part says which.
+
+A round is one step of every batch. Sequential parts of a batch add up; the pools work beside each other if there are
+several batches (engine.pipeline.lower_bound has the same rule for given times).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lamina.facts.hardware import Device
+from lamina.facts.roofline import min_bandwidth
+
+from .deployment import Deployment
+from .model_facts import ModelFacts
+from .operators import OperatorTables
+from .tables import Baseline, Constants, Link
+
+
+class Part(NamedTuple):
+    """Seconds of a step, and where they are from."""
+
+    seconds: float
+    origin: str
+
+
+class Load(NamedTuple):
+    """Of a batch. rows: tokens that the slices compute; stored: window -> tokens that attention reads for them."""
+
+    rows: float
+    stored: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """Of one batch: seconds of its slices, of its attention, and of the network that nothing hides."""
+
+    parts: Mapping[str, Part]
+
+    @property
+    def model_s(self) -> float:
+        """Slices: everything on the compute devices."""
+        return sum(self.parts[p].seconds for p in ("linear", "elementwise", "collective"))
+
+    @property
+    def attention_s(self) -> float:
+        """Of all layers."""
+        return self.parts["attention"].seconds
+
+    @property
+    def network_s(self) -> float:
+        """Exposed."""
+        return self.parts["network"].seconds
+
+
+class RoundTime(NamedTuple):
+    """``limit``: what a round waits for. Shares: of the round in which a pool is busy; those of a homogeneous engine
+    are of its one pool, by what it does.
+    """
+
+    seconds: float
+    limit: str
+    compute_busy: float
+    memory_busy: float
+
+
+@dataclass
+class CostModel:
+    """Of one model over one kind of network. ``baseline``: what homogeneous deployments are taken for."""
+
+    model: ModelFacts
+    constants: Constants
+    link: Link
+    baseline: Baseline
+    tables: OperatorTables = field(default_factory=OperatorTables)
+
+    def round(self, deployment: Deployment, loads: Sequence[Load]) -> RoundTime:
+        """Of one step of each batch with rows; ``loads`` has at least one."""
+        steps = [self.step(deployment, load) for load in loads]
+        model, attention = sum(s.model_s for s in steps), sum(s.attention_s for s in steps)
+        chain = max(s.model_s + s.attention_s + s.network_s for s in steps)
+        if not deployment.split:
+            seconds = model + attention + self.baseline.driver_s
+            limit = "compute" if model > attention else "memory"
+            return RoundTime(seconds, limit, model / seconds, attention / seconds)
+        bounds = {"memory": attention, "compute": model / deployment.replicas, "latency": chain}
+        bounds["driver"] = self.driver_s(sum(load.rows for load in loads))
+        limit = max(bounds, key=lambda name: bounds[name])
+        seconds = bounds[limit]
+        return RoundTime(seconds, limit, bounds["compute"] / seconds, attention / seconds)
+
+    def step(self, deployment: Deployment, load: Load) -> StepParts:
+        """Parts of one batch's step."""
+        parts = {
+            "linear": self.linear(deployment, load.rows),
+            "elementwise": self.elementwise(deployment, load.rows),
+            "collective": self.collective(deployment, load.rows),
+            "attention": self.attention(deployment, load),
+        }
+        parts["network"] = self.network(deployment, load.rows, parts)
+        return StepParts(parts)
+
+    def driver_s(self, rows: float) -> float:
+        """Lamina's own driver, which schedules a round while the one before runs."""
+        return self.constants["driver_round"] + rows * self.constants["driver_row"]
+
+    def linear(self, deployment: Deployment, rows: float) -> Part:
+        """Products with weights, shared by the ranks."""
+        device, ranks = deployment.compute, deployment.ranks
+        if self.tables.has("linear", device.name, ranks):
+            took, weights = self.tables.seconds("linear", device.name, ranks, rows)
+            share = max(_peaks(weights, weights * rows, device, ranks)) / took
+            seconds = sum(max(_peaks(*p.work(rows), device, ranks)) for p in self.model.products) / share
+            return Part(seconds, f"table: {device.name}, {ranks} ranks, {share:.0%} of peak at these rows")
+        bend, seconds = self.constants["linear_bend"], 0.0
+        for products in self.model.products:
+            reading, computing = _peaks(*products.work(rows), device, ranks)
+            reading /= self.constants["linear_bandwidth_share"]
+            computing /= self.constants["linear_flops_share"]
+            seconds += (reading**bend + computing**bend) ** (1 / bend)
+        return Part(seconds, "roofline: linear_bandwidth_share, linear_flops_share, linear_bend")
+
+    def elementwise(self, deployment: Deployment, rows: float) -> Part:
+        """Norms, rope, activations, residual additions."""
+        device, ranks, layers = deployment.compute, deployment.ranks, self.model.num_layers
+        row_bytes = self.model.hidden_bytes
+        if self.tables.has("elementwise", device.name, ranks):
+            _, width = self.tables.seconds("elementwise", device.name, ranks, 1)
+            as_many = max(1.0, rows * row_bytes / (2 * width))
+            took, _ = self.tables.seconds("elementwise", device.name, ranks, as_many)
+            return Part(layers * took, f"table: {device.name}, {ranks} ranks, by the elements of a row")
+        passes = self.constants["elementwise_passes"] * rows * row_bytes / ranks / (device.bandwidth_gbs * 1e9)
+        seconds = layers * (self.constants["elementwise_floor"] + passes)
+        return Part(seconds, "roofline: elementwise_floor, elementwise_passes")
+
+    def collective(self, deployment: Deployment, rows: float) -> Part:
+        """Two all-reduces a layer between the ranks of a replica."""
+        ranks, device = deployment.ranks, deployment.compute
+        if ranks == 1:
+            return Part(0.0, "none: one rank")
+        each = 2 * self.model.num_layers
+        if self.tables.has("all_reduce", device.name, ranks):
+            took, _ = self.tables.seconds("all_reduce", device.name, ranks, rows * self.model.hidden_bytes)
+            return Part(each * took, f"table: {device.name}, {ranks} ranks")
+        moving = rows * self.model.hidden_bytes / self.constants["collective_bandwidth"]
+        return Part(
+            each * (self.constants["collective_floor"] + moving), "roofline: collective_floor, collective_bandwidth"
+        )
+
+    def attention(self, deployment: Deployment, load: Load) -> Part:
+        """Of all layers, spread evenly over the devices that hold K and V."""
+        device, count = deployment.memory or deployment.compute, deployment.memory_workers or deployment.ranks
+        bandwidth = device.bandwidth_gbs * 1e9 * self.constants["attention_bandwidth_share"] * count
+        flops = device.tflops * 1e12 * self.constants["attention_flops_share"] * count
+        seconds = 0.0
+        for layers in self.model.attentions:
+            tokens = load.stored[layers.window]
+            longest = max(layers.kv_bytes * tokens / bandwidth, layers.flops * tokens / flops)
+            seconds += layers.count * (self.constants["attention_floor"] + longest)
+        return Part(seconds, "roofline: attention_floor, attention_bandwidth_share, attention_flops_share")
+
+    def step_without_overlap(self, deployment: Deployment, load: Load) -> float:
+        """Seconds of the network in one batch's step if Q left with K and V."""
+        return self.network(deployment, load.rows, self.step(deployment, load).parts, overlap=False).seconds
+
+    def network(self, deployment: Deployment, rows: float, parts: Mapping[str, Part], *, overlap: bool = True) -> Part:
+        """Messages of all layers, less what ``overlap`` hides: K and V are computed and leave while the memory workers
+        attend by Q. That can be more than the messages take; seconds are below 0 then, a step is shorter than slices
+        and attention one after the other. With n > 2 the cut moves on to the next replica, too.
+        """
+        if deployment.memory is None:
+            return Part(0.0, "none: one pool")
+        layers = self.model.num_layers
+        cards = min(deployment.ranks, deployment.memory_workers)
+        bandwidth = cards * self.link.bandwidth(deployment.compute, deployment.memory)
+        model_s = sum(parts[p].seconds for p in ("linear", "elementwise", "collective")) / layers
+        attention_s, moving, hidden = parts["attention"].seconds / layers, 0.0, 0.0
+        for each in self.model.attentions:
+            twice = _copies(each.kv_heads // deployment.ranks, deployment.memory_workers // deployment.ranks)
+            partial = 1 if twice == 1 else 4 / self._itemsize  # partial results are fp32
+            kv_s = each.kv_message_bytes * rows / bandwidth
+            moving += each.count * (rows * (twice * each.q_bytes + twice * partial * each.o_bytes) / bandwidth + kv_s)
+            hidden += overlap * each.count * min(attention_s, self.model.between * model_s + kv_s)
+        cut = layers * rows * self.model.hidden_bytes / bandwidth if deployment.batches > 2 else 0.0
+        seconds = layers * self.link.round_trip_s + moving - hidden + cut
+        return Part(seconds, f"link: {self.link.name}, {cards} cards on each side")
+
+    def message_bandwidth(self, deployment: Deployment, load: Load) -> float:
+        """Bytes per second between the pools for messages to take ``network_share`` of a step."""
+        step = self.step(deployment, load)
+        share = self.constants["network_share"]
+        return min_bandwidth(self.model.message_bytes * load.rows, step.model_s, step.attention_s, share)
+
+    @property
+    def _itemsize(self) -> int:
+        return self.model.products[0].itemsize
+
+
+def _peaks(weight_bytes: float, flops: float, device: Device, ranks: int) -> tuple[float, float]:
+    """Seconds at peak rates: to read the weights, to compute."""
+    return weight_bytes / (device.bandwidth_gbs * 1e9 * ranks), flops / (device.tflops * 1e12 * ranks)
+
+
+def _copies(heads: int, workers: int) -> float:
+    """How often Q and O of a head travel on average: once where heads divide, else a head that lies across a border
+    goes to the workers on both sides.
+    """
+    return 1 + sum(1 for i in range(1, workers) if i * heads % workers) / heads
+
+
+def halves(load: Load, batches: int) -> list[Load]:
+    """A load dealt evenly to so many batches, but to no more than it has rows."""
+    count = max(1, min(batches, math.floor(load.rows)))
+    return [Load(load.rows / count, {w: tokens / count for w, tokens in load.stored.items()})] * count

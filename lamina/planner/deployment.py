@@ -1,0 +1,121 @@
+"""What could be bought: devices of two kinds, or of one, and how a model lies on them; whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lamina.engine.pipeline import num_replicas
+from lamina.facts.hardware import Device
+
+from .model_facts import ModelFacts
+from .tables import Constants, PriceBook
+
+GIB = 1 << 30
+MOST_BATCHES = 4
+MOST_RANKS = 8  # of a host, within which all-reduces were measured
+UNITS = {"GiB": float(GIB), "GB": 1e9}
+
+
+class Stock(NamedTuple):
+    """Devices that can be had, and how many."""
+
+    device: Device
+    number: int
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """``ranks`` compute devices share each replica of the weights; n batches rotate over max(1, n - 1) replicas.
+    ``memory``: the other kind of devices, of which there are ``memory_workers``; None = attention is where the weights
+    are, a homogeneous engine.
+    """
+
+    compute: Device
+    ranks: int
+    memory: Device | None = None
+    memory_workers: int = 0
+    batches: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Of the weights."""
+        return num_replicas(self.batches)
+
+    @property
+    def num_compute(self) -> int:
+        """Compute devices."""
+        return self.ranks * self.replicas
+
+    @property
+    def split(self) -> bool:
+        """Whether attention has devices of its own."""
+        return self.memory is not None
+
+    @property
+    def label(self) -> str:
+        """2 h100 + 4 h20, n = 2."""
+        alone = f"{self.num_compute} {self.compute.name}"
+        return (
+            alone if self.memory is None else f"{alone} + {self.memory_workers} {self.memory.name}, n = {self.batches}"
+        )
+
+    def price(self, prices: PriceBook) -> float:
+        """US dollars an hour. Raises ValueError for a device without a price."""
+        memory = self.memory_workers * prices.hour(self.memory) if self.memory else 0.0
+        return self.num_compute * prices.hour(self.compute) + memory
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """How devices' memory is read. ``unit``: what GB is on a data sheet, GiB (stacks are powers of two) or GB."""
+
+    constants: Constants
+    unit: str = "GiB"
+
+    def of(self, device: Device) -> float:
+        """Bytes: a sheet's GB as ``unit`` says; what is stated in GiB or MiB stays."""
+        stated_in_gb = device.memory.upper().replace(" ", "").endswith("GB")
+        return device.memory_gb * (UNITS[self.unit] if stated_in_gb else 1e9)
+
+    def weights_fit(self, model: ModelFacts, deployment: Deployment) -> bool:
+        """Whether each compute device can hold its part."""
+        return model.weight_bytes / deployment.ranks <= self._left(deployment.compute, deployment.split)
+
+    def for_kv(self, model: ModelFacts, deployment: Deployment) -> float:
+        """Bytes of K and V that the deployment can hold; not above 0: weights do not fit."""
+        if deployment.memory is not None:
+            return deployment.memory_workers * self._left(deployment.memory, True)
+        return deployment.ranks * self._left(deployment.compute, False) - model.weight_bytes
+
+    def _left(self, device: Device, split: bool) -> float:
+        overhead = self.constants["overhead_split" if split else "overhead_homogeneous"]
+        return self.of(device) * self.constants["memory_in_use"] - overhead * GIB
+
+
+def deployments(
+    stock: Mapping[str, Stock], model: ModelFacts, most_batches: int = MOST_BATCHES
+) -> Iterator[Deployment]:
+    """All that the stock allows, homogeneous ones first, whether or not the model fits."""
+    for each in stock.values():
+        yield from (Deployment(each.device, ranks) for ranks in _ranks(each.number, model))
+    for compute in stock.values():
+        for memory in stock.values():
+            yield from _splits(compute, memory, model, most_batches)
+
+
+def _splits(compute: Stock, memory: Stock, model: ModelFacts, most_batches: int) -> Iterator[Deployment]:
+    same = compute.device == memory.device
+    for batches in range(1, most_batches + 1):
+        for ranks in _ranks(compute.number // num_replicas(batches), model):
+            left = memory.number - (ranks * num_replicas(batches) if same else 0)
+            for workers in range(ranks, left + 1, ranks):  # ranks have memory workers of their own
+                yield Deployment(compute.device, ranks, memory.device, workers, batches)
+
+
+def _ranks(most: int, model: ModelFacts) -> list[int]:
+    """Numbers that divide the KV heads of every layer."""
+    heads = [a.kv_heads for a in model.attentions]
+    powers = (1 << i for i in range(MOST_RANKS.bit_length()))
+    return [r for r in powers if r <= min(most, MOST_RANKS) and all(h % r == 0 for h in heads)]

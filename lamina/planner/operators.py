@@ -1,0 +1,92 @@
+"""Operators as they were measured, interpolated; see data/operators.csv, and files like it."""
+
+from __future__ import annotations
+
+import csv
+import math
+from bisect import bisect_left
+from collections.abc import Iterable
+from pathlib import Path
+
+from .tables import DATA
+
+OPERATORS = {
+    "linear": ("rows", "ranks", "weights"),
+    "elementwise": ("rows", "ranks", "width"),
+    "all_reduce": ("bytes", "ranks"),
+}
+COLUMNS = ["op", "device", "dtype", "shape", "seconds", "source"]
+Point = tuple[float, float, float]  # rows or bytes, seconds, weights or width
+
+
+class OperatorTables:
+    """Seconds of operators on a device. Later files go before earlier ones, for all of an operator on a device."""
+
+    def __init__(self, files: Iterable[Path] = ()) -> None:
+        self._curves: dict[tuple[str, str, int], list[Point]] = {}
+        for path in (DATA / "operators.csv", *files):
+            found = _read(path)
+            replaced = {(op, device) for op, device, _ in found}
+            self._curves = {k: v for k, v in self._curves.items() if k[:2] not in replaced} | found
+
+    def has(self, op: str, device: str, ranks: int) -> bool:
+        """Whether it was measured for so many ranks."""
+        return (op, device, ranks) in self._curves
+
+    def seconds(self, op: str, device: str, ranks: int, size: float) -> tuple[float, float]:
+        """Of an operator of ``size`` rows (bytes for all_reduce): seconds, and the weights or the width for which they
+        were measured. Straight between two measured sizes in both logarithms; beyond the last one as many bytes or rows
+        a second as there, below the first one its time.
+        """
+        curve = self._curves[op, device, ranks]
+        i = bisect_left(curve, (size,))
+        if i == 0:
+            return curve[0][1], curve[0][2]
+        if i == len(curve):
+            return curve[-1][1] * size / curve[-1][0], curve[-1][2]
+        (x, s, of), (x2, s2, _) = curve[i - 1], curve[i]
+        part = math.log(size / x) / math.log(x2 / x)
+        return s * (s2 / s) ** part, of
+
+
+def _read(path: Path) -> dict[tuple[str, str, int], list[Point]]:
+    curves: dict[tuple[str, str, int], list[Point]] = {}
+    with open(path, newline="") as file:
+        lines = [(n, line) for n, line in enumerate(file, 1) if line.strip() and not line.startswith("#")]
+    if not lines or next(csv.reader([lines[0][1]])) != COLUMNS:
+        raise ValueError(f"--operators {path}: the first line must be {','.join(COLUMNS)}")
+    for number, line in lines[1:]:
+        where = f"--operators {path}, line {number}"
+        row = next(csv.reader([line]))
+        if len(row) != len(COLUMNS):
+            raise ValueError(f"{where}: {len(row)} fields, not {len(COLUMNS)}")
+        op, device, _, shape, seconds, source = row
+        if op not in OPERATORS:
+            raise ValueError(f"{where}: {op} is not one of {', '.join(OPERATORS)}")
+        if not source.strip():
+            raise ValueError(f"{where}: source is empty: say who measured it")
+        sizes = _sizes(shape, OPERATORS[op], where)
+        took = _number(seconds, f"{where}: seconds")
+        key, ranks, *of = (sizes[name] for name in OPERATORS[op])
+        curves.setdefault((op, device.lower(), int(ranks)), []).append((key, took, of[0] if of else 0.0))
+    return {k: sorted(v) for k, v in curves.items()}
+
+
+def _sizes(shape: str, names: Iterable[str], where: str) -> dict[str, float]:
+    found = {}
+    for pair in shape.split():
+        name, _, value = pair.partition("=")
+        found[name] = _number(value, f"{where}: {name}")
+    if set(found) != set(names):
+        raise ValueError(f"{where}: shape {shape!r} must have {' '.join(f'{n}=NUMBER' for n in names)}")
+    return found
+
+
+def _number(text: str, where: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{where} must be a number above 0, not {text!r}")
+    return value

@@ -1,0 +1,136 @@
+"""The planner's data files, read and checked: constants, prices, links, baselines. Each number has an origin."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lamina.facts.hardware import Device, checked, entries
+
+DATA = Path(__file__).parent / "data"
+BOOKS = DATA / "prices"
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(Gbps|Gbit/s|GB/s)(?::(\w+))?")
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Of the cost model; see data/constants.toml. ``origins``: by name, where each is from."""
+
+    values: Mapping[str, float]
+    origins: Mapping[str, str]
+
+    def __getitem__(self, name: str) -> float:
+        return self.values[name]
+
+    def moved(self, name: str, factor: float) -> Constants:
+        """The same, but one of them times ``factor``: to see what follows from it."""
+        return replace(self, values={**self.values, name: self.values[name] * factor})
+
+
+@dataclass(frozen=True)
+class PriceBook:
+    """US dollars for an hour of one device, by its name."""
+
+    name: str
+    date: str
+    hours: Mapping[str, float]
+    sources: Mapping[str, str]
+
+    def hour(self, device: Device) -> float:
+        """Raises ValueError that says how to add one."""
+        if device.name not in self.hours:
+            raise ValueError(
+                f"--prices {self.name} has no price of {device.name}, only of {', '.join(self.hours)}: write a file "
+                f"with [book] and [{device.name}] hour = ..., see lamina/planner/data/prices/paper.toml"
+            )
+        return self.hours[device.name]
+
+
+@dataclass(frozen=True)
+class Link:
+    """Of one network card, in one direction. rate: of the line, in bytes per second; share: of it that a stack
+    reaches; round_trip_s: without data.
+    """
+
+    name: str
+    rate: float
+    share: float
+    round_trip_s: float
+    source: str
+
+    def bandwidth(self, *devices: Device) -> float:
+        """Bytes per second of one card between two kinds of devices: no more than a card of either has."""
+        cards = [d.network_gbs * 1e9 for d in devices if d.network_gbs]
+        return self.share * min([self.rate, *cards])
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What a homogeneous engine is taken for. most: sequences at once, 0 = as many as fit; driver_s: of a step, in
+    which devices wait for their host.
+    """
+
+    name: str
+    most: int
+    driver_s: float
+    origin: str
+
+
+def constants(path: Path = DATA / "constants.toml") -> Constants:
+    """Raises ValueError for what is no table of constants."""
+    values, origins = {}, {}
+    for name, entry in entries(path):
+        checked(entry, {"value": float, "unit": str, "origin": str}, {}, f"{path}: [{name}]")
+        values[name], origins[name] = float(entry["value"]), f"{entry['origin']} ({entry['unit']})"
+    return Constants(values, origins)
+
+
+def price_book(name: str) -> PriceBook:
+    """``name``: of a shipped book, or a file. Raises ValueError that names --prices."""
+    path = BOOKS / f"{name}.toml" if re.fullmatch(r"\w+", name) else Path(name).expanduser()
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in BOOKS.glob("*.toml")))
+        raise ValueError(f"--prices {name} is neither a file nor one of {known}")
+    head: dict[str, Any] = {}
+    hours, sources = {}, {}
+    for device, entry in entries(path):
+        where = f"--prices {path}: [{device}]"
+        if device == "book":
+            checked(entry, {"date": str, "currency": str, "source": str}, {}, where)
+            head = entry
+            continue
+        checked(entry, {"hour": float}, {"source": str}, where)
+        hours[device.lower()] = float(entry["hour"])
+        sources[device.lower()] = entry.get("source", "")
+    if not head:
+        raise ValueError(f"--prices {path}: [book] is missing, with date, currency and source")
+    if head["currency"] != "USD":
+        raise ValueError(f"--prices {path}: currency {head['currency']} is not USD, in which all sums are")
+    return PriceBook(name, head["date"], hours, {k: v or head["source"] for k, v in sources.items()})
+
+
+def link(text: str) -> Link:
+    """400Gbps, 50GB/s, 400Gbps:nccl. Raises ValueError that names --link."""
+    stacks = dict(entries(DATA / "links.toml"))
+    found = _RATE.fullmatch(text.strip())
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(f"--link {text} is not a rate such as 400Gbps or 50GB/s, of one network card in one direction")
+    stack = found[3] or next(iter(stacks))
+    if stack not in stacks:
+        raise ValueError(f"--link {text}: {stack} is not one of {', '.join(stacks)}")
+    entry = stacks[stack]
+    checked(entry, {"share": float, "round_trip": float, "source": str}, {}, stack)
+    rate = float(found[1]) * 1e9 / (1 if found[2] == "GB/s" else 8)
+    return Link(text, rate, float(entry["share"]), float(entry["round_trip"]) * 1e-6, entry["source"])
+
+
+def baseline(name: str) -> Baseline:
+    """Raises ValueError that names --baseline."""
+    known = dict(entries(DATA / "baselines.toml"))
+    if name not in known:
+        raise ValueError(f"--baseline {name} is not one of {', '.join(known)}")
+    entry = known[name]
+    return Baseline(name, int(entry["most"]), float(entry["driver"]), str(entry["origin"]))

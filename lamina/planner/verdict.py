@@ -1,0 +1,134 @@
+"""Whether to split at all, why, and the price, length or link at which that would turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from .deployment import Deployment
+from .rank import Operating, Planner, Ranking
+from .traces import RequestTrace
+
+TIE = 0.15  # of dollars for a token: the model's error on one and two ranks, docs/planner.md
+_RANGE = 32.0  # turning points are looked for up to this factor, both ways
+_BISECTIONS = 12
+_SHORTLIST = 12  # split deployments that are ranked anew
+
+
+class Turn(NamedTuple):
+    """``what`` times ``factor`` is where both cost the same; None: nowhere within the range."""
+
+    what: str
+    factor: float | None
+    value: str
+
+
+class Verdict(NamedTuple):
+    """``gain``: tokens for a dollar of the best split beside the best homogeneous one, less one; None where there is
+    only one of the two.
+    """
+
+    split: bool
+    tie: bool
+    gain: float | None
+    words: str
+    turns: Sequence[Turn]
+
+    @property
+    def headline(self) -> str:
+        """In two or three words."""
+        return "split" if self.split else "do not disaggregate here"
+
+
+def decide(planner: Planner, ranking: Ranking, trace: RequestTrace) -> Verdict:
+    """Of a ranking of some deployments on ``trace``. Raises ValueError where nothing was ranked."""
+    split, alone = ranking.best(split=True), ranking.best(split=False)
+    if split is None or alone is None:
+        return _only(split, alone, ranking)
+    gain = alone.dollars / split.dollars - 1
+    tie = abs(gain) < TIE
+    pays = gain >= TIE
+    splits = [p.deployment for p in ranking.points if p.deployment.split][:_SHORTLIST]
+    others = [p.deployment for p in ranking.points if not p.deployment.split]
+    turns = _turns(planner, [*splits, *others], trace, split.deployment)
+    return Verdict(pays, tie, gain, _why(split, alone, gain, tie=tie), turns)
+
+
+def _only(split: Operating | None, alone: Operating | None, ranking: Ranking) -> Verdict:
+    if split is not None:
+        why = next((r.why for r in ranking.refused if not r.deployment.split), "none can be built of these devices")
+        return Verdict(True, False, None, f"no homogeneous deployment is left: {why}", [])
+    why = next((r.why for r in ranking.refused if r.deployment.split), "none can be built of these devices")
+    if alone is None:
+        raise ValueError(f"--slo-tbt: no deployment is within it; {best_reachable(ranking)}")
+    return Verdict(False, False, None, f"no split deployment is left: {why}", [])
+
+
+def best_reachable(ranking: Ranking) -> str:
+    """Of those that an SLO has refused, the one that is closest to it."""
+    slow = [r for r in ranking.refused if r.why.endswith("ms a token")]
+    if not slow:
+        return "; ".join(sorted({r.why for r in ranking.refused}))
+    best = min(slow, key=lambda r: float(r.why.split()[-4]))
+    return f"the best is {best.deployment.label}, where {best.why}"
+
+
+def _why(split: Operating, alone: Operating, gain: float, *, tie: bool) -> str:
+    names = f"{split.deployment.label} against {alone.deployment.label}"
+    more = f"{gain:+.1%} tokens for a dollar: {names}"
+    batch = (
+        f"{split.batch / alone.batch:.2f} times the sequences at {split.tbt_s / alone.tbt_s:.2f} times the time a token"
+    )
+    price = f"{split.hour / alone.hour:.2f} times the price"
+    if tie:
+        return f"{more}; a tie, since the model is off by up to {TIE:.0%}, and one pool is simpler. {batch}, {price}"
+    return f"{more}; {batch}, {price}"
+
+
+def _turns(planner: Planner, asked: Sequence[Deployment], trace: RequestTrace, best: Deployment) -> list[Turn]:
+    """Each moves one thing and ranks all anew."""
+
+    def gain(other: Planner, on: RequestTrace) -> float:
+        try:
+            ranking = other.rank(asked, on)
+        except ValueError:
+            return float("nan")
+        split, alone = ranking.best(split=True), ranking.best(split=False)
+        if split is None or alone is None:
+            return 1.0 if split else -1.0
+        return alone.dollars / split.dollars - 1
+
+    turns = []
+    memory = best.memory
+    if memory is not None and memory != best.compute:
+        hour = planner.prices.hour(memory)
+        factor = _root(lambda f: gain(planner.with_price(memory.name, f), trace))
+        turns.append(Turn(f"price of {memory.name}", factor, f"${hour * factor:.2f}/h" if factor else ""))
+    factor = _root(lambda f: gain(planner, trace.scaled(f)))
+    turns.append(
+        Turn("length of prompts", factor, f"{trace.mean_prompt * factor:.0f} tokens on average" if factor else "")
+    )
+    factor = _root(lambda f: gain(planner.with_link(f), trace))
+    rate = planner.costs.link.rate
+    turns.append(Turn("rate of the link", factor, f"{rate * factor * 8 / 1e9:.0f} Gbps" if factor else ""))
+    return turns
+
+
+def _root(of: Callable[[float], float]) -> float | None:
+    """The factor nearest to 1 at which ``of`` changes its sign, up to _RANGE both ways."""
+    here = of(1.0)
+    for step in (2.0, 0.5):
+        before, at = 1.0, step
+        while 1 / _RANGE <= at <= _RANGE:
+            if (of(at) > 0) != (here > 0) and of(at) == of(at):
+                return _between(of, before, at, here > 0)
+            before, at = at, at * step
+    return None
+
+
+def _between(of: Callable[[float], float], same: float, other: float, sign: bool) -> float:
+    for _ in range(_BISECTIONS):
+        middle = math.sqrt(same * other)
+        same, other = (middle, other) if (of(middle) > 0) == sign else (same, middle)
+    return math.sqrt(same * other)

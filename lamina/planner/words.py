@@ -1,0 +1,162 @@
+"""A plan as text for a terminal, as JSON, and as the command that serves it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from lamina.facts.report import size, table
+
+from .cost import Load, halves
+from .deployment import GIB
+from .rank import Operating, Planner, Ranking, StoredTokens
+from .verdict import TIE, Verdict
+
+_HEAD = ["devices", "sequences", "tokens/s", "TBT", "$/h", "$/Mtoken", "compute", "memory", "link at least", "limit"]
+
+
+def plan_text(planner: Planner, ranking: Ranking, verdict: Verdict, rows: int) -> str:
+    """The trace, the best deployments with the best homogeneous one, the verdict, and what all of it rests on."""
+    model, trace = planner.costs.model, ranking.trace
+    surrogate = ", a SURROGATE: made up in the likeness of a trace" if trace.surrogate else ""
+    dropped = f"; {trace.dropped} are too long for some deployment, and left out for all" if trace.dropped else ""
+    shown, lengths = shortlist(ranking, rows), f"{trace.mean_prompt:.1f} tokens in, {trace.mean_answer:.1f} out"
+    lines = [
+        "modelled, not measured: decoding alone, as many sequences as fit; prompts are computed elsewhere",
+        f"model  {model.name}: {size(model.weight_bytes)} of weights, {model.kv_bytes_per_token:,} bytes of KV a token",
+        f"       ({model.source})",
+        f"trace  {trace.name}: {len(trace.requests)} requests, {lengths}{dropped}{surrogate}",
+        "",
+        *table([_HEAD, *(_row(p) for p in shown)]),
+        f"  {len(ranking.points)} deployments ranked, {len(ranking.refused)} refused{_reasons(ranking)}",
+        f"  dollars within {TIE:.0%} are a tie: {_tied(ranking)}",
+        "",
+        f"{verdict.headline}: {verdict.words}",
+        *(
+            f"  turns at {t.what}: {t.value}" if t.factor else f"  no {t.what} within 32 times would turn it"
+            for t in verdict.turns
+        ),
+        "",
+        *_serve(planner, ranking, verdict),
+        "where the numbers are from",
+        *_origins(planner, shown[0], ranking),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def plan_json(planner: Planner, ranking: Ranking, verdict: Verdict, rows: int) -> dict[str, Any]:
+    """The same; times in seconds, sizes in bytes."""
+    trace, model, used = ranking.trace, planner.costs.model, planner.costs.constants
+    sizes = {"weight_bytes": model.weight_bytes, "kv_bytes_per_token": model.kv_bytes_per_token}
+    named = {"requests": len(trace.requests), "dropped": trace.dropped, "surrogate": trace.surrogate}
+    return {
+        "modelled": True,
+        "model": {"name": model.name, "source": model.source, **sizes},
+        "trace": {"name": trace.name, **named, "mean_prompt": trace.mean_prompt, "mean_answer": trace.mean_answer},
+        "rows": [_entry(planner, p, ranking) for p in shortlist(ranking, rows)],
+        "ranked": len(ranking.points),
+        "refused": [{"devices": r.deployment.label, "why": r.why} for r in ranking.refused],
+        "tie": TIE,
+        "verdict": {
+            "split": verdict.split, "tie": verdict.tie, "gain": verdict.gain, "headline": verdict.headline,
+            "why": verdict.words, "turns": [t._asdict() for t in verdict.turns],
+        },
+        "serve": serve_command(planner, ranking) if verdict.split else None,
+        "constants": {n: {"value": v, "origin": used.origins[n]} for n, v in used.values.items()},
+        "prices": {"book": planner.prices.name, "date": planner.prices.date, "hours": dict(planner.prices.hours)},
+        "link": planner.costs.link.source,
+        "baseline": {"name": planner.costs.baseline.name, "origin": planner.costs.baseline.origin},
+    }  # fmt: skip
+
+
+def shortlist(ranking: Ranking, rows: int) -> list[Operating]:
+    """The cheapest, and the cheapest homogeneous one."""
+    best = list(ranking.points[:rows])
+    alone = ranking.best(split=False)
+    return best if alone is None or alone in best else [*best, alone]
+
+
+def serve_command(planner: Planner, ranking: Ranking) -> str | None:
+    """For the cheapest split deployment."""
+    best = ranking.best(split=True)
+    if best is None:
+        return None
+    deployment = best.deployment
+    each = planner.memory.for_kv(planner.costs.model, deployment) / deployment.memory_workers
+    flags = {
+        "--compute-device": "cuda",
+        "--memory-device": "cuda",
+        "--tensor-parallel-size": deployment.ranks,
+        "--memory-workers": deployment.memory_workers,
+        "--pipeline": deployment.batches,
+        "--max-num-seqs": math.ceil(best.batch),
+        "--kv-memory": f"{int(each // GIB)}GiB",
+        "--max-model-len": ranking.trace.longest,
+    }
+    return " ".join(["lamina-launch serve", planner.costs.model.name, *(f"{k} {v}" for k, v in flags.items())])
+
+
+def _row(p: Operating) -> list[str]:
+    return [
+        p.deployment.label, f"{p.batch:.0f}", f"{p.tokens_s:.0f}", f"{p.tbt_s * 1e3:.1f} ms", f"{p.hour:.2f}",
+        f"{p.dollars:.3f}", f"{p.compute_busy:.0%}", f"{p.memory_busy:.0%}",
+        f"{p.bandwidth * 8 / 1e9:.0f} Gbps" if p.bandwidth else "-", p.limit,
+    ]  # fmt: skip
+
+
+def _entry(planner: Planner, p: Operating, ranking: Ranking) -> dict[str, Any]:
+    deployment = p.deployment
+    counts = {"compute": deployment.compute.name, "num_compute": deployment.num_compute, "ranks": deployment.ranks}
+    memory = {
+        "memory": deployment.memory.name if deployment.memory else None,
+        "memory_workers": deployment.memory_workers,
+    }
+    return {
+        "devices": deployment.label, **counts, **memory, "batches": deployment.batches, "split": deployment.split,
+        **{k: v for k, v in p._asdict().items() if k != "deployment"},
+        "parts": {n: {"seconds": x.seconds, "origin": x.origin} for n, x in _parts(planner, p, ranking).items()},
+    }  # fmt: skip
+
+
+def _parts(planner: Planner, p: Operating, ranking: Ranking) -> dict[str, Any]:
+    stored = StoredTokens(ranking.trace, planner.costs.model)
+    load = halves(Load(p.batch, stored.times(p.batch)), p.deployment.batches)[0]
+    return dict(planner.costs.step(p.deployment, load).parts)
+
+
+def _reasons(ranking: Ranking) -> str:
+    counts: dict[str, int] = {}
+    for refused in ranking.refused:
+        counts[refused.why] = counts.get(refused.why, 0) + 1
+    return "".join(f"; {n}: {why}" for why, n in sorted(counts.items(), key=lambda x: -x[1])[:3])
+
+
+def _tied(ranking: Ranking) -> str:
+    best = ranking.points[0].dollars
+    return f"the first {sum(p.dollars < best * (1 + TIE) for p in ranking.points)} of them"
+
+
+def _serve(planner: Planner, ranking: Ranking, verdict: Verdict) -> Sequence[str]:
+    command = serve_command(planner, ranking) if verdict.split else None
+    return [f"serve it:  {command}", "           (devices on several hosts: docs/hosts.md)", ""] if command else []
+
+
+def _origins(planner: Planner, best: Operating, ranking: Ranking) -> list[str]:
+    parts = [["a step of", best.deployment.label, "one batch"]]
+    parts += [[name, f"{x.seconds * 1e3:.2f} ms", x.origin] for name, x in _parts(planner, best, ranking).items()]
+    devices = {d.name: d for p in ranking.points for d in (p.deployment.compute, p.deployment.memory) if d}
+    prices, base, link = planner.prices, planner.costs.baseline, planner.costs.link
+    unit = planner.memory.unit
+    return [
+        *table(parts),
+        *(
+            f"  {d.title}: {d.tflops:g} TFLOP/s, {d.bandwidth_gbs:g} GB/s, {d.memory} ({d.source})"
+            for d in devices.values()
+        ),
+        *(f"  {d.name}: ${prices.hour(d):.2f}/h ({prices.sources[d.name]}; {prices.date})" for d in devices.values()),
+        f"  memory: a sheet's GB is read as {unit}; {planner.costs.constants['memory_in_use']:.0%} of it in use",
+        f"  link {link.name}: {link.share:.1%} of its rate, {link.round_trip_s * 1e6:.1f} us and back ({link.source})",
+        f"  homogeneous engines, --baseline {base.name}: {base.origin}",
+        "  constants: lamina/planner/data/constants.toml, each with its origin; --json prints all",
+    ]

@@ -1,0 +1,110 @@
+"""The paper's numbers that arithmetic alone gives. No constant of the cost model was fitted to any of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import mean
+
+import pytest
+
+from lamina.planner.cost import Load
+from lamina.planner.deployment import Deployment, DeviceMemory
+from lamina.planner.figures import (
+    FIGURES,
+    H20,
+    H100,
+    Figure,
+    best_of,
+    capacities,
+    costs_of,
+    figure3,
+    figure13,
+    peak_bandwidth,
+    table3,
+    table5,
+)
+from lamina.planner.model_facts import paper_models
+from lamina.planner.tables import constants
+
+
+def modelled(figure: Figure, what: str) -> float:
+    return next(line.modelled for line in figure.lines if what in line.what)
+
+
+def test_bytes_of_a_token() -> None:
+    assert [m.kv_bytes_per_token for m in paper_models().values()] == [1_597_440, 2_621_440, 327_680]
+    assert [line.gap for line in table3().lines] == [0.0, 0.0, 0.0]
+
+
+def test_requests_that_fill_an_h100_by_both_readings_of_gb() -> None:
+    assert modelled(figure3(), "10^9") == pytest.approx(29.8, abs=0.05)
+    assert modelled(figure3(), "80 GiB") == 32.0
+
+
+def test_prices_and_what_they_make_of_the_gains() -> None:
+    assert [line.modelled for line in table5().lines[:6]] == pytest.approx([20.32, 22.12, 40.64, 44.24, 40.64, 44.24])
+    assert [line.modelled for line in table5().lines[6:]] == pytest.approx([26.4, 106.9], abs=0.05)
+
+
+@pytest.mark.parametrize(("model", "ratio"), [("llama-33b", 2.142), ("llama-65b", 2.151), ("llama3-70b", 2.248)])
+def test_capacity_beside_the_homogeneous_one(model: str, ratio: float) -> None:
+    split, alone = capacities(model)
+    assert split / alone == pytest.approx(ratio, abs=0.0005)
+    split, alone = capacities(model, "GB")
+    assert split / alone > ratio + 0.05, "the reading of GB matters, and must not be mixed in silence"
+
+
+@pytest.mark.parametrize(("length", "rate"), [(1024, 66.1), (2048, 48.1), (4096, 31.1), (8192, 18.2), (16384, 10.0)])
+def test_least_bandwidth(length: int, rate: float) -> None:
+    assert peak_bandwidth(length) / 1e9 == pytest.approx(rate, abs=0.06)
+
+
+def test_stacks() -> None:
+    assert [line.modelled for line in figure13().lines] == pytest.approx([-50.5, 91.4, 35.5], abs=0.06)
+
+
+def test_sequences_and_saturation_on_azure_conv() -> None:
+    """1227 tokens are stored for a running request of that trace."""
+    costs, stored = costs_of(paper_models()["llama3-70b"]), 1227.0
+    tokens_s = {}
+    for count in (2, 4, 8):
+        per_device = capacities("llama3-70b")[0] / 4
+        batch = count * per_device / stored
+        tokens_s[count] = batch / best_of(costs, Deployment(H100, 2, H20, count), Load(batch, {0: batch * stored}))
+        if count == 4:
+            assert batch == pytest.approx(800, rel=0.15)
+    assert tokens_s[4] / tokens_s[2] < 1.3
+    assert tokens_s[8] / tokens_s[4] < 1.15, "more memory devices bring little behind (2,4)"
+
+
+def test_every_figure_says_what_it_cannot_reproduce() -> None:
+    for name in ("fig2", "fig3", "fig4", "fig12", "fig14"):
+        assert FIGURES[name]().cannot
+    assert all(line.paper is None or line.gap is not None for f in FIGURES.values() for line in f().lines)
+
+
+def test_every_constant_has_an_origin_and_moves_something() -> None:
+    """Each by 10 %: what follows for a step of 2 H100 + 4 H20 or 4 H100, with the roofline in place of the tables."""
+    used = constants()
+    assert all(len(used.origins[name]) > 20 for name in used.values)
+    before = _numbers("", 1.0)
+    for name in used.values:
+        after = _numbers(name, 1.1)
+        moves = [abs(b / a - 1) for a, b in zip(before, after, strict=True)]
+        print(f"{name} + 10 %: at most {max(moves):.1%}, mean {mean(moves):.2%}")
+        assert max(moves) > 0, f"{name} is read nowhere"
+        assert max(moves) < 0.2
+
+
+def _numbers(name: str, factor: float) -> list[float]:
+    used = constants().moved(name, factor) if name else constants()
+    model = paper_models()["llama3-70b"]
+    costs = replace(costs_of(model), constants=used)
+    other = replace(H20, name="no-table")
+    found = []
+    for where in (Deployment(other, 4, H20, 4), Deployment(other, 4)):
+        load = Load(256, {0: 256 * 2048})
+        step = costs.step(where, load)
+        found += [step.model_s, step.attention_s, DeviceMemory(used).for_kv(model, where), costs.driver_s(256)]
+    found.append(costs.attention(Deployment(H100, 1, replace(H20, tflops=1.0), 1), Load(1, {0: 1e6})).seconds)
+    return [*found, costs.message_bandwidth(Deployment(H100, 2, H20, 4), Load(300, {0: 300 * 4096}))]

@@ -1,0 +1,214 @@
+"""``lamina-launch plan`` and ``reproduce`` as a user calls them; verdicts both ways."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planned import STOCK, even, planner
+from transformers import LlamaConfig
+
+from lamina.cli.launch import main
+from lamina.config import make_config
+from lamina.facts.hardware import DEVICES
+from lamina.planner.cost import Load, halves
+from lamina.planner.deployment import Deployment, deployments
+from lamina.planner.rank import StoredTokens
+from lamina.planner.verdict import TIE, decide
+
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
+
+
+def write_trace(path: Path, rows: list[tuple[int, int]]) -> str:
+    lines = [f"2023-11-16 18:15:{46 + i // 60:02}.{i % 60:07},{a},{b}" for i, (a, b) in enumerate(rows)]
+    path.write_text("\r\n".join([HEADER, *lines]))
+    return str(path)
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
+
+
+def flags_of(command: str) -> dict[str, str]:
+    words = command.split()
+    assert words[:2] == ["lamina-launch", "serve"]
+    return {f.removeprefix("--").replace("-", "_"): v for f, v in zip(words[3::2], words[4::2], strict=True)}
+
+
+def test_a_plan_that_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = write_trace(tmp_path / "conv.csv", [(1000, 200)] * 40)
+    told = plan_json(capsys, "llama3-70b", "--trace", trace, "--devices", "h100:8,h20:4", "--baseline", "calibrated")
+    assert told["verdict"]["split"]
+    assert told["verdict"]["headline"] == "split"
+    assert told["verdict"]["gain"] > TIE
+    given = flags_of(told["serve"])
+    config = make_config({k: int(v) if v.isdecimal() else v for k, v in given.items()})
+    best = next(r for r in told["rows"] if r["split"])
+    assert config.topology.num_compute == best["num_compute"]
+    assert config.topology.memory_workers == best["memory_workers"]
+    assert config.batching.max_num_seqs >= best["batch"]
+    assert all(p["origin"] for p in best["parts"].values())
+    assert all(c["origin"] for c in told["constants"].values())
+    assert [r["dollars"] for r in told["rows"][:5]] == sorted(r["dollars"] for r in told["rows"][:5])
+
+
+def test_a_plan_that_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = write_trace(tmp_path / "code.csv", [(2000, 30)] * 40)
+    arguments = ("llama3-70b", "--trace", trace, "--devices", "h100:4,h20:4", "--link", "10Gbps")
+    told = plan_json(capsys, *arguments)
+    assert (told["verdict"]["headline"], told["serve"]) == ("do not disaggregate here", None)
+    assert any(t["what"] == "rate of the link" and t["factor"] > 1 for t in told["verdict"]["turns"])
+    assert main(["plan", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "do not disaggregate here: " in text
+    assert "modelled, not measured" in text
+    assert "serve it" not in text
+
+
+def test_a_turning_point_is_one() -> None:
+    """The verdict's price, put in, makes both cost the same."""
+    mine, trace = planner(base="calibrated"), even(50, 1000, 200)
+    asked = list(deployments(STOCK, mine.costs.model))
+    turn = decide(mine, mine.rank(asked, trace), trace).turns[0]
+    assert turn.what == "price of h20"
+    assert turn.factor is not None
+    there = mine.with_price("h20", turn.factor).rank(asked, trace)
+    split, alone = there.best(split=True), there.best(split=False)
+    assert split is not None
+    assert alone is not None
+    assert split.dollars == pytest.approx(alone.dollars, rel=0.01)
+
+
+def test_one_batch_is_better_where_both_would_read_the_weights_again() -> None:
+    costs = planner().costs
+    one, two = (Deployment(DEVICES["h100"], 2, DEVICES["h20"], 4, n) for n in (1, 2))
+    few, many = Load(8, {0: 8 * 1000.0}), Load(256, {0: 256 * 4000.0})
+    assert costs.round(one, [few]).seconds < costs.round(two, halves(few, 2)).seconds
+    assert costs.round(two, halves(many, 2)).seconds < costs.round(one, [many]).seconds
+
+
+def test_the_slo_bounds_the_batch() -> None:
+    where, trace = Deployment(DEVICES["h100"], 2, DEVICES["h20"], 4, 2), even(10, 1000, 200)
+    stored = StoredTokens(trace, planner().costs.model)
+    free, bound = planner().operate(where, stored), planner(slo_s=0.06).operate(where, stored)
+    assert bound.batch < free.batch  # type: ignore[union-attr]
+    assert bound.tbt_s <= 0.06 < free.tbt_s  # type: ignore[union-attr]
+    assert bound.limit.startswith("the SLO")  # type: ignore[union-attr]
+    impossible = planner(slo_s=0.005).operate(where, stored)
+    assert "ms a token" in impossible.why  # type: ignore[union-attr]
+
+
+def test_heads_that_do_not_divide_cost_messages() -> None:
+    costs, load = planner().costs, Load(256, {0: 256 * 1000})
+    four, three = (costs.step(Deployment(DEVICES["h100"], 1, DEVICES["h20"], n), load).network_s for n in (4, 3))
+    assert three > four
+
+
+def test_nothing_is_ranked_that_does_not_fit() -> None:
+    mine = planner()
+    ranking = mine.rank(deployments(STOCK, mine.costs.model), even(10, 1000, 100))
+    assert all(p.deployment.ranks > 1 for p in ranking.points), "137.5 GB do not fit one device"
+    assert any("do not fit one h100" in r.why for r in ranking.refused)
+
+
+def test_long_requests_are_left_out_for_all_and_counted() -> None:
+    from lamina.planner.traces import RequestTrace, TracedRequest
+
+    mine = planner("llama-33b")
+    trace = RequestTrace("mixed", (*even(40, 1000, 100).requests, TracedRequest(99.0, 100_000, 10)))
+    ranking = mine.rank(deployments(STOCK, mine.costs.model), trace)
+    assert (ranking.trace.dropped, len(ranking.trace.requests)) == (1, 40)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--devices", "h300:4"], "--devices h300 is not one of h100, h20"),
+        (["--devices", "h100"], "such as h100:8"),
+        (["--devices", "h100:0"], "such as h100:8"),
+        (["--devices", "h100:2,H100:2"], "h100 twice"),
+        (["--devices", "l4:8"], "no price of l4"),
+        (["--prices", "nobody"], "--prices nobody is neither a file nor one of paper"),
+        (["--slo-tbt", "100"], "--slo-tbt 100 is not a time"),
+        (["--slo-tbt", "1us"], "the best is"),
+        (["--link", "fast"], "--link fast is not a rate"),
+        (["--link", "400Gbps:tcp"], "tcp is not one of fhbn, nccl"),
+        (["--baseline", "vllm"], "--baseline vllm is not one of ideal, calibrated"),
+        (["--gigabyte", "MB"], "--gigabyte MB is not one of GiB, GB"),
+        (["--devices", "h100:1"], "--devices: nothing that can be built"),
+        (["--rows", "0"], "--rows must be at least 1"),
+        (["--trace", "/nowhere.csv"], "/nowhere.csv: No such file"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = write_trace(tmp_path / "t.csv", [(1000, 200)] * 20)
+    given = ["plan", "llama3-70b", "--trace", trace, "--devices", "h100:4,h20:4", *arguments]
+    assert main(given) == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a,b\n", "line 1: 'a,b' is neither"),
+        (f"{HEADER}\n2023-11-16 18:15:46.6,5,0\n", "line 2: 5 and 0 tokens"),
+        (f"{HEADER}\n2023-11-16 18:15:46.6,5,x\n", "line 2: "),
+        (f"{HEADER}\n2023-11-16 18:15:46.6,5,5\n2023-11-16 18:15:45.6,5,5\n", "line 3: it came before"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 5}\n{"no": 1}\n', "line 2: fields must be"),
+        ('{"timestamp": 0, "input_length": 513, "output_length": 5, "hash_ids": [0]}', "line 1: hash_ids must have"),
+        ('{"timestamp": 0, "input_length": true, "output_length": 5}', "line 1: input_length"),
+        (f"{HEADER}\n", "has no requests"),
+    ],
+)
+def test_a_bad_trace_names_its_line(text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t").write_text(text)
+    assert main(["plan", "llama3-70b", "--trace", str(tmp_path / "t"), "--devices", "h100:4"]) == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert "--trace" in told
+
+
+def test_a_surrogate_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = json.dumps({"timestamp": 0, "input_length": 600, "output_length": 50, "hash_ids": [0, 1]})
+    with gzip.open(tmp_path / "kimi_ta_SURROGATE.jsonl.gz", "wt") as file:
+        file.write("\n".join([line] * 20))
+    trace = str(tmp_path / "kimi_ta_SURROGATE.jsonl.gz")
+    assert main(["plan", "llama3-70b", "--trace", trace, "--devices", "h100:4,h20:4"]) == 0
+    assert "a SURROGATE" in capsys.readouterr().out
+
+
+def test_facts_of_a_configuration_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAMINA_CACHE", str(tmp_path / "cache"))
+    LlamaConfig(
+        num_hidden_layers=8, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96, max_position_embeddings=4096, dtype="bfloat16", architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path / "model")  # fmt: skip
+    trace = write_trace(tmp_path / "t.csv", [(1000, 200)] * 20)
+    arguments = (str(tmp_path / "model"), "--trace", trace, "--devices", "h100:1,h20:2", "--max-num-seqs", "64")
+    first = plan_json(capsys, *arguments)
+    assert first["model"]["kv_bytes_per_token"] == 8 * 2 * 2 * 16 * 2
+    assert len(list((tmp_path / "cache" / "facts").glob("*.json"))) == 1
+    monkeypatch.setattr("lamina.planner.model_facts._captured", None)
+    assert plan_json(capsys, *arguments) == first
+
+
+def test_reproduce(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "fig4"]) == 0
+    assert "30 does not hold up to 4096 at peak" in capsys.readouterr().out
+    assert main(["reproduce", "table5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["lines"][0]["paper"] == 20.32
+    assert main(["reproduce", "fig9"]) == 2
+    assert "fig9 is not one of" in capsys.readouterr().err
+    assert main(["reproduce", "fig10"]) == 2
+    assert "needs --traces FOLDER" in capsys.readouterr().err
