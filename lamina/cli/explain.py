@@ -170,8 +170,8 @@ def _convert(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
 
     size = args.tensor_parallel_size
     loaded = load(args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code, size=size)
-    limit = loaded.max_model_len
-    return loaded.model, convert_model(loaded.model, max_model_len=limit, hoist=args.hoist, part=loaded.part)
+    limit, keep = loaded.max_model_len, not args.trust_remote_code
+    return loaded.model, convert_model(loaded.model, max_model_len=limit, hoist=args.hoist, part=loaded.part, keep=keep)
 
 
 def plan(args: argparse.Namespace) -> DevicePlan:
@@ -186,26 +186,27 @@ def plan(args: argparse.Namespace) -> DevicePlan:
     from lamina.models.shard import plan_shard
 
     config = _read_config(args)
-    limit = max_model_len(config)
+    limit, keep = max_model_len(config), not args.trust_remote_code
     model = from_config(config, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     if args.tensor_parallel_size > 1:
         shard = plan_shard(model, 0, args.tensor_parallel_size, limit)
         shard.shrink(model)
         shard.join(model)
-        program = convert_model(model, max_model_len=limit, hoist=args.hoist, part=shard.part)
+        program = convert_model(model, max_model_len=limit, hoist=args.hoist, part=shard.part, keep=keep)
         return DevicePlan(model, program, shard)
 
     def shallow(few: int) -> tuple[SlicedProgram, Sequence[nn.Module], Sequence[Hashable]]:
         less = _with_layers(config, num_layers(model), few)
         small = from_config(less, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
-        program = convert_model(small, max_model_len=limit, hoist=args.hoist)
+        program = convert_model(small, max_model_len=limit, hoist=args.hoist, keep=keep)
         return program, layer_stack(small, few)[1], _layer_entries(less, few)
 
     total, stamped = num_layers(model), None
     with suppress(ConversionError):  # where layers are in no list, all of them are captured
         name, layers = layer_stack(model, total)
         stamped = stamp(shallow, layers, _layer_entries(config, total), f"model.{name}")
-    return DevicePlan(model, stamped or convert_model(model, max_model_len=limit, hoist=args.hoist), None)
+    whole = stamped or convert_model(model, max_model_len=limit, hoist=args.hoist, keep=keep)
+    return DevicePlan(model, whole, None)
 
 
 def _read_config(args: argparse.Namespace) -> Any:
