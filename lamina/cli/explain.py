@@ -136,8 +136,8 @@ def _convert(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:
 
     size = args.tensor_parallel_size
     loaded = load(args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code, size=size)
-    limit = loaded.max_model_len
-    return loaded.model, convert_model(loaded.model, max_model_len=limit, hoist=args.hoist, part=loaded.part)
+    limit, keep = loaded.max_model_len, not args.trust_remote_code
+    return loaded.model, convert_model(loaded.model, max_model_len=limit, hoist=args.hoist, part=loaded.part, keep=keep)
 
 
 def _planned(args: argparse.Namespace) -> tuple[nn.Module, SlicedProgram]:

@@ -41,25 +41,27 @@ def plan_cuts(
     are captured and the rest stamped if that is provably the same, else all are captured.
     """
     config = configuration(model, trust_remote_code=trust_remote_code)
-    limit = max_model_len(config)
+    limit, keep = max_model_len(config), not trust_remote_code
     module = from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     if ranks > 1:
         shard = plan_shard(module, 0, ranks, limit)
         shard.shrink(module)
         shard.join(module)
-        return CutPlan(module, convert_model(module, max_model_len=limit, hoist=hoist, part=shard.part), shard)
+        program = convert_model(module, max_model_len=limit, hoist=hoist, part=shard.part, keep=keep)
+        return CutPlan(module, program, shard)
 
     def shallow(few: int) -> tuple[SlicedProgram, Sequence[nn.Module], Sequence[Hashable]]:
         less = _with_layers(config, num_layers(module), few)
         small = from_config(less, dtype=dtype, trust_remote_code=trust_remote_code)
-        program = convert_model(small, max_model_len=limit, hoist=hoist)
+        program = convert_model(small, max_model_len=limit, hoist=hoist, keep=keep)
         return program, layer_stack(small, few)[1], _layer_entries(less, few)
 
     total, stamped = num_layers(module), None
     with suppress(ConversionError):  # where layers are in no list, all of them are captured
         name, layers = layer_stack(module, total)
         stamped = stamp(shallow, layers, _layer_entries(config, total), f"model.{name}")
-    return CutPlan(module, stamped or convert_model(module, max_model_len=limit, hoist=hoist), None)
+    whole = stamped or convert_model(module, max_model_len=limit, hoist=hoist, keep=keep)
+    return CutPlan(module, whole, None)
 
 
 def configuration(model: str, *, trust_remote_code: bool = False) -> Any:

@@ -37,4 +37,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 if __name__ == "__main__":
     end = process.PromptEnd()
     main()
-    end.done = True
+    end.status = 0

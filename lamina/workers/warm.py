@@ -308,4 +308,4 @@ def main() -> None:
 if __name__ == "__main__":
     end = PromptEnd()
     main()
-    end.done = True
+    end.status = 0

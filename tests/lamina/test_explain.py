@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,29 @@ def test_code_of_a_model_is_run_only_if_asked(tmp_path: Path, capsys: pytest.Cap
     assert main(["explain", path, "--no-weights"]) == 2
     assert "--trust-remote-code" in capsys.readouterr().err
     assert _json(capsys, path, "--no-weights", "--trust-remote-code")["architecture"] == "OwnForCausalLM"
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-weights"], ["--no-weights", "--tensor-parallel-size", "2"]])
+def test_a_model_is_traced_for_the_first_explanation_alone(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = LlamaConfig(num_hidden_layers=3, **_SIZES)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("LAMINA_CACHE", str(tmp_path / "cache"))
+
+    def told(*more: str) -> dict[str, Any]:
+        """But for times, and the names that tracing gives to the number of rows, which are part of signatures."""
+        facts = _json(capsys, str(tmp_path / "model"), *flags, *more)
+        facts["timings_s"] = None
+        for each in facts["slices"]:
+            each["signature"] = None
+        return facts
+
+    def traced(*_: object, **__: object) -> None:
+        raise AssertionError("it is traced again")
+
+    first = told()
+    monkeypatch.setattr(sys.modules["lamina.converter.convert"], "capture", traced)
+    assert told() == first
+    with pytest.raises(AssertionError, match="traced again"):  # code that comes with a model may be anything
+        told("--trust-remote-code")

@@ -4,9 +4,11 @@ binds the thread that starts them.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from textwrap import dedent
 
@@ -36,35 +38,42 @@ STARTS = {
 }
 
 
-def cores_of_helpers(start: str, cores: list[int], bind: str) -> list[str]:
-    """Of each thread that ``start`` starts in a process on ``cores``."""
-    begin, end = (
-        "import os, torch\nbefore = set(os.listdir('/proc/self/task'))\n",
-        (
-            "for task in sorted(set(os.listdir('/proc/self/task')) - before):\n"
-            "    print(*sorted(os.sched_getaffinity(int(task))))\n"
-        ),
-    )
-    code = f"import os\nos.sched_setaffinity(0, {cores})\n{begin}{dedent(start)}\n{end}"
+CODE = """
+import os, torch
+
+def tasks():
+    return set(os.listdir("/proc/self/task"))
+"""
+
+
+@cache
+def cores_of_helpers(cores: tuple[int, ...], bind: str) -> dict[str, list[list[int]]]:
+    """Of each thread that each of STARTS starts, one after another, in a process on ``cores``."""
+    code = f"import os\nos.sched_setaffinity(0, {cores})\n{CODE}found, pools = {{}}, []\n"
+    for name, start in STARTS.items():
+        code += f"before = tasks()\n{dedent(start)}\npools.append(pool)\n"
+        code += f"found[{name!r}] = [sorted(os.sched_getaffinity(int(t))) for t in sorted(tasks() - before)]\n"
+    code += "import json\nprint(json.dumps(found))\n"
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_"))}
     environment |= {"OMP_PROC_BIND": bind, "OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    found: dict[str, list[list[int]]] = json.loads(done.stdout)
+    return found
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="one core")
-@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+@pytest.mark.parametrize("start", STARTS)
 def test_helpers_may_use_all_cores_of_a_process_whose_threads_are_bound(start: str) -> None:
-    assert cores_of_helpers(start, CORES, "true") == [" ".join(map(str, CORES))] * 2
+    assert cores_of_helpers(tuple(CORES), "true")[start] == [CORES] * 2
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="one core")
 @pytest.mark.parametrize("bind", ["true", "false"])
-@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+@pytest.mark.parametrize("start", STARTS)
 def test_helpers_stay_on_the_cores_that_the_process_was_given(start: str, bind: str) -> None:
-    assert cores_of_helpers(start, CORES[:1], bind) == [str(CORES[0])] * 2
+    assert cores_of_helpers((CORES[0],), bind)[start] == [CORES[:1]] * 2
 
 
 @pytest.mark.parametrize("spins", [0, 2000])

@@ -252,7 +252,7 @@ def _signal_name(number: int) -> str:
 def environment(threads: int) -> dict[str, str]:
     """Of a worker's process; ``threads`` of OpenMP, 0 = as here."""
     # The package need not be installed: workers find it where this process did.
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     # Both pools may share these cores: OpenMP threads that spin at the end of a loop take them from the other pool, and
     # on a busy machine from the very thread that they wait for (measured: 10 times slower steps).

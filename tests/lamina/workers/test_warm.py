@@ -127,6 +127,12 @@ def test_a_forked_worker_is_what_a_fresh_one_is(
     assert sockets(fresh) == OWN
 
 
+def test_workers_find_the_package_where_their_driver_did() -> None:
+    """It need not be installed, and another one may be."""
+    first = local.environment(0)["PYTHONPATH"].split(os.pathsep)[0]
+    assert Path(first, "lamina", "__init__.py").samefile(ROOT / "lamina" / "__init__.py")
+
+
 def test_two_forked_workers_draw_apart_and_share_nothing(start: WarmStart) -> None:
     first, second = Probe(), Probe()
     ours, other = first.told(), second.told()
