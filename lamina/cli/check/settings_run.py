@@ -20,6 +20,7 @@ from lamina.models.load import load
 from lamina.protocol.control import ComputeReady, RunRound, StepDone
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.plan import Keep
+from lamina.protocol.tiers import Transferred
 from lamina.request import RequestOutput, SamplingParams
 
 from .agreement import ERROR_ALLOWED, Agreement, compare
@@ -149,7 +150,7 @@ class RecordedWire:
                 number = {r.sequence: self._arrived.setdefault(r.sequence, len(self._arrived)) for r in plan.rows}
                 self.plans.append((plan.batch, tuple((number[r.sequence], r.first, r.count) for r in plan.rows)))
 
-    def wait(self) -> StepDone | ViewChanged:
+    def wait(self) -> StepDone | Transferred | ViewChanged:
         return self._wire.wait()
 
     def look(self) -> ViewChanged | None:
