@@ -211,6 +211,10 @@ class Scheduler:
         if self.tier:
             self.tier.forget()
 
+    def give_up_retained(self) -> None:
+        """The same of the pools alone: what is kept beside them can be loaded."""
+        self._ops += [self.prefixes.evict(number) for number in self.prefixes.oldest]
+
     def tell_anew(self) -> None:
         """Compute workers count no tokens any more for penalties: the next draw of each sequence tells all."""
         for sequence in self._running:

@@ -96,7 +96,7 @@ class Tier:
         self._gone: set[bytes] = set()  # pages that some worker has given up while others may still save them
         self._forgotten: set[bytes] = set()
         self.num_queried = 0  # tokens of admitted sequences that the pool has not
-        self.num_hit = 0  # of them, in loads
+        self.num_hit = 0  # of them, those that were loaded
         self.learn(facts)
 
     @property
@@ -131,7 +131,6 @@ class Tier:
 
     def load(self, sequence: Sequence, length: int) -> list[Import]:
         """Begin: the sequence has its number and its place."""
-        self.num_hit += length
         keys, ops = self._keys(sequence, length), list[Import]()
         for low in range(0, len(keys), MOST_PAGES):
             some = keys[low : low + MOST_PAGES]
@@ -204,6 +203,7 @@ class Tier:
         sequence = loading.sequence
         sequence.num_scheduled = sequence.num_cached = loading.valid // self._whole * self._whole
         sequence.num_loading = 0
+        self.num_hit += sequence.num_cached
         return Moved(sequence, op.sequence, loading.error)
 
     def _saved(self, moving: _Moving) -> Moved | None:

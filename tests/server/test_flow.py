@@ -193,7 +193,15 @@ def test_what_a_slow_reader_takes_late_adds_up(parts: list[tuple[int, str, bool]
 def test_metrics_are_shown_under_both_names_and_only_if_they_exist() -> None:
     client = FakeClient()
     client.state = State(
-        running=1, waiting=2, free_blocks=[48], preemptions=3, steps=10, prefix_queries=9, prefix_hits=4
+        running=1,
+        waiting=2,
+        free_blocks=[48],
+        preemptions=3,
+        steps=10,
+        prefix_queries=9,
+        prefix_hits=4,
+        external_queries=5,
+        external_hits=2,
     )
     service = make_service(client, metrics_compat="vllm")
     ask("POST", "/v1/completions", service, json={**BODY, "n": 2})
@@ -202,7 +210,8 @@ def test_metrics_are_shown_under_both_names_and_only_if_they_exist() -> None:
         for line in ("num_requests_waiting{L} 2.0", "kv_cache_usage_perc{L} 0.25", "prompt_tokens_total{L} 3.0",
                      "generation_tokens_total{L} 4.0", "e2e_request_latency_seconds_count{L} 1.0",
                      "request_queue_time_seconds_sum{L} 0.001", "prefix_cache_queries_total{L} 9.0",
-                     "prefix_cache_hits_total{L} 4.0"):  # fmt: skip
+                     "prefix_cache_hits_total{L} 4.0", "external_prefix_cache_queries_total{L} 5.0",
+                     "external_prefix_cache_hits_total{L} 2.0"):  # fmt: skip
             assert prefix + line.replace("{L}", '{engine="0",model_name="tiny"}') in text
     assert 'lamina:layer_bytes_total{engine="0",kind="q",model_name="tiny"} 20480.0' in text
     assert 'lamina:hop_latency_seconds_count{engine="0",model_name="tiny"} 40.0' in text

@@ -97,7 +97,8 @@ SHARED = frozenset(
     PREFIX + name
     for name in (
         "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions", "cache_config",
-        "prefix_cache_queries", "prefix_cache_hits",
+        "prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_queries", "external_prefix_cache_hits",
+        "kv_offload_load_bytes", "kv_offload_store_bytes",
         "request_success", "admission_rejections", *_HISTOGRAMS, *_COUNTERS,
     )
 )  # fmt: skip
