@@ -150,6 +150,18 @@ def waiting_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "roll_back", wrong)
 
 
+def rows_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose KV is being loaded has rows at once."""
+    right = Tier.load
+
+    def wrong(self: Tier, sequence: Sequence, length: int) -> Any:
+        found = right(self, sequence, length)
+        sequence.num_loading, sequence.num_scheduled = 0, length
+        return found
+
+    monkeypatch.setattr(Tier, "load", wrong)
+
+
 MISTAKES = {
     "num_scheduled": replacing(
         Scheduler, "roll_back", lambda self, steps, kept, right=Scheduler.roll_back: right(self, [], kept)
@@ -188,15 +200,7 @@ MISTAKES = {
     "retained KV": replacing(Prefixes, "forget_all", lambda self: []),
     "shared blocks": replacing(BlockPool, "share", lambda self, blocks: None),
     "KV that is being saved": replacing(Prefixes, "pin", lambda self, number: None),
-    "KV that is being loaded": replacing(
-        Tier,
-        "load",
-        lambda self, sequence, length, right=Tier.load: (
-            right(self, sequence, length),
-            setattr(sequence, "num_loading", 0),
-            setattr(sequence, "num_scheduled", length),
-        )[0],
-    ),
+    "KV that is being loaded": rows_too_early,
     "KV that was not loaded": replacing(
         Tier, "report", lambda self, said, right=Tier.report: right(self, msgspec.structs.replace(said, pages=64))
     ),

@@ -107,7 +107,7 @@ FORMS = st.sampled_from([("float32", "auto"), ("bfloat16", "auto"), ("float16", 
 @settings(max_examples=12, deadline=None)
 def test_atoms_of_any_pool_fit_any_other(source: Any, target: Any, form: tuple[str, str], seed: int) -> None:
     stored = {"dtype": form[0], "kv_cache_dtype": form[1]}
-    before, after, atoms = [], [], list[dict[Atom, memoryview]]()
+    before, after, atoms = list[Store](), list[Store](), list[dict[Atom, memoryview]]()
     for split, into in ((source, before), (target, after)):
         into += stores(split[0], split[1], **stored, block_size=split[2])
     places = [Place(split[3] % some[0].placement.num_lanes) for split, some in ((source, before), (target, after))]
