@@ -27,6 +27,7 @@ from lamina.workers.wire import can_be_direct
 from .capacity import choose_kv_bytes, geometries
 from .direct import DirectAttention, open_wires
 from .emulated import EmulatedProgram
+from .identity import identity_of
 from .links import MemoryLink, RefusedError
 from .memory_pool import MemoryPool
 from .model_server import CutModel, ModelServer, serve
@@ -78,7 +79,8 @@ class ComputeServer(ModelServer):
         self._cut = self.cut()
         if size == 1:  # a rank's slices meet the others
             self._program = self.runnable(self._cut)
-        return Loaded(ring_url=_url(self._ring_door), rank_url=_url(self._rank_door))
+        identity = identity_of(start, self._cut.loaded, self._cut.layers, self._cut.dtype) if start.identify else b""
+        return Loaded(ring_url=_url(self._ring_door), rank_url=_url(self._rank_door), identity=identity)
 
     def connect(self, meeting: Connect, fabric: ViewFabric) -> tuple[ComputeWorker, ComputeReady]:
         start, cut = self.start, self._cut

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -14,14 +13,13 @@ from lamina.protocol.groups import usable_blocks
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.plan import Keep
 from lamina.protocol.tables import BlockTables
+from lamina.protocol.tiers import Transferred
 from lamina.request import Blame, CompletionOutput, RequestOutput, RequestTimes, SamplingParams, Told
 
 from .checks import NOT_FINITE, check_ids, context, why_banned
+from .configured import scheduler_of
 from .draws import draw_of, scores_of
 from .kept import KeptKV
-from .prefill import Prefill
-from .prefixes import Prefixes
-from .scheduler import Scheduler
 from .sequence import Sequence
 from .steps import Round, ScheduledStep
 from .text import OPEN_BYTES, Pieces, Spell, TextStream, spelled
@@ -81,20 +79,8 @@ class Engine:
         self._tuner = Tuner(config.topology.most_batches) if config.topology.tries_pipelines else None
         if self._tuner:
             self.info.summary["pipeline"] = self._tuner.reason
-        self.scheduler = Scheduler(
-            self._ledger,
-            max_num_seqs=config.batching.max_num_seqs,
-            prefill_chunk=config.batching.prefill_chunk,
-            aligned=config.model.deterministic,
-            num_batches=self._tuner.n if self._tuner else config.topology.most_batches,
-            num_layers=self.info.num_layers,
-            num_replicas=config.topology.replicas,
-            prefill=Prefill(
-                config.topology.prefill_workers, config.batching.prefill_chunk, config.topology.most_batches
-            ),
-            prefixes=_prefixes(config, self._ledger),
-            view=info.view,
-        )
+        num_batches = self._tuner.n if self._tuner else config.topology.most_batches
+        self.scheduler = scheduler_of(config, info, self._ledger, num_batches)
         self._steps: dict[tuple[int, int], ScheduledStep] = {}  # in flight, by batch and step
         self._next_round = 0
         self.idle = False  # whether the last pass of the loop found nothing to do: what is left waits for its caller
@@ -184,15 +170,13 @@ class Engine:
         """One pass of the loop; returns the requests that got tokens. Raises WorkerError when a worker is lost."""
         start = self._trace.now()
         steps = self.scheduler.schedule()
-        self.idle = not steps and not self._steps
+        self.idle = not steps and not self._steps and not self.scheduler.awaits_transfer
         if steps:
             self._trace.add(Event.SCHEDULE, start, steps[0].plan)
         done = self._run(steps)
-        if isinstance(done, ViewChanged):
-            return self._change(done)
         start = self._trace.now()
-        outputs = self._postprocess(done)
-        if done is not None:
+        outputs = self._take(done)
+        if isinstance(done, StepDone):
             self._trace.add(Event.POSTPROCESS, start, done)
         return outputs
 
@@ -231,12 +215,12 @@ class Engine:
             self.scheduler.forget_finished()
 
     def rest(self) -> list[RequestOutput]:
-        """Take in the steps in flight and begin no others; returns the requests that got tokens. Raises WorkerError."""
+        """Take in the steps and transfers in flight and begin no others; returns the requests that got tokens. Raises
+        WorkerError.
+        """
         touched = dict[int, RequestOutput]()
-        while self._steps:
-            done = self.wire.wait()
-            outputs = self._change(done) if isinstance(done, ViewChanged) else self._postprocess(done)
-            touched |= {output.request_id: output for output in outputs}
+        while self._steps or self.scheduler.moving:
+            touched |= {output.request_id: output for output in self._take(self.wire.wait())}
         return list(touched.values())
 
     def look(self) -> list[RequestOutput]:
@@ -254,6 +238,8 @@ class Engine:
             raise ValueError(f"memory workers had {self.info.num_blocks} KV blocks, and now have {ready.num_blocks}")
         self.scheduler.view = ready.view
         self.scheduler.tell_anew()
+        if self.scheduler.tier and ready.tier:
+            self.scheduler.tier.learn(ready.tier)
 
     def reset_prefix_cache(self) -> None:
         """Find no KV of finished requests any more; its blocks are free with the next step."""
@@ -294,7 +280,34 @@ class Engine:
         kept = KeptKV(self._ledger, self.info.holders, change.kept)
         return self.scheduler.roll_back(steps.values(), kept.tokens)
 
-    def _run(self, steps: list[ScheduledStep]) -> StepDone | ViewChanged | None:
+    def _take(self, done: StepDone | Transferred | ViewChanged | None) -> list[RequestOutput]:
+        if isinstance(done, ViewChanged):
+            return self._change(done)
+        return self._moved(done) if isinstance(done, Transferred) else self._postprocess(done)
+
+    def _moved(self, said: Transferred) -> list[RequestOutput]:
+        """A memory worker has saved or loaded KV, or has not; the requests that ended by that."""
+        found = self.scheduler.moved(said)
+        if found is None or not found.error:
+            return []
+        log.warning("%s", found.error)
+        request = self._requests.get(found.loaded.request_id) if found.loaded else None
+        if found.loaded is None or request is None or self.config.tier.kv_load_failure_policy == "recompute":
+            return []
+        request.output.outputs[found.loaded.output.index].blame = Blame.SERVER
+        request.end(found.loaded, "error", found.error)
+        return self._ended([request])
+
+    def _ended(self, touched: Iterable[Request]) -> list[RequestOutput]:
+        now, outputs = self._clock(), list[RequestOutput]()
+        for request in touched:
+            request.output.times.mark(now, finished=request.output.finished)
+            if request.output.finished:
+                del self._requests[request.output.request_id]
+            outputs.append(request.output)
+        return outputs
+
+    def _run(self, steps: list[ScheduledStep]) -> StepDone | Transferred | ViewChanged | None:
         """Send a round off; then wait for the next step that is done, unless another round can be queued first."""
         if steps:
             self.wire.submit(RunRound(round=self._next_round, steps=[self._prepare(s) for s in steps]))
@@ -303,7 +316,8 @@ class Engine:
             if chunk.prefill_worker is not None:
                 new = RunRound(round=chunk.plan.step, steps=[self._prepare(chunk)])
                 self.wire.prefill(chunk.prefill_worker, new)
-        if not self._steps or (steps and self.scheduler.may_run_ahead):
+        waits = self._steps or self.scheduler.awaits_transfer
+        if not waits or (steps and self.scheduler.may_run_ahead):
             return None
         return self.wire.wait()
 
@@ -341,11 +355,7 @@ class Engine:
         finished = self.scheduler.complete(step)
         if finished and self._tuner:
             self._tune(self._tuner, finished, now)
-        for request_id, request in touched.items():
-            request.output.times.mark(now, finished=request.output.finished)
-            if request.output.finished:
-                del self._requests[request_id]
-        return [r.output for r in touched.values()]
+        return self._ended(touched.values())
 
     def _tune(self, tuner: Tuner, finished: Round, now: float) -> None:
         if tuner.observe(finished, now):
@@ -373,13 +383,6 @@ class Engine:
             output.logprobs.append(spelled(drawn.logprobs, sequence.tokens[-1 - OPEN_BYTES : -1], request.spell))
         if text is not None:
             _extend(text, sequence, drawn.token)
-
-
-def _prefixes(config: EngineConfig, ledger: BlockTables) -> Prefixes:
-    """In whole blocks. Where bits count, a prefix ends where a fresh prompt would have been cut."""
-    batching, fixed = config.batching, config.model.deterministic
-    page = math.lcm(ledger.block_size, batching.prefill_chunk if fixed else 1)
-    return Prefixes(ledger, page if batching.enable_prefix_caching else 0, prompts_only=fixed)
 
 
 def _seed_of(seed: int, index: int) -> int:

@@ -11,6 +11,7 @@ from lamina.protocol.plan import Rows
 from .ledger import Ledger
 from .prefixes import Hit
 from .sequence import Sequence
+from .tier import Load
 
 
 class Fit(NamedTuple):
@@ -18,7 +19,7 @@ class Fit(NamedTuple):
 
     place: Place
     blocks: list[int]
-    hit: Hit | None
+    hit: Hit | Load | None
 
 
 class Room:
@@ -37,17 +38,20 @@ class Room:
     def fit(
         self,
         sequence: Sequence,
-        hit: Hit | None,
+        hit: Hit | Load | None,
         left: list[int],
         beside: Iterable[Sequence],
         running: Iterable[Sequence],
     ) -> Fit | None:
         """Of a new sequence that begins with ``hit``, if there is one, in ``left`` blocks; see ``place``."""
-        place = hit.place if hit else self.place(sequence, left, beside, running)
+        if isinstance(hit, Hit):
+            place: Place | None = hit.place
+        else:
+            place = self.place(sequence, left, beside, running, hit.places if hit else self._places)
         if place is None:
             return None
         blocks = self.blocks_of(place, sequence.num_promised)
-        if hit is not None:
+        if isinstance(hit, Hit):
             blocks = [max(0, n) for n in less(blocks, list(hit.blocks))]
         return Fit(place, blocks, hit) if min(less(left, blocks)) >= 0 else None
 
@@ -60,19 +64,26 @@ class Room:
         """Free blocks less those of the rows ``wanted`` in this round, and of what running prefills will still take."""
         left = less(list(self._ledger.free_blocks), list(self._ledger.blocks_needed(rows_of(wanted))))
         for sequence in running:
-            missing = sequence.num_promised - sequence.num_scheduled - wanted.get(sequence, 0)
-            if missing > 0 and (sequence.wants_rows or sequence.prefill_worker is not None):
-                whole, there = (self.blocks_of(sequence.place, sequence.num_promised - n) for n in (0, missing))
-                left = [n - a + b for n, a, b in zip(left, whole, there, strict=True)]
+            there = max(sequence.num_scheduled, sequence.num_loading)
+            missing = sequence.num_promised - there - wanted.get(sequence, 0)
+            if missing > 0 and (sequence.wants_rows or sequence.prefill_worker is not None or sequence.num_loading):
+                whole, part = (self.blocks_of(sequence.place, sequence.num_promised - n) for n in (0, missing))
+                left = [n - a + b for n, a, b in zip(left, whole, part, strict=True)]
         return left
 
     def place(
-        self, sequence: Sequence, left: list[int], beside: Iterable[Sequence], running: Iterable[Sequence]
+        self,
+        sequence: Sequence,
+        left: list[int],
+        beside: Iterable[Sequence],
+        running: Iterable[Sequence],
+        among: Iterable[Place],
     ) -> Place | None:
-        """Where a new sequence begins, of the lanes with ``left`` blocks enough: so that what each group keeps of those
-        ``beside`` it, in its batch, and then of all that are ``running``, comes closest to what it is meant to keep.
+        """Where a new sequence begins, of the places ``among`` with ``left`` blocks enough: so that what each group
+        keeps of those ``beside`` it, in its batch, and then of all that are ``running``, comes closest to what it is
+        meant to keep.
         """
-        places = {x: self.blocks_of(x, sequence.num_promised) for x in self._places}
+        places = {x: self.blocks_of(x, sequence.num_promised) for x in among}
         places = {x: blocks for x, blocks in places.items() if min(less(left, blocks)) >= 0}
         if len(places) < 2:
             return next(iter(places), None)

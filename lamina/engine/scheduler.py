@@ -6,33 +6,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import msgspec
 
 from lamina.protocol.plan import Free, Keep, SequenceOp, StepPlan, Truncate
+from lamina.protocol.tiers import Transferred
 
 from .ledger import Blocks, Ledger
+from .newcomers import Batch, Cuts, Newcomers
 from .pipeline import route
 from .prefill import Prefill
-from .prefixes import Hit, Prefixes
-from .room import Fit, Room, less, rows_of
+from .prefixes import Prefixes
+from .room import Room, rows_of
 from .sequence import Sequence
 from .steps import Round, ScheduledStep
-
-
-@dataclass
-class Batch:
-    """Sequences that take their steps together."""
-
-    index: int
-    running: list[Sequence] = field(default_factory=list)
-    ops: list[SequenceOp] = field(default_factory=list)  # of its next plan
-
-    @property
-    def load(self) -> int:
-        """Tokens that its attention reads: what a batch costs the memory workers."""
-        return sum(s.num_promised for s in self.running)
+from .tier import Moved, Tier
 
 
 class Scheduler:
@@ -61,18 +49,18 @@ class Scheduler:
         num_replicas: int = 0,
         prefill: Prefill | None = None,
         prefixes: Prefixes | None = None,
+        tier: Tier | None = None,
         view: int = 0,
     ) -> None:
         """``aligned``: cut prompts at multiples of ``prefill_chunk`` only, whatever else is in the step.
         ``num_layers``: attention operators, over which the steps rotate. ``num_replicas``: 0 = as many as the batches
         need. ``prefill``: who computes the prompts; None = the batches do. ``prefixes``: what is kept of finished
-        sequences; None = nothing. ``view``: of the plans, until another one is set.
+        sequences; None = nothing. ``tier``: where it is kept besides; None = nowhere. ``view``: of the plans, until
+        another one is set.
         """
         self.view = view
         self._ledger = ledger
-        self._max_num_seqs = max_num_seqs
-        self._prefill_chunk = prefill_chunk
-        self._aligned = aligned
+        self._cuts = Cuts(prefill_chunk, aligned)
         self._room = Room(ledger, max_num_seqs + prefill_chunk)
         self._waiting: deque[Sequence] = deque()
         self.batches = [Batch(i) for i in range(num_batches)]
@@ -80,12 +68,13 @@ class Scheduler:
         self._num_replicas = num_replicas
         self._prefill = prefill or Prefill(0, prefill_chunk, num_batches)
         self.prefixes = prefixes or Prefixes(ledger, 0)
+        self.tier = tier
+        self._newcomers = Newcomers(ledger, self._room, self._cuts, self._prefill, self.prefixes, tier, max_num_seqs)
         self._chunks: list[ScheduledStep] = []  # for prefill workers, not taken yet
         self._ops: list[SequenceOp] = []  # for the next plan
         self._num_batches = num_batches  # from the next round on
         self._in_flight: list[Round] = []
         self._next_round = 0  # also the number of its steps, so that all batches rotate in one phase
-        self._next_id = 0
         self.num_preemptions = 0
 
     @property
@@ -118,6 +107,23 @@ class Scheduler:
         """Whether one more round can be queued before a step is done."""
         return len(self._in_flight) <= self.LOOKAHEAD
 
+    @property
+    def moving(self) -> bool:
+        """Whether KV is being saved or loaded."""
+        return self.tier is not None and self.tier.moving
+
+    @property
+    def awaits_transfer(self) -> bool:
+        """Whether somebody has to wait for that, if nothing else is under way."""
+        return self.moving and (self.num_waiting > 0 or any(s.num_loading or s.wants_rows for s in self._running))
+
+    def moved(self, said: Transferred) -> Moved | None:
+        """A memory worker has ended a transfer. What has become of all of its sequence, if it was the last."""
+        found = self.tier.report(said) if self.tier else None
+        if found is not None and found.loaded is None:
+            self._ops += self.prefixes.unpin(found.saved)
+        return found
+
     def regroup(self, num_batches: int) -> None:
         """Deal the running sequences to so many batches, once nothing is in flight; no round is scheduled before."""
         self._num_batches = num_batches
@@ -135,7 +141,8 @@ class Scheduler:
         self._ops = []
         for batch in self.batches:
             self._drop_finished(batch)
-        self._admit()
+        if self._waiting:
+            self._newcomers.admit(self._waiting, self.batches, [self._wanted(b) for b in self.batches])
         steps = [s for s in map(self._next, self.batches) if s is not None]
         for step in steps:
             step.plan = msgspec.structs.replace(step.plan, more=step is not steps[-1])
@@ -179,6 +186,9 @@ class Scheduler:
         self._in_flight = []
         self._prefill.roll_back()
         self.prefixes.forget_all()  # memory workers do so too
+        self.prefixes.unpin_all()
+        if self.tier:
+            self.tier.cancel()
         self._ops = []
         keep, waiting = list[Keep](), list(self._waiting)
         for batch in self.batches:
@@ -200,6 +210,12 @@ class Scheduler:
         self._ops += self.prefixes.forget_all()
         for sequence in self._running:
             sequence.outlived = True
+        if self.tier:
+            self.tier.forget()
+
+    def give_up_retained(self) -> None:
+        """The same of the pools alone: what is kept beside them can be loaded."""
+        self._ops += [self.prefixes.evict(number) for number in self.prefixes.oldest]
 
     def tell_anew(self) -> None:
         """Compute workers count no tokens any more for penalties: the next draw of each sequence tells all."""
@@ -230,21 +246,25 @@ class Scheduler:
 
     def _drop_finished(self, batch: Batch) -> None:
         """Those whose K and V are still on their way stay until these have come."""
-        ended = [s for s in batch.running if s.finished and not s.num_prefilling]
+        ended = [s for s in batch.running if s.finished and not s.num_prefilling and not s.num_loading]
+        first = self.batches[0].ops
         for sequence in ended:
             self._prefill.drop(sequence)
             for op in self.prefixes.end(sequence):  # a retained one may be evicted by the first plan
-                (self.batches[0] if isinstance(op, Truncate) else batch).ops.append(op)
+                (first if isinstance(op, Truncate) else batch.ops).append(op)
+                if isinstance(op, Truncate) and self.tier and (saves := self.tier.save(sequence, op.length)):
+                    first += saves
+                    self.prefixes.pin(sequence.id)
         batch.running = [s for s in batch.running if s not in ended]
 
     def _wanted(self, batch: Batch) -> dict[Sequence, int]:
         """Rows of each sequence in the batch's next step, as far as its chunk of prompt tokens goes."""
-        budget = self._prefill_chunk
+        budget = self._cuts.chunk
         wanted: dict[Sequence, int] = {}
         for sequence in batch.running:
             if sequence.wants_rows:
                 prefilling = sequence.num_promised - sequence.num_scheduled > 1
-                count = self._count(sequence, budget, sequence.num_scheduled) if prefilling else 1
+                count = self._cuts.piece(sequence, budget, sequence.num_scheduled) if prefilling else 1
                 if prefilling:
                     budget -= count
                 if count:
@@ -275,8 +295,11 @@ class Scheduler:
             number = next((n for n in oldest if relieves(self._ledger.own_blocks(n))), oldest[0])
             batch.ops.append(self.prefixes.evict(number))
             return
+        if self.prefixes.saves:
+            picked.popitem()
+            return
         victim = next((s for s in reversed(batch.running) if helps(s)), batch.running[-1])
-        if victim.num_prefilling:
+        if victim.num_prefilling or victim.num_loading:
             picked.popitem()
             return
         batch.running.remove(victim)
@@ -287,71 +310,6 @@ class Scheduler:
         victim.restart()
         self._waiting.appendleft(victim)
         self.num_preemptions += 1
-
-    def _admit(self) -> None:
-        """Deal waiting sequences to the batches while there is room for all of their known tokens; the first that does
-        not fit holds up those behind it, so that nobody starves. Each goes to the batch that reads least, of those
-        whose next chunk has room for tokens of it: so all chunks are filled. Blocks of sequences that have ended or
-        were preempted count from the next round on.
-        """
-        if not self._waiting:
-            return
-        wanted = [self._wanted(b) for b in self.batches]
-        budgets = [self._prefill_chunk - sum(c for c in w.values() if c > 1) for w in wanted]
-        loads = [b.load for b in self.batches]
-        left = self._room.left(self._running, {s: c for w in wanted for s, c in w.items()})
-        while self._waiting and self.num_running < self._max_num_seqs:
-            sequence = self._waiting[0]
-            elsewhere = self._prefill.wants(sequence)
-            beginnings = self.prefixes.beginnings(sequence)
-            hit = self.prefixes.match(beginnings)
-            if self.prefixes.is_coming(beginnings, hit):
-                return
-            counts = [self._count(sequence, budget, hit.length if hit else 0) for budget in budgets]
-            able = [i for i, count in enumerate(counts) if count > 0]
-            if not able or sequence.num_drawing or (elsewhere and not self._prefill.has_room):
-                return  # a preempted one whose last token is still being drawn waits
-            to = min(able, key=loads.__getitem__)
-            fit, left = self._make_way(self.batches[to], sequence, hit, left)
-            if fit is None and hit is not None:
-                fit, left = self._make_way(self.batches[to], sequence, None, left)
-            if fit is None:
-                return
-            left = less(left, fit.blocks)
-            loads[to] += sequence.num_promised
-            self._join(self.batches[to], self._waiting.popleft(), fit)
-            if elsewhere:
-                self._prefill.add(sequence)
-            else:
-                budgets[to] -= self._count(sequence, budgets[to], sequence.num_scheduled)
-
-    def _join(self, batch: Batch, sequence: Sequence, fit: Fit) -> None:
-        sequence.id, sequence.place = self._next_id, fit.place
-        sequence.num_scheduled = sequence.num_cached = fit.hit.length if fit.hit else 0
-        self._next_id += 1
-        op = self.prefixes.start(sequence, fit.hit)
-        (self.batches[0] if fit.hit else batch).ops.append(op)  # before its source may go, in another batch's plan
-        batch.running.append(sequence)
-
-    def _make_way(
-        self, batch: Batch, sequence: Sequence, hit: Hit | None, left: list[int]
-    ) -> tuple[Fit | None, list[int]]:
-        """Where a waiting sequence of ``batch`` can begin, and the blocks left before it does. Retained ones give way,
-        the least recently used first, if they suffice; so all do where nothing runs, since what they share counts as
-        free in the next round only. The source of its hit stays.
-        """
-        running, gone, more = self._running, list[int](), left
-        oldest = (n for n in self.prefixes.oldest if hit is None or n != hit.source)
-        while (fit := self._room.fit(sequence, hit, more, batch.running, running)) is None:
-            number = next(oldest, None)
-            if number is None:
-                break
-            more = [n + own for n, own in zip(more, self._ledger.own_blocks(number), strict=True)]
-            gone.append(number)
-        if fit is None and (running or hit is not None):
-            return None, left
-        self.batches[0].ops += [self.prefixes.evict(number) for number in gone]
-        return fit, more
 
     def _grant(self, batch: Batch, picked: dict[Sequence, int]) -> None:
         """Let prefill workers go on with sequences of ``batch``, as far as there are blocks beside those of
@@ -364,16 +322,6 @@ class Scheduler:
                     batch.ops.pop()
                     return
                 self._chunks.append(self._prefill.begin(sequence, grant, self.view))
-
-    def _count(self, sequence: Sequence, budget: int, scheduled: int) -> int:
-        """Prompt tokens of ``sequence``, of which so many are scheduled, in this step: at most ``budget``; 0 = none
-        yet.
-        """
-        missing = sequence.num_promised - scheduled
-        if not self._aligned:
-            return min(missing, budget)
-        piece = min(missing, self._prefill_chunk - scheduled % self._prefill_chunk)
-        return piece if piece <= budget else 0
 
     def _plan(self, batch: Batch, picked: dict[Sequence, int]) -> StepPlan:
         source, reply_to = route(batch.index, self._next_round, self._num_layers, len(self.batches), self._num_replicas)

@@ -27,6 +27,7 @@ class Sequence:
     place: Place = FIRST  # of its KV on the memory workers
     num_scheduled: int = 0  # positions whose KV is stored or on its way
     num_cached: int = 0  # of these, those whose KV was there when it was admitted
+    num_loading: int = 0  # whose KV is being loaded; it has no rows before that is done
     num_drawing: int = 0  # tokens being drawn by steps in flight
     prefill_worker: int | None = None  # that computes its prompt; it has no rows of its own before that is done
     outlived: bool = False  # a reset of what prompts find: its KV is for nobody else
@@ -37,6 +38,7 @@ class Sequence:
     held: bool = False  # its tokens are chosen elsewhere, by ``choose``; else workers draw them
     awaits_choice: bool = False  # a held one whose logits are known, behind its last token, and no token yet
     outdated: bool = False  # the logits on their way are those behind the token before the last
+    page_keys: list[bytes] = field(default_factory=list)  # of its whole pages, as far as they were asked for
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,11 +55,12 @@ class Sequence:
 
     @property
     def wants_rows(self) -> bool:
-        """False while a prefill worker has it, once the last token that it may have is known or being drawn, and
-        where its next token is not drawn but chosen, until it is.
+        """False while a prefill worker has it or its KV is being loaded, once the last token that it may have is known
+        or being drawn, and where its next token is not drawn but chosen, until it is.
         """
         ended = self.finished or self.num_promised >= self.max_len or (self.held and self.num_drawing > 0)
-        return not ended and self.prefill_worker is None and self.num_scheduled < self.num_promised
+        waits = self.prefill_worker is not None or self.num_loading > 0
+        return not ended and not waits and self.num_scheduled < self.num_promised
 
     def token_at(self, position: int) -> int:
         """The token of a scheduled row; -1 where the step before draws it."""
@@ -95,7 +98,7 @@ class Sequence:
         self._want_logits_again()
         whole = self.prefill_worker is None and kept >= self.num_cached  # others may hold the blocks that it began with
         self.num_scheduled = min(self.num_scheduled, kept) if whole else 0
-        self.num_drawing = self.num_prefilling = 0
+        self.num_drawing = self.num_prefilling = self.num_loading = 0
         self.outdated = False
         self.prefill_worker = None
 
@@ -103,7 +106,7 @@ class Sequence:
         """Forget what was scheduled; everything that is known will be computed again under a new id."""
         self._want_logits_again()
         self.id = -1
-        self.num_scheduled = self.num_cached = 0
+        self.num_scheduled = self.num_cached = self.num_loading = 0
         self.num_told = -1
 
     def _want_logits_again(self) -> None:

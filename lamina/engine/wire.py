@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from lamina.protocol.control import ComputeReady, RunRound, StepDone
 from lamina.protocol.plan import Keep
+from lamina.protocol.tiers import Transferred
 
 
 class WorkerError(RuntimeError):
@@ -41,9 +42,9 @@ class Wire(Protocol):
         """Queue a chunk of a prompt for a prefill worker; a RunRound of one step. Else as ``submit``."""
         ...
 
-    def wait(self) -> StepDone | ViewChanged:
-        """The next step that is done, of compute or prefill workers; some must be in flight. Raises WorkerError when a
-        worker is lost and cannot be replaced.
+    def wait(self) -> StepDone | Transferred | ViewChanged:
+        """The next step that is done, of compute or prefill workers, or the next transfer that has ended on a memory
+        worker; some must be in flight. Raises WorkerError when a worker is lost and cannot be replaced.
         """
         ...
 

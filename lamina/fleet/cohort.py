@@ -35,12 +35,14 @@ from lamina.protocol.declare import MEASURED
 from lamina.protocol.groups import Capacity, of_all_ranks
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.plan import Keep
+from lamina.protocol.tiers import StoredPages
 
 from .launchers import Launcher, WorkerHandle, open_launcher
 from .launchers.local import ThreadWorker
 from .members import Member, Members
 from .same_model import check_alike
 from .spares import Spares
+from .tiers import TierKeeper
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class Cohort:
         self._told_models = False  # whether these were told to load
         self._started: dict[tuple[str, int], int] = {}  # role and index -> workers that were started for them
         self._names: dict[WorkerHandle, str] = {}  # which they prove to their peers
+        self._tier = TierKeeper(config, self._incarnation)
         self._spares = Spares(members, config.launching.spares, self._start_spare)
         self._kv_bytes: list[list[int]] = []  # rank -> of its memory workers, once they are known
         self.view = 0
@@ -102,11 +105,12 @@ class Cohort:
         self._call_memory(keep)
         self._connect_compute(readies)
         self._connect_prefill(readies, None if keep is None else [])  # prompts under way begin anew
+        stored = [self._answer(m, StoredPages) for m in self._members.memory if self._tier.wanted]
         check_alike(readies)
         ranks = list(readies.values())[: self._size]
         self._kv_bytes = [ready.kv_bytes for ready in ranks]
         log.info("view %d: %s", self.view, ", ".join(f"{m.label} is pid {m.handle.pid}" for m in self._members))
-        return self._together(ranks)
+        return self._tier.completed(self._together(ranks), self._identity, stored)
 
     def next_view(self) -> int:
         """Its number; there is no way back."""
@@ -244,7 +248,13 @@ class Cohort:
             rank = member.handle.index % self._size
             joining = [self._name(m.handle) for m in self._members.compute[rank :: self._size] + self._members.prefill]
             left = None if keep is None else list(keep)
-            self._members.send(member, Connect(view=self.view, joining=joining, keep=left))
+            place = self._tier.place(member.handle.index, self._identity)
+            self._members.send(member, Connect(view=self.view, joining=joining, keep=left, tier=place))
+
+    @property
+    def _identity(self) -> bytes:
+        """Of the model."""
+        return self._loaded[self._members.compute[0]].identity
 
     def _connect_compute(self, readies: dict[str, ComputeReady]) -> None:
         """Ranks meet, replicas form their ring and come to the memory workers, one after the other."""
@@ -340,6 +350,7 @@ class Cohort:
             name=self._name(handle),
             key=self._compute_key,
             trace=self._trace,
+            identify=self._tier.wanted,
         )
 
     def _gpu_number(self, handle: WorkerHandle) -> int:

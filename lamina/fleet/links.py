@@ -21,12 +21,13 @@ from lamina.protocol.control import (
     StepDone,
     Trace,
 )
+from lamina.protocol.tiers import StoredPages, Transferred
 
 from .launchers import WorkerHandle
 
 FROM_WORKERS = (
     MemoryReady | Loaded | ComputeReady | Progress | StepDone | Stats | ClockTime | Rate | Trace
-    | Halted | Broken | Failed
+    | Halted | Broken | Failed | StoredPages | Transferred
 )  # fmt: skip
 
 

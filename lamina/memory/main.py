@@ -88,6 +88,8 @@ class MemoryServer:
                 service.fail(f"memory worker: {type(e).__name__}: {e}")
                 raise
         finally:
+            if self._worker is not None:
+                self._worker.close()
             if self._fabric is not None:
                 self._fabric.close()
 
@@ -120,7 +122,8 @@ class MemoryServer:
 
                 start, asked = self._start, self._start.devices.memory_device
                 device = pick("--memory-device", asked, start.device_number)
-                self._worker = MemoryWorker(device, self._trace, share(asked, start.device_users))
+                parts = share(asked, start.device_users)
+                self._worker = MemoryWorker(device, self._trace, parts, self._service.link.send)
             return self._worker
 
     def _set_threads(self) -> None:

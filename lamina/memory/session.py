@@ -16,9 +16,12 @@ from lamina.netstack import Arrival, Channel, ChannelTimeout
 from lamina.observe.trace import Event, Recorder
 from lamina.protocol.plan import (
     Bind,
+    Export,
+    Import,
     Key,
     Kind,
     ProtocolError,
+    StepPlan,
     decode_bind,
     decode_direct,
     decode_join,
@@ -37,6 +40,7 @@ from .meter import Meter
 from .native_layers import NativeLayers, can_be_native
 from .step import Step
 from .store import Store
+from .transfers import Transfers
 
 
 class Layers(Protocol):
@@ -77,6 +81,7 @@ class Session:
         self._direct_due = False  # whether a channel for kernels is still to come
         self._store = self._bind(open_store)
         self._device_layers: DeviceLayers | None = None
+        self.transfers: Transfers | None = None  # set before ``run``, where pages are kept beside the pool
 
     @property
     def missing(self) -> int:
@@ -166,8 +171,11 @@ class Session:
                 if plan.view != self._view:
                     raise ProtocolError(self._other_view(f"step {plan.step}", plan.view))
                 self._grants.check(plan)
+                self._check_transfers(plan)
                 self._store.begin(plan)
                 self._grants.add(plan, self._store)
+                if self.transfers is not None:
+                    self.transfers.add(plan)
                 step = Step(self._store, plan)
         except (ProtocolError, PlanError, NoBlocksError) as e:
             self._inbox.refused[key.batch] = key
@@ -181,6 +189,13 @@ class Session:
         self._meter.add("steps", 1)
         self._meter.add("rows", step.plan.num_rows)
         return step, plan.more
+
+    def _check_transfers(self, plan: StepPlan) -> None:
+        if self.transfers is not None:
+            self.transfers.settle()
+            self.transfers.check(plan)
+        elif any(isinstance(op, Export | Import) for op in plan.ops):
+            raise ProtocolError(f"step {plan.step} saves or loads, and there is no medium beside the pool")
 
     def _bind(self, open_store: Callable[[Bind], Store]) -> Store:
         """Wait for a Bind that can be; the peer may try again after a refusal, or leave."""

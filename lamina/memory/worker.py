@@ -7,22 +7,27 @@ view begins, it lets go of all channels. The sequences stay: a Bind of the same 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import cast
 
 import torch
 
+from lamina.kv.media import Medium, MediumError, MediumPlace, open_medium
+from lamina.kv.victims import Policy
 from lamina.netstack import Channel, ChannelTimeout
 from lamina.observe.trace import OFF, Recorder
 from lamina.protocol.control import Connect
-from lamina.protocol.plan import Bind, Keep, ProtocolError
+from lamina.protocol.plan import Bind, ProtocolError
+from lamina.protocol.tiers import MOST_LISTED, StoredPages, TierPlace, Transferred
 from lamina.workers.devices import CPU, FREE_PART
 from lamina.workers.view import ViewDoor, ViewFabric, ViewListener
 
 from .meter import Meter
 from .session import Session
 from .store import Store, check_bind, read_rate
+from .transfers import Transfers
 
 POLL_S = 1.0  # of a wait that only an event ends: somebody comes
 
@@ -30,12 +35,21 @@ POLL_S = 1.0  # of a wait that only an event ends: somebody comes
 class MemoryWorker:
     """Serves one view after the other. Holds state, decides nothing."""
 
-    def __init__(self, device: torch.device = CPU, trace: Recorder = OFF, share: float = FREE_PART) -> None:
-        """``share``: see Store."""
-        self.device, self._share = device, share
+    def __init__(
+        self,
+        device: torch.device = CPU,
+        trace: Recorder = OFF,
+        share: float = FREE_PART,
+        report: Callable[[StoredPages | Transferred], None] = lambda message: None,
+    ) -> None:
+        """``share``: see Store. ``report``: to the driver, from any thread."""
+        self.device, self._share, self._report = device, share, report
         self._meter = Meter()
         self._trace = trace
         self._store: Store | None = None  # outlives the sessions
+        self._medium: Medium | None = None  # so does it
+        self._tier: TierPlace | None = None  # where that is
+        self._transfers: Transfers | None = None  # of the session
         self._lock = threading.Lock()
         self._fabric: ViewFabric | None = None  # of the session
         self._called = -1  # the newest view that the driver has named
@@ -44,7 +58,8 @@ class MemoryWorker:
     def stats(self) -> dict[str, float]:
         """Since the start: attend_s, write_s, grant_s (writing what prefill workers send), wait_s, plan_s; steps, rows,
         turns (a step in a layer), native_turns of them, refused, dropped (messages of older views); stores (that were
-        allocated), connects; stored_bytes that attention read; payload bytes_received, bytes_sent.
+        allocated), connects; stored_bytes that attention read; payload bytes_received, bytes_sent; load_s, save_s,
+        kv_loaded_bytes, kv_saved_bytes (pages from and to the medium beside the pool).
 
         Safe from any thread.
         """
@@ -78,8 +93,9 @@ class MemoryWorker:
         try:
             listener = fabric.at(door)
             with torch.inference_mode():
-                open_store = partial(self._open_store, meeting.keep)
+                open_store = partial(self._open_store, meeting)
                 session = Session(_first(listener), open_store, self._meter, self._trace, meeting.view, meeting.joining)
+                session.transfers = self._transfers
                 while session.missing:
                     self._join(session, listener)
                 session.run()
@@ -88,6 +104,18 @@ class MemoryWorker:
             raise
         finally:
             fabric.close()
+            self._end_transfers()
+
+    def close(self) -> None:
+        """Let go of the medium. For the thread that serves."""
+        if self._medium is not None:
+            self._medium.close()
+
+    def _end_transfers(self) -> None:
+        """Behind the driver's end what is to be saved is saved; behind a loss it is not, and the pool changes."""
+        transfers, self._transfers = self._transfers, None
+        if transfers is not None:
+            transfers.end(finish=bool(self._aborted))
 
     def _enter(self, view: int) -> ViewFabric:
         fabric = ViewFabric(view)
@@ -109,10 +137,11 @@ class MemoryWorker:
         """Sequence -> tokens that it has in all layers. For the thread that serves, between two views."""
         return {} if self._store is None else self._store.written.report()
 
-    def _open_store(self, keep: Sequence[Keep] | None, bind: Bind) -> Store:
-        """The store that is there, with the sequences of ``keep``, where ``bind`` is of its shape. Else a new one in
-        its place. Raises as Store; PlanError where ``keep`` is not here.
+    def _open_store(self, meeting: Connect, bind: Bind) -> Store:
+        """The store that is there, with the sequences that stay, where ``bind`` is of its shape. Else a new one in
+        its place. Raises as Store; PlanError where these are not here.
         """
+        self._end_transfers()  # of a Bind that was refused
         if self._store is not None and self._store.fits(bind):
             self._store.renew(bind)
         else:
@@ -120,9 +149,35 @@ class MemoryWorker:
             self._store = None  # both may not fit
             self._store = Store(bind, self.device, self._share)
             self._meter.add("stores", 1)
-        if keep is not None:
-            self._store.reconcile(keep)
+        if meeting.keep is not None:
+            self._store.reconcile(meeting.keep)
+        if meeting.tier is not None:
+            self._open_tier(meeting.tier, self._store, meeting.view)
         return self._store
+
+    def _open_tier(self, tier: TierPlace, store: Store, view: int) -> None:
+        """Raises ValueError where it cannot be had."""
+        if self._medium is None or self._tier != tier:
+            self.close()
+            self._medium, self._tier = open_medium(tier.medium, _place(tier)), tier
+        self._transfers = Transfers(self._medium, store, self._report, self._meter, view, tier.rank)
+        try:
+            keys = self._transfers.pages(MOST_LISTED)
+        except MediumError as e:
+            raise ValueError(str(e)) from None
+        self._report(StoredPages(view=view, keys=keys))
+
+
+def _place(tier: TierPlace) -> MediumPlace:
+    return MediumPlace(
+        tier.size,
+        tier.identity,
+        tier.workers,
+        cast("Policy", tier.policy),  # which ``open_medium`` checks
+        tier.directory,
+        tier.secret,
+        tier.server,
+    )
 
 
 def _over(view: int, newer: int) -> str:

@@ -21,6 +21,7 @@ from lamina.request import FILTERS, Score
 from .options import BatchingOptions, Deadlines, DeviceOptions, KVOptions, ModelOptions, TopologyOptions
 from .partition import Lanes
 from .plan import Keep, StepPlan
+from .tiers import TierFacts, TierPlace
 
 MAX_FRAME = 1 << 28
 VIEW_BITS = 16  # of a view, which is the epoch of all channels that are opened under it
@@ -115,6 +116,7 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     key: bytes  # empty: the worker's environment has it
     trace: bool  # record spans
     progress: bool = True  # somebody listens to it
+    identify: bool = False  # tell the model's identity
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
@@ -122,6 +124,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
 
     ring_url: str = ""  # for the replica before it; empty: there is one replica
     rank_url: str = ""  # for the other ranks of its replica; empty: there is one rank
+    identity: bytes = b""  # of the model, as kv.keys has it; empty: nobody keeps its KV beside the pool
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
@@ -147,6 +150,7 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
     before: str = ""  # the name of the replica before it
     keep: list[Keep] | None = None  # of memory and prefill workers: the KV that stays, and no other; None: all of it
     kv_bytes: list[int] = []  # of compute workers: what each of these memory workers has for KV; empty: none has yet
+    tier: TierPlace | None = None  # of a memory worker: None: it keeps nothing beside its pool
 
 
 class Halt(msgspec.Struct, frozen=True, kw_only=True, tag="halt"):
@@ -200,6 +204,7 @@ class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready
     block_size: int
     kv_bytes: list[int] = []  # of each memory worker of this rank
     summary: dict[str, Any]  # of the program: slices, cut and message bytes, seconds of each stage
+    tier: TierFacts | None = None  # of the memory workers, filled in by the driver; None: they keep nothing beside it
 
 
 class Penalties(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

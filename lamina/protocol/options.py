@@ -32,6 +32,7 @@ from .declare import (
     torch_name,
 )
 from .partition import PARTITIONS
+from .tier_options import TierOptions
 
 _T = TypeVar("_T")
 CHUNK_TOKENS = 128  # of attention.merge, which needs torch
@@ -361,6 +362,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     devices: DeviceOptions = DeviceOptions()
     launching: LaunchOptions = LaunchOptions()
     deadlines: Deadlines = Deadlines()
+    tier: TierOptions = TierOptions()
 
     @property
     def addresses(self) -> list[str]:

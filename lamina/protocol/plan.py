@@ -40,9 +40,11 @@ from .options import KVOptions
 from .partition import Lanes, Partition
 from .placement import FIRST, Place
 
-VERSION = 5
+VERSION = 6
 # Of a sequence, whose K and V are still to come: behind a window, a third may give blocks back that the first fills.
 GRANTS_AHEAD = 2
+MOST_PAGES = 64  # of a transfer
+KEY_BYTES = 32  # of a page's key
 
 
 class Kind(enum.IntEnum):
@@ -152,7 +154,39 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
         return Rows(self.sequence, self.first, self.count, self.place)
 
 
-SequenceOp = New | Fork | Free | Truncate | Grant
+class Export(msgspec.Struct, frozen=True, array_like=True, tag="export"):
+    """Save whole pages of a sequence, from position ``first`` on, in the medium under ``keys``. Until every memory
+    worker has reported the end of the transfer, the sequence must have no rows and must not be freed or truncated.
+    Transfers are numbered in the order of the plans. ``prompt``: tokens that the prompt has of the sequence.
+    """
+
+    sequence: int
+    id: int
+    first: int
+    count: int
+    keys: list[bytes]
+    tenant: bytes
+    prompt: int = 0
+
+
+class Import(msgspec.Struct, frozen=True, array_like=True, tag="import"):
+    """Hold blocks as Rows do, for whole pages that memory workers load from the medium; else as Export."""
+
+    sequence: int
+    id: int
+    first: int
+    count: int
+    keys: list[bytes]
+    place: Place = FIRST
+
+    @property
+    def rows(self) -> Rows:
+        """The tokens for which the sequence holds blocks."""
+        return Rows(self.sequence, self.first, self.count, self.place)
+
+
+Transfer = Export | Import
+SequenceOp = New | Fork | Free | Truncate | Grant | Export | Import
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True):

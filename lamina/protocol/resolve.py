@@ -167,6 +167,12 @@ def _check_prefixes(config: EngineConfig) -> None:
         raise ValueError(
             "--enable-prefix-caching: prefill workers compute whole prompts: leave it out, or --prefill-workers"
         )
+    tier = config.tier
+    if tier.medium and not config.batching.enable_prefix_caching:
+        name = "--kv-store-dir" if tier.kv_store_dir else "--kv-offloading-size"
+        raise ValueError(f"{name} keeps what --enable-prefix-caching finds: say that too, or leave this one out")
+    if tier.kv_store_dir and config.launching.starter != "local":
+        raise ValueError("--kv-store-dir is a directory of this machine, for --launcher local: leave it out")
 
 
 def _check_ranks(config: EngineConfig) -> None:

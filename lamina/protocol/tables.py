@@ -17,7 +17,7 @@ from .extents import Extent, Extents
 from .extents import PlanError as PlanError
 from .partition import Lanes
 from .placement import Place, Placement
-from .plan import Fork, Free, Grant, Keep, New, Rows, SequenceOp, StepPlan, Truncate
+from .plan import Export, Fork, Free, Grant, Import, Keep, New, Rows, SequenceOp, StepPlan, Truncate
 
 NOT_HERE = -1  # a block that is to be taken
 
@@ -78,6 +78,10 @@ class BlockTables:
     def length(self, sequence: int) -> int:
         """Tokens of ``sequence`` up to the end of its last rows. Raises PlanError if it does not exist."""
         return self._extent(self._sequences, sequence).length
+
+    def place(self, sequence: int) -> Place:
+        """Where ``sequence`` lies. Raises PlanError if it does not exist."""
+        return self._extent(self._sequences, sequence).place
 
     def table(self, group: int, sequence: int) -> tuple[int, array[int]]:
         """(start, ids): the blocks of the sequence from the ``start``-th on that are kept, in order. Read only."""
@@ -207,7 +211,7 @@ class BlockTables:
             if isinstance(op, Fork):
                 forked.add(op.sequence)
                 shared |= dict.fromkeys((op.sequence, op.source), op.length)
-            elif isinstance(op, Grant):
+            elif isinstance(op, Grant | Import):
                 self._check_alone(op.rows, shared)
         seen: set[int] = set()
         for row in plan.rows:
@@ -290,8 +294,16 @@ class BlockTables:
                 if not 0 <= op.length <= extent.length:
                     raise PlanError(f"cannot truncate sequence {op.sequence} of {extent.length} tokens to {op.length}")
                 return replace(extent, length=op.length) if op.length else self._extents.empty
-            case Grant():
+            case Grant() | Import():
                 return self._extents.advance(self._extent(changes, op.sequence), op.rows)
+            case Export():
+                extent = self._extent(changes, op.sequence)
+                if not 0 <= op.first < op.first + op.count <= extent.length:
+                    raise PlanError(
+                        f"cannot save tokens {op.first}..{op.first + op.count} of sequence {op.sequence} of "
+                        f"{extent.length} tokens"
+                    )
+                return extent
 
     def _extent(self, changes: dict[int, Extent | None] | dict[int, Extent], sequence: int) -> Extent:
         extent = changes[sequence] if sequence in changes else self._sequences.get(sequence)

@@ -114,6 +114,7 @@ class _Play:
         assert self.take_steps(MOST_STEPS), "nothing comes to its end"
         engine = self._engine
         engine.settle()
+        engine.rest()
         self._check_end()
         found: list[tuple[Completion, ...]] = [()] * len(self._of.asks)
         for request, (place, _) in self._asked.items():

@@ -67,7 +67,7 @@ def scenario(seed: int) -> Scenario:
     """Of all kinds: topologies, prompts, parameters, memory enough and too little, losses, and losses meanwhile."""
     rng = random.Random(seed)
     batches = rng.choice((1, 1, 2, 3))
-    options = {
+    options: dict[str, Any] = {
         "memory_workers": rng.randint(1, 3),
         "pipeline": batches,
         "prefill_workers": rng.choice((0, 0, 1, 2)),
@@ -81,6 +81,9 @@ def scenario(seed: int) -> Scenario:
     num_blocks = -(-MAX_LEN // BLOCK) + (rng.randint(0, 3) if tight else 100)
     asks = _alike(seed, tuple(_ask(rng) for _ in range(rng.randint(1, 7))))
     options["enable_prefix_caching"] = seed % 3 == 0 and not options["prefill_workers"]
+    if options["enable_prefix_caching"] and seed % 2 == 0:
+        options |= {"kv_offloading_size": "1MiB"}
+        num_blocks, asks = -(-MAX_LEN // BLOCK) + seed % 4, _again(seed, asks)
     roles = [("compute", i) for i in range(max(1, batches - 1))]
     roles += [("memory", i) for i in range(options["memory_workers"])]
     roles += [("prefill", i) for i in range(options["prefill_workers"])]
@@ -132,6 +135,14 @@ def _alike(seed: int, asks: tuple[Arriving, ...]) -> tuple[Arriving, ...]:
     for ask in asks:
         before = found[-1].prompt if found and rng.random() < 0.6 else ()
         found.append(replace(ask, prompt=(*before[: rng.randint(4, 24)], *ask.prompt)[:24]))
+    return tuple(found)
+
+
+def _again(seed: int, asks: tuple[Arriving, ...]) -> tuple[Arriving, ...]:
+    """All of them come again, later and in another order."""
+    rng, found = random.Random(seed), list(asks)
+    for _ in range(2):
+        found += [replace(ask, at_s=ask.at_s + rng.uniform(0.1, 0.6)) for ask in rng.sample(asks, len(asks))]
     return tuple(found)
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from lamina.engine.wire import ViewChanged
 from lamina.fleet.arrivals import Arrivals
 from lamina.protocol.control import ComputeReady, Drawn, RunRound, RunStep, StepDone
-from lamina.protocol.plan import Fork, Grant, Keep, New, Rows
+from lamina.protocol.plan import Export, Fork, Grant, Import, Keep, New, Rows
+from lamina.protocol.tiers import TierFacts, Transferred
 from lamina.sampling.history import Due, Histories
 
 from .clock import VirtualClock
@@ -19,6 +20,7 @@ from .scenario import MAX_LEN, Fault, Scenario
 from .workers import TORN, SimMemory, SimPrefill
 
 NOTICED_S = 0.01  # from a death to the driver's knowing it
+PAGE = 8  # tokens, of what is kept beside the pools
 START_S = 1.0  # of a new worker
 Worker = tuple[str, int]
 
@@ -58,6 +60,7 @@ class SimWire:
         self._replicas = max(1, self._batches - 1)
         self.memory = [SimMemory(w, layout) for w in range(self._num_memory)]
         self._num_prefill = scenario.options["prefill_workers"]
+        self._keeps = bool(scenario.options.get("kv_offloading_size"))
         self.view = 1
         self.ready = self._ready()
         self.losses = 0
@@ -79,6 +82,7 @@ class SimWire:
         self._grants: list[dict[tuple[int, int], Grant]] = [{} for _ in self.memory]  # by prefill worker and step
         self._told: list[tuple[Worker, StepDone]] = []  # on their way to the driver
         self._inbox: list[StepDone] = []
+        self._moved: deque[Transferred] = deque()
         self._arrivals = Arrivals()
 
     def _ready(self) -> ComputeReady:
@@ -87,8 +91,13 @@ class SimWire:
             view=self.view, vocab_size=VOCAB, num_layers=3, max_model_len=MAX_LEN, dtype="float32",
             eos_token_ids=[EOS], windows=layout.windows, lanes=layout.lanes, stripe=layout.stripe,
             num_blocks=[[layout.num_blocks] * len(h) for h in layout.holders], holders=layout.holders,
-            block_size=layout.block_size, summary={},
+            block_size=layout.block_size, summary={}, tier=self._tier(),
         )  # fmt: skip
+
+    def _tier(self) -> TierFacts | None:
+        if not self._keeps:
+            return None
+        return TierFacts(secret=b"s" * 32, identity=b"", page=PAGE, pages=[list(w.medium) for w in self.memory])
 
     # Wire:
     def submit(self, new: RunRound) -> None:
@@ -114,10 +123,12 @@ class SimWire:
         self._chunks[worker].append(_Chunk(run, worker))
         self._compute_next(worker)
 
-    def wait(self) -> StepDone | ViewChanged:
+    def wait(self) -> StepDone | Transferred | ViewChanged:
         while True:
             if self._noticed:
                 return self._halt()
+            if self._moved:
+                return self._moved.popleft()
             if (done := self._arrivals.take()) is not None:
                 return done
             chunk = next((d for d in self._inbox if d.batch >= self._batches), None)
@@ -234,6 +245,10 @@ class SimWire:
                 if isinstance(op, Grant):
                     self._grants[number][op.worker, op.step] = op
             worker.begin(job.run.plan)
+            for op in job.run.plan.ops:
+                if isinstance(op, Export | Import) and op.id > worker.last_transfer:
+                    worker.last_transfer = op.id
+                    self._later(self._transfer, number, op)
             job.begun.add(number)
             if not job.run.plan.rows:
                 job.written.add(number)
@@ -295,6 +310,10 @@ class SimWire:
         if self._queues[number] and self._queues[number][0] is jobs and all(number in j.written for j in jobs):
             self._queues[number].popleft()
             self._go_on(number)
+
+    def _transfer(self, number: int, op: Export | Import) -> None:
+        if self._lives("memory", number):
+            self._later(self._moved.append, self.memory[number].transfer(op, self._rng))
 
     def _tell(self, who: Worker, done: StepDone) -> None:
         self._told.append((who, done))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from lamina.memory.written import WrittenTokens
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place
-from lamina.protocol.plan import Free, Keep, New, Rows, StepPlan
+from lamina.protocol.plan import Export, Free, Import, Keep, New, Rows, StepPlan
 from lamina.protocol.tables import BlockTables
+from lamina.protocol.tiers import Transferred
 
 from .model import value
 
+MOST_KEPT = 12  # pages beside a pool
 TORN = -(10**9)  # stored by a step that ended half way
 
 
@@ -44,6 +47,8 @@ class SimMemory:
         self.groups = [g for g, holders in enumerate(layout.holders) if number in holders]
         self.tables = layout.tables(self.groups)
         self.written = WrittenTokens()
+        self.medium: dict[bytes, list[list[int]]] = {}  # by page
+        self.last_transfer = -1
         self._weights = [layout.weight(g, number) for g in self.groups]
         self._size = layout.block_size
         self._blocks = [[[0] * layout.block_size for _ in range(layout.num_blocks)] for _ in self.groups]
@@ -69,6 +74,33 @@ class SimMemory:
                     start = number * self._size
                     found += sum(block[max(0, low - start) : stop - start])
         return found
+
+    def transfer(self, op: Export | Import, rng: random.Random) -> Transferred:
+        """Save pages into a medium of MOST_KEPT, or load them, of which some are lost."""
+        assert op.sequence in self.tables.sequences, "a sequence has gone while it was saved or loaded"
+        done, gone, page = len(op.keys), list[bytes](), op.count // len(op.keys)
+        for number in reversed(range(len(op.keys))):
+            key, blocks = op.keys[number], self._page(op.sequence, op.first + number * page, page)
+            if not blocks:  # others keep it
+                continue
+            if isinstance(op, Export):
+                self.medium[key] = [list(block) for block in blocks]
+                while len(self.medium) > MOST_KEPT:
+                    gone.append(next(iter(self.medium)))
+                    del self.medium[gone[-1]]
+            elif rng.random() < 0.1 or key not in self.medium:
+                done = number
+            else:
+                for block, stored in zip(blocks, self.medium[key], strict=True):
+                    block[:] = stored
+        if isinstance(op, Import):
+            self.written.done([Rows(op.sequence, op.first, done * page)])
+        return Transferred(view=0, id=op.id, pages=done, gone=gone, error="" if done == len(op.keys) else "lost")
+
+    def _page(self, sequence: int, first: int, count: int) -> list[list[int]]:
+        place, numbers = self.tables.place(sequence), range(first // self._size, (first + count) // self._size)
+        found = (self._block(group, sequence, place, n) for group in range(len(self.groups)) for n in numbers)
+        return [block for block in found if block is not None]
 
     def reconcile(self, keep: Sequence[Keep]) -> None:
         """See BlockTables."""

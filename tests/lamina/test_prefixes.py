@@ -36,7 +36,7 @@ class Desk:
         return self.prefixes.match(self.prefixes.beginnings(sequence))
 
     def is_coming(self, sequence: Sequence, hit: Hit | None) -> bool:
-        return self.prefixes.is_coming(self.prefixes.beginnings(sequence), hit)
+        return self.prefixes.coming(self.prefixes.beginnings(sequence), hit) is not None
 
     def serve(
         self, number: int, prompt: list[int], more: tuple[int, ...] = (), reason: str = "stop", salt: bytes = b""

@@ -193,7 +193,15 @@ def test_what_a_slow_reader_takes_late_adds_up(parts: list[tuple[int, str, bool]
 def test_metrics_are_shown_under_both_names_and_only_if_they_exist() -> None:
     client = FakeClient()
     client.state = State(
-        running=1, waiting=2, free_blocks=[48], preemptions=3, steps=10, prefix_queries=9, prefix_hits=4
+        running=1,
+        waiting=2,
+        free_blocks=[48],
+        preemptions=3,
+        steps=10,
+        prefix_queries=9,
+        prefix_hits=4,
+        external_queries=5,
+        external_hits=2,
     )
     client.cached = 1
     service = make_service(client, metrics_compat="vllm")
@@ -205,7 +213,9 @@ def test_metrics_are_shown_under_both_names_and_only_if_they_exist() -> None:
                      "request_queue_time_seconds_sum{L} 0.001", "prefix_cache_queries_total{L} 9.0",
                      "prefix_cache_hits_total{L} 4.0", "prompt_tokens_cached_total{L} 1.0",
                      "request_max_num_generation_tokens_sum{L} 2.0",
-                     "request_prefill_kv_computed_tokens_sum{L} 2.0"):  # fmt: skip
+                     "request_prefill_kv_computed_tokens_sum{L} 2.0",
+                     "external_prefix_cache_queries_total{L} 5.0",
+                     "external_prefix_cache_hits_total{L} 2.0"):  # fmt: skip
             assert prefix + line.replace("{L}", '{engine="0",model_name="tiny"}') in text
         named = '{engine="0",model_name="tiny",'
         for line in ('num_requests_waiting_by_reason{L}reason="capacity"} 2.0',

@@ -34,12 +34,14 @@ class Setting:
     like: Setting | None = None  # the run whose bits it is compared with; it comes earlier
     options: dict[str, Any] = field(default_factory=dict)
     alone: bool = False  # one prompt after the other, instead of all at once
+    restored: bool = False  # the pools have been emptied before, so that KV is loaded from beside them
 
     @property
     def text(self) -> str:
         """Its flags, as ``lamina-launch`` takes them."""
         words = [_words(name, value) for name, value in self.options.items()]
-        return " ".join([*words, *(["(prompts one by one)"] if self.alone else [])])
+        said = ["(prompts one by one)"] * self.alone + ["(KV loaded)"] * self.restored
+        return " ".join([*words, *said])
 
 
 # What every run has, unless its options say otherwise. Prompts longer than a chunk are read in several steps, next to
@@ -72,6 +74,7 @@ def quick(attention: Sequence[str]) -> list[Setting]:
         _fixed("pipeline", pipeline=3),
         _fixed("prefill workers", prefill_workers=1),
         *_cached(),
+        *_restored(memory_workers=2),
         RANKS,
         _ranks(transport="shm", memory_workers=4),
         _ranks(pipeline=3),
@@ -99,6 +102,7 @@ def whole(attention: Sequence[str], gemm: Sequence[str], transports: Sequence[st
         *(_fixed("prefill workers", prefill_workers=n) for n in (1, 2)),
         *_cached(),
         *(s for o in splits for s in _cached(**o, pipeline=2)),
+        *(s for o in splits for s in _restored(**o)),
         *(_fixed("prefill workers", **o, prefill_workers=1, pipeline=2) for o in splits),
         Setting("prefill workers", Exactness.TOKEN_EQUAL, BASE, {"prefill_workers": 1}),
         RANKS,
@@ -146,6 +150,13 @@ def _cached(**options: Any) -> tuple[Setting, Setting]:
     found = {**options, **FIXED.options, "enable_prefix_caching": True}
     settings = (Setting("prefix cache", Exactness.BITWISE, FIXED, found, alone=alone) for alone in (False, True))
     return next(settings), next(settings)
+
+
+def _restored(**options: Any) -> tuple[Setting, Setting]:
+    """All prompts, and once more in the same engine, whose pools are empty by then."""
+    found = {**options, **FIXED.options, "enable_prefix_caching": True, "kv_offloading_size": "1GiB"}
+    first = Setting("restore", Exactness.BITWISE, FIXED, found)
+    return first, Setting("restore", Exactness.BITWISE, FIXED, found, alone=True, restored=True)
 
 
 def _ranks(**options: Any) -> Setting:

@@ -20,6 +20,7 @@ from lamina.models.load import load
 from lamina.protocol.control import ComputeReady, RunRound, StepDone
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.plan import Keep
+from lamina.protocol.tiers import Transferred
 from lamina.request import RequestOutput, SamplingParams
 
 from .agreement import ERROR_ALLOWED, Agreement, compare
@@ -75,7 +76,14 @@ class Check:
             wire = RecordedWire(llm.engine.wire)
             llm.engine.wire = wire
             for setting in settings:
-                yield self._judge(setting, self._outcome(llm, wire, setting.alone, start))
+                before = _loaded_bytes(llm)
+                if setting.restored:
+                    llm.engine.rest()  # until all is saved
+                    llm.engine.scheduler.give_up_retained()
+                verdict = self._judge(setting, self._outcome(llm, wire, setting.alone, start))
+                if setting.restored and _loaded_bytes(llm) == before:
+                    verdict = failed(setting, "no KV was loaded: prompts need more than 128 tokens", held=None)
+                yield verdict
                 start = time.monotonic()
 
     def _outcome(self, llm: LLM, wire: RecordedWire, alone: bool, start: float) -> Outcome:
@@ -106,6 +114,10 @@ class Check:
         if setting.like not in self._outcomes:
             return failed(setting, f"{setting.like.axis} could not be run", held=None)
         return judge(setting, outcome, self._outcomes[setting.like])
+
+
+def _loaded_bytes(llm: LLM) -> float:
+    return sum(values.get("kv_loaded_bytes", 0.0) for values in llm.stats().values())
 
 
 def random_prompts(llm: LLM, params: SamplingParams) -> list[list[int]]:
@@ -149,7 +161,7 @@ class RecordedWire:
                 number = {r.sequence: self._arrived.setdefault(r.sequence, len(self._arrived)) for r in plan.rows}
                 self.plans.append((plan.batch, tuple((number[r.sequence], r.first, r.count) for r in plan.rows)))
 
-    def wait(self) -> StepDone | ViewChanged:
+    def wait(self) -> StepDone | Transferred | ViewChanged:
         return self._wire.wait()
 
     def look(self) -> ViewChanged | None:

@@ -250,6 +250,8 @@ class _Loop:
             preemptions=scheduler.num_preemptions,
             prefix_queries=scheduler.prefixes.num_queried,
             prefix_hits=scheduler.prefixes.num_hit,
+            external_queries=scheduler.tier.num_queried if scheduler.tier else 0,
+            external_hits=scheduler.tier.num_hit if scheduler.tier else 0,
             steps=self._steps,
             recovering=self._pools.recovering,
         )

@@ -112,6 +112,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     steps: int
     prefix_queries: int = 0  # tokens of all completions that were admitted
     prefix_hits: int = 0  # of them, those whose KV was there
+    external_queries: int = 0  # of them, those whose KV the pools had not, where it is kept beside them
+    external_hits: int = 0  # of these, those whose KV was loaded
     recovering: bool = (
         False  # a worker was lost, and another one takes its place: the engine lives, and no step is done
     )

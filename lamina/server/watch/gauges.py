@@ -12,6 +12,11 @@ from lamina.server.link.client import EngineClient
 
 from .metrics import PREFIX
 
+KEPT = {  # a memory worker's counter -> the family's name, and its text
+    "kv_loaded_bytes": ("kv_offload_load_bytes", "K and V that a memory worker has loaded from beside its pool"),
+    "kv_saved_bytes": ("kv_offload_store_bytes", "K and V that a memory worker has saved beside its pool"),
+}
+
 
 class EngineGauges(Collector):
     """A collector over the client's latest State and Counters; families without a value yet are absent."""
@@ -46,6 +51,8 @@ class EngineGauges(Collector):
         for name, text, value in (
             ("prefix_cache_queries", "tokens of completions that were admitted", state.prefix_queries),
             ("prefix_cache_hits", "of them, those whose KV an earlier request had left", state.prefix_hits),
+            ("external_prefix_cache_queries", "of them, those whose KV the pools had not", state.external_queries),
+            ("external_prefix_cache_hits", "of these, those whose KV was loaded", state.external_hits),
         ):
             family = self._counter(name, text)
             family.add_metric(self._values, value)
@@ -77,6 +84,7 @@ class EngineGauges(Collector):
         wire = self._counter("worker_bytes", "payload of a memory worker's messages", "worker", "direction")
         read = self._counter("attention_bytes", "stored K and V that a memory worker's attention has read", "worker")
         refused = self._counter("refused_plans", "plans that a memory worker refused", "worker")
+        kept = {name: self._counter(*words, "worker") for name, words in KEPT.items()}
         for worker, values in sorted(counters.items()):
             for name, value in values.items():
                 if name.endswith("_s"):
@@ -85,9 +93,11 @@ class EngineGauges(Collector):
                     wire.add_metric([*self._values, worker, name.removeprefix("bytes_")], value)
                 elif name == "stored_bytes":
                     read.add_metric([*self._values, worker], value)
+                elif name in KEPT:
+                    kept[name].add_metric([*self._values, worker], value)
                 elif name == "refused":
                     refused.add_metric([*self._values, worker], value)
-        yield from (seconds, wire, read, refused)
+        yield from (seconds, wire, read, refused, *kept.values())
         rows, hops, wait_s = self._hops()
         kinds = self._counter("layer_bytes", "tensor bytes between the pools by kind of message", "kind")
         prefilled = sum(v.get("rows", 0.0) for k, v in self._client.counters.items() if k.startswith("prefill"))

@@ -118,6 +118,8 @@ SHARED = frozenset(
     for name in (
         "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions", "cache_config",
         "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens_by_source", "num_requests_waiting_by_reason",
+        "external_prefix_cache_queries", "external_prefix_cache_hits",
+        "kv_offload_load_bytes", "kv_offload_store_bytes",
         "request_success", "admission_rejections", *_HISTOGRAMS, *_COUNTERS,
     )
 )  # fmt: skip

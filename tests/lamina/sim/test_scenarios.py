@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from lamina.engine.engine import Engine
@@ -13,9 +15,10 @@ from lamina.engine.prefill import Prefill
 from lamina.engine.prefixes import Prefixes
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
+from lamina.engine.tier import Tier
 from lamina.protocol.block_pool import BlockPool
 from lamina.protocol.tables import BlockTables
-from lamina.sim.run import BrokenError, check, check_restart, smaller
+from lamina.sim.run import BrokenError, check, check_restart, play, smaller
 from lamina.sim.scenario import scenario
 
 SEEDS, PARTS = 300, 6
@@ -31,6 +34,24 @@ def test_every_stream_goes_on(part: int) -> None:
         losses, preemptions = losses + outcome.losses, preemptions + outcome.preemptions
     assert losses > SEEDS / PARTS
     assert preemptions, "no memory was tight"
+
+
+def test_what_is_kept_beside_the_pools_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But that tokens are loaded, and not computed."""
+    loads, right = list[int](), Tier.load
+
+    def load(self: Tier, sequence: Sequence, length: int) -> Any:
+        loads.append(length)
+        return right(self, sequence, length)
+
+    monkeypatch.setattr(Tier, "load", load)
+    for seed in range(0, SEEDS, 6):
+        of = replace(scenario(seed), faults=())
+        if "kv_offloading_size" in of.options:
+            without = {name: value for name, value in of.options.items() if name != "kv_offloading_size"}
+            both = play(of).requests, play(replace(of, options=without)).requests
+            assert [a for ask, a, b in zip(of.asks, *both, strict=True) if ask.cancel_s is None and a != b] == []
+    assert len(loads) > SEEDS / 60
 
 
 def keeping(owner: type[Any], method: str, *fields: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -129,6 +150,18 @@ def waiting_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "roll_back", wrong)
 
 
+def rows_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose KV is being loaded has rows at once."""
+    right = Tier.load
+
+    def wrong(self: Tier, sequence: Sequence, length: int) -> Any:
+        found = right(self, sequence, length)
+        sequence.num_loading, sequence.num_scheduled = 0, length
+        return found
+
+    monkeypatch.setattr(Tier, "load", wrong)
+
+
 MISTAKES = {
     "num_scheduled": replacing(
         Scheduler, "roll_back", lambda self, steps, kept, right=Scheduler.roll_back: right(self, [], kept)
@@ -154,7 +187,7 @@ MISTAKES = {
     "numbers of sequences": replacing(
         Scheduler,
         "roll_back",
-        lambda self, *args, right=Scheduler.roll_back: (setattr(self, "_next_id", 0), right(self, *args))[1],
+        lambda self, *args, right=Scheduler.roll_back: (setattr(self._newcomers, "_next_id", 0), right(self, *args))[1],
     ),
     "prompts": prefill_keeping("prompts"),
     "chunks": prefill_keeping("in_flight"),
@@ -166,6 +199,15 @@ MISTAKES = {
     ),
     "retained KV": replacing(Prefixes, "forget_all", lambda self: []),
     "shared blocks": replacing(BlockPool, "share", lambda self, blocks: None),
+    "KV that is being saved": replacing(Prefixes, "pin", lambda self, number: None),
+    "KV that is being loaded": rows_too_early,
+    "KV that was not loaded": replacing(
+        Tier, "report", lambda self, said, right=Tier.report: right(self, msgspec.structs.replace(said, pages=64))
+    ),
+    "transfers of an older view": replacing(Tier, "cancel", lambda self: None),
+    "a beginning that was given back": replacing(
+        Tier, "_keys", lambda self, sequence, length, right=Tier._keys: right(self, sequence, length)[::-1]
+    ),
 }
 
 

@@ -1,0 +1,70 @@
+"""What K and V of a model depend on beside tokens, told so that KV can be kept for later starts (kv.keys)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamina.kv.keys import Identity
+from lamina.protocol.control import StartCompute
+from lamina.protocol.plan import LayerShape
+
+SAMPLE = 1 << 16  # bytes
+SAMPLES = 16  # of a file
+NAMES = "*.safetensors", "*.json"  # of a checkpoint
+
+
+def identity_of(start: StartCompute, loaded: Any, layers: list[LayerShape], dtype: torch.dtype) -> bytes:
+    """32 bytes, the same for all ranks. ``loaded``: the model, ``layers``: of one rank. Raises OSError."""
+    ranks = start.topology.tensor_parallel_size
+    shapes = [(x.q_heads * ranks, x.kv_heads * ranks, x.qk_dim, x.v_dim, x.spec) for x in layers]
+    config = loaded.config.to_dict()
+    config.pop("_name_or_path", None)
+    return Identity(
+        weights=_files(loaded.path) if loaded.path is not None else _values(loaded.model),
+        layers=(*map(str, shapes), _recipe(start)),
+        rope=json.dumps(config, sort_keys=True, default=str),
+        wire_dtype=str(dtype),
+        kv_dtype=start.kv.kv_cache_dtype,
+    ).digest()
+
+
+def _recipe(start: StartCompute) -> str:
+    """Where bits count, all that they depend on; else KV is as good however it was computed."""
+    if not start.model.deterministic:
+        return ""
+    told = (start.batching.prefill_chunk, start.topology.tensor_parallel_size, start.model.gemm, start.kv.attention)
+    return str((*told, torch.__version__, platform.machine()))
+
+
+def _files(directory: Path) -> str:
+    """Of a checkpoint: names, sizes, times and samples of its files. To read all of them takes as long as to load."""
+    found = hashlib.sha256()
+    for path in sorted(p for name in NAMES for p in directory.glob(name)):
+        status = path.stat()
+        found.update(f"{path.name} {status.st_size} {status.st_mtime_ns} ".encode())
+        with path.open("rb") as file:
+            for number in range(SAMPLES):
+                file.seek(status.st_size * number // SAMPLES)
+                found.update(file.read(SAMPLE))
+    return found.hexdigest()
+
+
+def _values(model: nn.Module) -> str:
+    """Of a module, whose weights are not in files."""
+    found = hashlib.sha256()
+    for name, tensor in _tensors(model):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from sorted(model.state_dict().items())

@@ -1,0 +1,48 @@
+"""The scheduler of an engine, by its options and what its workers have said."""
+
+from __future__ import annotations
+
+import math
+
+from lamina.protocol.control import ComputeReady
+from lamina.protocol.options import EngineConfig
+from lamina.protocol.tables import BlockTables
+
+from .prefill import Prefill
+from .prefixes import Prefixes
+from .scheduler import Scheduler
+from .tier import Tier
+
+
+def scheduler_of(config: EngineConfig, info: ComputeReady, ledger: BlockTables, num_batches: int) -> Scheduler:
+    """``num_batches``: that take turns at first."""
+    batching, topology = config.batching, config.topology
+    return Scheduler(
+        ledger,
+        max_num_seqs=batching.max_num_seqs,
+        prefill_chunk=batching.prefill_chunk,
+        aligned=config.model.deterministic,
+        num_batches=num_batches,
+        num_layers=info.num_layers,
+        num_replicas=topology.replicas,
+        prefill=Prefill(topology.prefill_workers, batching.prefill_chunk, topology.most_batches),
+        prefixes=_prefixes(config, ledger),
+        tier=_tier(config, ledger, info),
+        view=info.view,
+    )
+
+
+def _prefixes(config: EngineConfig, ledger: BlockTables) -> Prefixes:
+    """In whole blocks. Where bits count, a prefix ends where a fresh prompt would have been cut."""
+    batching, fixed = config.batching, config.model.deterministic
+    page = math.lcm(ledger.block_size, batching.prefill_chunk if fixed else 1)
+    return Prefixes(ledger, page if batching.enable_prefix_caching else 0, prompts_only=fixed)
+
+
+def _tier(config: EngineConfig, ledger: BlockTables, info: ComputeReady) -> Tier | None:
+    """None: nothing is kept beside the pools. Where bits count, a prompt is loaded as it is forked."""
+    if info.tier is None:
+        return None
+    fixed = config.model.deterministic
+    whole = math.lcm(info.tier.page, config.batching.prefill_chunk if fixed else 1)
+    return Tier(info.tier, ledger, info.holders, whole=whole, prompts_only=fixed)

@@ -1,0 +1,151 @@
+"""Which waiting sequences join which batch, where they begin, and what gives way to them. Pure policy: no torch, no
+I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lamina.protocol.plan import SequenceOp
+
+from .ledger import Ledger
+from .prefill import Prefill
+from .prefixes import Hit, Prefixes
+from .room import Fit, Room, less
+from .sequence import Sequence
+from .tier import Load, Tier
+
+
+@dataclass
+class Batch:
+    """Sequences that take their steps together."""
+
+    index: int
+    running: list[Sequence] = field(default_factory=list)
+    ops: list[SequenceOp] = field(default_factory=list)  # of its next plan
+
+    @property
+    def load(self) -> int:
+        """Tokens that its attention reads: what a batch costs the memory workers."""
+        return sum(s.num_promised for s in self.running)
+
+
+class Cuts(NamedTuple):
+    """Where prompts are cut: into chunks of at most ``chunk`` tokens; ``aligned``: at multiples of it only."""
+
+    chunk: int
+    aligned: bool
+
+    def piece(self, sequence: Sequence, budget: int, scheduled: int) -> int:
+        """Prompt tokens of ``sequence``, of which so many are scheduled, in this step: at most ``budget``; 0 = none
+        yet.
+        """
+        missing = sequence.num_promised - scheduled
+        if not self.aligned:
+            return min(missing, budget)
+        count = min(missing, self.chunk - scheduled % self.chunk)
+        return count if count <= budget else 0
+
+
+class Newcomers:
+    """Admits. ``max_num_seqs``: that run at once."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        room: Room,
+        cuts: Cuts,
+        prefill: Prefill,
+        prefixes: Prefixes,
+        tier: Tier | None,
+        max_num_seqs: int,
+    ) -> None:
+        self._ledger, self._room, self._cuts = ledger, room, cuts
+        self._prefill, self._prefixes, self._tier = prefill, prefixes, tier
+        self._max_num_seqs = max_num_seqs
+        self._next_id = 0
+
+    def admit(self, waiting: deque[Sequence], batches: Several[Batch], wanted: Several[dict[Sequence, int]]) -> None:
+        """Deal waiting sequences to the batches while there is room for all of their known tokens; the first that does
+        not fit holds up those behind it, so that nobody starves. Each goes to the batch that reads least, of those
+        whose next chunk has room for tokens of it: so all chunks are filled. Blocks of sequences that have ended or
+        were preempted count from the next round on.
+        """
+        running = _running(batches)
+        budgets = [self._cuts.chunk - sum(c for c in w.values() if c > 1) for w in wanted]
+        loads = [b.load for b in batches]
+        left = self._room.left(running, {s: c for w in wanted for s, c in w.items()})
+        aside = list[Sequence]()  # that wait for what others load
+        while waiting and len(_running(batches)) < self._max_num_seqs:
+            sequence = waiting[0]
+            elsewhere = self._prefill.wants(sequence)
+            beginnings = self._prefixes.beginnings(sequence)
+            hit = self._prefixes.match(beginnings)
+            if (coming := self._prefixes.coming(beginnings, hit)) is not None:
+                if not coming.num_loading:
+                    break
+                aside.append(waiting.popleft())
+                continue
+            load = self._tier.find(sequence, hit.length if hit else 0) if self._tier else None
+            scheduled = hit.length if hit else 0
+            counts = [self._cuts.piece(sequence, budget, scheduled) for budget in budgets]
+            able = [i for i, count in enumerate(counts) if load or count > 0]
+            if not able or sequence.num_drawing or (elsewhere and not self._prefill.has_room):
+                break  # a preempted one whose last token is still being drawn waits
+            to = min(able, key=loads.__getitem__)
+            for beginning in dict.fromkeys((load, hit, None)) if load else dict.fromkeys((hit, None)):
+                fit, left = self._make_way(batches, batches[to], sequence, beginning, left)
+                if fit is not None:
+                    break
+            if fit is None:
+                break
+            left = less(left, fit.blocks)
+            loads[to] += sequence.num_promised
+            self._join(batches, batches[to], waiting.popleft(), fit)
+            if elsewhere:
+                self._prefill.add(sequence)
+            elif not sequence.num_loading:
+                budgets[to] -= self._cuts.piece(sequence, budgets[to], sequence.num_scheduled)
+        waiting.extendleft(reversed(aside))
+
+    def _join(self, batches: Several[Batch], batch: Batch, sequence: Sequence, fit: Fit) -> None:
+        hit = fit.hit if isinstance(fit.hit, Hit) else None
+        sequence.id, sequence.place = self._next_id, fit.place
+        sequence.num_scheduled = sequence.num_cached = hit.length if hit else 0
+        self._next_id += 1
+        op = self._prefixes.start(sequence, hit)
+        (batches[0] if hit else batch).ops.append(op)  # before its source may go, in another batch's plan
+        batch.running.append(sequence)
+        if self._tier:
+            self._tier.num_queried += sequence.num_promised - sequence.num_scheduled
+        if self._tier and isinstance(fit.hit, Load):
+            sequence.num_loading = fit.hit.length
+            batch.ops += self._tier.load(sequence, fit.hit.length)
+
+    def _make_way(
+        self, batches: Several[Batch], batch: Batch, sequence: Sequence, hit: Hit | Load | None, left: list[int]
+    ) -> tuple[Fit | None, list[int]]:
+        """Where a waiting sequence of ``batch`` can begin, and the blocks left before it does. Retained ones give way,
+        the least recently used first, if they suffice; so all do where nothing runs, since what they share counts as
+        free in the next round only. The source of its hit stays.
+        """
+        running, gone, more = _running(batches), list[int](), left
+        source = hit.source if isinstance(hit, Hit) else None
+        oldest = (n for n in self._prefixes.oldest if n != source)
+        while (fit := self._room.fit(sequence, hit, more, batch.running, running)) is None:
+            number = next(oldest, None)
+            if number is None:
+                break
+            more = [n + own for n, own in zip(more, self._ledger.own_blocks(number), strict=True)]
+            gone.append(number)
+        if fit is None and (running or hit is not None):
+            return None, left
+        batches[0].ops += [self._prefixes.evict(number) for number in gone]
+        return fit, more
+
+
+def _running(batches: Several[Batch]) -> list[Sequence]:
+    return [s for b in batches for s in b.running]

@@ -1,0 +1,253 @@
+"""KV beside the memory workers' pools, by pages: which pages there are, and which are on their way. Pure policy: no
+torch, no I/O, no clock.
+
+A retained sequence is saved: those of its whole pages that no medium has yet. A prompt that begins with pages that are
+there is loaded, where the pool has less of it. Memory workers report the end of each transfer; a page counts once all
+of them have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lamina.kv.keys import page_key, root_key, tenant_tag
+from lamina.protocol.placement import Place
+from lamina.protocol.plan import MOST_PAGES, Export, Import, Transfer
+from lamina.protocol.tables import BlockTables
+from lamina.protocol.tiers import TierFacts, Transferred
+
+from .sequence import Sequence
+
+
+class Load(NamedTuple):
+    """The first ``length`` tokens of a new sequence can be loaded, where it begins at one of ``places``."""
+
+    length: int
+    places: tuple[Place, ...]
+
+
+class Moved(NamedTuple):
+    """All transfers of a sequence have ended. ``loaded``: the sequence, where they were loads; else ``saved`` has its
+    number. ``error``: why not all pages are where they were to be.
+    """
+
+    loaded: Sequence | None
+    saved: int
+    error: str
+
+
+@dataclass
+class _Moving:
+    op: Transfer
+    left: int  # reports to come
+    pages: int  # that are where they were to be
+    error: str = ""
+
+
+@dataclass
+class _Loading:
+    sequence: Sequence
+    left: int  # transfers under way
+    valid: int  # tokens that are there, as far as is known
+    error: str = ""
+
+
+@dataclass
+class _Saving:
+    place: Place
+    keys: set[bytes]
+    left: int
+    error: str = ""
+
+
+class Tier:
+    """The driver's index of all media. Transfers of one sequence are loads or saves."""
+
+    def __init__(
+        self,
+        facts: TierFacts,
+        ledger: BlockTables,
+        holders: Several[Several[int]],
+        *,
+        whole: int = 1,
+        prompts_only: bool = False,
+    ) -> None:
+        """``holders``: group -> memory workers. A prompt is loaded up to a multiple of ``whole`` tokens; of sequences
+        nothing but their prompts is saved with ``prompts_only``.
+        """
+        self._page, self._whole, self._prompts_only = facts.page, whole, prompts_only
+        self._secret, self._identity = facts.secret, facts.identity
+        self._tenant = tenant_tag(facts.secret, "")
+        self._ledger = ledger
+        self._owners = [
+            {w for lanes, group in zip(ledger.lanes, holders, strict=True) if lane in lanes for w in group}
+            for lane in range(ledger.num_lanes)
+        ]
+        self._num_workers = 1 + max(w for group in holders for w in group)
+        windows = [w for w in ledger.windows if w]
+        self._most = min(windows) if windows else 0  # tokens of which a pool holds all, if they are loaded at once
+        self._next_id = 0
+        self._moving: dict[int, _Moving] = {}
+        self._saving: dict[int, _Saving] = {}  # by retained sequence
+        self._loading: dict[int, _Loading] = {}  # by sequence
+        self._gone: set[bytes] = set()  # pages that some worker has given up while others may still save them
+        self._forgotten: set[bytes] = set()
+        self.num_queried = 0  # tokens of admitted sequences that the pool has not
+        self.num_hit = 0  # of them, those that were loaded
+        self.learn(facts)
+
+    @property
+    def moving(self) -> bool:
+        """Whether some transfer is under way."""
+        return bool(self._moving)
+
+    def learn(self, facts: TierFacts) -> None:
+        """Workers have met: what they have told is there, and nothing else."""
+        self._lanes: dict[bytes, set[int]] = {}  # page -> where those that keep a lane can load it
+        told = [set(keys) for keys in facts.pages]
+        for lane, owners in enumerate(self._owners):
+            for key in set.intersection(*(told[w] for w in owners)) - self._forgotten:
+                self._lanes.setdefault(key, set()).add(lane)
+
+    def find(self, sequence: Sequence, beyond: int) -> Load | None:
+        """What can be loaded of a waiting sequence, more than ``beyond`` tokens. Its last token has to be computed: a
+        row has to draw.
+        """
+        stop = len(sequence.tokens) - 1
+        stop = min(stop, self._most) if self._most else stop
+        if sequence.params.prompt_logprobs is not None or stop <= beyond or not self._lanes:
+            return None
+        keys, found = self._keys(sequence, stop), dict[Place, int]()
+        for place in map(Place, range(self._ledger.num_lanes)):
+            count = 0
+            while count < len(keys) and self._lane(place, count) in self._lanes.get(keys[count], ()):
+                count += 1
+            found[place] = count * self._page // self._whole * self._whole
+        length = max(found.values())
+        return Load(length, tuple(p for p, n in found.items() if n == length)) if length > beyond else None
+
+    def load(self, sequence: Sequence, length: int) -> list[Import]:
+        """Begin: the sequence has its number and its place."""
+        keys, ops = self._keys(sequence, length), list[Import]()
+        for low in range(0, len(keys), MOST_PAGES):
+            some = keys[low : low + MOST_PAGES]
+            first, count = low * self._page, len(some) * self._page
+            ops.append(Import(sequence.id, self._number(), first, count, some, sequence.place))
+        self._loading[sequence.id] = _Loading(sequence, len(ops), length)
+        self._begin(ops)
+        return ops
+
+    def save(self, sequence: Sequence, length: int) -> list[Export]:
+        """What is not there yet of the ``length`` tokens that are retained of a sequence."""
+        if self._prompts_only:
+            length = min(length, len(sequence.prompt))
+        if self._most:
+            length = min(length, self._most)
+            if any(self._ledger.table(group, sequence.id)[0] for group in range(len(self._ledger.windows))):
+                return []  # its beginning was given back behind a window
+        coming = set[bytes]().union(*(x.keys for x in self._saving.values()))
+        keys, ops = self._keys(sequence, length), list[Export]()
+        lanes = [self._lane(sequence.place, number) for number in range(len(keys))]
+        missing = [n for n, key in enumerate(keys) if key not in coming and lanes[n] not in self._lanes.get(key, ())]
+        for run in _runs(missing):
+            some = [keys[n] for n in run]
+            first, count = run[0] * self._page, len(some) * self._page
+            prompt = len(sequence.prompt)
+            ops.append(Export(sequence.id, self._number(), first, count, some, self._tenant, prompt))
+        if ops:
+            self._saving[sequence.id] = _Saving(sequence.place, {keys[n] for n in missing}, len(ops))
+            self._gone -= self._saving[sequence.id].keys
+        self._begin(ops)
+        return ops
+
+    def report(self, said: Transferred) -> Moved | None:
+        """A memory worker has ended a transfer; None while others of its sequence are under way."""
+        for key in said.gone:
+            self._lanes.pop(key, None)
+        self._gone.update(said.gone)
+        moving = self._moving[said.id]
+        moving.left -= 1
+        moving.pages = min(moving.pages, max(0, said.pages))
+        moving.error = moving.error or said.error
+        if moving.left:
+            return None
+        del self._moving[said.id]
+        return self._loaded(moving) if isinstance(moving.op, Import) else self._saved(moving)
+
+    def cancel(self) -> None:
+        """Behind a loss: no transfer under way will be done."""
+        self._moving.clear()
+        self._saving.clear()
+        self._loading.clear()
+        self._gone.clear()
+
+    def forget(self) -> None:
+        """Find no page again that there is, or that is on its way."""
+        self._forgotten.update(self._lanes, *(x.keys for x in self._saving.values()))
+        self._gone.update(*(x.keys for x in self._saving.values()))
+        self._lanes.clear()
+
+    def _loaded(self, moving: _Moving) -> Moved | None:
+        op, loading = moving.op, self._loading[moving.op.sequence]
+        if moving.pages < len(op.keys):
+            loading.valid = min(loading.valid, op.first + moving.pages * self._page)
+            loading.error = loading.error or moving.error
+            self._lanes.pop(op.keys[moving.pages], None)
+        loading.left -= 1
+        if loading.left:
+            return None
+        del self._loading[op.sequence]
+        sequence = loading.sequence
+        sequence.num_scheduled = sequence.num_cached = loading.valid // self._whole * self._whole
+        sequence.num_loading = 0
+        self.num_hit += sequence.num_cached
+        return Moved(sequence, op.sequence, loading.error)
+
+    def _saved(self, moving: _Moving) -> Moved | None:
+        op, saving = moving.op, self._saving[moving.op.sequence]
+        for number, key in enumerate(op.keys[: moving.pages], op.first // self._page):
+            if key not in self._gone:
+                self._lanes.setdefault(key, set()).add(self._lane(saving.place, number))
+                self._forgotten.discard(key)
+        saving.error = saving.error or moving.error
+        saving.left -= 1
+        if saving.left:
+            return None
+        del self._saving[op.sequence]
+        if not self._saving:
+            self._gone.clear()
+        return Moved(None, op.sequence, saving.error)
+
+    def _begin(self, ops: Iterable[Transfer]) -> None:
+        self._moving |= {op.id: _Moving(op, self._num_workers, len(op.keys)) for op in ops}
+
+    def _number(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def _keys(self, sequence: Sequence, length: int) -> list[bytes]:
+        """Of the whole pages of its first ``length`` tokens."""
+        keys, page = sequence.page_keys, self._page
+        while len(keys) < length // page:
+            at = len(keys) * page
+            parent = keys[-1] if keys else root_key(self._secret, self._identity, self._tenant, sequence.salt)
+            keys.append(page_key(parent, at // page, sequence.tokens[at : at + page]))
+        return keys[: length // page]
+
+    def _lane(self, place: Place, number: int) -> int:
+        """Of a page."""
+        stripe = self._ledger.stripe * self._ledger.block_size
+        return self._ledger.placement.lane(place, number * self._page // stripe if stripe else 0)
+
+
+def _runs(numbers: Iterable[int]) -> list[list[int]]:
+    """Of numbers that follow one another, at most MOST_PAGES each."""
+    found = list[list[int]]()
+    for number in numbers:
+        if not found or number != found[-1][-1] + 1 or len(found[-1]) == MOST_PAGES:
+            found.append([])
+        found[-1].append(number)
+    return found

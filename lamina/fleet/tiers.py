@@ -1,0 +1,71 @@
+"""Where memory workers keep pages beside their pools, as the driver tells them; and transfers that are under way."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from msgspec import structs
+
+from lamina.kv.keys import SECRET_BYTES
+from lamina.kv.pages import PAGE
+from lamina.kv.store.folder import Folder, store_secret
+from lamina.protocol.control import ComputeReady, RunRound
+from lamina.protocol.options import EngineConfig
+from lamina.protocol.plan import Export, Import
+from lamina.protocol.tiers import StoredPages, TierFacts, TierPlace
+
+
+class TierKeeper:
+    """The tier of one engine. ``server``: its name, which no other engine has. Raises ValueError for a directory that
+    cannot be used.
+    """
+
+    def __init__(self, config: EngineConfig, server: str) -> None:
+        self._options, self._server = config.tier, server
+        self._workers, self._ranks = config.topology.memory_workers, config.topology.tensor_parallel_size
+        self._secret = _secret_of(config.tier.kv_store_dir)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is one."""
+        return bool(self._options.medium)
+
+    def place(self, index: int, identity: bytes) -> TierPlace | None:
+        """Of memory worker ``index``; None where nothing is kept."""
+        if not self.wanted:
+            return None
+        return TierPlace(
+            medium=self._options.medium,
+            size=self._options.size,
+            workers=self._workers,
+            policy=self._options.kv_eviction_policy,
+            identity=identity,
+            rank=index % self._ranks,
+            directory=self._options.kv_store_dir,
+            secret=self._secret,
+            server=self._server,
+        )
+
+    def completed(self, ready: ComputeReady, identity: bytes, said: Sequence[StoredPages]) -> ComputeReady:
+        """With what memory workers have ``said``, in their order."""
+        if not self.wanted:
+            return ready
+        pages = [each.keys for each in said]
+        return structs.replace(ready, tier=TierFacts(secret=self._secret, identity=identity, page=PAGE, pages=pages))
+
+
+def _secret_of(directory: str) -> bytes:
+    """Of the store there, so that a later start finds its pages; nobody finds those of the host's memory again."""
+    if not directory:
+        return secrets.token_bytes(SECRET_BYTES)
+    folder = Folder(directory)
+    try:
+        return store_secret(folder)
+    finally:
+        folder.close()
+
+
+def num_transfers(new: RunRound) -> int:
+    """That a round begins on each memory worker."""
+    return sum(isinstance(op, Export | Import) for step in new.steps for op in step.plan.ops)

@@ -1,0 +1,134 @@
+"""Pages of a memory worker's pool as atoms (kv.pages), out of its blocks and back into them.
+
+An atom says nothing of block sizes, partitions and workers: whoever keeps its head, and its page's lane, can put it
+into blocks of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lamina.kv.pages import PAGE, SCALE_BYTES, Atom, AtomForm
+from lamina.kv.pool import LayerStore
+from lamina.protocol.placement import Place
+
+from .store import Store
+
+Numbers = NDArray[np.uint8]
+Located = tuple[tuple[int, ...] | None, ...]  # by group: a page's blocks; None = they are not kept here
+
+
+class _Heads(NamedTuple):
+    """The heads of one piece: ``first`` is the number of its first head in the whole model's layer."""
+
+    layer: int
+    first: int
+    group: int
+    form: AtomForm
+    parts: tuple[Tensor, ...]  # K, V and their scales, where there are some: [N + 1, heads, block_size, ...]
+
+
+class PoolAtoms:
+    """The atoms of a store. ``rank``: of the tensor parallel ranks, each of which has as many heads as this one."""
+
+    def __init__(self, store: Store, rank: int = 0) -> None:
+        self._store = store
+        self._heads = [
+            _Heads(layer, held.head_start + rank * shape.kv_heads, held.group, _form(stored.kv), _parts(stored.kv))
+            for layer, shape in enumerate(store.bind.layers)
+            for held, stored in zip(store.pieces[layer], store.layers[layer], strict=True)
+        ]
+
+    @property
+    def share(self) -> frozenset[Atom]:
+        """The atoms of a page that lies wholly here."""
+        return frozenset(atom for heads in self._heads for atom in _atoms(heads))
+
+    def locate(self, sequence: int, first: int, place: Place) -> Located | None:
+        """The blocks of the page from position ``first`` on; None where some that are meant to be kept here were given
+        back.
+        """
+        tables, placement = self._store.tables, self._store.placement
+        lane = placement.lane(place, first // placement.stripe if placement.stripe else 0)
+        low, high = first // tables.block_size, (first + PAGE) // tables.block_size
+        found = list[tuple[int, ...] | None]()
+        for group, lanes in enumerate(tables.lanes):
+            if lane not in lanes:
+                found.append(None)
+                continue
+            if tables.table(group, sequence)[0] > low or tables.length(sequence) < first + PAGE:
+                return None
+            found.append(tuple(tables.block_ids(group, sequence, low, high)))
+        return tuple(found)
+
+    def take(self, at: Located) -> dict[Atom, memoryview]:
+        """A copy of the page's atoms, as far as they are here."""
+        found = dict[Atom, memoryview]()
+        for heads, ids, atoms in self._room(at):
+            for part, mine in zip(heads.parts, _split(heads, atoms, len(ids)), strict=True):
+                for number, block in enumerate(ids):
+                    mine[:, number] = _bytes(part[block])
+            found |= _named(heads, atoms)
+        return found
+
+    def room(self, at: Located) -> dict[Atom, memoryview]:
+        """Buffers for the page's atoms, as far as they are kept here."""
+        return {atom: data for heads, _, atoms in self._room(at) for atom, data in _named(heads, atoms).items()}
+
+    def put(self, at: Located, atoms: Mapping[Atom, memoryview]) -> None:
+        """Fill the page's blocks with ``atoms``, of ``room``."""
+        for heads, ids, mine in self._room(at):
+            for row, atom in zip(mine, _atoms(heads), strict=True):
+                row[:] = np.frombuffer(atoms[atom], np.uint8)
+            for part, new in zip(heads.parts, _split(heads, mine, len(ids)), strict=True):
+                for number, block in enumerate(ids):
+                    if part.device.type == "cpu":
+                        _bytes(part[block])[:] = new[:, number]
+                    else:
+                        fresh = torch.from_numpy(np.ascontiguousarray(new[:, number])).view(part.dtype)
+                        part[block] = fresh.view(part[block].shape).to(part.device)
+
+    def _room(self, at: Located) -> Iterator[tuple[_Heads, tuple[int, ...], Numbers]]:
+        """Each piece that the page has here, its blocks, and bytes for its atoms, [heads, bytes]."""
+        for heads in self._heads:
+            ids = at[heads.group]
+            if ids is not None:
+                yield heads, ids, np.empty((heads.parts[0].shape[1], heads.form.nbytes(PAGE)), np.uint8)
+
+
+def _form(kv: LayerStore) -> AtomForm:
+    k, v = (x.shape[3] * x.itemsize for x in (kv.k, kv.v))
+    return AtomForm(k, v, SCALE_BYTES if kv.scales is not None else 0)
+
+
+def _parts(kv: LayerStore) -> tuple[Tensor, ...]:
+    return (kv.k, kv.v) if kv.scales is None else (kv.k, kv.v, *(x.unsqueeze(-1) for x in kv.scales))
+
+
+def _atoms(heads: _Heads) -> list[Atom]:
+    return [Atom(heads.layer, heads.first + head) for head in range(heads.parts[0].shape[1])]
+
+
+def _named(heads: _Heads, atoms: Numbers) -> dict[Atom, memoryview]:
+    return {atom: memoryview(row) for atom, row in zip(_atoms(heads), atoms, strict=True)}
+
+
+def _split(heads: _Heads, atoms: Numbers, num_blocks: int) -> Iterator[Numbers]:
+    """The bytes of each part of ``heads``, as blocks: [heads, blocks, block_size, bytes of a token], no copies."""
+    at, size = 0, PAGE // num_blocks
+    for part in heads.parts:
+        each = part.shape[3] * part.itemsize
+        yield atoms[:, at : at + PAGE * each].reshape(len(atoms), num_blocks, size, each)
+        at += PAGE * each
+
+
+def _bytes(block: Tensor) -> Numbers:
+    """[heads, block_size, bytes of a token]; of a tensor on the CPU no copy. By numpy, which uses no threads."""
+    array: Numbers = block.cpu().view(torch.uint8).numpy()
+    return array

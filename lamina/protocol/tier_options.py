@@ -1,0 +1,56 @@
+"""The options of KV that is kept beside the memory workers' pools."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from .declare import OneOf, Options, ReadText, parse_size, size_text
+
+LOAD_FAILURE_POLICIES = ("recompute", "fail")
+POLICIES = ("lru", "fifo", "lfu", "length")  # of kv.victims, which is a room above
+
+
+class TierOptions(Options, frozen=True, kw_only=True):
+    """Where the KV of finished requests is kept besides, for prompts that begin like them."""
+
+    kv_offloading_size: Annotated[
+        str,
+        ReadText(size_text),
+        "host memory of all memory workers together, in which they keep the KV of finished requests besides the pool, "
+        "such as 4GiB; empty = none",
+    ] = ""
+    kv_store_dir: Annotated[
+        str, "directory in which memory workers keep the KV of finished requests, also for later starts; empty = none"
+    ] = ""
+    kv_store_size: Annotated[str, ReadText(size_text), "what --kv-store-dir may take, such as 100GiB"] = "10GiB"
+    kv_eviction_policy: Annotated[
+        str,
+        OneOf(POLICIES),
+        "whose pages give way in host memory or in --kv-store-dir: those that were used the longest ago (lru), came "
+        "first (fifo), were used the fewest times (lfu), are furthest from their beginning (length)",
+    ] = "lru"
+    kv_load_failure_policy: Annotated[
+        str,
+        OneOf(LOAD_FAILURE_POLICIES),
+        "of a request whose KV cannot be loaded: compute it anew (recompute), or end it with an error (fail)",
+    ] = "recompute"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kv_offloading_size and self.kv_store_dir:
+            raise ValueError("--kv-offloading-size and --kv-store-dir are two places for the same KV: leave one out")
+        parse_size(self.kv_store_size, "--kv-store-size")
+        if self.kv_offloading_size:
+            parse_size(self.kv_offloading_size, "--kv-offloading-size")
+
+    @property
+    def medium(self) -> str:
+        """By its name in kv.media.MEDIA; empty: none."""
+        return "file" if self.kv_store_dir else "host" if self.kv_offloading_size else ""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all memory workers together."""
+        if self.kv_store_dir:
+            return parse_size(self.kv_store_size, "--kv-store-size")
+        return parse_size(self.kv_offloading_size, "--kv-offloading-size")

@@ -1,0 +1,55 @@
+"""What driver and memory workers tell each other of the pages that are kept beside the pools."""
+
+from __future__ import annotations
+
+import msgspec
+
+MOST_LISTED = 1 << 17  # keys that a memory worker tells of
+
+
+class TierPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a memory worker keeps pages beside its pool. ``size``: bytes of all ``workers``, each has an equal part.
+    See kv.media.MediumPlace.
+    """
+
+    medium: str
+    size: int
+    workers: int
+    policy: str
+    identity: bytes
+    rank: int = 0  # of the worker, of as many as share the model's heads
+    directory: str = ""
+    secret: bytes = b""
+    server: str = ""
+
+
+class StoredPages(msgspec.Struct, frozen=True, kw_only=True, tag="stored-pages"):
+    """Memory worker -> driver, in answer to a Connect with a tier, once it is bound: the keys of pages whose atoms are
+    all there that it can need, those that were used last behind the others; MOST_LISTED at most.
+    """
+
+    view: int
+    keys: list[bytes]
+
+
+class Transferred(msgspec.Struct, frozen=True, kw_only=True, tag="transferred"):
+    """Memory worker -> driver: transfer ``id`` has ended here. So many ``pages``, from its first one on, are where they
+    were to be; ``error``: why not all. ``gone``: keys of pages that have given way.
+    """
+
+    view: int
+    id: int
+    pages: int
+    gone: list[bytes] = []
+    error: str = ""
+
+
+class TierFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the driver knows of the pages beside the pools, when all have met. ``secret``, ``identity``: of their keys;
+    ``page``: tokens; ``pages``: the keys that each memory worker has told.
+    """
+
+    secret: bytes
+    identity: bytes
+    page: int
+    pages: list[list[bytes]]

@@ -1,0 +1,98 @@
+"""KV beside the pools: evicted and loaded again, saved by one engine and loaded by another, always bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lamina import LLM, RequestOutput, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("no_child_left")
+Reference = Callable[[list[int], int], list[int]]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
+PROMPT = [(7 * i + 3) % 90 + 5 for i in range(300)]
+OTHERS = [[(k * 13 + 11 * i) % 90 + 5 for i in range(300)] for k in range(1, 7)]
+TINY = {"dtype": "float32", "prefill_chunk": 64, "enable_prefix_caching": True, "transport": "loopback"}
+
+
+def ask(llm: LLM, prompt: list[int]) -> RequestOutput:
+    return llm.generate([prompt], PARAMS)[0]
+
+
+def told(output: RequestOutput) -> Any:
+    return [(o.token_ids, o.logprobs) for o in output.outputs]
+
+
+def loaded(llm: LLM) -> float:
+    return sum(stats.get("kv_loaded_bytes", 0.0) for stats in llm.stats().values())
+
+
+WAYS: list[dict[str, Any]] = [
+    {"memory_workers": 2, "kv_memory": "260KB", "transport": "shm"},
+    {"memory_workers": 3, "partition": "token", "kv_memory": "230KB"},
+    {"memory_workers": 2, "partition": "request", "kv_memory": "500KB", "pipeline": 2},
+    {"memory_workers": 1, "kv_memory": "250KB", "kv_cache_dtype": "int8"},
+]
+
+
+@pytest.mark.parametrize(("way", "medium"), [*((way, "host") for way in WAYS), (WAYS[0], "file")], ids=str)
+def test_what_was_evicted_comes_back_bit_for_bit(
+    way: dict[str, Any], medium: str, llama_path: Path, tmp_path: Path
+) -> None:
+    where = {"kv_offloading_size": "64MiB"} if medium == "host" else {"kv_store_dir": str(tmp_path / "kv")}
+    roomy = {**TINY, **way, "kv_memory": "4MB"}
+    with LLM(str(llama_path), **roomy) as llm:
+        ask(llm, PROMPT)
+        never = ask(llm, [*PROMPT[:256], *PROMPT[:40]])  # forked behind 256 tokens
+    with LLM(str(llama_path), **{**TINY, **way, **where}) as llm:
+        for prompt in (PROMPT, *OTHERS):
+            assert ask(llm, prompt).num_cached_tokens == 0
+        again = ask(llm, [*PROMPT[:256], *PROMPT[:40]])
+        assert again.num_cached_tokens == 256
+        assert loaded(llm) > 0
+    assert told(again) == told(never)
+
+
+def test_what_one_engine_has_saved_another_one_loads(llama_path: Path, tmp_path: Path, reference: Reference) -> None:
+    """Saved by two workers by head, loaded by three by token, with blocks of another size."""
+    where = {**TINY, "kv_store_dir": str(tmp_path / "kv")}
+    turn = [*PROMPT[:256], *PROMPT[:40]]
+    with LLM(str(llama_path), memory_workers=2, block_size=16, **where) as llm:
+        ask(llm, PROMPT)
+        never = ask(llm, turn)
+        assert never.num_cached_tokens == 256
+    with LLM(str(llama_path), memory_workers=3, partition="token", block_size=64, **where) as llm:
+        again = ask(llm, turn)
+        assert again.num_cached_tokens == 256
+        assert loaded(llm) > 0
+    assert told(again) == told(never)
+    assert again.outputs[0].token_ids == reference(turn, 8)
+
+
+def test_another_model_finds_nothing(llama_path: Path, tmp_path: Path) -> None:
+    where = {**TINY, "kv_store_dir": str(tmp_path / "kv")}
+    with LLM(str(llama_path), **where) as llm:
+        ask(llm, PROMPT)
+    with LLM(str(llama_path), **{**where, "dtype": "bfloat16"}) as llm:
+        assert ask(llm, PROMPT).num_cached_tokens == 0
+
+
+def test_nothing_is_found_behind_a_reset(llama_path: Path) -> None:
+    with LLM(str(llama_path), kv_offloading_size="64MiB", kv_memory="500KB", **TINY) as llm:
+        for prompt in (PROMPT, *OTHERS):
+            ask(llm, prompt)
+        llm.reset_prefix_cache()
+        assert ask(llm, PROMPT).num_cached_tokens == 0
+
+
+def test_a_tier_needs_what_it_is_for(llama_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="^--kv-offloading-size keeps what --enable-prefix-caching finds: .*$"):
+        LLM(str(llama_path), kv_offloading_size="1MiB")
+    with pytest.raises(ValueError, match="^--kv-offloading-size and --kv-store-dir are two places .*$"):
+        LLM(str(llama_path), kv_offloading_size="1MiB", kv_store_dir=str(tmp_path))
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(ValueError, match="^--kv-store-dir .*: chmod 700 .*$"):
+        LLM(str(llama_path), enable_prefix_caching=True, kv_store_dir=str(tmp_path / "open"))

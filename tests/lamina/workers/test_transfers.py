@@ -1,0 +1,352 @@
+"""Pages between pools and a medium: the same bits in any other pool, and nothing that a loss or a lie could leave."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_peer import bind, shape
+
+from lamina.kv.media import Medium, MediumPlace, open_medium
+from lamina.kv.pages import PAGE, SCALE_BYTES, Atom, AtomForm
+from lamina.memory.atoms import PoolAtoms
+from lamina.memory.meter import Meter
+from lamina.memory.store import Store
+from lamina.memory.transfers import Transfers
+from lamina.protocol.placement import Place
+from lamina.protocol.plan import Export, Fork, Free, Import, New, ProtocolError, Rows, SequenceOp, StepPlan, Truncate
+from lamina.protocol.tables import PlanError
+from lamina.protocol.tiers import Transferred
+
+CPU, WAIT_S = torch.device("cpu"), 30.0
+LAYERS = [shape(), shape(q_heads=4, kv_heads=2, dim=8, v_dim=24)]
+PAGES = 3
+
+
+def stores(partition: str, weights: Sequence[float], **stored: Any) -> list[Store]:
+    """One of each memory worker."""
+    return [
+        Store(bind(LAYERS, weights, worker, partition, max_model_len=1024, **stored), CPU)
+        for worker in range(len(weights))
+    ]
+
+
+def plan(*parts: SequenceOp | Rows, step: int = 0) -> StepPlan:
+    rows = [p for p in parts if isinstance(p, Rows)]
+    return StepPlan(step=step, ops=[p for p in parts if not isinstance(p, Rows)], rows=rows)
+
+
+def fill(store: Store, sequence: int, place: Place, seed: int, pages: int = PAGES) -> None:
+    """A sequence of random numbers, written in all layers."""
+    for number in range(-(-pages * PAGE // 64)):
+        rows = Rows(sequence, number * 64, 64, place)
+        store.begin(plan(*([New(sequence)] if not number else []), rows, step=number))
+        store.written.done([rows])
+    generator = torch.Generator().manual_seed(seed)
+    for piece in (piece for layer in store.layers for piece in layer):
+        for part in (piece.kv.k, piece.kv.v, *(piece.kv.scales or ())):
+            flat = part.view(-1).view(torch.uint8)
+            flat.copy_(torch.randint(0, 255, flat.shape, generator=generator, dtype=torch.uint8))
+
+
+def rows_of(store: Store, sequence: int, pages: int = PAGES) -> dict[tuple[int, int, int], bytes]:
+    """What a store has of each layer, head and position, read without atoms."""
+    found, size, place = dict[tuple[int, int, int], bytes](), store.tables.block_size, store.tables.place(sequence)
+    for layer, held in enumerate(store.pieces):
+        for one, piece in zip(held, store.layers[layer], strict=True):
+            for position in range(pages * PAGE):
+                stripe = store.placement.stripe
+                lane = store.placement.lane(place, position // stripe if stripe else 0)
+                if lane in store.tables.lanes[one.group]:
+                    number = position // size
+                    (block,) = store.tables.block_ids(one.group, sequence, number, number + 1)
+                    parts = [piece.kv.k, piece.kv.v, *(piece.kv.scales or ())]
+                    for head in range(one.kv_heads):
+                        each = [p[block, head, position % size].reshape(-1).view(torch.uint8) for p in parts]
+                        found[layer, one.head_start + head, position] = torch.cat(each).numpy().tobytes()
+    return found
+
+
+def all_rows(among: Sequence[Store], sequence: int) -> dict[tuple[int, int, int], bytes]:
+    return {key: data for store in among for key, data in rows_of(store, sequence).items()}
+
+
+def test_an_atom_is_as_its_form_says() -> None:
+    (store,) = stores("head", (1.0,), dtype="float16", kv_cache_dtype="int8")
+    fill(store, 1, Place(), 3)
+    at, rows = PoolAtoms(store).locate(1, PAGE, Place()), rows_of(store, 1)
+    assert at is not None
+    for atom, data in PoolAtoms(store).take(at).items():
+        layer = LAYERS[atom.layer]
+        form = AtomForm(layer.qk_dim, layer.v_dim, SCALE_BYTES)
+        for token in range(PAGE):
+            row = b"".join(
+                bytes(part[token * each : (token + 1) * each])
+                for part, each in zip(form.parts(data, PAGE), (form.k, form.v, form.scale, form.scale), strict=True)
+            )
+            assert row == rows[*atom, PAGE + token]
+
+
+SPLITS = st.tuples(
+    st.sampled_from(["head", "token", "request"]),
+    st.sampled_from([(1.0,), (1.0, 1.0), (0.7, 0.3), (1.0, 1.0, 1.0)]),
+    st.sampled_from([16, 32, 64, 128]),
+    st.integers(0, 2),
+)
+FORMS = st.sampled_from([("float32", "auto"), ("bfloat16", "auto"), ("float16", "int8"), ("bfloat16", "fp8")])
+
+
+@given(source=SPLITS, target=SPLITS, form=FORMS, seed=st.integers(0, 99))
+@settings(max_examples=12, deadline=None)
+def test_atoms_of_any_pool_fit_any_other(source: Any, target: Any, form: tuple[str, str], seed: int) -> None:
+    stored = {"dtype": form[0], "kv_cache_dtype": form[1]}
+    before, after, atoms = list[Store](), list[Store](), list[dict[Atom, memoryview]]()
+    for split, into in ((source, before), (target, after)):
+        into += stores(split[0], split[1], **stored, block_size=split[2])
+    places = [Place(split[3] % some[0].placement.num_lanes) for split, some in ((source, before), (target, after))]
+    for number, store in enumerate(before):
+        fill(store, 1, places[0], seed * 10 + number)
+    for page in range(PAGES):
+        atoms.append({})
+        for store in before:
+            at = PoolAtoms(store).locate(1, page * PAGE, places[0])
+            assert at is not None
+            taken = PoolAtoms(store).take(at)
+            assert not taken.keys() & atoms[page].keys(), "two workers have the same"
+            atoms[page] |= taken
+    for store in after:
+        fill(store, 7, places[1], 5)
+        for page in range(PAGES):
+            at = PoolAtoms(store).locate(7, page * PAGE, places[1])
+            assert at is not None
+            PoolAtoms(store).put(at, {atom: atoms[page][atom] for atom in PoolAtoms(store).room(at)})
+    assert all_rows(before, 1) == all_rows(after, 7)
+    assert len(atoms[0]) == sum(x.kv_heads for x in LAYERS)
+
+
+def test_heads_of_ranks_have_numbers_of_the_whole_model() -> None:
+    (store,) = stores("head", (1.0,))
+    assert PoolAtoms(store, 1).share == {
+        Atom(a.layer, a.head + LAYERS[a.layer].kv_heads) for a in PoolAtoms(store).share
+    }
+
+
+@dataclass
+class Gate:
+    """A medium whose calls wait until they may go on."""
+
+    inner: Medium
+    may_go: threading.Event = field(default_factory=threading.Event)
+    came: threading.Event = field(default_factory=threading.Event)
+
+    def read(self, key: bytes, into: Mapping[Atom, Any]) -> None:
+        self.came.set()
+        assert self.may_go.wait(WAIT_S)
+        self.inner.read(key, into)
+
+    def write(self, page: Any, atoms: Mapping[Atom, Any]) -> None:
+        self.came.set()
+        assert self.may_go.wait(WAIT_S)
+        self.inner.write(page, atoms)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+KEYS = [bytes([number]) * 32 for number in range(PAGES)]
+
+
+class Bench:
+    """A store with transfers, and what these report."""
+
+    def __init__(self, medium: Medium | Gate) -> None:
+        (self.store,) = stores("head", (1.0,), block_size=32)
+        self.said: SimpleQueue[Transferred] = SimpleQueue()
+        self.transfers = Transfers(medium, self.store, self.said.put, Meter(), view=3)
+        self._step = 100
+
+    def do(self, *parts: SequenceOp | Rows) -> None:
+        """As a session begins a plan."""
+        self._step += 1
+        self.transfers.settle()
+        self.transfers.check(new := plan(*parts, step=self._step))
+        self.store.begin(new)
+        self.transfers.add(new)
+
+    def report(self) -> Transferred:
+        return self.said.get(timeout=WAIT_S)
+
+
+def save(number: int = 0, count: int = PAGES) -> Export:
+    return Export(1, number, 0, count * PAGE, KEYS[:count], b"t" * 16)
+
+
+def load(number: int = 1, count: int = PAGES) -> Import:
+    return Import(2, number, 0, count * PAGE, KEYS[:count])
+
+
+def medium(size: int = 1 << 24) -> Medium:
+    return open_medium("host", MediumPlace(size))
+
+
+@pytest.fixture
+def bench() -> Any:
+    found = Bench(medium())
+    fill(found.store, 1, Place(), 1)
+    yield found
+    found.transfers.end()
+
+
+def test_what_was_saved_is_loaded_and_counts_as_written(bench: Bench) -> None:
+    bench.do(save())
+    assert bench.report() == Transferred(view=3, id=0, pages=PAGES)
+    bench.do(New(2), load())
+    assert bench.report() == Transferred(view=3, id=1, pages=PAGES)
+    assert bench.store.written.report()[2] == 0, "not before rows may see it"
+    bench.do(Rows(2, PAGES * PAGE, 1))
+    assert bench.store.written.report()[2] == PAGES * PAGE
+    assert rows_of(bench.store, 1) == rows_of(bench.store, 2)
+    assert bench.transfers.pages(9) == KEYS[::-1], "the beginning was used last"
+
+
+def test_a_plan_that_comes_again_transfers_once(bench: Bench) -> None:
+    bench.do(save())
+    bench.report()
+    again = plan(save(), step=bench._step)
+    bench.store.begin(again)
+    bench.transfers.add(again)
+    bench.do(save(1))
+    assert bench.report().id == 1
+
+
+@pytest.mark.parametrize("page", range(PAGES))
+def test_behind_a_damaged_page_nothing_counts(page: int) -> None:
+    kept = medium()
+    bench = Bench(kept)
+    fill(bench.store, 1, Place(), 1)
+    bench.do(save())
+    bench.report()
+    shelf = kept._shelves[KEYS[page]].atoms  # type: ignore[attr-defined]
+    atom, (data, crc) = next(iter(shelf.items()))
+    shelf[atom] = (bytes([data[0] ^ 1, *data[1:]]), crc)
+    bench.do(New(2), load())
+    said = bench.report()
+    assert said.pages == page
+    assert said.error.startswith(f"page {page} was not loaded: ")
+    bench.do(Rows(2, page * PAGE, 1))
+    assert bench.store.written.report()[2] == page * PAGE
+    bench.transfers.end()
+
+
+def test_what_no_medium_has_is_not_loaded(bench: Bench) -> None:
+    bench.do(New(2), load())
+    assert bench.report().pages == 0
+
+
+def test_what_was_not_written_is_not_saved(bench: Bench) -> None:
+    bench.do(Rows(1, 2 * PAGE, 1))  # from there on it is to be written again
+    bench.do(Truncate(1, 2 * PAGE), Export(1, 0, 0, 2 * PAGE, KEYS[:2], b"t" * 16))
+    assert bench.report().pages == 2
+    bench.do(New(5), Rows(5, 0, 40))
+    bench.do(Rows(5, 40, 60))
+    bench.do(Rows(5, 100, 60))
+    bench.do(Export(5, 1, 0, PAGE, KEYS[2:], b"t" * 16))
+    said = bench.report()
+    assert said.pages == 0
+    assert "were not written" in said.error
+
+
+def test_pages_that_give_way_are_named() -> None:
+    (one,) = stores("head", (1.0,), block_size=32)
+    fill(one, 1, Place(), 1)
+    at = PoolAtoms(one).locate(1, 0, Place())
+    assert at is not None
+    page = sum(data.nbytes for data in PoolAtoms(one).take(at).values())
+    bench = Bench(medium(2 * page))
+    fill(bench.store, 1, Place(), 1)
+    bench.do(save())
+    assert bench.report() == Transferred(view=3, id=0, pages=PAGES, gone=[KEYS[2]])
+    bench.transfers.end()
+
+
+def test_a_sequence_under_transfer_is_left_alone() -> None:
+    gate = Gate(medium())
+    bench = Bench(gate)
+    fill(bench.store, 1, Place(), 1)
+    bench.do(save())
+    bench.do(New(2), load())
+    refused: list[tuple[SequenceOp | Rows, str]] = [
+        (Free(1), "freed or truncated"), (Truncate(1, PAGE), "freed or truncated"), (Free(2), "freed or truncated"),
+        (Rows(1, PAGES * PAGE, 1), "has rows"), (Rows(2, PAGES * PAGE, 1), "has rows"),
+        (Fork(9, 2, PAGE), "forked while it is loaded"),
+    ]  # fmt: skip
+    for part, why in refused:
+        with pytest.raises(PlanError, match=why):
+            bench.do(part)
+    bench.do(Fork(9, 1, PAGE), Rows(9, PAGE, 1))  # to read what is being saved is no harm
+    gate.may_go.set()
+    assert {bench.report().id, bench.report().id} == {0, 1}
+    bench.do(Free(1), Free(2))
+    bench.transfers.end()
+
+
+def test_nothing_is_written_behind_the_end_of_a_view() -> None:
+    kept = medium()
+    first = Bench(kept)
+    fill(first.store, 1, Place(), 1)
+    first.do(save())
+    first.report()
+    first.transfers.end()
+    gate = Gate(kept)
+    bench = Bench(gate)
+    fill(bench.store, 1, Place(), 2)
+    bench.do(New(2), load())
+    assert gate.came.wait(WAIT_S)
+    before = rows_of(bench.store, 2)
+    ending = threading.Thread(target=bench.transfers.end)
+    ending.start()
+    while not bench.transfers._cancelled:
+        pass
+    gate.may_go.set()
+    ending.join(WAIT_S)
+    assert not ending.is_alive()
+    assert bench.said.empty(), "of a view that is over nothing is told"
+    after = rows_of(bench.store, 2)
+    assert all(before[key] == after[key] for key in before if key[2] < 2 * PAGE), "the deepest was on its way"
+    assert bench.store.written.report().get(2, 0) == 0
+
+
+def test_at_the_drivers_end_what_is_to_be_saved_is_saved(bench: Bench) -> None:
+    bench.do(save())
+    bench.transfers.end(finish=True)
+    assert len(bench.transfers.pages(9)) == PAGES
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Export(1, 0, 0, PAGE, [], b"t" * 16),
+        Export(1, 0, 0, PAGE, KEYS, b"t" * 16),
+        Export(1, 0, 7, PAGE, KEYS[:1], b"t" * 16),
+        Export(1, 0, 0, PAGE, [b"short"], b"t" * 16),
+        Export(1, 0, 0, PAGE, KEYS[:1], b"t"),
+        Import(2, 0, 0, PAGE * 65, [KEYS[0]] * 65),
+        Import(2, 0, -PAGE, PAGE, KEYS[:1]),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(bench: Bench, wrong: Export | Import) -> None:
+    with pytest.raises(ProtocolError):
+        bench.do(*([New(2)] if isinstance(wrong, Import) else []), wrong)
+
+
+def test_tokens_that_a_sequence_has_not_are_not_saved(bench: Bench) -> None:
+    with pytest.raises(PlanError, match="cannot save"):
+        bench.do(Export(1, 0, PAGES * PAGE, PAGE, KEYS[:1], b"t" * 16))
