@@ -20,6 +20,7 @@ from .checks import NOT_FINITE, check_ids, context, why_banned
 from .configured import scheduler_of
 from .draws import draw_of, scores_of
 from .kept import KeptKV
+from .request import Request
 from .sequence import Sequence
 from .steps import Round, ScheduledStep
 from .text import OPEN_BYTES, Pieces, Spell, TextStream, spelled
@@ -27,41 +28,6 @@ from .tuner import Tuner
 from .wire import Clock, ViewChanged, Wire
 
 log = logging.getLogger(__name__)
-
-
-class Request:
-    """A RequestOutput under way, with its sequences and, where there is a tokenizer, their texts."""
-
-    def __init__(
-        self, output: RequestOutput, sequences: list[Sequence], texts: list[TextStream | None], spell: Spell | None
-    ) -> None:
-        self.output = output
-        self.spell = spell
-        self.sequences = sequences
-        self.texts = texts
-        self.logits = b""  # of a held one that waits, see Drawn
-
-    def begin(self, sequence: Sequence, now: float) -> None:
-        """The first rows of a sequence are on their way."""
-        output = self.output
-        output.times.scheduled_s = output.times.scheduled_s or now
-        if output.num_cached_tokens is None:
-            output.num_cached_tokens = min(sequence.num_cached, len(sequence.prompt))
-
-    def end(self, sequence: Sequence, reason: str, why: str | None = None) -> None:
-        """A sequence ends that is not finished: not by its last token. Its text ends with all that was held back."""
-        if not sequence.finished:
-            sequence.finish(reason, why)
-            text = self.texts[sequence.output.index]
-            if text is not None:
-                text.finish(search=False)
-                sequence.output.text = text.text
-
-    def add_score(self, drawn: Drawn) -> None:
-        """The log-probability of the prompt's next token has come."""
-        scores, prompt = self.output.prompt_logprobs, self.output.prompt_token_ids
-        if scores is not None:
-            scores.append(spelled(drawn.logprobs, prompt[max(0, len(scores) - OPEN_BYTES) : len(scores)], self.spell))
 
 
 class Engine:

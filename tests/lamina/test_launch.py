@@ -283,6 +283,6 @@ def test_several_completions_are_printed(capsys: pytest.CaptureFixture[str]) -> 
     (line,) = capsys.readouterr().out.splitlines()
     outputs = json.loads(line)["outputs"]
     assert [o["index"] for o in outputs] == [0, 1]
-    assert all(len(pair) == 2 for o in outputs for pair in o["logprobs"])
+    assert all(len(entry) in (1, 2) for o in outputs for entry in o["logprobs"])  # of itself, if that is the best
     assert main([*generate, "--n", "3"]) == 0
     assert capsys.readouterr().out.count("def f") >= 3
