@@ -13,6 +13,7 @@ from lamina.kv.store.folder import Folder, store_secret
 from lamina.protocol.control import ComputeReady, RunRound
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.plan import Export, Import
+from lamina.protocol.tier_options import TierOptions
 from lamina.protocol.tiers import StoredPages, TierFacts, TierPlace
 
 
@@ -24,7 +25,7 @@ class TierKeeper:
     def __init__(self, config: EngineConfig, server: str) -> None:
         self._options, self._server = config.tier, server
         self._workers, self._ranks = config.topology.memory_workers, config.topology.tensor_parallel_size
-        self._secret = _secret_of(config.tier.kv_store_dir)
+        self._secret = _secret_of(config.tier)
 
     @property
     def wanted(self) -> bool:
@@ -55,13 +56,13 @@ class TierKeeper:
         return structs.replace(ready, tier=TierFacts(secret=self._secret, identity=identity, page=PAGE, pages=pages))
 
 
-def _secret_of(directory: str) -> bytes:
-    """Of the store there, so that a later start finds its pages; nobody finds those of the host's memory again."""
-    if not directory:
+def _secret_of(options: TierOptions) -> bytes:
+    """Of the store, so that a later start finds its pages; nobody finds those of the host's memory again."""
+    if not options.kv_store_dir:
         return secrets.token_bytes(SECRET_BYTES)
-    folder = Folder(directory)
+    folder = Folder(options.kv_store_dir)
     try:
-        return store_secret(folder)
+        return store_secret(folder, options.kv_key_file)
     finally:
         folder.close()
 

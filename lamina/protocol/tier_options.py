@@ -22,6 +22,9 @@ class TierOptions(Options, frozen=True, kw_only=True):
     kv_store_dir: Annotated[
         str, "directory in which memory workers keep the KV of finished requests, also for later starts; empty = none"
     ] = ""
+    kv_key_file: Annotated[
+        str, "file with the secret of --kv-store-dir, 64 hexadecimal digits; empty = one that is made in the directory"
+    ] = ""
     kv_store_size: Annotated[str, ReadText(size_text), "what --kv-store-dir may take, such as 100GiB"] = "10GiB"
     kv_eviction_policy: Annotated[
         str,
@@ -39,6 +42,8 @@ class TierOptions(Options, frozen=True, kw_only=True):
         super().__post_init__()
         if self.kv_offloading_size and self.kv_store_dir:
             raise ValueError("--kv-offloading-size and --kv-store-dir are two places for the same KV: leave one out")
+        if self.kv_key_file and not self.kv_store_dir:
+            raise ValueError("--kv-key-file is the secret of --kv-store-dir: name that too, or leave this one out")
         parse_size(self.kv_store_size, "--kv-store-size")
         if self.kv_offloading_size:
             parse_size(self.kv_offloading_size, "--kv-offloading-size")

@@ -24,7 +24,6 @@ from .link.messages import Delta
 from .request.params import PARAMS
 from .request.prompts import Prompt, Prompter
 from .request.unsupported import UnknownFields
-from .tenants import Tenants
 from .watch.gauges import EngineGauges
 from .watch.metrics import Metrics, PromptMeter
 
@@ -47,7 +46,6 @@ class Service:
     fields: UnknownFields
     defaults: dict[str, Any] = field(default_factory=dict)  # of SamplingParams, as the model's own files have them
     journal: Journal | None = None
-    tenants: Tenants = field(default_factory=Tenants)
     decoder: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lamina-bodies"))
     calls: set[Call] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -93,7 +91,7 @@ class Call:
         entry: Entry | None = None,
     ) -> None:
         """``ticket``: for all completions, which the call closes; ``only_prompt``: the one token that is drawn all the
-        same is not wanted; ``salt``: see Tenants; ``entry``: of the journal, where there is one. Raises ApiError where
+        same is not wanted; ``salt``: see salt_of; ``entry``: of the journal, where there is one. Raises ApiError where
         there is no room for so many tokens, and where there is no engine.
         """
         self.prompts = prompts

@@ -23,6 +23,7 @@ from .openapi import answers, described
 from .request.params import chat_params, completion_params
 from .request.prompts import Prompt, split_prompts
 from .request.protocol import ChatRequest, CompletionRequest, Sampling, StreamOptions
+from .tenants import salt_of
 
 JOURNAL_RETRY_S = 5
 router = APIRouter()
@@ -39,7 +40,7 @@ async def completions(request: Request) -> Response:
     parts = split_prompts(body.prompt, service.config.max_prompts)
     max_tokens = 0 if body.max_tokens == 0 else params.max_tokens
     special = body.add_special_tokens is not False
-    salt, only_prompt = _salt(request, body), body.max_tokens == 0
+    salt, only_prompt = salt_of(request.state.key_id, body.cache_salt), body.max_tokens == 0
     echo, by_number = bool(body.echo), service.config.return_tokens_as_token_ids
     asked = new_request("cmpl", name, params, body, salt, tokens_as_ids=by_number, echo=echo, only_prompt=only_prompt)
     with _room(service, len(parts) * params.n) as ticket:
@@ -58,7 +59,7 @@ async def chat(request: Request) -> Response:
     name = service.check_model(body.model)
     params = chat_params(body, service.config, service.client.ready, service.defaults)
     variables = service.prompter.variables(body)
-    salt, by_number = _salt(request, body), service.config.return_tokens_as_token_ids
+    salt, by_number = salt_of(request.state.key_id, body.cache_salt), service.config.return_tokens_as_token_ids
     asked = new_request("chatcmpl", name, params, body, salt, tokens_as_ids=by_number)
     with _room(service, params.n) as ticket:
         most = params.max_tokens if body.max_completion_tokens or body.max_tokens else None  # a default gives way
@@ -67,11 +68,6 @@ async def chat(request: Request) -> Response:
         await service.prompter.forbid(params)
         call = await _call(request, asked, [prompt], ticket)
     return await _answer(request, body, call, ChatShape(call, service.texts_of(asked), asked))
-
-
-def _salt(request: Request, body: Sampling) -> bytes:
-    service: Service = request.app.state.service
-    return service.tenants.salt(request.state.key_id, body.cache_salt)
 
 
 @contextmanager

@@ -58,7 +58,10 @@ def test_what_was_evicted_comes_back_bit_for_bit(
 
 def test_what_one_engine_has_saved_another_one_loads(llama_path: Path, tmp_path: Path, reference: Reference) -> None:
     """Saved by two workers by head, loaded by three by token, with blocks of another size."""
-    where = {**TINY, "kv_store_dir": str(tmp_path / "kv")}
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_text("5a" * 32)
+    where = {**TINY, "kv_store_dir": str(tmp_path / "kv"), "kv_key_file": str(key)}
     turn = [*PROMPT[:256], *PROMPT[:40]]
     with LLM(str(llama_path), memory_workers=2, block_size=16, **where) as llm:
         ask(llm, PROMPT)
@@ -70,6 +73,7 @@ def test_what_one_engine_has_saved_another_one_loads(llama_path: Path, tmp_path:
         assert loaded(llm) > 0
     assert told(again) == told(never)
     assert again.outputs[0].token_ids == reference(turn, 8)
+    assert not (tmp_path / "kv" / "secret").exists()
 
 
 def test_another_model_finds_nothing(llama_path: Path, tmp_path: Path) -> None:
@@ -96,3 +100,5 @@ def test_a_tier_needs_what_it_is_for(llama_path: Path, tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(ValueError, match="^--kv-store-dir .*: chmod 700 .*$"):
         LLM(str(llama_path), enable_prefix_caching=True, kv_store_dir=str(tmp_path / "open"))
+    with pytest.raises(ValueError, match="^--kv-key-file is the secret of --kv-store-dir: .*$"):
+        LLM(str(llama_path), enable_prefix_caching=True, kv_key_file=str(tmp_path / "key"))

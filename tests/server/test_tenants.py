@@ -12,7 +12,7 @@ from running import Running
 from test_layers import ask, error_of
 
 from lamina.server.calls import Service
-from lamina.server.tenants import Tenants
+from lamina.server.tenants import salt_of
 
 TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 TEXT: dict[str, Any] = {"prompt": "hi", "max_tokens": 2}
@@ -50,11 +50,15 @@ def test_each_key_is_a_tenant_of_its_own_and_a_salt_divides_it() -> None:
 
 def test_no_salt_leads_to_another_tenant() -> None:
     """Also where a client knows the id of another one's key, or tries how the parts are put together."""
-    tenants, ids = Tenants(), (bytes(32), b"\x01" * 32)
+    ids = bytes(32), b"\x01" * 32
     texts = [None, "", "x", "\x01x", bytes(32).decode(), ("\x01" * 32), "\x20" + "\x01" * 32, "\ud800", "\x00"]
-    found = [tenants.salt(key_id, text) for key_id in (*ids, b"") for text in texts]
+    found = [salt_of(key_id, text) for key_id in (*ids, b"") for text in texts]
     assert len(set(found)) == len(found)
-    assert Tenants().salt(ids[0], "x") != tenants.salt(ids[0], "x"), "nobody knows the secret of another server"
+
+
+def test_a_later_server_knows_its_tenants_again() -> None:
+    first, second = (salts(make_service(api_key="one,two"), ("one", "x"), ("two", None)) for _ in range(2))
+    assert first == second
 
 
 @pytest.mark.parametrize("bad", ["", "x" * 1025, 5, ["x"]])

@@ -25,7 +25,7 @@ def new_request(
     echo: bool = False,
     only_prompt: bool = False,
 ) -> Accepted:
-    """A request that has come now, without its prompts. ``model``: as its client calls it. ``salt``: see Tenants.
+    """A request that has come now, without its prompts. ``model``: as its client calls it. ``salt``: see salt_of.
     ``tokens_as_ids``: where the request does not say.
     """
     return Accepted(
