@@ -18,6 +18,7 @@ VARIABLES = {
     "LAMINA_NIC_MODEL": "1: the transport nic-model, a NIC in software, may be used: within one host, for tests",
     "LAMINA_MLX5_MODEL": "what LAMINA_NIC_MODEL was called before: it opens nothing, a refusal names the new one",
     "LAMINA_EMULATE": "times of other devices, for compute workers and the attention `emulate`; see lamina.emulate",
+    "LAMINA_EMULATE_MEDIUM": "delays and faults of the medium `emulated`, for tests; see lamina.kv.media.emulated",
     "LAMINA_RDMA_DEVICE": "the RDMA device of the transport verbs: NAME, NAME:PORT or NAME:PORT:GID_INDEX",
     "LAMINA_CUDA_DEVICE": "the number of the GPU that the transport cuda uses; default: the worker's own, or 0",
     "LAMINA_LIBCUDA": "the CUDA driver's library, where it is not found by its name; tests put another in its place",

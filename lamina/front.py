@@ -62,6 +62,8 @@ class Front:
         params = params.clone()  # the caller may set other values for the next request
         ids = self._encode(prompt)
         self._check_logprobs(params)
+        if params.bad_words and params.bad_words_token_ids is not None:
+            raise ValueError("bad_words and bad_words_token_ids say the same of other tokens: leave one out")
         if params.bad_words and self.tokenizer is not None:
             params.bad_words_token_ids = bad_words_ids(self.tokenizer, params.bad_words)
         if params.truncate_prompt_tokens is not None:

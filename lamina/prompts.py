@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from .request import SamplingParams
@@ -37,7 +38,7 @@ def params_list(count: int, params: Any) -> list[SamplingParams]:
 def check_priority(count: int, priority: Any) -> None:
     """Raises ValueError for what is neither None, a whole number, nor one for each of ``count`` prompts."""
     each = [] if priority is None else priority if isinstance(priority, list | tuple) else [priority]
-    if not all(isinstance(p, int) for p in each):
+    if not all(isinstance(p, Integral) for p in each):
         raise ValueError(f"priority must be a whole number, or a list with one for each prompt, not {priority!r}")
     if isinstance(priority, list | tuple) and len(priority) != count:
         raise ValueError(f"{len(priority)} priorities for {count} prompts: pass one number, or one for each")

@@ -20,6 +20,7 @@ _NOTHING = {
     "--enable-server-load-tracking": "GET /load always counts",
     "--enable-request-id-headers": "every answer bears X-Request-Id",
     "--enable-chunked-prefill": "prompts are always computed in chunks, of --prefill-chunk tokens",
+    "--no-enable-chunked-prefill": "prompts are always computed in chunks, of --prefill-chunk tokens",
     "--disable-uvicorn-access-log": "there is none; --no-log-requests leaves out a line for every request",
 }
 # They are refused.
@@ -40,8 +41,11 @@ def translated(args: Sequence[str], known: Collection[str]) -> list[str]:
     out = list[str]()
     for arg in args:
         flag, equals, value = arg.partition("=")
-        if arg in _NOTHING and arg not in known:
-            print(f"{arg} is left out: {_NOTHING[arg]}", file=sys.stderr)
+        if flag.startswith("--") and "_" in flag:
+            flag = flag.replace("_", "-")
+            arg = flag + equals + value
+        if flag in _NOTHING and flag not in known:
+            print(f"{arg} is left out: {_NOTHING[flag]}", file=sys.stderr)
             continue
         here = _SAME.get(flag, flag)
         if here in known and flag not in known:

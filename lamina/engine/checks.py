@@ -7,6 +7,7 @@ from itertools import chain
 
 from lamina.request import SamplingParams
 
+MOST_SCORES = 1 << 20  # of a prompt, which come back at once
 NOT_FINITE = "the largest logit is not a finite number: weights or activations are broken, or too large for --dtype"
 
 
@@ -14,6 +15,11 @@ def check_ids(prompt: list[int], params: SamplingParams, vocabulary: int) -> Non
     """Raises ValueError, in one line, for a token that there is not, and for bad words that nobody has made tokens."""
     if params.bad_words and params.bad_words_token_ids is None:
         raise ValueError("bad_words need a tokenizer: pass tokenizer=, or name their tokens in bad_words_token_ids")
+    if params.prompt_logprobs is not None:
+        each = 1 + (vocabulary if params.prompt_logprobs < 0 else min(params.prompt_logprobs, vocabulary))
+        if len(prompt) * each > MOST_SCORES:
+            text = f"prompt_logprobs of {len(prompt)} tokens, {each} of each, are more than {MOST_SCORES} values"
+            raise ValueError(f"{text}: ask for fewer of each, or of parts of the prompt")
     named: dict[str, Iterable[int]] = {
         "the prompt": prompt,
         "stop_token_ids": params.stop_token_ids or (),

@@ -341,7 +341,8 @@ class Engine:
             output.blame = Blame.CLIENT if banned else Blame.SERVER
             sequence.num_drawing -= 1
             request.end(sequence, "error", why)
-            log.error("request %d ends behind %d tokens: %s", sequence.request_id, sequence.num_outputs, why)
+            level = logging.INFO if banned else logging.ERROR  # a client's, or the model's
+            log.log(level, "request %d ends behind %d tokens: %s", sequence.request_id, sequence.num_outputs, why)
             return
         sequence.append(drawn.token)
         output.token_ids.append(drawn.token)

@@ -176,4 +176,5 @@ def _cut(
     of: CompletionOutput, count: int, text: str, finish_reason: str | None, stop_reason: int | str | None
 ) -> CompletionOutput:
     logprobs = None if of.logprobs is None else of.logprobs[:count]
-    return CompletionOutput(of.index, text, of.token_ids[:count], finish_reason, stop_reason, logprobs)
+    blame = of.blame if finish_reason else None
+    return CompletionOutput(of.index, text, of.token_ids[:count], finish_reason, stop_reason, logprobs, blame)

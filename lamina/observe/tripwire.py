@@ -24,10 +24,16 @@ class Tripwire:
     """A file that workers map; the native modules have the same in csrc/spans.h. One process sets it."""
 
     def __init__(self, path: Path) -> None:
-        """Made where it is not there. Raises OSError, ValueError."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """Made where it is not there. Raises ValueError for a file that is none, is a link or another user's."""
         try:
-            if not os.fstat(fd).st_size:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as e:
+            raise ValueError(f"{TRIPWIRE}={path}: {e.strerror}: unset it; only drill sets it") from None
+        try:
+            found = os.fstat(fd)
+            if found.st_uid != os.geteuid() or found.st_mode & 0o077 or found.st_size not in (0, _WORDS.size):
+                raise ValueError(f"{TRIPWIRE}={path} is no tripwire of this user: unset it; only drill sets it")
+            if not found.st_size:
                 os.ftruncate(fd, _WORDS.size)
             self.memory = mmap.mmap(fd, _WORDS.size)
         finally:

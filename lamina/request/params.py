@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -117,14 +117,14 @@ class SamplingParams:
             setattr(self, name, _number(float, getattr(self, name), name))
         for name in (*_WHOLE, *_OPTIONAL):
             value = getattr(self, name)
+            if isinstance(value, bool):
+                raise ValueError(f"{name} must be an integer, not {value!r}")
             if value is not None or name in _WHOLE:
                 setattr(self, name, int(_number(operator.index, value, name)))
         self.stop = self.stop if isinstance(self.stop, str) else _texts(self.stop, "stop")
         self.bad_words = list(dict.fromkeys(_texts(self.bad_words, "bad_words")))
         if self.logit_bias is not None:
-            bias = self.logit_bias.items()
-            name = "logit_bias"
-            setattr(self, name, {_number(operator.index, t, name): _number(float, b, name) for t, b in bias})
+            self.logit_bias = _biases(self.logit_bias)
         self.stop_token_ids = _ids(self.stop_token_ids or [], "stop_token_ids")
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _ids(self.allowed_token_ids, "allowed_token_ids")
@@ -164,6 +164,13 @@ def _texts(value: Any, name: str) -> list[str]:
     if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
         raise ValueError(f"{name} must be text or a list of texts, not {value!r}")
     return list(texts)
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"logit_bias must map token ids to numbers, not {value!r}")
+    of = "logit_bias: a token id"
+    return {_number(operator.index, t, of): _number(float, b, f"logit_bias of {t}") for t, b in value.items()}
 
 
 def _ids(value: Any, name: str) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
@@ -95,7 +97,7 @@ async def tokenize(request: Request) -> Response:
         ids = (await prompter.chat(body.messages, None, variables, special=bool(special), counts=True)).ids
     else:
         ids = await prompter.encode(body.prompt or "", special=special is not False)
-    names = prompter.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+    names = await asyncio.to_thread(prompter.tokenizer.convert_ids_to_tokens, ids) if body.return_token_strs else None
     limit = service.client.ready.max_model_len
     return json_response({"tokens": ids, "count": len(ids), "max_model_len": limit, "token_strs": names})
 

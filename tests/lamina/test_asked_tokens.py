@@ -11,6 +11,7 @@ from test_streams import FakeFront
 from transformers import AutoTokenizer
 
 from lamina import SamplingParams
+from lamina.engine.checks import check_ids
 from lamina.engine.text import spelled
 from lamina.front import Front, _checked_limit
 from lamina.models.tokens import Speller, bad_words_ids
@@ -126,3 +127,19 @@ def test_what_is_told_of_a_token_is_a_mapping() -> None:
     assert (found[5].logprob, found[5].rank, found[5].decoded_token) == (-2.0, 9, "5 behind [1, 2]")
     again = spelled([(3, -0.5, 1), (3, -0.5, 1), (4, -1.0, 2)], [], None)
     assert [(t, x.rank, x.decoded_token) for t, x in again.items()] == [(3, 1, None), (4, 2, None)]
+
+
+def test_bad_words_are_said_once(front: Front) -> None:
+    with pytest.raises(ValueError, match="^bad_words and bad_words_token_ids say the same of other tokens"):
+        Front.ask(front, [5], SamplingParams(bad_words=["zzz"], bad_words_token_ids=[[280]]))
+
+
+@pytest.mark.parametrize(("alternatives", "fits"), [(0, 1 << 20), (15, 1 << 16), (-1, 32)])
+def test_a_prompt_has_a_limit_of_scores(alternatives: int, fits: int) -> None:
+    vocabulary = (1 << 15) - 1
+    params = SamplingParams(prompt_logprobs=alternatives)
+    check_ids([1] * fits, params, vocabulary)
+    with pytest.raises(
+        ValueError, match=f"^prompt_logprobs of {fits + 1} tokens, .* are more than 1048576 values: ask "
+    ):
+        check_ids([1] * (fits + 1), params, vocabulary)

@@ -15,7 +15,7 @@ from lamina import LLM, SamplingParams
 from lamina.engine.draws import draw_of
 from lamina.engine.sequence import Sequence
 from lamina.protocol.control import Adjust, Draw, Penalties
-from lamina.request import CompletionOutput
+from lamina.request import Blame, CompletionOutput
 from lamina.sampling.history import Histories, seen_of
 from lamina.sampling.sampler import Sampler
 
@@ -83,7 +83,8 @@ def test_a_known_token_is_reported_and_not_drawn() -> None:
 @pytest.mark.parametrize(
     "bad", [{"min_p": 1.5}, {"presence_penalty": 3}, {"repetition_penalty": 0}, {"repetition_penalty": 5e-324},
             {"repetition_penalty": 1e300}, {"logit_bias": {1: 101}},
-            {"logit_bias": {"x": 1}}, {"prompt_logprobs": -2}, {"frequency_penalty": float("nan")}]
+            {"logit_bias": {"x": 1}}, {"logit_bias": [1]},
+            {"prompt_logprobs": True}, {"prompt_logprobs": -2}, {"frequency_penalty": float("nan")}]
 )  # fmt: skip
 def test_bad_values_are_named(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
@@ -266,3 +267,8 @@ def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
     assert two[0].outputs[0].token_ids == one.outputs[0].token_ids
     assert len(two) == 2
     assert "<|user|>\nhello" in llm.tokenizer.decode(one.prompt_token_ids)
+
+
+def test_who_is_to_blame_is_told(llm: LLM) -> None:
+    (output,) = llm.generate([[5]], SamplingParams(allowed_token_ids=[5], bad_words_token_ids=[[5]]))
+    assert (output.outputs[0].finish_reason, output.outputs[0].blame) == ("error", Blame.CLIENT)

@@ -64,3 +64,18 @@ def test_there_is_none_unless_the_environment_names_it(monkeypatch: pytest.Monke
     assert recorder(False) is OFF
     assert type(recorder(True)) is Recorder
     assert (OFF.native, Recorder(1).native) == (None, b"")
+
+
+@pytest.mark.parametrize("kind", ["a link", "other", "open", "no folder"])
+def test_a_file_that_is_no_tripwire_is_refused_by_the_name_of_the_variable(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "wire"
+    if kind == "a link":
+        path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "no folder":
+        path = tmp_path / "none" / "wire"
+    else:
+        path.write_bytes(b"hello" if kind == "other" else bytes(24))
+        path.chmod(0o600 if kind == "other" else 0o644)
+    with pytest.raises(ValueError, match=f"^{TRIPWIRE}=.*: unset it; only drill sets it$"):
+        Tripwire(path)
+    assert not (tmp_path / "elsewhere").exists()

@@ -10,7 +10,9 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from zlib import crc32
 
+import msgspec
 import pytest
 from running import MODEL, ROOT
 
@@ -203,6 +205,11 @@ def test_damage_in_the_midst_is_refused_and_nothing_is_changed(tmp_path: Path) -
         assert file.read_bytes() == bad
     file.write_bytes(data)
     opened(tmp_path / "j").close()
+    strange = msgspec.msgpack.encode({"type": "of another version"})
+    heads = len(strange).to_bytes(4, "little"), crc32(len(strange).to_bytes(4, "little")), crc32(strange)
+    file.write_bytes(data + heads[0] + b"".join(x.to_bytes(4, "little") for x in heads[1:]) + strange)
+    with pytest.raises(ValueError, match="is damaged at byte"):
+        opened(tmp_path / "j")
 
 
 def test_another_models_another_versions_and_anothers_journal_are_refused(tmp_path: Path) -> None:

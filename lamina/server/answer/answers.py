@@ -39,8 +39,14 @@ async def _collect(call: Call, shape: Shape) -> dict[str, Any]:
         for number, delta in batch:
             choice = shape.choice(number, delta)
             parts.setdefault(choice["index"], []).append(choice)
-    choices = [shape.whole(parts[index]) for index in sorted(parts)]
-    return {**shape.head(stream=False), "choices": choices, "usage": call.usage}
+
+    def put_together() -> dict[str, Any]:
+        choices = [shape.whole(parts[index]) for index in sorted(parts)]
+        return {**shape.head(stream=False), "choices": choices, "usage": call.usage}
+
+    # Scores of a long prompt take a second.
+    scored = call.params.prompt_logprobs is not None
+    return await asyncio.to_thread(put_together) if scored else put_together()
 
 
 async def _until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

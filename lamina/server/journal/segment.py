@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,35 +37,36 @@ class Contents:
         data = path.read_bytes()
         self.records: list[Any] = []
         self.end = 0
-        while (found := _record(data, self.end)) is not None:
-            record, self.end = found
-            self.records.append(record)
+        try:
+            while (found := _record(data, self.end)) is not None:
+                record, self.end = found
+                self.records.append(record)
+        except msgspec.DecodeError:  # it is whole, and nothing that this version writes
+            raise damaged(path, self.end) from None
         self.torn = len(data) - self.end  # bytes behind a record that was not written whole
         if self.torn and _synced(data, self.end) > self.end:
             raise damaged(path, self.end)
 
 
 def _record(data: bytes, at: int) -> tuple[Any, int] | None:
-    """The record at a place, and where it ends; None where none is whole there."""
+    """The record at a place, and where it ends; None where none is whole there. Raises msgspec.DecodeError."""
     if at + _HEAD.size > len(data):
         return None
     length, own, sum_ = _HEAD.unpack_from(data, at)
     begin, end = at + _HEAD.size, at + _HEAD.size + length
     if zlib.crc32(_NUMBER.pack(length)) != own or end > len(data) or zlib.crc32(data[begin:end]) != sum_:
         return None
-    try:
-        return _decode(data[begin:end]), end
-    except msgspec.DecodeError:
-        return None
+    return _decode(data[begin:end]), end
 
 
 def _synced(data: bytes, at: int) -> int:
     """Bytes that were on the disk, by the records behind a place that cannot be read."""
     most, at = 0, data.find(_SYNCED, at)
     while at >= 0:
-        found = _record(data, at - _HEAD.size)
-        if found is not None and isinstance(found[0], Synced):
-            most = max(most, found[0].size)
+        with suppress(msgspec.DecodeError):
+            found = _record(data, at - _HEAD.size)
+            if found is not None and isinstance(found[0], Synced):
+                most = max(most, found[0].size)
         at = data.find(_SYNCED, at + 1)
     return most
 

@@ -23,7 +23,7 @@ from lamina.sim.scenario import scenario
 
 SEEDS, PARTS = 300, 6
 RESTARTS = 120
-ENOUGH = 300  # seeds, of which one must be broken by a mistake
+ENOUGH = 600  # seeds, of which one must be broken by a mistake
 
 
 @pytest.mark.parametrize("part", range(PARTS))

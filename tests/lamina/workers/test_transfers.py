@@ -233,9 +233,9 @@ def test_behind_a_damaged_page_nothing_counts(page: int) -> None:
     fill(bench.store, 1, Place(), 1)
     bench.do(save())
     bench.report()
-    shelf = kept._shelves[KEYS[page]].atoms  # type: ignore[attr-defined]
-    atom, (data, crc) = next(iter(shelf.items()))
-    shelf[atom] = (bytes([data[0] ^ 1, *data[1:]]), crc)
+    copies = kept._lying[KEYS[page]].atoms  # type: ignore[attr-defined]
+    atom, copy = next(iter(copies.items()))
+    copies[atom] = copy._replace(data=bytes([copy.data[0] ^ 1, *copy.data[1:]]))
     bench.do(New(2), load())
     said = bench.report()
     assert said.pages == page
