@@ -16,9 +16,7 @@ from lamina.kv.keys import Identity
 from lamina.protocol.control import StartCompute
 from lamina.protocol.plan import LayerShape
 
-SAMPLE = 1 << 16  # bytes
-SAMPLES = 16  # of a file
-NAMES = "*.safetensors", "*.json"  # of a checkpoint
+NAMES = "*.safetensors", "*.json", "*.py"  # of a checkpoint
 
 
 def identity_of(start: StartCompute, loaded: Any, layers: list[LayerShape], dtype: torch.dtype) -> bytes:
@@ -45,15 +43,11 @@ def _recipe(start: StartCompute) -> str:
 
 
 def _files(directory: Path) -> str:
-    """Of a checkpoint: names, sizes, times and samples of its files. To read all of them takes as long as to load."""
+    """Of a checkpoint: every byte of its files, since two may differ in one tensor alone."""
     found = hashlib.sha256()
     for path in sorted(p for name in NAMES for p in directory.glob(name)):
-        status = path.stat()
-        found.update(f"{path.name} {status.st_size} {status.st_mtime_ns} ".encode())
         with path.open("rb") as file:
-            for number in range(SAMPLES):
-                file.seek(status.st_size * number // SAMPLES)
-                found.update(file.read(SAMPLE))
+            found.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()} ".encode())
     return found.hexdigest()
 
 
@@ -62,7 +56,7 @@ def _values(model: nn.Module) -> str:
     found = hashlib.sha256()
     for name, tensor in _tensors(model):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
 
 

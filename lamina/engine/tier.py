@@ -21,6 +21,8 @@ from lamina.protocol.tiers import TierFacts, Transferred
 
 from .sequence import Sequence
 
+MOST_SAVED = 8  # pages of one Export, so that a worker whose disk is slow is heard of now and then
+
 
 class Load(NamedTuple):
     """The first ``length`` tokens of a new sequence can be loaded, where it begins at one of ``places``."""
@@ -244,10 +246,10 @@ class Tier:
 
 
 def _runs(numbers: Iterable[int]) -> list[list[int]]:
-    """Of numbers that follow one another, at most MOST_PAGES each."""
+    """Of numbers that follow one another, at most MOST_SAVED each."""
     found = list[list[int]]()
     for number in numbers:
-        if not found or number != found[-1][-1] + 1 or len(found[-1]) == MOST_PAGES:
+        if not found or number != found[-1][-1] + 1 or len(found[-1]) == MOST_SAVED:
             found.append([])
         found[-1].append(number)
     return found

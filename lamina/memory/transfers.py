@@ -20,7 +20,7 @@ from threading import Thread
 from typing import NamedTuple
 
 from lamina.background import NICENESS
-from lamina.kv.media import Medium, MediumError
+from lamina.kv.media import AtomLostError, Medium, MediumError
 from lamina.kv.pages import PAGE, TENANT_BYTES, Page, Recipe
 from lamina.protocol.control import LinkClosedError
 from lamina.protocol.plan import (
@@ -97,8 +97,11 @@ class Transfers:
         """Raises PlanError where the plan touches a sequence with a transfer under way, ProtocolError for one that
         cannot be.
         """
+        transfers = [op for op in plan.ops if isinstance(op, Export | Import)]
+        if transfers and all(op.id <= self._last for op in transfers):
+            return  # it has come again
         loading, saving = self._open[Import], self._open[Export]
-        coming = {op.sequence for op in plan.ops if isinstance(op, Export | Import)} | loading.keys() | saving.keys()
+        coming = {op.sequence for op in transfers} | loading.keys() | saving.keys()
         for op in plan.ops:
             if isinstance(op, Export | Import):
                 _check(op)
@@ -171,7 +174,7 @@ class Transfers:
         """Pages from the first one on that are in the pool now, and why not all. The deepest is read first: so it is
         the first that gives way.
         """
-        done, error = len(task.at), ""
+        done, gone, error = len(task.at), list[bytes](), ""
         for number, at in reversed(list(enumerate(task.at))):
             if self._cancelled:
                 break
@@ -185,7 +188,11 @@ class Transfers:
                     self._meter.add("kv_loaded_bytes", sum(x.nbytes for x in room.values()))
             except (MediumError, ValueError) as e:
                 done, error = number, f"page {task.op.first // PAGE + number} was not loaded: {e}"
-        return done, [], error
+                if isinstance(e, AtomLostError):  # whoever asks again is not to fail, too
+                    gone.append(task.op.keys[number])
+        with suppress(MediumError):
+            self._medium.drop(gone)
+        return done, gone, error
 
     def _save(self, task: _Task) -> tuple[int, list[bytes], str]:
         """As ``_load``, and who has given way for them."""

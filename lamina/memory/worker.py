@@ -110,6 +110,7 @@ class MemoryWorker:
         """Let go of the medium. For the thread that serves."""
         if self._medium is not None:
             self._medium.close()
+            self._medium = self._tier = None
 
     def _end_transfers(self) -> None:
         """Behind the driver's end what is to be saved is saved; behind a loss it is not, and the pool changes."""

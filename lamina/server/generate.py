@@ -116,6 +116,5 @@ async def _answer(request: Request, body: Sampling, call: Call, shape: Shape) ->
     config: ServerConfig = request.app.state.service.config
     options = body.stream_options
     if config.enable_force_include_usage:
-        always = bool(options and options.continuous_usage_stats)
-        options = StreamOptions(include_usage=True, continuous_usage_stats=always)
+        options = StreamOptions(include_usage=True, continuous_usage_stats=True)
     return EventStream(call, shape, options, alive_s=config.sse_keep_alive_s)

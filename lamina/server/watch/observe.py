@@ -38,7 +38,7 @@ class Observe:
             await self._app(scope, receive, send)
             return
         given = next((v for k, v in scope["headers"] if k == b"x-request-id"), b"")
-        request_id = given if _SAFE_ID.fullmatch(given) else secrets.token_hex(8).encode()
+        request_id = given if _SAFE_ID.fullmatch(given) else secrets.token_hex(16).encode()
         REQUEST_ID.set(request_id.decode())
         start, status = time.monotonic(), 0
         state = scope.setdefault("state", {})

@@ -240,6 +240,8 @@ def test_behind_a_damaged_page_nothing_counts(page: int) -> None:
     said = bench.report()
     assert said.pages == page
     assert said.error.startswith(f"page {page} was not loaded: ")
+    assert said.gone == [KEYS[page]]
+    assert KEYS[page] not in {held.page.key for held in kept.pages()}, "nobody is to meet it again"
     bench.do(Rows(2, page * PAGE, 1))
     assert bench.store.written.report()[2] == page * PAGE
     bench.transfers.end()

@@ -1,0 +1,27 @@
+"""Whose KV a checkpoint's is: any other byte of its files is another model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lamina.compute.identity import _files
+
+
+def test_another_byte_anywhere_is_another_model_and_another_time_is_not(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(3 << 20))
+    (tmp_path / "config.json").write_text("{}")
+    first = _files(tmp_path)
+    os.utime(weights, ns=(5, 5))
+    assert _files(tmp_path) == first, "a copy is the same model"
+    for at in (0, (1 << 20) + 77, (3 << 20) - 1):
+        with weights.open("r+b") as file:
+            file.seek(at)
+            file.write(b"\x01")
+        os.utime(weights, ns=(5, 5))
+        changed = _files(tmp_path)
+        assert changed != first
+        first = changed
+    (tmp_path / "modeling.py").write_text("x = 1")
+    assert _files(tmp_path) != first, "code of its own is a part of it"
