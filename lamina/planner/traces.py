@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 _AZURE = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 _MOONCAKE = {"timestamp", "input_length", "output_length", "hash_ids"}
+_MOST_MS = 1e15  # of a timestamp: some 30,000 years
 _HASHED = 512  # tokens of a block of hash_ids
 
 
@@ -79,7 +81,7 @@ def read_trace(path: str) -> RequestTrace:
     with opened as file:
         try:
             found = tuple(_rebased(_lines(file, f"--trace {path}"), f"--trace {path}"))
-        except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+        except (UnicodeDecodeError, gzip.BadGzipFile, zlib.error, csv.Error, EOFError) as error:
             raise ValueError(f"--trace {path} cannot be read: {error}") from None
     if not found:
         raise ValueError(f"--trace {path} has no requests")
@@ -128,7 +130,7 @@ def _azure(rest: Iterable[str], where: str) -> Iterator[tuple[int, TracedRequest
             continue
         try:
             when, prompt, answer = row
-            at = datetime.fromisoformat(when[:26])
+            at = datetime.fromisoformat(when[:26]).replace(tzinfo=None)
             yield number, TracedRequest((at - datetime(1970, 1, 1)).total_seconds(), int(prompt), int(answer))
         except ValueError:
             raise ValueError(f"{where}, line {number}: {','.join(row)[:60]!r} is not a time and two counts") from None
@@ -137,14 +139,14 @@ def _azure(rest: Iterable[str], where: str) -> Iterator[tuple[int, TracedRequest
 def _mooncake(text: str, where: str) -> TracedRequest:
     try:
         entry = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{where}: no JSON: {error}") from None
     if not isinstance(entry, dict) or not _MOONCAKE - {"hash_ids"} <= entry.keys() <= _MOONCAKE:
         raise ValueError(f"{where}: fields must be {', '.join(sorted(_MOONCAKE))}")
     for name in ("input_length", "output_length"):
         if not isinstance(entry[name], int) or isinstance(entry[name], bool):
             raise ValueError(f"{where}: {name} must be a whole number, not {entry[name]!r}")
-    if not isinstance(entry["timestamp"], int | float) or not math.isfinite(entry["timestamp"]):
+    if not isinstance(entry["timestamp"], int | float) or not abs(entry["timestamp"]) < _MOST_MS:
         raise ValueError(f"{where}: timestamp must be milliseconds, not {entry['timestamp']!r}")
     prompt, hashes = entry["input_length"], entry.get("hash_ids")
     if hashes is not None and (not isinstance(hashes, list) or len(hashes) != -(-prompt // _HASHED)):

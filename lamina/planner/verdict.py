@@ -12,12 +12,13 @@ from .traces import RequestTrace
 
 TIE = 0.15  # of dollars for a token: the model's error on one and two ranks, docs/planner.md
 _RANGE = 32.0  # turning points are looked for up to this factor, both ways
-_BISECTIONS = 12
+_STEP = math.sqrt(2.0)
+_BISECTIONS = 10
 _SHORTLIST = 12  # split deployments that are ranked anew
 
 
 class Turn(NamedTuple):
-    """``what`` times ``factor`` is where both cost the same; None: nowhere within the range."""
+    """``what`` times ``factor`` is where the verdict is another one; None: nowhere within the range."""
 
     what: str
     factor: float | None
@@ -51,7 +52,7 @@ def decide(planner: Planner, ranking: Ranking, trace: RequestTrace) -> Verdict:
     pays = gain >= TIE
     splits = [p.deployment for p in ranking.points if p.deployment.split][:_SHORTLIST]
     others = [p.deployment for p in ranking.points if not p.deployment.split]
-    turns = _turns(planner, [*splits, *others], trace, split.deployment)
+    turns = _turns(planner, [*splits, *others], ranking.trace, split.deployment)
     return Verdict(pays, tie, gain, _why(split, alone, gain, tie=tie), turns)
 
 
@@ -87,48 +88,52 @@ def _why(split: Operating, alone: Operating, gain: float, *, tie: bool) -> str:
 
 
 def _turns(planner: Planner, asked: Sequence[Deployment], trace: RequestTrace, best: Deployment) -> list[Turn]:
-    """Each moves one thing and ranks all anew."""
+    """Each moves one thing and ranks all anew, the requests that were ranked."""
 
-    def gain(other: Planner, on: RequestTrace) -> float:
+    def beyond(other: Planner, on: RequestTrace) -> float:
         try:
             ranking = other.rank(asked, on)
         except ValueError:
             return float("nan")
         split, alone = ranking.best(split=True), ranking.best(split=False)
         if split is None or alone is None:
-            return 1.0 if split else -1.0
-        return alone.dollars / split.dollars - 1
+            return float("nan")  # nothing to compare with
+        return alone.dollars / split.dollars - 1 - TIE
 
     turns = []
     memory = best.memory
     if memory is not None and memory != best.compute:
         hour = planner.prices.hour(memory)
-        factor = _root(lambda f: gain(planner.with_price(memory.name, f), trace))
+        factor = _root(lambda f: beyond(planner.with_price(memory.name, f), trace))
         turns.append(Turn(f"price of {memory.name}", factor, f"${hour * factor:.2f}/h" if factor else ""))
-    factor = _root(lambda f: gain(planner, trace.scaled(f)))
+    factor = _root(lambda f: beyond(planner, trace.scaled(f)))
     turns.append(
         Turn("length of prompts", factor, f"{trace.mean_prompt * factor:.0f} tokens on average" if factor else "")
     )
-    factor = _root(lambda f: gain(planner.with_link(f), trace))
+    factor = _root(lambda f: beyond(planner.with_link(f), trace))
     rate = planner.costs.link.rate
     turns.append(Turn("rate of the link", factor, f"{rate * factor * 8 / 1e9:.0f} Gbps" if factor else ""))
     return turns
 
 
 def _root(of: Callable[[float], float]) -> float | None:
-    """The factor nearest to 1 at which ``of`` changes its sign, up to _RANGE both ways."""
-    here = of(1.0)
-    for step in (2.0, 0.5):
+    """The factor nearest to 1 behind which ``of`` is on the other side of 0, up to _RANGE both ways, as far as it is a
+    number.
+    """
+    here, found = of(1.0) >= 0, list[float]()
+    for step in (_STEP, 1 / _STEP):
         before, at = 1.0, step
-        while 1 / _RANGE <= at <= _RANGE:
-            if (of(at) > 0) != (here > 0) and of(at) == of(at):
-                return _between(of, before, at, here > 0)
+        while 1 / _RANGE <= at <= _RANGE and not math.isnan(there := of(at)):
+            if (there >= 0) != here:
+                found.append(_between(of, before, at, here))
+                break
             before, at = at, at * step
-    return None
+    return min(found, key=lambda f: abs(math.log(f)), default=None)
 
 
 def _between(of: Callable[[float], float], same: float, other: float, sign: bool) -> float:
+    """On the other side, by less than a thousandth."""
     for _ in range(_BISECTIONS):
         middle = math.sqrt(same * other)
-        same, other = (middle, other) if (of(middle) > 0) == sign else (same, middle)
-    return math.sqrt(same * other)
+        same, other = (middle, other) if (of(middle) >= 0) == sign else (same, middle)
+    return other

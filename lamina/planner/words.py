@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lamina.facts.report import size, table
@@ -37,6 +38,7 @@ def plan_text(planner: Planner, ranking: Ranking, verdict: Verdict, rows: int) -
             f"  turns at {t.what}: {t.value}" if t.factor else f"  no {t.what} within 32 times would turn it"
             for t in verdict.turns
         ),
+        f"  {_prompts(planner, shown[0], ranking)}",
         "",
         *_serve(planner, ranking, verdict),
         "where the numbers are from",
@@ -94,7 +96,9 @@ def serve_command(planner: Planner, ranking: Ranking) -> str | None:
         "--kv-memory": f"{int(each // GIB)}GiB",
         "--max-model-len": ranking.trace.longest,
     }
-    return " ".join(["lamina-launch serve", planner.costs.model.name, *(f"{k} {v}" for k, v in flags.items())])
+    name = planner.costs.model.name
+    model = name if "/" in name or Path(name).exists() else "MODEL"  # the paper's are known by their sizes alone
+    return " ".join(["lamina-launch serve", model, *(f"{k} {v}" for k, v in flags.items())])
 
 
 def _row(p: Operating) -> list[str]:
@@ -135,6 +139,16 @@ def _reasons(ranking: Ranking) -> str:
 def _tied(ranking: Ranking) -> str:
     best = ranking.points[0].dollars
     return f"the first {sum(p.dollars < best * (1 + TIE) for p in ranking.points)} of them"
+
+
+def _prompts(planner: Planner, best: Operating, ranking: Ranking) -> str:
+    """What the price leaves out."""
+    costs, trace = planner.costs, ranking.trace
+    flops = sum(products.work(1)[1] for products in costs.model.products)
+    device, rate = best.deployment.compute, best.tokens_s / trace.mean_answer * trace.mean_prompt
+    count = flops * rate / (device.tflops * 1e12 * costs.constants["linear_flops_share"])
+    told = f"not in the price: the prompts, {rate:,.0f} tokens/s at the first row's rate"
+    return f"{told}, whose products alone take about {count:.1f} {device.name}"
 
 
 def _serve(planner: Planner, ranking: Ranking, verdict: Verdict) -> Sequence[str]:

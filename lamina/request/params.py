@@ -117,8 +117,6 @@ class SamplingParams:
             setattr(self, name, _number(float, getattr(self, name), name))
         for name in (*_WHOLE, *_OPTIONAL):
             value = getattr(self, name)
-            if isinstance(value, bool):
-                raise ValueError(f"{name} must be an integer, not {value!r}")
             if value is not None or name in _WHOLE:
                 setattr(self, name, int(_number(operator.index, value, name)))
         self.stop = self.stop if isinstance(self.stop, str) else _texts(self.stop, "stop")

@@ -84,7 +84,7 @@ def test_a_known_token_is_reported_and_not_drawn() -> None:
     "bad", [{"min_p": 1.5}, {"presence_penalty": 3}, {"repetition_penalty": 0}, {"repetition_penalty": 5e-324},
             {"repetition_penalty": 1e300}, {"logit_bias": {1: 101}},
             {"logit_bias": {"x": 1}}, {"logit_bias": [1]},
-            {"prompt_logprobs": True}, {"prompt_logprobs": -2}, {"frequency_penalty": float("nan")}]
+            {"prompt_logprobs": -2}, {"frequency_penalty": float("nan")}]
 )  # fmt: skip
 def test_bad_values_are_named(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):

@@ -52,15 +52,17 @@ def test_a_cut_that_moves_is_carried() -> None:
 
 
 def test_a_gain_within_the_error_is_no_split() -> None:
-    """At the price where both cost the same, each is as good: the simpler one is it."""
+    """A little before the price at which the split begins to pay, it is a tie: the simpler one is it."""
     mine, trace = planner(base="calibrated"), even(50, 1000, 200)
     asked = list(deployments(STOCK, mine.costs.model))
     turn = decide(mine, mine.rank(asked, trace), trace).turns[0]
     assert turn.factor is not None
-    there = mine.with_price("h20", turn.factor)
-    verdict = decide(there, there.rank(asked, trace), trace)
-    assert verdict.gain == pytest.approx(0, abs=0.01)
-    assert (verdict.tie, verdict.split) == (True, False)
+    for share in (0.99, 1.01):
+        there = mine.with_price("h20", turn.factor**share)
+        verdict = decide(there, there.rank(asked, trace), trace)
+        assert verdict.gain == pytest.approx(TIE, abs=0.02)
+        assert verdict.split == (verdict.gain >= TIE)
+        assert verdict.tie == (not verdict.split)
     assert TIE > 0.1
 
 

@@ -17,7 +17,7 @@ from lamina.facts.hardware import DEVICES
 from lamina.planner.cost import Load, halves
 from lamina.planner.deployment import Deployment, deployments
 from lamina.planner.rank import StoredTokens
-from lamina.planner.verdict import TIE, decide
+from lamina.planner.verdict import TIE, _root, decide
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
@@ -71,17 +71,20 @@ def test_a_plan_that_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_turning_point_is_one() -> None:
-    """The verdict's price, put in, makes both cost the same."""
+    """On either side of the price that is told the verdict is another one."""
     mine, trace = planner(base="calibrated"), even(50, 1000, 200)
     asked = list(deployments(STOCK, mine.costs.model))
     turn = decide(mine, mine.rank(asked, trace), trace).turns[0]
     assert turn.what == "price of h20"
     assert turn.factor is not None
-    there = mine.with_price("h20", turn.factor).rank(asked, trace)
-    split, alone = there.best(split=True), there.best(split=False)
-    assert split is not None
-    assert alone is not None
-    assert split.dollars == pytest.approx(alone.dollars, rel=0.01)
+    near, far = (mine.with_price("h20", turn.factor**share) for share in (0.98, 1.02))
+    assert decide(near, near.rank(asked, trace), trace).split != decide(far, far.rank(asked, trace), trace).split
+
+
+def test_the_nearest_of_two_turning_points_is_told() -> None:
+    assert _root(lambda f: f - 0.6 if f < 1 else 4 - f) == pytest.approx(0.6, rel=1e-2)
+    assert _root(lambda f: 1.0) is None
+    assert _root(lambda f: 1.0 if f < 2 else float("nan")) is None, "no verdict where nothing can be compared"
 
 
 def test_one_batch_is_better_where_both_would_read_the_weights_again() -> None:
@@ -167,6 +170,11 @@ def test_bad_input_is_one_line(
         ('{"timestamp": 0, "input_length": 513, "output_length": 5, "hash_ids": [0]}', "line 1: hash_ids must have"),
         ('{"timestamp": 0, "input_length": true, "output_length": 5}', "line 1: input_length"),
         (f"{HEADER}\n", "has no requests"),
+        (f"{HEADER}\n2023-11-16 18:15:46+00:00,1,0\n", "line 2: 1 and 0 tokens"),
+        (f"{HEADER}\n{'x' * 140000},5,5\n", "cannot be read: field larger"),
+        ('{"timestamp": 1' + "0" * 400 + ', "input_length": 5, "output_length": 5}', "line 1: timestamp"),
+        ("[" * 100000, "line 1: "),
+        ('{"a":' * 100000, "line 1: no JSON"),
     ],
 )
 def test_a_bad_trace_names_its_line(text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
