@@ -53,7 +53,7 @@ class Group:
 GROUPS = {
     "engine": Group(
         (
-            "lamina/engine/scheduler.py", "lamina/engine/room.py", "lamina/engine/prefixes.py",
+            "lamina/engine/scheduler.py", "lamina/engine/blocks/room.py", "lamina/engine/blocks/prefixes.py",
             "lamina/engine/sequence.py", "lamina/engine/draws.py",
         ),
         ("tests/lamina/test_scheduler.py", "tests/lamina/test_scheduler_exact.py", "tests/lamina/test_sequence.py",

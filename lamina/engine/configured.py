@@ -8,10 +8,10 @@ from lamina.protocol.control import ComputeReady
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.tables import BlockTables
 
+from .blocks.prefixes import Prefixes
+from .blocks.tier import Tier
 from .prefill import Prefill
-from .prefixes import Prefixes
 from .scheduler import Scheduler
-from .tier import Tier
 
 
 def scheduler_of(config: EngineConfig, info: ComputeReady, ledger: BlockTables, num_batches: int) -> Scheduler:

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from lamina.protocol.plan import Keep
 
-from .ledger import Ledger
+from .blocks.ledger import Ledger
 
 
 class KeptKV:

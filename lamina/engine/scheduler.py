@@ -12,15 +12,15 @@ import msgspec
 from lamina.protocol.plan import Free, Keep, SequenceOp, StepPlan, Truncate
 from lamina.protocol.tiers import Transferred
 
-from .ledger import Blocks, Ledger
-from .newcomers import Batch, Cuts, Newcomers
+from .blocks.ledger import Blocks, Ledger
+from .blocks.newcomers import Batch, Cuts, Newcomers
+from .blocks.prefixes import Prefixes
+from .blocks.room import Room, rows_of
+from .blocks.tier import Moved, Tier
 from .pipeline import route
 from .prefill import Prefill
-from .prefixes import Prefixes
-from .room import Room, rows_of
 from .sequence import Sequence
 from .steps import Round, ScheduledStep
-from .tier import Moved, Tier
 
 
 class Scheduler:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections import deque
 
+from lamina.engine.blocks.prefixes import Prefixes
 from lamina.engine.prefill import Prefill
-from lamina.engine.prefixes import Prefixes
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
 from lamina.engine.steps import ScheduledStep

@@ -7,7 +7,7 @@ import random
 import pytest
 from scheduled import FakePool, check_tokens, drive, make, take
 
-from lamina.engine.prefixes import Hit, Prefixes
+from lamina.engine.blocks.prefixes import Hit, Prefixes
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
 from lamina.protocol.partition import Lanes

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from lamina.engine.blocks.prefixes import Prefixes
+from lamina.engine.blocks.tier import Tier
 from lamina.engine.engine import Engine
 from lamina.engine.kept import KeptKV
 from lamina.engine.prefill import Prefill
-from lamina.engine.prefixes import Prefixes
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
-from lamina.engine.tier import Tier
 from lamina.protocol.block_pool import BlockPool
 from lamina.protocol.tables import BlockTables
 from lamina.sim.run import BrokenError, check, check_restart, play, smaller

@@ -9,13 +9,13 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lamina.engine.prefill import Prefill
+from lamina.engine.sequence import Sequence
 from lamina.protocol.plan import SequenceOp
 
 from .ledger import Ledger
-from .prefill import Prefill
 from .prefixes import Hit, Prefixes
 from .room import Fit, Room, less
-from .sequence import Sequence
 from .tier import Load, Tier
 
 

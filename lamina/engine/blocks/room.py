@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from lamina.engine.sequence import Sequence
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import Rows
 
 from .ledger import Ledger
 from .prefixes import Hit
-from .sequence import Sequence
 from .tier import Load
 
 

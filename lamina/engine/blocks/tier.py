@@ -13,13 +13,12 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lamina.engine.sequence import Sequence
 from lamina.kv.keys import page_key, root_key, tenant_tag
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import MOST_PAGES, Export, Import, Transfer
 from lamina.protocol.tables import BlockTables
 from lamina.protocol.tiers import TierFacts, Transferred
-
-from .sequence import Sequence
 
 MOST_SAVED = 8  # pages of one Export, so that a worker whose disk is slow is heard of now and then
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+from lamina.engine.sequence import Sequence
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import Fork, Free, Keep, New, SequenceOp, Truncate
 
 from .ledger import Blocks, Ledger
-from .sequence import Sequence
 
 Page = tuple[int, ...]  # tokens
 MOST_TRIED = 8  # sequences of one beginning, of which each may have given back what a window has passed
