@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lamina.facts.report import size, table
 
 if TYPE_CHECKING:
-    from lamina.kv.store.folder import Folder
+    from lamina.kv.store.folder import StoreFolder
 
 
 ACTIONS = {
@@ -34,17 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status: 0, or 1 where something is damaged. Raises ValueError, OSError."""
-    from lamina.kv.store.folder import Folder
+    from lamina.kv.store.folder import StoreFolder
 
     if args.tenant is not None and args.action != "purge":
         raise ValueError(f"--tenant goes with purge, not with {args.action}")
-    with closing(Folder(args.dir, "kv", make=False)) as folder:
+    with closing(StoreFolder(args.dir, "kv", make=False)) as folder:
         if args.action == "stat" or args.dry_run:
             return _stat(folder, as_json=args.json)
         return _verify(folder, args) if args.action == "verify" else _purge(folder, args)
 
 
-def _stat(folder: Folder, *, as_json: bool) -> int:
+def _stat(folder: StoreFolder, *, as_json: bool) -> int:
     from lamina.kv.store.upkeep import summary_of
 
     found = summary_of(folder)
@@ -66,7 +66,7 @@ def _stat(folder: Folder, *, as_json: bool) -> int:
     return 0
 
 
-def _verify(folder: Folder, args: argparse.Namespace) -> int:
+def _verify(folder: StoreFolder, args: argparse.Namespace) -> int:
     from lamina.kv.store.folder import store_secret
     from lamina.kv.store.upkeep import Damage, verify
 
@@ -81,7 +81,7 @@ def _verify(folder: Folder, args: argparse.Namespace) -> int:
     return int(damaged > 0)
 
 
-def _purge(folder: Folder, args: argparse.Namespace) -> int:
+def _purge(folder: StoreFolder, args: argparse.Namespace) -> int:
     from lamina.kv.store.folder import store_secret
     from lamina.kv.store.upkeep import purge, purge_tenant
 

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from lamina.kv.keys import SECRET_BYTES
 from lamina.kv.pages import PAGE
-from lamina.kv.store.folder import Folder, store_secret
+from lamina.kv.store.folder import StoreFolder, store_secret
 from lamina.protocol.control import ComputeReady, RunRound
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.plan import Export, Import
@@ -60,7 +60,7 @@ def _secret_of(options: TierOptions) -> bytes:
     """Of the store, so that a later start finds its pages; nobody finds those of the host's memory again."""
     if not options.kv_store_dir:
         return secrets.token_bytes(SECRET_BYTES)
-    folder = Folder(options.kv_store_dir)
+    folder = StoreFolder(options.kv_store_dir)
     try:
         return store_secret(folder, options.kv_key_file)
     finally:

@@ -19,7 +19,7 @@ Policy = Literal["scheduler", "lru", "fifo", "lfu", "length"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
 
-class Use(NamedTuple):
+class PageUse(NamedTuple):
     """What is known of a page. ``came`` and ``used`` are counts of a clock that each page's use moves on."""
 
     key: bytes
@@ -33,7 +33,7 @@ class Use(NamedTuple):
 
 Rank = tuple[int, ...]
 _STALE = 4  # entries of a heap for each page, of which one counts
-_RANKS: dict[Policy, Callable[[Use], Rank]] = {
+_RANKS: dict[Policy, Callable[[PageUse], Rank]] = {
     "scheduler": lambda use: (0, use.used) if use.turn is None else (1, -use.turn, use.used),
     "lru": lambda use: (use.used,),
     "fifo": lambda use: (use.came,),
@@ -42,14 +42,14 @@ _RANKS: dict[Policy, Callable[[Use], Rank]] = {
 }
 
 
-def rank_of(policy: Policy) -> Callable[[Use], Rank]:
+def rank_of(policy: Policy) -> Callable[[PageUse], Rank]:
     """The page of the lowest rank goes first. Raises ValueError for a name that is none."""
     if policy not in _RANKS:
         raise ValueError(f"--kv-eviction-policy must be one of {', '.join(POLICIES)}, not {policy!r}")
     return _RANKS[policy]
 
 
-class Tier:
+class VictimQueue:
     """What a tier has, and who goes next, for whoever decides about it: a page's use moves its clock on by one.
 
     The way to use a prefix: ``match`` it, ``use`` its pages from the last one to the first, then ``evict``. So of one
@@ -60,7 +60,7 @@ class Tier:
         """``size``: bytes. Raises ValueError."""
         self._rank = rank_of(policy)
         self._size = size
-        self._uses: dict[bytes, Use] = {}
+        self._uses: dict[bytes, PageUse] = {}
         self._order: list[tuple[Rank, bytes]] = []  # a heap; an entry counts if its page still has this rank
         self._turns: dict[bytes, int] = {}
         self._clock = 0
@@ -82,7 +82,7 @@ class Tier:
         old = self._uses.get(key)
         came, uses = (old.came, old.uses + 1) if old is not None else (self._clock, 1)
         self.nbytes += nbytes - (old.nbytes if old is not None else 0)
-        self._put(Use(key, number, nbytes, came, self._clock, uses, self._turns.get(key)))
+        self._put(PageUse(key, number, nbytes, came, self._clock, uses, self._turns.get(key)))
 
     def wait(self, turns: Mapping[bytes, int]) -> None:
         """The pages that waiting requests need, and of each the turn of the first one; in place of those told before.
@@ -115,7 +115,7 @@ class Tier:
             heappush(self._order, entry)
         return given
 
-    def _put(self, use: Use) -> None:
+    def _put(self, use: PageUse) -> None:
         self._uses[use.key] = use
         heappush(self._order, (self._rank(use), use.key))
         if len(self._order) > _STALE * len(self._uses) + _STALE:  # most of them do not count any more

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from lamina.kv.media import MEDIA, AtomLostError, Held, Medium, MediumError, MediumPlace, NoRoomError, open_medium
+from lamina.kv.media import MEDIA, AtomLostError, HeldPage, Medium, MediumError, MediumPlace, NoRoomError, open_medium
 from lamina.kv.pages import PAGE, Atom, Page, Recipe
 
 TENANT = b"t" * 16
@@ -82,7 +82,7 @@ def test_bytes_come_back(medium: Medium) -> None:
 def test_a_page_is_there_as_far_as_it_was_written(medium: Medium) -> None:
     first, second = dict(list(HEADS.items())[:4]), dict(list(HEADS.items())[4:])
     put(medium, page(1), first)
-    assert medium.pages() == [Held(page(1), frozenset(first), medium.pages()[0].nbytes)]
+    assert medium.pages() == [HeldPage(page(1), frozenset(first), medium.pages()[0].nbytes)]
     with pytest.raises(AtomLostError):
         filled(medium, page(1).key, HEADS)
     put(medium, page(1), second)

@@ -46,7 +46,7 @@ class NoRoomError(MediumError):
     """There is no room for a write, and no page that may be given up for it."""
 
 
-class Held(NamedTuple):
+class HeldPage(NamedTuple):
     """A page, and what the medium has of it."""
 
     page: Page
@@ -101,7 +101,7 @@ class Medium(Protocol):
         """Give up pages, all atoms of all workers; those that are not there are none. Raises MediumError."""
         ...
 
-    def pages(self) -> list[Held]:
+    def pages(self) -> list[HeldPage]:
         """What is there, of this identity; the most recently used last. Raises MediumError."""
         ...
 

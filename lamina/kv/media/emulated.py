@@ -20,8 +20,8 @@ from typing import Literal
 
 import msgspec
 
-from lamina.kv.media import AtomLostError, Bytes, Held, MediumError, MediumPlace, NoRoomError
-from lamina.kv.media.host import Host
+from lamina.kv.media import AtomLostError, Bytes, HeldPage, MediumError, MediumPlace, NoRoomError
+from lamina.kv.media.host import HostMedium
 from lamina.kv.pages import Atom, Page
 
 VARIABLE = "LAMINA_EMULATE_MEDIUM"
@@ -46,7 +46,7 @@ class Emulated:
     """Beside what the script says, host memory."""
 
     def __init__(self, place: MediumPlace, script: list[Happening]) -> None:
-        self._inner = Host(place)
+        self._inner = HostMedium(place)
         self._script = script
         self._lock = threading.Lock()
         self._calls: Counter[str] = Counter()
@@ -73,7 +73,7 @@ class Emulated:
         self._happen("drop")
         self._inner.drop(keys)
 
-    def pages(self) -> list[Held]:
+    def pages(self) -> list[HeldPage]:
         """See Medium."""
         self._happen("pages")
         return self._inner.pages()

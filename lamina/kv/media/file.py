@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
-from lamina.kv.media import AtomLostError, Bytes, Held, MediumError, MediumPlace, NoRoomError
+from lamina.kv.media import AtomLostError, Bytes, HeldPage, MediumError, MediumPlace, NoRoomError
 from lamina.kv.pages import Atom, Page
-from lamina.kv.store.folder import Folder, store_secret
-from lamina.kv.store.index import Entry, Extent, Index
+from lamina.kv.store.folder import StoreFolder, store_secret
+from lamina.kv.store.index import PageEntry, PageIndex, RecordExtent
 from lamina.kv.store.records import Records
 from lamina.kv.store.seal import DataKeys, SealBrokenError
 from lamina.kv.store.segments import Segments
@@ -35,11 +35,11 @@ class File:
         self._num_calls = 0
         self._closed = False
         with ExitStack() as undo:
-            folder = Folder(place.directory)
+            folder = StoreFolder(place.directory)
             undo.callback(folder.close)
             first = folder.lock(place.server)
             keys = DataKeys(folder, place.secret or store_secret(folder))
-            self._index = Index(folder)
+            self._index = PageIndex(folder)
             undo.callback(self._index.close)
             self._segments = Segments(folder, self._index, place.size, place.workers)
             undo.callback(self._segments.close)
@@ -101,7 +101,7 @@ class File:
                     return
             raise AtomLostError("the page is replaced again and again")
 
-    def _fill(self, entry: Entry | None, views: Mapping[Atom, memoryview]) -> None:
+    def _fill(self, entry: PageEntry | None, views: Mapping[Atom, memoryview]) -> None:
         """Raises SealBrokenError, AtomLostError, OSError."""
         newest = {atom: record for record in (entry.records if entry else []) for atom in record.atoms}
         if entry is None or not views.keys() <= newest.keys():
@@ -117,12 +117,12 @@ class File:
         with self._call():
             self._index.drop(self._identity, keys)
 
-    def pages(self) -> list[Held]:
+    def pages(self) -> list[HeldPage]:
         """See Medium."""
         with self._call():
             self._drop_old()
             return [
-                Held(
+                HeldPage(
                     entry.page,
                     frozenset().union(*(record.atoms for record in entry.records)),
                     sum(record.extent.size for record in entry.records),
@@ -141,11 +141,11 @@ class File:
     def _drop_old(self) -> list[bytes]:
         return self._index.drop_old(self._ttl_s) if self._ttl_s else []
 
-    def _enough(self, nbytes: int) -> Callable[[Extent], bool]:
+    def _enough(self, nbytes: int) -> Callable[[RecordExtent], bool]:
         """Whether the extents that it was told of are enough."""
         freed = 0
 
-        def enough(extent: Extent) -> bool:
+        def enough(extent: RecordExtent) -> bool:
             nonlocal freed
             self._segments.freed(extent)
             freed += extent.size

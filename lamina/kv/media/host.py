@@ -7,9 +7,9 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from lamina.kv.media import AtomLostError, Bytes, Held, MediumError, MediumPlace, NoRoomError
+from lamina.kv.media import AtomLostError, Bytes, HeldPage, MediumError, MediumPlace, NoRoomError
 from lamina.kv.pages import Atom, Page
-from lamina.kv.victims import Tier
+from lamina.kv.victims import VictimQueue
 
 
 class _Copy(NamedTuple):
@@ -17,7 +17,7 @@ class _Copy(NamedTuple):
     crc: int
 
 
-class _Lying(NamedTuple):
+class _HostPage(NamedTuple):
     page: Page
     atoms: dict[Atom, _Copy]
 
@@ -26,14 +26,14 @@ class _Lying(NamedTuple):
         return sum(len(copy.data) for copy in self.atoms.values())
 
 
-class Host:
+class HostMedium:
     """A worker's part of the size is all that it takes, without what Python adds."""
 
     def __init__(self, place: MediumPlace) -> None:
         self._size = place.size // place.workers
         self._lock = threading.Lock()
-        self._lying: dict[bytes, _Lying] | None = {}  # the most recently used last
-        self._tier = Tier(place.policy, self._size)
+        self._lying: dict[bytes, _HostPage] | None = {}  # the most recently used last
+        self._tier = VictimQueue(place.policy, self._size)
 
     def reserve(self, nbytes: int) -> list[bytes]:
         """See Medium."""
@@ -55,7 +55,7 @@ class Host:
             old = self._open().get(page.key)
             if old is not None and not page.is_same(old.page):
                 raise ValueError("another page has this key")
-            lying = _Lying(page, (old.atoms if old is not None and old.page == page else {}) | new)
+            lying = _HostPage(page, (old.atoms if old is not None and old.page == page else {}) | new)
             more = lying.nbytes - (old.nbytes if old is not None else 0)
             if self._tier.nbytes + more > self._size:
                 raise NoRoomError(f"no room for {more} bytes: {self._tier.nbytes} of {self._size} are taken")
@@ -85,28 +85,28 @@ class Host:
                 lying.pop(key, None)
                 self._tier.forget(key)
 
-    def pages(self) -> list[Held]:
+    def pages(self) -> list[HeldPage]:
         """See Medium."""
         with self._lock:
-            return [Held(each.page, frozenset(each.atoms), each.nbytes) for each in self._open().values()]
+            return [HeldPage(each.page, frozenset(each.atoms), each.nbytes) for each in self._open().values()]
 
     def close(self) -> None:
         """See Medium."""
         with self._lock:
             self._lying = None
 
-    def _open(self) -> dict[bytes, _Lying]:
+    def _open(self) -> dict[bytes, _HostPage]:
         if self._lying is None:
             raise MediumError("the medium is closed")
         return self._lying
 
-    def _use(self, lying: _Lying) -> None:
+    def _use(self, lying: _HostPage) -> None:
         known = self._open()
         known.pop(lying.page.key, None)
         known[lying.page.key] = lying
         self._tier.use(lying.page.key, lying.page.number, lying.nbytes)
 
 
-def open_medium(place: MediumPlace) -> Host:
+def open_medium(place: MediumPlace) -> HostMedium:
     """An empty one. Raises ValueError."""
-    return Host(place)
+    return HostMedium(place)

@@ -17,7 +17,7 @@ _LOCK_S = 10.0  # for the first worker of a server to look after what an earlier
 _POLL_S = 0.02
 
 
-class Folder:
+class StoreFolder:
     """An open directory. Files in it are named by their names alone, and no link is followed."""
 
     def __init__(self, path: str, flag: str = "--kv-store-dir", *, make: bool = True) -> None:
@@ -141,7 +141,7 @@ class Folder:
             raise ValueError(f"{self.name}: {text}, and KV tells prompts: chmod {mode:o} {path}")
 
 
-def store_secret(folder: Folder, key_file: str = "", *, make: bool = True) -> bytes:
+def store_secret(folder: StoreFolder, key_file: str = "", *, make: bool = True) -> bytes:
     """SECRET_BYTES that keys of pages and of data hang on: those of ``key_file``, or else those in the directory,
     which ``make`` makes where there are none. Raises ValueError.
     """

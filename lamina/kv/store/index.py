@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from lamina.kv.pages import Atom, Page, Recipe
-from lamina.kv.victims import Rank, Use
+from lamina.kv.victims import PageUse, Rank
 
-from .folder import INDEX, Folder
+from .folder import INDEX, StoreFolder
 from .seal import TAG_BYTES
 
 VERSION = 1
@@ -47,7 +47,7 @@ _ATOM = struct.Struct(f"<III{TAG_BYTES}s")  # layer, head, bytes, tag
 _RECORD = "id, segment, at, size, encrypted, salt, atoms"
 
 
-class Extent(NamedTuple):
+class RecordExtent(NamedTuple):
     """Bytes ``at .. at + size`` of a segment."""
 
     segment: int
@@ -65,24 +65,24 @@ class Sealed(NamedTuple):
 class Record(NamedTuple):
     """Some atoms of a page, one behind the other in the order of ``atoms``."""
 
-    extent: Extent
+    extent: RecordExtent
     encrypted: bool
     salt: bytes
     atoms: dict[Atom, Sealed]
     id: int = 0  # given by the index; of two records with one atom, that of the greater one counts
 
 
-class Entry(NamedTuple):
+class PageEntry(NamedTuple):
     """A page of the index, its records in the order in which they came."""
 
     page: Page
     records: list[Record]
 
 
-class Index:
+class PageIndex:
     """One worker's connection. Any thread may use it. Raises sqlite3.Error; ``check`` tells more."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: StoreFolder) -> None:
         """Made where it is not there. Raises ValueError where it cannot be read."""
         os.close(folder.open(INDEX, os.O_RDWR | os.O_CREAT))  # it gives its log its own mode
         self._name = folder.name
@@ -128,7 +128,7 @@ class Index:
         with self._lock:
             return self._db.execute(query, values).fetchall()
 
-    def look_up(self, identity: bytes, key: bytes) -> Entry | None:
+    def look_up(self, identity: bytes, key: bytes) -> PageEntry | None:
         """A page; None where it is not there."""
         with self._lock:
             row = self._db.execute(f"SELECT id, {_PAGE} FROM pages WHERE identity = ? AND key = ?", (identity, key))
@@ -136,7 +136,7 @@ class Index:
             if found is None:
                 return None
             query = f"SELECT {_RECORD} FROM records WHERE page = ? ORDER BY id"
-            return Entry(_page(found[1:]), [_record(r) for r in self._db.execute(query, found[:1])])
+            return PageEntry(_page(found[1:]), [_record(r) for r in self._db.execute(query, found[:1])])
 
     def touch(self, identity: bytes, key: bytes) -> None:
         """Say that a page was used: it is written with the next change."""
@@ -202,7 +202,7 @@ class Index:
             return self._db.execute("DELETE FROM pages WHERE tenant = ?", (tenant,)).rowcount
 
     def free(
-        self, segments: Iterable[int], enough: Callable[[Extent], bool], rank: Callable[[Use], Rank]
+        self, segments: Iterable[int], enough: Callable[[RecordExtent], bool], rank: Callable[[PageUse], Rank]
     ) -> list[bytes]:
         """Give up pages that have a record in ``segments``, of any identity, the lowest rank first, and tell ``enough``
         of every extent there that becomes free, until it says so. Returns their keys.
@@ -216,20 +216,22 @@ class Index:
             self._db.executemany("DELETE FROM pages WHERE id = ?", [(page,) for _, page in given])
         return [key for key, _ in given]
 
-    def _victims(self, segments: list[int], rank: Callable[[Use], Rank]) -> Iterator[tuple[int, Use, list[Extent]]]:
+    def _victims(
+        self, segments: list[int], rank: Callable[[PageUse], Rank]
+    ) -> Iterator[tuple[int, PageUse, list[RecordExtent]]]:
         marks = ", ".join("?" * len(segments))
-        found: dict[int, tuple[Use, list[Extent]]] = {}
+        found: dict[int, tuple[PageUse, list[RecordExtent]]] = {}
         query = (
             "SELECT p.id, p.key, p.number, p.came, p.used, p.uses, r.segment, r.at, r.size FROM records r"
             f" JOIN pages p ON p.id = r.page WHERE r.segment IN ({marks})"
         )
         for page, key, number, came, used, uses, *extent in self._db.execute(query, segments):
-            use = Use(key, number, 0, came, used, uses)
-            found.setdefault(page, (use, []))[1].append(Extent(*extent))
+            use = PageUse(key, number, 0, came, used, uses)
+            found.setdefault(page, (use, []))[1].append(RecordExtent(*extent))
         for page in sorted(found, key=lambda page: rank(found[page][0])):
             yield page, *found[page]
 
-    def entries(self, identity: bytes | None = None, tenant: bytes | None = None) -> list[Entry]:
+    def entries(self, identity: bytes | None = None, tenant: bytes | None = None) -> list[PageEntry]:
         """Pages, all or those of one identity or tenant; the most recently used last."""
         with self._change():  # what this worker used counts
             records: dict[int, list[Record]] = {}
@@ -237,7 +239,7 @@ class Index:
                 records.setdefault(page, []).append(_record(row))
             query = f"SELECT id, {_PAGE} FROM pages WHERE coalesce(identity = ?, 1) AND coalesce(tenant = ?, 1)"
             rows = self._db.execute(f"{query} ORDER BY used", (identity, tenant))
-            return [Entry(_page(row[1:]), records[row[0]]) for row in rows if row[0] in records]
+            return [PageEntry(_page(row[1:]), records[row[0]]) for row in rows if row[0] in records]
 
     def counts(self) -> list[tuple[bytes, bytes, int, int]]:
         """Identity, tenant, pages and bytes on disk."""
@@ -251,10 +253,10 @@ class Index:
         """Sizes by number."""
         return {int(number): int(size) for number, size in self._rows("SELECT id, size FROM segments")}  # type: ignore[call-overload]
 
-    def extents(self, segment: int) -> list[Extent]:
+    def extents(self, segment: int) -> list[RecordExtent]:
         """Those that hold records, by their places."""
         rows = self._rows("SELECT segment, at, size FROM records WHERE segment = ? ORDER BY at", segment)
-        return [Extent(*row) for row in rows]  # type: ignore[arg-type]
+        return [RecordExtent(*row) for row in rows]  # type: ignore[arg-type]
 
     def add_segment(self, least: int, most: int, limit: int) -> tuple[int, int] | None:
         """A number for a segment of ``least`` to ``most`` bytes, and its size; all of them have ``limit`` at most.
@@ -326,7 +328,7 @@ def _record(row: Iterable[object]) -> Record:
     number, segment, at, size, encrypted, salt, atoms = row
     table = _ATOM.iter_unpack(atoms)  # type: ignore[arg-type]
     known = {Atom(layer, head): Sealed(nbytes, tag) for layer, head, nbytes, tag in table}
-    return Record(Extent(segment, at, size), bool(encrypted), salt, known, number)  # type: ignore[arg-type]
+    return Record(RecordExtent(segment, at, size), bool(encrypted), salt, known, number)  # type: ignore[arg-type]
 
 
 def _packed(atoms: dict[Atom, Sealed]) -> bytes:

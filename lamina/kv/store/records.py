@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from lamina.kv.pages import Atom, Page
 
-from .index import Extent, Record, Sealed
+from .index import Record, RecordExtent, Sealed
 from .seal import SALT_BYTES, TAG_BYTES, DataKeys, Seal, SealBrokenError
 from .segments import BLOCK, Buffers, Segments, padded
 
 _GAP = 64 << 10  # bytes between two atoms that are read rather than left out
 
 
-class _Lying(NamedTuple):
+class _HostPage(NamedTuple):
     """An atom at ``at`` of its record."""
 
     at: int
@@ -35,7 +35,7 @@ class Records:
         self._keys = keys
         self._buffers = Buffers()
 
-    def put(self, page: Page, extent: Extent, atoms: Mapping[Atom, memoryview], *, encrypt: bool) -> Record:
+    def put(self, page: Page, extent: RecordExtent, atoms: Mapping[Atom, memoryview], *, encrypt: bool) -> Record:
         """Fill an extent, which is long enough. Raises OSError."""
         salt, at, sealed = token_bytes(SALT_BYTES), 0, {}
         seal = Seal(self._keys.make(page.tenant), salt, page, encrypt=encrypt)
@@ -58,7 +58,7 @@ class Records:
         seal = Seal(key, record.salt, page, encrypt=record.encrypted)
         for run in _runs(record, into):
             start = run[0].at // BLOCK * BLOCK
-            part = Extent(record.extent.segment, record.extent.at + start, padded(run[-1].stop - start))
+            part = RecordExtent(record.extent.segment, record.extent.at + start, padded(run[-1].stop - start))
             with self._buffers.lend(part.size + TAG_BYTES) as memory:
                 if not self._segments.read(part, memory):
                     raise SealBrokenError(f"segment {part.segment} ends too early")
@@ -73,16 +73,16 @@ class Records:
             self._segments.write(record.extent, memory)
 
 
-def _runs(record: Record, atoms: Mapping[Atom, memoryview]) -> Iterator[list[_Lying]]:
+def _runs(record: Record, atoms: Mapping[Atom, memoryview]) -> Iterator[list[_HostPage]]:
     """The atoms that are wanted, by place; those that one read brings together."""
-    run: list[_Lying] = []
+    run: list[_HostPage] = []
     at = 0
     for atom, sealed in record.atoms.items():
         if atom in atoms:
             if run and at - run[-1].stop > _GAP:
                 yield run
                 run = []
-            run.append(_Lying(at, atom, sealed))
+            run.append(_HostPage(at, atom, sealed))
         at += sealed.nbytes
     if run:
         yield run

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from lamina.kv.keys import data_key_wrapper
 from lamina.kv.pages import Atom, Page
 
-from .folder import KEY, Folder
+from .folder import KEY, StoreFolder
 
 TAG_BYTES = 16
 SALT_BYTES = 16
@@ -76,7 +76,7 @@ class DataKeys:
     has in the store is noise.
     """
 
-    def __init__(self, folder: Folder, secret: bytes) -> None:
+    def __init__(self, folder: StoreFolder, secret: bytes) -> None:
         self._folder = folder
         self._cipher = AESGCM(data_key_wrapper(secret))
         self._known: dict[bytes, bytes] = {}
@@ -111,7 +111,7 @@ class DataKeys:
             return None
 
 
-def destroy_data_key(folder: Folder, tenant: bytes) -> bool:
+def destroy_data_key(folder: StoreFolder, tenant: bytes) -> bool:
     """Overwrite it and remove it; False where there is none. Raises OSError."""
     name = KEY + tenant.hex()
     try:

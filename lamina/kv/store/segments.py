@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from .folder import DRAFT, SEGMENT, Folder
-from .index import Extent, Index
+from .folder import DRAFT, SEGMENT, StoreFolder
+from .index import PageIndex, RecordExtent
 
 BLOCK = 4096  # a multiple of the blocks of every disk
 SEGMENT_BYTES = 256 << 20  # of a segment at most, if no record is larger than a part of it
@@ -56,7 +56,7 @@ class Buffers:
 class Segments:
     """The segments of a store, as one worker sees them. Any thread reads; one at a time takes, writes and frees."""
 
-    def __init__(self, folder: Folder, index: Index, size: int, workers: int) -> None:
+    def __init__(self, folder: StoreFolder, index: PageIndex, size: int, workers: int) -> None:
         """``size``: bytes of all segments. A worker of ``workers`` takes its part of it."""
         self._folder = folder
         self._index = index
@@ -66,7 +66,7 @@ class Segments:
         self._files: dict[int, tuple[int, bool]] = {}  # number -> fd, whether it is O_DIRECT
         self._lock = threading.Lock()
         self._free: dict[int, list[tuple[int, int]]] = {}  # number -> (at, size), of own ones
-        self._pending: set[Extent] = set()  # taken, and perhaps not in the index
+        self._pending: set[RecordExtent] = set()  # taken, and perhaps not in the index
 
     @property
     def own(self) -> list[int]:
@@ -102,7 +102,7 @@ class Segments:
             self.refresh()
         return self.has_room(nbytes) or self._grow(padded(nbytes))
 
-    def take(self, nbytes: int) -> Extent | None:
+    def take(self, nbytes: int) -> RecordExtent | None:
         """Space for so many bytes, which is this worker's until ``settle``; None: there is none. Raises OSError."""
         found = self._fit(padded(nbytes)) if self.make_room(nbytes) else None
         if found is not None:
@@ -127,7 +127,7 @@ class Segments:
             del self._own[number], self._free[number]
         return keys
 
-    def settle(self, extent: Extent) -> None:
+    def settle(self, extent: RecordExtent) -> None:
         """It is in the index, or is free again."""
         self._pending.discard(extent)
 
@@ -137,10 +137,10 @@ class Segments:
             pending = [e for e in self._pending if e.segment == number]
             self._free[number] = _gaps(size, [*self._index.extents(number), *pending])
 
-    def freed(self, extent: Extent) -> None:
+    def freed(self, extent: RecordExtent) -> None:
         """An extent whose record is leaving the index."""
         if extent.segment in self._own:
-            taken = [Extent(extent.segment, at, size) for at, size in self._free[extent.segment]]
+            taken = [RecordExtent(extent.segment, at, size) for at, size in self._free[extent.segment]]
             self._free[extent.segment] = _merged([*taken, extent])
 
     def has_room(self, nbytes: int) -> bool:
@@ -148,18 +148,20 @@ class Segments:
         size = padded(nbytes)
         return any(free >= size for gaps in self._free.values() for _, free in gaps)
 
-    def write(self, extent: Extent, data: memoryview) -> None:
+    def write(self, extent: RecordExtent, data: memoryview) -> None:
         """All of an extent; ``data`` begins at a block. Raises OSError."""
         self._transfer(os.pwritev, extent, data)
 
-    def read(self, extent: Extent, into: memoryview) -> bool:
+    def read(self, extent: RecordExtent, into: memoryview) -> bool:
         """All of an extent, of whole blocks; ``into`` begins at a block. False: the file is too short for it.
 
         Raises OSError.
         """
         return self._transfer(os.preadv, extent, into)
 
-    def _transfer(self, call: Callable[[int, list[memoryview], int], int], extent: Extent, memory: memoryview) -> bool:
+    def _transfer(
+        self, call: Callable[[int, list[memoryview], int], int], extent: RecordExtent, memory: memoryview
+    ) -> bool:
         fd, direct = self._file(extent.segment)
         done = 0
         while done < extent.size:
@@ -195,12 +197,12 @@ class Segments:
                 self._files[number] = known
             return known
 
-    def _fit(self, size: int) -> Extent | None:
+    def _fit(self, size: int) -> RecordExtent | None:
         for number, gaps in self._free.items():
             for i, (at, free) in enumerate(gaps):
                 if free >= size:
                     gaps[i : i + 1] = [(at + size, free - size)] if free > size else []
-                    return Extent(number, at, size)
+                    return RecordExtent(number, at, size)
         return None
 
     def _grow(self, size: int) -> bool:
@@ -253,7 +255,7 @@ def _name(number: int) -> str:
     return f"{SEGMENT}{number:06d}"
 
 
-def _gaps(size: int, taken: Iterable[Extent]) -> list[tuple[int, int]]:
+def _gaps(size: int, taken: Iterable[RecordExtent]) -> list[tuple[int, int]]:
     """What is free between extents, by place."""
     gaps, at = [], 0
     for extent in sorted(taken):
@@ -263,7 +265,7 @@ def _gaps(size: int, taken: Iterable[Extent]) -> list[tuple[int, int]]:
     return [*gaps, (at, size - at)] if at < size else gaps
 
 
-def _merged(free: list[Extent]) -> list[tuple[int, int]]:
+def _merged(free: list[RecordExtent]) -> list[tuple[int, int]]:
     """Free extents of one segment, neighbours as one."""
     merged: list[tuple[int, int]] = []
     for extent in sorted(free):

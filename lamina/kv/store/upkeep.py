@@ -10,14 +10,14 @@ from typing import NamedTuple
 from lamina.kv.keys import tenant_tag
 from lamina.kv.pages import Atom, Page
 
-from .folder import DRAFT, INDEX, KEY, SECRET, SEGMENT, Folder
-from .index import Entry, Index
+from .folder import DRAFT, INDEX, KEY, SECRET, SEGMENT, StoreFolder
+from .index import PageEntry, PageIndex
 from .records import Records
 from .seal import DataKeys, SealBrokenError, destroy_data_key
 from .segments import Segments
 
 
-class Part(NamedTuple):
+class TenantPart(NamedTuple):
     """What a store has of one tenant for one identity of a model."""
 
     identity: bytes
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 class Summary(NamedTuple):
     """``nbytes``: of all segments, records or not."""
 
-    parts: list[Part]
+    parts: list[TenantPart]
     segments: int
     nbytes: int
 
@@ -42,14 +42,14 @@ class Damage(NamedTuple):
     why: str
 
 
-def summary_of(folder: Folder) -> Summary:
+def summary_of(folder: StoreFolder) -> Summary:
     """Also of a store that a server has open. Raises ValueError where there is none."""
     with closing(_index(folder)) as index:
         sizes = index.segments()
-        return Summary([Part(*row) for row in index.counts()], len(sizes), sum(sizes.values()))
+        return Summary([TenantPart(*row) for row in index.counts()], len(sizes), sum(sizes.values()))
 
 
-def verify(folder: Folder, secret: bytes) -> Iterator[Damage | Page]:
+def verify(folder: StoreFolder, secret: bytes) -> Iterator[Damage | Page]:
     """Read every atom; yields each page, or the damage to it. Pages that go meanwhile are left out.
 
     Raises ValueError where there is no store, or where its index is damaged; OSError.
@@ -67,7 +67,7 @@ def verify(folder: Folder, secret: bytes) -> Iterator[Damage | Page]:
                     yield damage
 
 
-def _damage(records: Records, entry: Entry) -> Damage | None:
+def _damage(records: Records, entry: PageEntry) -> Damage | None:
     lost, why = [], ""
     for record in entry.records:
         for atom, sealed in record.atoms.items():
@@ -79,7 +79,7 @@ def _damage(records: Records, entry: Entry) -> Damage | None:
     return Damage(entry.page, lost, why) if lost else None
 
 
-def purge(folder: Folder) -> None:
+def purge(folder: StoreFolder) -> None:
     """Destroy all keys, and remove all else. Raises ValueError: a server has it open, or there is no store; OSError."""
     _check_store(folder)
     folder.lock(_own_name())
@@ -92,7 +92,7 @@ def purge(folder: Folder) -> None:
     folder.sync()
 
 
-def purge_tenant(folder: Folder, secret: bytes, tenant: str) -> int:
+def purge_tenant(folder: StoreFolder, secret: bytes, tenant: str) -> int:
     """Destroy the data key of ``tenant``, overwrite what is not encrypted, and forget its pages; returns how many.
 
     Raises ValueError: a server has the store open, or there is no such tenant; OSError.
@@ -112,14 +112,14 @@ def purge_tenant(folder: Folder, secret: bytes, tenant: str) -> int:
         return index.drop_tenant(tag)
 
 
-def _check_store(folder: Folder) -> None:
+def _check_store(folder: StoreFolder) -> None:
     if INDEX not in folder.names():
         raise ValueError(f"{folder.name}: no KV store is there: name the directory of --kv-store-dir")
 
 
-def _index(folder: Folder) -> Index:
+def _index(folder: StoreFolder) -> PageIndex:
     _check_store(folder)
-    return Index(folder)
+    return PageIndex(folder)
 
 
 def _own_name() -> str:

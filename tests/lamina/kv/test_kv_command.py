@@ -14,7 +14,7 @@ from lamina.kv.keys import tenant_tag
 from lamina.kv.media import AtomLostError, MediumPlace
 from lamina.kv.media.file import File
 from lamina.kv.pages import PAGE, Atom, Page, Recipe
-from lamina.kv.store.folder import Folder, store_secret
+from lamina.kv.store.folder import StoreFolder, store_secret
 
 DATA = {Atom(layer, head): bytes([layer, head]) * 3000 for layer in range(2) for head in range(2)}
 
@@ -38,7 +38,7 @@ def page(path: Path, number: int, tenant: str) -> Page:
 
 
 def secret_of(path: Path) -> bytes:
-    with closing(Folder(str(path))) as folder:
+    with closing(StoreFolder(str(path))) as folder:
         return store_secret(folder)
 
 

@@ -17,9 +17,9 @@ import pytest
 from lamina.kv.keys import tenant_tag
 from lamina.kv.media import AtomLostError, MediumError, MediumPlace, NoRoomError
 from lamina.kv.media.file import File
-from lamina.kv.media.host import Host
+from lamina.kv.media.host import HostMedium
 from lamina.kv.pages import PAGE, Atom, Page, Recipe
-from lamina.kv.store.folder import Folder, store_secret
+from lamina.kv.store.folder import StoreFolder, store_secret
 from lamina.kv.store.seal import destroy_data_key
 
 SECRET = b"s" * 32
@@ -322,7 +322,7 @@ def test_another_users_directory(opener: Opener, path: Path) -> None:
 
 
 def test_secrets(path: Path, tmp_path: Path) -> None:
-    folder = Folder(str(path))
+    folder = StoreFolder(str(path))
     own = store_secret(folder)
     assert (len(own), store_secret(folder)) == (32, own)
     file = tmp_path / "key"
@@ -347,7 +347,7 @@ def test_a_data_key_that_is_destroyed(opener: Opener, path: Path) -> None:
     for number, tag in enumerate(tags):
         medium.write(page(number, tag), ATOMS)
     medium.close()
-    folder = Folder(str(path))
+    folder = StoreFolder(str(path))
     copy = os.open(path / f"key-{tags[0].hex()}", os.O_RDONLY)
     before = os.pread(copy, 4096, 0)
     assert destroy_data_key(folder, tags[0])
@@ -515,7 +515,7 @@ def test_behind_a_record_lies_nothing_of_another_one(opener: Opener, path: Path)
 
 
 def test_a_flipped_bit_in_the_hosts_memory() -> None:
-    medium = Host(MediumPlace(SIZE))
+    medium = HostMedium(MediumPlace(SIZE))
     medium.write(page(), ATOMS)
     assert medium._lying is not None
     copies, atom = medium._lying[page().key].atoms, Atom(0, 0)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.kv.victims import POLICIES, Policy, Tier, rank_of
+from lamina.kv.victims import POLICIES, Policy, VictimQueue, rank_of
 
 TRACES = Path(__file__).resolve().parents[4] / "shared" / "traces"
 
@@ -21,7 +21,7 @@ def key(number: int) -> bytes:
     return number.to_bytes(8, "big")
 
 
-def order(tier: Tier) -> list[int]:
+def order(tier: VictimQueue) -> list[int]:
     """All that a tier has, the worst first."""
     return [int.from_bytes(each, "big") for each in tier.evict(room=1 << 40)]
 
@@ -37,7 +37,7 @@ def order(tier: Tier) -> list[int]:
     ],
 )
 def test_the_order_of_each_policy(policy: Policy, worst_first: list[int]) -> None:
-    tier = Tier(policy, 100)
+    tier = VictimQueue(policy, 100)
     for number in (1, 2, 3, 2, 2, 4, 1):
         tier.use(key(number), number, 10)
     tier.wait({key(2): 0, key(3): 7, key(9): 1})
@@ -46,7 +46,7 @@ def test_the_order_of_each_policy(policy: Policy, worst_first: list[int]) -> Non
 
 
 def test_a_turn_that_has_passed_counts_no_more() -> None:
-    tier = Tier("scheduler", 100)
+    tier = VictimQueue("scheduler", 100)
     tier.wait({key(1): 3})
     for number in (1, 2):
         tier.use(key(number), 0, 10)
@@ -55,7 +55,7 @@ def test_a_turn_that_has_passed_counts_no_more() -> None:
 
 
 def test_what_is_pinned_stays() -> None:
-    tier = Tier("lru", 20)
+    tier = VictimQueue("lru", 20)
     for number in range(4):
         tier.use(key(number), number, 10)
     assert tier.evict({key(0), key(2)}) == [key(1), key(3)]
@@ -65,7 +65,7 @@ def test_what_is_pinned_stays() -> None:
 
 
 def test_sizes() -> None:
-    tier = Tier("lru", 30)
+    tier = VictimQueue("lru", 30)
     tier.use(key(1), 0, 10)
     tier.use(key(2), 0, 20)
     assert tier.evict() == []
@@ -84,7 +84,7 @@ def test_an_unknown_policy() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=200))
 def test_lru_beside_an_ordered_dict(uses: list[tuple[int, bool]]) -> None:
-    tier, model = Tier("lru", 5), OrderedDict[bytes, None]()
+    tier, model = VictimQueue("lru", 5), OrderedDict[bytes, None]()
     for number, dropped in uses:
         if dropped:
             tier.forget(key(number))
@@ -101,7 +101,7 @@ def test_lru_beside_an_ordered_dict(uses: list[tuple[int, bool]]) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=300))
 def test_a_tier_keeps_to_its_size(policy: Policy, uses: list[int]) -> None:
-    tier = Tier(policy, 70)
+    tier = VictimQueue(policy, 70)
     for number in uses:
         tier.use(key(number), number, 1 + number)
         evicted = tier.evict()
@@ -122,7 +122,7 @@ def trace(name: str) -> list[list[bytes]]:
 
 def hit_rate(requests: list[list[bytes]], policy: Policy, pages: int) -> float:
     """Of pages, partial ones counted whole: match, then touch or insert from the last page to the first, then evict."""
-    tier, hits = Tier(policy, pages), 0
+    tier, hits = VictimQueue(policy, pages), 0
     for keys in requests:
         hits += tier.match(keys)
         for number in reversed(range(len(keys))):
