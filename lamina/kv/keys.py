@@ -11,7 +11,7 @@ cannot tell from a key which tokens it stands for, nor try tokens out. Numbers a
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -60,15 +60,6 @@ def page_key(parent: bytes, number: int, tokens: Sequence[int]) -> bytes:
         raise ValueError(f"a page has 1 to {PAGE} tokens, not {len(tokens)}")
     words = np.array(tokens, "<u4").tobytes()
     return sha256(_joined(b"lamina kv page 1", parent, number.to_bytes(8, "little"), words)).digest()
-
-
-def page_keys(root: bytes, tokens: Sequence[int], *, partial: bool = False) -> Iterator[bytes]:
-    """Of the whole pages of ``tokens``, the first one first; ``partial``: of what is left behind them, too."""
-    parent = root
-    stop = len(tokens) if partial else len(tokens) // PAGE * PAGE
-    for at in range(0, stop, PAGE):
-        parent = page_key(parent, at // PAGE, tokens[at : at + PAGE])
-        yield parent
 
 
 def data_key_wrapper(secret: bytes) -> bytes:

@@ -37,16 +37,6 @@ class AtomForm(NamedTuple):
         """Of an atom of ``tokens`` tokens."""
         return tokens * (self.k + self.v + 2 * self.scale)
 
-    def parts(self, atom: memoryview, tokens: int) -> tuple[memoryview, memoryview, memoryview, memoryview]:
-        """K, V, K scales and V scales of ``atom``, bytes, no copies. Raises ValueError for a wrong length."""
-        if atom.nbytes != self.nbytes(tokens):
-            raise ValueError(f"an atom of {tokens} tokens has {self.nbytes(tokens)} bytes, not {atom.nbytes}")
-        flat, found, at = atom.cast("B"), [], 0
-        for each in (self.k, self.v, self.scale, self.scale):
-            found.append(flat[at : at + tokens * each])
-            at += tokens * each
-        return found[0], found[1], found[2], found[3]
-
 
 class Recipe(NamedTuple):
     """How the K and V of a page were computed: KV of one recipe is equal bit for bit, of two perhaps not."""

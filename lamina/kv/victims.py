@@ -4,19 +4,16 @@ lru        the page that was used the longest ago
 fifo       the one that came first
 lfu        the one that was used the fewest times, of those the least recently
 length     the one furthest from its sequence's beginning, of those the least recently: beginnings are shared
-scheduler  one that no waiting request needs, the least recently used first; then those of the request that waits
-           behind all others
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
-Policy = Literal["scheduler", "lru", "fifo", "lfu", "length"]
-POLICIES: tuple[str, ...] = get_args(Policy)
+from lamina.protocol.tier_options import POLICIES
 
 
 class PageUse(NamedTuple):
@@ -28,13 +25,11 @@ class PageUse(NamedTuple):
     came: int
     used: int
     uses: int = 1
-    turn: int | None = None  # of the first waiting request that needs it; None = no one does
 
 
 Rank = tuple[int, ...]
 _STALE = 4  # entries of a heap for each page, of which one counts
-_RANKS: dict[Policy, Callable[[PageUse], Rank]] = {
-    "scheduler": lambda use: (0, use.used) if use.turn is None else (1, -use.turn, use.used),
+_RANKS: dict[str, Callable[[PageUse], Rank]] = {
     "lru": lambda use: (use.used,),
     "fifo": lambda use: (use.came,),
     "lfu": lambda use: (use.uses, use.used),
@@ -42,7 +37,7 @@ _RANKS: dict[Policy, Callable[[PageUse], Rank]] = {
 }
 
 
-def rank_of(policy: Policy) -> Callable[[PageUse], Rank]:
+def rank_of(policy: str) -> Callable[[PageUse], Rank]:
     """The page of the lowest rank goes first. Raises ValueError for a name that is none."""
     if policy not in _RANKS:
         raise ValueError(f"--kv-eviction-policy must be one of {', '.join(POLICIES)}, not {policy!r}")
@@ -56,13 +51,12 @@ class VictimQueue:
     prefix the last page is the first that the clock makes old, and a page never goes before those that need it.
     """
 
-    def __init__(self, policy: Policy, size: int) -> None:
+    def __init__(self, policy: str, size: int) -> None:
         """``size``: bytes. Raises ValueError."""
         self._rank = rank_of(policy)
         self._size = size
         self._uses: dict[bytes, PageUse] = {}
         self._order: list[tuple[Rank, bytes]] = []  # a heap; an entry counts if its page still has this rank
-        self._turns: dict[bytes, int] = {}
         self._clock = 0
         self.nbytes = 0
 
@@ -82,37 +76,22 @@ class VictimQueue:
         old = self._uses.get(key)
         came, uses = (old.came, old.uses + 1) if old is not None else (self._clock, 1)
         self.nbytes += nbytes - (old.nbytes if old is not None else 0)
-        self._put(PageUse(key, number, nbytes, came, self._clock, uses, self._turns.get(key)))
-
-    def wait(self, turns: Mapping[bytes, int]) -> None:
-        """The pages that waiting requests need, and of each the turn of the first one; in place of those told before.
-        Only the policy ``scheduler`` asks.
-        """
-        changed, self._turns = self._turns.keys() | turns.keys(), dict(turns)
-        for key in changed & self._uses.keys():
-            self._put(self._uses[key]._replace(turn=turns.get(key)))
+        self._put(PageUse(key, number, nbytes, came, self._clock, uses))
 
     def forget(self, key: bytes) -> None:
         """It is not here any more, if it was."""
         use = self._uses.pop(key, None)
         self.nbytes -= use.nbytes if use is not None else 0
 
-    def evict(self, pinned: Container[bytes] = (), *, room: int = 0) -> list[bytes]:
-        """Forget pages, the worst first, until the rest and ``room`` bytes have its size; ``pinned`` ones stay. Returns
-        their keys.
-        """
-        given, stay = [], []
+    def evict(self, *, room: int = 0) -> list[bytes]:
+        """Forget pages, the worst first, until the rest and ``room`` bytes have its size. Returns their keys."""
+        given = []
         while self.nbytes + room > self._size and self._order:
             rank, key = heappop(self._order)
             if key not in self._uses or self._rank(self._uses[key]) != rank:
                 continue
-            if key in pinned:
-                stay.append((rank, key))
-            else:
-                given.append(key)
-                self.forget(key)
-        for entry in stay:
-            heappush(self._order, entry)
+            given.append(key)
+            self.forget(key)
         return given
 
     def _put(self, use: PageUse) -> None:

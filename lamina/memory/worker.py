@@ -10,12 +10,10 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import cast
 
 import torch
 
 from lamina.kv.media import Medium, MediumError, MediumPlace, open_medium
-from lamina.kv.victims import Policy
 from lamina.netstack import Channel, ChannelTimeout
 from lamina.observe.trace import OFF, Recorder
 from lamina.protocol.control import Connect
@@ -174,7 +172,7 @@ def _place(tier: TierPlace) -> MediumPlace:
         tier.size,
         tier.identity,
         tier.workers,
-        cast("Policy", tier.policy),  # which ``open_medium`` checks
+        tier.policy,
         tier.directory,
         tier.secret,
         tier.server,

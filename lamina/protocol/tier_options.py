@@ -7,7 +7,7 @@ from typing import Annotated
 from .declare import OneOf, Options, ReadText, parse_size, size_text
 
 LOAD_FAILURE_POLICIES = ("recompute", "fail")
-POLICIES = ("lru", "fifo", "lfu", "length")  # of kv.victims, which is a room above
+POLICIES = ("lru", "fifo", "lfu", "length")  # see kv.victims, which has one rank for each
 
 
 class TierOptions(Options, frozen=True, kw_only=True):

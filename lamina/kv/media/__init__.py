@@ -21,12 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from lamina.kv.pages import Atom, Page
-
-if TYPE_CHECKING:
-    from lamina.kv.victims import Policy
 
 # name -> module of this package with a function ``open_medium(place)``; imported when first used
 MEDIA: dict[str, str] = {"host": "host", "file": "file", "emulated": "emulated"}
@@ -67,7 +64,7 @@ class MediumPlace(NamedTuple):
     size: int
     identity: bytes = b""
     workers: int = 1
-    policy: Policy = "lru"
+    policy: str = "lru"
     directory: str = ""
     secret: bytes = b""
     server: str = ""

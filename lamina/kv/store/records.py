@@ -15,7 +15,7 @@ from .segments import BLOCK, Buffers, Segments, padded
 _GAP = 64 << 10  # bytes between two atoms that are read rather than left out
 
 
-class _HostPage(NamedTuple):
+class _PlacedAtom(NamedTuple):
     """An atom at ``at`` of its record."""
 
     at: int
@@ -73,16 +73,16 @@ class Records:
             self._segments.write(record.extent, memory)
 
 
-def _runs(record: Record, atoms: Mapping[Atom, memoryview]) -> Iterator[list[_HostPage]]:
+def _runs(record: Record, atoms: Mapping[Atom, memoryview]) -> Iterator[list[_PlacedAtom]]:
     """The atoms that are wanted, by place; those that one read brings together."""
-    run: list[_HostPage] = []
+    run: list[_PlacedAtom] = []
     at = 0
     for atom, sealed in record.atoms.items():
         if atom in atoms:
             if run and at - run[-1].stop > _GAP:
                 yield run
                 run = []
-            run.append(_HostPage(at, atom, sealed))
+            run.append(_PlacedAtom(at, atom, sealed))
         at += sealed.nbytes
     if run:
         yield run

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.kv.keys import Identity, page_key, page_keys, root_key, tenant_tag
-from lamina.kv.pages import PAGE, AtomForm
+from lamina.kv.keys import Identity, page_key, root_key, tenant_tag
+from lamina.kv.pages import PAGE
 
 SECRET = b"s" * 32
 IDENTITY = Identity("weights", ("layer 0", "layer 1"), "rope", "bfloat16", "int8")
@@ -46,21 +46,18 @@ def test_roots_differ() -> None:
     assert root_key(SECRET, digest, tag) == ROOT, "a restart hits"
 
 
-def test_a_chain_has_a_key_for_each_page() -> None:
-    keys = list(page_keys(ROOT, TOKENS))
-    assert len(keys) == len(set(keys)) == 3
-    whole = list(page_keys(ROOT, TOKENS, partial=True))
-    assert whole[:3] == keys
-    assert whole[3] == page_key(keys[2], 3, TOKENS[3 * PAGE :])
-    assert list(page_keys(ROOT, TOKENS[: PAGE - 1])) == []
-    assert list(page_keys(ROOT, [])) == list(page_keys(ROOT, [], partial=True)) == []
+def chain(tokens: list[int]) -> list[bytes]:
+    """Of all pages of ``tokens``, the last one with what is left."""
+    keys = [ROOT]
+    for at in range(0, len(tokens), PAGE):
+        keys.append(page_key(keys[-1], at // PAGE, tokens[at : at + PAGE]))
+    return keys[1:]
 
 
 @given(at=st.integers(0, len(TOKENS) - 1), token=st.integers(0, 2**32 - 1))
 def test_a_key_stands_for_all_tokens_before_its_end(at: int, token: int) -> None:
     changed = [*TOKENS[:at], token, *TOKENS[at + 1 :]]
-    same = [a == b for a, b in zip(page_keys(ROOT, TOKENS, partial=True), page_keys(ROOT, changed, partial=True),
-                                   strict=True)]  # fmt: skip
+    same = [a == b for a, b in zip(chain(TOKENS), chain(changed), strict=True)]
     first = len(same) if token == TOKENS[at] else at // PAGE
     assert same == [page < first for page in range(len(same))]
 
@@ -87,14 +84,3 @@ def test_refusals() -> None:
         tenant_tag(b"s" * 31, "a")
     with pytest.raises(ValueError, match="16 bytes, not 3"):
         root_key(SECRET, b"", b"abc")
-
-
-def test_the_parts_of_an_atom() -> None:
-    form = AtomForm(3, 2, 4)
-    atom = memoryview(bytes(range(26)))
-    assert [bytes(part) for part in form.parts(atom, 2)] == [
-        bytes(range(6)), bytes(range(6, 10)), bytes(range(10, 18)), bytes(range(18, 26)),
-    ]  # fmt: skip
-    assert [part.nbytes for part in AtomForm(3, 2).parts(memoryview(bytes(15)), 3)] == [9, 6, 0, 0]
-    with pytest.raises(ValueError, match="39 bytes, not 26"):
-        form.parts(atom, 3)

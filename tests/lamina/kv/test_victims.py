@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.kv.victims import POLICIES, Policy, VictimQueue, rank_of
+from lamina.kv.victims import VictimQueue, rank_of
+from lamina.protocol.tier_options import POLICIES
 
 TRACES = Path(__file__).resolve().parents[4] / "shared" / "traces"
 
@@ -33,35 +34,14 @@ def order(tier: VictimQueue) -> list[int]:
         ("fifo", [1, 2, 3, 4]),
         ("lfu", [3, 4, 1, 2]),
         ("length", [4, 3, 2, 1]),
-        ("scheduler", [4, 1, 3, 2]),
     ],
 )
-def test_the_order_of_each_policy(policy: Policy, worst_first: list[int]) -> None:
+def test_the_order_of_each_policy(policy: str, worst_first: list[int]) -> None:
     tier = VictimQueue(policy, 100)
     for number in (1, 2, 3, 2, 2, 4, 1):
         tier.use(key(number), number, 10)
-    tier.wait({key(2): 0, key(3): 7, key(9): 1})
     assert order(tier) == worst_first
     assert (len(tier), tier.nbytes) == (0, 0)
-
-
-def test_a_turn_that_has_passed_counts_no_more() -> None:
-    tier = VictimQueue("scheduler", 100)
-    tier.wait({key(1): 3})
-    for number in (1, 2):
-        tier.use(key(number), 0, 10)
-    tier.wait({key(2): 0})
-    assert order(tier) == [1, 2]
-
-
-def test_what_is_pinned_stays() -> None:
-    tier = VictimQueue("lru", 20)
-    for number in range(4):
-        tier.use(key(number), number, 10)
-    assert tier.evict({key(0), key(2)}) == [key(1), key(3)]
-    assert tier.evict() == []
-    tier.use(key(5), 5, 10)
-    assert tier.evict() == [key(0)], "the pinned ones have kept their ranks"
 
 
 def test_sizes() -> None:
@@ -78,8 +58,8 @@ def test_sizes() -> None:
 
 
 def test_an_unknown_policy() -> None:
-    with pytest.raises(ValueError, match="--kv-eviction-policy must be one of scheduler, lru, fifo, lfu, length"):
-        rank_of("mru")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="--kv-eviction-policy must be one of lru, fifo, lfu, length"):
+        rank_of("mru")
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=200))
@@ -100,7 +80,7 @@ def test_lru_beside_an_ordered_dict(uses: list[tuple[int, bool]]) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=300))
-def test_a_tier_keeps_to_its_size(policy: Policy, uses: list[int]) -> None:
+def test_a_tier_keeps_to_its_size(policy: str, uses: list[int]) -> None:
     tier = VictimQueue(policy, 70)
     for number in uses:
         tier.use(key(number), number, 1 + number)
@@ -120,7 +100,7 @@ def trace(name: str) -> list[list[bytes]]:
         return [[key(block) for block in json.loads(line)["hash_ids"]] for line in lines]
 
 
-def hit_rate(requests: list[list[bytes]], policy: Policy, pages: int) -> float:
+def hit_rate(requests: list[list[bytes]], policy: str, pages: int) -> float:
     """Of pages, partial ones counted whole: match, then touch or insert from the last page to the first, then evict."""
     tier, hits = VictimQueue(policy, pages), 0
     for keys in requests:

@@ -86,11 +86,12 @@ def test_an_atom_is_as_its_form_says() -> None:
     for atom, data in PoolAtoms(store).take(at).items():
         layer = LAYERS[atom.layer]
         form = AtomForm(layer.qk_dim, layer.v_dim, SCALE_BYTES)
+        assert data.nbytes == form.nbytes(PAGE)
+        each = (form.k, form.v, form.scale, form.scale)
+        begin = [PAGE * sum(each[:part]) for part in range(4)]
         for token in range(PAGE):
-            row = b"".join(
-                bytes(part[token * each : (token + 1) * each])
-                for part, each in zip(form.parts(data, PAGE), (form.k, form.v, form.scale, form.scale), strict=True)
-            )
+            spans = [(at + token * size, size) for at, size in zip(begin, each, strict=True)]
+            row = b"".join(bytes(data[at : at + size]) for at, size in spans)
             assert row == rows[*atom, PAGE + token]
 
 
