@@ -57,7 +57,7 @@ POLICY = (
     "protocol/partition.py", "protocol/codec.py", "protocol/placement.py", "protocol/declare.py", "protocol/options.py",
     "protocol/resolve.py", "request/params.py", "request/unserved.py", "request/outputs.py", "config.py", "cores.py",
     "fleet/hosts/placement.py", "fleet/recoveries.py", "fleet/standing.py", "kv/keys.py", "kv/pages.py",
-    "kv/victims.py",
+    "kv/victims.py", "engine/leap.py",
 )  # fmt: skip
 
 

@@ -146,6 +146,17 @@ class Engine:
             self._trace.add(Event.POSTPROCESS, start, done)
         return outputs
 
+    def leap(self, rounds: int, token: int) -> None:
+        """Go so many rounds on in which every row draws ``token``, without a word to the wire, which goes on as well;
+        at most as many as ``rounds_alike`` of the scheduler, and that of requests without texts.
+        """
+        steps, now = self.scheduler.leap(rounds, token), self._clock()
+        self._steps = {(step.plan.batch, step.plan.step): step for step in steps}
+        self._next_round += rounds
+        for sequence in (s for step in steps for s in step.parts):
+            sequence.output.token_ids += [token] * rounds
+            self._requests[sequence.request_id].output.times.mark(now, finished=False)
+
     def logits_of(self, request_id: int) -> bytes:
         """Of a held request, behind its last token: see Drawn. Empty until they have come."""
         request = self._requests[request_id]

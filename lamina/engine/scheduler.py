@@ -17,6 +17,7 @@ from .blocks.newcomers import Batch, Cuts, Newcomers
 from .blocks.prefixes import Prefixes
 from .blocks.room import Room, rows_of
 from .blocks.tier import Moved, Tier
+from .leap import Leaps, Standing
 from .pipeline import route
 from .prefill import Prefill
 from .sequence import Sequence
@@ -69,6 +70,7 @@ class Scheduler:
         self._prefill = prefill or Prefill(0, prefill_chunk, num_batches)
         self.prefixes = prefixes or Prefixes(ledger, 0)
         self.tier = tier
+        self._leaps = Leaps(ledger, self._room, max_num_seqs)
         self._newcomers = Newcomers(ledger, self._room, self._cuts, self._prefill, self.prefixes, tier, max_num_seqs)
         self._chunks: list[ScheduledStep] = []  # for prefill workers, not taken yet
         self._ops: list[SequenceOp] = []  # for the next plan
@@ -123,6 +125,36 @@ class Scheduler:
         if found is not None and found.loaded is None:
             self._ops += self.prefixes.unpin(found.saved)
         return found
+
+    def rounds_alike(self, token: int) -> int:
+        """So many rounds behind the only one in flight can be skipped, if all rows draw ``token``: see engine.leap."""
+        at = self._standing()
+        return self._leaps.longest(at, token) if at else 0
+
+    def leap(self, rounds: int, token: int) -> list[ScheduledStep]:
+        """Skip so many, of those that ``rounds_alike`` counts. The steps in flight are the last one's then."""
+        at = self._standing()
+        assert at is not None
+        (mine,) = self._in_flight
+        self._leaps.skip(at.steps, rounds, token)
+        for step in at.steps:
+            source, reply_to = self._route(step.plan.batch, step.plan.step)
+            step.plan = msgspec.structs.replace(step.plan, source=source, reply_to=reply_to)
+        mine.tokens += rounds * mine.rows
+        self._next_round += rounds
+        return [*at.steps]
+
+    def _standing(self) -> Standing | None:
+        """None where rounds may differ for a reason that no sequence shows."""
+        changes = self._ops or self._chunks or self.moving or self._num_batches != len(self.batches)
+        if len(self._in_flight) != 1 or changes:
+            return None
+        (mine,) = self._in_flight
+        head = self._waiting[0] if self._waiting else None
+        if head and (self.tier or self.prefixes.num_retained or self.prefixes.beginnings(head)):
+            return None
+        steps = sorted(mine.left, key=lambda s: s.plan.batch)
+        return Standing(self.batches, steps, head) if mine.steady else None
 
     def regroup(self, num_batches: int) -> None:
         """Deal the running sequences to so many batches, once nothing is in flight; no round is scheduled before."""
@@ -324,7 +356,7 @@ class Scheduler:
                 self._chunks.append(self._prefill.begin(sequence, grant, self.view))
 
     def _plan(self, batch: Batch, picked: dict[Sequence, int]) -> StepPlan:
-        source, reply_to = route(batch.index, self._next_round, self._num_layers, len(self.batches), self._num_replicas)
+        source, reply_to = self._route(batch.index, self._next_round)
         return StepPlan(
             view=self.view,
             batch=batch.index,
@@ -334,6 +366,9 @@ class Scheduler:
             source=source,
             reply_to=reply_to,
         )
+
+    def _route(self, batch: int, step: int) -> tuple[list[int], list[int]]:
+        return route(batch, step, self._num_layers, len(self.batches), self._num_replicas)
 
     def _commit(self, plan: StepPlan, picked: dict[Sequence, int]) -> ScheduledStep:
         draws = [s for s, count in picked.items() if s.num_scheduled + count == s.num_promised]

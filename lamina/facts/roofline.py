@@ -66,19 +66,24 @@ class Estimate:
         return self.model_s + self.attention_s + (self.network_s or 0.0)
 
 
-def min_bandwidth(message_bytes: float, model_s: float, attention_s: float, alpha: float = ALPHA) -> float:
-    """Bytes per second: (2 + 2/G) e d B L / (alpha (MTIME + ATIME)), where the numerator is ``message_bytes``."""
-    return message_bytes / (alpha * (model_s + attention_s))
+def min_bandwidth(message_bytes: float, model_s: float, attention_s: float) -> float:
+    """Bytes per second: (2 + 2/G) e d B L / (ALPHA (MTIME + ATIME)), where the numerator is ``message_bytes``."""
+    return message_bytes / (ALPHA * (model_s + attention_s))
+
+
+def bytes_and_flops(weight_bytes: int, itemsize: int, flops_per_row: int, rows: float) -> tuple[float, float]:
+    """Of one product: bytes that are read, of weights that some row needs, and FLOPs. With experts a few rows need less
+    than all weights.
+    """
+    flops = flops_per_row * rows
+    return min(weight_bytes, flops / 2 * itemsize), flops
 
 
 def gemm_seconds(work: GemmWork, batch: int, device: Device, count: int) -> tuple[float, bool]:
-    """Time of one GEMM spread over ``count`` devices, and whether FLOP/s limit it.
-
-    A batch reads at most what its tokens touch: with experts that is less than all, for a small batch.
-    """
-    touched = min(work.weight_bytes, batch * work.flops_per_token // 2 * work.itemsize)
+    """Time of one GEMM spread over ``count`` devices, and whether FLOP/s limit it."""
+    touched, flops = bytes_and_flops(work.weight_bytes, work.itemsize, work.flops_per_token, batch)
     reading = touched / (device.bandwidth_gbs * 1e9 * count)
-    computing = batch * work.flops_per_token / (device.tflops * 1e12 * count)
+    computing = flops / (device.tflops * 1e12 * count)
     return max(reading, computing), computing > reading
 
 

@@ -190,10 +190,9 @@ class CostModel:
         return Part(seconds, f"link: {self.link.name}, {cards} cards on each side")
 
     def message_bandwidth(self, deployment: Deployment, load: Load) -> float:
-        """Bytes per second between the pools for messages to take ``network_share`` of a step."""
+        """Bytes per second between the pools for messages to take the share of a step that the paper grants them."""
         step = self.step(deployment, load)
-        share = self.constants["network_share"]
-        return min_bandwidth(self.model.message_bytes * load.rows, step.model_s, step.attention_s, share)
+        return min_bandwidth(self.model.message_bytes * load.rows, step.model_s, step.attention_s)
 
     @property
     def _itemsize(self) -> int:

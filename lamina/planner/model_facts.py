@@ -15,7 +15,7 @@ import msgspec
 
 from lamina import __version__
 from lamina.facts.hardware import checked, entries
-from lamina.facts.roofline import GemmWork
+from lamina.facts.roofline import GemmWork, bytes_and_flops
 from lamina.protocol.declare import parse_size
 
 from .tables import DATA
@@ -35,8 +35,8 @@ class Products(msgspec.Struct, frozen=True):
 
     def work(self, rows: float) -> tuple[float, float]:
         """Bytes that are read, of weights that some row needs, and FLOPs."""
-        flops = self.flops_per_row * rows
-        return self.count * min(self.weight_bytes, flops / 2 * self.itemsize), self.count * flops
+        read, flops = bytes_and_flops(self.weight_bytes, self.itemsize, self.flops_per_row, rows)
+        return self.count * read, self.count * flops
 
 
 class Attentions(msgspec.Struct, frozen=True):

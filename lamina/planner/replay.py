@@ -7,19 +7,20 @@ paper, which replays decoding alone.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from lamina.config import make_config
 from lamina.engine.engine import Engine
-from lamina.engine.wire import ViewChanged
-from lamina.protocol.control import ComputeReady, Drawn, RunRound, StepDone
 from lamina.protocol.options import EngineConfig
-from lamina.protocol.partition import Lanes
-from lamina.protocol.plan import Keep
 from lamina.request import RequestOutput, SamplingParams
 from lamina.sim.clock import VirtualClock
+from lamina.sim.lossless import LosslessWire, RoundLoad, leap, ready_of
 
 from .cost import CostModel, Load
 from .deployment import Deployment, DeviceMemory
@@ -33,7 +34,7 @@ _AHEAD = 2 * PREFILL_WORKERS  # requests that wait at least, so that there alway
 
 class Replayed(NamedTuple):
     """Of a trace, behind its first tokens. batch: rows of a round, on average; tbt: seconds between two tokens of a
-    sequence; rounds: that were run; preemptions: of the scheduler.
+    sequence; rounds: all; skipped: of them, since all alike (engine.leap); preemptions: of the scheduler.
     """
 
     tokens: int
@@ -43,6 +44,7 @@ class Replayed(NamedTuple):
     tbt_p99_s: float
     rounds: int
     preemptions: int
+    skipped: int
 
     @property
     def tokens_s(self) -> float:
@@ -50,63 +52,18 @@ class Replayed(NamedTuple):
         return self.tokens / self.seconds
 
 
-class ModelledWire:
-    """See engine.wire.Wire. Rounds run one after the other, each in the time of the cost model; nothing is lost."""
-
-    def __init__(
-        self, costs: CostModel, deployment: Deployment, clock: VirtualClock, num_blocks: int, max_len: int
-    ) -> None:
-        self.clock = clock
-        self._costs, self._deployment = costs, deployment
-        self._done: deque[StepDone] = deque()
-        self._free_at = 0.0
-        self.rows: list[int] = []  # of each round
-        self.ready = ComputeReady(
-            view=1, vocab_size=8, num_layers=costs.model.num_layers, max_model_len=max_len + 1, dtype="bfloat16",
-            eos_token_ids=[], windows=[0], lanes=[Lanes()], stripe=0, num_blocks=[[num_blocks]], holders=[[0]],
-            block_size=BLOCK, summary={},
-        )  # fmt: skip
-
-    def submit(self, new: RunRound) -> None:
-        loads, done = [], []
-        for step in new.steps:
-            rows = step.plan.num_rows
-            if rows:
-                seen = float(sum(row.first + row.count for row in step.plan.rows))
-                loads.append(Load(rows, dict.fromkeys(self._costs.model.windows, seen)))
-            done.append(_drawn(step.plan.view, step.plan.batch, step.plan.step, [d.sequence for d in step.draws]))
-        begin = max(self.clock.now, self._free_at)
-        self._free_at = begin + (self._costs.round(self._deployment, loads).seconds if loads else 0.0)
-        self.rows.append(sum(int(load.rows) for load in loads))
-        self.clock.later(self._free_at - self.clock.now, lambda: self._done.extend(done))
-
-    def prefill(self, worker: int, new: RunRound) -> None:
-        (step,) = new.steps
-        self._done.append(_drawn(step.plan.view, step.plan.batch, step.plan.step, [d.sequence for d in step.draws]))
-
-    def wait(self) -> StepDone | ViewChanged:
-        while not self._done:
-            assert self.clock.advance(), "nothing is in flight"
-        return self._done.popleft()
-
-    def look(self) -> ViewChanged | None:
-        return None
-
-    def resume(self, keep: Sequence[Keep]) -> ComputeReady | ViewChanged:
-        raise AssertionError("nothing is ever lost here")
-
-    def stats(self) -> dict[str, dict[str, float]]:
-        return {}
-
-    def close(self) -> None:
-        return None
-
-
 def replay(
-    costs: CostModel, memory: DeviceMemory, deployment: Deployment, trace: RequestTrace, most: int = 0
+    costs: CostModel,
+    memory: DeviceMemory,
+    deployment: Deployment,
+    trace: RequestTrace,
+    most: int = 0,
+    *,
+    paced: bool = False,
 ) -> Replayed:
-    """All requests, one after the other, as soon as there is room. ``most``: sequences at once, 0 = as many as fit.
-    Raises ValueError for a model with windows, whose blocks are not modelled here, and for a trace that does not fit.
+    """All requests: ``paced``, when they came; else one after the other, as soon as there is room. ``most``: sequences
+    at once, 0 = as many as fit. Raises ValueError for a model with windows, whose blocks are not modelled here, and for
+    a trace that does not fit.
     """
     if costs.model.windows != [0]:
         raise ValueError(
@@ -116,68 +73,142 @@ def replay(
     if trace.longest > blocks * BLOCK:
         raise ValueError(f"--trace: a request of {trace.longest} tokens does not fit {blocks * BLOCK} tokens of KV")
     clock = VirtualClock()
-    wire = ModelledWire(costs, deployment, clock, blocks, trace.longest)
-    return _Replay(Engine(wire, _config(deployment, trace, most or blocks), clock), wire, trace).run()
+    ready = ready_of(num_layers=costs.model.num_layers, num_blocks=blocks, block_size=BLOCK, max_len=trace.longest + 1)
+    wire = LosslessWire(clock, ready, _seconds(costs, deployment))
+    engine = Engine(wire, _config(deployment, trace, most or blocks), clock)
+    return _Replay(engine, wire, _Asking(engine, clock, trace, paced=paced)).run()
+
+
+def jittered(trace: RequestTrace, seed: int) -> RequestTrace:
+    """Where several requests have one time, that of a tick of the trace's clock, each comes somewhere in the tick."""
+    rng, times = random.Random(seed), sorted({r.at_s for r in trace.requests})
+    tick = min((b - a for a, b in pairwise(times)), default=0.0)
+    several = Counter(r.at_s for r in trace.requests)
+    moved = (r._replace(at_s=r.at_s + rng.random() * tick) if several[r.at_s] > 1 else r for r in trace.requests)
+    return replace(trace, requests=tuple(sorted(moved, key=lambda r: r.at_s)))
+
+
+class _Asking:
+    """Gives requests to the engine."""
+
+    def __init__(self, engine: Engine, clock: VirtualClock, trace: RequestTrace, *, paced: bool) -> None:
+        self._engine, self._clock, self._paced = engine, clock, paced
+        self._left, self.count = deque(trace.requests), len(trace.requests)
+        self.warm_tokens = int(_WARM * sum(r.answer for r in trace.requests))
+
+    @property
+    def next_s(self) -> float:
+        """When the next one comes."""
+        return self._left[0].at_s if self._paced and self._left else math.inf
+
+    @property
+    def full(self) -> bool:
+        """Whether the engine has as many as it is to have now."""
+        return self._paced or bool(self._left) or self._engine.scheduler.num_waiting > 0
+
+    def ask(self) -> bool:
+        """All that come now; whether there is something to do."""
+        if self._paced and self._left and not self._engine.has_work:
+            self._clock.now = max(self._clock.now, self.next_s)
+        while self._left and self._comes():
+            request = self._left.popleft()
+            params = SamplingParams(max_tokens=request.answer, ignore_eos=True, temperature=0)
+            self._engine.add([0] * request.prompt, params)
+        return bool(self._left) or self._engine.has_work
+
+    def _comes(self) -> bool:
+        if self._paced:
+            return self.next_s <= self._clock.now
+        return self._engine.scheduler.num_waiting < _AHEAD
 
 
 class _Replay:
-    def __init__(self, engine: Engine, wire: ModelledWire, trace: RequestTrace) -> None:
-        self._engine, self._wire, self._trace = engine, wire, trace
-        self._left = deque(trace.requests)
+    def __init__(self, engine: Engine, wire: LosslessWire, asking: _Asking) -> None:
+        self._engine, self._wire, self._asking = engine, wire, asking
         self._last: dict[int, tuple[int, float]] = {}  # request -> its tokens, and when the last one came
-        self._gaps: list[float] = []
-        self._warm_tokens = int(_WARM * sum(r.answer for r in trace.requests))
-        self._tokens = 0
-        self._measured: list[
-            tuple[float, int, int]
-        ] = []  # time, tokens, rounds at the first and the last one that counts
+        self._gaps = Counter[float]()
+        self._tokens = self._skipped = 0
+        # Time, tokens, rounds at the first and the last one that counts:
+        self._measured: list[tuple[float, int, int]] = []
 
     def run(self) -> Replayed:
-        while self._refill() or self._engine.has_work:
+        while self._asking.ask():
             self._take(self._engine.step())
+            self._leap()
         if len(self._measured) < 2 or not self._gaps:
-            raise ValueError(
-                f"{len(self._trace.requests)} requests are too few for a replay: they never fill the deployment"
-            )
+            count = self._asking.count
+            raise ValueError(f"{count} requests are too few for a replay: they never fill the deployment")
         (begin, before, first), (end, after, last) = self._measured
-        gaps, rows = sorted(self._gaps), self._wire.rows[first:last]
+        rows = self._wire.rows[first:last]
         return Replayed(
             tokens=after - before,
             seconds=end - begin,
             batch=sum(rows) / len(rows),
-            tbt_p50_s=gaps[len(gaps) // 2],
-            tbt_p99_s=gaps[len(gaps) * 99 // 100],
+            tbt_p50_s=_quantile(self._gaps, 50),
+            tbt_p99_s=_quantile(self._gaps, 99),
             rounds=len(self._wire.rows),
             preemptions=self._engine.scheduler.num_preemptions,
+            skipped=self._skipped,
         )
 
-    def _refill(self) -> bool:
-        while self._left and self._engine.scheduler.num_waiting < _AHEAD:
-            request = self._left.popleft()
-            self._engine.add(
-                [0] * request.prompt, SamplingParams(max_tokens=request.answer, ignore_eos=True, temperature=0)
-            )
-        return bool(self._left)
-
     def _take(self, outputs: list[RequestOutput]) -> None:
-        now = self._wire.clock.now
-        full = bool(self._left) or self._engine.scheduler.num_waiting > 0
-        counts = full and self._tokens >= self._warm_tokens
+        now, gaps, tokens = self._wire.clock.now, Counter[float](), 0
         for output in outputs:
             length = len(output.outputs[0].token_ids)
-            before = self._last.get(output.request_id)
-            if before and counts:
-                self._gaps.append(now - before[1])
-            self._tokens += length - (before[0] if before else 0)
+            had, when = self._last.get(output.request_id, (0, now))
+            if had:
+                gaps[now - when] += 1
+            tokens += length - had
             self._last[output.request_id] = length, now
             if output.finished:
                 del self._last[output.request_id]
-        if counts and outputs and (not self._measured or now > self._measured[-1][0]):
-            self._measured[1:] = [(now, self._tokens, len(self._wire.rows))]
+        if outputs:
+            self._count(now, gaps, tokens, len(self._wire.rows))
+
+    def _leap(self) -> None:
+        """Skip rounds, and count what they would have given: each step of each, as ``_take`` does."""
+        rounds = len(self._wire.rows)
+        times = leap(self._engine, self._wire, self._asking.next_s)
+        self._skipped += len(times)
+        batches = [[s.request_id for s in b.running] for b in self._engine.scheduler.batches if b.running]
+        for number, now in enumerate(times, 1):
+            for batch in batches:
+                gap = now - times[number - 2]
+                gaps = Counter({gap: len(batch)} if number > 1 else Counter(now - self._last[r][1] for r in batch))
+                self._count(now, gaps, len(batch), rounds + number)
+        if times:
+            self._last |= {r: (self._last[r][0] + len(times), times[-1]) for batch in batches for r in batch}
+
+    def _count(self, now: float, gaps: Counter[float], tokens: int, rounds: int) -> None:
+        """What a step has given at ``now``, when so many rounds were begun."""
+        counts = self._asking.full and self._tokens >= self._asking.warm_tokens
+        if counts:
+            self._gaps.update(gaps)
+        self._tokens += tokens
+        if counts and (not self._measured or now > self._measured[-1][0]):
+            self._measured[1:] = [(now, self._tokens, rounds)]
 
 
-def _drawn(view: int, batch: int, step: int, sequences: Sequence[int]) -> StepDone:
-    return StepDone(view=view, batch=batch, step=step, drawn=[Drawn(s, 1, []) for s in sequences])
+def _quantile(gaps: Counter[float], percent: int) -> float:
+    at = gaps.total() * percent // 100
+    each = iter(sorted(gaps.items()))
+    value, count = next(each)
+    while at >= count:
+        at -= count
+        value, count = next(each)
+    return value
+
+
+def _seconds(costs: CostModel, deployment: Deployment) -> Callable[[RoundLoad], float]:
+    """Of a round, by the cost model."""
+
+    def seconds(load: RoundLoad) -> float:
+        windows = costs.model.windows
+        return costs.round(
+            deployment, [Load(s.rows, dict.fromkeys(windows, float(s.stored))) for s in load.steps]
+        ).seconds
+
+    return seconds
 
 
 def _config(deployment: Deployment, trace: RequestTrace, most: int) -> EngineConfig:

@@ -19,6 +19,8 @@ class Ledger(Protocol):
 
     lanes: tuple[Lanes, ...]  # group -> what it keeps
     num_blocks: tuple[int, ...]  # group -> KV blocks
+    windows: tuple[int, ...]  # group -> tokens that its layers see; 0 = all
+    block_size: int  # tokens
 
     @property
     def num_lanes(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 
 import pytest
 from planned import even, planner
@@ -10,7 +12,7 @@ from planned import even, planner
 from lamina.facts.hardware import DEVICES
 from lamina.planner.deployment import Deployment
 from lamina.planner.rank import StoredTokens
-from lamina.planner.replay import replay
+from lamina.planner.replay import jittered, replay
 from lamina.planner.traces import RequestTrace, TracedRequest
 
 ALONE, SPLIT = Deployment(DEVICES["h100"], 4), Deployment(DEVICES["h100"], 2, DEVICES["h20"], 4, 2)
@@ -50,3 +52,64 @@ def test_more_memory_runs_more_sequences() -> None:
 def test_too_few_requests_are_refused() -> None:
     with pytest.raises(ValueError, match="too few for a replay"):
         replay(planner().costs, planner().memory, ALONE, even(1, 100, 2))
+
+
+def bursts(count: int) -> RequestTrace:
+    """So many requests a minute, all in its first tick of 3 s."""
+    return RequestTrace("bursts", tuple(TracedRequest(60.0 * (i // 40), 2000, 150) for i in range(count)))
+
+
+@pytest.mark.parametrize("paced", [False, True], ids=["waiting", "paced"])
+@pytest.mark.parametrize("where", [ALONE, SPLIT], ids=["alone", "split"])
+def test_skipped_rounds_change_no_number(where: Deployment, paced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, trace = planner(), bursts(120) if paced else uneven(120)
+    found = replay(mine.costs, mine.memory, where, trace, most=24, paced=paced)
+    assert found.skipped > 0
+    monkeypatch.setattr("lamina.planner.replay.leap", lambda *args: [])
+    assert replay(mine.costs, mine.memory, where, trace, most=24, paced=paced) == found._replace(skipped=0)
+
+
+def test_a_burst_shows_in_the_99th_percentile() -> None:
+    """A few requests at a time, and then many at once: their rounds are longer than the mean."""
+    mine = planner()
+    calm = tuple(TracedRequest(0.9 * i, 2000, 100) for i in range(200))
+    crowd = tuple(TracedRequest(181.0, 2000, 40) for _ in range(250))
+    found = replay(mine.costs, mine.memory, ALONE, RequestTrace("burst", calm + crowd), paced=True)
+    assert found.tbt_p99_s > 1.3 * found.tbt_p50_s
+
+
+def test_requests_come_when_they_came() -> None:
+    mine, trace = planner(), bursts(120)
+    paced, waiting = (replay(mine.costs, mine.memory, SPLIT, trace, most=24, paced=p) for p in (True, False))
+    assert paced.seconds > 60
+    assert waiting.seconds < 60
+
+
+def test_ticks_are_spread() -> None:
+    """Files that know the time to 3 s only: who came in a tick came somewhere in it. Others stay where they are."""
+    ticks = RequestTrace("ticks", tuple(TracedRequest(3.0 * (i // 50), 10, 10) for i in range(500)))
+    spread = jittered(ticks, seed=1)
+    assert spread == jittered(ticks, seed=1) != jittered(ticks, seed=2)
+    times = [r.at_s for r in spread.requests]
+    assert times == sorted(times)
+    assert len(set(times)) == 500
+    assert all(0 <= new - 3.0 * (i // 50) < 3.0 for i, new in enumerate(times))
+    exact = RequestTrace("exact", tuple(TracedRequest(i**1.5, 10, 10) for i in range(50)))
+    assert jittered(exact, seed=1) == exact
+
+
+def test_a_load_on_the_host_changes_no_bit() -> None:
+    mine, trace = planner(), bursts(80)
+    alone = replay(mine.costs, mine.memory, SPLIT, trace, paced=True)
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        assert repr(replay(mine.costs, mine.memory, SPLIT, trace, paced=True)) == repr(alone)
+    finally:
+        busy.kill()
+        busy.wait()
+
+
+def test_a_thousand_workers() -> None:
+    mine, trace = planner(), bursts(80)
+    found = replay(mine.costs, mine.memory, Deployment(DEVICES["h100"], 8, DEVICES["h20"], 1000), trace, paced=True)
+    assert found.tokens > 0

@@ -1,0 +1,152 @@
+"""A wire to workers that lose nothing and compute nothing: a round is done when its time is over.
+
+How long that is, says a function: the time of a cost model, or none at all, where the engine alone is measured.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from lamina.engine.engine import Engine
+from lamina.engine.wire import ViewChanged
+from lamina.protocol.control import ComputeReady, Drawn, RunRound, RunStep, StepDone
+from lamina.protocol.partition import Lanes
+from lamina.protocol.plan import Keep
+
+from .clock import VirtualClock
+
+TOKEN = 1  # that every row draws
+
+
+class StepLoad(NamedTuple):
+    """Of a step: rows that its slices compute, those of them that belong to chunks of prompts, and tokens that its
+    attention reads, its own rows included.
+    """
+
+    batch: int
+    rows: int
+    prompt: int
+    stored: int
+
+
+class RoundLoad(NamedTuple):
+    """The steps of a round that have rows, in the order of service."""
+
+    steps: tuple[StepLoad, ...]
+
+    @property
+    def rows(self) -> int:
+        """Of all steps."""
+        return sum(step.rows for step in self.steps)
+
+    def later(self, rounds: int) -> RoundLoad:
+        """So many rounds later, if all rows are of sequences that decode."""
+        return RoundLoad(tuple(step._replace(stored=step.stored + rounds * step.rows) for step in self.steps))
+
+
+class _Flight(NamedTuple):
+    load: RoundLoad
+    due: float
+    done: list[StepDone]
+
+
+class LosslessWire:
+    """See engine.wire.Wire. Rounds run one after the other, and all steps of a round are done with it. Prefill workers
+    take no time. Every draw is TOKEN.
+    """
+
+    def __init__(self, clock: VirtualClock, ready: ComputeReady, seconds: Callable[[RoundLoad], float]) -> None:
+        self.clock, self.ready = clock, ready
+        self._seconds = seconds
+        self._done: deque[StepDone] = deque()
+        self._flights: deque[_Flight] = deque()
+        self._free_at = 0.0
+        self.rows: list[int] = []  # of each round
+
+    def submit(self, new: RunRound) -> None:
+        load = RoundLoad(tuple(_load(step) for step in new.steps if step.plan.rows))
+        self._free_at = max(self.clock.now, self._free_at) + (self._seconds(load) if load.steps else 0.0)
+        self.rows.append(load.rows)
+        self._flights.append(_Flight(load, self._free_at, [_done(step) for step in new.steps]))
+
+    def prefill(self, worker: int, new: RunRound) -> None:
+        self._done.extend(_done(step) for step in new.steps)
+
+    def wait(self) -> StepDone | ViewChanged:
+        if not self._done:
+            flight = self._flights.popleft()
+            while self.clock.advance(flight.due):  # whatever else happens by then
+                pass
+            self._done.extend(flight.done)
+        return self._done.popleft()
+
+    @property
+    def rests(self) -> bool:
+        """Whether one round is in flight, and nothing that is done waits to be told."""
+        return len(self._flights) == 1 and not self._done
+
+    def leap(self, most: int, until: float) -> list[float]:
+        """Skip rounds like the only one in flight: ``most``, or up to the first that is done at ``until`` or later.
+        When each of them is done, the one in flight first; the last that was skipped is in flight then.
+        """
+        (flight,) = self._flights
+        times = list[float]()
+        while len(times) < most and (not times or times[-1] < until):
+            times.append(self._free_at)
+            self._free_at += self._seconds(flight.load.later(len(times)))
+            self.rows.append(flight.load.rows)
+        done = [msgspec.structs.replace(d, step=d.step + len(times)) for d in flight.done]
+        self._flights[0] = _Flight(flight.load.later(len(times)), self._free_at, done)
+        while self.clock.advance(times[-1]):
+            pass
+        return times
+
+    def look(self) -> ViewChanged | None:
+        return None
+
+    def resume(self, keep: Sequence[Keep]) -> ComputeReady | ViewChanged:
+        raise AssertionError("nothing is ever lost here")
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        return {}
+
+    def close(self) -> None:
+        return None
+
+
+def leap(engine: Engine, wire: LosslessWire, until: float = float("inf")) -> list[float]:
+    """Skip rounds that are all alike, of requests without texts, up to the first that is done at ``until`` or later.
+    When each of them is done: each gives all running sequences a token. Empty where none can be skipped.
+    """
+    most = engine.scheduler.rounds_alike(TOKEN) if wire.rests else 0
+    if most < 1:
+        return []
+    times = wire.leap(most, until)
+    engine.leap(len(times), TOKEN)
+    return times
+
+
+def ready_of(*, num_layers: int, num_blocks: int, block_size: int, max_len: int) -> ComputeReady:
+    """What workers say that keep all KV in one pool of ``num_blocks``; sequences have up to ``max_len`` tokens."""
+    return ComputeReady(
+        view=1, vocab_size=8, num_layers=num_layers, max_model_len=max_len, dtype="bfloat16", eos_token_ids=[],
+        windows=[0], lanes=[Lanes()], stripe=0, num_blocks=[[num_blocks]], holders=[[0]], block_size=block_size,
+        summary={},
+    )  # fmt: skip
+
+
+def _load(step: RunStep) -> StepLoad:
+    rows = step.plan.rows
+    prompt = sum(row.count for row in rows if row.count > 1)
+    return StepLoad(step.plan.batch, step.plan.num_rows, prompt, sum(row.first + row.count for row in rows))
+
+
+def _done(step: RunStep) -> StepDone:
+    plan = step.plan
+    return StepDone(
+        view=plan.view, batch=plan.batch, step=plan.step, drawn=[Drawn(d.sequence, TOKEN, []) for d in step.draws]
+    )
