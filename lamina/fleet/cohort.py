@@ -151,6 +151,10 @@ class Cohort:
         """Start the spares that there should be, and are not; nothing waits for them. Raises OSError, ValueError."""
         self._spares.fill()
 
+    def dead_spares(self) -> list[Member]:
+        """Spares that have ended since the last call; ``fill_spares`` starts others."""
+        return self._spares.dead()
+
     def close(self) -> None:
         """End the spares, and give back what the launcher holds. Idempotent."""
         self._spares.close()

@@ -145,6 +145,7 @@ class Pools:
         """See Wire."""
         with self._lock:
             if self._loss is None:
+                self._supervisor.tend_spares()
                 with self._or_note():
                     self._members.check()
             return None if self._loss is None else self._halt()

@@ -35,6 +35,15 @@ class Spares:
                         return
                     self._there[role, number] = spare
 
+    def dead(self) -> list[Member]:
+        """Those that have ended, and take no place any more."""
+        gone = {key: member for key, member in self._there.items() if member.handle.fate() is not None}
+        for key, member in gone.items():
+            log.warning("the spare %s %s", member.name, member.handle.fate())
+            self._there.pop(key, None)
+            self._members.fence(member)
+        return list(gone.values())
+
     def take(self, role: str, index: int, ranks: int) -> Member | None:
         """One for place ``index``, which it has from now on; None where there is none that lives. ``ranks``: of a
         compute worker's replica; it has the weights of its own rank alone.

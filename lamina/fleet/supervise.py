@@ -30,18 +30,36 @@ class Supervisor:
         self._members, self._cohort, self._clock = members, cohort, clock
         self._step_s, self._start_s = config.deadlines.step_timeout_s, config.deadlines.start_timeout_s
         self._recoveries = Recoveries(config.launching.max_recoveries, clock)
+        self._deaths = Recoveries(config.launching.max_recoveries, clock)  # of spares
+        self._short = False  # of spares: one has died, and none has been started in its place
         self._standing = StandingStill[Member](clock)
 
     def look_round(self, owing: Collection[Member]) -> None:
         """For whoever waits for ``owing``. Raises LostError where one of them has been stopped for STOPPED_S,
         and can be replaced; one that is only slow stays, and so does one that owes nothing.
         """
+        self.tend_spares()
         stopped = [m for m in owing if m not in self._members.lost and m.handle.stopped]
         for member in self._standing.look(stopped):
             loss = LostError(f"{member.name} has been stopped for {STOPPED_S:g} s", [member], ended=True)
             if self.may_make_good(loss):
                 self._members.give_up(member, loss)
                 raise loss
+
+    def tend_spares(self) -> None:
+        """Others are started for spares that have died, as often as recoveries may be; not while there is one."""
+        self._short = bool(self._cohort.dead_spares()) or self._short
+        if self._short and not self._recoveries.under_way and self._deaths.allow([]):
+            self._deaths.count([self], [])
+            self._deaths.end()
+            self._fill_spares()
+
+    def _fill_spares(self) -> None:
+        self._short = False
+        try:
+            self._cohort.fill_spares()
+        except (OSError, ValueError) as error:
+            log.warning("there are fewer spares than asked for: %s", error)
 
     def may_make_good(self, loss: LostError) -> bool:
         """Whether the run can go on behind ``loss``, and all others that have not been made good yet."""
@@ -103,10 +121,7 @@ class Supervisor:
         self._cohort.replace()
         ready = self._cohort.connect(keep)
         self._recoveries.end()
-        try:
-            self._cohort.fill_spares()
-        except (OSError, ValueError) as error:
-            log.warning("there are fewer spares than asked for: %s", error)
+        self._fill_spares()
         return ready
 
     def _left(self, kept: dict[Member, dict[int, int]]) -> list[Member]:

@@ -137,6 +137,29 @@ def test_a_spare_takes_the_place_and_a_new_one_is_started_behind_it(victim: int)
     assert [type(x) for x in others[0].got[:1]] in ([], [type(lost.got[0])])
 
 
+def test_a_dead_spare_has_a_successor_at_once_as_often_as_recoveries_may_be() -> None:
+    run = Run(spare_compute=1, spare_memory=1, max_recoveries=2)
+    run.cohort.fill_spares()
+    run.supervisor.look_round([])
+    assert len(run.world.workers) == NUM_WORKERS + 2, "those that live stay"
+    for count in (3, 4):
+        victim = run.world.workers[-1]
+        victim.kill()
+        run.supervisor.look_round([])
+        (new,) = run.world.workers[NUM_WORKERS + count - 1 :]
+        assert new.role == victim.role
+        assert new in [m.handle for m in run.cohort._spares]
+    run.world.workers[-1].kill()
+    for _ in range(3):
+        run.supervisor.look_round([])
+    assert len(run.world.workers) == NUM_WORKERS + 4, "one that dies whenever it starts is not started for ever"
+    run.world.now += RECENT_S + 1.0
+    run.supervisor.look_round([])
+    assert len(run.world.workers) == NUM_WORKERS + 5
+    assert not run.members.lost
+    assert run.supervisor._recoveries.allow([]), "nobody was lost by it"
+
+
 def test_spares_go_to_ranks_of_their_own_and_dead_ones_nowhere() -> None:
     run = Run(
         pipeline=1, prefill_workers=0, tensor_parallel_size=2, memory_workers=2, spare_compute=2, memory_weights=""
