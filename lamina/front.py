@@ -17,10 +17,25 @@ from .models.checkpoint import peek_config
 from .models.defaults import AUTO, sampling_defaults
 from .models.tokens import Detokenizer, Speller, bad_words_ids, load_beside, token_ids
 from .progress import progress_bar
-from .request import SamplingParams
+from .request import Metric, SamplingParams
 
 _DTYPES = {"half": "float16", "float": "float32"}  # vLLM's names
 MAX_LOGPROBS = 20  # where an LLM is not given another limit, as vLLM has it
+
+
+def metrics_of(engine: Engine) -> list[Metric]:
+    """What the engine counts, by the names under which vLLM's scripts look for it."""
+    scheduler = engine.scheduler
+    used = (1.0 - free / all_ for free, all_ in zip(engine.free_blocks, map(min, engine.info.num_blocks), strict=True))
+    found = {
+        "num_requests_running": scheduler.num_unfinished,
+        "num_requests_waiting": scheduler.num_waiting,
+        "kv_cache_usage_perc": max(used),
+        "num_preemptions": scheduler.num_preemptions,
+        "prefix_cache_queries": scheduler.prefixes.num_queried,
+        "prefix_cache_hits": scheduler.prefixes.num_hit,
+    }
+    return [Metric(f"vllm:{name}", float(value)) for name, value in found.items()]
 
 
 class Front:

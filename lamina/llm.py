@@ -12,11 +12,11 @@ from typing import Any
 
 from .engine.lockstep import Lockstep
 from .engine.streams import Feed
-from .front import Front
+from .front import Front, metrics_of
 from .models.tokens import apply_chat_template
 from .progress import counting_bar
 from .prompts import Prompt, check_priority, conversation_list, params_list, prompt_list
-from .request import RequestOutput, SamplingParams
+from .request import Metric, RequestOutput, SamplingParams
 
 Conversation = Sequence[dict[str, Any]]
 
@@ -143,6 +143,13 @@ class LLM:
         """Counters of every worker since its start: seconds by activity, steps, rows, bytes. Keys like "memory-0"."""
         self._check_open()
         return self.pools.stats()
+
+    def get_metrics(self) -> list[Metric]:
+        """How many completions run and wait, the share of KV blocks in use (0 to 1, of the fullest layer group),
+        preemptions, and tokens that were looked for and found in the prefix cache: by vLLM's names ("vllm:...").
+        """
+        self._check_open()
+        return metrics_of(self.engine)
 
     def reset_prefix_cache(self) -> None:
         """Find no KV of finished requests any more: prompts are computed whole until others have left theirs."""

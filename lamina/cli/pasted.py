@@ -16,9 +16,7 @@ _SAME = {
 _VALUES = {("--dtype", "half"): "float16", ("--dtype", "float"): "float32"}
 # They mean nothing here, and are taken with a line that says so.
 _NOTHING = {
-    "--enable-prompt-tokens-details": "usage has them wherever some were cached",
     "--enable-server-load-tracking": "GET /load always counts",
-    "--enable-request-id-headers": "every answer bears X-Request-Id",
     "--enable-chunked-prefill": "prompts are always computed in chunks, of --prefill-chunk tokens",
     "--no-enable-chunked-prefill": "prompts are always computed in chunks, of --prefill-chunk tokens",
     "--disable-uvicorn-access-log": "there is none; --no-log-requests leaves out a line for every request",

@@ -33,17 +33,24 @@ def check_ids(prompt: list[int], params: SamplingParams, vocabulary: int) -> Non
             raise ValueError(f"{name}: token id {bad} is out of vocabulary: it has {vocabulary} tokens")
 
 
-def context(limit: int) -> str:
-    """In the words by which clients know that a prompt is too long."""
-    return f"this model's maximum context length is {limit} tokens (--max-model-len)"
+def too_long(tokens: int, limit: int) -> str:
+    """Of a prompt that leaves no room for a token, in the words by which clients and scripts know it."""
+    return (
+        f"This model's maximum context length is {limit} tokens (--max-model-len). The decoder prompt (length "
+        f"{tokens}) plus the number of requested output tokens (at least 1) is longer than the maximum model length of "
+        f"{limit}. Make sure that `max_model_len` is no smaller than the number of text tokens (prompt + requested "
+        f"output tokens)."
+    )
 
 
-def why_banned(params: SamplingParams) -> str:
-    """Of a completion that has no token left that it may have."""
+def why_banned(params: SamplingParams, outputs: int) -> str:
+    """Of a completion of so many tokens that has none left that it may have. ``min_tokens`` forbids no more once there
+    are so many.
+    """
     forbids = {
         "allowed_token_ids": params.allowed_token_ids,
         "bad_words": params.bad_words_token_ids,
-        "min_tokens": params.min_tokens,
+        "min_tokens": outputs < params.min_tokens,
     }
     given = [name for name, value in forbids.items() if value]
     if given == ["min_tokens"]:

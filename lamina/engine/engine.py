@@ -16,7 +16,7 @@ from lamina.protocol.tables import BlockTables
 from lamina.protocol.tiers import Transferred
 from lamina.request import Blame, CompletionOutput, RequestOutput, RequestTimes, SamplingParams, Told
 
-from .checks import NOT_FINITE, check_ids, context, why_banned
+from .checks import NOT_FINITE, check_ids, too_long, why_banned
 from .configured import scheduler_of
 from .draws import draw_of, scores_of
 from .kept import KeptKV
@@ -124,7 +124,7 @@ class Engine:
         if not prompt:
             raise ValueError("the decoder prompt cannot be empty: it needs at least one token")
         if len(prompt) >= limit:
-            raise ValueError(f"the prompt has {len(prompt)} tokens; at most {limit - 1} fit: {context(limit)}")
+            raise ValueError(too_long(len(prompt), limit))
         check_ids(prompt, params, vocab)
         if params.min_tokens and self._stops(params).issuperset(range(vocab)):
             raise ValueError(
@@ -280,6 +280,7 @@ class Engine:
         for request in touched:
             request.output.times.mark(now, finished=request.output.finished)
             if request.output.finished:
+                request.output.num_preemptions = sum(s.num_preemptions for s in request.sequences)
                 del self._requests[request.output.request_id]
             outputs.append(request.output)
         return outputs
@@ -348,7 +349,7 @@ class Engine:
             return
         if drawn.token < 0:
             banned = drawn.token == ALL_BANNED
-            why = why_banned(sequence.params) if banned else NOT_FINITE
+            why = why_banned(sequence.params, sequence.num_outputs) if banned else NOT_FINITE
             output.blame = Blame.CLIENT if banned else Blame.SERVER
             sequence.num_drawing -= 1
             request.end(sequence, "error", why)

@@ -89,16 +89,26 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_unfinished(self) -> int:
+        """Of those that run: a finished one leaves with the next round."""
+        return sum(not s.finished for s in self._running)
+
+    @property
     def _running(self) -> list[Sequence]:
         return [s for b in self.batches for s in b.running]
 
     @property
     def free_blocks(self) -> Blocks:
-        """KV blocks that sequences can still have: those that are free, or held by what is retained alone."""
-        if not self.prefixes.num_retained:
+        """KV blocks that sequences can still have: those that are free, or held by what is retained or finished."""
+        running = self._running
+        if not self.prefixes.num_retained and not any(s.finished for s in running):
             return self._ledger.free_blocks
-        held = self._ledger.blocks_of(s.id for s in self._running)
+        held = self._ledger.blocks_of(s.id for s in running if not s.finished)
         return tuple(total - n for total, n in zip(self._ledger.num_blocks, held, strict=True))
+
+    def most_sequences(self, length: int) -> float:
+        """How many of ``length`` tokens have room for their KV at once."""
+        return self._room.times(length)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
@@ -340,6 +350,7 @@ class Scheduler:
         self._prefill.drop(victim)
         self.prefixes.drop(victim)
         victim.restart()
+        victim.num_preemptions += 1
         self._waiting.appendleft(victim)
         self.num_preemptions += 1
 

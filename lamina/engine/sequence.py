@@ -32,6 +32,7 @@ class Sequence:
     prefill_worker: int | None = None  # that computes its prompt; it has no rows of its own before that is done
     outlived: bool = False  # a reset of what prompts find: its KV is for nobody else
     num_prefilling: int = 0  # chunks there whose K and V are not stored yet
+    num_preemptions: int = 0  # how often its KV was freed for others
     num_scored: int = 0  # tokens of the prompt whose log-probabilities are known or on their way, less the first
     num_told: int = -1  # tokens of the completion that all compute workers count, under this id; -1: they know nothing
     finished: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .outputs import Blame as Blame
 from .outputs import CompletionOutput as CompletionOutput
 from .outputs import Logprob as Logprob
+from .outputs import Metric as Metric
 from .outputs import RequestOutput as RequestOutput
 from .outputs import RequestTimes as RequestTimes
 from .outputs import Score as Score

@@ -29,6 +29,14 @@ def scored(entry: dict[int, Logprob], count: int) -> list[Score]:
     return [*scores[:1], *best]
 
 
+@dataclass(frozen=True)
+class Metric:
+    """What an engine has counted since its start, or has now. ``name``: vLLM's."""
+
+    name: str
+    value: float
+
+
 class Blame(StrEnum):
     """Who can put an error right."""
 
@@ -126,6 +134,7 @@ class RequestOutput:
     times: RequestTimes
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # likewise, per token of the prompt; None first
     num_cached_tokens: int | None = None  # of the prompt, whose KV an earlier request had left; None: not begun
+    num_preemptions: int = 0  # how often KV of its completions was freed for others, once it is finished
 
     @property
     def metrics(self) -> RequestTimes:

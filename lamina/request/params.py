@@ -70,10 +70,11 @@ class SamplingParams:
         _check(0.0 < self.top_p <= 1.0, f"top_p must lie in (0, 1], not {self.top_p}")
         _check(-1 <= self.top_k < 1 << 31, f"top_k must lie in 1..2147483647, or be 0 for all tokens, not {self.top_k}")
         _check(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
-        _check(self.min_tokens >= 0, f"min_tokens must be at least 0, not {self.min_tokens}")
+        _check(self.min_tokens >= 0, f"min_tokens must be greater than or equal to 0, not {self.min_tokens}")
         if self.max_tokens is not None:
             _check(
-                self.min_tokens <= self.max_tokens, f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}"
+                self.min_tokens <= self.max_tokens,
+                f"min_tokens must be less than or equal to max_tokens {self.max_tokens}, not {self.min_tokens}",
             )
         _check(all(self.stop_strings), "stop must not contain an empty string")
         for name in ("logprobs", "prompt_logprobs"):

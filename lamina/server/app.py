@@ -53,7 +53,8 @@ def layered(app: FastAPI, service: Service) -> ASGIApp:
     if not config.api_keys and not config.uds:  # no browser has the key, or gets at a Unix socket
         inner = Hosts(inner, config)
     routes = [route for router in _routers(service) for route in router.routes]
-    seen = Observe(inner, service.metrics, routes, log_requests=config.log_requests)
+    heads = config.enable_request_id_headers
+    seen = Observe(inner, service.metrics, routes, log_requests=config.log_requests, heads=heads)
     return RootPath(seen, config.root_path) if config.root_path else seen
 
 

@@ -135,7 +135,8 @@ class Call:
     @property
     def usage(self) -> dict[str, Any]:
         """Tokens so far."""
-        return usage_of(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+        always = self._service.config.enable_prompt_tokens_details
+        return usage_of(self.prompt_tokens, self.completion_tokens, self.cached_tokens, details_always=always)
 
     async def batches(self, keep_alive_s: float = 0.0) -> AsyncIterator[list[tuple[int, Delta]]]:
         """What has come since the last batch; an empty one after ``keep_alive_s`` of silence. Raises ApiError."""

@@ -45,9 +45,13 @@ class ServerConfig:
     max_stop: int = option(16, "stop strings of a request")
     max_stop_chars: int = option(256, "characters of a stop string")
     enable_force_include_usage: bool = option(False, "streams end with usage, whether a request asks for it or not")
+    enable_prompt_tokens_details: bool = option(
+        False, "usage always says how many tokens of the prompt were cached, else where some were"
+    )
     return_tokens_as_token_ids: bool = option(False, "log-probabilities call a token token_id:5 by default")
     enable_tokenizer_info_endpoint: bool = option(False, "GET /tokenizer_info: the tokenizer's configuration")
     server_dev_mode: bool = option(False, "POST /reset_prefix_cache, for whoever may use this server")
+    enable_request_id_headers: bool = option(True, "answers bear X-Request-Id, the client's own where it sends one")
     root_path: str = option("", "path that a proxy puts before the server's own, such as /llm")
     allow_unknown_fields: bool = option(False, "ignore fields of a body that the server does not know; else status 400")
     chat_template: str = option("", "a file with a chat template (Jinja) in place of the model's own")

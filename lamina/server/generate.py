@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -21,7 +22,7 @@ from .journal.entry import Entry
 from .journal.records import Accepted, KeptPrompt
 from .openapi import answers, described
 from .request.params import chat_params, completion_params
-from .request.prompts import Prompt, split_prompts
+from .request.prompts import Prompt, echo_of, split_prompts
 from .request.protocol import ChatRequest, CompletionRequest, Sampling, StreamOptions
 from .tenants import salt_of
 
@@ -60,13 +61,14 @@ async def chat(request: Request) -> Response:
     params = chat_params(body, service.config, service.client.ready, service.defaults)
     variables = service.prompter.variables(body)
     salt, by_number = salt_of(request.state.key_id, body.cache_salt), service.config.return_tokens_as_token_ids
-    asked = new_request("chatcmpl", name, params, body, salt, tokens_as_ids=by_number)
+    echo = echo_of(body.messages) if body.echo else ""
+    asked = new_request("chatcmpl", name, params, body, salt, tokens_as_ids=by_number, echo=bool(echo))
     with _room(service, params.n) as ticket:
         most = params.max_tokens if body.max_completion_tokens or body.max_tokens else None  # a default gives way
         special, cut = bool(body.add_special_tokens), service.prompter.cut(body, most)
         prompt = await service.prompter.chat(body.messages, most, variables, special=special, cut=cut)
         await service.prompter.forbid(params)
-        call = await _call(request, asked, [prompt], ticket)
+        call = await _call(request, asked, [replace(prompt, text=echo)], ticket)
     return await _answer(request, body, call, ChatShape(call, service.texts_of(asked), asked))
 
 

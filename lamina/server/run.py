@@ -113,6 +113,7 @@ def _service(
     metrics = Metrics(names[0])
     gauges = EngineGauges(client, metrics.labels)
     metrics.registry.register(gauges)
+    client.on_step = metrics.stepped
     return Service(
         config=config,
         names=names,

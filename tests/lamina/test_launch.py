@@ -55,7 +55,10 @@ def test_every_command_helps(command: str, capsys: pytest.CaptureFixture[str]) -
         (["generate", "m", "--prompt", "x", "--temperature", "nan"], "temperature"),
         (["generate", "m", "--prompt", "x", "--n", "0"], "--n must be at least 1"),
         (["generate", "m", "--prompt", "x", "--max-tokens", "0"], "--max-tokens must be at least 1"),
-        (["generate", "m", "--prompt", "x", "--min-tokens", "99"], "--min-tokens 99 exceeds --max-tokens 64"),
+        (
+            ["generate", "m", "--prompt", "x", "--min-tokens", "99"],
+            "--min-tokens must be less than or equal to --max-tokens 64, not 99",
+        ),
         (["generate", "m", "--prompt", "x", "--sampling-seed", "-2"], "generate: --sampling-seed must lie in 0.."),
         (["generate", "m", "--prompt", "x", "--stop", ""], "generate: --stop must not contain an empty string"),
         (["generate", MODEL, "--prompt", "x", "--transport", "shmm"], "--transport: unknown transport 'shmm'"),

@@ -49,11 +49,10 @@ def test_others_are_refused_with_what_to_use(capsys: pytest.CaptureFixture[str],
 
 
 def test_some_mean_nothing_here_and_are_taken_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--enable-prompt-tokens-details", "--enable-request-id-headers", "--enable-force-include-usage"]
+    flags = ["--enable-server-load-tracking", "--enable-force-include-usage"]
     assert main([*SERVE, *flags, "--served-model-name", "x"]) == 0
     out, said = capsys.readouterr()
     assert json.loads(out)["enable_force_include_usage"] is True, "there is that flag"
     assert said.splitlines() == [
-        "--enable-prompt-tokens-details is left out: usage has them wherever some were cached",
-        "--enable-request-id-headers is left out: every answer bears X-Request-Id",
+        "--enable-server-load-tracking is left out: GET /load always counts",
     ]

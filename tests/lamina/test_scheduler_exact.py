@@ -291,3 +291,12 @@ def test_without_more_words_plans_are_of_view_0_and_of_one_layer() -> None:
     assert [plan.view for plan in plans] == [0] * 3
     assert [(plan.source, plan.reply_to) for plan in plans] == [route(batch, 0, 1, 3, 0) for batch in range(3)]
     assert all(Scheduler(tables(9), max_num_seqs=9, prefill_chunk=9, view=view).view == view for view in (0, 5))
+
+
+@pytest.mark.parametrize("stripe", [0, 1])
+def test_how_many_sequences_fit_counts_every_lane(stripe: int) -> None:
+    """10 tokens are 3 blocks. Each of two lanes has 9: three sequences fit in it, or six that lie in both."""
+    lanes = [Lanes((True, False)), Lanes((False, True))]
+    ledger = BlockTables([0, 0], [9, 9], 4, lanes, stripe)
+    assert Scheduler(ledger, max_num_seqs=8, prefill_chunk=8).most_sequences(10) == 6.0
+    assert Scheduler(tables(9), max_num_seqs=8, prefill_chunk=8).most_sequences(10) == 3.0

@@ -6,11 +6,11 @@ import sys
 from typing import Any, ClassVar
 
 import pytest
-from fake_wire import FakeWire, continuation
+from fake_wire import FakeWire, continuation, make_engine, run
 from test_streams import FakeFront
 
 from lamina import LLM, SamplingParams
-from lamina.front import Front, named
+from lamina.front import Front, metrics_of, named
 from lamina.request import CompletionOutput, Logprob, RequestOutput, RequestTimes
 
 
@@ -162,10 +162,40 @@ def test_a_dtype_may_have_their_name(given: str, meant: str) -> None:
 def test_refusals_have_the_words_that_their_clients_look_for(llm: LLM) -> None:
     params, limit = SamplingParams(max_tokens=3), llm.engine.info.max_model_len
     for prompt, words in (
-        ([1] * limit, f"this model's maximum context length is {limit} tokens"),
+        ([1] * limit, f"This model's maximum context length is {limit} tokens"),
+        (
+            [1] * limit,
+            rf"The decoder prompt \(length {limit}\) plus the number of requested output tokens \(at least 1\) ",
+        ),
         ([97], "token id 97 is out of vocabulary: it has 97 tokens"),
     ):
         with pytest.raises(ValueError, match=words):
             llm.generate([prompt], params)
     with pytest.raises(ValueError, match="the decoder prompt cannot be empty: it needs at least one token"):
         llm.engine.check([], params)
+    with pytest.raises(ValueError, match="min_tokens must be greater than or equal to 0, not -1"):
+        SamplingParams(min_tokens=-1)
+    with pytest.raises(ValueError, match="min_tokens must be less than or equal to max_tokens 3, not 4"):
+        SamplingParams(min_tokens=4, max_tokens=3)
+
+
+def test_metrics_have_the_names_that_scripts_look_for() -> None:
+    engine = make_engine(FakeWire(num_blocks=34), max_num_seqs=8)
+
+    def read() -> dict[str, float]:
+        return {m.name: m.value for m in metrics_of(engine)}
+
+    assert read() == dict.fromkeys(read(), 0.0)
+    for i in range(6):
+        engine.add([i, i + 1, i + 2] * 4, SamplingParams(max_tokens=40, ignore_eos=True))
+    assert read()["vllm:num_requests_waiting"] == 6.0
+    engine.step()
+    assert 0.0 < read()["vllm:kv_cache_usage_perc"] < 1.0
+    assert read()["vllm:num_requests_running"] == 6.0
+    run(engine)
+    assert read()["vllm:num_preemptions"] == engine.scheduler.num_preemptions > 0
+    assert read()["vllm:num_requests_running"] == read()["vllm:kv_cache_usage_perc"] == 0.0
+
+
+def test_an_llm_gives_metrics(llm: LLM) -> None:
+    assert "vllm:num_preemptions" in {m.name for m in llm.get_metrics()}

@@ -88,6 +88,13 @@ def test_tokens_whose_kv_was_there_are_counted(stream: bool) -> None:
     assert found == {**counts, "prompt_tokens_details": {"cached_tokens": 4}}
 
 
+@pytest.mark.parametrize("always", [False, True])
+def test_that_nothing_was_cached_is_told_where_the_server_is_asked_to(always: bool) -> None:
+    service = make_service(enable_prompt_tokens_details=always)
+    usage = ask("POST", "/v1/completions", service, json={"prompt": [5, 6], "max_tokens": 2}).json()["usage"]
+    assert usage.get("prompt_tokens_details") == ({"cached_tokens": 0} if always else None)
+
+
 @pytest.mark.parametrize("always", [None, False, True])
 def test_usage_is_told_at_the_end_and_where_asked_for_with_every_chunk(always: bool | None) -> None:
     options = {"include_usage": True, **({} if always is None else {"continuous_usage_stats": always})}

@@ -37,7 +37,7 @@ def refused(path: str, body: dict[str, Any], service: Any = None) -> dict[str, A
         (COMPLETIONS, "max_new_tokens", 5, "did you mean max_tokens?"),
         (COMPLETIONS, "messages", [], "unknown field 'messages'"),
         (CHAT, "prompt", "x", "unknown field 'prompt'"),
-        (CHAT, "echo", True, "echo is not supported by this server: leave it out, or send False"),
+        (CHAT, "suffix", "x", "suffix is not supported by this server: leave it out"),
         (COMPLETIONS, "reasoning_effort", "high", "reasoning_effort is not supported"),
         (CHAT, "whatever", None, "--allow-unknown-fields"),
         (CHAT, "x" * 5000, 1, "unknown field 'xxx"),

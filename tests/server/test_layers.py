@@ -10,8 +10,10 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import httpx
+import msgspec
 import pytest
 from fake import FakeClient, http_of, make_service
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
 from lamina.server.app import make_app
@@ -223,6 +225,31 @@ def test_blocks_of_an_unequal_memory_worker_are_counted_in_full() -> None:
     assert found == {
         ("memory-0", "used"): 16, ("memory-0", "free"): 48, ("memory-1", "used"): 16, ("memory-1", "free"): 64,
     }  # fmt: skip
+
+
+def test_the_cache_says_how_many_tokens_and_sequences_fit() -> None:
+    client = FakeClient()
+    client.ready = msgspec.structs.replace(client.ready, fits=8.5)
+    info = next(f for f in EngineGauges(client, {}).collect() if f.name == "lamina:cache_config")  # type: ignore[arg-type]
+    labels = info.samples[0].labels
+    assert (labels["kv_cache_max_concurrency"], labels["kv_cache_size_tokens"]) == ("8.50", str(256 * 17 // 2))
+
+
+def test_vllms_names_have_steps_and_preemptions() -> None:
+    service = make_service(metrics_compat="vllm")
+    service.metrics.stepped(7)
+    service.metrics.stepped(1)
+    ask("POST", "/v1/completions", service, json=GOOD)
+    text = ask("GET", "/metrics", service).text
+    values = {s.name: s.value for f in text_string_to_metric_families(text) for s in f.samples}
+    assert (values["vllm:iteration_tokens_total_count"], values["vllm:iteration_tokens_total_sum"]) == (2, 8)
+    assert values["vllm:request_num_preemptions_count"] == 1
+
+
+def test_answers_bear_no_id_where_nobody_wants_one() -> None:
+    """As vLLM's, unless it is asked for by --enable-request-id-headers."""
+    service = make_service(enable_request_id_headers=False)
+    assert "x-request-id" not in ask("GET", "/health", service, headers={"x-request-id": "mine"}).headers
 
 
 def test_heads_are_answered_as_their_gets() -> None:

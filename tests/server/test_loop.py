@@ -57,8 +57,8 @@ class Workers:
 class Bench:
     """A loop, and the server's end of its link."""
 
-    def __init__(self, tokenizer: Any = None, **options: int) -> None:
-        self.wire = FakeWire()
+    def __init__(self, tokenizer: Any = None, wire: FakeWire | None = None, **options: int) -> None:
+        self.wire = wire or FakeWire()
         self.engine = make_engine(self.wire, **options)
         self.workers = Workers(self.wire)
         here, self.sock = socket.socketpair()
@@ -111,6 +111,37 @@ def test_deltas_add_up_to_each_completion_and_only_the_last_has_times(bench: Ben
     assert not bench.loop._by_id
 
 
+def test_who_has_the_last_answer_finds_gauges_of_an_idle_engine(bench: Bench) -> None:
+    """vLLM's own tests look at once: a State comes before the deltas behind which nothing is left to do."""
+    bench.loop._take(Add(7, PROMPT, SamplingParams(temperature=0.0, max_tokens=50)))  # ends by a token: a row too many
+    bench.loop._take(Add(8, [5, EOS - 1], PARAMS))
+    while bench.engine.has_work:
+        before, last = None, None
+        bench.loop._advance()
+        bench.loop._report()
+        for message in bench.told():
+            before, last = (message, last) if isinstance(message, State) and last is None else (before, message)
+    assert isinstance(last, Outputs)
+    assert isinstance(before, State)
+    assert (before.running, before.waiting, before.free_blocks) == (0, 0, [64])
+    assert bench.engine.scheduler.num_running > 0, "it has not let go of the last one"
+
+
+def test_each_step_says_how_many_tokens_it_has_brought(bench: Bench) -> None:
+    bench.loop._take(Add(7, PROMPT, PARAMS))
+    while bench.engine.has_work:
+        bench.loop._advance()
+    assert [m.tokens for m in bench.told() if isinstance(m, Outputs)] == [len(PROMPT) + 1, 1, 1, 1, 1]
+
+
+def test_the_times_of_a_prompt_count_its_preemptions() -> None:
+    bench = Bench(wire=FakeWire(num_blocks=34), max_num_seqs=8)
+    for key in range(6):
+        bench.loop._take(Add(key, [key, key + 1, key + 2] * 4, SamplingParams(max_tokens=40, ignore_eos=True)))
+    counted = [d.times.preemptions for d in bench.work() if d.times]
+    assert sum(counted) == bench.engine.scheduler.num_preemptions > 0
+
+
 def test_behind_a_reset_no_kv_is_found() -> None:
     bench, found = Bench(enable_prefix_caching=True), []
     for key in range(4):
@@ -152,11 +183,11 @@ def test_a_prompt_that_has_come_to_its_end_elsewhere_is_refused(bench: Bench) ->
 
 def test_times_are_from_arrival_to_first_row_to_first_token_to_last() -> None:
     times = SimpleNamespace(arrival_s=1.0, scheduled_s=3.0, first_token_s=7.0, last_token_s=15.0)
-    assert engine_process._times(SimpleNamespace(times=times)) == Times(2.0, 4.0, 8.0)  # type: ignore[arg-type]
+    assert engine_process._times(SimpleNamespace(times=times, num_preemptions=2)) == Times(2.0, 4.0, 8.0, 2)  # type: ignore[arg-type]
     times.scheduled_s = None
-    assert engine_process._times(SimpleNamespace(times=times)) == Times(6.0, 0.0, 8.0)  # type: ignore[arg-type]
+    assert engine_process._times(SimpleNamespace(times=times, num_preemptions=2)) == Times(6.0, 0.0, 8.0, 2)  # type: ignore[arg-type]
     times.first_token_s = times.last_token_s = None
-    assert engine_process._times(SimpleNamespace(times=times)) == Times(0.0, 0.0, 0.0)  # type: ignore[arg-type]
+    assert engine_process._times(SimpleNamespace(times=times, num_preemptions=2)) == Times(0.0, 0.0, 0.0, 2)  # type: ignore[arg-type]
 
 
 def test_text_and_log_probabilities_come_in_pieces_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +224,9 @@ def output(*texts: str, **changes: Any) -> Any:
         "finished": False,
         "times": times,
         "prompt_logprobs": None,
+        "prompt_token_ids": PROMPT,
         "num_cached_tokens": 0,
+        "num_preemptions": 0,
         **changes,
     }
     return SimpleNamespace(**{**given, **changes})
@@ -403,8 +436,8 @@ def test_what_a_server_is_told_of_the_engine(bench: Bench) -> None:
     bench.wire.ready.summary.update({"q_bytes": [8, 8], "kv_bytes": [4, 4], "o_bytes": [16, 16]})
     assert bench.loop._ready() == Ready(
         vocab_size=VOCAB, max_model_len=128, max_num_seqs=bench.engine.config.batching.max_num_seqs, dtype="float32",
-        block_size=4, num_blocks=[[64]], holders=[[0]], hops_per_step=2, row_bytes={"q": 16, "kv": 8, "o": 32},
-        workers=["compute-0", "memory-0"],
+        block_size=4, num_blocks=[[64]], holders=[[0]], hops_per_step=2, fits=2.0,
+        row_bytes={"q": 16, "kv": 8, "o": 32}, workers=["compute-0", "memory-0"],
     )  # fmt: skip
 
 

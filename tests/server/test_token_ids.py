@@ -209,3 +209,25 @@ def test_an_echo_of_token_ids_has_its_special_tokens() -> None:
     assert choice["text"] == tokenizer.decode(ids) + "abcd"
     offsets, names = choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"]
     assert offsets[: len(ids) + 1] == [len("".join(names[:n])) for n in range(len(ids) + 1)]
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_conversations_echo_is_the_assistants_final_message(goes_on: bool) -> None:
+    said = {"role": "assistant", "content": [{"type": "text", "text": "I say"}, {"type": "text", "text": "so: "}]}
+    body = {**TALK, "messages": [*TALK["messages"], said], "echo": True, "n": 2, "continue_final_message": goes_on}
+    assert [c["message"]["content"] for c in answer(CHAT, body)["choices"]] == ["I say\nso: abcd"] * 2
+    texts, roles = {0: "", 1: ""}, []
+    for chunk in chunks(CHAT, body):
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+        roles += [choice["index"]] * ("role" in choice["delta"])
+    assert texts == {0: "I say\nso: abcd", 1: "I say\nso: abcd"}
+    assert roles == [0, 1], "each begins once"
+
+
+@pytest.mark.parametrize("more", [{"echo": False}, {"echo": None}, {}])
+def test_nothing_is_echoed_where_nobody_asks(more: dict[str, Any]) -> None:
+    said = {"role": "assistant", "content": "so: "}
+    body = {**TALK, "messages": [*TALK["messages"], said], **more}
+    assert answer(CHAT, body)["choices"][0]["message"]["content"] == "abcd"
+    assert answer(CHAT, {**TALK, "echo": True})["choices"][0]["message"]["content"] == "abcd", "the user spoke last"

@@ -35,6 +35,15 @@ class Room:
         """That a sequence at ``place``, of ``length`` tokens, takes at most."""
         return self._ledger.most_blocks(place, length, self._max_rows)
 
+    def times(self, length: int) -> float:
+        """How many sequences of ``length`` tokens all blocks hold at once, if each place has as many of them."""
+        each = [self.blocks_of(place, length) for place in self._places]
+        return min(
+            total * len(each) / needed
+            for total, needed in zip(self._ledger.num_blocks, map(sum, zip(*each, strict=True)), strict=True)
+            if needed
+        )
+
     def fit(
         self,
         sequence: Sequence,

@@ -43,9 +43,11 @@ def new_request(
     )
 
 
-def usage_of(prompt: int, completion: int, cached: int) -> dict[str, Any]:
-    """Tokens, as OpenAI counts them. ``cached``: of the prompt, whose KV was there."""
-    details = {"prompt_tokens_details": {"cached_tokens": cached}} if cached else {}
+def usage_of(prompt: int, completion: int, cached: int, *, details_always: bool = False) -> dict[str, Any]:
+    """Tokens, as OpenAI counts them. ``cached``: of the prompt, whose KV was there; without ``details_always`` none are
+    not mentioned.
+    """
+    details = {"prompt_tokens_details": {"cached_tokens": cached}} if cached or details_always else {}
     total = prompt + completion
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total, **details}
 

@@ -125,6 +125,7 @@ class ChatShape:
         self._texts = texts
         self._head = head_of(asked)
         self._ids = asked.token_ids
+        self._echo = call.prompts[0].text if asked.echo else ""
         self._entries: list[Logprobs | None] | None = None  # of the prompt
 
     def head(self, *, stream: bool) -> dict[str, Any]:
@@ -137,8 +138,10 @@ class ChatShape:
     def opening(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         ids = {"prompt_token_ids": self._call.prompts[0].ids} if self._ids else {}
+        chunks = [(delta, ids), *([({"content": self._echo}, {})] if self._echo else [])]
         return [
-            {"choices": [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}], **ids}
+            {"choices": [{"index": i, "delta": part, "logprobs": None, "finish_reason": None}], **more}
+            for part, more in chunks
             for i in range(self._call.params.n)
         ]
 
@@ -155,7 +158,7 @@ class ChatShape:
         }
 
     def whole(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        content = "".join(p["delta"].get("content", "") for p in parts)
+        content = self._echo + "".join(p["delta"].get("content", "") for p in parts)
         items = [i for p in parts if p["logprobs"] is not None for i in p["logprobs"]["content"]]
         given = parts[-1]["logprobs"] is not None
         choice = {k: v for k, v in parts[-1].items() if k != "delta"}

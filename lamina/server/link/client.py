@@ -103,6 +103,7 @@ class EngineClient:
     ) -> None:
         """``restarts``: None = the first engine is the last one. ``records``: gets all deltas first."""
         self.ready: Ready
+        self.on_step: Callable[[int], None] = lambda tokens: None  # gets the tokens of each step, see Outputs
         self.state: State | None = None
         self.counters: dict[str, dict[str, float]] = {}
         self.failure: str | None = None  # why the engine is gone
@@ -291,6 +292,8 @@ class EngineClient:
             self._state_at = time.monotonic()
             if self._records is not None:
                 self._records.grown(message.deltas)
+            if message.tokens:
+                self.on_step(message.tokens)
             for delta in message.deltas:
                 self._deliver(delta)
         elif isinstance(message, State):

@@ -136,6 +136,7 @@ class _Loop:
         self._by_id: dict[int, _Live] = {}
         self._stopped = False
         self._steps = 0
+        self._grown = 0  # tokens of the last one, see Outputs
         self._told = (False, 0, False)  # whether it was busy, its steps, and whether it recovered, in the last State
         self._counters: dict[str, dict[str, float]] = {}
         self._state_at = self._asked_at = 0.0
@@ -157,10 +158,13 @@ class _Loop:
 
     def _advance(self) -> None:
         if self._engine.has_work:
+            self._grown = 0
             deltas = [d for o in self._engine.step() for d in self._deltas(o)]
             self._steps += 1
+            if not self._by_key:
+                self._tell_state()  # first: who reads the last answer finds gauges that know of it
             if deltas:
-                self._outbox.put(Outputs(deltas))
+                self._outbox.put(Outputs(deltas, self._grown))
         else:
             self._engine.settle()
             self._engine.look()
@@ -171,7 +175,10 @@ class _Loop:
             return []
         if output.finished:
             self._forget(live)
-        return live.deltas(output)
+        found = live.deltas(output)
+        begun = any(d.cached is not None for d in found)
+        self._grown += sum(len(d.tokens) for d in found) + begun * len(output.prompt_token_ids)
+        return found
 
     def _forget(self, live: _Live) -> None:
         self._by_key.pop(live.key, None)
@@ -238,13 +245,17 @@ class _Loop:
             self._asked_at = now
             self._pools.ask_stats()
         if due:
-            self._state_at, self._told = now, (busy, self._steps, recovering)
-            self._outbox.put(self._state())
+            self._tell_state()
+
+    def _tell_state(self) -> None:
+        self._state_at = time.monotonic()
+        self._told = (self._engine.has_work, self._steps, self._pools.recovering)
+        self._outbox.put(self._state())
 
     def _state(self) -> State:
         scheduler = self._engine.scheduler
         return State(
-            running=scheduler.num_running,
+            running=scheduler.num_unfinished,
             waiting=scheduler.num_waiting,
             free_blocks=list(self._engine.free_blocks),
             preemptions=scheduler.num_preemptions,
@@ -268,6 +279,7 @@ class _Loop:
             num_blocks=list(info.num_blocks),
             holders=info.holders,
             hops_per_step=len(info.summary.get("q_bytes", [])),
+            fits=self._engine.scheduler.most_sequences(info.max_model_len),
             row_bytes={k: sum(info.summary.get(v, [])) for k, v in names.items()},
             workers=sorted(self._pools.pids),
         )
@@ -308,7 +320,8 @@ def _times(output: RequestOutput) -> Times:
     t = output.times
     first = t.first_token_s or t.arrival_s
     scheduled = t.scheduled_s or first
-    return Times(scheduled - t.arrival_s, first - scheduled, (t.last_token_s or first) - first)
+    decode = (t.last_token_s or first) - first
+    return Times(scheduled - t.arrival_s, first - scheduled, decode, output.num_preemptions)
 
 
 def _scores(entries: Sequence[dict[int, Logprob] | None], count: int | None) -> list[Any]:

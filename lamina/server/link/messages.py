@@ -54,6 +54,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     num_blocks: list[list[int]]  # group of layers -> blocks of its holders
     holders: list[list[int]]  # group -> numbers of the memory workers that have it
     hops_per_step: int  # layers: each is one way to the memory workers and back
+    fits: float = 0.0  # sequences of max_model_len tokens whose KV the pool holds at once
     row_bytes: dict[str, int]  # "q", "kv", "o": bytes of one row in all layers
     workers: list[str]  # such as "memory-0"
 
@@ -67,11 +68,14 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Times(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds by the engine's clock. ``queue``: until its first row ran; ``prefill``: from there to the first token."""
+    """Of a prompt that has ended, in seconds by the engine's clock. ``queue``: until its first row ran; ``prefill``:
+    from there to the first token.
+    """
 
     queue: float
     prefill: float
     decode: float
+    preemptions: int = 0  # how often KV of its completions was freed for others
 
 
 class Delta(msgspec.Struct, kw_only=True, array_like=True):
@@ -120,9 +124,12 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
-    """Engine -> server: everything that one step has brought."""
+    """Engine -> server: everything that one step has brought. ``tokens``: of the completions, and of prompts whose
+    first token is among them.
+    """
 
     deltas: list[Delta]
+    tokens: int = 0
 
 
 class WorkerCounters(msgspec.Struct, frozen=True, tag="counters"):

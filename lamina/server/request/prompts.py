@@ -229,6 +229,12 @@ def _turn(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     return {} if begins is None else {"add_generation_prompt": begins}
 
 
+def echo_of(messages: list[Message]) -> str:
+    """What an answer with ``echo`` begins with. Raises ApiError."""
+    last = _plain(messages[-1])
+    return str(last["content"]) if last["role"] == "assistant" else ""
+
+
 def _plain(message: Message) -> dict[str, Any]:
     content = message.content or ""
     if not isinstance(content, str):

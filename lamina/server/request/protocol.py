@@ -99,6 +99,7 @@ class ChatRequest(Sampling):
     max_completion_tokens: Int | None = Field(None, ge=1)
     add_generation_prompt: bool | None = None  # default: yes, unless the final message is to go on
     continue_final_message: bool | None = None
+    echo: bool | None = None  # the answer begins with the final message, where that is the assistant's
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     generation_config: Any = None  # as generation_config.py has it

@@ -65,7 +65,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "lora_path": ("",),
     "verbosity": ("medium",),
     # of one endpoint, in a request to another
-    "echo": (False,),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
     "best_of": (1,),

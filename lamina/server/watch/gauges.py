@@ -63,7 +63,8 @@ class EngineGauges(Collector):
         config = InfoMetricFamily(PREFIX + "cache_config", "of the KV cache", labels=self._names)
         config.add_metric(
             self._values, {"block_size": str(ready.block_size), "num_gpu_blocks": str(sum(map(min, ready.num_blocks))),
-                           "cache_dtype": ready.dtype}
+                           "cache_dtype": ready.dtype, "kv_cache_max_concurrency": f"{ready.fits:.2f}",
+                           "kv_cache_size_tokens": str(int(ready.fits * ready.max_model_len))}
         )  # fmt: skip
         yield config
         blocks = self._gauge_of("kv_blocks", "KV blocks of a memory worker by layer group", "worker", "group", "state")

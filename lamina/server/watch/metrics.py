@@ -36,6 +36,11 @@ _HISTOGRAMS = {
     "request_generation_tokens": ("tokens of all completions of a prompt", _TOKENS),
     "request_max_num_generation_tokens": ("tokens of the longest completion of a prompt", _TOKENS),
     "request_prefill_kv_computed_tokens": ("tokens of a prompt whose KV was not there", _TOKENS),
+    "request_num_preemptions": ("how often KV of a prompt's completions was freed for others", _COUNTS),
+    "iteration_tokens_total": (
+        "tokens of a step: generated, and of prompts that have their first token by it",
+        _TOKENS,
+    ),
     "request_params_n": ("n as asked for", _COUNTS),
     "request_params_max_tokens": ("max_tokens as asked for", _TOKENS),
 }
@@ -85,6 +90,10 @@ class Metrics:
         """``tokens`` more of a counter."""
         self.totals[name] += tokens
         self._counts[name].inc(tokens)
+
+    def stepped(self, tokens: int) -> None:
+        """A step has brought so many tokens, those of prompts that it has begun with them."""
+        self.seconds["iteration_tokens_total"].observe(tokens)
 
     def begun(self, tokens: int, cached: int) -> None:
         """A prompt of so many tokens has its first token; ``cached``: those whose KV was there."""
@@ -188,6 +197,7 @@ class PromptMeter:
         seconds["request_prompt_tokens"].observe(self._prompt_tokens)
         seconds["request_generation_tokens"].observe(self.tokens)
         seconds["request_max_num_generation_tokens"].observe(max(self._lengths.values()))
+        seconds["request_num_preemptions"].observe(times.preemptions)
         seconds["request_params_n"].observe(params.n)
         if params.max_tokens is not None:
             seconds["request_params_max_tokens"].observe(params.max_tokens)

@@ -26,8 +26,13 @@ logger = logging.getLogger(__name__)
 class Observe:
     """The outermost layer. A client's X-Request-Id is echoed and logged, and means nothing else."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Sequence[BaseRoute], *, log_requests: bool) -> None:
-        """``routes``: whose paths name requests that a layer in front of them has answered."""
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, routes: Sequence[BaseRoute], *, log_requests: bool, heads: bool = True
+    ) -> None:
+        """``routes``: whose paths name requests that a layer in front of them has answered. ``heads``: whether answers
+        bear the id.
+        """
+        self._heads = heads
         self._app = app
         self._routes = [r for r in routes if isinstance(r, Route)]
         self._metrics = metrics
@@ -48,6 +53,7 @@ class Observe:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+            if self._heads and message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", []), (b"x-request-id", request_id)]}
             await send(message)
 

@@ -198,9 +198,11 @@ def test_tokens_that_there_are_not_are_named(params: dict[str, Any], words: str)
 
 
 def test_who_forbids_all_is_told_by_which_fields() -> None:
-    assert why_banned(SamplingParams(min_tokens=3)).startswith(
+    assert why_banned(SamplingParams(min_tokens=3), 2).startswith(
         "min_tokens 3 bans the stop tokens so far, and the model"
     )
-    assert why_banned(SamplingParams(allowed_token_ids=[1], bad_words=["x"], bad_words_token_ids=[[1]])) == (
+    both = SamplingParams(allowed_token_ids=[1], bad_words=["x"], bad_words_token_ids=[[1]], min_tokens=3)
+    assert why_banned(both, 2).startswith("allowed_token_ids and bad_words and min_tokens forbid every token")
+    assert why_banned(both, 3) == (  # there are so many: it is not to blame
         "allowed_token_ids and bad_words forbid every token that the model gives: allow more tokens, or forbid fewer"
     )
