@@ -52,7 +52,8 @@ FACES = ("__init__", "__main__")
 POLICY = (
     "engine/scheduler.py", "engine/prefill.py", "engine/steps.py", "engine/sequence.py", "engine/pipeline.py",
     "engine/tuner.py", "engine/blocks/tier.py", "engine/blocks/newcomers.py", "engine/blocks/prefixes.py",
-    "engine/blocks/room.py", "engine/draws.py", "engine/blocks/ledger.py", "engine/kept.py", "memory/written.py",
+    "engine/blocks/room.py", "engine/blocks/relief.py", "engine/blocks/swaps.py", "engine/timing.py",
+    "engine/draws.py", "engine/blocks/ledger.py", "engine/kept.py", "memory/written.py",
     "sampling/settings.py", "protocol/tables.py", "protocol/block_counts.py", "protocol/layout.py",
     "protocol/partition.py", "protocol/codec.py", "protocol/placement.py", "protocol/declare.py", "protocol/options.py",
     "protocol/resolve.py", "request/params.py", "request/unserved.py", "request/outputs.py", "config.py", "cores.py",

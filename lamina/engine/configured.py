@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+import secrets
 
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.tables import BlockTables
 
 from .blocks.prefixes import Prefixes
+from .blocks.swaps import Swaps
 from .blocks.tier import Tier
 from .prefill import Prefill
 from .scheduler import Scheduler
+
+NONCE_BYTES = 16
 
 
 def scheduler_of(config: EngineConfig, info: ComputeReady, ledger: BlockTables, num_batches: int) -> Scheduler:
     """``num_batches``: that take turns at first."""
     batching, topology = config.batching, config.topology
+    tier = _tier(config, ledger, info)
     return Scheduler(
         ledger,
         max_num_seqs=batching.max_num_seqs,
@@ -27,7 +32,8 @@ def scheduler_of(config: EngineConfig, info: ComputeReady, ledger: BlockTables, 
         num_replicas=topology.replicas,
         prefill=Prefill(topology.prefill_workers, batching.prefill_chunk, topology.most_batches),
         prefixes=_prefixes(config, ledger),
-        tier=_tier(config, ledger, info),
+        tier=tier,
+        swaps=_swaps(config, tier),
         view=info.view,
     )
 
@@ -46,3 +52,10 @@ def _tier(config: EngineConfig, ledger: BlockTables, info: ComputeReady) -> Tier
     fixed = config.model.deterministic
     whole = math.lcm(info.tier.page, config.batching.prefill_chunk if fixed else 1)
     return Tier(info.tier, ledger, info.holders, whole=whole, prompts_only=fixed)
+
+
+def _swaps(config: EngineConfig, tier: Tier | None) -> Swaps | None:
+    if tier is None:
+        return None
+    mode, fixed = config.batching.preemption_mode, config.model.deterministic
+    return Swaps(tier, mode, secrets.token_bytes(NONCE_BYTES), fixed=fixed)

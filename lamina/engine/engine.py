@@ -24,6 +24,7 @@ from .request import Request
 from .sequence import Sequence
 from .steps import Round, ScheduledStep
 from .text import OPEN_BYTES, Pieces, Spell, TextStream, spelled
+from .timing import Timing
 from .tuner import Tuner
 from .wire import Clock, ViewChanged, Wire
 
@@ -47,6 +48,7 @@ class Engine:
             self.info.summary["pipeline"] = self._tuner.reason
         num_batches = self._tuner.n if self._tuner else config.topology.most_batches
         self.scheduler = scheduler_of(config, info, self._ledger, num_batches)
+        self._timing = Timing(self.scheduler.swaps) if self.scheduler.swaps else None
         self._steps: dict[tuple[int, int], ScheduledStep] = {}  # in flight, by batch and step
         self._next_round = 0
         self.idle = False  # whether the last pass of the loop found nothing to do: what is left waits for its caller
@@ -254,6 +256,8 @@ class Engine:
             if scores is not None:
                 request.sequences[0].num_scored = len(scores) - 1
         steps, self._steps = self._steps, {}
+        if self._timing:
+            self._timing.forget()
         kept = KeptKV(self._ledger, self.info.holders, change.kept)
         return self.scheduler.roll_back(steps.values(), kept.tokens)
 
@@ -265,6 +269,8 @@ class Engine:
     def _moved(self, said: Transferred) -> list[RequestOutput]:
         """A memory worker has saved or loaded KV, or has not; the requests that ended by that."""
         found = self.scheduler.moved(said)
+        if self._timing and found is not None and found.loaded is not None:
+            self._timing.loaded(found.loaded, self._clock())
         if found is None or not found.error:
             return []
         log.warning("%s", found.error)
@@ -290,6 +296,8 @@ class Engine:
         if steps:
             self.wire.submit(RunRound(round=self._next_round, steps=[self._prepare(s) for s in steps]))
             self._next_round += 1
+            if self._timing:
+                self._timing.sent(steps, self._clock())
         for chunk in self.scheduler.take_chunks():
             if chunk.prefill_worker is not None:
                 new = RunRound(round=chunk.plan.step, steps=[self._prepare(chunk)])
@@ -331,6 +339,8 @@ class Engine:
             self._append(request, sequence, drawn)
             touched[sequence.request_id] = request
         finished = self.scheduler.complete(step)
+        if finished and self._timing:
+            self._timing.done(step.plan.step, finished, now)
         if finished and self._tuner:
             self._tune(self._tuner, finished, now)
         return self._ended(touched.values())

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from lamina.protocol.plan import Free, Keep, SequenceOp, StepPlan, Truncate
+from lamina.protocol.plan import Keep, SequenceOp, StepPlan, Truncate
 from lamina.protocol.tiers import Transferred
 
 from .blocks.ledger import Blocks, Ledger
 from .blocks.newcomers import Batch, Cuts, Newcomers
 from .blocks.prefixes import Prefixes
+from .blocks.relief import Relief
 from .blocks.room import Room, rows_of
+from .blocks.swaps import Swaps
 from .blocks.tier import Moved, Tier
 from .leap import Leaps, Standing
 from .pipeline import route
@@ -30,7 +32,7 @@ class Scheduler:
 
     First come, first served. A new sequence joins the batch whose attention reads least, and in it the lane whose
     memory workers read least. The newest sequence of a batch is preempted when KV blocks run out: its blocks are freed,
-    and it is rebuilt from its tokens when there is room again, so nothing is lost.
+    and when there is room again its KV is loaded, or rebuilt from its tokens, so nothing is lost.
 
     Membership of a step is fixed before the tokens of the step before are known. A sequence that turns out to be
     finished thus runs one row too many, whose token is dropped; its blocks are freed by the next plan.
@@ -51,13 +53,14 @@ class Scheduler:
         prefill: Prefill | None = None,
         prefixes: Prefixes | None = None,
         tier: Tier | None = None,
+        swaps: Swaps | None = None,
         view: int = 0,
     ) -> None:
         """``aligned``: cut prompts at multiples of ``prefill_chunk`` only, whatever else is in the step.
         ``num_layers``: attention operators, over which the steps rotate. ``num_replicas``: 0 = as many as the batches
         need. ``prefill``: who computes the prompts; None = the batches do. ``prefixes``: what is kept of finished
-        sequences; None = nothing. ``tier``: where it is kept besides; None = nowhere. ``view``: of the plans, until
-        another one is set.
+        sequences; None = nothing. ``tier``: where it is kept besides; None = nowhere; ``swaps``: so too that of
+        preempted ones. ``view``: of the plans, until another one is set.
         """
         self.view = view
         self._ledger = ledger
@@ -69,9 +72,12 @@ class Scheduler:
         self._num_replicas = num_replicas
         self._prefill = prefill or Prefill(0, prefill_chunk, num_batches)
         self.prefixes = prefixes or Prefixes(ledger, 0)
-        self.tier = tier
+        self.tier, self.swaps = tier, swaps
+        self._newcomers = Newcomers(
+            ledger, self._room, self._cuts, self._prefill, self.prefixes, tier, swaps, max_num_seqs
+        )
+        self._relief = Relief(ledger, self._room, self.prefixes, self._prefill, swaps)
         self._leaps = Leaps(ledger, self._room, max_num_seqs)
-        self._newcomers = Newcomers(ledger, self._room, self._cuts, self._prefill, self.prefixes, tier, max_num_seqs)
         self._chunks: list[ScheduledStep] = []  # for prefill workers, not taken yet
         self._ops: list[SequenceOp] = []  # for the next plan
         self._num_batches = num_batches  # from the next round on
@@ -132,8 +138,8 @@ class Scheduler:
     def moved(self, said: Transferred) -> Moved | None:
         """A memory worker has ended a transfer. What has become of all of its sequence, if it was the last."""
         found = self.tier.report(said) if self.tier else None
-        if found is not None and found.loaded is None:
-            self._ops += self.prefixes.unpin(found.saved)
+        if found is not None and found.loaded is not None:
+            self._forget_swapped(found.loaded)
         return found
 
     def rounds_alike(self, token: int) -> int:
@@ -191,13 +197,21 @@ class Scheduler:
         if steps:
             rows, tokens = sum(s.plan.num_rows for s in steps), sum(b.load for b in self.batches)
             steady = bool(self._in_flight) and rows > 0 and all(len(s.draws) == s.plan.num_rows for s in steps)
-            self._in_flight.append(Round(set(steps), len(self.batches), rows, tokens, steady))
+            prompts = rows - sum(len(s.draws) for s in steps)
+            self._in_flight.append(Round(set(steps), len(self.batches), rows, prompts, tokens, steady))
             self._next_round += 1
         return steps
 
     def forget_finished(self) -> None:
         """Let go of sequences that were cancelled while they waited."""
+        for sequence in self._waiting:
+            if sequence.finished:
+                self._forget_swapped(sequence)
         self._waiting = deque(s for s in self._waiting if not s.finished)
+
+    def _forget_swapped(self, sequence: Sequence) -> None:
+        if self.swaps:
+            self._ops += self.swaps.forget(sequence)
 
     def take_chunks(self) -> list[ScheduledStep]:
         """The steps of prefill workers that the last round has granted."""
@@ -228,7 +242,6 @@ class Scheduler:
         self._in_flight = []
         self._prefill.roll_back()
         self.prefixes.forget_all()  # memory workers do so too
-        self.prefixes.unpin_all()
         if self.tier:
             self.tier.cancel()
         self._ops = []
@@ -236,6 +249,9 @@ class Scheduler:
         for batch in self.batches:
             for sequence in batch.running:
                 sequence.roll_back(kept(Keep(sequence.id, sequence.num_scheduled, sequence.place)))
+            for sequence in batch.running:
+                if sequence.finished:
+                    self._forget_swapped(sequence)
             batch.running = [s for s in batch.running if not s.finished]
             waiting += [s for s in batch.running if not s.num_scheduled]
             batch.running = [s for s in batch.running if s.num_scheduled]
@@ -294,9 +310,8 @@ class Scheduler:
             self._prefill.drop(sequence)
             for op in self.prefixes.end(sequence):  # a retained one may be evicted by the first plan
                 (first if isinstance(op, Truncate) else batch.ops).append(op)
-                if isinstance(op, Truncate) and self.tier and (saves := self.tier.save(sequence, op.length)):
-                    first += saves
-                    self.prefixes.pin(sequence.id)
+                if isinstance(op, Truncate) and self.tier:
+                    first += self.tier.save(sequence, op.length)
         batch.running = [s for s in batch.running if s not in ended]
 
     def _wanted(self, batch: Batch) -> dict[Sequence, int]:
@@ -317,42 +332,10 @@ class Scheduler:
         """``_wanted``, as far as there are blocks."""
         picked = self._wanted(batch)
         while picked and not self._ledger.can_apply(self._plan(batch, picked)):
-            self._make_room(batch, picked)
+            if (victim := self._relief.make_room(batch, picked)) is not None:
+                self._waiting.appendleft(victim)
+                self.num_preemptions += 1
         return picked
-
-    def _make_room(self, batch: Batch, picked: dict[Sequence, int]) -> None:
-        """Give up what is retained; else preempt the newest sequence whose blocks help. While K and V of that one are
-        on their way, another waits.
-        """
-        needed, free = self._ledger.blocks_needed(rows_of(picked)), self._ledger.free_blocks
-        short = [n > f for n, f in zip(needed, free, strict=True)]
-
-        def relieves(blocks: Iterable[int]) -> bool:
-            return any(n > 0 for n, missing in zip(blocks, short, strict=True) if missing)
-
-        def helps(sequence: Sequence) -> bool:
-            return relieves(self._room.blocks_of(sequence.place, sequence.num_scheduled))
-
-        if oldest := self.prefixes.oldest:
-            number = next((n for n in oldest if relieves(self._ledger.own_blocks(n))), oldest[0])
-            batch.ops.append(self.prefixes.evict(number))
-            return
-        if self.prefixes.saves:
-            picked.popitem()
-            return
-        victim = next((s for s in reversed(batch.running) if helps(s)), batch.running[-1])
-        if victim.num_prefilling or victim.num_loading:
-            picked.popitem()
-            return
-        batch.running.remove(victim)
-        batch.ops.append(Free(victim.id))
-        picked.pop(victim, None)
-        self._prefill.drop(victim)
-        self.prefixes.drop(victim)
-        victim.restart()
-        victim.num_preemptions += 1
-        self._waiting.appendleft(victim)
-        self.num_preemptions += 1
 
     def _grant(self, batch: Batch, picked: dict[Sequence, int]) -> None:
         """Let prefill workers go on with sequences of ``batch``, as far as there are blocks beside those of

@@ -35,5 +35,6 @@ class Round:
     left: set[ScheduledStep]  # not done yet
     num_batches: int  # that the sequences were dealt to
     rows: int
+    prompt_rows: int  # behind which nothing is drawn
     tokens: int  # that its attention reads
     steady: bool  # every row continues a sequence that decodes, and another round was under way already

@@ -21,7 +21,13 @@ from lamina.protocol.placement import Place
 from .store import Store
 
 Numbers = NDArray[np.uint8]
-Located = tuple[tuple[int, ...] | None, ...]  # by group: a page's blocks; None = they are not kept here
+
+
+class Located(NamedTuple):
+    """Where the first ``tokens`` tokens of a page are."""
+
+    blocks: tuple[tuple[int, ...] | None, ...]  # by group; None = they are not kept here
+    tokens: int
 
 
 class _Heads(NamedTuple):
@@ -32,6 +38,10 @@ class _Heads(NamedTuple):
     group: int
     form: AtomForm
     parts: tuple[Tensor, ...]  # K, V and their scales, where there are some: [N + 1, heads, block_size, ...]
+
+    @property
+    def num(self) -> int:
+        return self.parts[0].shape[1]
 
 
 class PoolAtoms:
@@ -50,30 +60,35 @@ class PoolAtoms:
         """The atoms of a page that lies wholly here."""
         return frozenset(atom for heads in self._heads for atom in _atoms(heads))
 
-    def locate(self, sequence: int, first: int, place: Place) -> Located | None:
-        """The blocks of the page from position ``first`` on; None where some that are meant to be kept here were given
-        back.
+    def locate(self, sequence: int, first: int, place: Place, tokens: int = PAGE) -> Located | None:
+        """The blocks of the page from position ``first`` on, which has so many tokens; None where some that are meant
+        to be kept here were given back.
         """
         tables, placement = self._store.tables, self._store.placement
         lane = placement.lane(place, first // placement.stripe if placement.stripe else 0)
-        low, high = first // tables.block_size, (first + PAGE) // tables.block_size
+        low, high = first // tables.block_size, -(-(first + tokens) // tables.block_size)
         found = list[tuple[int, ...] | None]()
         for group, lanes in enumerate(tables.lanes):
             if lane not in lanes:
                 found.append(None)
                 continue
-            if tables.table(group, sequence)[0] > low or tables.length(sequence) < first + PAGE:
+            if tables.table(group, sequence)[0] > low or tables.length(sequence) < first + tokens:
                 return None
             found.append(tuple(tables.block_ids(group, sequence, low, high)))
-        return tuple(found)
+        return Located(tuple(found), tokens)
+
+    def nbytes(self, at: Located) -> int:
+        """Of the page's atoms, as far as they are here."""
+        each = ((heads, at.blocks[heads.group]) for heads in self._heads)
+        return sum(heads.num * heads.form.nbytes(at.tokens) for heads, ids in each if ids is not None)
 
     def take(self, at: Located) -> dict[Atom, memoryview]:
         """A copy of the page's atoms, as far as they are here."""
         found = dict[Atom, memoryview]()
         for heads, ids, atoms in self._room(at):
-            for part, mine in zip(heads.parts, _split(heads, atoms, len(ids)), strict=True):
-                for number, block in enumerate(ids):
-                    mine[:, number] = _bytes(part[block])
+            for part, mine in zip(heads.parts, _split(heads, atoms, at.tokens), strict=True):
+                blocks = _bytes(part)[list(ids)] if part.device.type == "cpu" else _bytes(part[list(ids)])
+                mine[:] = blocks.swapaxes(0, 1).reshape(heads.num, -1, mine.shape[2])[:, : at.tokens]
             found |= _named(heads, atoms)
         return found
 
@@ -86,20 +101,23 @@ class PoolAtoms:
         for heads, ids, mine in self._room(at):
             for row, atom in zip(mine, _atoms(heads), strict=True):
                 row[:] = np.frombuffer(atoms[atom], np.uint8)
-            for part, new in zip(heads.parts, _split(heads, mine, len(ids)), strict=True):
+            for part, new in zip(heads.parts, _split(heads, mine, at.tokens), strict=True):
                 for number, block in enumerate(ids):
+                    size = part.shape[2]
+                    rows = new[:, number * size : (number + 1) * size]
                     if part.device.type == "cpu":
-                        _bytes(part[block])[:] = new[:, number]
+                        _bytes(part[block])[:, : rows.shape[1]] = rows
                     else:
-                        fresh = torch.from_numpy(np.ascontiguousarray(new[:, number])).view(part.dtype)
-                        part[block] = fresh.view(part[block].shape).to(part.device)
+                        fresh = torch.from_numpy(np.ascontiguousarray(rows)).view(part.dtype)
+                        here = part[block, :, : rows.shape[1]]
+                        here.copy_(fresh.view(here.shape))
 
     def _room(self, at: Located) -> Iterator[tuple[_Heads, tuple[int, ...], Numbers]]:
         """Each piece that the page has here, its blocks, and bytes for its atoms, [heads, bytes]."""
         for heads in self._heads:
-            ids = at[heads.group]
+            ids = at.blocks[heads.group]
             if ids is not None:
-                yield heads, ids, np.empty((heads.parts[0].shape[1], heads.form.nbytes(PAGE)), np.uint8)
+                yield heads, ids, np.empty((heads.num, heads.form.nbytes(at.tokens)), np.uint8)
 
 
 def _form(kv: LayerStore) -> AtomForm:
@@ -112,23 +130,23 @@ def _parts(kv: LayerStore) -> tuple[Tensor, ...]:
 
 
 def _atoms(heads: _Heads) -> list[Atom]:
-    return [Atom(heads.layer, heads.first + head) for head in range(heads.parts[0].shape[1])]
+    return [Atom(heads.layer, heads.first + head) for head in range(heads.num)]
 
 
 def _named(heads: _Heads, atoms: Numbers) -> dict[Atom, memoryview]:
     return {atom: memoryview(row) for atom, row in zip(_atoms(heads), atoms, strict=True)}
 
 
-def _split(heads: _Heads, atoms: Numbers, num_blocks: int) -> Iterator[Numbers]:
-    """The bytes of each part of ``heads``, as blocks: [heads, blocks, block_size, bytes of a token], no copies."""
-    at, size = 0, PAGE // num_blocks
+def _split(heads: _Heads, atoms: Numbers, tokens: int) -> Iterator[Numbers]:
+    """The bytes of each part of ``heads``: [heads, tokens, bytes of a token], no copies."""
+    at = 0
     for part in heads.parts:
         each = part.shape[3] * part.itemsize
-        yield atoms[:, at : at + PAGE * each].reshape(len(atoms), num_blocks, size, each)
-        at += PAGE * each
+        yield atoms[:, at : at + tokens * each].reshape(len(atoms), tokens, each)
+        at += tokens * each
 
 
-def _bytes(block: Tensor) -> Numbers:
-    """[heads, block_size, bytes of a token]; of a tensor on the CPU no copy. By numpy, which uses no threads."""
-    array: Numbers = block.cpu().view(torch.uint8).numpy()
+def _bytes(blocks: Tensor) -> Numbers:
+    """[..., block_size, bytes of a token]; of a tensor on the CPU no copy. By numpy, which uses no threads."""
+    array: Numbers = blocks.cpu().view(torch.uint8).numpy()
     return array

@@ -16,6 +16,7 @@ from lamina.netstack import Arrival, Channel, ChannelTimeout
 from lamina.observe.trace import Event, Recorder
 from lamina.protocol.plan import (
     Bind,
+    Drop,
     Export,
     Import,
     Key,
@@ -171,11 +172,8 @@ class Session:
                 if plan.view != self._view:
                     raise ProtocolError(self._other_view(f"step {plan.step}", plan.view))
                 self._grants.check(plan)
-                self._check_transfers(plan)
-                self._store.begin(plan)
+                self._begin_store(plan)
                 self._grants.add(plan, self._store)
-                if self.transfers is not None:
-                    self.transfers.add(plan)
                 step = Step(self._store, plan)
         except (ProtocolError, PlanError, NoBlocksError) as e:
             self._inbox.refused[key.batch] = key
@@ -190,12 +188,14 @@ class Session:
         self._meter.add("rows", step.plan.num_rows)
         return step, plan.more
 
-    def _check_transfers(self, plan: StepPlan) -> None:
+    def _begin_store(self, plan: StepPlan) -> None:
         if self.transfers is not None:
             self.transfers.settle()
-            self.transfers.check(plan)
-        elif any(isinstance(op, Export | Import) for op in plan.ops):
+            self.transfers.begin(plan)
+            return
+        if any(isinstance(op, Export | Import | Drop) for op in plan.ops):
             raise ProtocolError(f"step {plan.step} saves or loads, and there is no medium beside the pool")
+        self._store.begin(plan)
 
     def _bind(self, open_store: Callable[[Bind], Store]) -> Store:
         """Wait for a Bind that can be; the peer may try again after a refusal, or leave."""

@@ -1,34 +1,36 @@
 """Pages on their way between a memory worker's pool and the medium beside it, while rounds go on.
 
 A plan says what is saved and what is loaded. Two threads do it, so that a load, for which a request waits, never waits
-for what is being saved. They read blocks that nobody writes, and write blocks that nobody reads, since until the end of
-a transfer is reported its sequence has no rows and keeps its blocks. The end of a view takes back what has not begun,
-and waits for the page that is on its way; so nothing is written into the pool behind it.
+for what is being saved. A load fills blocks that nobody reads: until its end is reported, its sequence has no rows and
+keeps its blocks. A save reads blocks that may go at any time: the plan that frees them has the pages copied first that
+still lie there, so that no step waits for a medium. Blocks are touched under a lock, for the time of a copy. The end of
+a view takes back what has not begun, and leaves a call that the medium does not answer to itself; nothing of it comes
+into the pool or into the medium any more.
 """
 
 from __future__ import annotations
 
 import logging
-import os
+import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
-from threading import Thread
-from typing import NamedTuple
 
-from lamina.background import NICENESS
 from lamina.kv.media import AtomLostError, Medium, MediumError
-from lamina.kv.pages import PAGE, TENANT_BYTES, Page, Recipe
+from lamina.kv.pages import PAGE, TENANT_BYTES, Atom, Page, Recipe
 from lamina.protocol.control import LinkClosedError
+from lamina.protocol.placement import Place
 from lamina.protocol.plan import (
     KEY_BYTES,
     MOST_PAGES,
+    Drop,
     Export,
     Fork,
     Free,
+    Grant,
     Import,
     ProtocolError,
     Rows,
@@ -43,23 +45,23 @@ from .meter import Meter
 from .store import Store
 
 log = logging.getLogger(__name__)
-LAST_S = 3.0  # for what is still to be saved, once the driver ends
+LAST_S = 1.0  # for what is still to be saved, once the driver ends
+END_S = 0.5  # for a medium to answer, once a view ends
+COPY_SHARE = 4  # of the pool's bytes one in so many may be copied for saves whose blocks have gone
+LEAST_COPIED = 64 << 20  # bytes
 
 
-@dataclass
+@dataclass(eq=False)
 class _Task:
     op: Export | Import
     at: list[Located | None]  # by page
-    written: bool  # whether the pool has all tokens that are to be saved
-
-
-class _Ended(NamedTuple):
-    op: Export | Import
-    pages: int  # that were transferred, from the first one on
+    written: bool = True  # whether the pool has all tokens that are to be saved
+    left: set[int] = field(default_factory=set)  # pages that are to be read from the pool
+    copies: dict[int, dict[Atom, memoryview]] = field(default_factory=dict)  # pages whose blocks have gone
 
 
 class Transfers:
-    """Of one view. ``add``, ``check`` and ``settle`` are for the thread that serves rounds."""
+    """Of one view. ``begin`` and ``settle`` are for the thread that serves rounds."""
 
     def __init__(
         self,
@@ -73,87 +75,134 @@ class Transfers:
         """``report`` is called from threads of its own, and may raise what says that nobody listens any more."""
         self._medium, self._store, self._report, self._meter, self._view = medium, store, report, meter, view
         self._atoms = PoolAtoms(store, rank)
-        self._last = -1  # the number of the last transfer that was added
-        self._open: dict[type, Counter[int]] = {Import: Counter(), Export: Counter()}  # by sequence, not settled
-        self._ended: deque[_Ended] = deque()  # not settled
-        self._queues: dict[type, SimpleQueue[_Task | None]] = {Import: SimpleQueue(), Export: SimpleQueue()}
+        self._last = -1  # the number of the last transfer that was begun
+        self._open: dict[type, list[_Task]] = {Import: [], Export: []}  # not settled
+        self._ended: deque[tuple[_Task, int]] = deque()  # not settled, with its tokens
+        self._queues: dict[type, SimpleQueue[_Task | Drop | None]] = {Import: SimpleQueue(), Export: SimpleQueue()}
+        self._most_copied, self._copied = max(LEAST_COPIED, store.bound.kv_bytes // COPY_SHARE), 0  # bytes
+        self._lock = threading.Lock()  # of the blocks under transfer, the tasks' copies, and the end
         self._cancelled = False
         self._threads = [
-            Thread(target=self._run, args=each, name=f"lamina-{each[1]}", daemon=True)
+            threading.Thread(target=self._run, args=each, name=f"lamina-{each[1]}", daemon=True)
             for each in ((Import, "load"), (Export, "save"))
         ]
         for thread in self._threads:
             thread.start()
 
     def pages(self, most: int) -> list[bytes]:
-        """Keys of the whole pages of which the medium has all that this worker can need, ``most`` at most: those that
-        were used last. Raises MediumError.
+        """Keys of the pages of which the medium has all that this worker can need, ``most`` at most: those that were
+        used last. Raises MediumError.
         """
         share = self._atoms.share
-        there = (x.page.key for x in self._medium.pages() if x.page.tokens == PAGE and share <= x.atoms)
+        there = (x.page.key for x in self._medium.pages() if share <= x.atoms)
         return list(there)[-most:]
 
-    def check(self, plan: StepPlan) -> None:
-        """Raises PlanError where the plan touches a sequence with a transfer under way, ProtocolError for one that
-        cannot be.
+    def begin(self, plan: StepPlan) -> None:
+        """Have the store begin ``plan``, and begin the transfers that it asks for. Raises as Store.begin, PlanError
+        where the plan touches a sequence with a transfer under way, ProtocolError for one that cannot be: then nothing
+        has changed. A plan may come twice.
         """
-        transfers = [op for op in plan.ops if isinstance(op, Export | Import)]
-        if transfers and all(op.id <= self._last for op in transfers):
-            return  # it has come again
-        loading, saving = self._open[Import], self._open[Export]
-        coming = {op.sequence for op in transfers} | loading.keys() | saving.keys()
+        if self._store.tables.comes_again(plan):
+            self._store.begin(plan)
+            return
+        self._check(plan)
+        saves = [self._save_of(op) for op in plan.ops if isinstance(op, Export)]
+        self._store.begin(plan)
         for op in plan.ops:
-            if isinstance(op, Export | Import):
+            if isinstance(op, Export):
+                self._add(saves.pop(0))
+            elif isinstance(op, Import):
+                pages = (self._locate(op, number, op.place) for number in range(len(op.keys)))
+                self._add(_Task(op, list(pages)))
+            elif isinstance(op, Drop):
+                self._queues[Export].put(op)
+            elif isinstance(op, Free | Truncate):
+                self._copy(op.sequence)
+
+    def _add(self, task: _Task) -> None:
+        self._last = task.op.id
+        self._open[type(task.op)].append(task)
+        self._queues[type(task.op)].put(task)
+
+    def _save_of(self, op: Export) -> _Task:
+        store = self._store
+        place = store.tables.place(op.sequence)
+        written = store.written.report().get(op.sequence, 0) >= op.first + op.count
+        pages = [self._locate(op, number, place) for number in range(len(op.keys))]
+        return _Task(op, pages, written, set(range(len(pages))) if written else set())
+
+    def _locate(self, op: Export | Import, number: int, place: Place) -> Located | None:
+        return self._atoms.locate(op.sequence, op.first + number * PAGE, place, min(PAGE, op.count - number * PAGE))
+
+    def _check(self, plan: StepPlan) -> None:
+        loading = {task.op.sequence for task in self._open[Import]}
+        saving = {task.op.sequence for task in self._open[Export]}
+        last = self._last
+        for op in plan.ops:
+            if isinstance(op, Export | Import | Drop):
                 _check(op)
-            elif isinstance(op, Free | Truncate) and (op.sequence in loading or op.sequence in saving):
-                raise PlanError(f"sequence {op.sequence} is freed or truncated while it is loaded or saved")
+            if isinstance(op, Export | Import):
+                if op.id <= last:
+                    raise ProtocolError(f"transfer {op.id} comes behind transfer {last}")
+                if op.sequence in loading or (op.sequence in saving and isinstance(op, Import)):
+                    raise PlanError(f"sequence {op.sequence} is loaded or saved twice")
+                last = op.id
+                (saving if isinstance(op, Export) else loading).add(op.sequence)
+            elif isinstance(op, Free | Truncate) and op.sequence in loading:
+                raise PlanError(f"sequence {op.sequence} is freed or truncated while it is loaded")
             elif isinstance(op, Fork) and op.source in loading:
                 raise PlanError(f"sequence {op.source} is forked while it is loaded")
+            elif isinstance(op, Grant) and op.sequence in loading | saving:
+                raise PlanError(f"sequence {op.sequence} is granted K and V while it is loaded or saved")
         for row in plan.rows:
-            if row.sequence in coming:
+            if row.sequence in loading | saving:
                 raise PlanError(f"sequence {row.sequence} has rows in step {plan.step} while it is loaded or saved")
 
-    def add(self, plan: StepPlan) -> None:
-        """Begin what a plan asks for that the store has begun. A plan may come twice."""
-        for op in plan.ops:
-            if not isinstance(op, Export | Import) or op.id <= self._last:
+    def _copy(self, sequence: int) -> None:
+        """Take the pages of ``sequence`` out of its blocks, which go, as far as there is memory for them."""
+        for task in self._open[Export]:
+            if task.op.sequence != sequence or not task.left:
                 continue
-            self._last = op.id
-            store = self._store
-            place = op.place if isinstance(op, Import) else store.tables.place(op.sequence)
-            at = [self._atoms.locate(op.sequence, first, place) for first in range(op.first, op.first + op.count, PAGE)]
-            written = store.written.report().get(op.sequence, 0) >= op.first + op.count
-            self._open[type(op)][op.sequence] += 1
-            self._queues[type(op)].put(_Task(op, at, written))
+            with self._lock:
+                for number in sorted(task.left):
+                    at = task.at[number]
+                    nbytes = self._atoms.nbytes(at) if at is not None else 0
+                    if at is not None and self._copied + nbytes <= self._most_copied:
+                        task.copies[number] = self._atoms.take(at)
+                        self._copied += nbytes
+                task.left.clear()
 
     def settle(self) -> None:
         """Take in what has ended: rows may see what was loaded."""
         while self._ended:
-            op, pages = self._ended.popleft()
-            if isinstance(op, Import) and pages:
-                self._store.written.done([Rows(op.sequence, op.first, pages * PAGE)])
-            mine = self._open[type(op)]
-            mine[op.sequence] -= 1
-            mine += Counter()  # without those that have none left
+            task, tokens = self._ended.popleft()
+            if isinstance(task.op, Import) and tokens:
+                self._store.written.done([Rows(task.op.sequence, task.op.first, tokens)])
+            self._open[type(task.op)].remove(task)
 
     def end(self, *, finish: bool = False) -> None:
-        """Take back what has not begun, and wait for the rest. ``finish``: save first what is to be saved, for LAST_S
-        at most.
+        """Take back what has not begun; END_S at most. ``finish``: save first what is to be saved, for LAST_S at
+        most.
         """
         for queue in self._queues.values():
             queue.put(None)
         if finish:
             self._threads[1].join(LAST_S)
-        self._cancelled = True
+        with self._lock:
+            self._cancelled = True
+        limit = time.monotonic() + END_S
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, limit - time.monotonic()))
+            if thread.is_alive():
+                log.warning("a medium does not answer: %s is left to itself", thread.name)
         self.settle()
 
     def _run(self, kind: type, name: str) -> None:
-        if kind is Export:
-            with suppress(OSError):
-                os.nice(NICENESS)  # of this thread alone: nobody waits for it
         while (task := self._queues[kind].get()) is not None and not self._cancelled:
+            if isinstance(task, Drop):
+                with suppress(MediumError):
+                    self._medium.drop(task.keys)
+                continue
             start = time.perf_counter()
             try:
                 done, gone, error = self._load(task) if kind is Import else self._save(task)
@@ -163,10 +212,11 @@ class Transfers:
             self._finish(task, name, done, gone, error, time.perf_counter() - start)
 
     def _finish(self, task: _Task, name: str, done: int, gone: list[bytes], error: str, seconds: float) -> None:
-        if self._cancelled:
-            return
+        with self._lock:
+            if self._cancelled:
+                return
+            self._ended.append((task, min(done * PAGE, task.op.count)))
         self._meter.add(f"{name}_s", seconds)
-        self._ended.append(_Ended(task.op, done))
         with suppress(LinkClosedError):
             self._report(Transferred(view=self._view, id=task.op.id, pages=done, gone=gone, error=error))
 
@@ -176,15 +226,16 @@ class Transfers:
         """
         done, gone, error = len(task.at), list[bytes](), ""
         for number, at in reversed(list(enumerate(task.at))):
-            if self._cancelled:
-                break
             try:
                 if at is None:
                     raise MediumError("the plan holds no blocks for it")
                 room = self._atoms.room(at)
                 if room:
                     self._medium.read(task.op.keys[number], room)
-                    self._atoms.put(at, room)
+                    with self._lock:
+                        if self._cancelled:
+                            break
+                        self._atoms.put(at, room)
                     self._meter.add("kv_loaded_bytes", sum(x.nbytes for x in room.values()))
             except (MediumError, ValueError) as e:
                 done, error = number, f"page {task.op.first // PAGE + number} was not loaded: {e}"
@@ -202,25 +253,42 @@ class Transfers:
             return 0, gone, f"{op.count} tokens of sequence {op.sequence} are to be saved, and were not written"
         done, error = len(task.at), ""
         for number, at in reversed(list(enumerate(task.at))):
-            if self._cancelled:
-                break
             first = op.first + number * PAGE
-            recipe = Recipe("prompt" if first + PAGE <= op.prompt else "decode")
             try:
                 if at is None:
                     raise MediumError("the pool has it not any more")
-                if atoms := self._atoms.take(at):
+                atoms = self._taken(task, number, at)
+                if atoms is None:  # its blocks were needed, and there was no memory for a copy
+                    done = number
+                elif atoms:
                     nbytes = sum(x.nbytes for x in atoms.values())
                     gone += self._medium.reserve(nbytes)
-                    self._medium.write(Page(op.keys[number], first // PAGE, PAGE, op.tenant, recipe), atoms)
+                    recipe = Recipe("prompt" if first + at.tokens <= op.prompt else "decode")
+                    page = Page(op.keys[number], first // PAGE, at.tokens, op.tenant, recipe)
+                    self._medium.write(page, atoms)
                     self._meter.add("kv_saved_bytes", nbytes)
             except (MediumError, ValueError) as e:
                 done, error = number, f"page {first // PAGE} was not saved: {e}"
         return done, gone, error
 
+    def _taken(self, task: _Task, number: int, at: Located) -> dict[Atom, memoryview] | None:
+        """The page's atoms; None where they are lost, and for nobody any more."""
+        with self._lock:
+            if self._cancelled:
+                return None
+            if number in task.left:
+                task.left.discard(number)
+                return self._atoms.take(at)
+            if number in task.copies:
+                self._copied -= self._atoms.nbytes(at)
+            return task.copies.pop(number, None)
 
-def _check(op: Export | Import) -> None:
-    if not 1 <= len(op.keys) <= MOST_PAGES or op.count != len(op.keys) * PAGE or op.first < 0 or op.first % PAGE:
-        raise ProtocolError(f"transfer {op.id}: {len(op.keys)} pages of {op.count} tokens from position {op.first} on")
+
+def _check(op: Export | Import | Drop) -> None:
     if any(len(key) != KEY_BYTES for key in op.keys) or (isinstance(op, Export) and len(op.tenant) != TENANT_BYTES):
-        raise ProtocolError(f"transfer {op.id}: a key has {KEY_BYTES} bytes, the tag of a tenant {TENANT_BYTES}")
+        raise ProtocolError(f"{op}: a key has {KEY_BYTES} bytes, the tag of a tenant {TENANT_BYTES}")
+    if isinstance(op, Drop):
+        return
+    pages = -(-op.count // PAGE)
+    if not 1 <= len(op.keys) <= MOST_PAGES or len(op.keys) != pages or op.first < 0 or op.first % PAGE:
+        raise ProtocolError(f"transfer {op.id}: {len(op.keys)} pages of {op.count} tokens from position {op.first} on")

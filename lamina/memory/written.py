@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lamina.protocol.plan import Fork, Free, Keep, New, Rows, StepPlan, Truncate
+from lamina.protocol.plan import Fork, Free, Grant, Import, Keep, New, Rows, StepPlan, Truncate
 
 
 class WrittenTokens:
@@ -24,6 +24,8 @@ class WrittenTokens:
                 self._tokens.pop(op.sequence, None)
             elif isinstance(op, Truncate):
                 self._lower(op.sequence, op.length)
+            elif isinstance(op, Grant | Import):
+                self._lower(op.sequence, op.first)
         for row in plan.rows:
             self._lower(row.sequence, row.first)
 

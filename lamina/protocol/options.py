@@ -43,6 +43,7 @@ PLACEMENTS = ("pack", "spread")
 LAUNCHERS = ("auto", "local", "ray", "static")  # of fleet.launcher, which is a room above
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 COLLECTIVES = ("auto", "mesh", "gloo", "nccl")  # of collective, which is a room above
+PREEMPTION_MODES = ("auto", "recompute", "swap")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")  # of kv.stored, which needs torch
 _DEVICE = re.compile(r"cpu|auto|cuda(:\d{1,4})?")
 
@@ -97,6 +98,13 @@ class BatchingOptions(Options, frozen=True, kw_only=True):
         bool,
         "keep the KV of finished requests while nobody needs its blocks, for prompts that begin with the same tokens",
     ] = False
+    preemption_mode: Annotated[
+        str,
+        OneOf(PREEMPTION_MODES),
+        "of a sequence that gives its KV blocks to others: compute its KV anew (recompute), or keep it in "
+        "--kv-offloading-size or --kv-store-dir (swap); auto = what takes less time, as measured; with "
+        "--deterministic swap, where there is such a place",
+    ] = "auto"
     seed: Annotated[int, Meta(ge=0), "where requests without a seed get theirs from"] = 0
 
     @property

@@ -40,7 +40,7 @@ from .options import KVOptions
 from .partition import Lanes, Partition
 from .placement import FIRST, Place
 
-VERSION = 6
+VERSION = 7
 # Of a sequence, whose K and V are still to come: behind a window, a third may give blocks back that the first fills.
 GRANTS_AHEAD = 2
 MOST_PAGES = 64  # of a transfer
@@ -155,8 +155,9 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
 
 
 class Export(msgspec.Struct, frozen=True, array_like=True, tag="export"):
-    """Save whole pages of a sequence, from position ``first`` on, in the medium under ``keys``. Until every memory
-    worker has reported the end of the transfer, the sequence must have no rows and must not be freed or truncated.
+    """Save pages of a sequence, from position ``first`` on, in the medium under ``keys``; the last one may be partial.
+    Until every memory worker has reported the end of the transfer, the sequence must have no rows. It may be freed or
+    truncated at any time, in the same plan too: then pages are copied first, or are not saved.
     Transfers are numbered in the order of the plans. ``prompt``: tokens that the prompt has of the sequence.
     """
 
@@ -170,7 +171,10 @@ class Export(msgspec.Struct, frozen=True, array_like=True, tag="export"):
 
 
 class Import(msgspec.Struct, frozen=True, array_like=True, tag="import"):
-    """Hold blocks as Rows do, for whole pages that memory workers load from the medium; else as Export."""
+    """Hold blocks as Rows do, for pages that memory workers load from the medium; the last one may be partial. Until
+    every memory worker has reported the end of the transfer, the sequence must have no rows and no other transfer, and
+    must not be freed, truncated or forked.
+    """
 
     sequence: int
     id: int
@@ -185,8 +189,18 @@ class Import(msgspec.Struct, frozen=True, array_like=True, tag="import"):
         return Rows(self.sequence, self.first, self.count, self.place)
 
 
+class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
+    """Forget pages in the medium, behind what is being saved there. Nobody waits for it. ``sequence``: whose they were;
+    it need not exist.
+    """
+
+    sequence: int
+    keys: list[bytes]
+
+
 Transfer = Export | Import
-SequenceOp = New | Fork | Free | Truncate | Grant | Export | Import
+BlockOp = New | Fork | Free | Truncate | Grant | Transfer  # what concerns blocks of the pool
+SequenceOp = BlockOp | Drop
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True):

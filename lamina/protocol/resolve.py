@@ -168,6 +168,11 @@ def _check_prefixes(config: EngineConfig) -> None:
             "--enable-prefix-caching: prefill workers compute whole prompts: leave it out, or --prefill-workers"
         )
     tier = config.tier
+    if config.batching.preemption_mode == "swap" and not tier.medium:
+        raise ValueError(
+            "--preemption-mode swap keeps KV beside the pool: say where, by --kv-offloading-size or --kv-store-dir, or "
+            "leave it out"
+        )
     if tier.medium and not config.batching.enable_prefix_caching:
         name = "--kv-store-dir" if tier.kv_store_dir else "--kv-offloading-size"
         raise ValueError(f"{name} keeps what --enable-prefix-caching finds: say that too, or leave this one out")

@@ -17,7 +17,7 @@ from .extents import Extent, Extents
 from .extents import PlanError as PlanError
 from .partition import Lanes
 from .placement import Place, Placement
-from .plan import Export, Fork, Free, Grant, Import, Keep, New, Rows, SequenceOp, StepPlan, Truncate
+from .plan import BlockOp, Drop, Export, Fork, Free, Grant, Import, Keep, New, Rows, StepPlan, Truncate
 
 NOT_HERE = -1  # a block that is to be taken
 
@@ -142,6 +142,11 @@ class BlockTables:
             self._share(fork)
         self._change(changes)
 
+    def comes_again(self, plan: StepPlan) -> bool:
+        """Whether ``plan`` is the last one of its batch."""
+        last = self._last.get(plan.batch)
+        return last is not None and (last.step, last.ops, last.rows) == (plan.step, plan.ops, plan.rows)
+
     def _change(self, changes: dict[int, Extent | None]) -> None:
         other = [x for x in changes.items() if not self._holds_the_same(*x)]
         for sequence, extent in other:
@@ -200,11 +205,12 @@ class BlockTables:
         Of blocks with several holders that ``plan`` gives back none counts as free.
         """
         changes: dict[int, Extent | None] = {}
-        last = self._last.get(plan.batch)
-        if last and (last.step, last.ops, last.rows) == (plan.step, plan.ops, plan.rows):
+        if self.comes_again(plan):
             return changes, []
         shared, forked = dict[int, int](), set[int]()  # sequence -> tokens that others come to hold
         for op in plan.ops:
+            if isinstance(op, Drop):
+                continue
             if op.sequence in forked and not isinstance(op, Free):
                 raise PlanError(f"sequence {op.sequence} is forked in step {plan.step}: it may have rows, and no {op}")
             changes[op.sequence] = self._operate(changes, op)
@@ -274,7 +280,7 @@ class BlockTables:
         if not alone:
             raise PlanError(f"sequence {row.sequence}: others hold blocks from that of position {row.first} on")
 
-    def _operate(self, changes: dict[int, Extent | None], op: SequenceOp) -> Extent | None:
+    def _operate(self, changes: dict[int, Extent | None], op: BlockOp) -> Extent | None:
         match op:
             case New():
                 if changes.get(op.sequence, self._sequences.get(op.sequence)) is not None:

@@ -82,7 +82,8 @@ def scenario(seed: int) -> Scenario:
     asks = _alike(seed, tuple(_ask(rng) for _ in range(rng.randint(1, 7))))
     options["enable_prefix_caching"] = seed % 3 == 0 and not options["prefill_workers"]
     if options["enable_prefix_caching"] and seed % 2 == 0:
-        options |= {"kv_offloading_size": "1MiB"}
+        modes = "swap", "auto", "recompute"
+        options |= {"kv_offloading_size": "1MiB", "preemption_mode": modes[seed // 6 % len(modes)]}
         num_blocks, asks = -(-MAX_LEN // BLOCK) + seed % 4, _again(seed, asks)
     roles = [("compute", i) for i in range(max(1, batches - 1))]
     roles += [("memory", i) for i in range(options["memory_workers"])]

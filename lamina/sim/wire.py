@@ -10,17 +10,16 @@ from dataclasses import dataclass, field
 from lamina.engine.wire import ViewChanged
 from lamina.fleet.arrivals import Arrivals
 from lamina.protocol.control import ComputeReady, Drawn, RunRound, RunStep, StepDone
-from lamina.protocol.plan import Export, Fork, Grant, Import, Keep, New, Rows
+from lamina.protocol.plan import Drop, Export, Fork, Grant, Import, Keep, New, Rows
 from lamina.protocol.tiers import TierFacts, Transferred
 from lamina.sampling.history import Due, Histories
 
 from .clock import VirtualClock
 from .model import EOS, VOCAB, drawn, value
 from .scenario import MAX_LEN, Fault, Scenario
-from .workers import TORN, SimMemory, SimPrefill
+from .workers import PAGE, TORN, SimMemory, SimPrefill
 
 NOTICED_S = 0.01  # from a death to the driver's knowing it
-PAGE = 8  # tokens, of what is kept beside the pools
 START_S = 1.0  # of a new worker
 Worker = tuple[str, int]
 
@@ -249,6 +248,8 @@ class SimWire:
                 if isinstance(op, Export | Import) and op.id > worker.last_transfer:
                     worker.last_transfer = op.id
                     self._later(self._transfer, number, op)
+                elif isinstance(op, Drop):
+                    worker.drop(op)
             job.begun.add(number)
             if not job.run.plan.rows:
                 job.written.add(number)

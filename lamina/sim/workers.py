@@ -9,13 +9,14 @@ from typing import NamedTuple
 from lamina.memory.written import WrittenTokens
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place
-from lamina.protocol.plan import Export, Free, Import, Keep, New, Rows, StepPlan
+from lamina.protocol.plan import Drop, Export, Free, Import, Keep, New, Rows, StepPlan
 from lamina.protocol.tables import BlockTables
 from lamina.protocol.tiers import Transferred
 
 from .model import value
 
 MOST_KEPT = 12  # pages beside a pool
+PAGE = 8  # tokens, of these
 TORN = -(10**9)  # stored by a step that ended half way
 
 
@@ -49,12 +50,17 @@ class SimMemory:
         self.written = WrittenTokens()
         self.medium: dict[bytes, list[list[int]]] = {}  # by page
         self.last_transfer = -1
+        self._saves: dict[int, list[tuple[bytes, list[list[int]]]]] = {}  # by transfer: pages, as they were
         self._weights = [layout.weight(g, number) for g in self.groups]
         self._size = layout.block_size
         self._blocks = [[[0] * layout.block_size for _ in range(layout.num_blocks)] for _ in self.groups]
 
     def begin(self, plan: StepPlan) -> None:
         """Apply a plan; it must be one that can be."""
+        for op in plan.ops:
+            if isinstance(op, Export):
+                pages = enumerate(op.keys)
+                self._saves[op.id] = [(key, [list(b) for b in self._page(op, number)]) for number, key in pages]
         self.tables.apply(plan)
         self.written.begin(plan)
 
@@ -77,29 +83,37 @@ class SimMemory:
 
     def transfer(self, op: Export | Import, rng: random.Random) -> Transferred:
         """Save pages into a medium of MOST_KEPT, or load them, of which some are lost."""
-        assert op.sequence in self.tables.sequences, "a sequence has gone while it was saved or loaded"
-        done, gone, page = len(op.keys), list[bytes](), op.count // len(op.keys)
-        for number in reversed(range(len(op.keys))):
-            key, blocks = op.keys[number], self._page(op.sequence, op.first + number * page, page)
-            if not blocks:  # others keep it
-                continue
-            if isinstance(op, Export):
-                self.medium[key] = [list(block) for block in blocks]
+        done, gone = len(op.keys), list[bytes]()
+        if isinstance(op, Export):
+            for key, blocks in reversed(self._saves.pop(op.id)):
+                if not blocks:  # others keep it
+                    continue
+                self.medium[key] = blocks
                 while len(self.medium) > MOST_KEPT:
                     gone.append(next(iter(self.medium)))
                     del self.medium[gone[-1]]
-            elif rng.random() < 0.1 or key not in self.medium:
-                done = number
-            else:
-                for block, stored in zip(blocks, self.medium[key], strict=True):
+        else:
+            assert op.sequence in self.tables.sequences, "a sequence has gone while it was loaded"
+            for number in reversed(range(len(op.keys))):
+                key, blocks = op.keys[number], self._page(op, number)
+                if blocks and (rng.random() < 0.1 or key not in self.medium):
+                    done = number
+                for block, stored in zip(blocks, self.medium.get(key, []), strict=False):
                     block[:] = stored
-        if isinstance(op, Import):
-            self.written.done([Rows(op.sequence, op.first, done * page)])
+            self.written.done([Rows(op.sequence, op.first, min(op.count, done * PAGE))])
         return Transferred(view=0, id=op.id, pages=done, gone=gone, error="" if done == len(op.keys) else "lost")
 
-    def _page(self, sequence: int, first: int, count: int) -> list[list[int]]:
-        place, numbers = self.tables.place(sequence), range(first // self._size, (first + count) // self._size)
-        found = (self._block(group, sequence, place, n) for group in range(len(self.groups)) for n in numbers)
+    def drop(self, op: Drop) -> None:
+        """Behind what is saved."""
+        for key in op.keys:
+            self.medium.pop(key, None)
+
+    def _page(self, op: Export | Import, number: int) -> list[list[int]]:
+        """The blocks of one that are kept here."""
+        first = op.first + number * PAGE
+        place = op.place if isinstance(op, Import) else self.tables.place(op.sequence)
+        numbers = range(first // self._size, -(-min(first + PAGE, op.first + op.count) // self._size))
+        found = (self._block(group, op.sequence, place, n) for group in range(len(self.groups)) for n in numbers)
         return [block for block in found if block is not None]
 
     def reconcile(self, keep: Sequence[Keep]) -> None:

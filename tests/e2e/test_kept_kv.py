@@ -36,6 +36,11 @@ WAYS: list[dict[str, Any]] = [
     {"memory_workers": 2, "partition": "request", "kv_memory": "500KB", "pipeline": 2},
     {"memory_workers": 1, "kv_memory": "250KB", "kv_cache_dtype": "int8"},
 ]
+TIGHT: list[dict[str, Any]] = [  # room for one of two sequences
+    {"memory_workers": 2, "kv_memory": "200KB", "transport": "shm"},
+    {"memory_workers": 3, "kv_memory": "200KB", "partition": "token"},
+    {"memory_workers": 1, "kv_memory": "130KB", "kv_cache_dtype": "int8"},
+]
 
 
 @pytest.mark.parametrize(("way", "medium"), [*((way, "host") for way in WAYS), (WAYS[0], "file")], ids=str)
@@ -74,6 +79,25 @@ def test_what_one_engine_has_saved_another_one_loads(llama_path: Path, tmp_path:
     assert told(again) == told(never)
     assert again.outputs[0].token_ids == reference(turn, 8)
     assert not (tmp_path / "kv" / "secret").exists()
+
+
+@pytest.mark.parametrize("way", TIGHT, ids=str)
+def test_a_preempted_one_goes_on_bit_for_bit(way: dict[str, Any], llama_path: Path) -> None:
+    """As if it had never been away, in the middle of a page; computed anew it differs in the last bits."""
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=3)
+    prompts, found, counted = [PROMPT[:200], OTHERS[0][:190]], list[Any](), list[Any]()
+    runs = [{"kv_memory": "4MB"}, {"preemption_mode": "auto"}, {"preemption_mode": "recompute"}]
+    for run in runs if way is TIGHT[0] else runs[:2]:
+        options = {**TINY, **way, "max_model_len": 288, "deterministic": True, "kv_offloading_size": "64MiB", **run}
+        with LLM(str(llama_path), **options) as llm:
+            found.append([told(output) for output in llm.generate(prompts, params)])
+            scheduler = llm.engine.scheduler
+            assert scheduler.swaps is not None
+            counted.append((scheduler.num_preemptions, scheduler.swaps.num_saved, loaded(llm) > 0))
+    assert counted == [(0, 0, False), (1, 1, True), (1, 0, False)][: len(counted)]
+    never, swapped, *computed = found
+    assert swapped == never
+    assert all(other != never for other in computed), "the control"
 
 
 def test_another_model_finds_nothing(llama_path: Path, tmp_path: Path) -> None:

@@ -16,7 +16,10 @@ from lamina.protocol.plan import SequenceOp
 from .ledger import Ledger
 from .prefixes import Hit, Prefixes
 from .room import Fit, Room, less
+from .swaps import Swaps
 from .tier import Load, Tier
+
+ASIDE: list[Load | Hit | None] = [None, None]  # waits for a transfer
 
 
 @dataclass
@@ -61,10 +64,11 @@ class Newcomers:
         prefill: Prefill,
         prefixes: Prefixes,
         tier: Tier | None,
+        swaps: Swaps | None,
         max_num_seqs: int,
     ) -> None:
         self._ledger, self._room, self._cuts = ledger, room, cuts
-        self._prefill, self._prefixes, self._tier = prefill, prefixes, tier
+        self._prefill, self._prefixes, self._tier, self._swaps = prefill, prefixes, tier, swaps
         self._max_num_seqs = max_num_seqs
         self._next_id = 0
 
@@ -82,22 +86,21 @@ class Newcomers:
         while waiting and len(_running(batches)) < self._max_num_seqs:
             sequence = waiting[0]
             elsewhere = self._prefill.wants(sequence)
-            beginnings = self._prefixes.beginnings(sequence)
-            hit = self._prefixes.match(beginnings)
-            if (coming := self._prefixes.coming(beginnings, hit)) is not None:
-                if not coming.num_loading:
-                    break
+            ways = self._ways(sequence, alone=not _running(batches))
+            if not ways:
+                break
+            if ways == ASIDE:
                 aside.append(waiting.popleft())
                 continue
-            load = self._tier.find(sequence, hit.length if hit else 0) if self._tier else None
-            scheduled = hit.length if hit else 0
-            counts = [self._cuts.piece(sequence, budget, scheduled) for budget in budgets]
-            able = [i for i, count in enumerate(counts) if load or count > 0]
+            loads_some = isinstance(ways[0], Load)
+            hit = next((way for way in ways if isinstance(way, Hit)), None)
+            counts = [self._cuts.piece(sequence, budget, hit.length if hit else 0) for budget in budgets]
+            able = [i for i, count in enumerate(counts) if loads_some or count > 0]
             if not able or sequence.num_drawing or (elsewhere and not self._prefill.has_room):
                 break  # a preempted one whose last token is still being drawn waits
             to = min(able, key=loads.__getitem__)
-            for beginning in dict.fromkeys((load, hit, None)) if load else dict.fromkeys((hit, None)):
-                fit, left = self._make_way(batches, batches[to], sequence, beginning, left)
+            for way in ways:
+                fit, left = self._make_way(batches, batches[to], sequence, way, left)
                 if fit is not None:
                     break
             if fit is None:
@@ -111,19 +114,38 @@ class Newcomers:
                 budgets[to] -= self._cuts.piece(sequence, budgets[to], sequence.num_scheduled)
         waiting.extendleft(reversed(aside))
 
+    def _ways(self, sequence: Sequence, *, alone: bool) -> list[Load | Hit | None]:
+        """With what a waiting sequence may begin, the best first; none: it waits, and all behind it; ASIDE: it waits
+        for a transfer, and those behind it do not. ``alone``: nothing runs.
+        """
+        if self._swaps and self._swaps.waits(sequence):
+            return ASIDE
+        if self._swaps and (own := self._swaps.find(sequence)) is not None:
+            return [own, None] if alone else [own]
+        beginnings = self._prefixes.beginnings(sequence)
+        hit = self._prefixes.match(beginnings)
+        if (coming := self._prefixes.coming(beginnings, hit)) is not None:
+            return ASIDE if coming.num_loading else []
+        load = self._tier.find(sequence, hit.length if hit else 0) if self._tier else None
+        return [way for way in (load, hit) if way is not None] + [None]
+
     def _join(self, batches: Several[Batch], batch: Batch, sequence: Sequence, fit: Fit) -> None:
         hit = fit.hit if isinstance(fit.hit, Hit) else None
+        load = fit.hit if isinstance(fit.hit, Load) else None
         sequence.id, sequence.place = self._next_id, fit.place
         sequence.num_scheduled = sequence.num_cached = hit.length if hit else 0
         self._next_id += 1
         op = self._prefixes.start(sequence, hit)
         (batches[0] if hit else batch).ops.append(op)  # before its source may go, in another batch's plan
         batch.running.append(sequence)
-        if self._tier:
+        own = load is not None and load.own
+        if self._swaps and not own:
+            batch.ops += self._swaps.forget(sequence)
+        if self._tier and not own:
             self._tier.num_queried += sequence.num_promised - sequence.num_scheduled
-        if self._tier and isinstance(fit.hit, Load):
-            sequence.num_loading = fit.hit.length
-            batch.ops += self._tier.load(sequence, fit.hit.length)
+        if self._tier and load:
+            sequence.num_loading = load.length
+            batch.ops += self._tier.load(sequence, load)
 
     def _make_way(
         self, batches: Several[Batch], batch: Batch, sequence: Sequence, hit: Hit | Load | None, left: list[int]

@@ -61,8 +61,6 @@ class Prefixes:
         self._roots: dict[bytes, Beginning] = {}  # by salt; one that leads nowhere is not there
         self._known: dict[int, _Known] = {}  # those that run, with their prompts, and those that are retained
         self._retained: OrderedDict[int, None] = OrderedDict()  # the least recently used first
-        self._pinned: set[int] = set()  # that are being saved: they stay where they are
-        self._late: set[int] = set()  # of these, those that nobody may find any more
         self.num_queried = 0  # tokens of admitted sequences
         self.num_hit = 0  # of them, in forks
 
@@ -118,7 +116,7 @@ class Prefixes:
         known = len(way) == len(pages)  # another one has all of them, and perhaps more
         if known or sequence.outlived or sequence.output.finish_reason == "error":
             return [Free(sequence.id)]
-        freed = [op for node in way if node.last is not None for op in self._free(node.last)]
+        freed = [self.evict(node.last) for node in way if node.last is not None]
         self._retained[sequence.id] = None
         self._add(sequence, pages).last = sequence.id
         return [Truncate(sequence.id, len(pages) * self._page), *freed]
@@ -130,30 +128,8 @@ class Prefixes:
 
     @property
     def oldest(self) -> list[int]:
-        """The retained sequences that may go, the least recently used first."""
-        return [number for number in self._retained if number not in self._pinned]
-
-    @property
-    def saves(self) -> bool:
-        """Whether blocks will come free once what is being saved may go."""
-        return bool(self._pinned)
-
-    def pin(self, number: int) -> None:
-        """A retained sequence is being saved."""
-        self._pinned.add(number)
-
-    def unpin(self, number: int) -> list[SequenceOp]:
-        """It is no more."""
-        self._pinned.discard(number)
-        if number not in self._late:
-            return []
-        self._late.discard(number)
-        return [Free(number)]
-
-    def unpin_all(self) -> None:
-        """Memory workers have nothing of them any more."""
-        self._pinned.clear()
-        self._late.clear()
+        """The retained sequences, the least recently used first."""
+        return list(self._retained)
 
     def evict(self, number: int) -> Free:
         """Give up a retained sequence."""
@@ -162,17 +138,10 @@ class Prefixes:
 
     def forget_all(self) -> list[SequenceOp]:
         """Give up all."""
-        ops: list[SequenceOp] = [op for number in list(self._retained) for op in self._free(number)]
+        ops: list[SequenceOp] = [self.evict(number) for number in list(self._retained)]
         self._known.clear()
         self._roots.clear()
         return ops
-
-    def _free(self, number: int) -> list[Free]:
-        self._forget(number)
-        if number not in self._pinned:
-            return [Free(number)]
-        self._late.add(number)
-        return []
 
     def _has(self, number: int, length: int) -> bool:
         """Whether KV of so many tokens is there once the plans of this round come."""

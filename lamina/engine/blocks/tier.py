@@ -24,10 +24,14 @@ MOST_SAVED = 8  # pages of one Export, so that a worker whose disk is slow is he
 
 
 class Load(NamedTuple):
-    """The first ``length`` tokens of a new sequence can be loaded, where it begins at one of ``places``."""
+    """The first ``length`` tokens of a new sequence can be loaded, where it begins at one of ``places``. ``own``: it is
+    its own KV, of before it was preempted.
+    """
 
     length: int
     places: tuple[Place, ...]
+    keys: tuple[bytes, ...]  # of its pages
+    own: bool = False
 
 
 class Moved(NamedTuple):
@@ -51,6 +55,7 @@ class _Moving:
 @dataclass
 class _Loading:
     sequence: Sequence
+    wanted: Load
     left: int  # transfers under way
     valid: int  # tokens that are there, as far as is known
     error: str = ""
@@ -79,7 +84,7 @@ class Tier:
         """``holders``: group -> memory workers. A prompt is loaded up to a multiple of ``whole`` tokens; of sequences
         nothing but their prompts is saved with ``prompts_only``.
         """
-        self._page, self._whole, self._prompts_only = facts.page, whole, prompts_only
+        self.page, self.whole, self._prompts_only = facts.page, whole, prompts_only
         self._secret, self._identity = facts.secret, facts.identity
         self._tenant = tenant_tag(facts.secret, "")
         self._ledger = ledger
@@ -96,6 +101,7 @@ class Tier:
         self._loading: dict[int, _Loading] = {}  # by sequence
         self._gone: set[bytes] = set()  # pages that some worker has given up while others may still save them
         self._forgotten: set[bytes] = set()
+        self._found: tuple[Sequence, int, int, Load | None] | None = None  # what was asked for last, and the answer
         self.num_queried = 0  # tokens of admitted sequences that the pool has not
         self.num_hit = 0  # of them, those that were loaded
         self.learn(facts)
@@ -112,32 +118,48 @@ class Tier:
         for lane, owners in enumerate(self._owners):
             for key in set.intersection(*(told[w] for w in owners)) - self._forgotten:
                 self._lanes.setdefault(key, set()).add(lane)
+        self._found = None
 
     def find(self, sequence: Sequence, beyond: int) -> Load | None:
         """What can be loaded of a waiting sequence, more than ``beyond`` tokens. Its last token has to be computed: a
         row has to draw.
         """
+        tokens = len(sequence.tokens)
+        if self._found is None or self._found[:3] != (sequence, beyond, tokens):
+            self._found = sequence, beyond, tokens, self._find(sequence, beyond)
+        return self._found[3]
+
+    def _find(self, sequence: Sequence, beyond: int) -> Load | None:
         stop = len(sequence.tokens) - 1
         stop = min(stop, self._most) if self._most else stop
         if sequence.params.prompt_logprobs is not None or stop <= beyond or not self._lanes:
             return None
-        keys, found = self._keys(sequence, stop), dict[Place, int]()
-        for place in map(Place, range(self._ledger.num_lanes)):
-            count = 0
-            while count < len(keys) and self._lane(place, count) in self._lanes.get(keys[count], ()):
-                count += 1
-            found[place] = count * self._page // self._whole * self._whole
+        keys = self._keys(sequence, stop)
+        places = map(Place, range(self._ledger.num_lanes))
+        found = {place: self.num_there(keys, place) * self.page // self.whole * self.whole for place in places}
         length = max(found.values())
-        return Load(length, tuple(p for p, n in found.items() if n == length)) if length > beyond else None
+        if length <= beyond:
+            return None
+        return Load(length, tuple(p for p, n in found.items() if n == length), tuple(keys[: length // self.page]))
 
-    def load(self, sequence: Sequence, length: int) -> list[Import]:
+    def num_there(self, keys: Several[bytes], place: Place) -> int:
+        """Pages, from the first of ``keys`` on, that a sequence at ``place`` can load."""
+        there = (self._lane(place, number) in self._lanes.get(key, ()) for number, key in enumerate(keys))
+        return next((number for number, has in enumerate(there) if not has), len(keys))
+
+    def is_saving(self, number: int) -> bool:
+        """Whether some page of a sequence is on its way to a medium."""
+        return number in self._saving
+
+    def load(self, sequence: Sequence, wanted: Load) -> list[Import]:
         """Begin: the sequence has its number and its place."""
-        keys, ops = self._keys(sequence, length), list[Import]()
+        keys, ops = list(wanted.keys), list[Import]()
         for low in range(0, len(keys), MOST_PAGES):
             some = keys[low : low + MOST_PAGES]
-            first, count = low * self._page, len(some) * self._page
+            first = low * self.page
+            count = min(len(some) * self.page, wanted.length - first)
             ops.append(Import(sequence.id, self._number(), first, count, some, sequence.place))
-        self._loading[sequence.id] = _Loading(sequence, len(ops), length)
+        self._loading[sequence.id] = _Loading(sequence, wanted, len(ops), wanted.length)
         self._begin(ops)
         return ops
 
@@ -150,24 +172,40 @@ class Tier:
             if any(self._ledger.table(group, sequence.id)[0] for group in range(len(self._ledger.windows))):
                 return []  # its beginning was given back behind a window
         coming = set[bytes]().union(*(x.keys for x in self._saving.values()))
-        keys, ops = self._keys(sequence, length), list[Export]()
+        keys = self._keys(sequence, length)
         lanes = [self._lane(sequence.place, number) for number in range(len(keys))]
         missing = [n for n, key in enumerate(keys) if key not in coming and lanes[n] not in self._lanes.get(key, ())]
-        for run in _runs(missing):
-            some = [keys[n] for n in run]
-            first, count = run[0] * self._page, len(some) * self._page
-            prompt = len(sequence.prompt)
+        return self._export(sequence, keys, missing, length)
+
+    def save_own(self, sequence: Sequence, length: int, root: bytes) -> tuple[list[bytes], list[Export]]:
+        """All of ``length`` tokens of a running sequence that is preempted, the last page as far as it goes, under keys
+        that nobody else has: ``root`` tells apart. No keys where a window has passed some of it.
+        """
+        here = all(self._ledger.table(group, sequence.id)[0] == 0 for group in range(len(self._ledger.windows)))
+        if not here or length > (self._most or length):
+            return [], []
+        keys, parent = list[bytes](), root_key(self._secret, self._identity, self._tenant, root)
+        for number in range(-(-length // self.page)):
+            parent = page_key(parent, number, [number])
+            keys.append(parent)
+        return keys, self._export(sequence, keys, range(len(keys)), length)
+
+    def _export(self, sequence: Sequence, keys: Several[bytes], numbers: Iterable[int], length: int) -> list[Export]:
+        ops, prompt = list[Export](), len(sequence.prompt)
+        for run in _runs(numbers):
+            some, first = [keys[n] for n in run], run[0] * self.page
+            count = min(len(some) * self.page, length - first)
             ops.append(Export(sequence.id, self._number(), first, count, some, self._tenant, prompt))
         if ops:
-            self._saving[sequence.id] = _Saving(sequence.place, {keys[n] for n in missing}, len(ops))
-            self._gone -= self._saving[sequence.id].keys
+            mine = {key for op in ops for key in op.keys}
+            self._saving[sequence.id] = _Saving(sequence.place, mine, len(ops))
+            self._gone -= mine
         self._begin(ops)
         return ops
 
     def report(self, said: Transferred) -> Moved | None:
         """A memory worker has ended a transfer; None while others of its sequence are under way."""
-        for key in said.gone:
-            self._lanes.pop(key, None)
+        self.drop(said.gone)
         self._gone.update(said.gone)
         moving = self._moving[said.id]
         moving.left -= 1
@@ -177,6 +215,12 @@ class Tier:
             return None
         del self._moving[said.id]
         return self._loaded(moving) if isinstance(moving.op, Import) else self._saved(moving)
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Pages that are to be found no more."""
+        for key in keys:
+            self._lanes.pop(key, None)
+            self._found = None
 
     def cancel(self) -> None:
         """Behind a loss: no transfer under way will be done."""
@@ -190,29 +234,32 @@ class Tier:
         self._forgotten.update(self._lanes, *(x.keys for x in self._saving.values()))
         self._gone.update(*(x.keys for x in self._saving.values()))
         self._lanes.clear()
+        self._found = None
 
     def _loaded(self, moving: _Moving) -> Moved | None:
         op, loading = moving.op, self._loading[moving.op.sequence]
         if moving.pages < len(op.keys):
-            loading.valid = min(loading.valid, op.first + moving.pages * self._page)
+            loading.valid = min(loading.valid, op.first + moving.pages * self.page)
             loading.error = loading.error or moving.error
-            self._lanes.pop(op.keys[moving.pages], None)
+            self.drop([op.keys[moving.pages]])
         loading.left -= 1
         if loading.left:
             return None
         del self._loading[op.sequence]
-        sequence = loading.sequence
-        sequence.num_scheduled = sequence.num_cached = loading.valid // self._whole * self._whole
+        sequence, valid = loading.sequence, loading.valid
+        valid = valid if valid == loading.wanted.length else valid // self.whole * self.whole
+        sequence.num_scheduled = sequence.num_cached = valid
         sequence.num_loading = 0
-        self.num_hit += sequence.num_cached
+        self.num_hit += 0 if loading.wanted.own else valid
         return Moved(sequence, op.sequence, loading.error)
 
     def _saved(self, moving: _Moving) -> Moved | None:
         op, saving = moving.op, self._saving[moving.op.sequence]
-        for number, key in enumerate(op.keys[: moving.pages], op.first // self._page):
+        for number, key in enumerate(op.keys[: moving.pages], op.first // self.page):
             if key not in self._gone:
                 self._lanes.setdefault(key, set()).add(self._lane(saving.place, number))
                 self._forgotten.discard(key)
+                self._found = None
         saving.error = saving.error or moving.error
         saving.left -= 1
         if saving.left:
@@ -231,7 +278,7 @@ class Tier:
 
     def _keys(self, sequence: Sequence, length: int) -> list[bytes]:
         """Of the whole pages of its first ``length`` tokens."""
-        keys, page = sequence.page_keys, self._page
+        keys, page = sequence.page_keys, self.page
         while len(keys) < length // page:
             at = len(keys) * page
             parent = keys[-1] if keys else root_key(self._secret, self._identity, self._tenant, sequence.salt)
@@ -241,7 +288,7 @@ class Tier:
     def _lane(self, place: Place, number: int) -> int:
         """Of a page."""
         stripe = self._ledger.stripe * self._ledger.block_size
-        return self._ledger.placement.lane(place, number * self._page // stripe if stripe else 0)
+        return self._ledger.placement.lane(place, number * self.page // stripe if stripe else 0)
 
 
 def _runs(numbers: Iterable[int]) -> list[list[int]]:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from lamina.engine.blocks.prefixes import Prefixes
+from lamina.engine.blocks.swaps import Swaps
 from lamina.engine.blocks.tier import Tier
 from lamina.engine.engine import Engine
 from lamina.engine.kept import KeptKV
@@ -48,7 +49,7 @@ def test_what_is_kept_beside_the_pools_changes_nothing(monkeypatch: pytest.Monke
     for seed in range(0, SEEDS, 6):
         of = replace(scenario(seed), faults=())
         if "kv_offloading_size" in of.options:
-            without = {name: value for name, value in of.options.items() if name != "kv_offloading_size"}
+            without = {**of.options, "kv_offloading_size": "", "preemption_mode": "auto"}
             both = play(of).requests, play(replace(of, options=without)).requests
             assert [a for ask, a, b in zip(of.asks, *both, strict=True) if ask.cancel_s is None and a != b] == []
     assert len(loads) > SEEDS / 60
@@ -199,7 +200,14 @@ MISTAKES = {
     ),
     "retained KV": replacing(Prefixes, "forget_all", lambda self: []),
     "shared blocks": replacing(BlockPool, "share", lambda self, blocks: None),
-    "KV that is being saved": replacing(Prefixes, "pin", lambda self, number: None),
+    "KV of another preempted one": replacing(
+        Tier, "save_own", lambda self, of, length, root, right=Tier.save_own: right(self, of, length, b"")
+    ),
+    "KV behind a preempted one": replacing(
+        Swaps,
+        "find",
+        lambda self, of, right=Swaps.find: (load := right(self, of)) and load._replace(length=load.length - 1),
+    ),
     "KV that is being loaded": rows_too_early,
     "KV that was not loaded": replacing(
         Tier, "report", lambda self, said, right=Tier.report: right(self, msgspec.structs.replace(said, pages=64))

@@ -19,11 +19,25 @@ from lamina.kv.pages import PAGE, SCALE_BYTES, Atom, AtomForm
 from lamina.memory.atoms import PoolAtoms
 from lamina.memory.meter import Meter
 from lamina.memory.store import Store
-from lamina.memory.transfers import Transfers
+from lamina.memory.transfers import END_S, LAST_S, Transfers
 from lamina.protocol.placement import Place
-from lamina.protocol.plan import Export, Fork, Free, Import, New, ProtocolError, Rows, SequenceOp, StepPlan, Truncate
+from lamina.protocol.plan import (
+    Drop,
+    Export,
+    Fork,
+    Free,
+    Grant,
+    Import,
+    New,
+    ProtocolError,
+    Rows,
+    SequenceOp,
+    StepPlan,
+    Truncate,
+)
 from lamina.protocol.tables import PlanError
 from lamina.protocol.tiers import Transferred
+from lamina.workers.process import ORPHAN_EXIT_S
 
 CPU, WAIT_S = torch.device("cpu"), 30.0
 LAYERS = [shape(), shape(q_heads=4, kv_heads=2, dim=8, v_dim=24)]
@@ -56,12 +70,12 @@ def fill(store: Store, sequence: int, place: Place, seed: int, pages: int = PAGE
             flat.copy_(torch.randint(0, 255, flat.shape, generator=generator, dtype=torch.uint8))
 
 
-def rows_of(store: Store, sequence: int, pages: int = PAGES) -> dict[tuple[int, int, int], bytes]:
+def rows_of(store: Store, sequence: int, count: int = PAGES * PAGE) -> dict[tuple[int, int, int], bytes]:
     """What a store has of each layer, head and position, read without atoms."""
     found, size, place = dict[tuple[int, int, int], bytes](), store.tables.block_size, store.tables.place(sequence)
     for layer, held in enumerate(store.pieces):
         for one, piece in zip(held, store.layers[layer], strict=True):
-            for position in range(pages * PAGE):
+            for position in range(count):
                 stripe = store.placement.stripe
                 lane = store.placement.lane(place, position // stripe if stripe else 0)
                 if lane in store.tables.lanes[one.group]:
@@ -176,10 +190,11 @@ class Bench:
     def do(self, *parts: SequenceOp | Rows) -> None:
         """As a session begins a plan."""
         self._step += 1
+        self.again(plan(*parts, step=self._step))
+
+    def again(self, new: StepPlan) -> None:
         self.transfers.settle()
-        self.transfers.check(new := plan(*parts, step=self._step))
-        self.store.begin(new)
-        self.transfers.add(new)
+        self.transfers.begin(new)
 
     def report(self) -> Transferred:
         return self.said.get(timeout=WAIT_S)
@@ -220,9 +235,7 @@ def test_what_was_saved_is_loaded_and_counts_as_written(bench: Bench) -> None:
 def test_a_plan_that_comes_again_transfers_once(bench: Bench) -> None:
     bench.do(save())
     bench.report()
-    again = plan(save(), step=bench._step)
-    bench.store.begin(again)
-    bench.transfers.add(again)
+    bench.again(plan(save(), step=bench._step))
     bench.do(save(1))
     assert bench.report().id == 1
 
@@ -279,16 +292,18 @@ def test_pages_that_give_way_are_named() -> None:
     bench.transfers.end()
 
 
-def test_a_sequence_under_transfer_is_left_alone() -> None:
+def test_a_sequence_that_is_loaded_is_left_alone() -> None:
     gate = Gate(medium())
     bench = Bench(gate)
     fill(bench.store, 1, Place(), 1)
     bench.do(save())
     bench.do(New(2), load())
     refused: list[tuple[SequenceOp | Rows, str]] = [
-        (Free(1), "freed or truncated"), (Truncate(1, PAGE), "freed or truncated"), (Free(2), "freed or truncated"),
+        (Free(2), "freed or truncated"), (Truncate(2, PAGE), "freed or truncated"),
         (Rows(1, PAGES * PAGE, 1), "has rows"), (Rows(2, PAGES * PAGE, 1), "has rows"),
-        (Fork(9, 2, PAGE), "forked while it is loaded"),
+        (Fork(9, 2, PAGE), "forked while it is loaded"), (load(2), "twice"),
+        (Grant(2, PAGES * PAGE, 1, 0, 0), "granted"), (Grant(1, PAGES * PAGE, 1, 0, 0), "granted"),
+        (Export(2, 2, 0, PAGE, KEYS[:1], b"t" * 16), "twice"), (Import(1, 2, PAGES * PAGE, PAGE, KEYS[:1]), "twice"),
     ]  # fmt: skip
     for part, why in refused:
         with pytest.raises(PlanError, match=why):
@@ -298,6 +313,115 @@ def test_a_sequence_under_transfer_is_left_alone() -> None:
     assert {bench.report().id, bench.report().id} == {0, 1}
     bench.do(Free(1), Free(2))
     bench.transfers.end()
+
+
+def state(bench: Bench) -> Any:
+    tables = bench.store.tables
+    each = [(s, tables.length(s), tables.table(0, s)[1].tolist()) for s in tables.sequences]
+    return each, tables.free_blocks, bench.store.written.report()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (New(2), load(0), Free(2)),
+        (New(2), load(0), Truncate(2, PAGE)),
+        (New(2), load(0), Free(2), New(2)),
+        (New(2), load(0), Fork(3, 2, PAGE)),
+        (New(2), load(0), Grant(2, PAGES * PAGE, 1, 0, 0)),
+        (Free(1), save(0)),
+        (Free(1), New(1), save(0)),
+        (Truncate(1, PAGE), save(0)),
+        (save(0), save(0)),
+        (save(1), Export(1, 0, 0, PAGE, KEYS[:1], b"t" * 16)),
+        (Export(7, 0, 0, PAGE, KEYS[:1], b"t" * 16),),
+        (Free(1), Drop(1, [b"short"])),
+    ],
+    ids=str,
+)
+def test_a_plan_that_cannot_be_leaves_nothing(bench: Bench, parts: tuple[SequenceOp, ...]) -> None:
+    before = state(bench)
+    with pytest.raises((PlanError, ProtocolError)):
+        bench.do(*parts)
+    assert state(bench) == before
+    bench.do(save(5))
+    assert bench.report() == Transferred(view=3, id=5, pages=PAGES), "it goes on, with the next number"
+
+
+def test_an_old_number_hides_no_other_op(bench: Bench) -> None:
+    """It is a plan that comes again only if all of it does."""
+    bench.do(save())
+    bench.report()
+    bench.do(New(2), load())
+    with pytest.raises((PlanError, ProtocolError)):
+        bench.do(Free(2), save())
+    bench.report()
+
+
+@pytest.mark.parametrize("ops", [(Free(1),), (Truncate(1, 0), New(3), Rows(3, 0, 64))], ids=str)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_is_being_saved_may_go_at_any_time(ops: tuple[Any, ...], *, at_once: bool) -> None:
+    """However slow the medium is: its pages are copied before others get their blocks."""
+    gate = Gate(medium())
+    bench = Bench(gate)
+    fill(bench.store, 1, Place(), 1)
+    wanted = rows_of(bench.store, 1)
+    if at_once:
+        bench.do(save(), *ops)
+    else:
+        bench.do(save())
+        assert gate.came.wait(WAIT_S), "the first page waits in the medium"
+        bench.do(*ops)
+    for piece in (piece for layer in bench.store.layers for piece in layer):
+        for part in (piece.kv.k, piece.kv.v):
+            part.fill_(7)
+    gate.may_go.set()
+    assert bench.report() == Transferred(view=3, id=0, pages=PAGES)
+    bench.do(New(2), load())
+    assert bench.report().pages == PAGES
+    assert rows_of(bench.store, 2) == wanted
+    bench.transfers.end()
+
+
+def test_copies_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind it pages are not saved, and nobody waits."""
+    gate = Gate(medium())
+    bench = Bench(gate)
+    fill(bench.store, 1, Place(), 1)
+    at = PoolAtoms(bench.store).locate(1, 0, Place())
+    assert at is not None
+    page = sum(data.nbytes for data in PoolAtoms(bench.store).take(at).values())
+    monkeypatch.setattr(bench.transfers, "_most_copied", page)
+    bench.do(save())
+    assert gate.came.wait(WAIT_S)
+    bench.do(Free(1))
+    gate.may_go.set()
+    said = bench.report()
+    assert (said.pages, said.error) == (1, ""), "the deepest was on its way, the first one was copied"
+    assert bench.transfers._copied == 0
+    bench.transfers.end()
+
+
+def test_a_page_that_is_not_whole_comes_back(bench: Bench) -> None:
+    count = 2 * PAGE + 37
+    bench.do(Truncate(1, count), Export(1, 0, 0, count, KEYS, b"t" * 16))
+    assert bench.report() == Transferred(view=3, id=0, pages=PAGES)
+    assert set(bench.transfers.pages(9)) == set(KEYS)
+    wanted = rows_of(bench.store, 1, count)
+    bench.do(New(2), Import(2, 1, 0, count, KEYS))
+    assert bench.report().pages == PAGES
+    bench.do(Rows(2, count, 1))
+    assert bench.store.written.report()[2] == count
+    assert rows_of(bench.store, 2, count) == wanted
+
+
+def test_dropped_pages_are_gone(bench: Bench) -> None:
+    bench.do(save())
+    bench.report()
+    bench.do(Drop(1, KEYS[1:]))
+    bench.do(New(2), load())
+    assert bench.report().pages <= 1
+    assert bench.transfers.pages(9) in (KEYS[:1], [])
 
 
 def test_nothing_is_written_behind_the_end_of_a_view() -> None:
@@ -313,17 +437,32 @@ def test_nothing_is_written_behind_the_end_of_a_view() -> None:
     bench.do(New(2), load())
     assert gate.came.wait(WAIT_S)
     before = rows_of(bench.store, 2)
-    ending = threading.Thread(target=bench.transfers.end)
-    ending.start()
-    while not bench.transfers._cancelled:
-        pass
+    bench.transfers.end()
     gate.may_go.set()
-    ending.join(WAIT_S)
-    assert not ending.is_alive()
+    for thread in bench.transfers._threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
     assert bench.said.empty(), "of a view that is over nothing is told"
-    after = rows_of(bench.store, 2)
-    assert all(before[key] == after[key] for key in before if key[2] < 2 * PAGE), "the deepest was on its way"
+    assert rows_of(bench.store, 2) == before
     assert bench.store.written.report().get(2, 0) == 0
+
+
+@pytest.mark.parametrize("finish", [True, False])
+def test_no_medium_holds_up_the_end(*, finish: bool) -> None:
+    """A disk that does not answer, as a view or the driver ends: within the time that an orphan has."""
+    gate = Gate(medium())
+    bench = Bench(gate)
+    fill(bench.store, 1, Place(), 1)
+    bench.do(save())
+    bench.do(New(2), load())
+    assert gate.came.wait(WAIT_S)
+    ending = threading.Thread(target=bench.transfers.end, kwargs={"finish": finish})
+    ending.start()
+    ending.join(WAIT_S)
+    ended = not ending.is_alive()
+    gate.may_go.set()
+    assert ended
+    assert LAST_S + END_S < ORPHAN_EXIT_S
 
 
 def test_at_the_drivers_end_what_is_to_be_saved_is_saved(bench: Bench) -> None:

@@ -1,0 +1,58 @@
+"""Who gives way where KV blocks run out for those that run. Pure policy: no torch, no I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lamina.engine.prefill import Prefill
+from lamina.engine.sequence import Sequence
+from lamina.protocol.plan import Free
+
+from .ledger import Ledger
+from .newcomers import Batch
+from .prefixes import Prefixes
+from .room import Room, rows_of
+from .swaps import Swaps
+
+
+class Relief:
+    """Makes room. Nobody waits for KV that is being saved: memory workers copy it, or do not save it."""
+
+    def __init__(self, ledger: Ledger, room: Room, prefixes: Prefixes, prefill: Prefill, swaps: Swaps | None) -> None:
+        """``swaps``: where KV of preempted sequences is kept; None = nowhere."""
+        self._ledger, self._room = ledger, room
+        self._prefixes, self._prefill, self._swaps = prefixes, prefill, swaps
+
+    def make_room(self, batch: Batch, picked: dict[Sequence, int]) -> Sequence | None:
+        """Give up what is retained; else preempt the newest sequence of ``batch`` whose blocks help, which is returned.
+        While K and V of that one are on their way, another of ``picked`` waits.
+        """
+        needed, free = self._ledger.blocks_needed(rows_of(picked)), self._ledger.free_blocks
+        short = [n > f for n, f in zip(needed, free, strict=True)]
+
+        def relieves(blocks: Iterable[int]) -> bool:
+            return any(n > 0 for n, missing in zip(blocks, short, strict=True) if missing)
+
+        def helps(sequence: Sequence) -> bool:
+            return relieves(self._room.blocks_of(sequence.place, sequence.num_scheduled))
+
+        if oldest := self._prefixes.oldest:
+            number = next((n for n in oldest if relieves(self._ledger.own_blocks(n))), oldest[0])
+            batch.ops.append(self._prefixes.evict(number))
+            return None
+        victim = next((s for s in reversed(batch.running) if helps(s)), batch.running[-1])
+        if victim.num_prefilling or victim.num_loading:
+            picked.popitem()
+            return None
+        picked.pop(victim, None)
+        self._preempt(batch, victim)
+        return victim
+
+    def _preempt(self, batch: Batch, victim: Sequence) -> None:
+        batch.running.remove(victim)
+        if self._swaps and not victim.finished:
+            batch.ops += self._swaps.save(victim)
+        batch.ops.append(Free(victim.id))
+        self._prefill.drop(victim)
+        self._prefixes.drop(victim)
+        victim.restart()

@@ -1,0 +1,96 @@
+"""KV of preempted sequences, beside the pool until they go on. Pure policy: no torch, no I/O, no clock.
+
+All of it is saved, under keys that nobody else finds: what others have computed of the same tokens may differ in its
+last bits. So a sequence that comes back goes on as if it had never been away, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lamina.engine.sequence import Sequence
+from lamina.protocol.placement import Place
+from lamina.protocol.plan import Drop, Export
+
+from .tier import Load, Tier
+
+FORGETS = 0.7  # of what was measured before, with each measure
+
+
+@dataclass
+class _Swapped:
+    number: int  # of the sequence, when it ran
+    keys: list[bytes]
+    length: int  # tokens
+    place: Place
+
+
+class Swaps:
+    """Whose KV is kept, and whether that is worth it: in ``auto`` mode as long as a token takes less time to be loaded
+    than to be computed.
+    """
+
+    def __init__(self, tier: Tier, mode: str, nonce: bytes, *, fixed: bool = False) -> None:
+        """``nonce``: no other engine has it. ``fixed``: times decide nothing."""
+        self._tier, self._nonce = tier, nonce
+        self._always, self._never = mode == "swap" or (mode == "auto" and fixed), mode == "recompute"
+        self._kept: dict[Sequence, _Swapped] = {}
+        self._load_s: float | None = None  # of a token
+        self._compute_s: float | None = None  # the same
+        self.num_saved = 0  # sequences
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Tokens of prompts took so long."""
+        self._compute_s = _mixed(self._compute_s, seconds / tokens)
+
+    def loaded(self, tokens: int, seconds: float) -> None:
+        """Tokens came from a medium after so long."""
+        self._load_s = _mixed(self._load_s, seconds / tokens)
+
+    @property
+    def worth_it(self) -> bool:
+        """Whether the next one that is preempted is to be saved. Where nothing is known yet, it is: so that it will
+        be.
+        """
+        if self._always or self._never:
+            return self._always
+        return self._load_s is None or self._compute_s is None or self._load_s < self._compute_s
+
+    def save(self, sequence: Sequence) -> list[Export]:
+        """Of a running one that is preempted, in the plan that frees it. A row is left to draw behind."""
+        length = min(sequence.num_scheduled, sequence.num_promised - 1)
+        if length < 1 or not self.worth_it:
+            return []
+        root = b"preempted" + self._nonce + sequence.id.to_bytes(8, "little")
+        keys, ops = self._tier.save_own(sequence, length, root)
+        if ops:
+            self._kept[sequence] = _Swapped(sequence.id, keys, length, sequence.place)
+            self.num_saved += 1
+        return ops
+
+    def waits(self, sequence: Sequence) -> bool:
+        """Whether its KV is still on its way to the medium."""
+        kept = self._kept.get(sequence)
+        return kept is not None and self._tier.is_saving(kept.number)
+
+    def find(self, sequence: Sequence) -> Load | None:
+        """Its own KV, as far as it is there."""
+        kept = self._kept.get(sequence)
+        if kept is None:
+            return None
+        pages, whole = self._tier.num_there(kept.keys, kept.place), self._tier.whole
+        length = kept.length if pages == len(kept.keys) else pages * self._tier.page // whole * whole
+        pages = -(-length // self._tier.page)
+        return Load(length, (kept.place,), tuple(kept.keys[:pages]), own=True) if length else None
+
+    def forget(self, sequence: Sequence) -> list[Drop]:
+        """It runs again, or never will."""
+        kept = self._kept.pop(sequence, None)
+        if kept is None:
+            return []
+        self._tier.drop(kept.keys)
+        return [Drop(kept.number, kept.keys)]
+
+
+def _mixed(before: float | None, now: float) -> float:
+    return now if before is None else FORGETS * before + (1 - FORGETS) * now

@@ -1,0 +1,49 @@
+"""How long KV takes to be computed and to be loaded: what a choice between both is made by. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lamina.protocol.plan import Import
+
+from .blocks.swaps import Swaps
+from .sequence import Sequence
+from .steps import Round, ScheduledStep
+
+MOSTLY = 0.5  # of a round's rows are of prompts, where its time counts as theirs
+
+
+class Timing:
+    """Tells Swaps of what a clock has shown. Times are of one clock, in seconds."""
+
+    def __init__(self, swaps: Swaps) -> None:
+        self._swaps = swaps
+        self._began: dict[int, float] = {}  # round -> when it was sent
+        self._loads: dict[int, float] = {}  # sequence -> the same
+        self._last = 0.0  # when the last round was done
+
+    def sent(self, steps: Iterable[ScheduledStep], now: float) -> None:
+        """A round is on its way."""
+        for step in steps:
+            self._began[step.plan.step] = now
+            for op in step.plan.ops:
+                if isinstance(op, Import):
+                    self._loads[op.sequence] = now
+
+    def done(self, number: int, done: Round, now: float) -> None:
+        """So is no more: its last step is done."""
+        seconds = now - max(self._began.pop(number, now), self._last)
+        self._last = now
+        if done.prompt_rows > MOSTLY * done.rows:
+            self._swaps.computed(done.rows, seconds)
+
+    def loaded(self, sequence: Sequence, now: float) -> None:
+        """Of a sequence all that could be loaded is there."""
+        began = self._loads.pop(sequence.id, None)
+        if began is not None and sequence.num_cached:
+            self._swaps.loaded(sequence.num_cached, now - began)
+
+    def forget(self) -> None:
+        """Nothing is under way any more."""
+        self._began.clear()
+        self._loads.clear()

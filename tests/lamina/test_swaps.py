@@ -1,0 +1,236 @@
+"""Preempted sequences whose KV lies beside the pool: saved as they go, loaded as they come back, and nobody waits."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from scheduled import FakePool, check_tokens, make, take
+
+from lamina import LLM
+from lamina.engine.blocks.prefixes import Prefixes
+from lamina.engine.blocks.swaps import Swaps
+from lamina.engine.blocks.tier import Load, Tier
+from lamina.engine.scheduler import Scheduler
+from lamina.engine.sequence import Sequence
+from lamina.engine.steps import Round, ScheduledStep
+from lamina.engine.timing import Timing
+from lamina.protocol.placement import FIRST
+from lamina.protocol.plan import Drop, Export, Free, Import, StepPlan, Transfer
+from lamina.protocol.tables import BlockTables
+from lamina.protocol.tiers import TierFacts, Transferred
+
+SIZE = PAGE = 4
+
+
+class TierHouse:
+    """A scheduler, a pool that serves its rounds at once, and a medium that answers when it is told to."""
+
+    def __init__(self, blocks: int, mode: str = "swap", *, windows: tuple[int, ...] = (0,)) -> None:
+        self.ledger, tables = (BlockTables(windows, [blocks] * len(windows), SIZE) for _ in range(2))
+        self.pool = FakePool(tables)
+        facts = TierFacts(secret=b"s" * 32, identity=b"i", page=PAGE, pages=[[]])
+        self.tier = Tier(facts, self.ledger, [[0]] * len(windows))
+        self.swaps = Swaps(self.tier, mode, b"n")
+        prefixes = Prefixes(self.ledger, SIZE)
+        self.scheduler = Scheduler(
+            self.ledger, max_num_seqs=8, prefill_chunk=64, prefixes=prefixes, tier=self.tier, swaps=self.swaps
+        )
+        self.medium: dict[bytes, list[int]] = {}
+        self.owed: deque[tuple[Transfer, list[list[int]]]] = deque()
+        self.plans: list[StepPlan] = []
+
+    def round(self) -> ScheduledStep | None:
+        steps = self.scheduler.schedule()
+        for step in steps:
+            self.plans.append(step.plan)
+            for op in step.plan.ops:
+                if isinstance(op, Export):
+                    kept, first = self.pool.stored[op.sequence], op.first
+                    stop = op.first + op.count
+                    self.owed.append((op, [kept[i : min(stop, i + PAGE)] for i in range(first, stop, PAGE)]))
+                elif isinstance(op, Import):
+                    self.owed.append((op, []))
+                elif isinstance(op, Drop):
+                    for key in op.keys:
+                        self.medium.pop(key, None)
+            self.pool.run(step)
+            take(step, dict(self.pool.drawn[step.plan.batch]))
+            self.scheduler.complete(step)
+        return steps[0] if steps else None
+
+    def answer(self, error: str = "") -> None:
+        """The medium has done one transfer, or has failed."""
+        op, pages = self.owed.popleft()
+        if not error and isinstance(op, Export):
+            self.medium |= dict(zip(op.keys, pages, strict=True))
+        elif not error:
+            self.pool.stored[op.sequence] += [t for key in op.keys for t in self.medium[key]]
+        self.scheduler.moved(Transferred(view=0, id=op.id, pages=0 if error else len(op.keys), error=error))
+
+    def serve(self, sequences: list[Sequence], error: str = "") -> None:
+        """To the end: the medium answers where nothing else can be done."""
+        for _ in range(1000):
+            if self.round() is None:
+                if all(s.finished for s in sequences) and not self.owed:
+                    break
+                if self.owed:
+                    self.answer(error)
+        assert all(s.finished for s in sequences)
+        self.ledger.check_integrity()
+
+
+def ops_of(house: TierHouse, kind: type) -> list[Transfer]:
+    return [op for plan in house.plans for op in plan.ops if isinstance(op, kind)]
+
+
+def two_that_need_more(house: TierHouse) -> list[Sequence]:
+    sequences = [make(1, 9, 20), make(2, 9, 20)]
+    for sequence in sequences:
+        house.scheduler.add(sequence)
+    return sequences
+
+
+def test_a_preempted_one_comes_back_as_it_went() -> None:
+    house = TierHouse(11)
+    sequences = two_that_need_more(house)
+    house.serve(sequences)
+    check_tokens(sequences)
+    (plan,) = [p for p in house.plans if any(isinstance(op, Free) for op in p.ops) and ops_of_plan(p, Export)][:1]
+    saved = ops_of_plan(plan, Export)
+    assert Free(saved[0].sequence) in plan.ops, "it is freed at once"
+    loads = ops_of(house, Import)
+    assert sum(op.count for op in saved) == sum(op.count for op in loads)
+    rows = [r for p in house.plans for r in p.rows if r.sequence == loads[0].sequence]
+    assert (rows[0].first, rows[0].count) == (sum(op.count for op in loads), 1), "the next row, and no other"
+    assert house.scheduler.num_preemptions == house.swaps.num_saved == 1
+    keys = {key for op in saved for key in op.keys}
+    assert not keys & house.medium.keys(), "nobody needs them any more"
+
+
+def ops_of_plan(plan: StepPlan, kind: type) -> list[Transfer]:
+    return [op for op in plan.ops if isinstance(op, kind)]
+
+
+@pytest.mark.parametrize("error", ["disk full", ""])
+def test_what_could_not_be_kept_is_computed(error: str) -> None:
+    house = TierHouse(11)
+    sequences = two_that_need_more(house)
+    house.serve(sequences, error)
+    check_tokens(sequences)
+    assert bool(ops_of(house, Import)) == (not error)
+
+
+def test_recompute_saves_nothing_of_them() -> None:
+    house = TierHouse(11, "recompute")
+    sequences = two_that_need_more(house)
+    house.serve(sequences)
+    check_tokens(sequences)
+    assert house.scheduler.num_preemptions == 1
+    assert not ops_of(house, Import)
+
+
+def test_what_a_window_has_passed_is_computed() -> None:
+    house = TierHouse(11, windows=(0, 6))
+    sequences = two_that_need_more(house)
+    house.serve(sequences)
+    check_tokens(sequences)
+    assert house.scheduler.num_preemptions == 1
+    assert house.swaps.num_saved == 0
+
+
+def test_no_step_waits_for_a_medium() -> None:
+    """Of a full pool all that is retained is still being saved by a disk that never answers."""
+    house = TierHouse(16)
+    for number in range(4):
+        sequence = make(10 + number, 9, 4)
+        house.scheduler.add(sequence)
+        while not sequence.finished:
+            house.round()
+        house.round()
+    assert len(house.owed) >= 3, "being saved"
+    sequences = [make(1, 17, 24), make(2, 9, 30)]
+    for sequence in sequences:
+        house.scheduler.add(sequence)
+    decoded = 0
+    while not sequences[0].finished:
+        step = house.round()
+        assert step is not None, "a round without anybody"
+        assert sequences[0] in step.parts, "the oldest one has waited"
+        decoded += 1
+    assert decoded == 24
+    assert house.scheduler.num_preemptions, "the other one gave way"
+    house.serve(sequences)
+    check_tokens(sequences)
+
+
+def test_the_medium_is_asked_once_for_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = TierHouse(11)
+    running, waiting = make(1, 20, 12), make(2, 30, 4)
+    asked = 0
+    right = Tier._find
+
+    def find(self: Tier, sequence: Sequence, beyond: int) -> Load | None:
+        nonlocal asked
+        asked += sequence is waiting
+        return right(self, sequence, beyond)
+
+    monkeypatch.setattr(Tier, "_find", find)
+    for sequence in (running, waiting):
+        house.scheduler.add(sequence)
+    for _ in range(6):
+        house.round()
+    assert (waiting.id, asked) == (-1, 1)
+    keys = house.tier._keys(waiting, 8)
+    house.tier.learn(TierFacts(secret=b"s" * 32, identity=b"i", page=PAGE, pages=[keys]))
+    house.round()
+    assert asked == 2, "there are others now"
+    assert house.tier.find(waiting, 0) == Load(8, (FIRST,), tuple(keys))
+    house.tier.drop(keys[1:])
+    assert house.tier.find(waiting, 0) == Load(4, (FIRST,), tuple(keys[:1]))
+
+
+def test_auto_takes_the_faster_way() -> None:
+    house = TierHouse(11, "auto")
+    swaps = house.swaps
+    assert swaps.worth_it, "so that it is measured"
+    swaps.computed(100, 1.0)
+    assert swaps.worth_it
+    swaps.loaded(100, 2.0)
+    assert not swaps.worth_it
+    for _ in range(9):
+        swaps.loaded(100, 0.1)
+    assert swaps.worth_it
+
+
+def test_where_bits_count_no_clock_decides() -> None:
+    for mode, worth_it in (("auto", True), ("swap", True), ("recompute", False)):
+        swaps = Swaps(TierHouse(11).tier, mode, b"n", fixed=True)
+        swaps.loaded(1, 9.0)
+        swaps.computed(1, 0.1)
+        assert swaps.worth_it == worth_it
+
+
+def test_times_are_those_of_rounds_of_prompts_and_of_loads() -> None:
+    house = TierHouse(99, "auto")
+    swaps, timing = house.swaps, Timing(house.swaps)
+    sequence = make(1, 40, 4)
+    sequence.id = 7
+    steps = [ScheduledStep(StepPlan(step=n, ops=[], rows=[]), [], []) for n in range(3)]
+    timing.sent(steps[:1], 1.0)
+    timing.sent(steps[1:2], 1.5)
+    timing.done(0, Round(set(), 1, 40, 39, 0, steady=False), 3.0)
+    assert swaps._compute_s == 2.0 / 40
+    timing.done(1, Round(set(), 1, 40, 0, 0, steady=False), 9.0)
+    assert swaps._compute_s == 2.0 / 40, "a round of decoding says nothing"
+    load = StepPlan(step=3, ops=[Import(7, 1, 0, 8, [b"k"])], rows=[])
+    timing.sent([ScheduledStep(load, [], [])], 10.0)
+    sequence.num_cached = 8
+    timing.loaded(sequence, 14.0)
+    timing.loaded(sequence, 99.0)
+    assert swaps._load_s == 0.5
+
+
+def test_a_swap_needs_a_place() -> None:
+    with pytest.raises(ValueError, match="^--preemption-mode swap keeps KV beside the pool: say where, .*$"):
+        LLM("nowhere", preemption_mode="swap")
