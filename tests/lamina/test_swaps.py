@@ -85,7 +85,7 @@ def ops_of(house: TierHouse, kind: type) -> list[Transfer]:
 
 
 def two_that_need_more(house: TierHouse) -> list[Sequence]:
-    sequences = [make(1, 9, 20), make(2, 9, 20)]
+    sequences = [make(1, 9, 20), make(2, 10, 20)]  # the second one goes in the midst of a page
     for sequence in sequences:
         house.scheduler.add(sequence)
     return sequences
