@@ -40,6 +40,7 @@ from lamina.protocol.tiers import StoredPages
 from .launchers import Launcher, WorkerHandle, open_launcher
 from .launchers.local import ThreadWorker
 from .members import Member, Members
+from .rates import shared_weights
 from .same_model import check_alike
 from .spares import Spares
 from .tiers import TierKeeper
@@ -216,11 +217,8 @@ class Cohort:
         for member in self._members.memory:
             self._members.send(member, AskRate())
         size, rates = self._size, [self._answer(member, Rate).read_bytes_s for member in self._members.memory]
-        rates = [min(rates[w - w % size :][:size]) for w in range(len(rates))]  # the same for every rank
-        weights = weights_of(rates)
-        texts = [f"{w:g} ({r / 1e9:.1f} GB/s)" for w, r in zip(weights, rates, strict=True)]
-        log.info("--memory-weights measured: %s", ", ".join(texts))
-        self._topology = msgspec.structs.replace(self._topology, memory_weights=tuple(weights))
+        weights = tuple(shared_weights(rates, size))
+        self._topology = msgspec.structs.replace(self._topology, memory_weights=weights)
 
     def _load(self) -> None:
         """Compute and prefill workers load the model, all at once."""
@@ -393,12 +391,3 @@ class Cohort:
     def _size(self) -> int:
         """Ranks of a replica."""
         return self._config.topology.tensor_parallel_size
-
-
-def weights_of(rates: list[float]) -> list[float]:
-    """Parts of the work for memory workers that read so many bytes a second: of the fastest one's, in tenths.
-
-    Workers that differ by less than that are alike: rates that are measured never agree exactly, and equal parts are
-    the better ones where heads are shared.
-    """
-    return [max(0.1, round(rate / max(rates), 1)) for rate in rates]

@@ -11,7 +11,7 @@ import pytest
 
 from lamina.cli.launch import COMMANDS, main
 from lamina.config import OPTIONS, make_config
-from lamina.fleet.cohort import weights_of
+from lamina.fleet.rates import weights_of
 from lamina.netstack import SCHEMES
 from lamina.netstack.doctor import opens
 from lamina.protocol.declare import flag, parse_size

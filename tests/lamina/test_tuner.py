@@ -35,7 +35,7 @@ class Load:
             n = self.tuner.n
             self.tried.append(n)
             self.now += cost(n)
-            choices += self.tuner.observe(Round(set(), n, rows, tokens, steady), self.now)
+            choices += self.tuner.observe(Round(set(), n, rows, 0, tokens, steady), self.now)
         return choices
 
 

@@ -55,4 +55,5 @@ class Relief:
         batch.ops.append(Free(victim.id))
         self._prefill.drop(victim)
         self._prefixes.drop(victim)
+        victim.num_preemptions += 1
         victim.restart()
