@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from ipaddress import IPv6Address
 from mmap import MADV_DONTFORK, mmap
 from pathlib import Path
@@ -19,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lamina.netstack.contract.base import RDMA_DEVICE
+
+from .card import Route
 
 try:
     from pyverbs.addr import GID, AHAttr, GlobalRoute
@@ -66,17 +67,6 @@ class Completion(NamedTuple):
     error: str  # empty if it succeeded
     request: int  # the number it was posted with
     immediate: int | None
-
-
-@dataclass(frozen=True)
-class Route:
-    """The address of a queue pair: all that its peer must know to reach it."""
-
-    gid: bytes
-    lid: int
-    number: int
-    psn: int
-    mtu: int
 
 
 @contextmanager

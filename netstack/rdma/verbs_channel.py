@@ -26,7 +26,8 @@ from lamina.netstack.meeting.handshake import PeerSession, drive, exchanged
 from lamina.netstack.meeting.listener import Meeting
 from lamina.netstack.meeting.swap import swap
 
-from .device import Completion, Domain, Memory, QueuePair, RdmaDevice, Route, address_of, pages
+from .card import Card, opened
+from .device import Completion, Domain, Memory, QueuePair, RdmaDevice, address_of, pages
 from .sleeper import Sleeper
 
 STALL_S = 10.0  # a peer whose NIC completes nothing for so long is given up
@@ -37,8 +38,6 @@ WRITE_BYTES = 1 << 20  # the largest single write; a longer message is several, 
 COPY_BYTES = 1 << 16  # a source up to this size is copied; waiting until the peer's NIC has it costs more
 REASON_BYTES = 256
 HEADER = struct.Struct("<QQ16x32s")  # seqno, length, tag
-CARD = struct.Struct("!4s16sHIIIQIQ")  # magic, route, inbox: bytes, key, address
-MAGIC = b"VRBS"
 CREDIT = 1 << 31  # in an immediate value: the rest counts released slots, not messages
 COUNT = CREDIT - 1
 DATA_SENT, CREDIT_SENT, BEAT_SENT, PIECE_SENT = 1, 2, 3, 4
@@ -92,9 +91,7 @@ class VerbsChannel(BaseChannel):
 
     def meeting(self) -> Meeting:
         """Swap cards with the peer and connect the queue pairs; where that fails the channel is closed."""
-        r = self._pair.route
-        inbox = len(self._inbox.view), self._inbox.rkey, self._inbox.address
-        card = CARD.pack(MAGIC, r.gid, r.lid, r.number, r.psn, r.mtu, *inbox)
+        card = Card(self._pair.route, len(self._inbox.view), self._inbox.rkey, self._inbox.address).pack()
         try:
             yield from exchanged(self._sock, swap(self._session, card, self._reach, listening=self._listening))
         except BaseException:
@@ -121,15 +118,12 @@ class VerbsChannel(BaseChannel):
                 part.close()
             self._messages.clear()
 
-    def _reach(self, card: bytes) -> None:
+    def _reach(self, text: bytes) -> None:
         """Connect to the peer's queue pair."""
-        magic, gid, lid, number, psn, mtu, nbytes, key, address = CARD.unpack(card)
-        wanted = self.outbound.slots * self._stride
-        if magic != MAGIC or nbytes != wanted:
-            raise HandshakeError(f"its inbox has {nbytes} bytes where the terms need {wanted}")
-        self._theirs = key, address
+        card = opened(text, inbox_bytes=self.outbound.slots * self._stride, our_lid=self._pair.route.lid)
+        self._theirs = card.key, card.address
         try:
-            self._pair.connect(Route(gid, lid, number, psn, mtu))
+            self._pair.connect(card.route)
         except OSError as error:
             raise HandshakeError(str(error)) from error
 

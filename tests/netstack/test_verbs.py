@@ -96,5 +96,14 @@ def test_each_peer_has_a_protection_domain_of_its_own() -> None:
     assert [d["closed_with"] for d in domains] == [0] * 4
 
 
+def test_a_card_that_no_peer_can_have_is_refused_by_the_listener() -> None:
+    """That of a NIC which gives its queue pair a number of the subnet's own."""
+    command = [sys.executable, str(HERE / "verbs_stand_in.py"), "100", "1"]
+    environment = os.environ | {"PYTHONPATH": PATH}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 1
+    assert "it could not make or reach a queue pair" in run.stderr.splitlines()[-1]
+
+
 def test_what_cannot_be_pinned_is_copied() -> None:
     assert [len(d["memories"]) for d in book(2)] == [2] * 4

@@ -1,7 +1,8 @@
 """A stand-in of pyverbs without a NIC: it keeps book of who uses which protection domain; what is posted completes.
 
 As a program it opens two channels of the transport verbs in this process, puts from registered memory, closes all, and
-prints the book as JSON. ``argv[1]``: how many memories a domain takes at most.
+prints the book as JSON. ``argv[1]``: how many memories a domain takes at most; ``argv[2]``: the number of every queue
+pair.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class MR(InDomain):
 
 
 class QP(InDomain):
-    qp_num = 7
+    qp_num = int(sys.argv[2]) if len(sys.argv) > 2 else 7
 
     def __init__(self, domain: PD, attributes: Any) -> None:
         super().__init__(domain)
