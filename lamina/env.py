@@ -14,6 +14,7 @@ VARIABLES = {
     KEY: "the key that peers of a cluster share, hexadecimal, 16 bytes or more; default: a fresh one for each run",
     KEY_FILE: "a file with that key, which nobody but its owner may touch",
     "LAMINA_API_KEY": "keys of the HTTP server, by comma; every request but /health must bear one (--api-key)",
+    "LAMINA_ADMIN_KEY": "the operator's key of the HTTP server, for `lamina-launch scale` (--admin-key)",
     "LAMINA_TRACE": "write a trace of the run to this file (--trace)",
     "LAMINA_NIC_MODEL": "1: the transport nic-model, a NIC in software, may be used: within one host, for tests",
     "LAMINA_MLX5_MODEL": "what LAMINA_NIC_MODEL was called before: it opens nothing, a refusal names the new one",

@@ -24,6 +24,7 @@ GARBAGE_OBJECTS = 20_000  # new ones, until Python looks for garbage among them
 COMMANDS = {
     "generate": ("generate", "complete prompts and print the text as it comes"),
     "serve": ("serve", "answer OpenAI's HTTP API"),
+    "scale": ("scale", "give a running server other numbers of workers; its streams stay open"),
     "worker": ("worker", "look after one worker of a driver that runs with --launcher static"),
     "cluster": ("cluster", "start, show and end a Ray cluster for workers on several hosts"),
     "plan": ("plan", "say which devices to buy for a trace of requests, and whether to split at all"),

@@ -46,11 +46,13 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 0 after an orderly end, 1 where the engine was lost; raises ValueError for bad input."""
     options = {f.name: getattr(args, f.name) for f in dataclasses.fields(ServerConfig)}
     options["api_key"] = options["api_key"] or os.environ.get("LAMINA_API_KEY", "")
+    options["admin_key"] = options["admin_key"] or os.environ.get("LAMINA_ADMIN_KEY", "")
     config, engine = ServerConfig(**options), engine_config(args)
     if config.chat_template:
         read_template(config.chat_template)
     if args.print_config:
-        shown = {**dataclasses.asdict(config), "api_key": "***" if config.api_key else ""}
+        secret = {name: "***" for name in ("api_key", "admin_key") if getattr(config, name)}
+        shown = {**dataclasses.asdict(config), **secret}
         print_config(engine, model=args.model, **shown)
         return 0
     if args.dry_run:

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from lamina import __version__
 
-from . import about, extra, generate
+from . import about, extra, generate, scaling
 from .calls import Service
 from .door.auth import Auth
 from .door.bodies import BodyLimits
@@ -64,6 +64,7 @@ def _routers(service: Service) -> list[APIRouter]:
         (fetch.router, service.journal is not None),
         (extra.tokenizer_info, config.enable_tokenizer_info_endpoint),
         (extra.development, config.server_dev_mode),
+        (scaling.router, bool(config.admin_key)),
         (page.router, config.page),
     ]
     return [generate.router, about.router, *(router for router, wanted in optional if wanted)]

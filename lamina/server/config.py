@@ -29,6 +29,9 @@ class ServerConfig:
         "auto", "sampling of requests that do not say: auto = the model's generation_config.json, none, or a directory"
     )
     api_key: str = option("", "keys, by comma, one of which every request but /health must bear; better LAMINA_API_KEY")
+    admin_key: str = option(
+        "", "the operator's key, by which `lamina-launch scale` may change this server; better LAMINA_ADMIN_KEY"
+    )
     ssl_keyfile: str = option("", "private key for TLS, a PEM file")
     ssl_certfile: str = option("", "certificate for TLS, a PEM file")
     allowed_origins: str = option("", "origins, by comma, whose pages may call this server from a browser (CORS)")

@@ -31,6 +31,7 @@ _WHY = {
     403: "a foreign host or origin",
     404: "there is no such thing",
     408: "the body did not arrive in time",
+    409: "not now, or not so: nothing has changed",
     413: "the body is too large",
     415: "the body is no JSON, or encoded",
     429: "too many requests wait: again after Retry-After",

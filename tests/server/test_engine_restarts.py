@@ -15,13 +15,14 @@ import pytest
 from test_engine_link import READY, Quiet
 from test_flow import until
 
-from lamina.config import make_config
+from lamina.config import flat, make_config
 from lamina.fleet.standing import STOPPED_S
-from lamina.protocol.control import ControlLink, Failed
+from lamina.protocol.control import ControlLink, Failed, Stop
+from lamina.protocol.options import EngineConfig
 from lamina.request import SamplingParams, Told
-from lamina.server.link.client import JOIN_S, EngineClient, EngineGoneError, ReplyFeed
+from lamina.server.link.client import JOIN_S, BusyError, EngineClient, EngineGoneError, ReplyFeed
 from lamina.server.link.messages import Add, Cancel, Delta, Outputs, Start, State, Times, WorkerCounters
-from lamina.server.link.restarts import EngineRestarts
+from lamina.server.link.restarts import EngineRestarts, PlanFailedError
 
 LIMIT_S = 10.0
 TIMES = Times(0.1, 0.1, 0.1)
@@ -38,7 +39,7 @@ class Scripted:
 
     def __init__(self) -> None:
         self.sock, theirs = socket.socketpair()
-        self.link = ControlLink(theirs, Add | Cancel)
+        self.link = ControlLink(theirs, Add | Cancel | Stop)
         self.joins: list[float] = []  # how long it was waited for
 
     def fate(self) -> str | None:
@@ -65,8 +66,10 @@ class Engines:
         config = make_config({"transport": "shm", **options})
         self.restarts = EngineRestarts(Start(model="m", tokenizer="", config=config), self.launch)
         self.refusal: Exception | None = None
+        self.workers = list[int]()  # memory workers of those that were launched
 
     def launch(self, start: Start) -> Scripted:
+        self.workers.append(start.config.topology.memory_workers)
         if self.refusal is not None:
             raise self.refusal
         self.all.append(Scripted())
@@ -284,5 +287,63 @@ def test_its_workers_have_gone_before_another_one_takes_their_memory() -> None:
         worker.kill()
         await worker.wait()
         await until(lambda: len(engines.all) == 2)
+
+    play(work)
+
+
+def with_workers(engines: Engines, count: int) -> EngineConfig:
+    return make_config(flat(engines.restarts.config) | {"memory_workers": count})
+
+
+def test_by_plan_another_engine_goes_on_with_other_workers_and_no_recovery_is_spent() -> None:
+    async def work(client: EngineClient, engines: Engines) -> None:
+        feed = ReplyFeed()
+        key = client.add([7], SamplingParams(), feed, Quiet())
+        await asyncio.to_thread(engines.all[0].asked)
+        changing = asyncio.create_task(client.change(with_workers(engines, 3)))
+        assert isinstance(await asyncio.to_thread(engines.all[0].asked), Stop)
+        with pytest.raises(BusyError):
+            await client.change(with_workers(engines, 4))
+        engines.all[0].say(grown(key, 0, [5], "a"))  # what it had on its way is heard
+        engines.all[0].link.close()
+        second = await engines.next(client)
+        assert not changing.done()
+        second.link.send(READY)
+        assert await changing >= 0.0
+        add = await asyncio.to_thread(second.asked)
+        assert (add.key, [told.tokens for told in add.told]) == (key, [[5]])
+        assert engines.workers == [3]
+
+    play(work, max_recoveries=0)
+
+
+def test_where_no_engine_starts_as_planned_one_goes_on_as_before() -> None:
+    async def work(client: EngineClient, engines: Engines) -> None:
+        before = engines.restarts.config.topology.memory_workers
+        key = client.add([7], SamplingParams(), ReplyFeed(), Quiet())
+        changing = asyncio.create_task(client.change(with_workers(engines, 3)))
+        await until(lambda: engines.restarts.planned)
+        engines.all[0].link.close()
+        second = await engines.next(client)
+        second.link.send(Failed(text="--kv-memory: too little", user_error=True))
+        third = await engines.next(client)
+        third.link.send(READY)
+        with pytest.raises(PlanFailedError, match="--kv-memory: too little"):
+            await changing
+        assert (await asyncio.to_thread(third.asked)).key == key
+        assert engines.workers == [3, before]
+        assert client.failure is None
+
+    play(work, max_recoveries=0)
+
+
+def test_an_engine_that_does_not_end_as_planned_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamina.server.link.client.JOIN_S", 0.1)
+
+    async def work(client: EngineClient, engines: Engines) -> None:
+        changing = asyncio.create_task(client.change(with_workers(engines, 3)))
+        second = await engines.next(client)
+        second.link.send(READY)
+        assert await changing >= 0.1
 
     play(work)

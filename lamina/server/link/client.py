@@ -17,6 +17,7 @@ from lamina.fleet.launchers import WorkerHandle
 from lamina.fleet.launchers.local import ProcessWorker
 from lamina.fleet.standing import STOPPED_S, StandingStill
 from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
+from lamina.protocol.options import EngineConfig
 from lamina.request import Blame, SamplingParams
 
 from .messages import Cancel, Delta, Outputs, Ready, Refused, Reset, Start, State, WorkerCounters, add_up
@@ -31,6 +32,10 @@ log = logging.getLogger(__name__)
 
 class EngineGoneError(WorkerError):
     """The engine process has ended, and why."""
+
+
+class BusyError(Exception):
+    """The engine is being replaced, and cannot be changed now."""
 
 
 class PromptRefusedError(Exception):
@@ -192,6 +197,29 @@ class EngineClient:
         if self._is_ready:  # else the next engine has none
             self._send(Reset())
 
+    @property
+    def config(self) -> EngineConfig | None:
+        """Of the engine, or of the one that takes its place; None where the first one is the last."""
+        return self._restarts.config if self._restarts else None
+
+    async def change(self, config: EngineConfig) -> float:
+        """Have an engine with ``config`` take the place of this one: all open prompts go on there, from their tokens.
+        Returns the seconds without an engine. Raises BusyError, EngineGoneError, and PlanFailedError where no engine
+        starts so: then one goes on as it was before.
+        """
+        if self.failure is not None:
+            raise EngineGoneError(self.failure)
+        if self._restarts is None or not self._is_ready or self._restarts.planned or self._closing:
+            raise BusyError("the engine is being replaced, or ended: ask again once /health says ok")
+        planned, engine = self._restarts.plan(config), self._handle
+        self._send(Stop())  # it says what it has, and ends with its workers
+        asyncio.get_running_loop().call_later(JOIN_S, self._hurry, engine)
+        return await asyncio.shield(planned)
+
+    def _hurry(self, engine: WorkerHandle) -> None:
+        if engine is self._handle and self._is_ready and not self._closing:
+            engine.join(0.0)
+
     def kill(self) -> None:
         """End the engine by force, now; its workers end when its links do. ``close`` then has nothing to wait for."""
         self._closing = True
@@ -226,6 +254,8 @@ class EngineClient:
         while (reason := await self._listen()) is None:
             pass
         self._is_ready, self.failure = False, reason
+        if self._restarts is not None:
+            self._restarts.abandon(reason)
         if not self._closing:
             log.error("the engine is gone, requests get 503: %s", reason)
             self.lost.set()
@@ -261,31 +291,45 @@ class EngineClient:
         """Have another engine go on with all open prompts. Why that cannot be; None where it is so."""
         restarts, self._is_ready = self._restarts, False
         while restarts is not None and not self._closing:
-            if not restarts.allowed:
+            if not (restarts.planned or restarts.allowed):
                 return restarts.last_words(reason)
-            log.warning("%s; another one takes its place, and all requests go on", reason)
+            words = "the engine ends, as planned" if restarts.planned else reason
+            log.warning("%s; another one takes its place, and all requests go on", words)
             nothing = State(
                 running=0, waiting=0, free_blocks=list(map(min, self.ready.num_blocks)), preemptions=0, steps=0
             )
             self.state = msgspec.structs.replace(self.state or nothing, recovering=True)
             self._writer.close()
             try:
-                self._handle = await restarts.begin(self._handle, self._workers)
-                async with asyncio.timeout(restarts.limit_s):
-                    await self._open(lambda progress: None)
+                await self._next_engine(restarts)
             except EngineGoneError as e:  # it died, too
                 reason = str(e)
+                restarts.give_up(reason)
                 continue
             except TimeoutError:
-                return f"{reason}; another engine took too long to start (--start-timeout-s {restarts.limit_s:g})"
+                failed = f"another engine took too long to start (--start-timeout-s {restarts.limit_s:g})"
             except (ValueError, OSError) as e:
-                return f"{reason}; another engine cannot start: {e}"
-            restarts.end()
-            self.state = msgspec.structs.replace(self.state, recovering=False)
-            for key, each in self._live.items():
-                self._send(each.hearing.ask(key))
-            return None
+                failed = f"another engine cannot start: {e}"
+            else:
+                return None
+            if not restarts.give_up(failed):
+                return f"{reason}; {failed}"
         return reason
+
+    async def _next_engine(self, restarts: EngineRestarts) -> None:
+        """Start it, and tell it of all open prompts. Raises EngineGoneError, TimeoutError, ValueError, OSError."""
+        changed = restarts.planned
+        self._handle = await restarts.begin(self._handle, self._workers)
+        async with asyncio.timeout(restarts.limit_s):
+            await self._open(lambda progress: None)
+        restarts.end()
+        assert self.state is not None
+        self.state = msgspec.structs.replace(self.state, recovering=False)
+        if changed:  # it has other workers than the last one
+            free = list(map(min, self.ready.num_blocks))
+            self.state, self.counters = msgspec.structs.replace(self.state, free_blocks=free), {}
+        for key, each in self._live.items():
+            self._send(each.hearing.ask(key))
 
     def _handle_message(self, message: Any) -> None:
         if isinstance(message, Outputs):

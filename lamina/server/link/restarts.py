@@ -1,4 +1,6 @@
-"""An engine that has died without a word, and the one that takes its place: how often, and with what prompts."""
+"""An engine that has ended, and the one that takes its place: by a death, and then so often, or by plan; and with what
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,22 @@ import random
 import time
 from collections.abc import Callable
 
+from msgspec import structs
+
 from lamina.fleet.launchers import WorkerHandle
 from lamina.fleet.recoveries import Recoveries
 from lamina.processes import lives
+from lamina.protocol.options import EngineConfig
 from lamina.request import SamplingParams, Told
 
 from .messages import Add, Delta, Start
 
 GONE_S = 10.0  # for the workers of an engine to follow it
 LOOK_S = 0.02
+
+
+class PlanFailedError(Exception):
+    """What was planned could not be, and why."""
 
 
 class EngineRestarts:
@@ -28,6 +37,47 @@ class EngineRestarts:
         self._recoveries = Recoveries(start.config.launching.max_recoveries, time.monotonic)
         self._number = 0  # of the last engine
         self._seeds = random.Random(start.config.batching.seed)
+        self._before: Start | None = None  # what an engine was started with that ends by plan
+        self._planned: asyncio.Future[float] | None = None  # seconds without an engine
+        self._planned_at = 0.0
+        self._free = False  # whether the next engine is no recovery
+
+    @property
+    def config(self) -> EngineConfig:
+        """Of the engine, or of the one that is to come."""
+        return self._start.config
+
+    @property
+    def planned(self) -> bool:
+        """Whether the next engine comes by plan, or because a plan has failed: as often as that may be."""
+        return self._free
+
+    def plan(self, config: EngineConfig) -> asyncio.Future[float]:
+        """The next engine is to have ``config``; the caller ends the one that there is. Returns the seconds without an
+        engine; PlanFailedError where none can start so, and another one has what there was before.
+        """
+        self._before, self._start = self._start, structs.replace(self._start, config=config)
+        self._planned, self._planned_at = asyncio.get_running_loop().create_future(), time.monotonic()
+        self._free = True
+        self._planned.add_done_callback(lambda done: done.cancelled() or done.exception())  # its reader may have gone
+        return self._planned
+
+    def give_up(self, why: str) -> bool:
+        """No engine starts as planned: go back to what there was. False where there was nothing to go back to."""
+        if self._planned is None or self._before is None:
+            self.abandon(why)
+            return False
+        planned, self._planned = self._planned, None
+        self._start, self._before, self._free = self._before, None, True
+        if not planned.done():
+            planned.set_exception(PlanFailedError(why))
+        return True
+
+    def abandon(self, why: str) -> None:
+        """There will be no other engine."""
+        if self._planned is not None and not self._planned.done():
+            self._planned.set_exception(PlanFailedError(why))
+        self._planned = self._before = None
 
     def seeded(self, params: SamplingParams) -> SamplingParams:
         """With the seed that the engine would draw: so another engine can go on where this one dies."""
@@ -49,8 +99,9 @@ class EngineRestarts:
         """Another engine, which loads. ``workers``: processes of the lost one, which must have given back their memory.
         Raises OSError.
         """
-        self._recoveries.count([self._number], [self._number])
-        self._number += 1
+        if not self._free:
+            self._recoveries.count([self._number], [self._number])
+        self._number, self._free = self._number + 1, False
         await asyncio.to_thread(lost.join, 0.0)
         deadline = time.monotonic() + GONE_S
         while any(map(lives, workers)) and time.monotonic() < deadline:
@@ -60,6 +111,9 @@ class EngineRestarts:
     def end(self) -> None:
         """It is ready."""
         self._recoveries.end()
+        if self._planned is not None and not self._planned.done():
+            self._planned.set_result(time.monotonic() - self._planned_at)
+        self._planned = self._before = None
 
 
 class Hearing:

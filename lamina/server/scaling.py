@@ -1,0 +1,103 @@
+"""POST /scale: other numbers of workers while streams are open, for whoever has the key of the operator."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from lamina.config import flat, make_config
+from lamina.models.checkpoint import peek_config
+from lamina.protocol.options import EngineConfig
+from lamina.protocol.resolve import ModelFacts, check_model
+
+from .calls import Service
+from .door.bodies import parse
+from .errors import ApiError, json_response
+from .link.client import BusyError, EngineGoneError
+from .link.messages import Ready
+from .link.restarts import PlanFailedError
+from .openapi import answers, described
+from .request.protocol import Int, Strict
+
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
+ELEMENT_BYTES = {"float32": 4}
+router = APIRouter()
+
+
+class ScaleRequest(Strict):
+    """POST /scale; what is not named stays."""
+
+    memory_workers: Int | None = Field(None, ge=1)
+    prefill_workers: Int | None = Field(None, ge=0)
+    tensor_parallel_size: Int | None = Field(None, ge=1)
+    pipeline: Int | None = Field(None, ge=1)
+
+
+SIZES = tuple(ScaleRequest.model_fields)
+
+
+@router.post("/scale", openapi_extra=described(ScaleRequest), responses=answers(401, 409, 503, body=True))
+async def scale(request: Request) -> Response:
+    """Have the engine go on with other numbers of workers. Answered once it does; streams pause meanwhile."""
+    service: Service = request.app.state.service
+    _check_key(service.config.admin_key, request.headers.get("authorization", ""))
+    body, before = await parse(ScaleRequest, request), service.client.config
+    asked = {name: value for name in SIZES if (value := getattr(body, name)) is not None}
+    if unknown := sorted(set(body.model_extra or {})):
+        raise ApiError(400, f"unknown field {unknown[0]!r}; known: {', '.join(SIZES)}", param=unknown[0])
+    if not asked or before is None:
+        raise ApiError(400, f"say what is to change: {', '.join(SIZES)}", code="invalid_value")
+    had = _sizes(before)
+    if had == had | asked:
+        return json_response({"before": had, "after": had, "pause_s": 0.0})
+    try:
+        wanted = await asyncio.to_thread(_wanted, service.root, before, asked, service.client.ready)
+    except ValueError as error:
+        raise ApiError(400, str(error), code="invalid_value") from None
+    return json_response({"before": had, "after": _sizes(wanted), "pause_s": await _change(service, wanted)})
+
+
+async def _change(service: Service, wanted: EngineConfig) -> float:
+    if service.admission.draining:
+        raise ApiError(503, "the server is shutting down", code="shutting_down")
+    try:
+        return round(await service.client.change(wanted), 3)
+    except BusyError as error:
+        raise ApiError(409, str(error), code="busy") from None
+    except EngineGoneError as error:
+        raise ApiError(503, f"the engine is gone: {error}", code="engine_gone", retry_after_s=5) from None
+    except PlanFailedError as error:
+        raise ApiError(409, f"nothing has changed: {error}", code="scaling_failed") from None
+
+
+def _check_key(key: str, authorization: str) -> None:
+    scheme, _, given = authorization.partition(" ")
+    alike = hmac.compare_digest(*(hashlib.sha256(x.strip().encode()).digest() for x in (key, given)))
+    if not key or not alike or scheme.lower() != "bearer":
+        raise ApiError(401, "the operator's key is needed: Authorization: Bearer KEY", code="invalid_admin_key")
+
+
+def _wanted(model: str, before: EngineConfig, asked: dict[str, int], ready: Ready) -> EngineConfig:
+    """``before`` with other sizes. Raises ValueError, naming the flag and the fix, where workers cannot share or keep
+    the model so.
+    """
+    if before.launching.by_hand:
+        raise ValueError("workers of --launcher static are started by hand: start the server with other numbers")
+    wanted = make_config(flat(before) | asked)
+    raw = peek_config(model, trust_remote_code=before.model.trust_remote_code)
+    text: dict[str, Any] = raw.get("text_config", raw)
+    heads = next((n for name in KV_HEADS if isinstance(n := text.get(name), int)), 0)
+    window = n if isinstance(n := text.get("sliding_window"), int) else 0
+    elements = ready.row_bytes["kv"] // ELEMENT_BYTES.get(ready.dtype, 2)
+    check_model(wanted, ModelFacts(ready.max_model_len, heads, elements, window))
+    return wanted
+
+
+def _sizes(config: EngineConfig) -> dict[str, Any]:
+    return {name: getattr(config.topology, name) for name in SIZES}

@@ -1,0 +1,95 @@
+"""A server gets other numbers of workers while streams are open: each stream is what it would have been."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from running import Running, alive, eventually
+from test_recovering import BODY, health, texts
+
+from lamina.cli.launch import main
+
+pytestmark = pytest.mark.timeout(300)
+KEY = "the-operator"
+
+
+@pytest.fixture(scope="module")
+def scalable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    log = tmp_path_factory.mktemp("scaling") / "log"
+    env = {"LAMINA_ADMIN_KEY": KEY, "LAMINA_API_KEY": "a-client"}
+    server = Running(log, "--memory-workers", "1", "--max-recoveries", "0", env=env)
+    yield server
+    pids = server.descendants()
+    server.kill()
+    assert eventually(lambda: not alive(pids), 30), alive(pids)
+
+
+@pytest.fixture
+def client(scalable: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=scalable.url, timeout=120, headers={"Authorization": "Bearer a-client"}) as http:
+        yield http
+
+
+def scale(server: Running, *flags: str, key: str = KEY) -> int:
+    return main(["scale", server.url, *flags, "--admin-key", key])
+
+
+def memory_workers(server: Running) -> int:
+    return sum(b"lamina.memory.main:" in Path(f"/proc/{p}/cmdline").read_bytes() for p in server.descendants())
+
+
+def test_streams_go_on_with_more_and_fewer_memory_workers(
+    scalable: Running, client: httpx.Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stream(flags: tuple[str, ...]) -> dict[int, str]:
+        lines, asking = [], None
+        with client.stream("POST", "/v1/completions", json=BODY) as response:
+            for line in response.iter_lines():
+                lines.append(line)
+                if flags and len(lines) == 40:
+                    asking = threading.Thread(target=lambda: status.append(scale(scalable, *flags)))
+                    asking.start()
+        if asking is not None:
+            asking.join(120)
+        assert lines[-2:] == ["data: [DONE]", ""]
+        return texts(lines)
+
+    status = list[int]()
+    wanted = stream(())
+    assert stream(("--memory-workers", "2")) == wanted
+    assert memory_workers(scalable) == 2
+    assert stream(("--memory-workers", "1")) == wanted
+    assert memory_workers(scalable) == 1
+    assert status == [0, 0]
+    assert "--memory-workers 1 -> --memory-workers 2; streams paused for" in capsys.readouterr().out
+    assert eventually(lambda: health(client) == (200, "ok"), 60)
+    assert client.get("/metrics").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "words"),
+    [
+        (["--tensor-parallel-size", "3"], KEY, "--tensor-parallel-size 3"),
+        (["--memory-workers", "0"], KEY, "memory_workers"),
+        (["--memory-workers", "2"], "a-client", "the operator's key is needed"),
+        ([], KEY, "nothing is to change"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_changes(
+    scalable: Running, capsys: pytest.CaptureFixture[str], flags: list[str], key: str, words: str
+) -> None:
+    workers = sorted(scalable.descendants())
+    assert scale(scalable, *flags, key=key) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+    assert sorted(scalable.descendants()) == workers
+
+
+def test_nobody_scales_without_the_operators_key(scalable: Running, client: httpx.Client) -> None:
+    assert client.post("/scale", json={"memory_workers": 2}).status_code == 401
+    assert httpx.post(f"{scalable.url}/scale", json={"memory_workers": 2}, timeout=30).status_code == 401
