@@ -13,11 +13,13 @@ import shutil
 import socket
 from collections.abc import Callable, Sequence
 from ctypes.util import find_library
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 
+from .contract.base import RDMA_DEVICE
 from .cuda.driver import NVRTC_SIGNATURES, load, nvrtc_names
+from .rdma.ports import CLASS, lack, named, ports
 from .schemes import RENAMED, SCHEMES, check_scheme, open
 
 MEMLOCK_LEAST = 1 << 30
@@ -30,6 +32,7 @@ class Machine:
     root: Path = Path("/")
     kernel: str = platform.release()
     uid: int = os.geteuid()
+    wanted: str = field(default_factory=lambda: os.environ.get(RDMA_DEVICE, ""))  # the RDMA device
 
     def text(self, path: str) -> str:
         """A file's text; empty if it cannot be read."""
@@ -81,16 +84,15 @@ def compiler(_: Machine) -> Verdict:
 
 
 def rdma_device(machine: Machine) -> Verdict:
-    folder = "sys/class/infiniband"
-    ports = [
-        f"{device}:{port} {machine.text(f'{folder}/{device}/ports/{port}/state').partition(': ')[2] or 'state unknown'}"
-        for device in machine.names(folder)
-        for port in machine.names(f"{folder}/{device}/ports")
-    ]
-    if not ports:
-        return False, "none in /sys/class/infiniband", "load the NIC's driver (mlx5_ib), or rdma_rxe for Soft-RoCE"
-    active = any(p.endswith("ACTIVE") for p in ports)
-    return active, ", ".join(ports), "" if active else "connect the port, or set its link up: ip link set DEVICE up"
+    """A port for queue pairs; that which LAMINA_RDMA_DEVICE names, if it names one."""
+    found = ports(machine.root)
+    if not found:
+        return False, f"none in /{CLASS}", "load the NIC's driver (mlx5_ib), or rdma_rxe for Soft-RoCE"
+    why, _, fix = lack(found, machine.wanted).partition("; ")
+    if why:
+        return False, why, fix or "correct it, or unset it for the first active port"
+    described = (f"{p}, {p.link or 'link unknown'}, GIDs {named(p.gids)}" for p in found if p.is_active)
+    return True, "; ".join(described), ""
 
 
 def connectx(machine: Machine) -> Verdict:

@@ -20,6 +20,7 @@ import numpy as np
 from lamina.netstack.contract.base import RDMA_DEVICE
 
 from .card import Route
+from .ports import Wanted
 
 try:
     from pyverbs.addr import GID, AHAttr, GlobalRoute
@@ -81,13 +82,15 @@ class RdmaDevice:
     """An open device with one active port. Raises ImportError when this host has none that fits ``wanted``."""
 
     def __init__(self, wanted: str = "", *, least_message_bytes: int = 0) -> None:
-        name, _, rest = wanted.partition(":")
-        port, _, gid_index = rest.partition(":")
+        try:
+            named = Wanted.parse(wanted)
+        except ValueError as error:
+            raise ImportError(f"transport 'verbs': {error}") from error
         tried = []
         for candidate in _device_names():
-            if name in ("", candidate):
+            if named.name in ("", candidate):
                 try:
-                    self._open(candidate, int(port or 0), int(gid_index or -1))
+                    self._open(candidate, named)
                     if self.message_bytes >= least_message_bytes:
                         return
                     tried.append(f"{candidate}: messages of at most {self.message_bytes} bytes")
@@ -97,11 +100,11 @@ class RdmaDevice:
         why = "; ".join(tried) or "rdma-core lists none; see `rdma link` and `ibv_devices`"
         raise ImportError(f"transport 'verbs' finds no RDMA device {which}with an active port: {why}")
 
-    def _open(self, name: str, port: int, gid_index: int) -> None:
+    def _open(self, name: str, wanted: Wanted) -> None:
         self.name = name
         self.context = Context(name=name)
         attributes = self.context.query_device()
-        for number in [port] if port else range(1, attributes.phys_port_cnt + 1):
+        for number in [wanted.port] if wanted.port else range(1, attributes.phys_port_cnt + 1):
             state = self.context.query_port(number)
             if state.state == e.IBV_PORT_ACTIVE:
                 self.port = number
@@ -109,10 +112,12 @@ class RdmaDevice:
         else:
             raise ValueError("no active port")
         entries = [g for g in self.context.query_gid_table(GID_ENTRIES) if g.port_num == self.port]
-        if gid_index >= 0:
-            entries = [g for g in entries if g.gid_index == gid_index]
+        there = ", ".join(str(g.gid_index) for g in entries) or "none: set an IP address on its network device"
+        if wanted.gid_index is not None:
+            entries = [g for g in entries if g.gid_index == wanted.gid_index]
         if not entries:
-            raise ValueError(f"port {self.port} has no such GID")
+            which = "" if wanted.gid_index is None else f" {wanted.gid_index}"
+            raise ValueError(f"port {self.port} has no GID{which}; it has {there}")
         best = max(entries, key=lambda g: (GID_SCORE.get(g.gid_type, 1), _is_routable(g), -g.gid_index))
         self.gid_index = best.gid_index
         self.gid = IPv6Address(best.gid_str()).packed

@@ -31,6 +31,7 @@ def machine(root: Path, kernel: str = "6.1.0-9-amd64", uid: int = 1000, **files:
     return Machine(root, kernel, uid)
 
 
+GID = "sys__class__infiniband__mlx5_0__ports__1__gids__3"
 PORT = "sys__class__infiniband__mlx5_0__ports__1__state"
 VENDOR = "sys__class__infiniband__mlx5_0__device__vendor"
 DRIVER = "proc__driver__nvidia__version"
@@ -40,7 +41,8 @@ DRIVER = "proc__driver__nvidia__version"
     ("check", "files", "ok"),
     [
         ("RDMA device", {}, False),
-        ("RDMA device", {PORT: "4: ACTIVE"}, True),
+        ("RDMA device", {PORT: "4: ACTIVE", GID: "fe80::1"}, True),
+        ("RDMA device", {PORT: "4: ACTIVE"}, False),
         ("RDMA device", {PORT: "1: DOWN"}, False),
         ("ConnectX", {PORT: "4: ACTIVE", VENDOR: "0x8086"}, False),
         ("ConnectX", {PORT: "4: ACTIVE", VENDOR: "0x15b3"}, None),

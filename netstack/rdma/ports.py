@@ -1,0 +1,132 @@
+"""The RDMA ports of this machine as its kernel lists them in /sys, and the one that somebody has named. Looks only.
+
+Needs neither pyverbs nor a device, so that what is missing can be said where nothing of it is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from ipaddress import IPv6Address
+from pathlib import Path
+
+from lamina.netstack.contract.base import RDMA_DEVICE
+
+CLASS = "sys/class/infiniband"
+FORM = f"{RDMA_DEVICE} is NAME, NAME:PORT or NAME:PORT:GID_INDEX, as in mlx5_0:1:3"
+MOST_NAMED = 8  # GIDs in one line; a ConnectX has room for 256
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The device that ``LAMINA_RDMA_DEVICE`` names. ``name`` empty: any; ``port``, ``gid_index`` None: the best."""
+
+    name: str = ""
+    port: int | None = None
+    gid_index: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Wanted:
+        """Raises ValueError, one line with the form."""
+        name, *numbers = text.split(":")
+        if len(numbers) > 2 or not all(n == "" or (n.isascii() and n.isdigit()) for n in numbers):
+            raise ValueError(f"{FORM}, not {text!r}")
+        port, gid_index = (int(n) if n else None for n in (*numbers, "", "")[:2])
+        if port == 0:
+            raise ValueError(f"{FORM}, not {text!r}: ports count from 1")
+        return cls(name, port, gid_index)
+
+
+@dataclass(frozen=True)
+class Port:
+    """``link``: "Ethernet" or "InfiniBand"; ``gids``: by index, the address and its kind, as "RoCE v2"."""
+
+    device: str
+    number: int
+    state: str
+    link: str
+    is_iwarp: bool = False
+    gids: dict[int, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def is_active(self) -> bool:
+        return self.state == "ACTIVE"
+
+    def __str__(self) -> str:
+        return f"{self.device}:{self.number} {self.state or 'state unknown'}"
+
+    def lack(self, wanted: Wanted) -> str:
+        """Why queue pairs cannot use it, with the fix behind "; "; empty if they can."""
+        place = f"{self.device}:{self.number}"
+        if self.is_iwarp:
+            return f"{place} speaks iWARP, no InfiniBand and no RoCE; name another device, or take --transport tcp"
+        if not self.is_active:
+            return f"{place} is {self.state or 'in no known state'}; connect it, or: ip link set DEVICE up"
+        if not self.gids:
+            return f"{place} has no GID; set an IP address on its network device, and switch RoCE on in its driver"
+        if wanted.gid_index is not None and wanted.gid_index not in self.gids:
+            return f"{place} has no GID {wanted.gid_index}; choose of {named(self.gids)}"
+        return ""
+
+
+def named(gids: dict[int, tuple[str, str]]) -> str:
+    """The first GIDs, in words."""
+    words = [f"{n} ({' '.join(filter(None, (kind, gid)))})" for n, (gid, kind) in sorted(gids.items())]
+    more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
+    return ", ".join(words[:MOST_NAMED]) + more
+
+
+def ports(root: Path = Path("/")) -> list[Port]:
+    """All that the kernel below ``root`` lists, sorted by device and number."""
+    folder = root / CLASS
+    return [_port(folder / device, n) for device in _names(folder) for n in _numbers(folder / device / "ports")]
+
+
+def lack(found: list[Port], text: str) -> str:
+    """Why no port serves ``text`` (of LAMINA_RDMA_DEVICE; empty: any), with the fix behind "; "; empty if one does."""
+    try:
+        wanted = Wanted.parse(text)
+    except ValueError as error:
+        return str(error)
+    of_name = [p for p in found if wanted.name in ("", p.device)]
+    if not of_name:
+        there = ", ".join(sorted({p.device for p in found})) or "none"
+        return f"{RDMA_DEVICE} names {wanted.name!r}, which is not here; choose of {there}"
+    matching = [p for p in of_name if wanted.port in (None, p.number)]
+    if not matching:
+        return f"{RDMA_DEVICE} names port {wanted.port}, which is not here; choose of {', '.join(map(str, of_name))}"
+    lacks = [p.lack(wanted) for p in matching]
+    return "" if "" in lacks else lacks[0]
+
+
+def _port(device: Path, number: int) -> Port:
+    folder = device / "ports" / str(number)
+    gids = {}
+    for index in _numbers(folder / "gids"):
+        try:
+            gid = IPv6Address(_text(folder / "gids" / str(index)))
+        except ValueError:
+            continue
+        if int(gid):
+            gids[index] = str(gid), _text(folder / "gid_attrs/types" / str(index))
+    state = _text(folder / "state").partition(": ")[2]
+    is_iwarp = _text(device / "node_type").endswith("RNIC")
+    return Port(device.name, number, state, _text(folder / "link_layer"), is_iwarp, gids)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(p.name for p in folder.iterdir())
+    except OSError:
+        return []
+
+
+def _numbers(folder: Path) -> list[int]:
+    return sorted(int(n) for n in _names(folder) if n.isdigit())
+
+
+def _text(path: Path) -> str:
+    """Empty if it cannot be read, as the kind of a GID that is not set."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
