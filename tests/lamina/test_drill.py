@@ -147,10 +147,10 @@ def drill(*flags: str) -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_server_passes_it() -> None:
-    status, out = drill("--count", "6", "--json")
+    status, out = drill("--count", "7", "--json")
     found = json.loads(out)
-    assert (status, found["hits"], found["left"]) == (0, 6, 0), out
-    assert len(found["faults"]) == 6
+    assert (status, found["hits"], found["left"]) == (0, 7, 0), out
+    assert len(found["faults"]) == 7
     for row in found["faults"].values():
         assert (row["right"], row["wrong"], row["lost"], row["twice"]) == (32, 0, 0, 0)
     assert found["faults"]["stop"]["noticed_s"][0] > 1.0

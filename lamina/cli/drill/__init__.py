@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from .streams import StreamTold
     from .target import Target, Victim
 
-# name -> (role, signal, or CUT: it loses a connection to a memory worker)
+# name -> (role, signal, or CUT: it loses a connection to a memory worker, or SCALE: it ends as the server gets twice as
+# many memory workers, or as many as at first)
 FAULTS = {
     "kill-compute": ("compute", "SIGKILL"),
     "kill-memory": ("memory", "SIGKILL"),
@@ -30,6 +31,7 @@ FAULTS = {
     "stop-engine": ("engine", "SIGSTOP"),
     "partition": ("compute", "CUT"),
     "kill-spare": ("spare", "SIGKILL"),
+    "scale": ("engine", "SCALE"),
 }
 USUAL = [name for name in FAULTS if name not in ("partition", "kill-spare")]  # which need TCP, and a spare
 FLAGS = ["--memory-workers", "2", "--prefill-workers", "1", "--dtype", "float32", "--deterministic"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
+import secrets
 import select
 import shutil
 import signal
@@ -70,6 +72,7 @@ class Target:
     def __init__(self, model: str, flags: list[str], *, journal: bool = False) -> None:
         """``journal``: whether it keeps one, at ``journal``. Raises OSError where it does not start."""
         self.struck_at = 0.0
+        self._key, self._few = secrets.token_hex(), 0  # for scaling, and the fewest memory workers
         self.has_prefill = False
         self._log: list[tuple[float, str]] = []
         self._folder = Path(tempfile.mkdtemp(prefix="lamina-drill-"))
@@ -87,7 +90,7 @@ class Target:
             *(["--journal", str(self.journal), "--journal-size", JOURNAL_SIZE] if journal else []),
             *flags,
         ]
-        environment = {**os.environ, TRIPWIRE: str(self._folder / "tripwire")}
+        environment = {**os.environ, TRIPWIRE: str(self._folder / "tripwire"), "LAMINA_ADMIN_KEY": self._key}
         self._server = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
@@ -111,9 +114,13 @@ class Target:
         return rng.choice(found)
 
     def strike(self, victim: Victim, how: str, moment: Moment = ANY_TIME) -> str:
-        """Send it the signal of that name; CUT: end a connection of it to a memory worker. At a moment of a kind it
+        """Send it the signal of that name; CUT: end a connection of it to a memory worker; SCALE: have the server go on
+        with twice as many memory workers, or with as many as at first. At a moment of a kind it
         ends by itself, or by the signal where that has not come for TRIP_S. Returns the kind. Raises OSError.
         """
+        if how == "SCALE":
+            self._scale()
+            return ANY
         if how == "CUT":
             if not any(cut(victim.pid, v.pid) for v in self._processes() if v.role == "memory"):
                 raise OSError(f"{victim.name} has no TCP connection to a memory worker")
@@ -124,6 +131,21 @@ class Target:
                 os.kill(victim.pid, signal.Signals[how])
         self.struck_at = time.perf_counter()
         return ANY
+
+    def _scale(self) -> None:
+        """Raises OSError where the server does not."""
+        there = sum(v.role == "memory" for v in self._processes())
+        self._few = self._few or there
+        body = json.dumps({"memory_workers": 2 * there if there == self._few else self._few}).encode()
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+        self.struck_at = time.perf_counter()
+        asked = urllib.request.Request(self.url + "/scale", body, headers)
+        try:
+            with urllib.request.urlopen(asked, timeout=START_S):
+                pass
+        except urllib.error.HTTPError as error:
+            with error:
+                raise OSError(f"the server does not scale: {error.read().decode(errors='replace')}") from None
 
     def _trips(self, victim: Victim, moment: Moment) -> bool:
         if moment.event is None:
