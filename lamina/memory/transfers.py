@@ -93,9 +93,7 @@ class Transfers:
         """Keys of the pages of which the medium has all that this worker can need, ``most`` at most: those that were
         used last. Raises MediumError.
         """
-        share = self._atoms.share
-        there = (x.page.key for x in self._medium.pages() if share <= x.atoms)
-        return list(there)[-most:]
+        return self._medium.keys(self._atoms.share, most)
 
     def begin(self, plan: StepPlan) -> None:
         """Have the store begin ``plan``, and begin the transfers that it asks for. Raises as Store.begin, PlanError

@@ -90,6 +90,26 @@ def test_a_page_is_there_as_far_as_it_was_written(medium: Medium) -> None:
     assert filled(medium, page(1).key, HEADS) == HEADS
 
 
+def test_keys_are_those_of_pages_that_have_certain_atoms(medium: Medium) -> None:
+    """Those that were used last, and of a page what all of its writes brought."""
+    first, second = dict(list(HEADS.items())[:4]), dict(list(HEADS.items())[4:])
+    for number, atoms in enumerate((HEADS, first, HEADS, second)):
+        put(medium, page(number), atoms)
+    whole, part = frozenset(HEADS), frozenset(first)
+    assert medium.keys(whole, 9) == [page(0).key, page(2).key]
+    assert medium.keys(part, 9) == [page(number).key for number in range(3)]
+    assert medium.keys(part, 2) == [page(number).key for number in (1, 2)]
+    assert len(medium.keys(frozenset(), 9)) == 4
+    assert medium.keys(frozenset({Atom(99, 0)}), 9) == []
+    put(medium, page(1), second)
+    filled(medium, page(0).key, HEADS)
+    assert medium.keys(whole, 9) == [page(number).key for number in (2, 1, 0)]
+    medium.write(page(2)._replace(recipe=Recipe("decode")), first)
+    assert medium.keys(whole, 9) == [page(1).key, page(0).key], "another recipe begins the page anew"
+    medium.drop([page(0).key])
+    assert medium.keys(whole, 9) == [page(1).key]
+
+
 def test_what_is_written_last_is_there(medium: Medium) -> None:
     put(medium, page(1))
     atom = Atom(0, 0)

@@ -57,8 +57,8 @@ class MediumPlace(NamedTuple):
     ``size``: bytes for all workers of this server on this host, which are ``workers``; each has the same part of it.
     ``policy``: who is given up first. ``identity``: pages of another one are not listed and not read, but may be given
     up. What follows is the file medium's: ``secret`` is the store's (lamina.kv.keys), and ``server`` names the server
-    whose workers share ``directory``; no other one may open it meanwhile. ``ttl_s``: pages that nobody read or wrote
-    for so long are dropped; 0 = none. ``encrypt``: atoms lie there encrypted, by a key of their tenant.
+    whose workers share ``directory``; no other one may open it meanwhile. ``encrypt``: atoms lie there encrypted, by a
+    key of their tenant.
     """
 
     size: int
@@ -68,7 +68,6 @@ class MediumPlace(NamedTuple):
     directory: str = ""
     secret: bytes = b""
     server: str = ""
-    ttl_s: float = 0.0
     encrypt: bool = True
 
 
@@ -100,6 +99,12 @@ class Medium(Protocol):
 
     def pages(self) -> list[HeldPage]:
         """What is there, of this identity; the most recently used last. Raises MediumError."""
+        ...
+
+    def keys(self, atoms: frozenset[Atom], most: int) -> list[bytes]:
+        """Of the pages of this identity that have all of ``atoms``: the ``most``, one at least, that were used last,
+        the most recently used last. It takes milliseconds for thousands of pages. Raises MediumError.
+        """
         ...
 
     def close(self) -> None:

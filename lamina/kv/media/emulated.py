@@ -78,6 +78,11 @@ class Emulated:
         self._happen("pages")
         return self._inner.pages()
 
+    def keys(self, atoms: frozenset[Atom], most: int) -> list[bytes]:
+        """See Medium."""
+        self._happen("pages")
+        return self._inner.keys(atoms, most)
+
     def close(self) -> None:
         """See Medium."""
         self._inner.close()

@@ -11,8 +11,9 @@ from contextlib import ExitStack, contextmanager
 from lamina.kv.media import AtomLostError, Bytes, HeldPage, MediumError, MediumPlace, NoRoomError
 from lamina.kv.pages import Atom, Page
 from lamina.kv.store.folder import StoreFolder, store_secret
-from lamina.kv.store.index import PageEntry, PageIndex, RecordExtent
+from lamina.kv.store.index import PageIndex
 from lamina.kv.store.records import Records
+from lamina.kv.store.schema import PageEntry, RecordExtent
 from lamina.kv.store.seal import DataKeys, SealBrokenError
 from lamina.kv.store.segments import Segments
 from lamina.kv.victims import rank_of
@@ -28,7 +29,6 @@ class File:
     def __init__(self, place: MediumPlace) -> None:
         self._identity = place.identity
         self._encrypt = place.encrypt
-        self._ttl_s = place.ttl_s
         self._rank = rank_of(place.policy)
         self._writing = threading.Lock()  # free space has one keeper
         self._quiet = threading.Condition()
@@ -53,7 +53,7 @@ class File:
     def reserve(self, nbytes: int) -> list[bytes]:
         """See Medium."""
         with self._call(), self._writing:
-            given = self._drop_old()
+            given = list[bytes]()
             if nbytes > self._segments.share:
                 raise NoRoomError(f"{nbytes} bytes are more than this worker's part of it, {self._segments.share}")
             if not self._segments.make_room(nbytes):
@@ -120,7 +120,6 @@ class File:
     def pages(self) -> list[HeldPage]:
         """See Medium."""
         with self._call():
-            self._drop_old()
             return [
                 HeldPage(
                     entry.page,
@@ -130,6 +129,11 @@ class File:
                 for entry in self._index.entries(self._identity)
             ]
 
+    def keys(self, atoms: frozenset[Atom], most: int) -> list[bytes]:
+        """See Medium."""
+        with self._call():
+            return self._index.keys(self._identity, atoms, most)
+
     def close(self) -> None:
         """See Medium. Waits for calls of other threads."""
         with self._quiet:
@@ -137,9 +141,6 @@ class File:
             if not self._quiet.wait_for(lambda: not self._num_calls, _CLOSE_S):
                 return  # a disk that does not answer: the files stay open until the process ends
         self._undo.close()
-
-    def _drop_old(self) -> list[bytes]:
-        return self._index.drop_old(self._ttl_s) if self._ttl_s else []
 
     def _enough(self, nbytes: int) -> Callable[[RecordExtent], bool]:
         """Whether the extents that it was told of are enough."""

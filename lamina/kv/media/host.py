@@ -90,6 +90,12 @@ class HostMedium:
         with self._lock:
             return [HeldPage(each.page, frozenset(each.atoms), each.nbytes) for each in self._open().values()]
 
+    def keys(self, atoms: frozenset[Atom], most: int) -> list[bytes]:
+        """See Medium."""
+        with self._lock:
+            there = [key for key, each in self._open().items() if atoms <= each.atoms.keys()]
+        return there[-most:]
+
     def close(self) -> None:
         """See Medium."""
         with self._lock:

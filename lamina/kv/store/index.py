@@ -8,75 +8,31 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import struct
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
-from lamina.kv.pages import Atom, Page, Recipe
+from lamina.kv.pages import Atom, Page
 from lamina.kv.victims import PageUse, Rank
 
 from .folder import INDEX, StoreFolder
-from .seal import TAG_BYTES
+from .schema import (
+    PAGE,
+    RECORD,
+    SCHEMA,
+    VERSION,
+    PageEntry,
+    Record,
+    RecordExtent,
+    packed,
+    packed_set,
+    page_of,
+    record_of,
+    set_of,
+)
 
-VERSION = 1
 _BUSY_S = 30.0
 _MOST_TOUCHED = 256
-_SCHEMA = """
-CREATE TABLE segments (id INTEGER PRIMARY KEY AUTOINCREMENT, size INTEGER NOT NULL);
-CREATE TABLE pages (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, identity BLOB NOT NULL, key BLOB NOT NULL, number INTEGER NOT NULL,
-    tokens INTEGER NOT NULL, tenant BLOB NOT NULL, source TEXT NOT NULL, chunk INTEGER NOT NULL, build TEXT NOT NULL,
-    ranks INTEGER NOT NULL, came INTEGER NOT NULL, used INTEGER NOT NULL, uses INTEGER NOT NULL, at_s REAL NOT NULL,
-    UNIQUE (identity, key)
-);
-CREATE TABLE records (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, page INTEGER NOT NULL REFERENCES pages (id) ON DELETE CASCADE,
-    segment INTEGER NOT NULL REFERENCES segments (id) ON DELETE CASCADE, at INTEGER NOT NULL, size INTEGER NOT NULL,
-    encrypted INTEGER NOT NULL, salt BLOB NOT NULL, atoms BLOB NOT NULL
-);
-CREATE INDEX records_by_page ON records (page);
-CREATE INDEX records_by_segment ON records (segment);
-CREATE TABLE clock (now INTEGER NOT NULL);
-INSERT INTO clock VALUES (0);
-"""
-_PAGE = "key, number, tokens, tenant, source, chunk, build, ranks"
-_ATOM = struct.Struct(f"<III{TAG_BYTES}s")  # layer, head, bytes, tag
-_RECORD = "id, segment, at, size, encrypted, salt, atoms"
-
-
-class RecordExtent(NamedTuple):
-    """Bytes ``at .. at + size`` of a segment."""
-
-    segment: int
-    at: int
-    size: int
-
-
-class Sealed(NamedTuple):
-    """What is known of an atom that lies in a record."""
-
-    nbytes: int
-    tag: bytes
-
-
-class Record(NamedTuple):
-    """Some atoms of a page, one behind the other in the order of ``atoms``."""
-
-    extent: RecordExtent
-    encrypted: bool
-    salt: bytes
-    atoms: dict[Atom, Sealed]
-    id: int = 0  # given by the index; of two records with one atom, that of the greater one counts
-
-
-class PageEntry(NamedTuple):
-    """A page of the index, its records in the order in which they came."""
-
-    page: Page
-    records: list[Record]
 
 
 class PageIndex:
@@ -102,12 +58,12 @@ class PageIndex:
         with self._change():
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if version == 0:
-                for statement in _SCHEMA.split(";"):
+                for statement in SCHEMA.split(";"):
                     self._db.execute(statement)
                 self._db.execute(f"PRAGMA user_version = {VERSION}")
             elif version != VERSION:
                 raise ValueError(
-                    f"{self._name}: the index has version {version}, not {VERSION}: name another directory"
+                    f"{self._name}: the index has version {version}, not {VERSION}: lamina-launch kv purge empties it"
                 )
 
     @contextmanager
@@ -131,12 +87,12 @@ class PageIndex:
     def look_up(self, identity: bytes, key: bytes) -> PageEntry | None:
         """A page; None where it is not there."""
         with self._lock:
-            row = self._db.execute(f"SELECT id, {_PAGE} FROM pages WHERE identity = ? AND key = ?", (identity, key))
+            row = self._db.execute(f"SELECT id, {PAGE} FROM pages WHERE identity = ? AND key = ?", (identity, key))
             found = row.fetchone()
             if found is None:
                 return None
-            query = f"SELECT {_RECORD} FROM records WHERE page = ? ORDER BY id"
-            return PageEntry(_page(found[1:]), [_record(r) for r in self._db.execute(query, found[:1])])
+            query = f"SELECT {RECORD} FROM records WHERE page = ? ORDER BY id"
+            return PageEntry(page_of(found[1:]), [record_of(r) for r in self._db.execute(query, found[:1])])
 
     def touch(self, identity: bytes, key: bytes) -> None:
         """Say that a page was used: it is written with the next change."""
@@ -154,47 +110,44 @@ class PageIndex:
         with self._change():
             now = self._tick()
             where = (identity, page.key)
-            query = f"SELECT id, {_PAGE} FROM pages WHERE identity = ? AND key = ?"
+            query = f"SELECT id, {PAGE} FROM pages WHERE identity = ? AND key = ?"
             found = self._db.execute(query, where).fetchone()
             if found is None:
-                values = (identity, *page[:4], *page.recipe, now, now, 1, time.time())
+                values = (identity, *page[:4], *page.recipe, now, now, 1, self._set(record.atoms))
                 marks = ", ".join("?" * len(values))
-                columns = f"identity, {_PAGE}, came, used, uses, at_s"
+                columns = f"identity, {PAGE}, came, used, uses, held"
                 number = self._db.execute(f"INSERT INTO pages ({columns}) VALUES ({marks})", values).lastrowid
             else:
-                number, old = found[0], _page(found[1:])
-                self._renew(number, old, page, now)
-                for row in self._db.execute(f"SELECT {_RECORD} FROM records WHERE page = ?", (number,)).fetchall():
-                    if old != page or _record(row).atoms.keys() <= record.atoms.keys():
+                number, old, held = found[0], page_of(found[1:]), set(record.atoms)
+                if not page.is_same(old):
+                    raise ValueError("another page has this key")
+                for row in self._db.execute(f"SELECT {RECORD} FROM records WHERE page = ?", (number,)).fetchall():
+                    atoms = record_of(row).atoms.keys()
+                    if old != page or atoms <= record.atoms.keys():
                         self._db.execute("DELETE FROM records WHERE id = ?", row[:1])
+                    else:
+                        held |= atoms
+                self._db.execute(
+                    "UPDATE pages SET used = ?, source = ?, chunk = ?, build = ?, ranks = ?, held = ? WHERE id = ?",
+                    (now, *page.recipe, self._set(held), number),
+                )
             self._db.execute(
                 "INSERT INTO records (page, segment, at, size, encrypted, salt, atoms) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (number, *record.extent, record.encrypted, record.salt, _packed(record.atoms)),
+                (number, *record.extent, record.encrypted, record.salt, packed(record.atoms)),
             )
 
-    def _renew(self, number: int | None, old: Page, page: Page, now: int) -> None:
-        """The entry of a page that more is written of."""
-        if not page.is_same(old):
-            raise ValueError("another page has this key")
-        values = (now, time.time(), *page.recipe, number)
-        self._db.execute(
-            "UPDATE pages SET used = ?, at_s = ?, source = ?, chunk = ?, build = ?, ranks = ? WHERE id = ?", values
-        )
+    def _set(self, atoms: Iterable[Atom]) -> int:
+        """Its number, a new one where it has none."""
+        name = (packed_set(atoms),)
+        found = self._db.execute("SELECT id FROM sets WHERE atoms = ?", name).fetchone()
+        if found is None:
+            found = self._db.execute("INSERT INTO sets (atoms) VALUES (?) RETURNING id", name).fetchone()
+        return int(found[0])
 
     def drop(self, identity: bytes, keys: Iterable[bytes]) -> None:
         """Pages, all of them or none."""
         with self._change():
             self._db.executemany("DELETE FROM pages WHERE identity = ? AND key = ?", [(identity, key) for key in keys])
-
-    def drop_old(self, ttl_s: float) -> list[bytes]:
-        """Pages of any identity that were not used for ``ttl_s``; returns their keys."""
-        before = time.time() - ttl_s
-        if not self._rows("SELECT 1 FROM pages WHERE at_s < ? LIMIT 1", before):
-            return []
-        with self._change():
-            keys = [row[0] for row in self._db.execute("SELECT key FROM pages WHERE at_s < ?", (before,))]
-            self._db.execute("DELETE FROM pages WHERE at_s < ?", (before,))
-        return keys
 
     def drop_tenant(self, tenant: bytes) -> int:
         """Its pages of all identities; returns how many."""
@@ -235,11 +188,23 @@ class PageIndex:
         """Pages, all or those of one identity or tenant; the most recently used last."""
         with self._change():  # what this worker used counts
             records: dict[int, list[Record]] = {}
-            for page, *row in self._db.execute(f"SELECT page, {_RECORD} FROM records ORDER BY id"):
-                records.setdefault(page, []).append(_record(row))
-            query = f"SELECT id, {_PAGE} FROM pages WHERE coalesce(identity = ?, 1) AND coalesce(tenant = ?, 1)"
+            for page, *row in self._db.execute(f"SELECT page, {RECORD} FROM records ORDER BY id"):
+                records.setdefault(page, []).append(record_of(row))
+            query = f"SELECT id, {PAGE} FROM pages WHERE coalesce(identity = ?, 1) AND coalesce(tenant = ?, 1)"
             rows = self._db.execute(f"{query} ORDER BY used", (identity, tenant))
-            return [PageEntry(_page(row[1:]), records[row[0]]) for row in rows if row[0] in records]
+            return [PageEntry(page_of(row[1:]), records[row[0]]) for row in rows if row[0] in records]
+
+    def keys(self, identity: bytes, atoms: frozenset[Atom], most: int) -> list[bytes]:
+        """Of the pages that have all of ``atoms``; ``most`` at most, the most recently used, and of those the last
+        used last.
+        """
+        if self._touched:
+            with self._change():  # what this worker used counts
+                pass
+        sets = [number for number, held in self._rows("SELECT id, atoms FROM sets") if atoms <= set_of(held)]  # type: ignore[arg-type]
+        marks = ", ".join("?" * len(sets))
+        query = f"SELECT key FROM pages WHERE identity = ? AND held IN ({marks}) ORDER BY used DESC LIMIT ?"
+        return [key for (key,) in reversed(self._rows(query, identity, *sets, most))]  # type: ignore[misc]
 
     def counts(self) -> list[tuple[bytes, bytes, int, int]]:
         """Identity, tenant, pages and bytes on disk."""
@@ -313,23 +278,5 @@ class PageIndex:
 
     def _put_uses(self) -> None:
         for where, times in self._touched.items():
-            values = (self._tick(), times, time.time(), *where)
-            self._db.execute(
-                "UPDATE pages SET used = ?, uses = uses + ?, at_s = ? WHERE identity = ? AND key = ?", values
-            )
-
-
-def _page(row: tuple[object, ...]) -> Page:
-    key, number, tokens, tenant, *recipe = row
-    return Page(key, number, tokens, tenant, Recipe(*recipe))  # type: ignore[arg-type]
-
-
-def _record(row: Iterable[object]) -> Record:
-    number, segment, at, size, encrypted, salt, atoms = row
-    table = _ATOM.iter_unpack(atoms)  # type: ignore[arg-type]
-    known = {Atom(layer, head): Sealed(nbytes, tag) for layer, head, nbytes, tag in table}
-    return Record(RecordExtent(segment, at, size), bool(encrypted), salt, known, number)  # type: ignore[arg-type]
-
-
-def _packed(atoms: dict[Atom, Sealed]) -> bytes:
-    return b"".join(_ATOM.pack(*atom, *sealed) for atom, sealed in atoms.items())
+            values = (self._tick(), times, *where)
+            self._db.execute("UPDATE pages SET used = ?, uses = uses + ? WHERE identity = ? AND key = ?", values)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lamina.kv.pages import Atom, Page
 
-from .index import Record, RecordExtent, Sealed
+from .schema import Record, RecordExtent, Sealed
 from .seal import SALT_BYTES, TAG_BYTES, DataKeys, Seal, SealBrokenError
 from .segments import BLOCK, Buffers, Segments, padded
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from .folder import DRAFT, SEGMENT, StoreFolder
-from .index import PageIndex, RecordExtent
+from .index import PageIndex
+from .schema import RecordExtent
 
 BLOCK = 4096  # a multiple of the blocks of every disk
 SEGMENT_BYTES = 256 << 20  # of a segment at most, if no record is larger than a part of it

@@ -11,8 +11,9 @@ from lamina.kv.keys import tenant_tag
 from lamina.kv.pages import Atom, Page
 
 from .folder import DRAFT, INDEX, KEY, SECRET, SEGMENT, StoreFolder
-from .index import PageEntry, PageIndex
+from .index import PageIndex
 from .records import Records
+from .schema import PageEntry
 from .seal import DataKeys, SealBrokenError, destroy_data_key
 from .segments import Segments
 

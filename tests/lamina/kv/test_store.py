@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import sqlite3
 import stat
+import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from lamina.kv.media.host import HostMedium
 from lamina.kv.pages import PAGE, Atom, Page, Recipe
 from lamina.kv.store.folder import StoreFolder, store_secret
 from lamina.kv.store.seal import destroy_data_key
+from lamina.kv.store.upkeep import purge
 
 SECRET = b"s" * 32
 SIZE = 1 << 20
@@ -92,6 +96,29 @@ def test_two_workers_by_head_are_read_by_three_by_page(opener: Opener) -> None:
         writer.close()
     readers = [opener(workers=3, server="two") for _ in range(3)]
     assert all(has(reader, page(number)) for number, reader in enumerate(readers))
+
+
+def test_keys_are_listed_without_their_records(opener: Opener, path: Path) -> None:
+    """A start lists thousands of pages."""
+    medium = opener()
+    for number in range(3):
+        medium.write(page(number), ATOMS)
+    with closing(sqlite3.connect(path / "index.db")) as db, db:
+        db.execute("UPDATE records SET atoms = x'00'")
+    assert medium.keys(frozenset(ATOMS), 9) == [page(number).key for number in range(3)]
+    with pytest.raises(struct.error):
+        medium.pages()
+
+
+def test_an_index_of_another_version_is_refused_in_one_line(opener: Opener, path: Path) -> None:
+    opener().close()
+    with closing(sqlite3.connect(path / "index.db")) as db:
+        db.execute("PRAGMA user_version = 1")
+    with pytest.raises(ValueError, match="has version 1, not 2: lamina-launch kv purge empties it$"):
+        opener(server="two")
+    with closing(StoreFolder(str(path))) as folder:
+        purge(folder)
+    assert opener(server="three").pages() == []
 
 
 def test_a_foreign_identity_sees_nothing_and_its_room_can_be_had(opener: Opener) -> None:
@@ -245,17 +272,6 @@ def test_space_that_another_worker_gave_up(opener: Opener) -> None:
     first.write(page(200), ATOMS)
     assert has(second, page(200))
     assert not has(second, page(3))
-
-
-def test_pages_that_nobody_used_for_long(opener: Opener) -> None:
-    medium = opener()
-    medium.write(page(), ATOMS)
-    medium.close()
-    medium = opener(ttl_s=3600.0)
-    assert len(medium.pages()) == 1
-    medium.close()
-    medium = opener(ttl_s=1e-9)
-    assert medium.pages() == []
 
 
 def test_two_servers_on_one_directory(opener: Opener) -> None:

@@ -1,0 +1,101 @@
+"""What the index of a store has in its tables, and how pages and records lie in their rows.
+
+A page's row names the set of atoms that its records have together (``held``). There are few such sets, as there are
+few partitions; so who needs certain atoms asks for the pages of some sets, and reads no record.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from lamina.kv.pages import Atom, Page, Recipe
+
+from .seal import TAG_BYTES
+
+VERSION = 2
+SCHEMA = """
+CREATE TABLE segments (id INTEGER PRIMARY KEY AUTOINCREMENT, size INTEGER NOT NULL);
+CREATE TABLE sets (id INTEGER PRIMARY KEY, atoms BLOB NOT NULL UNIQUE);
+CREATE TABLE pages (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, identity BLOB NOT NULL, key BLOB NOT NULL, number INTEGER NOT NULL,
+    tokens INTEGER NOT NULL, tenant BLOB NOT NULL, source TEXT NOT NULL, chunk INTEGER NOT NULL, build TEXT NOT NULL,
+    ranks INTEGER NOT NULL, came INTEGER NOT NULL, used INTEGER NOT NULL, uses INTEGER NOT NULL,
+    held INTEGER NOT NULL REFERENCES sets (id), UNIQUE (identity, key)
+);
+CREATE TABLE records (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, page INTEGER NOT NULL REFERENCES pages (id) ON DELETE CASCADE,
+    segment INTEGER NOT NULL REFERENCES segments (id) ON DELETE CASCADE, at INTEGER NOT NULL, size INTEGER NOT NULL,
+    encrypted INTEGER NOT NULL, salt BLOB NOT NULL, atoms BLOB NOT NULL
+);
+CREATE INDEX records_by_page ON records (page);
+CREATE INDEX records_by_segment ON records (segment);
+CREATE TABLE clock (now INTEGER NOT NULL);
+INSERT INTO clock VALUES (0);
+"""
+PAGE = "key, number, tokens, tenant, source, chunk, build, ranks"
+RECORD = "id, segment, at, size, encrypted, salt, atoms"
+_ATOM = struct.Struct(f"<III{TAG_BYTES}s")  # layer, head, bytes, tag
+_NAME = struct.Struct("<II")  # layer, head
+
+
+class RecordExtent(NamedTuple):
+    """Bytes ``at .. at + size`` of a segment."""
+
+    segment: int
+    at: int
+    size: int
+
+
+class Sealed(NamedTuple):
+    """What is known of an atom that lies in a record."""
+
+    nbytes: int
+    tag: bytes
+
+
+class Record(NamedTuple):
+    """Some atoms of a page, one behind the other in the order of ``atoms``."""
+
+    extent: RecordExtent
+    encrypted: bool
+    salt: bytes
+    atoms: dict[Atom, Sealed]
+    id: int = 0  # given by the index; of two records with one atom, that of the greater one counts
+
+
+class PageEntry(NamedTuple):
+    """A page of the index, its records in the order in which they came."""
+
+    page: Page
+    records: list[Record]
+
+
+def page_of(row: tuple[object, ...]) -> Page:
+    """Of columns PAGE."""
+    key, number, tokens, tenant, *recipe = row
+    return Page(key, number, tokens, tenant, Recipe(*recipe))  # type: ignore[arg-type]
+
+
+def record_of(row: Iterable[object]) -> Record:
+    """Of columns RECORD."""
+    number, segment, at, size, encrypted, salt, atoms = row
+    table = _ATOM.iter_unpack(atoms)  # type: ignore[arg-type]
+    known = {Atom(layer, head): Sealed(nbytes, tag) for layer, head, nbytes, tag in table}
+    return Record(RecordExtent(segment, at, size), bool(encrypted), salt, known, number)  # type: ignore[arg-type]
+
+
+def packed(atoms: dict[Atom, Sealed]) -> bytes:
+    """What ``record_of`` reads."""
+    return b"".join(_ATOM.pack(*atom, *sealed) for atom, sealed in atoms.items())
+
+
+def packed_set(atoms: Iterable[Atom]) -> bytes:
+    """The same for the same atoms in any order."""
+    return b"".join(_NAME.pack(*atom) for atom in sorted(atoms))
+
+
+def set_of(atoms: bytes) -> frozenset[Atom]:
+    """What ``packed_set`` has packed."""
+    return frozenset(map(Atom._make, _NAME.iter_unpack(atoms)))
