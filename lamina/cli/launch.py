@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": ("generate", "complete prompts and print the text as it comes"),
     "serve": ("serve", "answer OpenAI's HTTP API"),
     "scale": ("scale", "give a running server other numbers of workers; its streams stay open"),
+    "drain": ("drain", "have a running server take nothing new, and wait until all is finished; or take it again"),
     "worker": ("worker", "look after one worker of a driver that runs with --launcher static"),
     "cluster": ("cluster", "start, show and end a Ray cluster for workers on several hosts"),
     "plan": ("plan", "say which devices to buy for a trace of requests, and whether to split at all"),

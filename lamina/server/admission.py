@@ -54,7 +54,8 @@ class Admission:
         self._refused = refused
         self.completions = 0  # under way
         self.tokens = 0  # of prompts that wait for their first token
-        self.draining = False
+        self.draining = False  # until the server's end
+        self.closed = False  # by the operator, for a time
 
     @property
     def num_waiting(self) -> int:
@@ -62,10 +63,15 @@ class Admission:
         return max(0, self.completions - self._max_running)
 
     def check(self, completions: int) -> None:
-        """Whether so many more may come in. Raises ApiError: 503 while draining, 429, 400 for what never could."""
+        """Whether so many more may come in. Raises ApiError: 503 while draining or closed, 429, 400 for what
+        never could.
+        """
         if self.draining:
             self._refused("draining")
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S)
+        if self.closed:
+            self._refused("draining")
+            raise ApiError(503, "the server takes no new requests now", code="draining", retry_after_s=RETRY_AFTER_S)
         if completions > self._limit:
             text = f"{completions} completions in one request; at most {self._limit} fit (--max-num-queued-reqs)"
             raise ApiError(400, text, code="too_many_completions")

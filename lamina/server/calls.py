@@ -28,6 +28,7 @@ from .watch.gauges import EngineGauges
 from .watch.metrics import Metrics, PromptMeter
 
 RECOVERING = "recovering"  # a worker was lost and is being replaced; its requests go on behind that
+DRAINING = "draining"  # by the operator, who may undo it
 
 
 @dataclass
@@ -59,6 +60,8 @@ class Service:
         """Why this server should get no requests; None if it should."""
         if self.admission.draining:
             return "shutting down"
+        if self.admission.closed:
+            return DRAINING
         if self.client.failure is not None:
             return self.client.failure
         if self.client.state is not None and self.client.state.recovering:

@@ -1,4 +1,6 @@
-"""POST /scale: other numbers of workers while streams are open, for whoever has the key of the operator."""
+"""For whoever has the key of the operator: POST /scale, other numbers of workers while streams are open; POST /drain,
+nothing new for a time.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +41,12 @@ class ScaleRequest(Strict):
     pipeline: Int | None = Field(None, ge=1)
 
 
+class DrainRequest(Strict):
+    """POST /drain."""
+
+    on: bool = True
+
+
 SIZES = tuple(ScaleRequest.model_fields)
 
 
@@ -61,6 +69,18 @@ async def scale(request: Request) -> Response:
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_value") from None
     return json_response({"before": had, "after": _sizes(wanted), "pause_s": await _change(service, wanted)})
+
+
+@router.post("/drain", openapi_extra=described(DrainRequest), responses=answers(401, 503, body=True))
+async def drain(request: Request) -> Response:
+    """Take no new requests, or take them again (``on`` false). What is under way goes on; says how much that is."""
+    service: Service = request.app.state.service
+    _check_key(service.config.admin_key, request.headers.get("authorization", ""))
+    body = await parse(DrainRequest, request)
+    if unknown := sorted(set(body.model_extra or {})):
+        raise ApiError(400, f"unknown field {unknown[0]!r}; known: on", param=unknown[0])
+    service.admission.closed = body.on
+    return json_response({"draining": body.on, "completions": service.admission.completions})
 
 
 async def _change(service: Service, wanted: EngineConfig) -> float:

@@ -93,3 +93,26 @@ def test_what_cannot_be_is_refused_and_nothing_changes(
 def test_nobody_scales_without_the_operators_key(scalable: Running, client: httpx.Client) -> None:
     assert client.post("/scale", json={"memory_workers": 2}).status_code == 401
     assert httpx.post(f"{scalable.url}/scale", json={"memory_workers": 2}, timeout=30).status_code == 401
+
+
+def test_a_drained_server_finishes_what_it_has_and_takes_nothing_new_until_that_is_undone(
+    scalable: Running, client: httpx.Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def drain(*flags: str) -> int:
+        return main(["drain", scalable.url, "--admin-key", KEY, *flags])
+
+    short = BODY | {"stream": False, "max_tokens": 2}
+    with client.stream("POST", "/v1/completions", json=BODY | {"max_tokens": 1000}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert drain("--timeout-s", "0.1") == 1
+        assert "2 completions under way" in capsys.readouterr().out
+        assert health(client) == (503, "draining")
+        refused = client.post("/v1/completions", json=short)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert list(lines)[-2:] == ["data: [DONE]", ""]
+    assert drain() == 0
+    assert drain("--undo") == 0
+    assert eventually(lambda: health(client) == (200, "ok"), 20)
+    assert client.post("/v1/completions", json=short).status_code == 200
+    assert client.post("/drain", json={}).status_code == 401
