@@ -5,6 +5,10 @@ Prompts are --shared tokens and then --own tokens. Each turn has new ones: a col
 a warm one begins as the first prompt of all. CPU seconds are those of all of Lamina's processes. Prints one JSON line;
 --write appends it to perf/results/bench_prefix.jsonl.
 
+With --tiers what is known lies in the pool, or in host memory or a directory beside a pool of --kv-memory, which holds
+one prompt and not two; "none" has that pool and nothing beside it. Two cold prompts follow one another in each turn, so
+that the first one is saved while the second one is computed; CPU seconds are those until SAVED_S behind them.
+
     python perf/bench_prefix.py --model PATH --peer-python ENVIRONMENT/bin/python --write
 """
 
@@ -27,6 +31,8 @@ from reference_model import make
 from lamina import LLM, SamplingParams
 
 WORDS = 30_000
+SAVED_S = 0.3  # until the last prompt is saved, too
+TIERED = ("tiers", "kv_memory")
 FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
@@ -43,25 +49,31 @@ class Player(Protocol):
 class Lamina:
     """An LLM that nobody else uses."""
 
-    def __init__(self, path: Path, length: int, *, caches: bool) -> None:
+    def __init__(self, path: Path, length: int, *, caches: bool, **more: Any) -> None:
         self._llm = LLM(
-            str(path), dtype="bfloat16", memory_workers=1, max_model_len=length + 8, enable_prefix_caching=caches
+            str(path),
+            dtype="bfloat16",
+            memory_workers=1,
+            max_model_len=length + 8,
+            enable_prefix_caching=caches,
+            **more,
         )
         self.cpu_s = 0.0  # of the last prompt
+        self.cached = 0  # tokens of the last prompt
 
     def first_s(self, prompt: list[int]) -> float:
         """Seconds until a prompt's first token."""
-        before, start = self._cpu(), time.perf_counter()
-        self._llm.generate([prompt], FIRST)
+        before, start = self.used_s(), time.perf_counter()
+        self.cached = self._llm.generate([prompt], FIRST)[0].num_cached_tokens or 0
         seconds = time.perf_counter() - start
-        self.cpu_s = self._cpu() - before
+        self.cpu_s = self.used_s() - before
         return seconds
 
     def close(self) -> None:
         """End its workers."""
         self._llm.close()
 
-    def _cpu(self) -> float:
+    def used_s(self) -> float:
         """Seconds of CPU of its processes, of which this is one."""
         total = 0.0
         for pid in {os.getpid(), *self._llm.pools.pids.values()}:
@@ -93,12 +105,16 @@ def main() -> None:
     parser.add_argument("--own", type=int, default=100)
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--peer-python", default="", help="of an environment with vLLM (peers.sh)")
+    parser.add_argument("--tiers", action="store_true", help="what lies beside the pool, too")
+    parser.add_argument("--kv-memory", default="24MiB", help="with --tiers: of a pool that has something beside it")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(args.model) if args.model else make(Path(folder), "bfloat16")
-        results = measure(path, args)
-    settings = {name: value for name, value in vars(args).items() if name in ("shared", "own", "turns")}
+        results = measure_tiers(path, args) if args.tiers else measure(path, args)
+    settings: dict[str, Any] = {
+        name: value for name, value in vars(args).items() if name in ("shared", "own", "turns", *TIERED)
+    }
     print(record("bench_prefix", settings, results, write=args.write))
 
 
@@ -142,6 +158,53 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     if "vllm" in players:
         found["warm_beside_vllm"] = middle["vllm warm"] / middle["with warm"]
     return found
+
+
+def measure_tiers(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Medians, and medians of ratios by turn."""
+    draw, length = random.Random(0), args.shared + args.own
+    known = words(draw, args.shared)
+    with tempfile.TemporaryDirectory() as folder:
+        small = {"kv_memory": args.kv_memory, "caches": True}
+        places: dict[str, dict[str, Any]] = {
+            "none": small,
+            "pool": {"caches": True},
+            "host": {**small, "kv_offloading_size": "1GiB"},
+            "file": {**small, "kv_store_dir": f"{folder}/kv", "kv_store_size": "1GiB"},
+        }
+        players = {name: Lamina(path, length, **options) for name, options in places.items()}
+        kinds = ("warm", "cold pair", "cold pair cpu", "cached tokens")
+        seen: dict[str, list[float]] = {f"{name} {kind}": [] for name in players for kind in kinds}
+        pressure = []
+        try:
+            for player in players.values():
+                player.first_s([*known, *words(draw, args.own)])
+            for _ in range(args.turns):
+                cold, warm = [words(draw, length), words(draw, length)], [*known, *words(draw, args.own)]
+                for name in draw.sample(sorted(players), len(players)):
+                    player, before = players[name], players[name].used_s()
+                    seen[f"{name} cold pair"].append(sum(map(player.first_s, cold)))
+                    time.sleep(SAVED_S)
+                    seen[f"{name} cold pair cpu"].append(player.used_s() - before)
+                    seen[f"{name} warm"].append(player.first_s(warm))
+                    seen[f"{name} cached tokens"].append(player.cached)
+                    time.sleep(SAVED_S)
+                pressure.append(cpu_pressure())
+        finally:
+            for player in players.values():
+                player.close()
+    ratios = {
+        f"{name} {kind} to none": spread(
+            [a / b for a, b in zip(seen[f"{name} {kind}"], seen[f"none {kind}"], strict=True)]
+        )
+        for name in players
+        for kind in kinds[:3]
+    }
+    return {
+        "seen": {name: spread(each) for name, each in seen.items()},
+        "ratios": ratios,
+        "cpu_pressure_avg10": pressure,
+    }
 
 
 def words(draw: random.Random, count: int) -> list[int]:
