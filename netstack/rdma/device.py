@@ -21,6 +21,7 @@ from lamina.netstack.contract.base import RDMA_DEVICE
 
 from .card import Route
 from .ports import Wanted
+from .quality import service
 
 try:
     from pyverbs.addr import GID, AHAttr, GlobalRoute
@@ -83,7 +84,7 @@ class RdmaDevice:
 
     def __init__(self, wanted: str = "", *, least_message_bytes: int = 0) -> None:
         try:
-            named = Wanted.parse(wanted)
+            named, self.service = Wanted.parse(wanted), service()
         except ValueError as error:
             raise ImportError(f"transport 'verbs': {error}") from error
         tried = []
@@ -218,8 +219,10 @@ class QueuePair:
     def connect(self, peer: Route) -> None:
         """From here on both directions work, as soon as the peer has done the same."""
         way = GlobalRoute(dgid=GID(IPv6Address(peer.gid).exploded), sgid_index=self._device.gid_index, hop_limit=64)
+        way.traffic_class = self._device.service.traffic_class
         attributes = QPAttr(port_num=self._device.port)
         attributes.ah_attr = AHAttr(port_num=self._device.port, is_global=1, gr=way, dlid=peer.lid)
+        attributes.ah_attr.sl = self._device.service.level
         attributes.path_mtu = min(self.route.mtu, peer.mtu)
         attributes.dest_qp_num, attributes.rq_psn, attributes.sq_psn = peer.number, peer.psn, self.route.psn
         attributes.min_rnr_timer, attributes.rnr_retry = 12, NOT_READY_RETRIES

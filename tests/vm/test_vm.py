@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.vm, pytest.mark.timeout(1200)]
 SUITES = {
     "contract": "tests/contract/test_transports.py",
     "lies": "tests/netstack/test_verbs_faults.py tests/netstack/test_listener.py tests/netstack/test_auto.py",
-    "ports": "tests/netstack/test_rdma_ports.py",
+    "ports": "tests/netstack/test_rdma_ports.py tests/netstack/test_rdma_quality.py",
     "deaths and stops": "tests/netstack/test_processes.py tests/netstack/test_stalls.py",
 }
 LONG = ("deaths and stops",)  # each death is that of a new process, whose imports are emulated

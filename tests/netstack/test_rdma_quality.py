@@ -1,0 +1,61 @@
+"""Traffic class and service level of queue pairs: told by the environment, and what the kernel has of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import pytest
+from wiring import connect, open_or_skip
+
+from lamina.netstack import Geometry
+from lamina.netstack.rdma.quality import SERVICE_LEVEL, TRAFFIC_CLASS, NetworkService, service
+
+if TYPE_CHECKING:
+    from lamina.netstack.rdma.verbs_channel import VerbsChannel
+
+
+def test_both_are_read_and_absent_is_zero() -> None:
+    assert service({}) == service({TRAFFIC_CLASS: "", SERVICE_LEVEL: " "}) == NetworkService(0, 0)
+    assert service({TRAFFIC_CLASS: "255", SERVICE_LEVEL: "15"}) == NetworkService(255, 15)
+    assert service({TRAFFIC_CLASS: "106"}) == NetworkService(traffic_class=106)
+
+
+@pytest.mark.parametrize("text", ["256", "-1", "0x1a", "1.5", "\u00b2", "9" * 5000])
+def test_a_traffic_class_that_no_packet_can_have_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"{TRAFFIC_CLASS} is a number from 0 to 255, such as 106"):
+        service({TRAFFIC_CLASS: text})
+
+
+def test_a_service_level_has_four_bits() -> None:
+    with pytest.raises(ValueError, match=f"{SERVICE_LEVEL} is a number from 0 to 15, .*not '16'"):
+        service({SERVICE_LEVEL: "16"})
+
+
+@pytest.mark.rdma
+@pytest.mark.parametrize("text", ["", "106"])
+def test_the_kernel_has_the_traffic_class_of_each_queue_pair(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And messages cross."""
+    monkeypatch.setenv(TRAFFIC_CLASS, text)
+    monkeypatch.setenv(SERVICE_LEVEL, "3")
+    fabric = open_or_skip("verbs")
+    from lamina.netstack.rdma.device import e
+
+    ends = connect(fabric, geometry=Geometry(slots=1, slot_bytes=64))
+    for end in ends:
+        attributes, _ = cast("VerbsChannel", end)._pair._pair.query(e.IBV_QP_AV)
+        assert attributes.ah_attr.traffic_class == int(text or 0)
+    slot = ends[0].reserve(5)
+    slot.data[:] = b"hello"
+    ends[0].put_signal(slot, b"")
+    assert ends[1].wait_signal(timeout_s=20.0).data == b"hello"
+    fabric.close()
+
+
+@pytest.mark.rdma
+def test_a_malformed_one_ends_the_transport_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_or_skip("verbs").close()
+    monkeypatch.setenv(TRAFFIC_CLASS, "lots")
+    from lamina.netstack.rdma.device import RdmaDevice
+
+    with pytest.raises(ImportError, match=f"transport 'verbs': {TRAFFIC_CLASS} is a number .*not 'lots'"):
+        RdmaDevice()
