@@ -103,7 +103,8 @@ def test_the_worker_that_failed_is_named_not_the_one_that_missed_it(
 
 
 DRIVER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored
 from lamina import LLM, SamplingParams
 llm = LLM(sys.argv[1], memory_workers=2, transport=sys.argv[2])
 stream = llm.stream([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
