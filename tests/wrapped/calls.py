@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from desk import DRAWS, NEW, PROMPT, After, Call, Desk, Draws, Plus, Sink
+from desk import DRAWS, NEW, PROMPT, After, Call, Desk, Plus, Shares, Sink
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -29,9 +29,14 @@ def batched(**settings: Any) -> Call:
 
 
 def drawn(**settings: Any) -> Call:
-    def call(m: Any, d: Desk) -> Draws:
+    """Many draws of a wrapped model; of transformers, what it draws from."""
+
+    def call(m: Any, d: Desk) -> Shares:
         settings.setdefault("max_new_tokens", 1)
-        return Draws(d.one(m, do_sample=True, num_return_sequences=DRAWS, **settings)[:, d.ids.shape[1]])
+        if hasattr(m, "llm"):
+            return Shares.of(d.one(m, do_sample=True, num_return_sequences=DRAWS, **settings)[:, d.ids.shape[1]])
+        out = d.one(m, do_sample=True, return_dict_in_generate=True, output_scores=True, **settings)
+        return Shares(out.scores[0][0].softmax(0))
 
     return call
 

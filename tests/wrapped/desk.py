@@ -19,19 +19,23 @@ NEW = 5
 PROMPT = "def __init__(self):\n"
 
 
-DRAWS = 2000  # of which a share of 0.16 that is another is seen, and chance does not look like one
+DRAWS = 1000  # of which a share of 0.16 that is another is seen, and chance does not look like one
 
 
-class Draws:
-    """First tokens that were drawn many times from the same logits."""
+class Shares:
+    """What first tokens are drawn from, or were: a share of each token."""
 
-    def __init__(self, tokens: Tensor) -> None:
-        self.tokens = tokens
+    def __init__(self, shares: Tensor) -> None:
+        self.shares = shares
 
-    def far_from(self, other: Draws) -> bool:
+    @classmethod
+    def of(cls, drawn: Tensor) -> Shares:
+        """Of tokens that were drawn many times from the same logits."""
+        return cls(torch.bincount(drawn, minlength=2048) / len(drawn))
+
+    def far_from(self, other: Shares) -> bool:
         """Whether some share of them differs by more than chance does."""
-        counts = [torch.bincount(d.tokens, minlength=2048) / len(d.tokens) for d in (self, other)]
-        return bool((counts[0] - counts[1]).abs().sum() / 2 > 0.08)
+        return bool((self.shares - other.shares).abs().sum() / 2 > 0.08)
 
 
 @dataclass
@@ -131,7 +135,7 @@ def same(a: Any, b: Any) -> bool:
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
         return torch.equal(a, b) if not a.is_floating_point() else torch.allclose(a, b, rtol=1e-3, atol=1e-3)
-    if isinstance(a, Draws) and isinstance(b, Draws):
+    if isinstance(a, Shares) and isinstance(b, Shares):
         return not a.far_from(b)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from desk import ACCEPTED, ALONE, BOTH, DIFFERENT, DRAWS, SAME, Draws, Tried, classify
+from desk import ACCEPTED, ALONE, BOTH, DIFFERENT, DRAWS, SAME, Shares, Tried, classify
 from table import BEGIN, PAGE, all_tried, written
 
 
@@ -37,8 +37,10 @@ def test_a_difference_would_show() -> None:
 def test_a_filter_that_is_not_obeyed_would_show() -> None:
     """As min_p of the table, which drops 0.16 of what is drawn."""
     torch.manual_seed(0)
-    whole = torch.cat([torch.tensor([0.5, 0.2, 0.14]), torch.full((80,), 0.002)])
+    whole = torch.zeros(2048)
+    whole[:83] = torch.cat([torch.tensor([0.5, 0.2, 0.14]), torch.full((80,), 0.002)])
     kept = torch.where(whole > 0.1, whole, 0)
-    one, other, filtered = (Tried(Draws(p.multinomial(DRAWS, replacement=True))) for p in (whole, whole, kept))
-    assert classify(one, other) == SAME
-    assert classify(one, filtered) == DIFFERENT
+    drawn, filtered = (Tried(Shares.of(p.multinomial(DRAWS, replacement=True))) for p in (whole, kept))
+    assert classify(Tried(Shares(whole)), drawn) == SAME
+    assert classify(Tried(Shares(whole)), filtered) == DIFFERENT
+    assert classify(Tried(Shares(kept / kept.sum())), drawn) == DIFFERENT
