@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -168,30 +168,52 @@ def bits(tensor: Tensor) -> np.ndarray:
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize]).numpy()
 
 
-def fill(case: Case, tensors: list[tuple[Tensor, Tensor, Tensor]], other: float) -> tuple[BlockTables, LayerStore]:
-    """A store that holds the stored tokens, with ``other`` in every place that is not theirs."""
+Steps = tuple[tuple[int, int, int], ...]  # rows of a step: sequence, first token, count
+
+
+@lru_cache(maxsize=512)
+def grown(lengths: tuple[tuple[int, int], ...], window: int, size: int, step: Steps) -> tuple[BlockTables, np.ndarray]:
+    """Tables behind ``step``, and where the tokens stored before it lie: block, offset and token of each, [3, n], a
+    sequence's tokens behind those of the one before. Nobody changes either: all dtypes and heads have the same.
+    """
+    tables = BlockTables([window], [blocks_of(lengths, size)], size)
+    tables.apply(StepPlan(step=0, ops=[New(i) for i in range(len(lengths))], rows=[]))
+    begin = np.cumsum([0, *(a + b for a, b in lengths)])
+    places = [np.empty((3, 0), dtype=np.int64)]
+    for at in range(0, max(a for a, _ in lengths), 40):  # sequences grow side by side, so their blocks interleave
+        rows = [Rows(i, at, min(40, a - at)) for i, (a, _) in enumerate(lengths) if at < a]
+        tables.apply(StepPlan(step=1, ops=[], rows=rows))
+        for row in rows:
+            start, ids = tables.table(0, row.sequence)
+            # What no window reaches has no block.
+            tokens = np.arange(max(row.first, start * size), row.first + row.count)
+            places.append(
+                np.stack([np.array(ids)[tokens // size - start], tokens % size, begin[row.sequence] + tokens])
+            )
+    tables.apply(StepPlan(step=2, ops=[], rows=[Rows(*row) for row in step]))
+    return tables, np.concatenate(places, 1)
+
+
+def blocks_of(lengths: tuple[tuple[int, int], ...], size: int) -> int:
+    return sum(-(-(a + b) // size) for a, b in lengths) + 3
+
+
+def fill(
+    case: Case, tensors: list[tuple[Tensor, Tensor, Tensor]], other: float, step: list[Rows]
+) -> tuple[BlockTables, LayerStore]:
+    """A store that holds the stored tokens, with ``other`` in each place that is not theirs; tables behind ``step``."""
     op, size = case.op, case.block_size
-    needed = sum(-(-(a + b) // size) for a, b in case.lengths) + 3
-    tables = BlockTables([op.spec.window], [needed], size)
+    needed = blocks_of(case.lengths, size)
     store = allocate(needed, op.kv_heads, size, op.qk_dim, op.v_dim, case.store or case.dtype, CPU)
     numbers = other if store.k.dtype != torch.int8 else 99
     store.k[:-1], store.v[:-1] = numbers, numbers
     for scale in store.scales or ():
         scale[:-1] = other
     stored = [case.stored(k, v) for _, k, v in tensors]
-    tables.apply(StepPlan(step=0, ops=[New(i) for i in range(len(case.lengths))], rows=[]))
-    begin = np.cumsum([0, *(a + b for a, b in case.lengths)])  # of each sequence's tokens, one sequence behind another
-    places: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # block, offset, token
-    for at in range(0, max(a for a, _ in case.lengths), 40):  # sequences grow side by side, so their blocks interleave
-        rows = [Rows(i, at, min(40, a - at)) for i, (a, _) in enumerate(case.lengths) if at < a]
-        tables.apply(StepPlan(step=1, ops=[], rows=rows))
-        for row in rows:
-            start, ids = tables.table(0, row.sequence)
-            # What no window reaches has no block.
-            tokens = np.arange(max(row.first, start * size), row.first + row.count)
-            places.append((np.array(ids)[tokens // size - start], tokens % size, begin[row.sequence] + tokens))
-    if places:
-        block, offset, token = map(np.concatenate, zip(*places, strict=True))
+    tables, (block, offset, token) = grown(
+        case.lengths, op.spec.window, size, tuple((r.sequence, r.first, r.count) for r in step)
+    )
+    if token.size:
         parts = [(s.k, s.v, *(s.scales or ())) for s in (store, *stored)]
         for to, *of in zip(*parts, strict=True):
             bits(to)[block, :, offset] = bits(torch.cat(of))[token]  # a block that is used again has its last tokens
@@ -208,10 +230,9 @@ def run(
 ) -> tuple[Tensor, Partial, Partial]:
     """(o after rounding, stored part, new part) of one step, in the order of ``case.lengths``."""
     tensors = tensors or case.tensors()
-    tables, store = fill(case, tensors, other)
     order = order or list(range(len(tensors)))
     rows = [Rows(i, *case.lengths[i]) for i in order]
-    tables.apply(StepPlan(step=2, ops=[], rows=rows))
+    tables, store = fill(case, tensors, other, rows)
     stored = [case.lengths[i][0] for i in order]
     q = torch.cat([tensors[i][0] for i in order])
     k = torch.cat([tensors[i][1][s:] for i, s in zip(order, stored, strict=True)])
@@ -421,9 +442,8 @@ def test_ranges_of_tokens_merge_to_the_same_bits(
     case = in_store(Case(STEP, operator(q_heads, 2, dim, **spec), dtype), name, store)
     backend, tensors, tokens = opened(name, dtype, store), case.tensors(), stripe * CHUNK_TOKENS
     out, stored, new = run(backend, case, tensors)
-    tables, store = fill(case, tensors, float("nan"))
     rows = [Rows(i, *case.lengths[i]) for i in range(len(STEP))]
-    tables.apply(StepPlan(step=2, ops=[], rows=rows))
+    tables, store = fill(case, tensors, float("nan"), rows)
     items = [(r, (at, min(at + tokens, r.first))) for r in rows for at in range(0, r.first, tokens)]
     table = row_table(tables, 0, [r for r, _ in items], align=CHUNK_TOKENS, ranges=[x for _, x in items])
     q = torch.cat([tensors[r.sequence][0] for r, _ in items])

@@ -26,7 +26,7 @@ WEIGHTS_PSS = re.compile(rb"^[0-9a-f]+-[^\n]*\.safetensors\n(?:[A-Z][^\n]*\n)*?P
 OPTIONS: dict[str, Any] = {"memory_workers": 2, "kv_memory": "64MiB", "max_model_len": 256, "max_num_seqs": 2}
 NUM_COMPUTE = 2  # of each spread
 SIZES = [
-    pytest.param({"hidden": 1024, "layers": 8}, 4, id="0.2 GB", marks=pytest.mark.timeout(200)),
+    pytest.param({"hidden": 2048, "layers": 2}, 4, id="0.2 GB", marks=pytest.mark.timeout(200)),
     pytest.param({"hidden": 4096, "layers": 11}, 6, id="4 GB", marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
 ]
 SPREADS = [

@@ -25,8 +25,8 @@ def test_overload_is_refused_and_goodput_stays(load: Any, server: Running) -> No
     import bench_serve_load
 
     async def work() -> tuple[dict[str, float], dict[str, float]]:
-        peak = await load.peak(8, 6.0)
-        return peak, await load.overload(max(8.0, 4 * peak["requests_per_s"]), 40, 6.0)
+        peak = await load.peak(8, 3.0)
+        return peak, await load.overload(max(8.0, 4 * peak["requests_per_s"]), 40, 3.0)
 
     with bench_serve_load.probing(server.url) as health:
         peak, overload = asyncio.run(work())

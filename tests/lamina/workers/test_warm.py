@@ -321,6 +321,7 @@ def test_a_worker_that_starts_workers_uses_the_one_warm_process(
     start: WarmStart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a server's engine does: its workers are its brothers."""
+    monkeypatch.setattr(warm, "MODULES", ("torch",))  # where another test has ended the one before
     monkeypatch.setattr(local, "STARTERS", {"probe"})
     probe = Probe()
     probe.told()
