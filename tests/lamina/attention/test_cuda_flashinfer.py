@@ -88,8 +88,8 @@ def test_the_cuda_backend_takes_the_rest(
 
 def test_one_plan_a_step(backend: FlashInfer) -> None:
     case = contract.Case(((300, 1),), contract.operator(4, 2, 64), DTYPE)
-    tables, store = contract.fill(case, case.tensors(), 0.0)
     rows = [contract.Rows(0, 300, 1)]
+    tables, store = contract.fill(case, case.tensors(), 0.0, rows)
     tables.apply(contract.StepPlan(step=2, ops=[], rows=rows))
     prepared: _Prepared = backend.prepare(contract.row_table(tables, 0, rows, align=128))
     for _ in range(3):
