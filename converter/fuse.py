@@ -88,7 +88,7 @@ def _value(module: fx.GraphModule, node: fx.Node) -> Any:
 def _replace(module: fx.GraphModule, name: str, cut: _Fusion, bind: Bind, items: dict[fx.Node, fx.Node]) -> None:
     """``items``: by results of runs, what has taken their places."""
     weights = [n for n in cut.given if n.op == "get_attr"]
-    setattr(module, name, _Held(bind([_value(module, n) for n in weights])))
+    setattr(module, name, _UnitWithWeights(bind([_value(module, n) for n in weights])))
     with module.graph.inserting_before(cut.end):
         held = module.graph.create_node("get_attr", name)
         call = module.graph.call_method("run", (held, *(items.get(n, n) for n in cut.given[len(weights) :])))
@@ -101,7 +101,7 @@ def _replace(module: fx.GraphModule, name: str, cut: _Fusion, bind: Bind, items:
             module.graph.erase_node(node)
 
 
-class _Held(NamedTuple):
+class _UnitWithWeights(NamedTuple):
     """A unit and its weights as one attribute of a slice."""
 
     run: Unit

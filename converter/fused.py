@@ -19,7 +19,7 @@ _RESHAPES = {aten.view.default, aten.reshape.default}
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Columns:
     """Columns [start, end) of the projection's output, read by ``node``."""
 
     node: fx.Node
@@ -66,7 +66,7 @@ def _split(capture: Capture, gemm: fx.Node) -> bool:
     return True
 
 
-def _parts_of(gemm: fx.Node) -> tuple[list[fx.Node], list[_Part]]:
+def _parts_of(gemm: fx.Node) -> tuple[list[fx.Node], list[_Columns]]:
     """The single-use chain after the GEMM that keeps its last dimension, and the parts that its end is taken into."""
     width, chain, end = gemm.meta["val"].shape[-1], [], gemm
     while len(end.users) == 1:
@@ -79,12 +79,12 @@ def _parts_of(gemm: fx.Node) -> tuple[list[fx.Node], list[_Part]]:
     users = list(end.users)
     last = end.meta["val"].dim() - 1
     if users and all(u.target is aten.slice.Tensor and len(u.args) == 4 and u.args[1] in (-1, last) for u in users):
-        return chain, [_Part(u, *_clip(u.args[2], u.args[3], width)) for u in users]
+        return chain, [_Columns(u, *_clip(u.args[2], u.args[3], width)) for u in users]
     if len(users) == 1 and users[0].target in _SPLITS and _split_dim(users[0]) in (-1, last):
         widths = [v.shape[-1] for v in users[0].meta["val"]]
         starts = [sum(widths[:i]) for i in range(len(widths) + 1)]
         items = [u for u in users[0].users if u.target is operator.getitem]
-        return chain, [_Part(u, starts[u.args[1]], starts[u.args[1] + 1]) for u in items]  # type: ignore[index, operator]
+        return chain, [_Columns(u, starts[u.args[1]], starts[u.args[1] + 1]) for u in items]  # type: ignore[index, operator]
     return chain, []
 
 

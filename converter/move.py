@@ -22,7 +22,7 @@ def move(program: SlicedProgram, device: torch.device, copy: Copy | None = None)
     Weights that share memory share it there too: each byte is copied once, from where it lies (a mapped file, say), and
     no copy of it is made on the host. ``copy``: of flat bytes to the device.
     """
-    moved = _Moved((t for s in program.slices for t in s.weights.values()), copy or (lambda x: _copy(x, device)))
+    moved = _MovedTensors((t for s in program.slices for t in s.weights.values()), copy or (lambda x: _copy(x, device)))
     for part in program.slices:
         for module in part.module.modules():
             _move_module(module, moved)
@@ -36,7 +36,7 @@ def _copy(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device, copy=True)
 
 
-def _move_module(module: nn.Module, moved: _Moved) -> None:
+def _move_module(module: nn.Module, moved: _MovedTensors) -> None:
     for name, weight in module._parameters.items():
         if weight is not None:
             module._parameters[name] = nn.Parameter(moved(weight), requires_grad=False)
@@ -54,7 +54,7 @@ def _move_constants(module: fx.GraphModule, device: torch.device) -> None:
     module.recompile()
 
 
-class _Moved:
+class _MovedTensors:
     """Tensors by what they were before. Those whose bytes overlap are views of one copy."""
 
     def __init__(self, tensors: Iterable[Tensor], copy: Copy) -> None:

@@ -95,7 +95,7 @@ def _dims(node: fx.Node, rank: int) -> set[int]:
 
 
 @dataclass
-class _Messages:
+class _Sent:
     """Keeps what a slice sends."""
 
     tensors: list[Tensor] = field(default_factory=list)
@@ -166,13 +166,13 @@ def _selections(device: torch.device) -> list[Tensor]:
     return [r.to(device) for r in (*rows, torch.tensor([_NUM_ROWS - 1]))]
 
 
-def _arguments(piece: Slice, inputs: tuple[Tensor, ...], messages: _Messages) -> tuple[Any, ...]:
+def _arguments(piece: Slice, inputs: tuple[Tensor, ...], messages: _Sent) -> tuple[Any, ...]:
     sends = any(n.op == "call_method" for n in piece.module.graph.nodes)
     return (*inputs, messages) if sends else inputs
 
 
 def _run(piece: Slice, inputs: tuple[Tensor, ...], max_positions: int) -> list[Tensor]:
-    messages = _Messages()
+    messages = _Sent()
     try:
         results = piece(*_arguments(piece, inputs, messages))
     except (IndexError, RuntimeError) as error:
@@ -219,7 +219,7 @@ class _Tracing(fx.Interpreter):
 
 def _first_difference(piece: Slice, inputs: tuple[Tensor, ...], chosen: Tensor) -> str:
     part_inputs = tuple(t[chosen] for t in inputs)
-    whole, part = (_Tracing(piece.module).values(*_arguments(piece, i, _Messages())) for i in (inputs, part_inputs))
+    whole, part = (_Tracing(piece.module).values(*_arguments(piece, i, _Sent())) for i in (inputs, part_inputs))
     for node, want in whole.items():
         have = part.get(node)
         if node.op != "call_function" or not isinstance(want, Tensor) or not isinstance(have, Tensor):

@@ -43,7 +43,7 @@ class AsyncLLM:
             token_ids(front.tokenizer, "")  # sets it up: from now on several threads use it
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="lamina-tokenizer")
         self._engine = EngineThread(front.streams, front.pools, _wake, _closed)
-        self._live: dict[str, _Feed] = {}  # by request_id
+        self._live: dict[str, _LoopFeed] = {}  # by request_id
         self._names = itertools.count()
         self._lock = threading.RLock()  # of the two; a garbage collector may come by while it is held
         self._finalizer = weakref.finalize(self, _shut_down, self._engine, self._tokenizing)
@@ -146,15 +146,15 @@ class AsyncLLM:
         if not self._engine.running or not self._finalizer.alive:
             raise _closed()
 
-    def _register(self, request_id: str | None) -> _Feed:
+    def _register(self, request_id: str | None) -> _LoopFeed:
         with self._lock:
             name = f"request-{next(self._names)}" if request_id is None else str(request_id)
             if (other := self._live.get(name)) is not None and other.unfinished:
                 raise ValueError(f"request_id {name!r} is in use: give each request one of its own, or None")
-            self._live[name] = feed = _Feed(name=name)
+            self._live[name] = feed = _LoopFeed(name=name)
         return feed
 
-    def _add(self, prompt: str | list[int], params: SamplingParams, feed: _Feed) -> None:
+    def _add(self, prompt: str | list[int], params: SamplingParams, feed: _LoopFeed) -> None:
         try:
             if not feed.dropped:
                 self._engine.add(self._front.ask(prompt, params), feed)
@@ -162,7 +162,7 @@ class AsyncLLM:
             feed.fail(error)
             _wake([feed])
 
-    def _forget(self, feed: _Feed) -> None:
+    def _forget(self, feed: _LoopFeed) -> None:
         with self._lock:
             if self._live.get(feed.name) is feed:
                 del self._live[feed.name]
@@ -172,7 +172,7 @@ class AsyncLLM:
 class AsyncStream(AsyncIterator[RequestOutput]):
     """The outputs of one request as it grows; see ``AsyncLLM.generate``. One task at a time reads it."""
 
-    def __init__(self, llm: AsyncLLM, feed: _Feed) -> None:
+    def __init__(self, llm: AsyncLLM, feed: _LoopFeed) -> None:
         self._llm = llm
         self._feed = feed
 
@@ -206,7 +206,7 @@ class AsyncStream(AsyncIterator[RequestOutput]):
         self._close()
 
 
-class _Feed(Feed):
+class _LoopFeed(Feed):
     """A feed whose reader waits in an event loop."""
 
     def __init__(self, name: str) -> None:
@@ -228,7 +228,7 @@ class _Feed(Feed):
 
 def _wake(feeds: list[Any]) -> None:
     """The readers of ``feeds``: one call into each event loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[_Feed]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop, list[_LoopFeed]] = {}
     for feed in feeds:
         if feed.loop is not None:
             by_loop.setdefault(feed.loop, []).append(feed)
@@ -237,7 +237,7 @@ def _wake(feeds: list[Any]) -> None:
             loop.call_soon_threadsafe(_set, waiting)
 
 
-def _set(feeds: list[_Feed]) -> None:
+def _set(feeds: list[_LoopFeed]) -> None:
     for feed in feeds:
         feed.arrived.set()
 

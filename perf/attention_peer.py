@@ -1,6 +1,6 @@
 """Attention of other projects, each in an environment and a process of its own, for bench_attention.py.
 
-``Peer`` is the benchmark's side; run as a script it is the other one. Tensors go through files.
+``AttentionPeer`` is the benchmark's side; run as a script it is the other one. Tensors go through files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def seconds(call: Callable[[], T]) -> tuple[dict[str, float], T]:
     return {"attention": time.perf_counter() - start, "cpu": time.process_time() - cpu}, result
 
 
-class Peer:
+class AttentionPeer:
     """A peer with its tensors: q [batch, heads, dim], k and v [batch, KV heads, context, dim] of every layer.
 
     Raises OSError or RuntimeError, with the cause, where the peer cannot take part.

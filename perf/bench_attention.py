@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from attention_peer import Peer, seconds
+from attention_peer import AttentionPeer, seconds
 from common import cpu_pressure, record, spread
 from torch import Tensor
 
@@ -116,7 +116,7 @@ class Problem:
         return gather(store.k, scales[0]), gather(store.v, scales[1])
 
 
-class Competitor(NamedTuple):
+class AttentionCompetitor(NamedTuple):
     """Its turns, its result for layer 0 [batch, heads, head_dim], and what is to be done at the end."""
 
     turn: Turn
@@ -124,7 +124,7 @@ class Competitor(NamedTuple):
     close: Callable[[], None] = lambda: None
 
 
-def lamina(problem: Problem, backend: AttentionBackend) -> Competitor:
+def lamina(problem: Problem, backend: AttentionBackend) -> AttentionCompetitor:
     """A memory worker's work for one layer of a step."""
     op, rows, at = problem.op, problem.table, problem.at
     q, out = problem.q, torch.empty_like(problem.q)
@@ -145,16 +145,16 @@ def lamina(problem: Problem, backend: AttentionBackend) -> Competitor:
     def result() -> Tensor:
         return backend.attend_stored(op, backend.prepare(rows), problem.layers[0], q).o.clone()
 
-    return Competitor(turn, result)
+    return AttentionCompetitor(turn, result)
 
 
-def read_limit(problem: Problem) -> Competitor:
+def read_limit(problem: Problem) -> AttentionCompetitor:
     """As many bytes of K and V as attention reads, from end to end."""
     threads, heads = problem.args.threads, problem.stored_heads
     try:
-        from lamina.attention.native import Native
+        from lamina.attention.native import NativeAttention
 
-        kernels = Native(problem.dtype).kernels
+        kernels = NativeAttention(problem.dtype).kernels
 
         def read(x: Tensor, nbytes: int) -> None:
             kernels.read(x.data_ptr(), nbytes, threads)
@@ -169,10 +169,10 @@ def read_limit(problem: Problem) -> Competitor:
         for scale in store.scales or ():
             read(scale, heads * scale.itemsize)
 
-    return Competitor(lambda layer: seconds(lambda: both(problem.layers[layer]))[0], lambda: torch.empty(0))
+    return AttentionCompetitor(lambda layer: seconds(lambda: both(problem.layers[layer]))[0], lambda: torch.empty(0))
 
 
-def torch_sdpa(problem: Problem, *, folded: bool) -> Competitor:
+def torch_sdpa(problem: Problem, *, folded: bool) -> AttentionCompetitor:
     """torch's, over contiguous K and V. ``folded``: the query heads of a KV head as rows of one query."""
     both, args = [problem.contiguous(i) for i in range(len(problem.layers))], problem.args
     q = problem.q.view(args.batch, args.kv_heads, -1, args.head_dim) if folded else problem.q.unsqueeze(2)
@@ -180,18 +180,20 @@ def torch_sdpa(problem: Problem, *, folded: bool) -> Competitor:
     def attend(layer: int) -> Tensor:
         return F.scaled_dot_product_attention(q, *both[layer], enable_gqa=not folded)
 
-    return Competitor(lambda layer: seconds(lambda: attend(layer))[0], lambda: attend(0).reshape(problem.q.shape))
+    return AttentionCompetitor(
+        lambda layer: seconds(lambda: attend(layer))[0], lambda: attend(0).reshape(problem.q.shape)
+    )
 
 
-def in_child(problem: Problem, peer: str) -> Competitor:
+def in_child(problem: Problem, peer: str) -> AttentionCompetitor:
     """A peer of another environment, in a process of its own that only works in its turns."""
     args = problem.args
     settings = {**vars(args), "layers": len(problem.layers)}
-    child = Peer(args.peer_python, peer, settings, problem.q, *problem.contiguous(0))
-    return Competitor(child.turn, child.result, child.close)
+    child = AttentionPeer(args.peer_python, peer, settings, problem.q, *problem.contiguous(0))
+    return AttentionCompetitor(child.turn, child.result, child.close)
 
 
-def competitors(problem: Problem) -> tuple[dict[str, Competitor], dict[str, str]]:
+def competitors(problem: Problem) -> tuple[dict[str, AttentionCompetitor], dict[str, str]]:
     """Who takes part, by name, and who does not, with the cause."""
     args = problem.args
     found = {"read": read_limit(problem)}
@@ -208,7 +210,7 @@ def competitors(problem: Problem) -> tuple[dict[str, Competitor], dict[str, str]
     return found, missing
 
 
-def check(problem: Problem, found: dict[str, Competitor]) -> dict[str, float]:
+def check(problem: Problem, found: dict[str, AttentionCompetitor]) -> dict[str, float]:
     """Norm-wise difference of each from dense attention in fp64. Raises ValueError where one is wrong."""
     args = problem.args
     k, v = (x.double() for x in problem.contiguous(0))
@@ -243,7 +245,7 @@ def timed(turn: Turn, layer: int) -> dict[str, float]:
     return {**found, "stalled": waited / (time.perf_counter() - start)}
 
 
-def rounds(problem: Problem, found: dict[str, Competitor]) -> dict[str, list[dict[str, float]]]:
+def rounds(problem: Problem, found: dict[str, AttentionCompetitor]) -> dict[str, list[dict[str, float]]]:
     """Turns of all, until there are enough quiet ones."""
     args, layers = problem.args, len(problem.layers)
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in found}

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_decode import REST_S, Generate, Lamina
+from bench_decode import REST_S, DecodeLamina, Generate
 from common import GREEDY, cpu_pressure, record, spread
-from decode_peer import PEERS, Peer
+from decode_peer import PEERS, DecodePeer
 from reference_model import make
 
 TURN_STEPS = 8
@@ -118,11 +118,11 @@ def _makers(path: Path, args: argparse.Namespace, threads: int) -> dict[str, Any
         "kv_bytes": token * args.batch * (args.prompt + total),
     }
     makers: dict[str, Any] = {
-        SUBJECT: lambda: Lamina(path, prompts, total, transport="shm", dtype=args.dtype),
+        SUBJECT: lambda: DecodeLamina(path, prompts, total, transport="shm", dtype=args.dtype),
         "transformers static": lambda: Generate(model, prompts, total, "static"),
     }
     for name in PEERS if args.peers == "all" else filter(None, args.peers.split(",")):
-        makers[name] = partial(Peer, str(args.peer_folder / name / "bin" / "python"), name, settings)
+        makers[name] = partial(DecodePeer, str(args.peer_folder / name / "bin" / "python"), name, settings)
     return makers
 
 

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 from common import GREEDY, add_sampling, cpu_pressure, record, sampling_of, spread
-from decode_peer import PEERS, Peer
+from decode_peer import PEERS, DecodePeer
 from reference_model import make
 
 from lamina import LLM, SamplingParams
@@ -38,7 +38,7 @@ CHUNK = 512  # of a prompt, in a step of Lamina's
 SUBJECT = "lamina shm"  # whom all are compared with
 
 
-class Player(Protocol):
+class DecodePlayer(Protocol):
     """A competitor whose sequences are all prefilled."""
 
     def turn(self, steps: int) -> list[float]:
@@ -105,7 +105,7 @@ class Generate:
         pass  # the thread is a daemon and holds nothing but memory
 
 
-class Lamina:
+class DecodeLamina:
     """An LLM whose sequences are all prefilled, stepped by its stream."""
 
     def __init__(
@@ -188,13 +188,13 @@ def measure(path: Path, args: argparse.Namespace, sampling: dict[str, Any]) -> d
         **threads,
     }
     total = args.tokens + 2 * TURN_STEPS + args.tokens // TURN_STEPS
-    makers: dict[str, Callable[[], Player]] = {
+    makers: dict[str, Callable[[], DecodePlayer]] = {
         "transformers static": lambda: Generate(model, prompts, total, "static", sampling),
         "transformers dynamic": lambda: Generate(model, prompts, total, "dynamic", sampling),
-        SUBJECT: lambda: Lamina(path, prompts, total, sampling, transport="shm", **common),
-        "lamina greedy": lambda: Lamina(path, prompts, total, transport="shm", **common),
-        "lamina loopback": lambda: Lamina(path, prompts, total, sampling, transport="loopback", **common),
-        "lamina deterministic": lambda: Lamina(
+        SUBJECT: lambda: DecodeLamina(path, prompts, total, sampling, transport="shm", **common),
+        "lamina greedy": lambda: DecodeLamina(path, prompts, total, transport="shm", **common),
+        "lamina loopback": lambda: DecodeLamina(path, prompts, total, sampling, transport="loopback", **common),
+        "lamina deterministic": lambda: DecodeLamina(
             path, prompts, total, sampling, transport="shm", deterministic=True, **common
         ),
     }
@@ -213,11 +213,11 @@ def measure(path: Path, args: argparse.Namespace, sampling: dict[str, Any]) -> d
     }
     for name in PEERS if args.peers == "all" else filter(None, args.peers.split(",")):
         python = str(args.peer_folder / name / "bin" / "python")
-        makers[name] = partial(Peer, python, name, settings)
+        makers[name] = partial(DecodePeer, python, name, settings)
     for name in filter(None, args.without.split(",")):
         if not makers.pop(name, None):
             raise SystemExit(f"--without {name}: nobody of that name takes part; it may be one of {', '.join(makers)}")
-    players: dict[str, Player] = {}
+    players: dict[str, DecodePlayer] = {}
     missing: dict[str, str] = {}
     try:
         for name, make_player in makers.items():
@@ -229,7 +229,7 @@ def measure(path: Path, args: argparse.Namespace, sampling: dict[str, Any]) -> d
                 missing[name] = str(e)
         found = _rounds(players, args.tokens // TURN_STEPS, args.batch)
         greedy = {name: player for name, player in players.items() if not args.temperature or name == "lamina greedy"}
-        notes = {name: player.note() for name, player in players.items() if isinstance(player, Peer)}
+        notes = {name: player.note() for name, player in players.items() if isinstance(player, DecodePeer)}
         return {**found, "missing_peers": missing, "notes": notes, "quality": _quality(path, prompts, greedy)}
     finally:
         for player in players.values():

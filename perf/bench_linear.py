@@ -41,7 +41,7 @@ PEAK_ROUNDS = 300_000
 Turn = Callable[[int], None]  # one pass over all layers with so many rows
 
 
-class Layers:
+class LayerWeights:
     """Weights of all layers, [out, in] each, and rows for them."""
 
     def __init__(self, dtype: torch.dtype, rows: int) -> None:
@@ -66,7 +66,7 @@ class Layers:
         return turn
 
 
-def native(layers: Layers, variant: str, threads: int) -> Callable[[Tensor, int], Tensor]:
+def native(layers: LayerWeights, variant: str, threads: int) -> Callable[[Tensor, int], Tensor]:
     """By a variant of csrc/gemm, whatever the limit of its rows."""
     engine = Engine(threads, variant)
 
@@ -80,13 +80,13 @@ def native(layers: Layers, variant: str, threads: int) -> Callable[[Tensor, int]
     return linear
 
 
-def packed(layers: Layers) -> Callable[[Tensor, int], Tensor]:
+def packed(layers: LayerWeights) -> Callable[[Tensor, int], Tensor]:
     """By oneDNN, as torch's compiler calls it, with a copy of the weights in an order of its own."""
     copies = [torch.ops.mkldnn._reorder_linear_weight(w, 16) for w in layers.weights]
     return lambda x, i: torch.ops.mkldnn._linear_pointwise(x, copies[i], None, "none", [], "")
 
 
-def competitors(layers: Layers, threads: int, names: list[str]) -> dict[str, Turn]:
+def competitors(layers: LayerWeights, threads: int, names: list[str]) -> dict[str, Turn]:
     """By name; each is compared with torch first."""
     found: dict[str, Callable[[Tensor, int], Tensor]] = {
         f"native/{v}": native(layers, v, threads) for v in usable() if not names or v in names
@@ -103,7 +103,7 @@ def competitors(layers: Layers, threads: int, names: list[str]) -> dict[str, Tur
     return {name: layers.passes(linear) for name, linear in found.items()}
 
 
-def floors(layers: Layers, threads: int, folder: Path) -> tuple[Turn, Callable[[], float]]:
+def floors(layers: LayerWeights, threads: int, folder: Path) -> tuple[Turn, Callable[[], float]]:
     """A read of as many bytes as the weights have, and FLOP/s of products in registers, on all threads."""
     source, library = Path(__file__).with_name("peak_products.cpp"), folder / "peak.so"
     flags = ["-O3", "-march=native", "-shared", "-fPIC"]
@@ -132,7 +132,7 @@ def timed(turn: Turn, rows: int) -> float:
     return time.perf_counter() - start
 
 
-def measure(layers: Layers, args: argparse.Namespace, threads: int, folder: Path) -> dict[str, Any]:
+def measure(layers: LayerWeights, args: argparse.Namespace, threads: int, folder: Path) -> dict[str, Any]:
     """Seconds of a pass by rows and competitor, and what the floors allow."""
     torch.set_num_threads(threads)
     players = competitors(layers, threads, [v for v in args.variants.split(",") if v])
@@ -170,7 +170,7 @@ def main() -> None:
     args.rows = [int(rows) for rows in args.rows.split(",")]
     environment = {k: v for k, v in os.environ.items() if k.startswith(("OMP_", "ONEDNN_"))}
     settings = {**{k: v for k, v in vars(args).items() if k != "write"}, "environment": environment}
-    layers = Layers(getattr(torch, args.dtype), max(args.rows))
+    layers = LayerWeights(getattr(torch, args.dtype), max(args.rows))
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         for threads in map(int, args.threads.split(",")):
             found = measure(layers, args, threads, Path(folder))

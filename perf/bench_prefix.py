@@ -36,7 +36,7 @@ TIERED = ("tiers", "kv_memory")
 FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
-class Player(Protocol):
+class PrefixPlayer(Protocol):
     """An engine."""
 
     def first_s(self, prompt: list[int]) -> float:
@@ -46,7 +46,7 @@ class Player(Protocol):
     def close(self) -> None: ...
 
 
-class Lamina:
+class PrefixLamina:
     """An LLM that nobody else uses."""
 
     def __init__(self, path: Path, length: int, *, caches: bool, **more: Any) -> None:
@@ -82,7 +82,7 @@ class Lamina:
         return total
 
 
-class Peer:
+class PrefixPeer:
     """vLLM, in an environment and a process of its own."""
 
     def __init__(self, python: str, path: Path, length: int) -> None:
@@ -122,12 +122,12 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Medians and ratios."""
     draw, length = random.Random(0), args.shared + args.own
     known = words(draw, args.shared)
-    players: dict[str, Player] = {
-        "without": Lamina(path, length, caches=False),
-        "with": Lamina(path, length, caches=True),
+    players: dict[str, PrefixPlayer] = {
+        "without": PrefixLamina(path, length, caches=False),
+        "with": PrefixLamina(path, length, caches=True),
     }
     if args.peer_python:
-        players["vllm"] = Peer(args.peer_python, path, length)
+        players["vllm"] = PrefixPeer(args.peer_python, path, length)
     seconds: dict[str, list[float]] = {f"{name} {kind}": [] for name in players for kind in ("cold", "warm")}
     cpu: dict[str, list[float]] = {"without": [], "with": []}
     pressure = []
@@ -139,7 +139,7 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
             for name in draw.sample(sorted(players), len(players)):
                 player = players[name]
                 seconds[f"{name} cold"].append(player.first_s(cold))
-                if isinstance(player, Lamina):
+                if isinstance(player, PrefixLamina):
                     cpu[name].append(player.cpu_s)
                 seconds[f"{name} warm"].append(player.first_s(warm))
             pressure.append(cpu_pressure())
@@ -172,7 +172,7 @@ def measure_tiers(path: Path, args: argparse.Namespace) -> dict[str, Any]:
             "host": {**small, "kv_offloading_size": "1GiB"},
             "file": {**small, "kv_store_dir": f"{folder}/kv", "kv_store_size": "1GiB"},
         }
-        players = {name: Lamina(path, length, **options) for name, options in places.items()}
+        players = {name: PrefixLamina(path, length, **options) for name, options in places.items()}
         kinds = ("warm", "cold pair", "cold pair cpu", "cached tokens")
         seen: dict[str, list[float]] = {f"{name} {kind}": [] for name in players for kind in kinds}
         pressure = []

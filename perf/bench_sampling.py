@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lamina.request import FILTERS
 from lamina.sampling import Ask, Backend
-from lamina.sampling.native import Native
+from lamina.sampling.native import NativeSampling
 from lamina.sampling.plain import Plain
 from lamina.sampling.settings import settings_of
 
@@ -64,7 +64,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     logits = torch.randn(args.rows, args.vocabulary, generator=generator) * args.deviation
     logits = logits.to(getattr(torch, args.dtype))
     bits, out = logits.view(torch.int32 if logits.element_size() == 4 else torch.int16), torch.empty_like(logits[0])
-    backends: dict[str, Backend] = {"native": Native(args.threads, args.variant)}
+    backends: dict[str, Backend] = {"native": NativeSampling(args.threads, args.variant)}
     if not args.without_torch:
         backends["torch"] = Plain()
     players: dict[str, Callable[[], Any]] = {

@@ -40,7 +40,7 @@ WRONG: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-class Load:
+class ServerLoad:
     """Requests to one server: random prompts of one length, answers of one length."""
 
     def __init__(self, url: str, model: str, *, input_len: int, output_len: int, vocab: int, seed: int = 0) -> None:
@@ -221,7 +221,7 @@ async def _rss_after(server: Server, seconds: float) -> int:
     return server.rss_bytes()
 
 
-async def in_turns(load: Load, args: argparse.Namespace, requests_per_s: float) -> dict[str, Any]:
+async def in_turns(load: ServerLoad, args: argparse.Namespace, requests_per_s: float) -> dict[str, Any]:
     """What is served of too many requests, as a share of the peak beside it: a machine that others use too is not
     equally fast from one minute to the next.
     """
@@ -236,7 +236,7 @@ async def in_turns(load: Load, args: argparse.Namespace, requests_per_s: float) 
     return {"share": share, "peak_tokens_per_s": peaks, "overload_tokens_per_s": loads, "failed": failed}
 
 
-async def measure(server: Server, load: Load, args: argparse.Namespace) -> dict[str, Any]:
+async def measure(server: Server, load: ServerLoad, args: argparse.Namespace) -> dict[str, Any]:
     """All phases; what is held to a limit is in "limits"."""
     await load.peak(args.streams // 8, 5.0)  # warm
     peak_s, seconds = max(20.0, args.minutes * 6), args.minutes * 60
@@ -280,7 +280,7 @@ def main() -> int:
         str(args.streams - args.running), "--no-log-requests",
     )  # fmt: skip
     try:
-        load = Load(server.url, "examples/tiny_lm/model", input_len=args.input_len, output_len=args.output_len,
+        load = ServerLoad(server.url, "examples/tiny_lm/model", input_len=args.input_len, output_len=args.output_len,
                     vocab=2000)  # fmt: skip
         found = uvloop.run(measure(server, load, args))
     finally:

@@ -116,7 +116,7 @@ def _commit(checkout: Path) -> str:
 
 def _begin(file: str) -> Callable[[Fields], Fields]:
     import torch
-    from bench_decode import Lamina
+    from bench_decode import DecodeLamina
 
     import lamina
     from lamina.gemm._native import usable
@@ -130,7 +130,7 @@ def _begin(file: str) -> Callable[[Fields], Fields]:
     options = {"dtype": settings["dtype"], "transport": "shm", "memory_workers": 1}
     options["kv_cache_dtype"] = settings["kv_cache_dtype"]
     threads = {"compute_threads": threads, "memory_threads": threads}
-    player = Lamina(Path(settings["model"]), prompts, total, settings["sampling"], **options, **threads)
+    player = DecodeLamina(Path(settings["model"]), prompts, total, settings["sampling"], **options, **threads)
     paths = [str(Path(lamina.__file__).resolve()), *_modules(player.llm.pools.pids.values())]
     facts = {"lamina": paths, "gemm": usable()[0]}
 

@@ -1,6 +1,6 @@
 """Other engines that decode the model of bench_decode.py, each in an environment and a process of its own.
 
-``Peer`` is the benchmark's side; run as a script it is the other one. ``peers.sh`` makes the environments.
+``DecodePeer`` is the benchmark's side; run as a script it is the other one. ``peers.sh`` makes the environments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GIB = 1 << 30
 CHUNK = 512  # of prompts, that every peer reads in a step at least
 
 
-class Run:
+class PeerRun:
     """What both sides of a peer know: its settings, the tokens that it has generated, by sequence, and how it differs
     from what was asked for.
     """
@@ -47,7 +47,7 @@ class Run:
 Step = Callable[[], None]  # decodes one token of every sequence
 
 
-class Peer:
+class DecodePeer:
     """A peer that has taken the prompts (lists of as many token ids) and decodes when it is told to.
 
     Raises OSError or RuntimeError, with the cause, where it cannot take part.
@@ -79,7 +79,7 @@ class Peer:
         self._child.close()
 
 
-def vllm(run: Run) -> Step:
+def vllm(run: PeerRun) -> Step:
     """vLLM's engine in this process, compiled by torch.compile, as it does on CPUs unless told otherwise."""
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(run.kv_gib)
     from vllm import EngineArgs, LLMEngine, SamplingParams  # type: ignore[import-not-found]
@@ -106,7 +106,7 @@ def vllm(run: Run) -> Step:
     return step
 
 
-def openvino(run: Run) -> Step:
+def openvino(run: PeerRun) -> Step:
     """OpenVINO GenAI's continuous batching; KV in the model's dtype, or in fp32 where this CPU can only do that."""
     import numpy as np
     import openvino  # type: ignore[import-not-found]
@@ -157,7 +157,7 @@ def openvino(run: Run) -> Step:
     return step
 
 
-def llama_cpp(run: Run) -> Step:
+def llama_cpp(run: PeerRun) -> Step:
     """llama.cpp with its KV cache in fp16, which is its default."""
     import llama_cpp as lib  # type: ignore[import-not-found]
     import numpy as np
@@ -260,7 +260,7 @@ PEERS = {"vllm": vllm, "openvino": openvino, "llama.cpp": llama_cpp}
 
 
 def _begin(peer: str, file: str) -> Callable[[Fields], Fields]:
-    run = Run(json.loads(Path(file).read_text()))
+    run = PeerRun(json.loads(Path(file).read_text()))
     step = PEERS[peer](run)
 
     def reply(question: Fields) -> Fields:

@@ -38,7 +38,7 @@ Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Settings:
+class GpuSettings:
     """What to measure. ``batches``: (sequences, tokens of each prompt); ``limit_s``: nothing is begun behind it."""
 
     device: str = "cuda"
@@ -54,7 +54,7 @@ class Settings:
     limit_s: float = 180.0
 
 
-def tokens_as_transformers(settings: Settings) -> Result:
+def tokens_as_transformers(settings: GpuSettings) -> Result:
     """The part of the shipped model's greedy tokens that are those of transformers on the same device, in fp32."""
     from transformers import AutoModelForCausalLM
 
@@ -89,7 +89,7 @@ def _places(device: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def speed(settings: Settings) -> Result:
+def speed(settings: GpuSettings) -> Result:
     """Tokens a second, milliseconds between tokens and GB of the device, by batch and contender; one that does not run
     is named with its error, and one that there was no time for as such.
     """
@@ -113,7 +113,7 @@ def speed(settings: Settings) -> Result:
 
 
 def lamina(
-    settings: Settings,
+    settings: GpuSettings,
     path: Path,
     prompts: list[list[int]],
     memory: str,
@@ -143,12 +143,12 @@ def lamina(
     return _rates(gaps, len(prompts), used)
 
 
-def by_kernels(settings: Settings, path: Path, prompts: list[list[int]], transport: str, **more: Any) -> Result:
+def by_kernels(settings: GpuSettings, path: Path, prompts: list[list[int]], transport: str, **more: Any) -> Result:
     """Compute workers do the prompts: a memory worker that takes any from elsewhere needs a host for all messages."""
     return lamina(settings, path, prompts, settings.device, transport=transport, prefill_workers=0, **more)
 
 
-def by_turns(settings: Settings, path: Path, prompts: list[list[int]]) -> Result:
+def by_turns(settings: GpuSettings, path: Path, prompts: list[list[int]]) -> Result:
     """Two processes, each of which has the GPU while the other's kernels wait. Raises ValueError but for the smallest
     batch: prompts of others would take all of the time.
     """
@@ -157,7 +157,7 @@ def by_turns(settings: Settings, path: Path, prompts: list[list[int]]) -> Result
     return by_kernels(settings, path, prompts, "shm" if settings.device == "cpu" else "cuda")
 
 
-def on_half(settings: Settings, path: Path, prompts: list[list[int]]) -> Result:
+def on_half(settings: GpuSettings, path: Path, prompts: list[list[int]]) -> Result:
     """The memory worker may use half of the multiprocessors."""
     sms = (
         0 if settings.device == "cpu" else torch.cuda.get_device_properties(settings.device).multi_processor_count // 2
@@ -165,7 +165,7 @@ def on_half(settings: Settings, path: Path, prompts: list[list[int]]) -> Result:
     return by_kernels(settings, path, prompts, "loopback", memory_sms=sms)
 
 
-class _Clock:
+class _TokenClock:
     """A logits processor that notes when each token is drawn."""
 
     def __init__(self, device: str) -> None:
@@ -178,7 +178,7 @@ class _Clock:
         return scores
 
 
-def within_budget(settings: Settings, path: Path, prompts: list[list[int]]) -> Result:
+def within_budget(settings: GpuSettings, path: Path, prompts: list[list[int]]) -> Result:
     """KV on the host; raises ValueError where the device holds more than the budget all the same."""
     found = lamina(settings, path, prompts, "cpu")
     if found["device_gb"] > settings.budget_gb:
@@ -186,7 +186,7 @@ def within_budget(settings: Settings, path: Path, prompts: list[list[int]]) -> R
     return found
 
 
-def offloaded(settings: Settings, path: Path, prompts: list[list[int]]) -> Result:
+def offloaded(settings: GpuSettings, path: Path, prompts: list[list[int]]) -> Result:
     """The cache in the host's memory, a layer at a time on the device, of which torch gives no more than the budget."""
     part = settings.budget_gb * 1e9 / _size(settings.device)
     if settings.device != "cpu":
@@ -199,11 +199,11 @@ def offloaded(settings: Settings, path: Path, prompts: list[list[int]]) -> Resul
             torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def transformers(settings: Settings, path: Path, prompts: list[list[int]], **options: Any) -> Result:
+def transformers(settings: GpuSettings, path: Path, prompts: list[list[int]], **options: Any) -> Result:
     """``generate`` with ``options``, which a GPU compiles by itself for a static cache unless told not to."""
     from transformers import AutoModelForCausalLM
 
-    free, clock = _free(settings.device), _Clock(settings.device)
+    free, clock = _free(settings.device), _TokenClock(settings.device)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, settings.dtype)).to(settings.device)
     _generate(model, prompts, settings.tokens, settings.device, logits_processor=[clock], **options)
     used = free - _free(settings.device)
@@ -250,7 +250,7 @@ def _free(device: str) -> int:
     return 0 if device == "cpu" else torch.cuda.mem_get_info()[0]
 
 
-Contender = Callable[[Settings, Path, list[list[int]]], Result]
+Contender = Callable[[GpuSettings, Path, list[list[int]]], Result]
 ALL: dict[str, Contender] = {
     "lamina, memory on the host": lambda s, path, prompts: lamina(s, path, prompts, "cpu"),
     "lamina, memory on the device": lambda s, path, prompts: lamina(s, path, prompts, s.device),

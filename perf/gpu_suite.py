@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "eight bits": lambda: module("gpu_attention").eight_bits(),
         "collective": collective,
         "tokens": tokens,
-        "decode": lambda: module("gpu_decode").speed(module("gpu_decode").Settings()),
+        "decode": lambda: module("gpu_decode").speed(module("gpu_decode").GpuSettings()),
     }
     if not torch.cuda.is_available():
         said = [run_part(name, parts[name]) for name in COMPILES]
@@ -178,7 +178,7 @@ def collective() -> Result:
 def tokens() -> Result:
     """Of the shipped model, with compute workers on this GPU and memory workers here and there."""
     decode = module("gpu_decode")
-    found: Result = decode.tokens_as_transformers(decode.Settings())
+    found: Result = decode.tokens_as_transformers(decode.GpuSettings())
     if bad := {n: part for n, part in found.items() if not isinstance(part, float) or part < decode.LEAST_EQUAL}:
         raise BrokenError(f"of the tokens of transformers: {bad}")
     return found

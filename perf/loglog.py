@@ -13,13 +13,13 @@ COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     name: str
     points: Sequence[tuple[float, float]]  # both above 0
     strong: bool = False
 
 
-def draw(title: str, x_title: str, y_title: str, lines: Sequence[Line]) -> str:
+def draw(title: str, x_title: str, y_title: str, lines: Sequence[Curve]) -> str:
     """The SVG's text. Raises ValueError if there is nothing to draw."""
     points = [p for line in lines for p in line.points]
     if not points:

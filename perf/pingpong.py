@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, cpu_pressure, record, spread
-from loglog import Line, draw
+from loglog import Curve, draw
 from pingpong_competitors import COMPETITORS, Competitor, Course
 
 SIZES = "8,64,256,1024,4096,16384,65536,262144,1048576,4194304,16777216"
@@ -86,8 +86,8 @@ def targets(mid: dict[str, dict[int, float]]) -> dict[str, dict[str, float]]:
 def plots(mid: dict[str, dict[int, float]], place: Path) -> None:
     for kind in ("memory", "tcp"):
         named = [c.name for c in COMPETITORS if c.kind == kind and c.name in mid]
-        latency = [Line(name, sorted(mid[name].items()), name.startswith("lamina")) for name in named]
-        speed = [Line(a.name, [(n, n / us / 1e3) for n, us in a.points], a.strong) for a in latency]
+        latency = [Curve(name, sorted(mid[name].items()), name.startswith("lamina")) for name in named]
+        speed = [Curve(a.name, [(n, n / us / 1e3) for n, us in a.points], a.strong) for a in latency]
         for what, lines, unit in (("latency", latency, "microseconds, one way"), ("bandwidth", speed, "GB/s, one way")):
             title = f"Ping-pong within one host over {'shared memory' if kind == 'memory' else 'TCP'}"
             (place / f"pingpong_{kind}_{what}.svg").write_text(draw(title, "bytes of a message", unit, lines))

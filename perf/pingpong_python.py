@@ -20,14 +20,14 @@ PAYLOADS = 3
 
 
 @dataclass
-class Wire:
+class PythonWire:
     """``get`` takes the number of bytes and gives what arrived, in memory that the next call may overwrite."""
 
     put: Callable[[bytes], object]
     get: Callable[[int], Any]
 
 
-def over_tcp(leads: bool, place: str) -> Wire:
+def over_tcp(leads: bool, place: str) -> PythonWire:
     if leads:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             _tell(place, str(listener.getsockname()[1]))
@@ -47,10 +47,10 @@ def over_tcp(leads: bool, place: str) -> Wire:
             got += n
         return buffer
 
-    return Wire(sock.sendall, get)
+    return PythonWire(sock.sendall, get)
 
 
-def over_zeromq(leads: bool, place: str, transport: str) -> Wire:
+def over_zeromq(leads: bool, place: str, transport: str) -> PythonWire:
     zmq = importlib.import_module("zmq")
 
     sock = zmq.Context().socket(zmq.REQ if leads else zmq.REP)
@@ -61,10 +61,10 @@ def over_zeromq(leads: bool, place: str, transport: str) -> Wire:
         sock.bind(f"ipc://{place}/socket")
     else:
         _tell(place, str(sock.bind_to_random_port("tcp://127.0.0.1")))
-    return Wire(sock.send, lambda _: sock.recv())
+    return PythonWire(sock.send, lambda _: sock.recv())
 
 
-def over_gloo(leads: bool, place: str) -> Wire:
+def over_gloo(leads: bool, place: str) -> PythonWire:
     import torch
     import torch.distributed as dist
 
@@ -85,10 +85,10 @@ def over_gloo(leads: bool, place: str) -> Wire:
         dist.recv(into, other)
         return into.numpy()
 
-    return Wire(put, get)
+    return PythonWire(put, get)
 
 
-WIRES: dict[str, Callable[[bool, str], Wire]] = {
+WIRES: dict[str, Callable[[bool, str], PythonWire]] = {
     "tcp": over_tcp,
     "zeromq-ipc": lambda leads, place: over_zeromq(leads, place, "ipc"),
     "zeromq-tcp": lambda leads, place: over_zeromq(leads, place, "tcp"),
@@ -111,7 +111,7 @@ def _hear(place: str) -> str:
         return file.read()
 
 
-def ping_pong(wire: Wire, leads: bool, nbytes: int, warm_up: int, rounds: int) -> list[float]:
+def ping_pong(wire: PythonWire, leads: bool, nbytes: int, warm_up: int, rounds: int) -> list[float]:
     payloads = [bytes((i * 131 + i // 251 + k * 77) % 256 for i in range(min(nbytes, 4096))) for k in range(PAYLOADS)]
     payloads = [(p * (nbytes // len(p) + 1))[:nbytes] for p in payloads]
     times = []

@@ -43,7 +43,7 @@ class Sample(NamedTuple):
     processes: float
 
 
-class Round(NamedTuple):
+class SoakRound(NamedTuple):
     """Streams that were read at a time."""
 
     struck: bool
@@ -74,7 +74,7 @@ def main() -> None:
     print(record("soak", vars(args), results, write=args.write))
 
 
-def soak(target: Target, args: argparse.Namespace) -> tuple[list[Round], list[Sample], int]:
+def soak(target: Target, args: argparse.Namespace) -> tuple[list[SoakRound], list[Sample], int]:
     """Load until the time is over. Raises OSError where the server does not recover."""
     rng, samples, over = random.Random(args.seed), list[Sample](), threading.Event()
 
@@ -85,7 +85,7 @@ def soak(target: Target, args: argparse.Namespace) -> tuple[list[Round], list[Sa
     watcher = threading.Thread(target=watch, name="soak-watch", daemon=True)
     watcher.start()
     begun = last = time.monotonic()
-    rounds, kills = list[Round](), 0
+    rounds, kills = list[SoakRound](), 0
     while time.monotonic() - begun < 60.0 * args.minutes:
         due = args.kill_every_s and time.monotonic() - last > args.kill_every_s
         hit = None
@@ -96,7 +96,7 @@ def soak(target: Target, args: argparse.Namespace) -> tuple[list[Round], list[Sa
                 target.strike(victim, "SIGKILL")
 
         told = read_all(target.url, bodies_of(args.streams, args.tokens, rng), TIMEOUT_S, hit, rng.uniform(0.1, 1.0))
-        rounds.append(Round(bool(due), told))
+        rounds.append(SoakRound(bool(due), told))
         if due and not target.is_well(WELL_S):
             raise OSError(f"the server did not recover from kill {kills}")
         time.sleep(args.rest_s)
@@ -117,7 +117,7 @@ def sample(pids: list[int]) -> Sample:
     return Sample(time.monotonic(), memory, descriptors, threads, len(pids))
 
 
-def summary(rounds: list[Round], samples: list[Sample]) -> dict[str, Any]:
+def summary(rounds: list[SoakRound], samples: list[Sample]) -> dict[str, Any]:
     """Slopes in units an hour. Samples in which a process was missing, or there was one more, are left out."""
     usual = statistics.mode(s.processes for s in samples)
     steady = [s for s in samples[len(samples) // 4 :] if s.processes == usual]
@@ -135,7 +135,7 @@ def summary(rounds: list[Round], samples: list[Sample]) -> dict[str, Any]:
     return found
 
 
-def p99(rounds: list[Round]) -> float:
+def p99(rounds: list[SoakRound]) -> float:
     """Of the time between two events of a stream."""
     gaps = [b - a for each in rounds for told in each.told for a, b in zip(told.times, told.times[1:], strict=False)]
     return round(statistics.quantiles(gaps, n=100)[98], 5) if len(gaps) > 1 else 0.0

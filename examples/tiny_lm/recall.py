@@ -26,7 +26,7 @@ _ANSWER_WEIGHT = 4.0
 
 
 @dataclass(frozen=True)
-class Prompt:
+class RecallPrompt:
     """One question: the model is right if it continues ``tokens`` greedily with ``answer`` (VALUE_WORDS tokens)."""
 
     tokens: list[int]
@@ -56,7 +56,7 @@ class RecallTask:
     def _statement(self, key: int, value: list[int]) -> list[int]:
         return [*self._remember, key, *self._equals, *value, *self._newline]
 
-    def prompts(self, filler: Ids, distance: int, *, count: int, pairs: int = 4, seed: int = 0) -> list[Prompt]:
+    def prompts(self, filler: Ids, distance: int, *, count: int, pairs: int = 4, seed: int = 0) -> list[RecallPrompt]:
         """Questions about one of ``pairs`` pairs, asked ``distance`` tokens of ``filler`` after the last of them.
 
         ``filler``: token ids of ordinary text, longer than ``distance``; each prompt takes a random cut of it.
@@ -71,7 +71,7 @@ class RecallTask:
             tokens = [token for key, value in stated for token in self._statement(key, value)]
             tokens += filler[start : start + distance].tolist()
             key, value = stated[int(rng.integers(pairs))]
-            found.append(Prompt(tokens + self._question(key), value))
+            found.append(RecallPrompt(tokens + self._question(key), value))
         return found
 
     def training_sequence(self, rng: np.random.Generator, filler: Ids) -> tuple[Ids, Weights]:

@@ -99,13 +99,13 @@ def batch(step: int, stage: Stage, stream: Ids, task: RecallTask) -> list[Row]:
     return [row() for _ in range(BATCH_TOKENS // length)]
 
 
-class _Part(NamedTuple):
+class _BatchPart(NamedTuple):
     gradients: tuple[torch.Tensor, ...]
     weight: float
     losses: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]  # Of plain text and of recall answers.
 
 
-class Run:
+class Training:
     """The state of a training run and its checkpoint file; time counts only while a process trains."""
 
     def __init__(self, model: Any, seconds: float) -> None:
@@ -175,7 +175,7 @@ class Run:
         text, answers = (np.concatenate([part.losses[kind] for part in parts]) for kind in range(2))
         return float(text.mean()), float(answers.mean()) if answers.size else math.nan
 
-    def _gradients(self, rows: list[Row]) -> _Part:
+    def _gradients(self, rows: list[Row]) -> _BatchPart:
         """Gradients of the weighted sum of losses; they are returned, not accumulated, so that threads may share it."""
         tokens = torch.from_numpy(np.stack([ids for ids, _ in rows]))
         weights = torch.from_numpy(np.stack([weights for _, weights in rows]))[:, 1:].flatten()
@@ -183,10 +183,10 @@ class Run:
         losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
         gradients = torch.autograd.grad((losses * weights).sum(), list(self.model.parameters()))
         measured = losses.detach()[weights == 1.0].numpy(), losses.detach()[weights > 1.0].numpy()
-        return _Part(gradients, float(weights.sum()), measured)
+        return _BatchPart(gradients, float(weights.sum()), measured)
 
 
-def train(run: Run, batches: Callable[[int, Stage], list[Row]], report: Callable[[], None]) -> None:
+def train(run: Training, batches: Callable[[int, Stage], list[Row]], report: Callable[[], None]) -> None:
     """Train until the time is over; reports and checkpoints every CHECKPOINT_SECONDS and at the end."""
     losses: list[tuple[float, float]] = []
     since = run.elapsed
@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="training time, earlier runs' time included")
     parser.add_argument("--eval-only", action="store_true", help="measure model/ and print, without training")
     arguments = parser.parse_args()
-    # The workers of ``Run.learn`` are the parallelism: threads inside operators would wait for each other.
+    # The workers of ``Training.learn`` are the parallelism: threads inside operators would wait for each other.
     torch.set_num_threads(1)
     if not arguments.eval_only:
         WORK.mkdir(exist_ok=True)
@@ -252,7 +252,7 @@ def main() -> None:
         tokenizer = build_tokenizer(list(texts.values()))
         stream, task = training_ids(tokenizer, texts), RecallTask(tokenizer)
         model = build_model(tokenizer, SEED)
-        run = Run(model, arguments.minutes * 60)
+        run = Training(model, arguments.minutes * 60)
         run.load()
         sample = corpus.held_out_text()[:50_000]
 

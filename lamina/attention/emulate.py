@@ -19,7 +19,7 @@ def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dt
     return Emulate(get("auto", device, dtype, store_dtype), DeviceTimes.from_environment() or DeviceTimes())
 
 
-class _Prepared(NamedTuple):
+class _EmulatedRows(NamedTuple):
     inner: Any
     stored_tokens: int  # that attention reads, over all sequences
 
@@ -32,21 +32,21 @@ class Emulate(AttentionBackend):
         self._times = times
         self._device = EmulatedDevice()
 
-    def prepare(self, rows: RowTable) -> _Prepared:
-        return _Prepared(self._inner.prepare(rows), int((rows.stop - rows.seen).sum()))
+    def prepare(self, rows: RowTable) -> _EmulatedRows:
+        return _EmulatedRows(self._inner.prepare(rows), int((rows.stop - rows.seen).sum()))
 
-    def attend_stored(self, op: Operator, prepared: _Prepared, store: LayerStore, q: Tensor) -> Partial:
+    def attend_stored(self, op: Operator, prepared: _EmulatedRows, store: LayerStore, q: Tensor) -> Partial:
         times, token_bytes = self._times, store.token_bytes
         self._device.begin(times.attention_s + prepared.stored_tokens * token_bytes * times.attention_byte_s)
         stored = self._inner.attend_stored(op, prepared.inner, store, q)
         self._device.finish()
         return stored
 
-    def attend_new(self, op: Operator, prepared: _Prepared, q: Tensor, kv: StoredRows) -> Partial:
+    def attend_new(self, op: Operator, prepared: _EmulatedRows, q: Tensor, kv: StoredRows) -> Partial:
         return self._inner.attend_new(op, prepared.inner, q, kv)
 
     def finish(
-        self, op: Operator, prepared: _Prepared, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor
+        self, op: Operator, prepared: _EmulatedRows, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor
     ) -> None:
         self._inner.finish(op, prepared.inner, stored, q, kv, out)
 

@@ -80,7 +80,7 @@ class Chunks:
         self.planned: dict[tuple[object, ...], Any] = {}  # FlashInfer's wrapper by shape
 
 
-class _Prepared(NamedTuple):
+class _FlashInferRows(NamedTuple):
     step: DeviceTable
     chunks: Chunks | None  # None: the cuda backend takes it
 
@@ -93,12 +93,12 @@ class FlashInfer(AttentionBackend):
         self._wrapper, self._cuda, self._device, self._dtype = wrapper, cuda, device, dtype
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
-    def prepare(self, rows: RowTable) -> _Prepared:
+    def prepare(self, rows: RowTable) -> _FlashInferRows:
         step, decode = self._cuda.prepare(rows), not rows.window and (rows.count == 1).all()
         taken = decode and (rows.seen == rows.origin).all() and (rows.seen < rows.stop).any()
-        return _Prepared(step, Chunks(rows, self._device) if taken else None)
+        return _FlashInferRows(step, Chunks(rows, self._device) if taken else None)
 
-    def attend_stored(self, op: Operator, prepared: _Prepared, store: LayerStore, q: Tensor) -> Partial:
+    def attend_stored(self, op: Operator, prepared: _FlashInferRows, store: LayerStore, q: Tensor) -> Partial:
         chunks, known = prepared.chunks, op.qk_dim == op.v_dim and op.qk_dim in HEAD_DIMS and op.slopes is None
         if chunks is None or not known:
             return self._cuda.attend_stored(op, prepared.step, store, q)
@@ -115,11 +115,11 @@ class FlashInfer(AttentionBackend):
         out.o[rows], out.lse[rows] = parts.o[chunks.roots], parts.lse[chunks.roots]
         return out
 
-    def attend_new(self, op: Operator, prepared: _Prepared, q: Tensor, kv: StoredRows) -> Partial:
+    def attend_new(self, op: Operator, prepared: _FlashInferRows, q: Tensor, kv: StoredRows) -> Partial:
         return self._cuda.attend_new(op, prepared.step, q, kv)
 
     def finish(
-        self, op: Operator, prepared: _Prepared, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor
+        self, op: Operator, prepared: _FlashInferRows, stored: Partial, q: Tensor, kv: StoredRows, out: Tensor
     ) -> None:
         self._cuda.finish(op, prepared.step, stored, q, kv, out)
 

@@ -22,14 +22,14 @@ NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "f
 STORED: dict[torch.dtype | None, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> Native:
+def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype) -> NativeAttention:
     """The backend for queries of ``dtype``, with the best instructions of this CPU."""
     if device.type != "cpu":
         raise ValueError(f"attention backend 'native' computes on CPUs, not on {device}")
-    return Native(dtype, store_dtype=store_dtype)
+    return NativeAttention(dtype, store_dtype=store_dtype)
 
 
-class Native(AttentionBackend):
+class NativeAttention(AttentionBackend):
     """See ``AttentionBackend`` for the contract. Computes on torch's number of threads, which are its own."""
 
     def __init__(self, dtype: torch.dtype, variant: str = VARIANTS[0], store_dtype: torch.dtype | None = None) -> None:

@@ -36,7 +36,7 @@ def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dt
     return Numba(dtype, store_dtype)
 
 
-class _Prepared:
+class _NumbaRows:
     """The sequences with one row, as the kernel takes them; the others, as the reference backend takes them."""
 
     def __init__(self, table: RowTable, reference: Reference) -> None:
@@ -62,10 +62,10 @@ class Numba(AttentionBackend):
         self._helpers = ThreadPoolExecutor(thread_name_prefix="lamina-attention")  # starts a thread when it needs one
         self._compile(dtype, store_dtype)
 
-    def prepare(self, rows: RowTable) -> _Prepared:
-        return _Prepared(rows, self._reference)
+    def prepare(self, rows: RowTable) -> _NumbaRows:
+        return _NumbaRows(rows, self._reference)
 
-    def attend_stored(self, op: Operator, prepared: _Prepared, store: LayerStore, q: Tensor) -> Partial:
+    def attend_stored(self, op: Operator, prepared: _NumbaRows, store: LayerStore, q: Tensor) -> Partial:
         out = _empty(op, q)
         if prepared.others is not None:
             rows = prepared.other_rows
@@ -79,7 +79,7 @@ class Numba(AttentionBackend):
             self._run(inputs, np.float32(op.spec.softcap), bounds, (out.o.numpy(), out.lse.numpy()))
         return out
 
-    def attend_new(self, op: Operator, prepared: _Prepared, q: Tensor, kv: StoredRows) -> Partial:
+    def attend_new(self, op: Operator, prepared: _NumbaRows, q: Tensor, kv: StoredRows) -> Partial:
         out = _empty(op, q)
         if prepared.others is not None:
             rows = prepared.other_rows

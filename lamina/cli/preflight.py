@@ -12,7 +12,7 @@ from lamina.facts.room import check_kv_room
 from lamina.fleet.choose_transport import nearest
 from lamina.models.checkpoint import peek_config
 from lamina.protocol.options import EngineConfig
-from lamina.protocol.resolve import ModelFacts, check_model, check_names
+from lamina.protocol.resolve import ModelLimits, check_model, check_names
 
 from .words import counted, ranks_meet
 
@@ -142,10 +142,10 @@ def _check_names(config: EngineConfig) -> None:
     check_store(config.kv.attention, config.kv.kv_cache_dtype)
 
 
-def _facts(model: Any, max_len: int) -> ModelFacts:
+def _facts(model: Any, max_len: int) -> ModelLimits:
     text, heads = model.get_text_config(), _kv_heads(model)
     layers, dim = getattr(text, "num_hidden_layers", 0), getattr(text, "head_dim", 0)
-    return ModelFacts(max_len, heads, 2 * layers * heads * (dim or 0), getattr(text, "sliding_window", None) or 0)
+    return ModelLimits(max_len, heads, 2 * layers * heads * (dim or 0), getattr(text, "sliding_window", None) or 0)
 
 
 def _kv_heads(config: Any) -> int:

@@ -19,10 +19,10 @@ class FewRows:
     """A program whose slices do so. To be called by one thread: torch counts its threads for each."""
 
     def __init__(self, program: Any) -> None:
-        self.slices: Sequence[Any] = [_Slice(inner) for inner in program.slices]
+        self.slices: Sequence[Any] = [_FewRowsSlice(inner) for inner in program.slices]
 
 
-class _Slice:
+class _FewRowsSlice:
     """Called as the slice that it stands for, with any number of rows."""
 
     def __init__(self, inner: Any) -> None:

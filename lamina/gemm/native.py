@@ -20,7 +20,7 @@ MOST_ROWS = {"amx": 128, "avx512_bf16": 64, "avx512": 32, "avx2": 32}
 NO_LIMIT = (1 << 63) - 1
 
 
-class Native:
+class NativeLinear:
     """See LinearBackend."""
 
     own_threads = True
@@ -55,6 +55,6 @@ class Native:
         return y
 
 
-def open_backend(threads: int) -> Native:
+def open_backend(threads: int) -> NativeLinear:
     """On ``threads`` threads, at least one."""
-    return Native(max(1, threads))
+    return NativeLinear(max(1, threads))

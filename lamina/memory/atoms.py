@@ -30,7 +30,7 @@ class Located(NamedTuple):
     tokens: int
 
 
-class _Heads(NamedTuple):
+class _PieceHeads(NamedTuple):
     """The heads of one piece: ``first`` is the number of its first head in the whole model's layer."""
 
     layer: int
@@ -50,7 +50,7 @@ class PoolAtoms:
     def __init__(self, store: Store, rank: int = 0) -> None:
         self._store = store
         self._heads = [
-            _Heads(layer, held.head_start + rank * shape.kv_heads, held.group, _form(stored.kv), _parts(stored.kv))
+            _PieceHeads(layer, held.head_start + rank * shape.kv_heads, held.group, _form(stored.kv), _parts(stored.kv))
             for layer, shape in enumerate(store.bind.layers)
             for held, stored in zip(store.pieces[layer], store.layers[layer], strict=True)
         ]
@@ -112,7 +112,7 @@ class PoolAtoms:
                         here = part[block, :, : rows.shape[1]]
                         here.copy_(fresh.view(here.shape))
 
-    def _room(self, at: Located) -> Iterator[tuple[_Heads, tuple[int, ...], Numbers]]:
+    def _room(self, at: Located) -> Iterator[tuple[_PieceHeads, tuple[int, ...], Numbers]]:
         """Each piece that the page has here, its blocks, and bytes for its atoms, [heads, bytes]."""
         for heads in self._heads:
             ids = at.blocks[heads.group]
@@ -129,15 +129,15 @@ def _parts(kv: LayerStore) -> tuple[Tensor, ...]:
     return (kv.k, kv.v) if kv.scales is None else (kv.k, kv.v, *(x.unsqueeze(-1) for x in kv.scales))
 
 
-def _atoms(heads: _Heads) -> list[Atom]:
+def _atoms(heads: _PieceHeads) -> list[Atom]:
     return [Atom(heads.layer, heads.first + head) for head in range(heads.num)]
 
 
-def _named(heads: _Heads, atoms: Numbers) -> dict[Atom, memoryview]:
+def _named(heads: _PieceHeads, atoms: Numbers) -> dict[Atom, memoryview]:
     return {atom: memoryview(row) for atom, row in zip(_atoms(heads), atoms, strict=True)}
 
 
-def _split(heads: _Heads, atoms: Numbers, tokens: int) -> Iterator[Numbers]:
+def _split(heads: _PieceHeads, atoms: Numbers, tokens: int) -> Iterator[Numbers]:
     """The bytes of each part of ``heads``: [heads, tokens, bytes of a token], no copies."""
     at = 0
     for part in heads.parts:

@@ -18,17 +18,17 @@ from lamina.facts.roofline import min_bandwidth
 from .deployment import Deployment
 from .model_facts import ModelFacts
 from .operators import OperatorTables
-from .tables import Baseline, Constants, Link
+from .tables import Baseline, Constants, NetworkLink
 
 
-class Part(NamedTuple):
+class PartTime(NamedTuple):
     """Seconds of a step, and where they are from."""
 
     seconds: float
     origin: str
 
 
-class Load(NamedTuple):
+class BatchLoad(NamedTuple):
     """Of a batch. rows: tokens that the slices compute; stored: window -> tokens that attention reads for them."""
 
     rows: float
@@ -36,10 +36,10 @@ class Load(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepParts:
+class StepTimes:
     """Of one batch: seconds of its slices, of its attention, and of the network that nothing hides."""
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, PartTime]
 
     @property
     def model_s(self) -> float:
@@ -74,11 +74,11 @@ class CostModel:
 
     model: ModelFacts
     constants: Constants
-    link: Link
+    link: NetworkLink
     baseline: Baseline
     tables: OperatorTables = field(default_factory=OperatorTables)
 
-    def round(self, deployment: Deployment, loads: Sequence[Load]) -> RoundTime:
+    def round(self, deployment: Deployment, loads: Sequence[BatchLoad]) -> RoundTime:
         """Of one step of each batch with rows; ``loads`` has at least one."""
         steps = [self.step(deployment, load) for load in loads]
         model, attention = sum(s.model_s for s in steps), sum(s.attention_s for s in steps)
@@ -93,7 +93,7 @@ class CostModel:
         seconds = bounds[limit]
         return RoundTime(seconds, limit, bounds["compute"] / seconds, attention / seconds)
 
-    def step(self, deployment: Deployment, load: Load) -> StepParts:
+    def step(self, deployment: Deployment, load: BatchLoad) -> StepTimes:
         """Parts of one batch's step."""
         parts = {
             "linear": self.linear(deployment, load.rows),
@@ -102,29 +102,29 @@ class CostModel:
             "attention": self.attention(deployment, load),
         }
         parts["network"] = self.network(deployment, load.rows, parts)
-        return StepParts(parts)
+        return StepTimes(parts)
 
     def driver_s(self, rows: float) -> float:
         """Lamina's own driver, which schedules a round while the one before runs."""
         return self.constants["driver_round"] + rows * self.constants["driver_row"]
 
-    def linear(self, deployment: Deployment, rows: float) -> Part:
+    def linear(self, deployment: Deployment, rows: float) -> PartTime:
         """Products with weights, shared by the ranks."""
         device, ranks = deployment.compute, deployment.ranks
         if self.tables.has("linear", device.name, ranks):
             took, weights = self.tables.seconds("linear", device.name, ranks, rows)
             share = max(_peaks(weights, weights * rows, device, ranks)) / took
             seconds = sum(max(_peaks(*p.work(rows), device, ranks)) for p in self.model.products) / share
-            return Part(seconds, f"table: {device.name}, {ranks} ranks, {share:.0%} of peak at these rows")
+            return PartTime(seconds, f"table: {device.name}, {ranks} ranks, {share:.0%} of peak at these rows")
         bend, seconds = self.constants["linear_bend"], 0.0
         for products in self.model.products:
             reading, computing = _peaks(*products.work(rows), device, ranks)
             reading /= self.constants["linear_bandwidth_share"]
             computing /= self.constants["linear_flops_share"]
             seconds += (reading**bend + computing**bend) ** (1 / bend)
-        return Part(seconds, "roofline: linear_bandwidth_share, linear_flops_share, linear_bend")
+        return PartTime(seconds, "roofline: linear_bandwidth_share, linear_flops_share, linear_bend")
 
-    def elementwise(self, deployment: Deployment, rows: float) -> Part:
+    def elementwise(self, deployment: Deployment, rows: float) -> PartTime:
         """Norms, rope, activations, residual additions."""
         device, ranks, layers = deployment.compute, deployment.ranks, self.model.num_layers
         row_bytes = self.model.hidden_bytes
@@ -132,26 +132,26 @@ class CostModel:
             _, width = self.tables.seconds("elementwise", device.name, ranks, 1)
             as_many = max(1.0, rows * row_bytes / (2 * width))
             took, _ = self.tables.seconds("elementwise", device.name, ranks, as_many)
-            return Part(layers * took, f"table: {device.name}, {ranks} ranks, by the elements of a row")
+            return PartTime(layers * took, f"table: {device.name}, {ranks} ranks, by the elements of a row")
         passes = self.constants["elementwise_passes"] * rows * row_bytes / ranks / (device.bandwidth_gbs * 1e9)
         seconds = layers * (self.constants["elementwise_floor"] + passes)
-        return Part(seconds, "roofline: elementwise_floor, elementwise_passes")
+        return PartTime(seconds, "roofline: elementwise_floor, elementwise_passes")
 
-    def collective(self, deployment: Deployment, rows: float) -> Part:
+    def collective(self, deployment: Deployment, rows: float) -> PartTime:
         """Two all-reduces a layer between the ranks of a replica."""
         ranks, device = deployment.ranks, deployment.compute
         if ranks == 1:
-            return Part(0.0, "none: one rank")
+            return PartTime(0.0, "none: one rank")
         each = 2 * self.model.num_layers
         if self.tables.has("all_reduce", device.name, ranks):
             took, _ = self.tables.seconds("all_reduce", device.name, ranks, rows * self.model.hidden_bytes)
-            return Part(each * took, f"table: {device.name}, {ranks} ranks")
+            return PartTime(each * took, f"table: {device.name}, {ranks} ranks")
         moving = rows * self.model.hidden_bytes / self.constants["collective_bandwidth"]
-        return Part(
+        return PartTime(
             each * (self.constants["collective_floor"] + moving), "roofline: collective_floor, collective_bandwidth"
         )
 
-    def attention(self, deployment: Deployment, load: Load) -> Part:
+    def attention(self, deployment: Deployment, load: BatchLoad) -> PartTime:
         """Of all layers, spread evenly over the devices that hold K and V."""
         device, count = deployment.memory or deployment.compute, deployment.memory_workers or deployment.ranks
         bandwidth = device.bandwidth_gbs * 1e9 * self.constants["attention_bandwidth_share"] * count
@@ -161,19 +161,21 @@ class CostModel:
             tokens = load.stored[layers.window]
             longest = max(layers.kv_bytes * tokens / bandwidth, layers.flops * tokens / flops)
             seconds += layers.count * (self.constants["attention_floor"] + longest)
-        return Part(seconds, "roofline: attention_floor, attention_bandwidth_share, attention_flops_share")
+        return PartTime(seconds, "roofline: attention_floor, attention_bandwidth_share, attention_flops_share")
 
-    def step_without_overlap(self, deployment: Deployment, load: Load) -> float:
+    def step_without_overlap(self, deployment: Deployment, load: BatchLoad) -> float:
         """Seconds of the network in one batch's step if Q left with K and V."""
         return self.network(deployment, load.rows, self.step(deployment, load).parts, overlap=False).seconds
 
-    def network(self, deployment: Deployment, rows: float, parts: Mapping[str, Part], *, overlap: bool = True) -> Part:
+    def network(
+        self, deployment: Deployment, rows: float, parts: Mapping[str, PartTime], *, overlap: bool = True
+    ) -> PartTime:
         """Messages of all layers, less what ``overlap`` hides: K and V are computed and leave while the memory workers
         attend by Q. That can be more than the messages take; seconds are below 0 then, a step is shorter than slices
         and attention one after the other. With n > 2 the cut moves on to the next replica, too.
         """
         if deployment.memory is None:
-            return Part(0.0, "none: one pool")
+            return PartTime(0.0, "none: one pool")
         layers = self.model.num_layers
         cards = min(deployment.ranks, deployment.memory_workers)
         bandwidth = cards * self.link.bandwidth(deployment.compute, deployment.memory)
@@ -187,9 +189,9 @@ class CostModel:
             hidden += overlap * each.count * min(attention_s, self.model.between * model_s + kv_s)
         cut = layers * rows * self.model.hidden_bytes / bandwidth if deployment.batches > 2 else 0.0
         seconds = layers * self.link.round_trip_s + moving - hidden + cut
-        return Part(seconds, f"link: {self.link.name}, {cards} cards on each side")
+        return PartTime(seconds, f"link: {self.link.name}, {cards} cards on each side")
 
-    def message_bandwidth(self, deployment: Deployment, load: Load) -> float:
+    def message_bandwidth(self, deployment: Deployment, load: BatchLoad) -> float:
         """Bytes per second between the pools for messages to take the share of a step that the paper grants them."""
         step = self.step(deployment, load)
         return min_bandwidth(self.model.message_bytes * load.rows, step.model_s, step.attention_s)
@@ -211,7 +213,7 @@ def _copies(heads: int, workers: int) -> float:
     return 1 + sum(1 for i in range(1, workers) if i * heads % workers) / heads
 
 
-def halves(load: Load, batches: int) -> list[Load]:
+def halves(load: BatchLoad, batches: int) -> list[BatchLoad]:
     """A load dealt evenly to so many batches, but to no more than it has rows."""
     count = max(1, min(batches, math.floor(load.rows)))
-    return [Load(load.rows / count, {w: tokens / count for w, tokens in load.stored.items()})] * count
+    return [BatchLoad(load.rows / count, {w: tokens / count for w, tokens in load.stored.items()})] * count

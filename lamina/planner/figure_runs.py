@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import mean
 
-from .cost import Load
+from .cost import BatchLoad
 from .deployment import Deployment, DeviceMemory
 from .figures import GAINS, H20, H100, Figure, Line, best_of, capacities, costs_of, pair
 from .model_facts import paper_models
@@ -79,7 +79,7 @@ def figure11(traces: Mapping[str, RequestTrace], base: str) -> Figure:
         for count in counts:
             where = Deployment(H100, ranks, H20, count)
             batch = memory.for_kv(costs.model, where) / costs.model.kv_bytes_per_token / trace.stored()
-            rate = batch / best_of(costs, where, Load(batch, {0: batch * trace.stored()}))
+            rate = batch / best_of(costs, where, BatchLoad(batch, {0: batch * trace.stored()}))
             stated = 800.0 if (model, count) == ("llama3-70b", 4) else None
             dollars = where.price(prices) / 3600 / rate * 1e6
             label = f"{model}, ({ranks},{count})"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from lamina.facts.hardware import DEVICES
 from lamina.facts.roofline import min_bandwidth
 
-from .cost import CostModel, Load, halves
+from .cost import BatchLoad, CostModel, halves
 from .deployment import GIB, Deployment, DeviceMemory
 from .model_facts import ModelFacts, paper_models
 from .tables import baseline, constants, link, price_book
@@ -61,9 +61,9 @@ def pair(name: str, batches: int = 2) -> tuple[Deployment, Deployment]:
     return Deployment(H100, a, H20, b, batches), Deployment(H100, alone)
 
 
-def load(batch: float, length: float) -> Load:
+def load(batch: float, length: float) -> BatchLoad:
     """Of so many sequences with so many stored tokens each."""
-    return Load(batch, {0: batch * length})
+    return BatchLoad(batch, {0: batch * length})
 
 
 def figure2() -> Figure:
@@ -155,7 +155,7 @@ def capacities(name: str, gigabyte: str = "GiB") -> tuple[float, float]:
     return split, alone
 
 
-def best_of(costs: CostModel, deployment: Deployment, of: Load) -> float:
+def best_of(costs: CostModel, deployment: Deployment, of: BatchLoad) -> float:
     """Seconds of a round, with one batch or two, whichever gives more tokens."""
     if not deployment.split:
         return costs.round(deployment, [of]).seconds

@@ -12,7 +12,7 @@ from .replay import Replayed, replay
 from .words import shortlist
 
 
-class Played(NamedTuple):
+class PlayedRow(NamedTuple):
     """A row of a plan: ``point`` by the closed form, ``found`` by the scheduler."""
 
     point: Operating
@@ -23,7 +23,7 @@ class Played(NamedTuple):
         return {"devices": self.point.deployment.label, "tokens_s": self.found.tokens_s, **self.found._asdict()}
 
 
-def play(planner: Planner, ranking: Ranking, rows: int, requests: int) -> list[Played]:
+def play(planner: Planner, ranking: Ranking, rows: int, requests: int) -> list[PlayedRow]:
     """The first ``requests`` of the ranked trace. Raises ValueError for models that a replay does not know."""
     trace = ranking.trace.first(requests)
 
@@ -32,11 +32,12 @@ def play(planner: Planner, ranking: Ranking, rows: int, requests: int) -> list[P
         return max(1, round(point.batch)) if limited else 0
 
     return [
-        Played(p, replay(planner.costs, planner.memory, p.deployment, trace, most(p))) for p in shortlist(ranking, rows)
+        PlayedRow(p, replay(planner.costs, planner.memory, p.deployment, trace, most(p)))
+        for p in shortlist(ranking, rows)
     ]
 
 
-def played_text(played: Sequence[Played]) -> str:
+def played_text(played: Sequence[PlayedRow]) -> str:
     """Both side by side; empty where nothing was played."""
     if not played:
         return ""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .cost import CostModel, Load, halves
+from .cost import BatchLoad, CostModel, halves
 from .deployment import Deployment, DeviceMemory
 from .model_facts import ModelFacts
 from .tables import PriceBook
@@ -35,7 +35,7 @@ class Operating(NamedTuple):
     limit: str
 
 
-class Refused(NamedTuple):
+class RefusedDeployment(NamedTuple):
     """A deployment that is not ranked, and why."""
 
     deployment: Deployment
@@ -47,7 +47,7 @@ class Ranking:
     """``points`` by dollars for a token, the cheapest first. ``trace``: what all of them were ranked on."""
 
     points: tuple[Operating, ...]
-    refused: tuple[Refused, ...]
+    refused: tuple[RefusedDeployment, ...]
     trace: RequestTrace
 
     def best(self, *, split: bool) -> Operating | None:
@@ -80,11 +80,11 @@ class Planner:
 
     def rank(self, asked: Iterable[Deployment], trace: RequestTrace) -> Ranking:
         """All that fit, on what of the trace fits all of them. Raises ValueError where nothing does."""
-        able, refused = list[Deployment](), list[Refused]()
+        able, refused = list[Deployment](), list[RefusedDeployment]()
         for deployment in asked:
             why = self.refusal(deployment)
             if why:
-                refused.append(Refused(deployment, why))
+                refused.append(RefusedDeployment(deployment, why))
             else:
                 able.append(deployment)
         able, kept, more = self._with_room(able, trace)
@@ -93,7 +93,7 @@ class Planner:
         points = []
         for deployment in able:
             point = self.operate(deployment, stored)
-            if isinstance(point, Refused):
+            if isinstance(point, RefusedDeployment):
                 refused.append(point)
             else:
                 points.append(point)
@@ -110,7 +110,7 @@ class Planner:
             return f"weights leave no memory for KV on {deployment.ranks} {device.name}"
         return ""
 
-    def operate(self, deployment: Deployment, stored: StoredTokens) -> Operating | Refused:
+    def operate(self, deployment: Deployment, stored: StoredTokens) -> Operating | RefusedDeployment:
         """At the most sequences that memory, the limits of the engine and the SLO allow."""
         of_one = self.costs.model.kv_bytes(stored.of_one)
         fit = self.memory.for_kv(self.costs.model, deployment) / of_one
@@ -120,18 +120,20 @@ class Planner:
         limit = min(limits, key=lambda name: limits[name])
         batch = limits[limit]
         if batch < 1:
-            return Refused(deployment, f"memory holds {batch:.2f} sequences of this trace")
+            return RefusedDeployment(deployment, f"memory holds {batch:.2f} sequences of this trace")
 
         def tbt(count: float) -> float:
-            return self.costs.round(deployment, halves(Load(count, stored.times(count)), deployment.batches)).seconds
+            return self.costs.round(
+                deployment, halves(BatchLoad(count, stored.times(count)), deployment.batches)
+            ).seconds
 
         if self.slo_s and tbt(batch) > self.slo_s:
             if tbt(1.0) > self.slo_s:
-                return Refused(deployment, f"one sequence takes {tbt(1.0) * 1e3:.1f} ms a token")
+                return RefusedDeployment(deployment, f"one sequence takes {tbt(1.0) * 1e3:.1f} ms a token")
             batch, limit = _most(tbt, self.slo_s, batch), "the SLO"
-        return self._point(deployment, Load(batch, stored.times(batch)), limit)
+        return self._point(deployment, BatchLoad(batch, stored.times(batch)), limit)
 
-    def _point(self, deployment: Deployment, load: Load, limit: str) -> Operating:
+    def _point(self, deployment: Deployment, load: BatchLoad, limit: str) -> Operating:
         dealt = halves(load, deployment.batches)
         took, hour = self.costs.round(deployment, dealt), deployment.price(self.prices)
         tokens_s = load.rows / took.seconds
@@ -150,14 +152,16 @@ class Planner:
 
     def _with_room(
         self, able: list[Deployment], trace: RequestTrace
-    ) -> tuple[list[Deployment], RequestTrace, list[Refused]]:
+    ) -> tuple[list[Deployment], RequestTrace, list[RefusedDeployment]]:
         """One list for all: requests that the smallest of the deployments cannot hold are dropped, from all. One that
         would drop more than a tenth of the trace is refused instead.
         """
         room = {d: self._longest(d, trace) for d in able}
         enough = [d for d in able if len(trace.within(room[d]).requests) >= 0.9 * len(trace.requests)]
         refused = [
-            Refused(d, "more than a tenth of the requests are longer than all its KV") for d in able if d not in enough
+            RefusedDeployment(d, "more than a tenth of the requests are longer than all its KV")
+            for d in able
+            if d not in enough
         ]
         if not enough:
             reason = f"; {refused[0].deployment.label}: {refused[0].why}" if refused else ""

@@ -22,7 +22,7 @@ from lamina.request import RequestOutput, SamplingParams
 from lamina.sim.clock import VirtualClock
 from lamina.sim.lossless import LosslessWire, RoundLoad, leap, ready_of
 
-from .cost import CostModel, Load
+from .cost import BatchLoad, CostModel
 from .deployment import Deployment, DeviceMemory
 from .traces import RequestTrace
 
@@ -205,7 +205,7 @@ def _seconds(costs: CostModel, deployment: Deployment) -> Callable[[RoundLoad], 
     def seconds(load: RoundLoad) -> float:
         windows = costs.model.windows
         return costs.round(
-            deployment, [Load(s.rows, dict.fromkeys(windows, float(s.stored))) for s in load.steps]
+            deployment, [BatchLoad(s.rows, dict.fromkeys(windows, float(s.stored))) for s in load.steps]
         ).seconds
 
     return seconds

@@ -50,7 +50,7 @@ class PriceBook:
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkLink:
     """Of one network card, in one direction. rate: of the line, in bytes per second; share: of it that a stack
     reaches; round_trip_s: without data.
     """
@@ -112,7 +112,7 @@ def price_book(name: str) -> PriceBook:
     return PriceBook(name, head["date"], hours, {k: v or head["source"] for k, v in sources.items()})
 
 
-def link(text: str) -> Link:
+def link(text: str) -> NetworkLink:
     """400Gbps, 50GB/s, 400Gbps:nccl. Raises ValueError that names --link."""
     stacks = dict(entries(DATA / "links.toml"))
     found = _RATE.fullmatch(text.strip())
@@ -124,7 +124,7 @@ def link(text: str) -> Link:
     entry = stacks[stack]
     checked(entry, {"share": float, "round_trip": float, "source": str}, {}, stack)
     rate = float(found[1]) * 1e9 / (1 if found[2] == "GB/s" else 8)
-    return Link(text, rate, float(entry["share"]), float(entry["round_trip"]) * 1e-6, entry["source"])
+    return NetworkLink(text, rate, float(entry["share"]), float(entry["round_trip"]) * 1e-6, entry["source"])
 
 
 def baseline(name: str) -> Baseline:

@@ -17,7 +17,7 @@ _BISECTIONS = 10
 _SHORTLIST = 12  # split deployments that are ranked anew
 
 
-class Turn(NamedTuple):
+class TurningPoint(NamedTuple):
     """``what`` times ``factor`` is where the verdict is another one; None: nowhere within the range."""
 
     what: str
@@ -25,7 +25,7 @@ class Turn(NamedTuple):
     value: str
 
 
-class Verdict(NamedTuple):
+class PlanVerdict(NamedTuple):
     """``gain``: tokens for a dollar of the best split beside the best homogeneous one, less one; None where there is
     only one of the two.
     """
@@ -34,7 +34,7 @@ class Verdict(NamedTuple):
     tie: bool
     gain: float | None
     words: str
-    turns: Sequence[Turn]
+    turns: Sequence[TurningPoint]
 
     @property
     def headline(self) -> str:
@@ -42,7 +42,7 @@ class Verdict(NamedTuple):
         return "split" if self.split else "do not disaggregate here"
 
 
-def decide(planner: Planner, ranking: Ranking, trace: RequestTrace) -> Verdict:
+def decide(planner: Planner, ranking: Ranking, trace: RequestTrace) -> PlanVerdict:
     """Of a ranking of some deployments on ``trace``. Raises ValueError where nothing was ranked."""
     split, alone = ranking.best(split=True), ranking.best(split=False)
     if split is None or alone is None:
@@ -53,17 +53,17 @@ def decide(planner: Planner, ranking: Ranking, trace: RequestTrace) -> Verdict:
     splits = [p.deployment for p in ranking.points if p.deployment.split][:_SHORTLIST]
     others = [p.deployment for p in ranking.points if not p.deployment.split]
     turns = _turns(planner, [*splits, *others], ranking.trace, split.deployment)
-    return Verdict(pays, tie, gain, _why(split, alone, gain, tie=tie), turns)
+    return PlanVerdict(pays, tie, gain, _why(split, alone, gain, tie=tie), turns)
 
 
-def _only(split: Operating | None, alone: Operating | None, ranking: Ranking) -> Verdict:
+def _only(split: Operating | None, alone: Operating | None, ranking: Ranking) -> PlanVerdict:
     if split is not None:
         why = next((r.why for r in ranking.refused if not r.deployment.split), "none can be built of these devices")
-        return Verdict(True, False, None, f"no homogeneous deployment is left: {why}", [])
+        return PlanVerdict(True, False, None, f"no homogeneous deployment is left: {why}", [])
     why = next((r.why for r in ranking.refused if r.deployment.split), "none can be built of these devices")
     if alone is None:
         raise ValueError(f"--slo-tbt: no deployment is within it; {best_reachable(ranking)}")
-    return Verdict(False, False, None, f"no split deployment is left: {why}", [])
+    return PlanVerdict(False, False, None, f"no split deployment is left: {why}", [])
 
 
 def best_reachable(ranking: Ranking) -> str:
@@ -87,7 +87,7 @@ def _why(split: Operating, alone: Operating, gain: float, *, tie: bool) -> str:
     return f"{more}; {batch}, {price}"
 
 
-def _turns(planner: Planner, asked: Sequence[Deployment], trace: RequestTrace, best: Deployment) -> list[Turn]:
+def _turns(planner: Planner, asked: Sequence[Deployment], trace: RequestTrace, best: Deployment) -> list[TurningPoint]:
     """Each moves one thing and ranks all anew, the requests that were ranked."""
 
     def beyond(other: Planner, on: RequestTrace) -> float:
@@ -105,14 +105,16 @@ def _turns(planner: Planner, asked: Sequence[Deployment], trace: RequestTrace, b
     if memory is not None and memory != best.compute:
         hour = planner.prices.hour(memory)
         factor = _root(lambda f: beyond(planner.with_price(memory.name, f), trace))
-        turns.append(Turn(f"price of {memory.name}", factor, f"${hour * factor:.2f}/h" if factor else ""))
+        turns.append(TurningPoint(f"price of {memory.name}", factor, f"${hour * factor:.2f}/h" if factor else ""))
     factor = _root(lambda f: beyond(planner, trace.scaled(f)))
     turns.append(
-        Turn("length of prompts", factor, f"{trace.mean_prompt * factor:.0f} tokens on average" if factor else "")
+        TurningPoint(
+            "length of prompts", factor, f"{trace.mean_prompt * factor:.0f} tokens on average" if factor else ""
+        )
     )
     factor = _root(lambda f: beyond(planner.with_link(f), trace))
     rate = planner.costs.link.rate
-    turns.append(Turn("rate of the link", factor, f"{rate * factor * 8 / 1e9:.0f} Gbps" if factor else ""))
+    turns.append(TurningPoint("rate of the link", factor, f"{rate * factor * 8 / 1e9:.0f} Gbps" if factor else ""))
     return turns
 
 

@@ -9,15 +9,15 @@ from typing import Any
 
 from lamina.facts.report import size, table
 
-from .cost import Load, halves
+from .cost import BatchLoad, halves
 from .deployment import GIB
 from .rank import Operating, Planner, Ranking, StoredTokens
-from .verdict import TIE, Verdict
+from .verdict import TIE, PlanVerdict
 
 _HEAD = ["devices", "sequences", "tokens/s", "TBT", "$/h", "$/Mtoken", "compute", "memory", "link at least", "limit"]
 
 
-def plan_text(planner: Planner, ranking: Ranking, verdict: Verdict, rows: int) -> str:
+def plan_text(planner: Planner, ranking: Ranking, verdict: PlanVerdict, rows: int) -> str:
     """The trace, the best deployments with the best homogeneous one, the verdict, and what all of it rests on."""
     model, trace = planner.costs.model, ranking.trace
     surrogate = ", a SURROGATE: made up in the likeness of a trace" if trace.surrogate else ""
@@ -47,7 +47,7 @@ def plan_text(planner: Planner, ranking: Ranking, verdict: Verdict, rows: int) -
     return "\n".join(lines) + "\n"
 
 
-def plan_json(planner: Planner, ranking: Ranking, verdict: Verdict, rows: int) -> dict[str, Any]:
+def plan_json(planner: Planner, ranking: Ranking, verdict: PlanVerdict, rows: int) -> dict[str, Any]:
     """The same; times in seconds, sizes in bytes."""
     trace, model, used = ranking.trace, planner.costs.model, planner.costs.constants
     sizes = {"weight_bytes": model.weight_bytes, "kv_bytes_per_token": model.kv_bytes_per_token}
@@ -125,7 +125,7 @@ def _entry(planner: Planner, p: Operating, ranking: Ranking) -> dict[str, Any]:
 
 def _parts(planner: Planner, p: Operating, ranking: Ranking) -> dict[str, Any]:
     stored = StoredTokens(ranking.trace, planner.costs.model)
-    load = halves(Load(p.batch, stored.times(p.batch)), p.deployment.batches)[0]
+    load = halves(BatchLoad(p.batch, stored.times(p.batch)), p.deployment.batches)[0]
     return dict(planner.costs.step(p.deployment, load).parts)
 
 
@@ -151,7 +151,7 @@ def _prompts(planner: Planner, best: Operating, ranking: Ranking) -> str:
     return f"{told}, whose products alone take about {count:.1f} {device.name}"
 
 
-def _serve(planner: Planner, ranking: Ranking, verdict: Verdict) -> Sequence[str]:
+def _serve(planner: Planner, ranking: Ranking, verdict: PlanVerdict) -> Sequence[str]:
     command = serve_command(planner, ranking) if verdict.split else None
     return [f"serve it:  {command}", "           (devices on several hosts: docs/hosts.md)", ""] if command else []
 

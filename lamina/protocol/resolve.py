@@ -13,7 +13,7 @@ from .options import EngineConfig, LaunchOptions
 from .partition import PARTITIONS, Partition
 
 
-class ModelFacts(NamedTuple):
+class ModelLimits(NamedTuple):
     """What a model's configuration says of it; 0 where it does not. The workers check the real shapes."""
 
     max_len: int  # tokens of a sequence at most
@@ -56,7 +56,7 @@ def sequence_limit(asked: int, own: int) -> int:
     return asked or own
 
 
-def check_model(config: EngineConfig, model: ModelFacts) -> int:
+def check_model(config: EngineConfig, model: ModelLimits) -> int:
     """The longest sequence, in tokens. Raises ValueError where workers cannot share or keep ``model`` as asked."""
     max_len = sequence_limit(config.model.max_model_len, model.max_len)
     topology, size, heads = config.topology, config.topology.tensor_parallel_size, model.kv_heads

@@ -21,7 +21,7 @@ RUN, Q, KV = range(3)
 SENDS = {"q": Q, "kv": KV}
 
 
-class _Link(NamedTuple):
+class _ChainLink(NamedTuple):
     """A unit on values, or a send of some. ``number``: the unit's, or the layer."""
 
     kind: int
@@ -35,7 +35,7 @@ class ChainedSlice:
     that it sends. Threads take turns, also while a send waits.
     """
 
-    def __init__(self, inner: Callable[..., tuple[Tensor, ...]], links: _Links, arena: Arena) -> None:
+    def __init__(self, inner: Callable[..., tuple[Tensor, ...]], links: _ChainLinks, arena: Arena) -> None:
         self._inner, self._arena = inner, arena
         made = list(dict.fromkeys(v for v in links.results if v >= links.given))
         outside = [*range(links.given), *made]
@@ -82,7 +82,7 @@ class ChainedProgram:
 
 def _chained(part: Callable[..., tuple[Tensor, ...]], module: fx.GraphModule, arena: Arena) -> Any:
     try:
-        return ChainedSlice(part, _Links(module), arena)
+        return ChainedSlice(part, _ChainLinks(module), arena)
     except _OtherError:
         return part
 
@@ -91,13 +91,13 @@ class _OtherError(Exception):
     """A slice does something that a chain cannot."""
 
 
-class _Links:
+class _ChainLinks:
     """What a slice does. Values are numbered: the ``given`` first, then the results of every unit."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         """Follow the graph of a slice. Raises _OtherError."""
         self.units: list[BoundUnit] = []
-        self.links: list[_Link] = []
+        self.links: list[_ChainLink] = []
         self.tensors: list[UnitTensor | None] = []  # of each value; None: no unit takes it
         self.given = 0
         self.results: list[int] = []
@@ -133,7 +133,7 @@ class _Links:
                 self._run(node)
             case "call_method" if node.args[0] is self._send and node.target in SENDS:
                 _, layer, *values = node.args
-                self.links.append(_Link(SENDS[node.target], cast("int", layer), self._numbers(values)))
+                self.links.append(_ChainLink(SENDS[node.target], cast("int", layer), self._numbers(values)))
             case "call_function" if node.target is operator.getitem and node.args[0] in self._made:
                 source, item = cast("tuple[fx.Node, int]", node.args)
                 self._values[node] = self._made[source][item]
@@ -159,7 +159,7 @@ class _Links:
         made = range(len(self.tensors), len(self.tensors) + len(unit.results))
         self.tensors.extend(unit.results)
         self._made[node] = made
-        self.links.append(_Link(RUN, len(self.units), (*taken, *made)))
+        self.links.append(_ChainLink(RUN, len(self.units), (*taken, *made)))
         self.units.append(unit)
 
     def _numbers(self, nodes: Sequence[Any]) -> tuple[int, ...]:
@@ -168,7 +168,7 @@ class _Links:
         return tuple(self._values[node] for node in nodes)
 
 
-def _table(links: _Links, outside: Sequence[int], programs: Sequence[Program]) -> tuple[bytes, int]:
+def _table(links: _ChainLinks, outside: Sequence[int], programs: Sequence[Program]) -> tuple[bytes, int]:
     """The table that csrc/rows/chain.cpp reads, where values are numbered anew, the ``outside`` ones first; and the
     bytes of the arena for a row.
     """

@@ -15,7 +15,7 @@ _ASK = struct.Struct("=QQQQfiII")
 _GREEDY, _TOP_K_FIRST, _MIN_P_FIRST = 1, 2, 4
 
 
-class Native:
+class NativeSampling:
     """See Backend. Tensors are on the CPU, of fp32, bf16 or fp16."""
 
     def __init__(self, threads: int, variant: str = "") -> None:

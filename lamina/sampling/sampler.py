@@ -99,11 +99,11 @@ def before(scores: Tensor, token: Tensor | int, value: Tensor) -> Tensor:
 
 def _open_native(threads: int) -> Backend | None:
     try:
-        from .native import Native
+        from .native import NativeSampling
     except ImportError as e:
         log.info("sampling with torch: %s", e)
         return None
-    return Native(threads)
+    return NativeSampling(threads)
 
 
 def _whole(draw: Draw, logits: Tensor) -> Drawn:

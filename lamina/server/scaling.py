@@ -16,7 +16,7 @@ from starlette.responses import Response
 from lamina.config import flat, make_config
 from lamina.models.checkpoint import peek_config
 from lamina.protocol.options import EngineConfig
-from lamina.protocol.resolve import ModelFacts, check_model
+from lamina.protocol.resolve import ModelLimits, check_model
 
 from .calls import Service
 from .door.bodies import parse
@@ -115,7 +115,7 @@ def _wanted(model: str, before: EngineConfig, asked: dict[str, int], ready: Read
     heads = next((n for name in KV_HEADS if isinstance(n := text.get(name), int)), 0)
     window = n if isinstance(n := text.get("sliding_window"), int) else 0
     elements = ready.row_bytes["kv"] // ELEMENT_BYTES.get(ready.dtype, 2)
-    check_model(wanted, ModelFacts(ready.max_model_len, heads, elements, window))
+    check_model(wanted, ModelLimits(ready.max_model_len, heads, elements, window))
     return wanted
 
 

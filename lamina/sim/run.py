@@ -29,25 +29,25 @@ class Played(NamedTuple):
     preemptions: int
 
 
-class BrokenError(AssertionError):
+class ScenarioError(AssertionError):
     """A scenario that does not hold; the text has it."""
 
 
 def check(of: Scenario) -> Played:
-    """Play ``of``, and the same without losses: nobody may see a difference. Raises BrokenError."""
+    """Play ``of``, and the same without losses: nobody may see a difference. Raises ScenarioError."""
     try:
         found, wanted = play(of), play(replace(of, faults=()))
         for ask, mine, same in zip(of.asks, found.requests, wanted.requests, strict=True):
             if ask.cancel_s is None:
                 assert mine == same, f"{mine} in place of {same}"
     except Exception as error:
-        raise BrokenError(f"{type(error).__name__}: {error}\n{pformat(of)}") from error
+        raise ScenarioError(f"{type(error).__name__}: {error}\n{pformat(of)}") from error
     return found
 
 
 def check_restart(of: Scenario) -> bool:
     """Play a part of ``of``; then another engine goes on with what readers have by then. Whether some request had begun
-    by then. Raises BrokenError.
+    by then. Raises ScenarioError.
     """
     seeded, calm = with_seeds(of), _Play(replace(of, faults=()))
     wanted = calm.run()
@@ -60,7 +60,7 @@ def check_restart(of: Scenario) -> bool:
             if ask.cancel_s is None:
                 assert mine == same, f"{mine} in place of {same}"
     except Exception as error:
-        raise BrokenError(f"{type(error).__name__}: {error}\n{pformat(of)}") from error
+        raise ScenarioError(f"{type(error).__name__}: {error}\n{pformat(of)}") from error
     return begun
 
 
@@ -91,7 +91,7 @@ def smaller(of: Scenario) -> Scenario:
             less = replace(of, **left)
             try:
                 check(less)
-            except BrokenError:
+            except ScenarioError:
                 return smaller(less)
     return of
 
@@ -233,7 +233,7 @@ def main(first: int = 0, count: int = 1000) -> None:
         try:
             outcome = check(scenario(seed))
             check_restart(scenario(seed))
-        except BrokenError:
+        except ScenarioError:
             check(smaller(scenario(seed)))
             raise
         losses, preemptions = losses + outcome.losses, preemptions + outcome.preemptions

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # norm-wise error of o after rounding
 
 try:
-    from lamina.attention.native import VARIANTS, Native
+    from lamina.attention.native import VARIANTS, NativeAttention
 except ImportError:
     VARIANTS = ("none",)
 
@@ -93,7 +93,7 @@ def get(name: str, device: torch.device, dtype: torch.dtype, store: torch.dtype 
 
 def opened(name: str, dtype: torch.dtype, store: torch.dtype | None = None) -> AttentionBackend:
     _, _, variant = name.partition(", ")
-    return Native(dtype, variant, store) if variant else get(name, CPU, dtype, store)
+    return NativeAttention(dtype, variant, store) if variant else get(name, CPU, dtype, store)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from lamina.converter.slices import Slice, SlicedProgram
 from lamina.gemm import BACKENDS, LinearBackend, bind, get
 
 if TYPE_CHECKING:
-    from lamina.gemm.native import Native
+    from lamina.gemm.native import NativeLinear
 
 native = pytest.importorskip("lamina.gemm._native", reason="lamina.gemm._native was not built")
 
@@ -32,11 +32,11 @@ def open_entry(name: str, threads: int = 2) -> LinearBackend:
     return open_native(name, threads) if name.startswith("native") else get(name, threads)
 
 
-def open_native(name: str, threads: int) -> Native:
+def open_native(name: str, threads: int) -> NativeLinear:
     """Of ``native`` or ``native/variant``."""
-    from lamina.gemm.native import Native
+    from lamina.gemm.native import NativeLinear
 
-    return Native(threads, name.partition("/")[2])
+    return NativeLinear(threads, name.partition("/")[2])
 
 
 def operands(rows: int, cols: int, k: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

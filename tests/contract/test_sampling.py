@@ -28,9 +28,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def open_entry(name: str, threads: int = 1) -> Backend:
-    from lamina.sampling.native import Native
+    from lamina.sampling.native import NativeSampling
 
-    return Plain() if name == "plain" else Native(threads, name)
+    return Plain() if name == "plain" else NativeSampling(threads, name)
 
 
 BACKENDS = {name: open_entry(name) for name in ENTRIES}
@@ -293,15 +293,15 @@ def test_parameters_out_of_range_are_named(bad: dict[str, Any], message: str) ->
 
 
 def test_the_native_module_checks_what_it_is_given() -> None:
-    from lamina.sampling.native import Native
+    from lamina.sampling.native import NativeSampling
 
     for threads in (0, 2000):
         with pytest.raises(ValueError, match="threads must lie in"):
-            Native(threads)
+            NativeSampling(threads)
     with pytest.raises(ValueError, match="this CPU has no abacus"):
-        Native(1, "abacus")
+        NativeSampling(1, "abacus")
     with pytest.raises(ValueError, match="the draw of row 3 of 2"):
-        Native(1).draw(torch.zeros(2, 5), [ask(3)])
+        NativeSampling(1).draw(torch.zeros(2, 5), [ask(3)])
     engine = native.Engine(1, "")
     with pytest.raises(ValueError, match="no whole number of draws"):
         engine.draw(torch.zeros(5).data_ptr(), 0, 1, 5, 5, b"123")

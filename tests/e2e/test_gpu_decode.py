@@ -16,7 +16,7 @@ SHAPE = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 128, "vocab_size": 300,
 }  # fmt: skip
-SMALL = gpu_decode.Settings(
+SMALL = gpu_decode.GpuSettings(
     device="cpu", shape=tuple(SHAPE.items()), dtype="float32", batches=((2, 16),), beyond=((3, 16),), tokens=6,
     early=60, texts=2, memory_workers=1,
 )  # fmt: skip

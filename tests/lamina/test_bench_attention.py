@@ -85,6 +85,6 @@ def test_a_peer_whose_process_fails_is_named_with_its_cause(bench: ModuleType, t
     settings = {"threads": 1, "batch": 1, "heads": 1, "kv_heads": 1, "context": 8, "head_dim": 8, "dtype": "fp32"}
     q, k = torch.zeros(1, 1, 8), torch.zeros(1, 1, 8, 8)
     with pytest.raises(RuntimeError, match="KeyError: 'abacus'"):
-        peer.Peer(sys.executable, "abacus", settings, q, k, k)
+        peer.AttentionPeer(sys.executable, "abacus", settings, q, k, k)
     with pytest.raises(OSError):
-        peer.Peer(str(tmp_path / "no-python"), "vllm", settings, q, k, k)
+        peer.AttentionPeer(str(tmp_path / "no-python"), "vllm", settings, q, k, k)

@@ -42,7 +42,7 @@ class Ahead:
 def test_a_turn_of_lamina_takes_nothing_of_the_next_ones(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = Ahead([1.0, 1.0, 2.0, 1.0, 2.0])
     monkeypatch.setattr(bench, "time", ahead)
-    player = bench.Lamina.__new__(bench.Lamina)
+    player = bench.DecodeLamina.__new__(bench.DecodeLamina)
     player._engine, player._batch = ahead, 1
     assert player.turn(3) == [1.0, 1.0, 2.0]
     assert ahead.now >= ahead.under_way_until

@@ -78,7 +78,7 @@ def test_nobody_is_one_line() -> None:
 
 def test_a_plot_is_well_formed_and_in_its_frame() -> None:
     module = script("loglog")
-    lines = [module.Line("a < b", [(8, 0.5), (1 << 20, 300.0)], True), module.Line("c", [(8, 2.0)])]
+    lines = [module.Curve("a < b", [(8, 0.5), (1 << 20, 300.0)], True), module.Curve("c", [(8, 2.0)])]
     tree = ElementTree.fromstring(module.draw("title", "x", "y", lines))
     assert [e.text for e in tree.iter() if e.text in ("a < b", "c", "title")] == ["title", "a < b", "c"]
     axis = module._Axis([8, 1 << 20], 2, 100, 500)

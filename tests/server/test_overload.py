@@ -17,7 +17,7 @@ def load(server: Running, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "perf"))
     import bench_serve_load
 
-    yield bench_serve_load.Load(server.url, "tiny", input_len=16, output_len=8, vocab=2000)
+    yield bench_serve_load.ServerLoad(server.url, "tiny", input_len=16, output_len=8, vocab=2000)
     del sys.modules["bench_serve_load"]
 
 

@@ -13,7 +13,7 @@ ANY = "any time"
 KINDS = "plan", "Q", "KV", "O", "grant", "control"
 
 
-class Moment(NamedTuple):
+class StrikeMoment(NamedTuple):
     """Of a hit. ``event``: None = whenever; ``times``: it comes so often first; ``early``: before the first request is
     sent, as it is over soon.
     """
@@ -54,13 +54,13 @@ class Moments:
         self._rng = rng
         self._of = {role: self._turns(role, grants) for role in _OF}
 
-    def next(self, role: str) -> Moment:
+    def next(self, role: str) -> StrikeMoment:
         """Of a kill in ``role``; whenever, for those that have no messages of layers."""
-        return next(self._of[role]) if role in self._of else Moment(ANY)
+        return next(self._of[role]) if role in self._of else StrikeMoment(ANY)
 
-    def _turns(self, role: str, grants: bool) -> Iterator[Moment]:
+    def _turns(self, role: str, grants: bool) -> Iterator[StrikeMoment]:
         kinds = [x for x in _OF[role] if grants or x[0] != "grant"]
         first = self._rng.randrange(len(kinds) + 1)
         for kind in islice(cycle([(ANY, None, 1), *kinds]), first, None):
             name, event, most = kind
-            yield Moment(name, event, self._rng.randint(1, most), name in _EARLY)
+            yield StrikeMoment(name, event, self._rng.randint(1, most), name in _EARLY)

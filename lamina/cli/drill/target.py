@@ -26,7 +26,7 @@ from lamina.observe.tripwire import TRIPWIRE, Tripwire
 from lamina.processes import lives
 
 from .cut import cut
-from .moments import ANY, Moment
+from .moments import ANY, StrikeMoment
 
 MODULES = {
     "compute": "lamina.compute.main",
@@ -45,7 +45,7 @@ TRIP_S = 3.0  # for a message of the kind to come
 TRIP_LOOK_S = 0.002
 
 
-ANY_TIME = Moment(ANY)
+ANY_TIME = StrikeMoment(ANY)
 
 
 class Victim(NamedTuple):
@@ -113,7 +113,7 @@ class Target:
             raise ValueError(f"--faults: the server has no {role} worker: its flags say how many")
         return rng.choice(found)
 
-    def strike(self, victim: Victim, how: str, moment: Moment = ANY_TIME) -> str:
+    def strike(self, victim: Victim, how: str, moment: StrikeMoment = ANY_TIME) -> str:
         """Send it the signal of that name; CUT: end a connection of it to a memory worker; SCALE: have the server go on
         with twice as many memory workers, or with as many as at first. At a moment of a kind it
         ends by itself, or by the signal where that has not come for TRIP_S. Returns the kind. Raises OSError.
@@ -147,7 +147,7 @@ class Target:
             with error:
                 raise OSError(f"the server does not scale: {error.read().decode(errors='replace')}") from None
 
-    def _trips(self, victim: Victim, moment: Moment) -> bool:
+    def _trips(self, victim: Victim, moment: StrikeMoment) -> bool:
         if moment.event is None:
             return False
         deadline = time.perf_counter() + TRIP_S

@@ -31,7 +31,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Truncation:
     """What is left of a longer prompt: so many tokens, its last ones or, with ``begins``, its first ones."""
 
     tokens: int
@@ -57,7 +57,7 @@ class Prompter:
             with suppress(ValueError):  # whoever uses it is told
                 self._known = variables_of(template)
 
-    def cut(self, body: Sampling, max_tokens: int | None) -> Cut | None:
+    def cut(self, body: Sampling, max_tokens: int | None) -> Truncation | None:
         """What a request leaves of prompts that are longer; None: all. Raises ApiError."""
         asked, limit, param = body.truncate_prompt_tokens, self._ready.max_model_len, "truncate_prompt_tokens"
         if asked is None:
@@ -69,10 +69,15 @@ class Prompter:
             text = f"{param} {asked} exceeds the context of {limit} tokens: lower it, or send -1 for as many as fit"
             raise ApiError(400, text, param=param, code="invalid_value")
         most = limit - (max_tokens or 1)
-        return Cut(most if asked == -1 else asked, begins=body.truncation_side == "right")
+        return Truncation(most if asked == -1 else asked, begins=body.truncation_side == "right")
 
     async def completions(
-        self, parts: list[str | list[int]], max_tokens: int | None, *, special: bool = True, cut: Cut | None = None
+        self,
+        parts: list[str | list[int]],
+        max_tokens: int | None,
+        *,
+        special: bool = True,
+        cut: Truncation | None = None,
     ) -> list[Prompt]:
         """All prompts of a completion request; ``special``: texts get the tokenizer's own tokens. Raises ApiError."""
 
@@ -109,7 +114,7 @@ class Prompter:
         variables: dict[str, Any],
         *,
         special: bool = False,
-        cut: Cut | None = None,
+        cut: Truncation | None = None,
         counts: bool = False,
     ) -> Prompt:
         """A conversation in the model's template, whose ``variables`` are set; ``special``: it gets the tokenizer's own
@@ -208,7 +213,7 @@ def split_prompts(value: Any, max_prompts: int) -> list[str | list[int]]:
     )
 
 
-def _shortened(prompt: Prompt, cut: Cut | None) -> Prompt:
+def _shortened(prompt: Prompt, cut: Truncation | None) -> Prompt:
     if cut is None or len(prompt.ids) <= cut.tokens:
         return prompt
     return Prompt(cut.of(prompt.ids), "")

@@ -117,8 +117,8 @@ class Metrics:
 
     def render(self, *, vllm: bool) -> bytes:
         """The text format; ``vllm``: families with vLLM's names are shown under them too."""
-        text = generate_latest(_View(self.registry))
-        return text + generate_latest(_View(self.registry, "vllm:")) if vllm else text
+        text = generate_latest(_RegistryView(self.registry))
+        return text + generate_latest(_RegistryView(self.registry, "vllm:")) if vllm else text
 
 
 # Families that vLLM has too and which are not histograms or counters of this file.
@@ -134,7 +134,7 @@ SHARED = frozenset(
 )  # fmt: skip
 
 
-class _View:
+class _RegistryView:
     """Looks like a registry: all families without their times of creation, or the shared ones under another prefix."""
 
     def __init__(self, registry: CollectorRegistry, prefix: str = "") -> None:

@@ -16,16 +16,16 @@ async def report_forever(service: Service) -> None:
     every = service.config.log_stats_s
     if not every:
         return
-    last = _Sample(service)
+    last = _Totals(service)
     while True:
         await asyncio.sleep(every)
-        now = _Sample(service)
+        now = _Totals(service)
         if now.tokens != last.tokens or service.admission.completions:
             logger.info("status", extra={"fields": now.since(last)})
         last = now
 
 
-class _Sample:
+class _Totals:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._at = time.monotonic()
@@ -37,7 +37,7 @@ class _Sample:
     def tokens(self) -> float:
         return self._prompt + self._generated
 
-    def since(self, last: _Sample) -> dict[str, object]:
+    def since(self, last: _Totals) -> dict[str, object]:
         """Rates and levels, by the names of the line."""
         service, seconds = self._service, self._at - last._at
         state = service.client.state

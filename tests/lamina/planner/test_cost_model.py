@@ -9,7 +9,7 @@ import pytest
 from planned import STOCK, even, planner
 
 from lamina.facts.hardware import DEVICES, read_devices
-from lamina.planner.cost import Load, halves
+from lamina.planner.cost import BatchLoad, halves
 from lamina.planner.deployment import Deployment, deployments
 from lamina.planner.operators import OperatorTables
 from lamina.planner.tables import link, price_book
@@ -21,7 +21,7 @@ HEAD = "op,device,dtype,shape,seconds,source\n"
 
 
 def test_a_round_is_the_longest_of_its_terms() -> None:
-    costs, load = planner().costs, Load(600, {0: 600 * 1000.0})
+    costs, load = planner().costs, BatchLoad(600, {0: 600 * 1000.0})
     for batches in (1, 2, 3, 4):
         where, dealt = Deployment(H100, 2, H20, 4, batches), halves(load, batches)
         steps, took = [costs.step(where, x) for x in dealt], costs.round(where, dealt)
@@ -37,7 +37,7 @@ def test_a_round_is_the_longest_of_its_terms() -> None:
 
 
 def test_a_slow_driver_shows() -> None:
-    costs, load = planner().costs, Load(64, {0: 64 * 100.0})
+    costs, load = planner().costs, BatchLoad(64, {0: 64 * 100.0})
     slow = replace(costs, constants=costs.constants.moved("driver_row", 1000.0))
     where = Deployment(H100, 2, H20, 4)
     assert costs.round(where, [load]).limit != "driver"
@@ -45,7 +45,7 @@ def test_a_slow_driver_shows() -> None:
 
 
 def test_a_cut_that_moves_is_carried() -> None:
-    costs, load = planner().costs, Load(64, {0: 64 * 1000.0})
+    costs, load = planner().costs, BatchLoad(64, {0: 64 * 1000.0})
     two, three = (costs.step(Deployment(H100, 2, H20, 4, n), load).network_s for n in (2, 3))
     moved = 80 * 64 * 8192 * 2 / (2 * link("400Gbps").bandwidth(H100, H20))
     assert three - two == pytest.approx(moved)

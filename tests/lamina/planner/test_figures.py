@@ -7,7 +7,7 @@ from statistics import mean
 
 import pytest
 
-from lamina.planner.cost import Load
+from lamina.planner.cost import BatchLoad
 from lamina.planner.deployment import Deployment, DeviceMemory
 from lamina.planner.figures import (
     FIGURES,
@@ -70,7 +70,7 @@ def test_sequences_and_saturation_on_azure_conv() -> None:
     for count in (2, 4, 8):
         per_device = capacities("llama3-70b")[0] / 4
         batch = count * per_device / stored
-        tokens_s[count] = batch / best_of(costs, Deployment(H100, 2, H20, count), Load(batch, {0: batch * stored}))
+        tokens_s[count] = batch / best_of(costs, Deployment(H100, 2, H20, count), BatchLoad(batch, {0: batch * stored}))
         if count == 4:
             assert batch == pytest.approx(800, rel=0.15)
     assert tokens_s[4] / tokens_s[2] < 1.3
@@ -103,8 +103,8 @@ def _numbers(name: str, factor: float) -> list[float]:
     other = replace(H20, name="no-table")
     found = []
     for where in (Deployment(other, 4, H20, 4), Deployment(other, 4)):
-        load = Load(256, {0: 256 * 2048})
+        load = BatchLoad(256, {0: 256 * 2048})
         step = costs.step(where, load)
         found += [step.model_s, step.attention_s, DeviceMemory(used).for_kv(model, where), costs.driver_s(256)]
-    found.append(costs.attention(Deployment(H100, 1, replace(H20, tflops=1.0), 1), Load(1, {0: 1e6})).seconds)
-    return [*found, costs.message_bandwidth(Deployment(H100, 2, H20, 4), Load(300, {0: 300 * 4096}))]
+    found.append(costs.attention(Deployment(H100, 1, replace(H20, tflops=1.0), 1), BatchLoad(1, {0: 1e6})).seconds)
+    return [*found, costs.message_bandwidth(Deployment(H100, 2, H20, 4), BatchLoad(300, {0: 300 * 4096}))]

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from lamina.cli.launch import main
 from lamina.config import make_config
 from lamina.facts.hardware import DEVICES
-from lamina.planner.cost import Load, halves
+from lamina.planner.cost import BatchLoad, halves
 from lamina.planner.deployment import Deployment, deployments
 from lamina.planner.rank import StoredTokens
 from lamina.planner.verdict import TIE, _root, decide
@@ -90,7 +90,7 @@ def test_the_nearest_of_two_turning_points_is_told() -> None:
 def test_one_batch_is_better_where_both_would_read_the_weights_again() -> None:
     costs = planner().costs
     one, two = (Deployment(DEVICES["h100"], 2, DEVICES["h20"], 4, n) for n in (1, 2))
-    few, many = Load(8, {0: 8 * 1000.0}), Load(256, {0: 256 * 4000.0})
+    few, many = BatchLoad(8, {0: 8 * 1000.0}), BatchLoad(256, {0: 256 * 4000.0})
     assert costs.round(one, [few]).seconds < costs.round(two, halves(few, 2)).seconds
     assert costs.round(two, halves(many, 2)).seconds < costs.round(one, [many]).seconds
 
@@ -107,7 +107,7 @@ def test_the_slo_bounds_the_batch() -> None:
 
 
 def test_heads_that_do_not_divide_cost_messages() -> None:
-    costs, load = planner().costs, Load(256, {0: 256 * 1000})
+    costs, load = planner().costs, BatchLoad(256, {0: 256 * 1000})
     four, three = (costs.step(Deployment(DEVICES["h100"], 1, DEVICES["h20"], n), load).network_s for n in (4, 3))
     assert three > four
 

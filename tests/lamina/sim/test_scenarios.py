@@ -19,7 +19,7 @@ from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
 from lamina.protocol.block_pool import BlockPool
 from lamina.protocol.tables import BlockTables
-from lamina.sim.run import BrokenError, check, check_restart, play, smaller
+from lamina.sim.run import ScenarioError, check, check_restart, play, smaller
 from lamina.sim.scenario import Scenario, scenario
 
 SEEDS, PARTS = 300, 6
@@ -251,14 +251,14 @@ def test_a_broken_scenario_is_made_small(monkeypatch: pytest.MonkeyPatch) -> Non
     broken = next(s for s in map(scenario, range(ENOUGH)) if breaks(s) and len(s.asks) > 2)
     small = smaller(broken)
     assert len(small.asks) + len(small.faults) < len(broken.asks) + len(broken.faults)
-    with pytest.raises(BrokenError, match=rf"Scenario\(seed={broken.seed}"):
+    with pytest.raises(ScenarioError, match=rf"Scenario\(seed={broken.seed}"):
         check(small)
 
 
 def breaks(of: Any) -> bool:
     try:
         check(of)
-    except BrokenError:
+    except ScenarioError:
         return True
     return False
 

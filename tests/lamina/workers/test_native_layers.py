@@ -12,7 +12,7 @@ import torch
 from memory_peer import WAIT_S, Model, Peer, Pool, bind, memory_pool, model, placed, shape
 from torch import Tensor
 
-from lamina.attention.native import Native
+from lamina.attention.native import NativeAttention
 from lamina.memory._native import Loop
 from lamina.netstack import Geometry, PeerFault
 from lamina.protocol.plan import Free, Key, Kind, New, Rows, SequenceOp, StepPlan, Truncate
@@ -271,7 +271,7 @@ def test_answers_that_nobody_takes_are_waited_for(native: Pool) -> None:
 
 
 def test_tables_that_make_no_sense_are_refused() -> None:
-    kernels = Native(torch.float32).kernels
+    kernels = NativeAttention(torch.float32).kernels
     for table in (b"", b"\0" * 8, b"\xff" * 800, bytes(range(256))):
         with pytest.raises(ValueError, match=r"^number \d+ of the table makes no sense$"):
             Loop(kernels, (), table, 1.0, None)
