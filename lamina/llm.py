@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from .engine.lockstep import Lockstep
+from .engine.sessions import SessionFacts
 from .engine.streams import Feed
 from .front import Front, metrics_of
 from .models.tokens import apply_chat_template
@@ -69,18 +70,33 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         priority: int | Sequence[int] | None = None,
+        session_id: str | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts (text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}); results in their
         order, each finished.
 
         One SamplingParams serves all prompts, a list gives each its own; None: ``get_default_sampling_params``. Ctrl-C
         ends the workers. ``use_tqdm``: a bar of finished prompts on stderr, where that is a terminal; or what makes
-        the bar, called as tqdm. ``priority`` changes nothing, as with vLLM's default scheduling.
+        the bar, called as tqdm. ``priority`` changes nothing, as with vLLM's default scheduling. ``session_id``: the
+        one prompt is the next turn of that session (docs/sessions.md); raises SessionBusyError while another is under
+        way, ValueError where it does not begin with the prompt of the turn before.
         """
         batch = prompt_list(prompts)
         check_priority(len(batch), priority)
+        return self._generate(batch, sampling_params, use_tqdm, session_id)
+
+    def _generate(
+        self,
+        batch: list[str | list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | Callable[..., Any],
+        session_id: str | None,
+        messages: Conversation | None = None,
+    ) -> list[RequestOutput]:
         with (
-            self._stream(batch, sampling_params, finished_only=True) as stream,
+            self._stream(
+                batch, sampling_params, finished_only=True, session_id=session_id, messages=messages
+            ) as stream,
             counting_bar(use_tqdm, len(stream.request_ids), "Processed prompts") as count,
         ):
             finished = {}
@@ -112,10 +128,12 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
         priority: int | Sequence[int] | None = None,
+        session_id: str | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several: lists of {"role": ..., "content": ...}, put into the model's own template.
         ``continue_final_message``: go on with the last message, with ``add_generation_prompt`` False.
-        ``chat_template_kwargs``: variables of the template.
+        ``chat_template_kwargs``: variables of the template. ``session_id``: see ``generate``; all messages are given
+        with each turn.
 
         Raises ValueError for a model without a chat template and for messages that the template refuses.
         """
@@ -127,8 +145,9 @@ class LLM:
         options = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
         if continue_final_message:
             options["continue_final_message"] = True
-        prompts = [apply_chat_template(self.tokenizer, c, **options) for c in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
+        prompts: list[str | list[int]] = [apply_chat_template(self.tokenizer, c, **options) for c in conversations]
+        check_priority(len(prompts), priority)
+        return self._generate(prompts, sampling_params, use_tqdm, session_id, conversations[0])
 
     def lockstep(self, prompts: Sequence[list[int]], max_tokens: int) -> Lockstep:
         """Token ids whose continuations the caller chooses, a token of each at a time, by the logits of all.
@@ -157,6 +176,21 @@ class LLM:
         with _Use(self):
             self.engine.reset_prefix_cache()
 
+    def sessions(self) -> list[SessionFacts]:
+        """Of all sessions: name, turns, tokens of KV that the last turn has left, and the tier that has them."""
+        self._check_open()
+        return self._front.streams.sessions()
+
+    def drop_session(self, session_id: str) -> bool:
+        """Forget a session and give up its KV, also beside the pool, but for pages that others have too. False: there
+        is no such session. Raises SessionBusyError while a turn of it is under way.
+        """
+        self._check_open()
+        with _Use(self):
+            found = self._front.streams.drop_session(session_id)
+            self._settle()
+        return found
+
     def close(self) -> None:
         """End the workers and give everything back. Idempotent."""
         self._finalizer()
@@ -173,11 +207,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         finished_only: bool,
+        session_id: str | None = None,
+        messages: Conversation | None = None,
     ) -> Stream:
         self._check_open()
+        if session_id is not None and len(batch) != 1:
+            raise ValueError(f"session_id goes with one prompt, not {len(batch)}: call it for each")
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = params_list(len(batch), given)
-        asked = [self._front.ask(p, params) for p, params in zip(batch, each, strict=True)]
+        asked = [self._front.ask(p, params, session_id, messages) for p, params in zip(batch, each, strict=True)]
         feed = Feed(len(asked), finished_only=finished_only)
         with _Use(self):
             self._front.streams.add(asked, feed)

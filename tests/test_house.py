@@ -59,7 +59,8 @@ POLICY = (
     "protocol/partition.py", "protocol/codec.py", "protocol/placement.py", "protocol/declare.py", "protocol/options.py",
     "protocol/resolve.py", "request/params.py", "request/unserved.py", "request/outputs.py", "config.py", "cores.py",
     "fleet/hosts/placement.py", "fleet/recoveries.py", "fleet/standing.py", "kv/keys.py", "kv/pages.py",
-    "kv/victims.py", "engine/leap.py",
+    "kv/victims.py", "engine/leap.py", "engine/sessions.py", "engine/turns.py",
+    "engine/blocks/leaves.py",
 )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ COMMANDS = {
     "check": ("check", "run a model in many settings and say which give the same tokens, or the same bits"),
     "drill": ("drill", "hit processes of a server while streams are read, and compare each stream"),
     "doctor": ("doctor", "check what each transport needs of this machine, and say how to get it"),
+    "sessions": ("sessions", "list the sessions of a running server, or drop one"),
     "kv": ("kv", "say what a directory of stored KV has, verify it, or purge it"),
     "explain": ("explain", "show how a model is cut: slices, bytes across each cut, messages, bandwidth"),
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 from lamina.engine.wire import WorkerError
 
-WRONG = (400, 401)  # by the asker's fault
+WRONG = (400, 401, 404, 409)  # by the asker's fault
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +34,27 @@ def ask(args: argparse.Namespace, path: str, body: Mapping[str, Any], limit_s: f
     key = args.admin_key or os.environ.get("LAMINA_ADMIN_KEY", "")
     if not key:
         raise ValueError("the server's key is needed: set LAMINA_ADMIN_KEY, here and where the server starts")
-    url, headers = args.url.rstrip("/") + path, {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return call(args.url, path, key, limit_s, body=body, missing="start it with LAMINA_ADMIN_KEY set")
+
+
+def call(
+    server: str,
+    path: str,
+    key: str,
+    limit_s: float,
+    *,
+    method: str | None = None,
+    body: Mapping[str, Any] | None = None,
+    missing: str = "",
+) -> dict[str, Any]:
+    """As ``ask``, with ``key`` where it is not empty. ``method``: None = POST with a body, else GET; ``missing``: how
+    the server comes to have ``path``.
+    """
+    url, headers = server.rstrip("/") + path, {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=limit_s) as response:
             found: dict[str, Any] = json.load(response)
@@ -47,8 +66,8 @@ def ask(args: argparse.Namespace, path: str, body: Mapping[str, Any], limit_s: f
         raise OSError(f"{url} has not answered for {limit_s:g} s") from None
     except urllib.error.URLError as error:
         raise OSError(f"{url} does not answer: {error.reason}") from None
-    if status == 404:
-        raise ValueError(f"this server has no {path}: start it with LAMINA_ADMIN_KEY set")
+    if status == 404 and missing:
+        raise ValueError(f"this server has no {path}: {missing}")
     raise (ValueError if status in WRONG else WorkerError)(text or f"status {status}")
 
 

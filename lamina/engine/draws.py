@@ -81,3 +81,8 @@ def _penalties(sequence: Sequence) -> Penalties:
         bad_words=params.bad_words_token_ids or [],
         allowed=params.allowed_token_ids or [],
     )
+
+
+def seed_of(seed: int, index: int) -> int:
+    """Of completion ``index``: far from those of other requests, whose seeds are often neighbours."""
+    return (seed + index * 0x9E3779B97F4A7C15) % (1 << 63)

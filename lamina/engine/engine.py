@@ -16,12 +16,13 @@ from lamina.protocol.tables import BlockTables
 from lamina.protocol.tiers import Transferred
 from lamina.request import Blame, CompletionOutput, RequestOutput, RequestTimes, SamplingParams, Told
 
-from .checks import NOT_FINITE, check_ids, too_long, why_banned
+from .checks import NOT_FINITE, check_ids, check_session, too_long, why_banned
 from .configured import scheduler_of
-from .draws import draw_of, scores_of
+from .draws import draw_of, scores_of, seed_of
 from .kept import KeptKV
-from .request import Request
+from .request import Request, extend
 from .sequence import Sequence
+from .sessions import SessionName
 from .steps import Round, ScheduledStep
 from .text import OPEN_BYTES, Pieces, Spell, TextStream, spelled
 from .timing import Timing
@@ -79,18 +80,20 @@ class Engine:
         held: bool = False,
         spell: Spell | None = None,
         salt: bytes = b"",
+        session: SessionName | None = None,
     ) -> int:
         """Queue a prompt; returns the request's id. ``told``: of completions that another engine began; they go on
         behind that, given the seed that they had. ``held``: its tokens are chosen by ``choose``, not drawn; it has one
-        completion. ``spell``: for logprobs. ``salt``: it shares KV with requests of the same salt only. Raises
-        ValueError for a prompt that cannot be served.
+        completion. ``spell``: for logprobs. ``salt``: it shares KV with requests of the same salt only. ``session``: it
+        is the next turn of that one. Raises ValueError for a prompt that cannot be served.
         """
-        self.check(prompt, params)
+        self.check(prompt, params, session)
         request_id, self._next_request = self._next_request, self._next_request + 1
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        sequences = [self._sequence(request_id, prompt, params, _seed_of(seed, i), i) for i in range(params.n)]
+        sequences = [self._sequence(request_id, prompt, params, seed_of(seed, i), i) for i in range(params.n)]
         for sequence in sequences:
             sequence.held, sequence.salt = held, salt
+            sequence.session = self.scheduler.sessions.of(session) if session else None
         outputs = [s.output for s in sequences]
         output = RequestOutput(request_id, text, list(prompt), outputs, RequestTimes(self._clock()))
         if params.prompt_logprobs is not None:
@@ -120,9 +123,11 @@ class Engine:
             sequence.num_drawing += 1
             self._append(request, sequence, Drawn(sequence.id, token, logprobs))
 
-    def check(self, prompt: list[int], params: SamplingParams) -> None:
+    def check(self, prompt: list[int], params: SamplingParams, session: SessionName | None = None) -> None:
         """Raises ValueError, in one line, for a prompt or parameters that cannot be served."""
         limit, vocab = self.info.max_model_len, self.info.vocab_size
+        if session is not None:
+            check_session(params, self.config.batching)
         if not prompt:
             raise ValueError("the decoder prompt cannot be empty: it needs at least one token")
         if len(prompt) >= limit:
@@ -188,7 +193,7 @@ class Engine:
         """Where no request is left: take in the steps in flight and free their blocks, so that an idle engine holds
         none.
         """
-        while not self._requests and (self.scheduler.num_running or self._steps):
+        while not self._requests and (self.scheduler.num_running or self._steps or self.scheduler.owes):
             self.step()
         if not self._requests:
             self.scheduler.forget_finished()
@@ -223,6 +228,12 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Find no KV of finished requests any more; its blocks are free with the next step."""
         self.scheduler.forget_prefixes()
+
+    def drop_session(self, name: SessionName) -> bool:
+        """Forget a session and give up its KV, but for what others have too; the blocks are free with the next step,
+        or once the engine settles. False: there is no such session.
+        """
+        return self.scheduler.drop_session(name)
 
     def close(self) -> None:
         """End the workers. Idempotent."""
@@ -371,21 +382,4 @@ class Engine:
         if output.logprobs is not None:
             output.logprobs.append(spelled(drawn.logprobs, sequence.tokens[-1 - OPEN_BYTES : -1], request.spell))
         if text is not None:
-            _extend(text, sequence, drawn.token)
-
-
-def _seed_of(seed: int, index: int) -> int:
-    """Of completion ``index``: far from those of other requests, whose seeds are often neighbours."""
-    return (seed + index * 0x9E3779B97F4A7C15) % (1 << 63)
-
-
-def _extend(text: TextStream, sequence: Sequence, token: int) -> None:
-    """A token that stopped the sequence has no text of its own; a stop string overrules an end by length."""
-    output, search = sequence.output, sequence.num_outputs >= sequence.params.min_tokens
-    stop = None if output.finish_reason == "stop" else text.push(token, search=search)
-    if sequence.finished:
-        stop = stop or text.finish(search=search and output.finish_reason != "stop")
-    if stop is not None:
-        sequence.finish("stop", stop)
-        output.finish_reason, output.stop_reason = "stop", stop
-    output.text = text.text
+            extend(text, sequence, drawn.token)

@@ -42,3 +42,15 @@ class Request:
         scores, prompt = self.output.prompt_logprobs, self.output.prompt_token_ids
         if scores is not None:
             scores.append(spelled(drawn.logprobs, prompt[max(0, len(scores) - OPEN_BYTES) : len(scores)], self.spell))
+
+
+def extend(text: TextStream, sequence: Sequence, token: int) -> None:
+    """A token that stopped the sequence has no text of its own; a stop string overrules an end by length."""
+    output, search = sequence.output, sequence.num_outputs >= sequence.params.min_tokens
+    stop = None if output.finish_reason == "stop" else text.push(token, search=search)
+    if sequence.finished:
+        stop = stop or text.finish(search=search and output.finish_reason != "stop")
+    if stop is not None:
+        sequence.finish("stop", stop)
+        output.finish_reason, output.stop_reason = "stop", stop
+    output.text = text.text

@@ -12,6 +12,7 @@ import msgspec
 from lamina.protocol.plan import Keep, SequenceOp, StepPlan, Truncate
 from lamina.protocol.tiers import Transferred
 
+from .blocks.leaves import Leaves
 from .blocks.ledger import Blocks, Ledger
 from .blocks.newcomers import Batch, Cuts, Newcomers
 from .blocks.prefixes import Prefixes
@@ -23,6 +24,7 @@ from .leap import Leaps, Standing
 from .pipeline import route
 from .prefill import Prefill
 from .sequence import Sequence
+from .sessions import SessionName
 from .steps import Round, ScheduledStep
 
 
@@ -72,6 +74,7 @@ class Scheduler:
         self._num_replicas = num_replicas
         self._prefill = prefill or Prefill(0, prefill_chunk, num_batches)
         self.prefixes = prefixes or Prefixes(ledger, 0)
+        self.sessions, self.leaves = self.prefixes.sessions, Leaves(self.prefixes, tier)
         self.tier, self.swaps = tier, swaps
         self._newcomers = Newcomers(
             ledger, self._room, self._cuts, self._prefill, self.prefixes, tier, swaps, max_num_seqs
@@ -271,6 +274,17 @@ class Scheduler:
         if self.tier:
             self.tier.forget()
 
+    def drop_session(self, name: SessionName) -> bool:
+        """Forget a session, and give up its KV with the next plan. False: there is no such session."""
+        ops = self.leaves.drop(name)
+        self._ops += ops or []
+        return ops is not None
+
+    @property
+    def owes(self) -> bool:
+        """Whether memory workers are to be told of something, if nothing else is to be done."""
+        return bool(self._ops)
+
     def give_up_retained(self) -> None:
         """The same of the pools alone: what is kept beside them can be loaded."""
         self._ops += [self.prefixes.evict(number) for number in self.prefixes.oldest]
@@ -312,6 +326,7 @@ class Scheduler:
                 (first if isinstance(op, Truncate) else batch.ops).append(op)
                 if isinstance(op, Truncate) and self.tier:
                     first += self.tier.save(sequence, op.length)
+                    self.leaves.saved(sequence, op.length)
         batch.running = [s for s in batch.running if s not in ended]
 
     def _wanted(self, batch: Batch) -> dict[Sequence, int]:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from lamina.request import CompletionOutput, RequestOutput, SamplingParams
 
 from .engine import Engine
+from .sessions import SessionFacts, SessionName
 from .text import Pieces, Spell
+from .turns import NOTHING_SAID, Said, Turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,8 @@ class Asked:
     make_pieces: Callable[[], Pieces] | None = None
     spell: Spell | None = None
     salt: bytes = b""
+    session: SessionName | None = None
+    said: Said = NOTHING_SAID  # in a session
 
 
 class Feed:
@@ -87,6 +91,8 @@ class Streams:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._feeds: dict[int, Feed] = {}  # by unfinished request
+        self._turns = Turns()
+        self._speaks: dict[int, SessionName] = {}  # unfinished request -> the session of which it is a turn
 
     @property
     def has_work(self) -> bool:
@@ -98,17 +104,49 @@ class Streams:
         tokenizer raises for one that it cannot show, and then none is queued.
         """
         for a in asked:
-            self._engine.check(a.prompt, a.params)
+            self._engine.check(a.prompt, a.params, a.session)
         try:
             for a in asked:
-                request_id = self._engine.add(
-                    a.prompt, a.params, text=a.text, make_pieces=a.make_pieces, spell=a.spell, salt=a.salt
-                )
+                request_id = self._add(a)
                 feed.ids.append(request_id)
                 self._feeds[request_id] = feed
         except BaseException:
             self.drop(feed)
             raise
+
+    def _add(self, a: Asked) -> int:
+        if a.session is not None:
+            self._turns.begin(a.session, a.said)
+        try:
+            request_id = self._engine.add(
+                a.prompt,
+                a.params,
+                text=a.text,
+                make_pieces=a.make_pieces,
+                spell=a.spell,
+                salt=a.salt,
+                session=a.session,
+            )
+        except BaseException:
+            if a.session is not None:
+                self._turns.end(a.session, answered=False)
+            raise
+        if a.session is not None:
+            self._speaks[request_id] = a.session
+        return request_id
+
+    def _end_turn(self, request_id: int, *, answered: bool) -> None:
+        if (name := self._speaks.pop(request_id, None)) is not None:
+            self._turns.end(name, answered=answered)
+
+    def sessions(self) -> list[SessionFacts]:
+        """Of this engine, which has one tenant."""
+        return self._engine.scheduler.leaves.of_tenant(b"")
+
+    def drop_session(self, name: str) -> bool:
+        """See ``Engine.drop_session``. Raises SessionBusyError while a turn of it is under way."""
+        self._turns.drop(SessionName(b"", name))
+        return self._engine.drop_session(SessionName(b"", name))
 
     def step(self) -> list[Feed]:
         """``Engine.step``; the feeds that have got something. Raises WorkerError when a worker is lost."""
@@ -120,6 +158,7 @@ class Streams:
                 fed.append(feed)
                 if output.finished:
                     del self._feeds[output.request_id]
+                    self._end_turn(output.request_id, answered=_answered(output))
         return fed
 
     def drop(self, feed: Feed) -> None:
@@ -128,12 +167,14 @@ class Streams:
         for request_id in feed.ids:
             if self._feeds.pop(request_id, None) is not None:
                 self._engine.cancel(request_id)
+                self._end_turn(request_id, answered=False)
 
     def abort(self, feed: Feed) -> None:
         """End what is unfinished; its reader gets it as far as it came, with the finish_reason "abort"."""
         for request_id in feed.ids:
             if self._feeds.pop(request_id, None) is not None and (output := self._engine.cancel(request_id)):
                 feed.push(output)
+                self._end_turn(request_id, answered=False)
 
     def reset_prefix_cache(self) -> None:
         """See ``Engine.reset_prefix_cache``."""
@@ -151,6 +192,10 @@ class Streams:
         """The feeds of unfinished requests, for the caller to fail: none of them goes on."""
         feeds, self._feeds = list(self._feeds.values()), {}
         return feeds
+
+
+def _answered(output: RequestOutput) -> bool:
+    return all(o.finish_reason in ("stop", "length") for o in output.outputs)
 
 
 class _Mark:

@@ -53,7 +53,8 @@ class TierKeeper:
         if not self.wanted:
             return ready
         pages = [each.keys for each in said]
-        return structs.replace(ready, tier=TierFacts(secret=self._secret, identity=identity, page=PAGE, pages=pages))
+        tier = TierFacts(secret=self._secret, identity=identity, page=PAGE, pages=pages, medium=self._options.medium)
+        return structs.replace(ready, tier=tier)
 
 
 def _secret_of(options: TierOptions) -> bytes:

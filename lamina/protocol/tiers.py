@@ -46,10 +46,11 @@ class Transferred(msgspec.Struct, frozen=True, kw_only=True, tag="transferred"):
 
 class TierFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the driver knows of the pages beside the pools, when all have met. ``secret``, ``identity``: of their keys;
-    ``page``: tokens; ``pages``: the keys that each memory worker has told.
+    ``page``: tokens; ``pages``: the keys that each memory worker has told; ``medium``: the name of where they are.
     """
 
     secret: bytes
     identity: bytes
     page: int
     pages: list[list[bytes]]
+    medium: str = "host"

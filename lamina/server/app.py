@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from lamina import __version__
 
-from . import about, extra, generate, scaling
+from . import about, extra, generate, scaling, sessions
 from .calls import Service
 from .door.auth import Auth
 from .door.bodies import BodyLimits
@@ -47,7 +47,7 @@ def layered(app: FastAPI, service: Service) -> ASGIApp:
     inner: ASGIApp = Auth(refusal, config.api_keys)
     if config.origins:
         inner = CORSMiddleware(
-            inner, allow_origins=config.origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+            inner, allow_origins=config.origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
     if not config.api_keys and not config.uds:  # no browser has the key, or gets at a Unix socket
@@ -66,6 +66,7 @@ def _routers(service: Service) -> list[APIRouter]:
         (extra.development, config.server_dev_mode),
         (scaling.router, bool(config.admin_key)),
         (page.router, config.page),
+        (sessions.router, service.client.ready.keeps_kv),
     ]
     return [generate.router, about.router, *(router for router, wanted in optional if wanted)]
 

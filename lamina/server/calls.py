@@ -9,6 +9,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from lamina.engine.sessions import SessionName
+from lamina.engine.turns import Turns
 from lamina.request import SamplingParams
 
 from .admission import Admission, Ticket
@@ -31,6 +33,14 @@ RECOVERING = "recovering"  # a worker was lost and is being replaced; its reques
 DRAINING = "draining"  # by the operator, who may undo it
 
 
+@dataclass(frozen=True)
+class Turn:
+    """Of a session, under way."""
+
+    turns: Turns
+    name: SessionName
+
+
 @dataclass
 class Service:
     """What the routes share. Filled by ``run.py``; one for each server."""
@@ -47,6 +57,7 @@ class Service:
     fields: UnknownFields
     defaults: dict[str, Any] = field(default_factory=dict)  # of SamplingParams, as the model's own files have them
     journal: Journal | None = None
+    turns: Turns = field(default_factory=Turns)
     decoder: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lamina-bodies"))
     calls: set[Call] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -92,17 +103,20 @@ class Call:
         only_prompt: bool = False,
         salt: bytes = b"",
         entry: Entry | None = None,
+        turn: Turn | None = None,
     ) -> None:
         """``ticket``: for all completions, which the call closes; ``only_prompt``: the one token that is drawn all the
-        same is not wanted; ``salt``: see salt_of; ``entry``: of the journal, where there is one. Raises ApiError where
-        there is no room for so many tokens, and where there is no engine.
+        same is not wanted; ``salt``: see salt_of; ``entry``: of the journal, where there is one; ``turn``: of its
+        session, which ends with the call. Raises ApiError where there is no room for so many tokens, and where there is
+        no engine.
         """
         self.prompts = prompts
         self.params = params
         self.only_prompt = only_prompt
         self.completion_tokens = 0
         self.cached_tokens = 0  # of the prompts
-        self._service, self._entry, self._salt = service, entry, salt
+        self._service, self._entry, self._salt, self._turn = service, entry, salt, turn
+        self._answered = True  # as far as it has ended
         self._carried = False  # to the next server of the journal
         self._feed = ReplyFeed()
         self._open = len(prompts) * params.n
@@ -122,12 +136,14 @@ class Call:
 
     def _add_all(self) -> None:
         for number, (prompt, meter) in enumerate(zip(self.prompts, self.meters, strict=True)):
-            entry, client = self._entry, self._service.client
+            entry, client, more = self._entry, self._service.client, dict[str, Any]()
+            if self._turn is not None:
+                more["session"] = self._turn.name
             if entry is None:
-                key = client.add(prompt.ids, self.params, self._feed, meter, salt=self._salt)
+                key = client.add(prompt.ids, self.params, self._feed, meter, salt=self._salt, **more)
             else:
                 params, known = entry.params_of(number), entry.keys[number]
-                key = client.add(prompt.ids, params, self._feed, meter, key=known, salt=self._salt)
+                key = client.add(prompt.ids, params, self._feed, meter, key=known, salt=self._salt, **more)
             self._numbers[key] = number
             self._waiting.add(key)
 
@@ -166,6 +182,7 @@ class Call:
         if delta.finish_reason is not None:
             self._open -= 1
             self._ticket.finished()
+            self._answered = self._answered and delta.finish_reason in ("stop", "length")
         if delta.finish_reason == "error":
             raise engine_error(str(delta.stop_reason), delta.blame, PARAMS)
         return delta
@@ -180,6 +197,8 @@ class Call:
         """Cancel what has not ended. Idempotent."""
         if self in self._service.calls:
             self._service.calls.discard(self)
+            if self._turn is not None:
+                self._turn.turns.end(self._turn.name, answered=not self._open and self._answered)
             if self._open:
                 self._service.metrics.success("abort")
             self._cancel()

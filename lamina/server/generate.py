@@ -14,7 +14,7 @@ from .admission import Ticket
 from .answer.answers import EventStream, whole
 from .answer.heads import new_request
 from .answer.shapes import ChatShape, CompletionShape, Shape
-from .calls import Call, Service
+from .calls import Call, Service, Turn
 from .config import ServerConfig
 from .door.bodies import parse
 from .errors import ApiError
@@ -24,6 +24,7 @@ from .openapi import answers, described
 from .request.params import chat_params, completion_params
 from .request.prompts import Prompt, echo_of, split_prompts
 from .request.protocol import ChatRequest, CompletionRequest, Sampling, StreamOptions
+from .sessions import turn_of
 from .tenants import salt_of
 
 JOURNAL_RETRY_S = 5
@@ -44,11 +45,11 @@ async def completions(request: Request) -> Response:
     salt, only_prompt = salt_of(request.state.key_id, body.cache_salt), body.max_tokens == 0
     echo, by_number = bool(body.echo), service.config.return_tokens_as_token_ids
     asked = new_request("cmpl", name, params, body, salt, tokens_as_ids=by_number, echo=echo, only_prompt=only_prompt)
-    with _room(service, len(parts) * params.n) as ticket:
+    with turn_of(request, body, len(parts)) as turn, _room(service, len(parts) * params.n) as ticket:
         cut = service.prompter.cut(body, max_tokens)
         prompts = await service.prompter.completions(parts, max_tokens, special=special, cut=cut)
         await service.prompter.forbid(params)
-        call = await _call(request, asked, prompts, ticket)
+        call = await _call(request, asked, prompts, ticket, turn)
     return await _answer(request, body, call, CompletionShape(call, service.texts_of(asked), asked))
 
 
@@ -63,12 +64,12 @@ async def chat(request: Request) -> Response:
     salt, by_number = salt_of(request.state.key_id, body.cache_salt), service.config.return_tokens_as_token_ids
     echo = echo_of(body.messages) if body.echo else ""
     asked = new_request("chatcmpl", name, params, body, salt, tokens_as_ids=by_number, echo=bool(echo))
-    with _room(service, params.n) as ticket:
+    with turn_of(request, body) as turn, _room(service, params.n) as ticket:
         most = params.max_tokens if body.max_completion_tokens or body.max_tokens else None  # a default gives way
         special, cut = bool(body.add_special_tokens), service.prompter.cut(body, most)
         prompt = await service.prompter.chat(body.messages, most, variables, special=special, cut=cut)
         await service.prompter.forbid(params)
-        call = await _call(request, asked, [replace(prompt, text=echo)], ticket)
+        call = await _call(request, asked, [replace(prompt, text=echo)], ticket, turn)
     return await _answer(request, body, call, ChatShape(call, service.texts_of(asked), asked))
 
 
@@ -83,13 +84,20 @@ def _room(service: Service, completions: int) -> Iterator[Ticket]:
         raise
 
 
-async def _call(request: Request, asked: Accepted, prompts: list[Prompt], ticket: Ticket) -> Call:
+async def _call(request: Request, asked: Accepted, prompts: list[Prompt], ticket: Ticket, turn: Turn | None) -> Call:
     service: Service = request.app.state.service
     entry = await _journaled(service, asked, prompts)
     try:
-        arrival_s, only_prompt = request.state.arrival_s, asked.only_prompt
         call = Call(
-            service, prompts, asked.params, ticket, arrival_s, only_prompt=only_prompt, salt=asked.salt, entry=entry
+            service,
+            prompts,
+            asked.params,
+            ticket,
+            request.state.arrival_s,
+            only_prompt=asked.only_prompt,
+            salt=asked.salt,
+            entry=entry,
+            turn=turn,
         )
     except BaseException:
         if service.journal is not None:

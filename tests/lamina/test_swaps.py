@@ -181,7 +181,7 @@ def test_the_medium_is_asked_once_for_who_waits(monkeypatch: pytest.MonkeyPatch)
     for _ in range(6):
         house.round()
     assert (waiting.id, asked) == (-1, 1)
-    keys = house.tier._keys(waiting, 8)
+    keys = house.tier.keys_of(waiting, 8)
     house.tier.learn(TierFacts(secret=b"s" * 32, identity=b"i", page=PAGE, pages=[keys]))
     house.round()
     assert asked == 2, "there are others now"

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 from running import MODEL, ROOT
 
+from lamina.engine.sessions import SessionFacts, SessionName
 from lamina.models.tokens import load_tokenizer
 from lamina.request import SamplingParams
 from lamina.server.admission import Admission
@@ -26,7 +27,8 @@ WORD = 300  # the token that every completion consists of
 READY = Ready(
     vocab_size=2048, max_model_len=256, max_num_seqs=4, dtype="float32", block_size=32, num_blocks=[[64, 80]],
     holders=[[0, 1]],
-    hops_per_step=4, row_bytes={"q": 1024, "kv": 512, "o": 1024}, workers=["compute-0", "memory-0", "memory-1"],
+    hops_per_step=4, keeps_kv=True,
+    row_bytes={"q": 1024, "kv": 512, "o": 1024}, workers=["compute-0", "memory-0", "memory-1"],
 )  # fmt: skip
 
 
@@ -49,18 +51,35 @@ class FakeClient:
         self.salts: list[bytes] = []  # of what was added
         self.cancelled: list[int] = []
         self.resets = 0
+        self.named: dict[SessionName, SessionFacts] = {}
 
     def add(
-        self, prompt: list[int], params: SamplingParams, feed: ReplyFeed, meter: DeltaWatch, *, salt: bytes = b""
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        feed: ReplyFeed,
+        meter: DeltaWatch,
+        *,
+        salt: bytes = b"",
+        session: SessionName | None = None,
     ) -> int:
         key = len(self.added)
         self.added.append((prompt, params))
         self.salts.append(salt)
+        if session is not None:
+            had = self.named.get(session, SessionFacts(session.name, 0, 0, "pool"))
+            self.named[session] = had._replace(turns=had.turns + 1, tokens=len(prompt))
         for index in range(0 if self.hold else params.n):
             for delta in self._deltas(key, index, params, last=index == params.n - 1):
                 meter.grown(delta)
                 feed.push(delta)
         return key
+
+    async def sessions(self, tenant: bytes, drop: str | None = None) -> list[SessionFacts]:
+        if drop is not None:
+            found = self.named.pop(SessionName(tenant, drop), None)
+            return [] if found is None else [found]
+        return [facts for name, facts in self.named.items() if name.tenant == tenant]
 
     def reset_prefix_cache(self) -> None:
         self.resets += 1

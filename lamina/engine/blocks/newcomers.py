@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from lamina.engine.prefill import Prefill
 from lamina.engine.sequence import Sequence
+from lamina.engine.sessions import NOWHERE, POOL
 from lamina.protocol.plan import SequenceOp
 
 from .ledger import Ledger
@@ -139,6 +140,9 @@ class Newcomers:
         (batches[0] if hit else batch).ops.append(op)  # before its source may go, in another batch's plan
         batch.running.append(sequence)
         own = load is not None and load.own
+        if sequence.session is not None and not sequence.num_preemptions:
+            tier = POOL if hit else self._tier.medium if self._tier and load else NOWHERE
+            self._prefixes.sessions.woke(sequence.session, tier)
         if self._swaps and not own:
             batch.ops += self._swaps.forget(sequence)
         if self._tier and not own:

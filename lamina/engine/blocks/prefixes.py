@@ -16,6 +16,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from lamina.engine.sequence import Sequence
+from lamina.engine.sessions import Sessions
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import Fork, Free, Keep, New, SequenceOp, Truncate
 
@@ -61,6 +62,7 @@ class Prefixes:
         self._roots: dict[bytes, Beginning] = {}  # by salt; one that leads nowhere is not there
         self._known: dict[int, _Known] = {}  # those that run, with their prompts, and those that are retained
         self._retained: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self.sessions = Sessions()
         self.num_queried = 0  # tokens of admitted sequences
         self.num_hit = 0  # of them, in forks
 
@@ -114,12 +116,18 @@ class Prefixes:
         pages = list(self._pages(sequence.tokens, min(sequence.num_scheduled, limit))) if self._page else []
         way = list(self._way(sequence.salt, pages))
         known = len(way) == len(pages)  # another one has all of them, and perhaps more
-        if known or sequence.outlived or sequence.output.finish_reason == "error":
+        useless = not pages or (known and sequence.session is None)
+        if useless or sequence.outlived or sequence.output.finish_reason == "error":
             return [Free(sequence.id)]
-        freed = [self.evict(node.last) for node in way if node.last is not None]
+        length, superseded = len(pages) * self._page, {n.last: None for n in way if n.last is not None}
+        superseded = {n: None for n in superseded if self.sessions.owner(n) is None}
+        if sequence.session is not None:
+            before = self.sessions.sleep(sequence.session, sequence.id, length, sequence.place)
+            superseded |= {} if before is None else {before: None}
+        freed = [self.evict(number) for number in superseded]
         self._retained[sequence.id] = None
         self._add(sequence, pages).last = sequence.id
-        return [Truncate(sequence.id, len(pages) * self._page), *freed]
+        return [Truncate(sequence.id, length), *freed]
 
     def drop(self, sequence: Sequence) -> None:
         """A running sequence has no KV any more."""
@@ -128,13 +136,21 @@ class Prefixes:
 
     @property
     def oldest(self) -> list[int]:
-        """The retained sequences, the least recently used first."""
-        return list(self._retained)
+        """The retained sequences in the order in which they give way: those of sessions behind all others, and then the
+        least recently used first.
+        """
+        return sorted(self._retained, key=lambda n: self.sessions.owner(n) is not None)
 
     def evict(self, number: int) -> Free:
         """Give up a retained sequence."""
         self._forget(number)
+        self.sessions.evicted(number)
         return Free(number)
+
+    def page_keys(self) -> Iterator[bytes]:
+        """Of all pages of sequences that run or are retained, as far as they were asked for."""
+        for known in self._known.values():
+            yield from known.sequence.page_keys
 
     def forget_all(self) -> list[SequenceOp]:
         """Give up all."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lamina.engine.sequence import Sequence
 from lamina.kv.keys import page_key, root_key, tenant_tag
 from lamina.protocol.placement import Place
-from lamina.protocol.plan import MOST_PAGES, Export, Import, Transfer
+from lamina.protocol.plan import MOST_PAGES, Drop, Export, Import, Transfer
 from lamina.protocol.tables import BlockTables
 from lamina.protocol.tiers import TierFacts, Transferred
 
@@ -85,6 +85,7 @@ class Tier:
         nothing but their prompts is saved with ``prompts_only``.
         """
         self.page, self.whole, self._prompts_only = facts.page, whole, prompts_only
+        self.medium = facts.medium
         self._secret, self._identity = facts.secret, facts.identity
         self._tenant = tenant_tag(facts.secret, "")
         self._ledger = ledger
@@ -134,7 +135,7 @@ class Tier:
         stop = min(stop, self._most) if self._most else stop
         if sequence.params.prompt_logprobs is not None or stop <= beyond or not self._lanes:
             return None
-        keys = self._keys(sequence, stop)
+        keys = self.keys_of(sequence, stop)
         places = map(Place, range(self._ledger.num_lanes))
         found = {place: self.num_there(keys, place) * self.page // self.whole * self.whole for place in places}
         length = max(found.values())
@@ -172,7 +173,7 @@ class Tier:
             if any(self._ledger.table(group, sequence.id)[0] for group in range(len(self._ledger.windows))):
                 return []  # its beginning was given back behind a window
         coming = set[bytes]().union(*(x.keys for x in self._saving.values()))
-        keys = self._keys(sequence, length)
+        keys = self.keys_of(sequence, length)
         lanes = [self._lane(sequence.place, number) for number in range(len(keys))]
         missing = [n for n, key in enumerate(keys) if key not in coming and lanes[n] not in self._lanes.get(key, ())]
         return self._export(sequence, keys, missing, length)
@@ -221,6 +222,13 @@ class Tier:
         for key in keys:
             self._lanes.pop(key, None)
             self._found = None
+
+    def delete(self, sequence: int, keys: Several[bytes]) -> list[Drop]:
+        """Have the media forget pages, those too that are on their way there. ``sequence``: whose they were."""
+        self.drop(keys)
+        if self._saving:
+            self._gone.update(keys)
+        return [Drop(sequence, list(keys[low : low + MOST_PAGES])) for low in range(0, len(keys), MOST_PAGES)]
 
     def cancel(self) -> None:
         """Behind a loss: no transfer under way will be done."""
@@ -276,7 +284,7 @@ class Tier:
         self._next_id += 1
         return self._next_id
 
-    def _keys(self, sequence: Sequence, length: int) -> list[bytes]:
+    def keys_of(self, sequence: Sequence, length: int) -> list[bytes]:
         """Of the whole pages of its first ``length`` tokens."""
         keys, page = sequence.page_keys, self.page
         while len(keys) < length // page:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from lamina.engine.sessions import SessionFacts, SessionName
 from lamina.engine.wire import WorkerError
 from lamina.fleet.launchers import WorkerHandle
 from lamina.fleet.launchers.local import ProcessWorker
@@ -20,10 +21,23 @@ from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, St
 from lamina.protocol.options import EngineConfig
 from lamina.request import Blame, SamplingParams
 
-from .messages import Cancel, Delta, Outputs, Ready, Refused, Reset, Start, State, WorkerCounters, add_up
+from .messages import (
+    Cancel,
+    Delta,
+    Outputs,
+    Ready,
+    Refused,
+    Reset,
+    SessionsAre,
+    Start,
+    State,
+    WorkerCounters,
+    add_up,
+)
+from .questions import ANSWER_S, Questions
 from .restarts import EngineRestarts, Hearing
 
-FROM_ENGINE = Ready | Progress | Outputs | State | WorkerCounters | Refused | Failed
+FROM_ENGINE = Ready | Progress | Outputs | State | WorkerCounters | SessionsAre | Refused | Failed
 JOIN_S = 8.0
 WATCH_S = 0.25  # between looks whether the engine stands still
 _LENGTH = struct.Struct("<I")
@@ -123,6 +137,7 @@ class EngineClient:
         self._live: dict[int, _OpenPrompt] = {}
         self._closing = False
         self._next_key = 0
+        self._questions = Questions()
         self._state_at = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -171,16 +186,17 @@ class EngineClient:
         key: int | None = None,
         heard: Sequence[Delta] = (),
         salt: bytes = b"",
+        session: SessionName | None = None,
     ) -> int:
         """Queue a prompt; its deltas go to ``feed`` under the key returned. ``key``: None = one of this client's own,
         and then never one from elsewhere. ``heard``: of its completions, from another server's engine. ``salt``: it
-        shares KV with prompts of the same salt only. Raises EngineGoneError.
+        shares KV with prompts of the same salt only. ``session``: it is a turn of that one. Raises EngineGoneError.
         """
         if self.failure is not None:
             raise EngineGoneError(self.failure)
         if key is None:
             key, self._next_key = self._next_key, self._next_key + 1
-        self._live[key] = new = _OpenPrompt(feed, meter, Hearing(prompt, self.seeded(params), salt))
+        self._live[key] = new = _OpenPrompt(feed, meter, Hearing(prompt, self.seeded(params), salt, session))
         for delta in heard:
             new.hearing.take(delta)
         if self._is_ready:
@@ -196,6 +212,15 @@ class EngineClient:
         """Prompts that are added behind this find no KV of those before."""
         if self._is_ready:  # else the next engine has none
             self._send(Reset())
+
+    async def sessions(self, tenant: bytes, drop: str | None = None) -> list[SessionFacts]:
+        """Those of a tenant; or the one that is called ``drop``, which then is no more. Raises EngineGoneError."""
+        if self.failure is not None or not self._is_ready:
+            raise EngineGoneError(self.failure or "it is being replaced")
+        try:
+            return await self._questions.ask(self._send, tenant, drop)
+        except TimeoutError:
+            raise EngineGoneError(f"it has not answered for {ANSWER_S:g} s") from None
 
     @property
     def config(self) -> EngineConfig | None:
@@ -344,6 +369,8 @@ class EngineClient:
             self._state_at, self.state = time.monotonic(), message
         elif isinstance(message, WorkerCounters):
             self.counters, self._workers = message.workers, set(message.pids)
+        elif isinstance(message, SessionsAre):
+            self._questions.answered(message)
         elif isinstance(message, Refused) and (found := self._live.pop(message.key, None)):
             found.feed.fail(PromptRefusedError(message.text, message.blame))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from lamina import netstack
 from lamina.engine.engine import Engine
+from lamina.engine.sessions import SessionName
 from lamina.engine.wire import WorkerError
 from lamina.fleet.choose_transport import nearest
 from lamina.fleet.pools import Pools
@@ -20,10 +21,24 @@ from lamina.models.tokens import load_beside
 from lamina.protocol.control import ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop
 from lamina.request import Blame, CompletionOutput, Logprob, RequestOutput, scored
 
-from .messages import Add, Cancel, Delta, Outputs, Ready, Refused, Reset, Start, State, Times, WorkerCounters
+from .messages import (
+    Add,
+    AskSessions,
+    Cancel,
+    Delta,
+    Outputs,
+    Ready,
+    Refused,
+    Reset,
+    SessionsAre,
+    Start,
+    State,
+    Times,
+    WorkerCounters,
+)
 
 log = logging.getLogger(__name__)
-FROM_SERVER = Start | Add | Cancel | Reset | Stop
+FROM_SERVER = Start | Add | Cancel | Reset | AskSessions | Stop
 IDLE_S = 1.0  # how long an idle engine waits for a message before it looks at its workers
 STATE_S = 0.05
 WAITS = ("wait_s", "carry_s", "stored_wait_s")  # counters that grow while a worker waits for others
@@ -140,6 +155,7 @@ class _Loop:
         self._told = (False, 0, False)  # whether it was busy, its steps, and whether it recovered, in the last State
         self._counters: dict[str, dict[str, float]] = {}
         self._state_at = self._asked_at = 0.0
+        self._sessions: dict[str, int] = {}  # by tier, when workers were asked last
 
     def run(self) -> None:
         self._link.send(self._ready())
@@ -200,20 +216,31 @@ class _Loop:
                 self._engine.cancel(live.request_id)
         elif isinstance(message, Reset):
             self._engine.reset_prefix_cache()
+        elif isinstance(message, AskSessions):
+            self._tell_sessions(message)
         elif isinstance(message, Exception):
             raise RuntimeError(f"its link to the server has failed: {message}") from message
         else:
             self._stopped = True
 
+    def _tell_sessions(self, asked: AskSessions) -> None:
+        found = self._engine.scheduler.leaves.of_tenant(asked.tenant)
+        if asked.drop is not None:
+            found = [s for s in found if s.name == asked.drop]
+            self._engine.drop_session(SessionName(asked.tenant, asked.drop))
+        self._outbox.put(SessionsAre(asked.number, found))
+
     def _add(self, add: Add) -> None:
         try:
-            self._engine.check(add.prompt, add.params)
+            self._engine.check(add.prompt, add.params, add.session)
         except ValueError as e:
             self._outbox.put(Refused(add.key, str(e), Blame.CLIENT))
             return
         try:
             pieces = self._pieces(add)
-            request_id = self._engine.add(add.prompt, add.params, make_pieces=pieces, told=add.told, salt=add.salt)
+            request_id = self._engine.add(
+                add.prompt, add.params, make_pieces=pieces, told=add.told, salt=add.salt, session=add.session
+            )
         except Exception as e:  # of one prompt; the others have done nothing
             log.exception("a prompt could not be added")
             self._outbox.put(Refused(add.key, f"the engine could not add the prompt: {e}", Blame.SERVER))
@@ -243,6 +270,7 @@ class _Loop:
             self._counters = counters
         if now - self._asked_at > COUNTERS_S:
             self._asked_at = now
+            self._sessions = dict(self._engine.scheduler.leaves.by_tier)
             self._pools.ask_stats()
         if due:
             self._tell_state()
@@ -263,6 +291,8 @@ class _Loop:
             prefix_hits=scheduler.prefixes.num_hit,
             external_queries=scheduler.tier.num_queried if scheduler.tier else 0,
             external_hits=scheduler.tier.num_hit if scheduler.tier else 0,
+            sessions=self._sessions,
+            session_hits=dict(scheduler.sessions.hits),
             steps=self._steps,
             recovering=self._pools.recovering,
         )
@@ -279,6 +309,7 @@ class _Loop:
             num_blocks=list(info.num_blocks),
             holders=info.holders,
             hops_per_step=len(info.summary.get("q_bytes", [])),
+            keeps_kv=self._engine.config.batching.enable_prefix_caching,
             fits=self._engine.scheduler.most_sequences(info.max_model_len),
             row_bytes={k: sum(info.summary.get(v, [])) for k, v in names.items()},
             workers=sorted(self._pools.pids),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from lamina.engine.sessions import SessionFacts, SessionName
 from lamina.protocol.options import EngineConfig
 from lamina.request import Blame, SamplingParams, Score, Told
 
@@ -23,7 +24,7 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     """Server -> engine: complete a prompt. Answered by the deltas of its completions, or by Refused.
 
     ``key`` is the server's name for it, never used twice. ``told``: of its completions, by an engine that has died.
-    ``salt``: it shares KV with prompts of the same salt only.
+    ``salt``: it shares KV with prompts of the same salt only. ``session``: it is the next turn of that one.
     """
 
     key: int
@@ -31,6 +32,7 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     params: SamplingParams
     told: list[Told] = []
     salt: bytes = b""
+    session: SessionName | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -41,6 +43,23 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 class Reset(msgspec.Struct, frozen=True, tag="reset"):
     """Server -> engine: prompts behind this find no KV of those before. Not answered."""
+
+
+class AskSessions(msgspec.Struct, frozen=True, tag="ask-sessions"):
+    """Server -> engine: the sessions of a tenant, answered by SessionsAre. ``drop``: the one to forget; then the answer
+    has that one, or none where there is no such session.
+    """
+
+    number: int
+    tenant: bytes
+    drop: str | None = None
+
+
+class SessionsAre(msgspec.Struct, frozen=True, tag="sessions-are"):
+    """Engine -> server, in answer to AskSessions of that ``number``."""
+
+    number: int
+    sessions: list[SessionFacts]
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -54,6 +73,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     num_blocks: list[list[int]]  # group of layers -> blocks of its holders
     holders: list[list[int]]  # group -> numbers of the memory workers that have it
     hops_per_step: int  # layers: each is one way to the memory workers and back
+    keeps_kv: bool = False  # of requests that have ended
     fits: float = 0.0  # sequences of max_model_len tokens whose KV the pool holds at once
     row_bytes: dict[str, int]  # "q", "kv", "o": bytes of one row in all layers
     workers: list[str]  # such as "memory-0"
@@ -118,6 +138,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     prefix_hits: int = 0  # of them, those whose KV was there
     external_queries: int = 0  # of them, those whose KV the pools had not, where it is kept beside them
     external_hits: int = 0  # of these, those whose KV was loaded
+    sessions: dict[str, int] = {}  # by the tier that has their KV
+    session_hits: dict[str, int] = {}  # turns behind the first, by the tier that had it
     recovering: bool = (
         False  # a worker was lost, and another one takes its place: the engine lives, and no step is done
     )

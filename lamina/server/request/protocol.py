@@ -68,6 +68,7 @@ class Sampling(Strict):
     truncate_prompt_tokens: Int | None = Field(None, ge=-1)
     truncation_side: Literal["left", "right"] | None = None  # which end goes; default: left
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    session_id: str | None = None  # the next turn of that session
     add_special_tokens: bool | None = None  # default: with a text, not with a conversation, whose template has them
 
 

@@ -9,6 +9,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from lamina.server.link.client import EngineClient
+from lamina.server.link.messages import State
 
 from .metrics import PREFIX
 
@@ -57,6 +58,8 @@ class EngineGauges(Collector):
             family = self._counter(name, text)
             family.add_metric(self._values, value)
             yield family
+        if ready.keeps_kv:
+            yield from self._sessions(state)
         steps = self._counter("engine_steps", "steps that were finished")
         steps.add_metric(self._values, state.steps)
         yield steps
@@ -74,6 +77,14 @@ class EngineGauges(Collector):
                 blocks.add_metric([*self._values, f"memory-{worker}", str(group), "used"], used)
                 blocks.add_metric([*self._values, f"memory-{worker}", str(group), "free"], total - used)
         yield blocks
+
+    def _sessions(self, state: State) -> Iterator[Metric]:
+        tiers = self._gauge_of("sessions", "sessions by the place of their KV", "tier")
+        hits = self._counter("session_hits", "turns behind the first one of a session, by where its KV was", "tier")
+        for family, counts in ((tiers, state.sessions), (hits, state.session_hits)):
+            for tier, count in sorted(counts.items()):
+                family.add_metric([*self._values, tier], count)
+            yield family
 
     def _workers(self) -> Iterator[Metric]:
         counters, ready = self._client.counters, self._client.ready

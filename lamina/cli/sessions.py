@@ -1,0 +1,47 @@
+"""``lamina-launch sessions list|drop URL``: the sessions of a running server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from urllib.parse import quote
+
+from lamina.facts.report import table
+
+from .operators import call, check_url
+
+ASK_S = 10.0
+ACTIONS = {"list": "say which there are, and where their KV is", "drop": "forget one, and give up its KV"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this sub-command."""
+    parser.add_argument("action", choices=ACTIONS, help="; ".join(f"{k}: {v}" for k, v in ACTIONS.items()))
+    parser.add_argument("url", help="of the server, such as http://127.0.0.1:8000")
+    parser.add_argument("id", nargs="?", default="", help="drop: the session_id")
+    parser.add_argument("--api-key", default="", help="whose sessions; better LAMINA_API_KEY")
+    parser.add_argument("--json", action="store_true", help="list: print them as JSON")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be asked for, and exit")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0. Raises ValueError where the asker can put it right, OSError where nobody answers, WorkerError."""
+    check_url(args.url)
+    if (args.action == "drop") != bool(args.id):
+        raise ValueError("sessions drop needs the session_id, and sessions list takes none")
+    if args.dry_run:
+        print(f"would {args.action} {args.id or 'the sessions'} of {args.url}")
+        return 0
+    key = args.api_key or os.environ.get("LAMINA_API_KEY", "")
+    if args.action == "drop":
+        call(args.url, f"/v1/sessions/{quote(args.id, safe='')}", key, ASK_S, method="DELETE")
+        print(f"dropped {args.id}")
+        return 0
+    found = call(args.url, "/v1/sessions", key, ASK_S)["data"]
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    rows = [[s["id"], str(s["turns"]), str(s["tokens"]), s["tier"]] for s in found]
+    print("\n".join(table([["session", "turns", "tokens", "tier"], *rows], left=(0, 3))))
+    return 0

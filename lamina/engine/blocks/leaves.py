@@ -1,0 +1,56 @@
+"""What sessions have left in the pool and beside it: where it is, and how it is given up. Pure policy: no torch, no
+I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lamina.engine.sequence import Sequence
+from lamina.engine.sessions import NOWHERE, POOL, Session, SessionFacts, SessionName
+from lamina.protocol.plan import SequenceOp
+
+from .prefixes import Prefixes
+from .tier import Tier
+
+
+class Leaves:
+    """Of all sessions, whose leaves ``prefixes`` retains."""
+
+    def __init__(self, prefixes: Prefixes, tier: Tier | None) -> None:
+        self._sessions, self._prefixes, self._tier = prefixes.sessions, prefixes, tier
+
+    def of_tenant(self, tenant: bytes) -> list[SessionFacts]:
+        """What a tenant is told of its sessions."""
+        found = self._sessions.of_tenant(tenant)
+        return [SessionFacts(s.name.name, s.turns, s.length, self._tier_of(s)) for s in found]
+
+    @property
+    def by_tier(self) -> Counter[str]:
+        """How many sessions of all tenants."""
+        return Counter(map(self._tier_of, self._sessions.all()))
+
+    def saved(self, sequence: Sequence, length: int) -> None:
+        """So many tokens of a turn that has ended are kept beside the pool, or on their way there."""
+        if sequence.session is not None and self._tier is not None:
+            sequence.session.keys = self._tier.keys_of(sequence, length)
+
+    def drop(self, name: SessionName) -> list[SequenceOp] | None:
+        """Forget a session and give up its KV, but for pages that others have too. None: there is no such session."""
+        session = self._sessions.drop(name)
+        if session is None:
+            return None
+        leaf, ops = session.leaf, list[SequenceOp]()
+        if leaf is not None:
+            ops.append(self._prefixes.evict(leaf))
+        if self._tier and session.keys:
+            shared = set(self._prefixes.page_keys()).union(*(s.keys for s in self._sessions.all()))
+            mine = [key for key in session.keys if key not in shared]
+            ops += self._tier.delete(-1 if leaf is None else leaf, mine)
+        return ops
+
+    def _tier_of(self, session: Session) -> str:
+        if session.leaf is not None:
+            return POOL
+        tier = self._tier
+        return tier.medium if tier and tier.num_there(session.keys[:1], session.place) else NOWHERE

@@ -1,0 +1,114 @@
+"""Conversations that have a name: whose KV is where. Pure policy: no torch, no I/O, no clock.
+
+A session is a named leaf of what is retained (blocks.prefixes). Between two turns it *sleeps*: its KV stays in the pool
+behind all that has no name, and where there is a medium beside the pool, its whole pages are there too. It *wakes* with
+its next turn, which forks or loads them. Who has no KV any more is computed anew: a session is never lost for lack of
+room, it only wakes more slowly. After CachedAttention (arXiv 2403.19708).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lamina.protocol.placement import FIRST, Place
+
+MOST_SESSIONS = 1 << 14  # that are remembered; of more, those whose last turn was the longest ago are not
+POOL, NOWHERE = "pool", "none"  # tiers, beside the media's names
+
+
+class SessionName(NamedTuple):
+    """``tenant``: salt_of its API key; nobody else finds the name."""
+
+    tenant: bytes
+    name: str
+
+
+class SessionFacts(NamedTuple):
+    """What its owner is told of a session. ``tokens``: of the KV that its last turn has left; ``tier``: where that is
+    now, the fastest place of several.
+    """
+
+    name: str
+    turns: int
+    tokens: int
+    tier: str
+
+
+@dataclass(eq=False)
+class Session:
+    """Of one conversation. ``keys``: of the whole pages of its last turn."""
+
+    name: SessionName
+    turns: int = 0
+    leaf: int | None = None  # the retained sequence that has its KV
+    length: int = 0  # tokens of that
+    place: Place = FIRST
+    keys: list[bytes] = field(default_factory=list)
+
+
+class Sessions:
+    """All sessions of an engine, those whose last turn was the longest ago first."""
+
+    def __init__(self) -> None:
+        self._by_name: OrderedDict[SessionName, Session] = OrderedDict()
+        self._by_leaf: dict[int, Session] = {}
+        self.hits = Counter[str]()  # turns behind the first one of a session, by the tier that had its KV
+
+    def of(self, name: SessionName) -> Session:
+        """The session of that name, which a turn is about to go on with; a new one where there is none."""
+        session = self._by_name.setdefault(name, Session(name))
+        self._by_name.move_to_end(name)
+        if len(self._by_name) > MOST_SESSIONS:
+            _, oldest = self._by_name.popitem(last=False)
+            self._let_go(oldest)
+        return session
+
+    def of_tenant(self, tenant: bytes) -> list[Session]:
+        """The sessions of one tenant."""
+        return [session for name, session in self._by_name.items() if name.tenant == tenant]
+
+    def all(self) -> Iterable[Session]:
+        """Of every tenant."""
+        return self._by_name.values()
+
+    def woke(self, session: Session, tier: str) -> None:
+        """A turn begins, with KV that ``tier`` had."""
+        if session.turns:
+            self.hits[tier] += 1
+        session.turns += 1
+
+    def sleep(self, session: Session, leaf: int, length: int, place: Place) -> int | None:
+        """A turn has ended: its KV is that of the retained sequence ``leaf``. Returns the one before, which nobody
+        needs any more.
+        """
+        before = session.leaf
+        self._let_go(session)
+        session.leaf, session.length, session.place = leaf, length, place
+        if self._by_name.get(session.name) is session:
+            self._by_leaf[leaf] = session
+        return before
+
+    def owner(self, number: int) -> Session | None:
+        """Of a retained sequence."""
+        return self._by_leaf.get(number)
+
+    def evicted(self, number: int) -> None:
+        """A retained sequence gives its blocks back."""
+        if (session := self._by_leaf.pop(number, None)) is not None:
+            session.leaf = None
+
+    def drop(self, name: SessionName) -> Session | None:
+        """Forget a session: what it had is the caller's to give up. None: there is no such session."""
+        session = self._by_name.pop(name, None)
+        if session is not None and session.leaf is not None:
+            self._by_leaf.pop(session.leaf, None)
+        return session
+
+    def _let_go(self, session: Session) -> None:
+        """Its leaf has no name any more."""
+        if session.leaf is not None:
+            self._by_leaf.pop(session.leaf, None)
+            session.leaf = None

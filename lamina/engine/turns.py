@@ -1,0 +1,100 @@
+"""Who speaks in which session, and whether it goes on with the same conversation. Pure policy: no torch, no I/O, no
+clock.
+
+A turn sends all of the conversation, as without a session. It must begin with all that the turn before has sent; what
+the client makes of the answer is its own affair: it may cut it, edit it or leave it out. So a name that is used for two
+conversations by mistake is found out, and neither of them goes on with the other's KV.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .sessions import MOST_SESSIONS, SessionName
+
+MOST_CHARS = 256  # of a session's name
+
+
+class SessionBusyError(ValueError):
+    """Another turn of the session is under way."""
+
+
+class Said(NamedTuple):
+    """All that a turn has sent, so that what begins with it begins with these bytes. ``kind``: messages, text or
+    tokens.
+    """
+
+    kind: str
+    data: bytes
+
+
+NOTHING_SAID = Said("", b"")
+
+
+class _Turn(NamedTuple):
+    kind: str
+    length: int
+    digest: bytes
+
+
+def said_of(prompt: str | Sequence[int]) -> Said:
+    """Of a prompt: text, or token ids."""
+    if isinstance(prompt, str):
+        return Said("text", prompt.encode(errors="surrogatepass"))
+    return Said("tokens", b"".join(token.to_bytes(8, "little", signed=True) for token in prompt))
+
+
+def said_in(messages: Sequence[Mapping[str, Any]]) -> Said:
+    """Of a conversation."""
+    each = (json.dumps(dict(message), sort_keys=True, default=str).encode() for message in messages)
+    return Said("messages", b"".join(len(data).to_bytes(8, "little") + data for data in each))
+
+
+class Turns:
+    """Of all sessions. A turn that ends without an answer leaves the session where it was."""
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[SessionName, _Turn] = OrderedDict()
+        self._running: dict[SessionName, Said] = {}
+
+    def begin(self, name: SessionName, said: Said) -> None:
+        """Raises SessionBusyError, and ValueError for a name that is none or what does not go on with the session."""
+        if not 1 <= len(name.name) <= MOST_CHARS or not name.name.isprintable():
+            raise ValueError(f"session_id must be 1 to {MOST_CHARS} printable characters: correct it")
+        if name in self._running:
+            raise SessionBusyError(
+                f"session_id {name.name!r}: a turn of it is under way: wait for its end, or abort it"
+            )
+        last = self._last.get(name)
+        if last is not None and not _goes_on(last, said):
+            raise ValueError(
+                f"session_id {name.name!r}: what is sent does not begin with the {last.kind} of its last turn: send "
+                f"all of the conversation, delete the session, or take another name"
+            )
+        self._running[name] = said
+
+    def end(self, name: SessionName, *, answered: bool) -> None:
+        """Idempotent."""
+        said = self._running.pop(name, None)
+        if said is None or not answered:
+            return
+        self._last[name] = _Turn(said.kind, len(said.data), hashlib.sha256(said.data).digest())
+        self._last.move_to_end(name)
+        if len(self._last) > MOST_SESSIONS:
+            self._last.popitem(last=False)
+
+    def drop(self, name: SessionName) -> None:
+        """Forget a session. Raises SessionBusyError."""
+        if name in self._running:
+            raise SessionBusyError(
+                f"session_id {name.name!r}: a turn of it is under way: wait for its end, or abort it"
+            )
+        self._last.pop(name, None)
+
+
+def _goes_on(last: _Turn, said: Said) -> bool:
+    return said.kind == last.kind and hashlib.sha256(said.data[: last.length]).digest() == last.digest

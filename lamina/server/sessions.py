@@ -1,0 +1,96 @@
+"""Sessions over HTTP: what ``session_id`` in a body means, GET /v1/sessions and DELETE /v1/sessions/ID. A client sees
+the sessions of its own API key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from lamina.engine.sessions import SessionName
+from lamina.engine.turns import NOTHING_SAID, Said, SessionBusyError, said_in, said_of
+
+from .calls import Service, Turn
+from .errors import ApiError, json_response
+from .link.client import EngineGoneError
+from .openapi import answers
+from .request.protocol import ChatRequest, CompletionRequest
+from .tenants import salt_of
+
+PARAM = "session_id"
+router = APIRouter()
+
+
+@contextmanager
+def turn_of(request: Request, body: ChatRequest | CompletionRequest, prompts: int = 1) -> Iterator[Turn | None]:
+    """A turn of the session that ``body`` names, until its call ends it; given back where no call comes of it. Raises
+    ApiError.
+    """
+    if body.session_id is None:
+        yield None
+        return
+    service: Service = request.app.state.service
+    if not service.client.ready.keeps_kv:
+        text = f"{PARAM} is not supported: start the server with --enable-prefix-caching, or leave it out"
+        raise ApiError(400, text, param=PARAM, code="unsupported_value")
+    if (body.n or 1) > 1 or prompts > 1:
+        raise ApiError(400, f"{PARAM} goes with one prompt and n of 1", param=PARAM, code="invalid_value")
+    name = SessionName(salt_of(request.state.key_id, None), body.session_id)
+    with _refusals():
+        service.turns.begin(name, _said(body))
+    try:
+        yield Turn(service.turns, name)
+    except BaseException:
+        service.turns.end(name, answered=False)
+        raise
+
+
+@router.get("/v1/sessions", responses=answers(503))
+async def list_sessions(request: Request) -> Response:
+    """Every session of one's own: its name, turns, tokens of KV, and the tier that has them."""
+    found = await _asked(request, None)
+    data = [{"id": s.name, "object": "session", "turns": s.turns, "tokens": s.tokens, "tier": s.tier} for s in found]
+    return json_response({"object": "list", "data": data})
+
+
+@router.delete("/v1/sessions/{session_id:path}", responses=answers(404, 409, 503))
+async def delete_session(request: Request, session_id: str) -> Response:
+    """Forget a session and give up its KV, but for pages that others have too."""
+    service: Service = request.app.state.service
+    with _refusals():
+        service.turns.drop(SessionName(salt_of(request.state.key_id, None), session_id))
+    if not await _asked(request, session_id):
+        raise ApiError(404, f"there is no session {session_id[:128]!r}", param=PARAM, code="session_not_found")
+    return json_response({"id": session_id, "object": "session.deleted", "deleted": True})
+
+
+async def _asked(request: Request, drop: str | None) -> list[Any]:
+    service: Service = request.app.state.service
+    try:
+        return list(await service.client.sessions(salt_of(request.state.key_id, None), drop))
+    except EngineGoneError as e:
+        raise ApiError(503, f"the engine is gone: {e}", code="engine_gone", retry_after_s=5) from e
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except SessionBusyError as e:
+        raise ApiError(409, str(e), param=PARAM, code="session_busy") from e
+    except ValueError as e:
+        raise ApiError(400, str(e), param=PARAM, code="session_mismatch") from e
+
+
+def _said(body: ChatRequest | CompletionRequest) -> Said:
+    if isinstance(body, ChatRequest):
+        return said_in([m.model_dump(exclude_none=True) for m in body.messages])
+    prompt = body.prompt
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        (prompt,) = prompt
+    known = isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt))
+    return said_of(prompt) if known else NOTHING_SAID  # whoever takes the prompt refuses it

@@ -1,0 +1,131 @@
+"""``session_id`` in a body, GET /v1/sessions and DELETE /v1/sessions/ID."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from fake import READY, FakeClient, make_service
+from test_layers import ask, error_of
+
+from lamina.engine.sessions import SessionName
+from lamina.server.app import layered, make_app
+from lamina.server.calls import Service
+from lamina.server.link.messages import State
+from lamina.server.tenants import salt_of
+
+
+def talk(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def chat(service: Service, *texts: str, key: str = "", **more: Any) -> httpx.Response:
+    body = {"messages": talk(*texts), "max_tokens": 2, "session_id": "mine", **more}
+    return ask("POST", "/v1/chat/completions", service, json=body, headers=headers(key))
+
+
+def headers(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def test_a_session_goes_on_is_listed_and_deleted() -> None:
+    service = make_service()
+    assert chat(service, "hi").status_code == 200
+    assert chat(service, "hi", "yes?", "more").status_code == 200
+    (found,) = ask("GET", "/v1/sessions", service).json()["data"]
+    assert (found["id"], found["object"], found["turns"], found["tier"]) == ("mine", "session", 2, "pool")
+    response = chat(service, "something else")
+    assert response.status_code == 400
+    assert error_of(response)["code"] == "session_mismatch"
+    assert error_of(response)["param"] == "session_id"
+    assert ask("DELETE", "/v1/sessions/mine", service).json()["deleted"] is True
+    assert ask("DELETE", "/v1/sessions/mine", service).status_code == 404
+    assert chat(service, "something else").status_code == 200
+
+
+def test_completions_have_sessions_too() -> None:
+    service = make_service()
+    for prompt, status in (("ab", 200), (["abc"], 200), ("b", 400), ([5, 6], 400)):
+        body = {"prompt": prompt, "max_tokens": 2, "session_id": "mine"}
+        assert ask("POST", "/v1/completions", service, json=body).status_code == status
+
+
+def test_each_api_key_has_sessions_of_its_own() -> None:
+    service = make_service(api_key="one,two")
+    assert chat(service, "hi", key="one").status_code == 200
+    assert chat(service, "ho", key="two").status_code == 200
+    assert ask("DELETE", "/v1/sessions/mine", service, headers=headers("two")).status_code == 200
+    assert len(ask("GET", "/v1/sessions", service, headers=headers("one")).json()["data"]) == 1
+    assert ask("GET", "/v1/sessions", service, headers=headers("two")).json()["data"] == []
+    assert ask("GET", "/v1/sessions", service).status_code == 401
+
+
+@pytest.mark.parametrize("more", [{"n": 2}, {"session_id": ""}, {"session_id": "x\n"}, {"session_id": 5}], ids=str)
+def test_what_cannot_be_a_turn(more: dict[str, Any]) -> None:
+    service = make_service()
+    assert chat(service, "hi", **more).status_code == 400
+    assert chat(service, "hi").status_code == 200
+
+
+def test_a_server_that_keeps_no_kv_has_no_sessions() -> None:
+    service = make_service()
+    client = service.client
+    assert isinstance(client, FakeClient)
+    client.ready = msgspec.structs.replace(READY, keeps_kv=False)
+    response = chat(service, "hi")
+    assert response.status_code == 400
+    assert "--enable-prefix-caching" in error_of(response)["message"]
+    assert ask("GET", "/v1/sessions", service).status_code == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_second_request_while_the_session_runs_is_refused_at_once(stream: bool) -> None:
+    service = make_service()
+    client = service.client
+    assert isinstance(client, FakeClient)
+    client.hold = True
+    body = {"messages": talk("hi"), "max_tokens": 2, "session_id": "mine", "stream": stream}
+
+    async def work() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(layered(make_app(service), service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            first = asyncio.create_task(http.post("/v1/chat/completions", json=body))
+            while not client.added:
+                await asyncio.sleep(0)
+            found = [await http.post("/v1/chat/completions", json=body), await http.delete("/v1/sessions/mine")]
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            client.hold = False
+            return [*found, await http.post("/v1/chat/completions", json=body)]
+
+    *refused, again = asyncio.run(work())
+    assert [r.status_code for r in refused] == [409, 409]
+    assert error_of(refused[0])["code"] == "session_busy"
+    assert again.status_code == 200, "who went away ended the turn"
+
+
+def test_metrics_tell_tiers() -> None:
+    service = make_service()
+    client = service.client
+    assert isinstance(client, FakeClient)
+    client.state = State(
+        running=0, waiting=0, free_blocks=[48], preemptions=0, steps=1, sessions={"pool": 3}, session_hits={"host": 2}
+    )
+    text = ask("GET", "/metrics", service).text
+    assert re.search(r'lamina:sessions{[^}]*tier="pool"} 3.0', text)
+    assert re.search(r'lamina:session_hits_total{[^}]*tier="host"} 2.0', text)
+
+
+def test_the_tenant_is_the_key_alone() -> None:
+    service = make_service(api_key="one")
+    chat(service, "hi", key="one", cache_salt="x")
+    client = service.client
+    assert isinstance(client, FakeClient)
+    (name,) = client.named
+    assert name.name == "mine"
+    assert name.tenant != client.salts[0]
+    assert name != SessionName(salt_of(b"", None), "mine")
