@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from . import netstack
 from .config import make_config
 from .engine.engine import Engine
-from .engine.sessions import SessionName
 from .engine.streams import Asked, Streams
-from .engine.turns import said_in, said_of
 from .fleet.choose_transport import nearest
 from .fleet.pools import Pools
 from .models.checkpoint import peek_config
@@ -75,16 +72,8 @@ class Front:
         """Of prompts that come with none."""
         return SamplingParams(**self._defaults)
 
-    def ask(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        session_id: str | None = None,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-    ) -> Asked:
-        """A prompt as the engine takes it; ``messages``: of which it was made. Raises ValueError for one that is no
-        tokens and cannot become some.
-        """
+    def ask(self, prompt: str | list[int], params: SamplingParams) -> Asked:
+        """A prompt as the engine takes it. Raises ValueError for one that is no tokens and cannot become some."""
         params = params.clone()  # the caller may set other values for the next request
         ids = self._encode(prompt)
         self._check_logprobs(params)
@@ -102,11 +91,7 @@ class Front:
             make_pieces = lambda: Detokenizer(tokenizer, ids, skip_special_tokens=skip)  # noqa: E731
             self._speller = spell = self._speller or Speller(tokenizer)
         text = prompt if isinstance(prompt, str) else None
-        asked = Asked(prompt=ids, params=params, text=text, make_pieces=make_pieces, spell=spell)
-        if session_id is None:
-            return asked
-        said = said_of(prompt) if messages is None else said_in(messages)
-        return replace(asked, session=SessionName(b"", session_id), said=said)
+        return Asked(prompt=ids, params=params, text=text, make_pieces=make_pieces, spell=spell)
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         most = self._max_logprobs

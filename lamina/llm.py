@@ -7,12 +7,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from .engine.lockstep import Lockstep
-from .engine.sessions import SessionFacts
+from .engine.sessions import SessionFacts, SessionName
 from .engine.streams import Feed
+from .engine.turns import said_in, said_of
 from .front import Front, metrics_of
 from .models.tokens import apply_chat_template
 from .progress import counting_bar
@@ -215,7 +217,10 @@ class LLM:
             raise ValueError(f"session_id goes with one prompt, not {len(batch)}: call it for each")
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = params_list(len(batch), given)
-        asked = [self._front.ask(p, params, session_id, messages) for p, params in zip(batch, each, strict=True)]
+        asked = [self._front.ask(p, params) for p, params in zip(batch, each, strict=True)]
+        if session_id is not None:
+            said = said_of(batch[0]) if messages is None else said_in(messages)
+            asked = [replace(asked[0], session=SessionName(b"", session_id), said=said)]
         feed = Feed(len(asked), finished_only=finished_only)
         with _Use(self):
             self._front.streams.add(asked, feed)

@@ -35,7 +35,7 @@ class Said(NamedTuple):
 NOTHING_SAID = Said("", b"")
 
 
-class _Turn(NamedTuple):
+class _Spoken(NamedTuple):
     kind: str
     length: int
     digest: bytes
@@ -58,7 +58,7 @@ class Turns:
     """Of all sessions. A turn that ends without an answer leaves the session where it was."""
 
     def __init__(self) -> None:
-        self._last: OrderedDict[SessionName, _Turn] = OrderedDict()
+        self._last: OrderedDict[SessionName, _Spoken] = OrderedDict()
         self._running: dict[SessionName, Said] = {}
 
     def begin(self, name: SessionName, said: Said) -> None:
@@ -82,7 +82,7 @@ class Turns:
         said = self._running.pop(name, None)
         if said is None or not answered:
             return
-        self._last[name] = _Turn(said.kind, len(said.data), hashlib.sha256(said.data).digest())
+        self._last[name] = _Spoken(said.kind, len(said.data), hashlib.sha256(said.data).digest())
         self._last.move_to_end(name)
         if len(self._last) > MOST_SESSIONS:
             self._last.popitem(last=False)
@@ -96,5 +96,5 @@ class Turns:
         self._last.pop(name, None)
 
 
-def _goes_on(last: _Turn, said: Said) -> bool:
+def _goes_on(last: _Spoken, said: Said) -> bool:
     return said.kind == last.kind and hashlib.sha256(said.data[: last.length]).digest() == last.digest

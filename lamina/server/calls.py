@@ -34,7 +34,7 @@ DRAINING = "draining"  # by the operator, who may undo it
 
 
 @dataclass(frozen=True)
-class Turn:
+class SessionTurn:
     """Of a session, under way."""
 
     turns: Turns
@@ -103,7 +103,7 @@ class Call:
         only_prompt: bool = False,
         salt: bytes = b"",
         entry: Entry | None = None,
-        turn: Turn | None = None,
+        turn: SessionTurn | None = None,
     ) -> None:
         """``ticket``: for all completions, which the call closes; ``only_prompt``: the one token that is drawn all the
         same is not wanted; ``salt``: see salt_of; ``entry``: of the journal, where there is one; ``turn``: of its

@@ -14,7 +14,7 @@ from .admission import Ticket
 from .answer.answers import EventStream, whole
 from .answer.heads import new_request
 from .answer.shapes import ChatShape, CompletionShape, Shape
-from .calls import Call, Service, Turn
+from .calls import Call, Service, SessionTurn
 from .config import ServerConfig
 from .door.bodies import parse
 from .errors import ApiError
@@ -84,7 +84,9 @@ def _room(service: Service, completions: int) -> Iterator[Ticket]:
         raise
 
 
-async def _call(request: Request, asked: Accepted, prompts: list[Prompt], ticket: Ticket, turn: Turn | None) -> Call:
+async def _call(
+    request: Request, asked: Accepted, prompts: list[Prompt], ticket: Ticket, turn: SessionTurn | None
+) -> Call:
     service: Service = request.app.state.service
     entry = await _journaled(service, asked, prompts)
     try:

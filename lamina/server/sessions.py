@@ -14,7 +14,7 @@ from starlette.responses import Response
 from lamina.engine.sessions import SessionName
 from lamina.engine.turns import NOTHING_SAID, Said, SessionBusyError, said_in, said_of
 
-from .calls import Service, Turn
+from .calls import Service, SessionTurn
 from .errors import ApiError, json_response
 from .link.client import EngineGoneError
 from .openapi import answers
@@ -26,7 +26,7 @@ router = APIRouter()
 
 
 @contextmanager
-def turn_of(request: Request, body: ChatRequest | CompletionRequest, prompts: int = 1) -> Iterator[Turn | None]:
+def turn_of(request: Request, body: ChatRequest | CompletionRequest, prompts: int = 1) -> Iterator[SessionTurn | None]:
     """A turn of the session that ``body`` names, until its call ends it; given back where no call comes of it. Raises
     ApiError.
     """
@@ -43,7 +43,7 @@ def turn_of(request: Request, body: ChatRequest | CompletionRequest, prompts: in
     with _refusals():
         service.turns.begin(name, _said(body))
     try:
-        yield Turn(service.turns, name)
+        yield SessionTurn(service.turns, name)
     except BaseException:
         service.turns.end(name, answered=False)
         raise
