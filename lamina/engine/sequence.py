@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from lamina.protocol.placement import FIRST, Place
 from lamina.request import CompletionOutput, SamplingParams
 
-from .sessions import Session
+from .sessions import SessionState
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class Sequence:
     max_len: int  # tokens, prompt included, at which it ends
     stop_tokens: frozenset[int]
     salt: bytes = b""  # it shares KV with sequences of the same salt only
-    session: Session | None = None  # of which it is a turn
+    session: SessionState | None = None  # of which it is a turn
     id: int = -1  # set by the scheduler on admission, as the next one
     place: Place = FIRST  # of its KV on the memory workers
     num_scheduled: int = 0  # positions whose KV is stored or on its way

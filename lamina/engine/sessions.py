@@ -38,7 +38,7 @@ class SessionFacts(NamedTuple):
 
 
 @dataclass(eq=False)
-class Session:
+class SessionState:
     """Of one conversation. ``keys``: of the whole pages of its last turn."""
 
     name: SessionName
@@ -53,34 +53,34 @@ class Sessions:
     """All sessions of an engine, those whose last turn was the longest ago first."""
 
     def __init__(self) -> None:
-        self._by_name: OrderedDict[SessionName, Session] = OrderedDict()
-        self._by_leaf: dict[int, Session] = {}
+        self._by_name: OrderedDict[SessionName, SessionState] = OrderedDict()
+        self._by_leaf: dict[int, SessionState] = {}
         self.hits = Counter[str]()  # turns behind the first one of a session, by the tier that had its KV
 
-    def of(self, name: SessionName) -> Session:
+    def of(self, name: SessionName) -> SessionState:
         """The session of that name, which a turn is about to go on with; a new one where there is none."""
-        session = self._by_name.setdefault(name, Session(name))
+        session = self._by_name.setdefault(name, SessionState(name))
         self._by_name.move_to_end(name)
         if len(self._by_name) > MOST_SESSIONS:
             _, oldest = self._by_name.popitem(last=False)
             self._let_go(oldest)
         return session
 
-    def of_tenant(self, tenant: bytes) -> list[Session]:
+    def of_tenant(self, tenant: bytes) -> list[SessionState]:
         """The sessions of one tenant."""
         return [session for name, session in self._by_name.items() if name.tenant == tenant]
 
-    def all(self) -> Iterable[Session]:
+    def all(self) -> Iterable[SessionState]:
         """Of every tenant."""
         return self._by_name.values()
 
-    def woke(self, session: Session, tier: str) -> None:
+    def woke(self, session: SessionState, tier: str) -> None:
         """A turn begins, with KV that ``tier`` had."""
         if session.turns:
             self.hits[tier] += 1
         session.turns += 1
 
-    def sleep(self, session: Session, leaf: int, length: int, place: Place) -> int | None:
+    def sleep(self, session: SessionState, leaf: int, length: int, place: Place) -> int | None:
         """A turn has ended: its KV is that of the retained sequence ``leaf``. Returns the one before, which nobody
         needs any more.
         """
@@ -91,7 +91,7 @@ class Sessions:
             self._by_leaf[leaf] = session
         return before
 
-    def owner(self, number: int) -> Session | None:
+    def owner(self, number: int) -> SessionState | None:
         """Of a retained sequence."""
         return self._by_leaf.get(number)
 
@@ -100,14 +100,14 @@ class Sessions:
         if (session := self._by_leaf.pop(number, None)) is not None:
             session.leaf = None
 
-    def drop(self, name: SessionName) -> Session | None:
+    def drop(self, name: SessionName) -> SessionState | None:
         """Forget a session: what it had is the caller's to give up. None: there is no such session."""
         session = self._by_name.pop(name, None)
         if session is not None and session.leaf is not None:
             self._by_leaf.pop(session.leaf, None)
         return session
 
-    def _let_go(self, session: Session) -> None:
+    def _let_go(self, session: SessionState) -> None:
         """Its leaf has no name any more."""
         if session.leaf is not None:
             self._by_leaf.pop(session.leaf, None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 
 from lamina.engine.sequence import Sequence
-from lamina.engine.sessions import NOWHERE, POOL, Session, SessionFacts, SessionName
+from lamina.engine.sessions import NOWHERE, POOL, SessionFacts, SessionName, SessionState
 from lamina.protocol.plan import SequenceOp
 
 from .prefixes import Prefixes
@@ -49,7 +49,7 @@ class Leaves:
             ops += self._tier.delete(-1 if leaf is None else leaf, mine)
         return ops
 
-    def _tier_of(self, session: Session) -> str:
+    def _tier_of(self, session: SessionState) -> str:
         if session.leaf is not None:
             return POOL
         tier = self._tier
