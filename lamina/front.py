@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from . import netstack
-from .config import make_config
+from .config import changed, make_config
 from .engine.engine import Engine
 from .engine.streams import Asked, Streams
 from .fleet.choose_transport import nearest
@@ -52,6 +52,8 @@ class Front:
         model = _checked_model(model)
         if isinstance(model, str):
             peek_config(model, trust_remote_code=config.model.trust_remote_code)
+        elif config.batching.enable_prefix_caching is None and not config.tier.medium:  # its weights may change
+            config = changed(config, {"enable_prefix_caching": False})
         remote = config.model.trust_remote_code
         self._defaults = sampling_defaults(model, generation_config, trust_remote_code=remote)
         with progress_bar(progress) as on_progress:

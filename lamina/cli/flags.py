@@ -16,7 +16,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = tu
     """One flag for each option of an engine, or for those of ``only``, plus --print-config and --dry-run."""
     group = parser.add_argument_group("engine")
     for option in (option for name, option in OPTIONS.items() if name in only):
-        default = option.default if option.default != () else ""
+        default = {(): "", None: "unset"}.get(option.default, option.default)
         help = f"{option.help} (default: {default})"
         group.add_argument(flag(option.name), default=option.default, help=help, **_kind(option))
     for name in GONE:
@@ -37,7 +37,7 @@ def print_config(config: EngineConfig, **more: Any) -> None:
 
 def _kind(option: Option) -> dict[str, Any]:
     """How argparse reads the option's text; a list stays text, which the option parses."""
-    if option.types == (bool,):
+    if bool in option.types:
         return {"action": argparse.BooleanOptionalAction}
     return {"type": _int_or_word if option.types == (int, str) else str if tuple in option.types else option.types[0]}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, NamedTuple, get_args, get_origin
 
 import msgspec
@@ -14,6 +14,7 @@ from msgspec import Meta, structs
 from lamina.cores import AUTO, parse_cores
 
 MEASURED = "measured"
+_TYPE_WORDS = {tuple: "list", NoneType: "None"}
 
 
 class OneOf(NamedTuple):
@@ -46,7 +47,7 @@ class Option(NamedTuple):
     def check(self, value: Any) -> None:
         """Raises ValueError, naming the flag, for a value of another type, out of range, or none of the choices."""
         if type(value) not in self.types and not (float in self.types and type(value) is int):
-            words = " | ".join("list" if t is tuple else t.__name__ for t in self.types)
+            words = " | ".join(_TYPE_WORDS.get(t, t.__name__) for t in self.types)
             raise ValueError(f"{flag(self.name)} must be of type {words}, not {value!r}")
         low, most = self.range.ge, self.range.le
         if low is not None and value < low:

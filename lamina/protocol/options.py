@@ -95,9 +95,11 @@ class BatchingOptions(Options, frozen=True, kw_only=True):
         int, Meta(ge=1), "prompt tokens in a step at most; other requests decode between chunks"
     ] = 512
     enable_prefix_caching: Annotated[
-        bool,
-        "keep the KV of finished requests while nobody needs its blocks, for prompts that begin with the same tokens",
-    ] = False
+        bool | None,
+        "keep the KV of finished requests while nobody needs its blocks, for prompts that begin with the same tokens; "
+        "unset = yes, unless prefill workers compute the prompts, or the model is a torch.nn.Module, whose weights may "
+        "change",
+    ] = None
     preemption_mode: Annotated[
         str,
         OneOf(PREEMPTION_MODES),
@@ -371,6 +373,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     launching: LaunchOptions = LaunchOptions()
     deadlines: Deadlines = Deadlines()
     tier: TierOptions = TierOptions()
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether the KV of finished requests serves prompts that begin alike."""
+        asked = self.batching.enable_prefix_caching
+        return not self.topology.prefill_workers if asked is None else asked
 
     @property
     def addresses(self) -> list[str]:

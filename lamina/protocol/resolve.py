@@ -173,9 +173,10 @@ def _check_prefixes(config: EngineConfig) -> None:
             "--preemption-mode swap keeps KV beside the pool: say where, by --kv-offloading-size or --kv-store-dir, or "
             "leave it out"
         )
-    if tier.medium and not config.batching.enable_prefix_caching:
+    if tier.medium and not config.keeps_prefixes:
         name = "--kv-store-dir" if tier.kv_store_dir else "--kv-offloading-size"
-        raise ValueError(f"{name} keeps what --enable-prefix-caching finds: say that too, or leave this one out")
+        cause = "--prefill-workers" if config.topology.prefill_workers else "--no-enable-prefix-caching"
+        raise ValueError(f"{name} keeps what --enable-prefix-caching finds: leave it out, or {cause}")
     if tier.kv_store_dir and config.launching.starter != "local":
         raise ValueError("--kv-store-dir is a directory of this machine, for --launcher local: leave it out")
 

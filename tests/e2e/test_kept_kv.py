@@ -118,7 +118,7 @@ def test_nothing_is_found_behind_a_reset(llama_path: Path) -> None:
 
 def test_a_tier_needs_what_it_is_for(llama_path: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="^--kv-offloading-size keeps what --enable-prefix-caching finds: .*$"):
-        LLM(str(llama_path), kv_offloading_size="1MiB")
+        LLM(str(llama_path), kv_offloading_size="1MiB", enable_prefix_caching=False)
     with pytest.raises(ValueError, match="^--kv-offloading-size and --kv-store-dir are two places .*$"):
         LLM(str(llama_path), kv_offloading_size="1MiB", kv_store_dir=str(tmp_path))
     (tmp_path / "open").mkdir(mode=0o755)

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from lamina import LLM, RequestOutput, SamplingParams
+from lamina.config import make_config
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 Reference = Callable[[list[int], int], list[int]]
@@ -36,8 +39,8 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module", params=OPTIONS, ids=str)
 def llm(request: pytest.FixtureRequest, llama_path: Path) -> Iterator[LLM]:
-    options = {"dtype": "float32", "prefill_chunk": 64, "enable_prefix_caching": True, **request.param}
-    with LLM(str(llama_path), **options) as llm:
+    """By default: no option says that prefixes are kept."""
+    with LLM(str(llama_path), dtype="float32", prefill_chunk=64, **request.param) as llm:
         yield llm
 
 
@@ -115,6 +118,36 @@ def test_bits_are_those_of_a_fresh_prompt(llama_path: Path) -> None:
         found.append([o.outputs[0].logprobs for o in outputs])
         assert [o.num_cached_tokens for o in outputs] == ([0, 96, 96] if caches else [0, 0, 0])
     assert found[0] == found[1]
+
+
+def test_the_weights_of_a_module_may_change(llama_path: Path) -> None:
+    """So no KV is kept for the next prompt."""
+    model = AutoModelForCausalLM.from_pretrained(llama_path, dtype=torch.float32)
+    with LLM(model, transport="loopback") as llm:
+        first = llm.generate([asked(1)], PARAMS)[0]
+        with torch.no_grad():
+            model.model.embed_tokens.weight.mul_(-0.5)
+        second = llm.generate([asked(1)], PARAMS)[0]
+    assert second.num_cached_tokens == 0
+    assert second.outputs[0].token_ids != first.outputs[0].token_ids
+    ids = torch.tensor([asked(1)])
+    wanted = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=None
+    )
+    assert second.outputs[0].token_ids == wanted[0, 170:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, True),
+        ({"prefill_workers": 1}, False),
+        ({"enable_prefix_caching": False}, False),
+        ({"enable_prefix_caching": True}, True),
+    ],
+)
+def test_prefixes_are_kept_where_compute_workers_compute_prompts(options: dict[str, Any], kept: bool) -> None:
+    assert make_config(options).keeps_prefixes == kept
 
 
 def test_prefill_workers_have_no_part_in_it(llama_path: Path) -> None:
