@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 
-from lamina.protocol.options import BatchingOptions
+from lamina.protocol.options import EngineConfig
 from lamina.request import SamplingParams
 
 MOST_SCORES = 1 << 20  # of a prompt, which come back at once
@@ -62,9 +62,9 @@ def why_banned(params: SamplingParams, outputs: int) -> str:
     return f"{' and '.join(given)} forbid every token that the model gives: allow more tokens, or forbid fewer"
 
 
-def check_session(params: SamplingParams, batching: BatchingOptions) -> None:
+def check_session(params: SamplingParams, config: EngineConfig) -> None:
     """Raises ValueError where a request cannot be a turn of a session."""
     if params.n > 1:
         raise ValueError(f"n must be 1 with session_id, not {params.n}: a session goes on behind one answer")
-    if not batching.enable_prefix_caching:
-        raise ValueError("session_id needs --enable-prefix-caching, by which KV outlives its request: start with that")
+    if not config.keeps_prefixes:
+        raise ValueError("session_id needs KV that outlives its request: start with --enable-prefix-caching")

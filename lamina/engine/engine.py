@@ -127,7 +127,7 @@ class Engine:
         """Raises ValueError, in one line, for a prompt or parameters that cannot be served."""
         limit, vocab = self.info.max_model_len, self.info.vocab_size
         if session is not None:
-            check_session(params, self.config.batching)
+            check_session(params, self.config)
         if not prompt:
             raise ValueError("the decoder prompt cannot be empty: it needs at least one token")
         if len(prompt) >= limit:
