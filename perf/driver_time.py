@@ -24,7 +24,10 @@ PROMPT, ROUNDS, WARM = 64, 60, 10
 
 def seconds_of_a_round(rows: int) -> float:
     """Median over rounds in which every sequence takes one token."""
-    options = {"transport": "shm", "block_size": 16, "max_num_seqs": rows, "prefill_chunk": rows * PROMPT}
+    options = {
+        "transport": "shm", "block_size": 16, "max_num_seqs": rows, "prefill_chunk": rows * PROMPT,
+        "enable_prefix_caching": False,
+    }  # fmt: skip
     blocks = (rows + 2) * (PROMPT + ROUNDS + WARM + 64) // 16
     ready = ready_of(num_layers=80, num_blocks=blocks, block_size=16, max_len=4096)
     wire = LosslessWire(VirtualClock(), ready, lambda load: 0.0)

@@ -116,7 +116,7 @@ class TimedWire(FakeWire):
 )
 def test_the_engine_follows_and_loses_no_token(best: int, cost: Cost, caplog: pytest.LogCaptureFixture) -> None:
     wire = TimedWire(cost)
-    config = make_config({"pipeline": "auto:3", "max_num_seqs": 6, "prefill_chunk": 64})
+    config = make_config({"pipeline": "auto:3", "max_num_seqs": 6, "prefill_chunk": 64, "enable_prefix_caching": False})
     engine = Engine(wire, config, clock=lambda: wire.now)
     prompts = [[i, 5, 7 + i] for i in range(6)]
     ids = [engine.add(p, SamplingParams(max_tokens=90, ignore_eos=True)) for p in prompts]

@@ -49,7 +49,8 @@ class World:
         )  # fmt: skip
         options: dict[str, Any] = {
             "transport": "shm", "block_size": BLOCK, "pipeline": rng.randint(1, 4), "max_num_seqs": rng.choice((3, 9)),
-            "prefill_chunk": 8, **rng.choice(({}, {"prefill_workers": 2}, {"enable_prefix_caching": True})),
+            "prefill_chunk": 8, "enable_prefix_caching": False,
+            **rng.choice(({}, {"prefill_workers": 2}, {"enable_prefix_caching": True})),
         }  # fmt: skip
         self.clock, self.skipped, self.leaps = VirtualClock(), 0, leaps
         self.wire = Told(self.clock, ready, seconds)
@@ -178,7 +179,8 @@ def crowd(*prompts: int, blocks: int = 99, most: int = 2) -> tuple[Engine, Lossl
     """Two that decode, and two that wait in line."""
     clock = VirtualClock()
     wire = LosslessWire(clock, ready_of(num_layers=3, num_blocks=blocks, block_size=BLOCK, max_len=99), seconds)
-    engine = Engine(wire, make_config({"transport": "shm", "block_size": BLOCK, "max_num_seqs": most}), clock)
+    options = {"transport": "shm", "block_size": BLOCK, "max_num_seqs": most, "enable_prefix_caching": False}
+    engine = Engine(wire, make_config(options), clock)
     params = SamplingParams(max_tokens=50, ignore_eos=True, temperature=0)
     asked = [engine.add([0] * prompt, params) for prompt in prompts or (4, 4, 4, 4)]
     while not engine.scheduler.rounds_alike(1):
