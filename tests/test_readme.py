@@ -10,9 +10,12 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from lamina.cli.launch import main
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -23,12 +26,26 @@ ADDRESS = "http://127.0.0.1:8000"  # of the server, as printed; the tests take a
 COMMANDS = list(dict.fromkeys(re.findall(r"^lamina-launch (.+)$", ALL, re.MULTILINE)))
 
 
-def run(*command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+Printed = Callable[[], str]
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Printed:
+    """Gives what was printed since. Commands and snippets run in this process, from the root, as in one of their own:
+    what a dozen processes would import costs half a minute.
+    """
+    monkeypatch.chdir(ROOT)
+
+    def since() -> str:
+        sys.stdout.flush()
+        return capfd.readouterr().out
+
+    return since
+
+
+def run(code: str) -> None:
+    """As ``python -c code`` would."""
+    exec(compile(code, "<printed>", "exec"), {"__name__": "__main__"})
 
 
 def test_there_is_something_to_run() -> None:
@@ -41,17 +58,19 @@ LIBRARY = [code for code in SNIPPETS if ADDRESS not in code]
 
 
 @pytest.mark.parametrize("code", LIBRARY, ids=range(len(LIBRARY)))
-def test_python(code: str) -> None:
-    assert "import os" in run("-c", code)
+def test_python(code: str, printed: Printed) -> None:
+    run(code)
+    assert "import os" in printed()
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if not line.startswith("serve ")])
-def test_command_lines(command: str) -> None:
-    assert run("-m", "lamina.cli.launch", *shlex.split(command)).strip()
+def test_command_lines(command: str, printed: Printed) -> None:
+    assert main(shlex.split(command)) == 0
+    assert printed().strip()
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("serve ")])
-def test_servers(command: str) -> None:
+def test_servers(command: str, printed: Printed) -> None:
     anywhere = re.sub(r"--port \d+", "--port 0", command)
     with subprocess.Popen(
         [sys.executable, "-m", "lamina.cli.launch", *shlex.split(anywhere)],
@@ -66,7 +85,8 @@ def test_servers(command: str) -> None:
                 assert json.load(models)["data"]
             assert CLIENTS
             for code in CLIENTS:
-                assert "import os" in run("-c", code.replace(ADDRESS, url))
+                run(code.replace(ADDRESS, url))
+                assert "import os" in printed()
             (curl,) = re.findall(r"^curl .*\\\n.*$", README, re.MULTILINE)
             if shutil.which("curl"):
                 got = subprocess.run(
@@ -97,11 +117,12 @@ def test_readme_is_short_and_its_links_lead_somewhere() -> None:
             assert (home / target).exists(), f"{name}: {target}"
 
 
-def test_the_table_of_memory_is_a_true_print() -> None:
+def test_the_table_of_memory_is_a_true_print(printed: Printed) -> None:
     """But for what depends on the machine: the last three columns, and the line below."""
-    printed = ALL[ALL.index("$ lamina-launch generate examples/tiny_lm/model --prompt x --dry-run") :]
-    command, *lines = printed[: printed.index("```")].splitlines()
-    found = run("-m", "lamina.cli.launch", *shlex.split(command)[2:]).splitlines()
+    shown = ALL[ALL.index("$ lamina-launch generate examples/tiny_lm/model --prompt x --dry-run") :]
+    command, *lines = shown[: shown.index("```")].splitlines()
+    assert main(shlex.split(command)[2:]) == 0
+    found = printed().splitlines()
     assert found[0] == lines[0]
     assert len(found) == len(lines)
     cells = [[re.split(r"\s{2,}", line.strip())[:6] for line in text[1:5]] for text in (found, lines)]

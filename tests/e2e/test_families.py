@@ -52,43 +52,48 @@ class Runner(Protocol):
 
 
 class Memory:
-    """A memory side for the slices: K, V by (layer, sequence, position), attention one query at a time, in fp64."""
+    """A memory side for the slices: K, V of a layer's sequence by position, attention one query at a time, in fp64."""
 
     def __init__(self, layers: list[LayerShape]) -> None:
         self.layers = layers
         self.zeroed_heads = 0  # of each layer's KV heads, the first so many are lost
         self.rows: Sequence[Row] = ()
-        self._stored: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self._specs = [AttentionSpec.decode(shape.spec) for shape in layers]
+        # By (layer, sequence): K, V [query heads, MAX_LEN, dim], of which the first positions are filled.
+        self._stored: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._q: dict[int, Tensor] = {}
 
     def q(self, layer: int, q: Tensor) -> None:
         self._q[layer] = q.double()
 
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
+        group = self.layers[layer].q_heads // self.layers[layer].kv_heads
+        k, v = (x[:, :, 0].double().clone() for x in (k, v))
+        for x in (k, v):
+            x[:, : self.zeroed_heads] = 0.0
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
         for i, row in enumerate(self.rows):
-            key, value = k[i, :, 0].double(), v[i, :, 0].double()
-            key[: self.zeroed_heads], value[: self.zeroed_heads] = 0.0, 0.0
-            self._stored[layer, row.sequence, row.position] = key, value
+            if (layer, row.sequence) not in self._stored:
+                self._stored[layer, row.sequence] = tuple(x.new_zeros(x.shape[1], MAX_LEN, x.shape[2]) for x in (k, v))
+            for stored, x in zip(self._stored[layer, row.sequence], (k, v), strict=True):
+                stored[:, row.position] = x[i]
 
     def o(self, layer: int, dtype: torch.dtype) -> Tensor:
         q = self._q.pop(layer)
         return torch.stack([self._attend(layer, row, q[i, :, 0]) for i, row in enumerate(self.rows)])[:, None].to(dtype)
 
     def _attend(self, layer: int, row: Row, q: Tensor) -> Tensor:
-        shape = self.layers[layer]
-        spec = AttentionSpec.decode(shape.spec)
-        first = max(0, row.position + 1 - spec.window) if spec.window else 0
-        stored = [self._stored[layer, row.sequence, p] for p in range(first, row.position + 1)]
-        group = shape.q_heads // shape.kv_heads
-        k, v = (torch.stack(x, 1).repeat_interleave(group, 0) for x in zip(*stored, strict=True))
-        score = torch.einsum("hd,hsd->hs", q, k) * spec.scale
+        shape, spec = self.layers[layer], self._specs[layer]
+        first, stop = max(0, row.position + 1 - spec.window) if spec.window else 0, row.position + 1
+        k, v = (x[:, first:stop] for x in self._stored[layer, row.sequence])
+        score = (k @ q[:, :, None])[:, :, 0] * spec.scale
         if spec.softcap:
             score = spec.softcap * torch.tanh(score / spec.softcap)
         if spec.alibi:
-            score += operand(shape.slopes)[:, None] * (torch.arange(first, row.position + 1) - row.position)
+            score += operand(shape.slopes)[:, None] * (torch.arange(first, stop) - row.position)
         if spec.sinks:
             score = torch.cat([score, operand(shape.sinks)[:, None]], 1)
-        return torch.einsum("hs,hsd->hd", score.softmax(1)[:, : v.shape[1]], v)
+        return (score.softmax(1)[:, None, : v.shape[1]] @ v)[:, 0]
 
 
 def operand(data: bytes) -> Tensor:
