@@ -15,17 +15,21 @@ from .choice import NOBODY, PromptChoice, Question, WorkerMatch, policy_of
 from .directory import Directory
 from .estimate import PrefillFit
 from .lines import BookedPrompt, PromptLine
-from .overload import DecodePool, Limits, Refusal, overload_of
+from .overload import NO_LIMITS, DecodePool, Limits, Refusal, overload_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConductorRules:
-    """Names by which the options call them. ``threshold``: ``--kvcache-balancing-threshold``. Raises ValueError."""
+    """Names by which the options call them. ``threshold``: ``--kvcache-balancing-threshold``. ``check_again``: whether
+    early and predictive look at decoding once more when a prompt is computed; without that, what they take is decoded,
+    as in section 6.3. Raises ValueError.
+    """
 
     policy: str = "auto"
     threshold: float = 1.5
     overload: str = "predictive"
-    limits: Limits = Limits()
+    limits: Limits = NO_LIMITS
+    check_again: bool = True
 
     def __post_init__(self) -> None:
         policy_of(self.policy)
@@ -135,6 +139,8 @@ class Conductor:
 
     def refuses_decoding(self, tokens: int, ttft_s: float) -> Refusal | None:
         """At the end of a prompt: whether no instance can take it within the limit (section 3, step 4)."""
+        if not self.rules.check_again and self.rules.overload != "baseline":
+            return None
         _, tbt_s = self.decoding.select(tokens)
         if tbt_s <= self.rules.limits.tbt_s:
             return None
@@ -161,9 +167,9 @@ class Conductor:
         if self.rules.overload == "baseline":
             return 0.0
         if self.rules.overload == "early":
-            return self.decoding.tbt_s()
+            return self.decoding.select(prompt.tokens)[1]
         joining = chain(*(line.joining() for line in self._lines), [(done_s, prompt.tokens)])
-        return self.decoding.tbt_at(done_s, joining)
+        return self.decoding.tbt_at(done_s, now_s, joining)
 
     def _relief_s(self, now_s: float, tbt_s: float) -> float:
         """Until enough completions have ended, if they end evenly."""

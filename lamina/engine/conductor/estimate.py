@@ -13,8 +13,8 @@ from itertools import combinations
 from typing import NamedTuple
 
 _UNIT = 1024.0  # tokens: features of one order of magnitude, so that sums of their products lose no digits
-_KEPT = 0.97  # of the weight of what was measured before, with each new measurement
-_PRIOR = 4.0  # measurements that the first law weighs as much as
+_KEPT = 0.96  # of the weight of what was measured before, with each new measurement
+_PRIOR = 1.0  # measurements that the first law weighs as much as
 _PRIOR_PROMPTS = ((1, 0), (512, 0), (4096, 0), (32768, 0), (32768, 16384))
 _MOST_OUTLIER = 4.0  # times the prediction: a single stall teaches no more than that
 
@@ -35,7 +35,7 @@ class PrefillFit:
     """A law that follows what is measured: weighted least squares of relative errors, the old forgotten by and by."""
 
     def __init__(self, law: PrefillTime) -> None:
-        """``law``: until something is measured, and worth four measurements then."""
+        """``law``: until something is measured, and worth one measurement then."""
         self.law = law
         self._sums = _Sums()
         for tokens, prefix in _PRIOR_PROMPTS:

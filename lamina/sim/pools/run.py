@@ -170,7 +170,7 @@ class SimulatedPools:
     def _ended(self, number: int, longest_step_s: float) -> None:
         found = self.requests[number]
         found.longest_step_s, found.ended = longest_step_s, True
-        self._conductor.decoding.leave(number, self.clock.now)
+        self._conductor.decoding.leave(number, self.clock.now, found.arrival.answer)
         self._left -= 1
 
     def _sample(self) -> None:
