@@ -20,7 +20,7 @@ from lamina.protocol.declare import parse_seconds
 if TYPE_CHECKING:
     from lamina.planner.traces import RequestTrace
     from lamina.sim.pools.report import PoolsReport
-    from lamina.sim.pools.run import Arrival, SimulatedPools
+    from lamina.sim.pools.run import SimulatedPools, TracedPrompt
 
 DECODE_S = 20.0  # that a completion is thought to decode, until some have ended
 
@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of all that is by chance (0)")
     add("--draw", action="store_true", help="draw the loads of both pools over time")
     add("--json", action="store_true", help="print everything as JSON")
+    add("--dry-run", action="store_true", help="check everything, say what would be simulated, and exit")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,6 +61,9 @@ def run(args: argparse.Namespace) -> int:
     runs = [_rules(args, policy, overload) for policy in _listed(args.policy) for overload in _listed(args.overload)]
     trace = read_trace(args.trace)
     arrivals = _arrivals(trace.first(args.rows or None), args)
+    if args.dry_run:
+        print(f"would conduct {len(arrivals)} requests of {trace.name} in {len(runs)} runs")
+        return 0
     told = [_one(args, rules, arrivals) for rules in runs]
     if args.json:
         found = {"trace": trace.name, "surrogate": trace.surrogate, "runs": [_told(*one) for one in told]}
@@ -81,7 +85,7 @@ def conductor_of(args: argparse.Namespace, rules: ConductorRules) -> Conductor:
 
 
 def _one(
-    args: argparse.Namespace, rules: ConductorRules, arrivals: list[Arrival]
+    args: argparse.Namespace, rules: ConductorRules, arrivals: list[TracedPrompt]
 ) -> tuple[ConductorRules, PoolsReport, SimulatedPools, float]:
     from lamina.sim.pools.report import report
     from lamina.sim.pools.run import PoolTruth, SimulatedPools
@@ -96,14 +100,14 @@ def _one(
     return rules, report(pools, conductor), pools, time.process_time() - begun
 
 
-def _arrivals(trace: RequestTrace, args: argparse.Namespace) -> list[Arrival]:
+def _arrivals(trace: RequestTrace, args: argparse.Namespace) -> list[TracedPrompt]:
     from lamina.engine.conductor import KnownPrompt
     from lamina.planner.traces import HASHED
-    from lamina.sim.pools.run import Arrival
+    from lamina.sim.pools.run import TracedPrompt
 
     rng = random.Random(args.seed)
     found = [
-        Arrival(
+        TracedPrompt(
             (r.at_s + rng.random() * args.spread) / args.speed,
             KnownPrompt(r.prompt, [block.to_bytes(8, "little") for block in r.blocks], HASHED),
             r.answer,

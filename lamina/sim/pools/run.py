@@ -22,7 +22,7 @@ from lamina.sim.clock import VirtualClock
 from .decode import SimulatedInstance
 
 
-class Arrival(NamedTuple):
+class TracedPrompt(NamedTuple):
     """A request: when it comes, tokens of prompt and answer, the keys of the prompt's pages."""
 
     at_s: float
@@ -43,7 +43,7 @@ class PoolTruth(NamedTuple):
 class Conducted:
     """What became of a request. Infinite or zero where it did not come so far."""
 
-    arrival: Arrival
+    arrival: TracedPrompt
     choice: PromptChoice
     refused: str = ""  # the limit, and when: "ttft", "tbt", "tbt after prefill"
     ttft_s: float = math.inf
@@ -92,7 +92,7 @@ class SimulatedPools:
         """Seconds that each prefill worker computed."""
         return [worker.busy_s for worker in self._workers]
 
-    def run(self, arrivals: Iterable[Arrival]) -> None:
+    def run(self, arrivals: Iterable[TracedPrompt]) -> None:
         """All of them, up to the end of the last."""
         for arrival in arrivals:
             self._left += 1
@@ -102,7 +102,7 @@ class SimulatedPools:
         while self.clock.advance():
             pass
 
-    def _arrive(self, arrival: Arrival) -> None:
+    def _arrive(self, arrival: TracedPrompt) -> None:
         conductor, now = self._conductor, self.clock.now
         choice = conductor.choose(arrival.prompt, now)
         number, found = len(self.requests), Conducted(arrival, choice)

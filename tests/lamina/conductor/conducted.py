@@ -11,7 +11,7 @@ from lamina.engine.conductor.choice import Question, WorkerMatch
 from lamina.engine.conductor.directory import Directory
 from lamina.engine.conductor.estimate import PrefillFit, PrefillTime
 from lamina.engine.conductor.overload import NO_LIMITS, DecodePool, Limits, TokenTime
-from lamina.sim.pools.run import Arrival, PoolTruth, SimulatedPools
+from lamina.sim.pools.run import PoolTruth, SimulatedPools, TracedPrompt
 
 LAW = PrefillTime(0.0, 1 / 5000, 1 / 5e8)
 RATE = 31_000.0
@@ -69,23 +69,23 @@ def conductor(
 
 
 def played(
-    one: Conductor, arrivals: Sequence[Arrival], *, instances: int = 0, law: PrefillTime = LAW
+    one: Conductor, arrivals: Sequence[TracedPrompt], *, instances: int = 0, law: PrefillTime = LAW
 ) -> SimulatedPools:
     pools = SimulatedPools(one, PoolTruth(law, RATE, instances, STEP), sample_s=1.0 if instances else 0.0)
     pools.run(arrivals)
     return pools
 
 
-def even(count: int, per_s: float, tokens: int, answer: int, seed: int = 3) -> list[Arrival]:
+def even(count: int, per_s: float, tokens: int, answer: int, seed: int = 3) -> list[TracedPrompt]:
     """Poisson arrivals, all alike, none of whom begins as another does."""
     rng, at, found = random.Random(seed), 0.0, []
     for _ in range(count):
         at += rng.expovariate(per_s)
-        found.append(Arrival(at, prompt(tokens), answer))
+        found.append(TracedPrompt(at, prompt(tokens), answer))
     return found
 
 
-def zipf(count: int, per_s: float, seed: int = 5) -> list[Arrival]:
+def zipf(count: int, per_s: float, seed: int = 5) -> list[TracedPrompt]:
     """Prompts of 20 blocks, of which the first 16 are one of 40 documents: a few are hot."""
     rng, at, found = random.Random(seed), 0.0, []
     weights = [1 / (n + 1) for n in range(40)]
@@ -93,5 +93,5 @@ def zipf(count: int, per_s: float, seed: int = 5) -> list[Arrival]:
         at += rng.expovariate(per_s)
         (document,) = rng.choices(range(40), weights)
         blocks = [1000 * (document + 1) + n for n in range(16)] + [10**6 + 10 * number + n for n in range(4)]
-        found.append(Arrival(at, prompt(20 * 512, *blocks), 10))
+        found.append(TracedPrompt(at, prompt(20 * 512, *blocks), 10))
     return found
