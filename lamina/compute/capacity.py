@@ -10,10 +10,13 @@ from lamina.attention.merge import CHUNK_TOKENS
 from lamina.attention.spec import AttentionSpec
 from lamina.kv.stored import head_bytes, is_scaled
 from lamina.netstack import Geometry
-from lamina.protocol.block_counts import split_memory
+from lamina.protocol.block_counts import num_lanes, split_memory
 from lamina.protocol.codec import FP32_BYTES, Group, held_pieces, most_bytes, most_results
+from lamina.protocol.groups import together, usable_blocks
+from lamina.protocol.loans import longest, rooms
 from lamina.protocol.partition import PARTITIONS, Partition, stripe_of
-from lamina.protocol.plan import LayerShape
+from lamina.protocol.placement import Placement
+from lamina.protocol.plan import Bound, LayerShape
 
 SLOTS_OF_A_BATCH = 3  # PLAN, Q and KV are in flight together; one more slot so that the next PLAN need not wait
 LEAST_SLOT_BYTES = 1 << 20  # a PLAN or a Bind
@@ -103,11 +106,32 @@ def blocks_bytes(
         [group.window for group in groups],
         [group.lanes for group in groups],
         stripe=partition.stripe * CHUNK_TOKENS // block_size,
+        stays=partition.stays,
         block_size=block_size,
         max_rows=max_rows,
         max_len=max_len,
     )
     return sum((n + 1) * nbytes for n, nbytes in zip(counts, sizes, strict=True))
+
+
+def check_longest(bounds: Sequence[Bound], max_len: int, block_size: int) -> None:
+    """Raises ValueError where memory workers of ``bounds`` lend each other stripes, and cannot hold one sequence of
+    ``max_len`` tokens together.
+    """
+    if bounds[0].stays and (most := longest_lent(bounds, block_size)) < max_len:
+        raise ValueError(
+            f"--partition spill: the memory workers hold one sequence of {most} tokens together, not of {max_len}: "
+            f"raise --kv-memory, or lower --max-model-len to {most}"
+        )
+
+
+def longest_lent(bounds: Sequence[Bound], block_size: int) -> int:
+    """Tokens of the longest sequence that memory workers of ``bounds`` hold, which lend each other stripes."""
+    at = together(bounds)
+    placement = Placement(num_lanes(at.lanes), at.stripe, at.stays)
+    room = rooms(placement, at.lanes, at.windows, usable_blocks(at.num_blocks))
+    whole = longest(room) * at.stripe * block_size
+    return whole if any(w == 0 for w in at.windows) else 1 << 62
 
 
 def attention_bytes(

@@ -24,7 +24,7 @@ from lamina.workers.graphs import Graphs
 from lamina.workers.view import ViewDoor, ViewFabric
 from lamina.workers.wire import can_be_direct
 
-from .capacity import choose_kv_bytes, geometries
+from .capacity import check_longest, choose_kv_bytes, geometries
 from .direct import DirectAttention, open_wires
 from .emulated import EmulatedProgram
 from .identity import identity_of
@@ -182,6 +182,7 @@ class ComputeServer(ModelServer):
                 bounds.append(links[-1].join(Join(view=meeting.view, number=start.number, layers=cut.layers)))
             else:
                 bounds.append(self._bind_next(links[-1], self._bind(meeting, worker, channel), bounds))
+        check_longest(bounds, cut.max_len, start.kv.block_size)
         path = self._layer_path(kernels=all(bound.direct for bound in bounds))
         wires = open_wires(connects, bounds, self.staging, start.deadlines.step_timeout_s, path)
         if ring and start.number + 1 < start.topology.replicas:

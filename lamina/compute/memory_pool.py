@@ -50,7 +50,8 @@ class MemoryPool:
         pieces = list(zip(*held, strict=True)) if links else [()] * len(layers)
         self.layers = [PoolLayer(*x, pieces.index(x[-1])) for x in zip(layers, specs, pieces, strict=True)]
         self._backend, self._staging = backend, staging or HostStaging(CPU)
-        self._groups, self._placement = groups, Placement(partition.num_lanes, partition.stripe * CHUNK_TOKENS)
+        self._groups = groups
+        self._placement = Placement(partition.num_lanes, partition.stripe * CHUNK_TOKENS, partition.stays)
         self._steps: dict[int, PoolStep] = {}  # of every batch, its last one
         self._step = PoolStep(StepPlan(step=0, ops=[], rows=[]), self._groups, self._placement)
         self._send_s = 0.0

@@ -43,7 +43,7 @@ class Engine:
         self._trace = trace
         info = self.info
         usable = usable_blocks(info.num_blocks)
-        self._ledger = BlockTables(info.windows, usable, info.block_size, info.lanes, info.stripe)
+        self._ledger = BlockTables(info.windows, usable, info.block_size, info.lanes, info.stripe, info.stays)
         self._tuner = Tuner(config.topology.most_batches) if config.topology.tries_pipelines else None
         if self._tuner:
             self.info.summary["pipeline"] = self._tuner.reason

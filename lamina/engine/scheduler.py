@@ -115,6 +115,11 @@ class Scheduler:
         held = self._ledger.blocks_of(s.id for s in running if not s.finished)
         return tuple(total - n for total, n in zip(self._ledger.num_blocks, held, strict=True))
 
+    @property
+    def borrowed(self) -> list[int] | None:
+        """KV blocks of running sequences by the layer group that lends them; None where none does."""
+        return self._room.loans.borrowed(self._running) if self._room.loans else None
+
     def most_sequences(self, length: int) -> float:
         """How many of ``length`` tokens have room for their KV at once."""
         return self._room.times(length)
@@ -346,6 +351,8 @@ class Scheduler:
     def _pick(self, batch: Batch) -> dict[Sequence, int]:
         """``_wanted``, as far as there are blocks."""
         picked = self._wanted(batch)
+        if self._room.loans:
+            self._room.loans.grow(picked, lambda: self._room.spare(self._running, self.prefixes.oldest))
         while picked and not self._ledger.can_apply(self._plan(batch, picked)):
             if (victim := self._relief.make_room(batch, picked)) is not None:
                 self._waiting.appendleft(victim)

@@ -66,6 +66,11 @@ class Sequence:
         waits = self.prefill_worker is not None or self.num_loading > 0
         return not ended and not waits and self.num_scheduled < self.num_promised
 
+    @property
+    def decodes(self) -> bool:
+        """Whether its rows come one by one: its prompt is stored, or will be by steps in flight."""
+        return self.num_scheduled > 0 and self.num_promised - self.num_scheduled <= 1
+
     def token_at(self, position: int) -> int:
         """The token of a scheduled row; -1 where the step before draws it."""
         return self.tokens[position] if position < len(self.tokens) else -1

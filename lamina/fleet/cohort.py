@@ -384,7 +384,7 @@ class Cohort:
             )  # fmt: skip
         if len(ranks) > 1:
             log.info("--collective %s: %s", self._config.topology.collective, ranks[0].summary["collective"])
-        capacities = [Capacity(r.windows, r.lanes, r.stripe, r.num_blocks, r.holders) for r in ranks]
+        capacities = [Capacity(r.windows, r.lanes, r.stripe, r.stays, r.num_blocks, r.holders) for r in ranks]
         return msgspec.structs.replace(ranks[0], **of_all_ranks(capacities)._asdict())
 
     @property

@@ -71,7 +71,8 @@ class Store:
         self._kv_bytes = _kv_bytes(bind, device, share)
         self.kv_dtype = stored_dtype(bind.kv.kv_cache_dtype, self.dtype)
         self.backend = get(bind.kv.attention, device, self.dtype, self.kv_dtype)
-        self.placement = Placement(bind.partition.num_lanes, bind.partition.stripe * CHUNK_TOKENS)  # in tokens
+        partition = bind.partition
+        self.placement = Placement(partition.num_lanes, partition.stripe * CHUNK_TOKENS, partition.stays)  # in tokens
         groups, specs = list[Group](), [_spec(shape) for shape in bind.layers]
         windows = [spec.window for spec in specs]
         self.pieces = held_pieces(bind.layers, windows, bind.partition, bind.worker, groups)  # by layer
@@ -85,13 +86,14 @@ class Store:
         windows, lanes = [g.window for g in groups], [g.lanes for g in groups]
         num_blocks = self._num_blocks(windows, lanes, numbered)
         stripe_blocks = self.placement.stripe // bind.kv.block_size
-        self.tables = BlockTables(windows, num_blocks, bind.kv.block_size, lanes, stripe_blocks)
+        self.tables = BlockTables(windows, num_blocks, bind.kv.block_size, lanes, stripe_blocks, partition.stays)
         self.layers = [[StoredPiece(g, op, self._allocate(op, num_blocks[g])) for g, op in x] for x in numbered]
         self.written = WrittenTokens()
         self.bound = Bound(
             windows=windows,
             lanes=lanes,
             stripe=self.tables.stripe,
+            stays=partition.stays,
             num_blocks=num_blocks,
             backend=name_of(self.backend),
             kv_bytes=self._kv_bytes,
@@ -138,7 +140,7 @@ class Store:
                     f"sequence {row.sequence}: rows up to position {row.first + row.count - 1}, "
                     f"a sequence has at most {bind.max_model_len} tokens"
                 )
-            if row.place.moved:
+            if row.place.moved and self.placement.num_lanes > 1:  # else all lies here
                 self._check_moved(row)
         self.tables.apply(plan)
         self.written.begin(plan)
@@ -169,6 +171,7 @@ class Store:
             windows,
             lanes,
             stripe=self.placement.stripe // bind.kv.block_size,
+            stays=self.placement.stays,
             block_size=bind.kv.block_size,
             max_rows=bind.max_rows,
             max_len=bind.max_model_len,

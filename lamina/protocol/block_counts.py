@@ -24,6 +24,7 @@ def split_memory(
     lanes: Sequence[Lanes],
     *,
     stripe: int = 0,
+    stays: bool = False,
     block_size: int,
     max_rows: int,
     max_len: int,
@@ -31,27 +32,30 @@ def split_memory(
     """Blocks for every group out of ``kv_bytes``; ``block_bytes[g]`` is the size of one block in all layers of group g.
 
     A group's store has one block more, the null block, which counts against ``kv_bytes`` too. Every group can hold one
-    sequence of ``max_len`` tokens. What is left is shared out for sequences of a quarter of that length, spread evenly
-    over the lanes: with longer ones the groups without a window run out first, with shorter ones the others.
+    sequence of ``max_len`` tokens; where others lend (``stays``), a stripe of it. What is left is shared out for
+    sequences of a quarter of that length, spread evenly over the lanes: with longer ones the groups without a window
+    run out first, with shorter ones the others.
     Raises ValueError where ``kv_bytes`` cannot hold one sequence.
     """
 
-    placement = Placement(num_lanes(lanes), stripe)
+    placement = Placement(num_lanes(lanes), 0 if stays else stripe)
     places = [Place(lane) for lane in range(placement.num_lanes)]
 
-    def most(length: int) -> list[int]:
+    def most(length: int, limit: int) -> list[int]:
         whole = -(-length // block_size)
-        kept = [max(Deal(x, placement).kept(place, whole) for place in places) for x in lanes]
+        kept = [min(limit, max(Deal(x, placement).kept(place, whole) for place in places)) for x in lanes]
         return [min(n, blocks_of_one(length, w, block_size, max_rows)) for n, w in zip(kept, windows, strict=True)]
 
-    counts = most(max_len)
+    everything = -(-max_len // block_size)
+    counts = most(max_len, stripe if stays else everything)
     need = sum((n + 1) * b for n, b in zip(counts, block_bytes, strict=True))
     if need > kv_bytes:
         raise ValueError(
             f"{kv_bytes} bytes of KV memory cannot hold one sequence of {max_len} tokens, which needs {need} bytes on "
             f"each memory worker: raise --kv-memory or lower --max-model-len"
         )
-    typical = [n * (1.0 if stripe else x.portion) for n, x in zip(most(-(-max_len // 4)), lanes, strict=True)]
+    quarter, dealt = most(-(-max_len // 4), everything), stripe > 0 and not stays
+    typical = [n * (1.0 if dealt else x.portion) for n, x in zip(quarter, lanes, strict=True)]
     more = (kv_bytes - need) / sum(n * b for n, b in zip(typical, block_bytes, strict=True))
     return [n + int(t * more) for n, t in zip(counts, typical, strict=True)]
 

@@ -186,4 +186,4 @@ def most_results(lanes: Lanes, partition: Partition, stripes: int) -> int:
     """
     if not partition.stripe or lanes.all:
         return 1
-    return most_nodes(lanes, Placement(partition.num_lanes, 1), stripes) + 1
+    return most_nodes(lanes, Placement(partition.num_lanes, 1, partition.stays), stripes) + 1

@@ -199,6 +199,7 @@ class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready
     windows: list[int]  # as in Bound, for the groups of all memory workers
     lanes: list[Lanes]
     stripe: int
+    stays: bool = False
     num_blocks: list[list[int]]  # group -> blocks, by holder
     holders: list[list[int]]  # group -> memory workers
     block_size: int

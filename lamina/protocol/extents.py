@@ -74,8 +74,24 @@ class Extents:
         numbers, stripe = range(extent.starts[group], -(-extent.length // self._block_size)), self._placement.stripe
         if not stripe:
             return list(numbers) if extent.place.lane in self._lanes[group] else []
-        lanes, lane_of = self._lanes[group], self._placement.lane
-        return [n for n in numbers if lane_of(extent.place, n // stripe) in lanes]
+        stripes = range(numbers.start // stripe, -(-numbers.stop // stripe))
+        found = self._placement.owned(self._lanes[group], extent.place, stripes)
+        return [n for run in found for n in range(run.start * stripe, run.stop * stripe) if n in numbers]
+
+    def covers(self, extent: Extent, part: Extent) -> bool:
+        """Whether who holds ``extent`` holds all of ``part``, of the same sequence, which may lie elsewhere."""
+        if extent.length < part.length:
+            return False
+        if extent.place == part.place:
+            held = zip(self.held(part), extent.starts, part.starts, strict=True)
+            return not any(n and a > b for n, a, b in held)
+        groups = range(len(self._windows))
+        return all(set(self.numbers(g, part)) <= set(self.numbers(g, extent)) for g in groups)
+
+    def alike(self, one: Place, other: Place, length: int) -> bool:
+        """Whether the first ``length`` tokens of a sequence have the same owners at both places."""
+        stripe = self._placement.stripe * self._block_size
+        return self._placement.alike(one, other, -(-length // stripe) if stripe else 0)
 
     def advance(self, extent: Extent, row: Rows) -> Extent:
         """The extent once ``row`` is planned: blocks that neither it nor the rows before it can see are given back."""

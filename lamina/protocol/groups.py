@@ -17,6 +17,7 @@ class Capacity(NamedTuple):
     windows: list[int]
     lanes: list[Lanes]
     stripe: int
+    stays: bool
     num_blocks: list[list[int]]  # group -> blocks, by holder
     holders: list[list[int]]  # group -> memory workers
 
@@ -29,7 +30,9 @@ def usable_blocks(num_blocks: Sequence[Sequence[int]]) -> list[int]:
 def together(bounds: Sequence[Bound], number: Callable[[int], int] = int) -> Capacity:
     """What the memory workers of one rank, in their order, have said. ``number``: of the order, among all workers."""
     alone = [
-        Capacity(b.windows, b.lanes, b.stripe, [[n] for n in b.num_blocks], [[number(worker)] for _ in b.windows])
+        Capacity(
+            b.windows, b.lanes, b.stripe, b.stays, [[n] for n in b.num_blocks], [[number(worker)] for _ in b.windows]
+        )
         for worker, b in enumerate(bounds)
     ]
     return of_all_ranks(alone)
@@ -47,6 +50,7 @@ def of_all_ranks(ranks: Sequence[Capacity]) -> Capacity:
         [window for window, _ in found],
         [lanes for _, lanes in found],
         ranks[0].stripe,
+        ranks[0].stays,
         [blocks for blocks, _ in found.values()],
         [workers for _, workers in found.values()],
     )

@@ -19,6 +19,8 @@ from .partition import Lanes
 from .placement import Place, Placement
 from .plan import Rows
 
+LENT_NODES = 12  # a run of 64 stripes anywhere has no more
+
 
 class Node(NamedTuple):
     """The stored tokens ``low .. high`` of the sequence of ``rows``: all that are seen of its stripes ``number <<
@@ -60,7 +62,7 @@ def layout(rows: Sequence[Rows], lanes: Lanes, window: int, placement: Placement
     for row in rows:
         steps = range(at, at + row.count)
         at += row.count
-        if not stripe or lanes.all:
+        if placement.is_whole(lanes, row.place):
             if row.place.lane in lanes:
                 out.whole.append(row)
                 out.whole_rows += steps
@@ -90,7 +92,7 @@ def layout(rows: Sequence[Rows], lanes: Lanes, window: int, placement: Placement
 @lru_cache(maxsize=4096)  # the same for many steps
 def held_nodes(lanes: Lanes, placement: Placement, place: Place, stripes: range) -> tuple[list[tuple[int, int]], bool]:
     """The nodes that ``lanes`` keep of ``stripes`` of a sequence at ``place``, and whether these are all. Read only."""
-    here = [n for n in stripes if placement.lane(place, n) in lanes]
+    here = [n for run in placement.owned(lanes, place, stripes) for n in run]
     return maximal_nodes(here, stripes), len(here) == len(stripes)
 
 
@@ -112,7 +114,11 @@ def maximal_nodes(here: Iterable[int], stripes: range) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=256)
 def most_nodes(lanes: Lanes, placement: Placement, stripes: int) -> int:
-    """Of a sequence of up to ``stripes`` stripes that is dealt out by rule: one that sees fewer has no more."""
+    """Of a sequence of up to ``stripes`` stripes that is dealt out by rule: one that sees fewer has no more. Of one
+    that is lent there are LENT_NODES at most: that bounds the slots of messages.
+    """
+    if placement.stays:
+        return min(stripes, LENT_NODES)
     places = map(Place, range(placement.num_lanes))
     return max(len(held_nodes(lanes, placement, place, range(stripes))[0]) for place in places)
 
@@ -120,7 +126,7 @@ def most_nodes(lanes: Lanes, placement: Placement, stripes: int) -> int:
 def kept(row: Rows, lanes: Lanes, placement: Placement) -> list[Rows]:
     """The runs of ``row``'s new tokens that are kept in ``lanes``."""
     stripe, stop = placement.stripe, row.first + row.count
-    if not stripe or lanes.all:
+    if placement.is_whole(lanes, row.place):
         return [row] if row.place.lane in lanes else []
     cuts = [row.first, *range((row.first // stripe + 1) * stripe, stop, stripe), stop]
     return [

@@ -131,7 +131,7 @@ class TopologyOptions(Options, frozen=True, kw_only=True):
         str,
         OneOf(tuple(PARTITIONS)),
         "what memory workers share: KV heads (head; the tokens of a head where heads do not divide), tokens of "
-        "every sequence (token), or whole sequences (request)",
+        "every sequence (token), whole sequences (request), or whole sequences but for what does not fit (spill)",
     ] = "head"
     pipeline: Annotated[
         int | str,

@@ -2,8 +2,8 @@
 
 A layer's KV heads are split into ranges. One memory worker keeps a range for all tokens, or several deal the tokens out
 among them: the *lane* of a token tells whose it is. A sequence begins in one lane and goes on to the next one behind
-each *stripe*, or stays in it (protocol.placement). So any number of memory workers, of any weights, can share any
-number of KV heads, and the scheduler balances with the lanes in which sequences begin.
+each *stripe*, or stays in it, but for stripes on loan (protocol.placement). So any number of memory workers, of any
+weights, can share any number of KV heads, and the scheduler balances with the lanes in which sequences begin.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import msgspec
 MOST_LANES = 64
 MOST_STRIPE = 1 << 20
 STRIPES = 4  # of a sequence of full length on one memory worker, about: each is a partial result that travels
+FINER = 8  # stripes on loan than those that are dealt out: 32 of a sequence of full length on one memory worker
 LANE_ERROR = 0.01  # of a memory worker's share, for which more lanes do not pay
 
 
@@ -66,6 +67,7 @@ class Partition(msgspec.Struct, frozen=True):
     stripe: int  # chunks of attention.merge, a power of two; 0 = a sequence stays in one lane
     tables: list[list[Share]]  # each in the order of its heads, which it covers exactly once
     layer_table: list[int]  # layer -> index into tables
+    stays: bool = False  # a sequence stays in one lane, but for stripes on loan
 
     def pieces(self, layer: int, worker: int) -> list[Piece]:
         """What ``worker`` does of ``layer``, in the order of heads; may be nothing."""
@@ -83,6 +85,8 @@ class Partition(msgspec.Struct, frozen=True):
             raise ValueError(f"a partition of {self.num_lanes} lanes")
         if self.stripe and not (0 < self.stripe <= MOST_STRIPE and self.stripe.bit_count() == 1):
             raise ValueError(f"a partition in stripes of {self.stripe} chunks")
+        if self.stays and not self.stripe:
+            raise ValueError("a partition that lends stripes, and has none")
         for heads, index in zip(kv_heads, self.layer_table, strict=True):
             if not 0 <= index < len(self.tables):
                 raise ValueError(f"a partition without table {index}")
@@ -119,13 +123,23 @@ def by_request(kv_heads: Sequence[int], weights: Sequence[float], stripe: int = 
     return _partition(kv_heads, weights, lambda heads: [heads], 0)
 
 
+def by_spill(kv_heads: Sequence[int], weights: Sequence[float], stripe: int = 1) -> Partition:
+    """Every sequence whole on one memory worker, but for the stripes that do not fit there (arXiv 2401.02669): so many
+    finer than those of ``by_token`` that little of a worker is left unused. Arguments and errors as of ``by_head``.
+    """
+    found = _partition(kv_heads, weights, lambda heads: [heads], max(1, stripe // FINER))
+    return msgspec.structs.replace(found, stays=found.stripe > 0)
+
+
 def stripe_of(max_chunks: int, num_workers: int) -> int:
     """The stripe for sequences of up to ``max_chunks`` chunks: a power of two."""
     return 1 << max(0, -(-max_chunks // (STRIPES * num_workers)) - 1).bit_length()
 
 
 Make = Callable[[Sequence[int], Sequence[float], int], Partition]
-PARTITIONS: dict[str, Make] = {"head": by_head, "token": by_token, "request": by_request}  # values of --partition
+PARTITIONS: dict[str, Make] = {  # values of --partition
+    "head": by_head, "token": by_token, "request": by_request, "spill": by_spill
+}  # fmt: skip
 
 
 def _partition(

@@ -1,8 +1,8 @@
 """Who keeps which tokens of a sequence: (sequence, stripe, head) -> memory worker. Nobody else works that out.
 
 A sequence begins in a lane of its own choice, its *first lane*. After each stripe it goes on to the next lane, or it
-stays where it is: that is the rule, of the partition. Runs of stripes that were moved lie elsewhere: these are the
-exceptions. Whose a lane is, head by head, the partition says (protocol.partition).
+stays where it is: that is the rule, of the partition. Runs of stripes lie elsewhere, on loan or because they were
+moved: these are the exceptions. Whose a lane is, head by head, the partition says (protocol.partition).
 
 The first lane and the exceptions are a *place*. The rows of a plan carry that of their sequence, so it is always known
 and cannot be out of step with them: a plan that is refused changes nothing, and one that is sent again says the same.
@@ -12,7 +12,8 @@ to hold blocks for those that come. Whoever changes a place sees to it that the 
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -41,17 +42,36 @@ FIRST = Place()
 
 
 class Placement(NamedTuple):
-    """The rule. ``stripe``: in tokens, or blocks, as its user counts; 0 = a sequence stays in its first lane."""
+    """The rule. ``stripe``: in tokens, or blocks, as its user counts; 0 = a sequence stays in its first lane, whole.
+    ``stays``: it does so but for exceptions.
+    """
 
     num_lanes: int
     stripe: int
+    stays: bool = False
 
     def lane(self, place: Place, number: int) -> int:
-        """Of the stripe ``number`` of a sequence."""
+        """Of the stripe ``number`` of a sequence: its owner's."""
         for run in place.moved:
             if run.start <= number < run.stop:
                 return run.lane
-        return (place.lane + number) % self.num_lanes if self.stripe else place.lane
+        return (place.lane + number) % self.num_lanes if self.stripe and not self.stays else place.lane
+
+    def owned(self, lanes: Lanes, place: Place, stripes: range) -> Iterator[range]:
+        """The runs of ``stripes`` whose owner ``lanes`` are, in order."""
+        ends = (x for run in place.moved for x in (run.start, run.stop)) if self.stays else stripes
+        for low, high in pairwise(sorted({*stripes[:1], *(x for x in ends if x in stripes), stripes.stop})):
+            if self.lane(place, low) in lanes:
+                yield range(low, high)
+
+    def is_whole(self, lanes: Lanes, place: Place) -> bool:
+        """Whether all of a sequence at ``place`` has one owner, to whom ``lanes`` belong entirely or not at all."""
+        return not self.stripe or lanes.all or (self.stays and not place.moved)
+
+    def alike(self, one: Place, other: Place, stripes: int) -> bool:
+        """Whether the first ``stripes`` of a sequence have the same owners at both places."""
+        same = one.lane == other.lane and one.moved == other.moved
+        return same or (self.stripe > 0 and all(self.lane(one, n) == self.lane(other, n) for n in range(stripes)))
 
     def check(self, place: Place) -> None:
         """Raises ValueError where there can be no such place."""
@@ -75,6 +95,7 @@ class Deal:
 
     def __init__(self, lanes: Lanes, placement: Placement) -> None:
         self._lanes, self._stripe, self._all = lanes, placement.stripe, lanes.all
+        self._stays = placement.stays
         self._period = placement.num_lanes
         pattern = lanes.pattern if len(lanes.pattern) == self._period else lanes.pattern * self._period
         self._before = [0, *accumulate(pattern * 2)]  # lanes that are kept, of those below
@@ -93,6 +114,8 @@ class Deal:
         return count
 
     def _by_rule(self, lane: int, units: int) -> int:
+        if self._stays:
+            return units if lane in self._lanes else 0
         whole, rest = divmod(units, self._stripe)
         rounds, more = divmod(whole, self._period)
         before = self._before

@@ -40,7 +40,7 @@ from .options import KVOptions
 from .partition import Lanes, Partition
 from .placement import FIRST, Place
 
-VERSION = 7
+VERSION = 8
 # Of a sequence, whose K and V are still to come: behind a window, a third may give blocks back that the first fills.
 GRANTS_AHEAD = 2
 MOST_PAGES = 64  # of a transfer
@@ -294,6 +294,7 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     windows: list[int]  # group -> window in tokens, 0 = all tokens
     lanes: list[Lanes]  # group -> whose KV it keeps
     stripe: int  # KV blocks of a sequence that stay together; 0 = all
+    stays: bool = False  # all do, but for stripes on loan
     num_blocks: list[int]  # group -> KV blocks
     backend: str = ""  # attention backend, by its name in the table
     direct: bool = False  # the device of this side can too, and a channel for it is due

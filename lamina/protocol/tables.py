@@ -40,9 +40,10 @@ class BlockTables:
         block_size: int,
         lanes: Sequence[Lanes] | None = None,
         stripe: int = 0,
+        stays: bool = False,
     ) -> None:
         """``windows[g]`` in tokens (0 = all), ``num_blocks[g]`` KV blocks for group g; ``lanes`` None = all of them in
-        every group.
+        every group. ``stays``: see Placement.
         """
         lanes = [Lanes()] * len(windows) if lanes is None else lanes
         same = len(windows) == len(num_blocks) == len(lanes) > 0
@@ -53,7 +54,7 @@ class BlockTables:
         self.block_size = block_size
         self.lanes = tuple(lanes)
         self.stripe = stripe
-        self.placement = Placement(num_lanes(lanes), stripe)
+        self.placement = Placement(num_lanes(lanes), stripe, stays)
         self._extents = Extents(self.windows, block_size, self.lanes, self.placement)
         self._sequences: dict[int, Extent] = {}
         self._last: dict[int, StepPlan] = {}  # batch -> its last plan
@@ -170,10 +171,7 @@ class BlockTables:
         held = self._extents.held(extent)
         if not any(held):
             return held
-        if old is None or old.place != extent.place or old.length < extent.length:
-            return None
-        gone = any(n and a > b for n, a, b in zip(held, old.starts, extent.starts, strict=True))
-        return None if gone else held
+        return held if old is not None and self._extents.covers(old, extent) else None
 
     def reconcile(self, keep: Sequence[Keep]) -> None:
         """Hold what ``keep`` says, and nothing else, whatever plans were applied last: everything, or nothing and an
@@ -207,7 +205,7 @@ class BlockTables:
         changes: dict[int, Extent | None] = {}
         if self.comes_again(plan):
             return changes, []
-        shared, forked = dict[int, int](), set[int]()  # sequence -> tokens that others come to hold
+        shared, forked = dict[int, int](), dict[int, int]()  # sequence -> tokens that others come to hold
         for op in plan.ops:
             if isinstance(op, Drop):
                 continue
@@ -215,7 +213,7 @@ class BlockTables:
                 raise PlanError(f"sequence {op.sequence} is forked in step {plan.step}: it may have rows, and no {op}")
             changes[op.sequence] = self._operate(changes, op)
             if isinstance(op, Fork):
-                forked.add(op.sequence)
+                forked[op.sequence] = op.length
                 shared |= dict.fromkeys((op.sequence, op.source), op.length)
             elif isinstance(op, Grant | Import):
                 self._check_alone(op.rows, shared)
@@ -225,7 +223,8 @@ class BlockTables:
                 raise PlanError(f"sequence {row.sequence} is twice in step {plan.step}")
             seen.add(row.sequence)
             before = self._extent(changes, row.sequence)
-            if row.sequence in forked and row.place != before.place:
+            length = forked.get(row.sequence, 0)
+            if length and not self._extents.alike(before.place, row.place, length):
                 raise PlanError(f"sequence {row.sequence} is forked in step {plan.step}: it lies where its source does")
             changes[row.sequence] = self._extents.advance(before, row)
             self._check_alone(row, shared)

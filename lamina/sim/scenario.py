@@ -53,14 +53,15 @@ class Scenario:
     def layout(self) -> PoolShape:
         """Of the memory workers."""
         workers = self.options["memory_workers"]
-        stripe = 2 if self.partition == "token" else 0
+        stripe = 2 if self.partition in ("token", "spill") else 0
         if self.partition == "head" or workers == 1:
             lanes = [Lanes()] * len(self.windows)
-            return PoolShape(list(self.windows), lanes, [list(range(workers))] * len(lanes), 0, self.num_blocks, BLOCK)
+            holders = [list(range(workers))] * len(lanes)
+            return PoolShape(list(self.windows), lanes, holders, 0, False, self.num_blocks, BLOCK)
         parts = [Lanes(tuple(w == owner for w in range(workers))) for owner in range(workers)]
         each = [(window, lanes, [owner]) for window in self.windows for owner, lanes in enumerate(parts)]
         return PoolShape([w for w, _, _ in each], [x for _, x, _ in each], [h for _, _, h in each], stripe,
-                      self.num_blocks, BLOCK)  # fmt: skip
+                      self.partition == "spill", self.num_blocks, BLOCK)  # fmt: skip
 
 
 def scenario(seed: int) -> Scenario:
@@ -90,6 +91,9 @@ def scenario(seed: int) -> Scenario:
     roles += [("prefill", i) for i in range(options["prefill_workers"])]
     faults = tuple(_fault(rng, roles) for _ in range(rng.choice((1, 1, 2, 3))))
     partition = rng.choice(("head", "request", "token"))
+    if seed % 5 == 2 and windows[0] == 0 and options["memory_workers"] > 1:  # one sequence needs what all have
+        stripes = -(-MAX_LEN // (2 * BLOCK)) + options["memory_workers"]
+        partition, num_blocks = "spill", 2 * -(-stripes // options["memory_workers"]) + seed // 5 % 3
     return Scenario(seed, options, partition, windows, num_blocks, asks, tuple(sorted(faults, key=lambda f: f.at_s)))
 
 

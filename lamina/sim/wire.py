@@ -88,7 +88,7 @@ class SimWire:
         layout = self._layout
         return ComputeReady(
             view=self.view, vocab_size=VOCAB, num_layers=3, max_model_len=MAX_LEN, dtype="float32",
-            eos_token_ids=[EOS], windows=layout.windows, lanes=layout.lanes, stripe=layout.stripe,
+            eos_token_ids=[EOS], windows=layout.windows, lanes=layout.lanes, stripe=layout.stripe, stays=layout.stays,
             num_blocks=[[layout.num_blocks] * len(h) for h in layout.holders], holders=layout.holders,
             block_size=layout.block_size, summary={}, tier=self._tier(),
         )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lamina.memory.written import WrittenTokens
 from lamina.protocol.partition import Lanes
-from lamina.protocol.placement import Place
+from lamina.protocol.placement import Place, Placement
 from lamina.protocol.plan import Drop, Export, Free, Import, Keep, New, Rows, StepPlan
 from lamina.protocol.tables import BlockTables
 from lamina.protocol.tiers import Transferred
@@ -27,6 +27,7 @@ class PoolShape(NamedTuple):
     lanes: list[Lanes]
     holders: list[list[int]]
     stripe: int  # in blocks
+    stays: bool
     num_blocks: int
     block_size: int
 
@@ -37,7 +38,7 @@ class PoolShape(NamedTuple):
     def tables(self, groups: Sequence[int]) -> BlockTables:
         """Of some groups."""
         windows, lanes = [self.windows[g] for g in groups], [self.lanes[g] for g in groups]
-        return BlockTables(windows, [self.num_blocks] * len(groups), self.block_size, lanes, self.stripe)
+        return BlockTables(windows, [self.num_blocks] * len(groups), self.block_size, lanes, self.stripe, self.stays)
 
 
 class SimMemory:
@@ -164,12 +165,12 @@ class SimPrefill:
     def _total(self, values: Sequence[int], place: Place, position: int) -> int:
         """Of what a query there sees of ``values``, as all memory workers would have it."""
         found, layout = 0, self._layout
-        period = max(len(x.pattern) for x in layout.lanes)
+        placement = Placement(max(len(x.pattern) for x in layout.lanes), layout.stripe, layout.stays)
         for group, (window, lanes) in enumerate(zip(layout.windows, layout.lanes, strict=True)):
             low = max(0, position - window + 1) if window else 0
             weight = sum(layout.weight(group, worker) for worker in layout.holders[group])
             for at in range(low, len(values)):
                 number = at // layout.block_size
-                lane = (place.lane + number // layout.stripe) % period if layout.stripe else place.lane
+                lane = placement.lane(place, number // layout.stripe if layout.stripe else 0)
                 found += values[at] * weight * (lane in lanes)
         return found

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from lamina.protocol.partition import Lanes
-from lamina.protocol.placement import Place
+from lamina.protocol.placement import Place, Placement
 from lamina.protocol.plan import Keep, Rows, StepPlan
 
 Blocks = tuple[int, ...]  # by layer group
@@ -21,6 +21,7 @@ class Ledger(Protocol):
     num_blocks: tuple[int, ...]  # group -> KV blocks
     windows: tuple[int, ...]  # group -> tokens that its layers see; 0 = all
     block_size: int  # tokens
+    placement: Placement  # its stripes in blocks
 
     @property
     def num_lanes(self) -> int:

@@ -10,6 +10,7 @@ from lamina.protocol.placement import Place
 from lamina.protocol.plan import Rows
 
 from .ledger import Ledger
+from .loans import Loans
 from .prefixes import Hit
 from .tier import Load
 
@@ -28,6 +29,7 @@ class Room:
     def __init__(self, ledger: Ledger, max_rows: int) -> None:
         """``max_rows``: of a step."""
         self._ledger = ledger
+        self.loans = Loans(ledger) if ledger.placement.stays else None
         self._max_rows = max_rows
         self._places = [Place(lane) for lane in range(ledger.num_lanes)]  # where sequences may begin
 
@@ -53,10 +55,18 @@ class Room:
         running: Iterable[Sequence],
     ) -> Fit | None:
         """Of a new sequence that begins with ``hit``, if there is one, in ``left`` blocks; see ``place``."""
+        place: Place | None
         if isinstance(hit, Hit):
-            place: Place | None = hit.place
+            place = self.loans.settled(hit.place, hit.length) if self.loans else hit.place
         else:
             place = self.place(sequence, left, beside, running, hit.places if hit else self._places)
+        found = self._fit_at(place, sequence, hit, left)
+        if found is None and self.loans and not isinstance(hit, Load):
+            place = self.loans.place(place, sequence.num_promised, hit.length if hit else 0, left)
+            found = self._fit_at(place, sequence, hit, left)
+        return found
+
+    def _fit_at(self, place: Place | None, sequence: Sequence, hit: Hit | Load | None, left: list[int]) -> Fit | None:
         if place is None:
             return None
         blocks = self.blocks_of(place, sequence.num_promised)
@@ -79,6 +89,12 @@ class Room:
                 whole, part = (self.blocks_of(sequence.place, sequence.num_promised - n) for n in (0, missing))
                 left = [n - a + b for n, a, b in zip(left, whole, part, strict=True)]
         return left
+
+    def spare(self, running: Iterable[Sequence], retained: Iterable[int]) -> list[int]:
+        """Blocks that are free, or are once ``retained`` gives way, less those of prompts on their way."""
+        own = (self._ledger.own_blocks(number) for number in retained)
+        left = self.left([s for s in running if not s.decodes], {})
+        return [sum(n) for n in zip(left, *own, strict=True)]
 
     def place(
         self,

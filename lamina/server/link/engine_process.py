@@ -287,6 +287,7 @@ class _Loop:
             waiting=scheduler.num_waiting,
             free_blocks=list(self._engine.free_blocks),
             preemptions=scheduler.num_preemptions,
+            borrowed=scheduler.borrowed,
             prefix_queries=scheduler.prefixes.num_queried,
             prefix_hits=scheduler.prefixes.num_hit,
             external_queries=scheduler.tier.num_queried if scheduler.tier else 0,

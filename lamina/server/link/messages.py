@@ -134,6 +134,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     free_blocks: list[int]  # by group, of the holder with the fewest blocks
     preemptions: int
     steps: int
+    borrowed: list[int] | None = None  # KV blocks by the group that lends them; None: none does
     prefix_queries: int = 0  # tokens of all completions that were admitted
     prefix_hits: int = 0  # of them, those whose KV was there
     external_queries: int = 0  # of them, those whose KV the pools had not, where it is kept beside them

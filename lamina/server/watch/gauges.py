@@ -77,6 +77,14 @@ class EngineGauges(Collector):
                 blocks.add_metric([*self._values, f"memory-{worker}", str(group), "used"], used)
                 blocks.add_metric([*self._values, f"memory-{worker}", str(group), "free"], total - used)
         yield blocks
+        if state.borrowed is not None:
+            borrowed = self._gauge_of("borrowed_blocks", "KV blocks of sequences at home elsewhere", "creditor")
+            creditors = dict.fromkeys(sorted(w for holders in ready.holders for w in holders), 0)
+            for holders, count in zip(ready.holders, state.borrowed, strict=True):
+                creditors |= {worker: creditors[worker] + count for worker in holders}
+            for worker, count in creditors.items():
+                borrowed.add_metric([*self._values, f"memory-{worker}"], count)
+            yield borrowed
 
     def _sessions(self, state: State) -> Iterator[Metric]:
         tiers = self._gauge_of("sessions", "sessions by the place of their KV", "tier")

@@ -24,7 +24,7 @@ from lamina.netstack import Geometry
 from lamina.protocol.groups import of_all_ranks, together, usable_blocks
 from lamina.protocol.layout import layout
 from lamina.protocol.partition import PARTITIONS
-from lamina.protocol.placement import Place, Placement
+from lamina.protocol.placement import Place, Placement, Run
 from lamina.protocol.plan import Free, LayerShape, New, Rows, StepPlan
 
 LAYERS = {
@@ -53,12 +53,13 @@ def test_slots_hold_every_message(
     outbound, inbound = geometries(layers, binds[0].partition, itemsize, max_rows=max_rows, max_len=max_len)
     granted, _ = kv_geometries(layers, binds[0].partition, itemsize, max_rows=max_rows)
     most = [0, 0]
+    lent = tuple(Run(n, n + 1, 0) for n in range(1, 8, 2)) if binds[0].partition.stays else ()
     for each in binds:
         store = Store(each, torch.device("cpu"))
         step = 0
         for sequence in range(2):
             for first in range(0, max_len, max_rows):
-                rows = [Rows(sequence, first, min(max_rows, max_len - first))]
+                rows = [Rows(sequence, first, min(max_rows, max_len - first), Place(1 if lent else 0, lent))]
                 plan = StepPlan(step=step, ops=[New(sequence)] if not first else [], rows=rows)
                 store.begin(plan)
                 step += 1

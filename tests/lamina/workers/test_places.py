@@ -112,7 +112,7 @@ def places(draw: st.DrawFn, x: Both) -> Place:
     data=st.data(),
     split=st.sampled_from(
         [("token", [1.0, 1.0]), ("token", [2.0, 1.0, 1.0]), ("head", [1.0, 1.0]), ("head", [0.7, 0.3]),
-         ("request", [1.0, 2.0])]
+         ("request", [1.0, 2.0]), ("spill", [1.0, 1.0]), ("spill", [2.0, 1.0, 1.0])]
     ),
     stored=st.sampled_from(["auto", "int8"]),
 )  # fmt: skip

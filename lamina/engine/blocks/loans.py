@@ -1,0 +1,94 @@
+"""Where a sequence lies that one memory worker cannot hold: whole at home, but for what does not fit there. Pure
+policy: no torch, no I/O, no clock.
+
+Stripes are lent as a sequence is admitted, so no prompt migrates, and one by one as it grows. (Borrowing among
+instances, arXiv 2401.02669 section 4: the creditor computes attention over what it holds, and no K or V comes back.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from lamina.engine.sequence import Sequence
+from lamina.protocol.loans import fitting, lend, rooms, settled, spread
+from lamina.protocol.placement import Place
+
+from .ledger import Ledger
+
+
+class Loans:
+    """Of a ledger whose sequences stay, but for stripes on loan. Blocks are by layer group."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger, self._placement = ledger, ledger.placement
+        self._size = ledger.block_size
+        first = self._room(ledger.num_blocks)  # one lane of each worker
+        self._owners = {lane: next(at for at in first if self._same(at, lane)) for lane in range(ledger.num_lanes)}
+        self.num_lent = 0  # stripes, since the start
+
+    def place(self, begun: Place | None, length: int, kept: int, blocks: Iterable[int]) -> Place | None:
+        """For a new sequence of ``length`` tokens into ``blocks``; None where it does not fit. ``begun``: where its
+        first ``kept`` tokens are; None: nowhere.
+        """
+        room = self._room(blocks)
+        home = max(room, key=lambda lane: room[lane]) if begun is None else self._owners[begun.lane]
+        first, stop = self._stripes(kept), self._stripes(length)
+        found = spread(Place(home) if begun is None else settled(begun, first), first, stop, room)
+        if found is not None:
+            self.num_lent += sum(run.stop - max(run.start, first) for run in found.moved if run.stop > first)
+        return found
+
+    def settled(self, place: Place, length: int) -> Place:
+        """Where the first ``length`` tokens of a sequence at ``place`` are."""
+        return settled(place, self._stripes(length))
+
+    def grow(self, wanted: Mapping[Sequence, int], free: Callable[[], list[int]]) -> None:
+        """Borrow for the next rows of sequences that decode, so many each, where they begin a stripe for which home has
+        no room. ``free``: blocks that they can have; most steps do not ask.
+        """
+        blocks: list[int] | None = None
+        for sequence, count in wanted.items():
+            begun = self._stripes(sequence.num_scheduled if sequence.decodes else sequence.num_promised)
+            for number in range(begun, self._stripes(sequence.num_scheduled + count)):
+                blocks = free() if blocks is None else blocks
+                self._begin(sequence, number, blocks)
+
+    def _begin(self, sequence: Sequence, number: int, blocks: list[int]) -> None:
+        place, stripe = sequence.place, self._placement.stripe
+        need = min(stripe, -(-sequence.max_len // self._size) - number * stripe)
+        owner = self._owners[self._placement.lane(place, number)]
+        if self._least(owner, blocks) < need:
+            room = self._room(blocks)
+            able = [lane for lane in room if room[lane] and fitting(place, lane, number, 1)]
+            if able:
+                last = place.moved[-1].lane if place.moved else place.lane
+                owner = max(able, key=lambda lane: (lane == place.lane, lane == last, room[lane]))
+                self.num_lent += owner != place.lane
+                sequence.place = lend(settled(place, number), number, number + 1, owner)
+        for group, lanes in enumerate(self._ledger.lanes):
+            if owner in lanes and not self._ledger.windows[group]:
+                blocks[group] -= need
+
+    def borrowed(self, sequences: Iterable[Sequence]) -> list[int]:
+        """KV blocks by layer group that lie with a creditor; of groups with a window none are counted."""
+        found = [0] * len(self._ledger.lanes)
+        for sequence in sequences:
+            most = -(-sequence.num_scheduled // self._size)
+            for run in sequence.place.moved:
+                low, high = (min(x * self._placement.stripe, most) for x in (run.start, run.stop))
+                for group, lanes in enumerate(self._ledger.lanes):
+                    found[group] += (high - low) * (run.lane in lanes and not self._ledger.windows[group])
+        return found
+
+    def _room(self, blocks: Iterable[int]) -> dict[int, int]:
+        return rooms(self._placement, self._ledger.lanes, self._ledger.windows, blocks)
+
+    def _least(self, lane: int, blocks: list[int]) -> int:
+        each = zip(blocks, self._ledger.lanes, self._ledger.windows, strict=True)
+        return min((n for n, lanes, window in each if lane in lanes and not window), default=0)
+
+    def _same(self, one: int, other: int) -> bool:
+        return all((one in lanes) == (other in lanes) for lanes in self._ledger.lanes)
+
+    def _stripes(self, length: int) -> int:
+        return -(-length // (self._placement.stripe * self._size))
