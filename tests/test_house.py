@@ -61,6 +61,8 @@ POLICY = (
     "fleet/hosts/placement.py", "fleet/recoveries.py", "fleet/standing.py", "kv/keys.py", "kv/pages.py",
     "kv/victims.py", "engine/leap.py", "engine/sessions.py", "engine/turns.py",
     "engine/blocks/leaves.py", "engine/blocks/loans.py", "protocol/loans.py",
+    "engine/conductor/__init__.py", "engine/conductor/choice.py", "engine/conductor/directory.py",
+    "engine/conductor/estimate.py", "engine/conductor/lines.py", "engine/conductor/overload.py",
 )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "worker": ("worker", "look after one worker of a driver that runs with --launcher static"),
     "cluster": ("cluster", "start, show and end a Ray cluster for workers on several hosts"),
     "plan": ("plan", "say which devices to buy for a trace of requests, and whether to split at all"),
+    "simulate": ("simulate", "conduct a trace of prompts over prefill workers on a virtual clock"),
     "reproduce": ("reproduce", "put a figure of the paper beside the same numbers by the cost model of `plan`"),
     "plan-pipeline": ("plan_pipeline", "print the rotation of n batches over n - 1 replicas"),
     "timeline": ("timeline", "say what kept each pool from working, from a trace of a run; draw it"),

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lamina.facts.hardware import DEVICES, Device, device, read_devices
+from lamina.protocol.declare import parse_seconds
 
 if TYPE_CHECKING:
     from lamina.planner.deployment import Stock
     from lamina.planner.rank import Planner
     from lamina.planner.traces import RequestTrace
 
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 MOST_DEVICES = 64  # of a kind: so many deployments are ranked in seconds
 
 
@@ -119,7 +117,11 @@ def _planner(args: argparse.Namespace, stock: Mapping[str, Stock]) -> Planner:
     constants, prices = tables.constants(), tables.price_book(args.prices)
     for each in stock.values():
         prices.hour(each.device)
-    link, baseline, slo = tables.link(args.link), tables.baseline(args.baseline), _seconds(args.slo_tbt)
+    link, baseline, slo = (
+        tables.link(args.link),
+        tables.baseline(args.baseline),
+        parse_seconds(args.slo_tbt, "--slo-tbt"),
+    )
     operators = OperatorTables([Path(args.operators)] if args.operators else [])
     facts = model_facts(args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     costs = CostModel(facts, constants, link, baseline, operators)
@@ -153,13 +155,3 @@ def _stock(args: argparse.Namespace) -> dict[str, Stock]:
             raise ValueError(f"--devices has {each.name} twice: add up the numbers")
         found[each.name] = Stock(each, int(count))
     return found
-
-
-def _seconds(text: str) -> float:
-    if not text:
-        return 0.0
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text.strip())
-    value = float(found[1]) * _SECONDS[found[2]] if found else 0.0
-    if not 0 < value < math.inf:
-        raise ValueError(f"--slo-tbt {text} is not a time above 0 with its unit, such as 100ms")
-    return value

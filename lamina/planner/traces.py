@@ -16,15 +16,18 @@ from typing import NamedTuple
 _AZURE = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 _MOONCAKE = {"timestamp", "input_length", "output_length", "hash_ids"}
 _MOST_MS = 1e15  # of a timestamp: some 30,000 years
-_HASHED = 512  # tokens of a block of hash_ids
+HASHED = 512  # tokens of a block of hash_ids
 
 
 class TracedRequest(NamedTuple):
-    """A request: seconds from the first one, tokens of its prompt and of its answer."""
+    """A request: seconds from the first one, tokens of its prompt and of its answer. ``blocks``: of its prompt, ids of
+    HASHED tokens each but the last, equal where they and all before them are; empty where the trace has none.
+    """
 
     at_s: float
     prompt: int
     answer: int
+    blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,8 @@ class RequestTrace:
         """Prompts that many times as long; answers stay."""
         return replace(self, requests=tuple(r._replace(prompt=max(1, round(r.prompt * factor))) for r in self.requests))
 
-    def first(self, count: int) -> RequestTrace:
-        """Its beginning."""
+    def first(self, count: int | None) -> RequestTrace:
+        """Its beginning; None: all of it."""
         return replace(self, requests=self.requests[:count])
 
 
@@ -149,6 +152,8 @@ def _mooncake(text: str, where: str) -> TracedRequest:
     if not isinstance(entry["timestamp"], int | float) or not abs(entry["timestamp"]) < _MOST_MS:
         raise ValueError(f"{where}: timestamp must be milliseconds, not {entry['timestamp']!r}")
     prompt, hashes = entry["input_length"], entry.get("hash_ids")
-    if hashes is not None and (not isinstance(hashes, list) or len(hashes) != -(-prompt // _HASHED)):
-        raise ValueError(f"{where}: hash_ids must have one id for each {_HASHED} tokens of input_length")
-    return TracedRequest(entry["timestamp"] / 1000, prompt, entry["output_length"])
+    if hashes is not None and (not isinstance(hashes, list) or len(hashes) != -(-prompt // HASHED)):
+        raise ValueError(f"{where}: hash_ids must have one id for each {HASHED} tokens of input_length")
+    if hashes is not None and not all(type(x) is int and 0 <= x < 1 << 63 for x in hashes):
+        raise ValueError(f"{where}: hash_ids must be whole numbers of 0 to 2^63 - 1")
+    return TracedRequest(entry["timestamp"] / 1000, prompt, entry["output_length"], tuple(hashes or ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -132,3 +133,14 @@ def parse_size(text: str | int, name: str) -> int:
     if match is None or match[2].upper() not in units or float(match[1]) <= 0:
         raise ValueError(f"{name} must be a size such as 512MiB or 4GiB, not {text!r}")
     return int(float(match[1]) * units[match[2].upper()])
+
+
+def parse_seconds(text: str, name: str) -> float:
+    """Seconds of "100ms", "2s", "50us"; 0.0 of nothing. Raises ValueError that names ``name``."""
+    if not text:
+        return 0.0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text.strip())
+    value = float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]] if found else 0.0
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} {text} is not a time above 0 with its unit, such as 100ms")
+    return value

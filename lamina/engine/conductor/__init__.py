@@ -1,0 +1,177 @@
+"""The Conductor: where a prompt is computed, whether it is taken at all, and where it decodes (Mooncake, sections 5 and
+6). The running engine and the simulator ask this one. Pure policy: no torch, no I/O, no clock; docs/prefill.md.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+from .choice import NOBODY, PromptChoice, Question, WorkerMatch, policy_of
+from .directory import Directory
+from .estimate import PrefillFit
+from .lines import BookedPrompt, PromptLine
+from .overload import NO_LIMITS, DecodePool, Limits, Refusal, overload_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConductorRules:
+    """Names by which the options call them. ``threshold``: ``--kvcache-balancing-threshold``. ``check_again``: whether
+    early and predictive look at decoding once more when a prompt is computed; without that, what they take is decoded,
+    as in section 6.3. Raises ValueError.
+    """
+
+    policy: str = "auto"
+    threshold: float = 1.5
+    overload: str = "predictive"
+    limits: Limits = NO_LIMITS
+    check_again: bool = True
+
+    def __post_init__(self) -> None:
+        policy_of(self.policy)
+        overload_of(self.overload)
+        if not 1.0 <= self.threshold < math.inf:
+            raise ValueError(
+                f"--kvcache-balancing-threshold must be at least 1, not {self.threshold:g}: a transfer must bring more "
+                f"than a worker has itself"
+            )
+
+
+class KnownPrompt(NamedTuple):
+    """``keys`` of its whole pages, of ``page`` tokens each but the last. The last token is in no match: it draws."""
+
+    tokens: int
+    keys: Sequence[bytes] = ()
+    page: int = 1
+
+    def length(self, pages: int) -> int:
+        """Tokens of its first so many pages."""
+        return min(pages * self.page, self.tokens - 1)
+
+
+@dataclass
+class Conductor:
+    """Times are seconds of one clock, which the caller reads. ``tokens_per_s``: of a transfer, from one sender."""
+
+    rules: ConductorRules
+    directory: Directory
+    fit: PrefillFit
+    tokens_per_s: float
+    decoding: DecodePool
+    num_workers: int
+    seed: int = 0
+    _lines: list[PromptLine] = field(init=False)
+    _sends_until: list[float] = field(init=False)
+    _booked: dict[int, tuple[PromptChoice, KnownPrompt]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._policy, self._random = policy_of(self.rules.policy), random.Random(self.seed)
+        self._lines = [PromptLine() for _ in range(self.num_workers)]
+        self._sends_until = [0.0] * self.num_workers
+
+    def choose(self, prompt: KnownPrompt, now_s: float) -> PromptChoice:
+        """Who should compute it. Changes nothing but the next draw of chance."""
+        held, ready = self.directory.held(prompt.keys), self.directory.ready(prompt.keys)
+        workers = [
+            WorkerMatch(w, line.queue_s(now_s), prompt.length(held[w]), prompt.length(ready[w]))
+            for w, line in enumerate(self._lines)
+        ]
+        return self._policy(
+            Question(
+                prompt.tokens,
+                workers,
+                self.fit.law.seconds,
+                lambda source, worker, tokens: self._transfer_s(source, tokens, now_s),
+                self.rules.threshold,
+                self._random.random,
+            )
+        )
+
+    def refuses(self, prompt: KnownPrompt, choice: PromptChoice, now_s: float) -> Refusal | None:
+        """At the arrival: whether the larger of both loads is above 1 (section 6.2)."""
+        limits, ttft_s, tbt_s = self.rules.limits, choice.ttft_s, 0.0
+        if limits.tbt_s < math.inf:
+            tbt_s = self._tbt_s(prompt, now_s, now_s + ttft_s)
+        if ttft_s > limits.ttft_s:
+            return Refusal("ttft", ttft_s, tbt_s, max(1.0, ttft_s - limits.ttft_s))
+        if tbt_s > limits.tbt_s:
+            return Refusal("tbt", ttft_s, tbt_s, self._relief_s(now_s, tbt_s))
+        return None
+
+    def book(self, request: int, prompt: KnownPrompt, choice: PromptChoice, now_s: float) -> list[bytes]:
+        """It is so. Returns the keys of the pages that the worker gives up. What moves stays where it is too, so that
+        pages which many want are soon in many places (section 5.2).
+        """
+        line, ready_s = self._lines[choice.worker], now_s
+        if choice.source != NOBODY:
+            ready_s = now_s + self._transfer_s(choice.source, choice.moved, now_s)
+            self._sends_until[choice.source] = ready_s
+        line.add(BookedPrompt(request, prompt.tokens, choice.prefill_s, ready_s), now_s)
+        self._booked[request] = choice, prompt
+        return self.directory.take(choice.worker, prompt.keys)
+
+    def received(self, request: int) -> None:
+        """What had to move for it has come."""
+        choice, prompt = self._booked[request]
+        moved = [k for n, k in enumerate(prompt.keys, 1) if prompt.length(n) <= choice.prefix]
+        self.directory.arrived(choice.worker, moved)
+
+    def begun(self, request: int, now_s: float) -> None:
+        """Its worker computes it from now on."""
+        self._lines[self._booked[request][0].worker].begun(now_s)
+
+    def computed(self, request: int, now_s: float, seconds: float, prefix: int) -> None:
+        """Its worker has computed it behind ``prefix`` tokens, in so many seconds of work."""
+        choice, prompt = self._booked.pop(request)
+        self._lines[choice.worker].remove(request, now_s)
+        self.fit.observe(prompt.tokens, prefix, seconds)
+        self.directory.arrived(choice.worker, prompt.keys)
+
+    def cancelled(self, request: int, now_s: float) -> None:
+        """It will not be computed."""
+        choice, prompt = self._booked.pop(request)
+        self._lines[choice.worker].remove(request, now_s)
+        self.directory.failed(choice.worker, prompt.keys)
+
+    def refuses_decoding(self, tokens: int, ttft_s: float) -> Refusal | None:
+        """At the end of a prompt: whether no instance can take it within the limit (section 3, step 4)."""
+        if not self.rules.check_again and self.rules.overload != "baseline":
+            return None
+        _, tbt_s = self.decoding.select(tokens)
+        if tbt_s <= self.rules.limits.tbt_s:
+            return None
+        return Refusal("tbt", ttft_s, tbt_s, 1.0)
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that are not computed yet."""
+        return len(self._booked)
+
+    def prefill_load(self, now_s: float) -> float:
+        """The longest queue over the limit of a first token (section 6.1)."""
+        return max(line.queue_s(now_s) for line in self._lines) / self.rules.limits.ttft_s
+
+    def decode_load(self) -> float:
+        """A step's time over the limit of a gap."""
+        return self.decoding.tbt_s() / self.rules.limits.tbt_s
+
+    def _transfer_s(self, source: int, tokens: int, now_s: float) -> float:
+        """Of so many tokens, behind what ``source`` has to send before: who is asked by many is slow."""
+        return max(0.0, self._sends_until[source] - now_s) + tokens / self.tokens_per_s
+
+    def _tbt_s(self, prompt: KnownPrompt, now_s: float, done_s: float) -> float:
+        if self.rules.overload == "baseline":
+            return 0.0
+        if self.rules.overload == "early":
+            return self.decoding.select(prompt.tokens)[1]
+        joining = chain(*(line.joining() for line in self._lines), [(done_s, prompt.tokens)])
+        return self.decoding.tbt_at(done_s, now_s, joining)
+
+    def _relief_s(self, now_s: float, tbt_s: float) -> float:
+        """Until enough completions have ended, if they end evenly."""
+        above = 1.0 - self.rules.limits.tbt_s / tbt_s
+        return max(1.0, above * self.decoding.decode_s)

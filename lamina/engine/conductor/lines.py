@@ -1,0 +1,70 @@
+"""The prompts that each prefill worker has ahead, and when it will be done with them. Pure policy: no torch, no I/O, no
+clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass
+class BookedPrompt:
+    """``ready_s``: when its transfer will have come; ``due_s``: when it will be computed, by all that is known."""
+
+    request: int
+    tokens: int
+    prefill_s: float
+    ready_s: float
+    due_s: float = 0.0
+
+
+@dataclass
+class PromptLine:
+    """Of one worker: first come, first served, one after the other."""
+
+    prompts: list[BookedPrompt] = field(default_factory=list)
+    _begun_s: float | None = None  # of the first
+
+    def queue_s(self, now_s: float) -> float:
+        """Until all of them are computed. A first one that takes longer than it should is done at any moment."""
+        if not self.prompts:
+            return 0.0
+        if self.prompts[0].due_s < now_s:
+            self._foresee(now_s)
+        return self.prompts[-1].due_s - now_s
+
+    def add(self, prompt: BookedPrompt, now_s: float) -> None:
+        """It is the last one."""
+        begin = now_s + self.queue_s(now_s)
+        prompt.due_s = max(begin, prompt.ready_s) + prompt.prefill_s
+        self.prompts.append(prompt)
+
+    def begun(self, now_s: float) -> None:
+        """The first is being computed from now on."""
+        self._begun_s = now_s
+        self._foresee(now_s)
+
+    def remove(self, request: int, now_s: float) -> BookedPrompt:
+        """It is computed, or will not be. Raises KeyError for one that is not here."""
+        at = next((i for i, prompt in enumerate(self.prompts) if prompt.request == request), None)
+        if at is None:
+            raise KeyError(request)
+        if at == 0:
+            self._begun_s = None
+        found = self.prompts.pop(at)
+        self._foresee(now_s)
+        return found
+
+    def joining(self) -> Iterator[tuple[float, int]]:
+        """When each will be computed, and its tokens."""
+        return ((prompt.due_s, prompt.tokens) for prompt in self.prompts)
+
+    def _foresee(self, now_s: float) -> None:
+        at = now_s
+        for number, prompt in enumerate(self.prompts):
+            if number == 0 and self._begun_s is not None:
+                at = max(now_s, self._begun_s + prompt.prefill_s)
+            else:
+                at = max(at, prompt.ready_s) + prompt.prefill_s
+            prompt.due_s = at

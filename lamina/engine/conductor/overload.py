@@ -1,0 +1,145 @@
+"""What decodes, how long its next tokens will take, and whether one prompt more is too much. Pure policy: no torch, no
+I/O, no clock.
+
+The load of a pool is a predicted time over its limit: of the first token for prefill workers, of the gap between tokens
+for what decodes (Mooncake, section 6.1). When decoding is looked at, says ``--overload``:
+
+baseline    once the prompt is computed: if there is no room then, the prefill was for nothing
+early       at the arrival, as decoding is then (section 6.2)
+predictive  at the arrival, as decoding will be when the prompt is computed (section 6.4)
+
+Each of them looks at the end of the prompt again (section 3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+OVERLOADS = ("baseline", "early", "predictive")
+_KEPT = 0.98  # of the mean decoding time, with each completion that ends
+
+
+class Limits(NamedTuple):
+    """``--slo-ttft`` and ``--slo-tbt``, seconds: infinite where nothing is promised."""
+
+    ttft_s: float = math.inf
+    tbt_s: float = math.inf
+
+
+NO_LIMITS = Limits()
+
+
+class Refusal(NamedTuple):
+    """A prompt that is not taken, or not decoded. ``reason``: which limit, ttft or tbt."""
+
+    reason: str
+    ttft_s: float
+    tbt_s: float
+    retry_after_s: float
+
+
+class TokenTime(NamedTuple):
+    """Seconds of a step: ``a``, ``b`` of a row, ``c`` of a token that its attention reads."""
+
+    a: float
+    b: float
+    c: float
+
+    def seconds(self, rows: float, stored: float) -> float:
+        """Of a step; without rows there is none."""
+        return self.a + self.b * rows + self.c * stored if rows > 0 else 0.0
+
+
+class _Decoding(NamedTuple):
+    instance: int
+    since_s: float
+    stored: int
+
+
+@dataclass
+class _Instance:
+    rows: int = 0
+    stored: int = 0
+
+
+@dataclass
+class DecodePool:
+    """Completions that decode, by instance: who takes steps together. ``decode_s``: how long one decodes, all alike
+    (section 6.4), and ``answer``: its tokens. Both follow those that end. A completion counts with all the tokens that
+    it will have, so that a step which is within the limit stays there.
+    """
+
+    num_instances: int
+    law: TokenTime
+    decode_s: float
+    answer: float = 0.0
+    _running: dict[int, _Decoding] = field(default_factory=dict)
+    _instances: list[_Instance] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._instances = [_Instance() for _ in range(self.num_instances)]
+
+    @property
+    def num_running(self) -> int:
+        """Completions."""
+        return len(self._running)
+
+    def select(self, stored: int) -> tuple[int, float]:
+        """Where one behind so many tokens should decode, and the step's seconds there: the least ones."""
+        seconds = [self.law.seconds(i.rows + 1, i.stored + stored + self.answer) for i in self._instances]
+        at = min(range(len(seconds)), key=seconds.__getitem__)
+        return at, seconds[at]
+
+    def tbt_s(self) -> float:
+        """Seconds of a step now: the mean of the instances."""
+        return sum(self.law.seconds(i.rows, i.stored) for i in self._instances) / self.num_instances
+
+    def tbt_at(self, when_s: float, now_s: float, joining: Iterable[tuple[float, int]]) -> float:
+        """The same at ``when_s``: those that will have decoded for ``decode_s`` are gone; those of ``joining``, (when
+        the prompt is computed, tokens), that are computed by then are spread over all instances. Who decodes longer
+        than ``decode_s`` is still there now, so the change that this tells is added to what is there.
+        """
+        rows = stored = 0.0
+        for at_s, tokens in joining:
+            if at_s <= when_s < at_s + self.decode_s:
+                rows += 1 / self.num_instances
+                stored += (tokens + self.answer) / self.num_instances
+        then, now = self._uniform_s(when_s, rows, stored), self._uniform_s(now_s, 0.0, 0.0)
+        return max(0.0, self.tbt_s() + then - now)
+
+    def _uniform_s(self, at_s: float, rows: float, stored: float) -> float:
+        """Seconds of a step at ``at_s`` of those that decode now, were ``decode_s`` true of each, with so many rows and
+        tokens more on each instance: the mean.
+        """
+        left = [_Instance() for _ in self._instances]
+        for one in self._running.values():
+            if one.since_s + self.decode_s > at_s:
+                left[one.instance].rows += 1
+                left[one.instance].stored += one.stored
+        return sum(self.law.seconds(i.rows + rows, i.stored + stored) for i in left) / self.num_instances
+
+    def join(self, request: int, instance: int, tokens: int, now_s: float) -> None:
+        """``request`` begins to decode behind so many tokens."""
+        stored = tokens + round(self.answer)
+        self._running[request] = _Decoding(instance, now_s, stored)
+        self._instances[instance].rows += 1
+        self._instances[instance].stored += stored
+
+    def leave(self, request: int, now_s: float, answer: int = 0) -> None:
+        """``request`` decodes no more. ``answer``: the tokens with which it came to its own end; 0: it did not."""
+        one = self._running.pop(request)
+        self._instances[one.instance].rows -= 1
+        self._instances[one.instance].stored -= one.stored
+        if answer:
+            self.decode_s = _KEPT * self.decode_s + (1 - _KEPT) * (now_s - one.since_s)
+            self.answer = _KEPT * self.answer + (1 - _KEPT) * answer
+
+
+def overload_of(name: str) -> str:
+    """Raises ValueError for a name that is none."""
+    if name not in OVERLOADS:
+        raise ValueError(f"--overload must be one of {', '.join(OVERLOADS)}, not {name!r}")
+    return name

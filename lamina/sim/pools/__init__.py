@@ -1,0 +1,1 @@
+"""The Conductor on a virtual clock: prefill workers, their stores and transfers, and instances that decode."""

@@ -1,0 +1,180 @@
+"""A trace of requests, conducted on a virtual clock by the Conductor of the running engine.
+
+Nothing is computed. A prefill worker takes the time of a law for a prompt, one after the other; a sender sends one
+transfer after the other, while others compute; instances decode by a law of their own. What the Conductor expects and
+what happens are two things: its laws may be others than those of the workers, and they follow what it is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lamina.engine.conductor import Conductor, KnownPrompt
+from lamina.engine.conductor.choice import NOBODY, PromptChoice
+from lamina.engine.conductor.estimate import PrefillTime
+from lamina.engine.conductor.overload import TokenTime
+from lamina.sim.clock import VirtualClock
+
+from .decode import SimulatedInstance
+
+
+class TracedPrompt(NamedTuple):
+    """A request: when it comes, tokens of prompt and answer, the keys of the prompt's pages."""
+
+    at_s: float
+    prompt: KnownPrompt
+    answer: int
+
+
+class PoolTruth(NamedTuple):
+    """What workers really take. ``instances``: that decode; 0: nothing is decoded."""
+
+    prefill: PrefillTime
+    tokens_per_s: float
+    instances: int = 0
+    decode: TokenTime = TokenTime(0.0, 0.0, 0.0)
+
+
+@dataclass
+class Conducted:
+    """What became of a request. Infinite or zero where it did not come so far."""
+
+    arrival: TracedPrompt
+    choice: PromptChoice
+    refused: str = ""  # the limit, and when: "ttft", "tbt", "tbt after prefill"
+    ttft_s: float = math.inf
+    longest_step_s: float = math.inf
+    prefix: int = 0  # tokens that were not computed
+    computed: int = 0  # tokens that were
+    ended: bool = False
+
+
+class LoadSample(NamedTuple):
+    """Of both pools, over their limits."""
+
+    at_s: float
+    prefill: float
+    decode: float
+
+
+@dataclass
+class _SimulatedWorker:
+    """``line``: given to it, the first one first; ``there``: whose transfer has come."""
+
+    line: deque[int] = field(default_factory=deque)
+    busy: bool = False
+    busy_s: float = 0.0
+    sends_until_s: float = 0.0
+
+
+class SimulatedPools:
+    """One run."""
+
+    def __init__(
+        self, conductor: Conductor, truth: PoolTruth, clock: VirtualClock | None = None, sample_s: float = 0.0
+    ) -> None:
+        """``sample_s``: between two looks at the loads; 0 = none."""
+        self.clock = clock or VirtualClock()
+        self._conductor, self._truth, self._sample_s = conductor, truth, sample_s
+        self._workers = [_SimulatedWorker() for _ in range(conductor.num_workers)]
+        self._instances = [SimulatedInstance(self.clock, truth.decode, self._ended) for _ in range(truth.instances)]
+        self._coming = set[int]()  # whose transfer is under way
+        self._left = 0  # requests that have not come to their end
+        self.requests: list[Conducted] = []
+        self.samples: list[LoadSample] = []
+
+    @property
+    def busy_s(self) -> Sequence[float]:
+        """Seconds that each prefill worker computed."""
+        return [worker.busy_s for worker in self._workers]
+
+    def run(self, arrivals: Iterable[TracedPrompt]) -> None:
+        """All of them, up to the end of the last."""
+        for arrival in arrivals:
+            self._left += 1
+            self.clock.later(arrival.at_s - self.clock.now, lambda arrival=arrival: self._arrive(arrival))  # type: ignore[misc]
+        if self._sample_s:
+            self._sample()
+        while self.clock.advance():
+            pass
+
+    def _arrive(self, arrival: TracedPrompt) -> None:
+        conductor, now = self._conductor, self.clock.now
+        choice = conductor.choose(arrival.prompt, now)
+        number, found = len(self.requests), Conducted(arrival, choice)
+        self.requests.append(found)
+        if refusal := conductor.refuses(arrival.prompt, choice, now):
+            found.refused = refusal.reason
+            self._left -= 1
+            return
+        conductor.book(number, arrival.prompt, choice, now)
+        self._workers[choice.worker].line.append(number)
+        if choice.source != NOBODY:
+            self._send(number, choice)
+        self._begin(choice.worker)
+
+    def _send(self, number: int, choice: PromptChoice) -> None:
+        sender = self._workers[choice.source]
+        sender.sends_until_s = max(self.clock.now, sender.sends_until_s) + choice.moved / self._truth.tokens_per_s
+        self._coming.add(number)
+
+        def received() -> None:
+            self._coming.discard(number)
+            self._conductor.received(number)
+            self._begin(choice.worker)
+
+        self.clock.later(sender.sends_until_s - self.clock.now, received)
+
+    def _begin(self, at: int) -> None:
+        worker = self._workers[at]
+        if worker.busy or not worker.line or worker.line[0] in self._coming:
+            return
+        number = worker.line.popleft()
+        found = self.requests[number]
+        prompt = found.arrival.prompt
+        found.prefix = prompt.length(self._conductor.directory.ready(prompt.keys)[at])
+        seconds = self._truth.prefill.seconds(prompt.tokens, found.prefix)
+        worker.busy, worker.busy_s = True, worker.busy_s + seconds
+        self._conductor.begun(number, self.clock.now)
+        self.clock.later(seconds, lambda: self._computed(number, at, seconds))
+
+    def _computed(self, number: int, at: int, seconds: float) -> None:
+        found, now = self.requests[number], self.clock.now
+        prompt = found.arrival.prompt
+        found.computed, found.ttft_s = prompt.tokens - found.prefix, now - found.arrival.at_s
+        self._conductor.computed(number, now, seconds, found.prefix)
+        self._workers[at].busy = False
+        self._decode(number, found)
+        self._begin(at)
+
+    def _decode(self, number: int, found: Conducted) -> None:
+        tokens, answer = found.arrival.prompt.tokens, found.arrival.answer - 1  # the first one is drawn
+        if not self._instances:
+            self._left -= 1
+            return
+        if refusal := self._conductor.refuses_decoding(tokens, found.ttft_s):
+            found.refused = f"{refusal.reason} after prefill"
+            self._left -= 1
+            return
+        instance, _ = self._conductor.decoding.select(tokens)
+        self._conductor.decoding.join(number, instance, tokens, self.clock.now)
+        if answer < 1:
+            self._ended(number, 0.0)
+        else:
+            self._instances[instance].join(number, tokens, answer)
+
+    def _ended(self, number: int, longest_step_s: float) -> None:
+        found = self.requests[number]
+        found.longest_step_s, found.ended = longest_step_s, True
+        self._conductor.decoding.leave(number, self.clock.now, found.arrival.answer)
+        self._left -= 1
+
+    def _sample(self) -> None:
+        conductor, now = self._conductor, self.clock.now
+        self.samples.append(LoadSample(now, conductor.prefill_load(now), conductor.decode_load()))
+        if self._left:
+            self.clock.later(self._sample_s, self._sample)

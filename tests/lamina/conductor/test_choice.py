@@ -1,0 +1,121 @@
+"""Who computes a prompt: Algorithm 1 against a literal transcription, tables by hand, the laws behind the prices."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from conducted import LAW, RATE, algorithm_1, asked
+
+from lamina.engine.conductor.choice import NOBODY, POLICIES, WorkerMatch, auto, cache_aware, load_balance, mooncake
+from lamina.engine.conductor.estimate import PrefillFit, PrefillTime, fit_law
+
+
+def test_algorithm_1_to_the_letter_on_ten_thousand_states() -> None:
+    rng, moves, refusals = random.Random(1), 0, 0
+    for _ in range(10_000):
+        tokens = rng.randint(1, 30_000)
+        some = [
+            (rng.choice([0.0, rng.random() * 9]), rng.choice([0, rng.randrange(tokens)]))
+            for _ in range(1 + rng.randrange(8))
+        ]
+        question = asked(some, tokens, rng.choice([1.0, 1.5, 4.0]))
+        slo_ttft = rng.choice([math.inf, 2.0])
+        choice = mooncake(question)
+        expected = algorithm_1(question, slo_ttft)
+        if expected is None:
+            assert choice.ttft_s > slo_ttft
+            refusals += 1
+        else:
+            assert (choice.worker, choice.ttft_s, choice.moved, choice.ttft_s <= slo_ttft) == expected
+            moves += choice.moved > 0
+    assert moves > 1000
+    assert refusals > 500
+
+
+def test_a_table_by_hand() -> None:
+    # The holder has nothing to do: local.
+    assert (c := mooncake(asked([(0.0, 0), (0.0, 8000)]))).worker == 1
+    assert c.source == NOBODY
+    # A remote match at the threshold is not fetched, one just above it is.
+    busy = 100.0
+    at, above = mooncake(asked([(0.0, 4000), (busy, 6000)])), mooncake(asked([(0.0, 4000), (busy, 6001)]))
+    assert (at.worker, at.moved, at.prefix) == (0, 0, 4000)
+    assert (above.worker, above.moved, above.prefix, above.source) == (0, 2001, 6001, 1)
+    assert above.ttft_s == 2001 / RATE + LAW.seconds(10_000, 6001)
+    # With no match of its own, a worker takes any remote page.
+    assert mooncake(asked([(0.0, 0), (busy, 1)])).moved == 1
+    # A busy holder loses to an idle worker, and its pages are copied there.
+    assert (c := mooncake(asked([(0.0, 0), (2.0, 9000)]))).worker == 0
+    assert c.moved == 9000
+    # It wins where the others are as busy.
+    assert mooncake(asked([(2.0, 0), (2.0, 9000)])).worker == 1
+    # Of equal workers the first.
+    assert mooncake(asked([(1.0, 0), (1.0, 0)])).worker == 0
+
+
+def test_auto_prices_both_ways_where_algorithm_1_does_not() -> None:
+    slow = asked([(0.0, 0), (5.0, 9000)])._replace(transfer_s=lambda source, worker, tokens: 60.0)
+    assert mooncake(slow).worker == 1  # it would fetch to worker 0 for 60 s, at any price
+    assert auto(slow).worker == 0
+    assert auto(slow).moved == 0
+    hidden = asked([(1.0, 0), (9.0, 9000)])
+    assert auto(hidden).ttft_s == pytest.approx(1.0 + LAW.seconds(10_000, 9000))  # 0.29 s come in that second
+
+
+def test_auto_is_never_dearer_than_any_other_way() -> None:
+    rng = random.Random(2)
+    for _ in range(2000):
+        question = asked([(rng.random() * 5, rng.randrange(9000)) for _ in range(4)])
+        assert auto(question).ttft_s <= min(mooncake(question).ttft_s, cache_aware(question).ttft_s) + 1e-12
+
+
+def test_the_others() -> None:
+    question = asked([(3.0, 0), (2.0, 0), (3.5, 9000)])
+    assert load_balance(question).worker == 1
+    assert cache_aware(question).worker == 2
+    assert cache_aware(question).moved == 0
+    assert [POLICIES["random"](question._replace(draw=lambda x=x: x)).worker for x in (0.0, 0.5, 0.99)] == [0, 1, 2]  # type: ignore[misc]
+
+
+def test_pages_that_are_still_computed_are_no_source() -> None:
+    question = asked([(0.0, 0), (0.0, 0)])
+    busy = question._replace(workers=[WorkerMatch(0, 0.0, 0, 0), WorkerMatch(1, 9.0, 8000, 0)])
+    assert mooncake(busy).worker == 0
+    assert mooncake(busy).moved == 0
+
+
+def test_a_law_is_found_again() -> None:
+    rng, law = random.Random(3), PrefillTime(0.02, 2e-4, 3e-9)
+    some = [(t, rng.randrange(t)) for t in (rng.randint(100, 60_000) for _ in range(50))]
+    found = fit_law((t, p, law.seconds(t, p)) for t, p in some)
+    assert found == pytest.approx(law, rel=1e-6)
+    with pytest.raises(ValueError, match="at least one"):
+        fit_law([])
+
+
+def test_no_law_has_a_negative_part() -> None:
+    rng = random.Random(4)
+    for _ in range(300):
+        some = [(t, rng.randrange(t), 0.001 + rng.random()) for t in (rng.randint(2, 9000) for _ in range(5))]
+        assert min(fit_law(some)) >= 0
+
+
+@pytest.mark.parametrize("wrong", [1 / 3, 3.0])
+def test_an_estimate_that_is_wrong_by_3_is_right_soon(wrong: float) -> None:
+    fit, rng = PrefillFit(PrefillTime(0.0, LAW.b * wrong, LAW.c * wrong)), random.Random(5)
+    for _ in range(60):
+        tokens = rng.randint(1000, 40_000)
+        prefix = rng.randrange(tokens)
+        fit.observe(tokens, prefix, LAW.seconds(tokens, prefix) * rng.uniform(0.95, 1.05))
+    for tokens, prefix in ((2000, 0), (20_000, 5000), (40_000, 30_000)):
+        assert fit.law.seconds(tokens, prefix) == pytest.approx(LAW.seconds(tokens, prefix), rel=0.15)
+
+
+def test_one_stall_does_not_spoil_a_law() -> None:
+    fit = PrefillFit(LAW)
+    for _ in range(50):
+        fit.observe(8000, 0, LAW.seconds(8000))
+    fit.observe(8000, 0, 1000.0)
+    assert fit.law.seconds(8000) < 1.5 * LAW.seconds(8000)

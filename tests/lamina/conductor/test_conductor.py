@@ -1,0 +1,212 @@
+"""The Conductor's state: queues, who has which pages, transfers from one sender, refusals."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+from conducted import LAW, RATE, conductor, prompt
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina.engine.conductor import Conductor, ConductorRules, KnownPrompt
+from lamina.engine.conductor.choice import NOBODY
+from lamina.engine.conductor.directory import Directory
+from lamina.engine.conductor.overload import Limits
+
+BLOCKS = range(1, 17)
+LONG = prompt(16 * 512, *BLOCKS)
+
+
+def computed(one: Conductor, request: int, known: KnownPrompt, now_s: float) -> int:
+    """Let it be computed at once; returns by whom."""
+    choice = one.choose(known, now_s)
+    one.book(request, known, choice, now_s)
+    one.begun(request, now_s)
+    one.computed(request, now_s, choice.prefill_s, choice.prefix)
+    return choice.worker
+
+
+def test_a_busy_holder_gives_copies_and_both_serve_then() -> None:
+    one = conductor()
+    holder = computed(one, 0, LONG, 0.0)
+    assert one.choose(LONG, 0.0)[:2] == (holder, 16 * 512 - 1)  # the last token draws
+    other = prompt(40_000, *range(100, 179))
+    one.book(1, other, one.choose(other, 0.0)._replace(worker=holder), 0.0)
+    choice = one.choose(LONG, 0.0)
+    assert (choice.worker, choice.source, choice.moved) == (1 - holder, holder, 16 * 512 - 1)
+    one.book(2, LONG, choice, 0.0)
+    assert one.directory.ready(LONG.keys)[1 - holder] == 0
+    one.received(2)
+    assert one.directory.ready(LONG.keys) == [16, 16]
+    assert one.directory.num_replicas == 16
+
+
+def test_one_sender_sends_one_after_the_other() -> None:
+    one = conductor(workers=3)
+    holder = computed(one, 0, LONG, 0.0)
+    one.book(1, prompt(90_000), one.choose(prompt(90_000), 0.0)._replace(worker=holder), 0.0)
+    first = one.choose(LONG, 0.0)
+    one.book(2, LONG, first, 0.0)
+    second = one.choose(LONG, 0.0)
+    assert first.transfer_s == pytest.approx((16 * 512 - 1) / RATE)
+    if second.source != NOBODY:
+        assert second.transfer_s == pytest.approx(2 * first.transfer_s)
+    assert one.choose(LONG, 10.0).transfer_s in (0.0, pytest.approx(first.transfer_s))
+
+
+def test_a_queue_is_what_was_booked_less_what_was_done() -> None:
+    one, seconds = conductor(workers=1), LAW.seconds(10_000)
+    known = prompt(10_000)
+    for number in range(3):
+        choice = one.choose(known, 0.0)
+        assert choice.queue_s == pytest.approx(number * seconds)
+        one.book(number, known, choice, 0.0)
+    one.begun(0, 0.0)
+    assert one.choose(known, 1.0).queue_s == pytest.approx(3 * seconds - 1.0)
+    assert one.choose(known, 50.0).queue_s == pytest.approx(2 * seconds)  # the first is late: done at any moment
+    one.computed(0, 50.0, seconds, 0)
+    one.cancelled(2, 50.0)
+    assert one.choose(known, 50.0).queue_s == pytest.approx(seconds)
+    assert one.num_waiting == 1
+
+
+def test_what_was_cancelled_is_found_by_nobody() -> None:
+    one = conductor()
+    one.book(0, LONG, one.choose(LONG, 0.0), 0.0)
+    assert max(one.directory.held(LONG.keys)) == 16
+    assert max(one.directory.ready(LONG.keys)) == 0
+    one.cancelled(0, 0.0)
+    assert one.directory.held(LONG.keys) == [0, 0]
+
+
+def test_what_was_given_up_is_found_by_nobody() -> None:
+    one = conductor(workers=1, pages=20)
+    computed(one, 0, LONG, 0.0)
+    gone = one.book(1, prompt(8 * 512, *range(50, 58)), one.choose(prompt(8 * 512, *range(50, 58)), 0.0), 0.0)
+    assert gone == [b.to_bytes(8, "little") for b in (16, 15, 14, 13)]  # the end of a prefix before its beginning
+    assert one.choose(LONG, 0.0).prefix == 12 * 512
+    one.directory.lost(0)
+    assert one.choose(LONG, 0.0).prefix == 0
+    assert one.directory.num_pages(0) == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), st.integers(1, 6), st.booleans()), max_size=40))
+def test_a_directory_is_what_its_stores_have(moves: list[tuple[int, int, int, bool]]) -> None:
+    """Against sets. Prompts are chains of one of five beginnings."""
+    directory, held, ready = Directory(3, 8), [set[bytes](), set(), set()], [set[bytes](), set(), set()]
+    for worker, chain, length, arrives in moves:
+        keys = [bytes([chain, n]) for n in range(length)]
+        given_up = directory.take(worker, keys)
+        held[worker] |= set(keys)
+        held[worker] -= set(given_up)
+        ready[worker] -= set(given_up)
+        assert len(held[worker]) == directory.num_pages(worker) <= 8
+        if arrives:
+            directory.arrived(worker, keys)
+            ready[worker] |= set(keys) & held[worker]
+    for chain in range(5):
+        keys = [bytes([chain, n]) for n in range(7)]
+        for found, stores in ((directory.held(keys), held), (directory.ready(keys), ready)):
+            assert found == [next((n for n, k in enumerate(keys) if k not in s), 7) for s in stores]
+    assert directory.num_replicas == sum(map(len, held)) - len(set().union(*held))
+
+
+def test_limits_refuse_with_what_was_expected() -> None:
+    one = conductor(workers=1, limits=Limits(ttft_s=5.0))
+    known = prompt(10_000)
+    taken = 0
+    while (refusal := one.refuses(known, choice := one.choose(known, 0.0), 0.0)) is None:
+        one.book(taken, known, choice, 0.0)
+        taken += 1
+    assert taken == 2  # 2.2 s each
+    assert (refusal.reason, refusal.ttft_s) == ("ttft", choice.ttft_s)
+    assert refusal.retry_after_s == pytest.approx(choice.ttft_s - 5.0)
+    one.cancelled(0, 0.0)
+    assert one.refuses(known, one.choose(known, 0.0), 0.0) is None
+
+
+def fill(one: Conductor, count: int, since_s: float) -> None:
+    for number in range(count):
+        one.decoding.join(1000 + number, number % one.decoding.num_instances, 8000, since_s)
+
+
+def test_prediction_is_not_the_length_of_a_queue() -> None:
+    """Decoding is at its limit now. Early refuses; predictive knows that most of it will have ended by then, and that
+    prompts which are computed already will be there.
+    """
+    known, limits = prompt(40_000), Limits(tbt_s=0.05)
+    early, predictive = (conductor(limits=limits, overload=o, decode_s=12.0) for o in ("early", "predictive"))
+    for one in (early, predictive):
+        fill(one, 40, since_s=-5.0)
+        assert one.decoding.tbt_s() > 0.05
+    assert LAW.seconds(40_000) > 7.0  # behind which those that decode now have ended
+    refusal = early.refuses(known, early.choose(known, 0.0), 0.0)
+    assert refusal is not None
+    assert refusal.reason == "tbt"
+    assert predictive.refuses(known, predictive.choose(known, 0.0), 0.0) is None
+    waiting = prompt(500)
+    for number in range(70):  # short prompts, that will decode then
+        predictive.book(number, waiting, predictive.choose(waiting, 0.0)._replace(worker=0), 0.0)
+    refusal = predictive.refuses(known, predictive.choose(known, 0.0)._replace(worker=1), 0.0)
+    assert refusal is not None
+    assert refusal.tbt_s > 0.05
+
+
+def test_decoding_slows_down_after_prefill_began() -> None:
+    """Nothing waits, so a queue's length says nothing; what decodes takes longer, as measured."""
+    one = conductor(limits=Limits(tbt_s=0.05), overload="predictive")
+    fill(one, 4, since_s=0.0)
+    known = prompt(1000)
+    assert one.refuses(known, one.choose(known, 0.0), 0.0) is None
+    one.decoding.law = one.decoding.law._replace(a=0.2)
+    assert one.refuses(known, one.choose(known, 0.0), 0.0) is not None
+
+
+def test_baseline_looks_when_the_prompt_is_computed() -> None:
+    one = conductor(limits=Limits(tbt_s=0.05), overload="baseline")
+    fill(one, 60, since_s=0.0)
+    assert one.refuses(LONG, one.choose(LONG, 0.0), 0.0) is None
+    refusal = one.refuses_decoding(LONG.tokens, 2.0)
+    assert refusal is not None
+    assert (refusal.reason, refusal.ttft_s) == ("tbt", 2.0)
+
+
+def test_a_decision_takes_less_than_a_millisecond() -> None:
+    """100 workers, a prompt of 126k tokens: CPU time, the best of several."""
+    one, rng = conductor(workers=100, instances=8, limits=Limits(30.0, 0.1), overload="predictive"), random.Random(1)
+    known = prompt(126_000, *range(247))
+    for worker in range(100):
+        pages = known.keys[: rng.randrange(248)]
+        one.directory.take(worker, pages)
+        one.directory.arrived(worker, pages)
+        other = prompt(rng.randint(1000, 9000))
+        one.book(worker, other, one.choose(other, 0.0)._replace(worker=worker), 0.0)
+    fill(one, 200, 0.0)
+
+    def decide() -> None:
+        choice = one.choose(known, 0.0)
+        one.refuses(known, choice, 0.0)
+
+    assert min(_cpu_s(decide) for _ in range(30)) < 0.001
+
+
+def _cpu_s(work: Callable[[], None]) -> float:
+    begun = time.process_time()
+    work()
+    return time.process_time() - begun
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"policy": "best"}, "--prefill-policy must be one of auto, mooncake"),
+        ({"overload": "late"}, "--overload must be one of baseline, early, predictive"),
+        ({"threshold": 0.9}, "--kvcache-balancing-threshold must be at least 1"),
+    ],
+)
+def test_rules_that_are_none(wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ConductorRules(**wrong)  # type: ignore[arg-type]

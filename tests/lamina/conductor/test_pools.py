@@ -1,0 +1,188 @@
+"""The Conductor in simulated pools: what the policies come to, what overload does, and public traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conducted import LAW, STEP, conductor, even, played, zipf
+
+from lamina.cli import launch
+from lamina.engine.conductor import choice
+from lamina.engine.conductor.estimate import PrefillTime
+from lamina.engine.conductor.overload import Limits
+from lamina.sim.clock import VirtualClock
+from lamina.sim.pools.decode import SimulatedInstance
+from lamina.sim.pools.report import PoolsReport, report
+
+TRACE = Path(__file__).resolve().parents[4] / "shared" / "traces" / "mooncake_fast25_conversation.jsonl.gz"
+LIMITS = Limits(ttft_s=40.0, tbt_s=0.05)
+SLOW = PrefillTime(0.0, 1 / 800, 1 / 8e7)
+
+
+def lagging(overload: str, *, check_again: bool) -> PoolsReport:
+    """Prompts of 11 s, completions of 12 s: what decodes is known late."""
+    one = conductor(40, law=SLOW, limits=LIMITS, overload=overload, check_again=check_again)
+    return report(played(one, even(1000, 3.0, 8000, 300), instances=2, law=SLOW), one)
+
+
+def test_an_instance_steps_as_its_law_says() -> None:
+    """Against a loop over steps."""
+    clock, ended = VirtualClock(), dict[int, tuple[float, float]]()
+    instance = SimulatedInstance(clock, STEP, lambda r, longest: ended.update({r: (clock.now, longest)}))
+    comes = {0: (0.0, 5000, 40), 1: (0.123, 9000, 300), 2: (0.5, 100, 7), 3: (2.0, 70_000, 111)}
+    for number, (at_s, stored, answer) in comes.items():
+        clock.later(at_s, lambda n=number, s=stored, a=answer: instance.join(n, s, a))  # type: ignore[misc]
+    while clock.advance():
+        pass
+    now, rows, expected, longest = 0.0, dict[int, list[int]](), dict[int, float](), dict[int, float]()
+    while len(expected) < len(comes):
+        rows |= {n: [s, a] for n, (at, s, a) in comes.items() if at <= now and n not in rows and n not in expected}
+        took = STEP.seconds(len(rows), sum(s for s, _ in rows.values()))
+        now += took
+        longest |= {n: max(took, longest.get(n, 0.0)) for n in rows}
+        rows = {n: [s + 1, a - 1] for n, (s, a) in rows.items()}
+        expected |= {n: now for n, (_, a) in rows.items() if a == 0}
+        rows = {n: row for n, row in rows.items() if row[1]}
+    assert {n: at for n, (at, _) in ended.items()} == pytest.approx(expected)
+    assert {n: most for n, (_, most) in ended.items()} == pytest.approx(longest)
+
+
+def test_hot_beginnings_are_copied_and_all_workers_have_work() -> None:
+    one = conductor(8)
+    pools = played(one, zipf(1200, 14.0))
+    found = report(pools, one)
+    assert found.imbalance < 1.3
+    assert found.kv_replicas > 200
+    assert found.hit > 0.6
+    assert found.expected_off < 0.05
+
+
+def test_entries_that_are_given_up_are_not_believed_under_load() -> None:
+    """Stores of 100 pages, 8 prompts' worth: what was expected of a prefix is what was there."""
+    one = conductor(4, pages=100)
+    pools = played(one, zipf(600, 3.0))
+    assert [r.prefix for r in pools.requests] == [r.choice.prefix for r in pools.requests]
+    assert report(pools, one).hit > 0.1
+
+
+def test_early_refusal_wastes_little_and_oscillates_and_prediction_damps_that() -> None:
+    """Section 6.3 and 6.4, with what was taken decoded in any case."""
+    early, predictive = (lagging(name, check_again=False) for name in ("early", "predictive"))
+    assert early.correlation < -0.3 < predictive.correlation
+    assert predictive.decode_deviation <= 0.5 * early.decode_deviation
+    assert predictive.goodput_requests > early.goodput_requests
+
+
+def test_a_second_look_keeps_the_limits() -> None:
+    found = {name: lagging(name, check_again=True) for name in ("baseline", "predictive")}
+    assert found["predictive"].wasted_tokens < 0.3 * found["baseline"].wasted_tokens
+    for one in found.values():  # all that decoded was good
+        assert one.goodput_requests == one.requests - sum(one.refused.values())
+
+
+@pytest.mark.parametrize("wrong", [1 / 3, 3.0])
+def test_estimates_that_are_wrong_by_3_cost_little(wrong: float) -> None:
+    """No livelock: they are right before long. Goodput stays that of the baseline with true ones."""
+    limits = Limits(ttft_s=10.0)
+    arrivals = even(600, 1.2, 10_000, 50)
+    true = conductor(3, limits=limits, overload="baseline")
+    off = conductor(3, limits=limits, law=PrefillTime(LAW.a, LAW.b * wrong, LAW.c * wrong))
+    good = [report(played(one, arrivals, instances=8), one).goodput_requests for one in (true, off)]
+    assert good[1] >= 0.97 * good[0]
+
+
+def test_the_simulator_has_no_policy_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant of the Conductor's choice is a mutant of the simulation."""
+    right = report(played(one := conductor(4), zipf(200, 3.0)), one)
+    monkeypatch.setitem(choice.POLICIES, "mooncake", lambda asked: choice.mooncake(asked)._replace(worker=0))
+    mutant = report(played(one := conductor(4), zipf(200, 3.0)), one)
+    assert mutant.imbalance == 4.0 > 2 * right.imbalance
+
+
+def told(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, Any]]:
+    assert launch.main(["simulate", "--json", *flags]) == 0
+    runs: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["runs"]
+    return runs
+
+
+def test_policies_have_mooncakes_order() -> None:
+    """Where there is more to compute than workers can without what they have."""
+    mean = {}
+    for policy in ("load-balance", "cache-aware", "mooncake", "auto"):
+        one = conductor(8, pages=240, policy=policy)
+        mean[policy] = report(played(one, zipf(800, 10.0)), one).mean_ttft_s
+    assert mean["load-balance"] > mean["cache-aware"] > mean["mooncake"] >= 0.8 * mean["auto"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TRACE.exists(), reason="the public trace is not here")
+def test_the_conversation_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    """Mooncake's order of policies, on 8 workers of 6,000 pages; published elsewhere: 92, 60, 14, 6 s."""
+    policies = "load-balance,cache-aware,mooncake"
+    balance, aware, ours = told(capsys, "--trace", str(TRACE), "--rows", "4000", "--policy", policies)
+    assert balance["mean_ttft_s"] > aware["mean_ttft_s"] > 2 * ours["mean_ttft_s"]
+    assert ours["hit"] > aware["hit"] > balance["hit"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TRACE.exists(), reason="the public trace is not here")
+def test_the_conversation_trace_by_chance_and_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--trace", str(TRACE)]
+    means = [told(capsys, *flags, "--rows", "4000", "--policy", "random", "--seed", str(s))[0] for s in range(10)]
+    (balance,) = told(capsys, *flags, "--rows", "4000", "--policy", "load-balance")
+    assert sum(m["mean_ttft_s"] for m in means) / 10 > balance["mean_ttft_s"]
+    assert all(run["cpu_s"] < 10 for run in told(capsys, *flags))
+    few = [run["mean_ttft_s"] for run in told(capsys, *flags, "--rows", "4000", "--speed", "0.3")]
+    assert max(few) < 10 * min(few)  # where there is room for all, it matters little
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TRACE.exists(), reason="the public trace is not here")
+def test_early_refusal_on_the_conversation_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where decoding binds: 16 prefill workers, 8 instances, twice as fast."""
+    baseline, early, predictive = told(
+        capsys, "--trace", str(TRACE), "--rows", "6000", "--speed", "2", "--spread", "3", "--policy", "mooncake",
+        "--overload", "baseline,early,predictive", "--prefill-workers", "16", "--instances", "8", "--slo-ttft", "30s",
+        "--slo-tbt", "100ms",
+    )  # fmt: skip
+    assert early["wasted_tokens"] <= 0.3 * baseline["wasted_tokens"]
+    assert early["correlation"] < -0.3 < predictive["correlation"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--policy", "best"], "--prefill-policy must be one of"),
+        (["--kvcache-balancing-threshold", "0.5"], "must be at least 1, not 0.5"),
+        (["--prefill-workers", "0"], "--prefill-workers must be at least 1, not 0"),
+        (["--slo-tbt", "1ms", "--instances", "2"], "below a step of one completion alone"),
+        (["--slo-tbt", "1"], "--slo-tbt 1 is not a time"),
+        (["--slo-tbt", "100ms"], "say how many --instances do"),
+        (["--prefill-law", "1,2"], "--prefill-law must be three numbers"),
+    ],
+)
+def test_bad_input(flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}\n')
+    assert launch.main(["simulate", "--trace", str(trace), *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ('{"timestamp": -1, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}', "line 2: it came before"),
+        ('{"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [1]}', "line 2: hash_ids must have"),
+        ('{"timestamp": 5, "input_length": 9, "output_length": 3, "hash_ids": ["a"]}', "line 2: hash_ids must be"),
+        ('{"timestamp": 5', "line 2: no JSON"),
+    ],
+)
+def test_a_trace_with_a_mistake(second: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}\n' + second)
+    assert launch.main(["simulate", "--trace", str(trace)]) == 2
+    assert said in capsys.readouterr().err
