@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from attention_peer import AttentionPeer, seconds
 from common import cpu_pressure, record, spread
+from peers.attention import AttentionPeer, seconds
 from torch import Tensor
 
 from lamina.attention import BACKENDS, AttentionBackend, Operator, get

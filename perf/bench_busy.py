@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from bench_decode import REST_S, DecodeLamina, Generate
 from common import GREEDY, cpu_pressure, record, spread
-from decode_peer import PEERS, DecodePeer
+from peers.decode import PEERS, DecodePeer
 from reference_model import make
 
 TURN_STEPS = 8
@@ -67,7 +67,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="tokens decoded by each competitor, half of them busy")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--peers", default="", help="other engines, by comma, or all: " + ", ".join(PEERS))
-    parser.add_argument("--peer-folder", type=Path, default=Path("build/peers"), help="their environments (peers.sh)")
+    parser.add_argument(
+        "--peer-folder", type=Path, default=Path("build/peers"), help="their environments (peers/install.sh)"
+    )
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()
     if args.tokens < 2 * TURN_STEPS:

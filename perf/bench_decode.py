@@ -6,7 +6,7 @@ alike. Prints one JSON line; --write appends it to perf/results/bench_decode.jso
     python perf/bench_decode.py --batch 8 --prompt 512 --tokens 64 --dtype bfloat16 --write
 
 With --temperature all of them sample, by the same parameters, and "lamina greedy" takes part too.
---peers adds the other engines whose environments perf/peers.sh has made. What everybody generated is checked: a
+--peers adds the other engines whose environments perf/peers/install.sh has made. What everybody generated is checked: a
 token counts as wrong by as much as its logit lies below the best one of the model in fp32, given the tokens before it
 (where it is greedy).
 """
@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 from common import GREEDY, add_sampling, cpu_pressure, record, sampling_of, spread
-from decode_peer import PEERS, DecodePeer
+from peers.decode import PEERS, DecodePeer
 from reference_model import make
 
 from lamina import LLM, SamplingParams
@@ -158,7 +158,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     add_sampling(parser)
     parser.add_argument("--peers", default="", help="other engines, by comma, or all: " + ", ".join(PEERS))
-    parser.add_argument("--peer-folder", type=Path, default=Path("build/peers"), help="their environments (peers.sh)")
+    parser.add_argument(
+        "--peer-folder", type=Path, default=Path("build/peers"), help="their environments (peers/install.sh)"
+    )
     parser.add_argument("--without", default="", help="competitors that are not to take part, by comma")
     parser.add_argument("--write", action="store_true", help="append to perf/results")
     args = parser.parse_args()

@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from child import Child
 from common import cpu_pressure, record, spread
-from decode_peer import ENVIRONMENT
+from peers.child import Child
+from peers.decode import ENVIRONMENT
 from reference_model import make
 
 from lamina import LLM, SamplingParams
@@ -86,7 +86,7 @@ class PrefixPeer:
     """vLLM, in an environment and a process of its own."""
 
     def __init__(self, python: str, path: Path, length: int) -> None:
-        script = str(Path(__file__).with_name("prefix_peer.py"))
+        script = str(Path(__file__).parent / "peers" / "prefix.py")
         self._child = Child(python, script, [str(path), str(length)], None, **ENVIRONMENT["vllm"])
 
     def first_s(self, prompt: list[int]) -> float:
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--shared", type=int, default=900)
     parser.add_argument("--own", type=int, default=100)
     parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--peer-python", default="", help="of an environment with vLLM (peers.sh)")
+    parser.add_argument("--peer-python", default="", help="of an environment with vLLM (peers/install.sh)")
     parser.add_argument("--tiers", action="store_true", help="what lies beside the pool, too")
     parser.add_argument("--kv-memory", default="24MiB", help="with --tiers: of a pool that has something beside it")
     parser.add_argument("--write", action="store_true", help="append to perf/results")

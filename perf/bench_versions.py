@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from child import Child, Fields, serve
 from common import add_sampling, cpu_pressure, record, sampling_of, spread
+from peers.child import Child, Fields, serve
 
 HERE = Path(__file__).resolve().parents[1]
 TURN_STEPS = 8

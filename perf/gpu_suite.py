@@ -2,9 +2,9 @@
 
 Compiles the kernels, runs the contract suite of the cuda backends, compares every head size with fp64, replays one CUDA
 graph over growing lengths, and measures attention over stored tokens in bytes per second, next to torch's and
-FlashInfer's. The network: the contract over ``cuda``, and mlx5 kernels against software NICs (gpu_network.py). With two
-GPUs: ranks that meet over NCCL, against the mesh (gpu_collective.py). End to end: tokens, speed and memory of decoding
-with compute workers on the GPU, next to transformers (gpu_decode.py). A part that fails is recorded, and the others
+FlashInfer's. The network: the contract over ``cuda``, and mlx5 kernels against software NICs (gpu/network.py). With two
+GPUs: ranks that meet over NCCL, against the mesh (gpu/collective.py). End to end: tokens, speed and memory of decoding
+with compute workers on the GPU, next to transformers (gpu/decode.py). A part that fails is recorded, and the others
 run: exit status 1. Without a GPU it compiles what it can, and names the rest.
 """
 
@@ -53,16 +53,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "netstack kernels": netstack,
         "contract": contract,
         "transport": transport,
-        "network": lambda: module("gpu_network").network(args.replays),
-        "exactness": lambda: module("gpu_attention").exactness(),
-        "graph": lambda: module("gpu_attention").graph(args.replays),
-        "memory": lambda: module("gpu_attention").memory(),
-        "launches": lambda: module("gpu_attention").launches(),
-        "attention": lambda: module("gpu_attention").attention(),
-        "eight bits": lambda: module("gpu_attention").eight_bits(),
+        "network": lambda: module("gpu.network").network(args.replays),
+        "exactness": lambda: module("gpu.attention").exactness(),
+        "graph": lambda: module("gpu.attention").graph(args.replays),
+        "memory": lambda: module("gpu.attention").memory(),
+        "launches": lambda: module("gpu.attention").launches(),
+        "attention": lambda: module("gpu.attention").attention(),
+        "eight bits": lambda: module("gpu.attention").eight_bits(),
         "collective": collective,
         "tokens": tokens,
-        "decode": lambda: module("gpu_decode").speed(module("gpu_decode").GpuSettings()),
+        "decode": lambda: module("gpu.decode").speed(module("gpu.decode").GpuSettings()),
     }
     if not torch.cuda.is_available():
         said = [run_part(name, parts[name]) for name in COMPILES]
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     results = {name: run_part(name, part) for name, part in parts.items()}
     if "error" not in results["attention"]:
-        module("gpu_attention").judge(results)
+        module("gpu.attention").judge(results)
     show(results)
     settings = {
         "replays": args.replays,
@@ -169,7 +169,7 @@ def contract() -> Result:
 
 def collective() -> Result:
     """What ranks do together: the contract over ``nccl``, and its time against that of ``mesh``."""
-    found = Result(module("gpu_collective").nccl_against_mesh())
+    found = Result(module("gpu.collective").nccl_against_mesh())
     if "skipped" in found:
         return found
     return {**found, **pytest("tests/contract/test_collectives.py", "-k", "nccl", limit_s=120)}
@@ -177,7 +177,7 @@ def collective() -> Result:
 
 def tokens() -> Result:
     """Of the shipped model, with compute workers on this GPU and memory workers here and there."""
-    decode = module("gpu_decode")
+    decode = module("gpu.decode")
     found: Result = decode.tokens_as_transformers(decode.GpuSettings())
     if bad := {n: part for n, part in found.items() if not isinstance(part, float) or part < decode.LEAST_EQUAL}:
         raise BrokenError(f"of the tokens of transformers: {bad}")

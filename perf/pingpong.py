@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, cpu_pressure, record, spread
-from loglog import Curve, draw
-from pingpong_competitors import COMPETITORS, Competitor, Course
+from transports.competitors import COMPETITORS, Competitor, Course
+from transports.loglog import Curve, draw
 
 SIZES = "8,64,256,1024,4096,16384,65536,262144,1048576,4194304,16777216"
 Samples = dict[str, dict[int, list[float]]]  # competitor -> bytes -> p50 of each round, microseconds

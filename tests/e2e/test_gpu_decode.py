@@ -9,28 +9,28 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "perf"))
-import gpu_decode
+from gpu import decode
 
 pytestmark = [pytest.mark.usefixtures("no_child_left"), pytest.mark.timeout(300)]
 SHAPE = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 128, "vocab_size": 300,
 }  # fmt: skip
-SMALL = gpu_decode.GpuSettings(
+SMALL = decode.GpuSettings(
     device="cpu", shape=tuple(SHAPE.items()), dtype="float32", batches=((2, 16),), beyond=((3, 16),), tokens=6,
     early=60, texts=2, memory_workers=1,
 )  # fmt: skip
 
 
 def test_tokens_are_those_of_transformers(tiny_lm: Path) -> None:
-    assert gpu_decode.tokens_as_transformers(SMALL) == {"memory on cpu": 1.0}
+    assert decode.tokens_as_transformers(SMALL) == {"memory on cpu": 1.0}
 
 
 def test_every_contender_is_timed() -> None:
-    found = gpu_decode.speed(SMALL)
+    found = decode.speed(SMALL)
     assert list(found) == [
-        *(f"2 x 16, {name}" for name in gpu_decode.ALL),
-        *(f"3 x 16, {name}" for name in gpu_decode.BEYOND),
+        *(f"2 x 16, {name}" for name in decode.ALL),
+        *(f"3 x 16, {name}" for name in decode.BEYOND),
     ]
     for name, result in found.items():
         if "compiled" not in name and "offloaded" not in name:  # a compiler of torch's own choice; streams of a GPU
@@ -40,15 +40,15 @@ def test_every_contender_is_timed() -> None:
 
 
 def test_more_of_the_device_than_the_budget_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_decode, "lamina", lambda *_: {"device_gb": 12.5})
+    monkeypatch.setattr(decode, "lamina", lambda *_: {"device_gb": 12.5})
     with pytest.raises(ValueError, match=r"12\.5 GB of the device, of 12"):
-        gpu_decode.within_budget(SMALL, Path(), [])
+        decode.within_budget(SMALL, Path(), [])
 
 
 def test_what_there_is_no_time_for_is_said() -> None:
-    assert set(gpu_decode.speed(replace(SMALL, limit_s=-1.0)).values()) == {"no time was left"}
+    assert set(decode.speed(replace(SMALL, limit_s=-1.0)).values()) == {"no time was left"}
 
 
 @pytest.mark.parametrize(("a", "b", "same"), [([1, 2, 3], [1, 2, 3], 3), ([1, 5, 3], [1, 2, 3], 1), ([], [1], 0)])
 def test_a_text_counts_up_to_its_first_difference(a: list[int], b: list[int], same: int) -> None:
-    assert gpu_decode._prefix(a, b) == same
+    assert decode._prefix(a, b) == same

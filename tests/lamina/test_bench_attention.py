@@ -81,7 +81,7 @@ def test_turns_in_which_somebody_waited_do_not_count(bench: ModuleType) -> None:
 
 
 def test_a_peer_whose_process_fails_is_named_with_its_cause(bench: ModuleType, tmp_path: Path) -> None:
-    peer = sys.modules["attention_peer"]
+    peer = sys.modules["peers.attention"]
     settings = {"threads": 1, "batch": 1, "heads": 1, "kv_heads": 1, "context": 8, "head_dim": 8, "dtype": "fp32"}
     q, k = torch.zeros(1, 1, 8), torch.zeros(1, 1, 8, 8)
     with pytest.raises(RuntimeError, match="KeyError: 'abacus'"):

@@ -11,7 +11,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "perf"))
-import gpu_collective  # noqa: E402 - needs the path above
+from gpu import collective  # noqa: E402 - needs the path above
 
 CPU = torch.device("cpu")
 WITHOUT = """
@@ -21,7 +21,7 @@ for name in ("msgspec", "pytest_timeout"):
     sys.modules[name] = None
 import gpu_suite
 print(gpu_suite.missing())
-for name in ("gpu_attention", "gpu_decode"):
+for name in ("gpu.attention", "gpu.decode"):
     print(gpu_suite.run_part(name, lambda: gpu_suite.module(name))["error"])
 """
 
@@ -39,17 +39,17 @@ def test_what_is_missing_is_told_and_fails_its_parts_alone() -> None:
 
 
 def test_collectives_are_measured_against_each_other_on_devices_that_are_there() -> None:
-    found = gpu_collective.measure(("mesh", "gloo"), [CPU, CPU], runs=2)
-    assert list(found) == list(gpu_collective.SIZES)
+    found = collective.measure(("mesh", "gloo"), [CPU, CPU], runs=2)
+    assert list(found) == list(collective.SIZES)
     assert all(set(row) == {"mesh", "gloo"} and min(row.values()) > 0.0 for row in found.values())
 
 
 def test_collectives_that_give_other_bits_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lamina.collective.process_group.ordered_sum", lambda parts: parts[0] + 1.0)
-    with pytest.raises(gpu_collective.BrokenError, match="sums of 16 KiB differ between mesh, gloo"):
-        gpu_collective.measure(("mesh", "gloo"), [CPU, CPU], runs=1)
+    with pytest.raises(collective.BrokenError, match="sums of 16 KiB differ between mesh, gloo"):
+        collective.measure(("mesh", "gloo"), [CPU, CPU], runs=1)
 
 
 def test_without_two_gpus_the_row_is_skipped_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert gpu_collective.nccl_against_mesh() == {"skipped": "collective nccl against mesh takes 2 GPUs, and 1 is here"}
+    assert collective.nccl_against_mesh() == {"skipped": "collective nccl against mesh takes 2 GPUs, and 1 is here"}

@@ -1,4 +1,4 @@
-"""perf/gpu_network.py over the stand-in of the driver: the same kernels, graphs and NICs, on a CPU."""
+"""perf/gpu/network.py over the stand-in of the driver: the same kernels, graphs and NICs, on a CPU."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ pytest.importorskip("lamina.netstack.nic_model._native", reason="its native modu
 def suite(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(ROOT / "perf"))
     with cuda_stand_in.scheme_of(cuda_stand_in.STAND_IN):
-        import gpu_network
+        from gpu import network
 
-        yield gpu_network
+        yield network
 
 
 def test_every_row(suite: ModuleType) -> None:

@@ -27,11 +27,11 @@ def run(*flags: str, path: str | None = None) -> subprocess.CompletedProcess[str
 
 def script(name: str) -> ModuleType:
     """A module of perf/."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "perf" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(Path(name).stem, ROOT / "perf" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -77,7 +77,7 @@ def test_nobody_is_one_line() -> None:
 
 
 def test_a_plot_is_well_formed_and_in_its_frame() -> None:
-    module = script("loglog")
+    module = script("transports/loglog")
     lines = [module.Curve("a < b", [(8, 0.5), (1 << 20, 300.0)], True), module.Curve("c", [(8, 2.0)])]
     tree = ElementTree.fromstring(module.draw("title", "x", "y", lines))
     assert [e.text for e in tree.iter() if e.text in ("a < b", "c", "title")] == ["title", "a < b", "c"]
@@ -101,13 +101,13 @@ with socket.create_server(("127.0.0.1", int(sys.argv[-1]))):
 
 def test_a_server_whose_port_was_taken_gets_another(tmp_path: Path) -> None:
     mark = tmp_path / "first"
-    with script("pingpong_competitors").ucx_server([sys.executable, "-c", LATE, str(mark)], dict(os.environ)) as port:
+    with script("transports/competitors").ucx_server([sys.executable, "-c", LATE, str(mark)], dict(os.environ)) as port:
         socket.create_connection(("127.0.0.1", port), 10.0).close()
     assert mark.exists()
 
 
 def test_a_server_that_somebody_else_stands_in_for_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    competitors = script("pingpong_competitors")
+    competitors = script("transports/competitors")
     monkeypatch.setattr(competitors, "LISTEN_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as other, subprocess.Popen(["sleep", "60"]) as idle:
         try:

@@ -1,6 +1,6 @@
 """Other engines that decode the model of bench_decode.py, each in an environment and a process of its own.
 
-``DecodePeer`` is the benchmark's side; run as a script it is the other one. ``peers.sh`` makes the environments.
+``DecodePeer`` is the benchmark's side; run as a script it is the other one. ``install.sh`` makes the environments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from child import Child, Fields, serve
+from peers.child import Child, Fields, serve
 
 ENVIRONMENT = {
     "vllm": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},

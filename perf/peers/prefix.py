@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from child import Fields, serve
+from peers.child import Fields, serve
 
 
 def begin() -> Callable[[Fields], Fields]:

@@ -1,6 +1,6 @@
 // Ping-pong over plain sockets and pipes, and over MPI: the baselines of pingpong.py that need no Python.
 //
-//   pingpong_baselines KIND CORE CORE WARM_UP SIZE:ROUNDS...
+//   baselines KIND CORE CORE WARM_UP SIZE:ROUNDS...
 //
 // KIND: tcp, unix, pipe (calls that block), tcp-poll, unix-poll (calls that do not, in a loop); mpi (built with -DWITH_MPI,
 // started by mpirun with two ranks). A message leaves from one buffer and arrives in another; its bytes are compared

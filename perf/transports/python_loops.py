@@ -1,6 +1,6 @@
 """Baselines of pingpong.py that are Python libraries: a plain socket, ZeroMQ, gloo. Each end is a process.
 
-``pingpong_python.py KIND CORE CORE WARM_UP SIZE:ROUNDS...`` prints, for each size: SIZE, then p50 and p99 of half a
+``python_loops.py KIND CORE CORE WARM_UP SIZE:ROUNDS...`` prints, for each size: SIZE, then p50 and p99 of half a
 round trip in microseconds. Messages arrive in memory of the caller's and are compared after the clock has stopped.
 """
 

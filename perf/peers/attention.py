@@ -15,8 +15,9 @@ from math import prod
 from typing import Any, TypeVar
 
 import torch
-from child import Child, Fields, serve
 from torch import Tensor
+
+from peers.child import Child, Fields, serve
 
 T = TypeVar("T")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

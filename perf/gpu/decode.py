@@ -23,7 +23,7 @@ from reference_model import make
 
 from lamina import LLM, SamplingParams
 
-SHIPPED = Path(__file__).resolve().parents[1] / "examples" / "tiny_lm" / "model"
+SHIPPED = Path(__file__).resolve().parents[2] / "examples" / "tiny_lm" / "model"
 LLAMA_1B = {
     "hidden_size": 2048,
     "num_hidden_layers": 16,

@@ -63,7 +63,7 @@ def _call(command: Sequence[str], env: dict[str, str] | None = None) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=HERE.parent,
+        cwd=HERE.parents[1],
         env=os.environ | (env or {}),
         start_new_session=True,
     ) as process:
@@ -95,11 +95,11 @@ def lamina(transport: str, pattern: str, driver: str) -> Callable[[Course], Time
 
 
 def program(course: Course, name: str, *compile: str) -> str:
-    """pingpong_baselines.cpp, compiled when it is first asked for."""
+    """baselines.cpp, compiled when it is first asked for."""
     path = course.build / name
     if not path.exists():
         flags = ["-std=c++17", "-O3", "-Wall", "-Wextra"]
-        _call([*compile, *flags, str(HERE / "pingpong_baselines.cpp"), "-o", str(path)])
+        _call([*compile, *flags, str(HERE / "baselines.cpp"), "-o", str(path)])
     return str(path)
 
 
@@ -113,7 +113,7 @@ def plain(kind: str) -> Callable[[Course], Times]:
 
 def library(kind: str) -> Callable[[Course], Times]:
     def run(course: Course) -> Times:
-        script, cores = str(HERE / "pingpong_python.py"), [str(core) for core in course.cores]
+        script, cores = str(HERE / "python_loops.py"), [str(core) for core in course.cores]
         return _table(_call([sys.executable, script, kind, *cores, str(course.warm_up), *course.runs]))
 
     return run

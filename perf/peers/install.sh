@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The engines that bench_decode.py --peers and bench_attention.py compare with, each in an environment of its own:
-#   perf/peers.sh [FOLDER, build/peers]      downloads some GB; llama.cpp is compiled, which takes minutes
+#   perf/peers/install.sh [FOLDER, build/peers]      downloads some GB; llama.cpp is compiled, which takes minutes
 set -euo pipefail
-folder=${1:-$(dirname "$0")/../build/peers}
+folder=${1:-$(dirname "$0")/../../build/peers}
 mkdir -p "$folder"
 
 environment() {  # NAME PACKAGES...: skipped where it is there; one that fails is named, the others go on

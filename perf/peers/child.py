@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 Fields = dict[str, Any]
+PERF = Path(__file__).resolve().parents[1]
 
 
 class Child:
-    """``python script arguments``, in ``folder``: what it starts by ``python -m`` is of there before all else. Raises
-    OSError or RuntimeError, with the cause, where it cannot take part.
+    """``python script arguments``, in ``folder``: what it starts by ``python -m`` is of there before all else. It finds
+    the modules of perf/ where it is told no other PYTHONPATH. Raises OSError or RuntimeError, with the cause, where it
+    cannot take part.
     """
 
     def __init__(
@@ -31,7 +33,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, **environment},
+            env={**os.environ, "PYTHONPATH": str(PERF), **environment},
             cwd=folder,
         )
         try:

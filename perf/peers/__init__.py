@@ -1,0 +1,1 @@
+"""Other projects, each in an environment and a process of its own."""

@@ -1,0 +1,1 @@
+"""Who plays ping-pong, and how it is drawn."""
