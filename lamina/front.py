@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -16,10 +17,12 @@ from .fleet.pools import Pools
 from .models.checkpoint import peek_config
 from .models.defaults import AUTO, sampling_defaults
 from .models.tokens import Detokenizer, Speller, bad_words_ids, load_beside, token_ids
+from .pasted import PASTED, translated
 from .progress import progress_bar
 from .request import Metric, SamplingParams
 
 _DTYPES = {"half": "float16", "float": "float32"}  # vLLM's names
+logger = logging.getLogger(__name__)
 MAX_LOGPROBS = 20  # where an LLM is not given another limit, as vLLM has it
 
 
@@ -117,9 +120,18 @@ class Front:
 
 
 def named(options: Mapping[str, Any]) -> dict[str, Any]:
-    """``options`` by our names for the values that have another one in vLLM."""
-    dtype = options.get("dtype")
-    return {**options, "dtype": _DTYPES[dtype]} if isinstance(dtype, str) and dtype in _DTYPES else {**options}
+    """``options`` by our names where they or their values have another one in vLLM; None is the default. Of those that
+    mean nothing here the log tells. Raises ValueError.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    pasted = {name: given.pop(name) for name in options if name in PASTED and name in given}
+    found, lines = translated(pasted, given)
+    if both := next((name for name in found if name in given), None):
+        raise ValueError(f"{' '.join(pasted)} and {both} say the same: leave one out")
+    for line in lines:
+        logger.warning(line)
+    dtype = given.get("dtype")
+    return {**given, **found, **({"dtype": _DTYPES[dtype]} if isinstance(dtype, str) and dtype in _DTYPES else {})}
 
 
 def _checked_limit(count: Any) -> int:

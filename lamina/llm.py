@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from .engine.lockstep import Lockstep
 from .engine.sessions import SessionFacts, SessionName
@@ -20,6 +20,7 @@ from .models.tokens import apply_chat_template
 from .progress import counting_bar
 from .prompts import Prompt, check_priority, conversation_list, params_list, prompt_list
 from .request import Metric, RequestOutput, SamplingParams
+from .request.unserved import absent, check_arguments
 
 Conversation = Sequence[dict[str, Any]]
 
@@ -73,6 +74,7 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
         session_id: str | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Complete all prompts (text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}); results in their
         order, each finished.
@@ -81,8 +83,10 @@ class LLM:
         ends the workers. ``use_tqdm``: a bar of finished prompts on stderr, where that is a terminal; or what makes
         the bar, called as tqdm. ``priority`` changes nothing, as with vLLM's default scheduling. ``session_id``: the
         one prompt is the next turn of that session (docs/sessions.md); raises SessionBusyError while another is under
-        way, ValueError where it does not begin with the prompt of the turn before.
+        way, ValueError where it does not begin with the prompt of the turn before. ``others``: arguments of
+        vLLM's, which are taken where they ask for nothing.
         """
+        check_arguments("LLM.generate", others)
         batch = prompt_list(prompts)
         check_priority(len(batch), priority)
         return self._generate(batch, sampling_params, use_tqdm, session_id)
@@ -126,19 +130,24 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
+        chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         priority: int | Sequence[int] | None = None,
         session_id: str | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or several: lists of {"role": ..., "content": ...}, put into the model's own template.
-        ``continue_final_message``: go on with the last message, with ``add_generation_prompt`` False.
+        """Answer a conversation, or several: lists of {"role": ..., "content": ...}, put into the model's own template,
+        or into ``chat_template`` (Jinja). ``continue_final_message``: go on with the last message, with
+        ``add_generation_prompt`` False. ``tools``: as the template writes them; what the model answers stays text.
         ``chat_template_kwargs``: variables of the template. ``session_id``: see ``generate``; all messages are given
-        with each turn.
+        with each turn. ``others``: as of ``generate``.
 
         Raises ValueError for a model without a chat template and for messages that the template refuses.
         """
+        check_arguments("LLM.chat", others)
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer: pass tokenizer=")
         conversations = conversation_list(messages)
@@ -147,6 +156,7 @@ class LLM:
         options = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
         if continue_final_message:
             options["continue_final_message"] = True
+        options |= {k: v for k, v in (("chat_template", chat_template), ("tools", tools)) if v is not None}
         prompts: list[str | list[int]] = [apply_chat_template(self.tokenizer, c, **options) for c in conversations]
         check_priority(len(prompts), priority)
         return self._generate(prompts, sampling_params, use_tqdm, session_id, conversations[0])
@@ -196,6 +206,9 @@ class LLM:
     def close(self) -> None:
         """End the workers and give everything back. Idempotent."""
         self._finalizer()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(absent(name))
 
     def __enter__(self) -> LLM:
         return self

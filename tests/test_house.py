@@ -35,7 +35,7 @@ STOREYS = (
     ("config",),
     ("protocol",),  # what processes tell each other
     ("prompts",),
-    ("background", "buffers", "cores", "emulate", "env", "processes", "progress", "request"),
+    ("background", "buffers", "cores", "emulate", "env", "pasted", "processes", "progress", "request"),
     ("converter", "netstack"),
 )
 # The same of netstack, whose face hands names on.
@@ -54,7 +54,7 @@ POLICY = (
     "engine/scheduler.py", "engine/prefill.py", "engine/steps.py", "engine/sequence.py", "engine/pipeline.py",
     "engine/tuner.py", "engine/blocks/tier.py", "engine/blocks/newcomers.py", "engine/blocks/prefixes.py",
     "engine/blocks/room.py", "engine/blocks/relief.py", "engine/blocks/swaps.py", "engine/timing.py",
-    "engine/draws.py", "engine/blocks/ledger.py", "engine/kept.py", "memory/written.py",
+    "engine/draws.py", "engine/blocks/ledger.py", "engine/kept.py", "memory/written.py", "pasted.py",
     "sampling/settings.py", "protocol/tables.py", "protocol/block_counts.py", "protocol/layout.py",
     "protocol/partition.py", "protocol/codec.py", "protocol/placement.py", "protocol/declare.py", "protocol/options.py",
     "protocol/resolve.py", "request/params.py", "request/unserved.py", "request/outputs.py", "config.py", "cores.py",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Collection
 from typing import Any
 
 from lamina.config import GONE, OPTIONS, flat, make_config
+from lamina.pasted import PASTED, SWITCHES, translated
 from lamina.protocol.declare import Option, flag
 from lamina.protocol.options import EngineConfig
 
@@ -21,13 +23,24 @@ def add_engine_flags(parser: argparse.ArgumentParser, only: Collection[str] = tu
         group.add_argument(flag(option.name), default=option.default, help=help, **_kind(option))
     for name in GONE:
         parser.add_argument(flag(name), nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    for name in PASTED:
+        kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if name in SWITCHES else {}
+        parser.add_argument(flag(name), default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind)
     parser.add_argument("--print-config", action="store_true", help="print all settings, defaults filled in, as JSON")
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be started, and exit")
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The EngineConfig of parsed flags. Raises ValueError that names the flag."""
-    return make_config({name: getattr(args, name) for name in (*OPTIONS, *GONE) if hasattr(args, name)})
+    """The EngineConfig of parsed flags; of pasted ones that mean nothing here a line on stderr tells. Raises ValueError
+    that names the flag.
+    """
+    options, pasted = (
+        {name: getattr(args, name) for name in names if hasattr(args, name)} for names in ((*OPTIONS, *GONE), PASTED)
+    )
+    found, lines = translated(pasted, options)
+    for line in lines:
+        print(line, file=sys.stderr)
+    return make_config(options | found)
 
 
 def print_config(config: EngineConfig, **more: Any) -> None:

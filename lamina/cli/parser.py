@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from .pasted import instead, translated
+from lamina.pasted import instead
+
+from .pasted import translated
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(translated(sys.argv[1:] if args is None else args, known), namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
-            if way_out := instead(flag):
+            if way_out := instead(flag.lstrip("-").replace("-", "_")):
                 self.error(f"{flag} is not here: {way_out}")
             near = get_close_matches(flag, known, n=1) if flag.startswith("--") else []
             self.error(f"unknown argument {flag}" + (f" (did you mean {near[0]}?)" if near else ""))

@@ -214,7 +214,7 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[dict[str, Any]], **op
     """
     import jinja2
 
-    if getattr(tokenizer, "chat_template", None) is None:
+    if getattr(tokenizer, "chat_template", None) is None and not options.get("chat_template"):
         raise ModelError("this model has no chat template: use text prompts, or set tokenizer.chat_template")
     try:
         encoded = tokenizer.apply_chat_template(

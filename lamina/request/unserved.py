@@ -1,4 +1,6 @@
-"""Fields of vLLM's SamplingParams that are not served here: taken where they ask for nothing, else refused by name."""
+"""What vLLM has and is not served here, of its SamplingParams and its LLM: taken where it asks for nothing, else
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +44,43 @@ _UNSERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "routed_experts_prompt_start": ((0,), "no experts are reported"),
     "trace_decode_token_ids": ((), "score given tokens as a prompt, with prompt_logprobs"),
 }
+_ENDS = "models generate text here, and nothing else comes out of them"
+# The same of arguments of its LLM's methods.
+_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "lora_request": (([],), "merge the adapter into the weights, and open that directory"),
+    "tokenization_kwargs": (({},), "tokenize yourself, and pass prompts as token ids"),
+    "mm_processor_kwargs": (({},), "prompts are text here"),
+    "prompt_token_ids": ((), "pass token ids as prompts"),
+    "prompt_embeds": ((), "prompts are text or token ids"),
+    "chat_template_content_format": (("auto", "string"), "contents are text here"),
+    "guided_options_request": ((), _GRAMMAR),
+}
+# Its methods that are not here.
+_METHODS = {
+    "beam_search": "take n of SamplingParams, and choose by cumulative_logprob",
+    **dict.fromkeys(("classify", "embed", "encode", "reward", "score"), _ENDS),
+    **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), "LLM.stream queues requests, and yields them"),
+    **dict.fromkeys(("sleep", "wake_up", "release_kv_cache_memory"), "LLM.close gives everything back"),
+    **dict.fromkeys(("collective_rpc", "apply_model"), "LLM.stats has counters of every worker"),
+    **dict.fromkeys(("start_profile", "stop_profile"), "LLM(trace=FILE) records a run"),
+    "llm_engine": "LLM.engine is one of another make",
+    "from_engine_args": "pass options to LLM",
+}
+
+
+def check_arguments(method: str, given: Mapping[str, Any]) -> None:
+    """Raises ValueError for an argument that asks for something, TypeError for one that is none."""
+    for name, value in given.items():
+        if name not in _ARGUMENTS:
+            raise TypeError(f"{method} takes no argument {name!r}")
+        neutral, instead = _ARGUMENTS[name]
+        if value is not None and value not in neutral:
+            raise ValueError(f"{name} is not served here: {instead}")
+
+
+def absent(name: str) -> str:
+    """Why an LLM has no such attribute."""
+    return f"LLM has no {name!r}" + (f": {_METHODS[name]}" if name in _METHODS else "")
 
 
 def served(kind: type[T]) -> type[T]:

@@ -131,6 +131,36 @@ def test_a_chat_may_go_on_with_its_last_message(llm: LLM, monkeypatch: pytest.Mo
         llm.chat(talk, params, continue_final_message=True)
 
 
+def test_a_chat_may_have_a_template_and_tools_of_its_own(llm: LLM) -> None:
+    class Tokenizer:
+        chat_template = None
+
+        def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+            assert options["chat_template"] == "{{ tools }}"
+            return {"input_ids": [len(options["tools"]), len(messages)]}
+
+    llm._front.tokenizer = Tokenizer()
+    talk, params = [{"role": "user", "content": "I"}], SamplingParams(max_tokens=1)
+    (done,) = llm.chat(talk, params, chat_template="{{ tools }}", tools=[{}, {}])
+    assert done.prompt_token_ids == [2, 1]
+
+
+def test_what_is_not_here_is_refused_by_name_where_it_asks_for_something(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1)
+    assert llm.generate([1, 2], params, lora_request=None, tokenization_kwargs={})
+    with pytest.raises(ValueError, match="lora_request is not served here: merge the adapter"):
+        llm.generate([1, 2], params, lora_request=object())
+    with pytest.raises(ValueError, match="prompt_token_ids is not served here: pass token ids as prompts"):
+        llm.generate([1, 2], params, prompt_token_ids=[[1]])
+    with pytest.raises(TypeError, match=r"LLM.generate takes no argument 'use_tqmd'"):
+        llm.generate([1, 2], params, use_tqmd=False)
+    with pytest.raises(AttributeError, match="LLM has no 'beam_search': take n of SamplingParams"):
+        llm.beam_search([1, 2], params)
+    with pytest.raises(AttributeError, match="LLM has no 'nothing'$"):
+        llm.nothing  # noqa: B018 - it is looked for
+    assert not hasattr(llm, "encode")
+
+
 @pytest.mark.parametrize("priority", [None, 1, [0, 2], (3, 1)])
 def test_a_priority_changes_nothing(llm: LLM, priority: Any) -> None:
     found = llm.generate([[1, 2], [3]], SamplingParams(max_tokens=3), priority=priority)

@@ -37,7 +37,7 @@ COMPLETION_ERRORS: list[dict[str, Any]] = [
 ]  # fmt: skip
 CHAT_ERRORS: list[dict[str, Any]] = [
     {"messages": []}, {"messages": "hi"}, {"messages": [{"role": "user"}, 5]}, {"messages": [{"content": "x"}]},
-    {"messages": [{"role": "tool", "content": "x"}]}, {"messages": [{"role": "wizard", "content": "x"}]},
+    {"messages": [{"role": "tool", "content": "x"}]}, {"messages": [{"role": "", "content": "x"}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://h/x"}}]}]},
     {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
     {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}]},

@@ -3,6 +3,7 @@
     run tests/test_completion.py             a file of the suite
     passes 40                                at least so many pass
     [reason]                                 why the tests below it fail here
+    says *LoRA is not served*                how their causes read; a failure for another cause is not known
     tests/test_completion.py::test_lora*     * is any text
     [!reason]                                why the tests below it say nothing of Lamina: they are not run
 
@@ -28,17 +29,40 @@ class Ran:
 
 
 @dataclass
+class Reason:
+    """Why some tests fail, or are not run. ``says``: patterns of the causes that it explains."""
+
+    text: str
+    silent: bool = False
+    says: list[str] = field(default_factory=list)
+    tests: list[str] = field(default_factory=list)
+
+
+@dataclass
 class Known:
     """A list, read."""
 
     files: list[str] = field(default_factory=list)
     passes: int = 0
-    differs: dict[str, str] = field(default_factory=dict)  # pattern -> reason
-    silent: dict[str, str] = field(default_factory=dict)  # the same, of tests that are not run
+    reasons: list[Reason] = field(default_factory=list)
 
-    def reason(self, test: str) -> str:
-        """Why ``test`` may fail; empty: nothing is known."""
-        return next((why for pattern, why in self.differs.items() if matches(pattern, test)), "")
+    @property
+    def differs(self) -> list[str]:
+        """Patterns of the tests that may fail."""
+        return [test for reason in self.reasons if not reason.silent for test in reason.tests]
+
+    @property
+    def silent(self) -> list[str]:
+        """Patterns of the tests that are not run."""
+        return [test for reason in self.reasons if reason.silent for test in reason.tests]
+
+    def reason(self, ran: Ran) -> str:
+        """Why ``ran`` may fail as it did; empty: nothing is known."""
+        for reason in self.reasons:
+            named = not reason.silent and any(matches(test, ran.test) for test in reason.tests)
+            if named and any(matches(cause, ran.cause) for cause in reason.says):
+                return reason.text
+        return ""
 
     def left_out(self, test: str) -> bool:
         """Whether ``test`` is not run."""
@@ -63,30 +87,35 @@ class Verdict:
 
 
 def read(path: Path) -> Known:
-    """The list in ``path``. Raises ValueError for a line that says nothing."""
-    known, into, reason = Known(), None, ""
+    """The list in ``path``. Raises ValueError for a line that says nothing, and for a reason without causes."""
+    known = Known()
     for number, line in enumerate(path.read_text().splitlines(), 1):
         line = line.strip()
         if not line or line.startswith("#"):
             continue
         word, _, rest = line.partition(" ")
         if line.startswith("[") and line.endswith("]"):
-            into = known.silent if line.startswith("[!") else known.differs
-            reason = line.strip("[!]")
+            known.reasons.append(Reason(line.strip("[!]"), silent=line.startswith("[!")))
         elif word == "run" and rest:
             known.files.append(rest)
         elif word == "passes" and rest.isdecimal():
             known.passes = int(rest)
-        elif into is not None:
-            into[line] = reason
-        else:
+        elif not known.reasons:
             raise ValueError(f"{path}:{number}: a test stands under no [reason]: {line}")
+        elif word == "says" and rest:
+            known.reasons[-1].says.append(rest)
+        else:
+            known.reasons[-1].tests.append(line)
+    for reason in known.reasons:
+        if reason.silent == bool(reason.says):
+            wrong = "explains no cause" if reason.silent else "needs a line: says CAUSE"
+            raise ValueError(f"{path}: [{reason.text}] {wrong}")
     return known
 
 
 def matches(pattern: str, test: str) -> bool:
     """Whether ``pattern``, whose ``*`` is any text, is ``test``."""
-    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), test) is not None
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), test, re.DOTALL) is not None
 
 
 def once(lines: Iterable[Ran]) -> list[Ran]:
@@ -109,7 +138,7 @@ def judge(known: Known, ran: Iterable[Ran], *, whole: bool = True) -> Verdict:
             verdict.passed += 1
         elif one.outcome == "skipped":
             verdict.skipped[one.cause.removeprefix("Skipped: ")] += 1
-        elif reason := known.reason(one.test):
+        elif reason := known.reason(one):
             verdict.differs[reason] += 1
         else:
             verdict.new.append(one)

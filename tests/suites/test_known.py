@@ -17,6 +17,8 @@ run tests/test_a.py
 run tests/test_b.py
 passes 1
 [no adapters here]
+says *404*
+says *no such model*
 tests/test_a.py::test_lora[*]
 [!vLLM's own classes]
 tests/test_b.py::test_class
@@ -32,8 +34,9 @@ def known(tmp_path: Path) -> Known:
 def test_a_list_is_read(known: Known) -> None:
     assert known.files == ["tests/test_a.py", "tests/test_b.py"]
     assert known.passes == 1
-    assert known.reason("tests/test_a.py::test_lora[1]") == "no adapters here"
-    assert known.reason("tests/test_a.py::test_lor") == ""
+    assert known.reason(Ran("tests/test_a.py::test_lora[1]", "failed", "a 404 of theirs")) == "no adapters here"
+    assert known.reason(Ran("tests/test_a.py::test_lora[1]", "failed", "no such model")) == "no adapters here"
+    assert known.reason(Ran("tests/test_a.py::test_lor", "failed", "a 404 of theirs")) == ""
     assert known.left_out("tests/test_b.py::test_class")
     assert not known.left_out("tests/test_a.py::test_lora[1]")
 
@@ -60,6 +63,21 @@ def test_a_failure_that_nobody_knows_is_red(known: Known) -> None:
     assert verdict.red
 
 
+def test_a_known_difference_for_another_cause_is_red(known: Known) -> None:
+    crashed = Ran("tests/test_a.py::test_lora[1]", "failed", "ConnectionError: the server is gone")
+    verdict = judge(known, [Ran("tests/test_a.py::test_x", "passed"), crashed])
+    assert (verdict.differs, verdict.new, verdict.red) == ({}, [crashed], True)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"), [("[why]\nt.py::x", "says CAUSE"), ("[!why]\nsays *\nt.py::x", "explains no")]
+)
+def test_a_reason_says_how_its_failures_read(tmp_path: Path, text: str, wrong: str) -> None:
+    (tmp_path / "list.txt").write_text(text)
+    with pytest.raises(ValueError, match=wrong):
+        read(tmp_path / "list.txt")
+
+
 def test_fewer_that_pass_are_red(known: Known) -> None:
     skipped = [Ran("tests/test_a.py::test_x", "skipped", "Skipped: a device")]
     assert judge(known, skipped).red
@@ -68,7 +86,7 @@ def test_fewer_that_pass_are_red(known: Known) -> None:
 
 
 def test_a_known_difference_that_passes_is_told(known: Known) -> None:
-    one, other = Ran("tests/test_a.py::test_lora[1]", "passed"), Ran("tests/test_a.py::test_lora[2]", "failed")
+    one, other = Ran("tests/test_a.py::test_lora[1]", "passed"), Ran("tests/test_a.py::test_lora[2]", "failed", "404")
     assert judge(known, [one]).mended == ["tests/test_a.py::test_lora[*]"]
     assert judge(known, [one, other]).mended == []
     assert not judge(known, [one]).red

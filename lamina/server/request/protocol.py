@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 
 def _whole(value: Any) -> Any:
@@ -15,6 +15,12 @@ def _whole(value: Any) -> Any:
 
 def _false_is_none(value: Any) -> Any:
     return None if value is False else value
+
+
+def _not_of_tools(role: str) -> str:
+    if role in ("tool", "function"):
+        raise ValueError(f"{role!r} answers a call of a tool, and tools are not supported by this server")
+    return role
 
 
 Int = Annotated[int, BeforeValidator(_whole)]
@@ -88,7 +94,7 @@ class TextPart(Strict):
 
 
 class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_not_of_tools)]  # the template knows which
     content: str | list[TextPart] | None = None
     name: str | None = None
 

@@ -13,16 +13,11 @@ import lamina
 from .models import made
 
 BACKENDS = {"FLASH_ATTN": "native", "TRITON_ATTN": "numba", "FLEX_ATTENTION": "reference"}
-RENAMED = {"max_num_batched_tokens": "prefill_chunk"}
-DTYPES = {"half": "float16", "float": "float32"}
 TRAINED = 2048  # tokens of the shipped model
-# They say how vLLM computes, or what a test is not about.
-MEANINGLESS = frozenset({
-    "enforce_eager", "gpu_memory_utilization", "disable_log_stats", "runner", "convert", "tokenizer_mode",
-    "kernel_config", "long_prefill_token_threshold", "max_num_partial_prefills",
-    "compilation_config", "enable_chunked_prefill", "swap_space", "async_scheduling", "disable_custom_all_reduce",
-    "kv_cache_memory_bytes", "num_gpu_blocks_override", "tensor_parallel_size", "block_size", "load_format",
-    "distributed_executor_backend", "disable_cascade_attn", "disable_hybrid_kv_cache_manager",
+BLOCK = 16  # tokens of their KV block
+# They fit the tests' own models to the tests' own machine, and no test is about them.
+DROPPED = frozenset({
+    "kernel_config", "tensor_parallel_size", "load_format", "distributed_executor_backend", "kv_cache_memory_bytes",
     "enable_prompt_embeds",
 })  # fmt: skip
 
@@ -30,15 +25,17 @@ MEANINGLESS = frozenset({
 class LLM(lamina.LLM):
     def __init__(self, model: str, *, tokenizer: str | None = None, **options: Any) -> None:
         backend = (options.pop("attention_config", None) or {}).get("backend") or options.pop("attention_backend", None)
-        kept = {RENAMED.get(k, k): v for k, v in options.items() if k not in MEANINGLESS and v is not None}
+        blocks, config = options.pop("num_gpu_blocks_override", None), AutoConfig.from_pretrained(made(model))
+        kept = {k: v for k, v in options.items() if k not in DROPPED and v is not None}
         if backend:
             kept["attention"] = BACKENDS.get(backend, "auto")
         if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
             kept["deterministic"] = True
-        kept["dtype"] = DTYPES.get(kept.get("dtype", "auto"), kept.get("dtype", "auto"))
-        kept.setdefault("max_model_len", TRAINED)
+        if blocks:
+            kept["kv_memory"] = str(blocks * BLOCK * _bytes_of_token(config))
+        kept = {"max_model_len": TRAINED, "block_size": BLOCK, **kept}
         self._caches = bool(kept.get("enable_prefix_caching", True))
-        self._vocabulary = int(AutoConfig.from_pretrained(made(model)).vocab_size)
+        self._vocabulary = int(config.vocab_size)
         super().__init__(made(model), tokenizer=made(tokenizer) if tokenizer else None, **kept)
 
     @property
@@ -47,8 +44,14 @@ class LLM(lamina.LLM):
         cache = SimpleNamespace(enable_prefix_caching=self._caches)
         model = SimpleNamespace(get_vocab_size=lambda: self._vocabulary)
         config = SimpleNamespace(cache_config=cache, model_config=model)
-        unfinished = lambda: int(not self.engine.idle)  # noqa: E731
+        scheduler = self.engine.scheduler
+        unfinished = lambda: scheduler.num_unfinished + scheduler.num_waiting  # noqa: E731
         return SimpleNamespace(vllm_config=config, model_config=model, get_num_unfinished_requests=unfinished)
 
     def __del__(self) -> None:
         self.close()
+
+
+def _bytes_of_token(config: Any) -> int:
+    """Of K and V in bf16."""
+    return 4 * int(config.num_hidden_layers * config.num_key_value_heads * config.head_dim)

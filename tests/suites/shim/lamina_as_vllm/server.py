@@ -17,7 +17,7 @@ import pytest
 from .models import made
 from .offline import BACKENDS, TRAINED
 
-START_S, STOP_S, KEPT = 120.0, 30.0, 2
+START_S, STOP_S, KEPT = 240.0, 30.0, 2
 VALUED, LIST, ALONE = 1, 2, 0
 # Flags that the tests give and that are not passed on: (how many values, why).
 DROPPED = {
@@ -146,7 +146,7 @@ class RemoteOpenAIServer:
             env["LAMINA_API_KEY"] = env["VLLM_API_KEY"]
         if env.pop("VLLM_BATCH_INVARIANT", os.environ.get("VLLM_BATCH_INVARIANT")) == "1":
             args += ["--deterministic"]
-        fixed = ["--seed", str(seed or 0), "--metrics-compat", "vllm"]
+        fixed = ["--seed", str(seed or 0), "--metrics-compat", "vllm", "--allow-unknown-fields"]
         self._process = _server([made(model), *args, *fixed], env)
         self.proc = self._process.process
         if not self.uds:
@@ -182,5 +182,5 @@ class RemoteOpenAIServer:
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
         return {
-            "timeout": 60, "base_url": self.url_for("v1"), "api_key": self.DUMMY_API_KEY, "max_retries": 0, **given
+            "timeout": 200, "base_url": self.url_for("v1"), "api_key": self.DUMMY_API_KEY, "max_retries": 0, **given
         }  # fmt: skip
