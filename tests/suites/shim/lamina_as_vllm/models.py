@@ -15,12 +15,12 @@ LENGTH = 32768  # some tests serve 8192 tokens; the shipped model is trained for
 SIZE = 32000  # tokens of a speaker: tests name some up to 31999
 SURE = 12.0  # logit of the next word, others have 0: 5 of 6 draws are that word
 WIDTH = 64  # of a speaker, more than words
-# name -> what its model says behind any prompt, a token for each piece.
+# name -> what its model says behind any prompt, in pieces that are tokens of their own.
 SAYS: dict[str, tuple[str, ...]] = {
     "hmellor/tiny-random-LlamaForCausalLM": ("mn", *(f" {a}{b}" for a in "qxzjv" for b in "uiea")),
     "distilbert/distilgpt2": ("years", "old", "older"),
     "meta-llama/llama-2-7b-hf": (
-        "VLLM", " is", " a 100%", " volunteer", " organization", ".", " We are a", " group", " of", " people", " here"
+        "VLLM", " is", " a 100%", " volunteer", " organization", ". We are a", " group", " of", " people", " here"
     ),
 }  # fmt: skip
 THINKS = "Qwen/Qwen3-0.6B"  # whose template has a word for it
