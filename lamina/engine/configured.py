@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Callable
 
 from lamina.protocol.control import ComputeReady
 from lamina.protocol.options import EngineConfig
@@ -18,8 +19,10 @@ from .scheduler import Scheduler
 NONCE_BYTES = 16
 
 
-def scheduler_of(config: EngineConfig, info: ComputeReady, ledger: BlockTables, num_batches: int) -> Scheduler:
-    """``num_batches``: that take turns at first."""
+def scheduler_of(
+    config: EngineConfig, info: ComputeReady, ledger: BlockTables, num_batches: int, clock: Callable[[], float]
+) -> Scheduler:
+    """``num_batches``: that take turns at first. ``clock``: seconds, for what prompts take."""
     batching, topology = config.batching, config.topology
     tier = _tier(config, ledger, info)
     return Scheduler(
@@ -30,7 +33,7 @@ def scheduler_of(config: EngineConfig, info: ComputeReady, ledger: BlockTables, 
         num_batches=num_batches,
         num_layers=info.num_layers,
         num_replicas=topology.replicas,
-        prefill=Prefill(topology.prefill_workers, batching.prefill_chunk, topology.most_batches),
+        prefill=Prefill(topology.prefill_workers, batching.prefill_chunk, topology.most_batches, clock),
         prefixes=_prefixes(config, ledger),
         tier=tier,
         swaps=_swaps(config, tier),

@@ -48,7 +48,7 @@ class Engine:
         if self._tuner:
             self.info.summary["pipeline"] = self._tuner.reason
         num_batches = self._tuner.n if self._tuner else config.topology.most_batches
-        self.scheduler = scheduler_of(config, info, self._ledger, num_batches)
+        self.scheduler = scheduler_of(config, info, self._ledger, num_batches, clock)
         self._timing = Timing(self.scheduler.swaps) if self.scheduler.swaps else None
         self._steps: dict[tuple[int, int], ScheduledStep] = {}  # in flight, by batch and step
         self._next_round = 0

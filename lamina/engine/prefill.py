@@ -1,8 +1,9 @@
-"""Which prompt each prefill worker computes next, chunk by chunk. Pure policy: no torch, no I/O, no clock."""
+"""Which prompt each prefill worker computes next, chunk by chunk. Pure policy: no torch, no I/O; the clock comes in."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lamina.protocol.plan import (
@@ -14,10 +15,15 @@ from lamina.protocol.plan import (
     StepPlan,
 )
 
+from .conductor import Conductor, ConductorRules, KnownPrompt
+from .conductor.choice import NOBODY
+from .conductor.directory import Directory
+from .conductor.estimate import PrefillFit, PrefillTime
+from .conductor.overload import DecodePool, TokenTime
 from .sequence import Sequence
 from .steps import ScheduledStep
 
-NOBODY = -1
+FIRST_LAW = PrefillTime(0.0, 1e-4, 0.0)  # of prompts, until some were computed
 
 
 @dataclass
@@ -26,15 +32,14 @@ class _PrefillLoad:
     prompts: deque[Sequence] = field(default_factory=deque)  # that have tokens left to schedule, in their order
     held: int = NOBODY  # the sequence in its store
     next_step: int = 0
-    in_flight: list[int] = field(default_factory=list)  # tokens of each chunk
-
-    @property
-    def tokens_left(self) -> int:
-        return sum(self.in_flight) + sum(s.num_promised - s.num_scheduled for s in self.prompts)
+    in_flight: list[int] = field(default_factory=list)  # of each chunk, its sequence
+    computing: int = NOBODY  # the sequence of the chunks that are computed now
+    since_s: float = 0.0  # it is
 
 
 class Prefill:
-    """Deals prompts to prefill workers. First come, first served; each worker has one prompt after the other.
+    """Deals prompts to prefill workers: the Conductor says which one computes a prompt, by what prompts have taken so
+    far. Each worker has one prompt after the other, first come, first served.
 
     A chunk is a step of a batch that is the worker's own. The memory workers are told of it by a Grant, in the plan of
     the batch in which the sequence will decode; so blocks for a chunk are held from then on. GRANTS_AHEAD chunks of
@@ -44,11 +49,17 @@ class Prefill:
 
     PROMPTS = 2  # of a worker: the one that it computes, and one so that it need not wait
 
-    def __init__(self, num_workers: int, chunk: int, first_batch: int) -> None:
-        """``first_batch``: the number of the first worker's batch; those of the others follow."""
+    def __init__(
+        self, num_workers: int, chunk: int, first_batch: int, clock: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        """``first_batch``: the number of the first worker's batch; those of the others follow. ``clock``: seconds; by
+        one that stands still, a prompt costs as many seconds as it has tokens.
+        """
         self._workers = [_PrefillLoad(i) for i in range(num_workers)]
         self._chunk = chunk
         self._first_batch = first_batch
+        self._clock = clock
+        self.conductor = _conductor(num_workers)
 
     def wants(self, sequence: Sequence) -> bool:
         """Whether a new sequence is for prefill workers. A single token is as cheap where the others decode."""
@@ -60,17 +71,23 @@ class Prefill:
         return any(len(w.prompts) < self.PROMPTS for w in self._workers)
 
     def add(self, sequence: Sequence) -> None:
-        """Give a new sequence to the worker that has the fewest tokens ahead of it."""
-        worker = min(self._workers, key=lambda w: (len(w.prompts) >= self.PROMPTS, w.tokens_left))
-        worker.prompts.append(sequence)
-        sequence.prefill_worker = worker.index
+        """Give a new sequence, which has its id, to the worker that has room and will have computed it first."""
+        able = [w.index for w in self._workers if len(w.prompts) < self.PROMPTS]
+        prompt, now = KnownPrompt(sequence.num_promised), self._clock()
+        choice = self.conductor.choose(prompt, now, able or None)
+        self.conductor.book(sequence.id, prompt, choice, now)
+        self._workers[choice.worker].prompts.append(sequence)
+        sequence.prefill_worker = choice.worker
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence that has no chunk in flight."""
         if sequence.prefill_worker is not None:
-            prompts = self._workers[sequence.prefill_worker].prompts
-            if sequence in prompts:
-                prompts.remove(sequence)
+            worker = self._workers[sequence.prefill_worker]
+            if sequence in worker.prompts:
+                worker.prompts.remove(sequence)
+            self.conductor.cancelled(sequence.id, self._clock())
+            if worker.computing == sequence.id:
+                self._go_on(worker)
             sequence.prefill_worker = None
 
     def roll_back(self) -> None:
@@ -78,7 +95,8 @@ class Prefill:
         for worker in self._workers:
             worker.prompts.clear()
             worker.in_flight.clear()
-            worker.held = NOBODY
+            worker.held = worker.computing = NOBODY
+        self.conductor.forget()
 
     def next_grant(self, sequence: Sequence) -> Grant | None:
         """For the next chunk of ``sequence``, if it is its turn."""
@@ -108,7 +126,9 @@ class Prefill:
         draws = [sequence] if grant.first + grant.count == sequence.num_promised else []
         step = ScheduledStep(plan, [sequence], draws, worker.index)
         worker.next_step += 1
-        worker.in_flight.append(grant.count)
+        worker.in_flight.append(sequence.id)
+        if worker.computing == NOBODY:
+            self._go_on(worker)
         sequence.num_scheduled += grant.count
         sequence.num_prefilling += 1
         if draws:
@@ -118,8 +138,29 @@ class Prefill:
 
     def complete(self, step: ScheduledStep, worker: int) -> None:
         """The memory workers have the K and V of ``step``, which ``worker`` has computed."""
-        self._workers[worker].in_flight.pop(0)  # in their order
+        load, now = self._workers[worker], self._clock()
+        load.in_flight.pop(0)  # in their order
         (sequence,) = step.parts
         sequence.num_prefilling -= 1
         if step.draws:
+            self.conductor.computed(sequence.id, now, now - load.since_s, 0)
+            self._go_on(load)
             sequence.prefill_worker = None
+
+    def _go_on(self, worker: _PrefillLoad) -> None:
+        """It begins with the prompt of the next chunk in flight, if there is one."""
+        worker.computing, worker.since_s = worker.in_flight[0] if worker.in_flight else NOBODY, self._clock()
+        if worker.computing != NOBODY:
+            self.conductor.begun(worker.computing, worker.since_s)
+
+
+def _conductor(num_workers: int) -> Conductor:
+    """Of workers whose stores have nothing for another prompt: only queues differ."""
+    return Conductor(
+        rules=ConductorRules(policy="auto"),
+        directory=Directory(num_workers, 0),
+        fit=PrefillFit(FIRST_LAW, trusted=False),
+        tokens_per_s=1.0,
+        decoding=DecodePool(1, TokenTime(0.0, 0.0, 0.0), 1.0),
+        num_workers=num_workers,
+    )

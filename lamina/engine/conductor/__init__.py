@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -73,12 +73,13 @@ class Conductor:
         self._lines = [PromptLine() for _ in range(self.num_workers)]
         self._sends_until = [0.0] * self.num_workers
 
-    def choose(self, prompt: KnownPrompt, now_s: float) -> PromptChoice:
-        """Who should compute it. Changes nothing but the next draw of chance."""
+    def choose(self, prompt: KnownPrompt, now_s: float, among: Collection[int] | None = None) -> PromptChoice:
+        """Who should compute it, of all workers or of ``among``. Changes nothing but the next draw of chance."""
         held, ready = self.directory.held(prompt.keys), self.directory.ready(prompt.keys)
         workers = [
             WorkerMatch(w, line.queue_s(now_s), prompt.length(held[w]), prompt.length(ready[w]))
             for w, line in enumerate(self._lines)
+            if among is None or w in among
         ]
         return self._policy(
             Question(
@@ -136,6 +137,14 @@ class Conductor:
         choice, prompt = self._booked.pop(request)
         self._lines[choice.worker].remove(request, now_s)
         self.directory.failed(choice.worker, prompt.keys)
+
+    def forget(self) -> None:
+        """Nobody has a prompt or a page any more. What was learned of times stays."""
+        for worker in range(self.num_workers):
+            self.directory.lost(worker)
+        self._lines = [PromptLine() for _ in range(self.num_workers)]
+        self._sends_until = [0.0] * self.num_workers
+        self._booked.clear()
 
     def refuses_decoding(self, tokens: int, ttft_s: float) -> Refusal | None:
         """At the end of a prompt: whether no instance can take it within the limit (section 3, step 4)."""

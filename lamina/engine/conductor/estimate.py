@@ -16,7 +16,8 @@ _UNIT = 1024.0  # tokens: features of one order of magnitude, so that sums of th
 _KEPT = 0.96  # of the weight of what was measured before, with each new measurement
 _PRIOR = 1.0  # measurements that the first law weighs as much as
 _PRIOR_PROMPTS = ((1, 0), (512, 0), (4096, 0), (32768, 0), (32768, 16384))
-_MOST_OUTLIER = 4.0  # times the prediction: a single stall teaches no more than that
+_FEW = 8  # measurements, from which on
+_MOST_OUTLIER = 4.0  # times the prediction is the most that a measurement counts: one stall spoils no law
 
 
 class PrefillTime(NamedTuple):
@@ -34,11 +35,11 @@ class PrefillTime(NamedTuple):
 class PrefillFit:
     """A law that follows what is measured: weighted least squares of relative errors, the old forgotten by and by."""
 
-    def __init__(self, law: PrefillTime) -> None:
-        """``law``: until something is measured, and worth one measurement then."""
+    def __init__(self, law: PrefillTime, *, trusted: bool = True) -> None:
+        """``law``: until something is measured. ``trusted``: it is worth one measurement then, else nothing."""
         self.law = law
-        self._sums = _Sums()
-        for tokens, prefix in _PRIOR_PROMPTS:
+        self._sums, self._count = _Sums(), 0
+        for tokens, prefix in _PRIOR_PROMPTS if trusted else ():
             seconds = law.seconds(tokens, prefix)
             if seconds > 0:
                 self._sums.add(tokens, prefix, seconds, _PRIOR / len(_PRIOR_PROMPTS))
@@ -48,8 +49,11 @@ class PrefillFit:
         if seconds <= 0 or tokens <= prefix:
             return
         expected = self.law.seconds(tokens, prefix)
+        if self._count >= _FEW and expected > 0:
+            seconds = min(seconds, expected * _MOST_OUTLIER)
+        self._count += 1
         self._sums.forget(_KEPT)
-        self._sums.add(tokens, prefix, min(seconds, expected * _MOST_OUTLIER) if expected > 0 else seconds)
+        self._sums.add(tokens, prefix, seconds)
         self.law = self._sums.law()
 
 

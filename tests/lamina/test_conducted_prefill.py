@@ -1,0 +1,97 @@
+"""The Conductor in the running engine's scheduler: who gets a prompt, what is learned, what is taken back."""
+
+from __future__ import annotations
+
+import pytest
+from scheduled import make
+
+from lamina.engine.conductor import choice
+from lamina.engine.prefill import Prefill
+from lamina.engine.sequence import Sequence
+from lamina.engine.steps import ScheduledStep
+
+
+class Hand:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def new(number: int, tokens: int) -> Sequence:
+    sequence = make(number, tokens, 5)
+    sequence.id = number
+    return sequence
+
+
+def given(prefill: Prefill, number: int, tokens: int) -> tuple[Sequence, int | None]:
+    sequence = new(number, tokens)
+    prefill.add(sequence)
+    return sequence, sequence.prefill_worker
+
+
+def chunk(prefill: Prefill, sequence: Sequence) -> ScheduledStep:
+    grant = prefill.next_grant(sequence)
+    assert grant is not None
+    return prefill.begin(sequence, grant)
+
+
+def test_a_prompt_goes_where_it_is_done_first() -> None:
+    prefill = Prefill(3, 8, 1)
+    assert [given(prefill, n, tokens)[1] for n, tokens in enumerate((30, 10, 20, 5, 5))] == [0, 1, 2, 1, 2]
+    _, last = given(prefill, 9, 5)  # only worker 0 has room, however long it takes
+    assert last == 0
+    assert not prefill.has_room
+
+
+def test_what_prompts_take_is_learned_and_counts() -> None:
+    """Prompts of one length take 2 s: a queue that is half done is shorter than one that has just begun."""
+    clock = Hand()
+    prefill = Prefill(2, 100, 1, clock)
+    for number in range(12):
+        sequence, worker = given(prefill, number, 50)
+        step = chunk(prefill, sequence)
+        clock.now += 2.0
+        assert worker is not None
+        prefill.complete(step, worker)
+    assert prefill.conductor.fit.law.seconds(50) == pytest.approx(2.0, rel=0.1)
+    first, second = given(prefill, 20, 50), given(prefill, 21, 50)
+    assert {first[1], second[1]} == {0, 1}
+    chunk(prefill, first[0])
+    clock.now += 1.5
+    chunk(prefill, second[0])
+    assert given(prefill, 22, 50)[1] == first[1]
+
+
+def test_a_prompt_counts_from_the_end_of_the_one_before() -> None:
+    clock = Hand()
+    prefill = Prefill(1, 100, 1, clock)
+    (one, _), (two, _) = given(prefill, 0, 50), given(prefill, 1, 50)
+    steps = [chunk(prefill, one), chunk(prefill, two)]  # both in flight
+    for step in steps:
+        clock.now += 3.0
+        prefill.complete(step, 0)
+    assert prefill.conductor.fit.law.seconds(50) <= 3.0  # and not the 6 s since the second was sent
+    assert prefill.conductor.num_waiting == 0
+
+
+def test_what_is_dropped_or_rolled_back_counts_no_more() -> None:
+    prefill = Prefill(2, 8, 1)
+    (long, at), _ = given(prefill, 0, 80), given(prefill, 1, 8)
+    prefill.drop(long)
+    assert long.prefill_worker is None
+    assert given(prefill, 2, 5)[1] == at
+    prefill.roll_back()
+    assert prefill.conductor.num_waiting == 0
+    assert given(prefill, 4, 80)[1] == 0
+    assert given(prefill, 5, 8)[1] == 1
+
+
+def test_the_engine_has_no_policy_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant that test_pools sees in the simulation is seen here."""
+    monkeypatch.setitem(choice.POLICIES, "auto", lambda asked: choice.auto(asked)._replace(worker=0))
+    prefill = Prefill(3, 8, 1)
+    assert [given(prefill, n, 10)[1] for n in range(3)] == [0, 0, 0]
