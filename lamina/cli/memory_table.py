@@ -191,12 +191,14 @@ def _memory(facts: _RankFacts, config: EngineConfig, index: int, free: int) -> W
         block_size=config.kv.block_size,
         free=free // config.topology.tensor_parallel_size,
     )
+    kv = _blocks(facts, config, facts.partition, worker, kv_bytes)
     channels = config.topology.replicas * _decode_channel(facts, config)
     channels += config.topology.prefill_workers * _prefill_channel(facts, config)
     return WorkerMemory(
         name=f"memory-{index}",
         device=_device("--memory-device", config.devices.memory_device, config.gpu_number("memory", index)),
-        kv=_blocks(facts, config, facts.partition, worker, kv_bytes),
+        kv=kv,
+        tokens=_tokens(facts, config, worker, kv) if facts.partition.stays else 0,
         slots=channels,
         workspace=attention_bytes(
             facts.layers,
@@ -239,6 +241,22 @@ def _blocks(facts: _RankFacts, config: EngineConfig, partition: Partition, worke
         max_rows=config.batching.max_rows,
         max_len=facts.max_len,
     )
+
+
+def _tokens(facts: _RankFacts, config: EngineConfig, worker: int, kv: int) -> int:
+    """Of one sequence, in whole stripes, that ``kv`` bytes of blocks on ``worker`` hold beside their null block. Where
+    layers have a window it holds more.
+    """
+    from lamina.attention.merge import CHUNK_TOKENS
+    from lamina.kv.stored import head_bytes
+
+    stripe, block = facts.partition.stripe * CHUNK_TOKENS, config.kv.block_size
+    token = sum(
+        piece.num_kv_heads * head_bytes(layer.qk_dim, layer.v_dim, facts.kv_dtype)
+        for number, layer in enumerate(facts.layers)
+        for piece in facts.partition.pieces(number, worker)
+    )
+    return (kv // token - block) // stripe * stripe
 
 
 def _decode_channel(facts: _RankFacts, config: EngineConfig) -> int:

@@ -129,7 +129,11 @@ def _memory_text(model: str, config: EngineConfig) -> str:
     except UnsupportedModelError as error:  # some operators run on data alone: a start may well do
         return f"  memory: not known without the weights: {error}"
     check_fits(workers, free)
-    return memory_text(workers, free)
+    lent = config.topology.of_rank([w.tokens for w in workers if w.name.startswith("memory")], 0)
+    if not any(lent):
+        return memory_text(workers, free)
+    told = f"  one sequence: {max(lent):,} tokens at home, {sum(lent):,} with what others lend"
+    return "\n".join([memory_text(workers, free), told])
 
 
 def _check_names(config: EngineConfig) -> None:

@@ -24,7 +24,8 @@ class WorkerMemory:
     mapped: weights in the pages of their files, which workers of one host share; copied: weights of its own. ``part``:
     which weights; workers with the same have the same pages. kv: KV blocks. slots: of its channels, both directions.
     workspace: tensors that live during a step. private, libraries: what its programs take, and the pages of their
-    files. ``device``: where weights, KV blocks and workspace are.
+    files. ``device``: where weights, KV blocks and workspace are. ``tokens``: of one sequence that its KV blocks hold
+    in whole stripes, where memory workers lend them.
     """
 
     name: str
@@ -33,6 +34,7 @@ class WorkerMemory:
     mapped: int = 0
     copied: int = 0
     kv: int = 0
+    tokens: int = 0
     slots: int = 0
     workspace: int = 0
     private: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,28 @@ def test_whatever_goes_with_it(way: dict[str, Any], path: str, large: Told) -> N
         assert told(llm) == large
         if "enable_prefix_caching" in way:
             assert told(llm) == large
+
+
+@pytest.mark.slow
+def test_ranks_lend_the_same_stripes(path: str) -> None:
+    ranks = {**TINY, "tensor_parallel_size": 2, "transport": "shm"}
+    with LLM(path, memory_workers=2, kv_memory="8MB", **ranks) as llm:
+        wanted = told(llm)
+    with LLM(path, **{**SPILL, "memory_workers": 4, "kv_memory": "330KB"}, **ranks) as llm:
+        assert told(llm) == wanted
+        read = [w["stored_bytes"] for name, w in sorted(llm.stats().items()) if name.startswith("memory")]
+    assert read[0] == read[1]
+    assert read[2] == read[3] > 0
+
+
+def test_a_creditor_that_dies_is_made_good(path: str, large: Told) -> None:
+    tokens, seen = dict[int, list[int]](), 0
+    with LLM(path, transport="shm", **SPILL, **TINY) as llm:
+        for output in llm.stream(PROMPTS, PARAMS):
+            tokens[output.request_id], seen = output.outputs[0].token_ids, seen + 1
+            if seen == 8:
+                os.kill(llm.pools.pids["memory-1"], signal.SIGKILL)
+    assert [tokens[number] for number in sorted(tokens)] == [ids for ids, _ in large]
 
 
 def test_a_pool_that_cannot_hold_one_sequence_is_refused(path: str) -> None:
