@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,14 +61,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that ships with the model")
+    parser.add_argument(
+        "--prompts",
+        default="elsewhere",
+        metavar="PLACE",
+        help="where prompts are computed: elsewhere, at no price, or here, beside the rows that decode (elsewhere)",
+    )
     parser.add_argument("--rows", type=int, default=5, metavar="N", help="deployments to show (5)")
     parser.add_argument(
         "--simulate",
         type=int,
-        default=0,
+        default=1000,
         metavar="N",
-        help="play N requests on the rows shown, by the engine's own scheduler (0)",
+        help="play N requests on the rows shown, by the engine's own scheduler; 0 = none (1000)",
     )
+    parser.add_argument(
+        "--rate",
+        default="",
+        metavar="N",
+        help="play so many requests a second, or `trace`: as they came; else each as soon as there is room",
+    )
+    parser.add_argument("--html", metavar="FILE", help="write a page with plots to FILE; it needs no other file")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be planned, and exit")
 
@@ -74,16 +89,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit status 0; raises ValueError for bad input."""
     from lamina.planner.deployment import deployments
+    from lamina.planner.page import page
     from lamina.planner.played import play, played_text
     from lamina.planner.verdict import best_reachable, decide
-    from lamina.planner.words import plan_json, plan_text
+    from lamina.planner.words import Plan, plan_json, plan_text
+    from lamina.progress import progress_bar
 
     for name in ("rows", "max_num_seqs", "simulate"):
         if getattr(args, name) < (name == "rows"):
             raise ValueError(
                 f"--{name.replace('_', '-')} must be at least {int(name == 'rows')}, not {getattr(args, name)}"
             )
-    stock = _stock(args)
+    stock, rate = _stock(args), _rate(args.rate)
     planner, trace = _planner(args, stock), _trace(args.trace)
     asked = list(deployments(stock, planner.costs.model))
     if args.dry_run:
@@ -95,12 +112,15 @@ def run(args: argparse.Namespace) -> int:
             f"--slo-tbt {args.slo_tbt or 'is not given'}: nothing can be ranked; {best_reachable(ranking)}"
         )
     verdict = decide(planner, ranking, trace)
-    played = play(planner, ranking, args.rows, args.simulate) if args.simulate else []
+    with progress_bar(sys.stderr.isatty()) as told:
+        played = play(planner, ranking, args.rows, args.simulate, rate, told) if args.simulate else []
+    plan = Plan(planner, ranking, verdict, played, args.rows, rate)
+    if args.html:
+        Path(args.html).write_text(page(plan))
     if args.json:
-        told = {**plan_json(planner, ranking, verdict, args.rows), "simulated": [p.told() for p in played]}
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        sys.stdout.write(json.dumps(plan_json(plan), indent=2) + "\n")
     else:
-        sys.stdout.write(plan_text(planner, ranking, verdict, args.rows) + played_text(played))
+        sys.stdout.write(plan_text(plan) + played_text(played, rate))
     return 0
 
 
@@ -111,9 +131,12 @@ def _planner(args: argparse.Namespace, stock: Mapping[str, Stock]) -> Planner:
     from lamina.planner.model_facts import model_facts
     from lamina.planner.operators import OperatorTables
     from lamina.planner.rank import Planner
+    from lamina.planner.replay import CHUNK
 
     if args.gigabyte not in UNITS:
         raise ValueError(f"--gigabyte {args.gigabyte} is not one of {', '.join(UNITS)}")
+    if args.prompts not in ("elsewhere", "here"):
+        raise ValueError(f"--prompts {args.prompts} is not one of elsewhere, here")
     constants, prices = tables.constants(), tables.price_book(args.prices)
     for each in stock.values():
         prices.hour(each.device)
@@ -125,7 +148,14 @@ def _planner(args: argparse.Namespace, stock: Mapping[str, Stock]) -> Planner:
     operators = OperatorTables([Path(args.operators)] if args.operators else [])
     facts = model_facts(args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     costs = CostModel(facts, constants, link, baseline, operators)
-    return Planner(costs, DeviceMemory(constants, args.gigabyte), prices, slo, args.max_num_seqs)
+    return Planner(
+        costs,
+        DeviceMemory(constants, args.gigabyte),
+        prices,
+        slo,
+        args.max_num_seqs,
+        CHUNK if args.prompts == "here" else 0,
+    )
 
 
 def _trace(path: str) -> RequestTrace:
@@ -155,3 +185,13 @@ def _stock(args: argparse.Namespace) -> dict[str, Stock]:
             raise ValueError(f"--devices has {each.name} twice: add up the numbers")
         found[each.name] = Stock(each, int(count))
     return found
+
+
+def _rate(text: str) -> float | None:
+    """Requests per second; 0 = as they came, None = as soon as there is room."""
+    if text in ("", "trace"):
+        return 0.0 if text else None
+    value = float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else 0.0
+    if not 0 < value < math.inf:
+        raise ValueError(f"--rate {text} is neither a number of requests a second above 0 nor the word trace")
+    return value

@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default="", metavar="NAME", help="of fig10 one model alone: llama-33b, llama-65b, llama3-70b"
     )
+    parser.add_argument("--html", metavar="FILE", help="write a page with plots to FILE; it needs no other file")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be computed, and exit")
 
@@ -55,6 +56,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"would compute {args.figure}" + (f" on {', '.join(traces)}" if traces else ""))
         return 0
     found = _figure(args, traces)
+    if args.html:
+        from lamina.planner.page import figure_page
+
+        Path(args.html).write_text(figure_page(args.figure, found))
     if args.json:
         lines = [{**line._asdict(), "gap": line.gap} for line in found.lines]
         told = {"figure": args.figure, "title": found.title, "lines": lines, "cannot": found.cannot}

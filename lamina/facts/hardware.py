@@ -13,6 +13,7 @@ from lamina.protocol.declare import parse_size
 
 _RATES = ("tflops", "bandwidth")
 _WORDS = ("title", "memory", "source")
+_CARDS = ("network", "interconnect")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,8 @@ class Device:
     """One accelerator: peak rates of its data sheet, which no program reaches.
 
     tflops: dense bf16, in 10^12 FLOP/s. memory_gb, bandwidth_gbs, network_gbs: 10^9 bytes (per second); ``network_gbs``
-    is one direction of its own network card, None where none was stated. ``memory``: as the source writes it.
+    is one direction of its own network card, ``interconnect_gbs`` one direction to other devices of its host, None
+    where none was stated. ``memory``: as the source writes it.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Device:
     memory_gb: float
     bandwidth_gbs: float
     network_gbs: float | None
+    interconnect_gbs: float | None = None
     source: str
 
 
@@ -69,11 +72,11 @@ def checked(entry: Mapping[str, Any], known: Mapping[str, type], optional: Mappi
 
 def _device(name: str, entry: dict[str, Any], path: Path) -> Device:
     where = f"{path}: [{name}]"
-    checked(entry, {**dict.fromkeys(_WORDS, str), **dict.fromkeys(_RATES, float)}, {"network": float}, where)
+    checked(entry, {**dict.fromkeys(_WORDS, str), **dict.fromkeys(_RATES, float)}, dict.fromkeys(_CARDS, float), where)
     memory = entry["memory"].strip()
     if memory.rstrip("Bb") == memory:
         raise ValueError(f"{where}: memory {memory} has no unit: write GB (10^9 bytes) or GiB (2^30)")
-    network = entry.get("network")
+    network, interconnect = (None if entry.get(c) is None else float(entry[c]) for c in _CARDS)
     return Device(
         name=name,
         title=entry["title"],
@@ -81,7 +84,8 @@ def _device(name: str, entry: dict[str, Any], path: Path) -> Device:
         memory=memory,
         memory_gb=parse_size(memory, f"{where}: memory") / 1e9,
         bandwidth_gbs=float(entry["bandwidth"]),
-        network_gbs=None if network is None else float(network),
+        network_gbs=network,
+        interconnect_gbs=interconnect,
         source=entry["source"],
     )
 

@@ -98,10 +98,19 @@ def attention_work(program: SlicedProgram, kv_cache_dtype: str = "auto") -> list
     ]
 
 
-def attention_calls(program: SlicedProgram) -> list[tuple[int, int, int, int, int, int, int]]:
+def attention_calls(program: SlicedProgram) -> list[tuple[int, ...]]:
     """Of each layer what model_facts.Attentions has, its count left out."""
     return [
-        (call.k.shape[0], work.kv_bytes, call.q_bytes, call.kv_bytes, call.out_bytes, work.flops, work.window)
+        (
+            call.q.shape[0],
+            call.k.shape[0],
+            work.kv_bytes,
+            call.q_bytes,
+            call.kv_bytes,
+            call.out_bytes,
+            work.flops,
+            work.window,
+        )
         for call, work in zip(program.calls, attention_work(program), strict=True)
     ]
 

@@ -16,7 +16,8 @@ from lamina.facts.hardware import Device
 from lamina.facts.roofline import min_bandwidth
 
 from .deployment import Deployment
-from .model_facts import ModelFacts
+from .messages import cards_s, sent
+from .model_facts import Attentions, ModelFacts
 from .operators import OperatorTables
 from .tables import Baseline, Constants, NetworkLink
 
@@ -29,10 +30,13 @@ class PartTime(NamedTuple):
 
 
 class BatchLoad(NamedTuple):
-    """Of a batch. rows: tokens that the slices compute; stored: window -> tokens that attention reads for them."""
+    """Of a batch. rows: tokens that the slices compute; by window: tokens that attention reads for them, and pairs of a
+    row and such a token, which are as many where each row is of a sequence of its own (None).
+    """
 
     rows: float
     stored: Mapping[int, float]
+    pairs: Mapping[int, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,15 +84,20 @@ class CostModel:
 
     def round(self, deployment: Deployment, loads: Sequence[BatchLoad]) -> RoundTime:
         """Of one step of each batch with rows; ``loads`` has at least one."""
-        steps = [self.step(deployment, load) for load in loads]
+        each = {id(load): self.step(deployment, load) for load in loads}
+        steps = [each[id(load)] for load in loads]
         model, attention = sum(s.model_s for s in steps), sum(s.attention_s for s in steps)
-        chain = max(s.model_s + s.attention_s + s.network_s for s in steps)
         if not deployment.split:
             seconds = model + attention + self.baseline.driver_s
             limit = "compute" if model > attention else "memory"
             return RoundTime(seconds, limit, model / seconds, attention / seconds)
-        bounds = {"memory": attention, "compute": model / deployment.replicas, "latency": chain}
-        bounds["driver"] = self.driver_s(sum(load.rows for load in loads))
+        bounds = {
+            "memory": attention,
+            "compute": model / deployment.replicas,
+            "network": cards_s(self.link, deployment, [sent(self.model, deployment, load.rows) for load in loads]),
+            "latency": max(s.model_s + s.attention_s + s.network_s for s in steps),
+            "driver": self.driver_s(sum(load.rows for load in loads)),
+        }
         limit = max(bounds, key=lambda name: bounds[name])
         seconds = bounds[limit]
         return RoundTime(seconds, limit, bounds["compute"] / seconds, attention / seconds)
@@ -146,22 +155,37 @@ class CostModel:
         if self.tables.has("all_reduce", device.name, ranks):
             took, _ = self.tables.seconds("all_reduce", device.name, ranks, rows * self.model.hidden_bytes)
             return PartTime(each * took, f"table: {device.name}, {ranks} ranks")
-        moving = rows * self.model.hidden_bytes / self.constants["collective_bandwidth"]
+        if not device.interconnect_gbs:
+            raise ValueError(f"{device.name} states no interconnect, over which {ranks} ranks would add up")
+        ring = 2 * (ranks - 1) / ranks * rows * self.model.hidden_bytes
+        moving = ring / (device.interconnect_gbs * 1e9 * self.constants["collective_share"])
         return PartTime(
-            each * (self.constants["collective_floor"] + moving), "roofline: collective_floor, collective_bandwidth"
+            each * (self.constants["collective_floor"] + moving), "roofline: collective_floor, collective_share"
         )
 
     def attention(self, deployment: Deployment, load: BatchLoad) -> PartTime:
         """Of all layers, spread evenly over the devices that hold K and V."""
         device, count = deployment.memory or deployment.compute, deployment.memory_workers or deployment.ranks
-        bandwidth = device.bandwidth_gbs * 1e9 * self.constants["attention_bandwidth_share"] * count
-        flops = device.tflops * 1e12 * self.constants["attention_flops_share"] * count
-        seconds = 0.0
+        pairs, seconds, origins = load.pairs or load.stored, 0.0, dict[str, None]()
         for layers in self.model.attentions:
-            tokens = load.stored[layers.window]
-            longest = max(layers.kv_bytes * tokens / bandwidth, layers.flops * tokens / flops)
-            seconds += layers.count * (self.constants["attention_floor"] + longest)
-        return PartTime(seconds, "roofline: attention_floor, attention_bandwidth_share, attention_flops_share")
+            copies = 1.0 if deployment.split else layers.copies(deployment.ranks)
+            reading, origin = self._reading(
+                device, layers, layers.kv_bytes * load.stored[layers.window] * copies / count
+            )
+            origins[origin] = None
+            flops = device.tflops * 1e12 * self.constants["attention_flops_share"] * count
+            seconds += layers.count * max(reading, layers.flops * pairs[layers.window] / flops)
+        return PartTime(seconds, "; ".join(origins))
+
+    def _reading(self, device: Device, layers: Attentions, read: float) -> tuple[float, str]:
+        """Seconds of a layer in which each device reads so many bytes of K and V, and where they are from."""
+        group = self.tables.nearest("attention", device.name, layers.heads // layers.kv_heads)
+        if group:
+            took, _ = self.tables.seconds("attention", device.name, group, read)
+            return took, f"table: {device.name}, {group} query heads of a KV head"
+        bandwidth = device.bandwidth_gbs * 1e9 * self.constants["attention_bandwidth_share"]
+        floor = self.constants["attention_floor"]
+        return floor + read / bandwidth, "roofline: attention_floor, attention_bandwidth_share, attention_flops_share"
 
     def step_without_overlap(self, deployment: Deployment, load: BatchLoad) -> float:
         """Seconds of the network in one batch's step if Q left with K and V."""
@@ -176,19 +200,12 @@ class CostModel:
         """
         if deployment.memory is None:
             return PartTime(0.0, "none: one pool")
-        layers = self.model.num_layers
+        layers, moved = self.model.num_layers, sent(self.model, deployment, rows)
         cards = min(deployment.ranks, deployment.memory_workers)
         bandwidth = cards * self.link.bandwidth(deployment.compute, deployment.memory)
-        model_s = sum(parts[p].seconds for p in ("linear", "elementwise", "collective")) / layers
-        attention_s, moving, hidden = parts["attention"].seconds / layers, 0.0, 0.0
-        for each in self.model.attentions:
-            twice = _copies(each.kv_heads // deployment.ranks, deployment.memory_workers // deployment.ranks)
-            partial = 1 if twice == 1 else 4 / self._itemsize  # partial results are fp32
-            kv_s = each.kv_message_bytes * rows / bandwidth
-            moving += each.count * (rows * (twice * each.q_bytes + twice * partial * each.o_bytes) / bandwidth + kv_s)
-            hidden += overlap * each.count * min(attention_s, self.model.between * model_s + kv_s)
-        cut = layers * rows * self.model.hidden_bytes / bandwidth if deployment.batches > 2 else 0.0
-        seconds = layers * self.link.round_trip_s + moving - hidden + cut
+        model_s = sum(parts[p].seconds for p in ("linear", "elementwise", "collective"))
+        hidden = overlap * min(parts["attention"].seconds, self.model.between * model_s + moved.kv / bandwidth)
+        seconds = layers * self.link.round_trip_s + (moved.both_ways + moved.cut) / bandwidth - hidden
         return PartTime(seconds, f"link: {self.link.name}, {cards} cards on each side")
 
     def message_bandwidth(self, deployment: Deployment, load: BatchLoad) -> float:
@@ -196,24 +213,17 @@ class CostModel:
         step = self.step(deployment, load)
         return min_bandwidth(self.model.message_bytes * load.rows, step.model_s, step.attention_s)
 
-    @property
-    def _itemsize(self) -> int:
-        return self.model.products[0].itemsize
-
 
 def _peaks(weight_bytes: float, flops: float, device: Device, ranks: int) -> tuple[float, float]:
     """Seconds at peak rates: to read the weights, to compute."""
     return weight_bytes / (device.bandwidth_gbs * 1e9 * ranks), flops / (device.tflops * 1e12 * ranks)
 
 
-def _copies(heads: int, workers: int) -> float:
-    """How often Q and O of a head travel on average: once where heads divide, else a head that lies across a border
-    goes to the workers on both sides.
-    """
-    return 1 + sum(1 for i in range(1, workers) if i * heads % workers) / heads
-
-
 def halves(load: BatchLoad, batches: int) -> list[BatchLoad]:
     """A load dealt evenly to so many batches, but to no more than it has rows."""
     count = max(1, min(batches, math.floor(load.rows)))
-    return [BatchLoad(load.rows / count, {w: tokens / count for w, tokens in load.stored.items()})] * count
+
+    def part(of: Mapping[int, float]) -> dict[int, float]:
+        return {window: tokens / count for window, tokens in of.items()}
+
+    return [BatchLoad(load.rows / count, part(load.stored), load.pairs and part(load.pairs))] * count

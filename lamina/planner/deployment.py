@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lamina.engine.pipeline import num_replicas
 from lamina.facts.hardware import Device
 
-from .model_facts import ModelFacts
+from .model_facts import Attentions, ModelFacts
 from .tables import Constants, PriceBook
 
 GIB = 1 << 30
@@ -79,15 +79,16 @@ class DeviceMemory:
         stated_in_gb = device.memory.upper().replace(" ", "").endswith("GB")
         return device.memory_gb * (UNITS[self.unit] if stated_in_gb else 1e9)
 
-    def weights_fit(self, model: ModelFacts, deployment: Deployment) -> bool:
-        """Whether each compute device can hold its part."""
-        return model.weight_bytes / deployment.ranks <= self._left(deployment.compute, deployment.split)
+    def weights_lack(self, model: ModelFacts, deployment: Deployment) -> float:
+        """Bytes that each compute device has too few for its part; not above 0: it fits."""
+        return model.weight_bytes / deployment.ranks - self._left(deployment.compute, deployment.split)
 
     def for_kv(self, model: ModelFacts, deployment: Deployment) -> float:
-        """Bytes of K and V that the deployment can hold; not above 0: weights do not fit."""
+        """Bytes of different K and V that the deployment can hold; not above 0: weights do not fit."""
         if deployment.memory is not None:
             return deployment.memory_workers * self._left(deployment.memory, True)
-        return deployment.ranks * self._left(deployment.compute, False) - model.weight_bytes
+        left = deployment.ranks * self._left(deployment.compute, False) - model.weight_bytes
+        return left / max(a.copies(deployment.ranks) for a in model.attentions)
 
     def _left(self, device: Device, split: bool) -> float:
         overhead = self.constants["overhead_split" if split else "overhead_homogeneous"]
@@ -99,7 +100,7 @@ def deployments(
 ) -> Iterator[Deployment]:
     """All that the stock allows, homogeneous ones first, whether or not the model fits."""
     for each in stock.values():
-        yield from (Deployment(each.device, ranks) for ranks in _ranks(each.number, model))
+        yield from (Deployment(each.device, ranks) for ranks in _ranks(each, model, split=False))
     for compute in stock.values():
         for memory in stock.values():
             yield from _splits(compute, memory, model, most_batches)
@@ -108,14 +109,20 @@ def deployments(
 def _splits(compute: Stock, memory: Stock, model: ModelFacts, most_batches: int) -> Iterator[Deployment]:
     same = compute.device == memory.device
     for batches in range(1, most_batches + 1):
-        for ranks in _ranks(compute.number // num_replicas(batches), model):
+        for ranks in _ranks(compute._replace(number=compute.number // num_replicas(batches)), model, split=True):
             left = memory.number - (ranks * num_replicas(batches) if same else 0)
             for workers in range(ranks, left + 1, ranks):  # ranks have memory workers of their own
                 yield Deployment(compute.device, ranks, memory.device, workers, batches)
 
 
-def _ranks(most: int, model: ModelFacts) -> list[int]:
-    """Numbers that divide the KV heads of every layer."""
-    heads = [a.kv_heads for a in model.attentions]
+def _ranks(stock: Stock, model: ModelFacts, *, split: bool) -> list[int]:
+    """Numbers that share the heads of every layer evenly; in a homogeneous engine several ranks may have the same KV
+    head. One alone where devices state no interconnect.
+    """
+    most = min(stock.number, MOST_RANKS) if stock.device.interconnect_gbs else 1
     powers = (1 << i for i in range(MOST_RANKS.bit_length()))
-    return [r for r in powers if r <= min(most, MOST_RANKS) and all(h % r == 0 for h in heads)]
+
+    def share(a: Attentions, ranks: int) -> bool:
+        return a.kv_heads % ranks == 0 or (not split and a.heads % ranks == 0 and ranks % a.kv_heads == 0)
+
+    return [r for r in powers if r <= most and all(share(a, r) for a in model.attentions)]

@@ -15,6 +15,7 @@ from lamina.facts.roofline import min_bandwidth
 from .cost import BatchLoad, CostModel, halves
 from .deployment import GIB, Deployment, DeviceMemory
 from .model_facts import ModelFacts, paper_models
+from .plots import Series
 from .tables import baseline, constants, link, price_book
 
 H100, H20 = DEVICES["h100"], DEVICES["h20"]
@@ -41,13 +42,25 @@ class Line(NamedTuple):
         return self.modelled / self.paper - 1 if self.paper else None
 
 
+class Curves(NamedTuple):
+    """Of numbers with one unit; ``x``: what they are over."""
+
+    unit: str
+    x: str
+    series: Sequence[Series]
+    mark: float | None = None  # a level that the paper states
+
+
 @dataclass(frozen=True)
 class Figure:
-    """``cannot``: what of it cannot be reproduced, and why."""
+    """``cannot``: what of it cannot be reproduced, and why. ``curves``: the numbers of one unit as the paper draws
+    them, None where they are bars.
+    """
 
     title: str
     lines: Sequence[Line]
     cannot: str = ""
+    curves: Curves | None = None
 
 
 def costs_of(model: ModelFacts, base: str = "ideal") -> CostModel:
@@ -68,15 +81,21 @@ def load(batch: float, length: float) -> BatchLoad:
 
 def figure2() -> Figure:
     """Share of peak FLOP/s of everything but attention."""
-    costs, lines = costs_of(paper_models()["llama3-70b"]), []
+    costs, lines, series = costs_of(paper_models()["llama3-70b"]), [], []
     for ranks in (2, 4, 8):
+        points = []
         for batch in (16, 100, 256, 512):
             step = costs.step(Deployment(H100, ranks), load(batch, 1))
             flops = sum(p.work(batch)[1] for p in costs.model.products)
             share = flops / (step.model_s * ranks * H100.tflops * 1e12)
             note = "the paper: below 20 % for batches below 100" if batch == 100 else ""
             lines.append(Line(f"MFU, {ranks} H100, batch {batch}", "%", None, 100 * share, note))
-    return Figure("LLaMA3-70B, all but attention: share of peak FLOP/s", lines, "curves are drawn, without numbers")
+            points.append((float(batch), 100 * share))
+        series.append(Series(f"{ranks} H100", points))
+    return Figure(
+        "LLaMA3-70B, all but attention: share of peak FLOP/s", lines, "curves are drawn, without numbers",
+        Curves("%", "sequences", series),
+    )  # fmt: skip
 
 
 def figure3() -> Figure:
@@ -98,13 +117,15 @@ def figure3() -> Figure:
 def figure4() -> Figure:
     """The least bandwidth between one H100 and one H20, at peak rates."""
     notes = {4096: "30 does not hold up to 4096 at peak", 8192: "within the paper's 30", 16384: "within the paper's 30"}
+    points = [(float(n), peak_bandwidth(n) / 1e9) for n in (1024, 2048, 4096, 8192, 16384)]
     lines = [
-        Line(f"300 requests of {n}", "GB/s", None, peak_bandwidth(n) / 1e9, notes.get(n, "above the paper's 30"))
-        for n in (1024, 2048, 4096, 8192, 16384)
+        Line(f"300 requests of {n:.0f}", "GB/s", None, rate, notes.get(int(n), "above the paper's 30"))
+        for n, rate in points
     ]
     return Figure(
         "LLaMA3-70B on one H100 + one H20: least bandwidth for messages to take 20 % of a step", lines,
         'the paper says "at most 30 GB/s at 300 requests" and states neither lengths nor the devices\' efficiency',
+        Curves("GB/s", "tokens of a request", [Series("300 requests", points)], 30.0),
     )  # fmt: skip
 
 
@@ -194,7 +215,7 @@ def figure13() -> Figure:
 
 def figure14() -> Figure:
     """What sending Q early hides, at 4096 tokens and n = 1."""
-    most, lines = {"llama-65b": 13.2, "llama3-70b": 3.5}, []
+    most, lines, series = {"llama-65b": 13.2, "llama3-70b": 3.5}, [], []
     for name, stated in most.items():
         costs, where = costs_of(paper_models()[name]), pair(name, 1)[0]
         found = {}
@@ -206,10 +227,12 @@ def figure14() -> Figure:
                 total = with_it.model_s + with_it.attention_s
                 found[batch] = 100 * (1 - (total + with_it.network_s) / (total + late))
         lines += [Line(f"{name}, {b} requests", "%", None, share) for b, share in found.items()]
+        series.append(Series(name, [(float(b), share) for b, share in found.items()]))
         lines.append(Line(f"{name}, the most", "%", stated, max(found.values())))
     return Figure(
         "time of a token that overlap saves", lines,
         "the trend: in the paper the gain grows with the batch, by this model it falls",
+        Curves("%", "requests of 4096", series),
     )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ class Attentions(msgspec.Struct, frozen=True):
     """
 
     count: int
+    heads: int
     kv_heads: int
     kv_bytes: int
     q_bytes: int
@@ -52,6 +53,10 @@ class Attentions(msgspec.Struct, frozen=True):
     o_bytes: int
     flops: int
     window: int
+
+    def copies(self, ranks: int) -> float:
+        """Of K and V on so many ranks that attend: more than one where there are fewer KV heads than ranks."""
+        return max(1.0, ranks / self.kv_heads)
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
@@ -130,7 +135,7 @@ def _of_sizes(name: str, entry: Mapping[str, Any]) -> ModelFacts:
     kv_heads, head = heads // group, hidden // heads
     each = weights // layers
     attention = Attentions(
-        count=layers, kv_heads=kv_heads, kv_bytes=2 * e * kv_heads * head, q_bytes=e * hidden,
+        count=layers, heads=heads, kv_heads=kv_heads, kv_bytes=2 * e * kv_heads * head, q_bytes=e * hidden,
         kv_message_bytes=2 * e * kv_heads * head, o_bytes=e * hidden, flops=4 * hidden, window=0,
     )  # fmt: skip
     return ModelFacts(

@@ -14,6 +14,7 @@ OPERATORS = {
     "linear": ("rows", "ranks", "weights"),
     "elementwise": ("rows", "ranks", "width"),
     "all_reduce": ("bytes", "ranks"),
+    "attention": ("bytes", "group"),
 }
 COLUMNS = ["op", "device", "dtype", "shape", "seconds", "source"]
 Point = tuple[float, float, float]  # rows or bytes, seconds, weights or width
@@ -23,7 +24,7 @@ class OperatorTables:
     """Seconds of operators on a device. Later files go before earlier ones, for all of an operator on a device."""
 
     def __init__(self, files: Iterable[Path] = ()) -> None:
-        self._curves: dict[tuple[str, str, int], list[Point]] = {}
+        self._curves: dict[tuple[str, str, int], list[Point]] = {}  # op, device, ranks or group
         for path in (DATA / "operators.csv", *files):
             found = _read(path)
             replaced = {(op, device) for op, device, _ in found}
@@ -33,10 +34,15 @@ class OperatorTables:
         """Whether it was measured for so many ranks."""
         return (op, device, ranks) in self._curves
 
+    def nearest(self, op: str, device: str, most: int) -> int:
+        """The greatest group up to ``most`` for which it was measured, else the least one; 0 for none."""
+        known = sorted(group for name, on, group in self._curves if (name, on) == (op, device))
+        return max((g for g in known if g <= most), default=known[0] if known else 0)
+
     def seconds(self, op: str, device: str, ranks: int, size: float) -> tuple[float, float]:
-        """Of an operator of ``size`` rows (bytes for all_reduce): seconds, and the weights or the width for which they
-        were measured. Straight between two measured sizes in both logarithms; beyond the last one as many bytes or rows
-        a second as there, below the first one its time.
+        """Of an operator of ``size`` rows (bytes for all_reduce, attention): seconds, and the weights or the width for
+        which they were measured. Straight between two measured sizes in both logarithms; beyond the last one as many
+        bytes or rows a second as there, below the first one its time.
         """
         curve = self._curves[op, device, ranks]
         i = bisect_left(curve, (size,))

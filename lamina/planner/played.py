@@ -3,51 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from lamina.facts.report import table
+from lamina.progress import OnProgress
 
 from .rank import Operating, Planner, Ranking
-from .replay import Replayed, replay
+from .replay import Replayed, UnplayableError, jittered, replay
 from .words import shortlist
+
+_SEED = 0  # of where in a tick of the trace's clock a request came
 
 
 class PlayedRow(NamedTuple):
-    """A row of a plan: ``point`` by the closed form, ``found`` by the scheduler."""
+    """A row of a plan: ``point`` by the closed form, ``found`` by the scheduler, or ``why`` it was not played."""
 
     point: Operating
-    found: Replayed
+    found: Replayed | None
+    why: str = ""
 
     def told(self) -> dict[str, Any]:
         """For JSON."""
+        if self.found is None:
+            return {"devices": self.point.deployment.label, "why_not": self.why}
         return {"devices": self.point.deployment.label, "tokens_s": self.found.tokens_s, **self.found._asdict()}
 
 
-def play(planner: Planner, ranking: Ranking, rows: int, requests: int) -> list[PlayedRow]:
-    """The first ``requests`` of the ranked trace. Raises ValueError for models that a replay does not know."""
-    trace = ranking.trace.first(requests)
-
-    def most(point: Operating) -> int:
-        limited = not point.limit.startswith("memory")
-        return max(1, round(point.batch)) if limited else 0
-
-    return [
-        PlayedRow(p, replay(planner.costs, planner.memory, p.deployment, trace, most(p)))
-        for p in shortlist(ranking, rows)
-    ]
+def _quiet(stage: str, done: int, total: int) -> None:
+    """Nobody looks."""
 
 
-def played_text(played: Sequence[PlayedRow]) -> str:
-    """Both side by side; empty where nothing was played."""
+def play(
+    planner: Planner, ranking: Ranking, rows: int, requests: int, rate: float | None = None, told: OnProgress = _quiet
+) -> list[PlayedRow]:
+    """The first ``requests`` of the ranked trace: as soon as there is room, or so many a second (0: as they came)."""
+    trace, found = ranking.trace.first(requests), list[PlayedRow]()
+    if rate is not None:
+        trace = jittered(trace.at_rate(rate) if rate else trace, _SEED)
+    for point in shortlist(ranking, rows):
+        most = 0 if point.limit.startswith("memory") else max(1, round(point.batch))
+        tell = partial(told, f"playing {point.deployment.label}")
+        paced = rate is not None
+        try:
+            played = replay(
+                planner.costs,
+                planner.memory,
+                point.deployment,
+                trace,
+                most,
+                paced=paced,
+                chunk=planner.chunk,
+                told=tell,
+            )
+        except UnplayableError as error:
+            found.append(PlayedRow(point, None, str(error)))
+        else:
+            found.append(PlayedRow(point, played))
+    return found
+
+
+def played_text(played: Sequence[PlayedRow], rate: float | None = None) -> str:
+    """Both side by side; empty where nothing was played. ``rate``: see ``play``."""
     if not played:
         return ""
-    head = ["played", "sequences", "tokens/s", "closed form", "TBT p50", "p99", "preempted"]
-    rows = [
-        [
-            p.point.deployment.label, f"{p.found.batch:.1f}", f"{p.found.tokens_s:.0f}", f"{p.point.tokens_s:.0f}",
-            f"{p.found.tbt_p50_s * 1e3:.1f} ms", f"{p.found.tbt_p99_s * 1e3:.1f} ms", str(p.found.preemptions),
-        ]
-        for p in played
-    ]  # fmt: skip
-    note = "  few requests never fill large deployments: play several times as many as there are sequences"
-    return "\n".join(["", *table([head, *rows]), note]) + "\n"
+    more = ["closed form"] if rate is None else ["first token p50", "p99"]
+    rows = [["played", "sequences", "tokens/s", "TBT p50", "p99", "preempted", *more]]
+    for point, found, _ in played:
+        if found is not None:
+            seen = _ms(found.first_p50_s, found.first_p99_s) if rate is not None else [f"{point.tokens_s:.0f} tokens/s"]
+            counts = [f"{found.batch:.1f}", f"{found.tokens_s:.0f}"]
+            times = _ms(found.tbt_p50_s, found.tbt_p99_s)
+            rows.append([point.deployment.label, *counts, *times, str(found.preemptions), *seen])
+    lines = ["", *table(rows)] if len(rows) > 1 else [""]
+    lines += [f"  not played: {p.point.deployment.label}: {p.why}" for p in played if p.found is None]
+    if rate is None:
+        lines.append("  few requests never fill large deployments: play several times as many as there are sequences")
+    else:
+        came = f"{rate:g} requests a second" if rate else "requests come as in the trace"
+        lines.append(f"  {came}, spread within ticks of its clock; a prompt elsewhere takes no time")
+    return "\n".join(lines) + "\n"
+
+
+def _ms(*seconds: float) -> list[str]:
+    return [f"{s * 1e3:.1f} ms" for s in seconds]

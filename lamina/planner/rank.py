@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 from .cost import BatchLoad, CostModel, halves
@@ -12,7 +14,9 @@ from .model_facts import ModelFacts
 from .tables import PriceBook
 from .traces import RequestTrace
 
-_BISECTIONS = 40
+_BISECTIONS = 20
+_FEWER = 1.5
+_MULTIPLES = 8
 
 
 class Operating(NamedTuple):
@@ -36,10 +40,14 @@ class Operating(NamedTuple):
 
 
 class RefusedDeployment(NamedTuple):
-    """A deployment that is not ranked, and why."""
+    """A deployment that is not ranked, and why. ``lacks``: bytes that its devices have too few, or ``tbt_s``: the best
+    mean time between two tokens, which the SLO forbids; 0 where that is not why.
+    """
 
     deployment: Deployment
     why: str
+    lacks: float = 0.0
+    tbt_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,22 +62,43 @@ class Ranking:
         """The cheapest of one kind."""
         return next((p for p in self.points if p.deployment.split == split), None)
 
+    def nearest(self, *, split: bool | None = None) -> RefusedDeployment | None:
+        """Of the refused ones, of one kind or of any, the one that came closest: within the SLO, else within memory."""
+        return nearest([r for r in self.refused if split in (None, r.deployment.split)])
+
+
+def nearest(refused: Sequence[RefusedDeployment]) -> RefusedDeployment | None:
+    """The one that came closest."""
+    return min(refused, key=lambda r: (not r.tbt_s, r.tbt_s, r.lacks), default=None)
+
 
 class StoredTokens:
-    """Of a running sequence of a trace, on average, by window; each is counted once."""
+    """Of a running sequence of a trace, on average, by window; each is counted once. ``chunk``: rows of a prompt that
+    are computed at once beside the rows that decode; 0 = prompts are computed elsewhere.
+    """
 
-    def __init__(self, trace: RequestTrace, model: ModelFacts) -> None:
+    def __init__(self, trace: RequestTrace, model: ModelFacts, chunk: int = 0) -> None:
         self.of_one: Mapping[int, float] = {w: trace.stored(w) for w in model.windows}
+        self._prompt = trace.mean_prompt / trace.mean_answer if chunk else 0.0  # rows for each row that decodes
+        self._pairs = {w: trace.pairs(w) / trace.mean_answer if chunk else 0.0 for w in model.windows}
+        self._chunk = max(1, chunk)
 
     def times(self, count: float) -> dict[int, float]:
         """Of so many sequences."""
         return {w: count * tokens for w, tokens in self.of_one.items()}
 
+    def load(self, count: float) -> BatchLoad:
+        """Of a round, on average, in which so many sequences decode; a chunk reads all that its rows see once."""
+        more = {w: count * (pairs / self._chunk + self._prompt / 2) for w, pairs in self._pairs.items()}
+        stored = {w: tokens + more[w] * bool(self._prompt) for w, tokens in self.times(count).items()}
+        pairs = {w: tokens + count * self._pairs[w] for w, tokens in self.times(count).items()}
+        return BatchLoad(count * (1 + self._prompt), stored, pairs)
+
 
 @dataclass(frozen=True)
 class Planner:
     """What all deployments are ranked by. ``slo_s``: the longest mean time between two tokens, 0 = any. ``most``:
-    sequences at once, 0 = as many as fit.
+    sequences at once, 0 = as many as fit. ``chunk``: see StoredTokens.
     """
 
     costs: CostModel
@@ -77,19 +106,20 @@ class Planner:
     prices: PriceBook
     slo_s: float = 0.0
     most: int = 0
+    chunk: int = 0
 
     def rank(self, asked: Iterable[Deployment], trace: RequestTrace) -> Ranking:
         """All that fit, on what of the trace fits all of them. Raises ValueError where nothing does."""
         able, refused = list[Deployment](), list[RefusedDeployment]()
         for deployment in asked:
-            why = self.refusal(deployment)
-            if why:
-                refused.append(RefusedDeployment(deployment, why))
+            refusal = self.refusal(deployment)
+            if refusal:
+                refused.append(refusal)
             else:
                 able.append(deployment)
-        able, kept, more = self._with_room(able, trace)
+        able, kept, more = self._with_room(able, refused, self._known(trace))
         refused += more
-        stored = StoredTokens(kept, self.costs.model)
+        stored = StoredTokens(kept, self.costs.model, self.chunk)
         points = []
         for deployment in able:
             point = self.operate(deployment, stored)
@@ -100,46 +130,57 @@ class Planner:
         points.sort(key=lambda p: (p.dollars, p.hour, p.deployment.label))
         return Ranking(tuple(points), tuple(refused), kept)
 
-    def refusal(self, deployment: Deployment) -> str:
-        """Why weights do not fit; empty if they do."""
+    def refusal(self, deployment: Deployment) -> RefusedDeployment | None:
+        """Where weights do not fit."""
         model, device = self.costs.model, deployment.compute
-        if not self.memory.weights_fit(model, deployment):
+        lacks = self.memory.weights_lack(model, deployment)
+        if lacks > 0:
             each = model.weight_bytes / deployment.ranks / 1e9
-            return f"{each:.1f} GB of weights do not fit one {device.name} of {device.memory}"
-        if self.memory.for_kv(model, deployment) <= 0:
-            return f"weights leave no memory for KV on {deployment.ranks} {device.name}"
-        return ""
+            why = f"{each:.1f} GB of weights do not fit one {device.name} of {device.memory}"
+            return RefusedDeployment(deployment, why, lacks * deployment.ranks)
+        if (left := self.memory.for_kv(model, deployment)) <= 0:
+            return RefusedDeployment(
+                deployment, f"weights leave no memory for KV on {deployment.ranks} {device.name}", 1 - left
+            )
+        return None
 
     def operate(self, deployment: Deployment, stored: StoredTokens) -> Operating | RefusedDeployment:
-        """At the most sequences that memory, the limits of the engine and the SLO allow."""
+        """With as many sequences as give the most tokens, of those that memory, the engine and the SLO allow."""
         of_one = self.costs.model.kv_bytes(stored.of_one)
         fit = self.memory.for_kv(self.costs.model, deployment) / of_one
         limits = {"memory holds no more": fit}
         if cap := (self.most if deployment.split else self.most or self.costs.baseline.most):
             limits["at most so many sequences"] = float(cap)
         limit = min(limits, key=lambda name: limits[name])
-        batch = limits[limit]
-        if batch < 1:
-            return RefusedDeployment(deployment, f"memory holds {batch:.2f} sequences of this trace")
+        high = limits[limit]
+        if high < 1:
+            return RefusedDeployment(deployment, f"memory holds {high:.2f} sequences of this trace", (1 - fit) * of_one)
 
+        @cache
         def tbt(count: float) -> float:
-            return self.costs.round(
-                deployment, halves(BatchLoad(count, stored.times(count)), deployment.batches)
-            ).seconds
+            return self.costs.round(deployment, halves(stored.load(count), deployment.batches)).seconds
 
-        if self.slo_s and tbt(batch) > self.slo_s:
-            if tbt(1.0) > self.slo_s:
-                return RefusedDeployment(deployment, f"one sequence takes {tbt(1.0) * 1e3:.1f} ms a token")
-            batch, limit = _most(tbt, self.slo_s, batch), "the SLO"
-        return self._point(deployment, BatchLoad(batch, stored.times(batch)), limit)
+        counts = _counts(high, deployment.batches)
+        quickest = min(counts, key=tbt)
+        if self.slo_s and tbt(quickest) > self.slo_s:
+            took = tbt(quickest)
+            return RefusedDeployment(deployment, f"a token takes {took * 1e3:.1f} ms", tbt_s=took)
+        best = max(counts, key=lambda n: n / tbt(n))
+        if best < high:
+            limit = "more are slower"
+        if self.slo_s and tbt(best) > self.slo_s:
+            within = [n for n in counts if tbt(n) <= self.slo_s]
+            within.append(_most(tbt, self.slo_s, quickest, best))
+            best, limit = max(within, key=lambda n: n / tbt(n)), "the SLO"
+        return self._point(deployment, best, stored.load(best), limit)
 
-    def _point(self, deployment: Deployment, load: BatchLoad, limit: str) -> Operating:
+    def _point(self, deployment: Deployment, batch: float, load: BatchLoad, limit: str) -> Operating:
         dealt = halves(load, deployment.batches)
         took, hour = self.costs.round(deployment, dealt), deployment.price(self.prices)
-        tokens_s = load.rows / took.seconds
+        tokens_s = batch / took.seconds
         return Operating(
             deployment=deployment,
-            batch=load.rows,
+            batch=batch,
             tbt_s=took.seconds,
             tokens_s=tokens_s,
             hour=hour,
@@ -150,21 +191,35 @@ class Planner:
             limit=f"{limit}; {took.limit}",
         )
 
+    def _known(self, trace: RequestTrace) -> RequestTrace:
+        """Without requests that are longer than the model's own limit. Raises ValueError where nothing is left."""
+        limit = self.costs.model.max_len
+        kept = trace.within(limit) if limit else trace
+        if not kept.requests:
+            raise ValueError(
+                f"--trace: all requests are longer than the {limit} tokens that {self.costs.model.name} takes"
+            )
+        return kept
+
     def _with_room(
-        self, able: list[Deployment], trace: RequestTrace
+        self, able: list[Deployment], before: list[RefusedDeployment], trace: RequestTrace
     ) -> tuple[list[Deployment], RequestTrace, list[RefusedDeployment]]:
         """One list for all: requests that the smallest of the deployments cannot hold are dropped, from all. One that
         would drop more than a tenth of the trace is refused instead.
         """
         room = {d: self._longest(d, trace) for d in able}
         enough = [d for d in able if len(trace.within(room[d]).requests) >= 0.9 * len(trace.requests)]
+        each = self.costs.model.kv_bytes_per_token
         refused = [
-            RefusedDeployment(d, "more than a tenth of the requests are longer than all its KV")
+            RefusedDeployment(
+                d, "more than a tenth of the requests are longer than all its KV", each * (trace.longest - room[d])
+            )
             for d in able
             if d not in enough
         ]
         if not enough:
-            reason = f"; {refused[0].deployment.label}: {refused[0].why}" if refused else ""
+            close = nearest([*before, *refused])
+            reason = f"; the closest is {close.deployment.label}: {close.why}" if close else ""
             raise ValueError(
                 f"--devices: nothing that can be built of these holds the model and this trace{reason}: add more"
             )
@@ -185,16 +240,35 @@ class Planner:
         hours = {**self.prices.hours, device: self.prices.hours[device] * factor}
         return replace(self, prices=replace(self.prices, hours=hours))
 
+    def repriced(self, point: Operating, device: str, factor: float) -> Operating:
+        """The same, where one device is that many times as dear: as many sequences are the best."""
+        hour = point.deployment.price(self.with_price(device, factor).prices)
+        return point._replace(hour=hour, dollars=hour / 3600 / point.tokens_s * 1e6)
+
     def with_link(self, factor: float) -> Planner:
         """The same, but a link of another rate; devices' own cards do not limit it."""
         link = replace(self.costs.link, rate=self.costs.link.rate * factor)
         return replace(self, costs=replace(self.costs, link=link))
 
 
-def _most(tbt: Callable[[float], float], slo_s: float, high: float) -> float:
-    """The most sequences, as a whole number, within the SLO; one is, ``high`` are not."""
-    low = 1.0
+def _counts(high: float, batches: int) -> list[float]:
+    """Numbers of sequences to look at, up to ``high``: each two thirds of the one before, and some with a multiple of
+    64 in a batch, at which products are the fastest.
+    """
+    found, at = {high}, high
+    while at > 1:
+        found.add(float(math.ceil(at)))
+        at /= _FEWER
+    step = 64 * batches * max(1, int(high) // (64 * batches * _MULTIPLES))
+    found |= {float(n) for n in range(step, int(high) + 1, step)}
+    return sorted(n for n in found if 1 <= n <= high)
+
+
+def _most(tbt: Callable[[float], float], slo_s: float, low: float, high: float) -> float:
+    """The most sequences, as a whole number, within the SLO; ``low`` are, ``high`` are not."""
+    if low > high:
+        return low
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if tbt(middle) <= slo_s else (low, middle)
-    return float(int(low))
+    return max(1.0, float(int(low)))

@@ -2,7 +2,7 @@
 
 Nothing is computed and nothing sleeps: a step is done at the moment at which the cost model says so, so the same trace
 gives the same numbers whatever else the host does. Prompts are computed by prefill workers that take no time, as in the
-paper, which replays decoding alone.
+paper, which replays decoding alone; or, with a chunk, by the compute workers beside the rows that decode.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import NamedTuple
 
 from lamina.config import make_config
@@ -27,14 +27,21 @@ from .deployment import Deployment, DeviceMemory
 from .traces import RequestTrace
 
 BLOCK = 16  # tokens of a KV block
+CHUNK = 512  # tokens of a prompt in a round, where prompts take time
 PREFILL_WORKERS = 64  # that take no time: only so many prompts begin in a round
 _WARM = 0.15  # of the tokens, until as many sequences run as fit
+_TELL = 64  # rounds, until it is told how far it is
 _AHEAD = 2 * PREFILL_WORKERS  # requests that wait at least, so that there always is a next one
 
 
+class UnplayableError(ValueError):
+    """A deployment that a replay says nothing about."""
+
+
 class Replayed(NamedTuple):
-    """Of a trace, behind its first tokens. batch: rows of a round, on average; tbt: seconds between two tokens of a
-    sequence; rounds: all; skipped: of them, since all alike (engine.leap); preemptions: of the scheduler.
+    """Of a trace, behind its first tokens. batch: sequences that decode in a round, on average; tbt: seconds between
+    two tokens of a sequence; first: from a request to its first token, 0 where all requests wait at once; rounds: all;
+    skipped: of them, since all alike (engine.leap); preemptions: of the scheduler.
     """
 
     tokens: int
@@ -42,6 +49,8 @@ class Replayed(NamedTuple):
     batch: float
     tbt_p50_s: float
     tbt_p99_s: float
+    first_p50_s: float
+    first_p99_s: float
     rounds: int
     preemptions: int
     skipped: int
@@ -60,23 +69,28 @@ def replay(
     most: int = 0,
     *,
     paced: bool = False,
+    chunk: int = 0,
+    told: Callable[[int, int], None] = lambda done, total: None,
 ) -> Replayed:
     """All requests: ``paced``, when they came; else one after the other, as soon as there is room. ``most``: sequences
-    at once, 0 = as many as fit. Raises ValueError for a model with windows, whose blocks are not modelled here, and for
-    a trace that does not fit.
+    at once, 0 = as many as fit. ``chunk``: rows of prompts in a round, 0 = they take no time. ``told``: is given the
+    tokens that there are, and of how many, now and then. Raises UnplayableError for a model with windows, whose
+    blocks are not modelled here, for a trace that does not fit, and for one that never fills the deployment.
     """
     if costs.model.windows != [0]:
-        raise ValueError(
+        raise UnplayableError(
             f"{costs.model.name} has layers with a window: a replay counts KV blocks of layers without one only"
         )
     blocks = int(memory.for_kv(costs.model, deployment) / costs.model.kv_bytes_per_token) // BLOCK
     if trace.longest > blocks * BLOCK:
-        raise ValueError(f"--trace: a request of {trace.longest} tokens does not fit {blocks * BLOCK} tokens of KV")
+        raise UnplayableError(
+            f"--trace: a request of {trace.longest} tokens does not fit {blocks * BLOCK} tokens of KV"
+        )
     clock = VirtualClock()
     ready = ready_of(num_layers=costs.model.num_layers, num_blocks=blocks, block_size=BLOCK, max_len=trace.longest + 1)
     wire = LosslessWire(clock, ready, _seconds(costs, deployment))
-    engine = Engine(wire, _config(deployment, trace, most or blocks), clock)
-    return _Replay(engine, wire, _Asking(engine, clock, trace, paced=paced)).run()
+    engine = Engine(wire, _config(deployment, trace, most or blocks, chunk), clock)
+    return _Replay(engine, wire, _Asking(engine, clock, trace, paced=paced)).run(told)
 
 
 def jittered(trace: RequestTrace, seed: int) -> RequestTrace:
@@ -94,7 +108,9 @@ class _Asking:
     def __init__(self, engine: Engine, clock: VirtualClock, trace: RequestTrace, *, paced: bool) -> None:
         self._engine, self._clock, self._paced = engine, clock, paced
         self._left, self.count = deque(trace.requests), len(trace.requests)
-        self.warm_tokens = int(_WARM * sum(r.answer for r in trace.requests))
+        self.came: dict[int, float] = {}  # request -> when, until its first token
+        self.tokens = sum(r.answer for r in trace.requests)
+        self.warm_tokens = int(_WARM * self.tokens)
 
     @property
     def next_s(self) -> float:
@@ -113,7 +129,8 @@ class _Asking:
         while self._left and self._comes():
             request = self._left.popleft()
             params = SamplingParams(max_tokens=request.answer, ignore_eos=True, temperature=0)
-            self._engine.add([0] * request.prompt, params)
+            came = request.at_s if self._paced else math.nan
+            self.came[self._engine.add([0] * request.prompt, params)] = came
         return bool(self._left) or self._engine.has_work
 
     def _comes(self) -> bool:
@@ -126,27 +143,34 @@ class _Replay:
     def __init__(self, engine: Engine, wire: LosslessWire, asking: _Asking) -> None:
         self._engine, self._wire, self._asking = engine, wire, asking
         self._last: dict[int, tuple[int, float]] = {}  # request -> its tokens, and when the last one came
-        self._gaps = Counter[float]()
+        self._gaps, self._firsts = Counter[float](), Counter[float]()
         self._tokens = self._skipped = 0
         # Time, tokens, rounds at the first and the last one that counts:
         self._measured: list[tuple[float, int, int]] = []
 
-    def run(self) -> Replayed:
-        while self._asking.ask():
+    def run(self, told: Callable[[int, int], None]) -> Replayed:
+        for turn in count():
+            if not self._asking.ask():
+                break
             self._take(self._engine.step())
             self._leap()
+            if turn % _TELL == 0:
+                told(self._tokens, self._asking.tokens)
         if len(self._measured) < 2 or not self._gaps:
-            count = self._asking.count
-            raise ValueError(f"{count} requests are too few for a replay: they never fill the deployment")
+            raise UnplayableError(
+                f"{self._asking.count} requests are too few for a replay: they never fill the deployment"
+            )
         (begin, before, first), (end, after, last) = self._measured
-        rows = self._wire.rows[first:last]
+        decoding = self._wire.decoding[first:last]
         return Replayed(
             tokens=after - before,
             seconds=end - begin,
-            batch=sum(rows) / len(rows),
+            batch=sum(decoding) / len(decoding),
             tbt_p50_s=_quantile(self._gaps, 50),
             tbt_p99_s=_quantile(self._gaps, 99),
-            rounds=len(self._wire.rows),
+            first_p50_s=_quantile(self._firsts, 50),
+            first_p99_s=_quantile(self._firsts, 99),
+            rounds=len(self._wire.decoding),
             preemptions=self._engine.scheduler.num_preemptions,
             skipped=self._skipped,
         )
@@ -158,16 +182,18 @@ class _Replay:
             had, when = self._last.get(output.request_id, (0, now))
             if had:
                 gaps[now - when] += 1
+            elif length and (came := self._asking.came.pop(output.request_id)) <= now:
+                self._firsts[now - came] += 1
             tokens += length - had
             self._last[output.request_id] = length, now
             if output.finished:
                 del self._last[output.request_id]
         if outputs:
-            self._count(now, gaps, tokens, len(self._wire.rows))
+            self._count(now, gaps, tokens, len(self._wire.decoding))
 
     def _leap(self) -> None:
         """Skip rounds, and count what they would have given: each step of each, as ``_take`` does."""
-        rounds = len(self._wire.rows)
+        rounds = len(self._wire.decoding)
         times = leap(self._engine, self._wire, self._asking.next_s)
         self._skipped += len(times)
         batches = [[s.request_id for s in b.running] for b in self._engine.scheduler.batches if b.running]
@@ -190,12 +216,15 @@ class _Replay:
 
 
 def _quantile(gaps: Counter[float], percent: int) -> float:
+    """0 of none."""
+    if not gaps:
+        return 0.0
     at = gaps.total() * percent // 100
     each = iter(sorted(gaps.items()))
-    value, count = next(each)
-    while at >= count:
-        at -= count
-        value, count = next(each)
+    value, times = next(each)
+    while at >= times:
+        at -= times
+        value, times = next(each)
     return value
 
 
@@ -205,15 +234,20 @@ def _seconds(costs: CostModel, deployment: Deployment) -> Callable[[RoundLoad], 
     def seconds(load: RoundLoad) -> float:
         windows = costs.model.windows
         return costs.round(
-            deployment, [BatchLoad(s.rows, dict.fromkeys(windows, float(s.stored))) for s in load.steps]
+            deployment,
+            [
+                BatchLoad(s.rows, dict.fromkeys(windows, float(s.stored)), dict.fromkeys(windows, float(s.pairs)))
+                for s in load.steps
+            ],
         ).seconds
 
     return seconds
 
 
-def _config(deployment: Deployment, trace: RequestTrace, most: int) -> EngineConfig:
+def _config(deployment: Deployment, trace: RequestTrace, most: int, chunk: int) -> EngineConfig:
     options = {
-        "transport": "shm", "block_size": BLOCK, "max_num_seqs": most, "prefill_chunk": max(trace.longest, BLOCK),
-        "memory_workers": 1, "pipeline": deployment.batches, "prefill_workers": PREFILL_WORKERS,
+        "transport": "shm", "block_size": BLOCK, "max_num_seqs": most, "memory_workers": 1,
+        "prefill_chunk": chunk or max(trace.longest, BLOCK), "prefill_workers": 0 if chunk else PREFILL_WORKERS,
+        "pipeline": deployment.batches, "enable_prefix_caching": False,
     }  # fmt: skip
     return make_config(options)

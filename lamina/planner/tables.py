@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,14 @@ def baseline(name: str) -> Baseline:
         raise ValueError(f"--baseline {name} is not one of {', '.join(known)}")
     entry = known[name]
     return Baseline(name, int(entry["most"]), float(entry["driver"]), str(entry["origin"]))
+
+
+@cache
+def errors(path: Path = DATA / "errors.toml") -> Constants:
+    """Shares by which a step's time is off; see data/errors.toml."""
+    found = dict(entries(path))
+    for name, entry in found.items():
+        checked(entry, {"share": float, "origin": str}, {}, f"{path}: [{name}]")
+    return Constants(
+        {name: float(e["share"]) for name, e in found.items()}, {name: e["origin"] for name, e in found.items()}
+    )

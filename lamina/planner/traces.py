@@ -63,6 +63,23 @@ class RequestTrace:
         total = sum(_seen(r, window) for r in self.requests)
         return total / sum(r.answer for r in self.requests)
 
+    def pairs(self, window: int = 0) -> float:
+        """Pairs of a token of a request's prompt and one that it sees, on average."""
+        return sum(_pairs(r.prompt, window) for r in self.requests) / len(self.requests)
+
+    @property
+    def rate(self) -> float:
+        """Requests per second; 0 where all came at once."""
+        took = self.requests[-1].at_s
+        return (len(self.requests) - 1) / took if took else 0.0
+
+    def at_rate(self, rate: float) -> RequestTrace:
+        """The same, but so many requests per second. Raises ValueError where all came at once."""
+        if not self.rate:
+            raise ValueError(f"--rate: all requests of --trace {self.name} came at one time, which no rate stretches")
+        factor = self.rate / rate
+        return replace(self, requests=tuple(r._replace(at_s=r.at_s * factor) for r in self.requests))
+
     def within(self, most: float) -> RequestTrace:
         """Without requests of more than ``most`` tokens, which no pool of that size can hold."""
         kept = tuple(r for r in self.requests if r.prompt + r.answer <= most)
@@ -98,6 +115,12 @@ def _seen(request: TracedRequest, window: int) -> float:
         return first * steps + steps * steps / 2
     growing = max(0, window - first)
     return first * growing + growing * growing / 2 + window * (steps - growing)
+
+
+def _pairs(prompt: int, window: int) -> float:
+    """All that a prompt's tokens see, themselves included."""
+    growing = min(prompt, window or prompt)
+    return growing * (growing + 1) / 2 + (prompt - growing) * window
 
 
 def _rebased(found: Iterable[tuple[int, TracedRequest]], where: str) -> Iterator[TracedRequest]:

@@ -6,15 +6,16 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from .cost import CostModel
 from .deployment import Deployment
 from .rank import Operating, Planner, Ranking
+from .tables import errors
 from .traces import RequestTrace
 
-TIE = 0.15  # of dollars for a token: the model's error on one and two ranks, docs/planner.md
 _RANGE = 32.0  # turning points are looked for up to this factor, both ways
 _STEP = math.sqrt(2.0)
-_BISECTIONS = 10
-_SHORTLIST = 12  # split deployments that are ranked anew
+_BISECTIONS = 8
+_SHORTLIST = 8  # split deployments that are ranked anew
 
 
 class TurningPoint(NamedTuple):
@@ -27,7 +28,7 @@ class TurningPoint(NamedTuple):
 
 class PlanVerdict(NamedTuple):
     """``gain``: tokens for a dollar of the best split beside the best homogeneous one, less one; None where there is
-    only one of the two.
+    only one of the two. ``width``: a smaller gain is a tie.
     """
 
     split: bool
@@ -35,6 +36,7 @@ class PlanVerdict(NamedTuple):
     gain: float | None
     words: str
     turns: Sequence[TurningPoint]
+    width: float = 0.0
 
     @property
     def headline(self) -> str:
@@ -47,35 +49,43 @@ def decide(planner: Planner, ranking: Ranking, trace: RequestTrace) -> PlanVerdi
     split, alone = ranking.best(split=True), ranking.best(split=False)
     if split is None or alone is None:
         return _only(split, alone, ranking)
-    gain = alone.dollars / split.dollars - 1
-    tie = abs(gain) < TIE
-    pays = gain >= TIE
+    gain, width = alone.dollars / split.dollars - 1, tie_width(planner.costs, split.deployment, alone.deployment)
+    tie = abs(gain) < width
+    pays = gain >= width
     splits = [p.deployment for p in ranking.points if p.deployment.split][:_SHORTLIST]
     others = [p.deployment for p in ranking.points if not p.deployment.split]
     turns = _turns(planner, [*splits, *others], ranking.trace, split.deployment)
-    return PlanVerdict(pays, tie, gain, _why(split, alone, gain, tie=tie), turns)
+    return PlanVerdict(pays, tie, gain, _why(split, alone, gain, width if tie else 0.0), turns, width)
 
 
-def _only(split: Operating | None, alone: Operating | None, ranking: Ranking) -> PlanVerdict:
-    if split is not None:
-        why = next((r.why for r in ranking.refused if not r.deployment.split), "none can be built of these devices")
-        return PlanVerdict(True, False, None, f"no homogeneous deployment is left: {why}", [])
-    why = next((r.why for r in ranking.refused if r.deployment.split), "none can be built of these devices")
-    if alone is None:
-        raise ValueError(f"--slo-tbt: no deployment is within it; {best_reachable(ranking)}")
-    return PlanVerdict(False, False, None, f"no split deployment is left: {why}", [])
+def tie_width(costs: CostModel, *deployments: Deployment) -> float:
+    """Share of their dollars for a token within which nobody can say which is cheaper: the greatest error of them."""
+    known = errors()
+    has = (costs.tables.has("linear", d.compute.name, d.ranks) for d in deployments)
+    names = ("table" if h else f"roofline_{d.ranks}" for h, d in zip(has, deployments, strict=True))
+    return max(known[name] for name in names)
 
 
 def best_reachable(ranking: Ranking) -> str:
-    """Of those that an SLO has refused, the one that is closest to it."""
-    slow = [r for r in ranking.refused if r.why.endswith("ms a token")]
-    if not slow:
-        return "; ".join(sorted({r.why for r in ranking.refused}))
-    best = min(slow, key=lambda r: float(r.why.split()[-4]))
-    return f"the best is {best.deployment.label}, where {best.why}"
+    """Of those that were refused, the one that came closest."""
+    close = ranking.nearest()
+    if close is None:
+        return "nothing can be built of these devices"
+    best = "the best is" if close.tbt_s else "the closest is"
+    return f"{best} {close.deployment.label}, where {close.why}"
 
 
-def _why(split: Operating, alone: Operating, gain: float, *, tie: bool) -> str:
+def _only(split: Operating | None, alone: Operating | None, ranking: Ranking) -> PlanVerdict:
+    if split is None and alone is None:
+        raise ValueError(f"--slo-tbt: no deployment is within it; {best_reachable(ranking)}")
+    missing = ranking.nearest(split=split is None)
+    why = f"{missing.deployment.label}: {missing.why}" if missing else "none can be built of these devices"
+    kind = "homogeneous" if split is not None else "split"
+    return PlanVerdict(split is not None, False, None, f"no {kind} deployment is left: {why}", [])
+
+
+def _why(split: Operating, alone: Operating, gain: float, tie: float) -> str:
+    """``tie``: its width, if it is one."""
     names = f"{split.deployment.label} against {alone.deployment.label}"
     more = f"{gain:+.1%} tokens for a dollar: {names}"
     batch = (
@@ -83,39 +93,60 @@ def _why(split: Operating, alone: Operating, gain: float, *, tie: bool) -> str:
     )
     price = f"{split.hour / alone.hour:.2f} times the price"
     if tie:
-        return f"{more}; a tie, since the model is off by up to {TIE:.0%}, and one pool is simpler. {batch}, {price}"
+        return f"{more}; a tie, since the model is off by up to {tie:.0%}, and one pool is simpler. {batch}, {price}"
     return f"{more}; {batch}, {price}"
 
 
 def _turns(planner: Planner, asked: Sequence[Deployment], trace: RequestTrace, best: Deployment) -> list[TurningPoint]:
     """Each moves one thing and ranks all anew, the requests that were ranked."""
 
-    def beyond(other: Planner, on: RequestTrace) -> float:
+    def beyond(points: Sequence[Operating]) -> float:
+        gain, width = _gain(planner.costs, points)
+        return gain - width
+
+    def anew(other: Planner, on: RequestTrace) -> float:
         try:
-            ranking = other.rank(asked, on)
+            return beyond(other.rank(asked, on).points)
         except ValueError:
-            return float("nan")
-        split, alone = ranking.best(split=True), ranking.best(split=False)
-        if split is None or alone is None:
-            return float("nan")  # nothing to compare with
-        return alone.dollars / split.dollars - 1 - TIE
+            return math.nan
+
+    def dearer(factor: float) -> float:
+        return beyond(_repriced(planner, ranked, memory.name, factor)) if memory else math.nan
 
     turns = []
-    memory = best.memory
+    memory, ranked = best.memory, planner.rank(asked, trace).points
     if memory is not None and memory != best.compute:
+        factor = _root(dearer)
         hour = planner.prices.hour(memory)
-        factor = _root(lambda f: beyond(planner.with_price(memory.name, f), trace))
         turns.append(TurningPoint(f"price of {memory.name}", factor, f"${hour * factor:.2f}/h" if factor else ""))
-    factor = _root(lambda f: beyond(planner, trace.scaled(f)))
+    factor = _root(lambda f: anew(planner, trace.scaled(f)))
     turns.append(
         TurningPoint(
             "length of prompts", factor, f"{trace.mean_prompt * factor:.0f} tokens on average" if factor else ""
         )
     )
-    factor = _root(lambda f: beyond(planner.with_link(f), trace))
+    factor = _root(lambda f: anew(planner.with_link(f), trace))
     rate = planner.costs.link.rate
     turns.append(TurningPoint("rate of the link", factor, f"{rate * factor * 8 / 1e9:.0f} Gbps" if factor else ""))
     return turns
+
+
+def gain_by_price(planner: Planner, ranking: Ranking, device: str, factor: float) -> float:
+    """See PlanVerdict.gain, where one device is that many times as dear; not a number where there is no such gain."""
+    return _gain(planner.costs, _repriced(planner, ranking.points, device, factor))[0]
+
+
+def _repriced(planner: Planner, points: Sequence[Operating], device: str, factor: float) -> list[Operating]:
+    return [planner.repriced(p, device, factor) for p in points]
+
+
+def _gain(costs: CostModel, points: Sequence[Operating]) -> tuple[float, float]:
+    """And the width of a tie."""
+    kinds = ([p for p in points if p.deployment.split == kind] for kind in (True, False))
+    split, alone = (min(kind, key=lambda p: p.dollars, default=None) for kind in kinds)
+    if split is None or alone is None:
+        return math.nan, 0.0  # nothing to compare with
+    return alone.dollars / split.dollars - 1, tie_width(costs, split.deployment, alone.deployment)
 
 
 def _root(of: Callable[[float], float]) -> float | None:

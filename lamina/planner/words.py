@@ -5,33 +5,48 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lamina.facts.report import size, table
 
-from .cost import BatchLoad, halves
+from .cost import PartTime, halves
 from .deployment import GIB
 from .rank import Operating, Planner, Ranking, StoredTokens
-from .verdict import TIE, PlanVerdict
+from .verdict import PlanVerdict, tie_width
+
+if TYPE_CHECKING:
+    from .played import PlayedRow
 
 _HEAD = ["devices", "sequences", "tokens/s", "TBT", "$/h", "$/Mtoken", "compute", "memory", "link at least", "limit"]
 
 
-def plan_text(planner: Planner, ranking: Ranking, verdict: PlanVerdict, rows: int) -> str:
+class Plan(NamedTuple):
+    """All that there is to tell. ``rate``: of requests that were played, see played.play."""
+
+    planner: Planner
+    ranking: Ranking
+    verdict: PlanVerdict
+    played: Sequence[PlayedRow]
+    rows: int
+    rate: float | None
+
+
+def plan_text(plan: Plan) -> str:
     """The trace, the best deployments with the best homogeneous one, the verdict, and what all of it rests on."""
+    planner, ranking, verdict, rows = plan.planner, plan.ranking, plan.verdict, plan.rows
     model, trace = planner.costs.model, ranking.trace
     surrogate = ", a SURROGATE: made up in the likeness of a trace" if trace.surrogate else ""
     dropped = f"; {trace.dropped} are too long for some deployment, and left out for all" if trace.dropped else ""
     shown, lengths = shortlist(ranking, rows), f"{trace.mean_prompt:.1f} tokens in, {trace.mean_answer:.1f} out"
     lines = [
-        "modelled, not measured: decoding alone, as many sequences as fit; prompts are computed elsewhere",
+        f"modelled, not measured: {_scope(planner)}",
         f"model  {model.name}: {size(model.weight_bytes)} of weights, {model.kv_bytes_per_token:,} bytes of KV a token",
         f"       ({model.source})",
         f"trace  {trace.name}: {len(trace.requests)} requests, {lengths}{dropped}{surrogate}",
         "",
         *table([_HEAD, *(_row(p) for p in shown)]),
         f"  {len(ranking.points)} deployments ranked, {len(ranking.refused)} refused{_reasons(ranking)}",
-        f"  dollars within {TIE:.0%} are a tie: {_tied(ranking)}",
+        f"  {_tied(planner, ranking)}",
         "",
         f"{verdict.headline}: {verdict.words}",
         *(
@@ -47,8 +62,9 @@ def plan_text(planner: Planner, ranking: Ranking, verdict: PlanVerdict, rows: in
     return "\n".join(lines) + "\n"
 
 
-def plan_json(planner: Planner, ranking: Ranking, verdict: PlanVerdict, rows: int) -> dict[str, Any]:
+def plan_json(plan: Plan) -> dict[str, Any]:
     """The same; times in seconds, sizes in bytes."""
+    planner, ranking, verdict, rows = plan.planner, plan.ranking, plan.verdict, plan.rows
     trace, model, used = ranking.trace, planner.costs.model, planner.costs.constants
     sizes = {"weight_bytes": model.weight_bytes, "kv_bytes_per_token": model.kv_bytes_per_token}
     named = {"requests": len(trace.requests), "dropped": trace.dropped, "surrogate": trace.surrogate}
@@ -56,10 +72,13 @@ def plan_json(planner: Planner, ranking: Ranking, verdict: PlanVerdict, rows: in
         "modelled": True,
         "model": {"name": model.name, "source": model.source, **sizes},
         "trace": {"name": trace.name, **named, "mean_prompt": trace.mean_prompt, "mean_answer": trace.mean_answer},
+        "prompts": "here" if planner.chunk else "elsewhere",
         "rows": [_entry(planner, p, ranking) for p in shortlist(ranking, rows)],
+        "simulated": [p.told() for p in plan.played],
+        "rate": plan.rate,
         "ranked": len(ranking.points),
         "refused": [{"devices": r.deployment.label, "why": r.why} for r in ranking.refused],
-        "tie": TIE,
+        "tie": verdict.width,
         "verdict": {
             "split": verdict.split, "tie": verdict.tie, "gain": verdict.gain, "headline": verdict.headline,
             "why": verdict.words, "turns": [t._asdict() for t in verdict.turns],
@@ -119,13 +138,14 @@ def _entry(planner: Planner, p: Operating, ranking: Ranking) -> dict[str, Any]:
     return {
         "devices": deployment.label, **counts, **memory, "batches": deployment.batches, "split": deployment.split,
         **{k: v for k, v in p._asdict().items() if k != "deployment"},
-        "parts": {n: {"seconds": x.seconds, "origin": x.origin} for n, x in _parts(planner, p, ranking).items()},
+        "parts": {n: {"seconds": x.seconds, "origin": x.origin} for n, x in parts_of(planner, p, ranking).items()},
     }  # fmt: skip
 
 
-def _parts(planner: Planner, p: Operating, ranking: Ranking) -> dict[str, Any]:
-    stored = StoredTokens(ranking.trace, planner.costs.model)
-    load = halves(BatchLoad(p.batch, stored.times(p.batch)), p.deployment.batches)[0]
+def parts_of(planner: Planner, p: Operating, ranking: Ranking) -> dict[str, PartTime]:
+    """Of a step of one of its batches."""
+    stored = StoredTokens(ranking.trace, planner.costs.model, planner.chunk)
+    load = halves(stored.load(p.batch), p.deployment.batches)[0]
     return dict(planner.costs.step(p.deployment, load).parts)
 
 
@@ -136,13 +156,32 @@ def _reasons(ranking: Ranking) -> str:
     return "".join(f"; {n}: {why}" for why, n in sorted(counts.items(), key=lambda x: -x[1])[:3])
 
 
-def _tied(ranking: Ranking) -> str:
-    best = ranking.points[0].dollars
-    return f"the first {sum(p.dollars < best * (1 + TIE) for p in ranking.points)} of them"
+def tied(planner: Planner, ranking: Ranking) -> int:
+    """How many of the first deployments cannot be told from the first by their dollars."""
+    best, count = ranking.points[0], 0
+    for p in ranking.points:
+        if p.dollars >= best.dollars * (1 + tie_width(planner.costs, best.deployment, p.deployment)):
+            break
+        count += 1
+    return count
+
+
+def _tied(planner: Planner, ranking: Ranking) -> str:
+    count = tied(planner, ranking)
+    width = tie_width(planner.costs, *(p.deployment for p in ranking.points[:count]))
+    return f"dollars within the model's error, {width:.0%}, are a tie: the first {count} of them"
+
+
+def _scope(planner: Planner) -> str:
+    if planner.chunk:
+        return f"decoding, and prompts in chunks of {planner.chunk} tokens beside it"
+    return "decoding alone; prompts are computed elsewhere"
 
 
 def _prompts(planner: Planner, best: Operating, ranking: Ranking) -> str:
     """What the price leaves out."""
+    if planner.chunk:
+        return "the price has the prompts in it; each of them waits for its turn, see --rate"
     costs, trace = planner.costs, ranking.trace
     flops = sum(products.work(1)[1] for products in costs.model.products)
     device, rate = best.deployment.compute, best.tokens_s / trace.mean_answer * trace.mean_prompt
@@ -158,7 +197,7 @@ def _serve(planner: Planner, ranking: Ranking, verdict: PlanVerdict) -> Sequence
 
 def _origins(planner: Planner, best: Operating, ranking: Ranking) -> list[str]:
     parts = [["a step of", best.deployment.label, "one batch"]]
-    parts += [[name, f"{x.seconds * 1e3:.2f} ms", x.origin] for name, x in _parts(planner, best, ranking).items()]
+    parts += [[name, f"{x.seconds * 1e3:.2f} ms", x.origin] for name, x in parts_of(planner, best, ranking).items()]
     devices = {d.name: d for p in ranking.points for d in (p.deployment.compute, p.deployment.memory) if d}
     prices, base, link = planner.prices, planner.costs.baseline, planner.costs.link
     unit = planner.memory.unit

@@ -23,14 +23,15 @@ TOKEN = 1  # that every row draws
 
 
 class StepLoad(NamedTuple):
-    """Of a step: rows that its slices compute, those of them that belong to chunks of prompts, and tokens that its
-    attention reads, its own rows included.
+    """Of a step: rows that its slices compute, those of them that belong to chunks of prompts, tokens that its
+    attention reads, its own rows included, and pairs of a row and a token that it sees.
     """
 
     batch: int
     rows: int
     prompt: int
     stored: int
+    pairs: int
 
 
 class RoundLoad(NamedTuple):
@@ -43,9 +44,15 @@ class RoundLoad(NamedTuple):
         """Of all steps."""
         return sum(step.rows for step in self.steps)
 
+    @property
+    def decoding(self) -> int:
+        """Rows that belong to no chunk of a prompt."""
+        return sum(step.rows - step.prompt for step in self.steps)
+
     def later(self, rounds: int) -> RoundLoad:
         """So many rounds later, if all rows are of sequences that decode."""
-        return RoundLoad(tuple(step._replace(stored=step.stored + rounds * step.rows) for step in self.steps))
+        more = ((step, rounds * step.rows) for step in self.steps)
+        return RoundLoad(tuple(s._replace(stored=s.stored + m, pairs=s.pairs + m) for s, m in more))
 
 
 class _Flight(NamedTuple):
@@ -65,12 +72,12 @@ class LosslessWire:
         self._done: deque[StepDone] = deque()
         self._flights: deque[_Flight] = deque()
         self._free_at = 0.0
-        self.rows: list[int] = []  # of each round
+        self.decoding: list[int] = []  # rows of each round that do
 
     def submit(self, new: RunRound) -> None:
         load = RoundLoad(tuple(_load(step) for step in new.steps if step.plan.rows))
         self._free_at = max(self.clock.now, self._free_at) + (self._seconds(load) if load.steps else 0.0)
-        self.rows.append(load.rows)
+        self.decoding.append(load.decoding)
         self._flights.append(_Flight(load, self._free_at, [_done(step) for step in new.steps]))
 
     def prefill(self, worker: int, new: RunRound) -> None:
@@ -98,7 +105,7 @@ class LosslessWire:
         while len(times) < most and (not times or times[-1] < until):
             times.append(self._free_at)
             self._free_at += self._seconds(flight.load.later(len(times)))
-            self.rows.append(flight.load.rows)
+            self.decoding.append(flight.load.decoding)
         done = [msgspec.structs.replace(d, step=d.step + len(times)) for d in flight.done]
         self._flights[0] = _Flight(flight.load.later(len(times)), self._free_at, done)
         while self.clock.advance(times[-1]):
@@ -142,7 +149,9 @@ def ready_of(*, num_layers: int, num_blocks: int, block_size: int, max_len: int)
 def _load(step: RunStep) -> StepLoad:
     rows = step.plan.rows
     prompt = sum(row.count for row in rows if row.count > 1)
-    return StepLoad(step.plan.batch, step.plan.num_rows, prompt, sum(row.first + row.count for row in rows))
+    stored = sum(row.first + row.count for row in rows)
+    pairs = sum(row.count * row.first + row.count * (row.count + 1) // 2 for row in rows)
+    return StepLoad(step.plan.batch, step.plan.num_rows, prompt, stored, pairs)
 
 
 def _done(step: RunStep) -> StepDone:

@@ -14,7 +14,7 @@ from lamina.planner.deployment import Deployment, deployments
 from lamina.planner.operators import OperatorTables
 from lamina.planner.tables import link, price_book
 from lamina.planner.traces import RequestTrace, TracedRequest
-from lamina.planner.verdict import TIE, decide
+from lamina.planner.verdict import decide
 
 H100, H20 = DEVICES["h100"], DEVICES["h20"]
 HEAD = "op,device,dtype,shape,seconds,source\n"
@@ -60,10 +60,10 @@ def test_a_gain_within_the_error_is_no_split() -> None:
     for share in (0.99, 1.01):
         there = mine.with_price("h20", turn.factor**share)
         verdict = decide(there, there.rank(asked, trace), trace)
-        assert verdict.gain == pytest.approx(TIE, abs=0.02)
-        assert verdict.split == (verdict.gain >= TIE)
+        assert verdict.gain == pytest.approx(verdict.width, abs=0.02)
+        assert verdict.split == (verdict.gain >= verdict.width)
         assert verdict.tie == (not verdict.split)
-    assert TIE > 0.1
+    assert verdict.width > 0.1
 
 
 def test_stored_tokens_are_a_mean_over_steps() -> None:

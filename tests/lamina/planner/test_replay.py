@@ -113,3 +113,31 @@ def test_a_thousand_workers() -> None:
     mine, trace = planner(), bursts(80)
     found = replay(mine.costs, mine.memory, Deployment(DEVICES["h100"], 8, DEVICES["h20"], 1000), trace, paced=True)
     assert found.tokens > 0
+
+
+def test_decoding_alone_has_no_rows_of_prompts() -> None:
+    """The rows of a round are its running sequences, and all its tokens are drawn; prompts that are computed show."""
+    mine, trace = planner("llama-65b"), uneven(120)
+    alone, beside = (replay(mine.costs, mine.memory, SPLIT, trace, most=24, chunk=chunk) for chunk in (0, 512))
+    assert alone.batch <= 24
+    assert beside.batch <= 24
+    assert beside.seconds > 2 * alone.seconds
+    assert beside.rounds > 120 * 4000 / (2 * 512)
+
+
+def test_a_token_waits_for_room() -> None:
+    """Nobody waits for the first token where there is room; all but some do in a burst."""
+    mine = planner("llama-65b")
+    rare, crowd = (
+        RequestTrace("x", tuple(TracedRequest(step * i, 8000, 30) for i in range(80))) for step in (5.0, 0.001)
+    )
+    calm, busy = (replay(mine.costs, mine.memory, ALONE, t, paced=True) for t in (rare, crowd))
+    assert calm.first_p99_s < 0.1 < busy.first_p50_s < busy.first_p99_s
+
+
+def test_progress_is_told() -> None:
+    seen = list[tuple[int, int]]()
+    mine, trace = planner("llama-65b"), uneven(120)
+    replay(mine.costs, mine.memory, SPLIT, trace, most=24, told=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen)
+    assert 0 <= seen[0][0] < seen[-1][0] <= seen[-1][1] == sum(r.answer for r in trace.requests)
