@@ -81,8 +81,12 @@ class MemoryWorkers:
             worker.join(10.0)
 
     @contextmanager
-    def connect(self, program: SlicedProgram, *, num_workers: int, **options: Any) -> Iterator[MemoryPool]:
-        """The first ``num_workers`` of them, bound to ``program``; ``options`` replace fields of the Bind."""
+    def connect(
+        self, program: SlicedProgram, *, num_workers: int, backend: str = "native", **options: Any
+    ) -> Iterator[MemoryPool]:
+        """The first ``num_workers`` of them, bound to ``program``, with attention by ``backend``; ``options`` replace
+        fields of the Bind.
+        """
         layers = layer_shapes(program)
         partition = by_head([s.kv_heads for s in layers], [1.0] * num_workers)
         dtype = program.calls[0].q.dtype
@@ -97,11 +101,11 @@ class MemoryWorkers:
                 links.append(MemoryLink(channel, worker, TIMEOUT_S))
                 fields = {
                     "view": self._view, "worker": worker, "partition": partition, "layers": layers,
-                    "dtype": str(dtype)[6:], "kv": KVOptions(block_size=16, attention="reference"),
+                    "dtype": str(dtype)[6:], "kv": KVOptions(block_size=16, attention=backend),
                     "kv_bytes": 64 << 20, "max_rows": MAX_ROWS, "max_model_len": MAX_LEN, **options,
                 }  # fmt: skip
                 links[-1].bind(Bind(**fields))
-            yield MemoryPool(links, partition, layers, attention.get("reference", torch.device("cpu"), dtype))
+            yield MemoryPool(links, partition, layers, attention.get(backend, torch.device("cpu"), dtype))
         finally:
             for link in links:
                 link.channel.close()

@@ -72,6 +72,6 @@ def test_two_memory_workers_over_tcp(case: Case, over_tcp: MemoryWorkers) -> Non
 @each_family()
 def test_kv_lost_on_one_worker_is_noticed(case: Case, one_forgets: MemoryWorkers) -> None:
     _, model, program = case
-    with one_forgets.connect(program, num_workers=2) as pool:
+    with one_forgets.connect(program, num_workers=2, backend="reference") as pool:
         outcome = compare(model, decode(SplitRunner(program, pool), SHORT))
     assert outcome.error > RED * TOLERANCE
