@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lamina.engine.conductor import Conductor, ConductorRules, KnownPrompt
 from lamina.engine.conductor.choice import NOBODY
 from lamina.engine.conductor.directory import Directory
+from lamina.engine.conductor.lines import BookedPrompt, PromptLine
 from lamina.engine.conductor.overload import Limits
 
 BLOCKS = range(1, 17)
@@ -112,6 +113,29 @@ def test_a_directory_is_what_its_stores_have(moves: list[tuple[int, int, int, bo
         for found, stores in ((directory.held(keys), held), (directory.ready(keys), ready)):
             assert found == [next((n for n, k in enumerate(keys) if k not in s), 7) for s in stores]
     assert directory.num_replicas == sum(map(len, held)) - len(set().union(*held))
+
+
+def test_a_page_that_was_given_up_before_it_came_stays_away() -> None:
+    directory, early, late = Directory(1, 2), [b"a", b"b"], [b"c", b"d"]
+    directory.take(0, early)
+    assert directory.take(0, late) == [b"b", b"a"]
+    directory.arrived(0, early)
+    assert directory.ready(early) == [0]
+    directory.arrived(0, late)
+    assert directory.ready(late) == [2]
+
+
+def test_a_prompt_waits_for_its_transfer() -> None:
+    line = PromptLine()
+    line.add(BookedPrompt(0, 100, 1.0, ready_s=0.0), 0.0)
+    line.add(BookedPrompt(1, 100, 1.0, ready_s=5.0), 0.0)
+    assert line.queue_s(0.0) == 6.0
+    line.begun(0.0)
+    line.remove(0, 0.5)
+    assert line.queue_s(0.5) == 5.5
+    assert list(line.joining()) == [(6.0, 100)]
+    with pytest.raises(KeyError):
+        line.remove(0, 0.5)
 
 
 def test_limits_refuse_with_what_was_expected() -> None:

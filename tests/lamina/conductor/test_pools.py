@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conducted import LAW, STEP, conductor, even, played, zipf
+from conducted import LAW, RATE, STEP, conductor, even, played, prompt, zipf
 
 from lamina.cli import launch
 from lamina.engine.conductor import choice
@@ -16,6 +16,7 @@ from lamina.engine.conductor.overload import Limits
 from lamina.sim.clock import VirtualClock
 from lamina.sim.pools.decode import SimulatedInstance
 from lamina.sim.pools.report import PoolsReport, report
+from lamina.sim.pools.run import TracedPrompt
 
 TRACE = Path(__file__).resolve().parents[4] / "shared" / "traces" / "mooncake_fast25_conversation.jsonl.gz"
 LIMITS = Limits(ttft_s=40.0, tbt_s=0.05)
@@ -58,6 +59,21 @@ def test_hot_beginnings_are_copied_and_all_workers_have_work() -> None:
     assert found.kv_replicas > 200
     assert found.hit > 0.6
     assert found.expected_off < 0.05
+
+
+def test_two_transfers_from_one_sender_take_twice_as_long() -> None:
+    known = [prompt(16 * 512, *range(at, at + 16)) for at in (100, 200)]
+    one = conductor(3)
+    for each in known:
+        one.directory.take(0, each.keys)
+        one.directory.arrived(0, each.keys)
+    late = [TracedPrompt(10.0, each, 1) for each in known]
+    pools = played(one, [TracedPrompt(10.0, prompt(60_000), 1), *late])
+    first, second = pools.requests[1:]
+    assert {first.choice.worker, second.choice.worker} == {1, 2}
+    assert first.choice.source == second.choice.source == 0
+    assert first.ttft_s == pytest.approx(first.choice.ttft_s)
+    assert second.ttft_s - first.ttft_s == pytest.approx((16 * 512 - 1) / RATE)
 
 
 def test_entries_that_are_given_up_are_not_believed_under_load() -> None:
