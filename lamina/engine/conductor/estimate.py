@@ -42,18 +42,19 @@ class PrefillFit:
         for tokens, prefix in _PRIOR_PROMPTS if trusted else ():
             seconds = law.seconds(tokens, prefix)
             if seconds > 0:
-                self._sums.add(tokens, prefix, seconds, _PRIOR / len(_PRIOR_PROMPTS))
+                self._sums.add(tokens, prefix, seconds, seconds, _PRIOR / len(_PRIOR_PROMPTS))
 
     def observe(self, tokens: int, prefix: int, seconds: float) -> None:
         """A prompt took so long on a worker that did nothing else."""
         if seconds <= 0 or tokens <= prefix:
             return
         expected = self.law.seconds(tokens, prefix)
+        size = seconds
         if self._count >= _FEW and expected > 0:
-            seconds = min(seconds, expected * _MOST_OUTLIER)
+            seconds, size = min(seconds, expected * _MOST_OUTLIER), expected
         self._count += 1
         self._sums.forget(_KEPT)
-        self._sums.add(tokens, prefix, seconds)
+        self._sums.add(tokens, prefix, seconds, size)
         self.law = self._sums.law()
 
 
@@ -61,7 +62,7 @@ def fit_law(measured: Iterable[tuple[int, int, float]]) -> PrefillTime:
     """The law of prompts that took (tokens, prefix, seconds). Raises ValueError for none of them."""
     sums, count = _Sums(), 0
     for tokens, prefix, seconds in measured:
-        sums.add(tokens, prefix, seconds)
+        sums.add(tokens, prefix, seconds, seconds)
         count += 1
     if not count:
         raise ValueError("a law of prefill needs at least one measured prompt")
@@ -75,10 +76,11 @@ class _Sums:
         self._products = [[0.0] * 3 for _ in range(3)]
         self._targets = [0.0] * 3
 
-    def add(self, tokens: int, prefix: int, seconds: float, weight: float = 1.0) -> None:
-        scaled = [x / seconds for x in _features(tokens, prefix)]  # each error counts in parts of its own size
+    def add(self, tokens: int, prefix: int, seconds: float, size: float, weight: float = 1.0) -> None:
+        """Errors count in parts of ``size``: of the expected seconds, so that slow and fast ones weigh alike."""
+        scaled = [x / size for x in _features(tokens, prefix)]
         for i in range(3):
-            self._targets[i] += weight * scaled[i]
+            self._targets[i] += weight * scaled[i] * seconds / size
             for j in range(3):
                 self._products[i][j] += weight * scaled[i] * scaled[j]
 

@@ -119,3 +119,14 @@ def test_one_stall_does_not_spoil_a_law() -> None:
         fit.observe(8000, 0, LAW.seconds(8000))
     fit.observe(8000, 0, 1000.0)
     assert fit.law.seconds(8000) < 1.5 * LAW.seconds(8000)
+
+
+def test_a_law_of_uneven_workers_tells_the_mean() -> None:
+    """Half of the prompts take half of the time, the others twice as long: queues are sums, so the mean counts."""
+    fit, rng = PrefillFit(LAW), random.Random(6)
+    found = []
+    for _ in range(400):
+        tokens = rng.randint(2000, 20_000)
+        fit.observe(tokens, 0, LAW.seconds(tokens) * rng.choice([0.5, 2.0]))
+        found.append(fit.law.seconds(10_000) / LAW.seconds(10_000))
+    assert sum(found[100:]) / 300 == pytest.approx(1.25, abs=0.12)

@@ -144,6 +144,7 @@ def test_the_conversation_trace(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not TRACE.exists(), reason="the public trace is not here")
 def test_the_conversation_trace_by_chance_and_whole(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--trace", str(TRACE)]
@@ -151,8 +152,11 @@ def test_the_conversation_trace_by_chance_and_whole(capsys: pytest.CaptureFixtur
     (balance,) = told(capsys, *flags, "--rows", "4000", "--policy", "load-balance")
     assert sum(m["mean_ttft_s"] for m in means) / 10 > balance["mean_ttft_s"]
     assert all(run["cpu_s"] < 10 for run in told(capsys, *flags))
-    few = [run["mean_ttft_s"] for run in told(capsys, *flags, "--rows", "4000", "--speed", "0.3")]
-    assert max(few) < 10 * min(few)  # where there is room for all, it matters little
+    few = [  # where there is room for all, it matters little
+        run["mean_ttft_s"]
+        for run in told(capsys, *flags, "--rows", "4000", "--speed", "0.3", "--policy", "load-balance,mooncake")
+    ]
+    assert max(few) < 2 * min(few)
 
 
 @pytest.mark.slow
