@@ -17,7 +17,7 @@ from lamina.memory.store import Store
 from lamina.protocol.layout import held_nodes, most_nodes
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import FIRST, Deal, Place, Placement, Run
-from lamina.protocol.plan import New, Rows, StepPlan
+from lamina.protocol.plan import Kind, New, Rows, StepPlan
 from lamina.protocol.tables import PlanError
 
 LAYERS = [shape(4, 2, 8, 8), shape(6, 3, 8, 8, window=200, sinks=1)]
@@ -135,6 +135,18 @@ def test_a_stripe_that_moves_without_its_tokens_is_seen() -> None:
         expected = static.step(number, rows)
         assert equal(expected, there.step(number, moved))
         assert equal(expected, lost.step(number, moved)) == (number <= 2)
+
+
+def test_a_sequence_on_loan_has_the_bits_of_one_at_home() -> None:
+    """And the creditor is asked for what it holds, and for nothing of a sequence that it does not know."""
+    home, lent = (Moving(both("spill", [1.0, 1.0], "auto")) for _ in range(2))
+    place = Place(0, (Run(1, 3, 1),))
+    for number, step in enumerate(STEPS):
+        at = [Rows(*row, place) if row[0] == 1 else Rows(*row) for row in step]
+        assert equal(home.step(number, [Rows(*row) for row in step]), lent.step(number, at)), number
+    creditors = [x.x.sides[1] for x in (home, lent)]
+    assert [side.largest[Kind.Q] > 0 for side in creditors] == [False, True]
+    assert [side.store.tables.blocks_of([2]) for side in creditors] == [(0, 0)] * 2
 
 
 @pytest.mark.parametrize(
