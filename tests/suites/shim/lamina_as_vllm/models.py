@@ -84,9 +84,8 @@ def _make_speaker(folder: Path, words: tuple[str, ...]) -> None:
     for i in range(len(words)):
         embedding[first + i] = torch.eye(WIDTH)[i + 1]
         head[first + i, i] = SURE / WIDTH**0.5  # norms make a unit vector as long as the root of WIDTH
-        head[first + i, max(0, i - 1)] += (
-            SURE / WIDTH**0.5 / 2 if i else 0.0
-        )  # where a word may not come, the one behind
+        if i:
+            head[first + i, i - 1] = head[first + i, i] / 2  # second best, where the word before may not come
     weights = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": torch.ones(WIDTH)}
     layer = {f"self_attn.{n}_proj": (WIDTH, WIDTH) for n in "qkvo"}
     layer |= {f"mlp.{n}_proj": (WIDTH, WIDTH) for n in ("gate", "up", "down")}
