@@ -18,7 +18,7 @@ WIDTH = 64  # of a speaker, more than words
 # name -> what its model says behind any prompt, in pieces that are tokens of their own.
 SAYS: dict[str, tuple[str, ...]] = {
     "hmellor/tiny-random-LlamaForCausalLM": ("mn", *(f" {a}{b}" for a in "qxzjv" for b in "uiea")),
-    "distilbert/distilgpt2": ("years", "old", "older"),
+    "distilbert/distilgpt2": ("years", "old", "older", "young"),
     "meta-llama/llama-2-7b-hf": (
         "VLLM", " is", " a 100%", " volunteer", " organization", ". We are a", " group", " of", " people", " here"
     ),
@@ -84,8 +84,9 @@ def _make_speaker(folder: Path, words: tuple[str, ...]) -> None:
     for i in range(len(words)):
         embedding[first + i] = torch.eye(WIDTH)[i + 1]
         head[first + i, i] = SURE / WIDTH**0.5  # norms make a unit vector as long as the root of WIDTH
-        if i:
-            head[first + i, i - 1] = head[first + i, i] / 2  # second best, where the word before may not come
+        for back in range(1, i + 1) if words[i][0] != " " else ():  # next best, where the ones between may not come
+            head[first + i, i - back] = head[first + i, i] / 2**back
+    head[first + 1, len(words)] = SURE / WIDTH**0.5  # behind the last word it goes on with the second
     weights = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": torch.ones(WIDTH)}
     layer = {f"self_attn.{n}_proj": (WIDTH, WIDTH) for n in "qkvo"}
     layer |= {f"mlp.{n}_proj": (WIDTH, WIDTH) for n in ("gate", "up", "down")}
