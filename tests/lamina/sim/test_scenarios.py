@@ -214,7 +214,7 @@ MISTAKES = {
     ),
     "transfers of an older view": replacing(Tier, "cancel", lambda self: None),
     "a beginning that was given back": replacing(
-        Tier, "_keys", lambda self, sequence, length, right=Tier._keys: right(self, sequence, length)[::-1]
+        Tier, "keys_of", lambda self, sequence, length, right=Tier.keys_of: right(self, sequence, length)[::-1]
     ),
 }
 
