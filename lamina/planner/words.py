@@ -36,7 +36,11 @@ def plan_text(plan: Plan) -> str:
     planner, ranking, verdict, rows = plan.planner, plan.ranking, plan.verdict, plan.rows
     model, trace = planner.costs.model, ranking.trace
     surrogate = ", a SURROGATE: made up in the likeness of a trace" if trace.surrogate else ""
-    dropped = f"; {trace.dropped} are too long for some deployment, and left out for all" if trace.dropped else ""
+    dropped = (
+        f"; {trace.dropped} are too long for the model or for some deployment, and left out for all"
+        if trace.dropped
+        else ""
+    )
     shown, lengths = shortlist(ranking, rows), f"{trace.mean_prompt:.1f} tokens in, {trace.mean_answer:.1f} out"
     lines = [
         f"modelled, not measured: {_scope(planner)}",
@@ -168,6 +172,8 @@ def tied(planner: Planner, ranking: Ranking) -> int:
 
 def _tied(planner: Planner, ranking: Ranking) -> str:
     count = tied(planner, ranking)
+    if count == 1:
+        return "no other is as cheap within the model's error"
     width = tie_width(planner.costs, *(p.deployment for p in ranking.points[:count]))
     return f"dollars within the model's error, {width:.0%}, are a tie: the first {count} of them"
 

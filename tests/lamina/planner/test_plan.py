@@ -71,6 +71,7 @@ def test_a_plan_that_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "do not disaggregate here: " in text
     assert "modelled, not measured" in text
     assert "serve it" not in text
+    assert "the first 1 of" not in text
 
 
 def test_a_turning_point_is_one() -> None:
