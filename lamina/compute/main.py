@@ -79,6 +79,8 @@ class ComputeServer(ModelServer):
         self._cut = self.cut()
         if size == 1:  # a rank's slices meet the others
             self._program = self.runnable(self._cut)
+        if start.turns_keys:
+            self._cut = self._with_rotary(self._cut)
         identity = identity_of(start, self._cut.loaded, self._cut.layers, self._cut.dtype) if start.identify else b""
         return Loaded(ring_url=_url(self._ring_door), rank_url=_url(self._rank_door), identity=identity)
 
@@ -106,6 +108,14 @@ class ComputeServer(ModelServer):
                 view=meeting.view,
             )
         return self._serving, self.ready(cut, bounds, meeting.view)
+
+    def _with_rotary(self, cut: CutModel) -> CutModel:
+        """With how keys turn with their position, which has been proved. Raises UnsupportedModelError."""
+        from lamina.models.shifts import with_rotary
+
+        layers = with_rotary(self._program, cut.loaded.model, cut.layers, cut.dtype, cut.max_len, self.staging.device)
+        self.clock.lap("rotary_s")
+        return cut._replace(layers=layers)
 
     def _open_door(self, reception: netstack.Reception) -> ViewDoor:
         """Where the replica before this one comes, or the other ranks."""

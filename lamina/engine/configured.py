@@ -37,6 +37,7 @@ def scheduler_of(
         prefixes=_prefixes(config, ledger),
         tier=tier,
         swaps=_swaps(config, tier),
+        keep_first=config.overflow.keep_first,
         view=info.view,
     )
 

@@ -20,6 +20,7 @@ from .checks import NOT_FINITE, check_ids, check_session, too_long, why_banned
 from .configured import scheduler_of
 from .draws import draw_of, scores_of, seed_of
 from .kept import KeptKV
+from .overflow import overflow_of
 from .request import Request, extend
 from .sequence import Sequence
 from .sessions import SessionName
@@ -49,6 +50,8 @@ class Engine:
             self.info.summary["pipeline"] = self._tuner.reason
         num_batches = self._tuner.n if self._tuner else config.topology.most_batches
         self.scheduler = scheduler_of(config, info, self._ledger, num_batches, clock)
+        stripe = info.stripe * info.block_size * self._ledger.num_lanes
+        self._overflow = overflow_of(config.overflow, info.max_model_len, stripe)
         self._timing = Timing(self.scheduler.swaps) if self.scheduler.swaps else None
         self._steps: dict[tuple[int, int], ScheduledStep] = {}  # in flight, by batch and step
         self._next_round = 0
@@ -90,12 +93,17 @@ class Engine:
         self.check(prompt, params, session)
         request_id, self._next_request = self._next_request, self._next_request + 1
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+        known = self.scheduler.sessions.of(session) if session else None
+        given, discarded = prompt, 0
+        if self._overflow and params.prompt_logprobs is None and not held:
+            discarded = self._overflow.discarded(len(prompt), params.max_tokens, known.discarded if known else 0)
+            prompt = self._overflow.left(prompt, discarded)
         sequences = [self._sequence(request_id, prompt, params, seed_of(seed, i), i) for i in range(params.n)]
         for sequence in sequences:
             sequence.held, sequence.salt = held, salt
-            sequence.session = self.scheduler.sessions.of(session) if session else None
+            sequence.session, sequence.discarded = known, discarded
         outputs = [s.output for s in sequences]
-        output = RequestOutput(request_id, text, list(prompt), outputs, RequestTimes(self._clock()))
+        output = RequestOutput(request_id, text, list(given), outputs, RequestTimes(self._clock()))
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]
         include = params.include_stop_str_in_output
@@ -130,7 +138,7 @@ class Engine:
             check_session(params, self.config)
         if not prompt:
             raise ValueError("the decoder prompt cannot be empty: it needs at least one token")
-        if len(prompt) >= limit:
+        if len(prompt) >= limit and (self._overflow is None or params.prompt_logprobs is not None):
             raise ValueError(too_long(len(prompt), limit))
         check_ids(prompt, params, vocab)
         if params.min_tokens and self._stops(params).issuperset(range(vocab)):

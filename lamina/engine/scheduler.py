@@ -56,13 +56,15 @@ class Scheduler:
         prefixes: Prefixes | None = None,
         tier: Tier | None = None,
         swaps: Swaps | None = None,
+        keep_first: int = 0,
         view: int = 0,
     ) -> None:
         """``aligned``: cut prompts at multiples of ``prefill_chunk`` only, whatever else is in the step.
         ``num_layers``: attention operators, over which the steps rotate. ``num_replicas``: 0 = as many as the batches
         need. ``prefill``: who computes the prompts; None = the batches do. ``prefixes``: what is kept of finished
         sequences; None = nothing. ``tier``: where it is kept besides; None = nowhere; ``swaps``: so too that of
-        preempted ones. ``view``: of the plans, until another one is set.
+        preempted ones. ``keep_first``: tokens of a session that are never discarded. ``view``: of the plans,
+        until another one is set.
         """
         self.view = view
         self._ledger = ledger
@@ -74,10 +76,10 @@ class Scheduler:
         self._num_replicas = num_replicas
         self._prefill = prefill or Prefill(0, prefill_chunk, num_batches)
         self.prefixes = prefixes or Prefixes(ledger, 0)
-        self.sessions, self.leaves = self.prefixes.sessions, Leaves(self.prefixes, tier)
+        self.sessions, self.leaves = self.prefixes.sessions, Leaves(self.prefixes, ledger, tier, keep_first)
         self.tier, self.swaps = tier, swaps
         self._newcomers = Newcomers(
-            ledger, self._room, self._cuts, self._prefill, self.prefixes, tier, swaps, max_num_seqs
+            ledger, self._room, self._cuts, self._prefill, self.prefixes, tier, swaps, max_num_seqs, self.leaves
         )
         self._relief = Relief(ledger, self._room, self.prefixes, self._prefill, swaps)
         self._leaps = Leaps(ledger, self._room, max_num_seqs)
@@ -329,7 +331,7 @@ class Scheduler:
             self._prefill.drop(sequence)
             for op in self.prefixes.end(sequence):  # a retained one may be evicted by the first plan
                 (first if isinstance(op, Truncate) else batch.ops).append(op)
-                if isinstance(op, Truncate) and self.tier:
+                if isinstance(op, Truncate) and self.tier and not sequence.discarded:
                     first += self.tier.save(sequence, op.length)
                     self.leaves.saved(sequence, op.length)
         batch.running = [s for s in batch.running if s not in ended]

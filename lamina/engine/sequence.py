@@ -25,6 +25,7 @@ class Sequence:
     max_len: int  # tokens, prompt included, at which it ends
     stop_tokens: frozenset[int]
     salt: bytes = b""  # it shares KV with sequences of the same salt only
+    discarded: int = 0  # tokens of a longer prompt behind its first ones: it shares KV with its session alone
     session: SessionState | None = None  # of which it is a turn
     id: int = -1  # set by the scheduler on admission, as the next one
     place: Place = FIRST  # of its KV on the memory workers

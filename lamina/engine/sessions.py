@@ -47,6 +47,7 @@ class SessionState:
     length: int = 0  # tokens of that
     place: Place = FIRST
     keys: list[bytes] = field(default_factory=list)
+    discarded: int = 0  # tokens of the conversation that its KV has no more
 
 
 class Sessions:
@@ -80,13 +81,13 @@ class Sessions:
             self.hits[tier] += 1
         session.turns += 1
 
-    def sleep(self, session: SessionState, leaf: int, length: int, place: Place) -> int | None:
+    def sleep(self, session: SessionState, leaf: int, length: int, place: Place, discarded: int = 0) -> int | None:
         """A turn has ended: its KV is that of the retained sequence ``leaf``. Returns the one before, which nobody
         needs any more.
         """
         before = session.leaf
         self._let_go(session)
-        session.leaf, session.length, session.place = leaf, length, place
+        session.leaf, session.length, session.place, session.discarded = leaf, length, place, discarded
         if self._by_name.get(session.name) is session:
             self._by_leaf[leaf] = session
         return before

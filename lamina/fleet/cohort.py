@@ -353,6 +353,7 @@ class Cohort:
             key=self._compute_key,
             trace=self._trace,
             identify=self._tier.wanted,
+            turns_keys=self._config.overflow.truncates,
         )
 
     def _gpu_number(self, handle: WorkerHandle) -> int:

@@ -23,6 +23,7 @@ from lamina.protocol.plan import (
     Key,
     Kind,
     ProtocolError,
+    Shift,
     StepPlan,
     Truncate,
 )
@@ -84,8 +85,10 @@ class Grants:
                     raise PlanError(
                         f"sequence {op.sequence}: more than {GRANTS_AHEAD} grants whose K and V are still to come"
                     )
-            elif isinstance(op, Free | Truncate) and op.sequence in waiting:
-                raise PlanError(f"sequence {op.sequence} is freed or truncated while its K and V are still to come")
+            elif isinstance(op, Free | Truncate | Shift) and op.sequence in waiting:
+                raise PlanError(
+                    f"sequence {op.sequence} is freed, truncated or shifted while its K and V are still to come"
+                )
             elif isinstance(op, Fork) and op.source in waiting:
                 raise PlanError(f"sequence {op.source} is forked while its K and V are still to come")
         for row in plan.rows:

@@ -18,6 +18,7 @@ from lamina.attention.spec import AttentionSpec
 from lamina.buffers import tensor_over
 from lamina.facts.room import free_bytes, too_little
 from lamina.kv.pool import LayerStore, allocate
+from lamina.kv.rotate import rotate_blocks
 from lamina.kv.stored import head_bytes, stored_dtype
 from lamina.protocol.block_counts import split_memory
 from lamina.protocol.codec import Group, HeldPiece, held_pieces
@@ -32,6 +33,7 @@ from lamina.protocol.plan import (
     LayerShape,
     ProtocolError,
     Rows,
+    Shift,
     StepPlan,
 )
 from lamina.protocol.tables import BlockTables, PlanError
@@ -142,8 +144,24 @@ class Store:
                 )
             if row.place.moved and self.placement.num_lanes > 1:  # else all lies here
                 self._check_moved(row)
+        shifts = [op for op in plan.ops if isinstance(op, Shift)]
+        if shifts and any(layer.rotary is None for layer in bind.layers):
+            raise ProtocolError(f"step {plan.step} shifts a sequence of a model whose keys stay where they are")
+        again = self.tables.comes_again(plan)
         self.tables.apply(plan)
-        self.written.begin(plan)
+        self.written.begin(plan, again=again)
+        for op in () if again else shifts:
+            self._rotate(op)
+
+    def _rotate(self, op: Shift) -> None:
+        """Move K of all that was behind the tokens that ``op`` has discarded, if it is still there."""
+        if op.sequence not in self.tables.sequences:
+            return
+        blocks = [self.tables.blocks_behind(g, op.sequence, op.first) for g in range(len(self.tables.windows))]
+        for layer, shape in zip(self.layers, self.bind.layers, strict=True):
+            for piece in layer:
+                if shape.rotary is not None:
+                    rotate_blocks(piece.kv, blocks[piece.group], shape.rotary, -op.count)
 
     def _check_moved(self, row: Rows) -> None:
         """Raises PlanError where a sequence cannot lie so, or is in more pieces than the slots of O have room for."""

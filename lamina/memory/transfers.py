@@ -34,6 +34,7 @@ from lamina.protocol.plan import (
     Import,
     ProtocolError,
     Rows,
+    Shift,
     StepPlan,
     Truncate,
 )
@@ -105,6 +106,9 @@ class Transfers:
             return
         self._check(plan)
         saves = [self._save_of(op) for op in plan.ops if isinstance(op, Export)]
+        for op in plan.ops:
+            if isinstance(op, Shift):  # which writes over what is being saved
+                self._copy(op.sequence)
         self._store.begin(plan)
         for op in plan.ops:
             if isinstance(op, Export):
@@ -146,8 +150,8 @@ class Transfers:
                     raise PlanError(f"sequence {op.sequence} is loaded or saved twice")
                 last = op.id
                 (saving if isinstance(op, Export) else loading).add(op.sequence)
-            elif isinstance(op, Free | Truncate) and op.sequence in loading:
-                raise PlanError(f"sequence {op.sequence} is freed or truncated while it is loaded")
+            elif isinstance(op, Free | Truncate | Shift) and op.sequence in loading:
+                raise PlanError(f"sequence {op.sequence} is freed, truncated or shifted while it is loaded")
             elif isinstance(op, Fork) and op.source in loading:
                 raise PlanError(f"sequence {op.source} is forked while it is loaded")
             elif isinstance(op, Grant) and op.sequence in loading | saving:

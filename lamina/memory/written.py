@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lamina.protocol.plan import Fork, Free, Grant, Import, Keep, New, Rows, StepPlan, Truncate
+from lamina.protocol.plan import Fork, Free, Grant, Import, Keep, New, Rows, Shift, StepPlan, Truncate
 
 
 class WrittenTokens:
@@ -13,8 +13,8 @@ class WrittenTokens:
     def __init__(self) -> None:
         self._tokens: dict[int, int] = {}  # by sequence
 
-    def begin(self, plan: StepPlan) -> None:
-        """A plan was applied: what its rows will write over counts no more."""
+    def begin(self, plan: StepPlan, *, again: bool = False) -> None:
+        """A plan was applied: what its rows will write over counts no more. ``again``: it has come before."""
         for op in plan.ops:
             if isinstance(op, New):
                 self._tokens[op.sequence] = 0
@@ -24,6 +24,9 @@ class WrittenTokens:
                 self._tokens.pop(op.sequence, None)
             elif isinstance(op, Truncate):
                 self._lower(op.sequence, op.length)
+            elif isinstance(op, Shift) and not again:
+                had = self._tokens.get(op.sequence, 0)
+                self._tokens[op.sequence] = had - op.count if had >= op.first + op.count else min(had, op.first)
             elif isinstance(op, Grant | Import):
                 self._lower(op.sequence, op.first)
         for row in plan.rows:

@@ -117,6 +117,7 @@ class StartCompute(msgspec.Struct, frozen=True, kw_only=True, tag="start-compute
     trace: bool  # record spans
     progress: bool = True  # somebody listens to it
     identify: bool = False  # tell the model's identity
+    turns_keys: bool = False  # prove how its keys turn with their position
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):

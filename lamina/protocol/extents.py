@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .block_counts import blocks_of_one
 from .partition import Lanes
 from .placement import FIRST, Deal, Place, Placement
-from .plan import Keep, Rows
+from .plan import Keep, Rows, Shift
 
 
 class PlanError(ValueError):
@@ -63,6 +63,22 @@ class Extents:
             min(deal.kept(place, whole), blocks_of_one(length, window, self._block_size, max_rows))
             for deal, window in zip(self._deals, self._windows, strict=True)
         ]
+
+    def shifted(self, extent: Extent, op: Shift) -> Extent:
+        """Once ``op`` has taken out tokens and moved what is behind them. Raises PlanError."""
+        size = self._block_size
+        unit = size * max(1, self._placement.stripe * self._placement.num_lanes)
+        if op.first < 0 or op.count < 1 or op.first % size or op.count % unit or extent.place.moved:
+            raise PlanError(f"{op}: blocks have {size} tokens, and those of all lanes {unit}")
+        length = extent.length - op.count
+        if op.first > length:
+            raise PlanError(f"{op}: the sequence has {extent.length} tokens")
+        low, gone = op.first // size, op.count // size
+        starts = tuple(s if s <= low else max(low, s - gone) for s in extent.starts)
+        for window, start in zip(self._windows, starts, strict=True):
+            if window and start * size > max(0, length - window + 1):
+                raise PlanError(f"{op}: tokens that a window of {window} then sees were given back")
+        return Extent(length, length, starts, extent.place)
 
     def index(self, group: int, extent: Extent, number: int) -> int:
         """Of the block ``number`` of a sequence, counted from its token 0, in the table of what ``group`` keeps."""

@@ -31,6 +31,7 @@ from .declare import (
     size_text,
     torch_name,
 )
+from .overflow_options import OverflowOptions
 from .partition import PARTITIONS
 from .tier_options import TierOptions
 
@@ -373,6 +374,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     launching: LaunchOptions = LaunchOptions()
     deadlines: Deadlines = Deadlines()
     tier: TierOptions = TierOptions()
+    overflow: OverflowOptions = OverflowOptions()
 
     @property
     def keeps_prefixes(self) -> bool:

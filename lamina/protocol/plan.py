@@ -189,6 +189,18 @@ class Import(msgspec.Struct, frozen=True, array_like=True, tag="import"):
         return Rows(self.sequence, self.first, self.count, self.place)
 
 
+class Shift(msgspec.Struct, frozen=True, array_like=True, tag="shift"):
+    """Discard ``count`` tokens of a sequence from position ``first`` on, and move all that is behind them to the
+    positions that become free: stored K is rotated. Both are whole pages, and ``count`` is a multiple of all lanes'
+    stripes, so every token stays in its lane. Nobody else may hold blocks behind the discarded ones. The sequence must
+    have no rows, no transfer that loads it, and no other op in this plan but Free.
+    """
+
+    sequence: int
+    first: int
+    count: int
+
+
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
     """Forget pages in the medium, behind what is being saved there. Nobody waits for it. ``sequence``: whose they were;
     it need not exist.
@@ -199,7 +211,7 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
 
 
 Transfer = Export | Import
-BlockOp = New | Fork | Free | Truncate | Grant | Transfer  # what concerns blocks of the pool
+BlockOp = New | Fork | Free | Truncate | Shift | Grant | Transfer  # what concerns blocks of the pool
 SequenceOp = BlockOp | Drop
 
 
@@ -239,6 +251,16 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return self.reply_to[-1] if self.reply_to else 0
 
 
+class Rotary(msgspec.Struct, frozen=True, array_like=True):
+    """How K turns with its position: pair i of the elements from ``start`` on by ``frequencies[i]`` radians a position
+    (fp64, little-endian; empty = it does not). Pairs are neighbours, or else elements of the two halves.
+    """
+
+    frequencies: bytes
+    start: int = 0
+    interleaved: bool = False
+
+
 class LayerShape(msgspec.Struct, frozen=True, array_like=True):
     """One attention operator of the model, all heads. Static operands ([Hq], fp32, little-endian) travel as bytes."""
 
@@ -249,6 +271,7 @@ class LayerShape(msgspec.Struct, frozen=True, array_like=True):
     spec: str  # AttentionSpec.encode()
     sinks: bytes = b""
     slopes: bytes = b""
+    rotary: Rotary | None = None  # None: not known, so its K stays where it is
 
 
 class Bind(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from lamina.netstack import beyond_host, check_scheme, in_process
 
 from .declare import flag
 from .options import EngineConfig, LaunchOptions
+from .overflow_options import OverflowOptions
 from .partition import PARTITIONS, Partition
 
 
@@ -167,6 +168,7 @@ def _check_prefixes(config: EngineConfig) -> None:
         raise ValueError(
             "--enable-prefix-caching: prefill workers compute whole prompts: leave it out, or --prefill-workers"
         )
+    _check_overflow(config)
     tier = config.tier
     if config.batching.preemption_mode == "swap" and not tier.medium:
         raise ValueError(
@@ -179,6 +181,24 @@ def _check_prefixes(config: EngineConfig) -> None:
         raise ValueError(f"{name} keeps what --enable-prefix-caching finds: leave it out, or {cause}")
     if tier.kv_store_dir and config.launching.starter != "local":
         raise ValueError("--kv-store-dir is a directory of this machine, for --launcher local: leave it out")
+
+
+def _check_overflow(config: EngineConfig) -> None:
+    own, overflow = OverflowOptions(), config.overflow
+    if not overflow.truncates:
+        for name in ("truncate_ratio", "keep_first"):
+            if getattr(overflow, name) != getattr(own, name):
+                raise ValueError(f"{flag(name)} is for --context-overflow truncate: say that too, or leave it out")
+        return
+    truncate = "--context-overflow truncate"
+    if config.model.deterministic:
+        raise ValueError(
+            f"{truncate} goes on with KV that has other bits than a computed one: leave out --deterministic"
+        )
+    if config.topology.tensor_parallel_size > 1:
+        raise ValueError(f"{truncate} is not for ranks yet: leave out --tensor-parallel-size")
+    if config.topology.prefill_workers:
+        raise ValueError(f"{truncate} is not for prefill workers, whose KV nobody moves: leave out --prefill-workers")
 
 
 def _check_ranks(config: EngineConfig) -> None:

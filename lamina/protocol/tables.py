@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from functools import partial
 
+from .after_op import after_op, existing, touched
 from .block_counts import num_lanes
 from .block_pool import BlockPool
 from .extents import Extent, Extents
 from .extents import PlanError as PlanError
 from .partition import Lanes
 from .placement import Place, Placement
-from .plan import BlockOp, Drop, Export, Fork, Free, Grant, Import, Keep, New, Rows, StepPlan, Truncate
+from .plan import Drop, Fork, Free, Grant, Import, Keep, Rows, Shift, StepPlan
 
 NOT_HERE = -1  # a block that is to be taken
 
@@ -138,9 +140,12 @@ class BlockTables:
         too, under a number of their own. Raises NoBlocksError, PlanError.
         """
         changes, forks = self._after(plan)
+        shifts = [] if self.comes_again(plan) else [op for op in plan.ops if isinstance(op, Shift)]
         self._last[plan.batch] = plan
         for fork in forks:
             self._share(fork)
+        for op in shifts:
+            self._shift(op)
         self._change(changes)
 
     def comes_again(self, plan: StepPlan) -> bool:
@@ -200,27 +205,32 @@ class BlockTables:
     def _after(self, plan: StepPlan) -> tuple[dict[int, Extent | None], list[Fork]]:
         """The extents that ``plan`` changes (None = gone from now on) and its forks, or an exception; touches nothing.
 
-        Of blocks with several holders that ``plan`` gives back none counts as free.
+        Of blocks with several holders that ``plan`` gives back none counts as free, nor of those that a shift does.
         """
         changes: dict[int, Extent | None] = {}
         if self.comes_again(plan):
             return changes, []
         shared, forked = dict[int, int](), dict[int, int]()  # sequence -> tokens that others come to hold
+        shifted = {op.sequence: op for op in plan.ops if isinstance(op, Shift)}
         for op in plan.ops:
             if isinstance(op, Drop):
                 continue
+            if not isinstance(op, Shift | Free) and not shifted.keys().isdisjoint(touched(op)):
+                raise PlanError(f"a sequence is shifted in step {plan.step}: it may be freed, and no {op}")
             if op.sequence in forked and not isinstance(op, Free):
                 raise PlanError(f"sequence {op.sequence} is forked in step {plan.step}: it may have rows, and no {op}")
-            changes[op.sequence] = self._operate(changes, op)
+            changes[op.sequence] = after_op(
+                op, self._extents, partial(self._known, changes), self._forked, self._shifted
+            )
             if isinstance(op, Fork):
                 forked[op.sequence] = op.length
                 shared |= dict.fromkeys((op.sequence, op.source), op.length)
             elif isinstance(op, Grant | Import):
                 self._check_alone(op.rows, shared)
-        seen: set[int] = set()
+        seen: set[int] = set(shifted)
         for row in plan.rows:
             if row.sequence in seen:
-                raise PlanError(f"sequence {row.sequence} is twice in step {plan.step}")
+                raise PlanError(f"sequence {row.sequence} is twice in step {plan.step}, or shifted")
             seen.add(row.sequence)
             before = self._extent(changes, row.sequence)
             length = forked.get(row.sequence, 0)
@@ -230,7 +240,7 @@ class BlockTables:
             self._check_alone(row, shared)
         changes = {s: e for s, e in changes.items() if e is not None or s in self._sequences}
         forks = [op for op in plan.ops if isinstance(op, Fork) and op.sequence in changes]
-        self._check_room(plan.step, changes, forks)
+        self._check_room(plan.step, {s: e for s, e in changes.items() if e is None or s not in shifted}, forks)
         return changes, forks
 
     def _check_room(self, step: int, changes: Mapping[int, Extent | None], forks: Sequence[Fork]) -> None:
@@ -279,42 +289,11 @@ class BlockTables:
         if not alone:
             raise PlanError(f"sequence {row.sequence}: others hold blocks from that of position {row.first} on")
 
-    def _operate(self, changes: dict[int, Extent | None], op: BlockOp) -> Extent | None:
-        match op:
-            case New():
-                if changes.get(op.sequence, self._sequences.get(op.sequence)) is not None:
-                    raise PlanError(f"new sequence {op.sequence} exists already")
-                return self._extents.empty
-            case Fork():
-                if op.sequence in self._sequences or changes.get(op.sequence) is not None:
-                    raise PlanError(f"new sequence {op.sequence} exists already")
-                if self._extent(changes, op.source).length < op.length:
-                    raise PlanError(f"cannot fork {op.length} tokens of sequence {op.source}: it has fewer")
-                return self._forked(op)
-            case Free():
-                self._extent(changes, op.sequence)
-                return None
-            case Truncate():
-                extent = self._extent(changes, op.sequence)
-                if not 0 <= op.length <= extent.length:
-                    raise PlanError(f"cannot truncate sequence {op.sequence} of {extent.length} tokens to {op.length}")
-                return replace(extent, length=op.length) if op.length else self._extents.empty
-            case Grant() | Import():
-                return self._extents.advance(self._extent(changes, op.sequence), op.rows)
-            case Export():
-                extent = self._extent(changes, op.sequence)
-                if not 0 <= op.first < op.first + op.count <= extent.length:
-                    raise PlanError(
-                        f"cannot save tokens {op.first}..{op.first + op.count} of sequence {op.sequence} of "
-                        f"{extent.length} tokens"
-                    )
-                return extent
-
     def _extent(self, changes: dict[int, Extent | None] | dict[int, Extent], sequence: int) -> Extent:
-        extent = changes[sequence] if sequence in changes else self._sequences.get(sequence)
-        if extent is None:
-            raise PlanError(f"sequence {sequence} does not exist")
-        return extent
+        return existing(self._known(changes, sequence), sequence)
+
+    def _known(self, changes: dict[int, Extent | None] | dict[int, Extent], sequence: int) -> Extent | None:
+        return changes[sequence] if sequence in changes else self._sequences.get(sequence)
 
     def _holds_the_same(self, sequence: int, extent: Extent | None) -> bool:
         """Whether no block changes hands: so it is for most tokens of a sequence that decodes."""
@@ -340,6 +319,34 @@ class BlockTables:
         numbers = extent.starts[group], fork.length // self.block_size
         low, high = (self._extents.index(group, source, n) for n in numbers)
         return self._tables[group][fork.source][low:high]
+
+    def can_shift(self, op: Shift) -> bool:
+        """Whether every memory worker can do it, if nothing else is done before."""
+        with suppress(PlanError):
+            return self._shifted(op).length > 0
+        return False
+
+    def blocks_behind(self, group: int, sequence: int, position: int) -> list[int]:
+        """The ids of the blocks of a sequence that are kept, from that of ``position`` on."""
+        at = self._extents.index(group, self._extent(self._sequences, sequence), position // self.block_size)
+        return list(self._tables[group][sequence][max(0, at) :])
+
+    def _shifted(self, op: Shift) -> Extent:
+        """What a sequence holds once it is shifted. Raises PlanError."""
+        after = self._extents.shifted(self._extent(self._sequences, op.sequence), op)
+        for group, pool in enumerate(self._pools):
+            if any(pool.holders(b) > 1 for b in self.blocks_behind(group, op.sequence, op.first + op.count)):
+                raise PlanError(f"{op}: others hold blocks behind position {op.first + op.count}")
+        return after
+
+    def _shift(self, op: Shift) -> None:
+        after, before, size = self._shifted(op), self._sequences[op.sequence], self.block_size
+        gone = range(op.first // size, (op.first + op.count) // size)
+        for group, (pool, tables) in enumerate(zip(self._pools, self._tables, strict=True)):
+            each = list(zip(self._extents.numbers(group, before), tables[op.sequence], strict=True))
+            pool.give_back(block for number, block in reversed(each) if number in gone)
+            tables[op.sequence] = array("q", (block for number, block in each if number not in gone))
+        self._sequences[op.sequence] = after
 
     def _share(self, fork: Fork) -> None:
         """Start the sequence: it holds what it shares."""

@@ -8,8 +8,9 @@ from collections import Counter
 
 from lamina.engine.sequence import Sequence
 from lamina.engine.sessions import NOWHERE, POOL, SessionFacts, SessionName, SessionState
-from lamina.protocol.plan import SequenceOp
+from lamina.protocol.plan import Fork, SequenceOp, Shift
 
+from .ledger import Ledger
 from .prefixes import Prefixes
 from .tier import Tier
 
@@ -17,8 +18,11 @@ from .tier import Tier
 class Leaves:
     """Of all sessions, whose leaves ``prefixes`` retains."""
 
-    def __init__(self, prefixes: Prefixes, tier: Tier | None) -> None:
+    def __init__(self, prefixes: Prefixes, ledger: Ledger, tier: Tier | None, first: int = 0) -> None:
+        """``first``: tokens at the beginning of a conversation that are never discarded."""
         self._sessions, self._prefixes, self._tier = prefixes.sessions, prefixes, tier
+        self._ledger, self._first = ledger, first
+        self.num_shifts = 0
 
     def of_tenant(self, tenant: bytes) -> list[SessionFacts]:
         """What a tenant is told of its sessions."""
@@ -29,6 +33,25 @@ class Leaves:
     def by_tier(self) -> Counter[str]:
         """How many sessions of all tenants."""
         return Counter(map(self._tier_of, self._sessions.all()))
+
+    def shift(self, sequence: Sequence, ops: list[SequenceOp]) -> Shift | None:
+        """What brings the leaf of a waiting turn's session to the positions that its tokens have in that turn, the turn
+        can begin in the next round then; None: it is there, or there is none. A leaf that cannot be moved is not found.
+        ``ops``: of this round.
+        """
+        session = sequence.session
+        if session is None or session.leaf is None or session.discarded == sequence.discarded:
+            return None
+        op = Shift(session.leaf, self._first, sequence.discarded - session.discarded)
+        if any(isinstance(other, Fork) and other.source == op.sequence for other in ops):
+            return None
+        if op.count < 0 or op.first + op.count >= session.length or not self._ledger.can_shift(op):
+            return None
+        self._prefixes.set_apart(op.sequence, op.first, op.count)
+        session.length -= op.count
+        session.discarded = sequence.discarded
+        self.num_shifts += 1
+        return op
 
     def saved(self, sequence: Sequence, length: int) -> None:
         """So many tokens of a turn that has ended are kept beside the pool, or on their way there."""
@@ -52,5 +75,5 @@ class Leaves:
     def _tier_of(self, session: SessionState) -> str:
         if session.leaf is not None:
             return POOL
-        tier = self._tier
+        tier = None if session.discarded else self._tier
         return tier.medium if tier and tier.num_there(session.keys[:1], session.place) else NOWHERE

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place, Placement
-from lamina.protocol.plan import Keep, Rows, StepPlan
+from lamina.protocol.plan import Keep, Rows, Shift, StepPlan
 
 Blocks = tuple[int, ...]  # by layer group
 
@@ -47,6 +47,10 @@ class Ledger(Protocol):
 
     def own_blocks(self, sequence: int) -> Blocks:
         """Blocks that ``sequence`` holds alone."""
+        ...
+
+    def can_shift(self, op: Shift) -> bool:
+        """Whether every memory worker can do it, if nothing else is done before."""
         ...
 
     def can_apply(self, plan: StepPlan) -> bool:

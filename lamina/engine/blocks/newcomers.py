@@ -14,6 +14,7 @@ from lamina.engine.sequence import Sequence
 from lamina.engine.sessions import NOWHERE, POOL
 from lamina.protocol.plan import SequenceOp
 
+from .leaves import Leaves
 from .ledger import Ledger
 from .prefixes import Hit, Prefixes
 from .room import Fit, Room, less
@@ -67,10 +68,11 @@ class Newcomers:
         tier: Tier | None,
         swaps: Swaps | None,
         max_num_seqs: int,
+        leaves: Leaves,
     ) -> None:
         self._ledger, self._room, self._cuts = ledger, room, cuts
         self._prefill, self._prefixes, self._tier, self._swaps = prefill, prefixes, tier, swaps
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs, self._leaves = max_num_seqs, leaves
         self._next_id = 0
 
     def admit(self, waiting: deque[Sequence], batches: Several[Batch], wanted: Several[dict[Sequence, int]]) -> None:
@@ -87,7 +89,7 @@ class Newcomers:
         while waiting and len(_running(batches)) < self._max_num_seqs:
             sequence = waiting[0]
             elsewhere = self._prefill.wants(sequence)
-            ways = self._ways(sequence, alone=not _running(batches))
+            ways = self._ways(sequence, batches, alone=not _running(batches))
             if not ways:
                 break
             if ways == ASIDE:
@@ -115,7 +117,7 @@ class Newcomers:
                 budgets[to] -= self._cuts.piece(sequence, budgets[to], sequence.num_scheduled)
         waiting.extendleft(reversed(aside))
 
-    def _ways(self, sequence: Sequence, *, alone: bool) -> list[Load | Hit | None]:
+    def _ways(self, sequence: Sequence, batches: Several[Batch], *, alone: bool) -> list[Load | Hit | None]:
         """With what a waiting sequence may begin, the best first; none: it waits, and all behind it; ASIDE: it waits
         for a transfer, and those behind it do not. ``alone``: nothing runs.
         """
@@ -123,12 +125,25 @@ class Newcomers:
             return ASIDE
         if self._swaps and (own := self._swaps.find(sequence)) is not None:
             return [own, None] if alone else [own]
+        if sequence.discarded:
+            return self._ways_of_truncated(sequence, batches)
         beginnings = self._prefixes.beginnings(sequence)
         hit = self._prefixes.match(beginnings)
         if (coming := self._prefixes.coming(beginnings, hit)) is not None:
             return ASIDE if coming.num_loading else []
         load = self._tier.find(sequence, hit.length if hit else 0) if self._tier else None
         return [way for way in (load, hit) if way is not None] + [None]
+
+    def _ways_of_truncated(self, sequence: Sequence, batches: Several[Batch]) -> list[Load | Hit | None]:
+        """Its session's leaf alone, which may have to be moved first."""
+        shift = self._leaves.shift(sequence, [op for batch in batches for op in batch.ops])
+        if shift is not None:
+            batches[0].ops.append(shift)
+            return ASIDE
+        session = sequence.session
+        alike = session is not None and session.discarded == sequence.discarded
+        hit = self._prefixes.match_leaf(sequence) if alike else None
+        return [None] if hit is None else [hit, None]
 
     def _join(self, batches: Several[Batch], batch: Batch, sequence: Sequence, fit: Fit) -> None:
         hit = fit.hit if isinstance(fit.hit, Hit) else None

@@ -74,7 +74,7 @@ class Prefixes:
         """All that a waiting sequence may begin with, one page, two, and so on. Its last token is in none of them: a
         row has to draw.
         """
-        if not self._page or sequence.params.prompt_logprobs is not None:
+        if not self._page or sequence.discarded or sequence.params.prompt_logprobs is not None:
             return []
         return list(self._way(sequence.salt, self._pages(sequence.tokens, len(sequence.tokens) - 1)))
 
@@ -100,7 +100,9 @@ class Prefixes:
     def start(self, sequence: Sequence, hit: Hit | None) -> SequenceOp:
         """The op that starts an admitted sequence, which has its id and place."""
         self.num_queried += sequence.num_promised
-        if self._page:
+        if self._page and sequence.discarded:
+            self._add(sequence, [])
+        elif self._page:
             self._add(sequence, list(self._pages(sequence.tokens, len(sequence.prompt))))
         if hit is None:
             return New(sequence.id)
@@ -112,6 +114,8 @@ class Prefixes:
     def end(self, sequence: Sequence) -> list[SequenceOp]:
         """Retain a finished sequence, in place of those whose pages it has too; or free it."""
         self.drop(sequence)
+        if sequence.discarded:
+            return self._end_apart(sequence)
         limit = len(sequence.prompt) if self._prompts_only else len(sequence.tokens)
         pages = list(self._pages(sequence.tokens, min(sequence.num_scheduled, limit))) if self._page else []
         way = list(self._way(sequence.salt, pages))
@@ -128,6 +132,40 @@ class Prefixes:
         self._retained[sequence.id] = None
         self._add(sequence, pages).last = sequence.id
         return [Truncate(sequence.id, length), *freed]
+
+    def _end_apart(self, sequence: Sequence) -> list[SequenceOp]:
+        """Retain it for its session alone: its K and V have seen tokens that a prompt like it has not."""
+        session, length = sequence.session, sequence.num_scheduled // self._page * self._page if self._page else 0
+        if session is None or not length or sequence.outlived or sequence.output.finish_reason == "error":
+            return [Free(sequence.id)]
+        before = self.sessions.sleep(session, sequence.id, length, sequence.place, sequence.discarded)
+        freed = [] if before is None else [self.evict(before)]
+        self._retained[sequence.id] = None
+        self._add(sequence, [])
+        return [Truncate(sequence.id, length), *freed]
+
+    def match_leaf(self, sequence: Sequence) -> Hit | None:
+        """The most that a turn has in common with the leaf of its session, which is at the same positions."""
+        session = sequence.session
+        if session is None or session.leaf is None or not self._page:
+            return None
+        theirs = self._known[session.leaf].sequence.tokens[: session.length]
+        both = zip(theirs, sequence.tokens[:-1], strict=False)  # a row has to draw
+        alike = next((n for n, (a, b) in enumerate(both) if a != b), min(len(theirs), len(sequence.tokens) - 1))
+        length = alike // self._page * self._page
+        blocks = self._ledger.held_of(Keep(session.leaf, length, session.place)) if length else None
+        return None if blocks is None else Hit(session.leaf, length, session.place, blocks)
+
+    def set_apart(self, number: int, first: int, count: int) -> None:
+        """A retained sequence loses tokens, and those behind them come to be at other positions: no prompt is to find
+        it any more.
+        """
+        sequence = self._known[number].sequence
+        self._forget(number)
+        del sequence.tokens[first : first + count]
+        sequence.page_keys.clear()
+        self._retained[number] = None
+        self._add(sequence, [])
 
     def drop(self, sequence: Sequence) -> None:
         """A running sequence has no KV any more."""

@@ -38,8 +38,9 @@ def _parse(model: type[M], body: bytes, service: Service) -> M:
     config = service.config
     given: dict[str, Any] = {}
     fields = decoding.split(body, config.max_nesting)
+    cuts = service.client.ready.truncates
     is_cut = "truncate_prompt_tokens" in model.model_fields and fields.get("truncate_prompt_tokens", _NULL) != _NULL
-    limit = decoding.MAX_COMMAS if is_cut else service.client.ready.max_model_len
+    limit = decoding.MAX_COMMAS if is_cut or cuts else service.client.ready.max_model_len
     for name, raw in fields.items():
         if name in model.model_fields:
             given[name] = _value(name, raw, config, limit)

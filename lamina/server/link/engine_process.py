@@ -311,6 +311,7 @@ class _Loop:
             holders=info.holders,
             hops_per_step=len(info.summary.get("q_bytes", [])),
             keeps_kv=self._engine.config.keeps_prefixes,
+            truncates=self._engine.config.overflow.truncates,
             fits=self._engine.scheduler.most_sequences(info.max_model_len),
             row_bytes={k: sum(info.summary.get(v, [])) for k, v in names.items()},
             workers=sorted(self._pools.pids),

@@ -74,6 +74,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     holders: list[list[int]]  # group -> numbers of the memory workers that have it
     hops_per_step: int  # layers: each is one way to the memory workers and back
     keeps_kv: bool = False  # of requests that have ended
+    truncates: bool = False  # prompts that are longer than the context, in place of refusing them
     fits: float = 0.0  # sequences of max_model_len tokens whose KV the pool holds at once
     row_bytes: dict[str, int]  # "q", "kv", "o": bytes of one row in all layers
     workers: list[str]  # such as "memory-0"

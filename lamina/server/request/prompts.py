@@ -19,6 +19,7 @@ from .protocol import ChatRequest, Message, Sampling, TokenizeRequest
 from .template import RESERVED, variables_of
 
 T = TypeVar("T")
+MOST_TRUNCATED = 1 << 20  # tokens of a prompt of which the engine leaves what fits
 INLINE_CHARS = 512  # shorter text is tokenized at once: a change of threads would take longer
 
 
@@ -50,7 +51,8 @@ class Prompter:
         self._ready = ready
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lamina-tokenizer")
         longest = max((len(t) for t in tokenizer.get_vocab()), default=1)
-        self._max_chars = longest * ready.max_model_len  # longer text cannot fit, so need not be tokenized
+        self._most = MOST_TRUNCATED if ready.truncates else ready.max_model_len  # tokens of a prompt
+        self._max_chars = longest * self._most  # longer text cannot fit, so need not be tokenized
         template = getattr(tokenizer, "chat_template", None)
         self._known = frozenset[str]()
         if isinstance(template, str):
@@ -162,7 +164,7 @@ class Prompter:
 
     def check(self, ids: list[int], max_tokens: int | None, param: str) -> None:
         """Raises ApiError for a prompt that cannot be served."""
-        limit = self._ready.max_model_len
+        limit = self._most
         if not ids:
             raise ApiError(400, f"{param} is empty: it needs at least one token", param=param, code="invalid_value")
         if len(ids) + (max_tokens or 1) > limit:
@@ -179,7 +181,7 @@ class Prompter:
 
     def _check_chars(self, chars: int, param: str) -> None:
         if chars > self._max_chars:
-            raise overflow(self._ready.max_model_len, f"{param} has {chars} characters, which cannot fit", param)
+            raise overflow(self._most, f"{param} has {chars} characters, which cannot fit", param)
 
     def _prompt(self, part: str | list[int], *, special: bool) -> Prompt:
         if isinstance(part, str):

@@ -20,6 +20,7 @@ from lamina.protocol.plan import (
     New,
     Rows,
     SequenceOp,
+    Shift,
     StepPlan,
     Truncate,
 )
@@ -343,10 +344,18 @@ class Machine(RuleBasedStateMachine):
         places = dict(self.places)
         source = self.fork(data, lengths, places, ops, rows)
         for sequence in self.lengths:
-            action = data.draw(st.sampled_from(["grow", "grow", "grow", "free", "truncate", "rest"]))
+            action = data.draw(st.sampled_from(["grow", "grow", "grow", "free", "truncate", "shift", "rest"]))
             if action == "free":
                 ops.append(Free(sequence))
                 del lengths[sequence]
+                continue
+            if action == "shift":
+                unit = SIZE * max(1, 3 * self.stripe)
+                first = SIZE * data.draw(st.integers(0, 3))
+                op = Shift(sequence, first, unit * data.draw(st.integers(1, 3)))
+                if sequence != source and self.tables.can_shift(op):
+                    ops.append(op)
+                    lengths[sequence] -= op.count
                 continue
             if action == "truncate":
                 shared = sequence == source or self.tables.own_blocks(sequence) != tuple(

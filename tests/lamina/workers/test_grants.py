@@ -117,11 +117,11 @@ def test_steps_go_on_while_a_prompt_arrives_layer_by_layer(pool: Pool) -> None:
     [
         ([], [Rows(1, 9, 1)], "sequence 1 has rows"),
         ([Free(1)], [], "sequence 1 is freed"),
-        ([Truncate(1, 0)], [], "sequence 1 is freed or truncated"),
+        ([Truncate(1, 0)], [], "sequence 1 is freed, truncated or shifted"),
         ([Fork(2, 1, 16)], [], "sequence 1 is forked"),
         ([New(2), Grant(2, 0, 4, 0, 1)], [Rows(2, 4, 1)], "sequence 2 has rows"),
         ([New(2), Grant(2, 0, 4, 0, 1), Free(2)], [], "sequence 2 is freed"),
-        ([New(2), Grant(2, 0, 4, 0, 1), Truncate(2, 0)], [], "sequence 2 is freed or truncated"),
+        ([New(2), Grant(2, 0, 4, 0, 1), Truncate(2, 0)], [], "sequence 2 is freed, truncated or shifted"),
         ([New(2), Grant(2, 0, 4, 1, 1)], [], "prefill worker 1 of 1"),
         ([New(2), Grant(2, 1, 4, 0, 1)], [], "sequence 2 has 0 tokens"),
         ([New(2), Grant(2, 0, 65, 0, 1)], [], "more than 64 rows"),

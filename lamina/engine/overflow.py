@@ -1,0 +1,53 @@
+"""What is left of a conversation that is longer than the context. Pure policy: no torch, no I/O, no clock.
+
+The first tokens are kept, for models rest their attention on them; what follows is discarded, in whole steps, so that
+most turns discard nothing (CachedAttention section 3.4, arXiv 2403.19708; sinks: StreamingLLM, arXiv 2309.17453).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from lamina.kv.pages import PAGE
+from lamina.protocol.overflow_options import OverflowOptions
+
+ANSWER_PART = 4  # of the context one in so many tokens is kept free for an answer, where it may be so long
+
+
+class Overflow(NamedTuple):
+    """``limit``: tokens of a sequence; ``first``: that are kept; ``step``: that are discarded at once."""
+
+    limit: int
+    first: int
+    step: int
+
+    def discarded(self, length: int, max_tokens: int | None, before: int = 0) -> int:
+        """Tokens to discard of a prompt of ``length``, where ``before`` were discarded of its beginning: never fewer,
+        as long as it is longer.
+        """
+        before = before if length > self.first + before else 0
+        answer = min(max_tokens or 1, self.limit // ANSWER_PART)
+        return max(before, -(-max(0, length + answer - self.limit) // self.step) * self.step)
+
+    def left(self, prompt: list[int], discarded: int) -> list[int]:
+        """What a prompt has at the positions that it then has."""
+        return prompt[: self.first] + prompt[self.first + discarded :] if discarded else prompt
+
+
+def overflow_of(options: OverflowOptions, limit: int, lane_tokens: int) -> Overflow | None:
+    """None: a prompt that is too long is refused. ``lane_tokens``: of a stripe in every lane. Raises ValueError where a
+    context of ``limit`` tokens is too short for that.
+    """
+    if not options.truncates:
+        return None
+    unit = math.lcm(PAGE, max(1, lane_tokens))
+    step = max(unit, int(limit * options.truncate_ratio) // unit * unit)
+    first = options.keep_first
+    if limit - limit // ANSWER_PART - step - first < 1:
+        raise ValueError(
+            f"--context-overflow truncate: a context of {limit} tokens has no room behind the {first} of --keep-first, "
+            f"the {step} of --truncate-ratio {options.truncate_ratio:g} (whole steps of {unit}) and an answer: lower "
+            f"those, or raise --max-model-len"
+        )
+    return Overflow(limit, first, step)

@@ -1,0 +1,64 @@
+"""What an op makes of what its sequence holds. No blocks, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from .extents import Extent, Extents, PlanError
+from .plan import BlockOp, Export, Fork, Free, Grant, Import, New, Shift, Truncate
+
+
+def after_op(
+    op: BlockOp,
+    extents: Extents,
+    known: Callable[[int], Extent | None],
+    forked: Callable[[Fork], Extent],
+    shifted: Callable[[Shift], Extent],
+) -> Extent | None:
+    """None: the sequence is gone. ``known``: what a sequence holds before; ``forked``, ``shifted``: what one has that
+    is begun or moved so. Raises PlanError.
+    """
+    match op:
+        case New():
+            if known(op.sequence) is not None:
+                raise PlanError(f"new sequence {op.sequence} exists already")
+            return extents.empty
+        case Fork():
+            if known(op.sequence) is not None:
+                raise PlanError(f"new sequence {op.sequence} exists already")
+            if existing(known(op.source), op.source).length < op.length:
+                raise PlanError(f"cannot fork {op.length} tokens of sequence {op.source}: it has fewer")
+            return forked(op)
+        case Free():
+            existing(known(op.sequence), op.sequence)
+            return None
+        case Truncate():
+            extent = existing(known(op.sequence), op.sequence)
+            if not 0 <= op.length <= extent.length:
+                raise PlanError(f"cannot truncate sequence {op.sequence} of {extent.length} tokens to {op.length}")
+            return replace(extent, length=op.length) if op.length else extents.empty
+        case Shift():
+            return shifted(op)
+        case Grant() | Import():
+            return extents.advance(existing(known(op.sequence), op.sequence), op.rows)
+        case Export():
+            extent = existing(known(op.sequence), op.sequence)
+            if not 0 <= op.first < op.first + op.count <= extent.length:
+                raise PlanError(
+                    f"cannot save tokens {op.first}..{op.first + op.count} of sequence {op.sequence} of "
+                    f"{extent.length} tokens"
+                )
+            return extent
+
+
+def existing(extent: Extent | None, sequence: int) -> Extent:
+    """Raises PlanError where there is no such sequence."""
+    if extent is None:
+        raise PlanError(f"sequence {sequence} does not exist")
+    return extent
+
+
+def touched(op: BlockOp) -> tuple[int, ...]:
+    """The sequences that an op is about."""
+    return (op.sequence, op.source) if isinstance(op, Fork) else (op.sequence,)

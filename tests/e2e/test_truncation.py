@@ -1,0 +1,145 @@
+"""Conversations longer than the context: the KV of a session is cut and moved, and decoding goes on as if transformers
+had been handed the same keys at the same positions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from lamina import LLM, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("no_child_left")
+LIMIT, FIRST, STEP = 512, 128, 128
+PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+OPTIONS: dict[str, Any] = {
+    "transport": "loopback", "dtype": "float32", "enable_prefix_caching": True, "max_model_len": LIMIT,
+    "context_overflow": "truncate", "truncate_ratio": 0.25,
+}  # fmt: skip
+
+
+def text(number: int, length: int) -> list[int]:
+    return [(number * 31 + i * (number + 3)) % 90 + 5 for i in range(length)]
+
+
+class Mirror:
+    """transformers, whose cache is cut and turned by hand."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.cache = DynamicCache(config=self.model.config)
+        self.length = 0
+
+    @torch.inference_mode()
+    def take(self, tokens: list[int]) -> int:
+        """Behind what is there; the next token."""
+        at = torch.arange(self.length, self.length + len(tokens))
+        out = self.model(torch.tensor([tokens]), position_ids=at[None], past_key_values=self.cache, cache_position=at)
+        self.length += len(tokens)
+        return int(out.logits[0, -1].argmax())
+
+    def answer(self, tokens: list[int], count: int) -> list[int]:
+        found = [self.take(tokens)]
+        while len(found) < count:
+            found.append(self.take(found[-1:]))
+        return found
+
+    def keep(self, length: int) -> None:
+        for layer in self.cache.layers:
+            layer.keys, layer.values = (x[:, :, :length] for x in (layer.keys, layer.values))
+        self.length = length
+
+    def shift(self, first: int, count: int, *, turn: bool = True) -> None:
+        """In fp64, by the formula of the paper of rotary embeddings."""
+        frequencies = self.model.model.rotary_emb.inv_freq.double()
+        angles = torch.cat([frequencies, frequencies]) * -count
+        for layer in self.cache.layers:
+            k, v = (torch.cat([x[:, :, :first], x[:, :, first + count :]], 2) for x in (layer.keys, layer.values))
+            moved = k[:, :, first:].double()
+            half = moved.shape[-1] // 2
+            swapped = torch.cat([-moved[..., half:], moved[..., :half]], -1)
+            if turn:
+                k[:, :, first:] = (moved * angles.cos() + swapped * angles.sin()).float()
+            layer.keys, layer.values = k, v
+        self.length -= count
+
+
+@pytest.mark.parametrize(
+    ("options", "first", "step"),
+    [
+        ({"memory_workers": 2}, FIRST, STEP),
+        ({"memory_workers": 2, "partition": "token", "truncate_ratio": 0.5, "keep_first": 0}, 0, 2 * STEP),
+        ({"memory_workers": 1, "pipeline": 2, "keep_first": 0}, 0, STEP),
+    ],
+    ids=str,
+)
+def test_a_session_is_cut_and_goes_on(llama_path: Path, options: dict[str, Any], first: int, step: int) -> None:
+    mirror, naive = Mirror(llama_path), Mirror(llama_path)
+    with LLM(str(llama_path), **{**OPTIONS, **options}) as llm:
+        said = text(1, 440)
+        (output,) = llm.generate([said], PARAMS, session_id="mine")
+        assert output.outputs[0].token_ids == mirror.answer(said, 12)
+        naive.answer(said, 12)
+        said += output.outputs[0].token_ids
+        discarded, cached = 0, 448
+        for number in range(2, 6):
+            said += text(number, 100)
+            (output,) = llm.generate([said], PARAMS, session_id="mine")
+            if len(said) - discarded + 12 > LIMIT:
+                mirror.keep(cached)
+                naive.keep(cached)
+                mirror.shift(first, step)
+                naive.shift(first, step, turn=False)
+                discarded, cached = discarded + step, cached - step
+            assert output.num_cached_tokens == cached
+            mirror.keep(cached)
+            naive.keep(cached)
+            rest = (said[:first] + said[first + discarded :])[cached:]
+            assert output.outputs[0].token_ids == mirror.answer(rest, 12)
+            naive.answer(rest, 12)
+            said += output.outputs[0].token_ids
+            cached = (len(said) - discarded - 1) // 32 * 32
+        assert discarded == 512
+        assert llm.engine.scheduler.leaves.num_shifts >= 2
+        alike = [
+            torch.allclose(a.keys, b.keys, atol=1e-2)
+            for a, b in zip(mirror.cache.layers, naive.cache.layers, strict=True)
+        ]
+        assert not any(alike), "else the test would not see whether keys were turned"
+        view = said[:first] + said[first + discarded :]
+        (output,) = llm.generate([view], PARAMS)
+        assert output.num_cached_tokens == 0, "its K and V have seen what was discarded: they are for nobody else"
+        llm.drop_session("mine")
+        (output,) = llm.generate([said], PARAMS, session_id="mine")
+        assert output.num_cached_tokens == 0
+
+
+def test_a_long_prompt_without_a_session_is_computed_from_what_is_left(llama_path: Path) -> None:
+    with LLM(str(llama_path), **OPTIONS, memory_workers=1) as llm:
+        said = text(1, 600)
+        (output,) = llm.generate([said], PARAMS)
+        left = said[:FIRST] + said[FIRST + STEP :]
+        assert output.outputs[0].token_ids == Mirror(llama_path).answer(left, 12)
+        assert output.prompt_token_ids == said
+        with pytest.raises(ValueError, match="600"):
+            llm.generate([said], SamplingParams(max_tokens=1, prompt_logprobs=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"deterministic": True}, "--context-overflow truncate.*leave out --deterministic"),
+        ({"tensor_parallel_size": 2, "memory_workers": 2}, "leave out --tensor-parallel-size"),
+        ({"context_overflow": "refuse"}, "--truncate-ratio is for --context-overflow truncate"),
+        ({"keep_first": 100}, "--keep-first"),
+        ({"keep_first": 384}, "no room behind the 384 of --keep-first"),
+    ],
+    ids=str,
+)
+def test_what_cannot_go_together(llama_path: Path, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        LLM(str(llama_path), **{**OPTIONS, **options})
