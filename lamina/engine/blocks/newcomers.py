@@ -81,6 +81,7 @@ class Newcomers:
         whose next chunk has room for tokens of it: so all chunks are filled. Blocks of sequences that have ended or
         were preempted count from the next round on.
         """
+        self._prefixes.awaited = [s.session for s in waiting if s.session is not None]
         running = _running(batches)
         budgets = [self._cuts.chunk - sum(c for c in w.values() if c > 1) for w in wanted]
         loads = [b.load for b in batches]

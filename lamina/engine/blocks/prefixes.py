@@ -16,7 +16,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from lamina.engine.sequence import Sequence
-from lamina.engine.sessions import Sessions
+from lamina.engine.sessions import Sessions, SessionState
+from lamina.engine.windows import Windows, victims
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import Fork, Free, Keep, New, SequenceOp, Truncate
 
@@ -63,6 +64,7 @@ class Prefixes:
         self._known: dict[int, _Known] = {}  # those that run, with their prompts, and those that are retained
         self._retained: OrderedDict[int, None] = OrderedDict()  # the least recently used first
         self.sessions = Sessions()
+        self.awaited: list[SessionState] = []  # of waiting turns, the one that is next first
         self.num_queried = 0  # tokens of admitted sequences
         self.num_hit = 0  # of them, in forks
 
@@ -174,10 +176,12 @@ class Prefixes:
 
     @property
     def oldest(self) -> list[int]:
-        """The retained sequences in the order in which they give way: those of sessions behind all others, and then the
-        least recently used first.
+        """The retained sequences in the order in which they give way: those without a name, then those of sessions that
+        nobody waits for, each the least recently used first; then those of waiting turns, from the end of the queue on.
         """
-        return sorted(self._retained, key=lambda n: self.sessions.owner(n) is not None)
+        named = sorted(self._retained, key=lambda n: self.sessions.owner(n) is not None)
+        queue = [s.leaf for s in self.awaited if s.leaf is not None]
+        return victims(queue, Windows(0, len(queue)), named)  # more than the pool holds are not in it
 
     def evict(self, number: int) -> Free:
         """Give up a retained sequence."""

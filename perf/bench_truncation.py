@@ -1,0 +1,100 @@
+"""What truncation without recomputation costs in quality: nats a token of the shipped model on held-out text, behind a
+context that was cut, by what its KV is.
+
+Each text fills the context but for --new tokens; --ratio of the context goes, behind the first --keep tokens; the next
+--new tokens are scored behind what is left. "moved": its KV is kept, and K is rotated as a memory worker does; "naive":
+kept and not rotated; "recomputed": what is left is computed anew. Differences are paired by text. Prints one JSON line;
+--write appends it to perf/results/bench_truncation.jsonl.
+
+    python perf/bench_truncation.py --texts 200 --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import record
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from lamina.kv.rotate import rotated
+from lamina.protocol.plan import Rotary
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+ONE_SIDED_95 = 1.645
+WAYS = ("moved", "naive", "recomputed")
+
+
+class Scorer:
+    """A model, and a cache that is cut by hand."""
+
+    def __init__(self, path: Path, keep: int, gone: int) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        frequencies = self._model.model.rotary_emb.inv_freq.double().numpy()
+        self._rotary, self._keep, self._gone = Rotary(frequencies.astype("<f8").tobytes()), keep, gone
+
+    @torch.inference_mode()
+    def nats(self, history: Tensor, new: Tensor) -> dict[str, float]:
+        """Of ``new`` [n] a token, by way."""
+        keep, gone = self._keep, self._gone
+        left = torch.cat([history[:keep], history[keep + gone :]])
+        whole, anew = self._cache(history), self._cache(left)
+        found = {"recomputed": self._score(anew, len(left), new)}
+        for way in ("naive", "moved"):
+            cache = DynamicCache(config=self._model.config)
+            for number, layer in enumerate(whole.layers):
+                k, v = (torch.cat([x[:, :, :keep], x[:, :, keep + gone :]], 2) for x in (layer.keys, layer.values))
+                if way == "moved":
+                    k[:, :, keep:] = rotated(k[:, :, keep:], self._rotary, -gone)
+                cache.update(k, v, number)
+            found[way] = self._score(cache, len(left), new)
+        return found
+
+    def _cache(self, tokens: Tensor) -> Any:
+        cache = DynamicCache(config=self._model.config)
+        self._model(tokens[None], past_key_values=cache, logits_to_keep=1)
+        return cache
+
+    def _score(self, cache: Any, length: int, new: Tensor) -> float:
+        at = torch.arange(length, length + len(new))
+        logits = self._model(new[None], position_ids=at[None], past_key_values=cache, cache_position=at).logits[0]
+        return float(torch.nn.functional.cross_entropy(logits[:-1], new[1:]))
+
+
+def main() -> None:
+    from examples.tiny_lm.corpus import held_out_text
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=ROOT / "examples/tiny_lm/model")
+    parser.add_argument("--texts", type=int, default=200)
+    parser.add_argument("--new", type=int, default=256, help="tokens that are scored")
+    parser.add_argument("--ratio", type=float, default=0.5)
+    parser.add_argument("--keep", type=int, default=128)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    ids = torch.tensor(tokenizer.encode(held_out_text(), add_special_tokens=False, verbose=False))
+    context = 2048
+    history, gone = context - args.new, int(context * args.ratio)
+    starts = torch.linspace(0, len(ids) - context - 1, args.texts).long().tolist()
+    scorer = Scorer(args.model, args.keep, gone)
+    runs = [scorer.nats(ids[s : s + history], ids[s + history : s + context]) for s in starts]
+    settings = {"texts": args.texts, "new": args.new, "ratio": args.ratio, "keep": args.keep}
+    means = {way: statistics.fmean(run[way] for run in runs) for way in WAYS}
+    told: dict[str, Any] = {f"{way}_nats": round(means[way], 4) for way in WAYS}
+    told |= {f"{way}_perplexity": round(math.exp(means[way]), 3) for way in WAYS}
+    differences = [run["moved"] - run["recomputed"] for run in runs]
+    mean, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(runs))
+    told |= {"moved_over_recomputed": round(mean, 5), "upper_95": round(mean + ONE_SIDED_95 * error, 5)}
+    print(record(Path(__file__).stem, settings, told, write=args.write))
+
+
+if __name__ == "__main__":
+    main()
