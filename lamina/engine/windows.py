@@ -3,7 +3,7 @@ needed next (CachedAttention section 3.3, arXiv 2403.19708). Pure policy: no tor
 
 An item is a whole session: its KV is used as a whole or not at all. Memory is fast, the disk is large. The *fetch
 window* has the turns whose KV memory can hold; those of them that lie on the disk are fetched. The *eviction window*
-has the turns whose KV memory and disk can hold together; who is in it gives way only where everybody is, its tail first.
+has the turns whose KV memory and disk can hold together; who is in it gives way where everybody is, its tail first.
 Who is in no window gives way first, the least recently used before others: with an empty queue this is LRU.
 """
 
