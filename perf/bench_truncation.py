@@ -26,8 +26,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from lamina.kv.rotate import rotated
 from lamina.protocol.plan import Rotary
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES))
+from tiny_lm.corpus import held_out_text  # noqa: E402
+
 ONE_SIDED_95 = 1.645
 WAYS = ("moved", "naive", "recomputed")
 
@@ -69,10 +71,8 @@ class Scorer:
 
 
 def main() -> None:
-    from examples.tiny_lm.corpus import held_out_text
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=ROOT / "examples/tiny_lm/model")
+    parser.add_argument("--model", type=Path, default=EXAMPLES / "tiny_lm" / "model")
     parser.add_argument("--texts", type=int, default=200)
     parser.add_argument("--new", type=int, default=256, help="tokens that are scored")
     parser.add_argument("--ratio", type=float, default=0.5)
