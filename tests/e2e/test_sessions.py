@@ -57,9 +57,11 @@ def test_what_others_share_stays(llama_path: Path) -> None:
         second, cached = turn(llm, "b", [*system, *text(2, 130)])
         assert cached == 256
         llm.drop_session("a")
+        llm.engine.rest()  # what is on its way beside the pool is there
         llm.engine.scheduler.give_up_retained()
         _, cached = turn(llm, None, [*first, 7])
         assert cached == 256, "two pages are the other's too, the third one was its own"
+        llm.engine.rest()  # what is on its way beside the pool is there
         llm.engine.scheduler.give_up_retained()
         assert turn(llm, "b", [*second, 7])[1] == 384
         assert dict(llm.engine.scheduler.sessions.hits) == {"host": 1}
@@ -69,6 +71,7 @@ def test_one_that_was_put_out_of_the_pool_wakes_from_beside_it(llama_path: Path,
     with LLM(str(llama_path), memory_workers=2, kv_offloading_size="16MiB", **OPTIONS) as llm:
         said, _ = turn(llm, "mine", text(1, 270))
         assert llm.sessions()[0].tier == "pool"
+        llm.engine.rest()  # what is on its way beside the pool is there
         llm.engine.scheduler.give_up_retained()
         turn(llm, None, text(3, 40))
         assert llm.sessions()[0].tier == "host"
