@@ -99,13 +99,13 @@ def _memory_runtime(config: EngineConfig) -> Iterator[Measured]:
 
 
 def _facts(model: str, config: EngineConfig) -> _RankFacts:
-    from lamina.compute.capacity import partition_of
     from lamina.kv.stored import stored_dtype
     from lamina.models.checkpoint import find_checkpoint, read_config
     from lamina.models.convert import layer_shapes
     from lamina.models.load import max_model_len, weights_dtype
     from lamina.models.read_shard import weight_bytes
     from lamina.planner.capture import plan_cuts
+    from lamina.protocol.groups import partition_of
 
     trust = config.model.trust_remote_code
     directory = find_checkpoint(model, trust_remote_code=trust)

@@ -14,7 +14,7 @@ from lamina.protocol.block_counts import num_lanes, split_memory
 from lamina.protocol.codec import FP32_BYTES, Group, held_pieces, most_bytes, most_results
 from lamina.protocol.groups import together, usable_blocks
 from lamina.protocol.loans import longest, rooms
-from lamina.protocol.partition import PARTITIONS, Partition, stripe_of
+from lamina.protocol.partition import Partition
 from lamina.protocol.placement import Placement
 from lamina.protocol.plan import Bound, LayerShape
 
@@ -73,12 +73,6 @@ def store_bytes(layers: Sequence[LayerShape], dtype: torch.dtype, max_len: int, 
 def channel_bytes(*inboxes: Geometry) -> int:
     """Of the memory of a channel with these inboxes, headers included."""
     return sum(inbox.slots * (-(-inbox.slot_bytes // PAGE) + 1) * PAGE for inbox in inboxes)
-
-
-def partition_of(name: str, layers: Sequence[LayerShape], weights: Sequence[float], max_len: int) -> Partition:
-    """The partition called ``name`` over memory workers of these ``weights``. Raises ValueError."""
-    stripe = stripe_of(-(-max_len // CHUNK_TOKENS), len(weights))
-    return PARTITIONS[name]([s.kv_heads for s in layers], weights, stripe)
 
 
 def blocks_bytes(

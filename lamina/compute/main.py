@@ -59,7 +59,6 @@ def serve_compute(sock: socket.socket, module: Any = None) -> None:
 
 class ComputeServer(ModelServer):
     role = "compute worker"
-    _cut: CutModel
     _ring_door: ViewDoor | None = None
     _rank_door: ViewDoor | None = None
     _program: Any = None
@@ -107,7 +106,8 @@ class ComputeServer(ModelServer):
                 trace=self.trace,
                 view=meeting.view,
             )
-        return self._serving, self.ready(cut, bounds, meeting.view)
+        bind = self._bind(meeting, 0) if not start.number else None
+        return self._serving, structs.replace(self.ready(cut, bounds, meeting.view), bind=bind)
 
     def _with_rotary(self, cut: CutModel) -> CutModel:
         """With how keys turn with their position, which has been proved. Raises UnsupportedModelError."""
@@ -191,7 +191,8 @@ class ComputeServer(ModelServer):
             if start.number:
                 bounds.append(links[-1].join(Join(view=meeting.view, number=start.number, layers=cut.layers)))
             else:
-                bounds.append(self._bind_next(links[-1], self._bind(meeting, worker, channel), bounds))
+                direct = self._layer_path(kernels=can_be_direct(channel, self.staging)) is LayerPath.DEVICE
+                bounds.append(self._bind_next(links[-1], self._bind(meeting, worker, direct=direct), bounds))
         check_longest(bounds, cut.max_len, start.kv.block_size)
         path = self._layer_path(kernels=all(bound.direct for bound in bounds))
         wires = open_wires(connects, bounds, self.staging, start.deadlines.step_timeout_s, path)
@@ -227,7 +228,7 @@ class ComputeServer(ModelServer):
         except ValueError as e:
             raise ValueError(f"{self.role}: {e}, or --partition other than {self.start.topology.partition}") from e
 
-    def _bind(self, meeting: Connect, worker: int, channel: netstack.Channel) -> Bind:
+    def _bind(self, meeting: Connect, worker: int, *, direct: bool = False) -> Bind:
         start, cut = self.start, self._cut
         asked = meeting.kv_bytes[worker] if meeting.kv_bytes else start.devices.kv_bytes()
         replicas, prefill_workers = start.topology.replicas, start.topology.prefill_workers
@@ -254,7 +255,7 @@ class ComputeServer(ModelServer):
             max_model_len=cut.max_len,
             replicas=replicas,
             prefill_workers=prefill_workers,
-            direct=self._layer_path(kernels=can_be_direct(channel, self.staging)) is LayerPath.DEVICE,
+            direct=direct,
         )
 
 

@@ -38,7 +38,7 @@ from lamina.protocol.control import (
     StepDone,
     Stop,
 )
-from lamina.protocol.groups import together
+from lamina.protocol.groups import partition_of, together
 from lamina.protocol.partition import Partition
 from lamina.protocol.plan import Bound, LayerShape, ProtocolError
 from lamina.protocol.resolve import sequence_limit
@@ -48,7 +48,6 @@ from lamina.workers.service import WorkerService
 from lamina.workers.staging import Staging, open_staging
 from lamina.workers.view import ViewFabric
 
-from .capacity import partition_of
 from .links import RefusedError
 from .passes import passes
 
@@ -95,6 +94,7 @@ class ModelServer:
 
     role: str  # for messages to people
     prefills = False  # whether it computes prompts alone
+    _cut: CutModel  # once it is loaded
 
     def __init__(self, link: ControlLink, start: StartCompute, module: Any) -> None:
         """``module``: the model itself, where the driver is this process."""
@@ -175,9 +175,13 @@ class ModelServer:
         backend = gemm.get(linear(start.model.gemm, self.staging.device), torch.get_num_threads())
         layers = layer_shapes(program)
         program = self.staging.place(program)
-        weights = start.topology.of_rank(start.topology.weights, start.rank)
-        partition = partition_of(start.topology.partition, layers, weights, max_len)
+        partition = self._partition(layers, max_len)
         return CutModel(program, loaded, layers, program.calls[0].q.dtype, max_len, partition, backend)
+
+    def _partition(self, layers: list[LayerShape], max_len: int) -> Partition:
+        topology = self.start.topology
+        weights = topology.of_rank(topology.weights, self.start.rank)
+        return partition_of(topology.partition, layers, weights, max_len)
 
     def runnable(self, cut: CutModel, group: Collective | None = None) -> Any:
         """The program behind all passes. ``group``: the other ranks."""
@@ -247,6 +251,9 @@ class ModelServer:
             return
         if meeting.number is not None:  # a spare learns its place as it takes it
             self.start = structs.replace(self.start, number=meeting.number)
+        if meeting.topology is not None and meeting.topology != self.start.topology:
+            self.start = structs.replace(self.start, topology=meeting.topology)
+            self._cut = self._cut._replace(partition=self._partition(self._cut.layers, self._cut.max_len))
         self._worker, ready = self.connect(meeting, fabric)
         self.counts["connects"] += 1
         self.service.link.send(ready)

@@ -36,7 +36,6 @@ def serve_prefill(sock: socket.socket, module: Any = None) -> None:
 class PrefillServer(ModelServer):
     role = "prefill worker"
     prefills = True
-    _cut: CutModel
     _program: Any = None
     _serving: PrefillWorker | None = None
 

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 
 from lamina.protocol.control import ComputeReady
+from lamina.protocol.groups import usable_blocks
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.tables import BlockTables
 
@@ -17,6 +18,13 @@ from .prefill import Prefill
 from .scheduler import Scheduler
 
 NONCE_BYTES = 16
+
+
+def blocks_of(info: ComputeReady) -> BlockTables:
+    """The memory workers' blocks, all free."""
+    return BlockTables(
+        info.windows, usable_blocks(info.num_blocks), info.block_size, info.lanes, info.stripe, info.stays
+    )
 
 
 def scheduler_of(

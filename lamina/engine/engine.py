@@ -7,17 +7,18 @@ import random
 import time
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from lamina.observe.trace import OFF, Event, Recorder
 from lamina.protocol.control import ALL_BANNED, ComputeReady, Draw, Drawn, RunRound, RunStep, StepDone
-from lamina.protocol.groups import usable_blocks
+from lamina.protocol.groups import Capacity
 from lamina.protocol.options import EngineConfig
 from lamina.protocol.plan import Keep
-from lamina.protocol.tables import BlockTables
 from lamina.protocol.tiers import Transferred
 from lamina.request import Blame, CompletionOutput, RequestOutput, RequestTimes, SamplingParams, Told
 
 from .checks import NOT_FINITE, check_ids, check_session, too_long, why_banned
-from .configured import scheduler_of
+from .configured import blocks_of, scheduler_of
 from .draws import draw_of, scores_of, seed_of
 from .kept import KeptKV
 from .overflow import overflow_of
@@ -42,16 +43,14 @@ class Engine:
         self.info = wire.ready
         self._clock = clock
         self._trace = trace
-        info = self.info
-        usable = usable_blocks(info.num_blocks)
-        self._ledger = BlockTables(info.windows, usable, info.block_size, info.lanes, info.stripe, info.stays)
+        self._ledger = blocks_of(self.info)
         self._tuner = Tuner(config.topology.most_batches) if config.topology.tries_pipelines else None
         if self._tuner:
             self.info.summary["pipeline"] = self._tuner.reason
         num_batches = self._tuner.n if self._tuner else config.topology.most_batches
-        self.scheduler = scheduler_of(config, info, self._ledger, num_batches, clock)
-        stripe = info.stripe * info.block_size * self._ledger.num_lanes
-        self._overflow = overflow_of(config.overflow, info.max_model_len, stripe)
+        self.scheduler = scheduler_of(config, self.info, self._ledger, num_batches, clock)
+        stripe = self.info.stripe * self.info.block_size * self._ledger.num_lanes
+        self._overflow = overflow_of(config.overflow, self.info.max_model_len, stripe)
         self._timing = Timing(self.scheduler.swaps) if self.scheduler.swaps else None
         self._steps: dict[tuple[int, int], ScheduledStep] = {}  # in flight, by batch and step
         self._next_round = 0
@@ -278,7 +277,18 @@ class Engine:
         if self._timing:
             self._timing.forget()
         kept = KeptKV(self._ledger, self.info.holders, change.kept)
-        return self.scheduler.roll_back(steps.values(), kept.tokens)
+        keep = self.scheduler.roll_back(steps.values(), kept.tokens)
+        if change.capacity:
+            self.info = msgspec.structs.replace(self.info, **change.capacity._asdict())
+            keep = self.scheduler.lay_out(blocks_of(self.info), keep)
+        return keep
+
+    def check_room(self, capacity: Capacity) -> None:
+        """Raises ValueError where memory workers of ``capacity`` have no room for the KV of all that runs."""
+        info = msgspec.structs.replace(self.info, **capacity._asdict())
+        if lacking := self.scheduler.lacks_room(blocks_of(info)):
+            why = f"the KV of {lacking} running sequences would have no room"
+            raise ValueError(f"{why}: take more --memory-workers, or wait until some have ended")
 
     def _take(self, done: StepDone | Transferred | ViewChanged | None) -> list[RequestOutput]:
         if isinstance(done, ViewChanged):

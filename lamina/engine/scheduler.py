@@ -14,7 +14,7 @@ from lamina.protocol.tiers import Transferred
 
 from .blocks.leaves import Leaves
 from .blocks.ledger import Blocks, Ledger
-from .blocks.newcomers import Batch, Cuts, Newcomers
+from .blocks.newcomers import Batch, Cuts, Newcomers, settle
 from .blocks.prefixes import Prefixes
 from .blocks.relief import Relief
 from .blocks.room import Room, rows_of
@@ -69,7 +69,8 @@ class Scheduler:
         self.view = view
         self._ledger = ledger
         self._cuts = Cuts(prefill_chunk, aligned)
-        self._room = Room(ledger, max_num_seqs + prefill_chunk)
+        self._max_rows = max_num_seqs + prefill_chunk
+        self._room = Room(ledger, self._max_rows)
         self._waiting: deque[Sequence] = deque()
         self.batches = [Batch(i) for i in range(num_batches)]
         self._num_layers = num_layers
@@ -200,7 +201,7 @@ class Scheduler:
         for batch in self.batches:
             self._drop_finished(batch)
         if self._waiting:
-            self._newcomers.admit(self._waiting, self.batches, [self._wanted(b) for b in self.batches])
+            self._newcomers.admit(self._waiting, self.batches, [self._cuts.wanted(b) for b in self.batches])
         steps = [s for s in map(self._next, self.batches) if s is not None]
         for step in steps:
             step.plan = msgspec.structs.replace(step.plan, more=step is not steps[-1])
@@ -266,12 +267,29 @@ class Scheduler:
             waiting += [s for s in batch.running if not s.num_scheduled]
             batch.running = [s for s in batch.running if s.num_scheduled]
             keep += [Keep(s.id, s.num_scheduled, s.place) for s in batch.running]
-        for sequence in waiting:
-            sequence.roll_back(0)
-            sequence.restart()
-        self._waiting = deque(sorted(waiting, key=lambda s: (s.request_id, s.output.index)))
+        self._begin_anew(waiting)
         self._ledger.reconcile(keep)
         return keep
+
+    def _begin_anew(self, sequences: Iterable[Sequence]) -> None:
+        """They are all that wait, oldest first."""
+        self._waiting = deque(sorted(sequences, key=lambda s: (s.request_id, s.output.index)))
+        for sequence in self._waiting:
+            sequence.roll_back(0)
+            sequence.restart()
+
+    def lay_out(self, blocks: Ledger, keep: Iterable[Keep]) -> list[Keep]:
+        """Have other blocks, behind ``roll_back``. Where what is kept is to lie; who finds no room is computed anew."""
+        self._ledger.become(blocks)
+        found = self._room.deal(keep)
+        self._ledger.reconcile(found, moved=True)
+        self._begin_anew([*self._waiting, *settle(self.batches, found)])
+        return found
+
+    def lacks_room(self, blocks: Ledger) -> int:
+        """Running sequences whose KV has no room in other blocks."""
+        keep = [Keep(s.id, s.num_promised, s.place) for s in self._running if not s.finished]
+        return len(keep) - len(Room(blocks, self._max_rows).deal(keep))
 
     def forget_prefixes(self) -> None:
         """Give up what is retained, with the next plan. What runs leaves nothing."""
@@ -336,23 +354,9 @@ class Scheduler:
                     self.leaves.saved(sequence, op.length)
         batch.running = [s for s in batch.running if s not in ended]
 
-    def _wanted(self, batch: Batch) -> dict[Sequence, int]:
-        """Rows of each sequence in the batch's next step, as far as its chunk of prompt tokens goes."""
-        budget = self._cuts.chunk
-        wanted: dict[Sequence, int] = {}
-        for sequence in batch.running:
-            if sequence.wants_rows:
-                prefilling = sequence.num_promised - sequence.num_scheduled > 1
-                count = self._cuts.piece(sequence, budget, sequence.num_scheduled) if prefilling else 1
-                if prefilling:
-                    budget -= count
-                if count:
-                    wanted[sequence] = count
-        return wanted
-
     def _pick(self, batch: Batch) -> dict[Sequence, int]:
-        """``_wanted``, as far as there are blocks."""
-        picked = self._wanted(batch)
+        """What it wants, as far as there are blocks."""
+        picked = self._cuts.wanted(batch)
         if self._room.loans:
             self._room.loans.grow(picked, lambda: self._room.spare(self._running, self.prefixes.oldest))
         while picked and not self._ledger.can_apply(self._plan(batch, picked)):

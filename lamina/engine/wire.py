@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from lamina.protocol.control import ComputeReady, RunRound, StepDone
+from lamina.protocol.groups import Capacity
 from lamina.protocol.plan import Keep
 from lamina.protocol.tiers import Transferred
 
@@ -17,10 +18,11 @@ class WorkerError(RuntimeError):
 
 
 class ViewChanged(NamedTuple):
-    """Workers were lost, and the others are at rest: no step in flight will be done any more."""
+    """Workers were lost, or memory workers come or go, and all are at rest: no step in flight will be done any more."""
 
     done: Sequence[StepDone]  # that had been done before and were not handed out; of each batch in their order
     kept: Sequence[Mapping[int, int]]  # memory worker -> sequence -> tokens whose K and V it has in all layers
+    capacity: Capacity | None = None  # of other memory workers, to which KV is moved; None: they are as before
 
 
 class Wire(Protocol):
@@ -53,8 +55,9 @@ class Wire(Protocol):
         ...
 
     def resume(self, keep: Sequence[Keep]) -> ComputeReady | ViewChanged:
-        """Behind ViewChanged: replace who was lost, and have all meet anew, with the KV of ``keep`` alone. Another
-        ViewChanged where others are lost meanwhile. Raises WorkerError where that cannot be.
+        """Behind ViewChanged: replace who was lost, and have all meet anew, with the KV of ``keep`` alone, which is
+        moved first where it ``was`` elsewhere. Another ViewChanged where others are lost meanwhile. Raises WorkerError
+        where that cannot be.
         """
         ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -32,16 +32,15 @@ from lamina.protocol.control import (
     StartMemory,
 )
 from lamina.protocol.declare import MEASURED
-from lamina.protocol.groups import Capacity, of_all_ranks
-from lamina.protocol.options import EngineConfig
-from lamina.protocol.plan import Keep
+from lamina.protocol.options import EngineConfig, TopologyOptions
+from lamina.protocol.plan import Bind, Keep
 from lamina.protocol.tiers import StoredPages
 
 from .launchers import Launcher, WorkerHandle, open_launcher
 from .launchers.local import ThreadWorker
 from .members import Member, Members
 from .rates import shared_weights
-from .same_model import check_alike
+from .same_model import as_one, check_alike
 from .spares import Spares
 from .tiers import TierKeeper
 
@@ -71,7 +70,7 @@ class Cohort:
         self._launcher: Launcher | None = None
         self._compute_key = b""
         self._model: Any = None
-        self._topology = config.topology  # with the memory workers' parts of the work, once they are measured
+        self.topology = config.topology  # with the memory workers' parts of the work, once they are measured
         self._urls: dict[Member, str] = {}  # of memory workers
         self._loaded: dict[Member, Loaded] = {}  # of compute and prefill workers
         self._told_models = False  # whether these were told to load
@@ -79,7 +78,9 @@ class Cohort:
         self._names: dict[WorkerHandle, str] = {}  # which they prove to their peers
         self._tier = TierKeeper(config, self._incarnation)
         self._spares = Spares(members, config.launching.spares, self._start_spare)
-        self._kv_bytes: list[list[int]] = []  # rank -> of its memory workers, once they are known
+        self.kv_bytes: list[list[int]] = []  # rank -> of its memory workers, once they are known
+        self.binds: list[Bind] = []  # rank -> of its first memory worker, once it is known
+        self.backend = ""  # of the memory workers' attention, once it is known
         self.view = 0
 
     def start(self, model: Any) -> None:
@@ -109,9 +110,10 @@ class Cohort:
         stored = [self._answer(m, StoredPages) for m in self._members.memory if self._tier.wanted]
         check_alike(readies)
         ranks = list(readies.values())[: self._size]
-        self._kv_bytes = [ready.kv_bytes for ready in ranks]
+        self.kv_bytes, self.backend = [ready.kv_bytes for ready in ranks], ranks[0].summary.get("attention", "")
+        self.binds = [ready.bind for ready in ranks if ready.bind is not None]
         log.info("view %d: %s", self.view, ", ".join(f"{m.label} is pid {m.handle.pid}" for m in self._members))
-        return self._tier.completed(self._together(ranks), self._identity, stored)
+        return self._tier.completed(as_one(ranks, self.topology), self._identity, stored)
 
     def next_view(self) -> int:
         """Its number; there is no way back."""
@@ -156,6 +158,20 @@ class Cohort:
         """Spares that have ended since the last call; ``fill_spares`` starts others."""
         return self._spares.dead()
 
+    def may_have(self, count: int) -> bool:
+        """Whether there may be so many memory workers from now on."""
+        return self._one_process or (self._launcher is not None and self._launcher.grow("memory", count))
+
+    def take_up(self, topology: TopologyOptions, kv_bytes: list[list[int]], coming: Mapping[Member, str]) -> None:
+        """There are other memory workers, of which some listen at those URLs; the next ``connect`` says so to all."""
+        self.topology, self.kv_bytes = topology, kv_bytes
+        self._config = msgspec.structs.replace(self._config, topology=topology)
+        self._urls.update(coming)
+
+    def address_of(self, member: Member) -> Address:
+        """Of a memory worker."""
+        return Address(self._urls[member], self._name(member.handle))
+
     def close(self) -> None:
         """End the spares, and give back what the launcher holds. Idempotent."""
         self._spares.close()
@@ -164,9 +180,14 @@ class Cohort:
 
     def _start_spare(self, role: str, number: int) -> Member:
         """As if for one of the places that there are: which one it takes is told as it meets the others."""
-        assert self._launcher is not None
-        places = self._config.topology.counts[role]
-        spare = self._members.prepare(self._start_one(self._launcher, role, number % places))
+        return self.start_beside(role, number % self._config.topology.counts[role])
+
+    def start_beside(self, role: str, index: int) -> Member:
+        """A worker that is none of the members yet, and loads. Raises OSError, ValueError."""
+        launcher, here = self._launcher, self._one_process
+        assert launcher is not None
+        worker = ThreadWorker(role, index) if here else self._start_one(launcher, role, index)
+        spare = self._members.prepare(worker)
         first = self._first_message(spare)
         if isinstance(first, StartCompute):  # nobody listens: it must not wait until somebody does
             first = msgspec.structs.replace(first, progress=False)
@@ -212,13 +233,13 @@ class Cohort:
 
     def _weigh(self) -> None:
         """Where the memory workers' parts of the work are to be measured. All measure at once, as they will read."""
-        if self._topology.memory_weights != MEASURED:
+        if self.topology.memory_weights != MEASURED:
             return
         for member in self._members.memory:
             self._members.send(member, AskRate())
         size, rates = self._size, [self._answer(member, Rate).read_bytes_s for member in self._members.memory]
         weights = tuple(shared_weights(rates, size))
-        self._topology = msgspec.structs.replace(self._topology, memory_weights=weights)
+        self.topology = msgspec.structs.replace(self.topology, memory_weights=weights)
 
     def _load(self) -> None:
         """Compute and prefill workers load the model, all at once."""
@@ -268,8 +289,8 @@ class Cohort:
     def _connect_prefill(self, readies: dict[str, ComputeReady], keep: list[Keep] | None) -> None:
         """Prefill workers join behind the replicas, one after the other."""
         for member in self._members.prefill:
-            meeting = Connect(view=self.view, memory=self._memory_of(member.handle.index % self._size), keep=keep)
-            self._members.send(member, meeting)
+            memory = self._memory_of(member.handle.index % self._size)
+            self._members.send(member, Connect(view=self.view, memory=memory, topology=self.topology, keep=keep))
             readies[member.label] = self._answer(member, ComputeReady)
 
     def _meeting(self, index: int) -> Connect:
@@ -284,18 +305,18 @@ class Cohort:
             view=self.view,
             number=index // size,
             memory=self._memory_of(rank),
+            topology=self.topology,
             ranks=ranks,
             behind=addresses(behind, loaded[behind].ring_url) if ring else None,
             before=addresses(before, "").name if ring else "",
-            kv_bytes=self._kv_bytes[rank] if self._kv_bytes else [],
+            kv_bytes=self.kv_bytes[rank] if self.kv_bytes else [],
         )
 
     def _addresses(self, index: int, url: str) -> Address:
         return Address(url, self._name(self._members.compute[index].handle))
 
     def _memory_of(self, rank: int) -> list[Address]:
-        there = [Address(self._urls[m], self._name(m.handle)) for m in self._members.memory]
-        return self._topology.of_rank(there, rank)
+        return self.topology.of_rank([self.address_of(m) for m in self._members.memory], rank)
 
     def _answer(self, member: Member, kind: Any) -> Any:
         """The message of ``kind`` that ``member`` owes."""
@@ -320,15 +341,16 @@ class Cohort:
 
     def _start_memory(self, handle: WorkerHandle) -> StartMemory:
         config, index = self._config, handle.index
+        named = config.launching.memory_addresses
         return StartMemory(
             scheme=config.launching.scheme,
-            address=config.addresses[index] or handle.place,
+            address=named[index] if named else handle.place,
             name=self._name(handle),
             key=self._launcher.key if self._launcher else b"",
             threads=self._threads("memory", index),
             devices=config.devices,
             device_number=self._gpu_number(handle),
-            device_users=1 if handle.place else config.gpu_number("memory", config.topology.memory_workers),
+            device_users=1 if handle.place else config.gpu_number("memory", self.topology.memory_workers),
             trace=self._trace,
         )
 
@@ -339,7 +361,7 @@ class Cohort:
             model=config.model,
             kv=config.kv,
             batching=config.batching,
-            topology=self._topology,
+            topology=self.topology,
             devices=config.devices,
             deadlines=config.deadlines,
             number=handle.index // self._size,
@@ -364,7 +386,7 @@ class Cohort:
         """Of the weights on a worker's host, if it is the first one there that has them; behind a loss all others have
         them already.
         """
-        if self._kv_bytes:
+        if self.kv_bytes:
             return 0
         here = [m.handle for m in self._members.compute + self._members.prefill if m.handle.place == handle.place]
         return -(-len(here) // self._size) if here[0] is handle else 0
@@ -372,21 +394,6 @@ class Cohort:
     def _name(self, handle: WorkerHandle) -> str:
         """Which a worker proves to its peers: no other one has had it, nor will."""
         return self._names.get(handle, f"{handle.role}-{handle.index}-{self._incarnation}")
-
-    def _together(self, ranks: list[ComputeReady]) -> ComputeReady:
-        """What all ranks of a replica have said, as one."""
-        for rank, ready in enumerate(ranks if len(ranks) > 1 else []):
-            (q_heads, kv_heads), size = ready.summary["heads"][0], ready.summary["weight_bytes"]
-            own = [f"{rank * n}..{(rank + 1) * n - 1}" for n in (q_heads, kv_heads)]
-            holders = ", ".join(str(w) for w in sorted({w for of in ready.holders for w in of}))
-            log.info(
-                "rank %d: query heads %s, KV heads %s of layer 0 on memory worker %s, %.1f MB of weights",
-                rank, *own, holders, size / 1e6,
-            )  # fmt: skip
-        if len(ranks) > 1:
-            log.info("--collective %s: %s", self._config.topology.collective, ranks[0].summary["collective"])
-        capacities = [Capacity(r.windows, r.lanes, r.stripe, r.stays, r.num_blocks, r.holders) for r in ranks]
-        return msgspec.structs.replace(ranks[0], **of_all_ranks(capacities)._asdict())
 
     @property
     def _size(self) -> int:

@@ -124,6 +124,18 @@ class Members:
             self._members[self._members.index(lost)] = new
             del self.lost[lost]
 
+    def append(self, member: Member) -> None:
+        """One that was prepared is one of these."""
+        self._members.append(member)
+
+    def remove(self, member: Member) -> None:
+        """It is none of these any more; nobody listens to it."""
+        self._members.remove(member)
+
+    def hear(self, member: Member) -> Any:
+        """The next message of one that is none of these; None where there is none yet. Raises LinkClosedError."""
+        return member.link.recv(timeout_s=REST_S) if self._links.wait([member.link], 0.0) else None
+
     def fence(self, lost: Member) -> None:
         """End one that is lost, by force: nothing that it does from here on reaches anybody."""
         lost.link.close()

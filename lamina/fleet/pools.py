@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from msgspec import structs
+
 from lamina.engine.wire import Clock, ViewChanged, WorkerError
 from lamina.observe.collect import ROUND_TRIPS, Tracer
 from lamina.observe.trace import Event, Recorder
@@ -20,6 +22,7 @@ from lamina.protocol.tiers import Transferred
 from .arrivals import Arrivals
 from .cohort import Cohort
 from .counters import Counters
+from .elastic import Elastic
 from .members import JOIN_AFTER_LOSS_S, JOIN_S, BadInputError, LostError, Member, Members
 from .supervise import Supervisor
 from .tiers import num_transfers
@@ -44,6 +47,7 @@ class Pools:
         self.tracer = Tracer(config.launching.trace or os.environ.get("LAMINA_TRACE", ""))
         self._cohort = Cohort(config, self._members, on_progress, trace=self.tracer.on, clock=clock)
         self._supervisor = Supervisor(config, self._members, self._cohort, clock)
+        self.elastic = Elastic(config, self._members, self._cohort, clock)
         self._loss: LostError | None = None  # that is to be made good
         self.recovering = False  # whether one is being made good
         self._meanwhile: Callable[[], None] = lambda: None
@@ -134,7 +138,7 @@ class Pools:
         start = self.tracer.recorder.now()
         done: StepDone | Transferred | None = None
         with self._lock:
-            if self._loss is None:
+            if self._loss is None and not self.elastic.due():
                 with self._or_note():
                     done = self._next_done()
                     if isinstance(done, StepDone):
@@ -148,18 +152,21 @@ class Pools:
                 self._supervisor.tend_spares()
                 with self._or_note():
                     self._members.check()
-            return None if self._loss is None else self._halt()
+            return None if self._loss is None and not self.elastic.due() else self._halt()
 
     def resume(self, keep: Sequence[Keep]) -> ComputeReady | ViewChanged:
         """See Wire."""
         with self._lock, self._recovery():
             if self._loss is None:  # another one may have been noticed since
                 with self._or_note():
+                    if not self.elastic.move(keep):
+                        return self._halt()
                     self._go_on(keep)
+                    self.elastic.end()
             return self.ready if self._loss is None else self._halt()
 
     def _go_on(self, keep: Sequence[Keep]) -> None:
-        ready = self._supervisor.resume(keep)
+        ready = self._supervisor.resume([structs.replace(each, was=None) for each in keep])
         if (ready.num_blocks, ready.lanes) != (self.ready.num_blocks, self.ready.lanes):
             found, had = ready.num_blocks, self.ready.num_blocks
             raise LostError(f"memory workers have {found} KV blocks in place of {had} behind a loss", [])
@@ -168,10 +175,10 @@ class Pools:
         self.ready = ready
 
     def _halt(self) -> ViewChanged:
-        """What was done before a loss, and what is left of the KV."""
+        """What was done before a loss, or before memory workers come or go, and what is left of the KV."""
+        paused_at = self._clock()
         with self._or_end(), self._recovery():
             loss, self._loss = self._loss, None
-            assert loss is not None
             kept = self._supervisor.halt(loss)
             found = list[StepDone]()
             for done in self._members.said(StepDone):
@@ -182,7 +189,10 @@ class Pools:
             while (next_done := self._arrivals.take()) is not None:
                 found.append(next_done)
             self._expect_nothing()
-        return ViewChanged(found, kept)
+            capacity = None if loss or self._members.lost else self.elastic.commit(paused_at)
+            if capacity is not None:
+                self.ready = structs.replace(self.ready, **capacity._asdict())
+        return ViewChanged(found, kept, capacity)
 
     @contextmanager
     def _recovery(self) -> Iterator[None]:
@@ -312,6 +322,7 @@ class Pools:
         self.tracer.gather({m.label: m.link for m in self._members}, limit_s)
 
     def _after_end(self) -> None:
+        self.elastic.close()
         self._cohort.close()
         self.tracer.save()
 

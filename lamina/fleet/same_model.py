@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from lamina.protocol.control import ComputeReady
+from lamina.protocol.groups import Capacity, of_all_ranks
+from lamina.protocol.options import TopologyOptions
+
+log = logging.getLogger(__name__)
 
 # What is the same for every rank, replica and prefill worker; memory workers compare the layers that each one sends.
 OF_THE_MODEL = ("vocab_size", "num_layers", "max_model_len", "dtype", "eos_token_ids")
@@ -26,3 +33,19 @@ def check_alike(readies: Mapping[str, ComputeReady]) -> None:
                     f"{label} has another model than {first}: {name} is {found} there, not {known}: every host needs "
                     f"the same files of the model"
                 )
+
+
+def as_one(ranks: Sequence[ComputeReady], topology: TopologyOptions) -> ComputeReady:
+    """What all ranks of a replica have said."""
+    for rank, ready in enumerate(ranks if len(ranks) > 1 else []):
+        (q_heads, kv_heads), size = ready.summary["heads"][0], ready.summary["weight_bytes"]
+        own = [f"{rank * n}..{(rank + 1) * n - 1}" for n in (q_heads, kv_heads)]
+        holders = ", ".join(str(w) for w in sorted({w for of in ready.holders for w in of}))
+        log.info(
+            "rank %d: query heads %s, KV heads %s of layer 0 on memory worker %s, %.1f MB of weights",
+            rank, *own, holders, size / 1e6,
+        )  # fmt: skip
+    if len(ranks) > 1:
+        log.info("--collective %s: %s", topology.collective, ranks[0].summary["collective"])
+    capacities = [Capacity(r.windows, r.lanes, r.stripe, r.stays, r.num_blocks, r.holders) for r in ranks]
+    return msgspec.structs.replace(ranks[0], **of_all_ranks(capacities)._asdict())

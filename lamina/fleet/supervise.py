@@ -91,12 +91,14 @@ class Supervisor:
         """Who is lost by it for certain."""
         return loss.members if loss.ended else ()
 
-    def halt(self, loss: LostError) -> list[dict[int, int]]:
+    def halt(self, loss: LostError | None) -> list[dict[int, int]]:
         """Fence who is lost, and bring the others to rest. Returns the KV that is left, by memory worker; see
-        ViewChanged. What was said before may be taken by Members.said. Raises LostError where no more can be made good.
+        ViewChanged. What was said before may be taken by Members.said. ``loss``: None where nobody is lost, so far.
+        Raises LostError where no more can be made good.
         """
-        log.warning("%s; whoever is lost is replaced, and all requests go on", loss)
-        self._recoveries.count(self._members, self._members.lost)
+        if loss is not None:
+            log.warning("%s; whoever is lost is replaced, and all requests go on", loss)
+            self._recoveries.count(self._members, self._members.lost)
         view, kept, asked = self._cohort.next_view(), dict[Member, dict[int, int]](), set[Member]()
         self._members.enter(view, still=(StepDone,))
         deadline = self._clock() + self._step_s

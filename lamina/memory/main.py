@@ -30,6 +30,8 @@ from lamina.protocol.control import (
     Stop,
 )
 from lamina.protocol.plan import ProtocolError
+from lamina.protocol.recut import Recut, Recutted
+from lamina.protocol.tables import NoBlocksError
 from lamina.workers.service import WorkerService
 from lamina.workers.view import ViewDoor
 
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
 def serve_memory(sock: socket.socket) -> None:
     """Serve one driver, over its control socket, until the link ends or says Stop."""
-    link = ControlLink(sock, StartMemory | Connect | Halt | AskStats | AskClock | AskRate | AskTrace | Stop)
+    link = ControlLink(sock, StartMemory | Connect | Halt | Recut | AskStats | AskClock | AskRate | AskTrace | Stop)
     try:
         start = link.recv()
     except LinkClosedError:
@@ -73,7 +75,10 @@ class MemoryServer:
                 worker = Background(self._loaded, "lamina-import").result()
                 self._set_threads()
                 door = ViewDoor(listener)
-                while isinstance(order := service.next(block=True), Connect | Halt):
+                while isinstance(order := service.next(block=True), Connect | Halt | Recut):
+                    if isinstance(order, Recut):
+                        service.link.send(self._recut(worker, door, order))
+                        continue
                     if isinstance(order, Halt):
                         service.link.send(Halted(view=order.view, kept=worker.kept()))
                         continue
@@ -92,6 +97,13 @@ class MemoryServer:
                 self._worker.close()
             if self._fabric is not None:
                 self._fabric.close()
+
+    def _recut(self, worker: MemoryWorker, door: ViewDoor, order: Recut) -> Recutted:
+        assert self._fabric is not None
+        try:
+            return Recutted(view=order.view, nbytes=worker.recut(door, self._fabric, order))
+        except (ChannelError, ProtocolError, ValueError, MemoryError, NoBlocksError) as error:
+            return Recutted(view=order.view, error=f"{type(error).__name__}: {error}")
 
     def _listen(self) -> Listener | None:
         """None where that is impossible, and the driver knows why."""

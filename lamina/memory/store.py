@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -63,43 +64,56 @@ class Store:
     Raises ValueError where the Bind asks for something that cannot be, ProtocolError where it contradicts itself.
     """
 
-    def __init__(self, bind: Bind, device: torch.device, share: float = FREE_PART) -> None:
-        """``share``: of what the device has free, where the blocks are to take what there is."""
+    def __init__(
+        self, bind: Bind, device: torch.device, share: float = FREE_PART, *, bare: bool = False, given: int = 0
+    ) -> None:
+        """``share``: of what the device has free, where the blocks are to take what there is. ``bare``: the layers are
+        still to be made, by ``grow``, while ``given`` bytes of others become free.
+        """
         check_bind(bind)
         self.bind = bind
         self.dtype = DTYPES[bind.dtype]
         self.staging = open_staging(device)
         self.device = device
-        self._kv_bytes = _kv_bytes(bind, device, share)
+        kv_bytes = _kv_bytes(bind, device, share, given)
         self.kv_dtype = stored_dtype(bind.kv.kv_cache_dtype, self.dtype)
         self.backend = get(bind.kv.attention, device, self.dtype, self.kv_dtype)
         partition = bind.partition
         self.placement = Placement(partition.num_lanes, partition.stripe * CHUNK_TOKENS, partition.stays)  # in tokens
-        groups, specs = list[Group](), [_spec(shape) for shape in bind.layers]
-        windows = [spec.window for spec in specs]
-        self.pieces = held_pieces(bind.layers, windows, bind.partition, bind.worker, groups)  # by layer
+        form = form_of(bind, kv_bytes)
+        self.pieces = form.pieces
         self.alike = [self.pieces.index(x) for x in self.pieces]  # layer -> the first one that has the same
-        if not groups:
-            raise ProtocolError(f"the partition has nothing for memory worker {bind.worker}")
-        numbered = [
-            [(p.group, _operator(shape, spec, p, device)) for p in layer]
-            for shape, spec, layer in zip(bind.layers, specs, self.pieces, strict=True)
-        ]
-        windows, lanes = [g.window for g in groups], [g.lanes for g in groups]
-        num_blocks = self._num_blocks(windows, lanes, numbered)
-        stripe_blocks = self.placement.stripe // bind.kv.block_size
-        self.tables = BlockTables(windows, num_blocks, bind.kv.block_size, lanes, stripe_blocks, partition.stays)
-        self.layers = [[StoredPiece(g, op, self._allocate(op, num_blocks[g])) for g, op in x] for x in numbered]
+        size, stays = bind.kv.block_size, partition.stays
+        self.tables = BlockTables(form.windows, form.num_blocks, size, form.lanes, form.stripe, stays)
+        self.layers: list[list[StoredPiece]] = []
+        if not bare:
+            for _ in bind.layers:
+                self.grow()
         self.written = WrittenTokens()
         self.bound = Bound(
-            windows=windows,
-            lanes=lanes,
-            stripe=self.tables.stripe,
-            stays=partition.stays,
-            num_blocks=num_blocks,
+            windows=form.windows,
+            lanes=form.lanes,
+            stripe=form.stripe,
+            stays=stays,
+            num_blocks=form.num_blocks,
             backend=name_of(self.backend),
-            kv_bytes=self._kv_bytes,
+            kv_bytes=kv_bytes,
         )
+
+    def grow(self) -> list[StoredPiece]:
+        """Make the next layer, all zeros. Raises MemoryError."""
+        number = len(self.layers)
+        shape, held = self.bind.layers[number], self.pieces[number]
+        operators = [(p.group, _operator(shape, _spec(shape), p, self.device)) for p in held]
+        counts = self.tables.num_blocks
+        self.layers.append([StoredPiece(g, op, self._allocate(op, counts[g])) for g, op in operators])
+        return self.layers[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all KV blocks that there are."""
+        pieces = (piece.kv for layer in self.layers for piece in layer)
+        return sum(kv.k.shape[0] * kv.k.shape[2] * kv.token_bytes for kv in pieces)
 
     def fits(self, bind: Bind) -> bool:
         """Whether the store is what ``bind`` asks for, whoever connects; how much memory it has was settled before."""
@@ -177,24 +191,6 @@ class Store:
             if len(nodes) > most:
                 raise PlanError(f"sequence {row.sequence} lies here in {len(nodes)} pieces, at most {most} can be")
 
-    def _num_blocks(
-        self, windows: list[int], lanes: list[Lanes], layers: Sequence[Sequence[tuple[int, Operator]]]
-    ) -> list[int]:
-        bind, block_bytes = self.bind, [0] * len(windows)
-        for group, op in (piece for layer in layers for piece in layer):
-            block_bytes[group] += bind.kv.block_size * op.kv_heads * head_bytes(op.qk_dim, op.v_dim, self.kv_dtype)
-        return split_memory(
-            self._kv_bytes,
-            block_bytes,
-            windows,
-            lanes,
-            stripe=self.placement.stripe // bind.kv.block_size,
-            stays=self.placement.stays,
-            block_size=bind.kv.block_size,
-            max_rows=bind.max_rows,
-            max_len=bind.max_model_len,
-        )
-
     def _allocate(self, op: Operator, num_blocks: int) -> LayerStore:
         return allocate(
             num_blocks,
@@ -205,6 +201,46 @@ class Store:
             dtype=self.kv_dtype,
             device=self.device,
         )
+
+
+class StoreForm(NamedTuple):
+    """What a store has of groups of layers, without a tensor."""
+
+    windows: list[int]
+    lanes: list[Lanes]
+    stripe: int  # in blocks
+    pieces: list[tuple[HeldPiece, ...]]  # by layer
+    num_blocks: list[int]  # by group
+
+
+def form_of(bind: Bind, kv_bytes: int) -> StoreForm:
+    """Of the store that ``bind`` asks for, in ``kv_bytes`` of memory. Raises as Store."""
+    groups, size = list[Group](), bind.kv.block_size
+    pieces = held_pieces(bind.layers, [layer_window(x) for x in bind.layers], bind.partition, bind.worker, groups)
+    if not groups:
+        raise ProtocolError(f"the partition has nothing for memory worker {bind.worker}")
+    block_bytes, kv_dtype = [0] * len(groups), stored_dtype(bind.kv.kv_cache_dtype, DTYPES[bind.dtype])
+    for piece in (p for layer in pieces for p in layer):
+        block_bytes[piece.group] += size * piece.kv_heads * head_bytes(piece.qk_dim, piece.v_dim, kv_dtype)
+    windows, lanes = [g.window for g in groups], [g.lanes for g in groups]
+    stripe = bind.partition.stripe * CHUNK_TOKENS // size
+    num_blocks = split_memory(
+        kv_bytes,
+        block_bytes,
+        windows,
+        lanes,
+        stripe=stripe,
+        stays=bind.partition.stays,
+        block_size=size,
+        max_rows=bind.max_rows,
+        max_len=bind.max_model_len,
+    )
+    return StoreForm(windows, lanes, stripe, pieces, num_blocks)
+
+
+def layer_window(shape: LayerShape) -> int:
+    """Of a layer's attention, in tokens; 0 = all. Raises ProtocolError."""
+    return _spec(shape).window
 
 
 def _shape(bind: Bind) -> Bind:
@@ -228,9 +264,9 @@ def check_bind(bind: Bind) -> None:
         raise ProtocolError(str(e)) from e
 
 
-def _kv_bytes(bind: Bind, device: torch.device, share: float) -> int:
+def _kv_bytes(bind: Bind, device: torch.device, share: float, given: int) -> int:
     """For KV blocks; on a device of its own memory, where nobody says how much, what it has. Raises ValueError."""
-    free = available_bytes(device)
+    free = available_bytes(device) + given
     if device.type != "cpu" and bind.kv_most:
         return min(bind.kv_most, int(free * share))
     if bind.kv_bytes > free:

@@ -14,15 +14,17 @@ from functools import partial
 import torch
 
 from lamina.kv.media import Medium, MediumError, MediumPlace, open_medium
-from lamina.netstack import Channel, ChannelTimeout
+from lamina.netstack import Channel, ChannelTimeout, Fabric
 from lamina.observe.trace import OFF, Recorder
 from lamina.protocol.control import Connect
 from lamina.protocol.plan import Bind, ProtocolError
+from lamina.protocol.recut import Recut
 from lamina.protocol.tiers import MOST_LISTED, StoredPages, TierPlace, Transferred
 from lamina.workers.devices import CPU, FREE_PART
 from lamina.workers.view import ViewDoor, ViewFabric, ViewListener
 
 from .meter import Meter
+from .moves import Mover
 from .session import Session
 from .store import Store, check_bind, read_rate
 from .transfers import Transfers
@@ -57,7 +59,8 @@ class MemoryWorker:
         """Since the start: attend_s, write_s, grant_s (writing what prefill workers send), wait_s, plan_s; steps, rows,
         turns (a step in a layer), native_turns of them, refused, dropped (messages of older views); stores (that were
         allocated), connects; stored_bytes that attention read; payload bytes_received, bytes_sent; load_s, save_s,
-        kv_loaded_bytes, kv_saved_bytes (pages from and to the medium beside the pool).
+        kv_loaded_bytes, kv_saved_bytes (pages from and to the medium beside the pool);
+        move_s, moved_bytes (KV that came from other memory workers).
 
         Safe from any thread.
         """
@@ -88,6 +91,7 @@ class MemoryWorker:
         It ends by an exception only: ChannelError, or ProtocolError where a peer broke the contract.
         """
         fabric = self._enter(meeting.view)
+        self._meter.add("connects", 1)
         try:
             listener = fabric.at(door)
             with torch.inference_mode():
@@ -116,16 +120,46 @@ class MemoryWorker:
         if transfers is not None:
             transfers.end(finish=bool(self._aborted))
 
-    def _enter(self, view: int) -> ViewFabric:
-        fabric = ViewFabric(view)
-        self._meter.add("connects", 1)
+    def recut(self, door: ViewDoor, fabric: Fabric, order: Recut) -> int:
+        """Have another store in place of the one that there is, with KV that other memory workers have. Bytes that
+        came. The store from before is gone, however this ends. Raises ChannelError, ProtocolError, and as Store.
+        """
+        self._end_transfers()
+        old, self._store = self._store, None
+        view = self._enter(order.view, fabric)
+        try:
+            with self._meter.time("move_s"), torch.inference_mode():
+                self._store, nbytes = self._moved(door, view, order, old)
+        finally:
+            view.close()
+        self._meter.add("moved_bytes", nbytes)
+        return nbytes
+
+    def _moved(self, door: ViewDoor, view: ViewFabric, order: Recut, old: Store | None) -> tuple[Store | None, int]:
+        new = None
+        if order.bind is not None:
+            new = Store(order.bind, self.device, self._share, bare=True, given=old.nbytes if old else 0)
+            new.tables.reconcile(order.keep, moved=True)
+            self._meter.add("stores", 1)
+        mover = Mover(order, old, new)
+        mover.meet(view, door)
+        for layer in range(mover.num_layers):
+            if new is not None:
+                new.grow()
+            mover.move(layer)
+        if new is not None:
+            new.written.reconcile(order.keep)
+        return new, mover.nbytes
+
+    def _enter(self, view: int, fabric: Fabric | None = None) -> ViewFabric:
+        entered = ViewFabric(view, fabric)
         with self._lock:
             self._called = max(view, self._called)
-            self._fabric = fabric
+            self._fabric = entered
             reason = self._aborted or (_over(view, self._called) if view < self._called else "")
         if reason:
-            fabric.leave(reason)
-        return fabric
+            entered.leave(reason)
+        return entered
 
     def _join(self, session: Session, listener: ViewListener) -> None:
         session.check_idle()

@@ -20,7 +20,7 @@ from lamina.request import FILTERS, Score
 
 from .options import BatchingOptions, Deadlines, DeviceOptions, KVOptions, ModelOptions, TopologyOptions
 from .partition import Lanes
-from .plan import Keep, StepPlan
+from .plan import Bind, Keep, StepPlan
 from .tiers import TierFacts, TierPlace
 
 MAX_FRAME = 1 << 28
@@ -149,6 +149,7 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
     ranks: list[Address] = []  # of a compute worker: all ranks of its replica, in order; empty: it is the only one
     behind: Address | None = None  # of a compute worker: the next replica; None: it is the only one
     before: str = ""  # the name of the replica before it
+    topology: TopologyOptions | None = None  # of others than memory workers; None: as they were started for
     keep: list[Keep] | None = None  # of memory and prefill workers: the KV that stays, and no other; None: all of it
     kv_bytes: list[int] = []  # of compute workers: what each of these memory workers has for KV; empty: none has yet
     tier: TierPlace | None = None  # of a memory worker: None: it keeps nothing beside its pool
@@ -205,6 +206,7 @@ class ComputeReady(msgspec.Struct, frozen=True, kw_only=True, tag="compute-ready
     holders: list[list[int]]  # group -> memory workers
     block_size: int
     kv_bytes: list[int] = []  # of each memory worker of this rank
+    bind: Bind | None = None  # of this rank's first memory worker; None: others have bound them
     summary: dict[str, Any]  # of the program: slices, cut and message bytes, seconds of each stage
     tier: TierFacts | None = None  # of the memory workers, filled in by the driver; None: they keep nothing beside it
 

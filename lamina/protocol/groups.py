@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from .partition import Lanes
-from .plan import Bound
+from .options import CHUNK_TOKENS
+from .partition import PARTITIONS, Lanes, Partition, stripe_of
+from .plan import Bound, LayerShape
 
 
 class Capacity(NamedTuple):
@@ -20,6 +21,12 @@ class Capacity(NamedTuple):
     stays: bool
     num_blocks: list[list[int]]  # group -> blocks, by holder
     holders: list[list[int]]  # group -> memory workers
+
+
+def partition_of(name: str, layers: Sequence[LayerShape], weights: Sequence[float], max_len: int) -> Partition:
+    """The partition called ``name`` over memory workers of these ``weights``. Raises ValueError."""
+    stripe = stripe_of(-(-max_len // CHUNK_TOKENS), len(weights))
+    return PARTITIONS[name]([s.kv_heads for s in layers], weights, stripe)
 
 
 def usable_blocks(num_blocks: Sequence[Sequence[int]]) -> list[int]:

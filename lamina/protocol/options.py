@@ -382,11 +382,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         asked = self.batching.enable_prefix_caching
         return not self.topology.prefill_workers if asked is None else asked
 
-    @property
-    def addresses(self) -> list[str]:
-        """Where each memory worker listens; "" = any free place."""
-        return list(self.launching.memory_addresses) or [""] * self.topology.memory_workers
-
     def gpu_number(self, role: str, index: int) -> int:
         """Of a worker, among those of a host that take its GPUs in turn: compute workers first, memory workers last."""
         compute = self.topology.num_compute

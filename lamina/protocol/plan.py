@@ -216,11 +216,14 @@ SequenceOp = BlockOp | Drop
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True):
-    """What is left of a sequence behind a change of the view: its first ``length`` tokens, which lie at ``place``."""
+    """What is left of a sequence behind a change of the view: its first ``length`` tokens, which lie at ``place``.
+    ``was``: where they lie by the partition before, and are to be moved from; None: where they are.
+    """
 
     sequence: int
     length: int
     place: Place = FIRST
+    was: Place | None = None
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -170,6 +170,10 @@ class BlockTables:
         """No plan from here on is a replay of one before."""
         self._last.clear()
 
+    def become(self, other: BlockTables) -> None:
+        """Have the groups of ``other``, and what it holds; it is used no more."""
+        vars(self).update(vars(other))
+
     def held_of(self, keep: Keep) -> tuple[int, ...] | None:
         """Blocks by group of what ``keep`` leaves of its sequence; None where some of them were given back."""
         old, extent = self._sequences.get(keep.sequence), self._extents.left(keep)
@@ -178,16 +182,20 @@ class BlockTables:
             return held
         return held if old is not None and self._extents.covers(old, extent) else None
 
-    def reconcile(self, keep: Sequence[Keep]) -> None:
+    def reconcile(self, keep: Sequence[Keep], *, moved: bool = False) -> None:
         """Hold what ``keep`` says, and nothing else, whatever plans were applied last: everything, or nothing and an
-        exception. A sequence that is not there comes to be where none of its blocks are kept here. Raises PlanError.
+        exception. A sequence that is not there comes to be where none of its blocks are kept here; or anywhere, where
+        its KV is ``moved`` to here. Raises PlanError, and NoBlocksError for what is moved.
         """
         changes: dict[int, Extent | None] = dict.fromkeys(self._sequences)
+        coming = [self._extents.held(self._extents.left(x)) for x in keep] if moved else []
+        if any(sum(n) > free for *n, free in zip(*coming, self.free_blocks, strict=True)):
+            raise NoBlocksError(f"{len(keep)} sequences come: {list(self.free_blocks)} KV blocks are too few for them")
         for each in keep:
             self._extents.check_place(Rows(each.sequence, 0, 1, each.place))
             if each.length < 1 or changes.get(each.sequence) is not None:
                 raise PlanError(f"sequence {each.sequence} is to be kept twice, or {each.length} tokens of it")
-            if self.held_of(each) is None:
+            if not moved and self.held_of(each) is None:
                 raise PlanError(f"sequence {each.sequence}: the KV of its first {each.length} tokens is not here")
             changes[each.sequence] = self._extents.left(each)
         self._change(changes)

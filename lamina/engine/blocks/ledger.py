@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place, Placement
@@ -65,6 +65,10 @@ class Ledger(Protocol):
         """Blocks of what ``keep`` leaves of its sequence; None where some of them were given back."""
         ...
 
-    def reconcile(self, keep: Sequence[Keep]) -> None:
-        """Book that memory workers hold what ``keep`` says, and nothing else."""
+    def reconcile(self, keep: Sequence[Keep], *, moved: bool = False) -> None:
+        """Book that memory workers hold what ``keep`` says, and nothing else; ``moved``: it has come from elsewhere."""
+        ...
+
+    def become(self, other: Self) -> None:
+        """Have the groups of another one, and what it holds; that is used no more."""
         ...

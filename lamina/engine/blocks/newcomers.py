@@ -5,6 +5,7 @@ I/O, no clock.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from lamina.engine.prefill import Prefill
 from lamina.engine.sequence import Sequence
 from lamina.engine.sessions import NOWHERE, POOL
-from lamina.protocol.plan import SequenceOp
+from lamina.protocol.plan import Keep, SequenceOp
 
 from .leaves import Leaves
 from .ledger import Ledger
@@ -53,6 +54,31 @@ class Cuts(NamedTuple):
             return min(missing, budget)
         count = min(missing, self.chunk - scheduled % self.chunk)
         return count if count <= budget else 0
+
+    def wanted(self, batch: Batch) -> dict[Sequence, int]:
+        """Rows of each sequence in the batch's next step, as far as its chunk of prompt tokens goes."""
+        budget = self.chunk
+        wanted: dict[Sequence, int] = {}
+        for sequence in batch.running:
+            if sequence.wants_rows:
+                prefilling = sequence.num_promised - sequence.num_scheduled > 1
+                count = self.piece(sequence, budget, sequence.num_scheduled) if prefilling else 1
+                if prefilling:
+                    budget -= count
+                if count:
+                    wanted[sequence] = count
+        return wanted
+
+
+def settle(batches: Several[Batch], found: Iterable[Keep]) -> list[Sequence]:
+    """Running sequences lie elsewhere now. Those that are not among ``found`` leave their batches, and are returned."""
+    places, gone = {each.sequence: each.place for each in found}, list[Sequence]()
+    for batch in batches:
+        gone += [s for s in batch.running if s.id not in places]
+        batch.running = [s for s in batch.running if s.id in places]
+        for sequence in batch.running:
+            sequence.place = places[sequence.id]
+    return gone
 
 
 class Newcomers:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from msgspec import structs
+
 from lamina.engine.sequence import Sequence
 from lamina.protocol.placement import Place
-from lamina.protocol.plan import Rows
+from lamina.protocol.plan import Keep, Rows
 
 from .ledger import Ledger
 from .loans import Loans
@@ -31,7 +33,11 @@ class Room:
         self._ledger = ledger
         self.loans = Loans(ledger) if ledger.placement.stays else None
         self._max_rows = max_rows
-        self._places = [Place(lane) for lane in range(ledger.num_lanes)]  # where sequences may begin
+
+    @property
+    def _places(self) -> list[Place]:
+        """Where sequences may begin."""
+        return [Place(lane) for lane in range(self._ledger.num_lanes)]
 
     def blocks_of(self, place: Place, length: int) -> list[int]:
         """That a sequence at ``place``, of ``length`` tokens, takes at most."""
@@ -95,6 +101,25 @@ class Room:
         own = (self._ledger.own_blocks(number) for number in retained)
         left = self.left([s for s in running if not s.decodes], {})
         return [sum(n) for n in zip(left, *own, strict=True)]
+
+    def deal(self, keep: Iterable[Keep]) -> list[Keep]:
+        """Where sequences come to lie if all blocks are free, the longest first, so that each group holds its portion
+        as far as that goes; without those for which there is no room left.
+        """
+        total = self._ledger.num_blocks
+        left, found = list(total), list[Keep]()
+
+        def unevenness(rest: list[int]) -> float:
+            return sum((n - r) ** 2 / g.portion for n, r, g in zip(total, rest, self._ledger.lanes, strict=True))
+
+        for each in sorted(keep, key=lambda k: -k.length):
+            rests = {x: less(left, self.blocks_of(x, each.length + 1)) for x in self._places}
+            fitting = [x for x, rest in rests.items() if min(rest) >= 0]
+            if fitting:
+                place = min(fitting, key=lambda x: unevenness(rests[x]))
+                left = rests[place]
+                found.append(structs.replace(each, place=place, was=each.place))
+        return found
 
     def place(
         self,

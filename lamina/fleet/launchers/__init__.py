@@ -65,6 +65,12 @@ class Launcher(Protocol):
         """Whether another worker can be started in the place of ``lost``, once that has been ended."""
         ...
 
+    def grow(self, role: str, count: int) -> bool:
+        """From now on there may be ``count`` workers of a role; False, and nothing changes, where they cannot be had
+        while the others run.
+        """
+        ...
+
     def close(self) -> None: ...
 
 

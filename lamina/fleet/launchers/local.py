@@ -130,7 +130,7 @@ class LocalLauncher:
     def __init__(self, key: bytes, wanted: Mapping[str, int], on: Mapping[str, Sequence[cores.Cores]]) -> None:
         """``on``: the cores of each worker of a role; empty = any."""
         self.key = key
-        self._wanted, self._on = wanted, on
+        self._wanted, self._on = dict(wanted), {role: list(each) for role, each in on.items()}
 
     def share(self, role: str, index: int) -> int:
         return len(self._on[role][index]) or max(1, len(os.sched_getaffinity(0)) // self._wanted[role])
@@ -139,6 +139,12 @@ class LocalLauncher:
         return ProcessWorker(role, index, threads, self._on[role][index])
 
     def may_replace(self, lost: WorkerHandle) -> bool:
+        return True
+
+    def grow(self, role: str, count: int) -> bool:
+        if any(any(each) for each in self._on.values()):  # cores were dealt out at the start
+            return False
+        self._wanted[role], self._on[role] = count, [cores.Cores()] * count
         return True
 
     def close(self) -> None: ...

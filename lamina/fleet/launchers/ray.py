@@ -135,6 +135,10 @@ class RayLauncher:
             raise OSError(f"{who}: {started['error']}")
         return RayWorker(self._ray, warden, role, index, at, started["pid"], sock)
 
+    def grow(self, role: str, count: int) -> bool:
+        """Never: its places are taken from the cluster at the start."""
+        return False
+
     def may_replace(self, lost: WorkerHandle) -> bool:
         """On its host; not where that has fallen silent."""
         return isinstance(lost, RayWorker) and not lost.sock.silent

@@ -143,6 +143,10 @@ class StaticLauncher:
             raise OSError(f"{who} did not start it: see what it says there")
         return StaticWorker(warden, role, index, sock)
 
+    def grow(self, role: str, count: int) -> bool:
+        """Never: people start its workers."""
+        return False
+
     def may_replace(self, lost: WorkerHandle) -> bool:
         """Never: people start its workers."""
         return False

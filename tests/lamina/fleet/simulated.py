@@ -82,6 +82,9 @@ class World:
     def may_replace(self, lost: Any) -> bool:
         return self.restarts
 
+    def grow(self, role: str, count: int) -> bool:
+        return True
+
     def share(self, role: str, index: int) -> int:
         return 1
 

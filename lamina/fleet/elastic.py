@@ -1,0 +1,291 @@
+"""Memory workers come or go while all others run on: one change of the view, in which KV moves and nothing is loaded.
+
+Who comes is started and has imported all before anybody rests. Then all come to rest, the engine lays its sequences out
+over the workers that there will be, these take their parts of the KV from those that have it, and all meet anew. Who
+goes ends once its KV is confirmed elsewhere. Where a worker dies meanwhile, its KV, and perhaps that of others, is
+computed again: the change stands.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from msgspec import structs
+
+from lamina.engine.wire import Clock
+from lamina.facts.room import free_bytes, too_little
+from lamina.protocol.control import AskStats, Failed, LinkClosedError, MemoryReady, Stats, Stop
+from lamina.protocol.declare import MEASURED
+from lamina.protocol.groups import Capacity, of_all_ranks, partition_of, together
+from lamina.protocol.options import EngineConfig, TopologyOptions
+from lamina.protocol.plan import Bind, Bound, Keep
+from lamina.protocol.recut import Recut, Recutted
+
+from .cohort import Cohort
+from .members import JOIN_S, Member, Members
+
+log = logging.getLogger(__name__)
+
+
+class NotInPlaceError(ValueError):
+    """Workers can come or go so only where all of them are started anew, and why."""
+
+
+class Change(NamedTuple):
+    """What there is to be. ``binds``: rank -> of its memory workers."""
+
+    topology: TopologyOptions
+    binds: list[list[Bind]]
+    capacity: Capacity
+
+
+class Changed(NamedTuple):
+    """What became of a change. ``error``: there was none, and why; ``pause_s``: in which no step was done."""
+
+    error: str = ""
+    pause_s: float = 0.0
+    moved_bytes: int = 0
+
+
+class Elastic:
+    """At most one change at a time. One thread uses it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        members: Members,
+        cohort: Cohort,
+        clock: Clock = time.monotonic,
+        free: Callable[[], int] = free_bytes,
+    ) -> None:
+        """``free``: bytes that this host could give to processes."""
+        self._config, self._members, self._cohort = config, members, cohort
+        self._clock, self._free = clock, free
+        self._change: Change | None = None  # asked for, and not under way yet
+        self._leaving: list[Member] = []
+        self._coming: dict[Member, str] = {}  # who was started, and where it listens, once it is known
+        self._loaded: set[Member] = set()  # of them
+        self._deadline = self._paused_at = 0.0
+        self._moves: list[tuple[Member, Recut]] = []  # of the change that is under way, without what is kept
+        self._moved_bytes = 0
+        self._outcome: Changed | None = None
+
+    def plan(self, count: int) -> Change:
+        """``count`` memory workers. Raises ValueError where they cannot be, NotInPlaceError."""
+        topology, binds = self._cohort.topology, self._cohort.binds
+        self._check_in_place()
+        if count < 1 or count % topology.tensor_parallel_size:
+            raise ValueError(
+                f"--memory-workers {count}: it must be a multiple of --tensor-parallel-size "
+                f"{topology.tensor_parallel_size}"
+            )
+        wanted = structs.replace(topology, memory_workers=count)
+        asked, had = self._config.devices.kv_bytes(), self._cohort.kv_bytes
+        found = [self._binds_of(wanted, r, bind, asked, sum(had[r])) for r, bind in enumerate(binds)]
+        more = sum(bind.kv_bytes for rank in found for bind in rank) - sum(map(sum, had))
+        if more > (free := self._free()):
+            raise ValueError(too_little(more, free))
+        number = topology.tensor_parallel_size
+        ranks = [together(_bounds(rank), lambda w, r=r: w * number + r) for r, rank in enumerate(found)]  # type: ignore[misc]
+        return Change(wanted, found, of_all_ranks(ranks))
+
+    def begin(self, change: Change, leaving: Sequence[int] = ()) -> None:
+        """Start who is to come; nobody waits for them. ``leaving``: memory workers that go, else the last ones do.
+        Raises ValueError, NotInPlaceError, OSError.
+        """
+        there, count = self._members.memory, change.topology.memory_workers
+        gone = list(leaving) or list(range(count, len(there)))
+        if self._change is not None:
+            raise ValueError("memory workers come or go already: wait until they have")
+        if len(there) - len(gone) > count or not set(gone) <= set(range(len(there))):
+            raise ValueError(f"memory workers {gone} are to go, of {len(there)}, and {count} are to stay")
+        if not self._cohort.may_have(count):
+            raise NotInPlaceError("its launcher starts no more workers while others run")
+        self._change, self._leaving = change, [there[i] for i in gone]
+        self._deadline = self._clock() + self._config.deadlines.start_timeout_s
+        try:
+            for index in range(len(there) - len(gone), count):
+                self._coming[self._cohort.start_beside("memory", index)] = ""
+        except (OSError, ValueError) as error:
+            self._give_up(str(error))
+            raise
+
+    def due(self) -> bool:
+        """Whether all who are to come are there, and may take part; who cannot ends the change."""
+        if self._change is None:
+            return False
+        for member in [m for m in self._coming if m not in self._loaded]:
+            try:
+                self._hear(member)
+            except LinkClosedError:
+                self._give_up(f"{member.name} {member.handle.fate() or 'closed its control link'} as it started")
+                return False
+        if self._loaded == self._coming.keys():
+            return True
+        if self._clock() > self._deadline:
+            limit = f"--start-timeout-s {self._config.deadlines.start_timeout_s:g}"
+            self._give_up(f"new memory workers took too long to start ({limit})")
+        return False
+
+    def commit(self, paused_at: float) -> Capacity | None:
+        """All are at rest: from now on there are those that are to be. None where no change is due."""
+        if self._change is None or not self.due():
+            return None
+        change, before = self._change, self._members.memory
+        self._change, self._paused_at, self._moved_bytes = None, paused_at, 0
+        stay = [m for m in before if m not in self._leaving]
+        after = stay + list(self._coming)
+        partitions = [bind.partition for bind in self._cohort.binds]
+        for member in self._leaving:
+            self._members.remove(member)
+        for index, member in enumerate(after):
+            member.handle.index = index
+            if member in self._coming:
+                self._members.append(member)
+        self._cohort.take_up(change.topology, [[b.kv_bytes for b in r] for r in change.binds], self._coming)
+        size = change.topology.tensor_parallel_size
+        self._moves = [
+            x
+            for r in range(size)
+            for x in self._orders(before[r::size], after[r::size], partitions[r], change.binds[r])
+        ]
+        self._coming, self._loaded = {}, set()
+        log.info("memory workers: %d -> %d", len(before), len(after))
+        return change.capacity
+
+    def move(self, keep: Sequence[Keep]) -> bool:
+        """Have KV moved to where it is to be, where a change is under way. Whether it is there; else all who lack it
+        have none. Raises LostError.
+        """
+        moves, self._moves = self._moves, []
+        leaving, self._leaving = (self._leaving, []) if moves else ([], self._leaving)
+        try:
+            for member, order in moves if keep else []:
+                if member in leaving:
+                    with suppress(LinkClosedError):  # who wants its KV hears of it
+                        member.link.send(structs.replace(order, view=self._members.view, keep=list(keep)))
+                else:
+                    self._members.send(member, structs.replace(order, view=self._members.view, keep=list(keep)))
+            answers = [self._answer(m) for m, _ in moves if m not in leaving] if keep else []
+        finally:
+            self._end(leaving)
+        for error in (a.error for a in answers if a.error):
+            log.warning("KV could not be moved, and is computed again: %s", error)
+        self._moved_bytes = sum(a.nbytes for a in answers)
+        return not any(a.error for a in answers)
+
+    def end(self) -> None:
+        """All have met anew."""
+        if self._paused_at:
+            self._outcome = Changed("", self._clock() - self._paused_at, self._moved_bytes)
+            self._paused_at = 0.0
+
+    def take_outcome(self) -> Changed | None:
+        """Of the last change, once it is over, and once only."""
+        found, self._outcome = self._outcome, None
+        return found
+
+    def close(self) -> None:
+        """End all who are not members. Idempotent."""
+        self._end([*self._coming, *([] if self._change else self._leaving)])
+        self._coming, self._change, self._leaving = {}, None, []
+
+    def _check_in_place(self) -> None:
+        config = self._config
+        if config.overflow.truncates:
+            raise NotInPlaceError("--context-overflow cuts sessions at stripes")
+        if config.tier.medium:
+            raise NotInPlaceError("KV is kept beside the pool")
+        if config.devices.memory_device != "cpu":
+            raise NotInPlaceError(f"KV is on --memory-device {config.devices.memory_device}")
+        if any(bind.partition.stays for bind in self._cohort.binds):
+            raise NotInPlaceError("memory workers lend each other blocks")
+        if config.launching.memory_addresses or config.topology.memory_weights == MEASURED:
+            raise NotInPlaceError("each memory worker has an address, or a part of the work, of its own")
+
+    def _binds_of(self, wanted: TopologyOptions, rank: int, bind: Bind, asked: int, had: int) -> list[Bind]:
+        """Of a rank's memory workers. Without --kv-memory they share what there was."""
+        weights = wanted.of_rank(wanted.weights, rank)
+        partition = partition_of(wanted.partition, bind.layers, weights, bind.max_model_len)
+        others = structs.replace(bind.kv, attention=self._cohort.backend)
+        return [
+            structs.replace(
+                bind,
+                worker=worker,
+                partition=partition,
+                kv=others if worker else bind.kv,
+                kv_bytes=asked or int(had * weight / sum(weights)),
+            )
+            for worker, weight in enumerate(weights)
+        ]
+
+    def _orders(
+        self, before: list[Member], after: list[Member], partition: Any, binds: list[Bind]
+    ) -> list[tuple[Member, Recut]]:
+        """Of one rank: who is told what, but for the KV that is kept."""
+        peers = before + [m for m in after if m not in before]
+        addresses = [self._cohort.address_of(m) for m in peers]
+        return [
+            (
+                member,
+                Recut(
+                    view=0,
+                    bind=binds[after.index(member)] if member in after else None,
+                    before=partition,
+                    after=binds[0].partition,
+                    keep=[],
+                    peers=addresses,
+                    me=me,
+                    sources=[peers.index(m) for m in before],
+                    targets=[peers.index(m) for m in after],
+                    timeout_s=self._config.deadlines.step_timeout_s,
+                ),
+            )
+            for me, member in enumerate(peers)
+        ]
+
+    def _hear(self, member: Member) -> None:
+        """Raises LinkClosedError."""
+        message = self._members.hear(member)
+        if isinstance(message, MemoryReady):
+            self._coming[member] = message.url
+            member.link.send(AskStats())  # which it answers once it has imported what it needs
+        elif isinstance(message, Stats):
+            self._loaded.add(member)
+        elif isinstance(message, Failed):
+            raise LinkClosedError(message.text)
+
+    def _answer(self, member: Member) -> Recutted:
+        limit = self._config.deadlines.start_timeout_s
+        answer: Recutted = self._members.wait_for(
+            [member], Recutted, limit, f"to move KV (--start-timeout-s {limit:g})"
+        )
+        return answer
+
+    def _give_up(self, why: str) -> None:
+        log.warning("memory workers stay as they are: %s", why)
+        self._end(list(self._coming))
+        self._cohort.may_have(len(self._members.memory))
+        self._change, self._leaving, self._coming, self._loaded = None, [], {}, set()
+        self._outcome = Changed(why)
+
+    @staticmethod
+    def _end(members: Sequence[Member]) -> None:
+        for member in members:
+            with suppress(LinkClosedError):
+                member.link.send(Stop())
+            member.link.close()
+        for member in members:
+            member.handle.join(JOIN_S)
+
+
+def _bounds(binds: Sequence[Bind]) -> list[Bound]:
+    """What memory workers will say."""
+    from lamina.memory.store import form_of  # it needs torch, which whoever only starts workers does without
+
+    forms = [form_of(bind, bind.kv_bytes) for bind in binds]
+    return [Bound(windows=f.windows, lanes=f.lanes, stripe=f.stripe, num_blocks=f.num_blocks) for f in forms]

@@ -1,0 +1,260 @@
+"""KV on its way from one memory worker to another, over channels of their own, while nobody attends it.
+
+All take the layers in their order, and of each layer what protocol.recut says. A message is some blocks of a strip: of
+each the K and V of its heads, and their scales where there are some. Its tag names it, and has a checksum. Once a
+worker has all that another one owes it of a layer, it says so; whoever gave it gives up its own layer then, and not
+before. So a worker has its KV, and at most one layer besides.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lamina.buffers import tensor_over
+from lamina.kv.stored import is_scaled
+from lamina.netstack import Channel, ChannelTimeout, Geometry, NoResource, Terms
+from lamina.protocol.plan import ProtocolError
+from lamina.protocol.recut import Recut, Strip, Strips
+from lamina.workers.view import ViewDoor, ViewFabric
+
+from .store import Store, layer_window
+
+SLOTS = 8
+SLOT_BYTES = 1 << 20
+LOOK_S = 0.0005  # at a channel, while others may bring something, too
+_TAG = struct.Struct("<IIIII")
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+class MoveKind(enum.IntEnum):
+    BLOCKS = 1
+    STORED = 2  # all of a layer
+
+
+class MoveTag(NamedTuple):
+    """Names a message: blocks of a strip of a layer, the ``part``-th run of them."""
+
+    kind: int
+    layer: int
+    strip: int = 0
+    part: int = 0
+    checksum: int = 0  # CRC-32 of its bytes
+
+    def pack(self) -> bytes:
+        return _TAG.pack(*self)
+
+
+class _Run(NamedTuple):
+    """Blocks of one strip that are one message, or one copy."""
+
+    tag: MoveTag
+    strip: Strip
+    low: int
+    high: int
+
+
+class Mover:
+    """Of one worker, for one Recut. ``old``: the store that it gives from, ``new``: the one that it fills."""
+
+    def __init__(self, order: Recut, old: Store | None, new: Store | None) -> None:
+        """Raises ProtocolError where there is no KV that is to be given."""
+        store = old or new
+        if store is None or (order.me in order.sources and old is None):
+            raise ProtocolError("a memory worker without KV is to give some")
+        self._order, self._store, self._old, self._new = order, store, old, new
+        windows = [layer_window(shape) for shape in store.bind.layers]
+        self._strips = Strips(order.before, order.after, windows, order.keep, store.bind.kv.block_size)
+        self._links: dict[int, Channel] = {}
+        self._ids: dict[tuple[int, bool], Tensor] = {}  # of a strip's blocks in a store
+        self.nbytes = 0  # that came
+
+    @property
+    def num_layers(self) -> int:
+        """That are to be moved, one after the other."""
+        return len(self._store.bind.layers)
+
+    def meet(self, fabric: ViewFabric, door: ViewDoor) -> None:
+        """All whom this worker gives something, or takes something from. Raises ChannelError, ProtocolError."""
+        order, mine = self._order, self._order.peers[self._order.me]
+        peers = self._peers()
+        inbox = Geometry(slots=SLOTS, slot_bytes=max(SLOT_BYTES, self._largest_block()))
+        for peer in sorted(p for p in peers if p < order.me):
+            terms = Terms(outbound=inbox, inbound=inbox, name=mine.name, peer=order.peers[peer].name)
+            self._links[peer] = fabric.connect(order.peers[peer].url, terms, timeout_s=order.timeout_s)
+        due = {order.peers[p].name: p for p in peers if p > order.me}
+        while due:
+            channel = fabric.accept(door, order.timeout_s)
+            if channel.peer_name not in due:
+                raise ProtocolError(f"{channel.peer_name!r} has come, and gives and takes nothing")
+            self._links[due.pop(channel.peer_name)] = channel
+
+    def move(self, layer: int) -> None:
+        """All of a layer that is given and taken here; then the old store has it no more. Raises ChannelError,
+        ProtocolError.
+        """
+        mine, out, due = list[_Run](), dict[int, deque[_Run | MoveTag]](), dict[int, deque[_Run | MoveTag]]()
+        for peer in self._links:
+            out[peer], due[peer] = deque(), deque()
+        for number, strip in enumerate(self._strips.of_layer(layer)):
+            giver, taker = self._order.sources[strip.source], self._order.targets[strip.target]
+            runs = self._runs(layer, number, strip)
+            if giver == taker == self._order.me:
+                mine += runs
+            elif giver == self._order.me:
+                out[taker] += runs
+            elif taker == self._order.me:
+                due[giver] += runs
+        for run in mine:
+            self._put(run, self._gather(run))
+        self._exchange(layer, out, due)
+        if self._old is not None:
+            self._old.layers[layer] = []
+
+    def _exchange(
+        self, layer: int, out: Mapping[int, deque[_Run | MoveTag]], due: Mapping[int, deque[_Run | MoveTag]]
+    ) -> None:
+        """Send and receive until nothing is due: of the blocks that are given, that they are stored; too."""
+        stored = MoveTag(MoveKind.STORED, layer)
+        confirm = {peer for peer, runs in due.items() if runs}
+        for peer, runs in out.items():
+            if runs:
+                due[peer].append(stored)
+        moved_at, moved = time.monotonic(), True
+        while any(out.values()) or any(due.values()):
+            wait_s, moved = 0.0 if moved else LOOK_S, False
+            for peer, channel in self._links.items():
+                moved |= self._send_next(channel, out[peer])
+                moved |= self._take_next(channel, due[peer], wait_s)
+                if peer in confirm and not any(isinstance(x, _Run) for x in due[peer]):
+                    confirm.discard(peer)
+                    out[peer].append(stored)
+            now = time.monotonic()
+            moved_at = now if moved else moved_at
+            if now - moved_at > self._order.timeout_s:
+                silent = [self._order.peers[p].name for p in self._links if due[p] or out[p]]
+                raise ChannelTimeout(f"layer {layer}: no KV goes between here and {', '.join(silent)}")
+
+    def _send_next(self, channel: Channel, out: deque[_Run | MoveTag]) -> bool:
+        if not out:
+            return False
+        nbytes = self._nbytes(out[0]) if isinstance(out[0], _Run) else 0
+        try:
+            slot = channel.reserve(nbytes)
+        except NoResource:
+            return False
+        item = out.popleft()
+        if isinstance(item, _Run):
+            for part, source in zip(self._views(item, slot.data), self._gather(item), strict=True):
+                part.copy_(source)
+            channel.put_signal(slot, item.tag._replace(checksum=zlib.crc32(slot.data)).pack())
+        else:
+            channel.put_signal(slot, item.pack())
+        return True
+
+    def _take_next(self, channel: Channel, due: deque[_Run | MoveTag], wait_s: float) -> bool:
+        if not due:
+            return False
+        try:
+            arrival = channel.wait_signal(timeout_s=wait_s)
+        except ChannelTimeout:
+            return False
+        item = due.popleft()
+        tag = item.tag if isinstance(item, _Run) else item
+        try:
+            nbytes = self._nbytes(item) if isinstance(item, _Run) else 0
+            checksum = zlib.crc32(arrival.data) if nbytes else 0
+            if (
+                bytes(arrival.tag[: _TAG.size]) != tag._replace(checksum=checksum).pack()
+                or arrival.data.nbytes != nbytes
+            ):
+                raise ProtocolError(f"what came from {channel.peer_name} is damaged, or is not {tag} of {nbytes} bytes")
+            if isinstance(item, _Run):
+                self._put(item, self._views(item, arrival.data))
+                self.nbytes += nbytes
+        finally:
+            channel.release(arrival)
+        return True
+
+    # A strip's blocks, in the stores and in messages:
+    def _runs(self, layer: int, number: int, strip: Strip) -> list[_Run]:
+        blocks = sum(map(len, strip.blocks.values()))
+        step = max(1, SLOT_BYTES // self._block_bytes(layer, strip.head_stop - strip.head_start))
+        lows = range(0, blocks, step)
+        return [
+            _Run(MoveTag(MoveKind.BLOCKS, layer, number, part), strip, low, min(low + step, blocks))
+            for part, low in enumerate(lows)
+        ]
+
+    def _shapes(self, layer: int) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+        """Of a block of one head: of K, V and their scales."""
+        shape, store = self._store.bind.layers[layer], self._store
+        size, kind = store.bind.kv.block_size, _INTEGERS[store.kv_dtype.itemsize]
+        yield (size, shape.qk_dim), kind
+        yield (size, shape.v_dim), kind
+        if is_scaled(store.kv_dtype):
+            yield (size,), torch.int32
+            yield (size,), torch.int32
+
+    def _block_bytes(self, layer: int, heads: int) -> int:
+        return heads * sum(kind.itemsize * prod(shape) for shape, kind in self._shapes(layer))
+
+    def _largest_block(self) -> int:
+        return max(self._block_bytes(i, shape.kv_heads) for i, shape in enumerate(self._store.bind.layers))
+
+    def _nbytes(self, run: _Run) -> int:
+        return (run.high - run.low) * self._block_bytes(run.tag.layer, run.strip.head_stop - run.strip.head_start)
+
+    def _views(self, run: _Run, data: memoryview) -> list[Tensor]:
+        """The tensors of a message: [B, H, block_size, D], and so on."""
+        flat, at, found = tensor_over(data, torch.uint8), 0, list[Tensor]()
+        lead = run.high - run.low, run.strip.head_stop - run.strip.head_start
+        for shape, kind in self._shapes(run.tag.layer):
+            nbytes = prod((*lead, *shape)) * kind.itemsize
+            found.append(flat[at : at + nbytes].view(kind).view(*lead, *shape))
+            at += nbytes
+        return found
+
+    def _gather(self, run: _Run) -> list[Tensor]:
+        assert self._old is not None
+        stored, ids = _place(self._old, run, run.strip.given), self._block_ids(self._old, run, run.strip.given)
+        return [x.index_select(0, ids) for x in stored]
+
+    def _put(self, run: _Run, blocks: Sequence[Tensor]) -> None:
+        assert self._new is not None
+        stored, ids = _place(self._new, run, run.strip.taken), self._block_ids(self._new, run, run.strip.taken)
+        for part, came in zip(stored, blocks, strict=True):
+            part.index_copy_(0, ids, came)
+
+    def _block_ids(self, store: Store, run: _Run, piece: int) -> Tensor:
+        """[B] int64: layers that are alike have the same strips, and so the same blocks."""
+        key = id(run.strip), store is self._new
+        if key not in self._ids:
+            tables, group = store.tables, store.pieces[run.tag.layer][piece].group
+            found = [tables.block_ids(group, s, n, n + 1)[0] for s, of in run.strip.blocks.items() for n in of]
+            self._ids[key] = torch.tensor(found, dtype=torch.int64)
+        return self._ids[key][run.low : run.high]
+
+    def _peers(self) -> set[int]:
+        me, found = self._order.me, set[int]()
+        for layer in range(len(self._store.bind.layers)):
+            for strip in self._strips.of_layer(layer):
+                pair = {self._order.sources[strip.source], self._order.targets[strip.target]}
+                found |= pair if me in pair else set()
+        return found - {me}
+
+
+def _place(store: Store, run: _Run, piece: int) -> list[Tensor]:
+    """Of all blocks of a piece the strip's heads, as integers: [N + 1, H, block_size, D], and so on."""
+    held, kv = store.pieces[run.tag.layer][piece], store.layers[run.tag.layer][piece].kv
+    start, count = run.strip.head_start - held.head_start, run.strip.head_stop - run.strip.head_start
+    return [x.view(_INTEGERS[x.itemsize]).narrow(1, start, count) for x in (kv.k, kv.v, *(kv.scales or ()))]

@@ -1,0 +1,109 @@
+"""KV that changes hands because memory workers come or go: which heads of which blocks go from whom to whom.
+
+A pure function of two partitions and of where sequences lie under each. So all memory workers know it alike, and what
+moves is its data alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from .control import Address
+from .extents import Extents
+from .options import CHUNK_TOKENS
+from .partition import Lanes, Partition, Piece
+from .placement import Place, Placement
+from .plan import Bind, Keep
+
+
+class Recut(msgspec.Struct, frozen=True, kw_only=True, tag="recut"):
+    """Driver -> memory worker at rest, behind Halted: have the store of ``bind`` in place of the one that is there,
+    with the KV of ``keep``, which the workers of ``before`` have. Answered by Recutted.
+    """
+
+    view: int  # of the Halt; of the channels between the peers, too
+    bind: Bind | None  # None: this worker goes, and keeps nothing
+    before: Partition
+    after: Partition
+    keep: list[Keep]
+    peers: list[Address]  # all who give or take
+    me: int  # among them
+    sources: list[int]  # worker of ``before`` -> who it is among the peers
+    targets: list[int]  # the same of ``after``
+    timeout_s: float  # without a word of a peer
+
+
+class Recutted(msgspec.Struct, frozen=True, kw_only=True, tag="recutted"):
+    """Memory worker -> driver: it has its store. ``error``: it has none, nor any KV; why."""
+
+    view: int
+    error: str = ""
+    nbytes: int = 0  # that came from others
+
+
+class Strip(NamedTuple):
+    """KV heads ``head_start .. head_stop`` of a layer that go from one memory worker, of the partition before, to one
+    of the next. ``blocks``: sequence -> KV blocks, counted from its token 0.
+    """
+
+    source: int
+    target: int
+    given: int  # the source's piece of the layer
+    taken: int  # the target's
+    head_start: int
+    head_stop: int
+    blocks: dict[int, list[int]]
+
+
+class Strips:
+    """Those of every layer. Layers of one window whose heads are shared alike have the same."""
+
+    def __init__(
+        self, before: Partition, after: Partition, windows: Sequence[int], keep: Sequence[Keep], block_size: int
+    ) -> None:
+        """``windows``: by layer, in tokens; ``block_size`` in tokens, as all that is counted here in blocks."""
+        self._before, self._after, self._windows, self._keep = before, after, windows, keep
+        self._block_size = block_size
+        self._known: dict[tuple[int, int, int], list[Strip]] = {}
+
+    def of_layer(self, layer: int) -> list[Strip]:
+        """In an order that all workers have alike."""
+        key = self._before.layer_table[layer], self._after.layer_table[layer], self._windows[layer]
+        if key not in self._known:
+            self._known[key] = list(self._make(layer))
+        return self._known[key]
+
+    def _make(self, layer: int) -> Iterator[Strip]:
+        window = self._windows[layer]
+        old = [self._numbers(self._before, lanes, window, was=True) for lanes in self._lanes(self._before, layer)]
+        new = [self._numbers(self._after, lanes, window, was=False) for lanes in self._lanes(self._after, layer)]
+        for (source, given, a), had in zip(_pieces(self._before, layer), old, strict=True):
+            for (target, taken, b), wanted in zip(_pieces(self._after, layer), new, strict=True):
+                start, stop = max(a.head_start, b.head_start), min(a.head_stop, b.head_stop)
+                if start < stop:
+                    both = {s: [n for n in numbers if n in had[s]] for s, numbers in wanted.items()}
+                    blocks = {s: numbers for s, numbers in both.items() if numbers}
+                    if blocks:
+                        yield Strip(source, target, given, taken, start, stop, blocks)
+
+    @staticmethod
+    def _lanes(partition: Partition, layer: int) -> list[Lanes]:
+        return [piece.lanes for _, _, piece in _pieces(partition, layer)]
+
+    def _numbers(self, of: Partition, lanes: Lanes, window: int, *, was: bool) -> dict[int, dict[int, None]]:
+        """Sequence -> the blocks that some lanes have of it."""
+        placement = Placement(of.num_lanes, of.stripe * CHUNK_TOKENS // self._block_size)
+        extents, found = Extents([window], self._block_size, [lanes], placement), dict[int, dict[int, None]]()
+        for each in self._keep:
+            place: Place = each.was if was and each.was is not None else each.place
+            left = extents.left(Keep(each.sequence, each.length, place))
+            found[each.sequence] = dict.fromkeys(extents.numbers(0, left))
+        return found
+
+
+def _pieces(of: Partition, layer: int) -> list[tuple[int, int, Piece]]:
+    """Of all workers: whose it is, its number among those of its worker, and the piece."""
+    return [(w, i, piece) for w in range(of.num_workers) for i, piece in enumerate(of.pieces(layer, w))]

@@ -1,0 +1,103 @@
+"""Which KV goes from whom to whom when memory workers come or go, against a count of every token of every head."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina.protocol.extents import Extents
+from lamina.protocol.options import CHUNK_TOKENS
+from lamina.protocol.partition import PARTITIONS, Partition
+from lamina.protocol.placement import Place, Placement
+from lamina.protocol.plan import Keep
+from lamina.protocol.recut import Strips
+
+BLOCK = 32
+NAMES = st.sampled_from(sorted(PARTITIONS))
+WORKERS = st.integers(1, 4)
+
+
+def kept(draw: st.DrawFn, before: Partition, after: Partition) -> list[Keep]:
+    lengths = draw(st.lists(st.integers(1, 900), min_size=1, max_size=4))
+    lane = st.integers(0, 63)
+    return [
+        Keep(i, n, Place(draw(lane) % after.num_lanes), Place(draw(lane) % before.num_lanes))
+        for i, n in enumerate(lengths)
+    ]
+
+
+@st.composite
+def recuts(draw: st.DrawFn) -> tuple[Partition, Partition, list[int], list[int], list[Keep]]:
+    heads = draw(st.lists(st.sampled_from((2, 3, 8)), min_size=1, max_size=3))
+    windows = [draw(st.sampled_from((0, 70))) for _ in heads]
+    name = draw(NAMES)
+
+    def cut() -> Partition:
+        workers = draw(WORKERS if name != "head" else st.integers(1, min(4, *heads)))
+        return PARTITIONS[name](heads, [1.0] * workers, draw(st.sampled_from((1, 2))))
+
+    before, after = cut(), cut()
+    return before, after, heads, windows, kept(draw, before, after)
+
+
+def holders(of: Partition, layer: int, window: int, keep: Keep, place: Place) -> dict[tuple[int, int], int]:
+    """(head, block) -> whose it is, one token of one head at a time."""
+    placement = Placement(of.num_lanes, of.stripe * CHUNK_TOKENS // BLOCK)
+    first = max(0, keep.length - window + 1) // BLOCK if window else 0
+    found = {}
+    for share in of.tables[of.layer_table[layer]]:
+        for head in range(share.head_start, share.head_stop):
+            for block in range(first, -(-keep.length // BLOCK)):
+                lane = placement.lane(place, block // placement.stripe if placement.stripe else 0)
+                found[head, block] = share.owners[lane if len(share.owners) > 1 else 0]
+    return found
+
+
+@given(recuts())
+def test_each_block_of_each_head_goes_once_from_who_has_it_to_who_is_to(case: object) -> None:
+    before, after, heads, windows, keep = case  # type: ignore[misc]
+    strips = Strips(before, after, windows, keep, BLOCK)
+    for layer in range(len(heads)):
+        moved = Counter[tuple[int, int, int, int, int]]()
+        for strip in strips.of_layer(layer):
+            for head in range(strip.head_start, strip.head_stop):
+                for sequence, blocks in strip.blocks.items():
+                    moved.update((sequence, head, n, strip.source, strip.target) for n in blocks)
+            given_, taken = (
+                before.pieces(layer, strip.source)[strip.given],
+                after.pieces(layer, strip.target)[strip.taken],
+            )
+            for piece in (given_, taken):
+                assert piece.head_start <= strip.head_start < strip.head_stop <= piece.head_stop
+        wanted = Counter[tuple[int, int, int, int, int]]()
+        for each in keep:
+            assert each.was is not None
+            old = holders(before, layer, windows[layer], each, each.was)
+            new = holders(after, layer, windows[layer], each, each.place)
+            assert old.keys() == new.keys()
+            wanted.update((each.sequence, *at, old[at], new[at]) for at in new)
+        assert moved == wanted
+
+
+def test_layers_that_are_alike_share_their_strips() -> None:
+    one, two = (PARTITIONS["head"]([4, 4], [1.0] * n, 1) for n in (1, 2))
+    strips = Strips(one, two, [0, 0], [Keep(7, 33, Place(), Place())], BLOCK)
+    assert strips.of_layer(0) is strips.of_layer(1)
+    assert [(s.source, s.target, s.head_start, s.head_stop, s.blocks) for s in strips.of_layer(0)] == [
+        (0, 0, 0, 2, {7: [0, 1]}),
+        (0, 1, 2, 4, {7: [0, 1]}),
+    ]
+
+
+def test_extents_and_strips_count_alike() -> None:
+    """What a table takes of what is moved is what strips bring."""
+    after = PARTITIONS["token"]([2], [1.0, 1.0], 1)
+    keep = [Keep(0, 600, Place(1), Place(0))]
+    strips = Strips(PARTITIONS["token"]([2], [1.0], 1), after, [0], keep, BLOCK)
+    for worker in (0, 1):
+        (piece,) = after.pieces(0, worker)
+        extents = Extents([0], BLOCK, [piece.lanes], Placement(after.num_lanes, CHUNK_TOKENS // BLOCK))
+        mine = [n for s in strips.of_layer(0) if s.target == worker for n in s.blocks[0]]
+        assert mine == extents.numbers(0, extents.left(keep[0]))
