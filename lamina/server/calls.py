@@ -21,8 +21,9 @@ from .errors import ApiError, engine_error
 from .journal.entry import Entry
 from .journal.journal import Journal
 from .journal.records import Accepted
-from .link.client import EngineClient, EngineGoneError, PromptRefusedError, ReplyFeed
+from .link.client import EngineClient, EngineGoneError, PromptRefusedError
 from .link.messages import Delta
+from .link.reply_feed import ReplyFeed
 from .request.params import PARAMS
 from .request.prompts import Prompt, Prompter
 from .request.unsupported import UnknownFields

@@ -16,8 +16,9 @@ from lamina.server.answer.logprobs import TokenTexts
 from lamina.server.app import layered, make_app
 from lamina.server.calls import Service
 from lamina.server.config import ServerConfig
-from lamina.server.link.client import DeltaWatch, ReplyFeed
+from lamina.server.link.client import DeltaWatch
 from lamina.server.link.messages import Delta, Ready, State, Times
+from lamina.server.link.reply_feed import ReplyFeed
 from lamina.server.request.prompts import Prompter
 from lamina.server.request.unsupported import UnknownFields
 from lamina.server.watch.gauges import EngineGauges

@@ -20,8 +20,9 @@ from lamina.fleet.standing import STOPPED_S
 from lamina.protocol.control import ControlLink, Failed, Stop
 from lamina.protocol.options import EngineConfig
 from lamina.request import SamplingParams, Told
-from lamina.server.link.client import JOIN_S, BusyError, EngineClient, EngineGoneError, ReplyFeed
+from lamina.server.link.client import JOIN_S, BusyError, EngineClient, EngineGoneError
 from lamina.server.link.messages import Add, Cancel, Delta, Outputs, Start, State, Times, WorkerCounters
+from lamina.server.link.reply_feed import ReplyFeed
 from lamina.server.link.restarts import EngineRestarts, PlanFailedError
 
 LIMIT_S = 10.0

@@ -13,8 +13,9 @@ import pytest
 from lamina.request import SamplingParams
 from lamina.server.admission import Admission
 from lamina.server.errors import ApiError
-from lamina.server.link.client import EngineClient, ReplyFeed
+from lamina.server.link.client import EngineClient
 from lamina.server.link.messages import Add, Cancel
+from lamina.server.link.reply_feed import ReplyFeed
 from lamina.server.request.prompts import _plain
 from lamina.server.request.protocol import Message
 

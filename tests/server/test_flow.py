@@ -16,8 +16,8 @@ from test_layers import JSON, ask, error_of, run
 from lamina.protocol.control import Progress
 from lamina.server.app import layered, make_app
 from lamina.server.errors import ApiError
-from lamina.server.link.client import ReplyFeed
 from lamina.server.link.messages import Delta, State
+from lamina.server.link.reply_feed import ReplyFeed
 from lamina.server.run import HttpServer, _Stages
 
 BODY = {"prompt": [5, 6, 7], "max_tokens": 2}

@@ -21,8 +21,9 @@ from lamina.server.errors import ApiError
 from lamina.server.journal.journal import Journal
 from lamina.server.journal.records import Accepted, KeptPrompt
 from lamina.server.journal.resume import finish_all
-from lamina.server.link.client import DeltaWatch, EngineGoneError, PromptRefusedError, ReplyFeed
+from lamina.server.link.client import DeltaWatch, EngineGoneError, PromptRefusedError
 from lamina.server.link.messages import Delta
+from lamina.server.link.reply_feed import ReplyFeed
 
 BODY: dict[str, Any] = {"prompt": ["def f(", "import"], "n": 2, "max_tokens": 5, "logprobs": 1, "echo": True,
                         "cache_salt": "mine"}  # fmt: skip

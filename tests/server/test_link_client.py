@@ -19,8 +19,9 @@ from test_flow import until
 from lamina.protocol.control import MAX_FRAME, ControlLink, Failed, Progress, Stop
 from lamina.request import Blame, SamplingParams
 from lamina.server.link import client as module
-from lamina.server.link.client import EngineClient, EngineGoneError, PromptRefusedError, ReplyFeed
+from lamina.server.link.client import EngineClient, EngineGoneError, PromptRefusedError
 from lamina.server.link.messages import Add, Cancel, Delta, Outputs, Refused, Reset, State, Times, WorkerCounters
+from lamina.server.link.reply_feed import ReplyFeed
 
 SOON_S = 20.0
 PARAMS = SamplingParams(max_tokens=3)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from lamina.request import Blame
 from lamina.server.calls import Service
-from lamina.server.link.client import EngineGoneError, PromptRefusedError, ReplyFeed
+from lamina.server.link.client import EngineGoneError, PromptRefusedError
+from lamina.server.link.reply_feed import ReplyFeed
 from lamina.server.watch.metrics import PromptMeter
 
 from .entry import Entry

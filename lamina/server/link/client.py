@@ -28,16 +28,18 @@ from .messages import (
     Ready,
     Refused,
     Reset,
+    Scaled,
     SessionsAre,
     Start,
     State,
     WorkerCounters,
-    add_up,
 )
 from .questions import ANSWER_S, Questions
-from .restarts import EngineRestarts, Hearing
+from .reply_feed import ReplyFeed
+from .resizing import Resizing
+from .restarts import EngineRestarts, Hearing, PlanFailedError
 
-FROM_ENGINE = Ready | Progress | Outputs | State | WorkerCounters | SessionsAre | Refused | Failed
+FROM_ENGINE = Ready | Progress | Outputs | State | WorkerCounters | SessionsAre | Refused | Scaled | Failed
 JOIN_S = 8.0
 WATCH_S = 0.25  # between looks whether the engine stands still
 _LENGTH = struct.Struct("<I")
@@ -72,40 +74,6 @@ class DeltaRecords(Protocol):
     def grown(self, deltas: Sequence[Delta]) -> None: ...
 
 
-class ReplyFeed:
-    """Deltas of one or more prompts that their reader has not taken yet: at most one for each completion, added up, so
-    that a slow reader holds its own tokens and nothing more.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[tuple[int, int], Delta] = {}
-        self._failure: Exception | None = None
-        self._arrived = asyncio.Event()
-
-    def push(self, delta: Delta) -> None:
-        """A delta has come."""
-        held = self._waiting.setdefault((delta.key, delta.index), delta)
-        if held is not delta:
-            add_up(held, delta)
-        self._arrived.set()
-
-    def fail(self, error: Exception) -> None:
-        """Nothing more will come."""
-        self._failure = error
-        self._arrived.set()
-
-    async def take(self) -> list[Delta]:
-        """What has come since the last call; waits for something. Raises what ``fail`` was told, after the deltas."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        found, self._waiting = list(self._waiting.values()), {}
-        if self._failure is not None:
-            if not found:
-                raise self._failure
-            self._arrived.set()
-        return found
-
-
 class _OpenPrompt(NamedTuple):
     """A prompt in the engine, who reads its deltas, and what has been heard of them."""
 
@@ -136,6 +104,7 @@ class EngineClient:
         self._decoder = msgspec.msgpack.Decoder(FROM_ENGINE)
         self._live: dict[int, _OpenPrompt] = {}
         self._closing = False
+        self._resizing = Resizing()
         self._next_key = 0
         self._questions = Questions()
         self._state_at = time.monotonic()
@@ -236,10 +205,32 @@ class EngineClient:
             raise EngineGoneError(self.failure)
         if self._restarts is None or not self._is_ready or self._restarts.planned or self._closing:
             raise BusyError("the engine is being replaced, or ended: ask again once /health says ok")
+        had = self._restarts.config
+        sizes = msgspec.structs.replace(config.topology, memory_workers=had.topology.memory_workers)
+        if self._resizing.under_way:
+            raise BusyError("its memory workers come or go already: ask again once they have")
+        if sizes == had.topology and (pause_s := await self._change_in_place(config)) is not None:
+            return pause_s
+        if not self._is_ready:
+            raise BusyError("the engine is being replaced: ask again once /health says ok")
         planned, engine = self._restarts.plan(config), self._handle
         self._send(Stop())  # it says what it has, and ends with its workers
         asyncio.get_running_loop().call_later(JOIN_S, self._hurry, engine)
         return await asyncio.shield(planned)
+
+    async def _change_in_place(self, config: EngineConfig) -> float | None:
+        """Only memory workers come or go: seconds in which no step was done. None where all are to start anew. Raises
+        PlanFailedError.
+        """
+        assert self._restarts is not None
+        done = await self._resizing.ask(self._send, config.topology.memory_workers)
+        if not done.in_place:
+            log.info("all workers start anew, as %s", done.error)
+            return None
+        if done.error:
+            raise PlanFailedError(done.error)
+        self._restarts.adopt(config)
+        return done.pause_s
 
     def _hurry(self, engine: WorkerHandle) -> None:
         if engine is self._handle and self._is_ready and not self._closing:
@@ -315,6 +306,7 @@ class EngineClient:
     async def _restart(self, reason: str) -> str | None:
         """Have another engine go on with all open prompts. Why that cannot be; None where it is so."""
         restarts, self._is_ready = self._restarts, False
+        self._resizing.answered(Scaled(error=reason))
         while restarts is not None and not self._closing:
             if not (restarts.planned or restarts.allowed):
                 return restarts.last_words(reason)
@@ -367,6 +359,10 @@ class EngineClient:
                 self._deliver(delta)
         elif isinstance(message, State):
             self._state_at, self.state = time.monotonic(), message
+        elif isinstance(message, Scaled):
+            if message.ready is not None and not message.error:
+                self.ready, self.counters = message.ready, {}
+            self._resizing.answered(message)
         elif isinstance(message, WorkerCounters):
             self.counters, self._workers = message.workers, set(message.pids)
         elif isinstance(message, SessionsAre):

@@ -16,6 +16,7 @@ from lamina.engine.engine import Engine
 from lamina.engine.sessions import SessionName
 from lamina.engine.wire import WorkerError
 from lamina.fleet.choose_transport import nearest
+from lamina.fleet.elastic import NotInPlaceError
 from lamina.fleet.pools import Pools
 from lamina.models.tokens import load_beside
 from lamina.protocol.control import ControlLink, Failed, LinkBrokenError, LinkClosedError, Progress, Stop
@@ -30,6 +31,8 @@ from .messages import (
     Ready,
     Refused,
     Reset,
+    Scale,
+    Scaled,
     SessionsAre,
     Start,
     State,
@@ -38,7 +41,7 @@ from .messages import (
 )
 
 log = logging.getLogger(__name__)
-FROM_SERVER = Start | Add | Cancel | Reset | AskSessions | Stop
+FROM_SERVER = Start | Add | Cancel | Reset | AskSessions | Scale | Stop
 IDLE_S = 1.0  # how long an idle engine waits for a message before it looks at its workers
 STATE_S = 0.05
 WAITS = ("wait_s", "carry_s", "stored_wait_s")  # counters that grow while a worker waits for others
@@ -216,6 +219,8 @@ class _Loop:
                 self._engine.cancel(live.request_id)
         elif isinstance(message, Reset):
             self._engine.reset_prefix_cache()
+        elif isinstance(message, Scale):
+            self._scale(message.memory_workers)
         elif isinstance(message, AskSessions):
             self._tell_sessions(message)
         elif isinstance(message, Exception):
@@ -229,6 +234,15 @@ class _Loop:
             found = [s for s in found if s.name == asked.drop]
             self._engine.drop_session(SessionName(asked.tenant, asked.drop))
         self._outbox.put(SessionsAre(asked.number, found))
+
+    def _scale(self, memory_workers: int) -> None:
+        elastic = self._pools.elastic
+        try:
+            change = elastic.plan(memory_workers)
+            self._engine.check_room(change.capacity)
+            elastic.begin(change)
+        except (ValueError, OSError) as error:
+            self._outbox.put(Scaled(error=str(error), in_place=not isinstance(error, NotInPlaceError)))
 
     def _add(self, add: Add) -> None:
         try:
@@ -263,6 +277,8 @@ class _Loop:
         now, busy, recovering = time.monotonic(), self._engine.has_work, self._pools.recovering
         was_busy, steps, was_recovering = self._told
         due = (busy, recovering) != (was_busy, was_recovering)
+        if (changed := self._pools.elastic.take_outcome()) is not None:
+            self._outbox.put(Scaled(error=changed.error, pause_s=changed.pause_s, ready=self._ready()))
         due = due or ((self._steps > steps or recovering) and now - self._state_at > STATE_S)
         if (counters := self._pools.take_stats()) is not None:  # raises where a worker has not answered for long
             self._outbox.put(WorkerCounters(counters, list(self._pools.pids.values())))

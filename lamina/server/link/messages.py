@@ -80,6 +80,23 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     workers: list[str]  # such as "memory-0"
 
 
+class Scale(msgspec.Struct, frozen=True, tag="scale"):
+    """Server -> engine: go on with so many memory workers, and all others as they are. Answered by Scaled."""
+
+    memory_workers: int
+
+
+class Scaled(msgspec.Struct, frozen=True, kw_only=True, tag="scaled"):
+    """Engine -> server: it does. ``error``: it goes on as before, and why; ``in_place``: whether another engine could
+    do no better. ``pause_s``: in which no step was done.
+    """
+
+    error: str = ""
+    in_place: bool = True
+    pause_s: float = 0.0
+    ready: Ready | None = None  # with what has changed
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """Engine -> server: a prompt that cannot be served, and why."""
 

@@ -63,6 +63,10 @@ class EngineRestarts:
         self._planned.add_done_callback(lambda done: done.cancelled() or done.exception())  # its reader may have gone
         return self._planned
 
+    def adopt(self, config: EngineConfig) -> None:
+        """The engine has ``config`` by now: so will the next one."""
+        self._start = structs.replace(self._start, config=config)
+
     def give_up(self, why: str) -> bool:
         """No engine starts as planned: go back to what there was. False where there was nothing to go back to."""
         if self._planned is None or self._before is None:

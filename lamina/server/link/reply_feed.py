@@ -1,0 +1,41 @@
+"""What has come of the engine's answers, and who reads them has not taken yet."""
+
+from __future__ import annotations
+
+import asyncio
+
+from .messages import Delta, add_up
+
+
+class ReplyFeed:
+    """Deltas of one or more prompts that their reader has not taken yet: at most one for each completion, added up, so
+    that a slow reader holds its own tokens and nothing more.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[int, int], Delta] = {}
+        self._failure: Exception | None = None
+        self._arrived = asyncio.Event()
+
+    def push(self, delta: Delta) -> None:
+        """A delta has come."""
+        held = self._waiting.setdefault((delta.key, delta.index), delta)
+        if held is not delta:
+            add_up(held, delta)
+        self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more will come."""
+        self._failure = error
+        self._arrived.set()
+
+    async def take(self) -> list[Delta]:
+        """What has come since the last call; waits for something. Raises what ``fail`` was told, after the deltas."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        found, self._waiting = list(self._waiting.values()), {}
+        if self._failure is not None:
+            if not found:
+                raise self._failure
+            self._arrived.set()
+        return found

@@ -1,0 +1,145 @@
+"""Memory workers come and go while sequences run: KV moves, weights stay, and nobody's tokens change."""
+
+from __future__ import annotations
+
+import os
+import signal
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lamina import LLM, SamplingParams
+from lamina.fleet.elastic import Changed, Elastic, NotInPlaceError
+from lamina.memory import moves
+from lamina.protocol.plan import Keep
+
+pytestmark = pytest.mark.usefixtures("no_child_left")
+# Penalties count on what workers were told before; log-probabilities show a wrong bit where a token would not.
+PARAMS = SamplingParams(temperature=0.0, max_tokens=44, logprobs=1, frequency_penalty=0.4, ignore_eos=True)
+PROMPTS = [[7 + i % 200 for i in range(n)] for n in (3, 140, 290)]
+
+
+def open_llm(path: Path, **options: Any) -> LLM:
+    return LLM(str(path), memory_workers=2, deterministic=True, prefill_chunk=64, kv_memory="4MiB", **options)
+
+
+def change(llm: LLM, count: int, leaving: Sequence[int] = ()) -> None:
+    wanted = llm.pools.elastic.plan(count)
+    llm.engine.check_room(wanted.capacity)
+    llm.pools.elastic.begin(wanted, leaving)
+
+
+def steps(llm: LLM, outputs: dict[int, Any]) -> Iterator[Changed | None]:
+    while llm.engine.has_work:
+        outputs |= {o.request_id: o for o in llm.engine.step()}
+        yield llm.pools.elastic.take_outcome()
+
+
+def run(llm: LLM, sizes: Sequence[tuple[int, list[int]]] = ()) -> tuple[list[Any], list[Changed]]:
+    """Tokens and log-probabilities by prompt; in their midst there come to be so many memory workers."""
+    ids, outputs, found = [llm.engine.add(p, PARAMS) for p in PROMPTS], dict[int, Any](), list[Changed]()
+    left, busy = list(sizes), False
+    for outcome in steps(llm, outputs):
+        if outcome is not None:
+            found.append(outcome)
+            busy = False
+        if left and not busy and len(outputs) == len(ids):
+            change(llm, *left.pop(0))
+            busy = True
+            while llm.pools.elastic._change and not llm.pools.elastic.due():
+                pass
+    llm.engine.settle()
+    llm.engine._ledger.check_integrity()
+    return [(outputs[i].outputs[0].token_ids, outputs[i].outputs[0].logprobs) for i in ids], found
+
+
+def counts(llm: LLM, role: str, name: str) -> float:
+    return sum(values[name] for worker, values in llm.stats().items() if worker.startswith(role))
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"partition": "head"}, [(3, []), (1, []), (2, [])]),
+        ({"partition": "token", "kv_cache_dtype": "int8"}, [(4, []), (2, [0, 2])]),
+        ({"partition": "request", "pipeline": 2, "prefill_workers": 1}, [(3, []), (2, [1])]),
+    ],
+    ids=["head", "token", "request"],
+)
+def test_kv_moves_to_the_workers_that_there_are_bit_by_bit(
+    options: dict[str, Any], sizes: list[tuple[int, list[int]]], tiny_lm: Path
+) -> None:
+    with open_llm(tiny_lm, transport="loopback", **options) as llm:
+        wanted, _ = run(llm)
+        rows = counts(llm, "compute", "rows") + counts(llm, "prefill", "rows")
+        found, outcomes = run(llm, sizes)
+        assert found == wanted
+        assert [o.error for o in outcomes] == [""] * len(sizes)
+        assert all(o.moved_bytes for o in outcomes)
+        assert counts(llm, "compute", "loads") == 1.0 * llm.engine.config.topology.replicas
+        again = counts(llm, "compute", "rows") + counts(llm, "prefill", "rows") - rows
+        assert again < rows + len(sizes) * 2 * llm.engine.config.batching.max_num_seqs, "a prompt was computed again"
+        assert len(llm.pools._members.memory) == sizes[-1][0]
+
+
+@pytest.mark.parametrize("victim", ["stays", "comes", "goes"])
+def test_a_death_in_the_midst_of_a_move_costs_the_kv_and_nothing_else(
+    victim: str, tiny_lm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, killed = Elastic.move, list[int]()
+
+    def move(self: Elastic, keep: Sequence[Keep]) -> bool:
+        if self._moves and not killed:
+            there = {m.handle.index: m for m, order in self._moves if order.bind}
+            going = [m for m, order in self._moves if not order.bind]
+            member = {"stays": there[0], "comes": there[max(there)], "goes": (going or [there[0]])[0]}[victim]
+            killed.append(member.handle.pid)
+            os.kill(member.handle.pid, signal.SIGKILL)
+        return right(self, keep)
+
+    with open_llm(tiny_lm, transport="shm", dtype="float32") as llm:
+        wanted, _ = run(llm)
+        monkeypatch.setattr(Elastic, "move", move)
+        found, outcomes = run(llm, [(1, []) if victim == "goes" else (3, [])])
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
+        assert killed
+        assert [o.error for o in outcomes] == [""]
+        assert counts(llm, "compute", "loads") == 1.0
+
+
+def test_what_is_damaged_on_its_way_is_computed_again(tiny_lm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = zlib.crc32
+    with open_llm(tiny_lm, transport="loopback", dtype="float32") as llm:
+        wanted, _ = run(llm)
+        sums = iter([12345])
+        monkeypatch.setattr(moves.zlib, "crc32", lambda data: next(sums, None) or right(data))
+        found, (outcome,) = run(llm, [(1, [])])
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
+        assert (outcome.error, outcome.moved_bytes) == ("", 0)
+
+
+def test_what_cannot_be_is_refused_and_nothing_changes(tiny_lm: Path) -> None:
+    with open_llm(tiny_lm, transport="loopback", max_num_seqs=8) as llm:
+        with pytest.raises(ValueError, match="--memory-workers 0"):
+            llm.pools.elastic.plan(0)
+        with pytest.raises(ValueError, match="memory"):
+            llm.pools.elastic.plan(900)
+        with pytest.raises(ValueError, match="are to go"):
+            llm.pools.elastic.begin(llm.pools.elastic.plan(2), [5])
+        room = llm.pools.elastic.plan(1).capacity
+        short = room._replace(num_blocks=[[2] for _ in room.num_blocks])
+        llm.engine.add(PROMPTS[2], PARAMS)
+        for _ in range(8):
+            llm.engine.step()
+        with pytest.raises(ValueError, match="1 running sequences would have no room"):
+            llm.engine.check_room(short)
+        while llm.engine.has_work:
+            llm.engine.step()
+    with (
+        LLM(str(tiny_lm), memory_workers=2, memory_weights="measured", transport="loopback") as llm,
+        pytest.raises(NotInPlaceError, match="a part of the work"),
+    ):
+        llm.pools.elastic.plan(3)
