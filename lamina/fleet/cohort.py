@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -184,10 +185,8 @@ class Cohort:
 
     def start_beside(self, role: str, index: int) -> Member:
         """A worker that is none of the members yet, and loads. Raises OSError, ValueError."""
-        launcher, here = self._launcher, self._one_process
-        assert launcher is not None
-        worker = ThreadWorker(role, index) if here else self._start_one(launcher, role, index)
-        spare = self._members.prepare(worker)
+        assert self._launcher is not None
+        spare = self._members.prepare(self._start_one(self._launcher, role, index))
         first = self._first_message(spare)
         if isinstance(first, StartCompute):  # nobody listens: it must not wait until somebody does
             first = msgspec.structs.replace(first, progress=False)
@@ -210,14 +209,15 @@ class Cohort:
         for role, count in counts.items():
             for index in range(count):
                 extra = (module,) if module is not None and role != "memory" else ()
-                thread = threaded[role]
-                worker = ThreadWorker(role, index, *extra) if thread else self._start_one(launcher, role, index)
-                self._members.add(worker)
+                self._started[role, index] = int(threaded[role])
+                thread = ThreadWorker(role, index, *extra) if threaded[role] else None
+                self._members.add(thread or self._start_one(launcher, role, index))
 
     def _start_one(self, launcher: Launcher, role: str, index: int) -> WorkerHandle:
         before = self._started.get((role, index), 0)
         self._started[role, index] = before + 1
-        handle = launcher.start(role, index, self._threads(role, index))
+        start = ThreadWorker if self._one_process else partial(launcher.start, threads=self._threads(role, index))
+        handle = start(role, index)
         self._names[handle] = f"{role}-{index}-{self._incarnation}" + f"-{before}" * bool(before)
         return handle
 
@@ -393,7 +393,7 @@ class Cohort:
 
     def _name(self, handle: WorkerHandle) -> str:
         """Which a worker proves to its peers: no other one has had it, nor will."""
-        return self._names.get(handle, f"{handle.role}-{handle.index}-{self._incarnation}")
+        return self._names.setdefault(handle, f"{handle.role}-{handle.index}-{self._incarnation}")
 
     @property
     def _size(self) -> int:

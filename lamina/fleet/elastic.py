@@ -31,6 +31,9 @@ from .members import JOIN_S, Member, Members
 log = logging.getLogger(__name__)
 
 
+LISTEN_S = 0.05  # to those that move KV, before a look at those that go
+
+
 class NotInPlaceError(ValueError):
     """Workers can come or go so only where all of them are started anew, and why."""
 
@@ -170,13 +173,28 @@ class Elastic:
                         member.link.send(structs.replace(order, view=self._members.view, keep=list(keep)))
                 else:
                     self._members.send(member, structs.replace(order, view=self._members.view, keep=list(keep)))
-            answers = [self._answer(m) for m, _ in moves if m not in leaving] if keep else []
+            answers = self._answers([m for m, _ in moves if m not in leaving], leaving) if keep else []
         finally:
             self._end(leaving)
         for error in (a.error for a in answers if a.error):
             log.warning("KV could not be moved, and is computed again: %s", error)
         self._moved_bytes = sum(a.nbytes for a in answers)
         return not any(a.error for a in answers)
+
+    def _answers(self, owing: Sequence[Member], leaving: Sequence[Member]) -> list[Recutted]:
+        """Of all, or of those so far and an error where one that goes has died. Raises LostError."""
+        limit, found = self._config.deadlines.start_timeout_s, dict[Member, Recutted]()
+        deadline = self._clock() + limit
+        while left := [m for m in owing if m not in found]:
+            found |= dict(self._members.arrived(Recutted))
+            dead = [f"{m.name} {m.handle.fate()}" for m in leaving if m.handle.fate() is not None]
+            if dead:
+                return [*found.values(), Recutted(view=self._members.view, error=", ".join(dead))]
+            if self._clock() > deadline:
+                raise self._members.late(left, f"to move KV (--start-timeout-s {limit:g})")
+            if any(m not in found for m in left):
+                self._members.listen(LISTEN_S)
+        return list(found.values())
 
     def end(self) -> None:
         """All have met anew."""
@@ -258,13 +276,6 @@ class Elastic:
             self._loaded.add(member)
         elif isinstance(message, Failed):
             raise LinkClosedError(message.text)
-
-    def _answer(self, member: Member) -> Recutted:
-        limit = self._config.deadlines.start_timeout_s
-        answer: Recutted = self._members.wait_for(
-            [member], Recutted, limit, f"to move KV (--start-timeout-s {limit:g})"
-        )
-        return answer
 
     def _give_up(self, why: str) -> None:
         log.warning("memory workers stay as they are: %s", why)

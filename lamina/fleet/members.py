@@ -242,6 +242,11 @@ class Members:
         """Take in what has come, without a wait. Raises as ``wait_for`` where a worker is lost or has failed."""
         self._read(0.0)
 
+    def listen(self, timeout_s: float) -> None:
+        """Take in what comes in so long. Raises as ``wait_for`` where a worker is lost or has failed."""
+        if not self._read(timeout_s):
+            self._look()
+
     def _read(self, timeout_s: float) -> bool:
         """One message of each worker that has sent some, into its inbox. Whether there was any."""
         ready = self._ready(timeout_s)

@@ -90,7 +90,7 @@ class Mover:
         inbox = Geometry(slots=SLOTS, slot_bytes=max(SLOT_BYTES, self._largest_block()))
         for peer in sorted(p for p in peers if p < order.me):
             terms = Terms(outbound=inbox, inbound=inbox, name=mine.name, peer=order.peers[peer].name)
-            self._links[peer] = fabric.connect(order.peers[peer].url, terms, timeout_s=order.timeout_s)
+            self._links[peer] = fabric.reach(order.peers[peer].url, terms, timeout_s=order.timeout_s)
         due = {order.peers[p].name: p for p in peers if p > order.me}
         while due:
             channel = fabric.accept(door, order.timeout_s)

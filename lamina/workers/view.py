@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from lamina.netstack import Channel, ChannelAborted, ChannelTimeout, Fabric, Listener, Terms
 
+ATTEMPT_S = 1.0  # to be taken by a peer, before a worker looks whether its view is over
 LOOK_S = 0.25  # while nobody comes, before a worker looks whether its view is over
 
 
@@ -60,6 +61,18 @@ class ViewFabric:
         if self._fabric is None:
             raise ValueError(f"{url}: this worker connects to nobody")
         return self._keep(self._fabric.connect(url, replace(terms, epoch=self.view), timeout_s=timeout_s))
+
+    def reach(self, url: str, terms: Terms, *, timeout_s: float) -> Channel:
+        """As ``connect``, to a peer that may have given up and gone on: then until the view is over, and not longer."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._check()
+            left = deadline - time.monotonic()
+            try:
+                return self.connect(url, terms, timeout_s=min(left, ATTEMPT_S))
+            except ChannelTimeout:
+                if left <= ATTEMPT_S:
+                    raise
 
     def at(self, door: ViewDoor) -> ViewListener:
         """Where peers of this view come."""

@@ -23,7 +23,7 @@ PROMPTS = [[7 + i % 200 for i in range(n)] for n in (3, 140, 290)]
 
 
 def open_llm(path: Path, **options: Any) -> LLM:
-    return LLM(str(path), memory_workers=2, deterministic=True, prefill_chunk=64, kv_memory="4MiB", **options)
+    return LLM(str(path), memory_workers=2, deterministic=True, prefill_chunk=64, kv_memory="20MiB", **options)
 
 
 def change(llm: LLM, count: int, leaving: Sequence[int] = ()) -> None:
@@ -85,7 +85,7 @@ def test_kv_moves_to_the_workers_that_there_are_bit_by_bit(
         assert len(llm.pools._members.memory) == sizes[-1][0]
 
 
-@pytest.mark.parametrize("victim", ["stays", "comes", "goes"])
+@pytest.mark.parametrize("victim", ["stays", *(pytest.param(v, marks=pytest.mark.slow) for v in ("comes", "goes"))])
 def test_a_death_in_the_midst_of_a_move_costs_the_kv_and_nothing_else(
     victim: str, tiny_lm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +100,7 @@ def test_a_death_in_the_midst_of_a_move_costs_the_kv_and_nothing_else(
             os.kill(member.handle.pid, signal.SIGKILL)
         return right(self, keep)
 
-    with open_llm(tiny_lm, transport="shm", dtype="float32") as llm:
+    with open_llm(tiny_lm, transport="shm") as llm:
         wanted, _ = run(llm)
         monkeypatch.setattr(Elastic, "move", move)
         found, outcomes = run(llm, [(1, []) if victim == "goes" else (3, [])])
@@ -112,7 +112,7 @@ def test_a_death_in_the_midst_of_a_move_costs_the_kv_and_nothing_else(
 
 def test_what_is_damaged_on_its_way_is_computed_again(tiny_lm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = zlib.crc32
-    with open_llm(tiny_lm, transport="loopback", dtype="float32") as llm:
+    with open_llm(tiny_lm, transport="loopback") as llm:
         wanted, _ = run(llm)
         sums = iter([12345])
         monkeypatch.setattr(moves.zlib, "crc32", lambda data: next(sums, None) or right(data))
