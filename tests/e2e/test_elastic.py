@@ -100,7 +100,7 @@ def test_a_death_in_the_midst_of_a_move_costs_the_kv_and_nothing_else(
             os.kill(member.handle.pid, signal.SIGKILL)
         return right(self, keep)
 
-    with open_llm(tiny_lm, transport="shm") as llm:
+    with open_llm(tiny_lm, transport="shm", dtype="float32") as llm:
         wanted, _ = run(llm)
         monkeypatch.setattr(Elastic, "move", move)
         found, outcomes = run(llm, [(1, []) if victim == "goes" else (3, [])])
@@ -112,7 +112,7 @@ def test_a_death_in_the_midst_of_a_move_costs_the_kv_and_nothing_else(
 
 def test_what_is_damaged_on_its_way_is_computed_again(tiny_lm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = zlib.crc32
-    with open_llm(tiny_lm, transport="loopback") as llm:
+    with open_llm(tiny_lm, transport="loopback", dtype="float32") as llm:
         wanted, _ = run(llm)
         sums = iter([12345])
         monkeypatch.setattr(moves.zlib, "crc32", lambda data: next(sums, None) or right(data))
