@@ -54,7 +54,7 @@ class MoveTag(NamedTuple):
         return _TAG.pack(*self)
 
 
-class _Run(NamedTuple):
+class _StripPart(NamedTuple):
     """Blocks of one strip that are one message, or one copy."""
 
     tag: MoveTag
@@ -102,7 +102,11 @@ class Mover:
         """All of a layer that is given and taken here; then the old store has it no more. Raises ChannelError,
         ProtocolError.
         """
-        mine, out, due = list[_Run](), dict[int, deque[_Run | MoveTag]](), dict[int, deque[_Run | MoveTag]]()
+        mine, out, due = (
+            list[_StripPart](),
+            dict[int, deque[_StripPart | MoveTag]](),
+            dict[int, deque[_StripPart | MoveTag]](),
+        )
         for peer in self._links:
             out[peer], due[peer] = deque(), deque()
         for number, strip in enumerate(self._strips.of_layer(layer)):
@@ -121,7 +125,7 @@ class Mover:
             self._old.layers[layer] = []
 
     def _exchange(
-        self, layer: int, out: Mapping[int, deque[_Run | MoveTag]], due: Mapping[int, deque[_Run | MoveTag]]
+        self, layer: int, out: Mapping[int, deque[_StripPart | MoveTag]], due: Mapping[int, deque[_StripPart | MoveTag]]
     ) -> None:
         """Send and receive until nothing is due: of the blocks that are given, that they are stored; too."""
         stored = MoveTag(MoveKind.STORED, layer)
@@ -135,7 +139,7 @@ class Mover:
             for peer, channel in self._links.items():
                 moved |= self._send_next(channel, out[peer])
                 moved |= self._take_next(channel, due[peer], wait_s)
-                if peer in confirm and not any(isinstance(x, _Run) for x in due[peer]):
+                if peer in confirm and not any(isinstance(x, _StripPart) for x in due[peer]):
                     confirm.discard(peer)
                     out[peer].append(stored)
             now = time.monotonic()
@@ -144,16 +148,16 @@ class Mover:
                 silent = [self._order.peers[p].name for p in self._links if due[p] or out[p]]
                 raise ChannelTimeout(f"layer {layer}: no KV goes between here and {', '.join(silent)}")
 
-    def _send_next(self, channel: Channel, out: deque[_Run | MoveTag]) -> bool:
+    def _send_next(self, channel: Channel, out: deque[_StripPart | MoveTag]) -> bool:
         if not out:
             return False
-        nbytes = self._nbytes(out[0]) if isinstance(out[0], _Run) else 0
+        nbytes = self._nbytes(out[0]) if isinstance(out[0], _StripPart) else 0
         try:
             slot = channel.reserve(nbytes)
         except NoResource:
             return False
         item = out.popleft()
-        if isinstance(item, _Run):
+        if isinstance(item, _StripPart):
             for part, source in zip(self._views(item, slot.data), self._gather(item), strict=True):
                 part.copy_(source)
             channel.put_signal(slot, item.tag._replace(checksum=zlib.crc32(slot.data)).pack())
@@ -161,7 +165,7 @@ class Mover:
             channel.put_signal(slot, item.pack())
         return True
 
-    def _take_next(self, channel: Channel, due: deque[_Run | MoveTag], wait_s: float) -> bool:
+    def _take_next(self, channel: Channel, due: deque[_StripPart | MoveTag], wait_s: float) -> bool:
         if not due:
             return False
         try:
@@ -169,16 +173,16 @@ class Mover:
         except ChannelTimeout:
             return False
         item = due.popleft()
-        tag = item.tag if isinstance(item, _Run) else item
+        tag = item.tag if isinstance(item, _StripPart) else item
         try:
-            nbytes = self._nbytes(item) if isinstance(item, _Run) else 0
+            nbytes = self._nbytes(item) if isinstance(item, _StripPart) else 0
             checksum = zlib.crc32(arrival.data) if nbytes else 0
             if (
                 bytes(arrival.tag[: _TAG.size]) != tag._replace(checksum=checksum).pack()
                 or arrival.data.nbytes != nbytes
             ):
                 raise ProtocolError(f"what came from {channel.peer_name} is damaged, or is not {tag} of {nbytes} bytes")
-            if isinstance(item, _Run):
+            if isinstance(item, _StripPart):
                 self._put(item, self._views(item, arrival.data))
                 self.nbytes += nbytes
         finally:
@@ -186,12 +190,12 @@ class Mover:
         return True
 
     # A strip's blocks, in the stores and in messages:
-    def _runs(self, layer: int, number: int, strip: Strip) -> list[_Run]:
+    def _runs(self, layer: int, number: int, strip: Strip) -> list[_StripPart]:
         blocks = sum(map(len, strip.blocks.values()))
         step = max(1, SLOT_BYTES // self._block_bytes(layer, strip.head_stop - strip.head_start))
         lows = range(0, blocks, step)
         return [
-            _Run(MoveTag(MoveKind.BLOCKS, layer, number, part), strip, low, min(low + step, blocks))
+            _StripPart(MoveTag(MoveKind.BLOCKS, layer, number, part), strip, low, min(low + step, blocks))
             for part, low in enumerate(lows)
         ]
 
@@ -211,10 +215,10 @@ class Mover:
     def _largest_block(self) -> int:
         return max(self._block_bytes(i, shape.kv_heads) for i, shape in enumerate(self._store.bind.layers))
 
-    def _nbytes(self, run: _Run) -> int:
+    def _nbytes(self, run: _StripPart) -> int:
         return (run.high - run.low) * self._block_bytes(run.tag.layer, run.strip.head_stop - run.strip.head_start)
 
-    def _views(self, run: _Run, data: memoryview) -> list[Tensor]:
+    def _views(self, run: _StripPart, data: memoryview) -> list[Tensor]:
         """The tensors of a message: [B, H, block_size, D], and so on."""
         flat, at, found = tensor_over(data, torch.uint8), 0, list[Tensor]()
         lead = run.high - run.low, run.strip.head_stop - run.strip.head_start
@@ -224,18 +228,18 @@ class Mover:
             at += nbytes
         return found
 
-    def _gather(self, run: _Run) -> list[Tensor]:
+    def _gather(self, run: _StripPart) -> list[Tensor]:
         assert self._old is not None
         stored, ids = _place(self._old, run, run.strip.given), self._block_ids(self._old, run, run.strip.given)
         return [x.index_select(0, ids) for x in stored]
 
-    def _put(self, run: _Run, blocks: Sequence[Tensor]) -> None:
+    def _put(self, run: _StripPart, blocks: Sequence[Tensor]) -> None:
         assert self._new is not None
         stored, ids = _place(self._new, run, run.strip.taken), self._block_ids(self._new, run, run.strip.taken)
         for part, came in zip(stored, blocks, strict=True):
             part.index_copy_(0, ids, came)
 
-    def _block_ids(self, store: Store, run: _Run, piece: int) -> Tensor:
+    def _block_ids(self, store: Store, run: _StripPart, piece: int) -> Tensor:
         """[B] int64: layers that are alike have the same strips, and so the same blocks."""
         key = id(run.strip), store is self._new
         if key not in self._ids:
@@ -253,7 +257,7 @@ class Mover:
         return found - {me}
 
 
-def _place(store: Store, run: _Run, piece: int) -> list[Tensor]:
+def _place(store: Store, run: _StripPart, piece: int) -> list[Tensor]:
     """Of all blocks of a piece the strip's heads, as integers: [N + 1, H, block_size, D], and so on."""
     held, kv = store.pieces[run.tag.layer][piece], store.layers[run.tag.layer][piece].kv
     start, count = run.strip.head_start - held.head_start, run.strip.head_stop - run.strip.head_start
