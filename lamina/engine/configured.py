@@ -27,6 +27,15 @@ def blocks_of(info: ComputeReady) -> BlockTables:
     )
 
 
+def check_room(scheduler: Scheduler, info: ComputeReady) -> None:
+    """Raises ValueError where memory workers of ``info`` have no room for the KV of all that runs."""
+    if lacking := scheduler.lacks_room(blocks_of(info)):
+        raise ValueError(
+            f"the KV of {lacking} running sequences would have no room: take more --memory-workers, or wait until some "
+            f"have ended"
+        )
+
+
 def scheduler_of(
     config: EngineConfig, info: ComputeReady, ledger: BlockTables, num_batches: int, clock: Callable[[], float]
 ) -> Scheduler:

@@ -18,7 +18,7 @@ from lamina.protocol.tiers import Transferred
 from lamina.request import Blame, CompletionOutput, RequestOutput, RequestTimes, SamplingParams, Told
 
 from .checks import NOT_FINITE, check_ids, check_session, too_long, why_banned
-from .configured import blocks_of, scheduler_of
+from .configured import blocks_of, check_room, scheduler_of
 from .draws import draw_of, scores_of, seed_of
 from .kept import KeptKV
 from .overflow import overflow_of
@@ -285,10 +285,7 @@ class Engine:
 
     def check_room(self, capacity: Capacity) -> None:
         """Raises ValueError where memory workers of ``capacity`` have no room for the KV of all that runs."""
-        info = msgspec.structs.replace(self.info, **capacity._asdict())
-        if lacking := self.scheduler.lacks_room(blocks_of(info)):
-            why = f"the KV of {lacking} running sequences would have no room"
-            raise ValueError(f"{why}: take more --memory-workers, or wait until some have ended")
+        check_room(self.scheduler, msgspec.structs.replace(self.info, **capacity._asdict()))
 
     def _take(self, done: StepDone | Transferred | ViewChanged | None) -> list[RequestOutput]:
         if isinstance(done, ViewChanged):

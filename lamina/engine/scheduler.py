@@ -69,8 +69,7 @@ class Scheduler:
         self.view = view
         self._ledger = ledger
         self._cuts = Cuts(prefill_chunk, aligned)
-        self._max_rows = max_num_seqs + prefill_chunk
-        self._room = Room(ledger, self._max_rows)
+        self._room = Room(ledger, max_num_seqs + prefill_chunk)
         self._waiting: deque[Sequence] = deque()
         self.batches = [Batch(i) for i in range(num_batches)]
         self._num_layers = num_layers
@@ -288,8 +287,7 @@ class Scheduler:
 
     def lacks_room(self, blocks: Ledger) -> int:
         """Running sequences whose KV has no room in other blocks."""
-        keep = [Keep(s.id, s.num_promised, s.place) for s in self._running if not s.finished]
-        return len(keep) - len(Room(blocks, self._max_rows).deal(keep))
+        return self._room.lacking(blocks, [s for s in self._running if not s.finished])
 
     def forget_prefixes(self) -> None:
         """Give up what is retained, with the next plan. What runs leaves nothing."""

@@ -165,9 +165,8 @@ class Cohort:
 
     def take_up(self, topology: TopologyOptions, kv_bytes: list[list[int]], coming: Mapping[Member, str]) -> None:
         """There are other memory workers, of which some listen at those URLs; the next ``connect`` says so to all."""
-        self.topology, self.kv_bytes = topology, kv_bytes
+        self.topology, self.kv_bytes, self._urls = topology, kv_bytes, {**self._urls, **coming}
         self._config = msgspec.structs.replace(self._config, topology=topology)
-        self._urls.update(coming)
 
     def address_of(self, member: Member) -> Address:
         """Of a memory worker."""

@@ -15,6 +15,10 @@ class PlanError(ValueError):
     """A plan that does not fit the sequences as they are: an unknown id, a gap, a position that was given back."""
 
 
+class NoBlocksError(Exception):
+    """Too few KV blocks for a plan. Nothing of the plan was applied."""
+
+
 @dataclass(frozen=True, slots=True)
 class Extent:
     """Of its blocks ``starts[g] .. ceil(length / block_size)`` a sequence holds those that group g keeps."""

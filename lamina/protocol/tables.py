@@ -1,8 +1,7 @@
 """Which KV blocks a sequence holds: ids and counts only, no tensors, no I/O.
 
 A memory worker keeps its store's block tables here; the engine keeps the same class as a ledger, so that it knows
-before it sends a plan whether every worker will take it. What has one window length and the same lanes forms a *group*
-and shares tables.
+before it sends a plan whether every worker will take it. Tables are those of a *group*: of one window length and lanes.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from .after_op import after_op, existing, touched
 from .block_counts import num_lanes
 from .block_pool import BlockPool
 from .extents import Extent, Extents
+from .extents import NoBlocksError as NoBlocksError
 from .extents import PlanError as PlanError
 from .partition import Lanes
 from .placement import Place, Placement
@@ -24,15 +24,10 @@ from .plan import Drop, Fork, Free, Grant, Import, Keep, Rows, Shift, StepPlan
 NOT_HERE = -1  # a block that is to be taken
 
 
-class NoBlocksError(Exception):
-    """Too few KV blocks for a plan. Nothing of the plan was applied."""
-
-
 class BlockTables:
     """The block tables of all sequences in all layer groups.
 
-    Group g keeps what lies in ``lanes[g]``, by the places of sequences (protocol.placement). They come with their rows
-    and grants; ``stripe`` is in blocks.
+    Group g keeps what lies in ``lanes[g]``, by the places of sequences, of rows and grants; ``stripe`` is in blocks.
     """
 
     def __init__(
@@ -184,9 +179,8 @@ class BlockTables:
 
     def reconcile(self, keep: Sequence[Keep], *, moved: bool = False) -> None:
         """Hold what ``keep`` says, and nothing else, whatever plans were applied last: everything, or nothing and an
-        exception. A sequence that is not there comes to be where none of its blocks are kept here; or anywhere, where
-        its KV is ``moved`` to here. Raises PlanError, and NoBlocksError for what is moved.
-        """
+        exception. A sequence comes to be where none of its blocks are kept here, or its KV is ``moved`` to here. Raises
+        PlanError, and NoBlocksError for what is moved."""
         changes: dict[int, Extent | None] = dict.fromkeys(self._sequences)
         coming = [self._extents.held(self._extents.left(x)) for x in keep] if moved else []
         if any(sum(n) > free for *n, free in zip(*coming, self.free_blocks, strict=True)):

@@ -102,6 +102,11 @@ class Room:
         left = self.left([s for s in running if not s.decodes], {})
         return [sum(n) for n in zip(left, *own, strict=True)]
 
+    def lacking(self, other: Ledger, running: Iterable[Sequence]) -> int:
+        """Of those that are ``running``, so many would have no room in other blocks."""
+        keep = [Keep(s.id, s.num_promised, s.place) for s in running]
+        return len(keep) - len(Room(other, self._max_rows).deal(keep))
+
     def deal(self, keep: Iterable[Keep]) -> list[Keep]:
         """Where sequences come to lie if all blocks are free, the longest first, so that each group holds its portion
         as far as that goes; without those for which there is no room left.
