@@ -114,24 +114,32 @@ class Together:
     def draw(self, logits: Tensor, draws: list[Draw], seen: Mapping[int, Seen]) -> list[Drawn]:
         """See Ranks. Raises ChannelError.
 
-        Rank 0 gets each rank's best few logits and those that a draw names, with the logarithm of the sum of all; the
-        whole logits only where one samples without ``top_k``, or with ``top_p`` before it, or names a large part of the
-        vocabulary.
+        Rank 0 gets each rank's best few logits and those that a draw names; the whole logits only where one samples
+        without ``top_k``, or with ``top_p`` before it, or names a large part of the vocabulary.
         """
         group, width = self._collective, logits.shape[1]
         few = Few.of(draws, width, seen)
         if few is None:
-            whole, lse = group.all_gather(logits.contiguous(), group.size), None
+            whole = group.all_gather(logits.contiguous(), group.size)
         else:
             packed = few.pack(logits.float(), draws, seen, group.rank * width, self._sampler)
-            whole, lse = few.unpack(group.all_gather(packed, group.size), group.size * width)
+            whole = few.unpack(group.all_gather(packed, group.size), group.size * width)
+        asked = any(draw.logprobs >= 0 for draw in draws)
+        lse = self._log_sums(logits.float(), draws) if asked else None
         drawn = self._sampler.draw(whole, draws, seen, lse) if self.leads else []
         tokens = torch.tensor([d.token for d in drawn]) if self.leads else torch.empty(len(draws), dtype=torch.int64)
         told = group.broadcast(tokens).tolist()
-        if few is not None and any(draw.logprobs >= 0 for draw in draws):
+        if few is not None and asked:
             places = self._places(logits.float(), whole, told)
             drawn = _ranked(drawn, places) if self.leads else []
         return drawn or [Drawn(d.sequence, token) for d, token in zip(draws, told, strict=True)]
+
+    def _log_sums(self, raw: Tensor, draws: list[Draw]) -> Tensor:
+        """Of each row that a draw wants scores of, log-sum-exp over all ranks, [n] fp32; 0 of others. Ranks sum their
+        own part, whatever other draws need of the logits, so that no bit depends on them.
+        """
+        parts = self._collective.all_gather(_row_sums(raw, draws)[:, None].contiguous(), self._collective.size)
+        return _row_sums(parts, draws)
 
     def _places(self, raw: Tensor, known: Tensor, tokens: list[int]) -> list[int]:
         """Of ``tokens`` among all, from 1. ``raw`` [n, width] fp32: this rank's logits; ``known`` [n, vocabulary]."""
@@ -149,6 +157,15 @@ def _ranked(drawn: list[Drawn], places: list[int]) -> list[Drawn]:
         Drawn(d.sequence, d.token, [(*d.logprobs[0][:2], place), *d.logprobs[1:]]) if d.logprobs else d
         for d, place in zip(drawn, places, strict=True)
     ]
+
+
+def _row_sums(values: Tensor, draws: list[Draw]) -> Tensor:
+    """log-sum-exp of the rows that a draw wants scores of: one by one, as torch sums a row alone in another order."""
+    sums = values.new_zeros(len(values))
+    for i, draw in enumerate(draws):
+        if draw.logprobs >= 0:
+            sums[i] = values[i].logsumexp(0)
+    return sums
 
 
 class Few(NamedTuple):
@@ -173,8 +190,8 @@ class Few(NamedTuple):
         return Few(best, named) if best + named < width / 2 else None
 
     def pack(self, raw: Tensor, draws: list[Draw], seen: Mapping[int, Seen], first: int, sampler: Sampler) -> Tensor:
-        """raw [n, width] fp32, of the tokens from ``first`` on -> [n, 2 * (best + named) + 1] fp32: values, the ids of
-        their tokens (exact below 2^24), log-sum-exp.
+        """raw [n, width] fp32, of the tokens from ``first`` on -> [n, 2 * (best + named)] fp32: values, and the ids of
+        their tokens (exact below 2^24).
         """
         best = sampler.best(raw, self.best)  # of equals the lowest ids, as sampling prefers them
         named = best[:, :1].repeat(1, self.named)
@@ -182,15 +199,15 @@ class Few(NamedTuple):
             own = [i - first for i in _named(draw, seen) if 0 <= i - first < raw.shape[1]]
             row[: len(own)] = torch.tensor(own, dtype=row.dtype)
         ids = torch.cat([best, named], 1)
-        return torch.cat([raw.gather(1, ids), (ids + first).float(), raw.logsumexp(-1, keepdim=True)], 1)
+        return torch.cat([raw.gather(1, ids), (ids + first).float()], 1)
 
-    def unpack(self, packed: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-        """What all ranks packed -> logits [n, vocabulary], minus infinity where they are not known; log-sum-exp [n]."""
+    def unpack(self, packed: Tensor, vocabulary: int) -> Tensor:
+        """What all ranks packed -> logits [n, vocabulary], minus infinity where they are not known."""
         count = self.best + self.named
-        parts = packed.view(len(packed), -1, 2 * count + 1)
-        values, ids, lse = parts[..., :count], parts[..., count:-1].long(), parts[..., -1]
+        parts = packed.view(len(packed), -1, 2 * count)
+        values, ids = parts[..., :count], parts[..., count:].long()
         logits = packed.new_full((len(packed), vocabulary), float("-inf"))
-        return logits.scatter_(1, ids.flatten(1), values.flatten(1)), lse.logsumexp(-1)
+        return logits.scatter_(1, ids.flatten(1), values.flatten(1))
 
 
 def _shares_all(draw: Draw) -> bool:

@@ -171,7 +171,7 @@ def test_weights_are_measured_at_the_start(
     monkeypatch.setattr("lamina.memory.worker.read_rate", lambda device: next(rates))
     options: dict[str, Any] = {"memory_weights": "measured", "partition": "token", "memory_workers": 2}
     with caplog.at_level("INFO", "lamina"), LLM(str(llama_path), transport="loopback", **options) as llm:
-        llm.generate([prompts[3] * 5] * 4, GREEDY)
+        llm.generate([[first, *prompts[3] * 5] for first in (3, 4, 5, 6)], GREEDY)  # with nothing in common
         read = sorted(v["stored_bytes"] for k, v in llm.stats().items() if k.startswith("memory"))
     assert 0.2 < read[0] / read[1] < 0.4
     assert "0.3 (30.0 GB/s)" in caplog.text

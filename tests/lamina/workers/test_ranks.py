@@ -39,7 +39,7 @@ class Alike:
     def __init__(self, parts: list[torch.Tensor]) -> None:
         self.parts = parts
 
-    def gathered(self, few: Few, draws: list[Draw], seen: dict[int, Seen]) -> tuple[torch.Tensor, torch.Tensor]:
+    def gathered(self, few: Few, draws: list[Draw], seen: dict[int, Seen]) -> torch.Tensor:
         packed = [few.pack(x, draws, seen, r * x.shape[1], SAMPLER) for r, x in enumerate(self.parts)]
         return few.unpack(torch.cat(packed, -1), sum(x.shape[1] for x in self.parts))
 
@@ -88,8 +88,8 @@ def test_few_logits_give_the_same_token_and_log_probabilities(draw: Draw, seed: 
         assert draw.top_p < 1.0
         assert draw.order.index("top_p") < draw.order.index("top_k")
         return
-    known, lse = Alike(list(logits.split(WIDTH // size, -1))).gathered(few, [draw], seen)
-    (wanted,), (found,) = sample(logits, [draw], seen), sample(known, [draw], seen, lse)
+    known = Alike(list(logits.split(WIDTH // size, -1))).gathered(few, [draw], seen)
+    (wanted,), (found,) = sample(logits, [draw], seen), sample(known, [draw], seen, logits.logsumexp(-1))
     assert found.token == wanted.token
     assert [v for _, v, _ in found.logprobs] == pytest.approx([v for _, v, _ in wanted.logprobs], abs=1e-4)
     assert [(t, rank) for t, _, rank in found.logprobs[1:]] == [(t, rank) for t, _, rank in wanted.logprobs[1:]]
@@ -109,8 +109,8 @@ def test_logits_that_are_no_numbers_on_any_rank_give_no_token(broken: float, at:
     draw = plain(**options)
     few = Few.of([draw], WIDTH)
     assert few is not None
-    known, lse = Alike(list(logits.chunk(2, -1))).gathered(few, [draw], {})
-    assert [d.token for d in sample(known, [draw], {}, lse)] == [NO_TOKEN]
+    known = Alike(list(logits.chunk(2, -1))).gathered(few, [draw], {})
+    assert [d.token for d in sample(known, [draw], {})] == [NO_TOKEN]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -127,8 +127,8 @@ def test_all_ranks_together_know_that_every_token_is_banned() -> None:
     draw = plain(banned=[2, WIDTH - 1])
     few = Few.of([draw], WIDTH)
     assert few is not None
-    known, lse = Alike(list(logits.chunk(2, -1))).gathered(few, [draw], {})
-    assert [d.token for d in sample(known, [draw], {}, lse)] == [ALL_BANNED]
+    known = Alike(list(logits.chunk(2, -1))).gathered(few, [draw], {})
+    assert [d.token for d in sample(known, [draw], {})] == [ALL_BANNED]
 
 
 def test_what_needs_all_logits_gets_them() -> None:
@@ -150,6 +150,24 @@ def test_all_ranks_are_told_the_token(draw: Draw) -> None:
     wanted = sample(logits, both)
     for found in on_all(4, work):
         assert [d.token for d in found] == [d.token for d in wanted]
+
+
+@pytest.mark.parametrize("width", [WIDTH, 1 << 17], ids=["small", "more than torch sums by one thread"])
+def test_no_bit_of_a_score_depends_on_other_draws(width: int) -> None:
+    """Not on how many there are, nor on whether one of them needs all logits."""
+    logits = torch.randn(3, width, generator=torch.Generator().manual_seed(2)) * 3
+    mine = plain(logprobs=2)
+    mates = [[], [plain()], [plain(temperature=1.0), plain(logprobs=1)]]
+
+    def work(mesh: Mesh) -> list[list[tuple[int, float, int]]]:
+        ranks, part = Together(mesh, 1), logits.chunk(2, -1)[mesh.rank].contiguous()
+        return [ranks.draw(part[: 1 + len(others)], [mine, *others], {})[0].logprobs for others in mates]
+
+    alone, *others = on_all(2, work)[0]
+    assert others == [alone, alone]
+    wanted = sample(logits[:1], [mine])[0].logprobs
+    assert [(t, rank) for t, _, rank in alone] == [(t, rank) for t, _, rank in wanted]
+    assert [v for _, v, _ in alone] == pytest.approx([v for _, v, _ in wanted], abs=1e-5)
 
 
 def test_all_ranks_together_know_the_place_of_a_token() -> None:
