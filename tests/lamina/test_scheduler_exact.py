@@ -15,7 +15,7 @@ from lamina.engine.scheduler import Scheduler
 from lamina.engine.sequence import Sequence
 from lamina.engine.steps import ScheduledStep
 from lamina.protocol.partition import Lanes
-from lamina.protocol.placement import Place
+from lamina.protocol.placement import Place, Placement
 from lamina.protocol.plan import Free, New, Rows, StepPlan
 from lamina.protocol.tables import BlockTables
 
@@ -110,6 +110,7 @@ class Ledger:
         self, free: list[int], held: dict[int, list[int]], lanes: tuple[Any, ...] = (Lanes(), Lanes())
     ) -> None:
         self.lanes = lanes
+        self.placement = Placement(len(held), 0)
         self.free = free
         self.held = held  # lane of a place -> blocks of a sequence there
         self.needed = [0, 0]

@@ -21,7 +21,18 @@ from lamina.protocol.control import ControlLink, Failed, Stop
 from lamina.protocol.options import EngineConfig
 from lamina.request import SamplingParams, Told
 from lamina.server.link.client import JOIN_S, BusyError, EngineClient, EngineGoneError
-from lamina.server.link.messages import Add, Cancel, Delta, Outputs, Start, State, Times, WorkerCounters
+from lamina.server.link.messages import (
+    Add,
+    Cancel,
+    Delta,
+    Outputs,
+    Scale,
+    Scaled,
+    Start,
+    State,
+    Times,
+    WorkerCounters,
+)
 from lamina.server.link.reply_feed import ReplyFeed
 from lamina.server.link.restarts import EngineRestarts, PlanFailedError
 
@@ -40,7 +51,7 @@ class Scripted:
 
     def __init__(self) -> None:
         self.sock, theirs = socket.socketpair()
-        self.link = ControlLink(theirs, Add | Cancel | Stop)
+        self.link = ControlLink(theirs, Add | Cancel | Scale | Stop)
         self.joins: list[float] = []  # how long it was waited for
 
     def fate(self) -> str | None:
@@ -293,7 +304,8 @@ def test_its_workers_have_gone_before_another_one_takes_their_memory() -> None:
 
 
 def with_workers(engines: Engines, count: int) -> EngineConfig:
-    return make_config(flat(engines.restarts.config) | {"memory_workers": count})
+    """With a pipeline too, so that no engine can change in place."""
+    return make_config(flat(engines.restarts.config) | {"memory_workers": count, "pipeline": 2})
 
 
 def test_by_plan_another_engine_goes_on_with_other_workers_and_no_recovery_is_spent() -> None:
@@ -313,6 +325,30 @@ def test_by_plan_another_engine_goes_on_with_other_workers_and_no_recovery_is_sp
         assert await changing >= 0.0
         add = await asyncio.to_thread(second.asked)
         assert (add.key, [told.tokens for told in add.told]) == (key, [[5]])
+        assert engines.workers == [3]
+
+    play(work, max_recoveries=0)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_memory_workers_alone_change_in_place_unless_the_engine_says_that_they_cannot(in_place: bool) -> None:
+    async def work(client: EngineClient, engines: Engines) -> None:
+        wanted = make_config(flat(engines.restarts.config) | {"memory_workers": 3})
+        changing = asyncio.create_task(client.change(wanted))
+        assert await asyncio.to_thread(engines.all[0].asked) == Scale(3)
+        with pytest.raises(BusyError):
+            await client.change(wanted)
+        if in_place:
+            engines.all[0].link.send(Scaled(pause_s=0.25, ready=READY))
+            assert await changing == 0.25
+            assert engines.restarts.config == wanted
+            return
+        engines.all[0].link.send(Scaled(error="the store is on a GPU", in_place=False))
+        assert isinstance(await asyncio.to_thread(engines.all[0].asked), Stop)
+        engines.all[0].link.close()
+        second = await engines.next(client)
+        second.link.send(READY)
+        assert await changing >= 0.0
         assert engines.workers == [3]
 
     play(work, max_recoveries=0)

@@ -42,6 +42,7 @@ class Workers:
         self.stats: dict[str, dict[str, float]] | None = None
         self.called: Any = None
         self.recovering = False
+        self.elastic = SimpleNamespace(take_outcome=lambda: None)
 
     def meanwhile(self, call: Any) -> None:
         self.called = call

@@ -13,7 +13,7 @@ import torch
 from cuda_emulation import emulated, needs_gxx
 from torch import Tensor
 
-from lamina.attention.flashinfer import FlashInfer, _Prepared
+from lamina.attention.flashinfer import FlashInfer, _FlashInferRows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "contract"))
 import test_attention as contract
@@ -91,7 +91,7 @@ def test_one_plan_a_step(backend: FlashInfer) -> None:
     rows = [contract.Rows(0, 300, 1)]
     tables, store = contract.fill(case, case.tensors(), 0.0, rows)
     tables.apply(contract.StepPlan(step=2, ops=[], rows=rows))
-    prepared: _Prepared = backend.prepare(contract.row_table(tables, 0, rows, align=128))
+    prepared: _FlashInferRows = backend.prepare(contract.row_table(tables, 0, rows, align=128))
     for _ in range(3):
         backend.attend_stored(case.op, prepared, store, case.tensors()[0][0])
     assert prepared.chunks is not None

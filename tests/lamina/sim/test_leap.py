@@ -116,7 +116,7 @@ class World:
             ],
             "steps": {k: s.plan for k, s in self.engine._steps.items()},
             "numbers": (scheduler._next_round, self.engine._next_round),
-            "wire": (self.wire._flights, self.wire._free_at, self.wire.rows),
+            "wire": (self.wire._flights, self.wire._free_at, self.wire.decoding),
             "load": [b.load for b in scheduler.batches],
         }
 
@@ -161,7 +161,7 @@ def test_who_leaps_wherever_it_can_has_the_same_times(seed: int) -> None:
     while other.step():
         pass
     assert sorted(one.gaps) == sorted(other.gaps)
-    assert one.wire.rows == other.wire.rows
+    assert one.wire.decoding == other.wire.decoding
     assert one.engine.scheduler.num_preemptions == other.engine.scheduler.num_preemptions
     assert one.skipped + len(one.wire.plans) == len(other.wire.plans)
     assert one.wire.plans.items() <= other.wire.plans.items()
@@ -233,5 +233,5 @@ def test_most_rounds_of_long_answers_are_skipped() -> None:
         world = World(seed, leaps=True)
         while world.step():
             pass
-        found.append(world.skipped / len(world.wire.rows))
+        found.append(world.skipped / len(world.wire.decoding))
     assert sum(found) / len(found) > 0.4

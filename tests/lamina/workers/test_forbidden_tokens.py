@@ -145,8 +145,8 @@ def test_ranks_draw_what_one_worker_draws(
         assert not allowed
         return
     sampler = Sampler(1)
-    known, lse = Alike(list(logits.split(FULL // 2, -1))).gathered(few, [draw], seen)
-    (wanted,), (found,) = sampler.draw(logits, [draw], seen), sampler.draw(known, [draw], seen, lse)
+    known = Alike(list(logits.split(FULL // 2, -1))).gathered(few, [draw], seen)
+    (wanted,), (found,) = sampler.draw(logits, [draw], seen), sampler.draw(known, [draw], seen, logits.logsumexp(-1))
     assert found.token == wanted.token
     assert [(t, r) for t, _, r in found.logprobs[1:]] == [(t, r) for t, _, r in wanted.logprobs[1:]]
 
