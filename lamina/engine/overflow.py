@@ -27,7 +27,8 @@ class Overflow(NamedTuple):
         as long as it is longer.
         """
         before = before if length > self.first + before else 0
-        answer = min(max_tokens or 1, self.limit // ANSWER_PART)
+        part = self.limit // ANSWER_PART
+        answer = part if max_tokens is None else min(max_tokens, part)
         return max(before, -(-max(0, length + answer - self.limit) // self.step) * self.step)
 
     def left(self, prompt: list[int], discarded: int) -> list[int]:

@@ -299,7 +299,7 @@ class Scheduler:
 
     def drop_session(self, name: SessionName) -> bool:
         """Forget a session, and give up its KV with the next plan. False: there is no such session."""
-        ops = self.leaves.drop(name)
+        ops = self.leaves.drop(name, self._running)
         self._ops += ops or []
         return ops is not None
 
@@ -355,10 +355,10 @@ class Scheduler:
     def _pick(self, batch: Batch) -> dict[Sequence, int]:
         """What it wants, as far as there are blocks."""
         picked = self._cuts.wanted(batch)
-        if self._room.loans:
-            self._room.loans.grow(picked, lambda: self._room.spare(self._running, self.prefixes.oldest))
-        while picked and not self._ledger.can_apply(self._plan(batch, picked)):
-            if (victim := self._relief.make_room(batch, picked)) is not None:
+        loans, free = self._room.loans, lambda: self._room.spare(self._running, self.prefixes.oldest)
+        stuck = loans.grow(picked, free) if loans else []
+        while stuck or (picked and not self._ledger.can_apply(self._plan(batch, picked))):
+            if (victim := self._relief.make_room(batch, picked, stuck)) is not None:
                 self._waiting.appendleft(victim)
                 self.num_preemptions += 1
         return picked

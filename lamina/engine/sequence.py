@@ -54,6 +54,12 @@ class Sequence:
         return len(self.tokens) - len(self.prompt)
 
     @property
+    def sleeping(self) -> SessionState | None:
+        """The session that goes on behind it, a turn that has come to its end; None of one that was broken off."""
+        ended = self.output.finish_reason in ("stop", "length")
+        return self.session if ended and not self.outlived else None
+
+    @property
     def num_promised(self) -> int:
         """Tokens known or being drawn: positions below may be scheduled."""
         return len(self.tokens) + self.num_drawing

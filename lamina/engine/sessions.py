@@ -47,6 +47,7 @@ class SessionState:
     length: int = 0  # tokens of that
     place: Place = FIRST
     keys: list[bytes] = field(default_factory=list)
+    left_behind: dict[bytes, None] = field(default_factory=dict)  # keys of pages that only earlier turns had
     discarded: int = 0  # tokens of the conversation that its KV has no more
 
 
@@ -103,10 +104,7 @@ class Sessions:
 
     def drop(self, name: SessionName) -> SessionState | None:
         """Forget a session: what it had is the caller's to give up. None: there is no such session."""
-        session = self._by_name.pop(name, None)
-        if session is not None and session.leaf is not None:
-            self._by_leaf.pop(session.leaf, None)
-        return session
+        return self._by_name.pop(name, None)
 
     def _let_go(self, session: SessionState) -> None:
         """Its leaf has no name any more."""

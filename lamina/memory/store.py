@@ -33,6 +33,7 @@ from lamina.protocol.plan import (
     Keep,
     LayerShape,
     ProtocolError,
+    Rotary,
     Rows,
     Shift,
     StepPlan,
@@ -258,10 +259,21 @@ def check_bind(bind: Bind) -> None:
         raise ProtocolError(f"bind of {bind.max_rows} rows a step, {bind.max_model_len} tokens a sequence")
     if not bind.layers:
         raise ProtocolError("bind of no layers")
+    for layer in bind.layers:
+        if (rotary := layer.rotary) is not None and rotary.frequencies:
+            _check_rotary(rotary, layer.qk_dim)
     try:
         bind.partition.check([x.kv_heads for x in bind.layers])
     except ValueError as e:
         raise ProtocolError(str(e)) from e
+
+
+def _check_rotary(rotary: Rotary, width: int) -> None:
+    size = len(rotary.frequencies)
+    if size % 8 or not 0 <= rotary.start <= width - size // 4:
+        raise ProtocolError(f"rotary of {size} bytes from element {rotary.start} on in heads of {width}")
+    if not np.isfinite(np.frombuffer(rotary.frequencies, "<f8")).all():
+        raise ProtocolError("rotary of frequencies that are no finite numbers")
 
 
 def _kv_bytes(bind: Bind, device: torch.device, share: float, given: int) -> int:

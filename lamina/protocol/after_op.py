@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .extents import Extent, Extents, PlanError
-from .plan import BlockOp, Export, Fork, Free, Grant, Import, New, Shift, Truncate
+from .plan import BlockOp, Export, Fork, Free, Grant, Import, New, SequenceOp, Shift, Truncate
 
 
 def after_op(
@@ -59,6 +59,6 @@ def existing(extent: Extent | None, sequence: int) -> Extent:
     return extent
 
 
-def touched(op: BlockOp) -> tuple[int, ...]:
+def touched(op: SequenceOp) -> tuple[int, ...]:
     """The sequences that an op is about."""
     return (op.sequence, op.source) if isinstance(op, Fork) else (op.sequence,)

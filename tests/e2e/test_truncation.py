@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from lamina import LLM, SamplingParams
+from lamina import LLM, RequestOutput, SamplingParams
+from lamina.engine.sessions import SessionName
 
 pytestmark = pytest.mark.usefixtures("no_child_left")
 LIMIT, FIRST, STEP = 512, 128, 128
@@ -143,3 +144,23 @@ def test_a_long_prompt_without_a_session_is_computed_from_what_is_left(llama_pat
 def test_what_cannot_go_together(llama_path: Path, options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         LLM(str(llama_path), **{**OPTIONS, **options})
+
+
+def test_the_next_turn_may_come_at_once_and_its_salt_counts(llama_path: Path) -> None:
+    """Before the engine has settled behind the turn: an idle server does so a moment later."""
+    name = SessionName(b"", "mine")
+    with LLM(str(llama_path), memory_workers=1, **OPTIONS) as llm:
+
+        def turn(prompt: list[int], salt: bytes) -> RequestOutput:
+            number = llm.engine.add(prompt, PARAMS, session=name, salt=salt)
+            while True:
+                for output in llm.engine.step():
+                    if output.request_id == number and output.finished:
+                        return output
+
+        said = text(1, 440)
+        for salt, cached in ((b"a", False), (b"a", True), (b"b", False)):
+            output = turn(said, salt)
+            assert bool(output.num_cached_tokens) == cached
+            said += [*output.outputs[0].token_ids, *text(2, 100)]
+        llm.engine.settle()

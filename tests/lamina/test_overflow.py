@@ -16,7 +16,8 @@ def test_half_of_the_context_goes_at_once() -> None:
     """CachedAttention, figure 10: of a window of 4K the first 2K tokens, here behind a page that is kept."""
     of = overflow_of(TRUNCATE, 4096, 0)
     assert of == Overflow(4096, 128, 2048)
-    assert [of.discarded(n, None) for n in (4095, 4096, 6143, 6144)] == [0, 2048, 2048, 4096]
+    assert [of.discarded(n, 1) for n in (4095, 4096, 6143, 6144)] == [0, 2048, 2048, 4096]
+    assert [of.discarded(n, None) for n in (3072, 3073, 5120, 5121)] == [0, 2048, 2048, 4096], "of any length"
     assert of.discarded(4000, 97) == 2048
     assert of.discarded(3073, 4000) == 2048, "an answer has a quarter of the context, if it may be so long"
     assert of.discarded(3072, 4000) == 0

@@ -5,10 +5,11 @@ I/O, no clock.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from lamina.engine.sequence import Sequence
 from lamina.engine.sessions import NOWHERE, POOL, SessionFacts, SessionName, SessionState
-from lamina.protocol.plan import Fork, SequenceOp, Shift
+from lamina.protocol.plan import SequenceOp, Shift
 
 from .ledger import Ledger
 from .prefixes import Prefixes
@@ -34,17 +35,15 @@ class Leaves:
         """How many sessions of all tenants."""
         return Counter(map(self._tier_of, self._sessions.all()))
 
-    def shift(self, sequence: Sequence, ops: list[SequenceOp]) -> Shift | None:
+    def shift(self, sequence: Sequence) -> Shift | None:
         """What brings the leaf of a waiting turn's session to the positions that its tokens have in that turn, the turn
         can begin in the next round then; None: it is there, or there is none. A leaf that cannot be moved is not found.
-        ``ops``: of this round.
+        No op of this round may be about the leaf.
         """
         session = sequence.session
         if session is None or session.leaf is None or session.discarded == sequence.discarded:
             return None
         op = Shift(session.leaf, self._first, sequence.discarded - session.discarded)
-        if any(isinstance(other, Fork) and other.source == op.sequence for other in ops):
-            return None
         if op.count < 0 or op.first + op.count >= session.length or not self._ledger.can_shift(op):
             return None
         self._prefixes.set_apart(op.sequence, op.first, op.count)
@@ -55,20 +54,27 @@ class Leaves:
 
     def saved(self, sequence: Sequence, length: int) -> None:
         """So many tokens of a turn that has ended are kept beside the pool, or on their way there."""
-        if sequence.session is not None and self._tier is not None:
-            sequence.session.keys = self._tier.keys_of(sequence, length)
+        if (session := sequence.sleeping) is not None and self._tier is not None:
+            keys = self._tier.keys_of(sequence, length)
+            still = set(keys)
+            session.left_behind |= {key: None for key in session.keys if key not in still}
+            session.keys = keys
 
-    def drop(self, name: SessionName) -> list[SequenceOp] | None:
-        """Forget a session and give up its KV, but for pages that others have too. None: there is no such session."""
+    def drop(self, name: SessionName, running: Iterable[Sequence]) -> list[SequenceOp] | None:
+        """Forget a session and give up its KV, but for pages that others have too; a turn of it among ``running``
+        leaves nothing. None: there is no such session.
+        """
         session = self._sessions.drop(name)
         if session is None:
             return None
+        for sequence in running:
+            sequence.outlived |= sequence.session is session
         leaf, ops = session.leaf, list[SequenceOp]()
         if leaf is not None:
-            ops.append(self._prefixes.evict(leaf))
-        if self._tier and session.keys:
+            ops.append(self._prefixes.evict(leaf))  # which takes it from the session
+        if self._tier and (session.keys or session.left_behind):
             shared = set(self._prefixes.page_keys()).union(*(s.keys for s in self._sessions.all()))
-            mine = [key for key in session.keys if key not in shared]
+            mine = [key for key in (*session.keys, *session.left_behind) if key not in shared]
             ops += self._tier.delete(-1 if leaf is None else leaf, mine)
         return ops
 

@@ -42,32 +42,40 @@ class Loans:
         """Where the first ``length`` tokens of a sequence at ``place`` are."""
         return settled(place, self._stripes(length))
 
-    def grow(self, wanted: Mapping[Sequence, int], free: Callable[[], list[int]]) -> None:
+    def grow(self, wanted: Mapping[Sequence, int], free: Callable[[], list[int]]) -> list[Sequence]:
         """Borrow for the next rows of sequences that decode, so many each, where they begin a stripe for which home has
-        no room. ``free``: blocks that they can have; most steps do not ask.
+        no room. ``free``: blocks that they can have; most steps do not ask. Returns those that lie in so many pieces
+        that no worker can take one more: they have to begin anew elsewhere.
         """
         blocks: list[int] | None = None
+        stuck = list[Sequence]()
         for sequence, count in wanted.items():
             begun = self._stripes(sequence.num_scheduled if sequence.decodes else sequence.num_promised)
             for number in range(begun, self._stripes(sequence.num_scheduled + count)):
                 blocks = free() if blocks is None else blocks
-                self._begin(sequence, number, blocks)
+                if not self._begin(sequence, number, blocks):
+                    stuck.append(sequence)
+                    break
+        return stuck
 
-    def _begin(self, sequence: Sequence, number: int, blocks: list[int]) -> None:
+    def _begin(self, sequence: Sequence, number: int, blocks: list[int]) -> bool:
+        """Whether some worker can have that stripe, as far as pieces go."""
         place, stripe = sequence.place, self._placement.stripe
         need = min(stripe, -(-sequence.max_len // self._size) - number * stripe)
         owner = self._owners[self._placement.lane(place, number)]
-        if self._least(owner, blocks) < need:
+        if self._least(owner, blocks) < need or (place.moved and not fitting(place, owner, number, 1)):
             room = self._room(blocks)
-            able = [lane for lane in room if room[lane] and fitting(place, lane, number, 1)]
-            if able:
-                last = place.moved[-1].lane if place.moved else place.lane
-                owner = max(able, key=lambda lane: (lane == place.lane, lane == last, room[lane]))
-                self.num_lent += owner != place.lane
-                sequence.place = lend(settled(place, number), number, number + 1, owner)
+            fit = [lane for lane in room if fitting(place, lane, number, 1)]
+            if not fit:
+                return False
+            last = place.moved[-1].lane if place.moved else place.lane
+            owner = max(fit, key=lambda lane: (room[lane] > 0, lane == place.lane, lane == last, room[lane]))
+            self.num_lent += owner != place.lane
+            sequence.place = lend(settled(place, number), number, number + 1, owner)
         for group, lanes in enumerate(self._ledger.lanes):
             if owner in lanes and not self._ledger.windows[group]:
                 blocks[group] -= need
+        return True
 
     def borrowed(self, sequences: Iterable[Sequence]) -> list[int]:
         """KV blocks by layer group that lie with a creditor; of groups with a window none are counted."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from lamina.engine.prefill import Prefill
 from lamina.engine.sequence import Sequence
 from lamina.engine.sessions import NOWHERE, POOL
+from lamina.protocol.after_op import touched
 from lamina.protocol.plan import Keep, SequenceOp
 
 from .leaves import Leaves
@@ -162,12 +163,15 @@ class Newcomers:
         return [way for way in (load, hit) if way is not None] + [None]
 
     def _ways_of_truncated(self, sequence: Sequence, batches: Several[Batch]) -> list[Load | Hit | None]:
-        """Its session's leaf alone, which may have to be moved first."""
-        shift = self._leaves.shift(sequence, [op for batch in batches for op in batch.ops])
+        """Its session's leaf alone, which may have to be moved first, in a round in which nobody else is about it."""
+        session = sequence.session
+        leaf = session.leaf if session is not None else None
+        if leaf is not None and any(leaf in touched(op) for batch in batches for op in batch.ops):
+            return ASIDE
+        shift = self._leaves.shift(sequence)
         if shift is not None:
             batches[0].ops.append(shift)
             return ASIDE
-        session = sequence.session
         alike = session is not None and session.discarded == sequence.discarded
         hit = self._prefixes.match_leaf(sequence) if alike else None
         return [None] if hit is None else [hit, None]

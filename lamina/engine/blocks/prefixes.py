@@ -122,13 +122,14 @@ class Prefixes:
         pages = list(self._pages(sequence.tokens, min(sequence.num_scheduled, limit))) if self._page else []
         way = list(self._way(sequence.salt, pages))
         known = len(way) == len(pages)  # another one has all of them, and perhaps more
-        useless = not pages or (known and sequence.session is None)
+        session = sequence.sleeping
+        useless = not pages or (known and session is None)
         if useless or sequence.outlived or sequence.output.finish_reason == "error":
             return [Free(sequence.id)]
         length, superseded = len(pages) * self._page, {n.last: None for n in way if n.last is not None}
         superseded = {n: None for n in superseded if self.sessions.owner(n) is None}
-        if sequence.session is not None:
-            before = self.sessions.sleep(sequence.session, sequence.id, length, sequence.place)
+        if session is not None:
+            before = self.sessions.sleep(session, sequence.id, length, sequence.place)
             superseded |= {} if before is None else {before: None}
         freed = [self.evict(number) for number in superseded]
         self._retained[sequence.id] = None
@@ -137,8 +138,8 @@ class Prefixes:
 
     def _end_apart(self, sequence: Sequence) -> list[SequenceOp]:
         """Retain it for its session alone: its K and V have seen tokens that a prompt like it has not."""
-        session, length = sequence.session, sequence.num_scheduled // self._page * self._page if self._page else 0
-        if session is None or not length or sequence.outlived or sequence.output.finish_reason == "error":
+        session, length = sequence.sleeping, sequence.num_scheduled // self._page * self._page if self._page else 0
+        if session is None or not length:
             return [Free(sequence.id)]
         before = self.sessions.sleep(session, sequence.id, length, sequence.place, sequence.discarded)
         freed = [] if before is None else [self.evict(before)]
@@ -151,7 +152,10 @@ class Prefixes:
         session = sequence.session
         if session is None or session.leaf is None or not self._page:
             return None
-        theirs = self._known[session.leaf].sequence.tokens[: session.length]
+        leaf = self._known[session.leaf].sequence
+        if leaf.salt != sequence.salt:
+            return None
+        theirs = leaf.tokens[: session.length]
         both = zip(theirs, sequence.tokens[:-1], strict=False)  # a row has to draw
         alike = next((n for n, (a, b) in enumerate(both) if a != b), min(len(theirs), len(sequence.tokens) - 1))
         length = alike // self._page * self._page

@@ -23,10 +23,15 @@ class Relief:
         self._ledger, self._room = ledger, room
         self._prefixes, self._prefill, self._swaps = prefixes, prefill, swaps
 
-    def make_room(self, batch: Batch, picked: dict[Sequence, int]) -> Sequence | None:
+    def make_room(self, batch: Batch, picked: dict[Sequence, int], stuck: list[Sequence]) -> Sequence | None:
         """Give up what is retained; else preempt the newest sequence of ``batch`` whose blocks help, which is returned.
-        While K and V of that one are on their way, another of ``picked`` waits.
+        While K and V of that one are on their way, another of ``picked`` waits. ``stuck``: they are preempted first.
         """
+        if stuck:
+            victim = stuck.pop()
+            del picked[victim]
+            self._preempt(batch, victim)
+            return victim
         needed, free = self._ledger.blocks_needed(rows_of(picked)), self._ledger.free_blocks
         short = [n > f for n, f in zip(needed, free, strict=True)]
 

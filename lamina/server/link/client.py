@@ -209,7 +209,7 @@ class EngineClient:
         sizes = msgspec.structs.replace(config.topology, memory_workers=had.topology.memory_workers)
         if self._resizing.under_way:
             raise BusyError("its memory workers come or go already: ask again once they have")
-        if sizes == had.topology and (pause_s := await self._change_in_place(config)) is not None:
+        if sizes == had.topology and (pause_s := await asyncio.shield(self._change_in_place(config))) is not None:
             return pause_s
         if not self._is_ready:
             raise BusyError("the engine is being replaced: ask again once /health says ok")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lamina.engine.blocks.loans import Loans
@@ -112,6 +112,25 @@ def test_one_sequence_uses_the_pool(workers: int, prompt: float) -> None:
         if scheduler.num_preemptions:
             break
     assert used >= 0.95 * total
+
+
+@settings(max_examples=100, deadline=None)
+@given(rooms=st.lists(st.lists(st.sampled_from([0, 0, 50]), min_size=3, max_size=3), min_size=1, max_size=90))
+@example(rooms=[[50, 50, 0], [0, 50, 0]] * 20)
+def test_a_sequence_that_grows_is_never_in_more_pieces_than_a_message_has_room_for(rooms: list[list[int]]) -> None:
+    """Whatever room others leave from stripe to stripe; who could be nowhere is told, and begins anew."""
+    workers = len(rooms[0])
+    lanes = [Lanes(tuple(n == lane for n in range(workers))) for lane in range(workers)]
+    tables = BlockTables([0] * workers, [9999] * workers, BLOCK, lanes, STRIPE, True)
+    loans, grown = Loans(tables), Sequence(0, SamplingParams(), 0, [1], CompletionOutput(0), 10**4, frozenset())
+    grown.tokens, most = [1, 1], LENT_NODES
+    for number, room in enumerate(rooms):
+        grown.num_scheduled = number * STRIPE
+        if loans.grow({grown: 1}, lambda room=room: list(room)):  # type: ignore[misc]
+            return
+        for own in lanes:
+            nodes, whole = held_nodes(own, tables.placement, grown.place, range(number + 1))
+            assert whole or len(nodes) <= most
 
 
 def test_unequal_workers_count_in_full() -> None:
