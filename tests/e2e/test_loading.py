@@ -63,7 +63,13 @@ class Held:
         self._thread.join(10.0)
 
     def sample(self) -> None:
-        self.most = max(self.most, sum(held(pid) for pid in compute_workers()))
+        """Shares of mapped weights are read twice: a worker that maps pages between two readings halves the share that
+        was just read of the other one, and the sum would count half of the weights once more.
+        """
+        pids = list(compute_workers())
+        first = [mapped_weights(pid) for pid in pids]
+        again = [mapped_weights(pid) for pid in pids]
+        self.most = max(self.most, sum(map(own, pids)) + sum(map(min, first, again)))
 
     def _run(self) -> None:
         while not self._stop.wait(SAMPLE_S):
@@ -74,14 +80,21 @@ def compute_workers() -> Iterator[int]:
     yield from (pid for pid, command in workers_of(os.getpid()) if "serve_compute" in command)
 
 
-def held(pid: int) -> int:
-    """RssAnon + RssShmem of proc_pid_status(5), and Pss of the weights' mappings in proc_pid_smaps(5)."""
+def own(pid: int) -> int:
+    """RssAnon + RssShmem of proc_pid_status(5); 0 where it has ended."""
     try:
-        own = resident(pid)
-        weights = WEIGHTS_PSS.findall(Path(f"/proc/{pid}/smaps").read_bytes())
-    except (OSError, KeyError):  # it has ended
+        memory = resident(pid)
+    except (OSError, KeyError):
         return 0
-    return own.private + own.shared + 1024 * sum(map(int, weights))
+    return memory.private + memory.shared
+
+
+def mapped_weights(pid: int) -> int:
+    """Pss of the weights' mappings in proc_pid_smaps(5); 0 where it has ended."""
+    try:
+        return 1024 * sum(map(int, WEIGHTS_PSS.findall(Path(f"/proc/{pid}/smaps").read_bytes())))
+    except OSError:
+        return 0
 
 
 def load(path: Path, spread: dict[str, Any]) -> Loaded:
