@@ -1,4 +1,4 @@
-"""CPU seconds of each test file, with those of all processes under test: ``PYTHONPATH=tests pytest -p cpu_seconds``.
+"""CPU seconds of each test file, with those of all processes under test: ``python -m pytest -p tests.cpu_seconds``.
 
 Wall time says little on a machine that others use, and a test's own duration leaves out the processes that it starts.
 """
