@@ -37,7 +37,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: Any, *, tokenizer: Any = None, progress: bool = False, **options: Any) -> None:
-        """See ``LLM``."""
+        """``model``, ``tokenizer`` and ``options`` are those of ``LLM``. ``progress`` shows the start on a terminal."""
         front = self._front = Front(model, tokenizer, progress, options)
         if front.tokenizer is not None:
             token_ids(front.tokenizer, "")  # sets it up: from now on several threads use it

@@ -135,6 +135,19 @@ def test_a_class_has_a_name_of_its_own() -> None:
     assert [name for name, count in sorted(names.items()) if count > 1] == []
 
 
+def test_a_docstring_says_it_itself() -> None:
+    """A reader of a method is not sent to another file for its first sentence."""
+    sending = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for package in PACKAGES
+        for path in sources(package)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and re.match(r"See [`A-Z]|See (\w+\.)", ast.get_docstring(node) or "")
+    ]
+    assert sending == []
+
+
 def test_netstack_needs_no_torch() -> None:
     assert not [
         p.name for p in sources("netstack") for n in imported(p) if n.split(".")[0] in ("torch", "transformers")

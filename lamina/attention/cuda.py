@@ -97,7 +97,7 @@ class DeviceTable:
 
 
 class Cuda(AttentionBackend):
-    """See ``AttentionBackend`` for the contract. To be used on one stream at a time: scratch is shared."""
+    """The ``AttentionBackend`` of our CUDA kernels. One stream at a time uses it: scratch is shared."""
 
     def __init__(
         self, kernels: Kernels, device: torch.device, dtype: torch.dtype, store_dtype: torch.dtype | None = None

@@ -63,7 +63,9 @@ class CupyKernels:
         self._kernels: dict[tuple[Variant, str], Any] = {}
 
     def launch(self, variant: Variant, name: str, blocks: int, arguments: tuple[Argument, ...]) -> None:
-        """See ``Kernels``. The first launch of a variant compiles it: seconds, and not while a graph is captured."""
+        """Launch ``blocks`` warps of the kernel ``name``. The first launch of a variant compiles it: this takes
+        seconds, and must not happen while a graph is captured.
+        """
         stream = torch.cuda.current_stream(self._index).cuda_stream
         with self._cupy.cuda.Device(self._index), self._cupy.cuda.ExternalStream(stream, self._index):
             kernel = self._kernels.get((variant, name)) or self._compile(variant, name)

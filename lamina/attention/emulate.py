@@ -25,7 +25,9 @@ class _EmulatedRows(NamedTuple):
 
 
 class Emulate(AttentionBackend):
-    """See ``AttentionBackend`` for the contract. The time of a layer's attention is that of ``attend_stored``."""
+    """An ``AttentionBackend`` that takes another device's time. The time of a layer's attention is that of
+    ``attend_stored``.
+    """
 
     def __init__(self, inner: AttentionBackend, times: DeviceTimes) -> None:
         self._inner = inner

@@ -86,7 +86,7 @@ class _FlashInferRows(NamedTuple):
 
 
 class FlashInfer(AttentionBackend):
-    """See ``AttentionBackend`` for the contract."""
+    """The ``AttentionBackend`` that calls FlashInfer's kernels."""
 
     def __init__(self, wrapper: Any, cuda: Cuda, device: torch.device, dtype: torch.dtype) -> None:
         """``wrapper``: flashinfer.BatchDecodeWithPagedKVCacheWrapper."""

@@ -30,7 +30,7 @@ def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dt
 
 
 class NativeAttention(AttentionBackend):
-    """See ``AttentionBackend`` for the contract. Computes on torch's number of threads, which are its own."""
+    """The ``AttentionBackend`` of ``csrc/attention``. It computes on torch's number of threads, which are its own."""
 
     def __init__(self, dtype: torch.dtype, variant: str = VARIANTS[0], store_dtype: torch.dtype | None = None) -> None:
         """``variant``: one of VARIANTS. Raises ValueError for one that this CPU does not run."""

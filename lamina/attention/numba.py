@@ -55,7 +55,7 @@ class _NumbaRows:
 
 
 class Numba(AttentionBackend):
-    """See ``AttentionBackend`` for the contract."""
+    """The ``AttentionBackend`` of numba kernels on the CPU."""
 
     def __init__(self, dtype: torch.dtype, store_dtype: torch.dtype) -> None:
         self._reference = Reference(torch.device("cpu"), _merge)

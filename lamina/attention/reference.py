@@ -32,7 +32,7 @@ def open_backend(device: torch.device, dtype: torch.dtype, store_dtype: torch.dt
 
 
 class Reference(AttentionBackend):
-    """See ``AttentionBackend`` for the contract."""
+    """The ``AttentionBackend`` in plain torch, which others are compared with."""
 
     def __init__(self, device: torch.device, merge: Merge = merge) -> None:
         """``merge``: the arithmetic of another backend that computes the rest."""

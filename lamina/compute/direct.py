@@ -34,7 +34,7 @@ class _DirectShare(NamedTuple):
 
 
 class DirectAttention:
-    """See Attention: a MemoryPool of memory workers on devices, whose partition has whole heads.
+    """Attention of memory workers on devices, reached from device to device; their partition has whole heads.
 
     Where its wires are ``recordable``, so are its ``q`` and ``kv``: what differs from step to step is in lines.
     """
@@ -67,15 +67,15 @@ class DirectAttention:
 
     @property
     def send_s(self) -> float:
-        """See Attention; of plans alone."""
+        """Seconds spent sending plans. Devices send the rest."""
         return self._pool.send_s
 
     def announce(self, plan: StepPlan) -> None:
-        """See Attention."""
+        """Send the plan of a step to come."""
         self._pool.announce(plan)
 
     def select(self, plan: StepPlan) -> None:
-        """See Attention."""
+        """Bring this step's lines to the device: messages that follow belong to it."""
         if plan is self._plan:
             return
         self._plan = plan
@@ -85,18 +85,18 @@ class DirectAttention:
         self._lines.copy_(self._staging.up(known[1]))
 
     def q(self, layer: int, q: Tensor) -> None:
-        """See Attention. There may be more rows than the step has, behind them."""
+        """Send q [R, Hq, 1, D]. R may be above the step's rows; rows behind these are not read."""
         for share in self._shares[layer]:
             share.wire.send(self._lines[share.line], q[:, share.q_heads, 0].contiguous())
 
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """See Attention. There may be more rows than the step has, behind them."""
+        """Send k [R, Hkv, 1, D] and v [R, Hkv, 1, Dv]. R may be above the step's rows; rows behind these are not read."""
         for share in self._shares[layer]:
             parts = (x[:, share.kv_heads, 0].contiguous() for x in (k, v))
             share.wire.send(self._lines[share.line + 1], *parts)
 
     def o(self, layer: int, num_rows: int, dtype: torch.dtype) -> Tensor:
-        """See Attention; "there" for what the device does next."""
+        """[R, 1, Hq, Dv]. The device has it before whatever it does next; the host does not wait."""
         shape = self._layers[layer]
         out = torch.empty(num_rows, 1, shape.q_heads, shape.v_dim, dtype=dtype, device=self._staging.device)
         for share in self._shares[layer]:
@@ -108,7 +108,7 @@ class DirectAttention:
         return out
 
     def settle(self) -> None:
-        """See Attention. Raises RefusedError where that is why a memory worker has left."""
+        """Raise what went wrong with messages; RefusedError where a memory worker has left because it refused a plan."""
         try:
             for wire in self._wires:
                 wire.settle()

@@ -28,7 +28,7 @@ class EmulatedProgram:
         self._inner = program
 
     def forget(self) -> None:
-        """See Graphs."""
+        """Forget what the real program recorded, where it records graphs."""
         if isinstance(self._inner, Graphs):
             self._inner.forget()
 

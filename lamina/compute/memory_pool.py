@@ -29,7 +29,9 @@ Index = Tensor | None  # rows of a step; None = all of them
 
 
 class MemoryPool:
-    """See Attention. A message is on the host before ``q`` or ``kv`` returns: its tensors may be overwritten then."""
+    """Attention of memory workers, by messages of the host. A message is on the host before ``q`` or ``kv`` returns:
+    its tensors may be overwritten then.
+    """
 
     def __init__(
         self,
@@ -59,12 +61,12 @@ class MemoryPool:
 
     @property
     def send_s(self) -> float:
-        """See Attention."""
+        """Seconds spent sending plans, Q, K and V."""
         return self._send_s
 
     @property
     def wait_s(self) -> float:
-        """See Attention."""
+        """Seconds spent waiting for O."""
         return self._wait_s
 
     def select(self, plan: StepPlan) -> None:
@@ -128,7 +130,7 @@ class MemoryPool:
             self.links[link].receive(self._step.key(Kind.O, layer), fill, share.messages.o_bytes)
 
     def settle(self) -> None:
-        """See Attention: every O was waited for."""
+        """Nothing to raise: every O was waited for."""
 
     def _merge(self, of: PoolLayer, cut: _CutHeads, parts: Partial, out: Tensor) -> None:
         """Fill in the rows that several memory workers have returned in parts."""

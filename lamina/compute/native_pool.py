@@ -37,14 +37,18 @@ def open_pool(
     dtype: torch.dtype,
     staging: Staging,
 ) -> MemoryPool:
-    """See MemoryPool; without Python where the channels and the tensors allow it. ``dtype``: of all messages."""
+    """A pool of these links' memory workers, without Python where channels and tensors allow it. ``dtype``: of all
+    messages.
+    """
     if Pool is None or not links or staging.apart or any(link.channel.calls() is None for link in links):
         return MemoryPool(links, partition, layers, backend, staging)
     return NativePool(links, partition, layers, backend, dtype)
 
 
 class NativePool(MemoryPool):
-    """See Attention. ``native_send`` is for slices that are one native call; others call ``q`` and ``kv``."""
+    """A MemoryPool whose messages cost no Python. ``native_send`` is for slices that are one native call; others call
+    ``q`` and ``kv``.
+    """
 
     def __init__(
         self,
@@ -67,15 +71,15 @@ class NativePool(MemoryPool):
 
     @property
     def send_s(self) -> float:
-        """See Attention."""
+        """Seconds spent sending, in Python and in native calls."""
         return self._send_s + self._pool.send_s()
 
     def settle(self) -> None:
-        """See Attention."""
+        """Record the step's spans. Nothing to raise: every O was waited for."""
         self._put_spans()
 
     def select(self, plan: StepPlan) -> None:
-        """See Attention."""
+        """Lay the step's messages out for native calls: what follows belongs to it."""
         self._put_spans()  # of the step before
         known = self._steps.get(plan.batch)
         super().select(plan)

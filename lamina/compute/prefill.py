@@ -107,7 +107,7 @@ class OwnAttention:
         return out
 
     def settle(self) -> None:
-        """See Attention: there was nobody to wait for."""
+        """Nothing to raise: nobody was waited for."""
 
     @property
     def _now(self) -> Step:

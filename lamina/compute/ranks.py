@@ -68,15 +68,15 @@ class Alone:
         self._sampler = Sampler()
 
     def may_take(self, turns: Turns) -> bool:
-        """See Ranks."""
+        """Whether there is a turn to take."""
         return bool(turns)
 
     def take(self, turns: Turns) -> tuple[Turn, RunStep] | None:
-        """See Ranks."""
+        """Remove the next turn, which is there."""
         return heapq.heappop(turns)
 
     def draw(self, logits: Tensor, draws: list[Draw], seen: Mapping[int, Seen]) -> list[Drawn]:
-        """See Ranks."""
+        """One token for each row of ``logits`` [len(draws), vocabulary]."""
         return self._sampler.draw(logits, draws, seen)
 
 
@@ -92,11 +92,11 @@ class Together:
         self._sampler = Sampler()
 
     def may_take(self, turns: Turns) -> bool:
-        """See Ranks."""
+        """Whether there is a turn to take: any, or the one that rank 0 has named, once it has come."""
         return bool(turns) if self._due is None else any(turn == self._due for turn, _ in turns)
 
     def take(self, turns: Turns) -> tuple[Turn, RunStep] | None:
-        """See Ranks. Raises ChannelError."""
+        """Remove the turn that rank 0 names, the same on all ranks; None if none has come yet. Raises ChannelError."""
         if not self._ordered:
             return heapq.heappop(turns)
         if self.leads:
@@ -112,7 +112,8 @@ class Together:
         return taken
 
     def draw(self, logits: Tensor, draws: list[Draw], seen: Mapping[int, Seen]) -> list[Drawn]:
-        """See Ranks. Raises ChannelError.
+        """One token for each row of ``logits`` [len(draws), this rank's vocabulary], the same on all ranks. Raises
+        ChannelError.
 
         Rank 0 gets each rank's best few logits and those that a draw names; the whole logits only where one samples
         without ``top_k``, or with ``top_p`` before it, or names a large part of the vocabulary.

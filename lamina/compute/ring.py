@@ -68,11 +68,11 @@ class Stay:
         self._held: dict[int, tuple[Tensor, ...]] = {}  # by batch
 
     def give(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
-        """See Ring."""
+        """Keep the results of slice ``index`` for this replica's own next slice."""
         self._held[plan.batch] = carry
 
     def take(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
-        """See Ring."""
+        """The results of slice ``index``, as they were kept."""
         return self._held.pop(plan.batch)
 
 
@@ -87,7 +87,7 @@ class Move:
         self._timeout_s = timeout_s
 
     def give(self, plan: StepPlan, index: int, carry: tuple[Tensor, ...]) -> None:
-        """See Ring. Raises ChannelError."""
+        """Send the results of slice ``index`` to the replica that runs the next slice. Raises ChannelError."""
         places, total = layout(self._cuts[index], plan.num_rows)
         slot = self._behind.reserve(total, timeout_s=self._timeout_s)
         for (start, stop), x in zip(places, carry, strict=True):
@@ -95,7 +95,7 @@ class Move:
         self._behind.put_signal(slot, Key.of(Kind.CARRY, plan, index).pack())
 
     def take(self, plan: StepPlan, index: int) -> tuple[Tensor, ...]:
-        """See Ring. Raises ChannelError, ProtocolError."""
+        """Receive the results of slice ``index`` from the replica that ran it. Raises ChannelError, ProtocolError."""
         begun = time.perf_counter()
         arrival = next_of_view(self._before, plan.view, self._timeout_s)
         self.wait_s += time.perf_counter() - begun

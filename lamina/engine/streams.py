@@ -144,7 +144,9 @@ class Streams:
         return self._engine.scheduler.leaves.of_tenant(b"")
 
     def drop_session(self, name: str) -> bool:
-        """See ``Engine.drop_session``. Raises SessionBusyError while a turn of it is under way."""
+        """Forget a session and give up its KV; False: there is no such session. Raises SessionBusyError while a turn of
+        it is under way.
+        """
         self._turns.drop(SessionName(b"", name))
         return self._engine.drop_session(SessionName(b"", name))
 
@@ -177,15 +179,15 @@ class Streams:
                 self._end_turn(request_id, answered=False)
 
     def reset_prefix_cache(self) -> None:
-        """See ``Engine.reset_prefix_cache``."""
+        """Find no KV of finished requests any more; its blocks are free with the next step."""
         self._engine.reset_prefix_cache()
 
     def settle(self) -> None:
-        """See ``Engine.settle``."""
+        """Where no request is left: take in the steps in flight, so that an idle engine holds no blocks for them."""
         self._engine.settle()
 
     def look(self) -> None:
-        """See ``Engine.look``, of an engine without work."""
+        """Of an engine without work: whether its workers live. Raises WorkerError when one is lost for good."""
         self._engine.look()
 
     def take_all(self) -> list[Feed]:

@@ -63,16 +63,16 @@ class EngineThread:
         self._order(_Errand(feed, asked))
 
     def drop(self, feed: Feed) -> None:
-        """See ``Streams.drop``."""
+        """Cancel what is unfinished of a feed that nobody reads any more. Idempotent."""
         feed.dropped = True
         self._order(_Errand(feed))
 
     def abort(self, feed: Feed) -> None:
-        """See ``Streams.abort``. Behind ``add``."""
+        """End what is unfinished of a feed, behind an ``add`` of it; its reader gets what there is."""
         self._order(_Errand(feed, tell=True))
 
     def reset_prefix_cache(self) -> None:
-        """See ``Engine.reset_prefix_cache``: before whatever is added behind this call."""
+        """Find no KV of finished requests any more, before whatever is added behind this call."""
         self._order(_Errand(None))
 
     def stop(self) -> None:

@@ -378,7 +378,7 @@ class Cohort:
         )
 
     def _gpu_number(self, handle: WorkerHandle) -> int:
-        """See EngineConfig.gpu_number. On other hosts the launcher gives each worker GPUs of its own."""
+        """The GPU of a worker on this host. On other hosts the launcher gives each worker GPUs of its own."""
         return 0 if handle.place else self._config.gpu_number(handle.role, handle.index)
 
     def _copies(self, handle: WorkerHandle) -> int:

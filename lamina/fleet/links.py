@@ -71,11 +71,11 @@ class ControlLinks:
     """Links over the sockets of handles."""
 
     def open(self, handle: WorkerHandle) -> ControlLink:
-        """See Links."""
+        """The control link of a worker that was started."""
         return ControlLink(handle.sock, FROM_WORKERS)
 
     def wait(self, links: Sequence[Any], timeout_s: float) -> list[Any]:
-        """See Links."""
+        """The links that have sent something, or have ended; none once the time has passed."""
         poller = select.poll()
         for link in links:
             poller.register(link, select.POLLIN)

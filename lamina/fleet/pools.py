@@ -113,7 +113,7 @@ class Pools:
         return {m.label: m.handle.pid for m in self._members}
 
     def submit(self, new: RunRound) -> None:
-        """See Wire."""
+        """Queue a round for the compute workers. Where one is lost, ``wait`` says so."""
         self._arrivals.expect(new)
         self._expect_transfers(num_transfers(new) * len(self._members.memory))
         with self._or_note():
@@ -121,7 +121,7 @@ class Pools:
                 self._members.send(member, new)
 
     def prefill(self, worker: int, new: RunRound) -> None:
-        """See Wire."""
+        """Queue a chunk of a prompt, a round of one step, for a prefill worker. Where it is lost, ``wait`` says so."""
         if not self._chunks[worker]:
             self._since[worker] = self._clock()
         self._chunks[worker] += 1
@@ -134,7 +134,9 @@ class Pools:
         self._transfers += reports
 
     def wait(self) -> StepDone | Transferred | ViewChanged:
-        """See Wire."""
+        """The next step or transfer that has ended, or the loss of a worker. Raises WorkerError when one cannot be
+        replaced.
+        """
         start = self.tracer.recorder.now()
         done: StepDone | Transferred | None = None
         with self._lock:
@@ -146,7 +148,7 @@ class Pools:
             return self._halt() if done is None else done
 
     def look(self) -> ViewChanged | None:
-        """See Wire."""
+        """Whether a worker has been lost, without a wait. Raises WorkerError when one cannot be replaced."""
         with self._lock:
             if self._loss is None:
                 self._supervisor.tend_spares()
@@ -155,7 +157,9 @@ class Pools:
             return None if self._loss is None and not self.elastic.due() else self._halt()
 
     def resume(self, keep: Sequence[Keep]) -> ComputeReady | ViewChanged:
-        """See Wire."""
+        """Replace who was lost, and have all meet anew with the KV of ``keep`` alone. Another ViewChanged where others
+        are lost meanwhile; raises WorkerError where that cannot be.
+        """
         with self._lock, self._recovery():
             if self._loss is None:  # another one may have been noticed since
                 with self._or_note():
@@ -296,13 +300,13 @@ class Pools:
         return [m for m, chunks in zip(self._members.prefill, self._chunks, strict=False) if chunks]  # or none yet
 
     def ask_stats(self) -> None:
-        """See Counters.ask; for the thread that calls ``wait``."""
+        """Ask every worker for its counters, unless some have yet to answer; for the thread that calls ``wait``."""
         with self._or_note():
             if self._loss is None and not self.recovering:
                 self._counters.ask()
 
     def take_stats(self) -> dict[str, dict[str, float]] | None:
-        """See Counters.take."""
+        """The counters of all workers, once all have answered; None before that, and where nobody has asked."""
         found = None
         with self._or_note():
             if self._loss is None and not self.recovering:

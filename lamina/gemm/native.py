@@ -21,7 +21,7 @@ NO_LIMIT = (1 << 63) - 1
 
 
 class NativeLinear:
-    """See LinearBackend."""
+    """The LinearBackend of ``csrc/gemm``."""
 
     own_threads = True
 
@@ -34,11 +34,11 @@ class NativeLinear:
             self.most_rows[torch.bfloat16] = MOST_ROWS[variant or usable()[0]]
 
     def rows_of(self, dtype: torch.dtype) -> int:
-        """See LinearBackend."""
+        """The most rows that ``engine`` is to be given at once; with more, torch is faster."""
         return self.most_rows.get(dtype, NO_LIMIT)
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-        """See LinearBackend."""
+        """x [..., K], w [N, K], b [N] -> [..., N], all of one dtype; torch computes what there is no native code for."""
         cols, k_size = w.shape
         rows = x.numel() // max(k_size, 1)
         kind = TYPES.get(x.dtype)

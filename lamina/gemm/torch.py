@@ -14,11 +14,11 @@ class Torch:
     engine = None
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-        """See LinearBackend."""
+        """x [..., K], w [N, K], b [N] -> [..., N], as torch computes it."""
         return F.linear(x, w, b)
 
     def rows_of(self, dtype: torch.dtype) -> int:
-        """See LinearBackend."""
+        """0: there is no engine to be given rows."""
         return 0
 
 

@@ -21,11 +21,11 @@ class TraceLink(Protocol):
     """The part of a control link that is needed here."""
 
     def send(self, message: Any) -> None:
-        """See ControlLink."""
+        """Send a message to the worker. Raises LinkClosedError."""
         ...
 
     def recv(self, timeout_s: float | None = None) -> Any:
-        """See ControlLink."""
+        """The worker's next message. Raises LinkClosedError, TimeoutError."""
         ...
 
 

@@ -132,7 +132,7 @@ def _turns(planner: Planner, asked: Sequence[Deployment], trace: RequestTrace, b
 
 
 def gain_by_price(planner: Planner, ranking: Ranking, device: str, factor: float) -> float:
-    """See PlanVerdict.gain, where one device is that many times as dear; not a number where there is no such gain."""
+    """The gain of splitting where one device is ``factor`` times as dear; NaN where there is no such gain."""
     return _gain(planner.costs, _repriced(planner, ranking.points, device, factor))[0]
 
 

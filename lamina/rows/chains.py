@@ -49,7 +49,9 @@ class ChainedSlice:
         self._chain = Chain(programs, table)
 
     def __call__(self, *args: Any) -> tuple[Tensor, ...]:
-        """See converter.slices.Slice."""
+        """The slice's results for these tensors: by one native call, or by torch where they are not as the call needs
+        them.
+        """
         given, send = args[: len(self._given)], None
         if self._sent is not None:
             send = getattr(args[-1], "native_send", None)

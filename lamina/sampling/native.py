@@ -16,21 +16,23 @@ _GREEDY, _TOP_K_FIRST, _MIN_P_FIRST = 1, 2, 4
 
 
 class NativeSampling:
-    """See Backend. Tensors are on the CPU, of fp32, bf16 or fp16."""
+    """The sampling Backend of ``csrc/sampling``. Tensors are on the CPU, of fp32, bf16 or fp16."""
 
     def __init__(self, threads: int, variant: str = "") -> None:
         """Raises ValueError where the CPU lacks ``variant``."""
         self._engine = Engine(threads, variant)
 
     def draw(self, logits: Tensor, asks: list[Ask]) -> list[int]:
-        """See Backend. Raises ValueError for a row that is not there."""
+        """A token for each of ``asks`` out of logits [rows, V]; -1 where a row's largest logit is NaN or infinite.
+        Raises ValueError for a row that is not there.
+        """
         logits = _in_rows(logits)
         found = b"".join(map(_packed, asks))
         rows, size = logits.shape
         return self._engine.draw(logits.data_ptr(), TYPES[logits.dtype], rows, size, logits.stride(0), found)
 
     def best(self, logits: Tensor, count: int) -> Tensor:
-        """See Backend."""
+        """logits [rows, V] -> int64 [rows, count], the tokens of the first ``count`` ranks; NaN ranks first."""
         logits = _in_rows(logits)
         rows, size = logits.shape
         ids = torch.empty(rows, count, dtype=torch.int64)

@@ -18,10 +18,12 @@ WHOLE = 1 << SHARE_BITS
 
 
 class Plain:
-    """See Backend."""
+    """The sampling Backend in plain torch, on any device."""
 
     def draw(self, logits: Tensor, asks: list[Ask]) -> list[int]:
-        """See Backend. Rows of equal settings are drawn together."""
+        """A token for each of ``asks`` out of logits [rows, V]; -1 where a row's largest logit is NaN or infinite. Rows
+        of equal settings are drawn together.
+        """
         groups: dict[Settings, list[int]] = {}
         for at, ask in enumerate(asks):
             groups.setdefault(ask.settings, []).append(at)
@@ -35,12 +37,12 @@ class Plain:
         return tokens
 
     def best(self, logits: Tensor, count: int) -> Tensor:
-        """See Backend."""
+        """logits [rows, V] -> int64 [rows, count], the tokens of the first ``count`` ranks; NaN ranks first."""
         return best(logits.float(), count)
 
 
 def best(scores: Tensor, count: int) -> Tensor:
-    """See Backend; scores [rows, V] fp32."""
+    """scores [rows, V] fp32 -> int64 [rows, count], the tokens of the first ``count`` ranks; NaN ranks first."""
     bits = (scores + 0.0).view(torch.int32)  # -0 as 0
     keys = torch.where(scores.isnan(), 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))  # in the order of the floats
     if count == scores.shape[-1]:

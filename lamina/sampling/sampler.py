@@ -76,7 +76,7 @@ class Sampler:
         return [(token, float(values[token]), rank), *found]
 
     def best(self, logits: Tensor, count: int) -> Tensor:
-        """See Backend."""
+        """logits [rows, V] -> int64 [rows, count], the tokens of the first ``count`` ranks; NaN ranks first."""
         return self._of(logits).best(logits, count)
 
     def _of(self, logits: Tensor) -> Backend:

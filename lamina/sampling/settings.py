@@ -20,7 +20,7 @@ LEAST_FACTOR, MOST_FACTOR = 2.0**-100, 2.0**127
 
 
 class Settings(NamedTuple):
-    """See lamina.sampling."""
+    """One row's temperature and filters, in the integers that ``lamina.sampling`` computes with."""
 
     greedy: bool
     factor: float  # levels to 1 of logits; exact in fp32

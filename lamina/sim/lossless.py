@@ -62,8 +62,8 @@ class _Flight(NamedTuple):
 
 
 class LosslessWire:
-    """See engine.wire.Wire. Rounds run one after the other, and all steps of a round are done with it. Prefill workers
-    take no time. Every draw is TOKEN.
+    """A Wire on a virtual clock, without losses. Rounds run one after the other, and all steps of a round are done with
+    it. Prefill workers take no time. Every draw is TOKEN.
     """
 
     def __init__(self, clock: VirtualClock, ready: ComputeReady, seconds: Callable[[RoundLoad], float]) -> None:

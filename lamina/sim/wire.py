@@ -48,7 +48,7 @@ class _Chunk:
 
 
 class SimWire:
-    """See engine.wire.Wire."""
+    """A Wire of simulated workers on a virtual clock, with losses by the scenario."""
 
     def __init__(self, scenario: Scenario, clock: VirtualClock) -> None:
         layout = scenario.layout

@@ -118,7 +118,7 @@ class SimMemory:
         return [block for block in found if block is not None]
 
     def reconcile(self, keep: Sequence[Keep]) -> None:
-        """See BlockTables."""
+        """Hold what ``keep`` says, and nothing else."""
         had = self.written.report()
         for each in keep:
             held = self.tables.held_of(each)

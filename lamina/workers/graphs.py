@@ -55,14 +55,14 @@ class CudaCapture:
         self._graph: Any = None
 
     def begin(self) -> None:
-        """See GraphCapture."""
+        """Record what this thread's stream is given from here on."""
         torch.cuda.current_stream(self._device).synchronize()
         self._graph = torch.cuda.CUDAGraph()
         # Other workers may be threads of this process, and go on.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> Graph:
-        """See GraphCapture."""
+        """The graph of what was recorded since ``begin``."""
         graph: Graph = self._graph
         self._graph.capture_end()
         return graph
@@ -76,11 +76,11 @@ class Meetings:
         self._met: Joining = group
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See Collective."""
+        """The sum of all ranks' ``x``; of this rank's alone while a slice is tried out or recorded."""
         return self._met.all_reduce(x)
 
     def all_gather(self, x: Tensor, size: int) -> Tensor:
-        """See Collective."""
+        """All ranks' ``x`` side by side; a stand-in of that shape while a slice is tried out or recorded."""
         return self._met.all_gather(x, size)
 
     @contextmanager
@@ -140,7 +140,7 @@ class GraphedSlice:
         return self._known[kind](inputs, rows, send)
 
     def forget(self) -> None:
-        """See Graphs."""
+        """Forget the recorded graphs; the next call records anew."""
         self._known.clear()
 
     def _plain(self, args: Sequence[Any]) -> tuple[Tensor, ...]:

@@ -76,30 +76,30 @@ class HostStaging:
         self.device = device
 
     def up(self, x: Tensor) -> Tensor:
-        """See Staging."""
+        """``x`` itself."""
         return x
 
     def down(self, *xs: Tensor) -> tuple[Tensor, ...]:
-        """See Staging."""
+        """The tensors themselves."""
         return xs
 
     def room(self, data: memoryview) -> Tensor:
-        """See Staging."""
+        """``data`` as a flat tensor, without a copy."""
         return tensor_over(data, torch.uint8) if len(data) else NOTHING
 
     def fill(self, data: memoryview, room: Tensor) -> None:
-        """See Staging."""
+        """Nothing to do: ``room`` is ``data``."""
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """See Staging."""
+        """Host memory of this shape, not set."""
         return torch.empty(shape, dtype=dtype)
 
     def place(self, program: Any) -> Any:
-        """See Staging."""
+        """The program itself."""
         return program
 
     def capture(self) -> GraphCapture | None:
-        """See Staging."""
+        """None: a CPU has no graphs."""
         return None
 
 
@@ -113,14 +113,14 @@ class Apart:
         self.waits = 0  # of the host for the device
 
     def up(self, x: Tensor) -> Tensor:
-        """See Staging."""
+        """A copy of ``x`` on the device; ``x`` may be overwritten at once."""
         held = x if self.is_pinned(x) else self.empty(*x.shape, dtype=x.dtype).copy_(x)
         there = torch.empty(x.shape, dtype=x.dtype, device=self.device)
         self.copy(there, held)
         return there
 
     def down(self, *xs: Tensor) -> tuple[Tensor, ...]:
-        """See Staging. The host waits once for all."""
+        """Copies of the tensors on the host. The host waits once for all."""
         found = tuple(self.empty(*x.shape, dtype=x.dtype) for x in xs)
         for here, x in zip(found, xs, strict=True):
             self.copy(here, x)
@@ -129,21 +129,23 @@ class Apart:
         return found
 
     def room(self, data: memoryview) -> Tensor:
-        """See Staging."""
+        """Flat bytes on the device, as many as ``data`` has."""
         return torch.empty(len(data), dtype=torch.uint8, device=self.device)
 
     def fill(self, data: memoryview, room: Tensor) -> None:
-        """See Staging."""
+        """Copy ``room`` of the device into ``data``."""
         if len(data):
             (here,) = self.down(room)
             tensor_over(data, torch.uint8).copy_(here)
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """See Staging."""
+        """Host memory that is to go ``up``, and not to change after."""
         return torch.empty(shape, dtype=dtype)
 
     def place(self, program: Any) -> Any:
-        """See Staging. Raises ValueError where the weights do not fit."""
+        """The program with its weights on the device; the one given is used up. Raises ValueError where they do not
+        fit.
+        """
         from lamina.converter import move
 
         try:
@@ -157,7 +159,7 @@ class Apart:
         return moved
 
     def capture(self) -> GraphCapture | None:
-        """See Staging."""
+        """None: this device has no graphs."""
         return None
 
     def queue(self) -> Queue | None:
@@ -190,28 +192,28 @@ class CudaStaging(Apart):
             torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """See Staging."""
+        """Pinned host memory, which the device copies from while the host goes on."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def queue(self) -> Queue | None:
-        """See Apart."""
+        """This thread's stream."""
         stream = torch.cuda.current_stream(self.device)
         return Queue(stream.device_index, stream.cuda_stream)
 
     def is_pinned(self, x: Tensor) -> bool:
-        """See Apart."""
+        """Whether ``x`` is in pinned memory."""
         return x.is_pinned()
 
     def copy(self, to: Tensor, x: Tensor) -> None:
-        """See Apart."""
+        """Copy in the order of the current stream."""
         to.copy_(x, non_blocking=True)
 
     def wait(self) -> None:
-        """See Apart."""
+        """Wait until the current stream is done."""
         torch.cuda.current_stream(self.device).synchronize()
 
     def capture(self) -> GraphCapture | None:
-        """See Staging."""
+        """Records CUDA graphs of this thread's stream."""
         return CudaCapture(self.device)
 
 

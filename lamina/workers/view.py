@@ -128,14 +128,14 @@ class ViewFabric:
 
 
 class ViewListener:
-    """See Listener. It closes nothing: the door stays open for the next view."""
+    """A view's end of a door. It closes nothing: the door stays open for the next view."""
 
     def __init__(self, fabric: ViewFabric, door: ViewDoor) -> None:
         self.url = door.url
         self._fabric, self._door = fabric, door
 
     def accept(self, *, timeout_s: float) -> Channel:
-        """See ViewFabric."""
+        """The channel of the next peer of this view."""
         return self._fabric.accept(self._door, timeout_s)
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ class BaseChannel(ABC):
         self._arrived: deque[Arrival] = deque()
 
     def calls(self) -> object | None:
-        """See Channel."""
+        """None: this channel is not native."""
         return None
 
     def reserve(self, nbytes: int, *, timeout_s: float = 0.0) -> Slot:

@@ -223,7 +223,9 @@ class Rounded(DynamicCache):  # type: ignore[misc]
         self._kv_dtype = kv_dtype
 
     def update(self, key_states: Tensor, value_states: Tensor, *more: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """See transformers. K and V [batch, heads, tokens, dim]."""
+        """Add K and V [batch, heads, tokens, dim] of a layer, as transformers' caches do, but rounded as the pool
+        stores them.
+        """
         wire = key_states.dtype
         if is_scaled(dtype := stored_dtype(self._kv_dtype, wire)):
             key_states, value_states = (dequantise(*quantise(x, dtype)).to(wire) for x in (key_states, value_states))

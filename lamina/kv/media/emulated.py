@@ -52,39 +52,39 @@ class Emulated:
         self._calls: Counter[str] = Counter()
 
     def reserve(self, nbytes: int) -> list[bytes]:
-        """See Medium."""
+        """Make room in host memory, if the script lets it; keys of pages that were given up."""
         self._happen("reserve")
         return self._inner.reserve(nbytes)
 
     def write(self, page: Page, atoms: Mapping[Atom, Bytes]) -> None:
-        """See Medium."""
+        """Write to host memory, late or not at all where the script says so."""
         self._happen("write")
         self._inner.write(page, atoms)
 
     def read(self, key: bytes, into: Mapping[Atom, bytearray | memoryview]) -> None:
-        """See Medium."""
+        """Read from host memory; the script may delay it, let it fail or flip one bit."""
         flip = self._happen("read")
         self._inner.read(key, into)
         if flip and into:
             memoryview(next(iter(into.values()))).cast("B")[0] ^= 1
 
     def drop(self, keys: Iterable[bytes]) -> None:
-        """See Medium."""
+        """Give up pages of host memory."""
         self._happen("drop")
         self._inner.drop(keys)
 
     def pages(self) -> list[HeldPage]:
-        """See Medium."""
+        """Pages in host memory; the most recently used last."""
         self._happen("pages")
         return self._inner.pages()
 
     def keys(self, atoms: frozenset[Atom], most: int) -> list[bytes]:
-        """See Medium."""
+        """Keys of the last used pages that have all of ``atoms``; the most recently used last."""
         self._happen("pages")
         return self._inner.keys(atoms, most)
 
     def close(self) -> None:
-        """See Medium."""
+        """Give up the host memory."""
         self._inner.close()
 
     def _happen(self, call: str) -> bool:

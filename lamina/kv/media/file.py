@@ -51,7 +51,7 @@ class File:
             self._undo = undo.pop_all()
 
     def reserve(self, nbytes: int) -> list[bytes]:
-        """See Medium."""
+        """Make room for ``nbytes`` of atoms: old pages' files go. Raises NoRoomError, MediumError."""
         with self._call(), self._writing:
             given = list[bytes]()
             if nbytes > self._segments.share:
@@ -68,7 +68,9 @@ class File:
             return given
 
     def write(self, page: Page, atoms: Mapping[Atom, Bytes]) -> None:
-        """See Medium."""
+        """Seal the atoms and add them to the page's files. Raises NoRoomError, MediumError; ValueError for a page that
+        is there otherwise.
+        """
         if not atoms:
             raise ValueError("a write has at least one atom")
         views = {atom: memoryview(data).cast("B") for atom, data in atoms.items()}
@@ -85,7 +87,7 @@ class File:
                     self._segments.settle(extent)
 
     def read(self, key: bytes, into: Mapping[Atom, bytearray | memoryview]) -> None:
-        """See Medium."""
+        """Open the page's atoms into the buffers. Raises AtomLostError, MediumError; ValueError for a buffer's length."""
         views = {atom: memoryview(buffer).cast("B") for atom, buffer in into.items()}
         with self._call():
             entry = self._index.look_up(self._identity, key)
@@ -113,12 +115,12 @@ class File:
             self._records.get(entry.page, record, {a: view for a, view in views.items() if newest[a] is record})
 
     def drop(self, keys: Iterable[bytes]) -> None:
-        """See Medium."""
+        """Remove the files of these pages, of all workers. Raises MediumError."""
         with self._call():
             self._index.drop(self._identity, keys)
 
     def pages(self) -> list[HeldPage]:
-        """See Medium."""
+        """The pages of this identity on disk; the most recently used last. Raises MediumError."""
         with self._call():
             return [
                 HeldPage(
@@ -130,12 +132,12 @@ class File:
             ]
 
     def keys(self, atoms: frozenset[Atom], most: int) -> list[bytes]:
-        """See Medium."""
+        """Keys of the last used pages that have all of ``atoms``, out of the index. Raises MediumError."""
         with self._call():
             return self._index.keys(self._identity, atoms, most)
 
     def close(self) -> None:
-        """See Medium. Waits for calls of other threads."""
+        """Close the index; files stay for the next one. Waits for calls of other threads."""
         with self._quiet:
             self._closed = True
             if not self._quiet.wait_for(lambda: not self._num_calls, _CLOSE_S):

@@ -36,7 +36,7 @@ class HostMedium:
         self._tier = VictimQueue(place.policy, self._size)
 
     def reserve(self, nbytes: int) -> list[bytes]:
-        """See Medium."""
+        """Make room for ``nbytes`` in the shared buffer: the least recently used pages go. Raises NoRoomError."""
         with self._lock:
             lying = self._open()
             if nbytes > self._size:
@@ -47,7 +47,7 @@ class HostMedium:
             return given
 
     def write(self, page: Page, atoms: Mapping[Atom, Bytes]) -> None:
-        """See Medium."""
+        """Copy the atoms into the page. Raises NoRoomError; ValueError for a page that is there otherwise."""
         if not atoms:
             raise ValueError("a write has at least one atom")
         new = {atom: _Copy(bytes(data), zlib.crc32(data)) for atom, data in atoms.items()}
@@ -62,7 +62,7 @@ class HostMedium:
             self._use(lying)
 
     def read(self, key: bytes, into: Mapping[Atom, bytearray | memoryview]) -> None:
-        """See Medium."""
+        """Copy the page's atoms into the buffers. Raises AtomLostError; ValueError for a buffer's length."""
         views = {atom: memoryview(buffer).cast("B") for atom, buffer in into.items()}
         with self._lock:
             lying = self._open().get(key)
@@ -78,7 +78,7 @@ class HostMedium:
                 raise AtomLostError(f"an atom is damaged: layer {atom.layer}, head {atom.head}")
 
     def drop(self, keys: Iterable[bytes]) -> None:
-        """See Medium."""
+        """Give up these pages, all atoms of all workers."""
         with self._lock:
             lying = self._open()
             for key in keys:
@@ -86,18 +86,18 @@ class HostMedium:
                 self._tier.forget(key)
 
     def pages(self) -> list[HeldPage]:
-        """See Medium."""
+        """The pages held; the most recently used last."""
         with self._lock:
             return [HeldPage(each.page, frozenset(each.atoms), each.nbytes) for each in self._open().values()]
 
     def keys(self, atoms: frozenset[Atom], most: int) -> list[bytes]:
-        """See Medium."""
+        """Keys of the last used pages that have all of ``atoms``; the most recently used last."""
         with self._lock:
             there = [key for key, each in self._open().items() if atoms <= each.atoms.keys()]
         return there[-most:]
 
     def close(self) -> None:
-        """See Medium."""
+        """Give up all pages; later calls raise MediumError."""
         with self._lock:
             self._lying = None
 

@@ -53,7 +53,7 @@ class Connection(HttpToolsProtocol):  # type: ignore[misc] # untyped for mypy
         self._slow: asyncio.TimerHandle | None = None
 
     def give_up(self) -> None:
-        """See Guest."""
+        """Close the connection, whatever it may still send."""
         self._crowd.asked(self)  # never chosen twice
         self.transport.abort()
 

@@ -35,7 +35,7 @@ class Handshake:
         self._crowd.came(self)
 
     def give_up(self) -> None:
-        """See Guest."""
+        """Close the connection whose handshake is under way."""
         assert self._task is not None
         self._crowd.asked(self)  # never chosen twice
         self._task.cancel()

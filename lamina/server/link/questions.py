@@ -20,7 +20,7 @@ class Questions:
         self._next = 0
 
     async def ask(self, send: Callable[[AskSessions], None], tenant: bytes, drop: str | None) -> list[SessionFacts]:
-        """See AskSessions. Raises TimeoutError after ANSWER_S."""
+        """The engine's answer to one question. Raises TimeoutError after ANSWER_S."""
         number, self._next = self._next, self._next + 1
         answer: asyncio.Future[list[SessionFacts]] = asyncio.get_running_loop().create_future()
         self._open[number] = answer
