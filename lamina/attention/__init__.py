@@ -109,7 +109,7 @@ class AttentionBackend(Protocol):
         parts.o[left], parts.lse[left] = found
 
     def close(self, stored: Partial, new: Partial, sinks: Tensor | None, out: Tensor) -> None:
-        """Merge stored and new tokens and ``sinks`` into ``out``, as ``merge.finish`` does; all tensors are contiguous."""
+        """Merge stored and new tokens and ``sinks`` into ``out``, as ``merge.finish`` does. All are contiguous."""
         from lamina.attention.merge import finish
 
         finish(stored, new, sinks, out)

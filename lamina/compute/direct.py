@@ -85,12 +85,12 @@ class DirectAttention:
         self._lines.copy_(self._staging.up(known[1]))
 
     def q(self, layer: int, q: Tensor) -> None:
-        """Send q [R, Hq, 1, D]. R may be above the step's rows; rows behind these are not read."""
+        """Send q [R, Hq, 1, D]. R may be above the step's rows: nobody reads the rest."""
         for share in self._shares[layer]:
             share.wire.send(self._lines[share.line], q[:, share.q_heads, 0].contiguous())
 
     def kv(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Send k [R, Hkv, 1, D] and v [R, Hkv, 1, Dv]. R may be above the step's rows; rows behind these are not read."""
+        """Send k [R, Hkv, 1, D] and v [R, Hkv, 1, Dv]. R may be above the step's rows: nobody reads the rest."""
         for share in self._shares[layer]:
             parts = (x[:, share.kv_heads, 0].contiguous() for x in (k, v))
             share.wire.send(self._lines[share.line + 1], *parts)
@@ -108,7 +108,7 @@ class DirectAttention:
         return out
 
     def settle(self) -> None:
-        """Raise what went wrong with messages; RefusedError where a memory worker has left because it refused a plan."""
+        """Raise what went wrong with messages; RefusedError where a memory worker left as it refused a plan."""
         try:
             for wire in self._wires:
                 wire.settle()

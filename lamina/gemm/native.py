@@ -38,7 +38,7 @@ class NativeLinear:
         return self.most_rows.get(dtype, NO_LIMIT)
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-        """x [..., K], w [N, K], b [N] -> [..., N], all of one dtype; torch computes what there is no native code for."""
+        """x [..., K], w [N, K], b [N] -> [..., N], all of one dtype; torch computes what has no native code."""
         cols, k_size = w.shape
         rows = x.numel() // max(k_size, 1)
         kind = TYPES.get(x.dtype)

@@ -87,7 +87,7 @@ class File:
                     self._segments.settle(extent)
 
     def read(self, key: bytes, into: Mapping[Atom, bytearray | memoryview]) -> None:
-        """Open the page's atoms into the buffers. Raises AtomLostError, MediumError; ValueError for a buffer's length."""
+        """Open the page's atoms into the buffers. Raises AtomLostError, MediumError; ValueError for a wrong length."""
         views = {atom: memoryview(buffer).cast("B") for atom, buffer in into.items()}
         with self._call():
             entry = self._index.look_up(self._identity, key)
