@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", help="the directory of --kv-store-dir")
     parser.add_argument("--json", action="store_true", help="stat: print it as JSON")
     parser.add_argument(
-        "--tenant", metavar="NAME", help='purge: of this tenant only; "" is the one of a server without API keys'
+        "--tenant",
+        metavar="SHA256",
+        help='purge: of this tenant only, by the SHA-256 of its API key in hex; "": the one of a server without keys',
     )
     parser.add_argument("--kv-key-file", default="", metavar="FILE", help="the store's secret, if it is not in DIR")
     parser.add_argument("--dry-run", action="store_true", help="say what is stored, change and read nothing, and exit")
@@ -81,6 +84,14 @@ def _verify(folder: StoreFolder, args: argparse.Namespace) -> int:
     return int(damaged > 0)
 
 
+def _tenant(key_id: str) -> bytes:
+    from lamina.server.tenants import salt_of
+
+    if key_id and not re.fullmatch(r"[0-9a-fA-F]{64}", key_id):
+        raise ValueError("--tenant: give the 64 hex digits of the SHA-256 of an API key, as sha256sum prints them")
+    return salt_of(bytes.fromhex(key_id), None)
+
+
 def _purge(folder: StoreFolder, args: argparse.Namespace) -> int:
     from lamina.kv.store.folder import store_secret
     from lamina.kv.store.upkeep import purge, purge_tenant
@@ -89,6 +100,6 @@ def _purge(folder: StoreFolder, args: argparse.Namespace) -> int:
         purge(folder)
         print("purged: the store is empty, and its keys are gone")
     else:
-        pages = purge_tenant(folder, store_secret(folder, args.kv_key_file, make=False), args.tenant)
-        print(f"purged {pages} pages of tenant {args.tenant!r}, and its key")
+        pages = purge_tenant(folder, store_secret(folder, args.kv_key_file, make=False), _tenant(args.tenant))
+        print(f"purged {pages} pages of the tenant, and its data key")
     return 0

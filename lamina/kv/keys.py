@@ -20,6 +20,7 @@ import numpy as np
 from .pages import PAGE, TENANT_BYTES
 
 SECRET_BYTES = 32
+SALT_BYTES = 32  # of a salt's part that names the tenant
 _LENGTH_BYTES = 8
 
 
@@ -38,9 +39,15 @@ class Identity(NamedTuple):
         return sha256(_joined(b"lamina kv identity 1", *(text.encode() for text in texts))).digest()
 
 
-def tenant_tag(secret: bytes, tenant: str) -> bytes:
-    """What a store calls ``tenant``: TENANT_BYTES that tell nobody its name. "" is the one of a server without keys."""
-    return _hmac(secret, b"lamina kv tenant 1", tenant.encode())[:TENANT_BYTES]
+def tenant_of(salt: bytes) -> bytes:
+    """The tenant of a request's salt; empty for the one of a server without API keys."""
+    tenant = salt[:SALT_BYTES]
+    return tenant if any(tenant) else b""
+
+
+def tenant_tag(secret: bytes, tenant: bytes) -> bytes:
+    """What a store calls ``tenant``: TENANT_BYTES that tell nobody who it is."""
+    return _hmac(secret, b"lamina kv tenant 1", tenant)[:TENANT_BYTES]
 
 
 def root_key(secret: bytes, identity: bytes, tenant: bytes, salt: bytes = b"") -> bytes:

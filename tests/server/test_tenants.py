@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +13,8 @@ from fake import FakeClient, make_service
 from running import Running
 from test_layers import ask, error_of
 
+from lamina.cli.launch import main
+from lamina.kv.keys import tenant_of
 from lamina.server.calls import Service
 from lamina.server.tenants import salt_of
 
@@ -38,7 +42,7 @@ def test_a_server_without_keys_is_one_tenant_that_its_clients_may_divide() -> No
     assert none == b""
     assert mine == again
     assert len({none, mine, other}) == 3
-    assert len(mine) == len(other) == 32
+    assert {tenant_of(salt) for salt in (none, mine, other)} == {b""}
 
 
 def test_each_key_is_a_tenant_of_its_own_and_a_salt_divides_it() -> None:
@@ -46,6 +50,9 @@ def test_each_key_is_a_tenant_of_its_own_and_a_salt_divides_it() -> None:
     found = salts(make_service(api_key="one,two"), *asked, *asked)
     assert found[:4] == found[4:]
     assert len({*found, b""}) == 5, "nobody is of the tenant of a server without keys"
+    one, one_x, two, two_x = (tenant_of(salt) for salt in found[:4])
+    assert (one, two) == (one_x, two_x)
+    assert len({one, two, b""}) == 3
 
 
 def test_no_salt_leads_to_another_tenant() -> None:
@@ -70,9 +77,14 @@ def test_a_salt_is_text_of_1_to_1024_characters(path: str, body: dict[str, Any],
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    flags = ("--dtype=float32", "--enable-prefix-caching", "--block-size=16", "--server-dev-mode")
-    running = Running(tmp_path_factory.mktemp("server") / "log", *flags, env={"LAMINA_API_KEY": "one,two"})
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    flags = ("--dtype=float32", "--block-size=16", "--server-dev-mode", f"--kv-store-dir={folder / 'kv'}")
+    running = Running(folder / "log", *flags, env={"LAMINA_API_KEY": "one,two"})
     yield running
     running.kill()
 
@@ -93,3 +105,25 @@ def test_the_same_tenant_hits_and_another_misses(server: Running) -> None:
         assert reset.json() == {"success": True}
         assert [cached(*each) for each in asked] == [0, 0, 0, 0]
         assert http.post("/reset_prefix_cache").status_code == 401
+
+
+@pytest.mark.timeout(300)
+def test_each_key_has_a_data_key_on_disk_that_can_be_destroyed_alone(
+    server: Running, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last test of the server: it ends it."""
+    kv, purge = folder / "kv", ["kv", "purge", str(folder / "kv"), "--tenant", hashlib.sha256(b"one").hexdigest()]
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        for key in ("one", "two"):
+            body = {"prompt": [7] * 300, "max_tokens": 2}
+            assert http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}).is_success
+    assert main(purge) == 2
+    assert "another server has it open" in capsys.readouterr().err
+    server.kill()
+    data_keys = {file.name for file in kv.glob("key-*")}
+    assert len(data_keys) == 2
+    assert main(purge) == 0
+    assert capsys.readouterr().out == "purged 2 pages of the tenant, and its data key\n"
+    assert len({file.name for file in kv.glob("key-*")} & data_keys) == 1
+    assert main(["kv", "verify", str(kv)]) == 0
+    assert capsys.readouterr().out == "2 pages are whole, 0 are damaged\n"

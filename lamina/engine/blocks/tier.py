@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lamina.engine.sequence import Sequence
-from lamina.kv.keys import page_key, root_key, tenant_tag
+from lamina.kv.keys import page_key, root_key, tenant_of, tenant_tag
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import MOST_PAGES, Drop, Export, Import, Transfer
 from lamina.protocol.tables import BlockTables
@@ -87,7 +87,7 @@ class Tier:
         self.page, self.whole, self._prompts_only = facts.page, whole, prompts_only
         self.medium = facts.medium
         self._secret, self._identity = facts.secret, facts.identity
-        self._tenant = tenant_tag(facts.secret, "")
+        self._tags: dict[bytes, bytes] = {}  # of tenants
         self._ledger = ledger
         self._owners = [
             {w for lanes, group in zip(ledger.lanes, holders, strict=True) if lane in lanes for w in group}
@@ -185,18 +185,18 @@ class Tier:
         here = all(self._ledger.table(group, sequence.id)[0] == 0 for group in range(len(self._ledger.windows)))
         if not here or length > (self._most or length):
             return [], []
-        keys, parent = list[bytes](), root_key(self._secret, self._identity, self._tenant, root)
+        keys, parent = list[bytes](), root_key(self._secret, self._identity, self._tag(sequence), root)
         for number in range(-(-length // self.page)):
             parent = page_key(parent, number, [number])
             keys.append(parent)
         return keys, self._export(sequence, keys, range(len(keys)), length)
 
     def _export(self, sequence: Sequence, keys: Several[bytes], numbers: Iterable[int], length: int) -> list[Export]:
-        ops, prompt = list[Export](), len(sequence.prompt)
+        ops, prompt, tag = list[Export](), len(sequence.prompt), self._tag(sequence)
         for run in _runs(numbers):
             some, first = [keys[n] for n in run], run[0] * self.page
             count = min(len(some) * self.page, length - first)
-            ops.append(Export(sequence.id, self._number(), first, count, some, self._tenant, prompt))
+            ops.append(Export(sequence.id, self._number(), first, count, some, tag, prompt))
         if ops:
             mine = {key for op in ops for key in op.keys}
             self._saving[sequence.id] = _Saving(sequence.place, mine, len(ops))
@@ -289,9 +289,15 @@ class Tier:
         keys, page = sequence.page_keys, self.page
         while len(keys) < length // page:
             at = len(keys) * page
-            parent = keys[-1] if keys else root_key(self._secret, self._identity, self._tenant, sequence.salt)
+            parent = keys[-1] if keys else root_key(self._secret, self._identity, self._tag(sequence), sequence.salt)
             keys.append(page_key(parent, at // page, sequence.tokens[at : at + page]))
         return keys[: length // page]
+
+    def _tag(self, sequence: Sequence) -> bytes:
+        tenant = tenant_of(sequence.salt)
+        if tenant not in self._tags:
+            self._tags[tenant] = tenant_tag(self._secret, tenant)
+        return self._tags[tenant]
 
     def _lane(self, place: Place, number: int) -> int:
         """Of a page."""

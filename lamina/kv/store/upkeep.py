@@ -93,8 +93,9 @@ def purge(folder: StoreFolder) -> None:
     folder.sync()
 
 
-def purge_tenant(folder: StoreFolder, secret: bytes, tenant: str) -> int:
-    """Destroy the data key of ``tenant``, overwrite what is not encrypted, and forget its pages; returns how many.
+def purge_tenant(folder: StoreFolder, secret: bytes, tenant: bytes) -> int:
+    """Destroy the data key of ``tenant``, as tenant_of gives it, overwrite what is not encrypted, and forget its pages;
+    returns how many.
 
     Raises ValueError: a server has the store open, or there is no such tenant; OSError.
     """
@@ -103,7 +104,9 @@ def purge_tenant(folder: StoreFolder, secret: bytes, tenant: str) -> int:
     tag = tenant_tag(secret, tenant)
     with closing(_index(folder)) as index:
         if not destroy_data_key(folder, tag):
-            raise ValueError(f"{folder.name}: it has nothing of a tenant {tenant!r} under this secret")
+            raise ValueError(
+                f"{folder.name}: it has nothing of this tenant under this secret: stat lists what there is"
+            )
         with closing(Segments(folder, index, 0, 1)) as segments:
             records = Records(segments, DataKeys(folder, secret))
             for entry in index.entries(tenant=tag):

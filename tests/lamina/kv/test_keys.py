@@ -11,7 +11,7 @@ from lamina.kv.pages import PAGE
 
 SECRET = b"s" * 32
 IDENTITY = Identity("weights", ("layer 0", "layer 1"), "rope", "bfloat16", "int8")
-ROOT = root_key(SECRET, IDENTITY.digest(), tenant_tag(SECRET, "a"))
+ROOT = root_key(SECRET, IDENTITY.digest(), tenant_tag(SECRET, b"a"))
 TOKENS = list(range(3 * PAGE + 5))
 
 
@@ -33,12 +33,12 @@ def test_an_identity_is_all_of_it(other: Identity) -> None:
 
 
 def test_roots_differ() -> None:
-    digest, tag = IDENTITY.digest(), tenant_tag(SECRET, "a")
+    digest, tag = IDENTITY.digest(), tenant_tag(SECRET, b"a")
     roots = [
         ROOT,
         root_key(b"t" * 32, digest, tag),
         root_key(SECRET, b"another", tag),
-        root_key(SECRET, digest, tenant_tag(SECRET, "b")),
+        root_key(SECRET, digest, tenant_tag(SECRET, b"b")),
         root_key(SECRET, digest, tag, b"salt"),
         root_key(SECRET, digest + tag, tag[:0] + tag),
     ]
@@ -81,6 +81,6 @@ def test_refusals() -> None:
     with pytest.raises(OverflowError):
         page_key(ROOT, 0, [1 << 32])
     with pytest.raises(ValueError, match="32 bytes, not 31"):
-        tenant_tag(b"s" * 31, "a")
+        tenant_tag(b"s" * 31, b"a")
     with pytest.raises(ValueError, match="16 bytes, not 3"):
         root_key(SECRET, b"", b"abc")

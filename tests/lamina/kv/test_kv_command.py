@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from contextlib import closing
@@ -15,13 +16,14 @@ from lamina.kv.media import AtomLostError, MediumPlace
 from lamina.kv.media.file import File
 from lamina.kv.pages import PAGE, Atom, Page, Recipe
 from lamina.kv.store.folder import StoreFolder, store_secret
+from lamina.server.tenants import salt_of
 
 DATA = {Atom(layer, head): bytes([layer, head]) * 3000 for layer in range(2) for head in range(2)}
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A store with a page each of tenants "a" and ""; that of "a" is not encrypted."""
+    """A store with a page each of API key "a" and of a server without keys; that of "a" is not encrypted."""
     path = tmp_path / "kv"
     for number, tenant in enumerate(("a", "")):
         with closing(opened(path, encrypt=tenant != "a")) as medium:
@@ -34,7 +36,13 @@ def opened(path: Path, *, encrypt: bool = True) -> File:
 
 
 def page(path: Path, number: int, tenant: str) -> Page:
-    return Page(bytes([number]) * 32, number, PAGE, tenant_tag(secret_of(path), tenant), Recipe("prompt"))
+    return Page(
+        bytes([number]) * 32, number, PAGE, tenant_tag(secret_of(path), salt_of(key_id(tenant), None)), Recipe("prompt")
+    )
+
+
+def key_id(api_key: str) -> bytes:
+    return hashlib.sha256(api_key.encode()).digest() if api_key else b""
 
 
 def secret_of(path: Path) -> bytes:
@@ -89,13 +97,15 @@ def test_verify(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_purge_of_a_tenant(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = path / f"key-{page(path, 0, 'a').tenant.hex()}"
     assert DATA[Atom(1, 1)] in min(path.glob("segment-*")).read_bytes()
-    assert main(["kv", "purge", str(path), "--tenant", "a"]) == 0
-    assert capsys.readouterr().out == "purged 1 pages of tenant 'a', and its key\n"
+    assert main(["kv", "purge", str(path), "--tenant", key_id("a").hex()]) == 0
+    assert capsys.readouterr().out == "purged 1 pages of the tenant, and its data key\n"
     assert not key.exists()
     assert not any(DATA[Atom(1, 1)] in file.read_bytes() for file in path.iterdir()), "not encrypted: overwritten"
     assert there(path) == [1]
+    assert main(["kv", "purge", str(path), "--tenant", key_id("a").hex()]) == 2
+    assert "it has nothing of this tenant under this secret" in capsys.readouterr().err
     assert main(["kv", "purge", str(path), "--tenant", "a"]) == 2
-    assert "it has nothing of a tenant 'a' under this secret" in capsys.readouterr().err
+    assert "--tenant: give the 64 hex digits of the SHA-256 of an API key" in capsys.readouterr().err
     assert main(["kv", "purge", str(path), "--tenant", ""]) == 0
     assert there(path) == []
 

@@ -358,7 +358,7 @@ def test_secrets(path: Path, tmp_path: Path) -> None:
 
 
 def test_a_data_key_that_is_destroyed(opener: Opener, path: Path) -> None:
-    tags = [tenant_tag(SECRET, name) for name in ("a", "b")]
+    tags = [tenant_tag(SECRET, name) for name in (b"a", b"b")]
     medium = opener()
     for number, tag in enumerate(tags):
         medium.write(page(number, tag), ATOMS)
