@@ -63,8 +63,7 @@ class Scheduler:
         ``num_layers``: attention operators, over which the steps rotate. ``num_replicas``: 0 = as many as the batches
         need. ``prefill``: who computes the prompts; None = the batches do. ``prefixes``: what is kept of finished
         sequences; None = nothing. ``tier``: where it is kept besides; None = nowhere; ``swaps``: so too that of
-        preempted ones. ``keep_first``: tokens of a session that are never discarded. ``view``: of the plans,
-        until another one is set.
+        preempted ones. ``keep_first``: tokens of a session that are never discarded. ``view``: of the first plans.
         """
         self.view = view
         self._ledger = ledger
@@ -334,6 +333,7 @@ class Scheduler:
             self._grant(batch, picked)
         if not picked and not batch.ops:
             return None
+        batch.ops = self.tier.numbered(batch.ops) if self.tier else batch.ops
         plan = self._plan(batch, picked)
         self._ledger.apply(plan)
         batch.ops = []

@@ -188,8 +188,11 @@ class SimWire:
     def _halt(self) -> ViewChanged:
         """All that live come to rest, and say what they have."""
         self._noticed = False
+        silent = set[Worker]()
         for who, done in self._told:
-            if who not in self._dead or self._rng.random() < 0.5:  # it may have been said before its end
+            if who in self._dead and self._rng.random() >= 0.5:  # it may have been said before its end, in its order
+                silent.add(who)
+            if who not in silent:
                 self._hear(done)
         self._told.clear()
         found = []
@@ -245,7 +248,8 @@ class SimWire:
                     self._grants[number][op.worker, op.step] = op
             worker.begin(job.run.plan)
             for op in job.run.plan.ops:
-                if isinstance(op, Export | Import) and op.id > worker.last_transfer:
+                if isinstance(op, Export | Import):
+                    assert op.id > worker.last_transfer, "transfers are numbered in the order of the plans"
                     worker.last_transfer = op.id
                     self._later(self._transfer, number, op)
                 elif isinstance(op, Drop):

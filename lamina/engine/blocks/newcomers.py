@@ -14,7 +14,7 @@ from lamina.engine.prefill import Prefill
 from lamina.engine.sequence import Sequence
 from lamina.engine.sessions import NOWHERE, POOL
 from lamina.protocol.after_op import touched
-from lamina.protocol.plan import Keep, SequenceOp
+from lamina.protocol.plan import Fork, Keep, SequenceOp
 
 from .leaves import Leaves
 from .ledger import Ledger
@@ -202,11 +202,12 @@ class Newcomers:
     ) -> tuple[Fit | None, list[int]]:
         """Where a waiting sequence of ``batch`` can begin, and the blocks left before it does. Retained ones give way,
         the least recently used first, if they suffice; so all do where nothing runs, since what they share counts as
-        free in the next round only. The source of its hit stays.
+        free in the next round only. The source of its hit stays, and so do those of this round's forks, which share.
         """
         running, gone, more = _running(batches), list[int](), left
-        source = hit.source if isinstance(hit, Hit) else None
-        oldest = (n for n in self._prefixes.oldest if n != source)
+        sources = {op.source for each in batches for op in each.ops if isinstance(op, Fork)}
+        sources |= {hit.source} if isinstance(hit, Hit) else set()
+        oldest = (n for n in self._prefixes.oldest if n not in sources)
         while (fit := self._room.fit(sequence, hit, more, batch.running, running)) is None:
             number = next(oldest, None)
             if number is None:

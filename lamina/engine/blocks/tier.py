@@ -13,13 +13,16 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from msgspec import structs
+
 from lamina.engine.sequence import Sequence
 from lamina.kv.keys import page_key, root_key, tenant_of, tenant_tag
 from lamina.protocol.placement import Place
-from lamina.protocol.plan import MOST_PAGES, Drop, Export, Import, Transfer
+from lamina.protocol.plan import MOST_PAGES, Drop, Export, Import, SequenceOp, Transfer
 from lamina.protocol.tables import BlockTables
 from lamina.protocol.tiers import TierFacts, Transferred
 
+UNNUMBERED = 0  # a transfer whose plan is not made yet
 MOST_SAVED = 8  # pages of one Export, so that a worker whose disk is slow is heard of now and then
 
 
@@ -159,9 +162,8 @@ class Tier:
             some = keys[low : low + MOST_PAGES]
             first = low * self.page
             count = min(len(some) * self.page, wanted.length - first)
-            ops.append(Import(sequence.id, self._number(), first, count, some, sequence.place))
+            ops.append(Import(sequence.id, UNNUMBERED, first, count, some, sequence.place))
         self._loading[sequence.id] = _Loading(sequence, wanted, len(ops), wanted.length)
-        self._begin(ops)
         return ops
 
     def save(self, sequence: Sequence, length: int) -> list[Export]:
@@ -196,12 +198,11 @@ class Tier:
         for run in _runs(numbers):
             some, first = [keys[n] for n in run], run[0] * self.page
             count = min(len(some) * self.page, length - first)
-            ops.append(Export(sequence.id, self._number(), first, count, some, tag, prompt))
+            ops.append(Export(sequence.id, UNNUMBERED, first, count, some, tag, prompt))
         if ops:
             mine = {key for op in ops for key in op.keys}
             self._saving[sequence.id] = _Saving(sequence.place, mine, len(ops))
             self._gone -= mine
-        self._begin(ops)
         return ops
 
     def report(self, said: Transferred) -> Moved | None:
@@ -277,12 +278,17 @@ class Tier:
             self._gone.clear()
         return Moved(None, op.sequence, saving.error)
 
-    def _begin(self, ops: Iterable[Transfer]) -> None:
-        self._moving |= {op.id: _Moving(op, self._num_workers, len(op.keys)) for op in ops}
+    def numbered(self, ops: Iterable[SequenceOp]) -> list[SequenceOp]:
+        """The ops of the next plan, whose transfers begin with it: they get their numbers, as these follow the order of
+        the plans.
+        """
+        return [self._begin(op) if isinstance(op, Transfer) else op for op in ops]
 
-    def _number(self) -> int:
+    def _begin(self, op: Transfer) -> Transfer:
         self._next_id += 1
-        return self._next_id
+        op = structs.replace(op, id=self._next_id)
+        self._moving[op.id] = _Moving(op, self._num_workers, len(op.keys))
+        return op
 
     def keys_of(self, sequence: Sequence, length: int) -> list[bytes]:
         """Of the whole pages of its first ``length`` tokens."""

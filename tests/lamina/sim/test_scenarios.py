@@ -37,6 +37,18 @@ def test_every_stream_goes_on(part: int) -> None:
     assert preemptions, "no memory was tight"
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        612,  # what a sequence was forked from in this round gives way in it
+        924,  # the plan of a batch comes before that of another one, whose transfer was begun before
+        2136,  # a prefill worker dies while it tells of two chunks
+    ],
+)
+def test_rare_ones(seed: int) -> None:
+    check(scenario(seed))
+
+
 def test_what_is_kept_beside_the_pools_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """But that tokens are loaded, and not computed."""
     loads, right = list[int](), Tier.load
