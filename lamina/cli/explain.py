@@ -14,6 +14,8 @@ from lamina.facts.hardware import DEVICES, Device, device
 from lamina.facts.report import estimate_text, explain_text
 from lamina.facts.roofline import Estimate, estimate
 
+from .flags import check_writable
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -59,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--tensor-parallel-size must be at least 1, not {args.tensor_parallel_size}")
     devices = _devices(args)
     _check_dtype(args.dtype)
+    check_writable(args.dot, "--dot")
     OPTIONS["kv_cache_dtype"].check(args.kv_cache_dtype)
     if args.print_config:
         settings = {k: v for k, v in vars(args).items() if k not in ("command", "print_config", "dry_run")}

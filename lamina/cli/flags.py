@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from lamina.config import GONE, OPTIONS, flat, make_config
@@ -46,6 +48,18 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 def print_config(config: EngineConfig, **more: Any) -> None:
     """JSON on stdout: what was asked for, and the defaults of the rest."""
     print(json.dumps({**more, **flat(config)}, indent=2))
+
+
+def check_writable(path: str | None, flag: str) -> None:
+    """Before any work is done: raises ValueError that names ``flag`` where no file can be written. None: none is to."""
+    if path is None:
+        return
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"{flag} {path}: there is no folder {folder}: make it, or name another")
+    target = path if os.path.exists(path) else folder
+    if os.path.isdir(path) or not os.access(target, os.W_OK):
+        raise ValueError(f"{flag} {path} cannot be written: name a file in a folder that is yours")
 
 
 def _kind(option: Option) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from lamina.facts.report import table
 
+from .flags import check_writable
+
 if TYPE_CHECKING:
     from lamina.planner.figures import Figure, Line
     from lamina.planner.traces import RequestTrace
@@ -51,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model and args.model not in SPLITS:
         raise ValueError(f"--model {args.model} is not one of {', '.join(SPLITS)}")
     baseline(args.baseline)
+    check_writable(args.html, "--html")
     traces = _traces(args.figure, args.traces) if args.figure in _RUNS else {}
     if args.dry_run:
         print(f"would compute {args.figure}" + (f" on {', '.join(traces)}" if traces else ""))

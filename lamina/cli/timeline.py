@@ -11,6 +11,8 @@ from lamina.observe.page import page, report_json
 from lamina.observe.perfetto import read
 from lamina.observe.states import STATES
 
+from .flags import check_writable
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this sub-command."""
@@ -22,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 0; raises ValueError or OSError for bad input."""
+    check_writable(args.html, "--html")
     recording = read(args.trace)
     report = analyse(recording)
     if args.dry_run:

@@ -152,6 +152,10 @@ def test_long_requests_are_left_out_for_all_and_counted() -> None:
         (["--rate", "0"], "--rate 0 is neither a number of requests a second above 0"),
         (["--rate", "fast"], "--rate fast is neither"),
         (["--prompts", "there"], "--prompts there is not one of elsewhere, here"),
+        (["--dtype", "int8"], "--dtype must be one of auto, float32, bfloat16, float16, not 'int8'"),
+        (["--dtype", "float32"], "--dtype float32: llama3-70b is known by the paper's sizes alone"),
+        (["--html", "/nowhere/at/all.html"], "--html /nowhere/at/all.html: there is no folder /nowhere/at"),
+        (["--html", "/"], "--html / cannot be written"),
         (["--trace", "/nowhere.csv"], "/nowhere.csv: No such file"),
     ],
 )

@@ -11,79 +11,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lamina.cli.flags import check_writable
+from lamina.config import OPTIONS
 from lamina.facts.hardware import DEVICES, Device, device, read_devices
 from lamina.protocol.declare import parse_seconds
+
+from .flags import add_arguments
 
 if TYPE_CHECKING:
     from lamina.planner.deployment import Stock
     from lamina.planner.rank import Planner
     from lamina.planner.traces import RequestTrace
 
+__all__ = ["add_arguments", "run"]
+
 MOST_DEVICES = 64  # of a kind: so many deployments are ranked in seconds
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this sub-command."""
-    parser.add_argument(
-        "model", help="a directory, a hub id or a configuration file; or llama-33b, llama-65b, llama3-70b"
-    )
-    parser.add_argument(
-        "--trace", required=True, metavar="FILE", help="requests: Azure's CSV or Mooncake's JSON lines, or .gz"
-    )
-    parser.add_argument(
-        "--devices",
-        required=True,
-        metavar="NAME:N,...",
-        help=f"what can be had, such as h100:8,h20:16: {', '.join(DEVICES)}",
-    )
-    parser.add_argument("--prices", default="paper", metavar="BOOK", help="paper, or a TOML file of your own (paper)")
-    parser.add_argument("--slo-tbt", default="", metavar="TIME", help="mean time between two tokens, at most: 100ms")
-    parser.add_argument(
-        "--link", default="400Gbps", metavar="RATE", help="of a network card: 400Gbps, 50GB/s, 400Gbps:nccl (400Gbps)"
-    )
-    parser.add_argument(
-        "--baseline",
-        default="ideal",
-        metavar="NAME",
-        help="homogeneous engines: ideal, or calibrated, as slow as the paper's seem (ideal)",
-    )
-    parser.add_argument(
-        "--gigabyte", default="GiB", metavar="UNIT", help="what GB is on sheets of memory: GiB or GB (GiB)"
-    )
-    parser.add_argument(
-        "--max-num-seqs", type=int, default=0, metavar="N", help="sequences at once; 0 = as many as fit (0)"
-    )
-    parser.add_argument(
-        "--device-file", metavar="FILE", help="more devices, or others of a name, as in lamina/facts/data"
-    )
-    parser.add_argument(
-        "--operators", metavar="FILE", help="operators that you have measured, as in lamina/planner/data"
-    )
-    parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that ships with the model")
-    parser.add_argument(
-        "--prompts",
-        default="elsewhere",
-        metavar="PLACE",
-        help="where prompts are computed: elsewhere, at no price, or here, beside the rows that decode (elsewhere)",
-    )
-    parser.add_argument("--rows", type=int, default=5, metavar="N", help="deployments to show (5)")
-    parser.add_argument(
-        "--simulate",
-        type=int,
-        default=1000,
-        metavar="N",
-        help="play N requests on the rows shown, by the engine's own scheduler; 0 = none (1000)",
-    )
-    parser.add_argument(
-        "--rate",
-        default="",
-        metavar="N",
-        help="play so many requests a second, or `trace`: as they came; else each as soon as there is room",
-    )
-    parser.add_argument("--html", metavar="FILE", help="write a page with plots to FILE; it needs no other file")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be planned, and exit")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"--{name.replace('_', '-')} must be at least {int(name == 'rows')}, not {getattr(args, name)}"
             )
+    OPTIONS["dtype"].check(args.dtype)
+    check_writable(args.html, "--html")
     stock, rate = _stock(args), _rate(args.rate)
     planner, trace = _planner(args, stock), _trace(args.trace)
     asked = list(deployments(stock, planner.costs.model))
