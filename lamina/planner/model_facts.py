@@ -105,9 +105,7 @@ def model_facts(model: str, *, dtype: str = "auto", trust_remote_code: bool = Fa
     shipped = paper_models()
     if model in shipped and not Path(model).exists():
         if dtype != "auto":
-            raise ValueError(
-                f"--dtype {dtype}: {model} is known by the paper's sizes alone: leave --dtype out"
-            )
+            raise ValueError(f"--dtype {dtype}: {model} is known by the paper's sizes alone: leave --dtype out")
         return shipped[model]
     kept = _kept(model, dtype)
     with suppress(OSError, msgspec.DecodeError):
