@@ -14,7 +14,7 @@ from lamina.protocol.tiers import Transferred
 
 from .blocks.leaves import Leaves
 from .blocks.ledger import Blocks, Ledger
-from .blocks.newcomers import Batch, Cuts, Newcomers, settle
+from .blocks.newcomers import Batch, Cuts, Newcomers, deal, settle
 from .blocks.prefixes import Prefixes
 from .blocks.relief import Relief
 from .blocks.room import Room, rows_of
@@ -25,7 +25,7 @@ from .pipeline import route
 from .prefill import Prefill
 from .sequence import Sequence
 from .sessions import SessionName
-from .steps import Round, ScheduledStep
+from .steps import Round, ScheduledStep, commit
 
 
 class Scheduler:
@@ -192,7 +192,7 @@ class Scheduler:
         if self._num_batches != len(self.batches):
             if self._in_flight:
                 return []
-            self._deal()
+            self.batches = deal(self._running, self._num_batches)
         self.forget_finished()
         self.batches[0].ops += self._ops
         self._ops = []
@@ -316,17 +316,6 @@ class Scheduler:
         for sequence in self._running:
             sequence.num_told = -1
 
-    def _deal(self) -> None:
-        """The longest sequences first, each to the batch whose attention reads least. No round is in flight, so no
-        batch has operations left, and those that decode know all their tokens; prefill workers go on meanwhile.
-        """
-        running = self._running
-        self.batches = [Batch(i) for i in range(self._num_batches)]
-        for sequence in sorted(running, key=lambda s: -s.num_promised):
-            min(self.batches, key=lambda b: (b.load, len(b.running))).running.append(sequence)
-        for batch in self.batches:
-            batch.running.sort(key=lambda s: s.request_id)  # the newest is preempted first
-
     def _next(self, batch: Batch) -> ScheduledStep | None:
         picked = self._pick(batch)
         if not any(s.wants_rows and s not in picked for s in batch.running):  # that waits for blocks
@@ -337,7 +326,7 @@ class Scheduler:
         plan = self._plan(batch, picked)
         self._ledger.apply(plan)
         batch.ops = []
-        return self._commit(plan, picked)
+        return commit(plan, picked)
 
     def _drop_finished(self, batch: Batch) -> None:
         """Those whose K and V are still on their way stay until these have come."""
@@ -389,12 +378,3 @@ class Scheduler:
 
     def _route(self, batch: int, step: int) -> tuple[list[int], list[int]]:
         return route(batch, step, self._num_layers, len(self.batches), self._num_replicas)
-
-    def _commit(self, plan: StepPlan, picked: dict[Sequence, int]) -> ScheduledStep:
-        draws = [s for s, count in picked.items() if s.num_scheduled + count == s.num_promised]
-        step = ScheduledStep(plan, list(picked), draws)
-        for sequence, count in picked.items():
-            sequence.num_scheduled += count
-        for sequence in draws:
-            sequence.num_drawing += 1
-        return step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lamina.protocol.plan import StepPlan
@@ -38,3 +39,14 @@ class Round:
     prompt_rows: int  # behind which nothing is drawn
     tokens: int  # that its attention reads
     steady: bool  # every row continues a sequence that decodes, and another round was under way already
+
+
+def commit(plan: StepPlan, picked: Mapping[Sequence, int]) -> ScheduledStep:
+    """The step of ``plan``, which is sent off: its sequences have so many rows more under way."""
+    draws = [s for s, count in picked.items() if s.num_scheduled + count == s.num_promised]
+    step = ScheduledStep(plan, list(picked), draws)
+    for sequence, count in picked.items():
+        sequence.num_scheduled += count
+    for sequence in draws:
+        sequence.num_drawing += 1
+    return step

@@ -71,6 +71,18 @@ class Cuts(NamedTuple):
         return wanted
 
 
+def deal(running: Iterable[Sequence], num_batches: int) -> list[Batch]:
+    """The longest sequences first, each to the batch whose attention reads least. No round is in flight, so no batch
+    has operations left, and those that decode know all their tokens; prefill workers go on meanwhile.
+    """
+    batches = [Batch(i) for i in range(num_batches)]
+    for sequence in sorted(running, key=lambda s: -s.num_promised):
+        min(batches, key=lambda b: (b.load, len(b.running))).running.append(sequence)
+    for batch in batches:
+        batch.running.sort(key=lambda s: s.request_id)  # the newest is preempted first
+    return batches
+
+
 def settle(batches: Several[Batch], found: Iterable[Keep]) -> list[Sequence]:
     """Running sequences lie elsewhere now. Those that are not among ``found`` leave their batches, and are returned."""
     places, gone = {each.sequence: each.place for each in found}, list[Sequence]()

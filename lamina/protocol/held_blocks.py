@@ -1,0 +1,112 @@
+"""What sequences hold of the KV blocks of all layer groups: ids and counts only, no tensors, no I/O."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from .after_op import existing
+from .block_counts import num_lanes
+from .block_pool import BlockPool
+from .extents import Extent, Extents
+from .partition import Lanes
+from .placement import Place, Placement
+from .plan import StepPlan
+
+
+class HeldBlocks:
+    """The blocks of all sequences, as the plans until now have left them.
+
+    Group g keeps what lies in ``lanes[g]``, by the places of sequences, of rows and grants; ``stripe`` is in blocks.
+    """
+
+    def __init__(
+        self,
+        windows: Sequence[int],
+        num_blocks: Sequence[int],
+        block_size: int,
+        lanes: Sequence[Lanes] | None = None,
+        stripe: int = 0,
+        stays: bool = False,
+    ) -> None:
+        """``windows[g]`` in tokens (0 = all), ``num_blocks[g]`` KV blocks for group g; ``lanes`` None = all of them in
+        every group. ``stays``: see Placement.
+        """
+        lanes = [Lanes()] * len(windows) if lanes is None else lanes
+        same = len(windows) == len(num_blocks) == len(lanes) > 0
+        if not same or min(num_blocks) < 1 or min(windows) < 0 or block_size < 1:
+            raise ValueError(f"block tables of windows {windows}, {num_blocks} blocks of {block_size} tokens")
+        self.windows = tuple(windows)
+        self.num_blocks = tuple(num_blocks)
+        self.block_size = block_size
+        self.lanes = tuple(lanes)
+        self.stripe = stripe
+        self.placement = Placement(num_lanes(lanes), stripe, stays)
+        self._extents = Extents(self.windows, block_size, self.lanes, self.placement)
+        self._sequences: dict[int, Extent] = {}
+        self._last: dict[int, StepPlan] = {}  # batch -> its last plan
+        self._tables: list[dict[int, array[int]]] = [{} for _ in windows]
+        self._pools = [BlockPool(n) for n in num_blocks]
+
+    @property
+    def free_blocks(self) -> tuple[int, ...]:
+        """Blocks that nobody holds, by group."""
+        return tuple(pool.num_free for pool in self._pools)
+
+    @property
+    def num_lanes(self) -> int:
+        """Of the partition, as far as it shows here."""
+        return self.placement.num_lanes
+
+    @property
+    def sequences(self) -> list[int]:
+        """The sequences that exist, oldest first."""
+        return list(self._sequences)
+
+    def length(self, sequence: int) -> int:
+        """Tokens of ``sequence`` up to the end of its last rows. Raises PlanError if it does not exist."""
+        return self._extent(self._sequences, sequence).length
+
+    def place(self, sequence: int) -> Place:
+        """Where ``sequence`` lies. Raises PlanError if it does not exist."""
+        return self._extent(self._sequences, sequence).place
+
+    def table(self, group: int, sequence: int) -> tuple[int, array[int]]:
+        """(start, ids): the blocks of the sequence from the ``start``-th on that are kept, in order. Read only."""
+        return self._extent(self._sequences, sequence).starts[group], self._tables[group][sequence]
+
+    def block_ids(self, group: int, sequence: int, low: int, high: int) -> array[int]:
+        """The ids of blocks ``low .. high`` of the sequence, counted from its token 0, which are all kept."""
+        at = self._extents.index(group, self._extent(self._sequences, sequence), low)
+        return self._tables[group][sequence][at : at + high - low]
+
+    def most_blocks(self, place: Place, length: int, max_rows: int) -> list[int]:
+        """The most blocks by group that one sequence at ``place``, of up to ``length`` tokens, holds."""
+        return self._extents.most(place, length, max_rows)
+
+    def blocks_of(self, sequences: Iterable[int]) -> tuple[int, ...]:
+        """Blocks by group that some of ``sequences`` hold; those that do not exist hold none."""
+        known = [s for s in sequences if s in self._sequences]
+        return tuple(len({b for s in known for b in tables[s]}) for tables in self._tables)
+
+    def own_blocks(self, sequence: int) -> tuple[int, ...]:
+        """Blocks by group that ``sequence`` holds alone: so many are free once it is freed. Raises PlanError."""
+        self._extent(self._sequences, sequence)
+        each = zip(self._pools, self._tables, strict=True)
+        return tuple(sum(pool.holders(b) == 1 for b in tables[sequence]) for pool, tables in each)
+
+    def check_integrity(self) -> None:
+        """Every block is free or in tables, and every table is as long as its sequence, else RuntimeError."""
+        for g, (pool, tables) in enumerate(zip(self._pools, self._tables, strict=True)):
+            pool.check(b for table in tables.values() for b in table)
+            for sequence, extent in self._sequences.items():
+                if len(tables[sequence]) != self._extents.held(extent)[g]:
+                    raise RuntimeError(f"layer group {g}: sequence {sequence} holds {len(tables[sequence])} blocks")
+            if tables.keys() != self._sequences.keys():
+                raise RuntimeError(f"layer group {g}: a table without a sequence")
+
+    def _extent(self, changes: dict[int, Extent | None] | dict[int, Extent], sequence: int) -> Extent:
+        return existing(self._known(changes, sequence), sequence)
+
+    def _known(self, changes: dict[int, Extent | None] | dict[int, Extent], sequence: int) -> Extent | None:
+        return changes[sequence] if sequence in changes else self._sequences.get(sequence)
