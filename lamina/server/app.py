@@ -6,6 +6,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from lamina import __version__
@@ -18,6 +19,7 @@ from .door.early_refusal import EarlyRefusal
 from .door.heads import Heads
 from .door.hosts import Hosts
 from .door.root_path import RootPath
+from .door.unserved import Unserved, no_route
 from .errors import ApiError, error_response
 from .journal import fetch
 from .watch import page
@@ -39,12 +41,13 @@ def make_app(service: Service) -> FastAPI:
 
 
 def layered(app: FastAPI, service: Service) -> ASGIApp:
-    """``app`` behind its layers: observe, hosts, CORS, API key, early refusal, limits of bodies, heads; from outside
-    to inside.
+    """``app`` behind its layers: observe, hosts, CORS, API key, what is not here, early refusal, limits of bodies,
+    heads; from outside to inside.
     """
     config = service.config
+    routes = _routes(service)
     refusal = EarlyRefusal(BodyLimits(Heads(app), config), service.admission, generate.router.routes)
-    inner: ASGIApp = Auth(refusal, config.api_keys)
+    inner: ASGIApp = Auth(Unserved(refusal, _paths(routes)), config.api_keys)
     if config.origins:
         inner = CORSMiddleware(
             inner, allow_origins=config.origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"],
@@ -52,7 +55,6 @@ def layered(app: FastAPI, service: Service) -> ASGIApp:
         )  # fmt: skip
     if not config.api_keys and not config.uds:  # no browser has the key, or gets at a Unix socket
         inner = Hosts(inner, config)
-    routes = [route for router in _routers(service) for route in router.routes]
     heads = config.enable_request_id_headers
     seen = Observe(inner, service.metrics, routes, log_requests=config.log_requests, heads=heads)
     return RootPath(seen, config.root_path) if config.root_path else seen
@@ -71,6 +73,14 @@ def _routers(service: Service) -> list[APIRouter]:
     return [generate.router, about.router, *(router for router, wanted in optional if wanted)]
 
 
+def _routes(service: Service) -> list[Route]:
+    return [route for router in _routers(service) for route in router.routes if isinstance(route, Route)]
+
+
+def _paths(routes: list[Route]) -> list[str]:
+    return [route.path for route in routes]
+
+
 async def _api_error(request: Request, error: Exception) -> Response:
     return error_response(error if isinstance(error, ApiError) else ApiError(500, "the server failed; see its log"))
 
@@ -79,7 +89,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException) or error.status_code not in (404, 405):
         return error_response(ApiError(getattr(error, "status_code", 500), "the request failed"))
     if error.status_code == 404:
-        return error_response(ApiError(404, "there is no such route", code="not_found"))
+        return error_response(no_route(request.scope["path"], _paths(_routes(request.app.state.service))))
     allowed = "GET, HEAD" if "GET" in (known := (error.headers or {}).get("Allow", "")) else known
     text = f"this route takes {allowed}, not {request.method}"
     return error_response(ApiError(405, text, code="method_not_allowed"), {"Allow": allowed})

@@ -107,7 +107,8 @@ def test_an_answer_is_had_again_by_its_id(service: Service, path: str, body: dic
 
 def test_without_a_journal_there_is_no_such_route() -> None:
     answer = ask(make_service(), "GET", "/v1/completions/cmpl-0")
-    assert (answer.status_code, answer.json()["error"]["message"]) == (404, "there is no such route")
+    text = "this server does not serve /v1/completions/{answer_id}: start it with --journal DIR"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (404, text)
 
 
 def test_the_answer_is_behind_the_key_of_the_server(service: Service) -> None:

@@ -46,9 +46,9 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 def test_every_route_but_health_needs_a_key() -> None:
     service = make_service(api_key="one,two")
-    routes = [r for r in _routes(make_app(service)) if r.path != "/health"]
-    assert {"/v1/completions", "/metrics", "/openapi.json", "/v1/models/{model:path}"} <= {r.path for r in routes}
-    paths = [*(r.path for r in routes), "/", "/health/", "/nothing"]
+    open_to_keys = [r for r in routes(make_app(service)) if r.path != "/health"]
+    assert {"/v1/completions", "/metrics", "/openapi.json", "/v1/models/{model:path}"} <= {r.path for r in open_to_keys}
+    paths = [*(r.path for r in open_to_keys), "/", "/health/", "/nothing"]
     wrong = [{}, {"authorization": "Bearer three"}, {"authorization": "Basic one"}]
 
     async def work() -> None:
@@ -71,7 +71,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert ask("GET", "/v1/models", make_service(api_key="one"), headers=wrong).status_code == 200
 
 
-def _routes(app: Any) -> list[Route]:
+def routes(app: Any) -> list[Route]:
     found: list[Route] = []
     pending = list(app.routes)
     while pending:
