@@ -103,6 +103,22 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
     assert ask("POST", CHAT, service, json={"messages": talk}).status_code == 200, "an answer, sent back"
 
 
+def test_true_and_false_may_be_texts() -> None:
+    """As vLLM takes them; other texts are refused, and so are numbers that are texts."""
+    client = FakeClient()
+    for text in ("true", "false"):
+        assert ask("POST", CHAT, make_service(client), json={**TALK, "ignore_eos": text, "logprobs": text}).is_success
+    assert [params.ignore_eos for _, params in client.added] == [True, False]
+    assert [params.logprobs is not None for _, params in client.added] == [True, False]
+    for field, value in (("ignore_eos", "yes"), ("ignore_eos", ""), ("ignore_eos", 1), ("seed", "5")):
+        assert refused(CHAT, {**TALK, field: value})["param"] == field
+
+
+@pytest.mark.parametrize(("seed", "kind"), [(-(1 << 63) - 1, "greater_than_equal"), (1 << 63, "less_than_equal")])
+def test_a_bound_is_told_by_the_word_that_clients_of_vllm_look_for(seed: int, kind: str) -> None:
+    assert refused(CHAT, {**TALK, "seed": seed})["message"].endswith(f" ({kind})")
+
+
 def test_the_openai_client_is_told_which_field_is_wrong() -> None:
     async def work() -> None:
         async with http_of(make_service()) as http:

@@ -57,7 +57,9 @@ def _parse(model: type[M], body: bytes, service: Service) -> M:
     except ValidationError as e:
         first = e.errors(include_input=False, include_url=False, include_context=False)[0]
         where = ".".join(str(x) for x in first["loc"])
-        raise ApiError(400, f"{where or 'body'}: {first['msg']}", param=where or None, code="invalid_value") from e
+        kind = "" if first["type"] == "value_error" else f" ({first['type']})"  # clients of vLLM look for these words
+        text = f"{where or 'body'}: {first['msg']}{kind}"
+        raise ApiError(400, text, param=where or None, code="invalid_value") from e
 
 
 def _value(name: str, raw: msgspec.Raw, config: ServerConfig, limit: int) -> Any:

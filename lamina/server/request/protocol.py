@@ -13,6 +13,10 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value  # 1.0 is an integer in JSON
 
 
+def _truth(value: Any) -> Any:
+    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value  # as vLLM reads them
+
+
 def _false_is_none(value: Any) -> Any:
     return None if value is False else value
 
@@ -24,6 +28,7 @@ def _not_of_tools(role: str) -> str:
 
 
 Int = Annotated[int, BeforeValidator(_whole)]
+Bool = Annotated[bool, BeforeValidator(_truth)]
 
 
 _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -38,8 +43,8 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    include_usage: Bool | None = None
+    continuous_usage_stats: Bool | None = None
 
 
 class Sampling(Strict):
@@ -55,27 +60,27 @@ class Sampling(Strict):
     min_tokens: Int | None = Field(None, ge=0)
     stop: str | list[str] | None = None
     stop_token_ids: list[Int] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    ignore_eos: bool | None = None
-    seed: Int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    include_stop_str_in_output: Bool | None = None
+    skip_special_tokens: Bool | None = None
+    ignore_eos: Bool | None = None
+    seed: Int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[Int] | None = Field(None, min_length=1)
     bad_words: list[str] | None = None
-    stream: bool | None = None
+    stream: Bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    return_tokens_as_token_ids: bool | None = None
-    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: Bool | None = None
+    return_token_ids: Bool | None = None
     prompt_logprobs: Int | None = Field(None, ge=-1)  # -1 = the whole vocabulary
     truncate_prompt_tokens: Int | None = Field(None, ge=-1)
     truncation_side: Literal["left", "right"] | None = None  # which end goes; default: left
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     session_id: str | None = None  # the next turn of that session
-    add_special_tokens: bool | None = None  # default: with a text, not with a conversation, whose template has them
+    add_special_tokens: Bool | None = None  # default: with a text, not with a conversation, whose template has them
 
 
 class CompletionRequest(Sampling):
@@ -83,7 +88,7 @@ class CompletionRequest(Sampling):
 
     # Checked by prompts.py: a union over long lists is slow and its errors are unreadable.
     prompt: Annotated[Any, WithJsonSchema(FORMS_OF_PROMPTS)] = None
-    echo: bool | None = None
+    echo: Bool | None = None
     logprobs: Annotated[Int | None, Field(ge=-1), BeforeValidator(_false_is_none)] = None
     best_of: Int | None = Field(None, ge=0, le=128)
 
@@ -104,13 +109,13 @@ class ChatRequest(Sampling):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Int | None = Field(None, ge=1)
-    add_generation_prompt: bool | None = None  # default: yes, unless the final message is to go on
-    continue_final_message: bool | None = None
-    echo: bool | None = None  # the answer begins with the final message, where that is the assistant's
+    add_generation_prompt: Bool | None = None  # default: yes, unless the final message is to go on
+    continue_final_message: Bool | None = None
+    echo: Bool | None = None  # the answer begins with the final message, where that is the assistant's
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     generation_config: Any = None  # as generation_config.py has it
-    logprobs: bool | None = None
+    logprobs: Bool | None = None
     top_logprobs: Int | None = Field(None, ge=-1)
 
 
@@ -120,12 +125,12 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    add_generation_prompt: Bool | None = None
+    continue_final_message: Bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
+    add_special_tokens: Bool | None = None
+    return_token_strs: Bool | None = None
 
 
 class DetokenizeRequest(Strict):

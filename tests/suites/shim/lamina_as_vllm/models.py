@@ -25,6 +25,7 @@ SAYS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 THINKS = "Qwen/Qwen3-0.6B"  # whose template has a word for it
 THOUGHT = "<think>"
+ENDS = "Qwen/Qwen2-1.5B-Instruct"  # whose answers must come to an end
 
 
 def made(name: str) -> str:
@@ -35,17 +36,17 @@ def made(name: str) -> str:
     """
     if Path(name).is_dir():
         return name
-    kind = name.partition("/")[2] if name in SAYS or name == THINKS else "tiny"
+    kind = name.partition("/")[2] if name in (*SAYS, THINKS, ENDS) else "tiny"
     folder = Path(os.environ["LAMINA_SUITES"]) / "models" / kind
     if not (folder / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder, thinks=name == THINKS)
+        _write(folder, thinks=name == THINKS, ends=name == ENDS)
         if name in SAYS:
             _make_speaker(folder, SAYS[name])
     return str(folder)
 
 
-def _write(folder: Path, *, thinks: bool) -> None:
+def _write(folder: Path, *, thinks: bool, ends: bool) -> None:
     changed = ("config.json", "tokenizer_config.json", "model.safetensors", "chat_template.jinja")
     for file in SHIPPED.iterdir():
         if file.name not in changed:
@@ -63,7 +64,8 @@ def _write(folder: Path, *, thinks: bool) -> None:
         rows = torch.cat([rows, rows[begin : begin + 1]])
         _add_tokens(folder, (THOUGHT,))
     head = rows.clone()
-    head[config["eos_token_id"]] = head[begin]  # which no text has but as its first
+    if not ends:
+        head[config["eos_token_id"]] = head[begin]  # which no text has but as its first
     weights |= {"model.embed_tokens.weight": rows, "lm_head.weight": head}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     config.update(max_position_embeddings=LENGTH, tie_word_embeddings=False, vocab_size=len(rows))

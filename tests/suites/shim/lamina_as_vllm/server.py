@@ -146,6 +146,8 @@ class RemoteOpenAIServer:
             env["LAMINA_API_KEY"] = env["VLLM_API_KEY"]
         if env.pop("VLLM_BATCH_INVARIANT", os.environ.get("VLLM_BATCH_INVARIANT")) == "1":
             args += ["--deterministic"]
+        if "--enable-request-id-headers" not in args:
+            args += ["--no-enable-request-id-headers"]  # their default
         fixed = ["--seed", str(seed or 0), "--metrics-compat", "vllm", "--allow-unknown-fields"]
         self._process = _server([made(model), *args, *fixed], env)
         self.proc = self._process.process
