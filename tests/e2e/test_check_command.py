@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lamina import attention
 from lamina.attention.reference import Reference
-from lamina.cli.check.matrix import BASE, BASE_OPTIONS, FIXED, Exactness, Setting
+from lamina.cli.check.matrix import BASE, BASE_OPTIONS, FIXED, LENDING, Exactness, Setting
 from lamina.cli.check.settings_run import Check
 from lamina.cli.launch import main
 from lamina.compute.worker import ComputeWorker
@@ -219,6 +220,13 @@ def test_workers_that_the_prompts_leave_idle_are_named(based: Check) -> None:
     (found,) = based.run([Setting("partition", Exactness.BITWISE, BASE, options)])
     assert found.held
     assert "nothing to attend for memory-" in found.note
+
+
+def test_a_row_that_lends_has_loans_and_the_same_bits(based: Check) -> None:
+    lends = Setting("partition", Exactness.BITWISE, BASE, {"memory_workers": 3, "partition": LENDING})
+    (found,) = based.run([lends])
+    assert (found.held, found.found) == (True, "bitwise")
+    assert re.fullmatch("stripes lent: [1-9]", found.note), found.note
 
 
 def test_what_cannot_be_run_is_refused(based: Check) -> None:

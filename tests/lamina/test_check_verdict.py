@@ -14,6 +14,7 @@ from lamina.cli.check.agreement import ERROR_ALLOWED, Agreement
 from lamina.cli.check.matrix import (
     BASE,
     FIXED,
+    LENDING,
     RANKS,
     Exactness,
     Setting,
@@ -22,14 +23,19 @@ from lamina.cli.check.matrix import (
     whole,
 )
 from lamina.cli.check.report import report_json, show
+from lamina.cli.check.tight import Tight
 from lamina.cli.check.verdict import Outcome, Verdict, compare, failed, judge
 from lamina.config import make_config
+from lamina.protocol.block_counts import split_memory
+from lamina.protocol.partition import Lanes
+from lamina.protocol.plan import LayerShape
 from lamina.request import CompletionOutput, Logprob
 
 QUICK = quick(["numba", "reference"])
 WHOLE = whole(["numba", "reference"], ["torch"], ["shm", "tcp"])
 SPLIT = Setting("memory workers", Exactness.BITWISE, BASE, {"memory_workers": 2})
 BATCHED = Setting("pipeline", Exactness.BITWISE, FIXED, {"pipeline": 2, "deterministic": True})
+LENDS = Setting("partition", Exactness.BITWISE, BASE, {"partition": LENDING, "memory_workers": 3})
 ROUNDED = Setting("dtype", Exactness.BOUNDED, None, {"dtype": "bfloat16"})
 
 
@@ -147,6 +153,39 @@ def test_any_changed_bit_is_found(at: int, ulps: int) -> None:
 
 def test_idle_workers_are_named() -> None:
     assert "memory-1" in judge(SPLIT, outcome(idle=("memory-1",)), outcome()).note
+
+
+def test_a_row_that_is_to_lend_and_lends_nothing_is_a_breach() -> None:
+    assert judge(LENDS, outcome(lent=3), outcome()).held
+    idle = judge(LENDS, outcome(), outcome())
+    assert (idle.held, idle.found) == (False, "bitwise")
+    assert "stripes lent: 0" in idle.note
+    assert judge(SPLIT, outcome(), outcome()).held, "nobody else has to"
+
+
+def test_rows_that_lend_are_in_both_and_say_so() -> None:
+    for settings, least in ((QUICK, 1), (WHOLE, 12)):
+        lending = [s for s in settings if s.lends]
+        assert len(lending) >= least
+        assert all("(too little memory for one sequence)" in s.text and s.like in (FIXED, RANKS) for s in lending)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_memory_is_too_tight_for_the_longest_sequence_alone(ranks: int) -> None:
+    """As memory workers count their blocks: one has all but the last stripe, three have enough."""
+    layers, config = [LayerShape(4, 2, 8, 8, "")] * 3, make_config({"dtype": "float32", "tensor_parallel_size": ranks})
+    for longest, home in ((130, 128), (257, 128), (258, 256), (322, 256), (385, 256), (386, 384)):
+        found = Tight(longest, layers, 1 << 20).options(config)
+        block = config.kv.block_size * 3 * 2 * 16 * 4 // ranks
+        split = split_memory(
+            int(found["kv_memory"]), [block], [0], [Lanes((True, False, False))], stripe=4, stays=True,
+            block_size=config.kv.block_size, max_rows=64, max_len=found["max_model_len"],
+        )  # fmt: skip
+        assert split == [home // config.kv.block_size]
+        assert home < longest - 1 <= home + 128
+        assert longest <= found["max_model_len"]
+    with pytest.raises(ValueError, match="use longer prompts or a larger --max-tokens"):
+        Tight(129, layers, 1 << 20).options(config)
 
 
 @pytest.mark.parametrize("settings", [QUICK, WHOLE], ids=["quick", "all"])

@@ -37,10 +37,16 @@ class Setting:
     restored: bool = False  # the pools have been emptied before, so that KV is loaded from beside them
 
     @property
+    def lends(self) -> bool:
+        """Whether memory workers hold less than the longest sequence, so that one lies on loan in part."""
+        return self.options.get("partition") == LENDING and self.options["memory_workers"] > 1
+
+    @property
     def text(self) -> str:
         """Its flags, as ``lamina-launch`` takes them."""
         words = [_words(name, value) for name, value in self.options.items()]
-        said = ["(prompts one by one)"] * self.alone + ["(KV loaded)"] * self.restored
+        tight = ["(too little memory for one sequence)"] * self.lends
+        said = [*tight, *["(prompts one by one)"] * self.alone, *["(KV loaded)"] * self.restored]
         return " ".join([*words, *said])
 
 
@@ -50,7 +56,10 @@ BASE_OPTIONS: dict[str, Any] = {
     "transport": "loopback", "memory_workers": 1, "dtype": "float32", "prefill_chunk": 32, "max_num_seqs": 4
 }  # fmt: skip
 BASE_STORE = KVOptions().kv_cache_dtype
-OTHERS = [name for name in PARTITIONS if name != TopologyOptions().partition]
+LENDING = "spill"
+HOLDING = [name for name in PARTITIONS if name != LENDING]
+OTHERS = [name for name in HOLDING if name != TopologyOptions().partition]
+_SPILL: dict[str, Any] = {"partition": LENDING, "memory_workers": 3}  # two have no room for all that runs at once
 BASE = Setting("base", Exactness.TOKEN_EQUAL)
 FIXED = Setting("deterministic", Exactness.TOKEN_EQUAL, BASE, {"deterministic": True})
 # Sums over ranks round otherwise than those of one.
@@ -70,6 +79,7 @@ def quick(attention: Sequence[str]) -> list[Setting]:
         _bits("transport", memory_workers=2, transport="shm"),
         _bits("transport", memory_workers=2, transport="tcp"),
         FIXED,
+        _fixed("partition", **_SPILL, transport="shm"),
         Setting("batch mates", Exactness.BITWISE, FIXED, FIXED.options, alone=True),
         _fixed("pipeline", pipeline=3),
         _fixed("prefill workers", prefill_workers=1),
@@ -86,17 +96,22 @@ def quick(attention: Sequence[str]) -> list[Setting]:
 
 def whole(attention: Sequence[str], gemm: Sequence[str], transports: Sequence[str]) -> list[Setting]:
     """Every value of every axis, and combinations. The arguments are values other than the base's."""
-    splits: list[dict[str, Any]] = [{"memory_workers": n, "partition": name} for name in PARTITIONS for n in (2, 3)]
+    held: list[dict[str, Any]] = [{"memory_workers": n, "partition": name} for name in HOLDING for n in (2, 3)]
+    splits = [*held, _SPILL]
     return [
         BASE,
         Setting("again", Exactness.BITWISE, BASE),
         *(_bits("memory workers", memory_workers=n) for n in (2, 3, 4)),
-        *(_bits("memory weights", **o, memory_weights="5,3,2"[: 2 * o["memory_workers"] - 1]) for o in splits),
+        *(_bits("memory weights", **o, memory_weights="5,3,2"[: 2 * o["memory_workers"] - 1]) for o in held),
         *(_bits("partition", memory_workers=n, partition=name) for name in OTHERS for n in (1, 2, 3)),
+        _bits("partition", memory_workers=1, partition=LENDING),
         _bits("overlap", overlap=False),
-        *(_bits("overlap", **o, overlap=False) for o in splits),
+        *(_bits("overlap", **o, overlap=False) for o in held),
         *(_bits("transport", memory_workers=2, transport=name) for name in transports),
         FIXED,
+        *(_fixed("partition", **_SPILL, transport=name) for name in ("loopback", *transports)),
+        _fixed("memory weights", **_SPILL, memory_weights="5,3,2"),
+        _fixed("overlap", **_SPILL, overlap=False),
         Setting("batch mates", Exactness.BITWISE, FIXED, FIXED.options, alone=True),
         *(_fixed("pipeline", pipeline=n) for n in (2, 3)),
         *(_fixed("prefill workers", prefill_workers=n) for n in (1, 2)),
@@ -107,7 +122,8 @@ def whole(attention: Sequence[str], gemm: Sequence[str], transports: Sequence[st
         Setting("prefill workers", Exactness.TOKEN_EQUAL, BASE, {"prefill_workers": 1}),
         RANKS,
         *(_ranks(transport=name, pipeline=3) for name in transports),
-        *(_ranks(memory_workers=4, partition=name) for name in PARTITIONS),
+        *(_ranks(memory_workers=4, partition=name) for name in HOLDING),
+        _ranks(**{**_SPILL, "memory_workers": 6}),
         _ranks(collective="gloo"),
         Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, {"tensor_parallel_size": 2, "memory_workers": 2}),
         Setting("tensor parallel", Exactness.TOKEN_EQUAL, BASE, {"tensor_parallel_size": 4, "memory_workers": 4}),

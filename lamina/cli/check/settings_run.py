@@ -25,6 +25,7 @@ from lamina.request import RequestOutput, SamplingParams
 
 from .agreement import ERROR_ALLOWED, Agreement, compare
 from .matrix import BASE_OPTIONS, BASE_STORE, Setting
+from .tight import Tight
 from .verdict import Outcome, Plans, Verdict, failed, judge
 
 # Tokens of the random prompts: several prefill chunks, several chunks of stored tokens, and a single token.
@@ -46,6 +47,7 @@ class Check:
         )
         self._reference = ReferenceModel(model, trust_remote_code=base.model.trust_remote_code)
         self._outcomes: dict[Setting, Outcome] = {}
+        self._tight: Tight | None = None  # known with the first outcome
 
     def run(self, settings: Sequence[Setting]) -> Iterator[Verdict]:
         """The verdict on each, as soon as it is known. The first one must start: what it raises (ValueError,
@@ -63,9 +65,11 @@ class Check:
                 yield from (failed(s, str(e), held=False) for s in left)
 
     def _run(self, settings: list[Setting]) -> Iterator[Verdict]:
-        config = changed(self._base, settings[0].options)
         start = time.monotonic()
         try:
+            config = changed(self._base, settings[0].options)
+            if settings[0].lends and self._tight is not None:
+                config = changed(config, self._tight.options(config))
             llm = LLM(self._model, **flat(config))
         except (ValueError, ImportError, OSError) as e:
             if not self._outcomes:
@@ -73,6 +77,9 @@ class Check:
             yield from (failed(s, str(e), held=None) for s in settings)
             return
         with llm:
+            if settings[0].lends and self._tight is not None and (why := self._tight.roomy(llm.engine.info)):
+                yield from (failed(s, why, held=None) for s in settings)
+                return
             wire = RecordedWire(llm.engine.wire)
             llm.engine.wire = wire
             for setting in settings:
@@ -94,7 +101,10 @@ class Check:
             for batch in ([[p] for p in prompts] if alone else [prompts])
             for o in llm.generate(batch, self._params, use_tqdm=False)
         ]
-        stats = llm.stats()
+        stats, info = llm.stats(), llm.engine.info
+        if self._tight is None and info.bind is not None:
+            longest = max(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs)
+            self._tight = Tight(longest, info.bind.layers, info.max_model_len)
         config = llm.engine.config
         agreement, bound = self._reference.agreement(config.model.dtype, config.kv.kv_cache_dtype, outputs)
         return Outcome(
@@ -105,6 +115,7 @@ class Check:
             bound=bound,
             seconds=time.monotonic() - start,
             idle=tuple(n for n, s in stats.items() if n.startswith("memory") and not s["stored_bytes"]),
+            lent=sum(wire.lent.values()),
         )
 
     def _judge(self, setting: Setting, outcome: Outcome) -> Verdict:
@@ -141,6 +152,7 @@ class RecordedWire:
     def clear(self) -> None:
         """Forget what has passed."""
         self.plans: Plans = []
+        self.lent: dict[int, int] = {}  # sequence -> stripes on loan, at most at once
         self._arrived: dict[int, int] = {}  # sequence -> how many came before it
 
     @property
@@ -157,6 +169,9 @@ class RecordedWire:
 
     def _note(self, new: RunRound) -> None:
         for plan in (step.plan for step in new.steps):
+            for row in plan.rows:
+                stripes = sum(run.stop - run.start for run in row.place.moved)
+                self.lent[row.sequence] = max(self.lent.get(row.sequence, 0), stripes)
             if plan.rows:
                 number = {r.sequence: self._arrived.setdefault(r.sequence, len(self._arrived)) for r in plan.rows}
                 self.plans.append((plan.batch, tuple((number[r.sequence], r.first, r.count) for r in plan.rows)))

@@ -29,6 +29,7 @@ class Outcome:
     bound: float
     seconds: float
     idle: tuple[str, ...] = ()  # memory workers that had nothing to attend
+    lent: int = 0  # stripes that were on loan
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,9 @@ def judge(setting: Setting, run: Outcome, like: Outcome | None) -> Verdict:
         promised = Exactness.TOKEN_EQUAL
         notes.append(why)
     held = found >= promised
+    if setting.lends:
+        held = held and run.lent > 0
+        notes.append(f"stripes lent: {run.lent}")
     if not held and difference is not None and difference.first is not None:
         notes.append("first difference in prompt {}, token {}".format(*difference.first))
     if run.agreement.worst_margin:
