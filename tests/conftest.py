@@ -34,8 +34,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["LAMINA_CACHE"], ignore_errors=True)
 
 # `make test` tries the same examples every time; `make properties` looks for new ones.
-settings.register_profile("fixed", derandomize=True)
-settings.register_profile("search", print_blob=True)
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("search", print_blob=True, deadline=None)
 settings.load_profile("fixed")
 
 # By transport or attention backend; a test that is parametrized with it carries the mark.

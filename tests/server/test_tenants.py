@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fake import FakeClient, make_service
-from running import Running
+from running import Running, eventually
 from test_layers import ask, error_of
 
 from lamina.cli.launch import main
 from lamina.kv.keys import tenant_of
+from lamina.kv.store.folder import StoreFolder
+from lamina.kv.store.upkeep import summary_of
 from lamina.server.calls import Service
 from lamina.server.tenants import salt_of
 
@@ -117,6 +120,8 @@ def test_each_key_has_a_data_key_on_disk_that_can_be_destroyed_alone(
         for key in ("one", "two"):
             body = {"prompt": [7] * 300, "max_tokens": 2}
             assert http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}).is_success
+    with closing(StoreFolder(str(kv), make=False)) as store:
+        assert eventually(lambda: [part.pages for part in summary_of(store).parts] == [2, 2], 60)
     assert main(purge) == 2
     assert "another server has it open" in capsys.readouterr().err
     server.kill()
