@@ -53,6 +53,7 @@ _NOTHING: dict[str, str] = {
     "max_cpu_loras": "there are no adapters here",
 }
 _ADAPTER = "merge the adapter into the weights (merge_and_unload of peft), and give that directory as MODEL"
+_TOOLS = "no tools are called here: text comes as the model writes it"
 _OF_MODEL = "give the directory of that revision as MODEL (hf download MODEL --revision REVISION)"
 _WORKERS = "requests go to one engine: start a server for each share of them, behind a balancer"
 # Of each the values that ask for nothing, besides None; what to use instead.
@@ -78,6 +79,10 @@ _INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "speculative_config": (({},), "greedy tokens are the same without it: leave it out"),
     "kv_transfer_config": (({},), "--kv-store-dir and --prefill-workers move KV here"),
     "enable_lora": ((False,), _ADAPTER),
+    "lora_modules": ((), _ADAPTER),
+    "enable_auto_tool_choice": ((False,), _TOOLS),
+    "tool_call_parser": (("",), _TOOLS),
+    "enable_expert_parallel": ((False,), "--tensor-parallel-size shares the weights of experts, too"),
     "enable_prompt_embeds": ((False,), "prompts are text or token ids"),
     "enable_return_routed_experts": ((False,), "no experts are reported"),
     "skip_tokenizer_init": ((False,), "ask with detokenize=False and prompts as token ids"),
@@ -100,7 +105,8 @@ _DEVICES = ("compute_device", "memory_device")
 SWITCHES = frozenset({
     "enforce_eager", "enable_chunked_prefill", "disable_custom_all_reduce", "disable_cascade_attn",
     "disable_hybrid_kv_cache_manager", "disable_log_stats", "async_scheduling", "use_tqdm_on_load", "enable_lora",
-    "enable_prompt_embeds", "enable_return_routed_experts", "skip_tokenizer_init",
+    "enable_prompt_embeds", "enable_return_routed_experts", "skip_tokenizer_init", "enable_auto_tool_choice",
+    "enable_expert_parallel",
 })  # fmt: skip
 PASTED: Collection[str] = (*_SAME, *_NOTHING, *_INSTEAD, _GPU[0])
 

@@ -24,7 +24,8 @@ class Parser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(translated(sys.argv[1:] if args is None else args, known), namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
-            if way_out := instead(flag.lstrip("-").replace("-", "_")):
+            option = flag.lstrip("-").partition(".")[0].replace("-", "_")  # --some-config.field
+            if way_out := instead(option):
                 self.error(f"{flag} is not here: {way_out}")
             near = get_close_matches(flag, known, n=1) if flag.startswith("--") else []
             self.error(f"unknown argument {flag}" + (f" (did you mean {near[0]}?)" if near else ""))

@@ -15,6 +15,7 @@ _SAME = {
     "-tp": "--tensor-parallel-size",
 }
 _VALUES = {("--dtype", "half"): "float16", ("--dtype", "float"): "float32"}
+_LISTS = frozenset({"--served-model-name"})  # whose values stand one behind the other there, and by comma here
 # They mean nothing here, and are taken with a line that says so.
 _NOTHING = {
     "--enable-server-load-tracking": "GET /load always counts",
@@ -26,7 +27,7 @@ def translated(args: Sequence[str], known: Collection[str]) -> list[str]:
     """``args`` with flags and values by the names that they have here, less those that mean nothing here, of which a
     line on stderr tells; ``known``: the flags that there are.
     """
-    out = list[str]()
+    out, model_first = list[str](), bool(args) and not args[0].startswith("-")  # else one value may be the MODEL
     for arg in args:
         flag, equals, value = arg.partition("=")
         if flag.startswith("--") and "_" in flag:
@@ -34,6 +35,9 @@ def translated(args: Sequence[str], known: Collection[str]) -> list[str]:
             arg = flag + equals + value
         if flag in _NOTHING and flag not in known:
             print(f"{arg} is left out: {_NOTHING[flag]}", file=sys.stderr)
+            continue
+        if out[-2:-1] and out[-2] in _LISTS & {*known} and model_first and not arg.startswith("-"):
+            out[-1] += f",{arg}"
             continue
         here = _SAME.get(flag, flag)
         if here in known and flag not in known:

@@ -33,6 +33,17 @@ def test_they_do_the_same_thing_where_it_exists(
     assert own["served_model_name"] == "half", "a value of another flag"
 
 
+def test_names_may_stand_one_behind_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    found = config(capsys, "--served-model-name", "a", "b", "c", "--dtype", "half")
+    assert (found["served_model_name"], found["dtype"]) == ("a,b,c", "float16")
+    assert main(["serve", "--served-model-name", "a", "some/model", "--print-config"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["served_model_name"], found["model"]) == ("a", "some/model")
+    assert main([*SERVE, "--memory-workers", "2", "--served-model-name=a"]) == 0
+    with pytest.raises(SystemExit):
+        main([*SERVE, "--dtype", "half", "b"])
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -44,6 +55,9 @@ def test_they_do_the_same_thing_where_it_exists(
         (["--pipeline-parallel-size=2"], "--pipeline-parallel-size is not here: --pipeline n rotates n batches"),
         (["--revision", "v1"], "--revision is not here: give the directory"),
         (["--enable-lora"], "--enable-lora is not here: merge the adapter"),
+        (["--enable-auto-tool-choice"], "--enable-auto-tool-choice is not here: no tools are called"),
+        (["--tool-call-parser", "hermes"], "--tool-call-parser is not here: no tools are called"),
+        (["--enable-expert-parallel"], "--enable-expert-parallel is not here: --tensor-parallel-size"),
     ],
 )
 def test_others_are_refused_with_what_to_use(capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:
@@ -58,6 +72,13 @@ def test_a_command_without_an_engine_says_so_too(capsys: pytest.CaptureFixture[s
         main(["explain", "some/model", "--revision", "v1"])
     assert ended.value.code == 2
     assert "--revision is not here: give the directory" in capsys.readouterr().err
+
+
+def test_a_field_of_a_configuration_is_refused_as_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*SERVE, "--structured-outputs-config.backend", "xgrammar"])
+    said = capsys.readouterr().err
+    assert "--structured-outputs-config.backend is not here: outputs follow no grammar or schema here" in said
 
 
 def test_some_mean_nothing_here_and_are_taken_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,19 +22,15 @@ VALUED, LIST, ALONE = 1, 2, 0
 # Flags that the tests give and that are not passed on: (how many values, why).
 DROPPED = {
     "--enable-lora": (ALONE, "no adapters here"), "--lora-modules": (LIST, "no adapters here"),
-    "--max-lora-rank": (VALUED, "no adapters here"), "--max-cpu-loras": (VALUED, "no adapters here"),
-    "--max-loras": (VALUED, "no adapters here"), "--gpu-memory-utilization": (VALUED, "no GPU"),
     "--enable-auto-tool-choice": (ALONE, "no tools here"), "--tool-call-parser": (VALUED, "no tools here"),
-    "--reasoning-parser": (VALUED, "no reasoning here"), "--enable-chunked-prefill": (ALONE, "always so"),
-    "--no-enable-chunked-prefill": (ALONE, "always so"), "--structured-outputs-config.backend": (VALUED, "none here"),
+    "--reasoning-parser": (VALUED, "no reasoning here"), "--structured-outputs-config.backend": (VALUED, "none here"),
     "--load-format": (VALUED, "one here"), "--runner": (VALUED, "one here"),
-    "--no-async-scheduling": (ALONE, "rounds are always queued ahead"),
 }  # fmt: skip
-RENAMED = {"--max-num-batched-tokens": "--prefill-chunk", "--attention-backend": "--attention"}
+RENAMED = {"--attention-backend": "--attention"}
 
 
 def flags_here(args: list[str]) -> list[str]:
-    """``args`` without what is dropped, renamed, and with lists by comma."""
+    """``args`` without what is dropped, and renamed."""
     out, rest = [], [str(a) for a in args]
     while rest:
         flag = rest.pop(0)
@@ -47,11 +43,6 @@ def flags_here(args: list[str]) -> list[str]:
             while rest and count and not rest[0].startswith("--"):
                 rest.pop(0)
                 count -= count == VALUED
-        elif name == "--served-model-name" and not equals:
-            names = []
-            while rest and not rest[0].startswith("--"):
-                names.append(rest.pop(0))
-            out += [name, ",".join(names)]
         else:
             out.append(RENAMED.get(name, name) + equals + value)
     return out
@@ -112,8 +103,9 @@ def _start(command: list[str], env: dict[str, str]) -> _Process:
             command = command[:at] + command[at + 1 + (not command[at + 1].startswith("--")) :]
 
 
-def _server(command: list[str], env: dict[str, str]) -> _Process:
-    key = (*command, *sorted(env.items()))
+def _server(given: list[str], command: list[str], env: dict[str, str]) -> _Process:
+    """``given``: flags as the test has them. Where those differ it wants a server of its own, with counters at 0."""
+    key = (*map(str, given), *command, *sorted(env.items()))
     found = _running.pop(key, None)
     if found is None or found.process.poll() is not None:
         while len(_running) >= KEPT:
@@ -149,7 +141,7 @@ class RemoteOpenAIServer:
         if "--enable-request-id-headers" not in args:
             args += ["--no-enable-request-id-headers"]  # their default
         fixed = ["--seed", str(seed or 0), "--metrics-compat", "vllm", "--allow-unknown-fields"]
-        self._process = _server([made(model), *args, *fixed], env)
+        self._process = _server(vllm_serve_args, [made(model), *args, *fixed], env)
         self.proc = self._process.process
         if not self.uds:
             host, _, port = self._process.url.rpartition("//")[2].rpartition(":")
