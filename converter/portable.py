@@ -192,10 +192,10 @@ class _Reader:
             return _sequence(kind, value, self._argument)
         if kind == "device":
             return torch.device(value)
-        found = getattr(torch, value)
-        if not isinstance(found, _KINDS[kind]):
+        member = getattr(torch, value)
+        if not isinstance(member, _KINDS[kind]):
             raise NotPortableError(f"{value} is no {kind}")
-        return found
+        return member
 
     def _value(self, told: Any) -> Any:
         if not isinstance(told, dict):
@@ -244,7 +244,7 @@ def _operator(name: str) -> Any:
     if name in _ARITHMETIC:
         return getattr(operator, name)
     namespace, packet, overload = name.split(".")
-    found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    if not isinstance(found, torch._ops.OpOverload):
+    overloaded = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    if not isinstance(overloaded, torch._ops.OpOverload):
         raise NotPortableError(f"{name} is no operator of torch")
-    return found
+    return overloaded

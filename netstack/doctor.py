@@ -85,13 +85,13 @@ def compiler(_: Machine) -> Verdict:
 
 def rdma_device(machine: Machine) -> Verdict:
     """A port for queue pairs; that which LAMINA_RDMA_DEVICE names, if it names one."""
-    found = ports(machine.root)
-    if not found:
+    there = ports(machine.root)
+    if not there:
         return False, f"none in /{CLASS}", "load the NIC's driver (mlx5_ib), or rdma_rxe for Soft-RoCE"
-    why, _, fix = lack(found, machine.wanted).partition("; ")
+    why, _, fix = lack(there, machine.wanted).partition("; ")
     if why:
         return False, why, fix or "correct it, or unset it for the first active port"
-    described = (f"{p}, {p.link or 'link unknown'}, GIDs {named(p.gids)}" for p in found if p.is_active)
+    described = (f"{p}, {p.link or 'link unknown'}, GIDs {named(p.gids)}" for p in there if p.is_active)
     return True, "; ".join(described), ""
 
 
@@ -242,9 +242,9 @@ def findings(machine: Machine, schemes: Sequence[str] = ()) -> list[Finding]:
             check_scheme(scheme)
         raise ValueError(f"--transport {scheme!r} is unknown; choose of {', '.join(known)}")
     wanted = set(schemes) or set(known)
-    found = []
+    answers = []
     for name, needed_by, check in CHECKS:
         concerned = tuple(s for s in needed_by if s in wanted)
         if concerned:
-            found.append(Finding(name, concerned, *check(machine)))
-    return found + [Finding("opens", (s,), *opens(s)) for s in known if s in wanted]
+            answers.append(Finding(name, concerned, *check(machine)))
+    return answers + [Finding("opens", (s,), *opens(s)) for s in known if s in wanted]

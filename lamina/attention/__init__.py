@@ -105,8 +105,8 @@ class AttentionBackend(Protocol):
         """
         from lamina.attention.merge import Partial, merge
 
-        found = merge(*(Partial(parts.o[at], parts.lse[at]) for at in (left, right)))
-        parts.o[left], parts.lse[left] = found
+        merged = merge(*(Partial(parts.o[at], parts.lse[at]) for at in (left, right)))
+        parts.o[left], parts.lse[left] = merged
 
     def close(self, stored: Partial, new: Partial, sinks: Tensor | None, out: Tensor) -> None:
         """Merge stored and new tokens and ``sinks`` into ``out``, as ``merge.finish`` does. All are contiguous."""

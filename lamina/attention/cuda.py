@@ -243,12 +243,12 @@ class Cuda(AttentionBackend):
 
     def _reserve(self, name: str, numbers: int, dtype: torch.dtype) -> Tensor:
         """Scratch that is kept; zeros when new."""
-        found = self._scratch.get(name)
-        if found is None or found.numel() < numbers:
-            if found is not None:
-                self._outgrown.append(found)
-            found = self._scratch[name] = torch.zeros(numbers, dtype=dtype, device=self._device)
-        return found
+        scratch = self._scratch.get(name)
+        if scratch is None or scratch.numel() < numbers:
+            if scratch is not None:
+                self._outgrown.append(scratch)
+            scratch = self._scratch[name] = torch.zeros(numbers, dtype=dtype, device=self._device)
+        return scratch
 
     def _empty(self, op: Operator, q: Tensor) -> Partial:
         shape = q.shape[0], op.q_heads

@@ -46,16 +46,14 @@ class CupyKernels:
         if not (SOURCES / "kernels.cu").is_file():
             raise ImportError(f"it needs its kernels' sources, and {SOURCES} is not there: install Lamina again")
         index = torch.cuda.current_device() if device.index is None else device.index
-        found = torch.cuda.get_device_properties(index)
-        if found.major < 8:
-            raise ValueError(
-                f"attention backend 'cuda' needs a GPU of sm_80 or later, not sm_{found.major}{found.minor}"
-            )
+        gpu = torch.cuda.get_device_properties(index)
+        if gpu.major < 8:
+            raise ValueError(f"attention backend 'cuda' needs a GPU of sm_80 or later, not sm_{gpu.major}{gpu.minor}")
         self._cupy: Any = cupy
         self._index = index
         attributes = cupy.cuda.Device(index).attributes
         self.device = GpuLimits(
-            processors=found.multi_processor_count,
+            processors=gpu.multi_processor_count,
             shared_bytes=attributes["MaxSharedMemoryPerMultiprocessor"],
             block_shared_bytes=attributes["MaxSharedMemoryPerBlockOptin"],
         )

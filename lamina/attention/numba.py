@@ -90,8 +90,8 @@ class Numba(AttentionBackend):
         return out
 
     def merge(self, parts: Partial, left: Tensor, right: Tensor) -> None:
-        found = _merge(*(Partial(parts.o[at], parts.lse[at]) for at in (left, right)))
-        parts.o[left], parts.lse[left] = found
+        merged = _merge(*(Partial(parts.o[at], parts.lse[at]) for at in (left, right)))
+        parts.o[left], parts.lse[left] = merged
 
     def _run(
         self, inputs: tuple[Array, ...], softcap: np.float32, bounds: list[int], outputs: tuple[Array, ...]

@@ -217,14 +217,14 @@ def attend_stored(
     chunks, places = np.empty(most, np.int64), np.empty(most, np.int64)
     for item in range(begin, end):
         s, head = item // heads, item % heads
-        mine, parts = slice(head * groups, (head + 1) * groups), 0
+        q_heads, parts = slice(head * groups, (head + 1) * groups), 0
         for chunk in range(seen[s] // CHUNK_TOKENS, -(-stop_at[s] // CHUNK_TOKENS)):
             start, stop = max(seen[s], chunk * CHUNK_TOKENS), min(stop_at[s], (chunk + 1) * CHUNK_TOKENS)
             t = start
             while t < stop:
                 upto = min(stop, t // size * size + size)
                 block = table[s, (t - origin[s]) // size]
-                _scores(q[row[s], mine], k, block, head, t % size, t % size + upto - t, t - start, score)
+                _scores(q[row[s], q_heads], k, block, head, t % size, t % size + upto - t, t - start, score)
                 _multiply(score, t - start, k_scale, block, head, t % size, t % size + upto - t)
                 t = upto
             for g in range(groups):
@@ -248,9 +248,9 @@ def attend_stored(
             parts += 1
         if parts:
             _root(o[:parts], lse[:parts], chunks[:parts], places)
-            out[row[s], mine], lse_out[row[s], mine] = o[0], lse[0]
+            out[row[s], q_heads], lse_out[row[s], q_heads] = o[0], lse[0]
         else:
-            out[row[s], mine], lse_out[row[s], mine] = 0, -np.inf
+            out[row[s], q_heads], lse_out[row[s], q_heads] = 0, -np.inf
 
 
 @_compiled({"contract", "reassoc"})

@@ -100,11 +100,11 @@ class DirectAttention:
         shape = self._layers[layer]
         out = torch.empty(num_rows, 1, shape.q_heads, shape.v_dim, dtype=dtype, device=self._staging.device)
         for share in self._shares[layer]:
-            mine = out[:, :, share.q_heads]
-            target = mine if mine.is_contiguous() else torch.empty_like(mine, memory_format=torch.contiguous_format)
+            part = out[:, :, share.q_heads]
+            target = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
             share.wire.receive(self._lines[share.line + 2], target)
-            if target is not mine:
-                mine.copy_(target)
+            if target is not part:
+                part.copy_(target)
         return out
 
     def settle(self) -> None:
@@ -119,17 +119,17 @@ class DirectAttention:
             raise
 
     def _messages(self, plan: StepPlan) -> list[tuple[Key, int, int]]:
-        rows, found = (Counts(plan.num_rows),), list[tuple[Key, int, int]]()
+        rows, sizes = (Counts(plan.num_rows),), list[tuple[Key, int, int]]()
         for layer, shares in enumerate(self._shares):
             key = Key.of(Kind.Q, plan, layer)
             for share in shares:
                 x = messages((share.piece,), rows, self._itemsize)
                 _, v, *_ = x.kv[0]
                 k_bytes = v.start * self._itemsize
-                found.append((key, x.q_bytes, 0))
-                found.append((key._replace(kind=Kind.KV), k_bytes, x.kv_bytes - k_bytes))
-                found.append((key._replace(kind=Kind.O), x.o_bytes, 0))
-        return found
+                sizes.append((key, x.q_bytes, 0))
+                sizes.append((key._replace(kind=Kind.KV), k_bytes, x.kv_bytes - k_bytes))
+                sizes.append((key._replace(kind=Kind.O), x.o_bytes, 0))
+        return sizes
 
 
 def _share(piece: HeldPiece, wire: LayerWire, line: int) -> _DirectShare:

@@ -44,20 +44,20 @@ def _recipe(start: StartCompute) -> str:
 
 def _files(directory: Path) -> str:
     """Of a checkpoint: every byte of its files, since two may differ in one tensor alone."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(p for name in NAMES for p in directory.glob(name)):
         with path.open("rb") as file:
-            found.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()} ".encode())
-    return found.hexdigest()
+            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()} ".encode())
+    return digest.hexdigest()
 
 
 def _values(model: nn.Module) -> str:
     """Of a module, whose weights are not in files."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in _tensors(model):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
-    return found.hexdigest()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -89,10 +89,10 @@ class ComputeServer(ModelServer):
         ring = self._close_ring(meeting, fabric, self._ring_door) if self._ring_door else None
         attention, bounds = self._connect_memory(meeting, fabric, ring)
         self.clock.lap("bind_s")
-        mine = stage_ring(ring.ring, self.staging) if ring else None
+        own_ring = stage_ring(ring.ring, self.staging) if ring else None
         ranks = Together(group, start.topology.most_batches) if group else None
         if self._serving is not None:
-            self._serving.connect(attention, meeting.view, mine, ranks)
+            self._serving.connect(attention, meeting.view, own_ring, ranks)
         else:
             self._serving = ComputeWorker(
                 self._program,
@@ -100,7 +100,7 @@ class ComputeServer(ModelServer):
                 dtype=cut.dtype,
                 deterministic=start.model.deterministic,
                 replica=start.number,
-                ring=mine,
+                ring=own_ring,
                 ranks=ranks,
                 staging=self.staging,
                 trace=self.trace,

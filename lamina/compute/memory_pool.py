@@ -203,19 +203,19 @@ class PoolStep:
 
     def shares(self, layer: PoolLayer, dtype: torch.dtype) -> list[PoolShare]:
         """By link."""
-        found = self._shares.get(layer.like)
-        if found is None:
+        shares = self._shares.get(layer.like)
+        if shares is None:
             rows = tuple(counts(self._layout(g)) for g in range(len(self._groups)))
             starts = [0] * len(self.cut_heads(layer))  # of the results of the next worker
-            found = [self._share(layer, x, messages(x, rows, dtype.itemsize), starts) for x in layer.pieces]
-            self._shares[layer.like] = found
-        return found
+            shares = [self._share(layer, x, messages(x, rows, dtype.itemsize), starts) for x in layer.pieces]
+            self._shares[layer.like] = shares
+        return shares
 
     def cut_heads(self, layer: PoolLayer) -> list[_CutHeads]:
-        found = self._cut.get(layer.like)
-        if found is None:
-            found = self._cut[layer.like] = [self._cut_heads(x) for x in self._cut_pieces(layer)]
-        return found
+        cut = self._cut.get(layer.like)
+        if cut is None:
+            cut = self._cut[layer.like] = [self._cut_heads(x) for x in self._cut_pieces(layer)]
+        return cut
 
     def _share(self, layer: PoolLayer, pieces: tuple[HeldPiece, ...], x: Messages, starts: list[int]) -> PoolShare:
         share, cut = PoolShare(x, [], [], [], []), [c.heads for c in self.cut_heads(layer)]
@@ -234,11 +234,11 @@ class PoolStep:
 
     def _cut_pieces(self, layer: PoolLayer) -> Iterable[list[HeldPiece]]:
         """Pieces of the same heads of which something comes back in parts, each list in the order of links."""
-        found: dict[int, list[HeldPiece]] = {}
+        by_head: dict[int, list[HeldPiece]] = {}
         for piece in (p for pieces in layer.pieces for p in pieces):
             if self._layout(piece.group).num_partial:
-                found.setdefault(piece.head_start, []).append(piece)
-        return found.values()
+                by_head.setdefault(piece.head_start, []).append(piece)
+        return by_head.values()
 
     def _cut_heads(self, pieces: list[HeldPiece]) -> _CutHeads:
         layouts = [self._layout(p.group) for p in pieces]
@@ -247,11 +247,11 @@ class PoolStep:
         return _CutHeads(_heads(pieces[0])[0], shape, levels, *map(_tensor, (x.roots, x.new, x.rows)))
 
     def _group_rows(self, group: int) -> _GroupRows:
-        found = self._rows.get(group)
-        if found is None:
+        rows = self._rows.get(group)
+        if rows is None:
             x = self._layout(group)
-            found = self._rows[group] = _GroupRows(*map(self._index, (x.whole_rows, x.q_rows, x.kv_rows)))
-        return found
+            rows = self._rows[group] = _GroupRows(*map(self._index, (x.whole_rows, x.q_rows, x.kv_rows)))
+        return rows
 
     def _layout(self, group: int) -> Layout:
         if group not in self._layouts:

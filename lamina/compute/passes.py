@@ -38,14 +38,14 @@ def passes(
     last = Pass("emulate a device", partial(emulated, prefill=prefill))
     if capture is not None:  # a rank meets the others between its graphs, unless these hold the meeting
         return [linear, Pass("record graphs", lambda program: Graphs(program, capture, group)), last]
-    found = []
+    ordered = []
     if group is not None:
-        found.append(Pass("meet ranks", partial(collective.bind, collective=group)))
+        ordered.append(Pass("meet ranks", partial(collective.bind, collective=group)))
     if backend.engine is not None:  # it looks for operators, which a bound linear layer is not
-        found.append(Pass("bind rows", partial(rows.bind, backend=backend)))
-    found.append(linear)
+        ordered.append(Pass("bind rows", partial(rows.bind, backend=backend)))
+    ordered.append(linear)
     if backend.engine is not None:
-        found.append(Pass("chain units", rows.chain))
+        ordered.append(Pass("chain units", rows.chain))
     if backend.own_threads:
-        found.append(Pass("one thread for few rows", FewRows))
-    return [*found, last]
+        ordered.append(Pass("one thread for few rows", FewRows))
+    return [*ordered, last]

@@ -185,8 +185,8 @@ class PrefillWorker:
         """
         worker, attention = self._worker.stats(), self._attention
         names = ("slice_s", "sample_s", "steps", "rows")
-        found = {"attend_s": attention.attend_s, "send_s": attention.sending_s, "stored_wait_s": self.stored_wait_s}
-        return {**{name: worker[name] for name in names}, **found}
+        seconds = {"attend_s": attention.attend_s, "send_s": attention.sending_s, "stored_wait_s": self.stored_wait_s}
+        return {**{name: worker[name] for name in names}, **seconds}
 
     def _is_stored(self, step: int, timeout_s: float) -> bool:
         for at, link in enumerate(self._links):

@@ -104,10 +104,10 @@ class Together:
             return heapq.heappop(turns)
         if self._due is None:
             self._due = Turn(*self._collective.broadcast(torch.empty(len(Turn._fields), dtype=torch.int64)).tolist())
-        found = next((i for i, (turn, _) in enumerate(turns) if turn == self._due), None)
-        if found is None:
+        index = next((i for i, (turn, _) in enumerate(turns) if turn == self._due), None)
+        if index is None:
             return None
-        self._due, taken = None, turns.pop(found)
+        self._due, taken = None, turns.pop(index)
         heapq.heapify(turns)
         return taken
 
@@ -147,8 +147,8 @@ class Together:
         group, width = self._collective, raw.shape[1]
         chosen = torch.tensor(tokens).clamp_min(0)[:, None]
         values = known.gather(1, chosen.to(known.device))
-        mine = before(raw, (chosen - group.rank * width).to(raw.device), values.to(raw.device))
-        everywhere = group.all_gather(mine.float()[:, None].contiguous(), group.size)  # exact below 2^24
+        processed = before(raw, (chosen - group.rank * width).to(raw.device), values.to(raw.device))
+        everywhere = group.all_gather(processed.float()[:, None].contiguous(), group.size)  # exact below 2^24
         return [int(count) + 1 for count in everywhere.sum(1).tolist()]
 
 
@@ -218,13 +218,13 @@ def _shares_all(draw: Draw) -> bool:
 
 def _named(draw: Draw, seen: Mapping[int, Seen]) -> list[int]:
     """The tokens whose logits the draw looks at, however low they are."""
-    found = {*draw.banned, *([draw.known] if draw.known >= 0 else [])}
+    tokens = {*draw.banned, *([draw.known] if draw.known >= 0 else [])}
     if draw.adjust is not None:
-        mine = seen[draw.sequence]
-        if mine.allowed is not None:
-            return cast("list[int]", mine.allowed.tolist())
-        found |= {*mine.penalties.bias, *mine.tokens.tolist(), *mine.forbidden}
-    return sorted(found)
+        history = seen[draw.sequence]
+        if history.allowed is not None:
+            return cast("list[int]", history.allowed.tolist())
+        tokens |= {*history.penalties.bias, *history.tokens.tolist(), *history.forbidden}
+    return sorted(tokens)
 
 
 def _of_allowed(draw: Draw, seen: Mapping[int, Seen]) -> bool:

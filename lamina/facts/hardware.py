@@ -44,10 +44,10 @@ def read_devices(path: Path) -> dict[str, Device]:
 def entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The tables of a TOML file, by name. Raises ValueError that names the file."""
     try:
-        found = tomllib.loads(path.read_text())
+        described = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no TOML file: {error}") from None
-    for name, entry in found.items():
+    for name, entry in described.items():
         if not isinstance(entry, dict):
             raise ValueError(f"{path}: {name} stands outside of a table such as [{name}]")
         yield name, entry
@@ -95,7 +95,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(read_devices(Path(__file__).par
 
 def device(name: str, flag: str, known: Mapping[str, Device] = DEVICES) -> Device:
     """The device of that name, in any case. Raises ValueError that names ``flag`` and what there is."""
-    found = known.get(name.lower())
-    if found is None:
+    named = known.get(name.lower())
+    if named is None:
         raise ValueError(f"{flag} {name} is not one of {', '.join(known)}")
-    return found
+    return named

@@ -37,12 +37,12 @@ def sampling_defaults(model: Any, source: str = AUTO, *, trust_remote_code: bool
     else:
         where, config = "the model's generation_config", getattr(model, "generation_config", None)
         values = {} if config is None else config.to_dict()
-    found = {ours: values[theirs] for theirs, ours in _NAMES.items() if values.get(theirs) is not None}
+    defaults = {ours: values[theirs] for theirs, ours in _NAMES.items() if values.get(theirs) is not None}
     try:
-        SamplingParams(**found)
+        SamplingParams(**defaults)
     except ValueError as e:
         raise ValueError(f"{where}: {e}; correct it, or give generation_config=none") from e
-    return found
+    return defaults
 
 
 def _read(directory: Path) -> dict[str, Any] | None:

@@ -42,11 +42,11 @@ def with_rotary(
     positions = sorted({0, 1, 2, 5, max_len // 3, max_len // 2, max_len - 1})
     runs = [_run(program, layers, token, positions, dtype, device) for token in TOKENS]
     known = list(_frequencies(model))
-    found = list[LayerShape]()
+    proved = list[LayerShape]()
     for number, layer in enumerate(layers):
         seen = [run[number] for run in runs]
-        found.append(msgspec.structs.replace(layer, rotary=_rotary(number, layer, seen, positions, known, dtype)))
-    return found
+        proved.append(msgspec.structs.replace(layer, rotary=_rotary(number, layer, seen, positions, known, dtype)))
+    return proved
 
 
 @torch.inference_mode()
@@ -87,11 +87,11 @@ class _Sends:
 
 def _frequencies(model: nn.Module) -> Iterator[bytes]:
     """Of all rotary modules, those of one module once; fp64, little-endian."""
-    found = dict[bytes, None]()
+    buffers = dict[bytes, None]()
     for name, buffer in model.named_buffers():
         if name.rpartition(".")[2].endswith("inv_freq") and "original" not in name and not buffer.is_meta:
-            found[buffer.detach().to("cpu", torch.float64).numpy().astype("<f8").tobytes()] = None
-    yield from found
+            buffers[buffer.detach().to("cpu", torch.float64).numpy().astype("<f8").tobytes()] = None
+    yield from buffers
 
 
 def _rotary(

@@ -177,15 +177,15 @@ def bad_words_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
 
     Raises ValueError for a word that has none.
     """
-    found: list[list[int]] = []
+    spellings: list[list[int]] = []
     for word in words:
         plain, spaced = (token_ids(tokenizer, space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
         if not plain:
             raise ValueError(f"bad_words has {word!r}, which the tokenizer makes no token of: leave it out")
-        found.append(plain)
+        spellings.append(plain)
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
-            found.append(spaced)
-    return found
+            spellings.append(spaced)
+    return spellings
 
 
 def find_stop(text: str, stops: Sequence[str], start: int = 0) -> tuple[int, str] | None:

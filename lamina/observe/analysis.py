@@ -81,8 +81,8 @@ def analyse(recording: Recording) -> Report:
     """Raises ValueError where no step was run."""
     start, end = window(recording.spans, recording.dropped)
     spans = [s for s in recording.spans if s.end > start]
-    found, index = states(spans, start, end), Index(spans)
-    devices = {d: {k: total(v) / (end - start) for k, v in of.items()} for d, of in found.items()}
+    by_device, index = states(spans, start, end), Index(spans)
+    devices = {d: {k: total(v) / (end - start) for k, v in of.items()} for d, of in by_device.items()}
     steps = steps_of(spans)
     times = sorted(s.duration_s for s in steps) or [0.0]
     return Report(
@@ -93,7 +93,7 @@ def analyse(recording: Recording) -> Report:
         pools={r: _mean([devices[d] for d in index.role(r)]) for r in ROLES if index.role(r)},
         devices=devices,
         stragglers=stragglers(index),
-        slow_steps=_slow(steps, found),
+        slow_steps=_slow(steps, by_device),
         hidden=hidden(index),
         dropped=recording.dropped,
         clock_uncertainty_s=max((c.uncertainty_s for c in recording.clocks.values()), default=0.0),
@@ -107,12 +107,12 @@ def steps_of(spans: Sequence[Span]) -> list[StepSpan]:
     for s in spans:
         if s.device.startswith("compute") and s.event in (Event.SLICE, Event.SAMPLE):
             groups[s.batch, s.step].append(s)
-    found = []
+    steps = []
     for (batch, step), of in groups.items():
         first = next((s for s in of if s.event == Event.SLICE and s.layer == 0), None)
         if first is not None:
-            found.append(StepSpan(batch, step, first.value, first.start, max(s.end for s in of) - first.start))
-    return sorted(found, key=lambda s: s.start)
+            steps.append(StepSpan(batch, step, first.value, first.start, max(s.end for s in of) - first.start))
+    return sorted(steps, key=lambda s: s.start)
 
 
 def stragglers(index: Index) -> list[Straggler]:
@@ -157,11 +157,11 @@ def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {state: statistics.mean(r[state] for r in rows) for state in STATES}
 
 
-def _slow(steps: Sequence[StepSpan], found: Mapping[str, States]) -> list[StepSpan]:
+def _slow(steps: Sequence[StepSpan], by_device: Mapping[str, States]) -> list[StepSpan]:
     """The slowest ones, with what the compute workers mostly did meanwhile."""
     median = statistics.median([s.duration_s for s in steps] or [0.0])
     slow = sorted((s for s in steps if s.duration_s > SLOW * median), key=lambda s: -s.duration_s)[:SHOWN]
-    compute = [of for device, of in found.items() if device.startswith("compute")]
+    compute = [of for device, of in by_device.items() if device.startswith("compute")]
     out = []
     for s in slow:
         during = [(s.start, s.start + s.duration_s)]

@@ -69,9 +69,9 @@ class Tracer:
 
     def save(self) -> None:
         """Write the file, if there is anything to write. Raises OSError."""
-        found, self._spans = sorted(self._spans, key=lambda s: s.start), []
-        if found:
-            write(self.path, Recording(found, self._dropped, self._clocks, span_cost_s()))
+        ordered, self._spans = sorted(self._spans, key=lambda s: s.start), []
+        if ordered:
+            write(self.path, Recording(ordered, self._dropped, self._clocks, span_cost_s()))
 
     def _take(self, name: str, trace: Trace) -> None:
         clock = self._clocks.get(name)

@@ -49,8 +49,8 @@ class Index:
 
     def role(self, role: str) -> list[str]:
         """Devices such as "memory-0", by number."""
-        found = [d for d in self.of if d.partition("-")[0] == role]
-        return sorted(found, key=lambda d: (len(d), d))
+        devices = [d for d in self.of if d.partition("-")[0] == role]
+        return sorted(devices, key=lambda d: (len(d), d))
 
     def time(self, device: str, *events: Event) -> Intervals:
         """When ``device`` was in any of ``events``."""
@@ -187,7 +187,7 @@ def _nobody_asked(index: Index) -> Intervals:
     """From the end of a step of the engine until it is asked for the next one."""
     pairs: list[tuple[float, float]] = []
     left: float | None = None
-    for s in sorted((s for found in index.of[ENGINE].values() for s in found), key=lambda s: s.start):
+    for s in sorted((s for spans in index.of[ENGINE].values() for s in spans), key=lambda s: s.start):
         if s.event == Event.SCHEDULE and left is not None:
             pairs.append((left, s.start))
         left = s.end if s.event == Event.POSTPROCESS else None

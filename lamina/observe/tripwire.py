@@ -30,10 +30,10 @@ class Tripwire:
         except OSError as e:
             raise ValueError(f"{TRIPWIRE}={path}: {e.strerror}: unset it; only drill sets it") from None
         try:
-            found = os.fstat(fd)
-            if found.st_uid != os.geteuid() or found.st_mode & 0o077 or found.st_size not in (0, _WORDS.size):
+            status = os.fstat(fd)
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077 or status.st_size not in (0, _WORDS.size):
                 raise ValueError(f"{TRIPWIRE}={path} is no tripwire of this user: unset it; only drill sets it")
-            if not found.st_size:
+            if not status.st_size:
                 os.ftruncate(fd, _WORDS.size)
             self.memory = mmap.mmap(fd, _WORDS.size)
         finally:

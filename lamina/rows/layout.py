@@ -64,10 +64,10 @@ def _transposed(dims: int, a: int = 0, b: int = 1) -> tuple[int, ...]:
 def _dim(self: Lowering, x: Any, dim: int, more: int = 0) -> int:
     """A dimension of a row. Raises UnsupportedError for that of rows."""
     dims: int = x.meta["val"].dim()
-    found = dim % (dims + more) - (not self.is_static(x))
-    if found < 0:
+    axis = dim % (dims + more) - (not self.is_static(x))
+    if axis < 0:
         raise UnsupportedError("rows that move")
-    return found
+    return axis
 
 
 def _unsqueeze(self: Lowering, node: fx.Node, x: Any, dim: int) -> View:
@@ -148,9 +148,9 @@ def _repeat_interleave(self: Lowering, node: fx.Node, x: Any, repeats: Any, dim:
     steps = (*view.strides[: at + 1], 0, *view.strides[at + 1 :])
     wide = replace(view, shape=(*view.shape[: at + 1], repeats, *view.shape[at + 1 :]), strides=steps)
     dtype = node.meta["val"].dtype
-    found = self.walk([Operation("load", view=wide)], dtype, self.new(dtype, wide.shape))
+    copied = self.walk([Operation("load", view=wide)], dtype, self.new(dtype, wide.shape))
     shape = self.shape_of(node)
-    return replace(found, shape=shape, strides=packed(shape))
+    return replace(copied, shape=shape, strides=packed(shape))
 
 
 RULES: dict[str, Rule] = {

@@ -71,9 +71,9 @@ class Lowering:
         self.values[node] = rule(self, node, *node.args)
         if any(not view.numel for each in self.instructions[-1:] for view in each.views):
             raise UnsupportedError(f"{node.target} of nothing")
-        if isinstance(found := self.values[node], View):
+        if isinstance(value := self.values[node], View):
             dtype = node.meta["val"].dtype
-            if found.shape != self.shape_of(node) or found.dtype != dtype != torch.float32:
+            if value.shape != self.shape_of(node) or value.dtype != dtype != torch.float32:
                 raise UnsupportedError(f"{node.target} with dimensions of rows that move")
 
     def shape_of(self, node: fx.Node) -> tuple[int, ...]:
@@ -123,11 +123,11 @@ class Lowering:
             raise UnsupportedError("integers that move")
         if not to.numel:
             return to
-        found = list(steps)
+        operations = list(steps)
         if dtype in ROUND:
-            found.append(Operation(ROUND[dtype], len(found) - 1))
-        found.append(Operation("store", len(found) - 1, view=to))
-        self.instructions.append(Instruction("elements", to.shape, found))
+            operations.append(Operation(ROUND[dtype], len(operations) - 1))
+        operations.append(Operation("store", len(operations) - 1, view=to))
+        self.instructions.append(Instruction("elements", to.shape, operations))
         return to
 
     def load(self, node: Any, shape: Sequence[int]) -> Operation:
@@ -159,11 +159,11 @@ class Lowering:
         if self.is_static(node):
             raise UnsupportedError("a result without rows")
         view, dtype = self.view(node), node.meta["val"].dtype
-        found = self.packed(view, dtype)
+        target = self.packed(view, dtype)
         taken = {v.slot for v in self.results}
-        if found.slot < len(self.placeholders) or found.slot in taken:
-            found = self.walk([Operation("load", view=found)], dtype, self.new(dtype, found.shape))
-        return found
+        if target.slot < len(self.placeholders) or target.slot in taken:
+            target = self.walk([Operation("load", view=target)], dtype, self.new(dtype, target.shape))
+        return target
 
 
 def _is_value(node: fx.Node) -> bool:

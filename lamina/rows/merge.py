@@ -11,9 +11,9 @@ def merged(instructions: Sequence[Instruction], results: Collection[int]) -> lis
     """Instructions with the same effect on the slots ``results``. Every slot is written before it is read, by
     instructions of which none writes what another one has written.
     """
-    found = _sunk(_live(instructions, results))
+    kept = _sunk(_live(instructions, results))
     done: list[Instruction] = []
-    for each in found:
+    for each in kept:
         if done and (both := _joined(done[-1], each) or _summed(done[-1], each)) is not None:
             done[-1] = both
         else:
@@ -36,16 +36,16 @@ def _live(instructions: Sequence[Instruction], results: Collection[int]) -> list
 
 def _sunk(instructions: Sequence[Instruction]) -> list[Instruction]:
     """Each "elements" just before the first that reads what it writes, if that is another one."""
-    found = list(instructions)
-    for i in reversed(range(len(found))):
-        each = found[i]
+    moved = list(instructions)
+    for i in reversed(range(len(moved))):
+        each = moved[i]
         if each.kind != "elements":
             continue
-        reader = next((n for n in range(i + 1, len(found)) if found[n].reads & each.writes), None)
-        if reader is not None and reader > i + 1 and found[reader].kind == "elements":
-            found.insert(reader, each)
-            del found[i]
-    return found
+        reader = next((n for n in range(i + 1, len(moved)) if moved[n].reads & each.writes), None)
+        if reader is not None and reader > i + 1 and moved[reader].kind == "elements":
+            moved.insert(reader, each)
+            del moved[i]
+    return moved
 
 
 def _joined(a: Instruction, b: Instruction) -> Instruction | None:

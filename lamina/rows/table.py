@@ -139,19 +139,19 @@ def _collapsed(each: Instruction, views: Sequence[View]) -> tuple[list[int], lis
     if each.kind == "linear":  # of which each row is without gaps
         return [each.views[0].numel // each.shape[-1], each.shape[-1]], [[0, 0] for _ in views]
     walked = each.shape if each.kind in ("elements", "add_int") else each.shape[:-1]
-    found = [_walked(each, i, view) for i, view in enumerate(views)]
+    strides = [_walked(each, i, view) for i, view in enumerate(views)]
     sizes: list[int] = []
     steps: list[list[int]] = [[] for _ in views]
     for dim, n in enumerate(walked):
         if n == 1:
             continue
-        if sizes and all(s[-1] == v[dim] * n for s, v in zip(steps, found, strict=True)):
+        if sizes and all(s[-1] == v[dim] * n for s, v in zip(steps, strides, strict=True)):
             sizes[-1] *= n
-            for s, v in zip(steps, found, strict=True):
+            for s, v in zip(steps, strides, strict=True):
                 s[-1] = v[dim]
         else:
             sizes.append(n)
-            for s, v in zip(steps, found, strict=True):
+            for s, v in zip(steps, strides, strict=True):
                 s.append(v[dim])
     if each.kind not in ("elements", "add_int"):
         sizes.append(each.shape[-1])
@@ -188,20 +188,20 @@ def registers_of(steps: Sequence[Operation], result: int | None = None) -> list[
             last[n] = i
     if result is not None:
         last[result] = len(steps)
-    free, found = list(range(REGISTERS))[::-1], [0] * len(steps)
+    free, registers = list(range(REGISTERS))[::-1], [0] * len(steps)
     for i, step in enumerate(steps):
         for n in set(operands(step)):
             if last[n] == i:
-                free.append(found[n])
+                free.append(registers[n])
         if step.op == "store":
-            found[i] = found[step.a]
+            registers[i] = registers[step.a]
             continue
         if not free:
             raise UnsupportedError("too many chunks at once")
-        found[i] = free.pop()
+        registers[i] = free.pop()
         if last[i] == i:
-            free.append(found[i])
-    return found
+            free.append(registers[i])
+    return registers
 
 
 def operands(step: Operation) -> tuple[int, ...]:

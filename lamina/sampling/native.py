@@ -27,9 +27,9 @@ class NativeSampling:
         Raises ValueError for a row that is not there.
         """
         logits = _in_rows(logits)
-        found = b"".join(map(_packed, asks))
+        packed = b"".join(map(_packed, asks))
         rows, size = logits.shape
-        return self._engine.draw(logits.data_ptr(), TYPES[logits.dtype], rows, size, logits.stride(0), found)
+        return self._engine.draw(logits.data_ptr(), TYPES[logits.dtype], rows, size, logits.stride(0), packed)
 
     def best(self, logits: Tensor, count: int) -> Tensor:
         """logits [rows, V] -> int64 [rows, count], the tokens of the first ``count`` ranks; NaN ranks first."""

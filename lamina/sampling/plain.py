@@ -29,10 +29,10 @@ class Plain:
             groups.setdefault(ask.settings, []).append(at)
         tokens = [0] * len(asks)
         for settings, members in groups.items():
-            mine = [asks[at] for at in members]
-            rows = logits[torch.tensor([a.row for a in mine], device=logits.device)].float()
-            found = _greedy(rows) if settings.greedy else _draw(rows, settings, mine)
-            for at, token in zip(members, found.tolist(), strict=True):
+            group = [asks[at] for at in members]
+            rows = logits[torch.tensor([a.row for a in group], device=logits.device)].float()
+            drawn = _greedy(rows) if settings.greedy else _draw(rows, settings, group)
+            for at, token in zip(members, drawn.tolist(), strict=True):
                 tokens[at] = token
         return tokens
 

@@ -72,8 +72,8 @@ class Sampler:
         ids = self.best(logits[None], count)[0] if count else torch.empty(0, dtype=torch.int64, device=logits.device)
         best = ids.tolist()
         rank = best.index(token) + 1 if token in best else _place(scores, token)
-        found = zip(best, values[ids].tolist(), range(1, count + 1), strict=True)
-        return [(token, float(values[token]), rank), *found]
+        ranked = zip(best, values[ids].tolist(), range(1, count + 1), strict=True)
+        return [(token, float(values[token]), rank), *ranked]
 
     def best(self, logits: Tensor, count: int) -> Tensor:
         """logits [rows, V] -> int64 [rows, count], the tokens of the first ``count`` ranks; NaN ranks first."""
@@ -119,13 +119,13 @@ def _ask(row: int, draw: Draw) -> Ask:
 
 def _change(row: Tensor, draw: Draw, seen: Mapping[int, Seen]) -> None:
     if draw.adjust is not None:
-        mine = seen[draw.sequence]
-        _penalise(row, mine)
-        if mine.allowed is not None:
-            allowed = mine.allowed.to(row.device)
+        history = seen[draw.sequence]
+        _penalise(row, history)
+        if history.allowed is not None:
+            allowed = history.allowed.to(row.device)
             row.copy_(torch.full_like(row, float("-inf")).index_copy_(0, allowed, row[allowed]))
-        if mine.forbidden:
-            row[list(mine.forbidden)] = float("-inf")
+        if history.forbidden:
+            row[list(history.forbidden)] = float("-inf")
     if draw.banned:
         if not 0 <= min(draw.banned) <= max(draw.banned) < len(row):
             raise ValueError(f"a draw of sequence {draw.sequence} bans a token beyond the {len(row)} that there are")

@@ -197,8 +197,8 @@ class _Padded:
         self._parts = [*tape.parts, (tape.capture.end(), None)]
 
     def __call__(self, inputs: Sequence[Tensor], rows: int, send: Any) -> tuple[Tensor, ...]:
-        for mine, x in zip(self._inputs, inputs, strict=True):
-            mine[:rows].copy_(x)
+        for own, x in zip(self._inputs, inputs, strict=True):
+            own[:rows].copy_(x)
         for graph, end in self._parts:
             graph.replay()
             if self._joined is not None:

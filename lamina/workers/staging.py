@@ -121,12 +121,12 @@ class Apart:
 
     def down(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """Copies of the tensors on the host. The host waits once for all."""
-        found = tuple(self.empty(*x.shape, dtype=x.dtype) for x in xs)
-        for here, x in zip(found, xs, strict=True):
+        copies = tuple(self.empty(*x.shape, dtype=x.dtype) for x in xs)
+        for here, x in zip(copies, xs, strict=True):
             self.copy(here, x)
         self.waits += 1
         self.wait()
-        return found
+        return copies
 
     def room(self, data: memoryview) -> Tensor:
         """Flat bytes on the device, as many as ``data`` has."""

@@ -233,10 +233,10 @@ def set_threads(wanted: int) -> None:
         library.omp_set_num_threads(wanted)
     try:
         for mkl in mapped("libtorch_cpu"):
-            found = mkl.mkl_get_max_threads()
-            mkl.mkl_serv_set_num_threads(found)
+            threads = mkl.mkl_get_max_threads()
+            mkl.mkl_serv_set_num_threads(threads)
             for library in openmp:
-                library.omp_set_num_threads(found)
+                library.omp_set_num_threads(threads)
     except AttributeError:
         sys.modules["torch"].set_num_threads(wanted)
 
@@ -269,9 +269,9 @@ def load(modules: Sequence[str]) -> str:
     """Import these; MODULE:NAME also where a module imports lazily. Returns why that failed, "" where it did not."""
     try:
         for module, _, name in (each.partition(":") for each in modules):
-            found = import_module(module)
+            imported = import_module(module)
             if name:
-                getattr(found, name)
+                getattr(imported, name)
     except Exception as error:  # noqa: BLE001 - whatever it is, a worker that imports it says it as it always has
         return f"{type(error).__name__}: {error}"
     return ""

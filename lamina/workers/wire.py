@@ -81,11 +81,11 @@ class LayerWire:
 
 def lines(staging: Staging, messages: Sequence[tuple[Key, int, int]]) -> Tensor:
     """Host memory, to go up: what kernels must know of each message. The second length may be 0."""
-    found = staging.empty(len(messages), LINE_WORDS, dtype=torch.int64)
-    data = bytes_of(found)
+    table = staging.empty(len(messages), LINE_WORDS, dtype=torch.int64)
+    data = bytes_of(table)
     for i, (key, first, second) in enumerate(messages):
         _LINE.pack_into(data, i * _LINE.size, first, second, key.pack())
-    return found
+    return table
 
 
 def _queue(staging: Staging) -> Queue | None:

@@ -53,8 +53,8 @@ class PreparedCall:
     @property
     def ends(self) -> list[int] | None:
         """The end tokens; None: none are looked for."""
-        found = next((c.eos_token_id for c in self.criteria if hasattr(c, "eos_token_id")), None)
-        return None if found is None else [int(i) for i in found.flatten()]
+        end = next((c.eos_token_id for c in self.criteria if hasattr(c, "eos_token_id")), None)
+        return None if end is None else [int(i) for i in end.flatten()]
 
     @property
     def pad(self) -> int:

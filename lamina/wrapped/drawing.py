@@ -72,10 +72,10 @@ def _fields(call: PreparedCall) -> dict[str, Any] | None:
     for processor in call.processors:
         kind = type(processor)
         stage = next((s for s in range(stage, len(_STAGES)) if kind in _STAGES[s]), len(_STAGES))
-        found = _STAGES[stage][kind](processor, call) if stage < len(_STAGES) else None
-        if found is None:
+        stage_fields = _STAGES[stage][kind](processor, call) if stage < len(_STAGES) else None
+        if stage_fields is None:
             return None
-        fields |= found | {"min_tokens": max(fields["min_tokens"], found.get("min_tokens", 0))}
+        fields |= stage_fields | {"min_tokens": max(fields["min_tokens"], stage_fields.get("min_tokens", 0))}
         order += [_FIELDS[kind]] if kind in _FIELDS else []
     return fields | {
         "min_tokens": min(fields["min_tokens"], call.most),

@@ -60,8 +60,8 @@ def setting(name: str, arguments: dict[str, Any], configs: list[Any]) -> Any:
     """The value that transformers takes: a keyword, else of the first configuration that has one."""
     if name in arguments:
         return arguments[name]
-    found = (getattr(config, name, None) for config in configs)
-    return next((value for value in found if value is not None), None)
+    values = (getattr(config, name, None) for config in configs)
+    return next((value for value in values if value is not None), None)
 
 
 def check_prepared(config: Any, inputs: dict[str, Any], ids: Tensor, arguments: dict[str, Any]) -> Tensor:

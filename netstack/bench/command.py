@@ -170,7 +170,7 @@ def listen(scheme: str, address: str, key: bytes, cores: Sequence[int], idle_s: 
 
 def usable_transports(key: bytes) -> list[str]:
     """Those between processes that open here; why the others do not is said on stderr."""
-    found = []
+    schemes = []
     for scheme in (s for s in SCHEMES if s not in WRAPPERS):
         try:
             fabric = open(scheme, key=key)
@@ -179,8 +179,8 @@ def usable_transports(key: bytes) -> list[str]:
             continue
         fabric.close()
         if not fabric.in_process:
-            found.append(scheme)
-    return found
+            schemes.append(scheme)
+    return schemes
 
 
 def parser() -> argparse.ArgumentParser:
@@ -223,14 +223,14 @@ def names(flag: str, text: str, known: Sequence[str]) -> list[str]:
 
 def cores_of(text: str) -> list[int]:
     """Raises ValueError for a core that this process may not use."""
-    mine = sorted(os.sched_getaffinity(0))
+    own = sorted(os.sched_getaffinity(0))
     if text in ("auto", "none"):
-        return mine if text == "auto" and len(mine) > 1 else []
+        return own if text == "auto" and len(own) > 1 else []
     if not all(part.isascii() and part.isdigit() for part in text.split(",")):
         raise ValueError(f"--cores must be auto, none or numbers by comma, not {text!r}")
     cores = [int(part) for part in text.split(",")]
-    if strange := set(cores) - set(mine):
-        raise ValueError(f"--cores: {min(strange)} is not among this process's cores {mine}")
+    if strange := set(cores) - set(own):
+        raise ValueError(f"--cores: {min(strange)} is not among this process's cores {own}")
     return cores
 
 

@@ -306,11 +306,11 @@ class CudaFabric(ShmFabric):
             self._driver.call("cuMemsetD8_v2", inbox.address, 0, SLOTS_AT)
             for at in (0, CREDIT_AT):
                 self._driver.write(inbox.address + at, zero)
-            mine = inbox.export()
+            handle = inbox.export()
             try:
-                socket.send_fds(sock, [CARD.pack(MAGIC, inbox_bytes(inbound))], [mine])
+                socket.send_fds(sock, [CARD.pack(MAGIC, inbox_bytes(inbound))], [handle])
             finally:
-                os.close(mine)
+                os.close(handle)
             theirs = yield from receive_card(sock, inbox_bytes(outbound))
             try:
                 channel = CudaChannel(self._driver, inbox, theirs, sock, url, terms, listening=listening)

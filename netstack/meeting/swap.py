@@ -14,7 +14,7 @@ READY = b"ready"
 MAC_BYTES = 32
 
 
-def swap(session: PeerSession, mine: bytes, reach: Callable[[bytes], None], *, listening: bool) -> Steps:
+def swap(session: PeerSession, card: bytes, reach: Callable[[bytes], None], *, listening: bool) -> Steps:
     """Exchange cards, which have one size, under the session's keys.
 
     ``reach`` gets the peer's card and makes this side ready for what the peer will send. The connector's card goes
@@ -22,14 +22,14 @@ def swap(session: PeerSession, mine: bytes, reach: Callable[[bytes], None], *, l
     the two can point a queue pair elsewhere. Raises HandshakeError.
     """
     out_key, in_key = session.keys(listening=listening)
-    nbytes = len(mine) + MAC_BYTES
+    nbytes = len(card) + MAC_BYTES
     if listening:
         theirs = yield b"", nbytes, "it hung up before its card"
         reach(_opened(in_key, theirs))
-        ready = yield _sealed(out_key, mine), MAC_BYTES, "it could not reach our queue pair"
+        ready = yield _sealed(out_key, card), MAC_BYTES, "it could not reach our queue pair"
         _opened(in_key, READY + ready)
     else:
-        theirs = yield _sealed(out_key, mine), nbytes, "it could not make or reach a queue pair"
+        theirs = yield _sealed(out_key, card), nbytes, "it could not make or reach a queue pair"
         reach(_opened(in_key, theirs))
         yield _sealed(out_key, READY)[len(READY) :], 0, ""
     return session

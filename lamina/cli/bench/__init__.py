@@ -18,9 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Each has --help and --dry-run."
     benchmarks = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     for name, (module, help) in BENCHMARKS.items():
-        found = import_module(f"{__name__}.{module}")
-        options = getattr(found, "PARSER_OPTIONS", {})
-        found.add_arguments(benchmarks.add_parser(name, help=help, description=help, allow_abbrev=False, **options))
+        benchmark = import_module(f"{__name__}.{module}")
+        options = getattr(benchmark, "PARSER_OPTIONS", {})
+        benchmark.add_arguments(benchmarks.add_parser(name, help=help, description=help, allow_abbrev=False, **options))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -50,10 +50,10 @@ def run(args: argparse.Namespace) -> int:
     from lamina.llm import LLM
 
     with LLM(args.model, **flat(config)) as llm:
-        found = measure(llm, args.batch_size, args.input_len, args.output_len, args.num_warmups, args.seed)
+        result = measure(llm, args.batch_size, args.input_len, args.output_len, args.num_warmups, args.seed)
     settings = {"model": args.model, "batch_size": args.batch_size, "input_len": args.input_len}
-    found = {**settings, "output_len": args.output_len, **found}
-    print(json.dumps(found) if args.json else _table(found))
+    result = {**settings, "output_len": args.output_len, **result}
+    print(json.dumps(result) if args.json else _table(result))
     return 0
 
 
@@ -115,13 +115,13 @@ def _seconds(after: dict[str, float], before: dict[str, float]) -> dict[str, flo
     return {k: after[k] - before.get(k, 0.0) for k in after if k.endswith("_s")}
 
 
-def _table(found: dict[str, Any]) -> str:
+def _table(result: dict[str, Any]) -> str:
     lines = [
-        f"{'output tokens/s':<24}{found['output_throughput']:10.1f}",
-        f"{'prefill tokens/s':<24}{found['prefill_throughput']:10.1f}",
+        f"{'output tokens/s':<24}{result['output_throughput']:10.1f}",
+        f"{'prefill tokens/s':<24}{result['prefill_throughput']:10.1f}",
         f"{'step, ms':<24}{'mean':>10}" + "".join(f"{f'p{p}':>10}" for p in PERCENTILES),
-        f"{'':<24}{found['mean_step_ms']:10.2f}" + "".join(f"{found[f'p{p}_step_ms']:10.2f}" for p in PERCENTILES),
+        f"{'':<24}{result['mean_step_ms']:10.2f}" + "".join(f"{result[f'p{p}_step_ms']:10.2f}" for p in PERCENTILES),
     ]
-    for worker, seconds in found["seconds_by_worker"].items():
+    for worker, seconds in result["seconds_by_worker"].items():
         lines.append(f"{worker:<24}" + "  ".join(f"{k.removesuffix('_s')} {v:.3f} s" for k, v in seconds.items()))
     return "\n".join(lines)

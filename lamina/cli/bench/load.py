@@ -51,14 +51,14 @@ def file_asks(kind: str, path: str, count: int, output_len: int, *, seed: int) -
         raise ValueError(f"--dataset-name {kind} needs --dataset-path FILE")
     text = Path(path).read_text()
     try:
-        found = list(_custom(text) if kind == "custom" else _sharegpt(json.loads(text)))
+        rows = list(_custom(text) if kind == "custom" else _sharegpt(json.loads(text)))
     except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise ValueError(f"--dataset-path {path}: not of the kind {kind}: {type(e).__name__}: {e}") from e
-    if not found:
+    if not rows:
         raise ValueError(f"--dataset-path {path}: no prompts")
     rng = random.Random(f"{seed}/choice")
-    rng.shuffle(found)
-    asks = [found[i % len(found)] for i in range(count)]
+    rng.shuffle(rows)
+    asks = [rows[i % len(rows)] for i in range(count)]
     return [replace(a, output_len=output_len) for a in asks] if output_len else asks
 
 

@@ -31,12 +31,12 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def spread_ms(name: str, seconds: Sequence[float]) -> dict[str, float]:
     """Mean, deviation and percentiles in milliseconds: mean_ttft_ms, median_ttft_ms, p99_ttft_ms, ..."""
     ms = [s * 1000 for s in seconds]
-    found = {
+    fields = {
         f"mean_{name}_ms": statistics.fmean(ms) if ms else 0.0,
         f"median_{name}_ms": percentile(ms, 50),
         f"std_{name}_ms": statistics.pstdev(ms) if ms else 0.0,
     }
-    return found | {f"p{p}_{name}_ms": percentile(ms, p) for p in PERCENTILES}
+    return fields | {f"p{p}_{name}_ms": percentile(ms, p) for p in PERCENTILES}
 
 
 def summary(answers: Sequence[Answer], *, details: bool = False) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def summary(answers: Sequence[Answer], *, details: bool = False) -> dict[str, An
     duration = end - min((a.start_s for a in answers), default=0.0) if served else 0.0
     tokens_in, tokens_out = sum(a.input_tokens for a in served), sum(a.output_tokens for a in served)
     per_s = 1.0 / duration if duration > 0 else 0.0
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "completed": len(served),
         "refused": sum(a.refused for a in answers),
         "failed": sum(not a.ok and not a.refused for a in answers),
@@ -63,35 +63,35 @@ def summary(answers: Sequence[Answer], *, details: bool = False) -> dict[str, An
         "errors": sorted({a.error[:200] for a in answers if a.error and not a.refused})[:5],
     }
     if details:
-        found["input_lens"] = [a.input_tokens for a in answers]
-        found["output_lens"] = [a.output_tokens for a in answers]
-        found["ttfts"] = [a.ttft_s if a.ok else None for a in answers]
-        found["itls"] = [a.gaps_s for a in answers]
-        found["generated_texts"] = [a.text for a in answers]
-    return found
+        fields["input_lens"] = [a.input_tokens for a in answers]
+        fields["output_lens"] = [a.output_tokens for a in answers]
+        fields["ttfts"] = [a.ttft_s if a.ok else None for a in answers]
+        fields["itls"] = [a.gaps_s for a in answers]
+        fields["generated_texts"] = [a.text for a in answers]
+    return fields
 
 
-def table(found: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
     """The same for people."""
     lines = [
-        _line("requests served", found["completed"]),
-        _line("refused for load", found["refused"]),
-        _line("failed", found["failed"]),
-        _line("seconds", found["duration"]),
-        _line("input tokens", found["total_input_tokens"]),
-        _line("output tokens", found["total_output_tokens"]),
-        _line("requests/s", found["request_throughput"]),
-        _line("output tokens/s", found["output_throughput"]),
-        _line("tokens/s", found["total_token_throughput"]),
+        _line("requests served", result["completed"]),
+        _line("refused for load", result["refused"]),
+        _line("failed", result["failed"]),
+        _line("seconds", result["duration"]),
+        _line("input tokens", result["total_input_tokens"]),
+        _line("output tokens", result["total_output_tokens"]),
+        _line("requests/s", result["request_throughput"]),
+        _line("output tokens/s", result["output_throughput"]),
+        _line("tokens/s", result["total_token_throughput"]),
     ]
-    if "dropped" in found:
-        lines.insert(3, _line("rows dropped: too long", found["dropped"]))
+    if "dropped" in result:
+        lines.insert(3, _line("rows dropped: too long", result["dropped"]))
     heads = ["mean", *(f"p{p}" for p in PERCENTILES)]
     lines.append(f"{'milliseconds':<44}" + "".join(f"{h:>11}" for h in heads))
     for name, title in TITLES.items():
-        cells = [found[f"mean_{name}_ms"], *(found[f"p{p}_{name}_ms"] for p in PERCENTILES)]
+        cells = [result[f"mean_{name}_ms"], *(result[f"p{p}_{name}_ms"] for p in PERCENTILES)]
         lines.append(f"{f'{name.upper()}  {title}':<44}" + "".join(f"{c:11.2f}" for c in cells))
-    return "\n".join([*lines, *(f"error: {e}" for e in found["errors"])])
+    return "\n".join([*lines, *(f"error: {e}" for e in result["errors"])])
 
 
 def _line(title: str, value: float) -> str:

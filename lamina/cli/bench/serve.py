@@ -98,13 +98,13 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as e:
         raise ImportError(f"bench serve needs {e.name}: pip install 'lamina[serve]'") from e
     try:
-        found = uvloop.run(_measure(args, url, rows))
+        result = uvloop.run(_measure(args, url, rows))
     except aiohttp.ClientConnectorError as e:
         raise OSError(_unreachable(e)) from e
     except (aiohttp.ClientError, TimeoutError) as e:
         raise OSError(f"{url} does not answer: {type(e).__name__}: {e}") from e
-    _show(args, found)
-    return 1 if found["failed"] else 0
+    _show(args, result)
+    return 1 if result["failed"] else 0
 
 
 def _unreachable(error: aiohttp.ClientConnectorError) -> str:
@@ -206,8 +206,8 @@ async def _post(http: aiohttp.ClientSession, route: str, body: dict[str, Any]) -
         if response.status != 200:
             said = (await response.text())[:200]
             raise OSError(f"POST {route} answered {response.status}: {said}; use --dataset-name custom")
-        found: dict[str, Any] = await response.json(content_type=None)
-    return found
+        answer: dict[str, Any] = await response.json(content_type=None)
+    return answer
 
 
 @contextlib.contextmanager
@@ -222,13 +222,13 @@ def _progress(total: int, *, quiet: bool) -> Any:
         yield on_answer
 
 
-def _show(args: argparse.Namespace, found: dict[str, Any]) -> None:
+def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
     from .report import table
 
-    print(json.dumps(found) if args.json else table(found))
+    print(json.dumps(result) if args.json else table(result))
     if args.save_result:
-        name = args.result_filename or f"lamina-bench-{found['date']}.json"
+        name = args.result_filename or f"lamina-bench-{result['date']}.json"
         path = Path(args.result_dir) / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found) + "\n")
+        path.write_text(json.dumps(result) + "\n")
         print(f"written to {path}", file=sys.stderr)

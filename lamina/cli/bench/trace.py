@@ -49,11 +49,11 @@ def read_mooncake(lines: Iterable[str]) -> Iterator[Row]:
     """Mooncake's traces (JSON lines, milliseconds). Raises ValueError that names the line."""
     for number, line in enumerate(lines, 1):
         try:
-            found = json.loads(line)
-            if not isinstance(found, dict) or set(found) != _MOONCAKE:
+            fields = json.loads(line)
+            if not isinstance(fields, dict) or set(fields) != _MOONCAKE:
                 raise ValueError(f"the fields must be {', '.join(sorted(_MOONCAKE))}")
             row = Row(
-                found["timestamp"] / 1000, found["input_length"], found["output_length"], tuple(found["hash_ids"])
+                fields["timestamp"] / 1000, fields["input_length"], fields["output_length"], tuple(fields["hash_ids"])
             )
             if len(row.blocks) != -(-row.input_len // BLOCK_TOKENS):
                 raise ValueError(f"{len(row.blocks)} hash ids for {row.input_len} tokens")

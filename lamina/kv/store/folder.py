@@ -42,10 +42,10 @@ class StoreFolder:
         """A file of the store, 0600 where it is made. Raises OSError; ValueError where it is not a store's."""
         fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
         try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
                 raise ValueError(f"{self.name}: {name} is no file: name another directory")
-            self._check(found, str(self.path / name), 0o600)
+            self._check(status, str(self.path / name), 0o600)
         except BaseException:
             os.close(fd)
             raise
@@ -73,10 +73,10 @@ class StoreFolder:
         finally:
             os.unlink(draft, dir_fd=self.fd)
         self.sync()
-        found = self.read(name)
-        if found is None:
+        kept = self.read(name)
+        if kept is None:
             raise FileNotFoundError(f"{self.path / name} has gone")
-        return found
+        return kept
 
     def remove(self, name: str) -> None:
         """A file; it may be gone already. Raises OSError."""
@@ -133,11 +133,11 @@ class StoreFolder:
         if os.pread(self._lock, 4096, 0).decode(errors="replace") != server:
             raise ValueError(f"{self.name}: another server has it open; give each a directory of its own")
 
-    def _check(self, found: os.stat_result, path: str, mode: int) -> None:
-        if found.st_uid != os.geteuid():
+    def _check(self, status: os.stat_result, path: str, mode: int) -> None:
+        if status.st_uid != os.geteuid():
             raise ValueError(f"{self.name}: {path} is another user's: name a directory of your own")
-        if found.st_mode & 0o077:
-            text = f"others may read {path} (mode {stat.S_IMODE(found.st_mode):o})"
+        if status.st_mode & 0o077:
+            text = f"others may read {path} (mode {stat.S_IMODE(status.st_mode):o})"
             raise ValueError(f"{self.name}: {text}, and KV tells prompts: chmod {mode:o} {path}")
 
 
@@ -158,12 +158,14 @@ def store_secret(folder: StoreFolder, key_file: str = "", *, make: bool = True) 
     except OSError as e:
         raise ValueError(f"{name}: {e.strerror}: name a file, no link, made by openssl rand -hex 32") from None
     with os.fdopen(fd, "rb") as file:
-        found = os.fstat(fd)
-        if found.st_uid != os.geteuid():
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid():
             raise ValueError(f"{name}: it is another user's: name a file of your own")
-        if found.st_mode & 0o077:
-            raise ValueError(f"{name}: others may read it (mode {stat.S_IMODE(found.st_mode):o}): chmod 600 {key_file}")
-        return _decoded(file.read(4096) if stat.S_ISREG(found.st_mode) else b"", name)
+        if status.st_mode & 0o077:
+            raise ValueError(
+                f"{name}: others may read it (mode {stat.S_IMODE(status.st_mode):o}): chmod 600 {key_file}"
+            )
+        return _decoded(file.read(4096) if stat.S_ISREG(status.st_mode) else b"", name)
 
 
 def _decoded(text: bytes, name: str) -> bytes:

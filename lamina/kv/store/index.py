@@ -88,11 +88,11 @@ class PageIndex:
         """A page; None where it is not there."""
         with self._lock:
             row = self._db.execute(f"SELECT id, {PAGE} FROM pages WHERE identity = ? AND key = ?", (identity, key))
-            found = row.fetchone()
-            if found is None:
+            entry = row.fetchone()
+            if entry is None:
                 return None
             query = f"SELECT {RECORD} FROM records WHERE page = ? ORDER BY id"
-            return PageEntry(page_of(found[1:]), [record_of(r) for r in self._db.execute(query, found[:1])])
+            return PageEntry(page_of(entry[1:]), [record_of(r) for r in self._db.execute(query, entry[:1])])
 
     def touch(self, identity: bytes, key: bytes) -> None:
         """Say that a page was used: it is written with the next change."""
@@ -111,14 +111,14 @@ class PageIndex:
             now = self._tick()
             where = (identity, page.key)
             query = f"SELECT id, {PAGE} FROM pages WHERE identity = ? AND key = ?"
-            found = self._db.execute(query, where).fetchone()
-            if found is None:
+            known = self._db.execute(query, where).fetchone()
+            if known is None:
                 values = (identity, *page[:4], *page.recipe, now, now, 1, self._set(record.atoms))
                 marks = ", ".join("?" * len(values))
                 columns = f"identity, {PAGE}, came, used, uses, held"
                 number = self._db.execute(f"INSERT INTO pages ({columns}) VALUES ({marks})", values).lastrowid
             else:
-                number, old, held = found[0], page_of(found[1:]), set(record.atoms)
+                number, old, held = known[0], page_of(known[1:]), set(record.atoms)
                 if not page.is_same(old):
                     raise ValueError("another page has this key")
                 for row in self._db.execute(f"SELECT {RECORD} FROM records WHERE page = ?", (number,)).fetchall():
@@ -139,10 +139,10 @@ class PageIndex:
     def _set(self, atoms: Iterable[Atom]) -> int:
         """Its number, a new one where it has none."""
         name = (packed_set(atoms),)
-        found = self._db.execute("SELECT id FROM sets WHERE atoms = ?", name).fetchone()
-        if found is None:
-            found = self._db.execute("INSERT INTO sets (atoms) VALUES (?) RETURNING id", name).fetchone()
-        return int(found[0])
+        known = self._db.execute("SELECT id FROM sets WHERE atoms = ?", name).fetchone()
+        if known is None:
+            known = self._db.execute("INSERT INTO sets (atoms) VALUES (?) RETURNING id", name).fetchone()
+        return int(known[0])
 
     def drop(self, identity: bytes, keys: Iterable[bytes]) -> None:
         """Pages, all of them or none."""
@@ -173,16 +173,16 @@ class PageIndex:
         self, segments: list[int], rank: Callable[[PageUse], Rank]
     ) -> Iterator[tuple[int, PageUse, list[RecordExtent]]]:
         marks = ", ".join("?" * len(segments))
-        found: dict[int, tuple[PageUse, list[RecordExtent]]] = {}
+        pages: dict[int, tuple[PageUse, list[RecordExtent]]] = {}
         query = (
             "SELECT p.id, p.key, p.number, p.came, p.used, p.uses, r.segment, r.at, r.size FROM records r"
             f" JOIN pages p ON p.id = r.page WHERE r.segment IN ({marks})"
         )
         for page, key, number, came, used, uses, *extent in self._db.execute(query, segments):
             use = PageUse(key, number, 0, came, used, uses)
-            found.setdefault(page, (use, []))[1].append(RecordExtent(*extent))
-        for page in sorted(found, key=lambda page: rank(found[page][0])):
-            yield page, *found[page]
+            pages.setdefault(page, (use, []))[1].append(RecordExtent(*extent))
+        for page in sorted(pages, key=lambda page: rank(pages[page][0])):
+            yield page, *pages[page]
 
     def entries(self, identity: bytes | None = None, tenant: bytes | None = None) -> list[PageEntry]:
         """Pages, all or those of one identity or tenant; the most recently used last."""

@@ -105,10 +105,10 @@ class Segments:
 
     def take(self, nbytes: int) -> RecordExtent | None:
         """Space for so many bytes, which is this worker's until ``settle``; None: there is none. Raises OSError."""
-        found = self._fit(padded(nbytes)) if self.make_room(nbytes) else None
-        if found is not None:
-            self._pending.add(found)
-        return found
+        extent = self._fit(padded(nbytes)) if self.make_room(nbytes) else None
+        if extent is not None:
+            self._pending.add(extent)
+        return extent
 
     def rebuild(self, nbytes: int) -> list[bytes]:
         """Give up own segments, and the pages there, so that one for so many bytes can be made. Returns their keys.
