@@ -60,10 +60,10 @@ POLICY = (
     "protocol/resolve.py", "request/params.py", "request/unserved.py", "request/outputs.py", "config.py", "cores.py",
     "fleet/hosts/placement.py", "fleet/recoveries.py", "fleet/standing.py", "kv/keys.py", "kv/pages.py",
     "kv/victims.py", "engine/leap.py", "engine/sessions.py", "engine/turns.py",
-    "engine/blocks/leaves.py", "engine/blocks/loans.py", "protocol/loans.py",
+    "engine/blocks/leaves.py", "engine/blocks/ahead.py", "engine/blocks/loans.py", "protocol/loans.py",
     "engine/conductor/__init__.py", "engine/conductor/choice.py", "engine/conductor/directory.py",
     "engine/conductor/estimate.py", "engine/conductor/lines.py", "engine/conductor/overload.py",
-    "engine/overflow.py", "engine/windows.py", "protocol/after_op.py", "protocol/extents.py",
+    "engine/overflow.py", "kv/windows.py", "protocol/after_op.py", "protocol/extents.py",
 )  # fmt: skip
 
 

@@ -198,7 +198,7 @@ class Scheduler:
         self._ops = []
         for batch in self.batches:
             self._drop_finished(batch)
-        if self._waiting:
+        if self._waiting or (self.tier and self.tier.ahead):
             self._newcomers.admit(self._waiting, self.batches, [self._cuts.wanted(b) for b in self.batches])
         steps = [s for s in map(self._next, self.batches) if s is not None]
         for step in steps:

@@ -46,14 +46,17 @@ class TierKeeper:
             directory=self._options.kv_store_dir,
             secret=self._secret,
             server=self._server,
+            memory=self._options.memory,
         )
 
     def completed(self, ready: ComputeReady, identity: bytes, said: Sequence[StoredPages]) -> ComputeReady:
         """With what memory workers have ``said``, in their order."""
         if not self.wanted:
             return ready
-        pages = [each.keys for each in said]
-        tier = TierFacts(secret=self._secret, identity=identity, page=PAGE, pages=pages, medium=self._options.medium)
+        tier = TierFacts(
+            secret=self._secret, identity=identity, page=PAGE, pages=[each.keys for each in said],
+            medium=self._options.medium, rooms=[each.room for each in said],
+        )  # fmt: skip
         return structs.replace(ready, tier=tier)
 
 

@@ -51,9 +51,9 @@ class VictimQueue:
     prefix the last page is the first that the clock makes old, and a page never goes before those that need it.
     """
 
-    def __init__(self, policy: str, size: int) -> None:
-        """``size``: bytes. Raises ValueError."""
-        self._rank = rank_of(policy)
+    def __init__(self, policy: str, size: int, rank: Callable[[PageUse], Rank] | None = None) -> None:
+        """``size``: bytes. ``rank``: in place of the one of ``policy``. Raises ValueError."""
+        self._rank = rank or rank_of(policy)
         self._size = size
         self._uses: dict[bytes, PageUse] = {}
         self._order: list[tuple[Rank, bytes]] = []  # a heap; an entry counts if its page still has this rank
@@ -83,13 +83,25 @@ class VictimQueue:
         use = self._uses.pop(key, None)
         self.nbytes -= use.nbytes if use is not None else 0
 
+    def rank_again(self, keys: Iterable[bytes]) -> None:
+        """Their ranks are others now."""
+        for key in keys:
+            if key in self._uses:
+                self._put(self._uses[key])
+
+    def worst(self, *, room: int = 0) -> bytes | None:
+        """The page that goes next, where the rest and ``room`` bytes have more than its size; None: they have not."""
+        while self.nbytes + room > self._size and self._order:
+            rank, key = self._order[0]
+            if key in self._uses and self._rank(self._uses[key]) == rank:
+                return key
+            heappop(self._order)
+        return None
+
     def evict(self, *, room: int = 0) -> list[bytes]:
         """Forget pages, the worst first, until the rest and ``room`` bytes have its size. Returns their keys."""
         given = []
-        while self.nbytes + room > self._size and self._order:
-            rank, key = heappop(self._order)
-            if key not in self._uses or self._rank(self._uses[key]) != rank:
-                continue
+        while (key := self.worst(room=room)) is not None:
             given.append(key)
             self.forget(key)
         return given

@@ -77,6 +77,17 @@ class PoolAtoms:
             found.append(tuple(tables.block_ids(group, sequence, low, high)))
         return Located(tuple(found), tokens)
 
+    def keeps(self, first: int, place: Place) -> bool:
+        """Whether the page from position ``first`` on of a sequence at ``place`` is kept here, or a part of it."""
+        placement = self._store.placement
+        lane = placement.lane(place, first // placement.stripe if placement.stripe else 0)
+        return any(lane in lanes for lanes in self._store.tables.lanes)
+
+    @property
+    def page_nbytes(self) -> int:
+        """Of a whole page that lies wholly here."""
+        return sum(heads.num * heads.form.nbytes(PAGE) for heads in self._heads)
+
     def nbytes(self, at: Located) -> int:
         """Of the page's atoms, as far as they are here."""
         each = ((heads, at.blocks[heads.group]) for heads in self._heads)

@@ -16,11 +16,11 @@ from lamina.netstack import Arrival, Channel, ChannelTimeout
 from lamina.observe.trace import Event, Recorder
 from lamina.protocol.plan import (
     Bind,
-    Drop,
     Export,
     Import,
     Key,
     Kind,
+    MediumOp,
     ProtocolError,
     StepPlan,
     decode_bind,
@@ -193,7 +193,7 @@ class Session:
             self.transfers.settle()
             self.transfers.begin(plan)
             return
-        if any(isinstance(op, Export | Import | Drop) for op in plan.ops):
+        if any(isinstance(op, Export | Import | MediumOp) for op in plan.ops):
             raise ProtocolError(f"step {plan.step} saves or loads, and there is no medium beside the pool")
         self._store.begin(plan)
 

@@ -1,11 +1,11 @@
 """Pages on their way between a memory worker's pool and the medium beside it, while rounds go on.
 
 A plan says what is saved and what is loaded. Two threads do it, so that a load, for which a request waits, never waits
-for what is being saved. A load fills blocks that nobody reads: until its end is reported, its sequence has no rows and
-keeps its blocks. A save reads blocks that may go at any time: the plan that frees them has the pages copied first that
-still lie there, so that no step waits for a medium. Blocks are touched under a lock, for the time of a copy. The end of
-a view takes back what has not begun, and leaves a call that the medium does not answer to itself; nothing of it comes
-into the pool or into the medium any more.
+for what is being saved; a third one brings pages nearer that will be loaded (fetches.py). A load fills blocks that
+nobody reads: until its end is reported, its sequence has no rows and keeps its blocks. A save reads blocks that may go
+at any time: the plan that frees them has the pages copied first that still lie there, so that no step waits for a
+medium. Blocks are touched under a lock, for the time of a copy. The end of a view takes back what has not begun, and
+leaves a call that the medium does not answer to itself; nothing of it comes into the pool or into the medium any more.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from lamina.protocol.plan import (
     KEY_BYTES,
     MOST_PAGES,
     Drop,
+    Expect,
     Export,
     Fork,
     Free,
@@ -42,6 +43,7 @@ from lamina.protocol.tables import PlanError
 from lamina.protocol.tiers import Transferred
 
 from .atoms import Located, PoolAtoms
+from .fetches import Fetches
 from .meter import Meter
 from .store import Store
 
@@ -76,6 +78,7 @@ class Transfers:
         """``report`` is called from threads of its own, and may raise what says that nobody listens any more."""
         self._medium, self._store, self._report, self._meter, self._view = medium, store, report, meter, view
         self._atoms = PoolAtoms(store, rank)
+        self._fetches = Fetches(medium, self._atoms, meter)
         self._last = -1  # the number of the last transfer that was begun
         self._open: dict[type, list[_Task]] = {Import: [], Export: []}  # not settled
         self._ended: deque[tuple[_Task, int]] = deque()  # not settled, with its tokens
@@ -95,6 +98,11 @@ class Transfers:
         used last. Raises MediumError.
         """
         return self._medium.keys(self._atoms.share, most)
+
+    @property
+    def page_nbytes(self) -> int:
+        """Of a page that lies wholly here."""
+        return max(1, self._atoms.page_nbytes)
 
     def begin(self, plan: StepPlan) -> None:
         """Have the store begin ``plan``, and begin the transfers that it asks for. Raises as Store.begin, PlanError
@@ -118,6 +126,8 @@ class Transfers:
                 self._add(_Task(op, list(pages)))
             elif isinstance(op, Drop):
                 self._queues[Export].put(op)
+            elif isinstance(op, Expect):
+                self._fetches.add(op)
             elif isinstance(op, Free | Truncate):
                 self._copy(op.sequence)
 
@@ -140,8 +150,9 @@ class Transfers:
         loading = {task.op.sequence for task in self._open[Import]}
         saving = {task.op.sequence for task in self._open[Export]}
         last = self._last
+        self._fetches.check([op for op in plan.ops if isinstance(op, Expect)])
         for op in plan.ops:
-            if isinstance(op, Export | Import | Drop):
+            if isinstance(op, Export | Import | Drop | Expect):
                 _check(op)
             if isinstance(op, Export | Import):
                 if op.id <= last:
@@ -197,6 +208,7 @@ class Transfers:
             thread.join(max(0.0, limit - time.monotonic()))
             if thread.is_alive():
                 log.warning("a medium does not answer: %s is left to itself", thread.name)
+        self._fetches.end(max(0.0, limit - time.monotonic()))
         self.settle()
 
     def _run(self, kind: type, name: str) -> None:
@@ -219,6 +231,9 @@ class Transfers:
                 return
             self._ended.append((task, min(done * PAGE, task.op.count)))
         self._meter.add(f"{name}_s", seconds)
+        gone = gone + self._fetches.gone()
+        if isinstance(task.op, Import):
+            self._fetches.go_on()
         with suppress(LinkClosedError):
             self._report(Transferred(view=self._view, id=task.op.id, pages=done, gone=gone, error=error))
 
@@ -286,10 +301,10 @@ class Transfers:
             return task.copies.pop(number, None)
 
 
-def _check(op: Export | Import | Drop) -> None:
+def _check(op: Export | Import | Drop | Expect) -> None:
     if any(len(key) != KEY_BYTES for key in op.keys) or (isinstance(op, Export) and len(op.tenant) != TENANT_BYTES):
         raise ProtocolError(f"{op}: a key has {KEY_BYTES} bytes, the tag of a tenant {TENANT_BYTES}")
-    if isinstance(op, Drop):
+    if isinstance(op, Drop | Expect):
         return
     pages = -(-op.count // PAGE)
     if not 1 <= len(op.keys) <= MOST_PAGES or len(op.keys) != pages or op.first < 0 or op.first % PAGE:

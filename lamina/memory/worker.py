@@ -59,7 +59,7 @@ class MemoryWorker:
         """Since the start: attend_s, write_s, grant_s (writing what prefill workers send), wait_s, plan_s; steps, rows,
         turns (a step in a layer), native_turns of them, refused, dropped (messages of older views); stores (that were
         allocated), connects; stored_bytes that attention read; payload bytes_received, bytes_sent; load_s, save_s,
-        kv_loaded_bytes, kv_saved_bytes (pages from and to the medium beside the pool);
+        fetch_s, kv_loaded_bytes, kv_saved_bytes (pages from and to the medium beside the pool), kv_fetched_pages;
         move_s, moved_bytes (KV that came from other memory workers).
 
         Safe from any thread.
@@ -198,7 +198,8 @@ class MemoryWorker:
             keys = self._transfers.pages(MOST_LISTED)
         except MediumError as e:
             raise ValueError(str(e)) from None
-        self._report(StoredPages(view=view, keys=keys))
+        room = (tier.size + tier.memory) // tier.workers // self._transfers.page_nbytes
+        self._report(StoredPages(view=view, keys=keys, room=room))
 
 
 def _place(tier: TierPlace) -> MediumPlace:
@@ -210,6 +211,7 @@ def _place(tier: TierPlace) -> MediumPlace:
         tier.directory,
         tier.secret,
         tier.server,
+        memory=tier.memory,
     )
 
 

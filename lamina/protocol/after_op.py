@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .extents import Extent, Extents, PlanError
-from .plan import BlockOp, Export, Fork, Free, Grant, Import, New, SequenceOp, Shift, Truncate
+from .plan import BlockOp, Expect, Export, Fork, Free, Grant, Import, New, SequenceOp, Shift, Truncate
 
 
 def after_op(
@@ -61,4 +61,6 @@ def existing(extent: Extent | None, sequence: int) -> Extent:
 
 def touched(op: SequenceOp) -> tuple[int, ...]:
     """The sequences that an op is about."""
+    if isinstance(op, Expect):
+        return ()
     return (op.sequence, op.source) if isinstance(op, Fork) else (op.sequence,)

@@ -40,10 +40,11 @@ from .options import KVOptions
 from .partition import Lanes, Partition
 from .placement import FIRST, Place
 
-VERSION = 8
+VERSION = 9
 # Of a sequence, whose K and V are still to come: behind a window, a third may give blocks back that the first fills.
 GRANTS_AHEAD = 2
 MOST_PAGES = 64  # of a transfer
+MOST_EXPECTED = 1 << 14  # pages, of all turns that wait
 KEY_BYTES = 32  # of a page's key
 
 
@@ -210,9 +211,21 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
     keys: list[bytes]
 
 
+class Expect(msgspec.Struct, frozen=True, array_like=True, tag="expect"):
+    """A sequence that waits needs pages of the medium, from page ``first`` on, and will most likely lie at ``place``.
+    Those of ``turn`` are needed before those of larger ones; no keys: it needs nothing any more. Nobody waits for it.
+    """
+
+    turn: int
+    first: int = 0
+    keys: list[bytes] = []
+    place: Place = FIRST
+
+
 Transfer = Export | Import
 BlockOp = New | Fork | Free | Truncate | Shift | Grant | Transfer  # what concerns blocks of the pool
-SequenceOp = BlockOp | Drop
+MediumOp = Drop | Expect  # what concerns the medium alone
+SequenceOp = BlockOp | MediumOp
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True):

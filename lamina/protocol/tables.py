@@ -16,7 +16,7 @@ from .extents import Extent
 from .extents import NoBlocksError as NoBlocksError
 from .extents import PlanError as PlanError
 from .held_blocks import HeldBlocks
-from .plan import Drop, Fork, Free, Grant, Import, Keep, Rows, Shift, StepPlan
+from .plan import Fork, Free, Grant, Import, Keep, MediumOp, Rows, Shift, StepPlan
 
 NOT_HERE = -1  # a block that is to be taken
 
@@ -124,7 +124,7 @@ class BlockTables(HeldBlocks):
         shared, forked = dict[int, int](), dict[int, int]()  # sequence -> tokens that others come to hold
         shifted = {op.sequence: op for op in plan.ops if isinstance(op, Shift)}
         for op in plan.ops:
-            if isinstance(op, Drop):
+            if isinstance(op, MediumOp):
                 continue
             if not isinstance(op, Shift | Free) and not shifted.keys().isdisjoint(touched(op)):
                 raise PlanError(f"a sequence is shifted in step {plan.step}: it may be freed, and no {op}")

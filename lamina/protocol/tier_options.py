@@ -17,7 +17,7 @@ class TierOptions(Options, frozen=True, kw_only=True):
         str,
         ReadText(size_text),
         "host memory of all memory workers together, in which they keep the KV of finished requests besides the pool, "
-        "such as 4GiB; empty = none",
+        "such as 4GiB; with --kv-store-dir it lies before the disk; empty = none",
     ] = ""
     kv_store_dir: Annotated[
         str, "directory in which memory workers keep the KV of finished requests, also for later starts; empty = none"
@@ -40,8 +40,6 @@ class TierOptions(Options, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kv_offloading_size and self.kv_store_dir:
-            raise ValueError("--kv-offloading-size and --kv-store-dir are two places for the same KV: leave one out")
         if self.kv_key_file and not self.kv_store_dir:
             raise ValueError("--kv-key-file is the secret of --kv-store-dir: name that too, or leave this one out")
         parse_size(self.kv_store_size, "--kv-store-size")
@@ -51,11 +49,16 @@ class TierOptions(Options, frozen=True, kw_only=True):
     @property
     def medium(self) -> str:
         """By its name in kv.media.MEDIA; empty: none."""
-        return "file" if self.kv_store_dir else "host" if self.kv_offloading_size else ""
+        if self.kv_store_dir:
+            return "layered" if self.kv_offloading_size else "file"
+        return "host" if self.kv_offloading_size else ""
 
     @property
     def size(self) -> int:
-        """Bytes of all memory workers together."""
-        if self.kv_store_dir:
-            return parse_size(self.kv_store_size, "--kv-store-size")
-        return parse_size(self.kv_offloading_size, "--kv-offloading-size")
+        """Bytes of all memory workers together; of a layered medium those of the disk."""
+        return parse_size(self.kv_store_size, "--kv-store-size") if self.kv_store_dir else self.memory
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the hosts' memory, of all memory workers together."""
+        return parse_size(self.kv_offloading_size, "--kv-offloading-size") if self.kv_offloading_size else 0

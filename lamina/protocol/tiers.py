@@ -8,8 +8,8 @@ MOST_LISTED = 1 << 17  # keys that a memory worker tells of
 
 
 class TierPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a memory worker keeps pages beside its pool. ``size``: bytes of all ``workers``, each has an equal part.
-    See kv.media.MediumPlace.
+    """Where a memory worker keeps pages beside its pool. ``size``, ``memory``: bytes of all ``workers``, each has an
+    equal part. See kv.media.MediumPlace.
     """
 
     medium: str
@@ -21,15 +21,18 @@ class TierPlace(msgspec.Struct, frozen=True, kw_only=True):
     directory: str = ""
     secret: bytes = b""
     server: str = ""
+    memory: int = 0
 
 
 class StoredPages(msgspec.Struct, frozen=True, kw_only=True, tag="stored-pages"):
     """Memory worker -> driver, in answer to a Connect with a tier, once it is bound: the keys of pages whose atoms are
-    all there that it can need, those that were used last behind the others; MOST_LISTED at most.
+    all there that it can need, those that were used last behind the others; MOST_LISTED at most. ``room``: pages of
+    which it can keep its part.
     """
 
     view: int
     keys: list[bytes]
+    room: int = 0
 
 
 class Transferred(msgspec.Struct, frozen=True, kw_only=True, tag="transferred"):
@@ -46,7 +49,7 @@ class Transferred(msgspec.Struct, frozen=True, kw_only=True, tag="transferred"):
 
 class TierFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the driver knows of the pages beside the pools, when all have met. ``secret``, ``identity``: of their keys;
-    ``page``: tokens; ``pages``: the keys that each memory worker has told; ``medium``: the name of where they are.
+    ``page``: tokens; ``pages``, ``rooms``: what each memory worker has told; ``medium``: the name of where they are.
     """
 
     secret: bytes
@@ -54,3 +57,4 @@ class TierFacts(msgspec.Struct, frozen=True, kw_only=True):
     page: int
     pages: list[list[bytes]]
     medium: str = "host"
+    rooms: list[int] = []

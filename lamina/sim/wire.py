@@ -17,7 +17,7 @@ from lamina.sampling.history import Due, Histories
 from .clock import VirtualClock
 from .model import EOS, VOCAB, drawn, value
 from .scenario import MAX_LEN, Fault, Scenario
-from .workers import PAGE, TORN, SimMemory, SimPrefill
+from .workers import MOST_KEPT, PAGE, TORN, SimMemory, SimPrefill
 
 NOTICED_S = 0.01  # from a death to the driver's knowing it
 START_S = 1.0  # of a new worker
@@ -96,7 +96,8 @@ class SimWire:
     def _tier(self) -> TierFacts | None:
         if not self._keeps:
             return None
-        return TierFacts(secret=b"s" * 32, identity=b"", page=PAGE, pages=[list(w.medium) for w in self.memory])
+        return TierFacts(secret=b"s" * 32, identity=b"", page=PAGE, pages=[list(w.medium) for w in self.memory],
+                         rooms=[MOST_KEPT] * len(self.memory))  # fmt: skip
 
     # Wire:
     def submit(self, new: RunRound) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lamina.memory.written import WrittenTokens
 from lamina.protocol.partition import Lanes
 from lamina.protocol.placement import Place, Placement
-from lamina.protocol.plan import Drop, Export, Free, Import, Keep, New, Rows, StepPlan
+from lamina.protocol.plan import Drop, Expect, Export, Free, Import, Keep, New, Rows, StepPlan
 from lamina.protocol.tables import BlockTables
 from lamina.protocol.tiers import Transferred
 
@@ -51,6 +51,7 @@ class SimMemory:
         self.written = WrittenTokens()
         self.medium: dict[bytes, list[list[int]]] = {}  # by page
         self.last_transfer = -1
+        self.expected: dict[int, int] = {}  # turns, and how many pages each needs
         self._saves: dict[int, list[tuple[bytes, list[list[int]]]]] = {}  # by transfer: pages, as they were
         self._weights = [layout.weight(g, number) for g in self.groups]
         self._size = layout.block_size
@@ -62,8 +63,19 @@ class SimMemory:
             if isinstance(op, Export):
                 pages = enumerate(op.keys)
                 self._saves[op.id] = [(key, [list(b) for b in self._page(op, number)]) for number, key in pages]
+            elif isinstance(op, Expect):
+                self._expect(op)
         self.tables.apply(plan)
         self.written.begin(plan)
+
+    def _expect(self, op: Expect) -> None:
+        """Of turns that a driver tells, in their order; and takes back what it has told."""
+        if not op.keys:
+            assert self.expected.pop(op.turn, 0), f"turn {op.turn} was never expected, or in an older view"
+            return
+        assert self.expected.get(op.turn, 0) == op.first, f"turn {op.turn} has a gap"
+        assert op.turn >= max(self.expected, default=0), f"turn {op.turn} comes behind later ones"
+        self.expected[op.turn] = op.first + len(op.keys)
 
     def write(self, sequence: int, place: Place, position: int, stored: int) -> None:
         """As far as it is kept here."""
@@ -126,6 +138,7 @@ class SimMemory:
             assert not any(held) or had.get(each.sequence, 0) >= each.length, f"{each} was never written"
         self.tables.reconcile(keep)
         self.written.reconcile(keep)
+        self.expected.clear()
 
     def _block(self, group: int, sequence: int, place: Place, number: int) -> list[int] | None:
         tables = self.tables

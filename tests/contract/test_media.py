@@ -43,6 +43,8 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
 
     def open_one(**more: Any) -> Medium:
         place = MediumPlace(SIZE, b"i" * 32, directory=str(tmp_path / "kv"), secret=b"s" * 32, server="one")
+        if request.param == "layered":
+            place = place._replace(size=SIZE // 2, memory=SIZE // 2)
         opened.append(open_medium(request.param, place._replace(**more)))
         return opened[-1]
 
@@ -168,6 +170,44 @@ def test_a_buffer_is_the_callers_again(medium: Medium) -> None:
     assert filled(medium, page(1).key, {Atom(0, 0): bytes(ATOM)}) == {Atom(0, 0): b"a" * ATOM}
 
 
+def test_a_page_is_taken(medium: Medium) -> None:
+    """With all of its bytes, or with those that somebody names."""
+    put(medium, page(1))
+    assert medium.take(page(1).key) == (page(1), HEADS)
+    some = dict(list(HEADS.items())[2:4])
+    assert medium.take(page(1).key, frozenset({*some, Atom(99, 0)})) == (page(1), some)
+    for key, atoms in ((page(1).key, frozenset({Atom(99, 0)})), (page(2).key, None)):
+        with pytest.raises(AtomLostError):
+            medium.take(key, atoms)
+    assert medium.held(page(1).key) == medium.pages()[0]
+    assert medium.held(page(2).key) is None
+
+
+def numbered(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def test_expected_pages_give_way_last(opener: Opener) -> None:
+    """The last turn's first, of them; and in no other order than others, once nobody waits."""
+    medium = opener(policy="lru")
+    data = {Atom(0, 0): bytes(64 << 10)}
+    for number in range(6):
+        put(medium, page(0, key=numbered(number)), data)
+    for turn, number in ((7, 1), (8, 0), (8, 3)):
+        medium.expect(turn, [numbered(number)])
+    medium.expect(9, [numbered(2)])
+    medium.expect(9, [])
+    given = list[bytes]()
+    for number in itertools.count(6):
+        medium.expect(number + 10, [numbered(number)])
+        given += put(medium, page(0, key=numbered(number)), data)
+        if numbered(2) in given and len(given) >= 4:
+            break
+    first = [int.from_bytes(key, "big") for key in given]
+    assert first[:3] == [2, 4, 5], "nobody waits for them"
+    assert not {0, 1, 3} & set(first), "those of the last turns go, and not those of the first"
+
+
 @pytest.mark.parametrize("size", [4 << 10, 64 << 10])
 def test_the_least_recently_used_goes_first(opener: Opener, size: int) -> None:
     medium = opener(policy="lru")
@@ -200,7 +240,8 @@ def test_behind_close(medium: Medium) -> None:
     medium.close()
     for call in (
         lambda: medium.reserve(1), lambda: medium.write(page(2), HEADS), lambda: filled(medium, page(1).key, HEADS),
-        lambda: medium.drop([page(1).key]), medium.pages,
+        lambda: medium.drop([page(1).key]), medium.pages, lambda: medium.take(page(1).key),
+        lambda: medium.held(page(1).key),
     ):  # fmt: skip
         with pytest.raises(MediumError, match="closed"):
             call()
@@ -285,5 +326,5 @@ def test_beside_a_dict(opener: Opener) -> None:
 
 
 def test_an_unknown_medium() -> None:
-    with pytest.raises(ValueError, match="one of host, file, emulated"):
+    with pytest.raises(ValueError, match="one of host, file, emulated, layered"):
         open_medium("tape", MediumPlace(SIZE))

@@ -61,6 +61,20 @@ def test_what_was_evicted_comes_back_bit_for_bit(
     assert told(again) == told(never)
 
 
+def test_from_the_disk_by_way_of_memory(llama_path: Path, tmp_path: Path) -> None:
+    """Memory has room for one prompt of seven; the turns that wait have theirs fetched, and lose no bit."""
+    where = {"kv_store_dir": str(tmp_path / "kv"), "kv_offloading_size": "300KB"}
+    with LLM(str(llama_path), **TINY, kv_memory="4MB") as llm:
+        never = [told(ask(llm, [*prompt[:256], 5])) for prompt in OTHERS]
+    with LLM(str(llama_path), **TINY, kv_memory="250KB", max_num_seqs=1, **where) as llm:
+        for prompt in (PROMPT, *OTHERS):
+            ask(llm, prompt)
+        outputs = llm.generate([[*prompt[:256], 5] for prompt in OTHERS], PARAMS)
+        assert sum(stats.get("kv_fetched_pages", 0.0) for stats in llm.stats().values()) > 0
+    assert [told(output) for output in outputs] == never
+    assert sum(output.num_cached_tokens == 256 for output in outputs) == len(OTHERS)
+
+
 def test_what_one_engine_has_saved_another_one_loads(llama_path: Path, tmp_path: Path, reference: Reference) -> None:
     """Saved by two workers by head, loaded by three by token, with blocks of another size."""
     key = tmp_path / "key"
@@ -119,8 +133,6 @@ def test_nothing_is_found_behind_a_reset(llama_path: Path) -> None:
 def test_a_tier_needs_what_it_is_for(llama_path: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="^--kv-offloading-size keeps what --enable-prefix-caching finds: .*$"):
         LLM(str(llama_path), kv_offloading_size="1MiB", enable_prefix_caching=False)
-    with pytest.raises(ValueError, match="^--kv-offloading-size and --kv-store-dir are two places .*$"):
-        LLM(str(llama_path), kv_offloading_size="1MiB", kv_store_dir=str(tmp_path))
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(ValueError, match="^--kv-store-dir .*: chmod 700 .*$"):
         LLM(str(llama_path), enable_prefix_caching=True, kv_store_dir=str(tmp_path / "open"))

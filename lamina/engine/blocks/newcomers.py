@@ -16,12 +16,13 @@ from lamina.engine.sessions import NOWHERE, POOL
 from lamina.protocol.after_op import touched
 from lamina.protocol.plan import Fork, Keep, SequenceOp
 
+from .ahead import Load
 from .leaves import Leaves
 from .ledger import Ledger
 from .prefixes import Hit, Prefixes
 from .room import Fit, Room, less
 from .swaps import Swaps
-from .tier import Load, Tier
+from .tier import Tier
 
 ASIDE: list[Load | Hit | None] = [None, None]  # waits for a transfer
 
@@ -156,6 +157,8 @@ class Newcomers:
             elif not sequence.num_loading:
                 budgets[to] -= self._cuts.piece(sequence, budgets[to], sequence.num_scheduled)
         waiting.extendleft(reversed(aside))
+        if self._tier:
+            batches[0].ops += self._tier.ahead.tell([*waiting], self._to_load)
 
     def _ways(self, sequence: Sequence, batches: Several[Batch], *, alone: bool) -> list[Load | Hit | None]:
         """With what a waiting sequence may begin, the best first; none: it waits, and all behind it; ASIDE: it waits
@@ -173,6 +176,15 @@ class Newcomers:
             return ASIDE if coming.num_loading else []
         load = self._tier.find(sequence, hit.length if hit else 0) if self._tier else None
         return [way for way in (load, hit) if way is not None] + [None]
+
+    def _to_load(self, sequence: Sequence) -> Load | None:
+        """Beside the pool, of one that waits for its turn; preempted ones come back soon, and truncated ones from their
+        leaf alone.
+        """
+        if self._tier is None or sequence.discarded or sequence.num_preemptions:
+            return None
+        hit = self._prefixes.match(self._prefixes.beginnings(sequence))
+        return self._tier.find(sequence, hit.length if hit else 0)
 
     def _ways_of_truncated(self, sequence: Sequence, batches: Several[Batch]) -> list[Load | Hit | None]:
         """Its session's leaf alone, which may have to be moved first, in a round in which nobody else is about it."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from lamina.engine.sequence import Sequence
 from lamina.engine.sessions import Sessions, SessionState
-from lamina.engine.windows import Windows, victims
+from lamina.kv.windows import victims
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import Fork, Free, Keep, New, SequenceOp, Truncate
 
@@ -185,7 +185,7 @@ class Prefixes:
         """
         named = sorted(self._retained, key=lambda n: self.sessions.owner(n) is not None)
         queue = [s.leaf for s in self.awaited if s.leaf is not None]
-        return victims(queue, Windows(0, len(queue)), named)  # more than the pool holds are not in it
+        return victims(queue, len(queue), named)  # more than the pool holds are not in it
 
     def evict(self, number: int) -> Free:
         """Give up a retained sequence."""

@@ -11,10 +11,10 @@ from lamina.engine.sequence import Sequence
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import Keep, Rows
 
+from .ahead import Load
 from .ledger import Ledger
 from .loans import Loans
 from .prefixes import Hit
-from .tier import Load
 
 
 class Fit(NamedTuple):

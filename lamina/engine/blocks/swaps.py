@@ -12,7 +12,8 @@ from lamina.engine.sequence import Sequence
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import Drop, Export
 
-from .tier import Load, Tier
+from .ahead import Load
+from .tier import Tier
 
 FORGETS = 0.7  # of what was measured before, with each measure
 

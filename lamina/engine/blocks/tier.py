@@ -8,6 +8,7 @@ of them have.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
@@ -22,19 +23,10 @@ from lamina.protocol.plan import MOST_PAGES, Drop, Export, Import, SequenceOp, T
 from lamina.protocol.tables import BlockTables
 from lamina.protocol.tiers import TierFacts, Transferred
 
+from .ahead import Ahead, Load
+
 UNNUMBERED = 0  # a transfer whose plan is not made yet
 MOST_SAVED = 8  # pages of one Export, so that a worker whose disk is slow is heard of now and then
-
-
-class Load(NamedTuple):
-    """The first ``length`` tokens of a new sequence can be loaded, where it begins at one of ``places``. ``own``: it is
-    its own KV, of before it was preempted.
-    """
-
-    length: int
-    places: tuple[Place, ...]
-    keys: tuple[bytes, ...]  # of its pages
-    own: bool = False
 
 
 class Moved(NamedTuple):
@@ -117,12 +109,20 @@ class Tier:
 
     def learn(self, facts: TierFacts) -> None:
         """Workers have met: what they have told is there, and nothing else."""
+        self.ahead = Ahead(self._room(facts.rooms))  # of whom they have been told nothing yet
         self._lanes: dict[bytes, set[int]] = {}  # page -> where those that keep a lane can load it
         told = [set(keys) for keys in facts.pages]
         for lane, owners in enumerate(self._owners):
             for key in set.intersection(*(told[w] for w in owners)) - self._forgotten:
                 self._lanes.setdefault(key, set()).add(lane)
         self._found = None
+
+    def _room(self, rooms: Several[int]) -> int:
+        """Pages of all lanes, where each has as many. ``rooms``: pages of which each worker can keep its part."""
+        if not rooms:
+            return 0
+        lanes_of = Counter(worker for owners in self._owners for worker in owners)
+        return len(self._owners) * min(rooms[w] // lanes_of[w] for owners in self._owners for w in owners)
 
     def find(self, sequence: Sequence, beyond: int) -> Load | None:
         """What can be loaded of a waiting sequence, more than ``beyond`` tokens. Its last token has to be computed: a

@@ -11,6 +11,7 @@ Contract, the same for every entry (tests/contract/test_media.py):
   A page with a damaged atom stays until its reader drops it.
 - The medium holds at most its size. ``reserve`` gives up pages for what is to come, the worst first by the policy that
   the medium was opened with; ``write`` gives up none.
+- Pages that waiting turns ``expect`` give way behind all others, those of the last turn first.
 - Any thread calls, several at once. A call blocks for as long as the disk takes, and so belongs on an I/O thread. A
   buffer is the caller's again behind the call.
 - Behind ``close`` every call raises MediumError, ``close`` itself does nothing.
@@ -19,14 +20,14 @@ Contract, the same for every entry (tests/contract/test_media.py):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import NamedTuple, Protocol
 
 from lamina.kv.pages import Atom, Page
 
 # name -> module of this package with a function ``open_medium(place)``; imported when first used
-MEDIA: dict[str, str] = {"host": "host", "file": "file", "emulated": "emulated"}
+MEDIA: dict[str, str] = {"host": "host", "file": "file", "emulated": "emulated", "layered": "layered"}
 
 Bytes = bytes | bytearray | memoryview
 
@@ -55,6 +56,7 @@ class MediumPlace(NamedTuple):
     """How to open a medium.
 
     ``size``: bytes for all workers of this server on this host, which are ``workers``; each has the same part of it.
+    ``memory``: the layered medium's, the same of the host's memory, while ``size`` is the disk's.
     ``policy``: who is given up first. ``identity``: pages of another one are not listed and not read, but may be given
     up. What follows is the file medium's: ``secret`` is the store's (lamina.kv.keys), and ``server`` names the server
     whose workers share ``directory``; no other one may open it meanwhile. ``encrypt``: atoms lie there encrypted, by a
@@ -69,6 +71,7 @@ class MediumPlace(NamedTuple):
     secret: bytes = b""
     server: str = ""
     encrypt: bool = True
+    memory: int = 0
 
 
 class Medium(Protocol):
@@ -90,6 +93,32 @@ class Medium(Protocol):
     def read(self, key: bytes, into: Mapping[Atom, bytearray | memoryview]) -> None:
         """Fill each buffer with its atom of the page: writable, contiguous and of the atom's length. It is a use of
         the page. Raises AtomLostError, MediumError; ValueError for a buffer of another length.
+        """
+        ...
+
+    def take(self, key: bytes, atoms: frozenset[Atom] | None = None) -> tuple[Page, dict[Atom, bytes]]:
+        """A page, and its bytes: those of ``atoms`` that are there, or all. It is no use of the page. Raises
+        AtomLostError, also where there is none of them; MediumError.
+        """
+        ...
+
+    def held(self, key: bytes) -> HeldPage | None:
+        """One page; None where it is not there. Raises MediumError."""
+        ...
+
+    def expect(self, turn: int, keys: Sequence[bytes]) -> None:
+        """A waiting turn needs pages, those from the beginning of its sequence on, in several calls where they are
+        many; no keys: it needs none any more. ``turn``: the earlier ones have the smaller numbers. It does no I/O.
+        """
+        ...
+
+    def copied(self, key: bytes, *, yes: bool) -> None:
+        """Whether all that is here of a page lies elsewhere too: so it goes before all others. It does no I/O."""
+        ...
+
+    def fetch(self, atoms: frozenset[Atom]) -> list[bytes] | None:
+        """Bring one page that is expected to where it is read faster, as far as it has ``atoms``. Returns as
+        ``reserve``, or None: there is nothing to do. Raises MediumError.
         """
         ...
 

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -67,6 +67,28 @@ class Emulated:
         self._inner.read(key, into)
         if flip and into:
             memoryview(next(iter(into.values()))).cast("B")[0] ^= 1
+
+    def take(self, key: bytes, atoms: frozenset[Atom] | None = None) -> tuple[Page, dict[Atom, bytes]]:
+        """A page and its bytes: of ``atoms``, or all. It is no use of the page. Raises AtomLostError."""
+        self._happen("read")
+        return self._inner.take(key, atoms)
+
+    def held(self, key: bytes) -> HeldPage | None:
+        """What is here of one page; None where it is not."""
+        self._happen("pages")
+        return self._inner.held(key)
+
+    def expect(self, turn: int, keys: Sequence[bytes]) -> None:
+        """Waiting turn ``turn`` needs these pages too; without any, it needs none any more."""
+        self._inner.expect(turn, keys)
+
+    def copied(self, key: bytes, *, yes: bool) -> None:
+        """Whether another place has all that is here of a page, which goes first then."""
+        self._inner.copied(key, yes=yes)
+
+    def fetch(self, atoms: frozenset[Atom]) -> list[bytes] | None:
+        """Bring a page nearer, as the medium within does; None: there is none."""
+        return self._inner.fetch(atoms)
 
     def drop(self, keys: Iterable[bytes]) -> None:
         """Give up pages of host memory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from lamina.kv.media import AtomLostError, Bytes, HeldPage, MediumError, MediumPlace, NoRoomError
@@ -16,7 +16,8 @@ from lamina.kv.store.records import Records
 from lamina.kv.store.schema import PageEntry, RecordExtent
 from lamina.kv.store.seal import DataKeys, SealBrokenError
 from lamina.kv.store.segments import Segments
-from lamina.kv.victims import rank_of
+from lamina.kv.victims import PageUse, Rank, rank_of
+from lamina.kv.windows import Expected
 
 _TRIES = 3  # of a read whose records were replaced meanwhile
 _SPARE_PART = 64  # of a worker's share that becomes free at once, at least: each time all of its pages are ranked
@@ -29,7 +30,7 @@ class File:
     def __init__(self, place: MediumPlace) -> None:
         self._identity = place.identity
         self._encrypt = place.encrypt
-        self._rank = rank_of(place.policy)
+        self._policy, self._expected = rank_of(place.policy), Expected()
         self._writing = threading.Lock()  # free space has one keeper
         self._quiet = threading.Condition()
         self._num_calls = 0
@@ -90,20 +91,61 @@ class File:
         """Open the page's atoms into the buffers. Raises AtomLostError, MediumError; ValueError for a wrong length."""
         views = {atom: memoryview(buffer).cast("B") for atom, buffer in into.items()}
         with self._call():
-            entry = self._index.look_up(self._identity, key)
-            for _ in range(_TRIES):
-                try:
-                    self._fill(entry, views)
-                except SealBrokenError as e:
-                    before, entry = entry, self._index.look_up(self._identity, key)
-                    if entry == before:
-                        raise AtomLostError(f"an atom is damaged: {e}") from None
-                else:
-                    self._index.touch(self._identity, key)
-                    return
-            raise AtomLostError("the page is replaced again and again")
+            self._read(key, lambda entry: views)
+            self._index.touch(self._identity, key)
 
-    def _fill(self, entry: PageEntry | None, views: Mapping[Atom, memoryview]) -> None:
+    def take(self, key: bytes, atoms: frozenset[Atom] | None = None) -> tuple[Page, dict[Atom, bytes]]:
+        """A page and its bytes: of ``atoms``, or all. It is no use of the page. Raises AtomLostError."""
+
+        def room(entry: PageEntry | None) -> dict[Atom, memoryview]:
+            sizes = (
+                {atom: part.nbytes for record in entry.records for atom, part in record.atoms.items()} if entry else {}
+            )
+            return {a: memoryview(bytearray(n)) for a, n in sizes.items() if atoms is None or a in atoms}
+
+        with self._call():
+            entry, views = self._read(key, room)
+        if not views:
+            raise AtomLostError("no such atom is here")
+        return entry.page, {atom: bytes(view) for atom, view in views.items()}
+
+    def held(self, key: bytes) -> HeldPage | None:
+        """What is here of one page; None where it is not."""
+        with self._call():
+            entry = self._index.look_up(self._identity, key)
+        return None if entry is None else _held(entry)
+
+    def expect(self, turn: int, keys: Sequence[bytes]) -> None:
+        """Waiting turn ``turn`` needs these pages too; without any, it needs none any more."""
+        self._expected.expect(turn, keys)
+
+    def copied(self, key: bytes, *, yes: bool) -> None:
+        """Whether another place has all that is here of a page, which goes first then."""
+        (self._expected.copied.add if yes else self._expected.copied.discard)(key)
+
+    def fetch(self, atoms: frozenset[Atom]) -> list[bytes] | None:
+        """None: there is one place, so no page is brought nearer."""
+        return None
+
+    def _rank(self, use: PageUse) -> Rank:
+        return self._expected.rank(use, self._policy)
+
+    def _read(
+        self, key: bytes, room: Callable[[PageEntry | None], dict[Atom, memoryview]]
+    ) -> tuple[PageEntry, dict[Atom, memoryview]]:
+        """Fill buffers that ``room`` has for a page."""
+        entry = self._index.look_up(self._identity, key)
+        for _ in range(_TRIES):
+            views = room(entry)
+            try:
+                return self._fill(entry, views), views
+            except SealBrokenError as e:
+                before, entry = entry, self._index.look_up(self._identity, key)
+                if entry == before:
+                    raise AtomLostError(f"an atom is damaged: {e}") from None
+        raise AtomLostError("the page is replaced again and again")
+
+    def _fill(self, entry: PageEntry | None, views: Mapping[Atom, memoryview]) -> PageEntry:
         """Raises SealBrokenError, AtomLostError, OSError."""
         newest = {atom: record for record in (entry.records if entry else []) for atom in record.atoms}
         if entry is None or not views.keys() <= newest.keys():
@@ -113,6 +155,7 @@ class File:
                 raise ValueError(f"an atom of {nbytes} bytes, and a buffer of {view.nbytes}")
         for record in entry.records:
             self._records.get(entry.page, record, {a: view for a, view in views.items() if newest[a] is record})
+        return entry
 
     def drop(self, keys: Iterable[bytes]) -> None:
         """Remove the files of these pages, of all workers. Raises MediumError."""
@@ -122,14 +165,7 @@ class File:
     def pages(self) -> list[HeldPage]:
         """The pages of this identity on disk; the most recently used last. Raises MediumError."""
         with self._call():
-            return [
-                HeldPage(
-                    entry.page,
-                    frozenset().union(*(record.atoms for record in entry.records)),
-                    sum(record.extent.size for record in entry.records),
-                )
-                for entry in self._index.entries(self._identity)
-            ]
+            return [_held(entry) for entry in self._index.entries(self._identity)]
 
     def keys(self, atoms: frozenset[Atom], most: int) -> list[bytes]:
         """Keys of the last used pages that have all of ``atoms``, out of the index. Raises MediumError."""
@@ -173,6 +209,11 @@ class File:
             with self._quiet:
                 self._num_calls -= 1
                 self._quiet.notify_all()
+
+
+def _held(entry: PageEntry) -> HeldPage:
+    atoms = frozenset[Atom]().union(*(record.atoms for record in entry.records))
+    return HeldPage(entry.page, atoms, sum(record.extent.size for record in entry.records))
 
 
 def open_medium(place: MediumPlace) -> File:

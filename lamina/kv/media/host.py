@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from lamina.kv.media import AtomLostError, Bytes, HeldPage, MediumError, MediumPlace, NoRoomError
 from lamina.kv.pages import Atom, Page
-from lamina.kv.victims import VictimQueue
+from lamina.kv.victims import VictimQueue, rank_of
+from lamina.kv.windows import Expected
 
 
 class _Copy(NamedTuple):
@@ -30,17 +31,18 @@ class HostMedium:
     """A worker's part of the size is all that it takes, without what Python adds."""
 
     def __init__(self, place: MediumPlace) -> None:
-        self._size = place.size // place.workers
+        self.size = place.size // place.workers
         self._lock = threading.Lock()
         self._lying: dict[bytes, _HostPage] | None = {}  # the most recently used last
-        self._tier = VictimQueue(place.policy, self._size)
+        self._expected, rank = Expected(), rank_of(place.policy)
+        self._tier = VictimQueue(place.policy, self.size, lambda use: self._expected.rank(use, rank))
 
     def reserve(self, nbytes: int) -> list[bytes]:
         """Make room for ``nbytes`` in the shared buffer: the least recently used pages go. Raises NoRoomError."""
         with self._lock:
             lying = self._open()
-            if nbytes > self._size:
-                raise NoRoomError(f"{nbytes} bytes are more than this worker's part of it, {self._size}")
+            if nbytes > self.size:
+                raise NoRoomError(f"{nbytes} bytes are more than this worker's part of it, {self.size}")
             given = self._tier.evict(room=nbytes)
             for key in given:
                 del lying[key]
@@ -57,8 +59,8 @@ class HostMedium:
                 raise ValueError("another page has this key")
             lying = _HostPage(page, (old.atoms if old is not None and old.page == page else {}) | new)
             more = lying.nbytes - (old.nbytes if old is not None else 0)
-            if self._tier.nbytes + more > self._size:
-                raise NoRoomError(f"no room for {more} bytes: {self._tier.nbytes} of {self._size} are taken")
+            if self._tier.nbytes + more > self.size:
+                raise NoRoomError(f"no room for {more} bytes: {self._tier.nbytes} of {self.size} are taken")
             self._use(lying)
 
     def read(self, key: bytes, into: Mapping[Atom, bytearray | memoryview]) -> None:
@@ -76,6 +78,48 @@ class HostMedium:
             view[:] = lying.atoms[atom].data
             if zlib.crc32(view) != lying.atoms[atom].crc:
                 raise AtomLostError(f"an atom is damaged: layer {atom.layer}, head {atom.head}")
+
+    def take(self, key: bytes, atoms: frozenset[Atom] | None = None) -> tuple[Page, dict[Atom, bytes]]:
+        """A page and its bytes: of ``atoms``, or all. It is no use of the page. Raises AtomLostError."""
+        with self._lock:
+            lying = self._open().get(key)
+        there = {} if lying is None else {a: c for a, c in lying.atoms.items() if atoms is None or a in atoms}
+        if lying is None or not there:
+            raise AtomLostError("no such atom is here")
+        if any(zlib.crc32(copy.data) != copy.crc for copy in there.values()):
+            raise AtomLostError("an atom is damaged")
+        return lying.page, {atom: copy.data for atom, copy in there.items()}
+
+    def held(self, key: bytes) -> HeldPage | None:
+        """What is here of one page; None where it is not."""
+        with self._lock:
+            lying = self._open().get(key)
+            return None if lying is None else HeldPage(lying.page, frozenset(lying.atoms), lying.nbytes)
+
+    def expect(self, turn: int, keys: Sequence[bytes]) -> None:
+        """Waiting turn ``turn`` needs these pages too; without any, it needs none any more."""
+        with self._lock:
+            self._tier.rank_again(self._expected.expect(turn, keys))
+
+    def copied(self, key: bytes, *, yes: bool) -> None:
+        """Whether another place has all that is here of a page, which goes first then."""
+        with self._lock:
+            (self._expected.copied.add if yes else self._expected.copied.discard)(key)
+            self._tier.rank_again([key])
+
+    def fetch(self, atoms: frozenset[Atom]) -> list[bytes] | None:
+        """None: there is one place, so no page is brought nearer."""
+        return None
+
+    def __contains__(self, key: object) -> bool:
+        with self._lock:
+            return key in self._open()
+
+    def worst(self, room: int) -> bytes | None:
+        """The page that goes next where ``room`` bytes are wanted; None: there is as much."""
+        with self._lock:
+            self._open()
+            return self._tier.worst(room=room)
 
     def drop(self, keys: Iterable[bytes]) -> None:
         """Give up these pages, all atoms of all workers."""

@@ -22,7 +22,10 @@ from lamina.memory.store import Store
 from lamina.memory.transfers import END_S, LAST_S, Transfers
 from lamina.protocol.placement import Place
 from lamina.protocol.plan import (
+    MOST_EXPECTED,
+    MOST_PAGES,
     Drop,
+    Expect,
     Export,
     Fork,
     Free,
@@ -336,6 +339,11 @@ def state(bench: Bench) -> Any:
         (save(1), Export(1, 0, 0, PAGE, KEYS[:1], b"t" * 16)),
         (Export(7, 0, 0, PAGE, KEYS[:1], b"t" * 16),),
         (Free(1), Drop(1, [b"short"])),
+        (Free(1), Expect(0, 0, [b"short"])),
+        (Free(1), Expect(0, 0, [KEYS[0]] * (MOST_PAGES + 1))),
+        (Free(1), Expect(-1, 0, KEYS)),
+        (Free(1), Expect(0, -1, KEYS)),
+        (Free(1), *[Expect(0, 0, [KEYS[0]] * MOST_PAGES)] * (MOST_EXPECTED // MOST_PAGES), Expect(1, 0, KEYS)),
     ],
     ids=str,
 )
@@ -424,6 +432,76 @@ def test_dropped_pages_are_gone(bench: Bench) -> None:
     bench.do(New(2), load(2))
     assert bench.report().pages == 1
     assert set(bench.transfers.pages(9)) == {KEYS[0], b"z" * 32}
+
+
+class Nearer:
+    """A medium that says when it was looked into for the next page, and has all that it is told."""
+
+    def __init__(self) -> None:
+        self.inner, self.turns = medium(), dict[int, list[bytes]]()
+        self.looked: SimpleQueue[dict[int, list[bytes]]] = SimpleQueue()
+        self.give: list[list[bytes]] = []
+
+    def expect(self, turn: int, keys: Sequence[bytes]) -> None:
+        self.turns[turn] = [*self.turns.get(turn, []), *keys] if keys else []
+
+    def fetch(self, atoms: frozenset[Atom]) -> list[bytes] | None:
+        gone = self.give.pop() if self.give else None
+        self.looked.put({turn: keys for turn, keys in self.turns.items() if keys})
+        return gone
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def test_pages_that_turns_wait_for() -> None:
+    """Those of a turn come together, and go when it needs nothing more; what gave way is told with the next end."""
+    nearer = Nearer()
+    bench = Bench(nearer)
+    fill(bench.store, 1, Place(), 1)
+    nearer.give = [[b"z" * 32]]
+    bench.do(Expect(4, 0, KEYS[:2]))
+    assert nearer.looked.get(timeout=WAIT_S) == {4: KEYS[:2]}
+    assert nearer.looked.get(timeout=WAIT_S) == {4: KEYS[:2]}, "until there is nothing to fetch"
+    bench.do(Expect(4, 2, KEYS[2:]), Expect(5, 0, KEYS))
+    while (told := nearer.looked.get(timeout=WAIT_S)) != {4: KEYS, 5: KEYS}:
+        assert told[4] == KEYS
+    bench.do(save())
+    assert bench.report() == Transferred(view=3, id=0, pages=PAGES, gone=[b"z" * 32])
+    bench.do(Expect(4))
+    assert nearer.looked.get(timeout=WAIT_S) == {5: KEYS}
+    bench.do(New(2), load())
+    assert bench.report().pages == PAGES
+    assert nearer.looked.get(timeout=WAIT_S) == {5: KEYS}, "what was read may have to follow"
+    bench.transfers.end()
+
+
+def test_no_turn_is_waited_for_behind_the_end_of_a_view() -> None:
+    nearer = Nearer()
+    bench = Bench(nearer)
+    nearer.give = [[]]
+    bench.do(Expect(4, 0, KEYS))
+    nearer.looked.get(timeout=WAIT_S)
+    nearer.looked.get(timeout=WAIT_S)
+    bench.transfers.end()
+    assert not any(nearer.turns.values())
+    nearer.give = [[]] * 9
+    bench.do(Expect(5, 0, KEYS))
+    bench.transfers.end()
+    assert nearer.looked.empty(), "and nothing is fetched"
+    assert not any(nearer.turns.values())
+
+
+def test_pages_of_other_lanes_are_not_expected() -> None:
+    """A sequence lies in one lane, or page by page in each in turn."""
+    for partition, places in (("request", [[], KEYS]), ("token", [KEYS[1:2], KEYS[0::2]])):
+        nearer = Nearer()
+        store = stores(partition, (1.0, 1.0), block_size=128)[1]
+        transfers = Transfers(nearer, store, lambda said: None, Meter())
+        for lane, kept in enumerate(places):
+            transfers.begin(plan(Expect(lane, 0, KEYS, Place(lane)), step=lane))
+            assert nearer.looked.get(timeout=WAIT_S).get(lane, []) == kept
+        transfers.end()
 
 
 def test_nothing_is_written_behind_the_end_of_a_view() -> None:

@@ -1,0 +1,235 @@
+"""Host memory before a directory: pages are written to memory, go on to the disk where memory has no more room for
+them, and come back before they are needed (CachedAttention section 3.3, arXiv 2403.19708).
+
+A page that was fetched keeps its place on the disk until others need that. Where nobody waits, a page that was read
+from the disk goes to memory as well, so that what is used stays there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from lamina.kv.media import AtomLostError, Bytes, HeldPage, Medium, MediumError, MediumPlace, NoRoomError
+from lamina.kv.pages import Atom, Page
+from lamina.kv.windows import Expected, to_fetch, window_of
+
+from . import file
+from .host import HostMedium
+
+_SPARE_PART = 16  # of memory, one in so many bytes stays free where nothing is written, so that nobody waits for a disk
+_CLOSE_S = 2.0  # for pages to go to the disk at the end, the most recently used first
+_MOST_READ = 256  # pages that were read from the disk and go to memory
+
+
+class Layered:
+    """Reads of one page and moves of another do not wait for each other."""
+
+    def __init__(self, memory: HostMedium, disk: Medium, spare: int | None = None) -> None:
+        """``spare``: bytes of memory that stay free; None = a part of it."""
+        self._memory, self._disk = memory, disk
+        self._spare = memory.size // _SPARE_PART if spare is None else spare
+        self._moves = threading.Lock()  # of pages between both
+        self._reserved = 0  # bytes of memory for a write that is to come
+        self._page_bytes = 0  # of the largest that there was
+        self._telling = threading.Lock()  # of what is expected
+        self._expected = Expected()
+        self._dirty: set[bytes] = set()  # pages of memory that the disk has not, or not as they are now
+        self._lost: set[bytes] = set()  # expected ones that are not there
+        self._read: deque[bytes] = deque(maxlen=_MOST_READ)
+
+    def reserve(self, nbytes: int) -> list[bytes]:
+        """Make room in memory for ``nbytes``: what gives way goes to the disk. Keys of what is nowhere any more."""
+        with self._moves:
+            if nbytes > self._memory.size:
+                return self._lost_of(self._disk.reserve(nbytes))
+            given = self._make_room(nbytes)
+            self._reserved = nbytes
+            return given
+
+    def write(self, page: Page, atoms: Mapping[Atom, Bytes]) -> None:
+        """Add the atoms to the page, in memory; what has no room there goes to the disk at once. Raises as both do."""
+        with self._moves:
+            self._reserved = 0
+            old = self._disk.held(page.key)
+            if old is not None and not page.is_same(old.page):
+                raise ValueError("another page has this key")
+            if old is not None and old.page != page:
+                self._disk.drop([page.key])
+            try:
+                self._memory.write(page, atoms)
+                self._dirty.add(page.key)
+            except NoRoomError:
+                self._write_through(page, atoms)
+            self._page_bytes = max(self._page_bytes, sum(memoryview(data).nbytes for data in atoms.values()))
+
+    def _write_through(self, page: Page, atoms: Mapping[Atom, Bytes]) -> None:
+        together = dict[Atom, Bytes]()
+        with suppress(AtomLostError):
+            old, there = self._memory.take(page.key)
+            together |= there if old == page else {}
+        self._disk.write(page, together | dict(atoms))
+        self._leave(page.key)
+
+    def read(self, key: bytes, into: Mapping[Atom, bytearray | memoryview]) -> None:
+        """Fill the buffers from memory, and from the disk with what is not there. Raises AtomLostError, ValueError."""
+        held = self._memory.held(key)
+        here = {atom: buffer for atom, buffer in into.items() if held is not None and atom in held.atoms}
+        try:
+            if here:
+                self._memory.read(key, here)
+        except AtomLostError:  # it has moved meanwhile
+            here = {}
+        if len(here) < len(into) or held is None:
+            self._disk.read(key, {atom: buffer for atom, buffer in into.items() if atom not in here})
+            self._read.append(key)
+
+    def take(self, key: bytes, atoms: frozenset[Atom] | None = None) -> tuple[Page, dict[Atom, bytes]]:
+        """A page and its bytes, the newer ones where both places have some. Raises AtomLostError."""
+        found: tuple[Page, dict[Atom, bytes]] | None = None
+        for place in (self._disk, self._memory):  # what is in memory is newer
+            with suppress(AtomLostError):
+                page, there = place.take(key, atoms)
+                found = page, (found[1] if found is not None else {}) | there
+        if found is None:
+            raise AtomLostError("no such atom is here")
+        return found
+
+    def held(self, key: bytes) -> HeldPage | None:
+        """What both places have of a page; None where neither has it."""
+        return _both(self._disk.held(key), self._memory.held(key))
+
+    def expect(self, turn: int, keys: Sequence[bytes]) -> None:
+        """Waiting turn ``turn`` needs these pages too; without any, it needs none any more."""
+        self._memory.expect(turn, keys)
+        self._disk.expect(turn, keys)
+        with self._telling:
+            self._expected.expect(turn, keys)
+            self._lost.difference_update(keys)
+
+    def copied(self, key: bytes, *, yes: bool) -> None:
+        """Whether another place has all that is here of a page, which goes first then."""
+        self._memory.copied(key, yes=yes)
+
+    def fetch(self, atoms: frozenset[Atom]) -> list[bytes] | None:
+        """Bring the next page of the fetch window from the disk to memory; None: there is none."""
+        with self._moves:
+            while (key := self._next()) is not None:
+                try:
+                    page, there = self._disk.take(key, atoms)
+                except AtomLostError:
+                    self._lost.add(key)
+                    continue
+                nbytes = sum(map(len, there.values()))
+                self._page_bytes = max(self._page_bytes, nbytes)
+                given = self._make_room(nbytes + self._kept_free)
+                try:
+                    self._memory.write(page, there)
+                except NoRoomError:  # of memory that is smaller than a page
+                    self._lost.add(key)
+                else:
+                    held = self._disk.held(key)
+                    self._disk.copied(key, yes=held is not None and held.atoms <= there.keys())
+                return given
+            return None
+
+    @property
+    def _kept_free(self) -> int:
+        """Bytes of memory: no page of the fetch window has to go for them."""
+        return max(self._spare, self._reserved, self._page_bytes)
+
+    def _next(self) -> bytes | None:
+        """The page that is to come to memory next."""
+        room = self._memory.size - self._kept_free
+        window = window_of(max(0, room), self._page_bytes) if self._page_bytes else 1
+        with self._telling:
+            for key in to_fetch(self._expected.first(window), window, self._memory):
+                if key not in self._lost:
+                    return key
+            while self._read and not self._expected:
+                key = self._read.popleft()
+                if key not in self._memory:
+                    return key
+        return None
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Give up these pages in both places."""
+        gone = list(keys)
+        with self._moves:
+            self._leave(*gone)
+            self._disk.drop(gone)
+
+    def pages(self) -> list[HeldPage]:
+        """The pages of both places, each once; those of memory last."""
+        found = {each.page.key: each for each in self._disk.pages()}
+        for each in self._memory.pages():
+            both = _both(found.pop(each.page.key, None), each)
+            found |= {each.page.key: both} if both is not None else {}
+        return list(found.values())
+
+    def keys(self, atoms: frozenset[Atom], most: int) -> list[bytes]:
+        """Keys of the last used pages that have all of ``atoms`` in both places together, those of memory last."""
+        found = dict.fromkeys(self._disk.keys(atoms, most))
+        for each in self._memory.pages():
+            both = each if atoms <= each.atoms else self.held(each.page.key)
+            if both is not None and atoms <= both.atoms:
+                found.pop(each.page.key, None)
+                found[each.page.key] = None
+        return list(found)[-most:]
+
+    def close(self) -> None:
+        """Write what is in memory alone to the disk, as far as there are room and time, and close both."""
+        with self._moves, suppress(MediumError):
+            limit = time.monotonic() + _CLOSE_S
+            for each in reversed(self._memory.pages()):
+                if time.monotonic() < limit:
+                    self._demote(each.page.key)
+        self._memory.close()
+        self._disk.close()
+
+    def _make_room(self, nbytes: int) -> list[bytes]:
+        given = list[bytes]()
+        while (key := self._memory.worst(nbytes)) is not None:
+            given += self._demote(key)
+        return given
+
+    def _demote(self, key: bytes) -> list[bytes]:
+        """Move a page from memory to the disk. Keys of pages that are nowhere any more."""
+        given = list[bytes]()
+        try:
+            page, atoms = self._memory.take(key)
+            held = None if key in self._dirty else self._disk.held(key)
+            if held is None or held.page != page or not atoms.keys() <= held.atoms:
+                given += self._disk.reserve(sum(map(len, atoms.values())))
+                self._disk.write(page, atoms)
+        except MediumError:
+            given.append(key)
+            with suppress(MediumError):
+                self._disk.drop([key])
+        self._leave(key)
+        return self._lost_of(given)
+
+    def _leave(self, *keys: bytes) -> None:
+        """They are in memory no more."""
+        self._memory.drop(keys)
+        self._dirty.difference_update(keys)
+        for key in keys:
+            self._disk.copied(key, yes=False)
+
+    def _lost_of(self, given: Iterable[bytes]) -> list[bytes]:
+        return [key for key in given if key not in self._memory]
+
+
+def _both(disk: HeldPage | None, memory: HeldPage | None) -> HeldPage | None:
+    if disk is None or memory is None:
+        return memory or disk
+    return HeldPage(memory.page, memory.atoms | disk.atoms, memory.nbytes + disk.nbytes)
+
+
+def open_medium(place: MediumPlace) -> Layered:
+    """Open the directory, made where there is none. Raises ValueError."""
+    memory = HostMedium(place._replace(size=place.memory))
+    return Layered(memory, file.open_medium(place))
