@@ -44,7 +44,7 @@ VERSION = 9
 # Of a sequence, whose K and V are still to come: behind a window, a third may give blocks back that the first fills.
 GRANTS_AHEAD = 2
 MOST_PAGES = 64  # of a transfer
-MOST_EXPECTED = 1 << 14  # pages, of all turns that wait
+MOST_EXPECTED = 1 << 16  # pages, of all turns that wait
 KEY_BYTES = 32  # of a page's key
 
 

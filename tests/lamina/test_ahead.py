@@ -65,7 +65,7 @@ def test_the_eviction_window(room: int, told: int) -> None:
 def test_a_long_queue_is_told_bit_by_bit() -> None:
     """So that no plan is long; and all workers together hold no more keys than they may."""
     each = MOST_PAGES * 3
-    ahead, line = Ahead(MOST_EXPECTED * 2), waiting(*(n for n in range(200) if n % 5))
+    ahead, line = Ahead(MOST_EXPECTED * 2), waiting(*(n for n in range(500) if n % 5))
     plans = []
     while ops := ahead.tell(line, finds(each)):
         plans.append(sum(len(op.keys) for op in ops))
