@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from itertools import chain
 
 from lamina.protocol.options import EngineConfig
@@ -21,16 +21,16 @@ def check_ids(prompt: list[int], params: SamplingParams, vocabulary: int) -> Non
         if len(prompt) * each > MOST_SCORES:
             text = f"prompt_logprobs of {len(prompt)} tokens, {each} of each, are more than {MOST_SCORES} values"
             raise ValueError(f"{text}: ask for fewer of each, or of parts of the prompt")
-    named: dict[str, Iterable[int]] = {
+    named: dict[str, Collection[int]] = {
         "the prompt": prompt,
         "stop_token_ids": params.stop_token_ids or (),
         "logit_bias": params.logit_bias or (),
         "allowed_token_ids": params.allowed_token_ids or (),
-        "bad_words": chain.from_iterable(params.bad_words_token_ids or ()),
+        "bad_words": [*chain.from_iterable(params.bad_words_token_ids or ())],
     }
     for name, ids in named.items():
-        bad = next((t for t in ids if not 0 <= t < vocabulary), None)
-        if bad is not None:
+        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+            bad = next(t for t in ids if not 0 <= t < vocabulary)
             raise ValueError(f"{name}: token id {bad} is out of vocabulary: it has {vocabulary} tokens")
 
 

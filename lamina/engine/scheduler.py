@@ -317,13 +317,14 @@ class Scheduler:
             sequence.num_told = -1
 
     def _next(self, batch: Batch) -> ScheduledStep | None:
-        picked = self._pick(batch)
+        picked, plan = self._pick(batch)
         if not any(s.wants_rows and s not in picked for s in batch.running):  # that waits for blocks
-            self._grant(batch, picked)
+            plan = self._grant(batch, picked) or plan
         if not picked and not batch.ops:
             return None
-        batch.ops = self.tier.numbered(batch.ops) if self.tier else batch.ops
-        plan = self._plan(batch, picked)
+        if self.tier:
+            batch.ops = self.tier.numbered(batch.ops)
+            plan = self._plan(batch, picked)
         self._ledger.apply(plan)
         batch.ops = []
         return commit(plan, picked)
@@ -341,40 +342,41 @@ class Scheduler:
                     self.leaves.saved(sequence, op.length)
         batch.running = [s for s in batch.running if s not in ended]
 
-    def _pick(self, batch: Batch) -> dict[Sequence, int]:
-        """What it wants, as far as there are blocks."""
+    def _pick(self, batch: Batch) -> tuple[dict[Sequence, int], StepPlan]:
+        """What it wants, as far as there are blocks, and the plan for it."""
         picked = self._cuts.wanted(batch)
         loans, free = self._room.loans, lambda: self._room.spare(self._running, self.prefixes.oldest)
         stuck = loans.grow(picked, free) if loans else []
-        while stuck or (picked and not self._ledger.can_apply(self._plan(batch, picked))):
+        plan = self._plan(batch, picked)
+        while stuck or (picked and not self._ledger.can_apply(plan)):
             if (victim := self._relief.make_room(batch, picked, stuck)) is not None:
                 self._waiting.appendleft(victim)
                 self.num_preemptions += 1
-        return picked
+            plan = self._plan(batch, picked)
+        return picked, plan
 
-    def _grant(self, batch: Batch, picked: dict[Sequence, int]) -> None:
+    def _grant(self, batch: Batch, picked: dict[Sequence, int]) -> StepPlan | None:
         """Let prefill workers go on with sequences of ``batch``, as far as there are blocks beside those of
-        ``picked``.
+        ``picked``; the plan that says so, None where nobody does.
         """
+        plan = None
         for sequence in batch.running:
             while (grant := self._prefill.next_grant(sequence)) is not None and not sequence.finished:
                 batch.ops.append(grant)
-                if not self._ledger.can_apply(self._plan(batch, picked)):
+                more = self._plan(batch, picked)
+                if not self._ledger.can_apply(more):
                     batch.ops.pop()
-                    return
+                    return plan
                 self._chunks.append(self._prefill.begin(sequence, grant, self.view))
+                plan = more
+        return plan
 
     def _plan(self, batch: Batch, picked: dict[Sequence, int]) -> StepPlan:
         source, reply_to = self._route(batch.index, self._next_round)
         return StepPlan(
-            view=self.view,
-            batch=batch.index,
-            step=self._next_round,
-            ops=batch.ops,
-            rows=rows_of(picked),
-            source=source,
-            reply_to=reply_to,
-        )
+            view=self.view, batch=batch.index, step=self._next_round, ops=batch.ops, rows=rows_of(picked),
+            source=source, reply_to=reply_to,
+        )  # fmt: skip
 
     def _route(self, batch: int, step: int) -> tuple[list[int], list[int]]:
         return route(batch, step, self._num_layers, len(self.batches), self._num_replicas)

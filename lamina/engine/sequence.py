@@ -69,18 +69,20 @@ class Sequence:
         """False while a prefill worker has it or its KV is being loaded, once the last token that it may have is known
         or being drawn, and where its next token is not drawn but chosen, until it is.
         """
-        ended = self.finished or self.num_promised >= self.max_len or (self.held and self.num_drawing > 0)
+        promised = len(self.tokens) + self.num_drawing
+        ended = self.finished or promised >= self.max_len or (self.held and self.num_drawing > 0)
         waits = self.prefill_worker is not None or self.num_loading > 0
-        return not ended and not waits and self.num_scheduled < self.num_promised
+        return not ended and not waits and self.num_scheduled < promised
 
     @property
     def decodes(self) -> bool:
         """Whether its rows come one by one: its prompt is stored, or will be by steps in flight."""
         return self.num_scheduled > 0 and self.num_promised - self.num_scheduled <= 1
 
-    def token_at(self, position: int) -> int:
-        """The token of a scheduled row; -1 where the step before draws it."""
-        return self.tokens[position] if position < len(self.tokens) else -1
+    def tokens_at(self, first: int, count: int) -> list[int]:
+        """The tokens of scheduled rows; -1 where the step before draws it."""
+        known = self.tokens[first : first + count]
+        return known if len(known) == count else known + [-1] * (count - len(known))
 
     def append(self, token: int) -> None:
         """Take a drawn token and decide whether it ends the sequence by token or by length."""

@@ -24,9 +24,9 @@ class ScheduledStep:
         self.draws = draws
         self.prefill_worker = prefill_worker
         self.scores: list[Sequence] = []
-        self.tokens = [
-            s.token_at(p) for s, r in zip(parts, plan.rows, strict=True) for p in range(r.first, r.first + r.count)
-        ]
+        self.tokens = list[int]()
+        for sequence, row in zip(parts, plan.rows, strict=True):
+            self.tokens += sequence.tokens_at(row.first, row.count)
 
 
 @dataclass

@@ -45,6 +45,10 @@ class Extents:
         starts = (max(0, keep.length - w + 1) // self._block_size if w else 0 for w in self._windows)
         return Extent(keep.length, keep.length, tuple(starts), keep.place)
 
+    def before(self, row: Rows) -> Extent:
+        """Of a sequence that is not there yet, once all before ``row`` is."""
+        return self.left(Keep(row.sequence, row.first, row.place)) if row.first else self.empty
+
     def held(self, extent: Extent | None) -> tuple[int, ...]:
         """Blocks."""
         if extent is None:
@@ -126,6 +130,14 @@ class Extents:
             self.check_place(row)
             place = row.place
         return Extent(row.first + row.count, row.first, starts, place)
+
+    def in_block(self, extent: Extent, row: Rows) -> bool:
+        """Whether ``row`` goes on in the last block that is held, where no window gives any back: a quick look, by
+        which most rows are done with. False: look closer.
+        """
+        begun = row.first % self._block_size
+        goes_on = row.first == extent.length and row.count > 0 and 0 < begun <= self._block_size - row.count
+        return goes_on and not self._windowed and row.place == extent.place
 
     def _starts(self, extent: Extent, row: Rows) -> tuple[int, ...]:
         """The first block that is kept from ``row`` on, by group."""

@@ -11,7 +11,9 @@ from .block_pool import BlockPool
 from .extents import Extent, Extents
 from .partition import Lanes
 from .placement import Place, Placement
-from .plan import StepPlan
+from .plan import Fork, SequenceOp, StepPlan
+
+After = tuple[dict[int, Extent | None], list[Fork]]  # extents that a plan changes (None: gone), and its forks
 
 
 class HeldBlocks:
@@ -47,6 +49,7 @@ class HeldBlocks:
         self._last: dict[int, StepPlan] = {}  # batch -> its last plan
         self._tables: list[dict[int, array[int]]] = [{} for _ in windows]
         self._pools = [BlockPool(n) for n in num_blocks]
+        self._checked: tuple[StepPlan, list[SequenceOp], After] | None = None  # what ``can_apply`` has come to last
 
     @property
     def free_blocks(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from .after_op import after_op, touched
 from .extents import Extent
 from .extents import NoBlocksError as NoBlocksError
 from .extents import PlanError as PlanError
-from .held_blocks import HeldBlocks
+from .held_blocks import After, HeldBlocks
 from .plan import Fork, Free, Grant, Import, Keep, MediumOp, Rows, Shift, StepPlan
 
 NOT_HERE = -1  # a block that is to be taken
@@ -32,8 +32,9 @@ class BlockTables(HeldBlocks):
         """
         change = [0] * len(self.windows)
         for row in rows:
-            coming = self._extents.left(Keep(row.sequence, row.first, row.place)) if row.first else self._extents.empty
-            old = self._sequences.get(row.sequence, coming)
+            old = self._sequences.get(row.sequence) or self._extents.before(row)
+            if self._extents.in_block(old, row):
+                continue
             after = self._extents.advance(old, row)
             if not self._holds_the_same(row.sequence, after):
                 self._add(change, self._taken(row.sequence, old, after))
@@ -42,7 +43,7 @@ class BlockTables(HeldBlocks):
     def can_apply(self, plan: StepPlan) -> bool:
         """Whether there are blocks enough for ``plan``. Raises PlanError where blocks would not help."""
         try:
-            self._after(plan)
+            self._checked = plan, list(plan.ops), self._after(plan)
         except NoBlocksError:
             return False
         return True
@@ -53,7 +54,7 @@ class BlockTables(HeldBlocks):
         The last plan of a batch may come again (a replay): it changes nothing more. The rows of the one before it may
         too, under a number of their own. Raises NoBlocksError, PlanError.
         """
-        changes, forks = self._after(plan)
+        changes, forks = self._checked_after(plan)
         shifts = [] if self.comes_again(plan) else [op for op in plan.ops if isinstance(op, Shift)]
         self._last[plan.batch] = plan
         for fork in forks:
@@ -62,12 +63,18 @@ class BlockTables(HeldBlocks):
             self._shift(op)
         self._change(changes)
 
+    def _checked_after(self, plan: StepPlan) -> After:
+        """What ``can_apply`` has just found of this very plan, if nothing has changed since."""
+        known, ops, after = self._checked or (None, None, None)
+        return after if after and known is plan and ops == plan.ops else self._after(plan)
+
     def comes_again(self, plan: StepPlan) -> bool:
         """Whether ``plan`` is the last one of its batch."""
         last = self._last.get(plan.batch)
         return last is not None and (last.step, last.ops, last.rows) == (plan.step, plan.ops, plan.rows)
 
     def _change(self, changes: dict[int, Extent | None]) -> None:
+        self._checked = None
         other = [x for x in changes.items() if not self._holds_the_same(*x)]
         for sequence, extent in other:
             self._give_back(sequence, extent)
@@ -83,6 +90,7 @@ class BlockTables(HeldBlocks):
     def forget_plans(self) -> None:
         """No plan from here on is a replay of one before."""
         self._last.clear()
+        self._checked = None
 
     def become(self, other: BlockTables) -> None:
         """Have the groups of ``other``, and what it holds; it is used no more."""
@@ -113,7 +121,7 @@ class BlockTables(HeldBlocks):
             changes[each.sequence] = self._extents.left(each)
         self._change(changes)
 
-    def _after(self, plan: StepPlan) -> tuple[dict[int, Extent | None], list[Fork]]:
+    def _after(self, plan: StepPlan) -> After:
         """The extents that ``plan`` changes (None = gone from now on) and its forks, or an exception; touches nothing.
 
         Of blocks with several holders that ``plan`` gives back none counts as free, nor of those that a shift does.
@@ -139,16 +147,18 @@ class BlockTables(HeldBlocks):
             elif isinstance(op, Grant | Import):
                 self._check_alone(op.rows, shared)
         seen: set[int] = set(shifted)
+        shares = bool(shared) or any(pool.shares for pool in self._pools)
         for row in plan.rows:
             if row.sequence in seen:
                 raise PlanError(f"sequence {row.sequence} is twice in step {plan.step}, or shifted")
             seen.add(row.sequence)
-            before = self._extent(changes, row.sequence)
+            before = changes.get(row.sequence) or self._extent(changes, row.sequence)
             length = forked.get(row.sequence, 0)
             if length and not self._extents.alike(before.place, row.place, length):
                 raise PlanError(f"sequence {row.sequence} is forked in step {plan.step}: it lies where its source does")
             changes[row.sequence] = self._extents.advance(before, row)
-            self._check_alone(row, shared)
+            if shares:
+                self._check_alone(row, shared)
         changes = {s: e for s, e in changes.items() if e is not None or s in self._sequences}
         forks = [op for op in plan.ops if isinstance(op, Fork) and op.sequence in changes]
         self._check_room(plan.step, {s: e for s, e in changes.items() if e is None or s not in shifted}, forks)

@@ -85,7 +85,7 @@ def test_which_rows_it_wants(state: dict[str, int], wants: bool) -> None:
 
 def test_a_row_has_its_token_or_none_yet() -> None:
     one = sequence(num_drawing=1)
-    assert [one.token_at(i) for i in range(4)] == [1, 2, 3, -1]
+    assert one.tokens_at(0, 4) == [1, 2, 3, -1]
 
 
 def test_a_restart_keeps_what_is_known_and_forgets_what_was_scheduled() -> None:

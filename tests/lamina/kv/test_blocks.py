@@ -78,6 +78,21 @@ def test_a_plan_may_be_sent_again() -> None:
         assert snapshot(t) == before
 
 
+def test_what_can_be_applied_is_looked_at_anew_behind_another_plan() -> None:
+    t = tables(blocks=2)
+    t.apply(plan(New(1), New(2), step=1))
+    one, other = (plan(Rows(s, 0, 8), step=step) for s, step in ((1, 2), (2, 3)))
+    assert t.can_apply(one)
+    t.apply(other)
+    with pytest.raises(NoBlocksError):
+        t.apply(one)
+    t.apply(plan(Free(2), step=4))
+    assert t.can_apply(one)
+    one.ops.append(New(3))
+    t.apply(one)
+    assert t.sequences == [1, 3]
+
+
 def test_without_blocks_nothing_happens() -> None:
     t = tables(blocks=4)
     t.apply(plan(New(1), Rows(1, 0, 6), New(2), Rows(2, 0, 1)))
