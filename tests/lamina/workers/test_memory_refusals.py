@@ -133,7 +133,7 @@ def bad_binds() -> Iterator[tuple[Bind, str]]:
             msgspec.structs.force_setattr(kv, name, value)
         return msgspec.structs.replace(good, kv=kv)
 
-    yield msgspec.structs.replace(good, version=9), "version 9"
+    yield msgspec.structs.replace(good, version=99), "version 99"
     yield msgspec.structs.replace(good, dtype="int8"), "--dtype int8"
     yield with_kv(block_size=48), "--block-size must divide 128, not 48"
     yield with_kv(block_size=0), "`int` >= 1 - at `[$].kv.block_size`"
