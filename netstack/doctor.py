@@ -19,7 +19,7 @@ from pathlib import Path
 
 from .contract.base import RDMA_DEVICE
 from .cuda.driver import NVRTC_SIGNATURES, load, nvrtc_names
-from .rdma.ports import CLASS, lack, named, ports
+from .rdma.ports import NONE, lack, named, ports
 from .schemes import RENAMED, SCHEMES, check_scheme, open
 
 MEMLOCK_LEAST = 1 << 30
@@ -87,7 +87,8 @@ def rdma_device(machine: Machine) -> Verdict:
     """A port for queue pairs; that which LAMINA_RDMA_DEVICE names, if it names one."""
     there = ports(machine.root)
     if not there:
-        return False, f"none in /{CLASS}", "load the NIC's driver (mlx5_ib), or rdma_rxe for Soft-RoCE"
+        why, _, fix = NONE.partition("; ")
+        return False, why, fix
     why, _, fix = lack(there, machine.wanted).partition("; ")
     if why:
         return False, why, fix or "correct it, or unset it for the first active port"
@@ -115,7 +116,24 @@ def verbs_nodes(machine: Machine) -> Verdict:
     return not closed, ", ".join(nodes), f"make {', '.join(closed)} readable and writable" if closed else ""
 
 
-def pyverbs(_: Machine) -> Verdict:
+def native_verbs(_: Machine) -> Verdict:
+    """The engine on libibverbs; without it Python posts, through pyverbs."""
+    try:
+        from .host.native import verbs_fault
+
+        fault = verbs_fault()
+    except ImportError as error:
+        fault = str(error)
+    if not fault:
+        return True, "the engine on libibverbs", ""
+    fix = "install rdma-core's libibverbs1, and libibverbs-dev where Lamina is installed, then install again"
+    return False, f"{fault}: messages cost Python", fix
+
+
+def pyverbs(machine: Machine) -> Verdict:
+    """What posts where there is no engine."""
+    if native_verbs(machine)[0]:
+        return True, "not needed", ""
     try:
         import_module("pyverbs.device")
     except ImportError as error:
@@ -209,6 +227,7 @@ CHECKS: list[tuple[str, tuple[str, ...], Callable[[Machine], Verdict]]] = [
     ("RDMA device", RDMA, rdma_device),
     ("ConnectX", MLX5, connectx),
     ("verbs device nodes", RDMA, verbs_nodes),
+    ("native verbs", ("verbs",), native_verbs),
     ("pyverbs", ("verbs",), pyverbs),
     ("locked memory", RDMA, memlock),
     ("CUDA", ("cuda", *MLX5), cuda),

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "link.h"
+#include "native_verbs.h"
 #include "stream.h"
 
 namespace lamina {
@@ -23,6 +24,8 @@ bool read_number(PyObject* geometry, PyObject* name, std::uint64_t most, std::ui
   return true;
 }
 
+}  // namespace
+
 bool read_geometry(State* state, PyObject* geometry, Shape* shape) {
   return read_number(geometry, state->name_slots, 1 << 20, &shape->slots) &&
          read_number(geometry, state->name_slot_bytes, 1ull << 40, &shape->slot_bytes);
@@ -34,6 +37,8 @@ bool check_epoch(Number epoch) {
 }
 
 std::uint64_t nanoseconds(double seconds) { return std::uint64_t(std::min(std::max(seconds, 0.0), 1e9) * 1e9); }
+
+namespace {
 
 State* state_of_module(PyObject* module) { return static_cast<State*>(PyModule_GetState(module)); }
 
@@ -210,15 +215,16 @@ int module_exec(PyObject* module) {
   State* state = state_of_module(module);
   state->teller = new (std::nothrow) Teller;
   if (!state->teller) return PyErr_NoMemory(), -1;
-  if (!make_memory_types(state, module) || !fill_names(state) || !add_device(module)) return -1;
+  if (!make_memory_types(state, module) || !fill_names(state) || !add_device(module) || !add_rdma_end(state, module))
+    return -1;
   state->channel_type = reinterpret_cast<PyTypeObject*>(PyType_FromModuleAndSpec(module, &channel_spec, nullptr));
   return state->channel_type ? PyModule_AddType(module, state->channel_type) : -1;
 }
 
 int module_clear(PyObject* module) {
   State* state = state_of_module(module);
-  for (PyTypeObject** type :
-       {&state->memory_type, &state->view_type, &state->channel_type, &state->slot.type, &state->arrival.type})
+  for (PyTypeObject** type : {&state->memory_type, &state->view_type, &state->channel_type, &state->rdma_end_type,
+                              &state->slot.type, &state->arrival.type})
     Py_CLEAR(*type);
   for (PyObject** object : {&state->no_resource, &state->timeout, &state->peer_fault, &state->aborted, &state->stats,
                             &state->name_data, &state->name_slots, &state->name_slot_bytes, &state->name_timeout_s})
@@ -231,6 +237,9 @@ void module_free(void* module) { delete state_of_module(static_cast<PyObject*>(m
 
 PyMethodDef module_methods[] = {{"open_link", open_link, METH_VARARGS, nullptr},
                                 {"open_stream", open_stream, METH_VARARGS, nullptr},
+                                {"open_rdma_end", open_rdma_end, METH_VARARGS, nullptr},
+                                {"rdma_gids", rdma_gids, METH_VARARGS, nullptr},
+                                {"verbs_fault", verbs_fault, METH_NOARGS, nullptr},
                                 {"ring_bytes", ring_bytes, METH_VARARGS, nullptr},
                                 {"check", check, METH_VARARGS, nullptr},
                                 {"seal", pass<true>, METH_VARARGS, nullptr},

@@ -23,7 +23,7 @@ struct Record {
 
 struct State {
   Teller* teller;
-  PyTypeObject *memory_type, *view_type, *channel_type;
+  PyTypeObject *memory_type, *view_type, *channel_type, *rdma_end_type;
   PyObject *no_resource, *timeout, *peer_fault, *aborted;               // errors of lamina.netstack.contract.fabric
   Record slot, arrival;                                                 // its dataclasses
   PyObject* stats;                                                      // the class
@@ -40,6 +40,11 @@ T* allocate(PyTypeObject* type) {
 struct Shape {
   std::uint64_t slots, slot_bytes;
 };
+
+// Of a Geometry object. False with an exception set.
+bool read_geometry(State* state, PyObject* geometry, Shape* shape);
+bool check_epoch(Number epoch);
+std::uint64_t nanoseconds(double seconds);
 
 // Creates the types of Memory and View. False with an exception set.
 bool make_memory_types(State* state, PyObject* module);

@@ -71,8 +71,13 @@ class Call {
   Channel* self_;
 };
 
+// Without the GIL: an engine may let what was put arrive first.
 inline void stop(Channel* self, Farewell farewell, const char* reason, Py_ssize_t bytes) {
-  if (!self->closed) self->engine->stop(farewell, reason, std::uint64_t(bytes));
+  if (self->closed) return;
+  const Call call(self);
+  Py_BEGIN_ALLOW_THREADS;
+  self->engine->stop(farewell, reason, std::uint64_t(bytes));
+  Py_END_ALLOW_THREADS;
 }
 
 inline void close_channel(Channel* self) {

@@ -51,6 +51,39 @@ def open_stream(
     takes no byte of a put for ``stall_s`` is given up. Raises OSError where libcrypto cannot be used.
     """
 
+class RdmaEnd:
+    """A reliable queue pair with its protection domain, staging and inbox: one side of a channel of ``verbs``."""
+
+    def card(self) -> tuple[bytes, int, int, int, int, int, int, int]:
+        """GID, LID, number, first packet, MTU (ibv_mtu); the inbox: bytes, key, address."""
+
+    def connect(self, gid: bytes, lid: int, number: int, psn: int, mtu: int, key: int, address: int, /) -> None:
+        """To the peer whose card has these. Raises OSError."""
+
+    def channel(self, sock: int, epoch: int, spin_s: float, stall_s: float, peer: str, peer_name: str, /) -> Channel:
+        """Once connected; the end is none any more. ``sock``, the silent life line, is the channel's once this returns.
+        A peer whose NIC says nothing for ``stall_s``, though it was asked, is given up.
+        """
+
+def open_rdma_end(
+    device: str,
+    port: int,
+    gid_index: int,
+    pkey_index: int,
+    service_level: int,
+    traffic_class: int,
+    outbound: Geometry,
+    inbound: Geometry,
+    /,
+) -> RdmaEnd:
+    """Raises OSError, which says what the device refused."""
+
+def rdma_gids(device: str, port: int, /) -> list[tuple[int, bytes, int]]:
+    """Index, GID and kind (ibv_gid_type), of those that are set. Raises OSError."""
+
+def verbs_fault() -> str:
+    """Why there is no RdmaEnd: built without libibverbs's headers, or libibverbs does not load; empty: there is."""
+
 def ring_bytes(slots: int, slot_bytes: int, /) -> int:
     """Bytes of shared memory of one direction."""
 

@@ -19,11 +19,14 @@ try:
         crypto_fault,
         inbox_bytes,
         open_link,
+        open_rdma_end,
         open_stream,
+        rdma_gids,
         ring_bytes,
         seal,
         slot_stride,
         unseal,
+        verbs_fault,
     )  # fmt: skip
 except ImportError as error:
     raise ImportError(
@@ -48,9 +51,12 @@ __all__ = [
     "crypto_fault",
     "inbox_bytes",
     "open_link",
+    "open_rdma_end",
     "open_stream",
+    "rdma_gids",
     "ring_bytes",
     "seal",
     "slot_stride",
     "unseal",
+    "verbs_fault",
 ]

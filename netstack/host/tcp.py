@@ -65,7 +65,7 @@ class TcpFabric(BaseFabric):
         sock = dial(family, (host, port), url, timeout_s)
         try:
             session = run(sock, offer(self._key, hello), url, deadline=deadline)
-            return self._channel(sock, url, session, listening=False)
+            return self._connected(sock, url, session, deadline)
         except BaseException:
             sock.close()
             raise
@@ -90,6 +90,9 @@ class TcpFabric(BaseFabric):
 
     def _welcome(self, sock: socket.socket, session: PeerSession) -> Channel | Meeting:
         return self._channel(sock, self._url(sock.getpeername()), session, listening=True)
+
+    def _connected(self, sock: socket.socket, peer: str, session: PeerSession, deadline: float) -> Channel:
+        return self._channel(sock, peer, session, listening=False)
 
     def _channel(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Channel:
         sock.setblocking(True)

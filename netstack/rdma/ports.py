@@ -5,14 +5,19 @@ Needs neither pyverbs nor a device, so that what is missing can be said where no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address
 from pathlib import Path
 
 from lamina.netstack.contract.base import RDMA_DEVICE
 
+Gids = dict[int, tuple[str, str]]  # by index, the address and its kind
 CLASS = "sys/class/infiniband"
+NONE = f"none in /{CLASS}; load the NIC's driver (mlx5_ib), or rdma_rxe for Soft-RoCE"
 FORM = f"{RDMA_DEVICE} is NAME, NAME:PORT or NAME:PORT:GID_INDEX, as in mlx5_0:1:3"
+ROUTABLE = "RoCE v2"  # whose packets are UDP
+KINDS = {0: "IB/RoCE v1", 1: "IB/RoCE v1", 2: ROUTABLE}  # the kernel's names, by ibv_gid_type
 MOST_NAMED = 8  # GIDs in one line; a ConnectX has room for 256
 
 
@@ -45,7 +50,7 @@ class Port:
     state: str
     link: str
     is_iwarp: bool = False
-    gids: dict[int, tuple[str, str]] = field(default_factory=dict)
+    gids: Gids = field(default_factory=dict)
 
     @property
     def is_active(self) -> bool:
@@ -53,6 +58,20 @@ class Port:
 
     def __str__(self) -> str:
         return f"{self.device}:{self.number} {self.state or 'state unknown'}"
+
+    def fits(self, wanted: Wanted) -> bool:
+        return wanted.name in ("", self.device) and wanted.port in (None, self.number) and not self.lack(wanted)
+
+    def gid_index(self, wanted: Wanted) -> int:
+        """That of the wanted GID, else of the best: of RoCE v2, routable, first. Where ``lack`` finds nothing."""
+        if wanted.gid_index is not None:
+            return wanted.gid_index
+
+        def worth(index: int) -> tuple[bool, bool, int]:
+            gid, kind = self.gids[index]
+            return kind == ROUTABLE, not IPv6Address(gid).is_link_local, -index
+
+        return max(self.gids, key=worth)
 
     def lack(self, wanted: Wanted) -> str:
         """Why queue pairs cannot use it, with the fix behind "; "; empty if they can."""
@@ -68,17 +87,19 @@ class Port:
         return ""
 
 
-def named(gids: dict[int, tuple[str, str]]) -> str:
+def named(gids: Gids) -> str:
     """The first GIDs, in words."""
     words = [f"{n} ({' '.join(filter(None, (kind, gid)))})" for n, (gid, kind) in sorted(gids.items())]
     more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
     return ", ".join(words[:MOST_NAMED]) + more
 
 
-def ports(root: Path = Path("/")) -> list[Port]:
-    """All that the kernel below ``root`` lists, sorted by device and number."""
+def ports(root: Path = Path("/"), gids: Callable[[str, int], Gids] | None = None) -> list[Port]:
+    """All that the kernel below ``root`` lists, sorted by device and number. ``gids``: those of a device's port where
+    there is a faster way than a file for each.
+    """
     folder = root / CLASS
-    return [_port(folder / device, n) for device in _names(folder) for n in _numbers(folder / device / "ports")]
+    return [_port(folder / device, n, gids) for device in _names(folder) for n in _numbers(folder / device / "ports")]
 
 
 def lack(found: list[Port], text: str) -> str:
@@ -98,19 +119,24 @@ def lack(found: list[Port], text: str) -> str:
     return "" if "" in lacks else lacks[0]
 
 
-def _port(device: Path, number: int) -> Port:
+def _port(device: Path, number: int, gids: Callable[[str, int], Gids] | None) -> Port:
     folder = device / "ports" / str(number)
-    gids = {}
+    state = _text(folder / "state").partition(": ")[2]
+    is_iwarp = _text(device / "node_type").endswith("RNIC")
+    there = gids(device.name, number) if gids else _gids(folder)
+    return Port(device.name, number, state, _text(folder / "link_layer"), is_iwarp, there)
+
+
+def _gids(folder: Path) -> Gids:
+    there = {}
     for index in _numbers(folder / "gids"):
         try:
             gid = IPv6Address(_text(folder / "gids" / str(index)))
         except ValueError:
             continue
         if int(gid):
-            gids[index] = str(gid), _text(folder / "gid_attrs/types" / str(index))
-    state = _text(folder / "state").partition(": ")[2]
-    is_iwarp = _text(device / "node_type").endswith("RNIC")
-    return Port(device.name, number, state, _text(folder / "link_layer"), is_iwarp, gids)
+            there[index] = str(gid), _text(folder / "gid_attrs/types" / str(index))
+    return there
 
 
 def _names(folder: Path) -> list[str]:

@@ -16,28 +16,27 @@ from lamina.netstack.contract.fabric import (
     ChannelAborted,
     ChannelError,
     ChannelTimeout,
-    HandshakeError,
     NoResource,
     PeerFault,
     Slot,
 )
-from lamina.netstack.contract.terms import EPOCH_SHIFT, Geometry
-from lamina.netstack.meeting.handshake import PeerSession, drive, exchanged
+from lamina.netstack.contract.terms import EPOCH_SHIFT
+from lamina.netstack.meeting.handshake import PeerSession, exchanged
 from lamina.netstack.meeting.listener import Meeting
 from lamina.netstack.meeting.swap import swap
 
-from .card import Card, opened
+from .card import Card
 from .device import Completion, Domain, Memory, QueuePair, RdmaDevice, address_of, pages
 from .sleeper import Sleeper
+from .way import STALL_S, reaching, stride
 
-STALL_S = 10.0  # a peer whose NIC completes nothing for so long is given up
 LOOK_S = 0.1  # who never waits looks for completions and at the life line this often
 BEAT_S = 0.5
 LINGER_S = 1.0  # close waits so long for the peer's NIC to have what was put
 WRITE_BYTES = 1 << 20  # the largest single write; a longer message is several, whose completions show that it moves
 COPY_BYTES = 1 << 16  # a source up to this size is copied; waiting until the peer's NIC has it costs more
 REASON_BYTES = 256
-HEADER = struct.Struct("<QQ16x32s")  # seqno, length, tag
+HEADER = struct.Struct("<QQQ8x32s")  # seqno, length, seqno of the newest message that its sender has released, tag
 CREDIT = 1 << 31  # in an immediate value: the rest counts released slots, not messages
 COUNT = CREDIT - 1
 DATA_SENT, CREDIT_SENT, BEAT_SENT, PIECE_SENT = 1, 2, 3, 4
@@ -61,7 +60,7 @@ class VerbsChannel(BaseChannel):
         self._session, self._listening = session, listening
         self._sock, self._sources, self._spin_s = sock, sources, spin_s
         self._zero = session.epoch << EPOCH_SHIFT
-        self._stride, self._in_stride = _stride(outbound), _stride(inbound)
+        self._stride, self._in_stride = stride(outbound), stride(inbound)
         pieces = -(-self._stride // WRITE_BYTES)
         sends, receives = outbound.slots * pieces + inbound.slots + 1, outbound.slots + inbound.slots
         self._domain = Domain(device)
@@ -82,18 +81,16 @@ class VerbsChannel(BaseChannel):
         self._peer_end: str | None = None
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._polling, self._looking = threading.Lock(), threading.Lock()
+        self._crediting = threading.Lock()  # credit goes out in the order in which it was counted
         fds = sock.fileno(), self._pair.events_fd
         self._sender, self._receiver = Sleeper(*fds), Sleeper(*fds)
-
-    def meet(self, deadline: float) -> None:
-        """Run ``meeting``, by ``deadline``. Raises ChannelError, OSError."""
-        drive(self._sock, self.meeting(), self.peer, deadline=deadline)
 
     def meeting(self) -> Meeting:
         """Swap cards with the peer and connect the queue pairs; where that fails the channel is closed."""
         card = Card(self._pair.route, len(self._inbox.view), self._inbox.rkey, self._inbox.address).pack()
         try:
-            yield from exchanged(self._sock, swap(self._session, card, self._reach, listening=self._listening))
+            reach = reaching(self.outbound, self._pair.route.lid, self._connect)
+            yield from exchanged(self._sock, swap(self._session, card, reach, listening=self._listening))
         except BaseException:
             self.close()
             raise
@@ -118,14 +115,9 @@ class VerbsChannel(BaseChannel):
                 part.close()
             self._messages.clear()
 
-    def _reach(self, text: bytes) -> None:
-        """Connect to the peer's queue pair."""
-        card = opened(text, inbox_bytes=self.outbound.slots * self._stride, our_lid=self._pair.route.lid)
+    def _connect(self, card: Card) -> None:
         self._theirs = card.key, card.address
-        try:
-            self._pair.connect(card.route)
-        except OSError as error:
-            raise HandshakeError(str(error)) from error
+        self._pair.connect(card.route)
 
     def _stop(self) -> None:
         self._stopped = True
@@ -195,8 +187,7 @@ class VerbsChannel(BaseChannel):
                 slot.data[:] = source
             try:
                 self._sent += 1
-                HEADER.pack_into(self._staging.view, slot.index * self._stride, self._zero + self._sent, nbytes, tag)
-                self._post(slot.index, nbytes, origin)
+                self._post(slot.index, nbytes, origin, tag)
                 if origin is not None:
                     self._wait(self._sender, self._is_idle, inf, "put_signal")
             except OSError as error:
@@ -207,7 +198,7 @@ class VerbsChannel(BaseChannel):
             self._check("put_signal")
             return self._zero + self._sent
 
-    def _post(self, index: int, nbytes: int, origin: tuple[Memory, int] | None) -> None:
+    def _post(self, index: int, nbytes: int, origin: tuple[Memory, int] | None, tag: bytes) -> None:
         """Write header and payload; all but the first piece go ahead, since the immediate must come last."""
         local = self._staging.address + index * self._stride
         memory, address = origin or (self._staging, local + HEADER.size)
@@ -220,7 +211,10 @@ class VerbsChannel(BaseChannel):
             pieces = [(memory, local, HEADER.size + first)]
         else:
             pieces = [(self._staging, local, HEADER.size), (memory, address, first)]
-        self._pair.write(DATA_SENT, pieces, (key, remote), self._sent & COUNT, wake=True)
+        with self._crediting:
+            seqno, released = self._zero + self._sent, self._zero + self._released
+            HEADER.pack_into(self._staging.view, index * self._stride, seqno, nbytes, released, tag)
+            self._pair.write(DATA_SENT, pieces, (key, remote), self._sent & COUNT, wake=True)
 
     def _is_idle(self) -> bool:
         return self._completed == self._sent
@@ -242,7 +236,8 @@ class VerbsChannel(BaseChannel):
             if self._wait(self._receiver, self._has_credit_request, STALL_S, "release"):
                 self._credits_out += 1
                 try:
-                    self._pair.write(CREDIT_SENT, [], self._theirs, CREDIT | self._released & COUNT)
+                    with self._crediting:
+                        self._pair.write(CREDIT_SENT, [], self._theirs, CREDIT | self._released & COUNT)
                 except OSError as error:
                     self._lose(str(error))
 
@@ -313,7 +308,8 @@ class VerbsChannel(BaseChannel):
             self._lose(f"the connection broke ({done.error})")
         elif done.immediate is not None:
             self._pair.post_receive()
-            why = self._credit(done.immediate) if done.immediate & CREDIT else self._arrive(done.immediate)
+            word = done.immediate
+            why = self._credit((word - self._credited) & COUNT) if word & CREDIT else self._arrive(word)
             if why:
                 self._lose(f"the peer broke the protocol: {why}")
         elif done.request == CREDIT_SENT:
@@ -324,10 +320,9 @@ class VerbsChannel(BaseChannel):
             self._completed += 1
             self._sender.ring()
 
-    def _credit(self, immediate: int) -> str:
-        """Take credit; why it cannot come from an honest peer, empty if it can."""
-        more = (immediate - self._credited) & COUNT
-        if more > self._sent - self._credited:
+    def _credit(self, more: int) -> str:
+        """Take credit for so many messages more; why it cannot come from an honest peer, empty if it can."""
+        if not 0 <= more <= self._sent - self._credited:
             return f"credit for {more} messages when {self._sent - self._credited} were on loan"
         self._credited += more
         self._sender.ring()
@@ -337,7 +332,7 @@ class VerbsChannel(BaseChannel):
         """Take a message; why it cannot come from an honest peer, empty if it can."""
         index = self._arrivals % self.inbound.slots
         start = index * self._in_stride
-        seqno, length, tag = HEADER.unpack(self._inbox.view[start : start + HEADER.size].tobytes())
+        seqno, length, credit, tag = HEADER.unpack(self._inbox.view[start : start + HEADER.size].tobytes())
         expected = self._zero + self._arrivals + 1
         if seqno != expected or immediate != expected & COUNT:
             return f"seqno {seqno:#x}, signal {immediate:#x} in place of {expected:#x}"
@@ -345,6 +340,8 @@ class VerbsChannel(BaseChannel):
             return f"message {seqno:#x} without credit"
         if length > self.inbound.slot_bytes:
             return f"{length} bytes for a slot of {self.inbound.slot_bytes}"
+        if why := self._credit(credit - self._zero - self._credited):
+            return why
         self._arrivals += 1
         payload = self._inbox.view[start + HEADER.size : start + HEADER.size + length]
         self._messages.append((seqno, tag, payload.toreadonly()))
@@ -374,7 +371,3 @@ class VerbsChannel(BaseChannel):
             self._peer_end = why
         self._sender.ring()
         self._receiver.ring()
-
-
-def _stride(geometry: Geometry) -> int:
-    return HEADER.size + (geometry.slot_bytes + 63) // 64 * 64

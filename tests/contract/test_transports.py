@@ -25,6 +25,7 @@ from lamina.netstack.contract.fabric import DEATH_NOTICED_S, TAG_BYTES
 from lamina.netstack.contract.terms import EPOCH_SHIFT
 from lamina.netstack.cuda.driver import CudaStream, Driver, Pinned
 from lamina.netstack.host.tcp import TcpFabric
+from lamina.netstack.rdma.verbs import VerbsFabric
 
 KEY = b"k" * 32
 LONG_S = 30.0  # a wait that must be ended by something else than its timeout
@@ -33,7 +34,8 @@ SMALL = Geometry(slots=3, slot_bytes=257)
 SLOW_LINKS = [f"emulate+{other}?latency_ms=0.5&jitter_ms=0.5&gbps=5" for other in ("loopback", "shm")]
 FOR_KERNELS = ["cuda", STAND_IN, ONE_GPU, ONE_STAND_IN]
 SEALED = "tcp as beyond this host"
-TRANSPORTS = [*netstack.SCHEMES, SEALED, *SLOW_LINKS, *FOR_KERNELS[1:]]
+BY_PYTHON = pytest.param("verbs by pyverbs", marks=[pytest.mark.rdma, pytest.mark.slow])
+TRANSPORTS = [*netstack.SCHEMES, SEALED, BY_PYTHON, *SLOW_LINKS, *FOR_KERNELS[1:]]
 
 
 class Task:
@@ -88,7 +90,13 @@ def connect(fabric: Fabric, listener: Listener, out: Geometry = SMALL, into: Geo
 
 def open_or_skip(scheme: str, key: bytes = KEY, gpu: int | None = None) -> Fabric:
     try:
-        return TcpFabric(key, seal=True) if scheme == SEALED else netstack.open(scheme, key=key, gpu=gpu)
+        if scheme == SEALED:
+            return TcpFabric(key, seal=True)
+        if scheme in BY_PYTHON.values:
+            from lamina.netstack.rdma.pyverbs_way import PyverbsWay
+
+            return VerbsFabric(key, way=PyverbsWay("", spin_s=0.0))
+        return netstack.open(scheme, key=key, gpu=gpu)
     except ImportError as error:
         pytest.skip(str(error))
 

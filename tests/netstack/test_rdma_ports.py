@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lamina.netstack.doctor import Machine, rdma_device
+from lamina.netstack.rdma.native_way import NativeWay, _gids
 from lamina.netstack.rdma.ports import Wanted, lack, named, ports
 
 NONE = "0000:0000:0000:0000:0000:0000:0000:0000"
@@ -123,6 +124,13 @@ def test_the_kernels_list_is_that_of_libibverbs() -> None:
 
 
 @pytest.mark.rdma
+def test_the_engine_lists_the_kernels_gids() -> None:
+    if not (there := ports()):
+        pytest.skip("no RDMA device")
+    assert ports(gids=_gids) == there
+
+
+@pytest.mark.rdma
 def test_a_gid_that_is_not_there_is_refused_by_name() -> None:
     pytest.importorskip("pyverbs.device")
     from lamina.netstack.rdma.device import RdmaDevice
@@ -134,3 +142,5 @@ def test_a_gid_that_is_not_there_is_refused_by_name() -> None:
         RdmaDevice(f"{active[0].device}:1:1999")
     with pytest.raises(ImportError, match="not 'x:y'"):
         RdmaDevice("x:y")
+    with pytest.raises(ImportError, match=r"1 has no GID 1999; choose of 0"):
+        NativeWay(f"{active[0].device}:1:1999", spin_s=0.0)

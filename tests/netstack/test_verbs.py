@@ -69,12 +69,14 @@ def test_cards_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) ->
 def test_missing_pyverbs_is_an_error_with_its_fix() -> None:
     code = (
         "import sys; sys.modules['pyverbs'] = None\n"
-        "from lamina import netstack\n"
-        "try: netstack.open('verbs', key=b'k' * 32)\n"
+        "from lamina.netstack.rdma import verbs\n"
+        "verbs.verbs_fault = lambda: 'not built'\n"
+        "try: verbs.open_fabric(b'k' * 32)\n"
         "except ImportError as error: print(error)"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert "python3-pyverbs" in run.stdout
+    assert "nor is there a native way: not built" in run.stdout
 
 
 def book(most_memories: int) -> list[dict[str, Any]]:

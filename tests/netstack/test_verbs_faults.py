@@ -1,16 +1,20 @@
-"""Peers that hold the key and lie over RDMA. Needs a device: `make test-vm` has one."""
+"""Peers that hold the key and lie over RDMA, to an engine and to Python. Needs a device: `make test-vm` has one.
+
+The liar is Python's end, which a test can make write anything.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import pytest
-from wiring import SOON_S, connect, open_or_skip
+from wiring import KEY, SOON_S, connect, open_or_skip, send
 
 from lamina import netstack
-from lamina.netstack import Channel, Geometry
+from lamina.netstack import Channel, Fabric, Geometry
 
 if TYPE_CHECKING:
     from lamina.netstack.rdma.verbs_channel import VerbsChannel
@@ -25,13 +29,16 @@ class Liar:
 
     end: VerbsChannel
 
-    def message(self, n: int, *, seqno: int | None = None, length: int = 5, immediate: int | None = None) -> None:
+    def message(
+        self, n: int, *, seqno: int | None = None, length: int = 5, credit: int = 0, immediate: int | None = None
+    ) -> None:
         """Message n, from 0, as a put writes it but for what is given; its payload is whatever was staged."""
-        from lamina.netstack.rdma.verbs_channel import COUNT, DATA_SENT, HEADER, _stride
+        from lamina.netstack.rdma.verbs_channel import COUNT, DATA_SENT, HEADER
+        from lamina.netstack.rdma.way import stride
 
-        end, at = self.end, n % SMALL.slots * _stride(SMALL)
+        end, at = self.end, n % SMALL.slots * stride(SMALL)
         said = n + 1 if seqno is None else seqno
-        HEADER.pack_into(end._staging.view, at, said, length, b"tag")
+        HEADER.pack_into(end._staging.view, at, said, length, credit, b"tag")
         piece = end._staging, end._staging.address + at, HEADER.size + 5
         key, remote = end._theirs
         word = said & COUNT if immediate is None else immediate
@@ -50,12 +57,22 @@ class Liar:
         self.end._pair.write(DATA_SENT, [(self.end._staging, self.end._staging.address, 64)], to)
 
 
-@pytest.fixture
-def ends() -> Iterator[tuple[Liar, VerbsChannel]]:
-    fabric = open_or_skip("verbs")
-    a, b = connect(fabric, geometry=SMALL)
-    yield Liar(a), b  # type: ignore[arg-type]
+def python_fabric() -> Fabric:
+    pytest.importorskip("pyverbs.device")
+    from lamina.netstack.rdma.pyverbs_way import PyverbsWay
+    from lamina.netstack.rdma.verbs import VerbsFabric
+
+    return VerbsFabric(KEY, way=PyverbsWay("", spin_s=0.0))
+
+
+@pytest.fixture(params=["engine", "python"])
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Liar, Channel]]:
+    liars = python_fabric()
+    fabric = open_or_skip("verbs") if request.param == "engine" else python_fabric()
+    a, b = connect(liars, fabric.listen(), SMALL)
+    yield Liar(cast("VerbsChannel", a)), b
     fabric.close()
+    liars.close()
 
 
 def fault_of(channel: Channel) -> str:
@@ -68,7 +85,7 @@ def fault_of(channel: Channel) -> str:
     return str(fault.value)
 
 
-def test_what_an_honest_peer_writes_is_a_message(ends: tuple[Liar, VerbsChannel]) -> None:
+def test_what_an_honest_peer_writes_is_a_message(ends: tuple[Liar, Channel]) -> None:
     liar, victim = ends
     for n in range(3 * SMALL.slots):
         liar.end._staging.view[n % 2 * 320 + 64 : n % 2 * 320 + 69] = b"hello"
@@ -92,11 +109,12 @@ LIES: dict[str, Callable[[Liar], None]] = {
     "without credit": without_credit,
     "credit for what was not sent": lambda liar: liar.credit(1),
     "credit that goes back": lambda liar: liar.credit((1 << 31) - 1),
+    "a header's credit for what was not sent": lambda liar: liar.message(0, credit=1),
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_what_no_honest_peer_sends_ends_the_channel(ends: tuple[Liar, VerbsChannel], lie: str) -> None:
+def test_what_no_honest_peer_sends_ends_the_channel(ends: tuple[Liar, Channel], lie: str) -> None:
     liar, victim = ends
     LIES[lie](liar)
     assert "protocol" in fault_of(victim)
@@ -115,7 +133,7 @@ def test_an_inbox_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
         return attributes
 
     monkeypatch.setattr(rdma, "QPAttr", able)
-    fabric = open_or_skip("verbs")
+    fabric = python_fabric()
     liar, victim = (cast("VerbsChannel", end) for end in connect(fabric, geometry=SMALL))
     victim._inbox.view[:64] = b"\xaa" * 64
     work = SendWR(num_sge=1, sg=[SGE(liar._inbox.address, 64, liar._inbox.lkey)], send_flags=rdma.e.IBV_SEND_SIGNALED)
@@ -127,21 +145,55 @@ def test_an_inbox_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     fabric.close()
 
 
-@pytest.mark.parametrize("where", ["before it", "across its end", "under another key", "what it sends from"])
-def test_only_the_inbox_is_open_to_a_peer(ends: tuple[Liar, VerbsChannel], where: str) -> None:
-    """The NIC refuses the rest, nothing is touched, and both sides learn of it."""
+@pytest.mark.parametrize("where", ["before it", "across its end", "under another key"])
+def test_only_the_inbox_is_open_to_a_peer(ends: tuple[Liar, Channel], where: str) -> None:
+    """The NIC refuses the rest, and both sides learn of it."""
     liar, victim = ends
     key, address = liar.end._theirs
-    memory = victim._staging
-    memory.view[:] = b"\xaa" * len(memory.view)
-    before = bytes(victim._inbox.view), bytes(memory.view)
+    nbytes = SMALL.slots * liar.end._stride
     places = {
         "before it": (key, address - 4096),
-        "across its end": (key, address + len(victim._inbox.view) - 63),
+        "across its end": (key, address + nbytes - 63),
         "under another key": (key ^ 0x100, address),
-        "what it sends from": (memory.rkey, memory.address),
     }
     liar.scribble(places[where])
     for end in (liar.end, victim):
+        assert re.search("broke|our NIC reports", fault_of(end))
+
+
+@pytest.mark.parametrize("where", ["across its end", "what it sends from"])
+def test_nothing_is_touched_outside(where: str) -> None:
+    fabric = python_fabric()
+    a, b = (cast("VerbsChannel", end) for end in connect(fabric, geometry=SMALL))
+    key, address = a._theirs
+    memory = b._staging
+    memory.view[:] = b"\xaa" * len(memory.view)
+    before = bytes(b._inbox.view), bytes(memory.view)
+    places = {
+        "across its end": (key, address + len(b._inbox.view) - 63),
+        "what it sends from": (memory.rkey, memory.address),
+    }
+    Liar(a).scribble(places[where])
+    for end in (a, b):
         assert "broke" in fault_of(end)
-    assert (bytes(victim._inbox.view), bytes(memory.view)) == before
+    assert (bytes(b._inbox.view), bytes(memory.view)) == before
+    fabric.close()
+
+
+def test_an_engine_and_python_understand_each_other() -> None:
+    """Either connects; credit comes in headers and alone; large messages go in pieces."""
+    python, engine = python_fabric(), open_or_skip("verbs")
+    large = Geometry(slots=3, slot_bytes=(2 << 20) + 7)
+    for here, there in ((python, engine), (engine, python)):
+        ends = connect(here, there.listen(), large)
+        for n in range(8):
+            for a, b in (ends, ends[::-1]):
+                payload = bytes([n, n + 1]) * (large.slot_bytes // 2 if n % 4 == 1 else n)
+                for _ in range(n % 3 + 1):
+                    send(a, payload)
+                for _ in range(n % 3 + 1):
+                    arrival = b.wait_signal(timeout_s=SOON_S)
+                    assert arrival.data == payload
+                    b.release(arrival)
+    python.close()
+    engine.close()

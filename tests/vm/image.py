@@ -32,7 +32,11 @@ PROGRAMS = {
     "ib_write_lat": "perftest",
     "dpkg-deb": "dpkg",
 }
-FILES = {"/etc/libibverbs.d/rxe.driver": "ibverbs-providers", str(PYVERBS / "qp*.so"): "python3-pyverbs"}
+FILES = {  # the last one where Lamina is built: the engine of verbs is made with it
+    "/etc/libibverbs.d/rxe.driver": "ibverbs-providers",
+    str(PYVERBS / "qp*.so"): "python3-pyverbs",
+    "/usr/include/infiniband/verbs.h": "libibverbs-dev",
+}
 # crc32_generic: rdma_rxe asks for it by name when a link is added, not when it is loaded
 MODULES = (
     "virtio_pci", "virtio_console", "virtio_net", "9pnet_virtio", "9p", "veth", "sch_netem", "crc32_generic",

@@ -14,12 +14,16 @@ from image import ROOT, Image
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(1200)]
 SUITES = {
-    "contract": "tests/contract/test_transports.py",
+    "contract": "tests/contract/test_transports.py -k 'not pyverbs'",
+    "contract by pyverbs": "tests/contract/test_transports.py -k pyverbs",
     "lies": "tests/netstack/test_verbs_faults.py tests/netstack/test_listener.py tests/netstack/test_auto.py",
     "ports": "tests/netstack/test_rdma_ports.py tests/netstack/test_rdma_quality.py",
     "deaths and stops": "tests/netstack/test_processes.py tests/netstack/test_stalls.py",
 }
-LONG = ("deaths and stops",)  # each death is that of a new process, whose imports are emulated
+LONG = (
+    "contract by pyverbs",
+    "deaths and stops",
+)  # of the latter each death is that of a new process, whose imports are emulated
 DECODE = f"{Path(__file__).with_name('decode.py')} {ROOT / 'examples/tiny_lm/model'}"
 
 
@@ -27,6 +31,14 @@ def test_the_guest_reports_status_and_output(guest: Guest) -> None:
     done = guest.run("echo out; echo err >&2; exit 7", timeout_s=30)
     assert (done.status, done.output) == (7, "out\nerr\n")
     assert "state ACTIVE" in guest.run("rdma link", timeout_s=30).output
+
+
+def test_the_engine_was_built_and_loads(guest: Guest) -> None:
+    """Else all that follows would prove pyverbs: install again where libibverbs-dev is."""
+    done = guest.python(
+        "-c 'from lamina.netstack.host.native import verbs_fault; print([verbs_fault()])'", timeout_s=60
+    )
+    assert (done.status, done.output) == (0, "['']\n")
 
 
 @pytest.mark.parametrize("suite", [pytest.param(s, marks=pytest.mark.slow if s in LONG else ()) for s in SUITES])

@@ -1,0 +1,17 @@
+// What native_verbs.cpp gives the module, also where it was built without libibverbs's headers.
+#pragma once
+
+#include "native.h"
+
+namespace lamina {
+
+constexpr const char* kUnbuilt = "it was built where infiniband/verbs.h (libibverbs-dev) is missing";
+
+// open_rdma_end(device, port, gid_index, pkey_index, service_level, traffic_class, outbound, inbound) -> RdmaEnd
+PyObject* open_rdma_end(PyObject* module, PyObject* args);
+// rdma_gids(device, port) -> [(index, GID, kind)], kind as ibv_gid_type
+PyObject* rdma_gids(PyObject* module, PyObject* args);
+PyObject* verbs_fault(PyObject* module, PyObject*);  // why there is no RdmaEnd; empty: there is
+bool add_rdma_end(State* state, PyObject* module);   // the type; false with an exception set
+
+}  // namespace lamina

@@ -1,0 +1,292 @@
+// One reliable queue pair of one device, and all that its peer may touch: a context, a protection domain and registered
+// memory of its own, so that no key of another peer's is of use here and every asynchronous event is this pair's.
+#pragma once
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cinttypes>
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <string>
+
+#include "library.h"
+
+namespace lamina::verbs {
+
+constexpr std::uint64_t kWriteBytes = 1 << 20;  // the largest single write
+constexpr std::uint8_t kAckTimeout = 14;  // 4.096 us * 2^14 = 67 ms until a packet is sent again
+// The most that fits. Soft-RoCE takes it for "for ever", so whoever waits keeps a time of its own. With less, Soft-RoCE
+// breaks where 2 % of packets are lost: every loss costs a retry until an acknowledgement comes, one for 64 packets.
+constexpr std::uint8_t kRetries = 7;
+constexpr std::uint8_t kNotReadyRetries = 6;  // receives are posted for all that an honest peer sends: none is needed
+constexpr std::uint8_t kNotReadyTimer = 12, kHops = 64;
+
+// Which port of which device, and how the network is to treat what is sent.
+struct Port {
+  std::string device;
+  std::uint8_t number;
+  int gid_index;
+  std::uint16_t pkey_index;
+  std::uint8_t service_level, traffic_class;
+};
+
+// The address of a queue pair.
+struct Route {
+  std::uint8_t gid[16];
+  std::uint16_t lid;
+  std::uint32_t number, psn, mtu;  // mtu: of ibv_mtu
+};
+
+// Memory of the peer that this side may write to.
+struct Inbox {
+  std::uint32_t key;
+  std::uint64_t address;
+};
+
+// What a caller posts, and how many of each kind are under way at most.
+struct Depth {
+  std::uint32_t sends, receives;
+};
+
+inline const char* words_of(ibv_wc_status status) {
+  switch (status) {
+    case IBV_WC_WR_FLUSH_ERR: return "the queue pair was already broken";
+    case IBV_WC_LOC_PROT_ERR: return "local memory is not registered";
+    case IBV_WC_REM_ACCESS_ERR: return "the peer's memory is not open to us there";
+    case IBV_WC_REM_INV_REQ_ERR: return "the peer's NIC refused the request";
+    case IBV_WC_RETRY_EXC_ERR: return "the peer's NIC does not answer";
+    case IBV_WC_RNR_RETRY_EXC_ERR: return "the peer has no receive posted";
+    default: return nullptr;
+  }
+}
+
+class End {
+ public:
+  End() = default;
+  End(const End&) = delete;
+  ~End() { close(); }
+
+  // Opens all, up to INIT with every receive posted; `staging` and `inbox`, of so many bytes, are registered and stay the
+  // caller's. False with the cause in `fault`.
+  bool open(const Port& port, std::uint8_t* staging, std::uint64_t staging_bytes, std::uint8_t* inbox,
+            std::uint64_t inbox_bytes, const Depth& depth) {
+    if (*lib_.fault) return fail("load libibverbs: %s", lib_.fault);
+    port_ = port;
+    return open_device() && open_port() && open_memory(staging, staging_bytes, inbox, inbox_bytes) &&
+           open_queue(depth) && open_pair(depth);
+  }
+
+  // From here on both directions work, as soon as the peer has done the same. False with the cause in `fault`.
+  bool connect(const Route& peer, const Inbox& inbox) {
+    ibv_qp_attr attr{};
+    attr.qp_state = IBV_QPS_RTR;
+    attr.path_mtu = static_cast<ibv_mtu>(std::min(route_.mtu, peer.mtu));
+    attr.dest_qp_num = peer.number;
+    attr.rq_psn = peer.psn;
+    attr.min_rnr_timer = kNotReadyTimer;
+    attr.ah_attr.is_global = 1;
+    std::memcpy(attr.ah_attr.grh.dgid.raw, peer.gid, sizeof peer.gid);
+    attr.ah_attr.grh.sgid_index = std::uint8_t(port_.gid_index);
+    attr.ah_attr.grh.hop_limit = kHops;
+    attr.ah_attr.grh.traffic_class = port_.traffic_class;
+    attr.ah_attr.dlid = peer.lid;
+    attr.ah_attr.sl = port_.service_level;
+    attr.ah_attr.port_num = port_.number;
+    constexpr int ready_to_receive = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+                                     IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
+    if (const int error = lib_.modify_qp(pair_, &attr, ready_to_receive))
+      return fail("connect to the peer's queue pair from %s port %u: %s", name(), port_.number, text(error));
+    attr.qp_state = IBV_QPS_RTS;
+    attr.timeout = kAckTimeout;
+    attr.retry_cnt = kRetries;
+    attr.rnr_retry = kNotReadyRetries;
+    attr.sq_psn = route_.psn;
+    constexpr int ready_to_send =
+        IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC;
+    if (const int error = lib_.modify_qp(pair_, &attr, ready_to_send))
+      return fail("send to the peer's queue pair from %s port %u: %s", name(), port_.number, text(error));
+    theirs_ = inbox;
+    return true;
+  }
+
+  // Posts one write of `count` pieces to `at` bytes into the peer's inbox; 0, or an error number.
+  int write(std::uint64_t request, ibv_sge* pieces, int count, std::uint64_t at) {
+    return post(request, pieces, count, at, IBV_WR_RDMA_WRITE, 0, IBV_SEND_SIGNALED);
+  }
+  // One whose 32 bits complete a receive of the peer. `wakes`: also one that waits for such only.
+  int signal(std::uint64_t request, ibv_sge* pieces, int count, std::uint64_t at, std::uint32_t word, bool wakes) {
+    const unsigned flags = wakes ? IBV_SEND_SIGNALED | IBV_SEND_SOLICITED : IBV_SEND_SIGNALED;
+    return post(request, pieces, count, at, IBV_WR_RDMA_WRITE_WITH_IMM, word, flags);
+  }
+  // Room for one more word of the peer; 0, or an error number.
+  int receive() {
+    ibv_recv_wr work{}, *bad;
+    return ibv_post_recv(pair_, &work, &bad);
+  }
+  ibv_sge staged(const std::uint8_t* data, std::uint64_t bytes) const {
+    return {reinterpret_cast<std::uintptr_t>(data), std::uint32_t(bytes), staging_->lkey};
+  }
+
+  // What has completed, at most `most`; negative where the device cannot say.
+  int poll(ibv_wc* done, int most) { return ibv_poll_cq(queue_, most, done); }
+  // Makes `events_fd` readable with the next completion, or with the next that `wakes`; 0, or an error number.
+  int arm(bool wakers_only) { return ibv_req_notify_cq(queue_, wakers_only); }
+  // Takes what made `events_fd` readable; whether there was something.
+  bool disarm() {
+    ibv_cq* queue;
+    void* unused;
+    bool any = false;
+    for (; lib_.get_cq_event(events_, &queue, &unused) == 0; any = true) lib_.ack_cq_events(queue, 1);
+    return any;
+  }
+  // The next asynchronous event of this pair's, its queue's, its port's or the device's; false where there is none.
+  bool event(ibv_event_type* type) {
+    ibv_async_event event;
+    if (lib_.get_async_event(context_, &event)) return false;
+    *type = event.event_type;
+    lib_.ack_async_event(&event);
+    return true;
+  }
+  const char* words(ibv_event_type type) const { return lib_.event_type_str(type); }
+
+  // Nothing is sent or written here any more; all that is under way completes with an error.
+  void halt() {
+    ibv_qp_attr attr{};
+    attr.qp_state = IBV_QPS_ERR;
+    lib_.modify_qp(pair_, &attr, IBV_QP_STATE);
+  }
+
+  void close() {
+    if (pair_) lib_.destroy_qp(pair_);
+    if (queue_) lib_.destroy_cq(queue_);
+    if (events_) lib_.destroy_comp_channel(events_);
+    for (ibv_mr* memory : {staging_, inbox_})
+      if (memory) lib_.dereg_mr(memory);
+    if (domain_) lib_.dealloc_pd(domain_);
+    if (context_) lib_.close_device(context_);
+    pair_ = nullptr, queue_ = nullptr, events_ = nullptr, staging_ = inbox_ = nullptr, domain_ = nullptr;
+    context_ = nullptr;
+  }
+
+  const Route& route() const { return route_; }
+  Inbox inbox() const { return {inbox_->rkey, reinterpret_cast<std::uintptr_t>(inbox_->addr)}; }
+  std::uint64_t inbox_bytes() const { return inbox_->length; }
+  int events_fd() const { return events_->fd; }
+  int async_fd() const { return context_->async_fd; }
+  const char* fault() const { return fault_; }
+
+ private:
+  const char* name() const { return port_.device.c_str(); }
+  static const char* text(int error) { return std::strerror(error < 0 ? -error : error); }
+
+  template <class... Values>
+  bool fail(const char* format, Values... values) {
+    std::snprintf(fault_, sizeof fault_, format, values...);
+    return false;
+  }
+
+  bool open_device() {
+    context_ = lib_.open(name());
+    if (!context_ && errno == ENODEV)
+      return fail("find %s with libibverbs: is its driver of rdma-core installed?", name());
+    if (!context_) return fail("open %s: %s; is /dev/infiniband/uverbs* open to this user?", name(), text(errno));
+    const int flags = fcntl(async_fd(), F_GETFL);
+    if (flags < 0 || fcntl(async_fd(), F_SETFL, flags | O_NONBLOCK))
+      return fail("wait for events of %s: %s", name(), text(errno));
+    return true;
+  }
+
+  bool open_port() {
+    ibv_port_attr attr{};
+    ibv_gid gid{};
+    auto* const old = reinterpret_cast<_compat_ibv_port_attr*>(&attr);  // of which it is the beginning
+    if (const int error = lib_.query_port(context_, port_.number, old))
+      return fail("query port %u of %s: %s", port_.number, name(), text(error));
+    if (attr.state != IBV_PORT_ACTIVE) return fail("use port %u of %s: it is not active", port_.number, name());
+    if (attr.max_msg_sz < kWriteBytes)
+      return fail("use %s: its messages have at most %" PRIu32 " bytes", name(), attr.max_msg_sz);
+    if (lib_.query_gid(context_, port_.number, port_.gid_index, &gid))
+      return fail("use GID %d of port %u of %s: it has none", port_.gid_index, port_.number, name());
+    std::memcpy(route_.gid, gid.raw, sizeof route_.gid);
+    route_.lid = attr.lid;
+    route_.mtu = attr.active_mtu;
+    route_.psn = std::random_device{}() & 0xffffff;
+    return true;
+  }
+
+  // A peer may write to the inbox, and nothing else; nothing may be read.
+  bool open_memory(std::uint8_t* staging, std::uint64_t staging_bytes, std::uint8_t* inbox, std::uint64_t inbox_bytes) {
+    domain_ = lib_.alloc_pd(context_);
+    if (!domain_) return fail("make a protection domain on %s: %s", name(), text(errno));
+    staging_ = lib_.reg_mr(domain_, staging, staging_bytes, 0);
+    if (staging_) inbox_ = lib_.reg_mr(domain_, inbox, inbox_bytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+    if (!inbox_)
+      return fail("register %" PRIu64 " bytes with %s: %s; is `ulimit -l` (locked memory) too low?",
+                  staging_bytes + inbox_bytes, name(), text(errno));
+    return true;
+  }
+
+  bool open_queue(const Depth& depth) {
+    events_ = lib_.create_comp_channel(context_);
+    if (events_) queue_ = lib_.create_cq(context_, int(depth.sends + depth.receives), nullptr, events_, 0);
+    if (!queue_)
+      return fail("make a queue of %" PRIu32 " completions on %s: %s", depth.sends + depth.receives, name(),
+                  text(errno));
+    const int flags = fcntl(events_fd(), F_GETFL);
+    if (flags < 0 || fcntl(events_fd(), F_SETFL, flags | O_NONBLOCK))
+      return fail("wait for events of %s: %s", name(), text(errno));
+    return true;
+  }
+
+  bool open_pair(const Depth& depth) {
+    ibv_qp_init_attr wanted{};
+    wanted.send_cq = wanted.recv_cq = queue_;
+    wanted.cap = {depth.sends, depth.receives, 2, 1, 0};
+    wanted.qp_type = IBV_QPT_RC;
+    pair_ = lib_.create_qp(domain_, &wanted);
+    if (!pair_)
+      return fail("make a queue pair of %" PRIu32 " + %" PRIu32 " requests on %s: %s", depth.sends, depth.receives,
+                  name(), text(errno));
+    route_.number = pair_->qp_num;
+    ibv_qp_attr attr{};
+    attr.qp_state = IBV_QPS_INIT;
+    attr.pkey_index = port_.pkey_index;
+    attr.port_num = port_.number;
+    attr.qp_access_flags = IBV_ACCESS_REMOTE_WRITE;
+    constexpr int init = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS;
+    int error = lib_.modify_qp(pair_, &attr, init);
+    for (std::uint32_t n = 0; n < depth.receives && !error; ++n) error = receive();
+    return !error || fail("prepare a queue pair on %s: %s", name(), text(error));
+  }
+
+  int post(std::uint64_t request, ibv_sge* pieces, int count, std::uint64_t at, ibv_wr_opcode opcode,
+           std::uint32_t word, unsigned flags) {
+    ibv_send_wr work{}, *bad;
+    work.wr_id = request;
+    work.sg_list = pieces;
+    work.num_sge = count;
+    work.opcode = opcode;
+    work.send_flags = flags;
+    work.imm_data = htobe32(word);
+    work.wr.rdma.remote_addr = theirs_.address + at;
+    work.wr.rdma.rkey = theirs_.key;
+    return ibv_post_send(pair_, &work, &bad);
+  }
+
+  const Library& lib_ = Library::get();
+  Port port_{};
+  Route route_{};
+  Inbox theirs_{};
+  ibv_context* context_ = nullptr;
+  ibv_pd* domain_ = nullptr;
+  ibv_mr *staging_ = nullptr, *inbox_ = nullptr;
+  ibv_comp_channel* events_ = nullptr;
+  ibv_cq* queue_ = nullptr;
+  ibv_qp* pair_ = nullptr;
+  char fault_[384] = {};
+};
+
+}  // namespace lamina::verbs

@@ -1,0 +1,113 @@
+// libibverbs (rdma-core), loaded when it is first asked for: nothing links against it, and hosts without RDMA need none.
+// Its types are those of the headers at compile time, which its own promise keeps fit for newer libraries.
+#pragma once
+
+#include <dlfcn.h>
+#include <infiniband/verbs.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <type_traits>
+
+namespace lamina::verbs {
+
+// As ibv_gid_entry, which rdma-core has since 33.
+struct GidEntry {
+  ibv_gid gid;
+  std::uint32_t index, port, kind, interface;
+};
+
+struct Library {
+  decltype(&::ibv_get_device_list) get_device_list;
+  decltype(&::ibv_free_device_list) free_device_list;
+  decltype(&::ibv_get_device_name) get_device_name;
+  decltype(&::ibv_open_device) open_device;
+  decltype(&::ibv_close_device) close_device;
+  int (*query_port)(ibv_context*, std::uint8_t port, _compat_ibv_port_attr*);
+  decltype(&::ibv_query_gid) query_gid;
+  decltype(&::ibv_alloc_pd) alloc_pd;
+  decltype(&::ibv_dealloc_pd) dealloc_pd;
+  ibv_mr* (*reg_mr)(ibv_pd*, void*, std::size_t, int access);
+  decltype(&::ibv_dereg_mr) dereg_mr;
+  decltype(&::ibv_create_comp_channel) create_comp_channel;
+  decltype(&::ibv_destroy_comp_channel) destroy_comp_channel;
+  decltype(&::ibv_create_cq) create_cq;
+  decltype(&::ibv_destroy_cq) destroy_cq;
+  decltype(&::ibv_get_cq_event) get_cq_event;
+  decltype(&::ibv_ack_cq_events) ack_cq_events;
+  decltype(&::ibv_create_qp) create_qp;
+  decltype(&::ibv_modify_qp) modify_qp;
+  decltype(&::ibv_destroy_qp) destroy_qp;
+  decltype(&::ibv_get_async_event) get_async_event;
+  decltype(&::ibv_ack_async_event) ack_async_event;
+  decltype(&::ibv_event_type_str) event_type_str;
+  // Null before rdma-core 33.
+  ssize_t (*query_gid_table)(ibv_context*, GidEntry*, std::size_t most, std::uint32_t flags, std::size_t entry_bytes);
+  char fault[256];  // why it cannot be used; empty: it can
+
+  static const Library& get() {  // of this process
+    static const Library library = load();
+    return library;
+  }
+
+  // Null, with errno, where the device cannot be opened; ENODEV: it is not listed.
+  ibv_context* open(const char* name) const {
+    int count = 0;
+    ibv_device** const list = get_device_list(&count);
+    if (!list) return nullptr;
+    ibv_device* device = nullptr;
+    for (int i = 0; i < count; ++i)
+      if (!std::strcmp(get_device_name(list[i]), name)) device = list[i];
+    errno = ENODEV;
+    ibv_context* const context = device ? open_device(device) : nullptr;
+    const int error = errno;
+    free_device_list(list);
+    errno = error;
+    return context;
+  }
+
+ private:
+  static Library load() {
+    Library library{};
+    void* const file = dlopen("libibverbs.so.1", RTLD_NOW | RTLD_LOCAL);
+    bool whole = file;
+    const auto find = [&](const char* name, auto* function) {
+      void* address = whole ? dlsym(file, name) : nullptr;
+      whole = address;
+      *function = reinterpret_cast<std::remove_pointer_t<decltype(function)>>(address);
+    };
+    find("ibv_get_device_list", &library.get_device_list);
+    find("ibv_free_device_list", &library.free_device_list);
+    find("ibv_get_device_name", &library.get_device_name);
+    find("ibv_open_device", &library.open_device);
+    find("ibv_close_device", &library.close_device);
+    find("ibv_query_port", &library.query_port);
+    find("ibv_query_gid", &library.query_gid);
+    find("ibv_alloc_pd", &library.alloc_pd);
+    find("ibv_dealloc_pd", &library.dealloc_pd);
+    find("ibv_reg_mr", &library.reg_mr);
+    find("ibv_dereg_mr", &library.dereg_mr);
+    find("ibv_create_comp_channel", &library.create_comp_channel);
+    find("ibv_destroy_comp_channel", &library.destroy_comp_channel);
+    find("ibv_create_cq", &library.create_cq);
+    find("ibv_destroy_cq", &library.destroy_cq);
+    find("ibv_get_cq_event", &library.get_cq_event);
+    find("ibv_ack_cq_events", &library.ack_cq_events);
+    find("ibv_create_qp", &library.create_qp);
+    find("ibv_modify_qp", &library.modify_qp);
+    find("ibv_destroy_qp", &library.destroy_qp);
+    find("ibv_get_async_event", &library.get_async_event);
+    find("ibv_ack_async_event", &library.ack_async_event);
+    find("ibv_event_type_str", &library.event_type_str);
+    if (whole)
+      library.query_gid_table =
+          reinterpret_cast<decltype(library.query_gid_table)>(dlsym(file, "_ibv_query_gid_table"));
+    const char* const why = whole ? nullptr : dlerror();
+    if (!whole) std::snprintf(library.fault, sizeof library.fault, "%s", why ? why : "it is not rdma-core's");
+    return library;
+  }
+};
+
+}  // namespace lamina::verbs

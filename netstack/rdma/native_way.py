@@ -1,0 +1,95 @@
+"""The way of ``verbs`` to a NIC by libibverbs itself: csrc/netstack/verbs. Python meets the peer, and is done."""
+
+from __future__ import annotations
+
+import socket
+from ipaddress import IPv6Address
+from typing import TYPE_CHECKING
+
+from lamina.netstack.contract.terms import Geometry
+from lamina.netstack.host.native import open_rdma_end, rdma_gids
+from lamina.netstack.meeting.handshake import PeerSession, exchanged
+from lamina.netstack.meeting.listener import Meeting
+from lamina.netstack.meeting.swap import swap
+
+from .card import Card, Route
+from .ports import KINDS, NONE, Gids, Port, Wanted, lack, ports
+from .quality import service
+from .way import STALL_S, reaching
+
+if TYPE_CHECKING:
+    from lamina.netstack.host._native import RdmaEnd
+
+TRIAL = Geometry(slots=1, slot_bytes=1)
+
+
+class NativeWay:
+    """The first port that fits ``wanted`` (of LAMINA_RDMA_DEVICE) and opens a queue pair. Each channel opens the device
+    for itself, so that what happens to one is told to that one alone.
+    """
+
+    def __init__(self, wanted: str, spin_s: float) -> None:
+        self._spin_s = spin_s
+        there = _ports()
+        if not there:
+            raise ImportError(f"transport 'verbs' finds no RDMA device: {NONE}")
+        if why := lack(there, wanted):
+            raise ImportError(f"transport 'verbs' finds no RDMA port: {why}")
+        try:
+            self._named, self._service = Wanted.parse(wanted), service()
+        except ValueError as error:
+            raise ImportError(f"transport 'verbs': {error}") from error
+        tried = []
+        for self._port in (p for p in there if p.fits(self._named)):
+            try:
+                self._end(TRIAL, TRIAL)
+                return
+            except OSError as error:
+                tried.append(str(error))
+        raise ImportError(f"transport 'verbs' finds no RDMA port that opens: {'; '.join(tried)}")
+
+    @property
+    def port(self) -> Port:
+        return self._port
+
+    def register(self, source: memoryview) -> None:
+        """Nothing: what is put is copied to memory that the NIC has."""
+
+    def meeting(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Meeting:
+        outbound, inbound = session.outbound, session.inbound
+        if listening:
+            outbound, inbound = inbound, outbound
+        end = self._end(outbound, inbound)
+        gid, lid, number, psn, mtu, *inbox = end.card()
+        card = Card(Route(gid, lid, number, psn, mtu), *inbox)
+
+        def connect(theirs: Card) -> None:
+            r = theirs.route
+            end.connect(r.gid, r.lid, r.number, r.psn, r.mtu, theirs.key, theirs.address)
+
+        reach = reaching(outbound, lid, connect)
+        yield from exchanged(sock, swap(session, card.pack(), reach, listening=listening))
+        names = peer, session.peer_name(listening=listening)
+        channel = end.channel(sock.fileno(), session.epoch, self._spin_s, STALL_S, *names)
+        sock.detach()
+        return channel
+
+    def close(self) -> None:
+        """Nothing is open but what channels have."""
+
+    def _end(self, outbound: Geometry, inbound: Geometry) -> RdmaEnd:
+        port, service = self._port, self._service
+        place = port.device, port.number, port.gid_index(self._named), 0
+        return open_rdma_end(*place, service.level, service.traffic_class, outbound, inbound)
+
+
+def _ports() -> list[Port]:
+    """By libibverbs where it can say: a file for each GID takes long."""
+    try:
+        return ports(gids=_gids)
+    except OSError:
+        return ports()
+
+
+def _gids(device: str, port: int) -> Gids:
+    return {index: (str(IPv6Address(gid)), KINDS.get(kind, "")) for index, gid, kind in rdma_gids(device, port)}

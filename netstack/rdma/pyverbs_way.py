@@ -1,0 +1,33 @@
+"""The way of ``verbs`` to a NIC where the native one was not built: Python posts, through pyverbs."""
+
+from __future__ import annotations
+
+import socket
+
+from lamina.netstack.meeting.handshake import PeerSession
+from lamina.netstack.meeting.listener import Meeting
+
+from .device import RdmaDevice
+from .verbs_channel import COPY_BYTES, WRITE_BYTES, VerbsChannel
+
+
+class PyverbsWay:
+    """``wanted``: of LAMINA_RDMA_DEVICE."""
+
+    def __init__(self, wanted: str, spin_s: float) -> None:
+        self._spin_s = spin_s
+        self._device = RdmaDevice(wanted, least_message_bytes=WRITE_BYTES)
+        self._sources: list[memoryview] = []
+
+    def register(self, source: memoryview) -> None:
+        """Each channel that puts from it registers it with the NIC, which pins the memory, for its own peer."""
+        if source.nbytes > COPY_BYTES:
+            self._sources.append(source)
+
+    def meeting(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Meeting:
+        made = VerbsChannel(self._device, self._sources, sock, peer, session, listening=listening, spin_s=self._spin_s)
+        return (yield from made.meeting())
+
+    def close(self) -> None:
+        self._sources.clear()
+        self._device.close()

@@ -1,0 +1,51 @@
+"""How ``verbs`` reaches a NIC."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Protocol
+
+from lamina.netstack.contract.fabric import HandshakeError
+from lamina.netstack.contract.terms import Geometry
+from lamina.netstack.meeting.handshake import PeerSession
+from lamina.netstack.meeting.listener import Meeting
+
+from .card import Card, opened
+
+HEADER_BYTES = LINE = 64
+STALL_S = 10.0  # a peer whose NIC completes nothing for so long is given up
+
+
+class NicWay(Protocol):
+    """One port of one device. Opening one raises ImportError where it cannot be used, with the fix."""
+
+    def register(self, source: memoryview) -> None:
+        """Memory that messages may be put from."""
+        ...
+
+    def meeting(self, sock: socket.socket, peer: str, session: PeerSession, *, listening: bool) -> Meeting:
+        """Swap cards with a peer that has passed the handshake; its channel owns ``sock``, the life line."""
+        ...
+
+    def close(self) -> None:
+        """Once no channel is left."""
+        ...
+
+
+def stride(geometry: Geometry) -> int:
+    """Bytes from one slot of an inbox to the next."""
+    return HEADER_BYTES + (geometry.slot_bytes + LINE - 1) // LINE * LINE
+
+
+def reaching(geometry: Geometry, our_lid: int, connect: Callable[[Card], None]) -> Callable[[bytes], None]:
+    """What takes the peer's card, whose inbox is of ``geometry``, and connects to it. Raises HandshakeError."""
+
+    def reach(text: bytes) -> None:
+        card = opened(text, inbox_bytes=geometry.slots * stride(geometry), our_lid=our_lid)
+        try:
+            connect(card)
+        except OSError as error:
+            raise HandshakeError(str(error)) from error
+
+    return reach

@@ -1,0 +1,239 @@
+"""The engine of verbs against a NIC that does what a test says; ``test_verbs_native`` runs this beside it."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from test_verbs_faults import SMALL, fault_of
+from verbs_without_nic import FAKE
+from wiring import KEY, SOON_S, connect, send
+
+from lamina import netstack
+from lamina.netstack import Channel, Fabric, Geometry
+from lamina.netstack.contract.fabric import DEATH_NOTICED_S
+from lamina.netstack.rdma import native_way
+from lamina.netstack.rdma.quality import SERVICE_LEVEL, TRAFFIC_CLASS
+from lamina.netstack.rdma.way import stride
+
+QP_FATAL, QP_ACCESS_ERR, PORT_ERR, DEVICE_FATAL = 1, 3, 10, 8  # of ibv_event_type
+CREDIT = 1 << 31
+
+
+def opened(device: str = "") -> Fabric:
+    from lamina.netstack.rdma.verbs import VerbsFabric
+
+    return VerbsFabric(KEY, device=device)
+
+
+def in_use() -> list[int]:
+    """Protection domains, memories, queue pairs."""
+    counts = (ctypes.c_uint32 * 3)()
+    FAKE.fake_open(counts)
+    return list(counts)
+
+
+def number_of(end: Channel) -> int:
+    """Its queue pair's; takes a slot."""
+    slot = np.frombuffer(end.reserve(1).data, np.uint8)
+    return int(FAKE.fake_pair(ctypes.c_uint64(slot.__array_interface__["data"][0])))
+
+
+@dataclass
+class Ends:
+    """``a`` has queue pair ``number``, whose NIC may lie to ``b``."""
+
+    fabric: Fabric
+    a: Channel
+    b: Channel
+    number: int
+
+    def write(self, where: tuple[int, int], data: bytes, word: int = -1) -> None:
+        """As ``a``'s NIC; ``where``: key and address."""
+        key, address = where
+        FAKE.fake_write(self.number, key, ctypes.c_uint64(address), data, len(data), ctypes.c_int64(word))
+
+    def inbox(self) -> tuple[int, int, int]:
+        """Key, address and bytes of ``b``'s."""
+        place = (ctypes.c_uint64 * 3)()
+        FAKE.fake_inbox(self.number, place)
+        return place[0], place[1], place[2]
+
+    def message(self, n: int, *, seqno: int | None = None, length: int = 5, credit: int = 0, word: int = -1) -> None:
+        key, address, _ = self.inbox()
+        said = n + 1 if seqno is None else seqno
+        header = struct.pack("<QQQ8x32s", said, length, credit, b"tag")
+        self.write((key, address + n % SMALL.slots * stride(SMALL)), header + b"hello", said if word < 0 else word)
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    fabric = opened()
+    a, b = connect(fabric, geometry=SMALL)
+    yield Ends(fabric, a, b, number_of(a))
+    fabric.close()
+    assert in_use() == [0, 0, 0]
+
+
+def test_a_queue_pair_is_as_the_operator_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRAFFIC_CLASS, "106")
+    monkeypatch.setenv(SERVICE_LEVEL, "3")
+    fabric = opened("fake0:1:1")
+    for end in connect(fabric, geometry=SMALL):
+        attributes = (ctypes.c_uint32 * 7)()
+        FAKE.fake_attributes(number_of(end), attributes)
+        assert list(attributes) == [3, 106, 1, 0, 14, 7, 6]
+    fabric.close()
+
+
+def test_the_best_gid_is_taken_where_none_is_named() -> None:
+    fabric = opened()
+    a, _b = connect(fabric, geometry=SMALL)
+    attributes = (ctypes.c_uint32 * 7)()
+    FAKE.fake_attributes(number_of(a), attributes)
+    assert attributes[2] == 0
+    fabric.close()
+
+
+def test_each_peer_has_a_domain_of_its_own_which_ends_with_its_channel() -> None:
+    fabric = opened()
+    listener = fabric.listen()
+    first = connect(fabric, listener, SMALL)
+    _second = connect(fabric, listener, SMALL)
+    assert in_use() == [4, 8, 4]
+    for end in first:
+        end.close()
+    assert in_use() == [2, 4, 2]
+    fabric.close()
+    assert in_use() == [0, 0, 0]
+
+
+def test_memory_that_cannot_be_pinned_is_one_line_with_the_fix() -> None:
+    fabric = opened()
+    listener = fabric.listen()
+    FAKE.fake_most_memories(ctypes.c_size_t(0))
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            accepted = pool.submit(listener.accept, timeout_s=1.0)
+            with pytest.raises(netstack.ChannelError, match=r"cannot register \d+ bytes with fake0: .*ulimit -l"):
+                fabric.connect(listener.url, netstack.Terms(outbound=SMALL, inbound=SMALL))
+            with pytest.raises(netstack.ChannelTimeout, match="no memory for its terms: cannot register"):
+                accepted.result()
+        with pytest.raises(ImportError, match="finds no RDMA port that opens: cannot register"):
+            opened()
+    finally:
+        FAKE.fake_most_memories(ctypes.c_size_t(1 << 20))
+    fabric.close()
+    assert in_use() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["fake0:2", "fake0:1:9", "other", "fake0:x"])
+def test_a_port_that_is_not_there_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ImportError, match="LAMINA_RDMA_DEVICE|has no GID 9"):
+        opened(name)
+
+
+@pytest.mark.parametrize("event", [QP_FATAL, QP_ACCESS_ERR, DEVICE_FATAL])
+def test_an_event_of_the_device_ends_both_sides_at_once(ends: Ends, event: int) -> None:
+    """Neither has posted anything that could fail: one is told by its device, the other by its peer."""
+    FAKE.fake_event(ends.number, event)
+    start = time.monotonic()
+    assert "our NIC reports: " in fault_of(ends.a)
+    assert "the peer aborted: our NIC reports: " in fault_of(ends.b)
+    assert time.monotonic() - start < DEATH_NOTICED_S
+
+
+def test_a_fault_names_the_peer(ends: Ends) -> None:
+    FAKE.fake_event(ends.number, QP_FATAL)
+    assert fault_of(ends.a).startswith(f"{ends.a.peer}: wait_signal: our NIC reports: local work queue")
+
+
+def test_a_port_that_goes_down_may_come_up_again(ends: Ends) -> None:
+    FAKE.fake_event(ends.number, PORT_ERR)
+    with pytest.raises(netstack.ChannelTimeout):
+        ends.a.wait_signal(timeout_s=0.3)
+    send(ends.b, b"still here")
+    assert ends.a.wait_signal(timeout_s=SOON_S).data == b"still here"
+
+
+def test_a_nic_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_way, "STALL_S", 0.4)
+    fabric = opened()
+    a, _b = connect(fabric, geometry=SMALL)
+    FAKE.fake_silence(number_of(a))
+    with pytest.raises(netstack.PeerFault, match=r"nothing was heard of the peer's NIC for 0\.4 s"):
+        a.wait_signal(timeout_s=SOON_S)
+    fabric.close()
+    assert in_use() == [0, 0, 0]
+
+
+def test_credit_rides_on_messages() -> None:
+    """A window of one, for and back: no request but the messages themselves is needed."""
+    fabric = opened()
+    one = Geometry(slots=1, slot_bytes=64)
+    a, b = connect(fabric, geometry=one)
+    for n in range(50):
+        for sender, receiver in ((a, b), (b, a)):
+            send(sender, bytes([n]))
+            arrival = receiver.wait_signal(timeout_s=SOON_S)
+            assert arrival.data == bytes([n])
+            receiver.release(arrival)
+    fabric.close()
+
+
+def test_what_an_honest_peer_writes_is_a_message(ends: Ends) -> None:
+    for n in range(2 * SMALL.slots):  # more credit than that finds no receive at an end that has put nothing
+        ends.message(n)
+        arrival = ends.b.wait_signal(timeout_s=SOON_S)
+        assert (arrival.seqno, arrival.tag[:3], arrival.data) == (n + 1, b"tag", b"hello")
+        ends.b.release(arrival)
+
+
+def without_credit(ends: Ends) -> None:
+    for n in range(SMALL.slots + 1):
+        ends.message(n)
+
+
+LIES: dict[str, Callable[[Ends], None]] = {
+    "a seqno ahead": lambda ends: ends.message(0, seqno=2),
+    "a seqno of another epoch": lambda ends: ends.message(0, seqno=1 << 48 | 1, word=1),
+    "a signal that is not the header's": lambda ends: ends.message(0, word=2),
+    "a byte too long": lambda ends: ends.message(0, length=SMALL.slot_bytes + 1),
+    "longer than all memory": lambda ends: ends.message(0, length=1 << 63),
+    "without credit": without_credit,
+    "credit for what was not sent": lambda ends: ends.write((0, 0), b"", CREDIT | 1),
+    "credit that goes back": lambda ends: ends.write((0, 0), b"", CREDIT | CREDIT - 1),
+    "a header's credit for what was not sent": lambda ends: ends.message(0, credit=1),
+    "a header's credit of another epoch": lambda ends: ends.message(0, credit=1 << 48),
+    "a header's credit that goes back": lambda ends: ends.message(0, credit=(1 << 64) - 1),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_no_honest_peer_sends_ends_the_channel(ends: Ends, lie: str) -> None:
+    LIES[lie](ends)
+    assert "the peer broke the protocol: " in fault_of(ends.b)
+    assert "the peer aborted: broken protocol" in fault_of(ends.a)
+
+
+@pytest.mark.parametrize("where", ["before it", "across its end", "under another key", "at another peer"])
+def test_only_the_inbox_is_open_to_a_peer(ends: Ends, where: str) -> None:
+    other_a, _other_b = connect(ends.fabric, geometry=SMALL)
+    key, address, nbytes = ends.inbox()
+    other = (ctypes.c_uint64 * 3)()
+    FAKE.fake_inbox(number_of(other_a), other)
+    places = {
+        "before it": (key, address - 64),
+        "across its end": (key, address + nbytes - 63),
+        "under another key": (key ^ 1, address),
+        "at another peer": (other[0], other[1]),
+    }
+    ends.write(places[where], b"\xee" * 64, 1)
+    assert "the connection broke (the peer's memory is not open to us there)" in fault_of(ends.a)
+    assert "our NIC reports" in fault_of(ends.b) or "broke" in fault_of(ends.b)
