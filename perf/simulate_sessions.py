@@ -4,10 +4,11 @@
 Sizes are the paper's: 9,000 sessions of 5.75 turns, the first 10,000 of 52,000 turns not counted, memory of 128 GB and
 a disk of 2 or 10 TB, .78, 2.5, .31 or .12 MB a token. The depth of the line is swept by how many turns are served in a
 second. The paper gives no times between turns and no rate of its disk: here a user thinks for a minute on average, and
-5 GB are read in a second. Prints a table; --write appends a line for each run to perf/results/simulate_sessions.jsonl.
+10 GB are read in a second, more than the longest conversations need where two turns are served in a second. Prints a
+table; --write appends a line for each run to perf/results/simulate_sessions.jsonl.
 
-    nice python perf/simulate_sessions.py --write      # half an hour on one core
-    python perf/simulate_sessions.py --part 0.1        # a tenth of everything
+    python perf/simulate_sessions.py --write           # an hour of one core
+    python perf/simulate_sessions.py --part 0.1        # a tenth of everything: two minutes
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ MEMORY = 128_000  # MB
 SERVED = 8.0, 4.0, 3.0, 2.0  # turns in a second; 5.75 come
 
 
-def cases(only: str) -> list[tuple[str, int, float]]:
+def cases(only: str, rates: list[float]) -> list[tuple[str, int, float]]:
     """Model, terabytes of the disk, and turns served in a second."""
     swept = [("LLaMA-13B", disk, served) for disk in (2, 10) for served in SERVED]
     others = [(name, disk, SERVED[-1]) for name in list(MODELS)[1:] for disk in (2, 10)]
-    return [case for case in (*swept, *others) if only in case[0]]
+    return [case for case in (*swept, *others) if only in case[0] and (not rates or case[2] in rates)]
 
 
 def paper_hit(name: str, disk: int, served: float, policy: str) -> float | None:
@@ -61,10 +62,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", type=float, default=1.0, help="of everything (1)")
     parser.add_argument("--only", default="", help="models whose names have this")
+    parser.add_argument(
+        "--served", type=float, nargs="*", default=[], help="turns in a second, of those that there are"
+    )
     parser.add_argument("--write", action="store_true", help="append each run to perf/results")
     args = parser.parse_args()
     print(f"{'':11}{'disk':>6}{'served/s':>9}{'line':>7}{'':6}{'hit':>6}{'paper':>7}{'in memory':>11}{'line long':>11}")
-    for name, disk, served in cases(args.only):
+    for name, disk, served in cases(args.only, args.served):
         model = MODELS[name]
         world = ConversationWorld(model.kv_of_token, MEMORY, disk * 1_000_000, served, window=model.window)
         for policy in (AHEAD, LRU, FIFO):

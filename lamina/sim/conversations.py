@@ -50,8 +50,8 @@ class ConversationWorld:
     question: float = 100.0
     answer: float = 330.0
     window: int = 4_096
-    disk_rate: float = 5_000.0  # read in a second
-    deep: int = 100
+    disk_rate: float = 10_000.0  # read in a second
+    deep: int = 1_000
     seed: int = 1
 
     def scaled(self, part: float) -> ConversationWorld:
@@ -59,7 +59,7 @@ class ConversationWorld:
         return replace(
             self, memory=int(self.memory * part), disk=int(self.disk * part), served=self.served * part,
             sessions=int(self.sessions * part), warm=int(self.warm * part), arrivals=self.arrivals * part,
-            disk_rate=self.disk_rate * part,
+            disk_rate=self.disk_rate * part, deep=int(self.deep * part),
         )  # fmt: skip
 
 

@@ -64,12 +64,15 @@ class Ahead:
                     break
                 ops = self._ops_of(sequence, find(sequence))
                 told = _ToldTurn(self._next, sum(len(op.keys) for op in ops))
-                new += ops if told.pages <= room else []
+                if told.pages > room:
+                    break
+                new += ops
+                self._next += 1
+                self._told[sequence] = told
             room -= told.pages
             if room < 0:
                 break
-            self._next = max(self._next, told.number + 1)
-            self._told[sequence], ahead[sequence] = told, None
+            ahead[sequence] = None
         gone = [s for s in self._told if s not in ahead]
         return [Expect(number) for number, pages in map(self._told.pop, gone) if pages] + new
 
