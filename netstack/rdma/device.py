@@ -20,7 +20,7 @@ import numpy as np
 from lamina.netstack.contract.base import RDMA_DEVICE
 
 from .card import Route
-from .ports import Wanted
+from .ports import Port, Wanted, partition_index
 from .quality import service
 
 try:
@@ -122,6 +122,8 @@ class RdmaDevice:
         best = max(entries, key=lambda g: (GID_SCORE.get(g.gid_type, 1), _is_routable(g), -g.gid_index))
         self.gid_index = best.gid_index
         self.gid = IPv6Address(best.gid_str()).packed
+        here = Port(name, self.port, "ACTIVE", "")
+        self.partition = partition_index(here, self.service.partition)
         self.lid, self.mtu, self.message_bytes = state.lid, state.active_mtu, state.max_msg_sz
 
     def close(self) -> None:
@@ -210,6 +212,7 @@ class QueuePair:
             self._receive = RecvWR(num_sge=1, sg=[SGE(0, 0, 0)])
             self._receive.num_sge = 0  # the constructor insists on one
             attributes = QPAttr(port_num=device.port)
+            attributes.pkey_index = device.partition
             attributes.qp_access_flags = e.IBV_ACCESS_REMOTE_WRITE
             self._pair.to_init(attributes)
             for _ in range(receives):

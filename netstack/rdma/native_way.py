@@ -13,7 +13,7 @@ from lamina.netstack.meeting.listener import Meeting
 from lamina.netstack.meeting.swap import swap
 
 from .card import Card, Route
-from .ports import KINDS, NONE, Gids, Port, Wanted, lack, ports
+from .ports import KINDS, NONE, Gids, Port, Wanted, lack, partition_index, ports
 from .quality import service
 from .way import STALL_S, reaching
 
@@ -42,9 +42,10 @@ class NativeWay:
         tried = []
         for self._port in (p for p in there if p.fits(self._named)):
             try:
+                self._partition = partition_index(self._port, self._service.partition)
                 self._end(TRIAL, TRIAL)
                 return
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 tried.append(str(error))
         raise ImportError(f"transport 'verbs' finds no RDMA port that opens: {'; '.join(tried)}")
 
@@ -79,7 +80,7 @@ class NativeWay:
 
     def _end(self, outbound: Geometry, inbound: Geometry) -> RdmaEnd:
         port, service = self._port, self._service
-        place = port.device, port.number, port.gid_index(self._named), 0
+        place = port.device, port.number, port.gid_index(self._named), self._partition
         return open_rdma_end(*place, service.level, service.traffic_class, outbound, inbound)
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from lamina.netstack.contract.base import RDMA_DEVICE
 
+from .quality import MEMBERS, PARTITION
+
 Gids = dict[int, tuple[str, str]]  # by index, the address and its kind
 CLASS = "sys/class/infiniband"
 NONE = f"none in /{CLASS}; load the NIC's driver (mlx5_ib), or rdma_rxe for Soft-RoCE"
@@ -100,6 +102,22 @@ def ports(root: Path = Path("/"), gids: Callable[[str, int], Gids] | None = None
     """
     folder = root / CLASS
     return [_port(folder / device, n, gids) for device in _names(folder) for n in _numbers(folder / device / "ports")]
+
+
+def partition_index(port: Port, key: int | None, root: Path = Path("/")) -> int:
+    """Where ``port`` has that partition's key in its table, a full member's rather than a limited one's; None: 0.
+
+    Raises ValueError, which names those that it has.
+    """
+    if key is None:
+        return 0
+    folder = root / CLASS / port.device / "ports" / str(port.number) / "pkeys"
+    keys = {index: int(_text(folder / str(index)) or "0", 16) for index in _numbers(folder)}
+    same = [index for index, there in keys.items() if there & MEMBERS == key & MEMBERS]
+    if not same:
+        known = ", ".join(sorted({f"{there:#06x}" for there in keys.values() if there})) or "none"
+        raise ValueError(f"{port.device}:{port.number} is in no partition {key:#06x} ({PARTITION}); it is in {known}")
+    return max(same, key=lambda index: (keys[index], -index))
 
 
 def lack(found: list[Port], text: str) -> str:

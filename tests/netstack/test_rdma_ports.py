@@ -9,7 +9,7 @@ import pytest
 
 from lamina.netstack.doctor import Machine, rdma_device
 from lamina.netstack.rdma.native_way import NativeWay, _gids
-from lamina.netstack.rdma.ports import Wanted, lack, named, ports
+from lamina.netstack.rdma.ports import Port, Wanted, lack, named, partition_index, ports
 
 NONE = "0000:0000:0000:0000:0000:0000:0000:0000"
 LOCAL, MAPPED = "fe80:0000:0000:0000:5054:00ff:fe12:3456", "0000:0000:0000:0000:0000:ffff:0a09:0001"
@@ -104,6 +104,17 @@ def test_any_port_that_serves_is_enough(tmp_path: Path) -> None:
     device(tmp_path, "rxe0")
     assert lack(ports(tmp_path), "") == ""
     assert lack(ports(tmp_path), ":1:3") == ""
+
+
+def test_a_partition_is_found_by_its_members(tmp_path: Path) -> None:
+    port = Port("mlx5_0", 1, "ACTIVE", "InfiniBand")
+    folder = tmp_path / "sys/class/infiniband/mlx5_0/ports/1/pkeys"
+    folder.mkdir(parents=True)
+    for index, key in enumerate(["0xffff", "0x0001", "0x8001", "0x0000"]):
+        (folder / str(index)).write_text(f"{key}\n")
+    assert [partition_index(port, key, tmp_path) for key in (None, 0x7FFF, 0x8001, 1)] == [0, 0, 2, 2]
+    with pytest.raises(ValueError, match=r"mlx5_0:1 is in no partition 0x8002 .*; it is in 0x0001, 0x8001, 0xffff"):
+        partition_index(port, 0x8002, tmp_path)
 
 
 @pytest.mark.rdma

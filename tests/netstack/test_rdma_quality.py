@@ -9,7 +9,7 @@ from wiring import KEY, connect, open_or_skip
 
 from lamina import netstack
 from lamina.netstack import Geometry
-from lamina.netstack.rdma.quality import SERVICE_LEVEL, TRAFFIC_CLASS, NetworkService, service
+from lamina.netstack.rdma.quality import PARTITION, SERVICE_LEVEL, TRAFFIC_CLASS, NetworkService, service
 from lamina.netstack.rdma.verbs import VerbsFabric
 
 if TYPE_CHECKING:
@@ -33,6 +33,13 @@ def test_a_service_level_has_four_bits() -> None:
         service({SERVICE_LEVEL: "16"})
 
 
+@pytest.mark.parametrize("text", ["1", "0x", "0x0", "0x8000", "0x10001", "-0x1", "0xg"])
+def test_a_partition_that_has_no_members_is_refused(text: str) -> None:
+    assert service({PARTITION: " 0x8001 "}) == NetworkService(partition=0x8001)
+    with pytest.raises(ValueError, match=f"{PARTITION} is a key of a partition, such as 0x8001; not '{text}'"):
+        service({PARTITION: text})
+
+
 @pytest.mark.rdma
 @pytest.mark.parametrize("text", ["", "106"])
 def test_the_kernel_has_the_traffic_class_of_each_queue_pair(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +60,16 @@ def test_the_kernel_has_the_traffic_class_of_each_queue_pair(text: str, monkeypa
     ends[0].put_signal(slot, b"")
     assert ends[1].wait_signal(timeout_s=20.0).data == b"hello"
     fabric.close()
+
+
+@pytest.mark.rdma
+def test_the_partition_is_one_of_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Soft-RoCE has the default one alone, 0xffff."""
+    monkeypatch.setenv(PARTITION, "0x7fff")
+    open_or_skip("verbs").close()
+    monkeypatch.setenv(PARTITION, "0x8001")
+    with pytest.raises(ImportError, match="in no partition 0x8001 .*it is in 0xffff"):
+        netstack.open("verbs", key=KEY)
 
 
 @pytest.mark.rdma

@@ -19,7 +19,7 @@ from lamina import netstack
 from lamina.netstack import Channel, Fabric, Geometry
 from lamina.netstack.contract.fabric import DEATH_NOTICED_S
 from lamina.netstack.rdma import native_way
-from lamina.netstack.rdma.quality import SERVICE_LEVEL, TRAFFIC_CLASS
+from lamina.netstack.rdma.quality import PARTITION, SERVICE_LEVEL, TRAFFIC_CLASS
 from lamina.netstack.rdma.way import stride
 
 QP_FATAL, QP_ACCESS_ERR, PORT_ERR, DEVICE_FATAL = 1, 3, 10, 8  # of ibv_event_type
@@ -84,11 +84,13 @@ def ends() -> Iterator[Ends]:
 def test_a_queue_pair_is_as_the_operator_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TRAFFIC_CLASS, "106")
     monkeypatch.setenv(SERVICE_LEVEL, "3")
+    monkeypatch.setattr(native_way, "partition_index", lambda _, key: {None: 0, 0x8001: 5}[key])
+    monkeypatch.setenv(PARTITION, "0x8001")
     fabric = opened("fake0:1:1")
     for end in connect(fabric, geometry=SMALL):
         attributes = (ctypes.c_uint32 * 7)()
         FAKE.fake_attributes(number_of(end), attributes)
-        assert list(attributes) == [3, 106, 1, 0, 14, 7, 6]
+        assert list(attributes) == [3, 106, 1, 5, 14, 7, 6]
     fabric.close()
 
 
@@ -99,6 +101,12 @@ def test_the_best_gid_is_taken_where_none_is_named() -> None:
     FAKE.fake_attributes(number_of(a), attributes)
     assert attributes[2] == 0
     fabric.close()
+
+
+def test_other_native_modules_can_use_it(ends: Ends) -> None:
+    """So that a layer's messages cost no Python (csrc/netstack/calls.h)."""
+    assert ends.a.calls() is not None
+    assert ends.b.calls() is not None
 
 
 def test_each_peer_has_a_domain_of_its_own_which_ends_with_its_channel() -> None:
