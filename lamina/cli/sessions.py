@@ -1,4 +1,4 @@
-"""``lamina-launch sessions list|drop URL``: the sessions of a running server."""
+"""``lamina-launch sessions list|drop URL``: sessions of a running server; ``sessions advise MODEL``: what they need."""
 
 from __future__ import annotations
 
@@ -9,24 +9,32 @@ from urllib.parse import quote
 
 from lamina.facts.report import table
 
+from . import sessions_advice
 from .operators import call, check_url
 
 ASK_S = 10.0
-ACTIONS = {"list": "say which there are, and where their KV is", "drop": "forget one, and give up its KV"}
+ACTIONS = {
+    "list": "say which there are, and where their KV is",
+    "drop": "forget one, and give up its KV",
+    "advise": "say how much memory or disk those of a model need, and what that costs",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this sub-command."""
     parser.add_argument("action", choices=ACTIONS, help="; ".join(f"{k}: {v}" for k, v in ACTIONS.items()))
-    parser.add_argument("url", help="of the server, such as http://127.0.0.1:8000")
+    parser.add_argument("url", help="of the server, such as http://127.0.0.1:8000; advise: the model")
     parser.add_argument("id", nargs="?", default="", help="drop: the session_id")
     parser.add_argument("--api-key", default="", help="whose sessions; better LAMINA_API_KEY")
     parser.add_argument("--json", action="store_true", help="list: print them as JSON")
     parser.add_argument("--dry-run", action="store_true", help="say what would be asked for, and exit")
+    sessions_advice.add_arguments(parser.add_argument_group("advise"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 0. Raises ValueError where the asker can put it right, OSError where nobody answers, WorkerError."""
+    if args.action == "advise":
+        return sessions_advice.run(args)
     check_url(args.url)
     if (args.action == "drop") != bool(args.id):
         raise ValueError("sessions drop needs the session_id, and sessions list takes none")
